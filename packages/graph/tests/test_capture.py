@@ -504,7 +504,7 @@ class Shares(nn.Module):
         ordered[order] = kept
         halved = x[::2]
         scaled = halved[: int(0.25 * len(x))] * int(x.shape[0] / halved.shape[0])
-        return kept[best], *some, ordered, scaled
+        return kept[best], *some, ordered, scaled, torch.unique(order // 2).roll(1, 0)
 
 
 @torch.no_grad()

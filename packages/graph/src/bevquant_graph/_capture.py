@@ -196,8 +196,8 @@ def _exported(
         stack.enter_context(open_lengths(model, shares))
         stack.enter_context(mock.patch.object(torch, "batch_norm", batch_norm_of_rows))
         stack.enter_context(mock.patch.object(proxy_tensor, "_extract_tensor_metadata", _nothing))
+        stack.enter_context(elementwise_shapes())
         if open_sizes:
-            stack.enter_context(elementwise_shapes())
             stack.enter_context(mock.patch.object(sympy, "simplify", _simplified(sympy.simplify)))
             # Of symbols hardly any answer is asked for twice, and making its key takes longer.
             stack.enter_context(dynamo_config.patch(fake_tensor_cache_enabled=False))

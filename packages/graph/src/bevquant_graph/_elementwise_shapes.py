@@ -29,6 +29,7 @@ _NAMES = (
     "mish neg relu rsqrt sigmoid silu softplus sqrt tanh"
 ).split()
 _BATCH_NORM = _ATEN._native_batch_norm_legit_no_training.default
+_ROLL = _ATEN.roll.default
 _FORMATS = (torch.contiguous_format, torch.channels_last)
 
 
@@ -46,6 +47,7 @@ def elementwise_shapes() -> Iterator[None]:
     if hasattr(torch.ops.bevquant_quantizers, "fake_quantize"):
         target = torch.ops.bevquant_quantizers.fake_quantize.default
         found[target] = _short(target, like)
+    found[_ROLL] = _short(_ROLL, like, whole=True)  # torch asks first whether there are rows
     with mock.patch.dict(table, found):
         yield
 
@@ -65,12 +67,15 @@ def batch_norm_of_rows(x: Tensor, *args: Any) -> Tensor:
     return made
 
 
-def _short(target: Any, form: Callable[..., Any]) -> Callable[..., Any]:
-    """The table's entry: by `form` where it can tell, else as torch finds the shape itself."""
+def _short(target: Any, form: Callable[..., Any], *, whole: bool = False) -> Callable[..., Any]:
+    """The table's entry: by `form` where it can tell, else as torch finds the shape itself.
+
+    Of floating point, or of `whole` numbers too.
+    """
 
     def entry(mode: Any, *args: Any, **kwargs: Any) -> Any:
         made = None
-        if isinstance(args[0], Tensor) and args[0].is_floating_point():
+        if isinstance(args[0], Tensor) and (whole or args[0].is_floating_point()):
             made = form(mode, args[0])
         if made is None:
             with mock.patch.dict(get_fast_op_impls()), mode:
