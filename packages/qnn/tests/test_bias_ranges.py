@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from bevquant_qnn import freeze, quantize_model
-from bevquant_quantizers import calibrate
+from bevquant_qnn import QuantLinear, freeze, quantize_model
+from bevquant_quantizers import QuantDescriptor, calibrate
 
 LAYERS = [
     (nn.Linear(4, 3), (5, 4), 0),
@@ -41,6 +41,15 @@ def test_a_channel_of_next_to_nothing_holds_its_bias(
     assert 0.5 / step == pytest.approx(2.0**30)
     assert report.amax == tuple(amax.tolist())
     assert (quantized(x) - wanted).abs().max() < 0.02
+
+
+def test_ranges_of_input_channels_are_left_alone() -> None:
+    x = torch.rand(5, 4)
+    layer = QuantLinear(4, 3, quant_desc_weight=QuantDescriptor(axis=1))
+    with torch.no_grad():
+        layer.weight.mul_(1e-6)
+    calibrate(layer, [x], method="max")
+    assert torch.equal(layer.weight_quantizer.amax, layer.weight.abs().amax(0, keepdim=True))
 
 
 def test_what_has_no_range_or_no_bias_is_left_alone() -> None:

@@ -148,12 +148,19 @@ def test_rows_that_a_mask_chooses_are_of_any_number(
     kept = {int(((cells >= 0) & (cells < SIDE)).sum()) for _, cells in frames}
     assert len(kept) > 1
     model = calibrated(Splat(), *frames[0])
+    held_to_the_integers(model, frames, run, tmp_path)
+    export_qdq_onnx(model, frames[0], tmp_path / "mapper.onnx", "horizon")
+
+
+def held_to_the_integers(
+    model: nn.Module, frames: list[tuple[Tensor, ...]], run: Fixture, folder: Path
+) -> None:
+    """A file of the first frame makes what the integer model does, of every frame."""
     integer = simulate(model, frames[0])
-    file = export_qdq_onnx(model, frames[0], tmp_path / "net.onnx", "onnxruntime")
+    file = export_qdq_onnx(model, frames[0], folder / "net.onnx", "onnxruntime")
     for frame in frames:
         (made,), _ = run(file, *frame, optimised=False)
         torch.testing.assert_close(made, integer(*frame), rtol=1e-5, atol=1e-5)
-    export_qdq_onnx(model, frames[0], tmp_path / "mapper.onnx", "horizon")
 
 
 class Pairs(nn.Module):
@@ -173,9 +180,4 @@ class Pairs(nn.Module):
 
 def test_sizes_that_are_free_in_pairs(calibrated: Fixture, run: Fixture, tmp_path: Path) -> None:
     frames = [(torch.randn(9, 3), torch.arange(9) % n * 1.0) for n in (5, 7, 4)]
-    model = calibrated(Pairs(), *frames[0])
-    integer = simulate(model, frames[0])
-    file = export_qdq_onnx(model, frames[0], tmp_path / "net.onnx", "onnxruntime")
-    for frame in frames:
-        (made,), _ = run(file, *frame, optimised=False)
-        torch.testing.assert_close(made, integer(*frame), rtol=1e-5, atol=1e-5)
+    held_to_the_integers(calibrated(Pairs(), *frames[0]), frames, run, tmp_path)

@@ -36,7 +36,7 @@ from ._graph import Graph
 from ._opaque import Opaque, opaque_modules, recorded
 from ._open_lengths import open_lengths
 from ._quiet import evaluation, quiet
-from ._recall import recalled, remember
+from ._recall import recalled, remember, state_of
 from ._signature import Arguments, Tree, arguments, flatten, rebuild
 from ._tidy import NUMBERS, fixed_number, tidy
 
@@ -95,8 +95,9 @@ def capture(
         raise CaptureError(
             "capture: example_inputs hold no tensor; give what one call of the model takes"
         )
-    start, asked = perf_counter(), open_sizes
-    known = recalled(model, given, asked)
+    start = perf_counter()
+    state = state_of(model, given, open_sizes)
+    known = recalled(model, given, state)
     if known is not None:
         return known
     opaque: dict[str, Opaque] = {}
@@ -148,7 +149,7 @@ def capture(
     took = perf_counter() - start
     if check:
         graph.check(example_inputs)
-    remember(model, given, asked, graph, took, by_values=values is not None)
+    remember(model, state, graph, took, by_values=values is not None)
     return graph
 
 

@@ -40,7 +40,7 @@ from ._graph import Graph
 from ._signature import Arguments, Tree, flatten
 from ._tidy import inside
 
-__all__ = ["recalled", "remember"]
+__all__ = ["State", "recalled", "remember", "state_of"]
 
 _KEPT = 32
 _HOOKS = re.compile(r"_\w*hooks\w*")  # attributes of a module: number to hook
@@ -49,7 +49,7 @@ _NAMED = (type, types.BuiltinFunctionType, types.ModuleType, types.CodeType)
 
 
 @dataclass(frozen=True)
-class _State:
+class State:
     """What a capture goes by.
 
     Attributes:
@@ -69,25 +69,22 @@ class _State:
 class _Followed:
     """What was followed of a model, without its tensors, and what it took."""
 
-    state: _State
+    state: State
     program: ExportedProgram
     inputs: Tree
     result: Tree
     seconds: float
 
 
-_LAST: WeakKeyDictionary[nn.Module, tuple[_State, ref[Graph]]] = WeakKeyDictionary()
+_LAST: WeakKeyDictionary[nn.Module, tuple[State, ref[Graph]]] = WeakKeyDictionary()
 _PROGRAMS: OrderedDict[bytes, _Followed] = OrderedDict()
 
 
-def recalled(model: nn.Module, given: Arguments, open_sizes: bool) -> Graph | None:
+def recalled(model: nn.Module, given: Arguments, state: State | None) -> Graph | None:
     """A graph of this model as it is, and of such inputs, if one is in use or can be bound.
 
     It gives the model's bits.
     """
-    if model not in _LAST and not _PROGRAMS:
-        return None
-    state = _state(model, given, open_sizes)
     if state is None:
         return None
     known = _PROGRAMS.get(state.structure)
@@ -104,20 +101,17 @@ def recalled(model: nn.Module, given: Arguments, open_sizes: bool) -> Graph | No
 
 
 def remember(
-    model: nn.Module, given: Arguments, open_sizes: bool, graph: Graph, seconds: float, *,
-    by_values: bool,
-) -> None:  # fmt: skip
+    model: nn.Module, state: State | None, graph: Graph, seconds: float, *, by_values: bool
+) -> None:
     """Let `recalled` answer `graph` while somebody holds it, and its program for a while.
 
     Args:
         model: The model.
-        given: Its arguments.
-        open_sizes: Whether sizes were to stay open.
-        graph: What `capture` made of them.
+        state: What `capture` went by.
+        graph: What it made of that.
         seconds: What that took.
         by_values: Whether numbers out of tensors are in the graph, as the example's are.
     """
-    state = _state(model, given, open_sizes)
     if state is None:
         _LAST.pop(model, None)
         return
@@ -137,7 +131,7 @@ def remember(
         _PROGRAMS.popitem(last=False)
 
 
-def _in_use(model: nn.Module, state: _State) -> Graph | None:
+def _in_use(model: nn.Module, state: State) -> Graph | None:
     """The model's own graph, if somebody holds it and the model is what it was."""
     if model not in _LAST:
         return None
@@ -146,7 +140,7 @@ def _in_use(model: nn.Module, state: _State) -> Graph | None:
     return graph() if same else None
 
 
-def _bound(known: _Followed | None, model: nn.Module, state: _State) -> Graph | None:
+def _bound(known: _Followed | None, model: nn.Module, state: State) -> Graph | None:
     """The graph of another model of a structure that was followed.
 
     Raises:
@@ -172,8 +166,14 @@ def _tensor(model: nn.Module, name: str) -> Any:
     return getattr(model.get_submodule(owner), last)
 
 
-def _state(model: nn.Module, given: Arguments, open_sizes: bool) -> _State | None:
-    """What a capture goes by; None where it cannot be told."""
+def state_of(model: nn.Module, given: Arguments, open_sizes: bool) -> State | None:
+    """What a capture goes by; None where it cannot be told.
+
+    Args:
+        model: The model.
+        given: Its arguments.
+        open_sizes: Whether sizes are to stay open.
+    """
     leaves, tree = flatten(given)
     sizes = [(leaf.shape, leaf.stride(), str(leaf.dtype), str(leaf.device)) for leaf in leaves]
     forwards: list[Any] = [type(module).forward for module in model.modules()]
@@ -182,7 +182,7 @@ def _state(model: nn.Module, given: Arguments, open_sizes: bool) -> _State | Non
         writer.dump((model, [id(f) for f in forwards], tree, sizes, open_sizes))
     except Exception:  # a lock, a generator: whatever has no written form
         return None
-    return _State(
+    return State(
         writer.digest(),
         tuple((id(t), 0 if t.is_inference() else t._version) for t in writer.tensors),
         writer.alone,

@@ -30,7 +30,7 @@ class FitsBias:
 
         What such a channel's weights lose is, for each product, less than 127²/2³⁰ = 1.5·10⁻⁵ of
         its bias. Channels of zeros keep their range, and so does a layer without a bias, or one of
-        whose ranges is off, learned or not known yet.
+        whose ranges is off, learned, not known yet, or not of output channels.
 
         Example:
             >>> from bevquant_qnn import QuantLinear
@@ -47,6 +47,8 @@ class FitsBias:
             return
         amax: Any = weight.amax
         size = self.bias.detach().double().abs()
+        if amax.numel() not in (1, size.numel()):
+            return  # not of output channels
         size = size.amax() if amax.numel() == 1 else size.reshape(amax.shape)
         steps = size / (_step(read) * _step(weight))
         wide = (steps > _MOST_STEPS) & (amax > _SMALLEST)

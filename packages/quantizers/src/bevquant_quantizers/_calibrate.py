@@ -115,10 +115,11 @@ def calibrate(
 
     loaded: list[Tensor | None] = []
     for entry, amax in zip(entries, found, strict=True):
-        taken = amax is not None and (bool(amax.any()) or entry.quantizer.amax is None)
-        loaded.append(_with_scale(amax) if taken and amax is not None else None)
-        if loaded[-1] is not None:
-            set_range(entry.quantizer, loaded[-1])
+        taken = None
+        if amax is not None and (bool(amax.any()) or entry.quantizer.amax is None):
+            taken = _with_scale(amax)
+            set_range(entry.quantizer, taken)
+        loaded.append(taken)
     for module in model.modules():
         settle = getattr(module, "settle_ranges", None)
         if callable(settle):
