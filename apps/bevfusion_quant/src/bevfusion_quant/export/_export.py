@@ -157,7 +157,7 @@ def export_pieces(
         if small and any(piece.kind == "int8" for piece in pieces):
             read = {t for p in pieces if p.kind == "int8" for t in p.file.inputs.values()}
             found, _ = walk(files, run_fake, example_like(config, batch), model, wanted=read)
-            examples = {name: tuple(map(_middle_of, args)) for name, args in found.items()}
+            examples = {name: _middle_of(args) for name, args in found.items() if name != LIDAR}
         voxels = _voxels(batches) if LIDAR in named else []
         written: dict[str, Written] = {}
         for name, piece in named.items():
@@ -197,14 +197,19 @@ def export_pieces(
 _EXAMPLE_CELLS = 64
 
 
-def _middle_of(value: Any) -> Any:
-    """Of a map [frames, channels, x, y] what lies in the middle; dense parts take any size."""
-    if not isinstance(value, Tensor) or value.dim() != 4:
-        return value
+def _middle_of(maps: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What lies in the middle of maps [frames, channels, x, y]: parts between maps take any size.
+
+    Other inputs, and maps of several sizes, are left as they are.
+    """
+    grids = {value.shape[2:] if value.dim() == 4 else None for value in maps}
+    if len(grids) != 1 or None in grids:
+        return maps
     for axis in (2, 3):
-        cells = min(_EXAMPLE_CELLS, value.shape[axis])
-        value = value.narrow(axis, (value.shape[axis] - cells) // 2, cells)
-    return value.contiguous()
+        size = maps[0].shape[axis]
+        cells = min(_EXAMPLE_CELLS, size)
+        maps = tuple(value.narrow(axis, (size - cells) // 2, cells) for value in maps)
+    return tuple(value.contiguous() for value in maps)
 
 
 def _voxels(batches: FrameBatches) -> list[tuple[Any, ...]]:
