@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from bevfusion.model import Batch
 from bevfusion_quant.measure import LayerComparison
 from bevfusion_quant.ptq import compare_layers, layer_table
-from bevfusion_quant.ranks import pack, unpack
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import calibrate
+from bevquant_quantizers.ranks import pack, unpack
 
 
 class Range(nn.Module):

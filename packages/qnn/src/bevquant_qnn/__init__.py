@@ -36,6 +36,7 @@ from bevquant_qnn._pool import (
 from bevquant_qnn._precision_groups import PrecisionGroup, precision_groups
 from bevquant_qnn._precision_plan import PlannedGroup, PrecisionPlan, apply_precision
 from bevquant_qnn._pt2e import pt2e_quantizer
+from bevquant_qnn._qat_trainer import FramePart, QatTrainer, StepSum, add_up, parts_in_order
 from bevquant_qnn._quantize_model import quantize_model
 from bevquant_qnn._ranks import Kept
 from bevquant_qnn._refine_plan import RefinedPlan, refine_plan
@@ -49,11 +50,13 @@ from bevquant_qnn._training_ranges import LearnedRange, RangeTracker, learn_rang
 __all__ = [
     "BIT_OPERATIONS",
     "Budget",
+    "FramePart",
     "Kept",
     "LearnedRange",
     "PlannedGroup",
     "PrecisionGroup",
     "PrecisionPlan",
+    "QatTrainer",
     "QuantAdaptiveAvgPool1d",
     "QuantAdaptiveAvgPool2d",
     "QuantAdaptiveAvgPool3d",
@@ -86,6 +89,8 @@ __all__ = [
     "SensitivityTable",
     "SharedQuantizer",
     "SkippedModule",
+    "StepSum",
+    "add_up",
     "apply_precision",
     "assign_precision",
     "distillation_loss",
@@ -93,6 +98,7 @@ __all__ = [
     "keep_within_ranges",
     "learn_ranges",
     "narrow_weights",
+    "parts_in_order",
     "precision_groups",
     "pt2e_quantizer",
     "quantize_model",

@@ -27,8 +27,8 @@ from bevfusion_quant.frames._poor_data import (
     note_of,
     note_record,
 )
-from bevfusion_quant.ranks import Record, Shards, current_ranks, in_order
 from bevquant_quantizers import CalibrationReport
+from bevquant_quantizers.ranks import Record, Shards, current_ranks, in_order
 
 # Bytes of finished batches that are kept; a voxel frame takes about 2 MB, six cameras 35 MB.
 KEPT_BYTES = 200 * 2**20

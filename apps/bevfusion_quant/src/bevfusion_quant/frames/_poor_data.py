@@ -12,8 +12,8 @@ import numpy as np
 from bev_data.points import Frame, Labels
 from bevfusion.model.head import Detections
 from bevfusion_quant._errors import VerificationError
-from bevfusion_quant.ranks import Record
 from bevquant_quantizers.documents import check_arrays, parse_json
+from bevquant_quantizers.ranks import Record
 
 # A voxel has five values and an integer 127 magnitudes; a real frame has thousands of voxels.
 _FEW_VOXELS = 26

@@ -16,8 +16,8 @@ from bevfusion_quant.integer._stages import (
     float_islands,
     integer_stages,
 )
-from bevfusion_quant.ranks import current_ranks, in_order
 from bevfusion_quant.steps import example_like
+from bevquant_quantizers.ranks import current_ranks, in_order
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from bevfusion.model.head import Detections
     from bevfusion_quant.frames import FrameBatches
     from bevfusion_quant.measure import Judgement
-    from bevfusion_quant.ranks import Shards
     from bevfusion_quant.run import Clock
     from bevquant_int8sim import IntegerModel, LayerComparison, LayerRow, LayerTable
+    from bevquant_quantizers.ranks import Shards
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from bevquant_quantizers import QuantizerValues, watching_quantizers
 
 if TYPE_CHECKING:
     import bevquant_int8sim
-    from bevfusion_quant.ranks import Record
+    from bevquant_quantizers.ranks import Record
 
 __all__ = ["Comparison", "LayerComparison", "LayerRow", "compare_layers"]
 

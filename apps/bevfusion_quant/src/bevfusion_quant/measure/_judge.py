@@ -11,8 +11,8 @@ from bevfusion_quant.frames import detections_of, detections_record, note_of, no
 from bevfusion_quant.measure._compare import LayerComparison, LayerRow
 from bevfusion_quant.measure._stage_maps import StageMaps, StageRow
 from bevfusion_quant.measure._tally import ModelTallies
-from bevfusion_quant.ranks import Shards, in_order
 from bevquant_quantizers import QuantizerRow, QuantizerValues
+from bevquant_quantizers.ranks import Shards, in_order
 
 if TYPE_CHECKING:
     import bevquant_int8sim

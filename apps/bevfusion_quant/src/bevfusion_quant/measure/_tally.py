@@ -17,14 +17,14 @@ from bev_data.metrics import (
     FoundRow,
 )
 from bevfusion_quant.frames import detections_of, detections_record, note_of, note_record
-from bevfusion_quant.ranks import in_order
+from bevquant_quantizers.ranks import in_order
 
 if TYPE_CHECKING:
     from bev_data.points import Labels
     from bevfusion.model import BEVFusionConfig
     from bevfusion.model.head import Detections
     from bevfusion_quant.frames import FrameBatches
-    from bevfusion_quant.ranks import Shards
+    from bevquant_quantizers.ranks import Shards
 
 __all__ = [
     "Model",

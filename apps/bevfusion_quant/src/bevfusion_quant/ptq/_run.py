@@ -32,7 +32,6 @@ from bevfusion_quant.measure import (
     whole_output,
 )
 from bevfusion_quant.options import Place, PtqConfig
-from bevfusion_quant.ranks import Shards, current_ranks
 from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.results import ExportedSet
 from bevfusion_quant.run import Clock, new_run, sha256
@@ -63,6 +62,7 @@ from bevfusion_quant.steps import (
     save_model,
 )
 from bevquant_quantizers import QuantizerRow
+from bevquant_quantizers.ranks import Shards, current_ranks
 
 
 @dataclass(frozen=True)

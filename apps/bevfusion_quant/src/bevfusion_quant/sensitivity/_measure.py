@@ -25,8 +25,8 @@ from bevfusion_quant.steps import run_batch
 if TYPE_CHECKING:
     from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
     from bevfusion_quant.frames import FrameBatches
-    from bevfusion_quant.ranks import Record, Shards
     from bevquant_qnn import SensitivityTable
+    from bevquant_quantizers.ranks import Record, Shards
 
 
 class KeptScores:

@@ -28,9 +28,9 @@ from bevfusion_quant.steps import load_run, read_model_settings
 if TYPE_CHECKING:
     from bev_data.points import Frame
     from bevfusion.model import BEVFusion, BEVFusionConfig
-    from bevfusion_quant.ranks import Shards
     from bevfusion_quant.run import RunSettings
     from bevquant_qnn import Budget, PrecisionPlan, RefinedPlan, SensitivityTable
+    from bevquant_quantizers.ranks import Shards
 
 # The float model's own scores: nothing is above.
 _BEST = {"sqnr": 144.5, "kl": 0.0, "mAP": 100.0}
