@@ -79,8 +79,7 @@ def _with_frame(prepare: Callable[..., Any], source: Any, form: Any, folder: Pat
 def frame_record() -> Target:
     """A frame's note and boxes, as a process keeps them for the next run."""
     from bev_data.points import Labels
-    from bevfusion.model.head import Detections
-    from bevfusion_quant.frames import (
+    from bevfusion.evaluation import (
         FrameNote,
         PoorData,
         detections_of,
@@ -88,6 +87,7 @@ def frame_record() -> Target:
         note_of,
         note_record,
     )
+    from bevfusion.model.head import Detections
     from bevquant_quantizers.ranks import pack, unpack
 
     labels = Labels(np.ones((2, 7), np.float32), ("car", "bus"))

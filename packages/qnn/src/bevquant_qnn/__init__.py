@@ -5,6 +5,7 @@ from __future__ import annotations
 from bevquant_qnn._add import QuantAdd
 from bevquant_qnn._assign_precision import BIT_OPERATIONS, Budget, assign_precision
 from bevquant_qnn._attention import QuantMultiheadAttention
+from bevquant_qnn._compare_layers import LayerComparison, LayerRow, compare_layers, layer_table
 from bevquant_qnn._concat import QuantConcat
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._conv import QuantConv1d, QuantConv2d, QuantConv3d
@@ -22,6 +23,8 @@ from bevquant_qnn._followed_ranges import (
 )
 from bevquant_qnn._freeze import freeze
 from bevquant_qnn._linear import QuantLinear
+from bevquant_qnn._lockstep import Leader, lead
+from bevquant_qnn._pair_sums import PairSums
 from bevquant_qnn._pool import (
     QuantAdaptiveAvgPool1d,
     QuantAdaptiveAvgPool2d,
@@ -52,7 +55,11 @@ __all__ = [
     "Budget",
     "FramePart",
     "Kept",
+    "LayerComparison",
+    "LayerRow",
+    "Leader",
     "LearnedRange",
+    "PairSums",
     "PlannedGroup",
     "PrecisionGroup",
     "PrecisionPlan",
@@ -93,9 +100,12 @@ __all__ = [
     "add_up",
     "apply_precision",
     "assign_precision",
+    "compare_layers",
     "distillation_loss",
     "freeze",
     "keep_within_ranges",
+    "layer_table",
+    "lead",
     "learn_ranges",
     "narrow_weights",
     "parts_in_order",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Unpack
 
 import torch
 
+from bevfusion.evaluation import Model, accuracy_tally, tally_models
 from bevfusion.model import CONFIGS, build_model
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.compare._comparison import (
@@ -19,13 +20,7 @@ from bevfusion_quant.compare._comparison import (
     write_comparison_page,
 )
 from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.measure import (
-    Model,
-    accuracy_tally,
-    relative_change,
-    tally_models,
-    whole_output,
-)
+from bevfusion_quant.measure import relative_change, whole_output
 from bevfusion_quant.options import Place
 from bevfusion_quant.run import Clock, new_run
 from bevfusion_quant.steps import load_run, read_model_settings

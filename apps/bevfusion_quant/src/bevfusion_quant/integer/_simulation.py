@@ -280,8 +280,7 @@ def _run(
         How well the integer model's detections agree with the float model's, and what both find;
         empty without a head. Detections of the first frame, seconds of each.
     """
-    from bevfusion_quant.frames import detections_of, detections_record
-    from bevfusion_quant.measure import ModelTallies
+    from bevfusion.evaluation import ModelTallies, detections_of, detections_record
 
     tallies, seconds = ModelTallies(config), []
 

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from bev_data.metrics import Accuracy
 from bev_data.points import Frame
+from bevfusion.evaluation import accuracy_tally, tally_models
 from bevfusion.model import CONFIGS, BEVFusion
 from bevfusion.training import (
     CHECKPOINT,
@@ -31,7 +32,7 @@ from bevfusion.training import (
 )
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.measure import accuracy_tally, judge, tally_models
+from bevfusion_quant.measure import judge
 from bevfusion_quant.options import ConfigName, Place, TrainedBranch
 from bevfusion_quant.qat._trainer import QatConfig, Trainer
 from bevfusion_quant.report import JudgedRun

@@ -13,10 +13,9 @@ from torch import nn
 
 from bev_data.datasets import labelled_region
 from bev_data.metrics import DetectionMeter, metrics_of
+from bevfusion.evaluation import detection_rules, detections_of, detections_record
 from bevfusion.model.head import Detections
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.frames import detections_of, detections_record
-from bevfusion_quant.measure import detection_rules
 from bevfusion_quant.options import SensitivityMetric, SensitivityOutput
 from bevfusion_quant.options import precisions as plan_precisions
 from bevfusion_quant.run import return_freed_memory
