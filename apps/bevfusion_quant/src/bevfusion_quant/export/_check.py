@@ -34,8 +34,8 @@ def runner(written: Written) -> Run:
 
     file = written.piece.file
     if written.linted == "libspconv":
-        sparse = load_sparse_onnx(written.path)
-        return lambda args: outputs_of(sparse, args)
+        sparse: Any = load_sparse_onnx(written.path)
+        return lambda args: [sparse(*args)]
     if written.linted == "autoware":
 
         def plugged(args: tuple[Any, ...]) -> Sequence[Tensor]:

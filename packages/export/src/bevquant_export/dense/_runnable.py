@@ -128,7 +128,8 @@ def session(proto: Any, runner: str, *, lean: bool = False) -> Any:
         import onnxruntime
     except ImportError as error:
         raise ImportError(
-            "compare_qdq_onnx needs onnxruntime: pip install 'bevquant-export[onnxruntime]'"
+            "onnxruntime, which runs such files, is not installed: pip install "
+            "'bevquant-export[onnxruntime]'"
         ) from error
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
@@ -156,7 +157,7 @@ class _OpenVino:
             import openvino
         except ImportError as error:
             raise ImportError(
-                "compare_qdq_onnx needs openvino for a file of profile 'openvino': pip install "
+                "openvino, which runs files of profile 'openvino', is not installed: pip install "
                 "'bevquant-export[openvino]'"
             ) from error
         self._core = openvino.Core()
