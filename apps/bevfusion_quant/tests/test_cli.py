@@ -24,6 +24,7 @@ from bev_scenes import street_frame
 from bevfusion.model import CONFIGS, build_model
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
+from bevfusion_quant.commands.demo import Demo
 from bevfusion_quant.commands.ptq import Ptq
 from bevfusion_quant.options import check_options
 from bevfusion_quant.ptq import FrameBatches
@@ -199,6 +200,26 @@ def test_existing_folders(here: Path, capsys: pytest.CaptureFixture[str]) -> Non
     arguments = ("--points", "good.npz", "--name", "a")
     assert "--overwrite" in refused(capsys, here, *arguments)
     assert "not a run of bevfusion-quant" in refused(capsys, here, *arguments, "--overwrite")
+
+
+def test_a_demo_that_fails_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    class Watched(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *args: object, **options: object) -> None:
+            super().__init__(*args, **options)  # type: ignore[call-overload]
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Watched)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    with (
+        mock.patch("bevfusion_quant.ptq.run_ptq", side_effect=InputError("no")),
+        pytest.raises(InputError, match="no"),
+    ):
+        Demo().execute("bevfusion-quant demo")
+    (beside,) = started
+    assert beside.args == [sys.executable, "-m", "bevquant_int8sim", "auto"]
+    assert beside.returncode is not None
 
 
 @pytest.mark.parametrize(

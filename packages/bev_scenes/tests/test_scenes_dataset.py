@@ -10,7 +10,7 @@ from silhouettes import agreement, assert_sharpest_unmoved
 
 from bev_data import InputError
 from bev_data.datasets import FrameList, open_dataset
-from bev_scenes import street_frame
+from bev_scenes import stored_street, street_frame
 
 SMALL = {"beams": 8, "sweeps": 1, "azimuth_steps": 90}
 
@@ -39,6 +39,20 @@ def test_streets_are_made_when_asked_for():
 def test_bad_requests(kind, path, options, message):
     with pytest.raises(InputError, match=message):
         open_dataset(kind, path, **options)
+
+
+@pytest.mark.bits
+def test_the_stored_street_is_what_is_rendered():
+    stored, rendered = stored_street(), street_frame(0, size="tiny", cameras="tiny")
+    assert stored.name == rendered.name
+    np.testing.assert_array_equal(stored.points, rendered.points)
+    for one, other in zip(stored.labels, rendered.labels, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for one, other in zip(stored.cameras, rendered.cameras, strict=True):
+        assert one.name == other.name
+        np.testing.assert_array_equal(one.image, other.image)
+        np.testing.assert_array_equal(one.intrinsics, other.intrinsics)
+        np.testing.assert_array_equal(one.lidar_to_camera, other.lidar_to_camera)
 
 
 def test_a_street_that_cannot_be_made_is_bad_input():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bevquant_int8sim import backend_report, choose_backend, int8_linear
+from bevquant_int8sim.__main__ import main
 
 CPU = torch.device("cpu")
 
@@ -101,3 +102,18 @@ def test_without_compiled_code():
         text=True,
     )
     assert run.stdout.strip() == "['torch']", run.stderr
+
+
+def test_kernels_are_compiled_ahead(capsys):
+    chosen = choose_backend("auto", CPU, torch.int8, "test")
+    assert main(["auto"]) == (1 if chosen == "torch" else 0)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.split()[0] == chosen
+    assert "not usable" not in line
+
+
+def test_ahead_of_time_without_a_compiled_backend(capsys):
+    assert main(["torch"]) == 1
+    assert capsys.readouterr().out.startswith("torch ")
+    assert main(["sse"]) == 2
+    assert "'sse': expected some of amx, vnni, portable, torch" in capsys.readouterr().err

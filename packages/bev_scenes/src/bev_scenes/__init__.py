@@ -5,7 +5,7 @@ With this package installed `bev_data.datasets.open_dataset("street", …)` open
 
 from __future__ import annotations
 
-from bev_scenes._frame import SIZES, SceneSettings, open_streets, street_frame
+from bev_scenes._frame import SIZES, SceneSettings, open_streets, stored_street, street_frame
 from bev_scenes._ground import Ground
 from bev_scenes._labels import scanner_pose
 from bev_scenes._lidar import SpinningLidar
@@ -36,5 +36,6 @@ __all__ = [
     "render_street",
     "scan_street",
     "scanner_pose",
+    "stored_street",
     "street_frame",
 ]
