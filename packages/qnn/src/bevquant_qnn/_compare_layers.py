@@ -22,7 +22,6 @@ from bevquant_qnn._snapshots import UnknownValue, tensors
 from bevquant_quantizers.documents import filled, text_table
 
 Judge = Callable[[Tensor, Tensor], None]
-_OUTPUT = "output"
 _BESIDE = "integers."  # stands before what the comparison beside this one gave in a record
 
 
@@ -94,48 +93,48 @@ def first_tensor(output: Any) -> Tensor:
 
 
 @dataclass(eq=False)
+class _Counts:
+    """What is added up for a row, of a batch or of all."""
+
+    sums: PairSums = field(default_factory=PairSums)
+    channels: int = 0
+    rows: int = 0
+    batches: int = 0
+    beyond: int = 0
+    inputs: int = 0
+
+    def as_record(self) -> tuple[tuple[float, ...], tuple[int, ...]]:
+        counts = self.channels, self.rows, self.batches, self.beyond, self.inputs
+        return self.sums.as_sums(), counts
+
+    def add(self, sums: Any, counts: Any) -> None:
+        """Add what `as_record` gave."""
+        self.sums.add_sums(sums)
+        self.channels, *others = (int(count) for count in counts)
+        rows, batches, beyond, inputs = others
+        self.rows += rows
+        self.batches += batches
+        self.beyond += beyond
+        self.inputs += inputs
+
+
+@dataclass(eq=False)
 class _Probe:
     """Watches one layer in both models."""
 
     layer: str
     kind: str
     reader: nn.Module | None  # the quantized module whose input range this is
-    output: Callable[[Any], Tensor] = first_tensor
-    sums: PairSums = field(default_factory=PairSums)
-    channels: int = 0
-    rows: int = 0
-    frames: int = 0
-    beyond: int = 0
-    inputs: int = 0
-
-    def take(self) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        """What one batch has added, and forget it."""
-        taken = self.sums.as_sums(), (
-            self.channels, self.rows, self.frames, self.beyond, self.inputs,
-        )  # fmt: skip
-        self.clear()
-        return taken
-
-    def clear(self) -> None:
-        self.sums = PairSums()
-        self.channels = self.rows = self.frames = self.beyond = self.inputs = 0
-
-    def add(self, sums: Any, counts: Any) -> None:
-        """Add what `take` gave."""
-        self.sums.add_sums(sums)
-        channels, rows, frames, beyond, inputs = (int(count) for count in counts)
-        self.channels = channels
-        self.rows += rows
-        self.frames += frames
-        self.beyond += beyond
-        self.inputs += inputs
+    output: Callable[[Any], Tensor]
+    batch: _Counts = field(default_factory=_Counts)
+    total: _Counts = field(default_factory=_Counts)
 
     def judge(self, wanted: Tensor, got: Tensor, *, channels_last: bool = False) -> None:
-        self.sums.add(wanted, got)
+        self.batch.sums.add(wanted, got)
         last = channels_last or got.dim() < 2
-        self.channels = got.shape[-1 if last else 1] if got.dim() else 1
-        self.rows += got.numel() // max(self.channels, 1)
-        self.frames += 1
+        self.batch.channels = got.shape[-1 if last else 1] if got.dim() else 1
+        self.batch.rows += got.numel() // max(self.batch.channels, 1)
+        self.batch.batches += 1
 
     def count(self, module: nn.Module, args: Any) -> None:
         amax = self.amax()
@@ -143,25 +142,26 @@ class _Probe:
             return
         for value in args:
             x = self.output(value)
-            self.inputs += x.numel()
+            self.batch.inputs += x.numel()
             if x.numel():
                 low, high = x.aminmax()
                 if float(high) > amax or float(low) < -amax:
-                    self.beyond += int(torch.count_nonzero(x.abs() > amax))
+                    self.batch.beyond += int(torch.count_nonzero(x.abs() > amax))
 
     def amax(self) -> float | None:
         amax = getattr(getattr(self.reader, "_input_quantizer", None), "_amax", None)
         return float(amax.max()) if isinstance(amax, Tensor) else None
 
     def row(self) -> LayerRow:
+        total = self.total
         return LayerRow(
             layer=self.layer,
             kind=self.kind,
-            channels=self.channels,
-            rows=self.rows / max(self.frames, 1),
-            sqnr_db=self.sums.sqnr_db,
-            cosine=self.sums.cosine,
-            saturated=self.beyond / self.inputs if self.inputs else None,
+            channels=total.channels,
+            rows=total.rows / max(total.batches, 1),
+            sqnr_db=total.sums.sqnr_db,
+            cosine=total.sums.cosine,
+            saturated=total.beyond / total.inputs if total.inputs else None,
             input_amax=self.amax(),
         )
 
@@ -248,8 +248,8 @@ class LayerComparison:
         self._models, self._output, self._beside = (float_model, quantized_model), output, beside
         shared: Set[str] = frozenset() if beside is None else beside.layers
         self._hooks = _Hooks(float_model, quantized_model, output, watch, shared)
-        self._whole, self._total = _Probe(_OUTPUT, "", None), _Probe(_OUTPUT, "", None)
-        self._rows: dict[int, _Probe] = {}
+        self._whole = _Probe("output", "", None, output)
+        self._rows: dict[_Probe, None] = {}  # in the order of execution
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -277,8 +277,10 @@ class LayerComparison:
                     record = {_BESIDE + name: values for name, values in found.items()}
                     got = follower.result()
             wanted = leader.result()
+        self._whole.batch = _Counts()
         self._whole.judge(self._output(wanted), self._output(got))
-        taken = [*(hooks.probes[place].take() for place in hooks.order), self._whole.take()]
+        reached = [*(hooks.probes[place] for place in hooks.order), self._whole]
+        taken = [probe.batch.as_record() for probe in reached]
         record |= {
             "layers.order": np.array(hooks.order, np.int64),
             "layers.sums": np.array([sums for sums, _ in taken], np.float64),
@@ -288,16 +290,12 @@ class LayerComparison:
 
     def add(self, record: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Add a batch's record; batches come in their order."""
-        places = [int(place) for place in record["layers.order"]]
-        for place in places:
-            if place not in self._rows:
-                probe = self._hooks.probes[place]
-                self._rows[place] = _Probe(probe.layer, probe.kind, probe.reader)
-        probes = [*(self._rows[place] for place in places), self._total]
+        reached = [self._hooks.probes[int(place)] for place in record["layers.order"]]
+        self._rows |= dict.fromkeys(reached)
         for probe, sums, counts in zip(
-            probes, record["layers.sums"], record["layers.counts"], strict=True
+            [*reached, self._whole], record["layers.sums"], record["layers.counts"], strict=True
         ):
-            probe.add(sums, counts)
+            probe.total.add(sums, counts)
         if self._beside is not None:
             names = (name for name in record if name.startswith(_BESIDE))
             self._beside.add({name.removeprefix(_BESIDE): record[name] for name in names})
@@ -308,9 +306,9 @@ class LayerComparison:
         Raises:
             ValueError: None were.
         """
-        if not self._total.frames:
+        if not self._whole.total.batches:
             raise ValueError("there are no batches to compare on: give at least one")
-        return [probe.row() for probe in (*self._rows.values(), self._total)]
+        return [probe.row() for probe in (*self._rows, self._whole)]
 
 
 _CHANNELS_LAST = (nn.Linear, QuantMultiheadAttention)
@@ -343,7 +341,7 @@ class _Hooks:
         self.order = []
         self._calls.clear()
         for probe in self.probes:
-            probe.clear()
+            probe.batch = _Counts()
 
     def attach(self, stack: ExitStack) -> None:
         float_model, quantized_model = self.models
