@@ -44,9 +44,13 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """What was imported and collected stays to the end: no garbage is looked for among it."""
+    """What was imported and collected stays to the end: no garbage is looked for among it.
+
+    And it is looked for less often: tracing a model makes millions of objects that live for a while.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 10)
 
 
 @pytest.fixture(autouse=True)
