@@ -156,7 +156,8 @@ def export_pieces(
         small = not engine_of(target).fastest(cpu).get("integer_sums")
         if small and any(piece.kind == "int8" for piece in pieces):
             read = {t for p in pieces if p.kind == "int8" for t in p.file.inputs.values()}
-            examples, _ = walk(files, run_fake, example_like(config, batch), model, wanted=read)
+            found, _ = walk(files, run_fake, example_like(config, batch), model, wanted=read)
+            examples = {name: tuple(map(_middle_of, args)) for name, args in found.items()}
         voxels = _voxels(batches) if LIDAR in named else []
         written: dict[str, Written] = {}
         for name, piece in named.items():
@@ -191,6 +192,19 @@ def export_pieces(
     made = ExportedSet(target, folder, rows, stages, agreement, names[0])
     write_manifest(made, command=command, run=run, frames=names, settings=settings)
     return made
+
+
+_EXAMPLE_CELLS = 64
+
+
+def _middle_of(value: Any) -> Any:
+    """Of a map [frames, channels, x, y] what lies in the middle; dense parts take any size."""
+    if not isinstance(value, Tensor) or value.dim() != 4:
+        return value
+    for axis in (2, 3):
+        cells = min(_EXAMPLE_CELLS, value.shape[axis])
+        value = value.narrow(axis, (value.shape[axis] - cells) // 2, cells)
+    return value.contiguous()
 
 
 def _voxels(batches: FrameBatches) -> list[tuple[Any, ...]]:
