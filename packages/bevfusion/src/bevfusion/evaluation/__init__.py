@@ -15,7 +15,6 @@ from bevfusion.evaluation._notes import (
     note_record,
 )
 from bevfusion.evaluation._tally import (
-    Model,
     ModelTallies,
     accuracy_tally,
     detection_rules,
@@ -26,7 +25,6 @@ from bevfusion.evaluation._tally import (
 __all__ = [
     "FrameBatches",
     "FrameNote",
-    "Model",
     "ModelTallies",
     "PoorData",
     "accuracy_tally",

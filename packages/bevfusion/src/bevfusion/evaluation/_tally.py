@@ -26,17 +26,6 @@ if TYPE_CHECKING:
     from bevfusion.model.head import Detections
     from bevquant_quantizers.ranks import Shards
 
-__all__ = [
-    "Model",
-    "ModelTallies",
-    "accuracy_tally",
-    "detection_rules",
-    "detection_tally",
-    "tally_models",
-]
-
-Model = Callable[..., Any]
-
 
 def accuracy_tally(
     config: BEVFusionConfig, batches: FrameBatches, bootstrap: Bootstrap | None = None
@@ -108,7 +97,7 @@ class ModelTallies:
 
 def tally_models(
     step: str,
-    models: Mapping[str, Model],
+    models: Mapping[str, Callable[..., Any]],
     decode: Callable[[Any], Any],
     batches: FrameBatches,
     tally: AccuracyTally,
