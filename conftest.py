@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish():
     """What was imported and collected stays to the end: no garbage is looked for among it.
 
-    And it is looked for less often: tracing a model makes millions of objects that live for a while.
+    And it is looked for less often: tracing a model makes millions of objects that live a while.
     """
     gc.collect()
     gc.freeze()

@@ -68,9 +68,9 @@ def calibrate(folder: Path, count: int) -> dict[str, Any]:
         fuse_branch,
         quantize_branch,
     )
-    from bevfusion_quant.ranks import launched
     from bevfusion_quant.run._record import peak_memory_mib
     from bevquant_quantizers import named_quantizers
+    from bevquant_quantizers.ranks import launched
 
     # torch.fx notes once that spconv's tensor class asks about tracing.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)

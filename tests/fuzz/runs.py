@@ -19,7 +19,7 @@ from fuzz.target import Files, Target, written
 
 
 def rank_message() -> Target:
-    from bevfusion_quant.ranks._ranks import _packed, _unpacked
+    from bevquant_quantizers.ranks._ranks import _packed, _unpacked
 
     own = {0: b"abc", 1: np.arange(6.0).reshape(2, 3), 2: torch.ones(2)}
 
@@ -79,8 +79,7 @@ def _with_frame(prepare: Callable[..., Any], source: Any, form: Any, folder: Pat
 def frame_record() -> Target:
     """A frame's note and boxes, as a process keeps them for the next run."""
     from bev_data.points import Labels
-    from bevfusion.model.head import Detections
-    from bevfusion_quant.frames import (
+    from bevfusion.evaluation import (
         FrameNote,
         PoorData,
         detections_of,
@@ -88,7 +87,8 @@ def frame_record() -> Target:
         note_of,
         note_record,
     )
-    from bevfusion_quant.ranks import pack, unpack
+    from bevfusion.model.head import Detections
+    from bevquant_quantizers.ranks import pack, unpack
 
     labels = Labels(np.ones((2, 7), np.float32), ("car", "bus"))
     poor = PoorData("encoders.lidar", "f", "few voxels", "1 voxel", "calibrate")
@@ -161,7 +161,7 @@ WORDS = [
 
 
 def record() -> Target:
-    from bevfusion_quant.ranks import pack, unpack
+    from bevquant_quantizers.ranks import pack, unpack
 
     files = {"r.npz": pack({"sums": np.arange(9.0), "names": np.array(["a", "b"])})}
     read = lambda f: unpack((f / "r.npz").read_bytes())  # noqa: E731

@@ -16,8 +16,8 @@ from torch import nn
 
 from bev_data.points import Frame, VoxelData, read_points
 from bev_scenes import street_frame
+from bevfusion.evaluation import FrameNote, frame_findings, note_of, note_record
 from bevfusion_quant.cli import main
-from bevfusion_quant.frames import FrameNote, frame_findings, note_of, note_record
 from bevfusion_quant.ptq import FrameBatches, PoorData, calibrate_branch, finding_lines
 from bevquant_export import lint_onnx
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer

@@ -20,7 +20,7 @@ MAIN = "import sys; from bevfusion_quant.cli import main; raise SystemExit(main(
 # What one rank does when it has finished a frame.
 WATCHED = f"""
 import os, signal
-from bevfusion_quant.ranks import Shards
+from bevquant_quantizers.ranks import Shards
 
 save = Shards.save
 

@@ -6,6 +6,7 @@ import torch
 from PIL import Image
 
 from bev_data import InputError
+from bev_data.boxes import box_corners
 from bev_data.cameras import (
     CAMERA_NAMES,
     Camera,
@@ -13,6 +14,7 @@ from bev_data.cameras import (
     order_cameras,
     prepare_cameras,
     project,
+    wire_frame,
 )
 
 AHEAD = np.array([[1.0, 0, 0, 0], [0, 0, -1, -0.3], [0, 1, 0, -0.7], [0, 0, 0, 1]])
@@ -33,6 +35,19 @@ def turned(degrees: float) -> np.ndarray:
     turn = np.eye(4)
     turn[:2, :2] = [[c, s], [-s, c]]
     return AHEAD @ turn
+
+
+def test_a_box_around_the_camera_is_cut_not_mirrored():
+    (box,) = box_corners(np.array([[0.0, 0, 0, 40, 40, 3, 0]]))
+    lines = wire_frame(box, camera())
+    assert len(lines) == 8  # of its twelve edges four lie behind
+    pixels, depth = project(camera(), box)
+    in_front = pixels[depth > 0]
+    assert len(in_front) == 4
+    ends = lines.reshape(-1, 2)
+    assert all(np.isclose(ends, corner).all(1).any() for corner in in_front)
+    sides = np.sign(ends[:, 1] - 41).reshape(-1, 2)  # below the lens or above, at both ends
+    assert np.count_nonzero(sides[:, 0] != sides[:, 1]) == 2  # the two upright ones before it
 
 
 def test_projection_of_known_points():

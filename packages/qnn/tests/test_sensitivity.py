@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -374,6 +375,26 @@ def test_an_interrupted_measurement_goes_on(without):
     assert list(memory.kept) == [("sensitivity", 0)]
     assert sensitivity(model, images, **options) == wanted
     assert memory.found == [0]
+
+
+def test_of_a_sequence_no_batch_is_made_whose_results_are_kept():
+    class Made(Sequence):
+        def __init__(self, batches):
+            self.batches, self.asked = batches, []
+
+        def __len__(self):
+            return len(self.batches)
+
+        def __getitem__(self, index):
+            self.asked.append(index)
+            return self.batches[index]
+
+    model, images = small()
+    made, memory = Made(images), Memory()
+    wanted = sensitivity(model, made, without=False, kept=memory)
+    assert made.asked == [0, 1]
+    assert sensitivity(model, made, without=False, kept=memory) == wanted
+    assert made.asked == [0, 1, 0]  # operations are counted on the first
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 7, 3, 4)])

@@ -84,11 +84,11 @@ def _run(arguments: list[str]) -> int:
     from bevfusion_quant._errors import InputError, VerificationError
     from bevfusion_quant.commands import check_processes, execute
     from bevfusion_quant.options import check_options
-    from bevfusion_quant.ranks import RankError, launched
     from bevquant_quantizers.documents import DocumentError
+    from bevquant_quantizers.ranks import LaunchError, RankError, launched
 
     try:
-        with launched() as ranks:
+        with launched("bevfusion-quant", (ValueError, OSError, VerificationError)) as ranks:
             check_options(command)
             check_processes(command, ranks.world)
             text = execute(command, shlex.join(["bevfusion-quant", *arguments]))
@@ -99,7 +99,7 @@ def _run(arguments: list[str]) -> int:
     except VerificationError as error:
         print(error.told, flush=True)
         return _fail(str(error), NOT_VERIFIED)
-    except (InputError, PointsError, VoxelizeError, DocumentError) as error:
+    except (InputError, PointsError, VoxelizeError, DocumentError, LaunchError) as error:
         return _fail(str(error))
     return 0
 
@@ -122,7 +122,8 @@ def _set_up_logging(rank: str) -> None:
     logging.basicConfig(
         format="%(message)s" if first else f"rank {rank}: %(message)s", stream=sys.stderr
     )
-    for ours in ("bevfusion_quant", "bevfusion", "bev_data", "bev_scenes"):
+    known = "bevfusion_quant bevfusion bev_data bev_scenes bevquant_quantizers.ranks"
+    for ours in known.split():
         logging.getLogger(ours).setLevel(logging.INFO if first else logging.WARNING)
     # torch.fx notes once that spconv's tensor class asks about tracing; no user can act on it.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)

@@ -10,7 +10,10 @@ import numpy.typing as npt
 
 from bev_data._errors import InputError
 
-__all__ = ["NUSCENES_CLASSES", "Detections", "checked_boxes", "count_inside", "rotated_iou"]
+__all__ = [
+    "BOX_EDGES", "NUSCENES_CLASSES", "Detections", "box_corners", "checked_boxes", "count_inside",
+    "rotated_iou",
+]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
 NUSCENES_CLASSES = (
@@ -79,6 +82,37 @@ def checked_boxes(what: str, boxes: npt.ArrayLike) -> Floats:
             "negative size; drop these rows first"
         )
     return rows
+
+
+_SIGNS = np.array(
+    [(sx, sy, sz) for sz in (-1, 1) for sx, sy in ((1, 1), (-1, 1), (-1, -1), (1, -1))]
+)
+BOX_EDGES = (
+    (0, 1), (1, 2), (2, 3), (3, 0), (4, 5), (5, 6), (6, 7), (7, 4), (0, 4), (1, 5), (2, 6), (3, 7),
+)  # fmt: skip
+"""The edges of a box, each two of its `box_corners`."""
+
+
+def box_corners(boxes: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.floating[Any]]:
+    """Where the corners of boxes lie.
+
+    Args:
+        boxes: [n, 7], as in `Detections`.
+
+    Returns:
+        [n, 8, 3] in metres: the foot counter-clockwise from front left, so that the edge from 3 to
+        0 is its front, then the top.
+
+    Example:
+        >>> box_corners(np.array([[0.0, 0, 0, 4, 2, 1, 0]]))[0, [0, 3, 4]].tolist()
+        [[2.0, 1.0, -0.5], [2.0, -1.0, -0.5], [2.0, 1.0, 0.5]]
+    """
+    half = boxes[:, None, 3:6] / 2 * _SIGNS
+    cos, sin = np.cos(boxes[:, 6:7]), np.sin(boxes[:, 6:7])
+    x = half[..., 0] * cos - half[..., 1] * sin
+    y = half[..., 0] * sin + half[..., 1] * cos
+    turned: npt.NDArray[np.floating[Any]] = np.stack([x, y, half[..., 2]], -1)
+    return turned + boxes[:, None, :3]
 
 
 def count_inside(

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from bev_data.points import Frame, Labels
+from bev_data.boxes import BOX_EDGES, box_corners
+from bev_data.points import Frame
 from bev_scenes._frame import street_frame
 from bev_scenes._rig import RIGS
 
@@ -30,8 +31,6 @@ _COLOURS = {
     "barrier": "#8b949e",
     "traffic_cone": "#8b949e",
 }
-_EDGES = ((0, 1), (1, 2), (2, 3), (3, 0), (4, 5), (5, 6), (6, 7), (7, 4), (0, 4), (1, 5), (2, 6),
-          (3, 7))  # fmt: skip
 _EYE, _DOWN_BY, _FOCAL = np.array([0.0, -27.0, 15.0]), 0.36, 1.25
 
 
@@ -100,10 +99,11 @@ def _lidar(frame: Frame, path: Path) -> Path:
         spot[order, 0], spot[order, 1], c=height, cmap="turbo", vmin=-2.4, vmax=6.0, linewidths=0,
         s=np.clip(90.0 / depth[order], 0.4, 5.0),
     )  # fmt: skip
-    for name, corners in zip(frame.labels.names, _corners(frame.labels), strict=True):
-        spots, far = _look(corners)
+    corners = box_corners(frame.labels.boxes.astype(np.float64))
+    for name, eight in zip(frame.labels.names, corners, strict=True):
+        spots, far = _look(eight)
         if far.min() > 3.0:
-            lines = [spots[list(edge)] for edge in _EDGES]
+            lines = [spots[list(edge)] for edge in BOX_EDGES]
             width = float(np.clip(40.0 / far.mean(), 0.5, 1.6))
             axes.add_collection(LineCollection(lines, colors=_COLOURS[name], linewidths=width))
     shown: dict[str, list[str]] = {}
@@ -129,16 +129,3 @@ def _look(places: _Array) -> tuple[_Array, _Array]:
     depth = y * c - z * s
     safe = np.maximum(depth, 0.1)
     return np.stack([_FOCAL * x / safe, _FOCAL * (z * c + y * s) / safe], 1), depth
-
-
-def _corners(labels: Labels) -> _Array:
-    """Corners [boxes, 8, 3]: the four of the foot, counter-clockwise, then those of the top."""
-    boxes = labels.boxes.astype(np.float64)
-    signs = np.array([[1, 1], [-1, 1], [-1, -1], [1, -1]]) / 2
-    c, s = np.cos(boxes[:, 6:]), np.sin(boxes[:, 6:])
-    u, v = boxes[:, 3:4] * signs[:, 0], boxes[:, 4:5] * signs[:, 1]
-    flat = boxes[:, None, :2] + np.stack([u * c - v * s, u * s + v * c], 2)
-    rise = boxes[:, 5] / 2
-    low = np.concatenate([flat, np.tile((boxes[:, 2] - rise)[:, None, None], (1, 4, 1))], 2)
-    high = np.concatenate([flat, np.tile((boxes[:, 2] + rise)[:, None, None], (1, 4, 1))], 2)
-    return np.concatenate([low, high], 1)

@@ -1,9 +1,9 @@
 """mit-bevfusion's detector in plain PyTorch, and the parts that train it.
 
 `bevfusion.model` builds it, loads its checkpoints and finds boxes; `bevfusion.training` makes
-targets, losses and batches.
+targets, losses and batches; `bevfusion.evaluation` runs models on frames and counts what they find.
 """
 
-from bevfusion import model, training
+from bevfusion import evaluation, model, training
 
-__all__ = ["model", "training"]
+__all__ = ["evaluation", "model", "training"]

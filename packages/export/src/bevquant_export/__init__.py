@@ -9,6 +9,7 @@ from bevquant_export.dense import (
     compare_qdq_onnx,
     export_qdq_onnx,
     lift_horizon_onnx,
+    open_onnx,
 )
 from bevquant_export.floats import (
     FloatDifference,
@@ -55,6 +56,7 @@ __all__ = [
     "load_sparse_onnx",
     "lower_to_portable",
     "note_calibration",
+    "open_onnx",
     "register_target",
     "target_names",
     "with_half_constants",

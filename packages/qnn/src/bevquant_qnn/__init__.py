@@ -5,6 +5,7 @@ from __future__ import annotations
 from bevquant_qnn._add import QuantAdd
 from bevquant_qnn._assign_precision import BIT_OPERATIONS, Budget, assign_precision
 from bevquant_qnn._attention import QuantMultiheadAttention
+from bevquant_qnn._compare_layers import LayerComparison, LayerRow, compare_layers, layer_table
 from bevquant_qnn._concat import QuantConcat
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._conv import QuantConv1d, QuantConv2d, QuantConv3d
@@ -22,6 +23,8 @@ from bevquant_qnn._followed_ranges import (
 )
 from bevquant_qnn._freeze import freeze
 from bevquant_qnn._linear import QuantLinear
+from bevquant_qnn._lockstep import Leader, lead
+from bevquant_qnn._pair_sums import PairSums
 from bevquant_qnn._pool import (
     QuantAdaptiveAvgPool1d,
     QuantAdaptiveAvgPool2d,
@@ -36,6 +39,7 @@ from bevquant_qnn._pool import (
 from bevquant_qnn._precision_groups import PrecisionGroup, precision_groups
 from bevquant_qnn._precision_plan import PlannedGroup, PrecisionPlan, apply_precision
 from bevquant_qnn._pt2e import pt2e_quantizer
+from bevquant_qnn._qat_trainer import FramePart, QatTrainer, StepSum, add_up, parts_in_order
 from bevquant_qnn._quantize_model import quantize_model
 from bevquant_qnn._ranks import Kept
 from bevquant_qnn._refine_plan import RefinedPlan, refine_plan
@@ -49,11 +53,17 @@ from bevquant_qnn._training_ranges import LearnedRange, RangeTracker, learn_rang
 __all__ = [
     "BIT_OPERATIONS",
     "Budget",
+    "FramePart",
     "Kept",
+    "LayerComparison",
+    "LayerRow",
+    "Leader",
     "LearnedRange",
+    "PairSums",
     "PlannedGroup",
     "PrecisionGroup",
     "PrecisionPlan",
+    "QatTrainer",
     "QuantAdaptiveAvgPool1d",
     "QuantAdaptiveAvgPool2d",
     "QuantAdaptiveAvgPool3d",
@@ -86,13 +96,19 @@ __all__ = [
     "SensitivityTable",
     "SharedQuantizer",
     "SkippedModule",
+    "StepSum",
+    "add_up",
     "apply_precision",
     "assign_precision",
+    "compare_layers",
     "distillation_loss",
     "freeze",
     "keep_within_ranges",
+    "layer_table",
+    "lead",
     "learn_ranges",
     "narrow_weights",
+    "parts_in_order",
     "precision_groups",
     "pt2e_quantizer",
     "quantize_model",

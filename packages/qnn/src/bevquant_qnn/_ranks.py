@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -50,7 +51,8 @@ def deal_out(
     """What `work` makes of each item, in their order; processes share them out.
 
     Args:
-        items: The same ones in every process.
+        items: The same ones in every process. Of a sequence only those are asked for that are
+            worked on; anything else is iterated.
         work: Called with the process's own items; answers a list.
         distributed: As for `rank_and_world`.
         first: Called in every process with the first item, before `work`.
@@ -64,14 +66,14 @@ def deal_out(
     own: list[Any] = []
     error: Exception | None = None
     try:
-        for i, item in enumerate(items):
+        for i, item in _made_late(items):
             if i == 0 and first is not None:
-                first(item)
+                first(item())
             if i % world != rank:
                 continue
             results = None if kept is None else kept.load(step, i)
             if results is None:
-                results = work(item)
+                results = work(item())
                 if kept is not None:
                     kept.save(step, i, results)
             own.append(results)
@@ -80,6 +82,16 @@ def deal_out(
             raise
         error = problem
     return gather_dealt(own, world, error) if world > 1 else own
+
+
+def _made_late(items: Iterable[Any]) -> Iterator[tuple[int, Callable[[], Any]]]:
+    """Each item's number, and what answers the item, which is asked for once at most."""
+    if isinstance(items, Sequence):
+        for i in range(len(items)):
+            yield i, cache(partial(items.__getitem__, i))
+    else:
+        for i, item in enumerate(items):
+            yield i, partial(lambda made: made, item)
 
 
 def gather_dealt(own: Sequence[Any], world: int, error: Exception | None = None) -> list[Any]:

@@ -13,7 +13,7 @@ from bevquant_qnn._freeze import range_in_use, weights_read
 from bevquant_qnn._holders import activation_quantizers
 from bevquant_quantizers import TensorQuantizer, fake_quantize
 
-_SMALLEST = 2.0**-20
+SMALLEST = 2.0**-20
 
 
 class LearnedRange(TensorQuantizer):
@@ -41,7 +41,7 @@ class LearnedRange(TensorQuantizer):
 
     def _get_amax(self, inputs: Tensor) -> Tensor:
         # An optimizer's step may have gone beyond zero.
-        return super()._get_amax(inputs).clamp(min=_SMALLEST)
+        return super()._get_amax(inputs).clamp(min=SMALLEST)
 
     def extra_repr(self) -> str:
         """Say that the range is learned."""
@@ -88,7 +88,7 @@ class _Lsq(Function):
     def forward(
         ctx: Any, x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool
     ) -> Tensor:
-        amax = amax.detach().clamp(min=_SMALLEST)
+        amax = amax.detach().clamp(min=SMALLEST)
         y = fake_quantize(x, amax, num_bits, unsigned, narrow_range)
         ctx.save_for_backward(x, amax, y)
         ctx.bits = (num_bits, unsigned, narrow_range)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import calib, documents, nn, plugins, tensor_quant
+from . import calib, documents, nn, plugins, ranks, tensor_quant
 from ._adopt import adopt_quantizers
 from ._calibrate import calibrate
 from ._calibrator_state import calibrator_state, load_calibrator_state
@@ -51,6 +51,7 @@ __all__ = [
     "plugins",
     "quantization_disabled",
     "quantization_enabled",
+    "ranks",
     "save_ranges",
     "select",
     "tensor_quant",

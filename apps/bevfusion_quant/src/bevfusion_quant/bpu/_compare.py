@@ -10,24 +10,15 @@ import torch
 from torch import Tensor
 
 from bev_data.metrics import AccuracyTally
+from bevfusion.evaluation import ModelTallies
 from bevfusion.model import Batch, BEVFusionConfig
 from bevfusion_quant.bpu._quantize import Forms
 from bevfusion_quant.bpu._units import Label, Note, SplitModel
 from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.measure import (
-    STAGE_TITLES,
-    Judgement,
-    LayerRow,
-    Leader,
-    ModelTallies,
-    PairSums,
-    StageMaps,
-    StageProbe,
-    lead,
-    whole_output,
-)
+from bevfusion_quant.measure import STAGE_TITLES, Judgement, StageMaps, StageProbe, whole_output
 from bevfusion_quant.results import BpuComparison, BpuLayer, BpuStage
 from bevquant_hybrid.qtensor import QTensor, as_float
+from bevquant_qnn import LayerRow, Leader, PairSums, lead
 
 _HALF_RANGE = 127.5  # steps from 0 to the end of int8's range, as scales are made
 

@@ -12,14 +12,15 @@ from torch import Tensor, fx, nn
 
 from bev_data.metrics import AccuracyTally, Bootstrap
 from bev_data.points import Frame
+from bevfusion.evaluation import PoorData, accuracy_tally, data_findings
 from bevfusion.model import CONFIGS, PART_PATHS, BEVFusion, build_model
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.bpu._compare import Models, compare_forms, node_probes
 from bevfusion_quant.bpu._prepare import SplitUnits
 from bevfusion_quant.bpu._quantize import Forms, for_march
 from bevfusion_quant.bpu._units import PREFIXES, bpu_parts, node_labels
-from bevfusion_quant.frames import FrameBatches, PoorData, data_findings, finding_lines
-from bevfusion_quant.measure import accuracy_tally, relative_change, whole_output
+from bevfusion_quant.frames import FrameBatches, finding_lines
+from bevfusion_quant.measure import relative_change, whole_output
 from bevfusion_quant.options import BpuConfig, Place
 from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.results import BpuOutcome

@@ -80,7 +80,7 @@ def bpu_run_text(result: BpuResult, *, allow_poor: bool = False) -> str:
 def _calibrated(text: str, findings: Sequence[PoorData], *, allow_poor: bool) -> str:
     """The text of a run whose ranges may be right; raises what ends the command where not."""
     from bevfusion_quant.ptq import refuse_poor
-    from bevfusion_quant.ranks import current_ranks
+    from bevquant_quantizers.ranks import current_ranks
 
     if not allow_poor and current_ranks().first:
         refuse_poor(findings, text)

@@ -47,7 +47,7 @@ class Evaluate(RunOptions, BootstrapOptions, FrameOptions):
             return run_text(result)
 
         from bevfusion_quant.bpu import run_bpu_evaluate
-        from bevfusion_quant.ranks import current_ranks
+        from bevquant_quantizers.ranks import current_ranks
 
         if not current_ranks().alone:
             raise InputError(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
+from bevfusion.evaluation import accuracy_tally, tally_models
 from bevfusion.model import CONFIGS, build_model
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.compare._comparison import (
@@ -19,13 +20,7 @@ from bevfusion_quant.compare._comparison import (
     write_comparison_page,
 )
 from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.measure import (
-    Model,
-    accuracy_tally,
-    relative_change,
-    tally_models,
-    whole_output,
-)
+from bevfusion_quant.measure import relative_change, whole_output
 from bevfusion_quant.options import Place
 from bevfusion_quant.run import Clock, new_run
 from bevfusion_quant.steps import load_run, read_model_settings
@@ -234,11 +229,11 @@ def _models(
     told: Sequence[ComparedRun],
     batches: FrameBatches,
     backend: str | None,
-) -> dict[str, Model]:
+) -> dict[str, Callable[..., Any]]:
     """What is run on each frame, by its name in the tables."""
     from bevfusion_quant.integer._simulation import lowered
 
-    models: dict[str, Model] = {"float": float_model}
+    models: dict[str, Callable[..., Any]] = {"float": float_model}
     for run, model in zip(told, quantized, strict=True):
         names = run.models
         models[names["quantized"]] = model

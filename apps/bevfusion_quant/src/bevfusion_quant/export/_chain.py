@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from bev_data.metrics import AgreementRow
+from bevfusion.evaluation import detection_tally
 from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
 from bevfusion.model.camera import splat
 from bevfusion.model.head import Detections
 from bevfusion_quant.export._files import HEAD, LIDAR, LIFTED, POOLED, FilePart
 from bevfusion_quant.export._write import Piece
-from bevfusion_quant.measure import STAGE_TITLES, PairSums, detection_tally
+from bevfusion_quant.measure import STAGE_TITLES
 from bevfusion_quant.results import SetStage
+from bevquant_qnn import PairSums
 
 Execute = Callable[[FilePart, tuple[Any, ...]], Sequence[Tensor]]
 """A file and its inputs → its outputs."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,9 +16,6 @@ from bevfusion_quant.export._write import outputs_of
 from bevfusion_quant.results import FileLayer
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bevfusion_quant.export._files import FilePart
     from bevfusion_quant.export._write import Written
     from bevfusion_quant.results import BpuLayer, ExportedFile
     from bevquant_int8sim import LayerRow
@@ -30,110 +26,38 @@ Run = Callable[[tuple[Any, ...]], Sequence[Tensor]]
 def runner(written: Written) -> Run:
     """A file as a function of its inputs.
 
-    It runs in the engine itself where that is ONNX Runtime or OpenVINO, optimised as it is in use;
-    for libspconv in integers here, for Autoware's plugin by the definition of its operators; for
-    other engines node by node in ONNX Runtime, as it is written.
+    It runs as `bevquant_export.open_onnx` has it; for libspconv in integers here, for Autoware's
+    plugin by the definition of its operators.
     """
-    if written.linted == "libspconv":
-        return _spconv(written)
-    if written.linted == "autoware":
-        return _by_plugin(written)
-    return _onnxruntime(written)
-
-
-def _spconv(written: Written) -> Run:
-    from bevquant_export import load_sparse_onnx
-
-    file = load_sparse_onnx(written.path)
-
-    def run(args: tuple[Any, ...]) -> Sequence[Tensor]:
-        made: Any = file(*args)
-        return [made]
-
-    return run
-
-
-def _by_plugin(written: Written) -> Run:
+    from bevquant_export import load_sparse_onnx, open_onnx
     from bevquant_export.targets.autoware import run_on_frame
 
-    def run(args: tuple[Any, ...]) -> Sequence[Tensor]:
-        made = run_on_frame(written.path, args, written.made.permutation)
-        return [made[name].float() for name in written.piece.file.outputs]
-
-    return run
-
-
-def _onnxruntime(written: Written) -> Run:
-    optimised = written.linted in ("onnxruntime", "portable")
-    session = (
-        _openvino(written.path)
-        if written.linted == "openvino"
-        else open_session(written.path, optimised=optimised)
-    )
     file = written.piece.file
-    taken = {port.name for port in session.get_inputs()}  # what is not read is no input
-    half = {p.name for p in session.get_inputs() if getattr(p, "type", "") == "tensor(float16)"}
-    results = None if written.piece.kind == "sparse" else list(file.outputs)
+    if written.linted == "libspconv":
+        sparse: Any = load_sparse_onnx(written.path)
+        return lambda args: [sparse(*args)]
+    if written.linted == "autoware":
 
-    def run(args: tuple[Any, ...]) -> Sequence[Tensor]:
-        given = {name: value for name, value in named_inputs(file, args).items() if name in taken}
-        given = {n: v.astype(np.float16) if n in half else v for n, v in given.items()}
-        made = [torch.from_numpy(value) for value in session.run(results, given)]
-        return [value.float() if value.dtype == torch.float16 else value for value in made]
+        def plugged(args: tuple[Any, ...]) -> Sequence[Tensor]:
+            made = run_on_frame(written.path, args, written.made.permutation)
+            return [made[name].float() for name in file.outputs]
 
-    return run
-
-
-def _openvino(path: Path) -> Any:
-    import onnx
-
-    from bevfusion_quant.export._write import engine_of
-
+        return plugged
     try:
-        return engine_of("openvino").session(onnx.load(path))
-    except ImportError as error:
+        run = open_onnx(written.path, written.linted)
+    except (ImportError, ValueError) as error:
         raise InputError(
-            f"{path.name} was written, but openvino, which runs it, is not installed: pip install "
-            "'bevquant-export[openvino]'"
+            f"{written.path.name} was written, and does not run here: {error}"
         ) from error
+    # The sparse one takes the batch size too, and names its output itself.
+    names = (*file.inputs, "batch_size")
 
+    def named(args: tuple[Any, ...]) -> Sequence[Tensor]:
+        outputs = run(dict(zip(names, args, strict=False)))
+        chosen = outputs if written.piece.kind == "sparse" else file.outputs
+        return [outputs[name] for name in chosen]
 
-def open_session(path: Path, *, optimised: bool) -> Any:
-    """An onnxruntime session on the CPU, with as many threads as torch has.
-
-    Files for hb_mapper are lifted to the operator set in which scales have their axis.
-    """
-    from bevquant_export import lift_horizon_onnx
-
-    return session_of(lift_horizon_onnx(path), optimised=optimised, name=path.name)
-
-
-def session_of(proto: Any, *, optimised: bool = False, name: str = "the file") -> Any:
-    """The same of a model in memory."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.enable_cpu_mem_arena = False  # which grows by doubling, and keeps what one run needed
-    if not optimised:
-        level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.graph_optimization_level = level
-    content = proto.SerializeToString()
-    try:
-        return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's own classes have no common base of their own
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(
-            f"{name} was written, but onnxruntime {onnxruntime.__version__} does not load it: "
-            f"{reason}; try another version"
-        ) from error
-
-
-def named_inputs(file: FilePart, args: tuple[Any, ...]) -> dict[str, Any]:
-    """Arrays by the names that they have in a file; the sparse one takes the batch size too."""
-    arrays = [np.array([a]) if isinstance(a, int) else a.detach().cpu().numpy() for a in args]
-    return dict(zip((*file.inputs, "batch_size"), arrays, strict=False))
+    return named
 
 
 TOLERANCE = 1e-3  # of float outputs, relative to the largest value

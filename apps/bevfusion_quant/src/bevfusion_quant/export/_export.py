@@ -247,17 +247,14 @@ def join_for_autoware(
 
 def whole_layers(written: Written, args: tuple[Any, ...]) -> tuple[FileLayer, ...]:
     """Boxes of the whole file against its parts, in onnxruntime, on the map of its encoder."""
-    from bevfusion_quant.export._check import open_session, session_of
+    from bevquant_export import open_onnx
     from bevquant_export.targets.autoware import behind_encoder, run_on_frame
 
     parts = {name: written.path.with_name(f"{name}.onnx") for name in (LIDAR, "decoder", HEAD)}
     (name,) = written.made.outputs
     lidar = run_on_frame(parts[LIDAR], args, written.made.permutation)[name]
-    made = _named(session_of(behind_encoder(written.path, name)), {name: lidar.numpy()})
-    middle = _named(
-        open_session(parts["decoder"], optimised=False), {"lidar": lidar.float().numpy()}
-    )
-    found = _named(open_session(parts[HEAD], optimised=False), {"middle": middle["middle"].numpy()})
+    made = open_onnx(behind_encoder(written.path, name))({name: lidar})
+    found = open_onnx(parts[HEAD])(open_onnx(parts["decoder"])({"lidar": lidar.float()}))
     score, label = found["score"][0].max(0)
     boxes = [found[name][0] for name in ("reg", "height", "dim", "rot", "vel")]
     wanted = {"bbox_pred": torch.cat(boxes), "score": score, "label_pred": label}
@@ -271,11 +268,6 @@ def whole_layers(written: Written, args: tuple[Any, ...]) -> tuple[FileLayer, ..
         )  # fmt: skip
         rows.append(row)
     return tuple(rows)
-
-
-def _named(session: Any, feeds: dict[str, Any]) -> dict[str, Tensor]:
-    names = [port.name for port in session.get_outputs()]
-    return dict(zip(names, map(torch.from_numpy, session.run(None, feeds)), strict=True))
 
 
 MANIFEST = "manifest.json"

@@ -16,8 +16,8 @@ from bevfusion_quant.integer._stages import (
     float_islands,
     integer_stages,
 )
-from bevfusion_quant.ranks import current_ranks, in_order
 from bevfusion_quant.steps import example_like
+from bevquant_quantizers.ranks import current_ranks, in_order
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from bevfusion.model.head import Detections
     from bevfusion_quant.frames import FrameBatches
     from bevfusion_quant.measure import Judgement
-    from bevfusion_quant.ranks import Shards
     from bevfusion_quant.run import Clock
     from bevquant_int8sim import IntegerModel, LayerComparison, LayerRow, LayerTable
+    from bevquant_quantizers.ranks import Shards
 
 
 @dataclass(frozen=True)
@@ -280,8 +280,7 @@ def _run(
         How well the integer model's detections agree with the float model's, and what both find;
         empty without a head. Detections of the first frame, seconds of each.
     """
-    from bevfusion_quant.frames import detections_of, detections_record
-    from bevfusion_quant.measure import ModelTallies
+    from bevfusion.evaluation import ModelTallies, detections_of, detections_record
 
     tallies, seconds = ModelTallies(config), []
 

@@ -6,13 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import bevquant_qnn
 from bev_data.metrics import record_table
-from bevfusion_quant.frames import detections_of, detections_record, note_of, note_record
-from bevfusion_quant.measure._compare import LayerComparison, LayerRow
+from bevfusion.evaluation import (
+    ModelTallies,
+    detections_of,
+    detections_record,
+    note_of,
+    note_record,
+)
+from bevfusion_quant.measure._compare import DetectorComparison
 from bevfusion_quant.measure._stage_maps import StageMaps, StageRow
-from bevfusion_quant.measure._tally import ModelTallies
-from bevfusion_quant.ranks import Shards, in_order
+from bevquant_qnn import LayerRow
 from bevquant_quantizers import QuantizerRow, QuantizerValues
+from bevquant_quantizers.ranks import Shards, in_order
 
 if TYPE_CHECKING:
     import bevquant_int8sim
@@ -97,7 +104,7 @@ def judge(
     """
     tallies = ModelTallies(config, accuracy)
     has_head = "head" in float_model.parts
-    comparison = LayerComparison(float_model, quantized_model, integers)
+    comparison = DetectorComparison(float_model, quantized_model, integers)
 
     def run(index: int) -> dict[str, Any]:
         record, *outputs = comparison.run(index, batches[index])
@@ -133,17 +140,8 @@ def judge(
 
 def layer_table(rows: Sequence[LayerRow]) -> str:
     """The per-layer table as text of at most 100 columns."""
-    columns = {
-        "layer": "{layer}",
-        "channels": "{channels}",
-        "rows": "{rows:,.0f}",
-        "SQNR dB": "{sqnr_db:.1f}",
-        "cosine": "{cosine:.6f}",
-        "saturated %": "{saturated:100*.3f}",
-        "input amax": "{input_amax:.4g}",
-    }
     named = [replace(row, layer=name) for row, name in zip(rows, short_names(rows), strict=True)]
-    return record_table(named, columns)
+    return bevquant_qnn.layer_table(named)
 
 
 def stage_table(rows: Sequence[StageRow]) -> str:

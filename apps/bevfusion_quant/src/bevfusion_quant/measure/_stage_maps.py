@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bevfusion.model import STAGES
-from bevfusion_quant.measure._sums import PairSums
-
-__all__ = ["STAGE_TITLES", "StageMaps", "StageRow", "stage_probes", "whole_output"]
+from bevquant_qnn import PairSums
 
 Map = npt.NDArray[np.float32]
 _NOTHING: Map = np.zeros((0, 0), np.float32)
@@ -81,6 +79,10 @@ class StageProbe:
         self._sums = PairSums()
         self._maps: tuple[Map, Map, Map] = (_NOTHING, _NOTHING, _NOTHING)
 
+    def start(self, *, draws: bool) -> None:
+        """Forget the frame before."""
+        self.frame_sums, self.draws = PairSums(), draws
+
     def judge(self, wanted: Tensor, got: Tensor) -> None:
         """One batch, whose sums stand apart."""
         self.frame_sums.add(wanted, got)
@@ -93,7 +95,7 @@ class StageProbe:
         """One batch, where this process runs all of them."""
         self.judge(wanted, got)
         self.add_sums(self.frame_sums.as_sums(), self.channels)
-        self.frame_sums, self.draws = PairSums(), False
+        self.start(draws=False)
 
     def add_sums(self, sums: Sequence[float], channels: int) -> None:
         """A frame's sums, in order of frames."""
@@ -129,6 +131,12 @@ def whole_output(output: Any) -> Tensor:
         return whole_output(output[0])
     values: Tensor = output if isinstance(output, Tensor) else output.features
     return values
+
+
+def relative_change(wanted: Tensor, got: Tensor) -> float:
+    """Max |got − wanted| / max |wanted|."""
+    scale = float(wanted.abs().max())
+    return float((got - wanted).abs().max()) / scale if scale else 0.0
 
 
 def _norms(wanted: Tensor, got: Tensor, *, image: bool) -> tuple[Map, Map, Map]:

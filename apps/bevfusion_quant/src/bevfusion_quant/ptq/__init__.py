@@ -1,10 +1,10 @@
 """Post-training quantization of BEVFusion or a part of it, whole or step by step."""
 
 from bev_data.metrics import AgreementRow, DetectionTally, FoundRow, agreement_text, match
-from bevfusion_quant.frames import FrameBatches, PoorData, data_findings, finding_lines, refuse_poor
+from bevfusion.evaluation import PoorData, data_findings
+from bevfusion_quant.frames import FrameBatches, finding_lines, refuse_poor
 from bevfusion_quant.measure import (
     Comparison,
-    LayerRow,
     StageMaps,
     StageRow,
     compare_layers,
@@ -29,6 +29,7 @@ from bevfusion_quant.steps import (
     read_run_config,
     reads_images,
 )
+from bevquant_qnn import LayerRow
 from bevquant_quantizers import QuantizerRow, QuantizerValues, watch_quantizers
 
 __all__ = [

@@ -13,8 +13,9 @@ import torch
 
 from bev_data.metrics import Accuracy, AccuracyTally, AgreementRow, Bootstrap, FoundRow
 from bev_data.points import Frame
+from bevfusion.evaluation import PoorData, accuracy_tally, data_findings
 from bevfusion.model import CONFIGS, BEVFusion, BEVFusionConfig, build_model
-from bevfusion_quant.frames import FrameBatches, PoorData, data_findings
+from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.integer import (
     Lowered,
     Simulation,
@@ -22,17 +23,8 @@ from bevfusion_quant.integer import (
     lower_model,
     simulate_model,
 )
-from bevfusion_quant.measure import (
-    Judgement,
-    LayerRow,
-    StageRow,
-    accuracy_tally,
-    judge,
-    relative_change,
-    whole_output,
-)
+from bevfusion_quant.measure import Judgement, StageRow, judge, relative_change, whole_output
 from bevfusion_quant.options import Place, PtqConfig
-from bevfusion_quant.ranks import Shards, current_ranks
 from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.results import ExportedSet
 from bevfusion_quant.run import Clock, new_run, sha256
@@ -62,7 +54,9 @@ from bevfusion_quant.steps import (
     rounding_record,
     save_model,
 )
+from bevquant_qnn import LayerRow
 from bevquant_quantizers import QuantizerRow
+from bevquant_quantizers.ranks import Shards, current_ranks
 
 
 @dataclass(frozen=True)

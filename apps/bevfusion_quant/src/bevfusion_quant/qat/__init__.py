@@ -1,15 +1,15 @@
 """Quantization-aware training: a quantized run goes on learning with its rounding in place."""
 
 from bevfusion_quant.qat._run import QatResult, read_trainable, run_qat
-from bevfusion_quant.qat._trainer import (
+from bevfusion_quant.qat._trainer import QatConfig, Trainer
+from bevquant_qnn import (
     FramePart,
-    QatConfig,
+    RangeFollower,
     StepSum,
-    Trainer,
     add_up,
     parts_in_order,
+    weighted_layers,
 )
-from bevquant_qnn import RangeFollower, weighted_layers
 
 __all__ = [
     "FramePart",

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from bev_data.metrics import Accuracy
 from bev_data.points import Frame
+from bevfusion.evaluation import accuracy_tally, tally_models
 from bevfusion.model import CONFIGS, BEVFusion
 from bevfusion.training import (
     CHECKPOINT,
@@ -31,10 +32,9 @@ from bevfusion.training import (
 )
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.measure import accuracy_tally, judge, tally_models
+from bevfusion_quant.measure import judge
 from bevfusion_quant.options import ConfigName, Place, TrainedBranch
 from bevfusion_quant.qat._trainer import QatConfig, Trainer
-from bevfusion_quant.ranks import current_ranks
 from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.run import Clock, RunRecord, new_run, sha256
 from bevfusion_quant.steps import (
@@ -47,6 +47,7 @@ from bevfusion_quant.steps import (
     save_model,
 )
 from bevfusion_quant.train import TrainConfig, usable_device
+from bevquant_quantizers.ranks import current_ranks
 
 LOG = logging.getLogger(__name__)
 
@@ -177,11 +178,13 @@ def run_qat(
         teacher = copy.deepcopy(loaded.float_model).to(target) if config.distill else None
         trainer = Trainer(loaded.quantized_model.to(target), teacher, frames, config, target)
         losses: list[list[float]] = []
-        if begun is not None:
+        if begun is None:
+            trainer.survey()
+        else:
             restore(begun, trainer.model, trainer.optimizer)
+            trainer.go_on(begun.own)
             losses = begun.losses.tolist()
             LOG.info("going on after step %d of %d", begun.step, config.steps)
-        trainer.begin(None if begun is None else begun.own)
         work.mkdir(parents=True, exist_ok=True)
 
         def save(step: int) -> None:

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from bev_data.cameras import Camera
 from bev_data.metrics import Accuracy
 from bevfusion_quant.integer import Simulation
-from bevfusion_quant.measure import LayerRow
 from bevfusion_quant.results import BpuOutcome, ExportedSet, SensitivityOutcome
+from bevquant_qnn import LayerRow
 from bevquant_quantizers import QuantizerValues
 
 Map = npt.NDArray[np.floating[Any]]

@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.ranks import current_ranks
 from bevquant_quantizers.documents import (
     DocumentError,
     read_json,
@@ -21,6 +20,7 @@ from bevquant_quantizers.documents import (
     write_folder,
     write_whole,
 )
+from bevquant_quantizers.ranks import current_ranks
 
 CONFIG_FILE, DIGESTS_FILE = "config.json", "digests.json"
 RUN_FORMAT = "bevfusion-quant run"

@@ -27,9 +27,9 @@ from torch import nn
 
 from bev_data.points import Frame
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.ranks import Shards, current_ranks
 from bevfusion_quant.run._folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS, run_folder
 from bevquant_quantizers.documents import write_whole
+from bevquant_quantizers.ranks import Shards, current_ranks
 
 LOG = logging.getLogger(__name__)
 SUMMARY_FILE = "summary.json"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
@@ -13,10 +12,9 @@ from torch import nn
 
 from bev_data.datasets import labelled_region
 from bev_data.metrics import DetectionMeter, metrics_of
+from bevfusion.evaluation import detection_rules, detections_of, detections_record
 from bevfusion.model.head import Detections
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.frames import detections_of, detections_record
-from bevfusion_quant.measure import detection_rules
 from bevfusion_quant.options import SensitivityMetric, SensitivityOutput
 from bevfusion_quant.options import precisions as plan_precisions
 from bevfusion_quant.run import return_freed_memory
@@ -25,8 +23,8 @@ from bevfusion_quant.steps import run_batch
 if TYPE_CHECKING:
     from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
     from bevfusion_quant.frames import FrameBatches
-    from bevfusion_quant.ranks import Record, Shards
     from bevquant_qnn import SensitivityTable
+    from bevquant_quantizers.ranks import Record, Shards
 
 
 class KeptScores:
@@ -68,53 +66,27 @@ def _boxes(record: Record) -> list[Detections]:
 LOG = logging.getLogger(__name__)
 
 
-class Late:
-    """One frame, made at its first use.
+class FramesInTurn(Sequence["Batch"]):
+    """The frames, with memory given back before each is made.
 
     Args:
         batches: All of them.
-        index: Which one.
-        told: Say so.
-    """
-
-    def __init__(self, batches: FrameBatches, index: int, *, told: bool) -> None:
-        self._batches, self._index, self._told = batches, index, told
-        self.used = False
-
-    @cached_property
-    def batch(self) -> Batch:
-        """What the model is called with."""
-        if self._told:
-            LOG.info("frame %d of %d", self._index + 1, len(self._batches))
-        self.used = True
-        return self._batches[self._index]
-
-
-class TakenLate:
-    """The frames, any number of times, with memory given back after each.
-
-    Args:
-        batches: All of them.
-        told: Say of each when it is run.
+        told: Say of each when it is made.
     """
 
     def __init__(self, batches: FrameBatches, *, told: bool = True) -> None:
         self._batches, self._told = batches, told
 
-    def __iter__(self) -> Iterator[Late]:
-        for index in range(len(self._batches)):
-            late = Late(self._batches, index, told=self._told)
-            yield late
-            if late.used:
-                # What a recorded run held is of no use to frames with other numbers of voxels.
-                del late
-                gc.collect()
-                return_freed_memory()
+    def __len__(self) -> int:
+        return len(self._batches)
 
-
-def run_late(model: nn.Module, late: Any) -> Any:
-    """What the model makes of the frame."""
-    return model(*late.batch)
+    def __getitem__(self, index: int) -> Batch:  # type: ignore[override]
+        # What a recorded run held is of no use to frames with other numbers of voxels.
+        gc.collect()
+        return_freed_memory()
+        if self._told:
+            LOG.info("frame %d of %d", index + 1, len(self))
+        return self._batches[index]
 
 
 class MeanAp:
@@ -269,12 +241,11 @@ def measure_sensitivity(
         _collect(model, batches)
     return sensitivity(
         model,
-        TakenLate(batches),
+        FramesInTurn(batches),
         metric if task is None else task,
         outputs=(path,) if path else (),
         precisions=tuple(dict.fromkeys(precisions)),  # type: ignore[arg-type]
         without=without,
-        forward=run_late,
         reduce=None if task is None else task.reduce,
         kept=None if shards is None else KeptScores(shards),
     )

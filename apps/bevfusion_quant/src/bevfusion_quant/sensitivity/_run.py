@@ -15,12 +15,11 @@ from bevfusion_quant.options import Place
 from bevfusion_quant.results import SensitivityOutcome
 from bevfusion_quant.run import Clock, new_run
 from bevfusion_quant.sensitivity._measure import (
+    FramesInTurn,
     KeptScores,
     MeanAp,
-    TakenLate,
     check_precisions,
     measure_sensitivity,
-    run_late,
     sensitivity_output,
 )
 from bevfusion_quant.steps import load_run, read_model_settings
@@ -28,9 +27,9 @@ from bevfusion_quant.steps import load_run, read_model_settings
 if TYPE_CHECKING:
     from bev_data.points import Frame
     from bevfusion.model import BEVFusion, BEVFusionConfig
-    from bevfusion_quant.ranks import Shards
     from bevfusion_quant.run import RunSettings
     from bevquant_qnn import Budget, PrecisionPlan, RefinedPlan, SensitivityTable
+    from bevquant_quantizers.ranks import Shards
 
 # The float model's own scores: nothing is above.
 _BEST = {"sqnr": 144.5, "kl": 0.0, "mAP": 100.0}
@@ -144,13 +143,12 @@ def refine_within(
         return refine_plan(
             model,
             plan,
-            TakenLate(batches, told=False),
+            FramesInTurn(batches, told=False),
             table,
             budget,
             metric=task,
             outputs=(path,) if path else (),
             rounds=rounds,
-            forward=run_late,
             reduce=None if task is None else task.reduce,
             kept=None if shards is None else KeptScores(shards),
         )

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from bev_data.cameras import CAMERA_NAMES
+from bevfusion.evaluation import PoorData
 from bevfusion.model import CONFIGS, build_model
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.frames import PoorData, finding_lines, frames_of
+from bevfusion_quant.frames import finding_lines, frames_of
 from bevfusion_quant.options import Branch, Method, PtqConfig
 from bevfusion_quant.run import (
     CONFIG_FILE,

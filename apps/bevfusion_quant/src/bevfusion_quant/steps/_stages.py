@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 from torch import nn
@@ -116,27 +115,10 @@ def fuse_branch(model: BEVFusion, example: Batch) -> Stage[FusionResult]:
     it. The head is folded without: which cells become queries hangs on differences as small as
     rounding, so its outputs before and after cannot be compared one by one.
     """
-    from bevquant_fusion import fuse_model
+    from bevquant_fusion import fuse_parts
 
-    model = copy.deepcopy(model)
-    results = []
-    for path, inputs in _inputs(model, example).items():
-        unit = model.get_submodule(path)
-        given = None if path == PART_PATHS["head"] else inputs
-        result = fuse_model(unit, example_inputs=given)
-        model.set_submodule(path, result.model)
-        results.append(_below(path, result))
-    errors = [r.max_error for r in results if r.max_error is not None]
-    whole = replace(
-        results[0],
-        model=model,
-        fused=tuple(item for r in results for item in r.fused),
-        skipped=tuple(item for r in results for item in r.skipped),
-        not_inplace=tuple(path for r in results for path in r.not_inplace),
-        untraced={path: why for r in results for path, why in r.untraced.items()},
-        max_error=max(errors, default=None),
-    )
-    return Stage(model.eval(), whole)
+    result = fuse_parts(model, tuple(example), FOLDED_APART, unchecked=[PART_PATHS["head"]])
+    return Stage(cast("BEVFusion", result.model), result)
 
 
 def keep_batch_norms(model: BEVFusion, example: Batch) -> Stage[FusionResult]:
@@ -297,36 +279,3 @@ def round_branch(model: BEVFusion, batches: FrameBatches, config: PtqConfig) -> 
 def run_batch(model: nn.Module, batch: Any) -> Any:
     """What the model makes of a `Batch`."""
     return model(*batch)
-
-
-def _inputs(model: nn.Module, example: Batch) -> dict[str, tuple[Any, ...]]:
-    """What each module that is folded by itself is called with, in the order of the calls."""
-    seen: dict[str, tuple[Any, ...]] = {}
-    known = dict(model.named_modules())
-    with ExitStack() as stack, torch.no_grad():
-        for path in FOLDED_APART:
-            if path in known:
-                hook = known[path].register_forward_pre_hook(
-                    lambda module, args, path=path: seen.setdefault(path, args) and None
-                )
-                stack.callback(hook.remove)
-        model(*example)
-    return seen
-
-
-def _below(path: str, result: FusionResult) -> FusionResult:
-    """The same account with full paths."""
-    return replace(
-        result,
-        fused=tuple(
-            replace(f, conv=_join(path, f.conv), bn=_join(path, f.bn)) for f in result.fused
-        ),
-        skipped=tuple(replace(s, bn=_join(path, s.bn)) for s in result.skipped),
-        not_inplace=tuple(_join(path, p) for p in result.not_inplace),
-        plain=tuple(_join(path, p) for p in result.plain),
-        untraced={_join(path, p): why for p, why in result.untraced.items()},
-    )
-
-
-def _join(path: str, below: str) -> str:
-    return f"{path}.{below}" if below else path

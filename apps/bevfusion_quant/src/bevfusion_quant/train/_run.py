@@ -40,8 +40,8 @@ from bevfusion.training import (
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import TrainOptions
-from bevfusion_quant.ranks import current_ranks
 from bevquant_quantizers.documents import write_tensors
+from bevquant_quantizers.ranks import current_ranks
 
 TRAINED_BRANCHES: dict[str, tuple[str, ...]] = {
     "lidar": ("lidar", "decoder", "head"),

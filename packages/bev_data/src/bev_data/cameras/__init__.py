@@ -11,6 +11,7 @@ from bev_data.cameras._prepare import (
     order_cameras,
     prepare_cameras,
     project,
+    wire_frame,
 )
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "order_cameras",
     "prepare_cameras",
     "project",
+    "wire_frame",
 ]

@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from bev_data._errors import InputError
+from bev_data.boxes import BOX_EDGES
 from bev_data.cameras._camera import CAMERA_NAMES, Camera
 
 IMAGE_MEAN = np.array([0.485, 0.456, 0.406], np.float32)  # of ImageNet, RGB in 0..1
@@ -217,3 +218,57 @@ def depth_images(
         pixel = (row * width + column)[inside].long()
         nearest[camera].scatter_reduce_(0, pixel, depth[inside].float(), "amin")
     return nearest.masked_fill_(nearest.isinf(), 0).view(cameras, 1, height, width)
+
+
+_NEAR = 0.3  # metres before the lens where lines are cut
+
+
+def wire_frame(corners: npt.NDArray[np.floating], camera: Camera) -> npt.NDArray[np.floating]:
+    """The edges of a box in a picture.
+
+    Edges are cut at a plane just before the lens, so that what lies behind the camera does not
+    come back mirrored.
+
+    Args:
+        corners: [8, 3] in the LiDAR frame [m], of `boxes.box_corners`.
+        camera: The picture.
+
+    Returns:
+        [lines, 2, 2]: u, v of both ends in pixels; no lines where none touches the picture.
+
+    Examples:
+        >>> import numpy as np
+        >>> from bev_data.boxes import box_corners
+        >>> look_ahead = np.array([[1.0, 0, 0, 0], [0, 0, -1, 0], [0, 1, 0, 0], [0, 0, 0, 1]])
+        >>> matrix = np.array([[100.0, 0, 80], [0, 100, 45], [0, 0, 1]])
+        >>> camera = Camera("CAM_FRONT", np.zeros((90, 160, 3), np.uint8), matrix, look_ahead)
+        >>> boxes = np.array([[0.0, 10, 0, 2, 2, 2, 0], [0.0, -10, 0, 2, 2, 2, 0]])
+        >>> ahead, behind = box_corners(boxes)
+        >>> len(wire_frame(ahead, camera)), len(wire_frame(behind, camera))
+        (12, 0)
+    """
+    seen = corners @ camera.lidar_to_camera[:3, :3].T + camera.lidar_to_camera[:3, 3]
+    height, width = camera.image.shape[:2]
+    lines, touches = [], False
+    for a, b in BOX_EDGES:
+        cut = _in_front(seen[a], seen[b])
+        if cut is None:
+            continue
+        pixels = cut @ camera.intrinsics.T
+        line = pixels[:, :2] / pixels[:, 2:]
+        low, high = line.min(0), line.max(0)
+        touches |= bool((high > 0).all() and low[0] < width and low[1] < height)
+        lines.append(line)
+    return np.array(lines) if touches else np.zeros((0, 2, 2))
+
+
+_Ends = npt.NDArray[np.floating]
+
+
+def _in_front(a: _Ends, b: _Ends) -> _Ends | None:
+    if a[2] < _NEAR and b[2] < _NEAR:
+        return None
+    if a[2] < _NEAR or b[2] < _NEAR:
+        middle = a + (b - a) * ((_NEAR - a[2]) / (b[2] - a[2]))
+        a, b = (middle, b) if a[2] < _NEAR else (a, middle)
+    return np.stack([a, b])

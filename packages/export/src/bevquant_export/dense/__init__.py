@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bevquant_export.dense._compare import compare_qdq_onnx
 from bevquant_export.dense._export import export_qdq_onnx
-from bevquant_export.dense._lift_file import lift_horizon_onnx
+from bevquant_export.dense._open import lift_horizon_onnx, open_onnx
 from bevquant_export.dense._program_of import QdqProgram
 from bevquant_export.dense._written import QdqFile, TensorDifference
 
@@ -15,4 +15,5 @@ __all__ = [
     "compare_qdq_onnx",
     "export_qdq_onnx",
     "lift_horizon_onnx",
+    "open_onnx",
 ]

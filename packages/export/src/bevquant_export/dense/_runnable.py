@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+import torch
 
 from bevquant_export.targets._cpu import cpu_at_hand, cpu_of
 
@@ -108,13 +109,15 @@ def forced(content: bytes, tensors: tuple[str, ...]) -> tuple[Any, dict[str, str
     return proto, made
 
 
-def session(proto: Any, runner: str) -> Any:
+def session(proto: Any, runner: str, *, lean: bool = False) -> Any:
     """What runs a model on the CPU, with onnxruntime's ``get_inputs`` and ``run``.
 
     Args:
         proto: The model.
         runner: ``"onnxruntime"`` with all its optimisations, ``"plain"`` for it without any, or
             ``"openvino"``.
+        lean: Whether onnxruntime takes as many threads as torch, and keeps no memory from run to
+            run, where its arena grows by doubling.
 
     Raises:
         ImportError: It is not installed; the extra that installs it is named.
@@ -125,10 +128,14 @@ def session(proto: Any, runner: str) -> Any:
         import onnxruntime
     except ImportError as error:
         raise ImportError(
-            "compare_qdq_onnx needs onnxruntime: pip install 'bevquant-export[onnxruntime]'"
+            "onnxruntime, which runs such files, is not installed: pip install "
+            "'bevquant-export[onnxruntime]'"
         ) from error
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
+    if lean:
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.enable_cpu_mem_arena = False
     if runner == "plain":
         level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.graph_optimization_level = level
@@ -150,7 +157,7 @@ class _OpenVino:
             import openvino
         except ImportError as error:
             raise ImportError(
-                "compare_qdq_onnx needs openvino for a file of profile 'openvino': pip install "
+                "openvino, which runs files of profile 'openvino', is not installed: pip install "
                 "'bevquant-export[openvino]'"
             ) from error
         self._core = openvino.Core()
@@ -160,6 +167,9 @@ class _OpenVino:
 
     def get_inputs(self) -> list[_Input]:
         return self._inputs
+
+    def get_outputs(self) -> list[_Input]:
+        return [_Input(port.name) for port in self._proto.graph.output]
 
     def run(self, names: list[str], given: Mapping[str, Any]) -> list[Any]:
         from onnx import helper

@@ -124,6 +124,14 @@ class Target(ABC):
         return {}
 
     @property
+    def runner(self) -> str:
+        """What runs its files on a CPU here: ``"onnxruntime"`` or ``"openvino"``, or ``"plain"``.
+
+        The first two optimise, as in use; the last is ONNX Runtime node by node.
+        """
+        return "plain"
+
+    @property
     def half(self) -> bool:
         """Whether what is not quantized is float16 in its files."""
         return False

@@ -23,6 +23,11 @@ class _Portable(SparseTarget):
     name, title, family = "portable", "ONNX Runtime", "onnxruntime"
     domains = ONNXRUNTIME.domains
 
+    @property
+    def runner(self) -> str:
+        """ONNX Runtime's."""
+        return ONNXRUNTIME.runner
+
     def lint(self, file: LintFile) -> Iterator[Finding]:
         """What ONNX Runtime asks of a file."""
         return ONNXRUNTIME.lint(file)

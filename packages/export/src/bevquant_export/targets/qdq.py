@@ -34,6 +34,11 @@ class QdqTarget(Target):
     weights: tuple[str, ...] = ()
 
     @property
+    def runner(self) -> str:
+        """Of the profile."""
+        return self.form.runner
+
+    @property
     def half(self) -> bool:
         """Of the profile."""
         return self.form.half

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from bevfusion_quant.measure import LayerRow
 from bevfusion_quant.report._content import ReportContent
 from bevfusion_quant.report._encode import rounded
 from bevfusion_quant.report._format import (
@@ -20,6 +19,7 @@ from bevfusion_quant.report._format import (
 )
 from bevfusion_quant.report._page import Section
 from bevfusion_quant.results import CellParts, Column, Row, Table
+from bevquant_qnn import LayerRow
 
 ORDER = 40
 COLUMNS = (

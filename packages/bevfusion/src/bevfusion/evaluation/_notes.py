@@ -1,4 +1,4 @@
-"""Calibration data that cannot give a right range: which tensor, which frame, why, what to do."""
+"""What is kept of a frame that a process has run: name, size, labels, detections, what is wrong."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ import numpy as np
 
 from bev_data.points import Frame, Labels
 from bevfusion.model.head import Detections
-from bevfusion_quant._errors import VerificationError
-from bevfusion_quant.ranks import Record
 from bevquant_quantizers.documents import check_arrays, parse_json
+from bevquant_quantizers.ranks import Record
 
 # A voxel has five values and an integer 127 magnitudes; a real frame has thousands of voxels.
 _FEW_VOXELS = 26
 _TOP_INTENSITY = 255.5
 _VOXELS = "encoders.lidar"
-_TOLD = 8
 
 
 @dataclass(frozen=True)
@@ -70,29 +68,6 @@ def frame_findings(frame: Frame, voxels: int) -> tuple[PoorData, ...]:
         remedy = "scale them to 0..255, and leave broken points out"
         found.append(PoorData(_VOXELS, frame.name, "intensity", evidence, remedy))
     return tuple(found)
-
-
-def finding_lines(findings: Sequence[PoorData]) -> tuple[str, ...]:
-    """The first of them, one a line; one wrong frame may spoil every tensor."""
-    told = tuple(map(str, findings[:_TOLD]))
-    more = len(findings) - _TOLD
-    return (*told, f"{more} more tensors: the page names them") if more > 0 else told
-
-
-def refuse_poor(findings: Sequence[PoorData], told: str) -> None:
-    """End the command where the calibration cannot be right.
-
-    Raises:
-        VerificationError: It cannot.
-    """
-    poor = [finding for finding in findings if finding.poor]
-    if poor:
-        more = f" (and {len(poor) - 1} more)" if len(poor) > 1 else ""
-        raise VerificationError(
-            f"the calibration cannot be right: {poor[0]}{more}: do not deploy this model, or say "
-            "--allow-poor-calibration",
-            told,
-        )
 
 
 def to_text(findings: Sequence[PoorData]) -> str:

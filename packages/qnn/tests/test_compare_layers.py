@@ -9,12 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bevfusion.model import Batch
-from bevfusion_quant.measure import LayerComparison
-from bevfusion_quant.ptq import compare_layers, layer_table
-from bevfusion_quant.ranks import pack, unpack
-from bevquant_qnn import quantize_model
+from bevquant_qnn import LayerComparison, compare_layers, layer_table, quantize_model
 from bevquant_quantizers import calibrate
+from bevquant_quantizers.ranks import pack, unpack
 
 
 class Range(nn.Module):
@@ -49,18 +46,16 @@ class Model(nn.Module):
         return self.second(self.first(features))
 
 
-def batch(*rows: list[float]) -> Batch:
-    return Batch(torch.tensor(rows), torch.zeros(len(rows), 4, dtype=torch.int32), 1)
+def batch(*rows: list[float]) -> Tensor:
+    return torch.tensor(rows)
 
 
 def test_sqnr_cosine_and_saturation_by_hand() -> None:
-    rows, _, wanted, got = compare_layers(
+    rows = compare_layers(
         Model(Layer(1.0), Layer(1.0)),
         Model(Layer(1.1, amax=2.0), Layer(1.0, amax=100.0)),
         [batch([3.0, 1.0]), batch([0.0, 4.0], [2.0, -2.5])],
     )
-    assert torch.equal(wanted, torch.tensor([[3.0, 1.0]]))
-    assert torch.equal(got, wanted * 1.1)
     assert [r.layer for r in rows] == ["first", "second", "output"]
     first, second, output = rows
     # The error is a tenth of the signal everywhere: 20 dB; direction unchanged.
@@ -82,7 +77,7 @@ def test_decibels_are_pooled_as_powers_not_averaged() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + 1
 
-    rows, *_ = compare_layers(
+    rows = compare_layers(
         Model(nn.Identity(), nn.Identity()),
         Model(Off(), nn.Identity()),
         [batch([10.0]), batch([1.0])],
@@ -93,13 +88,13 @@ def test_decibels_are_pooled_as_powers_not_averaged() -> None:
 
 def test_equal_and_dead_layers_have_no_decibels() -> None:
     x = [batch([1.0])]
-    equal = compare_layers(Model(Layer(1), Layer(1)), Model(Layer(1, 1.0), Layer(1)), x).rows
-    dead = compare_layers(Model(Layer(0), Layer(1)), Model(Layer(0, 1.0), Layer(1)), x).rows
+    equal = compare_layers(Model(Layer(1), Layer(1)), Model(Layer(1, 1.0), Layer(1)), x)
+    dead = compare_layers(Model(Layer(0), Layer(1)), Model(Layer(0, 1.0), Layer(1)), x)
     assert (equal[0].sqnr_db, dead[0].sqnr_db, dead[0].cosine) == (None, None, None)
     assert "–" in layer_table(dead)
 
 
-def test_frames_that_others_ran_give_the_bits_of_one_process() -> None:
+def test_batches_that_others_ran_give_the_bits_of_one_process() -> None:
     models = Model(Layer(0.3), Layer(0.7)), Model(Layer(0.31, 2.0), Layer(0.69, 1.0))
     batches = [batch([0.1 * i, 1e4 / (i + 1), -3.3]) for i in range(6)]
     here, there = LayerComparison(*models), LayerComparison(*models)
@@ -107,12 +102,14 @@ def test_frames_that_others_ran_give_the_bits_of_one_process() -> None:
     for index in (1, 3, 5, 0, 2, 4):
         comparison = there if index % 2 else here
         with comparison.watching():
-            records[index] = unpack(pack(comparison.run(index, batches[index])[0]))
+            record, wanted, got = comparison.run(batches[index])
+        records[index] = unpack(pack(record))
+        assert torch.equal(got, models[1](batches[index]))
+        assert torch.equal(wanted, models[0](batches[index]))
     for index in range(6):
         there.add(records[index])
     whole = compare_layers(*models, batches)
-    assert there.result().rows == whole.rows
-    assert there.result().wanted is None  # the first frame was run elsewhere
+    assert there.rows() == whole
 
 
 def test_no_batches_are_refused() -> None:
@@ -130,7 +127,7 @@ def test_hooks_are_gone_afterwards() -> None:
 
 
 def test_table_is_aligned_and_fits_a_terminal() -> None:
-    rows, *_ = compare_layers(
+    rows = compare_layers(
         Model(Layer(1.0), Layer(1.0)),
         Model(Layer(1.1, amax=2.0), Layer(1.0, amax=100.0)),
         [batch([3.0, 1.0])],
@@ -154,10 +151,34 @@ def test_attention_is_compared_where_it_ends() -> None:
     """Torch's own reads the weights of its projections: the output projection is never called."""
     torch.manual_seed(0)
     net, features = Attention().eval(), torch.randn(1, 5, 8)
-    given = batch([0.0])._replace(features=features)
     quantized = quantize_model(copy.deepcopy(net), example_inputs=(features,)).model
     assert hasattr(quantized.attention.out_proj, "input_quantizer")
     calibrate(quantized, [features])
-    rows = compare_layers(net, quantized, [given]).rows
+    rows = compare_layers(net, quantized, [features])
     assert [(row.layer, row.channels) for row in rows[:-1]] == [("attention", 8)]
     assert rows[0].sqnr_db == rows[1].sqnr_db > 20
+
+
+def test_modules_that_are_watched_hand_out_both_models_outputs() -> None:
+    models = Model(Layer(0.5), Layer(1.0)), Model(Layer(0.25, 2.0), Layer(1.0))
+    seen: list[tuple[Tensor, ...]] = []
+    comparison = LayerComparison(*models, watch={"second": lambda *both: seen.append(both)})
+    with comparison.watching():
+        comparison.run(batch([4.0]))
+    assert [tuple(map(float, both)) for both in seen] == [(2.0, 1.0)]
+
+
+def test_outputs_without_a_tensor_are_named_and_may_be_read_otherwise() -> None:
+    class Answer:
+        def __init__(self, value: Tensor) -> None:
+            self.value = value
+
+    class Answering(Model):
+        def forward(self, features: Tensor, *_: object) -> Answer:
+            return Answer(super().forward(features))
+
+    models = Answering(Layer(1.0), Layer(1.0)), Answering(Layer(0.5, 9.0), Layer(1.0))
+    with pytest.raises(ValueError, match="a Answer goes in or out"):
+        compare_layers(*models, [batch([2.0])])
+    rows = compare_layers(*models, [batch([2.0])], output=lambda x: getattr(x, "value", x))
+    assert rows[-1].sqnr_db == pytest.approx(20 * math.log10(2))

@@ -8,13 +8,16 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bevfusion_quant._errors import InputError
-from bevfusion_quant.ranks._ranks import Ranks, current_ranks
-from bevquant_quantizers.documents import pack_arrays, read_arrays, write_whole
+from bevquant_quantizers.documents import DocumentError, pack_arrays, read_arrays, write_whole
+
+from ._ranks import Ranks, current_ranks
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Record = Mapping[str, "np.ndarray[Any, Any]"]
 """Named arrays of numbers, booleans or text."""
@@ -96,7 +99,9 @@ class Shards:
         try:
             return read_arrays(path, what="record")
         except ValueError as error:
-            raise InputError(f"{path}: {error}: delete it, and the frame is run again") from error
+            raise DocumentError(
+                f"{path}: {error}: delete it, and the frame is run again"
+            ) from error
 
     def save(self, step: str, index: int, record: Record) -> None:
         """Keep what a frame gave, whole or not at all."""
@@ -157,3 +162,42 @@ def in_order(
         own = {start + i: pack(done(start + i)) for i in ranks.mine(size)}
         for index, data in ranks.gather(own).items():
             yield index, unpack(data)
+
+
+def tensors_in_order(
+    count: int,
+    work: Callable[[int], tuple[Tensor, ...]],
+    ranks: Ranks | None = None,
+    *,
+    by_gpu: bool = False,
+) -> Iterator[tuple[Tensor, ...]]:
+    """What each of `count` items gave, from the first to the last, whoever ran them; not kept.
+
+    Every rank runs one item, then they exchange what they have: no more gradients are held than
+    there are ranks. They travel as they are, so that sums in this order have the bits of one
+    process.
+
+    Args:
+        count: How many items.
+        work: Answers the tensors of one, as many of each.
+        ranks: The processes; those of the launcher by default.
+        by_gpu: Send from GPU to GPU, where each process has one.
+
+    Example:
+        >>> import torch
+        >>> [float(x) for (x,) in tensors_in_order(3, lambda i: (torch.tensor(2.0 * i),))]
+        [0.0, 2.0, 4.0]
+    """
+    ranks = current_ranks() if ranks is None else ranks
+    if ranks.alone:
+        yield from map(work, range(count))
+        return
+    for start in range(0, count, ranks.world):
+        size = min(ranks.world, count - start)
+        own: dict[int, Tensor] = {}
+        for i in ranks.mine(size):
+            found = work(start + i)
+            own = {len(found) * i + place: tensor for place, tensor in enumerate(found)}
+        tensors = list(ranks.gather(own, by_gpu=by_gpu).values())
+        each = len(tensors) // size
+        yield from (tuple(tensors[each * i : each * (i + 1)]) for i in range(size))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bevfusion_quant.measure import Leader, lead
+from bevquant_qnn import Leader, lead
 
 
 def number(value: float) -> Tensor:

@@ -1,18 +1,36 @@
-"""The frames that the options name."""
+"""The frames that the options name, as batches, and what is wrong with them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, signature
+from types import MappingProxyType
 from typing import TypeVar
 
 from bev_data.cameras import CAMERA_NAMES
 from bev_data.datasets import dataset_cameras, find_dataset, open_dataset
 from bev_data.points import Frame
-from bevfusion_quant._errors import InputError
+from bevfusion import evaluation
+from bevfusion.evaluation import PoorData
+from bevfusion_quant._errors import InputError, VerificationError
 from bevfusion_quant.options import FrameOptions
 
 Found = TypeVar("Found")
+_TOLD = 8
+
+
+class FrameBatches(evaluation.FrameBatches):
+    """`bevfusion.evaluation.FrameBatches` whose errors name the options of the commands."""
+
+    advice = MappingProxyType(
+        {
+            "no cameras": "this branch reads images: give frames with cameras (--dataset street, "
+            "pandaset, kitti, files or nuscenes), or quantize --branch lidar",
+            "other cameras": "--cameras names the ones to use where a frame has fewer",
+            "voxels alone": "give points, or quantize --branch lidar",
+            "other grid": "choose the --config they were made for, or give points",
+        }
+    )
 
 
 def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequence[Frame]:
@@ -142,3 +160,26 @@ def _refuse_options_of_others(options: FrameOptions, reads: Mapping[str, Paramet
     wrong = [name for name, is_wrong in misplaced.items() if is_wrong]
     if wrong:
         raise InputError(f"{', '.join(wrong)}: {source} does not read it; leave it out")
+
+
+def finding_lines(findings: Sequence[PoorData]) -> tuple[str, ...]:
+    """The first of them, one a line; one wrong frame may spoil every tensor."""
+    told = tuple(map(str, findings[:_TOLD]))
+    more = len(findings) - _TOLD
+    return (*told, f"{more} more tensors: the page names them") if more > 0 else told
+
+
+def refuse_poor(findings: Sequence[PoorData], told: str) -> None:
+    """End the command where the calibration cannot be right.
+
+    Raises:
+        VerificationError: It cannot.
+    """
+    poor = [finding for finding in findings if finding.poor]
+    if poor:
+        more = f" (and {len(poor) - 1} more)" if len(poor) > 1 else ""
+        raise VerificationError(
+            f"the calibration cannot be right: {poor[0]}{more}: do not deploy this model, or say "
+            "--allow-poor-calibration",
+            told,
+        )

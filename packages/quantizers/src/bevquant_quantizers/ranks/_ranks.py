@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from bevfusion_quant._errors import InputError
 from bevquant_quantizers.documents import DocumentError, parse_json
 
 if TYPE_CHECKING:
@@ -80,23 +79,24 @@ class Line:
         world: How many there are.
         store: torch.distributed's store, where the first rank leaves its port.
         address: Host of the first rank.
+        program: Stands before what is printed.
 
     Attributes:
         ending: The first early end of another rank that this one has heard of.
         goes_on: What to do after a death.
     """
 
-    def __init__(self, rank: int, world: int, store: Any, address: str) -> None:
+    def __init__(self, rank: int, world: int, store: Any, address: str, program: str = "") -> None:
         self.ending: Ending | None = None
         self.goes_on = "run the same command again"
-        self._rank, self._world = rank, world
+        self._rank, self._world, self._program = rank, world, program
         self._heard, self._closed = threading.Event(), False
         self._lock = threading.Lock()
         self._peers: dict[int, socket.socket] = {}
         if rank == 0:
             self._listen(store)
         else:
-            port, token = store.get("bevfusion-quant/line").decode().split()
+            port, token = store.get("bevquant/line").decode().split()
             peer = socket.create_connection((address, int(port)), timeout=60)
             peer.settimeout(None)
             self._peers[0] = peer
@@ -124,7 +124,7 @@ class Line:
         family = socket.AF_INET6 if both else socket.AF_INET
         server = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
         token = secrets.token_hex(16)
-        store.set("bevfusion-quant/line", f"{server.getsockname()[1]} {token}")
+        store.set("bevquant/line", f"{server.getsockname()[1]} {token}")
         self._start(self._accept, server, token)
 
     def _accept(self, server: socket.socket, token: str) -> None:
@@ -178,7 +178,7 @@ class Line:
             return
         if self._rank == self.ending.spoken_by(self._world):
             text = self.ending.message(self._world, self.goes_on)
-            print(f"bevfusion-quant: {text}", file=sys.stderr, flush=True)
+            print(f"{self._program}: {text}".removeprefix(": "), file=sys.stderr, flush=True)
         os._exit(_EXIT_CODE)
 
     def _start(self, work: Any, *arguments: Any) -> None:
@@ -199,6 +199,10 @@ def _keep_alive(peer: socket.socket) -> None:
 
 
 Value = TypeVar("Value", bytes, "np.ndarray[Any, Any]", "Tensor")
+
+
+class LaunchError(ValueError):
+    """The processes do not fit each other: their environment, their connection, what they run."""
 
 
 class RankError(Exception):
@@ -305,12 +309,12 @@ class Ranks:
             text: This process's, such as a digest.
 
         Raises:
-            InputError: They have not.
+            LaunchError: They have not.
         """
         texts = self.gather({self.rank: text.encode()})
         apart = [rank for rank, other in texts.items() if other != texts[0]]
         if apart:
-            raise InputError(
+            raise LaunchError(
                 f"{what}: rank {apart[0]} has another than rank 0: give every rank the same "
                 "command, files, library versions and kind of machine"
             )

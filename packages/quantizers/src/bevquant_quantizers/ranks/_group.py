@@ -11,8 +11,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NamedTuple
 
-from bevfusion_quant._errors import InputError, VerificationError
-from bevfusion_quant.ranks._ranks import Line, RankError, Ranks, current_ranks, use_line
+from ._ranks import LaunchError, Line, RankError, Ranks, current_ranks, use_line
 
 # Slurm gives no port; jobs on one machine must not share it.
 _PORTS = (20000, 10000)
@@ -36,7 +35,7 @@ class Place(NamedTuple):
     port: int
 
 
-def launched_place(environment: Mapping[str, str]) -> Place | None:
+def launched_place(environment: Mapping[str, str], program: str = "") -> Place | None:
     """The place of this process; None where it is the only one.
 
     torchrun, and Kubernetes' PyTorchJob, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. What
@@ -45,9 +44,10 @@ def launched_place(environment: Mapping[str, str]) -> Place | None:
 
     Args:
         environment: `os.environ`.
+        program: As `launched` takes it.
 
     Raises:
-        InputError: Numbers that are none, or do not fit each other, or no address.
+        LaunchError: Numbers that are none, or do not fit each other, or no address.
 
     Example:
         >>> slurm = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1",
@@ -59,10 +59,11 @@ def launched_place(environment: Mapping[str, str]) -> Place | None:
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        launcher = "torchrun --nproc-per-node 2 -m -- bevfusion_quant …"
+        module = program.replace("-", "_") or "your_module"
+        launcher = f"torchrun --nproc-per-node 2 -m -- {module} …"
     elif "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment:
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-        launcher = "srun bevfusion-quant …"
+        launcher = f"srun {program or 'your_program'} …"
     else:
         return None
     given = {name: environment[name] for name in names if name in environment}
@@ -73,7 +74,7 @@ def launched_place(environment: Mapping[str, str]) -> Place | None:
     except (KeyError, ValueError):
         rank, world, local_rank = -1, 0, 0
     if not 0 <= rank < world:
-        raise InputError(
+        raise LaunchError(
             f"the environment has {told}: expected {names[0]} from 0 to {names[1]} − 1; start with "
             f"{launcher}, or unset them for one process"
         )
@@ -89,7 +90,7 @@ def _meeting_point(environment: Mapping[str, str], launcher: str) -> tuple[str, 
         first, count = _PORTS
         port = port or str(first + int(environment.get("SLURM_JOB_ID", "0")) % count)
     if not address or port is None or not port.isdigit():
-        raise InputError(
+        raise LaunchError(
             f"the environment has MASTER_ADDR={address or ''}, MASTER_PORT={port or ''}: expected "
             f"the host of rank 0 and a free port there; start with {launcher}"
         )
@@ -111,28 +112,36 @@ _NEWS, _NEWS_OF_ALL = 5.0, 1.0
 
 
 @contextmanager
-def launched() -> Iterator[Ranks]:
+def launched(
+    program: str = "", expected: tuple[type[Exception], ...] = (ValueError, OSError)
+) -> Iterator[Ranks]:
     """The processes that the launcher has started, joined for the length of a block.
 
     gloo joins them, and nccl besides where every process has a GPU of its own. Without a launcher
     it is this process alone.
 
+    Args:
+        program: The command, for messages; the module that torchrun's `-m` takes has its name,
+            with _ for -.
+        expected: Errors that are no fault of the program: of several ranks that end with one the
+            first alone speaks.
+
     Raises:
-        InputError: The environment contradicts itself, or not all processes come.
+        LaunchError: The environment contradicts itself, or not all processes come.
         RankError: A rank has ended before its time; raised on all others. Its own error is told to
             the first rank, which speaks for all; the others raise one that does not speak.
     """
-    place = launched_place(os.environ)
+    place = launched_place(os.environ, program)
     if place is None:
         yield Ranks()
         return
     import torch.distributed as dist
 
-    line = _join(place)
+    line = _join(place, program)
     try:
         yield current_ranks()
     except BaseException as error:
-        told = _ending(error, current_ranks(), line)
+        told = _ending(error, current_ranks(), line, expected)
         if told is error:
             raise
         raise told from error
@@ -144,7 +153,7 @@ def launched() -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def _join(place: Place) -> Line:
+def _join(place: Place, program: str) -> Line:
     import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
@@ -155,18 +164,18 @@ def _join(place: Place) -> Line:
     try:
         store, rank, world = next(rendezvous(where, timeout=_START))
         store.set_timeout(_START)
-        store.set(f"bevfusion-quant/gpu/{rank}", str(int(has_gpu)))
-        have = [store.get(f"bevfusion-quant/gpu/{other}") == b"1" for other in range(world)]
+        store.set(f"bevquant/gpu/{rank}", str(int(has_gpu)))
+        have = [store.get(f"bevquant/gpu/{other}") == b"1" for other in range(world)]
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if all(have) else "gloo",
-            store=PrefixStore("bevfusion-quant", store),
+            store=PrefixStore("bevquant", store),
             rank=rank,
             world_size=world,
             timeout=_WAIT,
         )
-        line = Line(rank, world, store, place.address)
+        line = Line(rank, world, store, place.address, program)
     except (RuntimeError, OSError) as error:
-        raise InputError(
+        raise LaunchError(
             f"rank {place.rank} of {place.world} does not reach the others at {place.address}:"
             f"{place.port}: {str(error).splitlines()[0]}: start all ranks, within "
             f"{_START.seconds // 60} minutes, where they reach that host and port"
@@ -175,7 +184,9 @@ def _join(place: Place) -> Line:
     return line
 
 
-def _ending(error: BaseException, ranks: Ranks, line: Line) -> BaseException:
+def _ending(
+    error: BaseException, ranks: Ranks, line: Line, expected: tuple[type[Exception], ...]
+) -> BaseException:
     """What a rank raises: another's end where that is the cause, else its own error, told."""
     if threading.current_thread() is threading.main_thread():
         # The launcher ends all ranks as soon as one has ended: not while we find out which.
@@ -187,5 +198,5 @@ def _ending(error: BaseException, ranks: Ranks, line: Line) -> BaseException:
             line.close(f"ended with rank {ending.rank}")
             return ranks.told(ending)
     line.close("interrupted" if interrupted else str(error) or type(error).__name__)
-    expected = interrupted or isinstance(error, ValueError | OSError | VerificationError)
-    return error if ranks.first or not expected else RankError(str(error), speaks=False)
+    silent = not ranks.first and (interrupted or isinstance(error, expected))
+    return RankError(str(error), speaks=False) if silent else error

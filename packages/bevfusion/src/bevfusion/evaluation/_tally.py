@@ -1,4 +1,4 @@
-"""Empty tallies for the models of a run, and models whose detections fill one."""
+"""Empty tallies for models of a configuration, and models whose detections fill one."""
 
 from __future__ import annotations
 
@@ -16,26 +16,15 @@ from bev_data.metrics import (
     DetectionTally,
     FoundRow,
 )
-from bevfusion_quant.frames import detections_of, detections_record, note_of, note_record
-from bevfusion_quant.ranks import in_order
+from bevfusion.evaluation._notes import detections_of, detections_record, note_of, note_record
+from bevquant_quantizers.ranks import in_order
 
 if TYPE_CHECKING:
     from bev_data.points import Labels
+    from bevfusion.evaluation._batches import FrameBatches
     from bevfusion.model import BEVFusionConfig
     from bevfusion.model.head import Detections
-    from bevfusion_quant.frames import FrameBatches
-    from bevfusion_quant.ranks import Shards
-
-__all__ = [
-    "Model",
-    "ModelTallies",
-    "accuracy_tally",
-    "detection_rules",
-    "detection_tally",
-    "tally_models",
-]
-
-Model = Callable[..., Any]
+    from bevquant_quantizers.ranks import Shards
 
 
 def accuracy_tally(
@@ -108,7 +97,7 @@ class ModelTallies:
 
 def tally_models(
     step: str,
-    models: Mapping[str, Model],
+    models: Mapping[str, Callable[..., Any]],
     decode: Callable[[Any], Any],
     batches: FrameBatches,
     tally: AccuracyTally,

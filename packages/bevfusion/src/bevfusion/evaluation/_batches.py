@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 
 import torch
 
+from bev_data import InputError
 from bev_data.cameras import (
     CAMERA_NAMES,
     Camera,
@@ -18,17 +20,16 @@ from bev_data.cameras import (
 )
 from bev_data.points import Frame, Labels
 from bev_data.voxelize import VoxelizeError
-from bevfusion.model import Batch, BEVFusion, BEVFusionConfig, LidarConfig
-from bevfusion_quant._errors import InputError
-from bevfusion_quant.frames._poor_data import (
+from bevfusion.evaluation._notes import (
     FrameNote,
     PoorData,
     frame_findings,
     note_of,
     note_record,
 )
-from bevfusion_quant.ranks import Record, Shards, current_ranks, in_order
+from bevfusion.model import Batch, BEVFusion, BEVFusionConfig, LidarConfig
 from bevquant_quantizers import CalibrationReport
+from bevquant_quantizers.ranks import Record, Shards, current_ranks, in_order
 
 # Bytes of finished batches that are kept; a voxel frame takes about 2 MB, six cameras 35 MB.
 KEPT_BYTES = 200 * 2**20
@@ -38,14 +39,38 @@ class FrameBatches(Sequence[Batch]):
     """The frames of a sequence as batches of one; the first few are kept, the rest made anew.
 
     A model with a LiDAR branch gets voxels, one with a camera branch images, depth and cells. The
-    frame's parts that the model does not read are not made.
+    frame's parts that the model does not read are not made. Processes that a launcher started
+    (`bevquant_quantizers.ranks.launched`) share what is known of each frame.
 
     Args:
         frames: Any number; each is asked for when its batch is.
         config: Sizes.
         model: The model that will be called; its voxelizer and its view transform are used.
         cameras: Names of the cameras to use, in this order.
+
+    Attributes:
+        advice: What an error says to do, for a program to put its own options in.
+
+    Example:
+        >>> import numpy as np
+        >>> from bev_data.points import Frame
+        >>> from bevfusion.model import CONFIGS, build_model
+        >>> points = np.array([[10.0, 0.0, -1.0, 80.0, 0.0]], np.float32)
+        >>> model = build_model(CONFIGS["tiny"], ("lidar",))
+        >>> batches = FrameBatches([Frame("one", points)], CONFIGS["tiny"], model)
+        >>> batches[0].coords.shape, batches.note(0).name, batches.note(0).findings[0].kind
+        (torch.Size([1, 4]), 'one', 'few voxels')
     """
+
+    advice: Mapping[str, str] = MappingProxyType(
+        {
+            "no cameras": "this model reads images: give frames with cameras, or build the model "
+            "without its camera branch",
+            "other cameras": "name the ones to use where a frame has fewer",
+            "voxels alone": "give points, or build the model without its camera branch",
+            "other grid": "choose the configuration they were made for, or give points",
+        }
+    )
 
     def __init__(
         self,
@@ -66,7 +91,7 @@ class FrameBatches(Sequence[Batch]):
         self._voxelize = model.lidar["voxelize"] if "lidar" in parts else None
         self._view: Any = model.camera["vtransform"] if "camera" in parts else None
 
-    def head(self, count: int) -> FrameBatches:
+    def head(self, count: int) -> Self:
         """The first `count` frames, sharing what is already made."""
         part = copy.copy(self)
         part._count = count
@@ -137,16 +162,12 @@ class FrameBatches(Sequence[Batch]):
             return ()
         if not frame.cameras:
             raise InputError(
-                f"{frame.name}: the frame has no cameras, and this branch reads images: give "
-                "frames with cameras (--dataset street, pandaset, kitti, files or nuscenes), or "
-                "quantize --branch lidar"
+                f"{frame.name}: the frame has no cameras, and {self.advice['no cameras']}"
             )
         try:
             return order_cameras(frame.cameras, self._cameras)
         except InputError as error:
-            raise InputError(
-                f"{frame.name}: {error}; --cameras names the ones to use where a frame has fewer"
-            ) from error
+            raise InputError(f"{frame.name}: {error}; {self.advice['other cameras']}") from error
 
     def __len__(self) -> int:
         return self._count
@@ -177,7 +198,7 @@ class FrameBatches(Sequence[Batch]):
             if frame.points is None:
                 raise InputError(
                     f"{frame.name}: the file holds voxels, and the camera branch wants the depth "
-                    "of single points: give points, or quantize --branch lidar"
+                    f"of single points: {self.advice['voxels alone']}"
                 )
             size = self._config.camera.image_size
             try:
@@ -209,7 +230,7 @@ class FrameBatches(Sequence[Batch]):
         features, coords = (torch.from_numpy(a) for a in frame.voxels)
         if len(features) == 0:
             raise InputError(f"{frame.name}: the file holds no voxels: there is nothing to run")
-        _check_grid(frame.name, coords, self._config.lidar)
+        _check_grid(frame.name, coords, self._config.lidar, self.advice["other grid"])
         return features, coords
 
 
@@ -217,7 +238,7 @@ def _bytes(batch: Batch) -> int:
     return sum(value.nbytes for value in batch if isinstance(value, torch.Tensor))
 
 
-def _check_grid(name: str, coords: torch.Tensor, config: LidarConfig) -> None:
+def _check_grid(name: str, coords: torch.Tensor, config: LidarConfig, advice: str) -> None:
     extent = torch.tensor([1, *config.sparse_shape], dtype=coords.dtype)
     wrong = ((coords < 0) | (coords >= extent)).any(1)
     if bool(wrong.any()):
@@ -225,9 +246,7 @@ def _check_grid(name: str, coords: torch.Tensor, config: LidarConfig) -> None:
         raise InputError(
             f"{name}: {int(wrong.sum())} of {len(coords)} voxels lie outside the grid of config "
             f"{config.name!r}, {list(config.sparse_shape)} (x, y, z), such as batch, x, y, z = "
-            f"{row}: "
-            "the voxels were made for another grid; choose the --config they were made for, or "
-            "give points"
+            f"{row}: the voxels were made for another grid; {advice}"
         )
 
 

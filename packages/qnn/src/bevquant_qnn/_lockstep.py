@@ -11,8 +11,6 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["Leader", "lead"]
-
 Result = TypeVar("Result")
 
 
@@ -24,7 +22,7 @@ class Leader(Generic[Result]):
     """A run in a thread of its own that stands still whenever nobody waits for it.
 
     The run calls `hand_out`; the other side calls `take` with the name it wants. Only one of the
-    two ever runs at a time, so they share the cores as one run would.
+    two ever runs at a time, so they share the cores as one run would. `lead` makes one.
     """
 
     def __init__(self, run: Callable[[], Result]) -> None:
@@ -106,7 +104,21 @@ class Leader(Generic[Result]):
 
 @contextmanager
 def lead(run: Callable[[], Result]) -> Iterator[Leader[Result]]:
-    """A leader for the length of a block; however the block ends, its thread ends with it."""
+    """A leader for the length of a block; however the block ends, its thread ends with it.
+
+    Args:
+        run: Is run without gradients, in the leader's thread.
+
+    Example:
+        >>> import torch
+        >>> def count():
+        ...     for number in range(3):
+        ...         leader.hand_out("number", torch.tensor(number))
+        ...     return "end"
+        >>> with lead(count) as leader:
+        ...     print([int(leader.take("number")) for _ in range(2)], leader.result())
+        [0, 1] end
+    """
     leader = Leader(run)
     leader.start()
     try:

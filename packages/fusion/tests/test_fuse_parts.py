@@ -1,0 +1,52 @@
+"""Parts of a model whose forward as a whole cannot be followed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bevquant_fusion import fuse_parts
+
+
+def block(channels: int, made: int) -> nn.Sequential:
+    norm = nn.BatchNorm2d(made)
+    nn.init.uniform_(norm.running_mean)
+    nn.init.uniform_(norm.running_var, 0.5, 2.0)
+    return nn.Sequential(nn.Conv2d(channels, made, 3), norm, nn.ReLU())
+
+
+class Stages(nn.Module):
+    """Between its parts Python decides by a value, which no tracer follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = block(2, 4)
+        self.left, self.right = block(4, 3), block(4, 3)
+        self.idle = block(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.left(x) if float(x.detach().sum()) > 1e9 else self.right(x)
+
+
+def test_each_part_is_folded_and_told_by_its_full_path() -> None:
+    torch.manual_seed(0)
+    net, x = Stages().double().eval(), torch.randn(2, 2, 9, 9, dtype=torch.float64)
+    wanted = net(x)
+    result = fuse_parts(net, (x,), ["stem", "right", "left", "not there"], unchecked=["right"])
+    assert [(item.conv, item.bn) for item in result.fused] == [
+        ("stem.0", "stem.1"), ("right.0", "right.1"),
+    ]  # fmt: skip
+    assert result.max_error is not None
+    assert result.max_error < 1e-10
+    torch.testing.assert_close(result.model(x), wanted)
+    assert isinstance(result.model.stem[1], nn.Identity)
+    assert isinstance(net.stem[1], nn.BatchNorm2d)
+    assert not net.stem._forward_pre_hooks
+    assert not result.model.stem._forward_pre_hooks
+
+
+def test_parts_that_never_run_are_refused() -> None:
+    with pytest.raises(ValueError, match="runs none of idle"):
+        fuse_parts(Stages().eval(), (torch.randn(1, 2, 9, 9),), ["idle"])

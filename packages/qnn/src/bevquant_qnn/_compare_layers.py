@@ -1,0 +1,427 @@
+"""Float against fake-quantized, layer by layer, on the same batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bevquant_qnn._attention import QuantMultiheadAttention
+from bevquant_qnn._layer_inputs import call
+from bevquant_qnn._lockstep import Leader, lead
+from bevquant_qnn._pair_sums import PairSums
+from bevquant_qnn._snapshots import UnknownValue, tensors
+from bevquant_quantizers.documents import filled, text_table
+
+Judge = Callable[[Tensor, Tensor], None]
+_BESIDE = "integers."  # stands before what the comparison beside this one gave in a record
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """How far the fake-quant model's output of one layer is from the float model's.
+
+    `sqnr_db` is 10·log10(Σ float² / Σ (quant − float)²), None where the two are equal or the float
+    output is all zero; `cosine` the cosine of the two outputs seen as vectors, None where one is
+    zero; `saturated` the share of the layer's input values beyond its range; `rows` the mean
+    number of active voxels (cells or pixels, for dense maps) in a batch.
+    """
+
+    layer: str
+    kind: str
+    channels: int
+    rows: float
+    sqnr_db: float | None
+    cosine: float | None
+    saturated: float | None
+    input_amax: float | None
+
+
+def layer_table(rows: Sequence[object]) -> str:
+    """Rows of `compare_layers` as text."""
+    columns = {
+        "layer": "{layer}",
+        "channels": "{channels}",
+        "rows": "{rows:,.0f}",
+        "SQNR dB": "{sqnr_db:.1f}",
+        "cosine": "{cosine:.6f}",
+        "saturated %": "{saturated:100*.3f}",
+        "input amax": "{input_amax:.4g}",
+    }
+    cells = [tuple(columns), *(filled(row, columns.values()) for row in rows)]
+    return text_table(cells, right=range(1, len(columns)), rule="─")
+
+
+class Beside(Protocol):
+    """A comparison that shares the walk: `bevquant_int8sim.LayerComparison`."""
+
+    @property
+    def layers(self) -> Set[str]:
+        """Paths of the layers whose results it can be given."""
+
+    def measure(self, batch: Any, returned: Any) -> dict[str, np.ndarray[Any, Any]]:
+        """The record of a batch."""
+
+    def add(self, record: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Add it."""
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The tensor that stands for an output: the first in its containers; of a sparse one features.
+
+    Raises:
+        ValueError: There is none.
+    """
+    try:
+        found = next(tensors(output), None)
+    except UnknownValue:
+        found = None
+    if found is None:
+        raise ValueError(
+            f"compare_layers: a {type(output).__name__} goes in or out of a layer, and no "
+            "tensor is found in it: say with `output` which one stands for it"
+        )
+    return found
+
+
+@dataclass(eq=False)
+class _Counts:
+    """What is added up for a row, of a batch or of all."""
+
+    sums: PairSums = field(default_factory=PairSums)
+    channels: int = 0
+    rows: int = 0
+    batches: int = 0
+    beyond: int = 0
+    inputs: int = 0
+
+    def as_record(self) -> tuple[tuple[float, ...], tuple[int, ...]]:
+        counts = self.channels, self.rows, self.batches, self.beyond, self.inputs
+        return self.sums.as_sums(), counts
+
+    def add(self, sums: Any, counts: Any) -> None:
+        """Add what `as_record` gave."""
+        self.sums.add_sums(sums)
+        self.channels, *others = (int(count) for count in counts)
+        rows, batches, beyond, inputs = others
+        self.rows += rows
+        self.batches += batches
+        self.beyond += beyond
+        self.inputs += inputs
+
+
+@dataclass(eq=False)
+class _Probe:
+    """Watches one layer in both models."""
+
+    layer: str
+    kind: str
+    reader: nn.Module | None  # the quantized module whose input range this is
+    output: Callable[[Any], Tensor]
+    batch: _Counts = field(default_factory=_Counts)
+    total: _Counts = field(default_factory=_Counts)
+
+    def judge(self, wanted: Tensor, got: Tensor, *, channels_last: bool = False) -> None:
+        self.batch.sums.add(wanted, got)
+        last = channels_last or got.dim() < 2
+        self.batch.channels = got.shape[-1 if last else 1] if got.dim() else 1
+        self.batch.rows += got.numel() // max(self.batch.channels, 1)
+        self.batch.batches += 1
+
+    def count(self, module: nn.Module, args: Any) -> None:
+        amax = self.amax()
+        if amax is None:
+            return
+        for value in args:
+            x = self.output(value)
+            self.batch.inputs += x.numel()
+            if x.numel():
+                low, high = x.aminmax()
+                if float(high) > amax or float(low) < -amax:
+                    self.batch.beyond += int(torch.count_nonzero(x.abs() > amax))
+
+    def amax(self) -> float | None:
+        amax = getattr(getattr(self.reader, "_input_quantizer", None), "_amax", None)
+        return float(amax.max()) if isinstance(amax, Tensor) else None
+
+    def row(self) -> LayerRow:
+        total = self.total
+        return LayerRow(
+            layer=self.layer,
+            kind=self.kind,
+            channels=total.channels,
+            rows=total.rows / max(total.batches, 1),
+            sqnr_db=total.sums.sqnr_db,
+            cosine=total.sums.cosine,
+            saturated=total.beyond / total.inputs if total.inputs else None,
+            input_amax=self.amax(),
+        )
+
+
+def compare_layers(
+    float_model: nn.Module,
+    quantized_model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    output: Callable[[Any], Tensor] = first_tensor,
+) -> list[LayerRow]:
+    """One row per quantized layer in the order of execution, then one for the model's output.
+
+    The two models run in step, the float one a layer ahead, so that no more than one of its
+    activations is kept for the comparison.
+
+    Args:
+        float_model: The folded float model, in evaluation mode.
+        quantized_model: The calibrated model made from it; layers correspond by path. Layers that
+            the float model does not have (QuantAdd) are compared where their block ends.
+        batches: At least one; each a tuple of positional inputs, a dict of named ones, or one
+            input. Every batch is run through both models.
+        output: The tensor that stands for what a layer or the model answers.
+
+    Returns:
+        Rows pooled over all batches (sums of squares, not means of decibels), for `layer_table`.
+
+    Raises:
+        ValueError: No batches.
+        LookupError: The float model does not call a layer that the quantized one calls.
+
+    Example:
+        >>> import copy
+        >>> from bevquant_quantizers import calibrate
+        >>> from bevquant_qnn import quantize_model
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+        >>> image = torch.randn(1, 3, 8, 8)
+        >>> quantized = quantize_model(copy.deepcopy(net), example_inputs=image).model
+        >>> report = calibrate(quantized, [image])
+        >>> rows = compare_layers(net, quantized, [image])
+        >>> [(row.layer, row.channels, row.rows) for row in rows]
+        [('0', 8, 36.0), ('2', 4, 36.0), ('output', 4, 36.0)]
+    """
+    comparison = LayerComparison(float_model, quantized_model, output=output)
+    with comparison.watching():
+        for batch in batches:
+            comparison.add(comparison.run(batch)[0])
+    return comparison.rows()
+
+
+class LayerComparison:
+    """`compare_layers` batch by batch: what one gave is a record, and records are added up.
+
+    Sums are taken over each batch, and these added in the order of `add`: whoever ran a batch, the
+    result has the same bits.
+
+    Args:
+        float_model: The folded float model.
+        quantized_model: The calibrated model made from it.
+        output: As `compare_layers` takes it.
+        watch: Paths of further modules, to what is called with the output of each in both models.
+        beside: `bevquant_int8sim.LayerComparison` of both with the integer model, which then goes
+            on beside them and reads what their layers return.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2))
+        >>> comparison = LayerComparison(net, net)
+        >>> with comparison.watching():
+        ...     record, wanted, got = comparison.run(torch.ones(1, 2))
+        >>> comparison.add(record)
+        >>> comparison.rows()[-1].rows
+        1.0
+    """
+
+    def __init__(
+        self,
+        float_model: nn.Module,
+        quantized_model: nn.Module,
+        *,
+        output: Callable[[Any], Tensor] = first_tensor,
+        watch: Mapping[str, Judge] = MappingProxyType({}),
+        beside: Beside | None = None,
+    ) -> None:
+        self._models, self._output, self._beside = (float_model, quantized_model), output, beside
+        shared: Set[str] = frozenset() if beside is None else beside.layers
+        self._hooks = _Hooks(float_model, quantized_model, output, watch, shared)
+        self._whole = _Probe("output", "", None, output)
+        self._rows: dict[_Probe, None] = {}  # in the order of execution
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """For the length of the block the models are hooked, and run without gradients."""
+        with ExitStack() as stack, torch.no_grad():
+            self._hooks.attach(stack)
+            yield
+
+    def run(self, batch: Any) -> tuple[dict[str, np.ndarray[Any, Any]], Any, Any]:
+        """Run both models on a batch; a record of arrays, and the two outputs."""
+        float_model, quantized_model = self._models
+        hooks = self._hooks
+        hooks.start()
+        quantized = partial(call, quantized_model, batch)
+        record: dict[str, np.ndarray[Any, Any]] = {}
+        with lead(partial(call, float_model, batch)) as leader:
+            hooks.leaders = [leader]
+            if self._beside is None:
+                got = quantized()
+            else:
+                with lead(quantized) as follower:
+                    hooks.leaders.append(follower)
+                    given = tuple(batch) if isinstance(batch, tuple) else batch
+                    found = self._beside.measure(given, hooks.returned())
+                    record = {_BESIDE + name: values for name, values in found.items()}
+                    got = follower.result()
+            wanted = leader.result()
+        self._whole.batch = _Counts()
+        self._whole.judge(self._output(wanted), self._output(got))
+        reached = [*(hooks.probes[place] for place in hooks.order), self._whole]
+        taken = [probe.batch.as_record() for probe in reached]
+        record |= {
+            "layers.order": np.array(hooks.order, np.int64),
+            "layers.sums": np.array([sums for sums, _ in taken], np.float64),
+            "layers.counts": np.array([counts for _, counts in taken], np.int64),
+        }
+        return record, wanted, got
+
+    def add(self, record: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Add a batch's record; batches come in their order."""
+        reached = [self._hooks.probes[int(place)] for place in record["layers.order"]]
+        self._rows |= dict.fromkeys(reached)
+        for probe, sums, counts in zip(
+            [*reached, self._whole], record["layers.sums"], record["layers.counts"], strict=True
+        ):
+            probe.total.add(sums, counts)
+        if self._beside is not None:
+            names = (name for name in record if name.startswith(_BESIDE))
+            self._beside.add({name.removeprefix(_BESIDE): record[name] for name in names})
+
+    def rows(self) -> list[LayerRow]:
+        """The rows over the batches added; the last one is the model's output.
+
+        Raises:
+            ValueError: None were.
+        """
+        if not self._whole.total.batches:
+            raise ValueError("there are no batches to compare on: give at least one")
+        return [probe.row() for probe in (*self._rows, self._whole)]
+
+
+_CHANNELS_LAST = (nn.Linear, QuantMultiheadAttention)
+
+
+class _Hooks:
+    """Hooks on both models: the float one hands its values out, the quantized one judges.
+
+    What the layers of `shared` return, both hand out.
+    """
+
+    leaders: list[Leader[Any]]
+
+    def __init__(
+        self,
+        float_model: nn.Module,
+        quantized_model: nn.Module,
+        output: Callable[[Any], Tensor],
+        watch: Mapping[str, Judge],
+        shared: Set[str],
+    ) -> None:
+        self.models = float_model, quantized_model
+        self.probes = _probes(float_model, quantized_model, output)
+        self.order: list[int] = []
+        self._output, self._watch, self._shared = output, watch, shared
+        self._calls: Counter[tuple[int, str]] = Counter()
+
+    def start(self) -> None:
+        """Forget the batch before."""
+        self.order = []
+        self._calls.clear()
+        for probe in self.probes:
+            probe.batch = _Counts()
+
+    def attach(self, stack: ExitStack) -> None:
+        float_model, quantized_model = self.models
+        for path in {probe.layer for probe in self.probes} | self._watch.keys():
+            reference = float_model.get_submodule(path)
+            stack.callback(reference.register_forward_hook(self._hand_out(path)).remove)
+            judged = quantized_model.get_submodule(path)
+            stack.callback(judged.register_forward_hook(self._judge(path)).remove)
+        for probe in self.probes:
+            if probe.reader is not None:
+                stack.callback(probe.reader.register_forward_pre_hook(probe.count).remove)
+        for side, model in enumerate(self.models):
+            known = dict(model.named_modules())
+            for path in self._shared & known.keys():
+                stack.callback(known[path].register_forward_hook(self._share(side, path)).remove)
+
+    def returned(self) -> tuple[Callable[[str, int], Tensor | None], ...]:
+        """For each model: path and number of a call → what the layer returned in this batch.
+
+        The quantized model goes first: what it judges, the float one stands right behind.
+        """
+        follower = self.leaders[1]
+
+        def taken(side: int, path: str, number: int) -> Tensor | None:
+            follower.reach((path, number))
+            run = self.leaders[side]
+            return run.take((path, number)) if run.reach((path, number)) else None
+
+        return partial(taken, 0), partial(taken, 1)
+
+    def _share(self, side: int, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            number = self._calls[side, path]
+            self._calls[side, path] += 1
+            self.leaders[side].hand_out((path, number), self._output(output))
+
+        return hook
+
+    def _hand_out(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self.leaders[0].hand_out(path, self._output(output))
+
+        return hook
+
+    def _judge(self, path: str) -> Callable[..., None]:
+        probes = [(i, probe) for i, probe in enumerate(self.probes) if probe.layer == path]
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            wanted, got = self.leaders[0].take(path), self._output(output)
+            for place, probe in probes:
+                if place not in self.order:
+                    self.order.append(place)
+                probe.judge(wanted, got, channels_last=isinstance(module, _CHANNELS_LAST))
+            if path in self._watch:
+                self._watch[path](wanted, got)
+
+        return hook
+
+
+def _probes(
+    float_model: nn.Module, quantized_model: nn.Module, output: Callable[[Any], Tensor]
+) -> list[_Probe]:
+    """Layers with an input quantizer; an addition stands for the block whose last step it is."""
+    known = dict(float_model.named_modules())
+    quantized_layers = dict(quantized_model.named_modules())
+    probes: dict[str, _Probe] = {}
+    for path, module in quantized_model.named_modules(remove_duplicate=False):
+        owner, _, name = path.rpartition(".")
+        if name.startswith("residual_quantizer"):
+            # Other layers may hold the same quantizer, so what it counts is not this block's.
+            layer, reader = owner, None
+        elif getattr(module, "_input_quantizer", None) is not None:
+            # What quantization added (QuantAdd, QuantConcat) exists in the quantized model alone,
+            # and torch's attention reads the weight of its projections without calling them: these
+            # are compared where their block ends.
+            within = isinstance(quantized_layers[owner], QuantMultiheadAttention)
+            layer, reader = owner if within or path not in known else path, module
+        else:
+            continue
+        if layer in known and layer in quantized_layers and layer not in probes:
+            kind = type(quantized_layers[layer]).__name__
+            probes[layer] = _Probe(layer, kind, reader, output)
+    return list(probes.values())

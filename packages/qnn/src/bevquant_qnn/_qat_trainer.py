@@ -1,0 +1,273 @@
+"""Training with fake quantizers on, step by step: weights, and ranges that follow or learn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bevquant_qnn._followed_ranges import RangeFollower, keep_within_ranges, narrow_weights
+from bevquant_qnn._freeze import freeze
+from bevquant_qnn._training_ranges import SMALLEST, learn_ranges
+from bevquant_quantizers.ranks import Ranks, tensors_in_order
+
+
+class FramePart(NamedTuple):
+    """One sample, one forward, one backward; on the CPU.
+
+    Attributes:
+        losses: float64 [terms].
+        gradient: float32 [parameters], of all of them one behind the other.
+        maxima: float32 [quantizers], the largest |value| that each quantizer of an activation
+            saw; 0 where it saw none. Empty where ranges do not follow.
+    """
+
+    losses: Tensor
+    gradient: Tensor
+    maxima: Tensor
+
+
+class StepSum(NamedTuple):
+    """Of a step's samples.
+
+    Attributes:
+        losses: float64 [terms], the mean.
+        gradient: float32 [parameters], the mean.
+        maxima: Each sample's.
+    """
+
+    losses: Tensor
+    gradient: Tensor
+    maxima: tuple[Tensor, ...]
+
+
+def add_up(parts: Iterable[FramePart]) -> StepSum:
+    """The mean gradient (g₀ + g₁ + …)/n, added in float32 from the first sample to the last.
+
+    The order alone decides the bits: whoever made a sample's part, and wherever, the sum is the
+    same. Parts are taken one by one, so that a generator holds one gradient and the sum.
+
+    Raises:
+        ValueError: No samples.
+
+    Example:
+        >>> import torch
+        >>> from bevquant_qnn import FramePart, add_up
+        >>> one = FramePart(torch.tensor([2.0]), torch.tensor([1.0, 4.0]), torch.tensor([]))
+        >>> two = FramePart(torch.tensor([4.0]), torch.tensor([3.0, 0.0]), torch.tensor([]))
+        >>> add_up([one, two]).gradient
+        tensor([2., 2.])
+    """
+    losses = gradient = None
+    maxima = []
+    for part in parts:
+        losses = part.losses.clone() if losses is None else losses.add_(part.losses)
+        gradient = part.gradient.clone() if gradient is None else gradient.add_(part.gradient)
+        maxima.append(part.maxima)
+    if losses is None or gradient is None:
+        raise ValueError("add_up: there are no samples to add up")
+    return StepSum(losses / len(maxima), gradient / len(maxima), tuple(maxima))
+
+
+def parts_in_order(
+    count: int,
+    part: Callable[[int], FramePart],
+    ranks: Ranks | None = None,
+    *,
+    by_gpu: bool = False,
+) -> Iterator[FramePart]:
+    """The parts of a step's samples in their order, whoever runs them: `tensors_in_order`."""
+    return map(FramePart._make, tensors_in_order(count, part, ranks, by_gpu=by_gpu))
+
+
+RANGE_RATE = 10.0  # a learned range moves by this times the learning rate, relative to itself
+
+
+class QatTrainer:
+    """A calibrated model, its optimizer and its ranges, moved on step by step.
+
+    A step runs its samples one by one, forward and backward, adds their gradients in their order,
+    clips the norm of the weights' and steps AdamW. Processes that a launcher started
+    (`bevquant_quantizers.ranks.launched`) share the samples, and every one ends each step with the
+    bits of a process alone.
+
+    Ranges follow the values (`RangeFollower`), or learn (`learn_ranges`); in the end they stand
+    still, so that weights settle under what will be deployed.
+
+    Args:
+        model: Calibrated, from `quantize_model`; changed in place, put in training mode.
+        losses: Called with a sample's number in the whole training, from 0 on: runs the model on
+            that sample and answers the terms of its loss, scalars with gradient. What it draws at
+            random has to come from that number, so that neither a stop between two steps nor the
+            process that runs a sample shows in the result.
+        rate: The learning rate of a step, from 0 on.
+        batch: Samples of a step.
+        clip: Largest norm of the weights' gradient.
+        weight_decay: Of AdamW; biases and ranges have none.
+        learn: Whether ranges learn by gradient instead of following.
+        frozen_after: The step from which on they stand still.
+
+    Attributes:
+        model: The model.
+        optimizer: AdamW, for checkpoints.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from bevquant_quantizers import calibrate
+        >>> from bevquant_qnn import QatTrainer, distillation_loss, quantize_model
+        >>> images = torch.randn(8, 3, 8, 8)
+        >>> net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).eval()
+        >>> wanted = net(images).detach()
+        >>> quantized = quantize_model(net, example_inputs=images).model
+        >>> report = calibrate(quantized, [images])
+        >>> def losses(sample):
+        ...     i = sample % 8
+        ...     return [distillation_loss(quantized(images[i : i + 1]), wanted[i : i + 1])]
+        >>> trainer = QatTrainer(quantized, losses, lambda step: 1e-3, batch=2, frozen_after=2)
+        >>> trainer.begin(images[i : i + 1] for i in range(8))
+        >>> told = [trainer.step(number) for number in range(4)]
+        >>> trained = trainer.finish()  # as after calibration: simulate, or export
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        losses: Callable[[int], Sequence[Tensor]],
+        rate: Callable[[int], float],
+        *,
+        batch: int = 1,
+        clip: float = math.inf,
+        weight_decay: float = 0.0,
+        learn: bool = False,
+        frozen_after: int = 0,
+    ) -> None:
+        self.model, self._losses, self._rate = model, losses, rate
+        self._batch, self._clip, self._frozen_after = batch, clip, frozen_after
+        narrow_weights(model, True)
+        self._learned = learn_ranges(model) if learn else []
+        self._follower = RangeFollower(model) if not learn and frozen_after > 0 else None
+        ranges = {id(p) for p in self._learned}
+        learning = (p for p in model.parameters() if p.requires_grad)
+        self._weights = [p for p in learning if id(p) not in ranges]
+        self.optimizer = self._make_optimizer(weight_decay)
+        model.train()
+
+    def own(self) -> dict[str, Tensor]:
+        """What must be kept beside model and optimizer to go on."""
+        follower = self._follower
+        return {} if follower is None else {"first": follower.first, "mean": follower.mean}
+
+    def go_on(self, own: dict[str, Tensor]) -> None:
+        """Follow ranges from what `own` gave, instead of `begin`."""
+        if self._follower is not None:
+            self._follower.first, self._follower.mean = own["first"], own["mean"]
+
+    @torch.no_grad()
+    def begin(self, inputs: Iterable[tuple[object, ...] | Tensor]) -> None:
+        """Set what ranges are followed from: the largest values on some inputs.
+
+        Args:
+            inputs: Each the positional inputs of the model, or its only one; none is asked for
+                where ranges do not follow.
+        """
+        if self._follower is None:
+            return
+        self.model.eval()
+        maxima = []
+        for given in inputs:
+            self.model(*(given if isinstance(given, tuple) else (given,)))
+            maxima.append(self._follower.take())
+        self._follower.start(maxima)
+        self.model.train()
+
+    def step(self, number: int) -> list[float]:
+        """Take one step.
+
+        Args:
+            number: From 0.
+
+        Returns:
+            The mean over the samples of each term of the loss.
+
+        Raises:
+            FloatingPointError: A loss or a gradient that is no number; the model is as before.
+        """
+        total = add_up(self._parts(number))
+        norm = self._put(total)
+        losses = [float(value) for value in total.losses]
+        if not all(map(math.isfinite, (*losses, norm))):
+            raise FloatingPointError(
+                f"step {number + 1}: the loss is {sum(losses)} and its gradient's norm {norm}"
+            )
+        still = number >= self._frozen_after
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate(number) * group["pace"] * (not (still and group["range"]))
+        self.optimizer.step()
+        with torch.no_grad():
+            for amax in self._learned:
+                amax.clamp_(min=SMALLEST)
+        if self._follower is not None and not still:
+            self._follower.follow(total.maxima)
+        return losses
+
+    def finish(self) -> nn.Module:
+        """The model as after calibration: ranges constant, on the CPU in eval mode."""
+        if self._follower is not None:
+            self._follower.stop()
+        model = self.model.cpu().eval()
+        freeze(model)
+        keep_within_ranges(model)
+        narrow_weights(model, False)
+        return model
+
+    def _parts(self, number: int) -> Iterator[FramePart]:
+        by_gpu = any(p.is_cuda for p in self._weights)
+        first = number * self._batch
+        return parts_in_order(self._batch, lambda place: self._part(first + place), by_gpu=by_gpu)
+
+    def _part(self, sample: int) -> FramePart:
+        """Forward and backward of one sample."""
+        self.optimizer.zero_grad()
+        losses = list(self._losses(sample))
+        torch.stack(losses).sum().backward()
+        return FramePart(
+            torch.stack([term.detach().double().cpu() for term in losses]),
+            torch.cat([_flat_gradient(p) for p in self._parameters()]),
+            torch.zeros(0) if self._follower is None else self._follower.take(),
+        )
+
+    def _put(self, total: StepSum) -> float:
+        """Give each parameter its gradient; the norm of the weights' before it is clipped."""
+        parameters = self._parameters()
+        sizes = [p.numel() for p in parameters]
+        for p, gradient in zip(parameters, torch.split(total.gradient, sizes), strict=True):
+            p.grad = gradient.view_as(p).to(p.device)
+        return float(nn.utils.clip_grad_norm_(self._weights, self._clip))
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [*self._weights, *self._learned]
+
+    def _make_optimizer(self, decay: float) -> torch.optim.Optimizer:
+        """AdamW (Loshchilov and Hutter 2019) without decay of biases and ranges.
+
+        Adam's steps are as long as its rate, whatever the gradient, and ranges are from hundredths
+        (weights) to hundreds (intensity): each gets a rate in proportion to itself.
+        """
+        common = {"pace": 1.0, "range": False}
+        groups = [
+            {"params": [p for p in self._weights if p.ndim > 1], "weight_decay": decay, **common},
+            {"params": [p for p in self._weights if p.ndim <= 1], "weight_decay": 0.0, **common},
+        ]
+        for amax in self._learned:
+            pace = RANGE_RATE * float(amax.detach().mean())
+            groups.append({"params": [amax], "weight_decay": 0.0, "pace": pace, "range": True})
+        return torch.optim.AdamW(groups)
+
+
+def _flat_gradient(parameter: nn.Parameter) -> Tensor:
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return gradient.detach().flatten().float().cpu()
