@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, export
 
-from bevquant_graph import capture
+from bevquant_graph import capture, registered_once
 
 Forward = Callable[[Any, Tensor], Any]
 
@@ -106,3 +106,17 @@ def test_readers_of_the_memory_read_what_was_written(
         x = torch.randn(batch, 3, 4, 4)
         made, wanted = graph.replay(x.clone()), net(x.clone())
         assert torch.equal(made[0], wanted[0]) if isinstance(made, list) else made.equal(wanted)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's export, of itself
+@pytest.mark.parametrize("table", [dict, torch.export.default_decompositions])
+def test_registrations_from_memory_decompose_alike_and_go(table: Callable[[], Any]) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Upsample(scale_factor=2)).eval()
+    program = export(net, (torch.randn(1, 3, 4, 4),), strict=False)
+    wanted = program.run_decompositions(table()).graph_module.code
+    operators = [torch.ops.aten.conv2d.default, torch.ops.aten.upsample_nearest2d.vec]
+    held = [dict(operator.py_kernels) for operator in operators]
+    for _ in range(3):  # the first is torch's own
+        with registered_once():
+            assert program.run_decompositions(table()).graph_module.code == wanted
+        assert [operator.py_kernels for operator in operators] == held

@@ -24,6 +24,7 @@ from ._operators import OPERATORS, OpSpec, op_spec
 from ._padding import zero_padding
 from ._program import as_module, module_of
 from ._quiet import evaluation, quiet
+from ._registrations import registered_once
 from ._signature import arguments, flatten, is_sparse_tensor, leaf_names, rebuild
 from ._tidy import PASSED_OVER, REQUIRE
 
@@ -54,6 +55,7 @@ __all__ = [
     "quiet",
     "rebuild",
     "refuse_unusable",
+    "registered_once",
     "replace_modules",
     "running",
     "zero_padding",

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 
 from ._operators import op_spec
+from ._registrations import registered_once
 from ._tidy import NUMBERS
 
 __all__ = ["functional"]
@@ -32,7 +33,8 @@ def functional(program: ExportedProgram) -> ExportedProgram:
         return program
     if mapped or any(not _is_plain(node) for node in writes) or not _alone(program.graph, writes):
         _copy_views(program.graph)
-        whole: ExportedProgram = program.run_decompositions({})
+        with registered_once():
+            whole: ExportedProgram = program.run_decompositions({})
         return whole
     for node in writes:
         (old,) = _written(node)

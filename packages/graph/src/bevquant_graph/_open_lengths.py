@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType, ModuleType
@@ -18,8 +19,8 @@ from ._faults import is_authors
 __all__ = ["open_lengths"]
 
 _OTHERS = frozenset(("torch", "builtins"))
-_NO_LIBRARY = ""
-_LIBRARIES: dict[str, str] = {}  # package of each module of a library
+_FOUND: set[str] = set()  # modules that lie in a library
+_MODULES: dict[str, list[str]] = defaultdict(list)  # these, by package
 _Scope = dict[str, Any]
 
 
@@ -36,14 +37,8 @@ def open_lengths(model: nn.Module, shares: list[_Scope]) -> Iterator[None]:
     be made again.
     """
     classes = {base for module in model.modules() for base in type(module).__mro__}
-    packages = {cls.__module__.partition(".")[0] for cls in classes} - _OTHERS | {_NO_LIBRARY}
-    found = [
-        vars(module)
-        for name, module in list(sys.modules.items())
-        if isinstance(module, ModuleType)
-        and (_LIBRARIES.get(name) or _library(name, module)) in packages
-        and "len" not in vars(module)
-    ]
+    packages = {cls.__module__.partition(".")[0] for cls in classes} - _OTHERS
+    found = [scope for scope in _scopes(packages) if "len" not in scope]
     meant: list[tuple[_Scope, str, Any]] = [(scope, "len", _length) for scope in found]
     meant += [(scope, "int", _Integer) for scope in shares]
 
@@ -70,11 +65,20 @@ def open_lengths(model: nn.Module, shares: list[_Scope]) -> Iterator[None]:
             scope.pop(name, None)  # a module may have two names
 
 
-def _library(name: str, module: ModuleType) -> str:
-    """The package of a module in a library's file; it is kept, for every export asks for all."""
-    if is_authors(vars(module).get("__file__") or "<>"):
-        return _NO_LIBRARY
-    return _LIBRARIES.setdefault(name, name.partition(".")[0])
+def _scopes(packages: set[str]) -> Iterator[_Scope]:
+    """Globals of the packages' modules and of files of no library; thousands are in neither."""
+    for name in sys.modules.keys() - _FOUND:
+        module = sys.modules.get(name)
+        if not isinstance(module, ModuleType):
+            continue
+        if is_authors(vars(module).get("__file__") or "<>"):
+            yield vars(module)
+        else:
+            _FOUND.add(name)
+            _MODULES[name.partition(".")[0]].append(name)
+    for package in packages:
+        modules = [sys.modules.get(name) for name in _MODULES[package]]
+        yield from (vars(module) for module in modules if isinstance(module, ModuleType))
 
 
 def _takes_integers(frame: FrameType) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 from bevquant_export.floats._plain_forms import PlainForms
 from bevquant_export.floats._ports import arguments
 from bevquant_export.floats._small_inverse import SmallInverses
-from bevquant_graph import quiet
+from bevquant_graph import quiet, registered_once
 
 OPSET = 18
 """What torch's exporter writes; it writes no earlier one."""
@@ -57,19 +57,14 @@ def exported(
             "export_float_onnx needs onnxscript: pip install 'bevquant-export[float]'"
         ) from error
     positional, named = arguments(args)
-    from torch._export import utils
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     read_once = partial(_forms, ONNXRegistry.from_torchlib)
     known = mock.patch.object(ONNXRegistry, "from_torchlib", read_once)
-    # torch asks its registry for every namespace of operators anew, and none is added meanwhile.
-    asked_once = mock.patch.object(
-        utils, "_materialize_cpp_cia_ops", cache(utils._materialize_cpp_cia_ops)
-    )
     try:
         with (
             quiet(*_LOGGERS), contextlib.redirect_stdout(io.StringIO()), torch.no_grad(), known,
-            asked_once, SmallInverses(), PlainForms(lowered_to or opset, scatter_sums),
+            registered_once(), SmallInverses(), PlainForms(lowered_to or opset, scatter_sums),
         ):  # fmt: skip
             program = torch.onnx.export(
                 module, positional, kwargs=named or None, dynamo=True, verbose=False,

@@ -1,0 +1,85 @@
+"""What torch registers for every decomposition of a program, registered from memory.
+
+Before it traces a program once more, torch writes some 12,000 kernels into 525 operators, each by a
+function of its own that it makes for that, and takes them away again: twice the time that the rest
+takes on a small program. Which these are depends on the decompositions alone, so those of the last
+times are kept; where an operator holds anything else than it did then, torch registers them anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, partial
+from typing import Any
+from unittest import mock
+
+__all__ = ["registered_once"]
+
+_MOST = 4  # tables of decompositions: that of none, and that of torch.onnx
+# Decompositions to what their operators held before and hold meanwhile.
+_known: dict[Any, tuple[list[Any], list[Any]]] = {}
+_usual: dict[Any, Any] = {}  # an operator's own decomposition, which torch wraps anew each time
+
+
+@contextmanager
+def registered_once() -> Iterator[None]:
+    """For the length of the block a program is decomposed in less time, to the same program."""
+    from torch._export import utils
+    from torch.export import decomp_utils, exported_program
+
+    with ExitStack() as stack:
+        # torch asks its registry for each namespace anew, and no operator is added meanwhile.
+        for name in ("_materialize_cpp_cia_ops", "_collect_all_valid_cia_ops_for_namespace"):
+            stack.enter_context(mock.patch.object(utils, name, cache(getattr(utils, name))))
+        for module, name, made in (
+            (utils, "_check_valid_to_preserve", _is_valid),
+            (decomp_utils, "_get_decomp_for_cia", _decomposition),
+            (exported_program, "_override_composite_implicit_decomp", _overridden),
+        ):
+            replaced = partial(made, getattr(module, name))
+            stack.enter_context(mock.patch.object(module, name, replaced))
+        yield
+
+
+@cache
+def _is_valid(check: Callable[[Any], bool], op: Any) -> bool:
+    """Whether an operator's schema lets it be kept as it is."""
+    return check(op)
+
+
+def _decomposition(make: Callable[[Any], Any], op: Any) -> Any:
+    made = make(op)
+    return _usual.setdefault(op, made) if isinstance(made, partial) else made
+
+
+@contextmanager
+def _overridden(
+    override: Callable[[Any], AbstractContextManager[None]], decompositions: dict[Any, Any]
+) -> Iterator[None]:
+    from torch._subclasses.fake_impls import _deregister_op_impl, op_implementations_dict
+
+    fakes: dict[Any, Any] = op_implementations_dict
+    key = tuple(decompositions.items())
+    before = [(dict(op.py_kernels), fakes.get(op)) for op in decompositions]
+    held = _known.get(key)
+    if held is None or held[0] != before:
+        with override(decompositions):
+            during = [(dict(op.py_kernels), fakes[op]) for op in decompositions]
+            while len(_known) >= _MOST:
+                del _known[next(iter(_known))]
+            _known[key] = before, during
+            yield
+        return
+    try:
+        for op, (kernels, fake) in zip(decompositions, held[1], strict=True):
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()
+            fakes[op] = fake
+        yield
+    finally:
+        for op, (kernels, _) in zip(decompositions, before, strict=True):
+            op.py_kernels.clear()
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()
+            _deregister_op_impl(op)
