@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -35,7 +36,7 @@ def quiet(*more: str) -> Iterator[None]:
     try:
         silent = mock.patch.object(_trace, "print", _say_nothing, create=True)
         # torch writes a record, with all calls, of every guard for whatever handler there is.
-        unrecorded = mock.patch.object(logging.getLogger("torch.__trace"), "handlers", [])
+        unrecorded: Any = mock.patch.object(logging.getLogger("torch.__trace"), "handlers", [])
         with warnings.catch_warnings(), silent, unrecorded:
             warnings.simplefilter("ignore")
             yield
