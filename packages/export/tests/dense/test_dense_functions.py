@@ -175,31 +175,38 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
 NEWER = {name: 16 for name in OTHERS if name.startswith("grid_sample")}  # than operator set 13
 
 
+@pytest.fixture
+def behind(calibrated: Fixture, once: Fixture) -> Fixture:
+    """A calibrated net with one of `OTHERS`, the integer model of it, and their input."""
+
+    def make(name: str) -> Any:
+        x = torch.randn(2, 4, 6, 6)
+        model = calibrated(Behind(OTHERS[name]), x)
+        return model, simulate(model, x), x
+
+    return lambda name: once(name, lambda: make(name))
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_not_on_the_list_has_torchs_own_form(
-    name: str, calibrated: Fixture, run: Fixture, tmp_path: Path
+    name: str, behind: Fixture, run: Fixture, tmp_path: Path
 ) -> None:
-    x = torch.randn(2, 4, 6, 6)
-    model = calibrated(Behind(OTHERS[name]), x)
+    model, integer, x = behind(name)
     file = export_qdq_onnx(model, x, tmp_path / "net.onnx")
     assert file.opset == NEWER.get(name, 13)
     assert not [f for f in lint_onnx(file.path, "tensorrt") if f.severity == "error"]
     (made,), _ = run(file, x, optimised=False)
-    torch.testing.assert_close(made, simulate(model, x)(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(made, integer(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_the_mappers_operator_set_has_it_too(
-    name: str, calibrated: Fixture, tmp_path: Path
-) -> None:
-    x = torch.randn(2, 4, 6, 6)
-    model, path = calibrated(Behind(OTHERS[name]), x), tmp_path / "a.onnx"
+def test_the_mappers_operator_set_has_it_too(name: str, behind: Fixture, tmp_path: Path) -> None:
+    (model, integer, x), path = behind(name), tmp_path / "a.onnx"
     assert export_qdq_onnx(model, x, path, "horizon").opset == 11
     assert not [f for f in lint_onnx(path, "horizon") if f.id == "HRZ002"]
     session = onnxruntime.InferenceSession(lift_horizon_onnx(path).SerializeToString())
     (made,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    want = simulate(model, x)(x)
-    torch.testing.assert_close(torch.from_numpy(made), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.from_numpy(made), integer(x), rtol=1e-4, atol=1e-5)
 
 
 def test_the_form_of_one_call_takes_any_batch(
