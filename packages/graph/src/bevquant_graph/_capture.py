@@ -200,6 +200,9 @@ def _exported(
         stack.enter_context(elementwise_shapes())
         if open_sizes:
             stack.enter_context(mock.patch.object(sympy, "simplify", _simplified(sympy.simplify)))
+            # Asked for at every sum and product of sizes, and each time of all of their terms.
+            known = property(lru_cache(maxsize=1 << 14)(vars(sympy.Expr)["is_number"].fget))
+            stack.enter_context(mock.patch.object(sympy.Expr, "is_number", known))
             # Of symbols hardly any answer is asked for twice, and making its key takes longer.
             stack.enter_context(dynamo_config.patch(fake_tensor_cache_enabled=False))
         # Passes of torch.export compile the graph anew each, and nobody runs what they compiled.
