@@ -38,13 +38,14 @@ print(doubled(21), doubled.stats.cache_hits if doubled.stats.cache_path else Non
 """
 
 
-@pytest.fixture
-def run(tmp_path):
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
     """Run the module in a process of its own with that cache folder; what it prints."""
-    script = tmp_path / "doubling.py"
+    folder = tmp_path_factory.mktemp("module")
+    script = folder / "doubling.py"
     script.write_text(MODULE)
     # numba's other places for a cache: beside the source, and the user's own.
-    (tmp_path / "__pycache__").write_text("not a folder")
+    (folder / "__pycache__").write_text("not a folder")
     environment = os.environ | {"XDG_CACHE_HOME": str(script), "HOME": str(script)}
 
     def call(cache, mode="plain"):
@@ -61,13 +62,25 @@ def run(tmp_path):
     return call
 
 
+@pytest.fixture(scope="module")
+def compiled(run, tmp_path_factory):
+    """The cache that a first run leaves."""
+    cache = tmp_path_factory.mktemp("cache")
+    run(cache)
+    return cache
+
+
+@pytest.fixture
+def cache(compiled, tmp_path):
+    """A copy of it, with its times."""
+    return shutil.copytree(compiled, tmp_path / "cache")
+
+
 def files(folder, ending):
     return sorted(folder.rglob(f"*.{ending}"))
 
 
-def test_the_next_process_reads_what_this_one_compiled(run, tmp_path):
-    cache = tmp_path / "cache"
-    run(cache)
+def test_the_next_process_reads_what_this_one_compiled(run, cache):
     stamps = [f.stat().st_mtime_ns for f in files(cache, "nbc")]
     assert stamps
     assert run(cache)[0] == "42"
@@ -75,7 +88,8 @@ def test_the_next_process_reads_what_this_one_compiled(run, tmp_path):
 
 
 def test_a_folder_that_cannot_be_written(run, tmp_path):
-    assert run(tmp_path / "doubling.py" / "below a file") == ["42", "None"]
+    (tmp_path / "file").touch()
+    assert run(tmp_path / "file" / "below a file") == ["42", "None"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits of file sizes are POSIX")
@@ -84,9 +98,7 @@ def test_a_full_disk(run, tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["nbc", "nbi"])
-def test_damaged_files(run, tmp_path, ending):
-    cache = tmp_path / "cache"
-    run(cache)
+def test_damaged_files(run, cache, ending):
     (file,) = files(cache, ending)
     file.write_bytes(file.read_bytes()[:40])
     assert run(cache)[0] == "42"
