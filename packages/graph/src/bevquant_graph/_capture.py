@@ -261,9 +261,9 @@ class _Calls:
         frame: FrameType | None = sys._getframe(1)
         calls: list[traceback.FrameSummary] = []
         while frame is not None:
-            code, line = frame.f_code, frame.f_lineno
-            if code.co_filename not in passed_over:
-                calls.append(_place(code.co_filename, line, code.co_name))
+            code = frame.f_code
+            if code.co_filename not in passed_over:  # which line it is takes torch's frames longest
+                calls.append(_place(code.co_filename, frame.f_lineno, code.co_name))
             if code is _Shell.forward.__code__:
                 break
             frame = frame.f_back
