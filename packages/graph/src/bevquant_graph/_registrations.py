@@ -24,7 +24,19 @@ _usual: dict[Any, Any] = {}  # an operator's own decomposition, which torch wrap
 
 @contextmanager
 def registered_once() -> Iterator[None]:
-    """For the length of the block a program is decomposed in less time, to the same program."""
+    """For the length of the block a program is decomposed in less time, to the same program.
+
+    No operator may be registered meanwhile.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from bevquant_graph import quiet
+        >>> with quiet(), registered_once():
+        ...     program = torch.export.export(nn.Linear(4, 2), (torch.ones(3, 4),))
+        ...     [node.name for node in program.run_decompositions().graph.nodes]
+        ['p_weight', 'p_bias', 'input', 'permute', 'addmm', 'output']
+    """
     from torch._export import utils
     from torch.export import decomp_utils, exported_program
 
