@@ -40,17 +40,22 @@ def registered_once() -> Iterator[None]:
     from torch._export import utils
     from torch.export import decomp_utils, exported_program
 
-    with ExitStack() as stack:
+    shorter: list[tuple[Any, str, Callable[[Any], Any]]] = [
         # torch asks its registry for each namespace anew, and no operator is added meanwhile.
-        for name in ("_materialize_cpp_cia_ops", "_collect_all_valid_cia_ops_for_namespace"):
-            stack.enter_context(mock.patch.object(utils, name, cache(getattr(utils, name))))
-        for module, name, made in (
-            (utils, "_check_valid_to_preserve", _is_valid),
-            (decomp_utils, "_get_decomp_for_cia", _decomposition),
-            (exported_program, "_override_composite_implicit_decomp", _overridden),
-        ):
-            replaced = partial(made, getattr(module, name))
-            stack.enter_context(mock.patch.object(module, name, replaced))
+        (utils, "_materialize_cpp_cia_ops", cache),
+        (utils, "_collect_all_valid_cia_ops_for_namespace", cache),
+        (utils, "_check_valid_to_preserve", lambda check: partial(_is_valid, check)),
+        (decomp_utils, "_get_decomp_for_cia", lambda make: partial(_decomposition, make)),
+        (
+            exported_program,
+            "_override_composite_implicit_decomp",
+            lambda override: partial(_overridden, override),
+        ),
+    ]
+    with ExitStack() as stack:
+        for module, name, made in shorter:
+            if hasattr(module, name):  # they are torch's own affair
+                stack.enter_context(mock.patch.object(module, name, made(getattr(module, name))))
         yield
 
 
