@@ -36,7 +36,7 @@ Shards.save = watch
 """
 KILLED = WATCHED % "os.kill(os.getpid(), signal.SIGKILL)"
 NOT_AGAIN = WATCHED % "raise SystemExit('frame 1 was run again')"
-# Starts processes that have imported what a run imports, and nothing more: half of what each takes.
+# Starts processes that have imported what a run imports, which would take each 4 s of CPU time.
 STARTER = """
 import gc, json, os, sys
 gc.disable()  # a tenth of what imports and captures take
