@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -108,7 +107,6 @@ class TakenLate:
             if late.used:
                 # What a recorded run held is of no use to frames with other numbers of voxels.
                 del late
-                gc.collect()
                 return_freed_memory()
 
 
