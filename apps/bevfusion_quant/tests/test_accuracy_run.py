@@ -210,7 +210,8 @@ def test_integers_stand_beside_float_and_quantized(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = f"simulate --run {runs / 'a'} --dataset street --first 9 --runs {runs}"
-    assert main([*arguments.split(), "--resamples", "20"]) == 0
+    with without_pictures(page=True):
+        assert main([*arguments.split(), "--resamples", "20"]) == 0
     written = summary(runs / "simulate")["accuracy"]
     assert list(written["models"]) == ["float", "quantized", "integer"]
     assert written["labels"] > 10

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import spconv_at_hand  # noqa: F401
 import torch
+from without_pictures import without_pictures
 
 from bev_scenes import street_frame
 from bevfusion.model import CONFIGS
@@ -25,7 +26,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the whole model on one street."""
     runs = tmp_path_factory.mktemp("runs")
     arguments = f"ptq --dataset street --config tiny --runs {runs} --name a"
-    assert main(arguments.split()) == 0
+    with without_pictures(page=True):
+        assert main(arguments.split()) == 0
     return runs
 
 

@@ -13,6 +13,7 @@ import spconv_at_hand  # noqa: F401
 import torch
 from clouds import cloud
 from torch import nn
+from without_pictures import without_pictures
 
 from bev_data.points import Frame, VoxelData, read_points
 from bev_scenes import street_frame
@@ -91,7 +92,10 @@ def test_trap_49_copies_of_one_point_are_allowed_where_one_says_so(
 
 def test_trap_49_one_broken_frame_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     """1 % broken intensities: the frame by name, from the file and from the ranges."""
-    code, told, error = ptq(capsys, "--quantize-first-layer", good=scan(), bad=scan(2, broken=100))
+    with without_pictures():
+        code, told, error = ptq(
+            capsys, "--quantize-first-layer", good=scan(), bad=scan(2, broken=100)
+        )
     assert code == 1
     assert "bad: intensity: 30 of 3,000 intensities lie outside 0..255, from 0 to 3e+38" in error
     assert "conv_input.0._input_quantizer, bad: float16: " in told
@@ -115,13 +119,15 @@ def test_values_that_become_infinite_name_frame_and_tensor() -> None:
 def test_one_thin_frame_among_others_is_told_and_allowed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, told, _ = ptq(capsys, good=scan(), thin=scan(2)[:20])
+    with without_pictures():
+        code, told, _ = ptq(capsys, good=scan(), thin=scan(2)[:20])
     assert code == 0
     assert "encoders.lidar, thin: few voxels: 20 points in " in told
     # A frame that does not calibrate is nothing to the calibration.
-    code, told, _ = ptq(
-        capsys, "--calibration-frames", "1", "--overwrite", good=scan(), thin=scan(2)[:20]
-    )
+    with without_pictures():
+        code, told, _ = ptq(
+            capsys, "--calibration-frames", "1", "--overwrite", good=scan(), thin=scan(2)[:20]
+        )
     assert code == 0
     assert "few voxels" not in told
     assert summary()["calibration"]["findings"] == []

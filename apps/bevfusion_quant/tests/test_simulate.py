@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import spconv_at_hand  # noqa: F401
 import torch
+from without_pictures import without_pictures
 
 from bev_data.points import read_frames
 from bevfusion.model import CONFIGS
@@ -36,7 +37,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     points[:, 3] = rng.integers(0, 256, 2000)
     np.savez(runs / "frame.npz", points=points)
     given = f"--points {runs}/frame.npz --runs {runs}"
-    assert main(f"ptq {given} --config tiny --exclude conv_input --name a".split()) == 0
+    with without_pictures(page=True):
+        assert main(f"ptq {given} --config tiny --exclude conv_input --name a".split()) == 0
     assert main(f"simulate --run {runs}/a {given} --name one".split()) == 0
     return runs
 
@@ -99,7 +101,8 @@ def test_again_and_on_other_kernels_it_gives_the_same_table(
 ) -> None:
     before = digest(runs / "a")
     arguments = f"simulate --run {runs}/a --points {runs}/frame.npz --runs {runs}"
-    assert main([*arguments.split(), "--backend", "torch"]) == 0
+    with without_pictures(page=True):
+        assert main([*arguments.split(), "--backend", "torch"]) == 0
     text = capsys.readouterr().out
     folder = Path(re.findall(r"Written to (\S+):", text)[0])
     assert folder == runs / "simulate"

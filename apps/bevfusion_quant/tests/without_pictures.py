@@ -13,9 +13,9 @@ __all__ = ["without_pictures"]
 
 
 @contextmanager
-def without_pictures() -> Iterator[None]:
-    """For the length of the block, runs write neither: a second each."""
+def without_pictures(*, page: bool = False) -> Iterator[None]:
+    """For the length of the block, runs write neither: a second each; the page if it is wanted."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("draw", "write_page"):
+        for name in ("draw",) if page else ("draw", "write_page"):
             patch.setattr(JudgedRun, name, lambda *given: None)
         yield

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
 import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from bevquant_qnn import (
     quantize_model,
     sensitivity,
 )
+from bevquant_qnn._replay import Replay
 from bevquant_quantizers import calibrate
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -407,3 +410,16 @@ def test_a_divergence_runs_over_the_classes_of_any_output(shape):
     total, count = _scores._divergence(q, f, None)
     assert total == pytest.approx(float(wanted), rel=1e-12)
     assert count == f.numel() // 7
+
+
+def test_what_a_recorded_run_holds_goes_where_it_is_let_go():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval()
+    gc.disable()  # no circle is looked for
+    try:
+        with torch.no_grad():
+            replay = Replay(model, lambda model: model(torch.ones(1, 2)))
+        held = weakref.ref(replay)
+        del replay
+        assert held() is None
+    finally:
+        gc.enable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import re
@@ -79,6 +80,7 @@ def _run(arguments: list[str]) -> int:
     _set_up_logging(rank)
     _let_waiting_threads_sleep()
     _reuse_freed_memory()
+    _look_for_garbage_less_often()
     from bev_data.points import PointsError
     from bev_data.voxelize import VoxelizeError
     from bevfusion_quant._errors import InputError, VerificationError
@@ -154,6 +156,16 @@ def _reuse_freed_memory() -> None:
     for option, value in ((M_MMAP_THRESHOLD, 1 << 30), (M_TRIM_THRESHOLD, 2**31 - 1)):
         mallopt(option, value)
     mallopt(M_ARENA_MAX, 1)
+
+
+def _look_for_garbage_less_often() -> None:
+    """Torch's compiler is a million objects that stay, and Python looks through all of them again.
+
+    That is 7 % of a small run. Young objects are looked through nearly as often as they were,
+    so no map waits for long in a circle; a program that has torch already decides that itself.
+    """
+    if "torch" not in sys.modules:
+        gc.set_threshold(2000, 20, 50)
 
 
 @contextmanager

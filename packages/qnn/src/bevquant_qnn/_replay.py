@@ -53,6 +53,7 @@ class Watch:
                 changed.append((module, own))
             yield
         finally:
+            self._calls = None  # whose owner holds this: both go, with all maps, where it is let go
             for module, own in changed:
                 object.__setattr__(module, "__class__", own)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_args
@@ -82,7 +81,6 @@ class FramesInTurn(Sequence["Batch"]):
 
     def __getitem__(self, index: int) -> Batch:  # type: ignore[override]
         # What a recorded run held is of no use to frames with other numbers of voxels.
-        gc.collect()
         return_freed_memory()
         if self._told:
             LOG.info("frame %d of %d", index + 1, len(self))
