@@ -82,7 +82,7 @@ def _overridden(
     held = _known.get(key)
     if held is None or held[0] != before:
         with override(decompositions):
-            during = [(dict(op.py_kernels), fakes[op]) for op in decompositions]
+            during = [(dict(op.py_kernels), fakes.get(op)) for op in decompositions]
             while len(_known) >= _MOST:
                 del _known[next(iter(_known))]
             _known[key] = before, during
@@ -92,7 +92,8 @@ def _overridden(
         for op, (kernels, fake) in zip(decompositions, held[1], strict=True):
             op.py_kernels.update(kernels)
             op._dispatch_cache.clear()
-            fakes[op] = fake
+            if fake is not None:
+                fakes[op] = fake
         yield
     finally:
         for op, (kernels, _) in zip(decompositions, before, strict=True):
