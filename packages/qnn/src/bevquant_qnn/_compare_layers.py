@@ -19,7 +19,7 @@ from bevquant_qnn._layer_inputs import call
 from bevquant_qnn._lockstep import Leader, lead
 from bevquant_qnn._pair_sums import PairSums
 from bevquant_qnn._snapshots import UnknownValue, tensors
-from bevquant_quantizers.documents import filled, text_table
+from bevquant_quantizers.documents import record_table
 
 Judge = Callable[[Tensor, Tensor], None]
 _BESIDE = "integers."  # stands before what the comparison beside this one gave in a record
@@ -56,8 +56,7 @@ def layer_table(rows: Sequence[object]) -> str:
         "saturated %": "{saturated:100*.3f}",
         "input amax": "{input_amax:.4g}",
     }
-    cells = [tuple(columns), *(filled(row, columns.values()) for row in rows)]
-    return text_table(cells, right=range(1, len(columns)), rule="─")
+    return record_table(rows, columns)
 
 
 class Beside(Protocol):

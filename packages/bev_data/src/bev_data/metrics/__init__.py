@@ -26,9 +26,9 @@ from bev_data.metrics._text import (
     nds_title,
     or_dash,
     points,
-    record_table,
     span,
 )
+from bevquant_quantizers.documents import record_table
 
 __all__ = [
     "ERRORS",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from bevquant_quantizers.documents import filled, text_table
+from bevquant_quantizers.documents import record_table, text_table
 
 if TYPE_CHECKING:
     from bev_data.metrics._accuracy import Accuracy
@@ -118,17 +118,6 @@ def _place(accuracy: Accuracy, name: str) -> int:
 def aligned_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns under their heads: the first one to the left, the others to the right."""
     return text_table([head, *rows], right=range(1, len(head)), rule="─")
-
-
-def record_table(records: Sequence[object], columns: Mapping[str, str]) -> str:
-    """An `aligned_table` of records.
-
-    Args:
-        records: One a row.
-        columns: Head to what fills the column, such as "{distance:g} m" with the attribute
-            `distance`; see `bevquant_quantizers.documents.filled`.
-    """
-    return aligned_table(list(columns), [filled(record, columns.values()) for record in records])
 
 
 def agreement_text(

@@ -41,7 +41,7 @@ from ._json import (
     read_content,
     read_json,
 )
-from ._table import filled, text_table
+from ._table import filled, record_table, text_table
 from ._write import sweep, write_folder, write_whole
 
 __all__ = [
@@ -62,6 +62,7 @@ __all__ = [
     "read_content",
     "read_json",
     "read_tensors",
+    "record_table",
     "sweep",
     "text_table",
     "write_arrays",

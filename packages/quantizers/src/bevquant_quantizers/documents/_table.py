@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import isfinite
 from string import Formatter
 from typing import Any
@@ -67,3 +67,20 @@ def filled(record: object, texts: Iterable[str]) -> tuple[str, ...]:
         ('0.50 s', '50 %', '–')
     """
     return tuple(_Attributes().vformat(text, (record,), {}) for text in texts)
+
+
+def record_table(records: Iterable[object], columns: Mapping[str, str]) -> str:
+    """A `text_table` of records, a line below the heads and all columns but the first to the right.
+
+    Args:
+        records: One a row.
+        columns: Head to what fills the column, such as "{start:.2f} s"; see `filled`.
+
+    Example:
+        >>> print(record_table([slice(0.5, 12)], {"from": "{start:.2f} s", "to": "{stop} s"}))
+        from      to
+        ──────  ────
+        0.50 s  12 s
+    """
+    rows = [tuple(columns), *(filled(record, columns.values()) for record in records)]
+    return text_table(rows, right=range(1, len(columns)), rule="─")
