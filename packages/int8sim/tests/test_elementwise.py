@@ -224,7 +224,7 @@ def test_nearest_equals_torch(size):
 
 
 @pytest.mark.parametrize("align_corners", [False, True])
-@pytest.mark.parametrize("size", [(8, 10), (7, 9), (3, 2), (1, 1)])
+@pytest.mark.parametrize("size", [(8, 10), (7, 9), (3, 2), (1, 1), (64, 49)])
 def test_bilinear_is_torch_in_float64_rounded(size, align_corners):
     x = torch.randint(-128, 128, (2, 3, 4, 5), dtype=torch.int8)
     theirs = F.interpolate(x.double(), size, mode="bilinear", align_corners=align_corners)
@@ -232,6 +232,19 @@ def test_bilinear_is_torch_in_float64_rounded(size, align_corners):
     near = (theirs - theirs.round()).abs() < 0.499999
     assert torch.equal(got[near], theirs.round()[near])
     assert bool(((got - theirs).abs() <= 0.5 + 1e-9).all())
+
+
+@pytest.mark.parametrize("multiplier", [1.0, 0.37, 3.0])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_large_bilinear_maps_have_the_bits_of_wider_integers(multiplier, channels_last):
+    x = torch.randint(-128, 128, (2, 37, 9, 11), dtype=torch.int8)
+    if channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    settings = {"mode": "bilinear", "multiplier": multiplier}
+    for size, align_corners in [((18, 22), False), ((40, 13), True), ((17, 31), False)]:
+        wide = int8_resize(x.short(), size, align_corners=align_corners, **settings)
+        got = int8_resize(x, size, align_corners=align_corners, **settings)
+        assert torch.equal(got, wide.clamp(-128, 127).to(torch.int8))
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from bevquant_int8sim._rounding import check_rounding, round_float
 from bevquant_int8sim._scales import single_scale
 
 _AT_ONCE = 1 << 18  # values of the result
+_SMALL = 1 << 14  # values of the result; below, loading numba is not worth it
 
 
 def int8_resize(
@@ -74,11 +75,18 @@ def int8_resize(
                 "requantize() before it"
             )
         # Never past the last pixel: (out − 1) · step < n, with room for float64's rounding.
-        rows, columns = (
-            (torch.arange(out, dtype=torch.float64) * step).floor().long()
-            for out, step in zip(sizes, steps, strict=True)
-        )
-        return x[:, :, rows.to(x.device)[:, None], columns.to(x.device)]
+        taken = x.movedim(1, -1)  # whole pixels, which in the kernels' own layout are lines
+        for axis, (out, step) in enumerate(zip(sizes, steps, strict=True), start=1):
+            places = (torch.arange(out, dtype=torch.float64) * step).floor().long()
+            taken = taken.index_select(axis, places.to(x.device))
+        return taken.movedim(-1, 1)
+    axes = [
+        _between(n, out, step, align_corners)
+        for n, out, step in zip(x.shape[2:], sizes, steps, strict=True)
+    ]
+    fast = _compiled_bilinear(x, math.prod(sizes), rounding)
+    if fast is not None:
+        return fast(x, *axes, factor)
     low, high = integer_range(torch.iinfo(x.dtype).bits)
     made = x.new_empty(*x.shape[:2], *sizes)
     at_once = max(1, _AT_ONCE // math.prod(sizes))  # float64 takes eight times the integers' room
@@ -86,27 +94,43 @@ def int8_resize(
         x.flatten(0, 1).split(at_once), made.flatten(0, 1).split(at_once), strict=True
     ):
         values = planes.double()
-        for axis, (out, step) in enumerate(zip(sizes, steps, strict=True), start=1):
-            values = _along(values, axis, out, step, align_corners)
+        for axis, between in enumerate(axes, start=1):
+            values = _along(values, axis, *between)
         results.copy_(round_float(values * factor, rounding).clamp_(low, high))
     return made
 
 
-def _along(values: Tensor, axis: int, out: int, step: float, align_corners: bool) -> Tensor:
-    """Interpolate linearly along one axis."""
-    n = values.shape[axis]
+def _between(n: int, out: int, step: float, align_corners: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """For each output of an axis the two inputs that it lies between, and the second's weight."""
     places = torch.arange(out, dtype=torch.float64)
     if align_corners:
         places = places * ((n - 1) / (out - 1) if out > 1 else 0.0)
     else:
         places = ((places + 0.5) * step - 0.5).clamp(min=0.0)
     first = places.floor().long().clamp(max=n - 1)
-    weight = (places - first).clamp(0.0, 1.0).to(values.device)
-    second = (first + 1).clamp(max=n - 1).to(values.device)
+    return first, (first + 1).clamp(max=n - 1), (places - first).clamp(0.0, 1.0)
+
+
+def _along(values: Tensor, axis: int, first: Tensor, second: Tensor, weight: Tensor) -> Tensor:
+    """Interpolate linearly along one axis."""
     shape = [1] * values.dim()
-    shape[axis] = out
+    shape[axis] = len(weight)
+    share = weight.view(shape).to(values.device)
     low, high = (values.index_select(axis, at.to(values.device)) for at in (first, second))
-    return low * (1 - weight.view(shape)) + high * weight.view(shape)
+    return low * (1 - share) + high * share
+
+
+def _compiled_bilinear(x: Tensor, pixels: int, rounding: str) -> Callable[..., Tensor] | None:
+    """The compiled form, where there is one and loading numba is worth it."""
+    values = x.shape[0] * x.shape[1] * pixels
+    plain = x.dtype == torch.int8 and x.device.type == "cpu" and rounding == "half_even"
+    if not plain or values < _SMALL:
+        return None
+    try:
+        from bevquant_int8sim._compiled.resize import bilinear
+    except ImportError:  # without numba
+        return None
+    return bilinear
 
 
 def _sizes(
