@@ -82,6 +82,21 @@ def test_settings_name_what_must_stay_on_the_cpu(
     assert '  onnx_model: "net.onnx"\n' in text
 
 
+def test_upsampling_each_channel_by_itself_stays_on_the_cpu(
+    calibrated: Fixture, tmp_path: Path
+) -> None:
+    # As of CenterNet's necks: every group has a scale, and all share one entry of the axis.
+    up = nn.ConvTranspose2d(4, 4, 4, stride=2, padding=1, groups=4, bias=False)
+    x = torch.randn(1, 3, 8, 8)
+    model = calibrated(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), up, nn.Conv2d(4, 2, 1)), x)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "horizon")
+    assert [name.split("_")[0] for name in file.run_on_cpu] == ["ConvTranspose"]
+    (note,) = file.notes
+    assert note.startswith("2: the weight of this transposed convolution is written as float")
+    assert "each of its groups has a scale" in note
+    assert lint_onnx(file.path, "horizon") == []
+
+
 def test_nothing_is_forced_onto_the_cpu_without_need(
     net: nn.Module, calibrated: Fixture, tmp_path: Path
 ) -> None:

@@ -88,7 +88,8 @@ def weighted_layer(graph: Graph, step: Step, x: Held, form: Any, sizes: Sizes) -
     bias = _bias(graph, step, x, weight.scales)
     if step.op == "linear":
         return _linear(graph, step, x, weight, bias, sizes)
-    held = graph.float_operand(path, x.name) if _is_float(graph, step, weight) else x.name
+    in_float = _is_float(graph, step, weight)
+    held = graph.float_operand(path, x.name) if in_float else x.name
     inputs = [held, _weight(graph, step, weight), *([bias] if bias else [])]
     settings: dict[str, Any] = {
         "strides": list(attributes["stride"]),
@@ -101,10 +102,13 @@ def weighted_layer(graph: Graph, step: Step, x: Held, form: Any, sizes: Sizes) -
         pads = [low for low, _ in sides] + [high for _, high in sides]
         return graph.node("Conv", path, inputs, pads=pads, **settings)
     padding = list(attributes["padding"])
-    return graph.node(
+    made = graph.node(
         "ConvTranspose", path, inputs, pads=padding * 2,
         output_padding=list(attributes["output_padding"]), **settings,
     )  # fmt: skip
+    if in_float and x.form is not None:
+        graph.on_cpu += graph.nodes[-1:]
+    return made
 
 
 def _linear(graph: Graph, step: Step, x: Held, weight: _Weight, bias: str, sizes: Sizes) -> str:
@@ -183,10 +187,11 @@ def _along(scales: Array, weight: _Weight) -> Array:
 
 def _float_weight(graph: Graph, path: str, weight: _Weight) -> str:
     """Weights of a transposed convolution as numbers: their scales fit no single axis."""
+    each = "each of its groups has a scale" if weight.along_axis is None else "each channel has one"
     graph.notes.append(
         f"{path}: the weight of this transposed convolution is written as float numbers, each an "
-        "integer times its scale, as the runtime takes one scale for all of it or none: it runs in "
-        "float. Give its weight quantizer axis=None for int8"
+        f"integer times its scale, as {each} and the runtime takes one for all of it or none: it "
+        "runs in float. Give its weight quantizer axis=None for int8"
     )
     integers = weight.integers
     split = integers.reshape(weight.groups, -1, *integers.shape[1:])
