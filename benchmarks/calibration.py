@@ -32,7 +32,7 @@ from _machine import print_machine
 from torch import Tensor
 
 from bevquant_quantizers import TensorQuantizer, fake_quantize
-from bevquant_quantizers._histogram import abs_histogram
+from bevquant_quantizers._abs_histogram import abs_histogram
 from bevquant_quantizers.calib import HistogramCalibrator, calibrate_weights
 from bevquant_quantizers.calib._entropy import entropy_amax
 from bevquant_quantizers.calib._mse import mse_amax

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from metric_scenes import detections, labels, random_frames
@@ -18,7 +20,6 @@ from bev_data.metrics import (
     interval_of_mean_ap,
     metrics_of,
 )
-from bev_data.metrics._bootstrap import mean_aps
 from bev_data.points import Labels
 
 FEW = Bootstrap(resamples=200)
@@ -34,6 +35,21 @@ def meter_of(
     return meter
 
 
+def drawn(seed: int, scenes: int) -> np.ndarray:
+    """How many times each scene is in the first draw of a seed."""
+    shares = np.full(scenes, 1 / scenes)
+    times: np.ndarray = np.random.default_rng(seed).multinomial(scenes, shares, size=1)[0]
+    return times
+
+
+def only_draw(meter: DetectionMeter, seed: int) -> tuple[np.ndarray, float]:
+    """A draw, and the metric on it: the interval of no other."""
+    interval = interval_of_mean_ap(meter, Bootstrap(resamples=1, seed=seed))
+    assert interval is not None
+    assert interval.low == interval.high
+    return drawn(seed, len(meter.scenes)), interval.low
+
+
 @pytest.mark.parametrize("absent", ["left out", "zero"])
 def test_a_draw_is_the_metric_of_the_frames_written_out(absent: str) -> None:
     """A class that a draw has no labels of keeps its figure."""
@@ -43,10 +59,9 @@ def test_a_draw_is_the_metric_of_the_frames_written_out(absent: str) -> None:
     rules = DetectionRules(absent=absent)
     meter = meter_of(found, there, scenes, rules)
     whole = [row.mean_ap for row in metrics_of(meter).classes]
-    random = np.random.default_rng(5)
-    times = random.multinomial(7, np.full(7, 1 / 7), size=12)
-    got, kept = mean_aps(meter.records(), times, rules), 0
-    for draw, value in zip(times, got, strict=True):
+    kept = 0
+    for seed in range(12):
+        draw, value = only_draw(meter, seed)
         rows = [i for i in range(14) for _ in range(draw[i // 2])]
         wanted = evaluate_detections(
             [found[i] for i in rows], [there[i] for i in rows], rules=rules
@@ -59,11 +74,11 @@ def test_a_draw_is_the_metric_of_the_frames_written_out(absent: str) -> None:
 
 
 def test_every_scene_once_is_the_metric_itself() -> None:
-    for seed in range(4):
-        found, there = random_frames(seed, 10, ties=True)
+    for number in range(4):
+        found, there = random_frames(number, 4, ties=True)
         meter = meter_of(found, there)
-        once = mean_aps(meter.records(), np.ones((1, 10), np.int64), meter.rules)
-        assert once[0] == pytest.approx(metrics_of(meter).mean_ap, abs=1e-12)
+        once = next(s for s in itertools.count() if (drawn(s, 4) == 1).all())
+        assert only_draw(meter, once)[1] == pytest.approx(metrics_of(meter).mean_ap, abs=1e-12)
 
 
 def test_the_interval_holds_the_metric_and_narrows_with_scenes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 
 import numpy as np
 import pytest
@@ -66,7 +67,7 @@ def test_street_silhouettes():
 
 
 def test_pictures_without_matplotlib_name_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setattr("bev_scenes._poster.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("sys.argv", ["bev_scenes", str(tmp_path)])
     with pytest.raises(ImportError, match=r"pip install 'bev-scenes\[poster\]'"):
         runpy.run_module("bev_scenes", run_name="__main__")

@@ -25,6 +25,7 @@ INT64 = ir.IntType(64)
 WIDE = np.int64  # products and sums, before they wrap modulo 2³²
 _thread = threading.local()
 _errors: list[str] = []
+ran: set[str] = set()  # names of the instructions that were executed
 
 
 def emulate(monkeypatch):
@@ -62,6 +63,7 @@ def _memory(address, size, dtype=np.uint8):
 def _instruction(arguments):
     def decorate(function):
         def call(*numbers):
+            ran.add(function.__name__.removeprefix("_"))
             try:
                 function(*numbers)
             except Exception as error:

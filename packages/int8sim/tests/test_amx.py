@@ -26,7 +26,6 @@ from bevquant_int8sim import (
     int8_sparse_conv,
 )
 from bevquant_int8sim._compiled import dot_product, kernels
-from bevquant_int8sim._compiled.packed import pack_weight
 from bevquant_int8sim._compiled.self_test import kernels_are_exact
 from bevquant_sparse import WeightLayout, build_rulebook
 
@@ -186,20 +185,31 @@ def test_the_self_test_passes_and_can_fail(emulated, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind"),
+    ("size", "channels", "kind"),
     [
-        ((27, 64, 64), "amx"),
-        ((27, 16, 32), "amx"),
-        ((27, 16, 16), "vnni"),
-        ((27, 80, 64), "vnni"),
-        ((27, 5, 32), "vnni"),
-        ((27, 64, 48), "vnni"),
-        ((125, 256, 64), "vnni"),  # more inputs than the block holds
-        ((1, 0, 32), "vnni"),
+        (3, (64, 64), "amx"),
+        (3, (16, 32), "amx"),
+        (3, (16, 16), "vnni"),
+        (3, (80, 64), "vnni"),
+        (3, (5, 32), "vnni"),
+        (3, (64, 48), "vnni"),
+        (5, (256, 64), "vnni"),  # more inputs than the block holds
     ],
 )
-def test_layers_that_whole_tiles_do_not_fit_go_to_vnni(shape, kind):
-    assert pack_weight(np.zeros(shape, np.int8), "amx").kind == kind
+def test_layers_that_whole_tiles_do_not_fit_go_to_vnni(emulated, size, channels, kind):
+    from amx_emulation import ran
+
+    generator = np.random.default_rng(4)
+    indices = torch.tensor([[0, 0, 0, 0], [0, 1, 1, 1], [0, 2, 1, 0]], dtype=torch.int32)
+    rulebook = build_rulebook(indices, (4, 4, 4), size, subm=True, batch_size=1)
+    x, w = int8(generator, 3, channels[0]), int8(generator, size**3, *channels)
+    ran.clear()
+    made, expected = (
+        int8_sparse_conv(x, w, None, rulebook, layout=WeightLayout.VCK, backend=backend)
+        for backend in ("amx", "torch")
+    )
+    assert ("tdpbssd" in ran) == (kind == "amx")
+    assert torch.equal(made, expected)
 
 
 def test_the_emulation_forbids_what_a_cpu_does(emulated):

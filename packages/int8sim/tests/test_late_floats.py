@@ -1,11 +1,9 @@
 """Concatenations whose result is wanted in float: integers are joined, then dequantized."""
 
-import pytest
 import torch
 from torch import nn
 
-from bevquant_int8sim import dequantize, simulate
-from bevquant_int8sim.model._rowwise import dequantized
+from bevquant_int8sim import simulate
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import TensorQuantizer, calibrate
 from bevquant_quantizers.tensor_quant import QuantDescriptor
@@ -35,14 +33,3 @@ def test_joined_integers_become_floats_once(backend):
     kinds = [step.op for step in model._fast.steps]
     assert kinds.count("dequantize") == 1
     assert kinds.index("move") < kinds.index("dequantize")
-
-
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int32])
-def test_dequantized_in_one_pass(dtype, memory_format):
-    q = torch.randint(-128, 128, (2, 24, 31, 37)).to(dtype).contiguous(memory_format=memory_format)
-    scales = torch.rand(24, dtype=torch.float64) + 0.01
-    for scale, relu in ((scales, True), (scales[0], False)):
-        values = dequantize(q, scale, axis=1)
-        found = dequantized(q, scale, 1, relu=relu)
-        assert torch.equal(found, values.clamp(min=0) if relu else values)

@@ -67,12 +67,13 @@ def test_requantized(generator, layout, relu):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("relu", [False, True])
-def test_dequantized(generator, layout, relu):
-    acc = accumulators(generator)
-    scale = torch.rand(24, generator=generator, dtype=torch.float64) * 1e-3 + 1e-6
-    expected = dequantize(acc, scale, axis=1)
-    expected = expected.clamp(min=0) if relu else expected
-    assert torch.equal(_rowwise.dequantized(laid_out(acc, layout), scale, 1, relu=relu), expected)
+@pytest.mark.parametrize("made", [accumulators, bytes_of])
+def test_dequantized(generator, layout, relu, made):
+    q, scales = made(generator), torch.rand(24, generator=generator, dtype=torch.float64) + 1e-6
+    for scale in (scales * 1e-3, scales[0]):
+        expected = dequantize(q, scale, axis=1)
+        expected = expected.clamp(min=0) if relu else expected
+        assert torch.equal(_rowwise.dequantized(laid_out(q, layout), scale, 1, relu=relu), expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

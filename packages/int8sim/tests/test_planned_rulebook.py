@@ -4,13 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from bevquant_sparse import build_rulebook
+from bevquant_sparse import Rulebook, WeightLayout, build_rulebook
 
 pytest.importorskip("numba", reason="the numba extra is not installed")
 
-from bevquant_int8sim import plan_rulebook
-from bevquant_int8sim._compiled.planned_rulebook import PlannedRulebook
-from bevquant_int8sim._compiled.sparse_plan import plan_for
+from bevquant_int8sim import int8_sparse_conv, plan_rulebook
 
 GEOMETRIES = {
     "subm": dict(kernel_size=3, padding=1, subm=True),
@@ -27,14 +25,23 @@ GEOMETRIES = {
 }
 
 
-def table_of(plan, rulebook):
-    """The table of neighbours that a plan's tiles say, and how often each output occurs."""
-    table = np.full((rulebook.num_out + 1, rulebook.kernel_volume), -1, np.int32)
-    tile = np.repeat(np.arange(plan.num_tiles), np.diff(plan.bounds))
-    outputs = plan.out_rows.reshape(-1, plan.tile_rows)
-    table[outputs[tile], plan.offsets[:, None]] = plan.rows
-    assert (table[-1] == -1).all()  # rows that fill the last tile see nothing
-    return table[:-1], np.bincount(outputs[outputs >= 0], minlength=rulebook.num_out)
+def table_of(rulebook, channels=64):
+    """The table of neighbours by which a rulebook's tiles convolve.
+
+    The features are the inputs' numbers, in two digits; channel k of an output reads element k of
+    the kernel alone. How many channels there are decides how many rows a tile has.
+    """
+    numbers = torch.arange(1, rulebook.num_in + 1)
+    digits = torch.stack([numbers // 127, numbers % 127], 1)
+    weight = torch.zeros(rulebook.kernel_volume, 2, channels, dtype=torch.int8)
+    for element in range(rulebook.kernel_volume):
+        weight[element, :, element] = torch.tensor([127, 1])
+    few = rulebook.num_in < 127 * 127
+    made = int8_sparse_conv(
+        digits.to(torch.int8 if few else torch.int16), weight, None, rulebook,
+        layout=WeightLayout.VCK, backend="portable",
+    )  # fmt: skip
+    return made[:, : rulebook.kernel_volume] - 1
 
 
 @pytest.mark.parametrize("order", ["sorted", "random"])
@@ -47,16 +54,14 @@ def test_equals_build_rulebook(name, order, batch, shape, count, random_voxels):
         indices = indices[np.lexsort(indices.numpy().T[::-1])].contiguous()
     ours = plan_rulebook(indices, shape, batch_size=batch, **geometry)
     theirs = build_rulebook(indices, shape, batch_size=batch, **geometry)
-    assert type(ours) is PlannedRulebook
+    assert type(ours) is not Rulebook
     names = "batch_size in_shape out_shape kernel_size stride padding dilation subm num_in num_out"
     for field in (*names.split(), "kernel_volume", "num_pairs", "output_padding", "transposed"):
         assert getattr(ours, field) == getattr(theirs, field), field
     assert torch.equal(ours.in_indices, theirs.in_indices)
     assert torch.equal(ours.out_indices, theirs.out_indices)
-    for tile_rows in (6, 8):
-        table, counts = table_of(plan_for(ours, tile_rows), ours)
-        assert (counts == 1).all()
-        assert (table == theirs.neighbours.numpy()).all()
+    for channels in (48, 64):
+        assert torch.equal(table_of(ours, channels), theirs.neighbours)
     assert torch.equal(ours.neighbours, theirs.neighbours)
     assert torch.equal(ours.inverse().neighbours, theirs.inverse().neighbours)
 
@@ -70,7 +75,7 @@ def test_a_chain_of_layers(random_voxels):
             for build, indices in ((plan_rulebook, ours), (build_rulebook, theirs))
         )
         assert torch.equal(a.out_indices, b.out_indices)
-        assert (table_of(plan_for(a, 8), a)[0] == b.neighbours.numpy()).all()
+        assert torch.equal(table_of(a), b.neighbours)
         ours, theirs, shape = a.out_indices, b.out_indices, b.out_shape
 
 
@@ -81,7 +86,7 @@ def test_the_real_frame(real_frame):
         ours = plan_rulebook(indices, shape, batch_size=1, **geometry)
         theirs = build_rulebook(indices, shape, batch_size=1, **geometry)
         assert torch.equal(ours.out_indices, theirs.out_indices)
-        assert (table_of(plan_for(ours, 8), ours)[0] == theirs.neighbours.numpy()).all()
+        assert torch.equal(table_of(ours), theirs.neighbours)
 
 
 @pytest.mark.bits
@@ -89,17 +94,16 @@ def test_the_real_frame(real_frame):
 def test_any_number_of_threads_gives_the_same(threads, random_voxels):
     shape = (200, 150, 20)
     usual = torch.get_num_threads()
-    plans = []
+    made = []
     try:
         for count in (1, threads):
             torch.set_num_threads(count)
             indices = random_voxels(np.random.default_rng(1), 1, shape, 20_000)
             rulebook = plan_rulebook(indices, shape, batch_size=1, **GEOMETRIES["strided"])
-            plans.append(plan_for(rulebook, 8))
+            made.append((rulebook.out_indices, table_of(rulebook)))
     finally:
         torch.set_num_threads(usual)
-    for field in ("bounds", "offsets", "rows", "out_rows"):
-        assert (getattr(plans[0], field) == getattr(plans[1], field)).all()
+    assert all(map(torch.equal, *made))
 
 
 def test_what_pillars_cannot_hold_goes_to_build_rulebook(random_voxels):
@@ -119,7 +123,7 @@ def test_what_pillars_cannot_hold_goes_to_build_rulebook(random_voxels):
     for indices, shape, geometry in others:
         ours = plan_rulebook(indices, shape, batch_size=1, **geometry)
         theirs = build_rulebook(indices, shape, batch_size=1, **geometry)
-        assert type(ours) is not PlannedRulebook
+        assert type(ours) is Rulebook
         assert torch.equal(ours.neighbours, theirs.neighbours)
 
 
@@ -153,7 +157,7 @@ def test_inference_mode(random_voxels):
         theirs = build_rulebook(
             ours.out_indices, ours.out_shape, batch_size=1, **GEOMETRIES["subm"]
         )
-        assert (table_of(plan_for(after, 8), after)[0] == theirs.neighbours.numpy()).all()
+        assert torch.equal(table_of(after), theirs.neighbours)
 
 
 @pytest.mark.parametrize(

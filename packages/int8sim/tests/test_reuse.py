@@ -8,9 +8,16 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
-from bevquant_int8sim import int8_conv2d, int8_linear, int8_sparse_conv, quantize, requantize
-from bevquant_int8sim._weight_cache import remembered
+from bevquant_int8sim import (
+    int8_conv2d,
+    int8_linear,
+    int8_sparse_conv,
+    int8_to_dense,
+    quantize,
+    requantize,
+)
 from bevquant_sparse import WeightLayout, build_rulebook
 
 
@@ -59,12 +66,27 @@ def test_a_weight_is_let_go():
     assert gone() is None
 
 
-def test_remembered_runs_once():
-    calls = []
-    weight = torch.zeros(3)
-    for _ in range(2):
-        assert remembered(weight, "answer", lambda: calls.append(1) or 42) == 42
-    assert len(calls) == 1
+class Called(TorchFunctionMode):
+    """Names of the functions of torch that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_follows_from_a_weight_is_computed_once(backend):
+    generator = np.random.default_rng(4)
+    x, weight = numbers(generator, 3, 12), numbers(generator, 5, 12)
+    said = []
+    for rows in (3, 2):  # a call with inputs of another shape
+        with Called() as called:
+            int8_linear(x[:rows], weight, backend=backend)
+        said.append("abs" in called.names)  # of the weight, for the bound of its sums
+    assert said == [True, False]
 
 
 def test_results_do_not_share_memory(backend, random_voxels):
@@ -148,16 +170,12 @@ def test_memory_comes_back_quietly_when_the_interpreter_ends():
     assert run.stderr == ""
 
 
-def test_memory_that_is_not_there_leaves_no_half_made_buffer(monkeypatch, capfd):
+def test_memory_that_is_not_there_leaves_no_half_made_buffer(capfd):
     """Nothing is printed of an exception in a buffer's end."""
-    from bevquant_int8sim import _workspace
-
-    def nothing(nbytes):
-        raise MemoryError
-
-    monkeypatch.setattr(_workspace, "_new", nothing)
+    pytest.importorskip("numba", reason="the numba extra is not installed")
+    wide, place = torch.ones(1, 1 << 20, dtype=torch.int8), torch.zeros(1, 4, dtype=torch.int32)
     with pytest.raises(MemoryError):
-        _workspace.empty((1 << 50,), np.int8)
+        int8_to_dense(wide, place, (1 << 10,) * 3, 1)  # 2⁵⁰ bytes
     assert "Exception ignored" not in capfd.readouterr().err
 
 

@@ -4,8 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from bevquant_int8sim import AccumulatorOverflowError, int8_sparse_conv, requantize
-from bevquant_int8sim._accumulator import check_accumulators
+from bevquant_int8sim import (
+    AccumulatorOverflowError,
+    int8_linear,
+    int8_sparse_conv,
+    requantize,
+)
 from bevquant_sparse import WeightLayout, build_rulebook, permute_weight
 
 SUBM = dict(kernel_size=3, stride=1, padding=1, dilation=1, subm=True)
@@ -188,11 +192,16 @@ def test_overflow_is_named_and_its_neighbourhood_is_exact(backend):
 
 
 def test_the_bits_that_a_sum_needs_are_those_of_twos_complement():
+    x = torch.full((1, 1100), 32767, dtype=torch.int16)
     for value, bits in ((2**32 - 1, 33), (2**32, 34), (-(2**32), 33), (-(2**32) - 1, 34)):
+        sign = 1 if value > 0 else -1
+        count, rest = divmod(abs(value), 32767 * 127)
+        weight = torch.zeros(2, 1100, dtype=torch.int8)
+        weight[1, :count] = sign * 127
         with pytest.raises(
-            AccumulatorOverflowError, match=f"reaches {value}, which takes {bits} b"
+            AccumulatorOverflowError, match=f"channel 1 reaches {value}, which takes {bits} b"
         ):
-            check_accumulators(torch.tensor([[0, value]]), "conv")
+            int8_linear(x, weight, torch.tensor([0, sign * rest], dtype=torch.int32), name="fc")
 
 
 @pytest.mark.parametrize("sign", [1, -1])

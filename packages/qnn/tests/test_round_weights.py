@@ -11,14 +11,7 @@ import torch
 from torch import nn
 
 from bevquant_fusion import fuse_model
-from bevquant_qnn import (
-    QuantConfig,
-    QuantSparseConvolution,
-    quantize_model,
-    round_weights,
-)
-from bevquant_qnn._linear_form import matrix_of, put_matrix, sampled_patches
-from bevquant_qnn._round_weights import gptq
+from bevquant_qnn import QuantConfig, quantize_model, round_weights
 from bevquant_quantizers import calibrate, quantization_disabled
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")
@@ -36,91 +29,113 @@ LAYERS = {
 }
 
 
+ALL = 10**6  # patches
+
+
+def alone(layer, x):
+    """A layer with 4-bit weights and a bias of 0, if any, whose input is not rounded."""
+    layer = copy.deepcopy(layer)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    model = quantize_model(nn.Sequential(layer), QuantConfig(weight_bits=4)).model
+    calibrate(model, [x])
+    model[0].input_quantizer.disable()
+    return model
+
+
+def output_error(model, x, wanted):
+    with torch.no_grad():
+        made = getattr(model(x), "features", model(x))
+    return float((made - wanted).double().square().sum() / wanted.double().square().sum())
+
+
+def check_errors(model, x):
+    """What is said of a layer's patches is so of its output, whatever its kind."""
+    with quantization_disabled(model), torch.no_grad():
+        wanted = getattr(model(x), "features", model(x))
+    own, before = model[0].weight, output_error(model, x, wanted)
+    (layer,) = round_weights(model, [x], correct_bias=False, rows=ALL).layers
+    assert layer.nearest == pytest.approx(before, rel=1e-3)
+    assert layer.error == pytest.approx(output_error(model, x, wanted), rel=1e-3)
+    assert layer.error < layer.nearest
+    assert model[0].weight is own
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_its_matrix_times_its_patches(name):
+    torch.manual_seed(1)
     layer, shape = LAYERS[name]
-    layer, x = copy.deepcopy(layer), torch.randn(shape)
-    module = quantize_model(nn.Sequential(layer)).model[0]
-    with quantization_disabled(module), torch.no_grad():
-        patches = sampled_patches(module, x, 10**6, torch.Generator())
-        product = torch.einsum("goi,gri->rgo", matrix_of(module), patches).flatten(1)
-        expected = layer(x)
-    if not isinstance(layer, nn.Linear):
-        expected = expected.movedim(1, -1)
-    expected = expected.reshape(-1, product.shape[1])
-    torch.testing.assert_close(product + layer.bias, expected)
-    own, before = module.weight, module.weight.detach().clone()
-    put_matrix(module, 2 * matrix_of(module))
-    assert module.weight is own
-    torch.testing.assert_close(own.detach(), 2 * before)
+    layer.reset_parameters()
+    x = torch.randn(shape) + 1  # together they say more than each by itself
+    check_errors(alone(layer, x), x)
 
 
 @pytest.mark.parametrize("kind", ["SubMConv3d", "SparseConv3d", "1x1"])
 def test_a_sparse_layer_is_its_matrix_times_its_patches(spconv, cloud, kind):
+    torch.manual_seed(0)
     options = {"indice_key": "k"} if kind == "SubMConv3d" else {}
     if kind == "1x1":
         layer = spconv.SubMConv3d(4, 6, 1, bias=True)
     else:
         stride = {"stride": 2} if kind == "SparseConv3d" else {}
         layer = getattr(spconv, kind)(4, 6, 3, padding=1, bias=True, **options, **stride)
-    module, x = QuantSparseConvolution(layer), cloud(4)
-    with quantization_disabled(module), torch.no_grad():
-        patches = sampled_patches(module, x, 10**6, torch.Generator())
-        product = patches[0] @ matrix_of(module)[0].T + module.bias
-        torch.testing.assert_close(product, module(x).features)
-        own = module.weight
-        twice = copy.deepcopy(module)
-        put_matrix(twice, 2 * matrix_of(twice))
-        assert module.weight is own
-        torch.testing.assert_close(twice.weight, 2 * own)
+    x = cloud(4)
+    x = x.replace_feature(x.features + 1)
+    check_errors(alone(layer, x), x)
     assert x.indice_dict == {}
 
 
 def test_patches_of_one_seed_lie_in_the_same_places():
-    module = quantize_model(nn.Sequential(nn.Conv2d(2, 3, 3))).model[0]
-    x = torch.arange(2 * 2 * 8 * 8.0).reshape(2, 2, 8, 8)
-    with quantization_disabled(module):
-        one, two = (
-            sampled_patches(module, x + i, 20, torch.Generator().manual_seed(3)) for i in (0, 1)
-        )
-    assert one.shape == (1, 20, 18)
-    assert torch.equal(one + 1, two)
+    """A layer that loses nothing shifts nothing: the float model's patches are the quantized's."""
+    torch.manual_seed(0)
+    layer, x = nn.Conv2d(2, 3, 3), torch.randn(2, 2, 8, 8)
+    some, every = (
+        round_weights(alone(layer, x), [x], rounding="nearest", rows=rows).layers[0].nearest
+        for rows in (20, ALL)
+    )
+    assert some != every
+    with torch.no_grad():
+        layer.weight.copy_(torch.randint(-7, 8, layer.weight.shape) / 7)
+        layer.weight[:, 0, 0, 0] = 1
+    model = alone(layer, x)
+    round_weights(model, [x], rows=20)
+    assert float(model[0].bias.detach().abs().max()) < 1e-6
 
 
 def test_gptq_comes_near_the_best_of_all_roundings():
     torch.manual_seed(2)
-    mix = torch.randn(5, 5, dtype=torch.float64)
-    hessian = mix @ mix.T + 0.05 * torch.eye(5, dtype=torch.float64)
-    step = torch.full((1, 1), 0.5, dtype=torch.float64)
+    x = torch.randn(200, 2) @ torch.randn(2, 5) + 0.25 * torch.randn(200, 5)
+    hessian = (x.T @ x).double()
+    moves = torch.tensor(list(itertools.product((-1, 0, 1, 2), repeat=5)))
     worse, better, best = 0.0, 0.0, 0.0
     for _ in range(20):
-        weight = torch.randn(1, 5, dtype=torch.float64)
-
-        def error(q, weight=weight):
-            return float(((q - weight) @ hessian @ (q - weight).T).item())
-
-        floor = (weight / step).floor()
-        choices = (
-            (floor + torch.tensor(bits, dtype=torch.float64)).clamp(-8, 7) * step
-            for bits in itertools.product((-1, 0, 1, 2), repeat=5)
-        )
-        best += min(error(q) for q in choices)
-        found = gptq(weight, hessian, step, -8, 7)
-        assert torch.equal((found / step).round(), found / step)
-        better += error(found)
-        worse += error((weight / step).round().clamp(-8, 7) * step)
+        layer = nn.Linear(5, 1, bias=False)
+        weight = layer.weight.detach().double()
+        step = weight.abs().max() / 7
+        lost = ((weight / step).floor() + moves).clamp(-8, 7) * step - weight
+        errors = torch.einsum("ni,ij,nj->n", lost, hessian, lost) / (weight @ hessian @ weight.T)
+        best += float(errors.min())
+        model = alone(layer, x)
+        (found,) = round_weights(model, [x], rows=ALL).layers
+        whole = model[0].weight / step
+        torch.testing.assert_close(whole, whole.round(), rtol=0, atol=1e-5)
+        better += found.error
+        worse += found.nearest
     assert better < 0.5 * worse
     assert better < 2.5 * best
 
 
 def test_gptq_of_independent_inputs_is_rounding_to_the_nearest():
-    weight = torch.randn(3, 6, dtype=torch.float64)
-    hessian = torch.diag(torch.tensor([1.0, 2.0, 3.0, 0.0, 0.5, 9.0]).double())
-    step = torch.tensor([[0.3], [0.1], [0.0]], dtype=torch.float64)
-    found = gptq(weight, hessian, step, -8, 7)
-    nearest = (weight[:2] / step[:2]).round().clamp(-8, 7) * step[:2]
-    torch.testing.assert_close(found[:2], nearest)
-    assert not found[2].any()  # a channel without range
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 3, bias=False)
+    nn.init.zeros_(layer.weight[2])  # a channel without range
+    step = layer.weight.detach().abs().amax(1, keepdim=True) / 7
+    x = torch.tensor([1.0, 2.0, 3.0, 0.0, 0.5, 9.0]).sqrt().diag()
+    model = alone(layer, x)
+    round_weights(model, [x])
+    nearest = (layer.weight[:2] / step[:2]).round() * step[:2]
+    torch.testing.assert_close(model[0].weight[:2], nearest)
+    assert not model[0].weight[2].any()
 
 
 def four_bits(net, inputs, **options):
@@ -248,11 +263,13 @@ def test_a_trained_net_comes_back_from_4_bit_weights(trained):
 
 def test_a_row_of_zeros_stays_zero_whatever_the_others_are_rounded_by():
     torch.manual_seed(0)
-    patches = torch.randn(50, 4, dtype=torch.float64)
-    weight = torch.randn(3, 4, dtype=torch.float64)
-    weight[1] = 0
-    step = weight.abs().amax(1, keepdim=True) / 7
-    rounded = gptq(weight, patches.T @ patches / 50, step, -7, 7)
-    assert torch.equal(rounded[1], torch.zeros(4, dtype=torch.float64))
-    alone = gptq(weight[::2], patches.T @ patches / 50, step[::2], -7, 7)
-    assert torch.equal(rounded[::2], alone)
+    x, whole = torch.randn(50, 4) + 1, nn.Linear(4, 3, bias=False)
+    nn.init.zeros_(whole.weight[1])
+    others = nn.Linear(4, 2, bias=False)
+    others.weight = nn.Parameter(whole.weight[::2].detach().clone())
+    models = [alone(layer, x) for layer in (whole, others)]
+    for model in models:
+        (layer,) = round_weights(model, [x]).layers
+        assert layer.error < layer.nearest
+    assert not models[0][0].weight[1].any()
+    assert torch.equal(models[0][0].weight[::2], models[1][0].weight)

@@ -19,13 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bevquant_qnn import (
     PrecisionPlan,
     SensitivityTable,
-    _scores,
     apply_precision,
     precision_groups,
     quantize_model,
     sensitivity,
 )
-from bevquant_qnn._replay import Replay
 from bevquant_quantizers import calibrate
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -400,26 +398,48 @@ def test_of_a_sequence_no_batch_is_made_whose_results_are_kept():
     assert made.asked == [0, 1, 0]  # operations are counted on the first
 
 
-@pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 7, 3, 4)])
-def test_a_divergence_runs_over_the_classes_of_any_output(shape):
-    q, f = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).double()
-    axis = min(1, len(shape) - 1)
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [(nn.Linear(4, 7), (4,)), (nn.Linear(4, 7), (5, 4)), (nn.Conv2d(4, 7, 1), (2, 4, 3, 4))],
+)
+def test_a_divergence_runs_over_the_classes_of_any_output(layer, shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    model = quantize_model(nn.Sequential(copy.deepcopy(layer)), example_inputs=x).model
+    calibrate(model, [x])
+    with torch.no_grad():
+        f, q = layer(x).double(), model(x).double()
+    axis = min(1, f.dim() - 1)
     wanted = nn.functional.kl_div(
         q.log_softmax(axis), f.log_softmax(axis), reduction="sum", log_target=True
     )
-    total, count = _scores._divergence(q, f, None)
-    assert total == pytest.approx(float(wanted), rel=1e-12)
-    assert count == f.numel() // 7
+    table = sensitivity(model, [x], "kl", without=False)
+    assert table["0"].alone["int8"] == pytest.approx(-float(wanted) / (f.numel() // 7), rel=1e-9)
+
+
+class Watched(nn.Module):
+    """Notes what it makes, and does not hold it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.made = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), []
+
+    def forward(self, x):
+        y = self.layers(x)
+        self.made.append(weakref.ref(y))
+        return y
 
 
 def test_what_a_recorded_run_holds_goes_where_it_is_let_go():
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval()
+    x = torch.randn(3, 2)
+    model = quantize_model(Watched(), example_inputs=x).model
+    calibrate(model, [x])
+    sensitivity(model, [x])
+    gc.collect()
+    model.made.clear()
     gc.disable()  # no circle is looked for
     try:
-        with torch.no_grad():
-            replay = Replay(model, lambda model: model(torch.ones(1, 2)))
-        held = weakref.ref(replay)
-        del replay
-        assert held() is None
+        sensitivity(model, [x])
+        assert len(model.made) > 3
+        assert not any(ref() is not None for ref in model.made)
     finally:
         gc.enable()

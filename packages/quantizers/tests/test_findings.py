@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -9,8 +10,8 @@ import torch
 from torch import nn
 
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer, calibrate, fake_quantize
-from bevquant_quantizers._findings import expected_sqnr, reach
-from bevquant_quantizers._histogram import abs_histogram
+from bevquant_quantizers._abs_histogram import abs_histogram
+from bevquant_quantizers._findings import expected_sqnr
 
 
 class Watch(nn.Module):
@@ -232,9 +233,10 @@ def test_zeros_count_for_nothing(skip_zeros):
     model.input._calibrator._skip_zeros = skip_zeros
     x = torch.cat([torch.zeros(99_000), torch.linspace(0.01, 1, 1000)])
     assert calibrate(model, [x]).findings == ()
-    (row,) = model.input._calibrator._rows
-    assert reach(row, 500) == pytest.approx(0.5, abs=0.01)
-    assert reach(row, 1000) == 1.0
+    (found,) = calibrate(model, [x, torch.tensor([70.0])], method="max").findings
+    assert "of 1,001 values other than zero" in found.evidence
+    crowd = re.findall(r"98% of them lie below ([\d.]+)", found.evidence)[0]
+    assert float(crowd) == pytest.approx(0.98, abs=0.01)
 
 
 def test_findings_are_part_of_the_json():

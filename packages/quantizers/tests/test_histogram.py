@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bevquant_quantizers._abs_histogram import add_counts, merge_bins
-from bevquant_quantizers._histogram import abs_histogram
+from bevquant_quantizers import calib, calibrator_state, merge
+from bevquant_quantizers._abs_histogram import abs_histogram
 
 HAS_NUMBA = find_spec("numba") is not None
 BACKENDS = ["torch", "numba"] if HAS_NUMBA else ["torch"]
@@ -55,6 +55,18 @@ def test_backends_agree(seed, size, log_upper, shift, bins, odd):
     assert a.counts.numel() <= 1 << 15
 
 
+def collected(*tensors):
+    calibrator = calib.HistogramCalibrator(8, None, False, num_bins=64)
+    for tensor in tensors:
+        calibrator.collect(tensor)
+    return calibrator
+
+
+def state(calibrator):
+    meta, arrays = calibrator_state(calibrator)
+    return meta, {name: array.tolist() for name, array in arrays.items()}
+
+
 @given(
     seed=st.integers(0, 2**31),
     cut=st.integers(0, 500),
@@ -63,16 +75,10 @@ def test_backends_agree(seed, size, log_upper, shift, bins, odd):
 def test_parts_add_to_the_whole_in_any_order(seed, cut, outlier):
     x = torch.randn(500, generator=torch.Generator().manual_seed(seed))
     x[seed % 500] += outlier
-    upper = 0.75
-    whole = abs_histogram(x, 64, upper, max_bins=256)
+    width = torch.tensor([0.75])  # of the first tensor, so that all have the same bins
+    whole = state(collected(width, x, width))
     for parts in ((x[:cut], x[cut:]), (x[cut:], x[:cut])):
-        a, b = (abs_histogram(part, 64, upper, max_bins=256) for part in parts)
-        shift = max(a.shift, b.shift)
-        total = add_counts(
-            merge_bins(a.counts, shift - a.shift), merge_bins(b.counts, shift - b.shift)
-        )
-        assert shift == whole.shift
-        assert torch.equal(total, whole.counts)
+        assert state(merge([collected(width, part) for part in parts])) == whole
 
 
 def test_a_value_above_the_range_appends_bins_of_the_same_width():

@@ -27,8 +27,8 @@ from bevquant_graph import (
 
 from ._fold import Fold, Skipped
 from ._fuse_pair import as_convolution, fold_into, fold_parts
-from ._plain import made_plain
 from ._plan import Plan, plan_fusion
+from ._products import made_plain
 from ._remove_bn import Removal, neutralise, norm_at, remove_batch_norms
 from ._structure import activations
 

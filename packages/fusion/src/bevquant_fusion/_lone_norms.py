@@ -12,7 +12,7 @@ from bevquant_graph import Graph
 from ._fold import Fold
 from ._foldable import bn_problem
 from ._fuse_pair import as_convolution, norm_of
-from ._graph_plan import from_graph
+from ._plan import from_graph
 from ._remove_bn import norm_at, remove_batch_norms
 
 

@@ -1,20 +1,40 @@
-"""What becomes of every batch norm of a model: by its graph, or by the structure of its modules."""
+"""What becomes of every batch norm of a model: by its graph, or by the structure of its modules.
+
+In a graph one walks back from the input of a batch norm through whatever keeps channels apart
+(`_channels`). Where the walk ends, one layer must have made it all, and nobody else may read these
+channels of it. Otherwise, where no ReLU made it, one walks on from its output: all readers must be
+layers then. What is left may belong to parallel layers (`_sums`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch import nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from bevquant_graph import Graph
+from bevquant_graph import Graph, op_spec
 
-from ._fold import Fold, Skipped
-from ._foldable import conv_problem
-from ._graph_plan import from_graph
-from ._plain import plain_layers
+from ._channels import (
+    channels_along,
+    channels_into,
+    distinct,
+    is_float,
+    keeps_channels,
+    numbered,
+    numbers_behind,
+    source,
+)
+from ._fold import Fold, NormPaths, Part, Refused, Skipped, layer_problem
+from ._foldable import conv_problem, out_channels
+from ._graph_reader import BATCH_NORM, Reader, reads_values
+from ._products import plain_layers
 from ._structure import from_structure
+from ._sums import Sums
 
 
 @dataclass(frozen=True)
@@ -83,3 +103,167 @@ def _never_called(path: str, untraced: Mapping[str, str], graph: Graph | None) -
     if graph is None:
         return "is never called by the forward of the model, as far as it can be read"
     return "is never called by the forward of the model"
+
+
+def from_graph(
+    model: nn.Module, graph: Graph, plain: Collection[str] = (), *, alone: bool = False
+) -> dict[str, Fold | Skipped]:
+    """What becomes of every batch norm that the graph computes, modules and functional ones.
+
+    Args:
+        model: The model.
+        graph: Its graph.
+        plain: Layers that are made plain ones before anything is folded.
+        alone: Whether what nothing takes becomes a depthwise convolution.
+    """
+    planner = _Planner(model, graph, plain)
+    found = planner.found
+    for path in list(planner.norms):
+        planner.plan(path)
+    sums = Sums(planner, found)
+    for path in [path for path, item in found.items() if isinstance(item, Skipped)]:
+        with suppress(Refused):
+            found[path] = (sums.alone if alone else sums.fold)(path, planner.norms[path])
+    return found
+
+
+class _Planner(Reader):
+    """Plans one batch norm after the other, each after those that it is folded over."""
+
+    def __init__(self, model: nn.Module, graph: Graph, plain: Collection[str]) -> None:
+        super().__init__(model, graph, plain)
+        self.found: dict[str, Fold | Skipped] = {}
+
+    def plan(self, path: str) -> Fold | Skipped:
+        """What becomes of the batch norm at ``path``; of one that it is folded over, first that."""
+        if path not in self.found:
+            norms = self.norms[path]
+            where = self.graph.location(norms[0])
+            self.found[path] = Skipped(path, "reads what it makes itself", where)
+            try:
+                planned: Fold | Skipped = self.fold(path, norms)
+            except Refused as refusal:
+                planned = Skipped(path, str(refusal), where)
+            del self.found[path]  # folds are made in the order in which they are planned
+            self.found[path] = planned
+        return self.found[path]
+
+    def fold(self, path: str, norms: list[fx.Node]) -> Fold:
+        """How the batch norm at ``path``, called at ``norms``, is folded."""
+        numbers = self.numbers(path, norms)
+        ends, inside = self.behind(norms)
+        try:
+            return self.fold_back(path, norms, numbers, ends, inside)
+        except Refused:
+            relu = any(op_spec(end.target).kind == "relu" for end in ends)
+            ahead = None if relu else self.fold_ahead(path, norms, numbers)
+            if ahead is None:
+                raise
+            return ahead
+
+    def fold_back(
+        self,
+        path: str,
+        norms: list[fx.Node],
+        numbers: NormPaths,
+        ends: list[fx.Node],
+        inside: set[fx.Node],
+    ) -> Fold:
+        """The fold into the layer that made all that the batch norm reads.
+
+        Raises:
+            Refused: There is no such layer, or somebody else reads these channels of it.
+        """
+        for node in ends:
+            if self.layer(node) is None:
+                if node.op == "placeholder":
+                    raise Refused("normalises an input of the model")
+                raise Refused(f"follows {self.describe(node)}, not a convolution or linear layer")
+        layers = {self.layer(node) for node in ends}
+        if len(layers) != 1:
+            shared = f"is shared: it is called {len(norms)} times, and" if norms[1:] else "reads"
+            raise Refused(f"{shared} what several layers make: {', '.join(map(str, layers))}")
+        conv = str(next(iter(layers)))
+        own = all(self.applies_weights(conv, node) for node in ends)
+        marks = {n: numbered(n, self.channel_axis(conv, n)) for n in ends}
+        self.follow(marks, inside)
+        part = self.taken(conv, norms, marks)
+        self.refuse_other_readers(part, norms, inside, marks)
+        self.refuse_sharing(conv, norms, ends)
+        made = len(part.channels)
+        problem = layer_problem(self.model, self.owners, conv, made, own_forward=own)
+        if problem is not None:
+            raise Refused(problem)
+        self.refuse_hooks(ends[0], norms[0])
+        caller = ["", *self.stack(norms[0])][-2]
+        parent = path.rpartition(".")[0]
+        indexed = any(outer != parent for outer in self.callers[parent])
+        rest = self.rest(path, norms)
+        parts = () if part.channels == tuple(range(made)) else (part,)
+        return Fold(conv, path, numbers, caller, rest, indexed, parts)
+
+    def follow(self, marks: dict[fx.Node, Tensor], inside: set[fx.Node]) -> None:
+        """Number the values between a layer and a batch norm by the layer's channels."""
+        for node in self.operations:
+            if node in inside and node not in marks and keeps_channels(node) and is_float(node):
+                found = numbers_behind(node, marks)
+                if found is None or not distinct(found).all():
+                    name = self.describe(source(node))
+                    raise Refused(f"follows {name}, not a convolution or linear layer")
+                marks[node] = found
+
+    def taken(self, conv: str, norms: list[fx.Node], marks: dict[fx.Node, Tensor]) -> Part:
+        """Which channel of a batch norm each channel of a layer goes to."""
+        read = [channels_into(marks[norm.all_input_nodes[0]], 1) for norm in norms]
+        if read[0] is None or any(other != read[0] for other in read):
+            raise Refused(f"normalises another axis than that of the channels {conv} makes")
+        made = out_channels(self.modules[conv])
+        return Part(conv, tuple(read[0].get(channel + 1, -1) for channel in range(made)))
+
+    def fold_ahead(self, path: str, norms: list[fx.Node], numbers: NormPaths) -> Fold | None:
+        """The fold into all that read the batch norm; None where that is more than dense layers."""
+        marks = {norm: numbered(norm, 1) for norm in norms}
+        ends: dict[str, list[fx.Node]] = defaultdict(list)
+        takes: dict[str, set[Any]] = defaultdict(set)
+        for node in self.operations[self.operations.index(norms[0]) :]:
+            read = [v for v in source(node).all_input_nodes if v in marks]
+            if node in marks or not any(reads_values(source(node), v) for v in read):
+                continue
+            layer = self.layer(node)
+            found = None
+            if layer is not None:
+                if len(read) > 1 or not self.takes_norm(layer, node, read[0]):
+                    return None
+                ends[layer].append(node)
+                takes[layer].add(channels_along(marks[read[0]], self.channel_axis(layer, read[0])))
+                continue
+            if node.target is BATCH_NORM and read == [node.args[0]]:
+                below = self.plan(self.owner(node))
+                found = marks[read[0]] if isinstance(below, Fold) and below.ahead else None
+            elif keeps_channels(node):
+                if not is_float(node):
+                    continue  # a split, whose parts are read one by one
+                found = numbers_behind(node, marks)
+            if found is None:
+                return None
+            if distinct(found).any():
+                marks[node] = found
+        if any(user.op == "output" for node in marks for user in node.users):
+            return None
+        parts = []
+        try:
+            for layer, nodes in ends.items():
+                self.refuse_sharing(layer, norms, nodes)
+                self.refuse_hooks(norms[0], nodes[0])
+                (channels,) = takes[layer] if len(takes[layer]) == 1 else (None,)
+                made = out_channels(self.modules[layer])
+                problem = layer_problem(self.model, self.owners, layer, made, own_forward=True)
+                if channels is None or problem is not None:
+                    return None
+                parts.append(Part(layer, tuple(c - 1 for c in channels)))
+        except Refused:
+            return None
+        if not parts:
+            return None
+        caller, rest = ["", *self.stack(norms[0])][-2], self.rest(path, norms)
+        return Fold(parts[0].layer, path, numbers, caller, rest, parts=tuple(parts), ahead=True)

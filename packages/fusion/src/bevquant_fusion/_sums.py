@@ -22,17 +22,18 @@ from bevquant_graph import op_spec
 
 from ._fold import Fold, Part, Refused, Skipped, layer_problem
 from ._foldable import out_channels
+from ._graph_reader import Reader
 
 
 class Sums:
     """The way through sums and concatenations to the layers that make them.
 
     Args:
-        reader: The `Reader` of `_graph_plan` that asks.
+        reader: What the graph says.
         found: What is planned so far.
     """
 
-    def __init__(self, reader: Any, found: dict[str, Fold | Skipped]) -> None:
+    def __init__(self, reader: Reader, found: dict[str, Fold | Skipped]) -> None:
         self.reader, self.found = reader, found
 
     def fold(self, path: str, norms: list[fx.Node]) -> Fold:

@@ -19,8 +19,20 @@ from torch.export import ExportedProgram
 
 from ._graph import author_line
 from ._operators import op_spec
-from ._program_layer import call_arguments, full_name, layer_of, library_class
-from ._program_part import Part, Plan, Step, Value, freed, item, named, root_class
+from ._program_modules import (
+    Part,
+    Plan,
+    Step,
+    Value,
+    call_arguments,
+    freed,
+    full_name,
+    item,
+    layer_of,
+    library_class,
+    named,
+    root_class,
+)
 from ._tidy import NO_VALUE
 
 __all__ = ["as_module", "module_of"]
@@ -99,7 +111,7 @@ class _Builder:
         self.kinds: dict[str, str] = {}
         for node in self.steps:
             self.refuse(node)
-            self.kinds |= {path: _short(kind) for _, path, kind in self.entries(node)}
+            self.kinds |= {path: kind for _, path, kind in self.entries(node)}
 
     def model(self) -> nn.Module:
         """The whole."""
@@ -118,12 +130,7 @@ class _Builder:
             if chain is not None and info.out_spec.is_leaf():
                 self.attach(chain)
                 return chain
-        sizes = {
-            index: (node.name, _fixed(node.meta.get("val")), node.meta.get("val"))
-            for index, node in enumerate(self.inputs)
-            if isinstance(node.meta.get("val"), Tensor | bool | int | float | str | None)
-        }
-        root = named(_short(kind), root_class(info, sizes))()
+        root = named(kind, root_class(info, self.inputs))()
         root.plans.append(self.plan("", self.steps, 1, self.inputs, returned))
         self.attach(root)
         return root
@@ -270,7 +277,7 @@ class _Builder:
             if known is not None:
                 return None
         plan = self.plan(path, group, depth + 1, taken, made, single=len(made) == 1)
-        part = self.modules.setdefault(path, named(_short(kind), Part)())
+        part = self.modules.setdefault(path, named(kind, Part)())
         if not isinstance(part, Part):
             return None
         if plan not in part.plans:
@@ -375,18 +382,6 @@ def _says_nothing(node: fx.Node) -> bool:
     return node.op == "call_function" and any(
         name in str(node.target) for name in (*NO_VALUE, "_assert_scalar")
     )
-
-
-def _short(kind: str) -> str:
-    name = kind.rpartition(".")[2]
-    return name if name.isidentifier() else "Program"
-
-
-def _fixed(value: Any) -> dict[int, int] | None:
-    """Sizes that the program fixes; None where the value itself is."""
-    if not isinstance(value, Tensor):
-        return None
-    return {axis: size for axis, size in enumerate(value.shape) if isinstance(size, int)}
 
 
 def _prove(program: ExportedProgram, made: nn.Module) -> None:

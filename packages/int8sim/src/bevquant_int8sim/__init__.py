@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bevquant_int8sim._accumulator import AccumulatorOverflowError
-from bevquant_int8sim._activation import int8_leaky_relu, int8_relu, int8_relu6
 from bevquant_int8sim._backends import BackendStatus, backend_report, choose_backend
 from bevquant_int8sim._conv import (
     int8_conv1d,
@@ -12,9 +11,15 @@ from bevquant_int8sim._conv import (
     int8_conv_transpose2d,
     int8_linear,
 )
+from bevquant_int8sim._elementwise import (
+    int8_leaky_relu,
+    int8_lookup,
+    int8_relu,
+    int8_relu6,
+    lookup_table,
+)
 from bevquant_int8sim._fixed_point import fixed_point_multiplier
 from bevquant_int8sim._join import int8_add, int8_concat
-from bevquant_int8sim._lookup import int8_lookup, lookup_table
 from bevquant_int8sim._plan_rulebook import plan_rulebook
 from bevquant_int8sim._pool import int8_avg_pool, int8_max_pool
 from bevquant_int8sim._quantize import dequantize, quantize, quantize_bias

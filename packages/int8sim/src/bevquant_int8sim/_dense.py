@@ -1,14 +1,14 @@
-"""What every dense layer with a weight has in common: checks, choice of a backend, output."""
+"""What every dense layer with a weight has in common: checks, a backend, torch's sums, output."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from bevquant_int8sim import _dense_torch
 from bevquant_int8sim._accumulator import (
     check_accumulators,
     largest_sum,
@@ -16,13 +16,16 @@ from bevquant_int8sim._accumulator import (
     sums_of_sizes,
 )
 from bevquant_int8sim._backends import choose_backend
+from bevquant_int8sim._grid import make_grid
 from bevquant_int8sim._grid_axes import Axis
 from bevquant_int8sim._integers import check_integer_tensor
+from bevquant_int8sim._matmul import exact_matmul
 from bevquant_int8sim._output import Output
 from bevquant_int8sim._prepared import Memo
 from bevquant_int8sim._weight_cache import remembered
 
 _VECTOR = 16  # output channels that the kernels compute at once
+_BLOCK_VALUES = 2**24  # gathered values of a block
 
 
 def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, name: str) -> None:
@@ -92,10 +95,54 @@ def run_dense(
         if memo is not None and _fits_by_type(x, sums, bias):
             memo.keep(prepared)
         return prepared(x, output.addend)
-    acc = _dense_torch.accumulate(x, weight, bias, phases, kernel, fits_int32=fits)
+    acc = _accumulated(x, weight, bias, phases, kernel, fits_int32=fits)
     if not fits:
         check_accumulators(acc, name, channel_axis=1)
     return output.finish(acc.to(torch.int32), 1)
+
+
+def _accumulated(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    phases: Sequence[tuple[Axis, ...]],
+    kernel: tuple[int, ...],
+    *,
+    fits_int32: bool,
+) -> Tensor:
+    """Sums ``[batch, all out channels, *grid]`` by torch: gathered pixels, one product a block.
+
+    int32, or int64 where no bound shows that they fit; operands as `run_dense` takes them.
+    """
+    groups, _, in_channels, out_channels = weight.shape
+    pixels = x.movedim(1, -1).reshape(-1, x.shape[1])
+    pixels = torch.cat([pixels.new_zeros(1, x.shape[1]), pixels])  # row 0 lies outside
+    sizes = tuple(axis.out_size for axis in phases[0])
+    dtype = torch.int32 if fits_int32 else torch.int64
+    shape = (x.shape[0] * math.prod(sizes), groups * out_channels)
+    acc = torch.zeros(shape, dtype=dtype, device=x.device)
+    for axes in phases:
+        grid = make_grid(x.shape[0], axes, kernel)
+        if not len(grid.deltas):
+            continue
+        places = torch.from_numpy(grid.in_rows[:, None] + grid.deltas + 1)
+        places[torch.from_numpy(~grid.whole)] = torch.from_numpy(grid.neighbours).long() + 1
+        places, out_rows = places.to(x.device), torch.from_numpy(grid.out_rows).to(x.device)
+        taps = torch.from_numpy(grid.taps).to(x.device)
+        matrices = weight.index_select(1, taps).reshape(groups, -1, out_channels)
+        block = max(1, _BLOCK_VALUES // (len(grid.deltas) * x.shape[1]))
+        for start in range(0, len(places), block):
+            seen = pixels.index_select(0, places[start : start + block].view(-1))
+            seen = seen.view(-1, len(grid.deltas), groups, in_channels)
+            for group, matrix in enumerate(matrices):
+                columns = seen[:, :, group].reshape(len(seen), -1)
+                part = slice(group * out_channels, (group + 1) * out_channels)
+                acc[out_rows[start : start + block], part] = exact_matmul(
+                    columns, matrix, fits_int32=fits_int32
+                )
+    if bias is not None:
+        acc += bias.to(dtype)
+    return acc.view(x.shape[0], *sizes, -1).movedim(-1, 1)
 
 
 def _sums_of_nothing(

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bevquant_int8sim import _sparse_torch
 from bevquant_int8sim._accumulator import (
     check_accumulators,
     largest_sum,
@@ -16,10 +15,13 @@ from bevquant_int8sim._accumulator import (
 )
 from bevquant_int8sim._backends import choose_backend
 from bevquant_int8sim._integers import check_integer_tensor
+from bevquant_int8sim._matmul import exact_matmul
 from bevquant_int8sim._output import Output, make_output
 from bevquant_int8sim._scales import checked_scale
 from bevquant_int8sim._weight_cache import remembered
 from bevquant_sparse import Rulebook, WeightLayout, permute_weight
+
+_BLOCK_VALUES = 2**24  # gathered values of a block
 
 
 def int8_sparse_conv(
@@ -119,7 +121,7 @@ def int8_sparse_conv(
     if fits and chosen != "torch" and 0 not in (*features.shape, rulebook.num_out, channels):
         return _compiled(features, weight, bias, rulebook, layout, output, chosen)
     matrix = _as_matrices(weight, rulebook, layout)
-    acc = _sparse_torch.accumulate(features, matrix, bias, rulebook, fits_int32=fits)
+    acc = _accumulated(features, matrix, bias, rulebook, fits_int32=fits)
     if not fits:
         check_accumulators(acc, name)
     return output.finish(acc.to(torch.int32))
@@ -204,6 +206,27 @@ def _fits_int32(
         return True
     largest = int(features.long().abs().max()) if features.numel() else 0
     return proves_safe(largest_sum(sums, bias, largest))
+
+
+def _accumulated(
+    features: Tensor, weight: Tensor, bias: Tensor | None, rulebook: Rulebook, *, fits_int32: bool
+) -> Tensor:
+    """Sums ``[num_out, out_channels]`` by torch: blocks of gathered rows, one matrix product each.
+
+    int32, or int64 where no bound shows that they fit; the weight is ``[volume, in, out]``.
+    """
+    volume, in_channels, out_channels = weight.shape
+    dtype = torch.int32 if fits_int32 else torch.int64
+    acc = torch.zeros((rulebook.num_out, out_channels), dtype=dtype, device=features.device)
+    if features.shape[0] and in_channels and out_channels:
+        padded = torch.cat([features.new_zeros(1, in_channels), features])
+        matrix = weight.reshape(volume * in_channels, out_channels)
+        block = max(1, _BLOCK_VALUES // (volume * in_channels))
+        for start in range(0, rulebook.num_out, block):
+            rows = rulebook.neighbours[start : start + block].long() + 1  # row 0 holds zeros
+            columns = padded.index_select(0, rows.view(-1)).view(rows.shape[0], -1)
+            acc[start : start + block] = exact_matmul(columns, matrix, fits_int32=fits_int32)
+    return acc if bias is None else acc.add_(bias.to(dtype))
 
 
 def _compiled(

@@ -184,9 +184,9 @@ def count_values(
         How many values have |x| > amax, and how many are 0.
     """
     if has_numba():
-        from ._watch_numba import count
+        from ._counts_numba import count_signed
 
-        beyond, zeros = count(values, amax, span, counts)
+        beyond, zeros = count_signed(values, amax, span, counts)
         return int(beyond), int(zeros)
     bins = len(counts)
     with np.errstate(invalid="ignore"):

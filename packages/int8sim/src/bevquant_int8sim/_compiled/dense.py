@@ -19,9 +19,8 @@ from bevquant_int8sim import _workspace
 from bevquant_int8sim._compiled.channels_last import pixel_rows
 from bevquant_int8sim._compiled.dot_product import STEP_CHANNELS
 from bevquant_int8sim._compiled.grid import GridPlan, grid_calls, make_plan
-from bevquant_int8sim._compiled.launch import Call
+from bevquant_int8sim._compiled.launch import Call, RepeatedCalls
 from bevquant_int8sim._compiled.packed import PackedWeight, pack_weight
-from bevquant_int8sim._compiled.repeated_calls import RepeatedCalls
 from bevquant_int8sim._compiled.sparse import sparse_calls
 from bevquant_int8sim._compiled.sparse_plan import SparsePlan, plan_in_order
 from bevquant_int8sim._grid import make_grid

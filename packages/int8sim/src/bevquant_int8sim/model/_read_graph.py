@@ -1,11 +1,10 @@
-"""From a captured graph to operations: sparse tensors taken apart, layers recognised."""
+"""From a captured graph to operations: what each operator becomes, layers recognised."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,14 +14,15 @@ from torch.nn import functional
 from bevquant_graph import OPAQUE, REQUIRE, Graph, OpSpec, op_spec
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form, Integers
+from bevquant_int8sim.model._graph_values import GraphValues, is_coords, nested
 from bevquant_int8sim.model._grid_operations import grid_call, max_pool, require, resize
 from bevquant_int8sim.model._method import Method
 from bevquant_int8sim.model._opaque_call import OpaqueCall
 from bevquant_int8sim.model._operation import Operation, Operations
-from bevquant_int8sim.model._program import Ref, SparseRef
+from bevquant_int8sim.model._program import Ref
 from bevquant_int8sim.model._quantized_layer import quantized_layer
 from bevquant_int8sim.model._quantizers import integers_of, is_active, unsupported
-from bevquant_int8sim.model._sites import Geometry, convolved_sites, dense, pooled
+from bevquant_int8sim.model._sites import dense, pooled
 from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import WeightLayout, permute_weight
 
@@ -40,19 +40,8 @@ def read_graph(graph: Graph) -> Operations:
     return _Reader(graph).run()
 
 
-class _Reader:
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.operations: list[Operation] = []
-        self.sparse_inputs: dict[str, str] = {}
-        self.natural: dict[str, Form] = {}
-        self.nodes: dict[str, fx.Node] = {}
-        self._made: dict[str, Operation] = {}
-        self._hosts: set[str] = set()
-        self._refs: dict[fx.Node, Any] = {}
-        self._values: dict[fx.Node, Any] = {}  # of nodes that no input reaches
-        self._sites: dict[fx.Node, str] = {}  # coordinates (as computed first) to their sites
-        self._taken: set[str] = set()
+class _Reader(GraphValues):
+    """Reads one node after the other; `_read_<kind>` an operator of that kind in the table."""
 
     def run(self) -> Operations:
         buffers = [name for name in self.graph.writes if name not in self.graph.input_names]
@@ -65,13 +54,13 @@ class _Reader:
         for node in self.graph.operations:
             spec = op_spec(node.target)
             # Constants become operations, and coordinates steps, where something reads them.
-            if not (node in self._constants or spec.kind == "rulebook" or _is_coords(node)):
+            if not (node in self._constants or spec.kind == "rulebook" or is_coords(node)):
                 self._refs[node] = self._visit(node, spec)
         leaves = [self._ref(value) for value in self.graph.outputs]
-        result = _nested(self.graph.result, leaves, self._sparse_output)  # may add sites
+        result = nested(self.graph.result, leaves, self._sparse_output)  # may add sites
         return Operations(
             operations=tuple(self.operations),
-            signature=_nested(
+            signature=nested(
                 self.graph.inputs, self._leaves, lambda tree: self._leaves[tree.features.index]
             ),
             sparse_inputs=self.sparse_inputs,
@@ -80,119 +69,6 @@ class _Reader:
             nodes=self.nodes,
             fixed=self._fixed,
         )
-
-    # Names and values
-
-    def _name(self, node: fx.Node) -> str:
-        """Its module's path where the module is this operation alone, else the operator's name."""
-        path, kinds = self.graph.path(node), self.graph.module(node).children()
-        alone = path if all(isinstance(child, TensorQuantizer) for child in kinds) else ""
-        stem = alone or op_spec(node.target).name.rpartition(":")[2]
-        return self._unique(stem.replace(".", "_"))
-
-    def _unique(self, stem: str) -> str:
-        name, count = stem, 0
-        while name in self._taken:
-            count += 1
-            name = f"{stem}_{count}"
-        self._taken.add(name)
-        return name
-
-    def _inputs(self) -> None:
-        self._leaves: list[Any] = []
-        self._fixed: dict[str, dict[int, int]] = {}
-        for node, path in zip(self.graph.placeholders, self.graph.input_names, strict=True):
-            name = self._unique(path.removesuffix(".features"))
-            self._leaves.append(Ref(name))
-            self._fixed[name] = self.graph.fixed.get(path, {})
-            self._refs[node] = Ref(name)
-            if path.endswith(".features"):
-                sites = f"{name}.sites"
-                self.sparse_inputs[name] = sites
-                self._hosts.add(sites)
-            if path.endswith((".indices", ".batch_size")) and self.sparse_inputs:
-                # A sparse input is one argument: what it consists of is read from its sites.
-                owner = path.rpartition(".")[0]
-                if f"{owner}.sites" in self._hosts:
-                    self._refs[node] = self._site_part(f"{owner}.sites", path.rpartition(".")[2])
-                    if path.endswith(".indices"):
-                        self._sites[node] = f"{owner}.sites"
-                    continue
-            if isinstance(node.meta.get("val"), Tensor):
-                self._keep(node, Operation("input", path, name))
-            else:
-                self._hosts.add(name)
-
-    def _constant_value(self, value: Any) -> Any:
-        """What a value is that no input reaches; `KeyError` for others."""
-        if not isinstance(value, fx.Node):
-            return value
-        if value not in self._values:
-            constant = self.graph.constant(value)
-            if constant is not None:
-                self._values[value] = constant.detach()
-            elif value.op == "call_function" and value.target is not OPAQUE:
-                given: Any = fx.node.map_aggregate((value.args, value.kwargs), self._constant_value)
-                args, kwargs = given
-                with torch.no_grad():
-                    target: Any = value.target
-                self._values[value] = target(*args, **kwargs)
-            else:
-                raise KeyError(value)
-        return self._values[value]
-
-    @cached_property
-    def _constants(self) -> set[fx.Node]:
-        """Nodes that no input reaches."""
-        found: set[fx.Node] = set()
-        for node in self.graph.graph.nodes:
-            called = node.op == "call_function" and node.target is not OPAQUE
-            if self.graph.constant(node) is not None or (
-                called and found.issuperset(node.all_input_nodes)
-            ):
-                found.add(node)
-        return found
-
-    def _resolved(self, value: Any) -> Any:
-        """Arguments with `Ref`s in the place of nodes."""
-        return fx.node.map_aggregate(value, self._ref)
-
-    def _ref(self, value: Any) -> Any:
-        if not isinstance(value, fx.Node):
-            return value
-        if value not in self._refs:
-            self._refs[value] = (
-                self._site_part(self._sites_at(value, None, None), "indices")
-                if _is_coords(value)
-                else self._constant(value)
-            )
-        return self._refs[value]
-
-    def _constant(self, node: fx.Node) -> Any:
-        tensor = self._constant_value(node)
-        if not isinstance(tensor, Tensor):
-            return tensor
-        path = self.graph.constant_path(node) or self.graph.path(node)
-        name = self._unique((path or node.name).replace(".", "_"))
-        kept = tensor.detach()
-        return self._keep(node, Operation("constant", path, name, tensor=kept))
-
-    def _keep(self, node: fx.Node, operation: Operation) -> Ref:
-        self.operations.append(operation)
-        self.natural[operation.output] = operation.natural
-        self._made[operation.output] = operation
-        self.nodes[operation.output] = node
-        return Ref(operation.output)
-
-    def _tensor(self, node: fx.Node, kind: str, output: str = "", **settings: Any) -> Ref:
-        settings.setdefault("path", self.graph.path(node))
-        output = output or self._name(node)
-        return self._keep(node, Operation(kind=kind, output=output, **settings))
-
-    def _is_tensor(self, value: Any) -> bool:
-        return isinstance(value, Ref) and value.name not in self._hosts
-
-    # Operations
 
     def _visit(self, node: fx.Node, spec: OpSpec) -> Any:
         if node.target is OPAQUE:
@@ -363,14 +239,6 @@ class _Reader:
         x, *axis = self._resolved(node.args)
         return self._host(node, "size", (x, *axis), Method("size"))
 
-    def _host(self, node: fx.Node, what: str, args: Any, function: Callable[..., Any]) -> Ref:
-        name = self._unique(node.name)
-        self._hosts.add(name)
-        self.operations.append(
-            Operation("host", self.graph.path(node), name, args, {}, function, what)
-        )
-        return Ref(name)
-
     def _any(self, node: fx.Node, spec: OpSpec, reason: str = "") -> Any:
         """A number, or an operation in float."""
         args, kwargs = self._resolved(node.args), self._resolved(node.kwargs)
@@ -395,9 +263,6 @@ class _Reader:
             reason = f"{what} has no integer form"
         return self._float(node, args, kwargs, reason.strip(), function=target, what=spec.name)
 
-    def _float(self, node: fx.Node, args: Any, kwargs: Any, reason: str, **settings: Any) -> Ref:
-        return self._tensor(node, "float", args=args, kwargs=kwargs, reason=reason, **settings)
-
     def _opaque(self, node: fx.Node) -> Any:
         entry, call = self.graph.opaque_of(node)
         given = self._resolved(node.args[0])
@@ -414,57 +279,6 @@ class _Reader:
         )  # fmt: skip
 
     # Sparse tensors
-
-    def _first(self, node: Any) -> Any:
-        """The node that coordinates come from, copies and changes of type passed over."""
-        while (
-            isinstance(node, fx.Node)
-            and node.op == "call_function"
-            and (op_spec(node.target).kind == "identity" or op_spec(node.target).name in _TYPES)
-        ):
-            node = node.args[0]
-        return node
-
-    def _site_part(self, sites: str, part: str) -> Ref:
-        name = self._unique(f"{sites}.{part}")
-        self._hosts.add(name)
-        self.operations.append(
-            Operation("host", "", name, (Ref(sites), part), {}, getattr, "getattr")
-        )
-        return Ref(name)
-
-    def _sites_at(self, indices: Any, shape: Any, batch_size: Any) -> str:
-        """Name of the sites at these coordinates; made here if they come as a plain tensor."""
-        first = self._first(indices)
-        if first not in self._sites:
-            if _is_coords(first):
-                return self._sites_behind(first.args[0])
-            if op_spec(first.target).kind == "rulebook":
-                return self._sites_behind(first)
-            sites = self._unique(f"{first.name}.sites")
-            self._hosts.add(sites)
-            args = (self._ref(indices), self._resolved(list(shape)), self._ref(batch_size))
-            self.operations.append(Operation("sites", "", sites, args=args))
-            self._sites[first] = sites
-        return self._sites[first]
-
-    def _sites_behind(self, rulebook: Any) -> str:
-        """Sites that a strided rulebook makes, where no convolution has made them yet."""
-        indices, shape, batch_size = rulebook.args[:3]
-        before = self._sites_at(indices, shape, batch_size)
-        out = _coords_of(rulebook)
-        sites = self._unique(f"{out.name}.sites")
-        self._hosts.add(sites)
-        args = (Ref(before), self._key(rulebook), *_geometry_of(rulebook).numbers())
-        self.operations.append(
-            Operation("host", "", sites, args, {}, convolved_sites, "convolved_sites")
-        )
-        self._sites[out] = sites
-        return sites
-
-    def _key(self, node: fx.Node) -> str | None:
-        key = getattr(self.graph.module(node), "indice_key", None)
-        return None if key is None else str(key)
 
     def _read_sparse_layer(self, node: fx.Node, spec: OpSpec) -> Any:
         module = self.graph.module(node)
@@ -497,24 +311,6 @@ class _Reader:
         self._sites[out] = behind
         return result
 
-    def _walk(self, neighbours: Any) -> tuple[Geometry, str, Any]:
-        """Geometry of a table of neighbours, sites that it reads, coordinates that it makes."""
-        if neighbours.target is operator.getitem:
-            rulebook = neighbours.args[0]
-            indices, shape, batch_size = rulebook.args[:3]
-            sites = self._sites_at(indices, shape, batch_size)
-            return _geometry_of(rulebook), sites, _coords_of(rulebook)
-        name = op_spec(neighbours.target).name.rpartition(":")[2]
-        if name == "inverse_rulebook":
-            forward = neighbours.args[0].args[0]
-            geometry = replace(_geometry_of(forward), inverse=True, transposed=False)
-            sites = self._sites[_coords_of(forward)]
-            return geometry, sites, self._first(neighbours.args[1])
-        indices = neighbours.args[0]
-        shape, batch_size = neighbours.args[1:3] if name == "subm_rulebook" else (None, None)
-        geometry = _geometry_of(neighbours)
-        return geometry, self._sites_at(indices, shape, batch_size), self._first(indices)
-
     def _read_sparse_pool(self, node: fx.Node, spec: OpSpec) -> Any:
         geometry, sites, out = self._walk(node.args[1])
         self._sites_at(out, None, None)
@@ -541,59 +337,15 @@ class _Reader:
             natural=_settled(self.natural[x.name]),
         )  # fmt: skip
 
-    # What is returned
-
-    def _sparse_output(self, tree: Any) -> SparseRef:
-        """A sparse tensor among the results, by features and sites."""
-        features, indices, shape, batch_size = (
-            _nested(getattr(tree, part), self.graph.outputs, self._sparse_output)
-            for part in ("features", "indices", "spatial_shape", "batch_size")
-        )
-        return SparseRef(self._ref(features).name, self._sites_at(indices, shape, batch_size))
-
-
-_TYPES = ("to", "_to_copy", "int", "type_as")
-
 
 def _settled(natural: Form) -> Form:
     return FLOAT if natural == ACCUMULATORS else natural
-
-
-def _is_coords(node: fx.Node) -> bool:
-    """Whether a node is part of what a strided rulebook gives."""
-    source = node.args[0] if node.target is operator.getitem else None
-    return (
-        isinstance(source, fx.Node)
-        and source.op == "call_function"
-        and op_spec(source.target).kind == "rulebook"
-    )
-
-
-def _coords_of(rulebook: fx.Node) -> fx.Node:
-    """The coordinates that a strided rulebook makes; where nobody reads them, the rulebook."""
-    parts = (u for u in rulebook.users if u.target is operator.getitem and u.args[1] == 0)
-    return next(parts, rulebook)
 
 
 def _class_of(module: nn.Module, spec: OpSpec) -> str:
     """Class of the module that is this operation alone; empty for a forward of the author's."""
     library = type(module).__module__.startswith("torch.nn")
     return type(module).__name__ if library and next(module.children(), None) is None else ""
-
-
-def _geometry_of(rulebook: fx.Node) -> Geometry:
-    name = op_spec(rulebook.target).name.rpartition(":")[2]
-    args: Any = rulebook.args
-    if name == "identity_rulebook":
-        rank = args[0].meta["val"].shape[1] - 1
-        ones, zeros = (1,) * rank, (0,) * rank
-        return Geometry(ones, ones, zeros, ones, zeros, True, False, False)
-    if name == "subm_rulebook":
-        size, dilation = tuple(args[3]), tuple(args[4])
-        ones, zeros = (1,) * len(size), (0,) * len(size)
-        return Geometry(size, ones, zeros, dilation, zeros, True, False, False)
-    size, stride, padding, dilation, more = (tuple(a) for a in args[3:8])
-    return Geometry(size, stride, padding, dilation, more, False, bool(args[8]), False)
 
 
 def _python_call(
@@ -620,17 +372,3 @@ def _python_call(
     if name == "split_with_sizes":
         return "split", node.target, args
     return name, node.target, args
-
-
-def _nested(tree: Any, leaves: Sequence[Any], sparse: Callable[[Any], SparseRef]) -> Any:
-    """The result as dicts, lists and tuples of references."""
-    if hasattr(tree, "features"):
-        return sparse(tree)
-    if hasattr(tree, "members"):
-        members = [_nested(member, leaves, sparse) for member in tree.members]
-        if tree.keys is not None:
-            return dict(zip(tree.keys, members, strict=True))
-        if hasattr(tree.kind, "_fields"):
-            return tree.kind(*members)
-        return tuple(members) if issubclass(tree.kind, tuple) else members
-    return leaves[tree.index] if hasattr(tree, "index") else tree.value

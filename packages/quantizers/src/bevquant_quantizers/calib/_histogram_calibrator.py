@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_quantizers._abs_histogram import AbsHistogram, add_counts, merge_bins
+from bevquant_quantizers._abs_histogram import AbsHistogram, abs_histogram, add_counts, merge_bins
 from bevquant_quantizers._descriptor import Axis
-from bevquant_quantizers._histogram import abs_histogram
 
 from ._calibrator import Calibrator
 from ._search import search_amax

@@ -1,8 +1,8 @@
-"""Layers whose forward computes their weight from parameters alone, as plain layers.
+"""What a layer's forward hands to its product: a bias that it is given, a weight of its own.
 
 Weight standardisation, Ŵ = (W − μ)/√(σ² + ε) per output channel (Qiao et al. 2019, section 3), and
 its scaled form, γ·Ŵ/√N (Brock et al. 2021, section 4), are computed anew in every call. While the
-parameters stay as they are Ŵ is a constant, and the layer is a convolution with that weight.
+parameters stay as they are Ŵ is a constant, and the layer is a plain convolution with that weight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ._foldable import conv_problem, out_channels
 
 _STOCK = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 _NAMES = {"conv1d", "conv2d", "conv3d", "linear"}
-_FUNCTIONS = {F.conv1d, F.conv2d, F.conv3d, F.linear}
+_PRODUCTS = {F.conv1d, F.conv2d, F.conv3d, F.linear}
+_PRODUCTS |= {F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}
 
 
 def plain_layers(model: nn.Module, graph: Graph) -> tuple[str, ...]:
@@ -70,18 +71,40 @@ def _applies_constants(path: str, nodes: list[fx.Node], graph: Graph) -> bool:
     return bool(products)
 
 
-class _Weight(TorchFunctionMode):
-    """Notes the weight of the last product."""
+class _Products(TorchFunctionMode):
+    """Notes the weight and the bias of every product."""
 
-    weight: Any = None
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Any, Any]] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        given = kwargs or {}
-        if func in _FUNCTIONS:
-            self.weight = args[1] if len(args) > 1 else given.get("weight")
-        return func(*args, **given)
+        if func in _PRODUCTS:
+            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
+            self.found.append((given.get("weight"), given.get("bias")))
+        return func(*args, **(kwargs or {}))
+
+
+def reads_bias(layer: nn.Module, sizes: list[int]) -> bool:
+    """Whether a layer without a bias hands the one that it is given to its product.
+
+    Args:
+        layer: It is not changed.
+        sizes: Of an input that it takes.
+    """
+    module: Any = copy.deepcopy(layer)
+    value = torch.zeros(out_channels(module), dtype=module.weight.dtype)
+    module.bias = nn.Parameter(value.to(module.weight.device), requires_grad=False)
+    products = _Products()
+    try:
+        with torch.no_grad(), products:
+            module(torch.zeros(sizes, dtype=value.dtype, device=module.weight.device))
+    except Exception:  # whatever a forward of one's own says to zeros
+        return False
+    read = [bias is module.bias for weight, bias in products.found if weight is module.weight]
+    return bool(read) and all(read)
 
 
 def made_plain(layer: nn.Module) -> nn.Module | None:
@@ -93,20 +116,21 @@ def made_plain(layer: nn.Module) -> nn.Module | None:
     # Large enough for every kernel, and another size along each axis.
     sizes = torch.Size([1, inputs, *(3 + a + (k - 1) * d for a, (k, d) in enumerate(kernel))])
     x = torch.linspace(-1, 1, sizes.numel()).reshape(sizes).to(module.weight)
-    seen = _Weight()
+    products = _Products()
     try:
-        with torch.no_grad(), seen:
+        with torch.no_grad(), products:
             expected = module(x)
     except Exception:  # whatever a forward of one's own says to these sizes
         return None
-    if seen.weight is None or seen.weight.shape != module.weight.shape:
+    used = products.found[-1][0] if products.found else None
+    if used is None or used.shape != module.weight.shape:
         return None
     made = kind.__new__(kind)
     made.__dict__.update({**vars(module), "_parameters": copy.copy(module._parameters)})
     made._buffers = {}
     for name in set(made._parameters) - {"weight", "bias"}:
         del made._parameters[name]
-    weight = seen.weight.detach().clone()
+    weight = used.detach().clone()
     made._parameters["weight"] = nn.Parameter(weight, module.weight.requires_grad)
     with torch.no_grad():
         apart = (made(x) - expected).abs().max()

@@ -1,4 +1,4 @@
-"""What a module of an exported program runs: operators and children, in the program's order."""
+"""The modules of an exported program: torch's own layers, and parts that run calls in its order."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, fx, nn
 from torch.fx import traceback
 
-__all__ = ["Part", "Plan", "Step", "Value", "freed", "item", "named", "root_class"]
+from ._operators import op_spec
+
+__all__ = [
+    "Part", "Plan", "Step", "Value", "call_arguments", "freed", "full_name", "item", "layer_of",
+    "library_class", "named", "root_class",
+]  # fmt: skip
+
+_LAYERS = ("layer", "norm", "max_pool", "avg_pool", "relu", "identity")
 
 
 @dataclass(frozen=True)
@@ -77,9 +84,14 @@ class Part(nn.Module):
         return child(*args, plan=step.plan) if step.plan else child(*args)
 
 
-def root_class(info: Any, sizes: dict[int, tuple[str, dict[int, int] | None, Any]]) -> type[Part]:
+def root_class(info: Any, inputs: list[fx.Node]) -> type[Part]:
     """The class of a whole program, by how its inputs and outputs are nested and their sizes."""
     names = list(info.orig_args)
+    sizes = {
+        index: (node.name, _fixed(node.meta.get("val")), node.meta.get("val"))
+        for index, node in enumerate(inputs)
+        if isinstance(node.meta.get("val"), Tensor | bool | int | float | str | None)
+    }
 
     class Root(Part):
         """The whole of a program: it takes and returns what the exported model does."""
@@ -126,6 +138,13 @@ def root_class(info: Any, sizes: dict[int, tuple[str, dict[int, int] | None, Any
     return Root
 
 
+def _fixed(value: Any) -> dict[int, int] | None:
+    """Sizes that the program fixes; None where the value itself is."""
+    if not isinstance(value, Tensor):
+        return None
+    return {axis: size for axis, size in enumerate(value.shape) if isinstance(size, int)}
+
+
 @contextmanager
 def _noted(step: Step) -> Iterator[None]:
     """Where a step comes from, in the graphs that are captured of this module."""
@@ -137,9 +156,10 @@ def _noted(step: Step) -> Iterator[None]:
         yield
 
 
-def named(name: str, base: Any) -> type[Part]:
-    """A class of the author's name, which notes and messages show."""
-    return type(name, (base,), {"__doc__": base.__doc__})
+def named(kind: str, base: Any) -> type[Part]:
+    """A class of the author's class's name, which notes and messages show."""
+    name = kind.rpartition(".")[2]
+    return type(name if name.isidentifier() else "Program", (base,), {"__doc__": base.__doc__})
 
 
 def item(values: Any, index: int) -> Any:
@@ -179,3 +199,102 @@ def _with(value: Any, made: list[Any]) -> Any:
     if isinstance(value, slice):
         return slice(*(_with(v, made) for v in (value.start, value.stop, value.step)))
     return value
+
+
+def full_name(cls: Any) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def library_class(kind: str) -> str:
+    """Name of torch's own class; "" of any other."""
+    return kind.rpartition(".")[2] if kind.startswith("torch.nn.modules.") else ""
+
+
+def call_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an operator by their names in its schema."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return {}
+    given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    positional = [a.name for a in schema.arguments if not a.kwarg_only]
+    return given | dict(zip(positional, node.args, strict=False)) | dict(node.kwargs)
+
+
+def layer_of(kind: str, nodes: list[fx.Node], program: fx.GraphModule) -> nn.Module | None:
+    """The layer of torch's class `kind` that computes these nodes; None where there is none."""
+    cls: Any = getattr(nn, library_class(kind), None)
+    *before, node = nodes
+    spec = op_spec(node.target)
+    rebuilt = spec.kind in _LAYERS or spec.name == "flatten"
+    if cls is None or full_name(cls) != kind or not rebuilt or cls.__name__ not in spec.modules:
+        return None
+    args = call_arguments(node)
+    settings = {name: _plain(value) for name, value in args.items()}
+    weight, bias = (_attribute(args.get(name), program) for name in ("weight", "bias"))
+    if any(isinstance(value, fx.Node) for name, value in settings.items() if name not in _TENSORS):
+        return None
+    mode = "zeros"
+    if before:
+        if len(before) > 1 or spec.kind != "layer" or any(settings["padding"]) is not False:
+            return None
+        padded = call_arguments(before[0])
+        mode, settings["padding"] = padded.get("mode", ""), _padding(padded.get("pad", ()))
+        if mode not in ("reflect", "replicate", "circular") or settings["padding"] is None:
+            return None
+    known = inspect.signature(cls).parameters.keys() - {"bias"}
+    chosen = {n: v for n, v in settings.items() if n in known and v != ()}
+    if "inplace" in known:
+        chosen["inplace"] = str(node.target._schema.name).endswith("_")  # type: ignore[union-attr]
+    if spec.kind == "layer":
+        if weight is None or (args.get("bias") is not None and bias is None):
+            return None
+        made: nn.Module = cls(**_sizes(cls, weight, settings), **chosen, bias=bias is not None,
+                    device="meta", **({"padding_mode": mode} if before else {}))  # fmt: skip
+    elif spec.kind == "norm":
+        stats = [_attribute(args.get(n), program) for n in ("running_mean", "running_var")]
+        if None in stats:
+            return None
+        features = int(stats[0].shape[0])  # type: ignore[union-attr]
+        made = cls(features, **chosen, affine=weight is not None, device="meta")
+        made.running_mean, made.running_var = stats  # type: ignore[assignment]
+        made.num_batches_tracked = torch.tensor(0)
+    else:
+        made = cls(**chosen)
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None:
+            made.register_parameter(name, value)  # type: ignore[arg-type]
+    return made
+
+
+_TENSORS = frozenset({"input", "self", "weight", "bias", "running_mean", "running_var"})
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list | tuple) else value
+
+
+def _attribute(value: Any, program: fx.GraphModule) -> Tensor | None:
+    """The parameter or buffer that an argument is."""
+    if not isinstance(value, fx.Node) or value.op != "get_attr":
+        return None
+    owner, _, name = str(value.target).rpartition(".")
+    found = getattr(program.get_submodule(owner), name)
+    return found if isinstance(found, Tensor) else None
+
+
+def _padding(pads: Any) -> tuple[int, ...] | None:
+    """What a convolution calls the padding of `torch.nn.functional.pad`; None where uneven."""
+    pairs = list(zip(pads[::2], pads[1::2], strict=True))
+    even = all(isinstance(a, int) and a == b for a, b in pairs)
+    return tuple(a for a, _ in reversed(pairs)) if even else None
+
+
+def _sizes(cls: Any, weight: Tensor, settings: dict[str, Any]) -> dict[str, Any]:
+    if cls is nn.Linear:
+        return {"in_features": weight.shape[1], "out_features": weight.shape[0]}
+    inner, outer = weight.shape[1] * settings["groups"], weight.shape[0]
+    if cls.__name__.startswith("ConvTranspose"):
+        inner, outer = outer, inner
+    return {
+        "in_channels": inner, "out_channels": outer, "kernel_size": tuple(weight.shape[2:]),
+    }  # fmt: skip

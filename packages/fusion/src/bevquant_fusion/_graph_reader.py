@@ -1,91 +1,36 @@
-"""Which batch norm belongs to which layer, read off a captured graph.
-
-From the input of a batch norm one walks back through whatever keeps channels apart (`_channels`).
-Where the walk ends, one layer must have made it all, and nobody else may read these channels of it.
-Otherwise, where no ReLU made it, one walks on from its output: all readers must be layers then.
-What is left may belong to parallel layers (`_sums`).
-"""
+"""What a captured graph says of layers and batch norms, and what stands against folding them."""
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections import defaultdict
 from collections.abc import Collection
-from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
 from bevquant_graph import Graph, layer_class, op_spec
 from bevquant_sparse import is_sparse_conv
 
-from ._channels import (
-    channels_along,
-    channels_into,
-    distinct,
-    is_float,
-    keeps_channels,
-    known_size,
-    numbered,
-    numbers_behind,
-    source,
-)
-from ._fold import Fold, NormPaths, Part, Refused, Skipped, layer_problem, tensor_owners, tied_to
-from ._foldable import DENSE, bn_problem, has_hooks, is_convolution, out_channels
-from ._sums import Sums
+from ._channels import distinct, is_float, keeps_channels, known_size, numbers_behind, source
+from ._fold import NormPaths, Part, Refused, tensor_owners, tied_to
+from ._foldable import DENSE, bn_problem, has_hooks, is_convolution
+from ._products import reads_bias
 
+BATCH_NORM = torch.ops.aten.batch_norm.default
 _SHAPE_OF_SECOND = ("reshape_as", "view_as", "expand_as")
-_CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d}
-_PRODUCTS = _CONVOLUTIONS | {F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear}
-_BATCH_NORM = torch.ops.aten.batch_norm.default
 
 
-def from_graph(
-    model: nn.Module, graph: Graph, plain: Collection[str] = (), *, alone: bool = False
-) -> dict[str, Fold | Skipped]:
-    """What becomes of every batch norm that the graph computes, modules and functional ones.
+class Reader:
+    """What a graph says of its layers and batch norms.
 
     Args:
         model: The model.
         graph: Its graph.
         plain: Layers that are made plain ones before anything is folded.
-        alone: Whether what nothing takes becomes a depthwise convolution.
     """
-    reader = Reader(model, graph, plain)
-    found = reader.found
-    for path in list(reader.norms):
-        reader.plan(path)
-    sums = Sums(reader, found)
-    for path in [path for path, item in found.items() if isinstance(item, Skipped)]:
-        with suppress(Refused):
-            found[path] = (sums.alone if alone else sums.fold)(path, reader.norms[path])
-    return found
-
-
-class _Products(TorchFunctionMode):
-    """Notes whether what multiplies by a layer's weight adds the layer's bias."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.layer = layer
-        self.with_bias: list[bool] = []
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        given = [*args, *(kwargs or {}).values()]
-        if func in _PRODUCTS and any(value is self.layer.weight for value in given):
-            self.with_bias.append(any(value is self.layer.bias for value in given))
-        return func(*args, **(kwargs or {}))
-
-
-class Reader:
-    """What a graph says of its layers and batch norms."""
 
     def __init__(self, model: nn.Module, graph: Graph, plain: Collection[str]) -> None:
         self.model, self.graph, self.plain = model, graph, plain
@@ -94,7 +39,6 @@ class Reader:
         self.owners = tensor_owners(model)
         self.names = {module: path for path, module in model.named_modules()}
         self.norms: dict[str, list[fx.Node]] = defaultdict(list)
-        self.found: dict[str, Fold | Skipped] = {}
         self.layers: dict[str, list[fx.Node]] = defaultdict(list)
         self.readers: dict[str, list[fx.Node]] = defaultdict(list)
         self.callers: dict[str, set[str]] = defaultdict(set)  # of the members of a module
@@ -106,7 +50,7 @@ class Reader:
             layer = self.layer(node)
             if layer is not None:
                 self.layers[layer].append(node)
-            if node.target is _BATCH_NORM:
+            if node.target is BATCH_NORM:
                 self.norms[self.owner(node)].append(node)
             for value in node.all_input_nodes:
                 constant = graph.constant_path(value)
@@ -140,150 +84,6 @@ class Reader:
         return f"{op_spec(node.target).name}()" + (f" in {path}" if path else "")
 
     # One batch norm
-
-    def plan(self, path: str) -> Fold | Skipped:
-        """What becomes of the batch norm at ``path``; of one that it is folded over, first that."""
-        if path not in self.found:
-            norms = self.norms[path]
-            where = self.graph.location(norms[0])
-            self.found[path] = Skipped(path, "reads what it makes itself", where)
-            try:
-                planned: Fold | Skipped = self.fold(path, norms)
-            except Refused as refusal:
-                planned = Skipped(path, str(refusal), where)
-            del self.found[path]  # folds are made in the order in which they are planned
-            self.found[path] = planned
-        return self.found[path]
-
-    def fold(self, path: str, norms: list[fx.Node]) -> Fold:
-        """How the batch norm at ``path``, called at ``norms``, is folded."""
-        numbers = self.numbers(path, norms)
-        ends, inside = self.behind(norms)
-        try:
-            return self.fold_back(path, norms, numbers, ends, inside)
-        except Refused:
-            relu = any(op_spec(end.target).kind == "relu" for end in ends)
-            ahead = None if relu else self.fold_ahead(path, norms, numbers)
-            if ahead is None:
-                raise
-            return ahead
-
-    def fold_back(
-        self,
-        path: str,
-        norms: list[fx.Node],
-        numbers: NormPaths,
-        ends: list[fx.Node],
-        inside: set[fx.Node],
-    ) -> Fold:
-        """The fold into the layer that made all that the batch norm reads.
-
-        Raises:
-            Refused: There is no such layer, or somebody else reads these channels of it.
-        """
-        for node in ends:
-            if self.layer(node) is None:
-                if node.op == "placeholder":
-                    raise Refused("normalises an input of the model")
-                raise Refused(f"follows {self.describe(node)}, not a convolution or linear layer")
-        layers = {self.layer(node) for node in ends}
-        if len(layers) != 1:
-            shared = f"is shared: it is called {len(norms)} times, and" if norms[1:] else "reads"
-            raise Refused(f"{shared} what several layers make: {', '.join(map(str, layers))}")
-        conv = str(next(iter(layers)))
-        own = all(self.applies_weights(conv, node) for node in ends)
-        marks = {n: numbered(n, self.channel_axis(conv, n)) for n in ends}
-        self.follow(marks, inside)
-        part = self.taken(conv, norms, marks)
-        self.refuse_other_readers(part, norms, inside, marks)
-        self.refuse_sharing(conv, norms, ends)
-        made = len(part.channels)
-        problem = layer_problem(self.model, self.owners, conv, made, own_forward=own)
-        if problem is not None:
-            raise Refused(problem)
-        self.refuse_hooks(ends[0], norms[0])
-        caller = ["", *self.stack(norms[0])][-2]
-        parent = path.rpartition(".")[0]
-        indexed = any(outer != parent for outer in self.callers[parent])
-        rest = self.rest(path, norms)
-        parts = () if part.channels == tuple(range(made)) else (part,)
-        return Fold(conv, path, numbers, caller, rest, indexed, parts)
-
-    def follow(self, marks: dict[fx.Node, Tensor], inside: set[fx.Node]) -> None:
-        """Number the values between a layer and a batch norm by the layer's channels."""
-        for node in self.operations:
-            if node in inside and node not in marks and keeps_channels(node) and is_float(node):
-                found = numbers_behind(node, marks)
-                if found is None or not distinct(found).all():
-                    name = self.describe(source(node))
-                    raise Refused(f"follows {name}, not a convolution or linear layer")
-                marks[node] = found
-
-    def taken(self, conv: str, norms: list[fx.Node], marks: dict[fx.Node, Tensor]) -> Part:
-        """Which channel of a batch norm each channel of a layer goes to."""
-        read = [channels_into(marks[norm.all_input_nodes[0]], 1) for norm in norms]
-        if read[0] is None or any(other != read[0] for other in read):
-            raise Refused(f"normalises another axis than that of the channels {conv} makes")
-        made = out_channels(self.modules[conv])
-        return Part(conv, tuple(read[0].get(channel + 1, -1) for channel in range(made)))
-
-    def fold_ahead(self, path: str, norms: list[fx.Node], numbers: NormPaths) -> Fold | None:
-        """The fold into all that read the batch norm; None where that is more than dense layers."""
-        marks = {norm: numbered(norm, 1) for norm in norms}
-        ends: dict[str, list[fx.Node]] = defaultdict(list)
-        takes: dict[str, set[Any]] = defaultdict(set)
-        for node in self.operations[self.operations.index(norms[0]) :]:
-            read = [v for v in source(node).all_input_nodes if v in marks]
-            if node in marks or not any(_reads_values(source(node), v) for v in read):
-                continue
-            layer = self.layer(node)
-            found = None
-            if layer is not None:
-                if len(read) > 1 or not self.takes_norm(layer, node, read[0]):
-                    return None
-                ends[layer].append(node)
-                takes[layer].add(channels_along(marks[read[0]], self.channel_axis(layer, read[0])))
-                continue
-            if node.target is _BATCH_NORM and read == [node.args[0]]:
-                below = self.plan(self.owner(node))
-                found = marks[read[0]] if isinstance(below, Fold) and below.ahead else None
-            elif keeps_channels(node):
-                if not is_float(node):
-                    continue  # a split, whose parts are read one by one
-                found = numbers_behind(node, marks)
-            if found is None:
-                return None
-            if distinct(found).any():
-                marks[node] = found
-        if any(user.op == "output" for node in marks for user in node.users):
-            return None
-        parts = []
-        try:
-            for layer, nodes in ends.items():
-                self.refuse_sharing(layer, norms, nodes)
-                self.refuse_hooks(norms[0], nodes[0])
-                (channels,) = takes[layer] if len(takes[layer]) == 1 else (None,)
-                made = out_channels(self.modules[layer])
-                problem = layer_problem(self.model, self.owners, layer, made, own_forward=True)
-                if channels is None or problem is not None:
-                    return None
-                parts.append(Part(layer, tuple(c - 1 for c in channels)))
-        except Refused:
-            return None
-        if not parts:
-            return None
-        caller, rest = ["", *self.stack(norms[0])][-2], self.rest(path, norms)
-        return Fold(parts[0].layer, path, numbers, caller, rest, parts=tuple(parts), ahead=True)
-
-    def takes_norm(self, layer: str, made: fx.Node, value: fx.Node) -> bool:
-        """Whether a dense layer applies its weight to a value, and pads no zeros."""
-        module: Any = self.modules[layer]
-        if is_sparse_conv(module) or not self.applies_weights(layer, made):
-            return False
-        if made.args[0] is not value or getattr(module, "transposed", False):
-            return False
-        padding: Any = made.args[4] if len(made.args) > 4 else 0
-        return padding == "valid" or not any([padding] if isinstance(padding, int) else padding)
 
     def numbers(self, path: str, norms: list[fx.Node]) -> NormPaths:
         """Where the numbers of the norm are, if they are its alone."""
@@ -368,6 +168,16 @@ class Reader:
             return self.graph.constant_path(bias) == f"{conv}.bias".lstrip(".")
         return bias is None and module.bias is None and self.would_read_bias(conv, made)
 
+    def takes_norm(self, layer: str, made: fx.Node, value: fx.Node) -> bool:
+        """Whether a dense layer applies its weight to a value, and pads no zeros."""
+        module: Any = self.modules[layer]
+        if is_sparse_conv(module) or not self.applies_weights(layer, made):
+            return False
+        if made.args[0] is not value or getattr(module, "transposed", False):
+            return False
+        padding: Any = made.args[4] if len(made.args) > 4 else 0
+        return padding == "valid" or not any([padding] if isinstance(padding, int) else padding)
+
     def would_read_bias(self, conv: str, made: fx.Node) -> bool:
         """Whether a layer without a bias hands the one that it is given to its product."""
         own = {n for n in self.layers[conv] if self.graph.call(n)[1] == self.graph.call(made)[1]}
@@ -376,16 +186,7 @@ class Reader:
         sizes = _sizes(given[0].meta["val"].shape) if len(given) == 1 else None
         if sizes and layer_class(self.modules[conv], *DENSE) is type(self.modules[conv]):
             return True  # torch's own forward
-        module: Any = copy.deepcopy(self.modules[conv])
-        value = torch.zeros(out_channels(module), dtype=module.weight.dtype)
-        module.bias = nn.Parameter(value.to(module.weight.device), requires_grad=False)
-        products = _Products(module)
-        try:
-            with torch.no_grad(), products:
-                module(torch.zeros(sizes or [], dtype=value.dtype, device=module.weight.device))
-        except Exception:  # whatever a forward of one's own says to zeros
-            return False
-        return bool(products.with_bias) and all(products.with_bias)
+        return reads_bias(self.modules[conv], sizes or [])
 
     # What stands against it
 
@@ -397,7 +198,7 @@ class Reader:
         channels = torch.tensor([i for i, norm in enumerate(part.channels, 1) if norm >= 0])
         for node in inside.difference(norms):
             for user in node.users:
-                if user in inside or not (user.op == "output" or _reads_values(user, node)):
+                if user in inside or not (user.op == "output" or reads_values(user, node)):
                     continue
                 read = marks.get(node)
                 if keeps_channels(user) and user.op != "output":
@@ -472,7 +273,7 @@ class Reader:
         return tuple(order)
 
 
-def _reads_values(user: fx.Node, node: fx.Node) -> bool:
+def reads_values(user: fx.Node, node: fx.Node) -> bool:
     """Whether a step reads more of a value than its shape."""
     spec = op_spec(user.target)
     given = user.all_input_nodes if spec.name not in _SHAPE_OF_SECOND else list(user.args[:1])
