@@ -159,7 +159,7 @@ class Frozen(nn.Module):
     [
         (NormAct, "rest", "Sequential"),
         (NormRelu, "neutral", "NormRelu"),
-        (Frozen, "neutral", "Frozen"),
+        (Frozen, "identity", "Identity"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -178,6 +178,72 @@ def test_what_else_a_batch_norm_does_is_kept(norm, how, left, dtype, randomise):
         probe = torch.randn(3, 4, 5, 5).to(dtype)
         wanted = F.relu(probe) + 1 if norm is NormRelu else probe
         assert torch.equal(free(probe), wanted)
+
+
+def frozen(channels, parameters, eps):
+    """A frozen batch norm in arithmetic, as torchvision's; DETR's has its ε in the forward."""
+
+    class FrozenBatchNorm2d(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name in ("weight", "bias", "running_mean", "running_var"):
+                value = torch.rand(channels) + 0.5
+                if parameters:
+                    self.register_parameter(name, nn.Parameter(value, requires_grad=False))
+                else:
+                    self.register_buffer(name, value)
+            if eps:
+                self.eps = eps
+
+        def forward(self, x):
+            w, b, mean, var = (
+                getattr(self, name).reshape(1, -1, 1, 1)
+                for name in ("weight", "bias", "running_mean", "running_var")
+            )
+            scale = w * (var + (eps or 1e-5)).rsqrt()
+            return x * scale + (b - mean * scale)
+
+    return FrozenBatchNorm2d()
+
+
+@pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize(("parameters", "eps"), [(False, 2e-3), (False, None), (True, 1e-5)])
+def test_frozen_norms_in_arithmetic_are_folded(parameters, eps, traced, error_of):
+    model = nn.Sequential(
+        nn.Conv2d(4, 6, 3, bias=False), frozen(6, parameters, eps), nn.ReLU(), nn.Conv2d(6, 2, 1)
+    ).double()
+    x = image()
+    result = fuse_model(model, x if traced else None)  # in training mode: it is frozen there too
+    assert [(f.conv, f.bn, f.how) for f in result.fused] == [("0", "1", "identity")]
+    assert error_of(result.model(x), model(x)) <= 1e-12
+    assert "1.running_var" in model.state_dict()
+
+
+class NormLike(nn.Module):
+    """The tensors of a batch norm, and something else in its forward."""
+
+    def __init__(self, channels):
+        super().__init__()
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self.register_buffer(name, torch.rand(channels) + 0.5)
+
+    def forward(self, x):
+        w, b = self.weight.reshape(1, -1, 1, 1), self.bias.reshape(1, -1, 1, 1)
+        return (x - self.running_mean.reshape(1, -1, 1, 1)) * w + b
+
+
+def test_what_only_looks_like_a_frozen_norm_stays(error_of):
+    model = nn.Sequential(nn.Conv2d(4, 6, 3), NormLike(6), nn.Conv2d(6, 2, 1)).double()
+    result = fuse_model(model, image())
+    assert (result.fused, result.skipped) == ((), ())
+    assert isinstance(result.model[1], NormLike)
+
+
+def test_a_frozen_norm_that_nothing_takes_stays_as_it_was(error_of):
+    model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU(), frozen(6, False, 1e-5)).double()
+    result = fuse_model(model, image())
+    assert [s.bn for s in result.skipped] == ["2"]
+    assert type(result.model[2]).__name__ == "FrozenBatchNorm2d"
 
 
 class Refused(nn.Module):

@@ -26,6 +26,7 @@ from bevquant_graph import (
 )
 
 from ._fold import Fold, Skipped
+from ._frozen_norms import with_batch_norms
 from ._fuse_pair import as_convolution, fold_into, fold_parts
 from ._plan import Plan, plan_fusion
 from ._products import made_plain
@@ -127,10 +128,10 @@ def fuse_model(
     read it. One of a sum or a concatenation of layers before it goes into all of them, and one that
     stands in a sum with convolutions of what it reads (RepVGG's identity branch) becomes a
     depthwise 1×1 convolution. Functional
-    ``F.batch_norm`` and classes that do more than normalise are folded too, and what more they do
-    is kept. A layer that
-    computes its weight from parameters alone in every call (standardised weights) becomes a plain
-    one over that weight. Without example inputs, and inside modules that cannot be captured, the
+    ``F.batch_norm``, classes that do more than normalise, what more they do being kept, and frozen
+    batch norms in arithmetic (``FrozenBatchNorm2d``) are folded too. A layer that computes its
+    weight from parameters alone in every call (standardised weights) becomes a plain one over that
+    weight. Without example inputs, and inside modules that cannot be captured, the
     structure of the modules tells: a convolution directly followed by its batch norm in an
     ``nn.Sequential`` or ``SparseSequential``, residual blocks by their names, other forwards as
     `torch.fx` sees them. That takes for granted that a module which cannot be followed uses its
@@ -148,7 +149,8 @@ def fuse_model(
         example_inputs: Tuple of arguments, dict of keyword arguments, or one argument. Where
             given, model and result are run on it in evaluation mode and compared.
         inplace: Change ``model`` itself rather than a copy.
-        graph: ``capture(model, example_inputs)``, where that was done already.
+        graph: ``capture(model, example_inputs)``, where that was done already; frozen batch norms
+            stay then, as it shows their arithmetic.
 
     Returns:
         The fused model with a line for every batch norm.
@@ -180,14 +182,16 @@ def _fused(
             f"{type(graph.model).__name__}; pass capture(model, example_inputs)"
         )
     refuse_unusable(model, "fuse_model")
-    failure = ""
-    if example_inputs is not None and graph is None:
-        try:
-            # The outputs are compared below.
-            graph = capture(model, example_inputs, check=False, open_sizes=False)
-        except CaptureError as error:
-            failure = str(error)
-    plan = plan_fusion(model, graph, failure)
+    failure, planned = "", model
+    if graph is None:
+        planned = with_batch_norms(model)
+        if example_inputs is not None:
+            try:
+                # The outputs are compared below.
+                graph = capture(planned, example_inputs, check=False, open_sizes=False)
+            except CaptureError as error:
+                failure = str(error)
+    plan = plan_fusion(planned, graph, failure)
     if example_inputs is None:
         stopped = [path for path, alone in activations(model) if alone]
         return _fuse(model if inplace else copy.deepcopy(model), plan, stopped)
