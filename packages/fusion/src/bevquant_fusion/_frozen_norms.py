@@ -1,4 +1,4 @@
-r"""Batch norms that are written as arithmetic: `FrozenBatchNorm2d` of torchvision, detectron2, DETR.
+r"""Batch norms written as arithmetic: `FrozenBatchNorm2d` of torchvision, detectron2 and DETR.
 
 They hold the four tensors of a batch norm under its names and compute
 
