@@ -44,23 +44,13 @@ def dense_layer(module: Any, integers: Integers, path: str) -> Layer | str:
     op = _OPS[cls]
     if getattr(module, "padding_mode", "zeros") != "zeros":
         return f"padding_mode={module.padding_mode!r} has no integer kernel"
-    quantizer = module._weight_quantizer
-    problem = weight_problem(quantizer)
-    if problem:
-        return problem
-    weight = module.weight.detach()
-    amax = calibrated_range(quantizer)
-    if amax is not None and amax.numel() > 1 and tuple(amax.shape) not in _range_shapes(module, op):
-        return (
-            f"its weight's ranges, shape {tuple(amax.shape)}, do not run along the output channels"
-        )
-    by_channel = _by_channel(module, weight, op)
-    if amax is None and quantizer.axis is None:
-        amax = weight.abs().amax()
-    bits, narrow = quantizer.num_bits, quantizer._narrow_range
-    scale = weight_scale(by_channel, amax, bits, path)
-    q = integer_weight(by_channel, scale, bits, narrow)
-    bias, accumulator = integer_bias(module.bias, integers.scale, scale, path)
+    made = _integers(
+        module, _by_channel(module, module.weight.detach(), op), _range_shapes(module, op),
+        integers, path,
+    )  # fmt: skip
+    if isinstance(made, str):
+        return made
+    q, bias, accumulator = made
     return Layer(
         op=op,
         weight=_as_stored(module, q, op).contiguous(),
@@ -70,6 +60,29 @@ def dense_layer(module: Any, integers: Integers, path: str) -> Layer | str:
         relu=False,
         settings=_settings(module, op),
     )
+
+
+def _integers(
+    module: Any, by_channel: Tensor, shapes: list[tuple[int, ...]], integers: Integers, path: str
+) -> tuple[Tensor, Tensor | None, Tensor] | str:
+    """Weight in integers, bias, scale of the accumulators; or why there are none.
+
+    The weight is ``[out_channels, the rest]``; ranges of these shapes number the output channels.
+    """
+    quantizer = module._weight_quantizer
+    problem = weight_problem(quantizer)
+    if problem:
+        return problem
+    amax = calibrated_range(quantizer)
+    if amax is not None and amax.numel() > 1 and tuple(amax.shape) not in shapes:
+        return (
+            f"its weight's ranges, shape {tuple(amax.shape)}, do not run along the output channels"
+        )
+    if amax is None and quantizer.axis is None:
+        amax = by_channel.abs().amax()
+    scale = weight_scale(by_channel, amax, quantizer.num_bits, path)
+    q = integer_weight(by_channel, scale, quantizer.num_bits, quantizer._narrow_range)
+    return q, *integer_bias(module.bias, integers.scale, scale, path)
 
 
 def _range_shapes(module: Any, op: str) -> list[tuple[int, ...]]:
@@ -152,29 +165,21 @@ def sparse_layer(module: Any, integers: Integers, path: str) -> Layer | str:
     Raises:
         ValueError: A weight's range or the bias is unusable.
     """
-    quantizer = module._weight_quantizer
-    problem = weight_problem(quantizer)
+    problem = weight_problem(module._weight_quantizer)
     if problem:
         return problem
     if sparse_activation(module) not in ("None", "ReLU"):
         return f"its activation {sparse_activation(module)} has no integer form"
     weight = module.weight_to_quantize().detach()
     axis = module.weight_layout.out_axis % weight.dim()
-    amax = calibrated_range(quantizer)
-    if amax is None and quantizer.axis is None:
-        amax = weight.abs().amax()
-    along = [size if i == axis else 1 for i, size in enumerate(weight.shape)]
-    if amax is not None and amax.numel() > 1 and list(amax.shape) != along:
-        return (
-            f"its weight's ranges, shape {tuple(amax.shape)}, do not run along the output channels"
-        )
+    along = tuple(size if i == axis else 1 for i, size in enumerate(weight.shape))
     moved = weight.movedim(axis, 0)
-    by_channel = moved.reshape(len(moved), -1)
-    bits, narrow = quantizer.num_bits, quantizer._narrow_range
-    scale = weight_scale(by_channel, amax, bits, path)
-    q = integer_weight(by_channel, scale, bits, narrow).view(moved.shape).movedim(0, axis)
-    geometry = geometry_of(module)
-    bias, accumulator = integer_bias(module.bias, integers.scale, scale, path)
+    made = _integers(module, moved.reshape(len(moved), -1), [along], integers, path)
+    if isinstance(made, str):
+        return made
+    q, bias, accumulator = made
+    q = q.view(moved.shape).movedim(0, axis)
+    geometry, key = geometry_of(module), getattr(module, "indice_key", None)
     return Layer(
         op="sparse_conv",
         weight=permute_weight(
@@ -184,13 +189,8 @@ def sparse_layer(module: Any, integers: Integers, path: str) -> Layer | str:
         scale=accumulator,
         input=integers,
         relu=sparse_activation(module) == "ReLU",
-        settings={**asdict(geometry), "indice_key": _key(module)},
+        settings={**asdict(geometry), "indice_key": None if key is None else str(key)},
     )
-
-
-def _key(module: Any) -> str | None:
-    key = getattr(module, "indice_key", None)
-    return None if key is None else str(key)
 
 
 def quantized_layer(module: nn.Module, path: str) -> Layer | str:
