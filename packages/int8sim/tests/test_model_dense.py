@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -437,3 +438,28 @@ def test_a_pool_without_a_batch_or_with_places_is_float(places: bool) -> None:
     model = quantize_model(Pooled().eval(), example_inputs=x).model
     calibrate(model, [x], method="max")
     torch.testing.assert_close(simulate(model, x)(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+class Found(NamedTuple):
+    scores: torch.Tensor
+    boxes: list[torch.Tensor]
+
+
+class NamedHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores, self.boxes = nn.Conv2d(3, 2, 1), nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> Found:
+        return Found(scores=self.scores(x), boxes=[self.boxes(x)])
+
+
+def test_a_named_tuple_is_answered_as_one() -> None:
+    x = torch.randn(1, 3, 4, 4)
+    model = quantize_model(NamedHeads(), example_inputs=x).model
+    calibrate(model, [x])
+    got, wanted = simulate(model, x)(x), model(x)
+    assert type(got) is Found
+    step = (wanted.scores - got.scores).abs().max() / wanted.scores.abs().max()
+    assert float(step) < 0.02
+    assert got.boxes[0].shape == wanted.boxes[0].shape

@@ -20,6 +20,7 @@ from bevquant_graph import (
     capture,
     evaluation,
     first_fault,
+    refilled,
     refuse_unusable,
     replace_modules,
     running,
@@ -358,8 +359,7 @@ def _duplicate(value: Any, convert: Callable[[Tensor], Tensor] = Tensor.clone) -
     if hasattr(value, "replace_feature"):
         return value.replace_feature(convert(value.features.detach()))
     if isinstance(value, list | tuple):
-        made = [_duplicate(v, convert) for v in value]
-        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+        return refilled(type(value), [_duplicate(v, convert) for v in value])
     if isinstance(value, dict):
         return {k: _duplicate(v, convert) for k, v in value.items()}
     return copy.deepcopy(value)

@@ -25,7 +25,14 @@ from ._padding import zero_padding
 from ._program import as_module, module_of
 from ._quiet import evaluation, quiet
 from ._registrations import registered_once
-from ._signature import arguments, flatten, is_sparse_tensor, leaf_names, rebuild
+from ._signature import (
+    arguments,
+    flatten,
+    is_sparse_tensor,
+    leaf_names,
+    rebuild,
+    refilled,
+)
 from ._tidy import PASSED_OVER, REQUIRE
 
 __all__ = [
@@ -54,6 +61,7 @@ __all__ = [
     "own_code",
     "quiet",
     "rebuild",
+    "refilled",
     "refuse_unusable",
     "registered_once",
     "replace_modules",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -162,9 +162,7 @@ def rebuild(tree: Tree, leaves: Any, *, sparse: Callable[..., Any] | None = None
 def _container(tree: Nested, members: list[Any]) -> Any:
     kind = tree.kind
     if tree.keys is None:
-        if hasattr(kind, "_fields"):
-            return kind(*members)
-        return members if kind is list else kind(members)
+        return refilled(kind, members)
     items = dict(zip(tree.keys, members, strict=True))
     if kind is dict or issubclass(kind, defaultdict):
         return items
@@ -172,6 +170,17 @@ def _container(tree: Nested, members: list[Any]) -> Any:
         return kind(**items)  # transformers' ModelOutput and its like
     made: Any = kind
     return made(items) if issubclass(kind, Mapping) else made(**items)
+
+
+def refilled(kind: type[Any], members: Iterable[Any]) -> Any:
+    """A list or tuple of a class, with these members; named tuples take them one by one.
+
+    Example:
+        >>> from collections import namedtuple
+        >>> refilled(namedtuple("Found", "boxes scores"), [1, 2]), refilled(tuple, [1, 2])
+        (Found(boxes=1, scores=2), (1, 2))
+    """
+    return kind(*members) if hasattr(kind, "_fields") else kind(members)
 
 
 def leaf_names(module: nn.Module, inputs: Tree) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_graph import is_sparse_tensor
+from bevquant_graph import is_sparse_tensor, refilled
 from bevquant_qnn._sparse_tensor import with_features
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -96,8 +96,6 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return fresh
     if isinstance(value, dict):
         return type(value)((key, _mapped(item, change)) for key, item in value.items())
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(item, change) for item in value))
     if isinstance(value, tuple | list):
-        return type(value)(_mapped(item, change) for item in value)
+        return refilled(type(value), [_mapped(item, change) for item in value])
     return value

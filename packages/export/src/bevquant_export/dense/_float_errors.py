@@ -12,7 +12,7 @@ from bevquant_export.dense._graph import Array
 from bevquant_export.dense._products import LAYERS, UNIT, deviations
 from bevquant_export.dense._program_of import QdqProgram, inputs_of
 from bevquant_export.dense._source import Integers, Program, Ref, Step, replaced
-from bevquant_graph import op_spec
+from bevquant_graph import op_spec, refilled
 
 _RUNS = 6
 _UNITS = 2  # a function's own steps each round
@@ -131,7 +131,7 @@ class FloatErrors:
 
     def _rounded(self, value: Any) -> Any:
         if isinstance(value, list | tuple):
-            return type(value)([self._rounded(item) for item in value])
+            return refilled(type(value), [self._rounded(item) for item in value])
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
         noise = torch.rand(value.shape, generator=self._random).to(value.device)

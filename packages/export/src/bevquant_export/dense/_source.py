@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from bevquant_export.dense._free_sizes import chooses_rows, free_sizes
 from bevquant_export.dense._program_of import QdqProgram, bound, inputs_of, program_of
+from bevquant_graph import refilled
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import (
     Integers,
@@ -223,5 +224,5 @@ def _doubled(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _doubled(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([_doubled(item) for item in value])
+        return refilled(type(value), [_doubled(item) for item in value])
     return value

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.ao.nn import quantized as torch_quantized
 from torch.overrides import TorchFunctionMode
 
+from bevquant_graph import refilled
 from bevquant_hybrid.nn.qat import OutputQuantized, Weighted
 from bevquant_hybrid.nn.quantized import FLOAT_OPERATIONS, Arithmetic, FixedPoint
 from bevquant_hybrid.operators import tensors_in
@@ -200,7 +201,7 @@ def moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
         return {name: moved(item, device) for name, item in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(moved(item, device) for item in value)
+        return refilled(type(value), [moved(item, device) for item in value])
     return value
 
 
@@ -212,10 +213,8 @@ def copied(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, dict):
         return {name: copied(item) for name, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(copied(item) for item in value))
     if isinstance(value, tuple | list):
-        return type(value)(copied(item) for item in value)
+        return refilled(type(value), [copied(item) for item in value])
     return value
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from bevquant_graph import layer_class
+from bevquant_graph import layer_class, refilled
 from bevquant_hybrid.dtype import qinfo
 from bevquant_hybrid.nn.intrinsic import ANCHORS, Fused
 from bevquant_hybrid.operators import tensors_in
@@ -197,21 +197,19 @@ def replay(call: Call, inputs: tuple[Tensor, ...]) -> Any:
     if [tuple(t.shape) for t in given] != [tuple(t.shape) for t in inputs]:
         return None
     formed = (_in_form_of(old, new) for old, new in zip(given, inputs, strict=True))
-    args, kwargs = _refilled((call.args, call.kwargs), formed)
+    args, kwargs = _with((call.args, call.kwargs), formed)
     module: Any = call.operator
     return (getattr(module, call.method) if call.method else module)(*args, **kwargs)
 
 
-def _refilled(value: Any, tensors: Iterator[Tensor]) -> Any:
+def _with(value: Any, tensors: Iterator[Tensor]) -> Any:
     """A structure with other tensors, in the order of `tensors_in`."""
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, dict):
-        return {name: _refilled(item, tensors) for name, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_refilled(item, tensors) for item in value))
+        return {name: _with(item, tensors) for name, item in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(_refilled(item, tensors) for item in value)
+        return refilled(type(value), [_with(item, tensors) for item in value])
     return value
 
 

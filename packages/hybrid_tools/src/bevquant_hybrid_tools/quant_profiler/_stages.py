@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.ao.nn import quantized as torch_quantized
 from torch.fx import Node
 
+from bevquant_graph import refilled
 from bevquant_hybrid.nn.quantized import Arithmetic
 from bevquant_hybrid.qtensor import QTensor, along, as_float
 from bevquant_hybrid.quantization.fx.graph_module import ObservedGraphModule, QuantizedGraphModule
@@ -153,7 +154,7 @@ def _quantized(value: Any) -> Any:
         axis = value.q_per_channel_axis()
         return QTensor(value.int_repr(), value.scale, value.dtype, axis)
     if isinstance(value, list | tuple):
-        return type(value)(_quantized(item) for item in value)
+        return refilled(type(value), [_quantized(item) for item in value])
     if isinstance(value, dict):
         return {name: _quantized(item) for name, item in value.items()}
     return value

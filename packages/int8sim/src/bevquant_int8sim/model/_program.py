@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevquant_graph import refilled
 from bevquant_int8sim.model._form import Form
 
 _ROUNDS = frozenset(
@@ -196,7 +197,7 @@ def replaced(value: Any, read: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: replaced(item, read) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([replaced(item, read) for item in value])
+        return refilled(type(value), [replaced(item, read) for item in value])
     if isinstance(value, slice):
         return slice(*replaced((value.start, value.stop, value.step), read))
     return value
