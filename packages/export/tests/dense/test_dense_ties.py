@@ -18,9 +18,8 @@ from torch.nn import functional as F
 
 from bevquant_export import compare_qdq_onnx, export_qdq_onnx
 from bevquant_export.dense import _compare
-from bevquant_export.dense._products import products_at
 from bevquant_export.dense._profile import profile_of
-from bevquant_export.dense._ties import Ties
+from bevquant_export.dense._ties import Ties, products_at
 from bevquant_int8sim import simulate
 from bevquant_int8sim.program import Step
 from bevquant_qnn import QuantAdd, QuantConfig, quantize_model

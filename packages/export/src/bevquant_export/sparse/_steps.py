@@ -87,7 +87,7 @@ class Bodies:
     @cached_property
     def source(self) -> Any:
         """The program with the sizes of everything, and which of these are free."""
-        from bevquant_export.dense._source import read_model
+        from bevquant_export.dense._read_model import read_model
 
         whole = read_model(self.model, self.example, dynamic_batch=False, voxels=True)
         return replace(whole, program=replace(whole.program, sparse_inputs={}))
