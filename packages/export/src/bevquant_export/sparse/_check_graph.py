@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from bevquant_export.sparse._graph import Add, Conv, Graph, Node, Relu, inputs_of
+from bevquant_export.sparse._graph import Add, Conv, Graph, Node, Relu
 
 __all__ = ["check_graph"]
 
@@ -23,7 +23,7 @@ def check_graph(graph: Graph) -> None:
                 f"two nodes are called {node.name}; a file's reader needs one name each"
             )
         names.add(node.name)
-        for name in inputs_of(node):
+        for name in node.inputs:
             if name != graph.input and name not in made:
                 raise ValueError(f"{node.name} reads {name!r}, which nothing before it makes")
         if node.y in made or node.y == graph.input:
@@ -63,6 +63,6 @@ def _check_conv(node: Conv) -> None:
 def _check_channels(graph: Graph) -> None:
     channels = {graph.input: graph.channels}
     for node in graph.nodes:
-        made = node.channels_made([channels.get(name, 0) for name in inputs_of(node)])
+        made = node.channels_made([channels.get(name, 0) for name in node.inputs])
         if made is not None:
             channels[node.y] = made

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._channel_moves import MOVED, moves_channels
-from bevquant_export.sparse._graph import Add, Conv, Node, Relu, Select, Steps, inputs_of
+from bevquant_export.sparse._graph import Add, Conv, Node, Relu, Select, Steps
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._held import Integers
 from bevquant_export.sparse._load import SparseOnnxModel
@@ -104,7 +104,7 @@ def compared(
     grids = {file.graph.input: grid}
     for node in file.nodes:
         stated = node.grid if isinstance(node, Steps) else getattr(node, "output_spatial_shape", ())
-        grids[node.y] = stated or next((grids[x] for x in inputs_of(node) if x in grids), ())
+        grids[node.y] = stated or next((grids[x] for x in node.inputs if x in grids), ())
     paths = Counter(node.path for node in file.nodes if is_compared(node))
 
     def see(node: Node, made: Any, indices: Tensor | None) -> None:
@@ -132,8 +132,8 @@ def compared(
 def _only_summed(nodes: tuple[Node, ...]) -> set[str]:
     """Tensors that additions of integers read and nothing else."""
     sums = [node for node in nodes if isinstance(node, Add) and node.precision == "int8"]
-    others = {name for node in nodes if node not in sums for name in inputs_of(node)}
-    return {name for node in sums for name in inputs_of(node)} - others
+    others = {name for node in nodes if node not in sums for name in node.inputs}
+    return {name for node in sums for name in node.inputs} - others
 
 
 def _only_integers(made: list[Made] | None) -> bool:

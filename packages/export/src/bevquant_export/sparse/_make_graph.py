@@ -25,7 +25,6 @@ from bevquant_export.sparse._graph import (
     Scatter,
     Select,
     Steps,
-    inputs_of,
 )
 from bevquant_export.sparse._observe import Seen
 from bevquant_export.sparse._steps import Bodies
@@ -158,7 +157,7 @@ def _channels(followed: Followed, nodes: list[Node], bodies: Bodies) -> int:
     for node in nodes:
         if isinstance(node, Conv | Select) and node.x == followed.input:
             return node.in_channels
-        if isinstance(node, Pool | Steps) and followed.input in inputs_of(node):
+        if isinstance(node, Pool | Steps) and followed.input in node.inputs:
             return int(bodies.source.shapes[followed.input][1])
     raise ValueError("export_sparse_onnx: no convolution reads the input features")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from bevquant_export.sparse._graph import Conv, Graph, Move, Node, Pool, Scatter, Steps, inputs_of
+from bevquant_export.sparse._graph import Conv, Graph, Move, Node, Pool, Scatter, Steps
 
 __all__ = ["turned"]
 
@@ -38,7 +38,7 @@ def turned(graph: Graph) -> Graph:
                 format=_OTHER[node.format],
                 output_shape=(*node.output_shape[:2], *node.output_shape[:1:-1]),
             )
-            readers = [other for other in graph.nodes if node.y in inputs_of(other)]
+            readers = [other for other in graph.nodes if node.y in other.inputs]
             if node.y not in graph.outputs and all(_transposes(other) for other in readers):
                 nodes.append(turned_node)
                 back.add(node.y)

@@ -18,7 +18,6 @@ from bevquant_export.sparse._graph import (
     Scatter,
     Select,
     Steps,
-    inputs_of,
 )
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def proto_bytes(graph: Graph) -> bytes:
     initializers: list[TensorProto] = []
     convs = 0
     for node in graph.nodes:
-        names = [*inputs_of(node)]
+        names = [*node.inputs]
         if isinstance(node, Conv):
             weights = {f"spconv{convs}.weight": node.weight, f"spconv{convs}.bias": node.bias}
             initializers += [_initializer(name, value) for name, value in weights.items()]
