@@ -8,8 +8,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from bevquant_export.sparse import SparseOnnxModel
+from bevquant_export.sparse._axes import turned
 from bevquant_export.sparse._graph import Conv, Graph
-from bevquant_export.sparse._turn_axes import turned
 
 if importlib.util.find_spec("onnxruntime") is None:
     pytest.skip("onnxruntime is not installed", allow_module_level=True)

@@ -11,7 +11,7 @@ from bevquant_export import (
     load_sparse_onnx,
     lower_to_portable,
 )
-from bevquant_export.sparse._three_axes import lifted, lowered_to
+from bevquant_export.sparse._axes import lifted, lowered_to
 from bevquant_export.targets.autoware import export_autoware_onnx
 
 GRID = [14, 11]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bevquant_export.dense._graph import Held
 from bevquant_export.dense._numbers import Numbers, refuse
-from bevquant_export.sparse._three_axes import with_axes
+from bevquant_export.sparse._axes import with_axes
 from bevquant_export.sparse.portable._body import DOUBLE, FLOAT, INT32, UINT8
 from bevquant_export.sparse.portable._sites import Sites, Surroundings
 from bevquant_export.targets._cpu import stored_weights

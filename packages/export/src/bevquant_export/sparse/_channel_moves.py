@@ -37,8 +37,6 @@ from bevquant_export.sparse._graph import (
     first_on_input,
 )
 
-__all__ = ["MOVED", "moves_channels", "row_conv", "with_channel_moves"]
-
 _RANGE = 127 / 64  # of weights: 1.0 is 64 steps
 MOVED = " (channels)"  # behind the path of what no layer of the model makes: none has a space
 

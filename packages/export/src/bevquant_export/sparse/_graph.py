@@ -12,11 +12,6 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-__all__ = [
-    "Add", "Concat", "Conv", "Fold", "Graph", "Move", "Node", "Pool", "Relu", "Scatter", "Select",
-    "Steps", "first_on_input",
-]  # fmt: skip
-
 Sizes = tuple[int, ...]
 
 

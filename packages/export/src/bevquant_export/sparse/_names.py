@@ -9,8 +9,6 @@ from typing import Any
 
 from bevquant_export.sparse._graph import Graph, Node
 
-__all__ = ["numbered"]
-
 
 def numbered(graph: Graph) -> Graph:
     """Tensors "0", "1", … in order of execution; nodes ``conv0``, ``add0``, ``relu0`` and so on."""

@@ -30,8 +30,6 @@ from bevquant_export.sparse._voxels import Voxels, convolved, refuse_more
 from bevquant_int8sim import SparseOutput, int8_sparse_conv
 from bevquant_sparse import Rulebook, WeightLayout, sparse_conv, sparse_max_pool, to_dense
 
-__all__ = ["FrameRun", "See"]
-
 _STEPS = 127
 See = Callable[[Node, Held, Tensor | None], None]
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bevquant_export.sparse._axes import AXES, with_axes
 from bevquant_export.sparse._no_operator import REMEDY
-from bevquant_export.sparse._three_axes import AXES, with_axes
 from bevquant_export.sparse.portable._body import (
     DOMAIN,
     DOUBLE,
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from bevquant_int8sim import IntegerModel
     from bevquant_int8sim.model import Step
-
-__all__ = ["Between", "Bodies", "run_body", "session_run", "silent_session"]
 
 FRAMES = "frames_are_as_many_as_in_the_example"
 _RULES = {

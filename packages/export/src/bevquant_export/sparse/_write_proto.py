@@ -23,8 +23,6 @@ from bevquant_export.sparse._graph import (
 if TYPE_CHECKING:
     from onnx import NodeProto, TensorProto
 
-__all__ = ["node_attributes", "operator_of", "proto_bytes"]
-
 _OPSET, _IR_VERSION = 11, 7
 
 

@@ -36,8 +36,6 @@ from bevquant_export.sparse.portable._weights import float_matrix, integer_matri
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-__all__ = ["Lowered", "lowered"]
-
 
 @dataclass(frozen=True, eq=False)
 class Lowered:

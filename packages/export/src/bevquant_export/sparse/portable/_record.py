@@ -24,8 +24,6 @@ from bevquant_export.targets._cpu import CPU_KEY
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-__all__ = ["is_portable", "portable_graph", "recorded"]
-
 _KEY = DOMAIN
 _VERSION = 1
 _BEFORE = "all uint8"  # the weights of files that do not say how they store theirs
