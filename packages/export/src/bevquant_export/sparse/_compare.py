@@ -49,7 +49,11 @@ class LayerDifference:
 
 
 def compare_sparse_onnx(
-    file: SparseOnnxModel, model: nn.Module, inputs: Any, *, reversed_axes: bool = False
+    file: SparseOnnxModel,
+    model: nn.Module | IntegerModel,
+    inputs: Any,
+    *,
+    reversed_axes: bool = False,
 ) -> tuple[LayerDifference, ...]:
     """Run a file and ``simulate(with_half_constants(model))`` on one batch and count differences.
 
@@ -57,7 +61,7 @@ def compare_sparse_onnx(
 
     Args:
         file: From `load_sparse_onnx`.
-        model: The calibrated model that it was exported from.
+        model: The calibrated model that it was exported from, or the export's `integer_model`.
         inputs: Of the model: features, coordinates and batch size, or one sparse tensor.
         reversed_axes: Whether the file has the coordinate columns in the opposite order.
 
@@ -67,8 +71,9 @@ def compare_sparse_onnx(
     Raises:
         ValueError: The model has no such module, or other voxels there.
     """
-    integers = simulate(with_half_constants(model), inputs, verify=False)
-    return compared(file, integers, inputs, reversed_axes=reversed_axes)[0]
+    if not isinstance(model, IntegerModel):
+        model = simulate(with_half_constants(model), inputs, verify=False)
+    return compared(file, model, inputs, reversed_axes=reversed_axes)[0]
 
 
 def compared(
