@@ -74,6 +74,7 @@ def uneven(nets):
     return nets.calibrated(Uneven().eval(), [nets.frame(0)])
 
 
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # spconv's own
 @pytest.mark.parametrize("tail", ["xyz", "none", "uneven"])
 def test_reversed_coordinates_give_the_same_grid(nets, tmp_path, tail):
     model = uneven(nets) if tail == "uneven" else nets.encoder(tail=tail)
