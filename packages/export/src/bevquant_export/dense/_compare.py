@@ -14,12 +14,7 @@ from bevquant_export.dense._float_errors import FloatErrors
 from bevquant_export.dense._graph import Array
 from bevquant_export.dense._half import in_half
 from bevquant_export.dense._profile import profile_of
-from bevquant_export.dense._program_of import (
-    QdqProgram,
-    inputs_of,
-    integer_model,
-    program_of,
-)
+from bevquant_export.dense._program_of import QdqProgram, inputs_of, integer_model, program_of
 from bevquant_export.dense._runnable import any_session, session
 from bevquant_export.dense._written import QdqFile, TensorDifference
 from bevquant_graph import is_sparse_tensor
