@@ -11,6 +11,7 @@ import torch
 
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._source import Source
+from bevquant_export.floats._ports import checked
 from bevquant_export.lint._model import VOXELS
 from bevquant_export.targets._cpu import CPU_KEY
 from bevquant_int8sim.program import Ref, SparseRef
@@ -30,7 +31,7 @@ def named_inputs(source: Source, wanted: Sequence[str] | None) -> dict[str, str]
         ValueError: Names that are not as many as the inputs, or not different.
     """
     names = [re.sub(r"\W+", "_", name).strip("_") for name in source.inputs.values()]
-    return dict(zip(source.inputs, _checked("input_names", names, wanted), strict=True))
+    return dict(zip(source.inputs, _named("input_names", names, wanted), strict=True))
 
 
 def named_outputs(
@@ -49,7 +50,7 @@ def named_outputs(
     single = len(found) == 1 and not found[0][1]
     names = ["output" if single else name.lstrip("_") or "output" for _, name in found]
     names = [f"output_{n}" if n[0].isdigit() or n in inputs else n for n in names]
-    chosen = _checked("output_names", names, wanted)
+    chosen = _named("output_names", names, wanted)
     return [(ref, name) for (ref, _), name in zip(found, chosen, strict=True)]
 
 
@@ -71,16 +72,9 @@ def _members(source: Source, value: Any, where: str) -> Iterator[tuple[str, str]
             yield from _members(source, item, f"{where}_{index}")
 
 
-def _checked(argument: str, names: list[str], wanted: Sequence[str] | None) -> list[str]:
-    if wanted is None:
-        return names
-    chosen = list(wanted)
-    if len(chosen) != len(names) or len(set(chosen)) != len(chosen) or not all(chosen):
-        raise ValueError(
-            f"export_qdq_onnx: {argument}={chosen}: expected {len(names)} different names, one for "
-            f"each of {names}"
-        )
-    return chosen
+def _named(argument: str, names: list[str], wanted: Sequence[str] | None) -> list[str]:
+    given = f"export_qdq_onnx: {argument}"
+    return names if wanted is None else checked(given, names, len(names), wanted)
 
 
 def assemble(
