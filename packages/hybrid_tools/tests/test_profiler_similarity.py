@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +30,6 @@ from bevquant_hybrid.quantization import (
     set_fake_quantize,
 )
 from bevquant_hybrid_tools.quant_profiler import featuremap_similarity
-from bevquant_hybrid_tools.quant_profiler._measures import measure_of
 
 DATA = torch.randn(2, 3, 6, 7, generator=torch.Generator().manual_seed(7))
 INDEX, NAME, KIND, SIMILARITY, SCALE, ATOL, STEPS, ALONE = range(8)
@@ -46,24 +46,41 @@ def numpy_of(name: str, x: np.ndarray, y: np.ndarray) -> float:
     return float(((x - y) ** 2).mean() if name == "MSE" else np.abs(x - y).mean())
 
 
+class Gives(nn.Module):
+    """An operator that makes one tensor, whatever it is given."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.value
+
+
+def similarity(name: str, x: torch.Tensor, y: torch.Tensor, folder: Path) -> float:
+    models = (nn.Sequential(Gives(value)) for value in (x, y))
+    (row,) = featuremap_similarity(*models, torch.zeros(1), name, out_dir=folder)
+    return row[SIMILARITY]
+
+
 @pytest.mark.parametrize("name", ["Cosine", "MSE", "L1", "KL", "SQNR"])
-def test_measures_are_their_formulas(name: str) -> None:
+def test_measures_are_their_formulas(name: str, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     x, y = (torch.randn(3, 4, generator=generator, dtype=torch.float64) for _ in range(2))
     expected = numpy_of(name, x.numpy().ravel(), y.numpy().ravel())
-    assert measure_of(name, "test")(x, y) == pytest.approx(expected, rel=1e-12)
+    assert similarity(name, x, y, tmp_path) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(
     ("name", "same"), [("Cosine", 1.0), ("MSE", 0.0), ("L1", 0.0), ("KL", 0.0), ("SQNR", math.inf)]
 )
-def test_equal_tensors(name: str, same: float) -> None:
+def test_equal_tensors(name: str, same: float, tmp_path: Path) -> None:
     x = torch.tensor([1.0, -2.0, 0.5])
-    assert measure_of(name, "test")(x, x) == pytest.approx(same, abs=1e-15)
+    assert similarity(name, x, x, tmp_path) == pytest.approx(same, abs=1e-15)
 
 
-def test_zeros_are_like_nothing() -> None:
-    assert measure_of("Cosine", "test")(torch.zeros(3), torch.zeros(3)) == 0.0
+def test_zeros_are_like_nothing(tmp_path: Path) -> None:
+    assert similarity("Cosine", torch.zeros(3), torch.zeros(3), tmp_path) == 0.0
 
 
 class Block(nn.Module):

@@ -1,25 +1,9 @@
-"""The profiler's tables, against tables that the documents print."""
+"""The profiler's tables with bars, against tables that the documents print."""
 
 from __future__ import annotations
 
-from bevquant_hybrid_tools.quant_profiler._tables import grid_table, simple_table
-
-CALLED = """\
-name               called times
----------------  --------------
-quant_stubx                   1
-unused                        0
-cat_op                        2
-quantized_ops.0               1"""
-
-DEVICES = """\
-name                            deploy device    type
-------------------------------  ---------------  --------
-quant                           CPU              module
-conv0                           BPU              module
-selu                            CPU              function
-selu_1_activation_post_process  CPU              module
-add_1                           BPU              method"""
+from bevquant_hybrid_tools.quant_profiler import render_stages
+from bevquant_hybrid_tools.quant_profiler._tables import grid_table
 
 WEIGHTS = """\
 +-----------------+--------------------------------------------------------------+----------------+-----------+
@@ -44,16 +28,6 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_columns_of_integers_stand_to_the_right() -> None:
-    rows = [["quant_stubx", 1], ["unused", 0], ["cat_op", 2], ["quantized_ops.0", 1]]
-    assert simple_table(["name", "called times"], rows) == CALLED
-
-
-def test_three_columns_of_text() -> None:
-    rows = [line.split() for line in DEVICES.splitlines()[2:]]
-    assert simple_table(["name", "deploy device", "type"], rows) == DEVICES
-
-
 def test_bars_around_columns_with_integers() -> None:
     lines = WEIGHTS.splitlines()
     rows = [[*cells(line)[:3], int(cells(line)[3])] for line in lines[3:-1]]
@@ -70,4 +44,7 @@ def test_titles_of_two_lines() -> None:
 
 
 def test_no_rows_leave_the_titles() -> None:
-    assert simple_table(["name", "type"], []) == "name    type\n------  ------"
+    assert render_stages([]) == (
+        "operator    class    on    elements    free    steps    forced    steps    compiled\n"
+        "----------  -------  ----  ----------  ------  -------  --------  -------  ----------"
+    )

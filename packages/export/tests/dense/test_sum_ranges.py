@@ -7,7 +7,7 @@ from types import SimpleNamespace as Fields
 import pytest
 import torch
 
-from bevquant_export.dense._source import _largest
+from bevquant_export.dense._read_model import _largest
 
 
 @pytest.mark.parametrize("scaled", [False, True])

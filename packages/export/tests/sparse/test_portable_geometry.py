@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from bevquant_export.sparse import SparseOnnxModel
 from bevquant_export.sparse._graph import Conv, Graph
-from bevquant_export.sparse._turn_axes import turned
 
 if importlib.util.find_spec("onnxruntime") is None:
     pytest.skip("onnxruntime is not installed", allow_module_level=True)
@@ -115,23 +114,6 @@ def test_one_voxel_in_each_corner(corner, subm):
     nodes = one(subm=subm, stride=(1, 1, 1)) if subm else one()
     place = [n - 1 if corner >> i & 1 else 0 for i, n in enumerate((6, 5, 4))]
     run_both(nodes, torch.ones(1, 5), torch.tensor([[0, *place]], dtype=torch.int32), 1)
-
-
-def test_axes_the_other_way_round_convolve_the_same():
-    """Another kernel, stride, padding and dilation along each axis, and the columns turned."""
-    nodes = one(stride=(1, 2, 3), padding=(0, 1, 3), dilation=(2, 1, 1))
-    graph = Graph(input="0", channels=5, nodes=nodes, outputs=("1",))
-    coords = torch.rand(6, 5, 4, generator=torch.Generator().manual_seed(0)).lt(0.4).nonzero()
-    coords = torch.nn.functional.pad(coords, (1, 0)).int()
-    features = torch.randn(len(coords), 5)
-    back = [0, 3, 2, 1]
-    plain, _ = SparseOnnxModel(graph).run(features, coords, 1)
-    other, _ = SparseOnnxModel(turned(graph)).run(features, coords[:, back], 1)
-    assert list(other.spatial_shape) == list(plain.spatial_shape)[::-1]
-    wanted = dict(zip(map(tuple, plain.indices.tolist()), plain.features, strict=True))
-    made = dict(zip(map(tuple, other.indices[:, back].tolist()), other.features, strict=True))
-    assert made.keys() == wanted.keys()
-    assert all(torch.equal(made[place], wanted[place]) for place in wanted)
 
 
 def test_no_voxels():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from bevquant_export import (
     export_sparse_onnx,
@@ -58,9 +59,25 @@ def test_a_convolution_of_one_cell_keeps_the_rows_and_one_of_its_stride_does_not
     assert nets.mismatches(dump, records) == dict.fromkeys([f"conv{i}" for i in range(3)], 0)
 
 
-@pytest.mark.parametrize("tail", ["xyz", "none"])
+def uneven(nets):
+    """Another stride, padding and dilation along each axis."""
+
+    class Uneven(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nets.spconv.SparseConv3d(5, 4, (3, 1, 3), (1, 2, 3), (0, 1, 3), (2, 1, 1))
+
+        def forward(self, features, coords, batch_size):
+            tensor = nets.spconv.SparseConvTensor(features, coords, list(nets.GRID), batch_size)
+            return self.conv(tensor).dense()
+
+    return nets.calibrated(Uneven().eval(), [nets.frame(0)])
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # spconv's own
+@pytest.mark.parametrize("tail", ["xyz", "none", "uneven"])
 def test_reversed_coordinates_give_the_same_grid(nets, tmp_path, tail):
-    model = nets.encoder(tail=tail)
+    model = uneven(nets) if tail == "uneven" else nets.encoder(tail=tail)
     features, coords, _ = nets.frame(5)
     for order in ("xyz", "zyx"):
         export_sparse_onnx(model, nets.frame(0), tmp_path / f"{order}.onnx", order=order)

@@ -11,7 +11,6 @@ from bevquant_export import (
     load_sparse_onnx,
     lower_to_portable,
 )
-from bevquant_export.sparse._three_axes import lifted, lowered_to
 from bevquant_export.targets.autoware import export_autoware_onnx
 
 GRID = [14, 11]
@@ -74,12 +73,3 @@ def test_the_portable_form(nets, tmp_path):
 def test_the_plugin_of_autoware_has_three_axes(nets, tmp_path):
     with pytest.raises(ValueError, match=r"stem.*2 spatial axes"):
         export_autoware_onnx(backbone(nets, dense=False), pillars(0), tmp_path / "a.onnx")
-
-
-@pytest.mark.parametrize("grid", [(1, 8, 9), (8, 9, 1)])
-def test_coordinates_there_and_back(grid):
-    coords = torch.tensor([[0, 3, 4], [1, 0, 8]])
-    there = lifted(coords, grid)
-    assert there[:, 1 + grid.index(1)].tolist() == [0, 0]
-    assert torch.equal(lowered_to(3, there, grid), coords)
-    assert lifted(there, grid) is there

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
+from bevquant_export.dense._cut import CutFile
 from bevquant_export.dense._float_errors import FloatErrors
 from bevquant_export.dense._graph import Array
 from bevquant_export.dense._half import in_half
-from bevquant_export.dense._pieces import pieces_of
 from bevquant_export.dense._profile import profile_of
-from bevquant_export.dense._program_of import QdqProgram, inputs_of, program_of
-from bevquant_export.dense._runnable import forced, session
-from bevquant_export.dense._source import Program, Step
-from bevquant_export.dense._ties import Ties
+from bevquant_export.dense._program_of import QdqProgram, inputs_of, integer_model, program_of
+from bevquant_export.dense._runnable import any_session, session
 from bevquant_export.dense._written import QdqFile, TensorDifference
 from bevquant_graph import is_sparse_tensor
 from bevquant_int8sim import IntegerModel
+from bevquant_int8sim.program import Step
+
+_FEW = 4
+_FLOAT = 2.0**-10  # of an output's largest value: float32 functions of the same integers
+_HALF = 2.0**-6  # float16 functions
+_ENERGY = 1e-4
+_PIECE = 1 << 15  # values that are looked at in float64 at a time: they stay in the cache
+_NOTHING = 1e-4  # what normalising a constant makes of rounding
+# Of models that round floats themselves (`bevquant_hybrid`), whose values are float32 sums: the
+# share a step off, and where the file's biases are int32, which theirs are not.
+_FLOAT_SUMS, _FLOAT_BIASES = 0.01, 0.25
+_HALVES = 1e-4  # of values behind functions in half precision, whose errors are estimates
 
 
 def compare_qdq_onnx(
@@ -113,7 +122,7 @@ def compared(
         inputs = {
             n: v.astype(np.float16) if v.dtype == np.float32 else v for n, v in inputs.items()
         }
-    cut = _CutFile(file, content, integer.program, inputs, run_in, outputs=outputs)
+    cut = CutFile(file, content, integer.program, inputs, run_in, outputs=outputs)
     cut.hold(inputs_of(integer.program, args))
 
     def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
@@ -139,172 +148,84 @@ def compared(
     return rows, floats, returned
 
 
-@dataclass(eq=False)
-class _Piece:
-    """Nodes between tensors that are cut.
+def verified(
+    file: QdqFile, content: bytes, integer: QdqProgram, args: Any, *, integer_sums: bool
+) -> QdqFile:
+    """Run the file on `args`, and say of it what ran it, what it makes of each quantized tensor.
 
-    Attributes:
-        proto: The nodes.
-        reads: Tensors that it reads.
-        makes: Its outputs to the tensors that they are.
-        missing: Which of them the model has not made yet.
-        needs: These tensors, and values of the program by which what it makes is computed again.
+    Every operation reads the integer model's integers. A quantized tensor may differ by ties (see
+    `compare_qdq_onnx`), and behind functions in float by one step in a few values; one of a model
+    that rounds floats itself by one step in a hundredth of the values, and in a quarter where the
+    file rounds its biases to int32; a sum that `integer_sums` quantizes before by one step. An
+    output in float, which is computed from the same integers, may differ by 2⁻¹⁰ of its largest
+    value, or by noise 40 dB below it.
+
+    Raises:
+        ValueError: It differs by more; the first node that does is named.
     """
+    ran = ""
 
-    proto: Any
-    reads: list[str]
-    makes: dict[str, str]
-    missing: set[str]
-    needs: tuple[str, ...]
+    def run_in(proto: Any, runner: str) -> Any:
+        nonlocal ran
+        made, ran = any_session(proto, runner)
+        return made
+
+    try:
+        rows, outputs, returned = compared(file, content, integer, args, run_in, outputs=True)
+    except Exception as error:
+        if not type(error).__module__.startswith("onnxruntime"):
+            raise
+        raise ValueError(
+            f"export_qdq_onnx: onnxruntime does not run the file on the example inputs: {error}; "
+            "nothing was written. verify=False writes it all the same"
+        ) from error
+    profile = profile_of(file.profile)
+    share = _HALVES if profile.half else 0.0
+    if integer_model(integer) is None:
+        share = _FLOAT_BIASES if profile.integer_bias else _FLOAT_SUMS
+    rounded_sums = integer_sums and integer_model(integer) is None
+    for row in rows:
+        most = 1.0 if rounded_sums and row.op == "add" else share
+        few = row.largest <= 1 and row.unexplained <= max(_FEW, most * row.elements)
+        if row.is_wrong and not (most and few):
+            raise ValueError(
+                f"export_qdq_onnx: {row.path or 'the input'} ({row.op}, {row.tensor} in the file): "
+                f"{row.unexplained:,} of {row.elements:,} integers are others than the model's, by "
+                f"up to {row.largest} steps, when {ran} runs the file on the example inputs; "
+                "nothing was written. verify=False writes it all the same"
+            )
+    for name, (want, got) in outputs.items():
+        if not _alike(want, got, _HALF if profile.half else _FLOAT):
+            raise ValueError(
+                f"export_qdq_onnx: output {name}: what {ran} makes of it on the example inputs is "
+                "not what the integer model returns, though every quantized tensor before it is: "
+                "an operation in float behind the last of them is written as something else; "
+                "nothing was written. verify=False writes it all the same"
+            )
+    exact = integer_model(integer) is not None and not profile.half
+    return replace(file, verified=ran, differences=rows, returned=returned if exact else None)
 
 
-class _CutFile:
-    """A file cut at its quantized tensors, beside the model as that runs.
+def _alike(want: Array, got: Array, tolerance: float) -> bool:
+    if want.shape != got.shape:
+        return False
+    flat = want.reshape(-1), got.reshape(-1)
+    found = [
+        _gaps(*(values[first : first + _PIECE].astype(np.float64) for values in flat))
+        for first in range(0, want.size, _PIECE)
+    ]
+    sums = np.array(found).reshape(-1, 4)
+    (most, top), (energy, power) = sums[:, :2].max(0, initial=0.0), sums[:, 2:].sum(0)
+    return bool(most <= tolerance * top + _NOTHING or energy <= _ENERGY * power)
 
-    A piece runs as soon as the model has made all that it reads and makes, and what no piece needs
-    any more is given back: at no time are all tensors of a model in memory.
 
-    Args:
-        file: What is said of the file.
-        content: The file.
-        program: That it was written from.
-        inputs: Of the file.
-        run_in: Makes a session, as `session`.
-        outputs: Run what makes outputs in float too.
-
-    Attributes:
-        floats: Outputs in float.
-    """
-
-    def __init__(
-        self,
-        file: QdqFile,
-        content: bytes,
-        program: Program,
-        inputs: Mapping[str, Array],
-        run_in: Callable[..., Any],
-        *,
-        outputs: bool,
-    ) -> None:
-        self._file, self._inputs, self._run_in = file, inputs, run_in
-        self._profile = profile_of(file.profile)
-        self._rows: dict[str, TensorDifference | None] = {}
-        self._found: dict[str, tuple[Step, str, Array]] = {}
-        self._values: dict[str, Array] = {}
-        self._doubts: dict[str, tuple[str, Array, Array, tuple[int, ...]]] = {}
-        self.floats: dict[str, Array] = {}
-        self._program = program
-        self._ties = Ties(program, self._values, {}, self._profile)
-        names: dict[str, list[str]] = defaultdict(list)
-        for value, tensor in file.integers.items():
-            names[tensor].append(value)
-        proto, made = forced(content, tuple(names))
-        self._pieces = []
-        for part in pieces_of(proto):
-            ports = {port.name for port in (*part.graph.input, *part.graph.output)}
-            reads = [name for name in names if name in ports]
-            makes = {made[name]: name for name in names if made[name] in ports}
-            if makes or outputs:
-                values = {v for t in makes.values() for n in names[t] for v in self._ties.reads(n)}
-                missing = {*reads, *makes.values()}
-                needs = (*missing, *values)
-                self._pieces.append(_Piece(part, reads, makes, missing, needs))
-        self._needed = Counter(name for piece in self._pieces for name in piece.needs)
-
-    def hold(self, values: Iterable[tuple[str, Any]]) -> None:
-        """Keep values by which integers are computed again."""
-        for name, value in values:
-            if self._needed[name] and isinstance(value, Tensor):
-                self._values[name] = value.cpu().numpy()
-
-    def compare(self, step: Step, name: str, value: Array) -> None:
-        """Take what the model has in a tensor, and run what waited for it.
-
-        Of two values that are one tensor, as a ReLU of what is positive already, the first counts.
-        """
-        tensor = self._file.integers[name]
-        if tensor not in self._rows:
-            self._rows[tensor] = None
-            self._found[tensor] = step, name, value
-            for piece in [piece for piece in self._pieces if tensor in piece.missing]:
-                piece.missing.remove(tensor)
-                if not piece.missing:
-                    self._run(piece)
-
-    def finish(self) -> None:
-        """Run what reads no cut tensor.
-
-        Raises:
-            ValueError: The model has other tensors than the file.
-        """
-        for piece in list(self._pieces):
-            if missing := sorted(piece.missing - set(self._rows)):
-                raise ValueError(
-                    f"compare_qdq_onnx: {self._file.path.name} has {missing[0]!r}, which the model "
-                    "does not make; compare it with the model that it was written from"
-                )
-            self._run(piece)
-
-    def rows(self) -> tuple[TensorDifference, ...]:
-        """Each tensor, in the order of the model."""
-        return tuple(row for row in self._rows.values() if row is not None)
-
-    def in_doubt(self) -> set[str]:
-        """What is rounded where values are a step off, and no ties without what functions lose."""
-        return {read for doubt in self._doubts.values() for read in self._ties.reads(doubt[0])}
-
-    def count_again(self, floats: FloatErrors) -> None:
-        """Count ties behind floats whose errors are known now."""
-        ties = Ties(self._program, floats.values, floats.errors, self._profile)
-        for tensor, doubt in self._doubts.items():
-            if row := self._rows[tensor]:
-                self._rows[tensor] = replace(row, ties=max(row.ties, ties.count(*doubt)))
-
-    def _run(self, piece: _Piece) -> None:
-        self._pieces.remove(piece)
-        running = self._run_in(piece.proto, self._profile.runner)
-        taken = {port.name for port in running.get_inputs()}
-        given = {name: value for name, value in self._inputs.items() if name in taken}
-        given |= {name: self._stored(self._found[name][2]) for name in piece.reads}
-        names = [port.name for port in piece.proto.graph.output]
-        for name, got in zip(names, running.run(names, given), strict=True):
-            if name in piece.makes:
-                self._rows[piece.makes[name]] = self._row(piece.makes[name], got)
-            else:
-                self.floats[name] = got
-        for name in piece.needs:
-            self._needed[name] -= 1
-            if not self._needed[name]:
-                self._found.pop(name, None)
-                self._values.pop(name, None)
-
-    def _stored(self, value: Array) -> Array:
-        """Integers as the file has them."""
-        # A tensor without axes comes out of numpy's arithmetic as a number, which is no input.
-        zero = self._profile.zero
-        moved = np.asarray(value.astype(np.int16) + np.int16(zero)) if zero else value
-        return moved.astype(self._profile.dtype, copy=False)
-
-    def _row(self, tensor: str, got: Array) -> TensorDifference:
-        step, name, value = self._found[tensor]
-        value = np.atleast_1d(value)
-        # A linear layer's result has two axes in some files, and its own behind a Reshape.
-        got = got.reshape(value.shape)
-        # In the order of the file's memory: the model's has channels last.
-        differs = np.not_equal(self._stored(value), got, out=np.empty(got.shape, np.bool_))
-        index = np.unravel_index(np.flatnonzero(differs), got.shape)
-        places = np.stack(index, axis=1)
-        want, made = value[index].astype(np.int32), got[index].astype(np.int32) - self._profile.zero
-        apart = np.abs(want - made)
-        near = apart == 1
-        where = places[near], (want + made)[near] * 0.5, value.shape
-        ties = self._ties.count(name, *where)
-        if ties < len(where[0]) and self._ties.rounds_floats(name):
-            self._doubts[tensor] = name, *where
-        largest = int(apart.max(initial=0))
-        return TensorDifference(
-            step.path, step.op, tensor, int(value.size), len(places), largest, ties
-        )
+def _gaps(want: Array, got: Array) -> tuple[float, float, float, float]:
+    """Largest gap, largest finite value wanted, energy of the gaps and of these values."""
+    same = (want == got) | (np.isnan(want) & np.isnan(got))
+    with np.errstate(invalid="ignore"):
+        apart = np.where(same, 0.0, np.abs(want - got))
+    finite = np.where(np.isfinite(want), np.abs(want), 0.0)
+    return apart.max(), finite.max(), (apart**2).sum(), (finite**2).sum()
 
 
 def _named(name: str, value: Any) -> list[tuple[str, Any]]:

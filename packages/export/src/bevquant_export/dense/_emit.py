@@ -13,15 +13,16 @@ from bevquant_export.dense._aten import as_layer
 from bevquant_export.dense._floats import float_operation
 from bevquant_export.dense._graph import Graph, Held
 from bevquant_export.dense._grid import average_pool, max_pool, resize
-from bevquant_export.dense._joins import float_join
 from bevquant_export.dense._moves import keeps_scale, moved
+from bevquant_export.dense._numbers import Numbers
 from bevquant_export.dense._program_of import location
-from bevquant_export.dense._results import finished
-from bevquant_export.dense._sizes import Sizes
-from bevquant_export.dense._source import Integers, Ref, Source, Step, names_in
+from bevquant_export.dense._source import Source
 from bevquant_export.dense._torch_form import torch_form
 from bevquant_export.dense._voxels import Voxels
 from bevquant_export.dense._weighted import block_of, unflattened, weighted_layer
+from bevquant_graph import own_code
+from bevquant_int8sim.program import Integers, Ref, Step, integers_of, is_active, names_in
+from bevquant_qnn import QuantAdd, QuantConcat
 
 Made = TypeVar("Made", str, str | None, str | list[str])
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
@@ -72,21 +73,22 @@ class Emitter:
         self.integer_sums = integer_sums
         self.source = source
         self.graph = graph
-        self.sizes = Sizes(source)
         self.held = {name: Held(tensor) for name, tensor in inputs.items()}
         self.several: dict[str, list[Held]] = {}
         self._constants: dict[str, Step] = {}  # written where something reads them
         self._called: Step  # as the program has it
-        self.voxels = Voxels(source, graph, self.sizes, inputs)
+        self.numbers = Numbers(source, graph, self.read)
+        self.voxels = Voxels(self.numbers, inputs)
 
     def add(self, step: Step) -> None:
         """Write a step; what it reads is held."""
         made = step.outputs[0]
         if step.op == "host":
+            self.numbers.note(step)
             self.voxels.host(step)
             return
         if step.op == "sites":
-            self.voxels.sites(step, self.read)
+            self.voxels.sites(step)
             return
         if step.op == "constant":
             self._constants[made] = step
@@ -132,7 +134,7 @@ class Emitter:
         else:
             held = Held(result, low=self._least(step, form)) if isinstance(result, str) else result
             held = self._finished(step, held, form)
-            self.held[made] = unflattened(self.graph, step, held, self.sizes)
+            self.held[made] = unflattened(self.graph, step, held, self.source)
         if step.attributes.get("on_cpu"):
             self._leave_on_cpu(step, before)
 
@@ -143,8 +145,8 @@ class Emitter:
         self.graph.on_cpu += [node for node in added if node not in self.graph.on_cpu]
 
     def _finished(self, step: Step, held: Held, form: Any) -> Held:
-        return finished(
-            self.graph, step.path, held, form, step.attributes,
+        return self.graph.finished(
+            step.path, held, form, step.attributes,
             kept=self._is_kept(step, form), block=block_of(self.graph, step),
         )  # fmt: skip
 
@@ -182,28 +184,28 @@ class Emitter:
             return self._constant(step)
         if step.op in ("conv", "conv_transpose", "linear"):
             x, form = self.held[step.args[0].name], self.source.form(step.outputs[0])
-            return weighted_layer(graph, step, x, form, self.sizes)
+            return weighted_layer(graph, step, x, form, self.source)
         if step.op == "add":
             return graph.node("Add", path, [self._addend(step, ref.name) for ref in step.args])
         if step.op in ("max_pool", "avg_pool", "resize"):
             return self._grid(step)
         if step.op not in ("move", "float"):
             self._refuse(step)
-        rows = self.voxels.written(step, self.read)
+        rows = self.voxels.written(step) or self.numbers.sized(step)
         if rows is not None:
             return rows
         made = None
         floats = self._reads_floats(step)
         if floats or (step.attributes["what"] != "pad" and self._all_held(step)):
             joins = step.attributes["what"] in ("cat", "concat")
-            made = moved(graph, step, self._joined(step) if joins else self.read, self.sizes)
+            made = moved(graph, step, self._joined(step) if joins else self.read, self.source)
         if made is None and step.op == "float" and floats:
             made = self._float(step, lambda: self._listed(step))
         return self._float(step, lambda: self._torch_form(step)) if made is None else made
 
     def _all_held(self, step: Step) -> bool:
         known = (self.held, self.several)
-        return all(any(n in k for k in known) for n in step.inputs if not self.sizes.is_host(n))
+        return all(any(n in k for k in known) for n in step.inputs if n not in self.source.hosts)
 
     def _reads_floats(self, step: Step) -> bool:
         """Whether what it reads and makes is float32; integers and masks are torch's matter.
@@ -211,19 +213,19 @@ class Emitter:
         But for the mask of an attention.
         """
         values = self._values()
-        names = [n for n in step.inputs if not self.sizes.is_host(n)]
-        types = [values[n].dtype if n in values else self.sizes.dtype(n) for n in names]
-        if step.outputs[0] not in self.several and not self.sizes.is_host(step.outputs[0]):
-            types.append(self.sizes.dtype(step.outputs[0]))
+        names = [n for n in step.inputs if n not in self.source.hosts]
+        types = [values[n].dtype if n in values else self.source.dtype(n) for n in names]
+        if step.outputs[0] not in self.several and step.outputs[0] not in self.source.hosts:
+            types.append(self.source.dtype(step.outputs[0]))
         masked = step.attributes["what"] == "scaled_dot_product_attention"
         known = (torch.float32, torch.float64, *((torch.bool,) if masked else ()))
         return all(dtype in known for dtype in types)
 
     def _torch_form(self, step: Step) -> str | list[str]:
         try:
-            number = partial(self.voxels.number, step, read=self.read)
+            number = partial(self.numbers.scalar, step.path)
             return torch_form(
-                self.graph, self._called, self.read, number, self.sizes, self._values()
+                self.graph, self._called, self.read, number, self.source, self._values()
             )
         except (ImportError, ValueError) as error:
             self._refuse(step, str(error).removeprefix("export_float_onnx: "))
@@ -246,7 +248,7 @@ class Emitter:
 
         def read(name: str) -> str:
             self.read(name)
-            return finished(self.graph, step.path, self.held[name], form, {}).name
+            return self.graph.finished(step.path, self.held[name], form, {}).name
 
         return read
 
@@ -262,12 +264,27 @@ class Emitter:
         self._write_coords(name)
         return self.held[name].name
 
-    def _each(self, operands: Any) -> list[Held]:
-        """Tensors of several values, or of one that is a tuple."""
+    def _join(self, step: Step) -> str | None:
+        """A `QuantAdd` or `QuantConcat` that is computed in float; ``None`` for other modules.
+
+        So are those whose operands the simulator does not know: pairs in front of an Add or Concat.
+        """
+        module, graph = step.module, self.graph
+        if not isinstance(module, QuantAdd | QuantConcat) or own_code(module) or step.kwargs:
+            return None
+        operands = step.args[0] if len(step.args) == 1 else step.args
+        if not isinstance(operands, Ref | list | tuple):
+            return None
         refs = [operands] if isinstance(operands, Ref) else operands
-        return [
-            held for ref in refs for held in self.several.get(ref.name) or [self.held[ref.name]]
-        ]
+        held = [h for ref in refs for h in self.several.get(ref.name) or [self.held[ref.name]]]
+        if is_active(module.input_quantizer):
+            form = integers_of(module.input_quantizer, step.path)
+            held = [graph.finished(step.path, each, form, {}) for each in held]
+        names = [each.name for each in held]
+        if isinstance(module, QuantAdd):
+            return graph.node("Add", step.path, names)
+        axis = module.dim % len(self.source.shapes[step.outputs[0]])
+        return graph.node("Concat", step.path, names, axis=axis)
 
     def _constant(self, step: Step) -> str:
         value = step.tensors["value"].cpu()
@@ -276,25 +293,24 @@ class Emitter:
 
     def _grid(self, step: Step) -> str:
         name, made = step.args[0].name, step.outputs[0]
-        x, sizes = self.read(name), self.sizes
-        if step.op == "resize" and len(sizes.of(name)) != 4:
+        x, source = self.read(name), self.source
+        if step.op == "resize" and len(source.shapes[name]) != 4:
             self._refuse(step)
         # The sizes of a resized tensor are taken from the run where the batch is fixed.
-        given = sizes.constants(step.path, dict(step.kwargs))
+        given = source.constants(step.path, dict(step.kwargs))
         if step.op == "max_pool":
-            return max_pool(self.graph, step.path, x, given, len(sizes.of(name)) - 2)
+            return max_pool(self.graph, step.path, x, given, len(source.shapes[name]) - 2)
         if step.op == "avg_pool":
-            shapes = sizes.of(name), sizes.of(made)
+            shapes = source.shapes[name], source.shapes[made]
             if not isinstance(self.source.form(made), Integers):
                 x = self.graph.float_average_operand(step.path, x)
             return average_pool(self.graph, step.path, x, given, shapes)
-        return resize(self.graph, step.path, x, given, (name, made), sizes)
+        return resize(self.graph, step.path, x, given, (name, made), source)
 
     def _listed(self, step: Step) -> str | None:
         if step.attributes["what"] == "relu" and step.module is None:
             return self.read(step.args[0].name)
-        made = float_join(self.graph, step, self._each, self.sizes)
-        return made or float_operation(self.graph, step, self.read, self.sizes)
+        return self._join(step) or float_operation(self.graph, step, self.read, self.source)
 
     def _float(self, step: Step, write: Callable[[], Made]) -> Made:
         """What `write` makes; its products of integers and float weights are the CPU's."""

@@ -10,18 +10,20 @@ from typing import Any
 
 from torch import nn
 
+from bevquant_export.dense._compare import verified
 from bevquant_export.dense._emit import emit
+from bevquant_export.dense._file import (
+    MARCHES,
+    assemble,
+    named_inputs,
+    named_outputs,
+    write_settings,
+)
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._half import half_typed
-from bevquant_export.dense._mapper_settings import MARCHES, write_settings
-from bevquant_export.dense._model_file import assemble
-from bevquant_export.dense._ports import input_names as named_inputs
-from bevquant_export.dense._ports import output_names as named_outputs
 from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._program_of import integer_model
-from bevquant_export.dense._sizes import Sizes
-from bevquant_export.dense._source import read_model
-from bevquant_export.dense._verify import verified
+from bevquant_export.dense._read_model import read_model
 from bevquant_export.dense._written import QdqFile
 from bevquant_export.sparse.portable._body import OPSET
 from bevquant_int8sim import IntegerModel
@@ -146,15 +148,15 @@ def export_qdq_onnx(
     )  # fmt: skip
     inputs = named_inputs(source, input_names)
     outputs = named_outputs(source, output_names, inputs.values())
-    graph, sizes = Graph(chosen, OPSET if source.sparse else None), Sizes(source)
+    graph = Graph(chosen, OPSET if source.sparse else None)
     for name in (*inputs.values(), *(name for _, name in outputs)):
         graph.unique(name)
     made = emit(source, graph, inputs, integer_sums=integer_sums)
-    shapes_in = {name: sizes.named(ref) for ref, name in inputs.items()}
-    shapes_out = {name: sizes.named(ref) for ref, name in outputs}
+    shapes_in = {name: source.named(ref) for ref, name in inputs.items()}
+    shapes_out = {name: source.named(ref) for ref, name in outputs}
     proto = assemble(
         graph, shapes_in, shapes_out, [(made[ref].name, name) for ref, name in outputs],
-        {name: sizes.dtype(ref) for ref, name in (*inputs.items(), *outputs)},
+        {name: source.dtype(ref) for ref, name in (*inputs.items(), *outputs)},
     )  # fmt: skip
     if chosen.half:
         proto = half_typed(proto)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from bevquant_export.dense._graph import Array
-from bevquant_export.dense._products import LAYERS, UNIT, deviations
 from bevquant_export.dense._program_of import QdqProgram, inputs_of
-from bevquant_export.dense._source import Integers, Program, Ref, Step, replaced
+from bevquant_export.dense._ties import LAYERS, UNIT, per_channel
 from bevquant_graph import op_spec, refilled
+from bevquant_int8sim.program import Integers, Program, Ref, Step, replaced
 
 _RUNS = 6
 _UNITS = 2  # a function's own steps each round
@@ -32,7 +34,7 @@ class FloatErrors:
     runs one after the other. The places that a resize reads at are rounded, too. The error is four
     times the root mean square of what that moves. Integers stand still before they are rounded so:
     each piece of a file is given them. What layers make of them in float is moved by the spread of
-    their sums (`deviations`), which no rounding of the result finds where its terms cancel. The
+    their sums (`_deviations`), which no rounding of the result finds where its terms cancel. The
     numbers are the same whenever they are asked for.
 
     Args:
@@ -116,7 +118,7 @@ class FloatErrors:
         read = name in self._last or name in self._wanted
         if not read or to != "float" or not isinstance(form, Integers):
             return made
-        spread = deviations(step, given[0], form, to) * (made[0] != 0)
+        spread = _deviations(step, given[0], form, to) * (made[0] != 0)
         noise = torch.rand(spread.shape, generator=self._random).to(spread.device)
         return (made[0] + spread * (3**0.5 * (2 * noise - 1)),)
 
@@ -143,3 +145,44 @@ def _is_call(step: Step) -> bool:
     replaced((step.args, dict(step.kwargs)), refs.append)
     called = step.function is not None or step.module is not None
     return step.op in ("float", "move") and called and all(isinstance(ref, Ref) for ref in refs)
+
+
+def _deviations(step: Step, x: Tensor, form: Integers, made: object) -> Tensor:
+    r"""How far float32 sums of a layer spread about the exact ones, for every output.
+
+    .. math:: \sqrt n\, 2^{-24} \sum_i |x_i w_i|
+
+    which is a fourth of what `Ties` allows a sum of n products; the bias is one of these.
+
+    Args:
+        step: A convolution, a transposed one or a linear layer.
+        x: Integers that it reads.
+        form: Theirs.
+        made: The form of what it makes.
+
+    Returns:
+        Standard deviations, float32, of the output's shape.
+    """
+    weight, attributes = step.tensors["weight"].float().abs(), step.attributes
+    size = x.float().abs()  # of -128 too
+    terms = math.prod(weight.shape[1:])
+    if step.op == "linear":
+        sums = functional.linear(size, weight)
+    elif step.op == "conv":
+        sides = [side for pair in reversed(attributes["padding"]) for side in pair]
+        convolution: Any = getattr(functional, f"conv{weight.dim() - 2}d")
+        settings = {name: attributes[name] for name in ("stride", "dilation", "groups")}
+        sums = convolution(functional.pad(size, sides), weight, **settings)
+    else:
+        terms = math.prod(weight.shape) // weight.shape[1] // attributes["groups"]
+        names = "stride padding output_padding dilation groups".split()
+        settings = {name: attributes[name] for name in names}
+        sums = functional.conv_transpose2d(size, weight, **settings)
+    unit = torch.from_numpy(per_channel(step, form, made).copy())
+    beside = (1,) * (0 if step.op == "linear" else weight.dim() - 2)
+    sums = sums * unit.to(sums).view(-1, *beside)
+    if "bias" in step.tensors:
+        bias = step.tensors["bias"].abs()
+        bias = bias if bias.is_floating_point() else bias * unit.to(bias.device)
+        sums = sums + bias.to(sums).view(-1, *beside)
+    return sums * (math.sqrt(terms) * UNIT)

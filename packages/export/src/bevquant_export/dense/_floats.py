@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from bevquant_export.dense._aten import NAMED, instances, softmax
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._grid import average_pool
 from bevquant_export.dense._moves import reshaped
-from bevquant_export.dense._reductions import NAMED, instances, softmax
-from bevquant_export.dense._sizes import Sizes
-from bevquant_export.dense._source import Ref, Step, grid_call, is_active, module_call
+from bevquant_export.dense._source import Source
 from bevquant_graph import layer_class, zero_padding
+from bevquant_int8sim.program import Ref, Step, grid_call, is_active, module_call
 from bevquant_quantizers import TensorQuantizer
 
 _UNARY = {
@@ -150,7 +150,7 @@ _BINARY = {
 
 
 def float_operation(
-    graph: Graph, step: Step, read: Callable[[str], str], sizes: Sizes
+    graph: Graph, step: Step, read: Callable[[str], str], source: Source
 ) -> str | None:
     """Nodes of a step that runs in float; ``None`` where it is not on the list.
 
@@ -158,14 +158,14 @@ def float_operation(
         graph: Where nodes are added.
         step: The step.
         read: Value of the program to its float tensor in the file.
-        sizes: Shapes and host values.
+        source: The program and its sizes.
     """
     if step.module is not None:
-        return _module(graph, step, read, sizes)
-    if sizes.counts(step):
+        return _module(graph, step, read, source)
+    if source.counts(step):
         return None
     what, path = str(step.attributes["what"]), step.path
-    args, kwargs = sizes.constants(path, step.args), sizes.constants(path, dict(step.kwargs))
+    args, kwargs = source.constants(path, step.args), source.constants(path, dict(step.kwargs))
     if what in _BINARY and len(args) == 2 and not kwargs:
         operands = [_operand(graph, value, read) for value in args]
         if None not in operands:
@@ -179,21 +179,21 @@ def float_operation(
         axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if axis is None:
             return None
-        return softmax(graph, path, read(args[0].name), int(axis), len(sizes.of(args[0].name)))
+        return softmax(graph, path, read(args[0].name), int(axis), len(source.shapes[args[0].name]))
     if what in NAMED:
-        return NAMED[what](graph, replace(step, args=args, kwargs=kwargs), read, sizes)
+        return NAMED[what](graph, replace(step, args=args, kwargs=kwargs), read, source)
     call = grid_call(what, args, kwargs)
-    return None if call is None else _averaged(graph, step, call, read, sizes)
+    return None if call is None else _averaged(graph, step, call, read, source)
 
 
-def _module(graph: Graph, step: Step, read: Callable[[str], str], sizes: Sizes) -> str | None:
+def _module(graph: Graph, step: Step, read: Callable[[str], str], source: Source) -> str | None:
     module: Any = _plain_module(step.module)
     path = step.path
     if module is None or len(step.args) != 1 or step.kwargs or not isinstance(step.args[0], Ref):
         return None
     name = step.args[0].name
     x = read(name)
-    rank = len(sizes.of(name))
+    rank = len(source.shapes[name])
     made = elementwise(graph, path, x, module, rank)
     if made is not None:
         return made
@@ -202,7 +202,7 @@ def _module(graph: Graph, step: Step, read: Callable[[str], str], sizes: Sizes) 
     if layer_class(module, _BatchNorm):
         return _batch_norm(graph, path, x, module)
     if layer_class(module, nn.GroupNorm):
-        return _group_norm(graph, step, x, module, sizes)
+        return _group_norm(graph, step, x, module, source)
     if layer_class(module, nn.Conv1d, nn.Conv2d, nn.Conv3d) and module.padding_mode == "zeros":
         return _conv(graph, path, graph.float_operand(path, x), module)
     if layer_class(module, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
@@ -210,7 +210,7 @@ def _module(graph: Graph, step: Step, read: Callable[[str], str], sizes: Sizes) 
     if layer_class(module, nn.Linear):
         return _linear(graph, path, x, module, rank)
     call = module_call(module)
-    return None if call is None else _averaged(graph, step, call, read, sizes)
+    return None if call is None else _averaged(graph, step, call, read, source)
 
 
 def _plain_module(module: Any) -> Any:
@@ -237,13 +237,13 @@ def _plain_module(module: Any) -> Any:
 
 def _averaged(
     graph: Graph, step: Step, call: tuple[str, dict[str, Any]], read: Callable[[str], str],
-    sizes: Sizes,
+    source: Source,
 ) -> str | None:  # fmt: skip
     what, given = call
     if what != "avg_pool":
         return None
     name = step.args[0].name
-    shapes = sizes.of(name), sizes.of(step.outputs[0])
+    shapes = source.shapes[name], source.shapes[step.outputs[0]]
     return average_pool(graph, step.path, read(name), given, shapes)
 
 
@@ -317,15 +317,15 @@ def _batch_norm(graph: Graph, path: str, x: str, module: Any) -> str | None:
     return graph.node("BatchNormalization", path, [x, *inputs], epsilon=float(module.eps))
 
 
-def _group_norm(graph: Graph, step: Step, x: str, module: Any, sizes: Sizes) -> str | None:
+def _group_norm(graph: Graph, step: Step, x: str, module: Any, source: Source) -> str | None:
     """The values of each group normalised in a row of their own, then a factor and a shift."""
     path, name = step.path, step.args[0].name
-    shape = sizes.of(name)
-    if sum(isinstance(size, str) for size in sizes.named(name)) > 1:
+    shape = source.shapes[name]
+    if sum(isinstance(size, str) for size in source.named(name)) > 1:
         return None
     rows = reshaped(graph, path, x, [0, module.num_groups, -1])
     made = instances(graph, path, rows, (module.num_groups, 3), float(module.eps))
-    made = reshaped(graph, path, made, sizes.target(path, name))
+    made = reshaped(graph, path, made, source.target(path, name))
     for operator, key in (("Mul", "weight"), ("Add", "bias")):
         value = getattr(module, key)
         if value is not None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bevquant_export.dense._profile import Profile
-from bevquant_export.dense._source import Integers
 from bevquant_export.lint._model import VOXELS
 from bevquant_export.sparse.portable._emit import OPEN
+from bevquant_int8sim.program import Integers
 
 if TYPE_CHECKING:
     from bevquant_export.sparse.portable._emit import Settings
@@ -151,6 +151,66 @@ class Graph:
         return self.constant(f"int64_{text}", array, np.int64)
 
     # Quantization
+
+    def finished(
+        self, path: str, held: Held | str, form: Any, attributes: Mapping[str, Any],
+        *, kept: bool = False, block: int = 0,
+    ) -> Held:  # fmt: skip
+        """What a step stores, given what its operator makes.
+
+        Args:
+            path: Module of the step.
+            held: The operator's result, or a tensor that is to be held in another form.
+            form: Form of the result.
+            attributes: Of the step: ``relu``, ``ceiling`` (in units of the form).
+            kept: The result lies on the form's grid already, and gets no pair.
+            block: Side of the block of pixels that the result's channels still have to become.
+        """
+        held = Held(held) if isinstance(held, str) else held
+        if block and not (self.profile.integer_relu and isinstance(form, Integers)):
+            held, block = Held(self.pixels(path, held.name, block)), 0
+        relu, ceiling = bool(attributes.get("relu")), attributes.get("ceiling")
+        if not isinstance(form, Integers):
+            return Held(self._limited(path, held.name, ceiling)) if relu else held
+        if self.profile.integer_relu:
+            least = 0 if relu else form.low if form.narrow else None
+            same = held.form in (None, form)
+            known = held.low if same or held.low == 0 else None  # 0 is 0 in every scale
+            # A Clip that repeats a range is left out.
+            low = None if known is not None and least is not None and known >= least else least
+            if held.form == form:
+                if low is None and ceiling is None:
+                    return held
+                made = self.dequantized(path, self.clipped(path, held.integers, low, ceiling), form)
+            else:
+                made = self.quantized(path, held.name, form, low, ceiling, block=block)
+            bounds = [bound for bound in (known, least) if bound is not None]
+            return replace(made, low=max(bounds, default=None))
+        if held.form == form and not relu:
+            return held
+        if form.narrow and not relu:
+            self._note_narrow(path)
+        name = held.name
+        if relu:
+            name = self._limited(path, name, None if ceiling is None else ceiling * form.scale)
+        return Held(name, form=form) if kept else self.quantized(path, name, form)
+
+    def _limited(self, path: str, name: str, ceiling: float | None) -> str:
+        if ceiling is None:
+            return self.node("Relu", path, [name])
+        limits = [
+            self.constant("zero", 0.0),
+            self.constant(f"{path}.ceiling" if path else "ceiling", ceiling),
+        ]
+        return self.node("Clip", path, [name, *limits])
+
+    def _note_narrow(self, path: str) -> None:
+        note = (
+            f"{path or 'the model'}: its quantizer leaves −128 out (narrow_range), QuantizeLinear "
+            "does not: a value below the range comes out one step lower"
+        )
+        if note not in self.notes:
+            self.notes.append(note)
 
     def quantized(
         self, path: str, held: str, form: Integers, low: int | None = None, high: int | None = None,

@@ -9,7 +9,7 @@ import numpy as np
 
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._moves import sliced
-from bevquant_export.dense._sizes import Sizes
+from bevquant_export.dense._source import Source
 
 
 def max_pool(graph: Graph, path: str, x: str, given: Mapping[str, Any], rank: int) -> str:
@@ -81,7 +81,7 @@ def _uneven(graph: Graph, path: str, x: str, axis: int, size: int, wanted: int) 
 
 def resize(
     graph: Graph, path: str, x: str, given: Mapping[str, Any], names: tuple[str, str],
-    sizes: Sizes,
+    source: Source,
 ) -> str:  # fmt: skip
     """Resize as torch's ``interpolate`` does it, nearest or bilinear.
 
@@ -94,10 +94,10 @@ def resize(
     if mode != "nearest":
         corners = "align_corners" if given["align_corners"] else "half_pixel"
         settings = {"mode": "linear", "coordinate_transformation_mode": corners}
-    before, after = sizes.of(names[0]), sizes.of(names[1])
+    before, after = source.shapes[names[0]], source.shapes[names[1]]
     modern = graph.profile.opset >= 13  # before, what is not given is an empty tensor
     region = "" if modern else graph.constant("no_region", np.zeros(0))
-    if given["scale_factor"] is None and not sizes.free:
+    if given["scale_factor"] is None and not source.free:
         # Sizes, not factors: 3 · float32(7/3) may fall short of 7.
         none = "" if modern else graph.constant("no_factors", np.zeros(0))
         return graph.node("Resize", path, [x, region, none, graph.numbers(after)], **settings)

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from bevquant_export.dense._graph import Graph
-from bevquant_export.dense._sizes import Sizes
-from bevquant_export.dense._source import Ref, Step, names_in
+from bevquant_export.dense._source import Source
 from bevquant_export.sparse.portable._body import FLOAT
+from bevquant_int8sim.program import Ref, Step, names_in
 
 
 def placed(
-    graph: Graph, step: Step, read: Callable[[str], str], args: Any, kwargs: Any, sizes: Sizes
+    graph: Graph, step: Step, read: Callable[[str], str], args: Any, kwargs: Any, source: Source
 ) -> str | None:
     """`index_put`: the axes that are indexed in front, ScatterND, and the axes back.
 
@@ -30,20 +30,20 @@ def placed(
     x, values = given["x"], given["values"]
     if not isinstance(x, Ref) or not isinstance(values, Ref) or given.get("accumulate"):
         return None
-    rank, path = len(sizes.of(x.name)), step.path
+    rank, path = len(source.shapes[x.name]), step.path
     entries = [(axis, entry) for axis, entry in enumerate(given["indices"]) if entry is not None]
     first, refs = entries[0][0], [entry for _, entry in entries]
-    masks = [sizes.dtype(ref.name) == torch.bool for ref in refs]
-    axes = len(sizes.of(refs[0].name)) if masks == [True] else len(refs)
-    named, behind = sizes.named(x.name), list(range(first + axes, rank))
+    masks = [source.dtype(ref.name) == torch.bool for ref in refs]
+    axes = len(source.shapes[refs[0].name]) if masks == [True] else len(refs)
+    named, behind = source.named(x.name), list(range(first + axes, rank))
     order = [*range(first, first + axes), *range(first), *behind]
     around = [named[axis] for axis in order[axes:]]
     together = [axis for axis, _ in entries] == list(range(first, first + len(refs)))
-    fixed = masks == [True] or not (any(masks) or sizes.free)
+    fixed = masks == [True] or not (any(masks) or source.free)
     if not together or not fixed or any(isinstance(size, str) for size in around):
         return None
     made = _placed_by_mask if masks == [True] else _indexed
-    rows, shape, spread = made(graph, path, refs, read, sizes)
+    rows, shape, spread = made(graph, path, refs, read, source)
     parts = [graph.numbers(around[:first]), shape, graph.numbers(around[first:])]
     wanted = graph.node("Concat", path, parts, axis=0)
     updates = graph.node("Expand", path, [read(values.name), wanted])
@@ -59,7 +59,7 @@ def placed(
 
 
 def _placed_by_mask(
-    graph: Graph, path: str, refs: list[Ref], read: Callable[[str], str], sizes: Sizes
+    graph: Graph, path: str, refs: list[Ref], read: Callable[[str], str], source: Source
 ) -> tuple[str, str, int]:
     """Places of a mask, one a row; the shape of their tensor, as a tensor; how many axes it has."""
     found = graph.node("NonZero", path, [read(refs[0].name)])
@@ -69,10 +69,10 @@ def _placed_by_mask(
 
 
 def _indexed(
-    graph: Graph, path: str, refs: list[Ref], read: Callable[[str], str], sizes: Sizes
+    graph: Graph, path: str, refs: list[Ref], read: Callable[[str], str], source: Source
 ) -> tuple[str, str, int]:
     """The same of indices, one tensor an axis."""
-    spread = np.broadcast_shapes(*(sizes.of(ref.name) for ref in refs))
+    spread = np.broadcast_shapes(*(source.shapes[ref.name] for ref in refs))
     shape, one = graph.numbers(list(spread)), graph.numbers([*spread, 1])
     wide = [graph.node("Expand", path, [read(ref.name), shape]) for ref in refs]
     parts = [graph.node("Reshape", path, [name, one]) for name in wide]
@@ -105,7 +105,7 @@ def keeps_scale(step: Step) -> bool:
 
 
 def moved(
-    graph: Graph, step: Step, read: Callable[[str], str], sizes: Sizes
+    graph: Graph, step: Step, read: Callable[[str], str], source: Source
 ) -> str | list[str] | None:
     """Nodes of a step that moves values: the tensor made, or several.
 
@@ -113,52 +113,52 @@ def moved(
     """
     what, path, output = str(step.attributes["what"]), step.path, step.outputs[0]
     fixed = what in _RESHAPES
-    if sizes.counts(step) and not fixed:
+    if source.counts(step) and not fixed:
         return None
-    args = sizes.constants(path, step.args, sizes=fixed)
-    kwargs = sizes.constants(path, dict(step.kwargs), sizes=fixed)
+    args = source.constants(path, step.args, sizes=fixed)
+    kwargs = source.constants(path, dict(step.kwargs), sizes=fixed)
     first = args[0]
     if what in _RESHAPES:
         x = read(first.name)
-        if sizes.of(first.name) == sizes.of(output):
+        if source.shapes[first.name] == source.shapes[output]:
             return x
-        return reshaped(graph, path, x, sizes.target(path, output, first.name))
+        return reshaped(graph, path, x, source.target(path, output, first.name))
     if what in _PERMUTES:
-        return _permuted(graph, step, read(first.name), args, kwargs, sizes)
+        return _permuted(graph, step, read(first.name), args, kwargs, source)
     if what in _PARTS:
-        return _parts(graph, step, read(first.name), args, kwargs, sizes)
+        return _parts(graph, step, read(first.name), args, kwargs, source)
     if what in ("cat", "concat", "concatenate"):
         given = {**dict(zip(("tensors", "dim"), args, strict=False)), **kwargs}
         names = [read(ref.name) for ref in given["tensors"]]
-        if sizes.dtype(output).is_floating_point:  # whole numbers among them become floats
-            whole = [not sizes.dtype(ref.name).is_floating_point for ref in given["tensors"]]
+        if source.dtype(output).is_floating_point:  # whole numbers among them become floats
+            whole = [not source.dtype(ref.name).is_floating_point for ref in given["tensors"]]
             names = [
                 graph.node("Cast", path, [name], to=FLOAT) if cast else name
                 for name, cast in zip(names, whole, strict=True)
             ]
-        rank = len(sizes.of(output))
+        rank = len(source.shapes[output])
         axis = int(given.get("dim", given.get("axis", 0))) % rank
         return graph.node("Concat", path, names, axis=axis)
     if what == "stack":
-        return _stacked(graph, step, read, args, kwargs, sizes)
+        return _stacked(graph, step, read, args, kwargs, source)
     if what in ("getitem", "narrow", "select") and isinstance(first, Ref):
-        masked = _masked(graph, step, read, args, sizes) if what == "getitem" else None
-        return masked or _sliced(graph, step, read(first.name), args, kwargs, sizes)
+        masked = _masked(graph, step, read, args, source) if what == "getitem" else None
+        return masked or _sliced(graph, step, read(first.name), args, kwargs, source)
     if what == "pad":
-        return _padded(graph, step, read(first.name), args, kwargs, sizes)
+        return _padded(graph, step, read(first.name), args, kwargs, source)
     if what == "expand":
         # 1 leaves a free size as it is; every other size is said.
-        shape = [1 if isinstance(n, str) else n for n in sizes.named(output)]
+        shape = [1 if isinstance(n, str) else n for n in source.named(output)]
         return graph.node("Expand", path, [read(first.name), graph.numbers(shape)])
     if what in ("pixel_shuffle", "PixelShuffle"):
-        factor = math.isqrt(sizes.of(first.name)[1] // sizes.of(output)[1])
+        factor = math.isqrt(source.shapes[first.name][1] // source.shapes[output][1])
         return graph.pixels(path, read(first.name), factor)
     if what in _SHUFFLES and len(args) == 2:
-        return _shuffled(graph, step, read(first.name), int(args[1]), sizes)
+        return _shuffled(graph, step, read(first.name), int(args[1]), source)
     if what in ("repeat", "tile") and len(args) > 1:
-        return _repeated(graph, step, read(first.name), args[1:], sizes)
+        return _repeated(graph, step, read(first.name), args[1:], source)
     if what == "index_put":
-        return placed(graph, step, read, args, kwargs, sizes)
+        return placed(graph, step, read, args, kwargs, source)
     return None
 
 
@@ -173,22 +173,22 @@ def _called(step: Step, value: Any, args: Any, kwargs: Any) -> Any:
     return function(value, *args[1:], **kwargs)
 
 
-def _permuted(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, sizes: Sizes) -> str:
+def _permuted(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, source: Source) -> str:
     # Strides of a tensor with two elements along every axis tell the axes apart.
-    rank = len(sizes.of(args[0].name))
+    rank = len(source.shapes[args[0].name])
     strides = _called(step, torch.empty([2] * rank, device="meta"), args, kwargs).stride()
     order = [rank - 1 - int(math.log2(stride)) for stride in strides]
     return graph.node("Transpose", step.path, [x], perm=order)
 
 
-def _parts(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, sizes: Sizes) -> list[str]:
-    shape, path = sizes.of(args[0].name), step.path
-    made = sizes.of(step.outputs[0])
+def _parts(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, source: Source) -> list[str]:
+    shape, path = source.shapes[args[0].name], step.path
+    made = source.shapes[step.outputs[0]]
     probe = _called(step, torch.empty(shape, device="meta"), args, kwargs)
     drops = len(made[0]) < len(shape)
     given = {**dict(zip(("x", "size", "dim"), args, strict=False)), **kwargs}
     axis = int(given.get("dim", given.get("size", 0) if drops else 0)) % len(shape)
-    if isinstance(sizes.named(args[0].name)[axis], str):
+    if isinstance(source.named(args[0].name)[axis], str):
         raise ValueError(
             f"export_qdq_onnx: {path or 'the model'}: {step.attributes['what']} along an axis "
             "whose size is free in the file; the number of parts would be that of the example"
@@ -198,14 +198,14 @@ def _parts(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, sizes: Size
         length = 1 if drops else part.shape[axis]
         name = sliced(graph, path, x, {axis: (start, start + length, 1)})
         if drops:
-            name = reshaped(graph, path, name, _without(sizes, path, args[0].name, {axis}))
+            name = reshaped(graph, path, name, _without(source, path, args[0].name, {axis}))
         names.append(name)
         start += length
     return names
 
 
 def _masked(
-    graph: Graph, step: Step, read: Callable[[str], str], args: Any, sizes: Sizes
+    graph: Graph, step: Step, read: Callable[[str], str], args: Any, source: Source
 ) -> str | None:
     """What a mask leaves of one axis, such as the pillars of one frame, or of the first ones."""
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -213,11 +213,11 @@ def _masked(
     if len(masks) != 1 or any(i != slice(None) for i in index if not isinstance(i, Ref)):
         return None
     ((axis, mask),) = masks
-    if sizes.dtype(mask.name) != torch.bool:
+    if source.dtype(mask.name) != torch.bool:
         return None
     # Compress says the same, but TensorRT has no importer of it.
     places = graph.node("NonZero", step.path, [read(mask.name)])
-    if len(sizes.of(mask.name)) != 1:
+    if len(source.shapes[mask.name]) != 1:
         if axis:
             return None
         places = graph.node("Transpose", step.path, [places], perm=[1, 0])
@@ -226,9 +226,9 @@ def _masked(
     return graph.node("Gather", step.path, [read(args[0].name), places], axis=axis)
 
 
-def _sliced(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, sizes: Sizes) -> str | None:
-    source, what = args[0].name, step.attributes["what"]
-    shape = sizes.of(source)
+def _sliced(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, source: Source) -> str | None:
+    first, what = args[0].name, step.attributes["what"]
+    shape = source.shapes[first]
     index = args[1:]
     if what == "getitem":
         index = index[0] if isinstance(index[0], tuple) else (index[0],)
@@ -246,7 +246,7 @@ def _sliced(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, sizes: Siz
         at = index.index(Ellipsis)
         index = (*index[:at], *[slice(None)] * missing, *index[at + 1 :])
     cuts, dropped = {}, set()
-    free = [isinstance(size, str) for size in sizes.named(source)]
+    free = [isinstance(size, str) for size in source.named(first)]
     for axis, i in enumerate(index):
         if isinstance(i, int):
             start = i if free[axis] else i % shape[axis]
@@ -260,7 +260,7 @@ def _sliced(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, sizes: Siz
     name = sliced(graph, step.path, x, cuts) if cuts else x
     if not dropped:
         return name
-    return reshaped(graph, step.path, name, sizes.target(step.path, step.outputs[0]))
+    return reshaped(graph, step.path, name, source.target(step.path, step.outputs[0]))
 
 
 def sliced(graph: Graph, path: str, x: str, cuts: dict[int, tuple[int, int, int]]) -> str:
@@ -270,31 +270,31 @@ def sliced(graph: Graph, path: str, x: str, cuts: dict[int, tuple[int, int, int]
     return graph.node("Slice", path, [x, *inputs])
 
 
-def _without(sizes: Sizes, path: str, name: str, dropped: set[int]) -> list[int]:
-    target = sizes.target(path, name)
+def _without(source: Source, path: str, name: str, dropped: set[int]) -> list[int]:
+    target = source.target(path, name)
     return [size for axis, size in enumerate(target) if axis not in dropped]
 
 
 def _stacked(
-    graph: Graph, step: Step, read: Callable[[str], str], args: Any, kwargs: Any, sizes: Sizes
+    graph: Graph, step: Step, read: Callable[[str], str], args: Any, kwargs: Any, source: Source
 ) -> str:
     given = {**dict(zip(("tensors", "dim"), args, strict=False)), **kwargs}
-    axis = int(given.get("dim", 0)) % len(sizes.of(step.outputs[0]))
+    axis = int(given.get("dim", 0)) % len(source.shapes[step.outputs[0]])
     names = []
     for name in names_in(given["tensors"]):
-        target = sizes.target(step.path, name)
+        target = source.target(step.path, name)
         target.insert(axis, 1)
         names.append(reshaped(graph, step.path, read(name), target))
     return graph.node("Concat", step.path, names, axis=axis)
 
 
-def _padded(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, sizes: Sizes) -> str | None:
+def _padded(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, source: Source) -> str | None:
     given = {**dict(zip(("x", "pad", "mode", "value"), args, strict=False)), **kwargs}
     mode = _PADDINGS.get(given.get("mode", "constant"))
     if mode is None:
         return None
     widths = given.get("pad", ())
-    rank = len(sizes.of(args[0].name))
+    rank = len(source.shapes[args[0].name])
     low, high = [0] * rank, [0] * rank
     for i in range(len(widths) // 2):
         low[rank - 1 - i], high[rank - 1 - i] = int(widths[2 * i]), int(widths[2 * i + 1])
@@ -303,10 +303,10 @@ def _padded(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, sizes: Siz
     return graph.node("Pad", step.path, [x, graph.numbers([*low, *high]), *filler], mode=mode)
 
 
-def _shuffled(graph: Graph, step: Step, x: str, count: int, sizes: Sizes) -> str:
+def _shuffled(graph: Graph, step: Step, x: str, count: int, source: Source) -> str:
     """Channels in groups that change places, or pixels that become channels."""
-    path, target = step.path, sizes.target(step.path, step.outputs[0])
-    batch, channels, height, width = sizes.target(path, step.args[0].name)
+    path, target = step.path, source.target(step.path, step.outputs[0])
+    batch, channels, height, width = source.target(path, step.args[0].name)
     if step.attributes["what"] == "channel_shuffle":
         split, order = [batch, count, channels // count, height, width], [0, 2, 1, 3, 4]
     else:
@@ -316,11 +316,11 @@ def _shuffled(graph: Graph, step: Step, x: str, count: int, sizes: Sizes) -> str
     return reshaped(graph, path, graph.node("Transpose", path, [x], perm=order), target)
 
 
-def _repeated(graph: Graph, step: Step, x: str, args: Any, sizes: Sizes) -> str:
+def _repeated(graph: Graph, step: Step, x: str, args: Any, source: Source) -> str:
     times = list(args[0] if isinstance(args[0], list | tuple) else args)
-    shape = sizes.of(step.args[0].name)
+    shape = source.shapes[step.args[0].name]
     if len(times) > len(shape):
-        target = sizes.target(step.path, step.args[0].name)
+        target = source.target(step.path, step.args[0].name)
         x = reshaped(graph, step.path, x, [1] * (len(times) - len(shape)) + target)
     times = [1] * (len(shape) - len(times)) + times
     return graph.node("Tile", step.path, [x, graph.numbers(times)])

@@ -6,35 +6,14 @@ cannot disagree on which tensors are integers of which scale.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from bevquant_export.dense._free_sizes import chooses_rows, free_sizes
-from bevquant_export.dense._program_of import QdqProgram, bound, inputs_of, program_of
-from bevquant_graph import refilled
-from bevquant_int8sim import IntegerModel
-from bevquant_int8sim.program import (
-    Integers,
-    Program,
-    Ref,
-    SparseRef,
-    Step,
-    grid_call,
-    integers_of,
-    is_active,
-    module_call,
-    names_in,
-    replaced,
-)
-
-__all__ = [
-    "Integers", "Program", "Ref", "Source", "SparseRef", "Step", "grid_call", "integers_of",
-    "is_active", "module_call", "names_in", "read_model", "replaced",
-]  # fmt: skip
+from bevquant_export.dense._program_of import QdqProgram
+from bevquant_int8sim.program import Program, Ref, Step, names_in, replaced
 
 Shape = tuple[int, ...]
 
@@ -79,150 +58,95 @@ class Source:
         """`Integers`, or ``"int32"`` or ``"float"``."""
         return self.program.values[name].form
 
+    @property
+    def free(self) -> bool:
+        """Whether the batch may vary."""
+        return bool(self.wider)
 
-def read_model(
-    model: nn.Module | IntegerModel,
-    args: Any,
-    *,
-    dynamic_batch: bool,
-    voxels: bool = False,
-    integer_inputs: bool = False,
-    integer_sums: bool = False,
-    verify: bool = True,
-) -> Source:
-    """Lower `model` and run it on `args`.
+    def dtype(self, name: str) -> Any:
+        """Type of the tensor in the file, as torch's: float32 for what is integers of a scale."""
+        form = self.program.values.get(name.partition("[")[0])
+        if form is not None and form.form not in ("float", "host"):
+            return torch.float32
+        return self.dtypes.get(name, torch.float32)
 
-    With `voxels` sparse convolutions may be among its steps: the number of voxels is free then,
-    and the number of frames a constant.
-
-    Raises:
-        TypeError: No module.
-        ValueError: Not calibrated, not traceable, in training mode, a sparse model, inputs of
-            another type than float32 (or with `integer_inputs` other floats), or a batch that
-            cannot vary.
-    """
-    for path, value in model.named_parameters() if isinstance(model, nn.Module) else ():
-        if value.is_floating_point() and value.dtype != torch.float32:
-            raise ValueError(
-                f"export_qdq_onnx: parameter {path} is {value.dtype}; expected float32. Call "
-                "model.float() before it is quantized and calibrated; the profile says what the "
-                "file's floats are"
-            )
-    integer = program_of(model, args, integer_sums, verify=verify)
-    program = integer.program
-    sparse = [s.path for s in program.steps if s.op in ("sites", "sparse_conv")]
-    sparse += ["an input"] if program.sparse_inputs else []
-    if sparse and (not voxels or dynamic_batch):
-        raise ValueError(
-            f"export_qdq_onnx: {next(filter(None, sparse), 'the model')} is sparse; "
-            + (
-                "the number of frames is a constant of such files: dynamic_batch=False"
-                if voxels
-                else "write that part with export_sparse_onnx and the dense parts, each a module "
-                "of its own, with export_qdq_onnx, or all of it with profile='onnxruntime'"
-            )
+    def named(self, name: str) -> tuple[int | str, ...]:
+        """Shape, with names for the sizes that follow the batch."""
+        return tuple(
+            m if isinstance(m, str) else n if n == m else "batch" if axis == 0 else f"{name}_{axis}"
+            for axis, (n, m) in enumerate(zip(*self._runs(name), strict=True))
         )
-    given, called = dict(inputs_of(program, args)), dict(integer.names)
-    grids: dict[str, tuple[Shape, int]] = {}
-    for name, value in bound(program, args):
-        if name in program.sparse_inputs:
-            called[f"{name}.indices"] = f"{called[name]}.indices"
-            shape = tuple(int(size) for size in value.spatial_shape)
-            grids[program.sparse_inputs[name]] = shape, int(value.batch_size)
-    for name, value in given.items():
-        if sparse or not isinstance(value, Tensor) or value.dtype == torch.float32:
-            continue
-        if value.is_floating_point() or value.is_complex() or not integer_inputs:
+
+    def _runs(self, name: str) -> tuple[Any, Any]:
+        """Shape in the first run and in the second one."""
+        shape = self.shapes[name]
+        return shape, self.wider.get(name, shape)
+
+    def target(self, path: str, name: str, source: str | None = None) -> list[int]:
+        """What a Reshape to the shape of `name` is given: −1 for the size that is free.
+
+        0, the size of the same axis of what is reshaped, for those that are `source`'s, if several
+        are free.
+
+        Raises:
+            ValueError: Several other sizes are free.
+        """
+        sizes = [-1 if isinstance(n, str) else n for n in self.named(name)]
+        own = [] if source is None else list(zip(*self._runs(source), strict=True))
+        for axis, pair in enumerate(zip(*self._runs(name), strict=True)):
+            if sizes.count(-1) > 1 and sizes[axis] == -1 and own[axis : axis + 1] == [pair]:
+                sizes[axis] = 0
+        if sizes.count(-1) > 1:
             raise ValueError(
-                f"export_qdq_onnx: input {called[name]} is {value.dtype}; expected float32. Give "
-                "float32 tensors, and compute what depends on others outside of this model"
+                f"export_qdq_onnx: {path or 'the model'}: {sizes.count(-1)} sizes of a reshaped "
+                "tensor follow the batch; expected one. Export with dynamic_batch=False"
             )
-    ranges: dict[str, float] = {}
-    dtypes: dict[str, torch.dtype] = {}
-    shapes, hosts = _run(integer, args, ranges, dtypes)
-    wider: dict[str, Any] = {}
-    wider_hosts: dict[str, Any] = {}
-    if sparse:
-        for name in names_in(program.result):  # a sparse tensor's coordinates are a result too
-            if program.values[name].form == "sites":
-                if name in hosts:
-                    shapes[f"{name}.indices"] = tuple(hosts[name].indices.shape)
-                dtypes.setdefault(f"{name}.indices", torch.int32)
-    if sparse or chooses_rows(integer):
-        wider, wider_hosts = free_sizes(integer, shapes, hosts)
-    if dynamic_batch:
-        double = _doubled(args)
-        try:
-            wider, wider_hosts = _run(integer, double, {}, {})
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(
-                "export_qdq_onnx: dynamic_batch=True, but the model does not run on twice the "
-                f"batch: {error}. Export it with a fixed batch"
-            ) from error
-    return Source(
-        program, shapes, hosts, dtypes, wider, wider_hosts,
-        {name: called[name] for name, value in given.items() if isinstance(value, Tensor)},
-        {called[name]: value for name, value in given.items() if not isinstance(value, Tensor)},
-        ranges,
-        getattr(integer, "sum_ranges", {}),
-        integer,
-        grids,
-        bool(sparse),
-    )  # fmt: skip
+        return sizes
 
+    def varies(self, value: Any) -> bool:
+        """Whether a size or number among arguments is computed from what the file is given."""
+        if not isinstance(value, Ref) or value.name not in self.hosts:
+            return False
+        return self.free and value.name not in self.wider_hosts
 
-def _run(
-    integer: QdqProgram, args: Any, ranges: dict[str, float], dtypes: dict[str, torch.dtype]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    shapes: dict[str, Any] = {}
-    hosts: dict[str, Any] = {}
+    def counts(self, step: Step) -> bool:
+        """Whether a number among a step's arguments is computed from what the file is given."""
+        return any(self.varies(Ref(name)) for name in step.inputs)
 
-    def note(name: str, value: Any) -> None:
-        if isinstance(value, Tensor):
-            shapes[name] = tuple(value.shape)
-            dtypes[name] = value.dtype
-        elif isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value):
-            shapes[name] = tuple(tuple(v.shape) for v in value)
-            shapes.update({f"{name}[{i}]": tuple(v.shape) for i, v in enumerate(value)})
-            dtypes.update({f"{name}[{i}]": v.dtype for i, v in enumerate(value)})
-        else:
-            hosts[name] = value
+    def constants(
+        self, path: str, values: Any, *, sizes: bool = False, counted: bool = False
+    ) -> Any:
+        """Arguments with every host value as it was.
 
-    def see(step: Step, inputs: Any, made: Any) -> None:
-        for name, value in zip(step.outputs, made, strict=False):
-            note(name, value)
-        if step.op == "add":
-            ranges.update(_largest(integer.program, step, inputs))
+        Args:
+            path: Module that a message names.
+            values: Arguments; `Ref`s of tensors stay.
+            sizes: The sizes of the result are read from the run, so host values may vary.
+            counted: Numbers that are computed from what the file is given stay `Ref`s.
 
-    for name, value in inputs_of(integer.program, args):
-        note(name, value)
-    integer.run(args, observe=see)
-    return shapes, hosts
+        Raises:
+            ValueError: A host value that follows the batch.
+        """
+        if self.free and not sizes:
+            hosts, wider = self.hosts, self.wider_hosts
+            for name in (name for name in names_in(values) if name in hosts):
+                if name not in wider:
+                    if counted:
+                        continue
+                    raise ValueError(
+                        f"export_qdq_onnx: {path or 'the model'}: an argument, {hosts[name]} on "
+                        "the example, is computed from the values of a frame, and the file would "
+                        "hold it as a constant; give the model a fixed one"
+                    )
+                if hosts[name] != wider[name]:
+                    raise ValueError(
+                        f"export_qdq_onnx: {path or 'the model'}: an argument follows the batch "
+                        f"({hosts[name]}, then {wider[name]}), which the file holds as a "
+                        "constant. Export with dynamic_batch=False"
+                    )
 
+        def read(ref: Ref) -> Any:
+            known = ref.name in self.hosts and not (counted and self.varies(ref))
+            return self.hosts[ref.name] if known else ref
 
-def _largest(
-    program: Program, step: Step, inputs: tuple[Tensor, ...]
-) -> Iterator[tuple[str, float]]:
-    """Largest absolute value of each operand of a sum that is held as accumulators."""
-    for index, (ref, value) in enumerate(zip(step.args, inputs, strict=True)):
-        if program.values[ref.name].form != "int32":
-            continue
-        scale = step.tensors.get(f"scale{index}")
-        low = high = value
-        if scale is not None:
-            axis = step.attributes.get("axis", 0) % value.dim()
-            others = [i for i in range(value.dim()) if i != axis]
-            if others:  # without any, torch would reduce them all
-                low, high = value.amin(others), value.amax(others)
-            low, high = low * scale.flatten(), high * scale.flatten()
-        yield ref.name, max(float(high.max()), -float(low.min()))
-
-
-def _doubled(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return torch.cat([value, value]) if value.dim() else value
-    if isinstance(value, Mapping):
-        return {key: _doubled(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return refilled(type(value), [_doubled(item) for item in value])
-    return value
+        return replaced(values, read)

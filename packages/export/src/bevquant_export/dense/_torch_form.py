@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_export.dense._graph import FIRST_SHAPE_OF_PART, Graph
-from bevquant_export.dense._sizes import Sizes
-from bevquant_export.dense._source import Ref, Step, replaced
+from bevquant_export.dense._source import Source
 from bevquant_export.floats._torch_exporter import OPSET, exported
 from bevquant_export.sparse.portable._body import INT32, INT64
+from bevquant_int8sim.program import Ref, Step, replaced
 
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _FIRST_ABSENT_ROI = 13
@@ -38,7 +38,7 @@ def torch_form(
     step: Step,
     read: Callable[[str], str],
     number: Callable[[str], str],
-    sizes: Sizes,
+    source: Source,
     constants: Mapping[str, Tensor],
 ) -> str | list[str]:
     """Nodes of a step in float: the tensor that it makes, or several.
@@ -48,7 +48,7 @@ def torch_form(
         step: What calls a function or a module of torch.
         read: Value of the program to its tensor in the file.
         number: Number that is computed from what the file is given to its tensor, int64 ``[]``.
-        sizes: Shapes, types and host values.
+        source: The program and its sizes.
         constants: Values of the program that are constants; they become the nodes' own.
 
     Raises:
@@ -56,19 +56,19 @@ def torch_form(
     """
     if graph.profile.opset < _LEAST:
         raise ValueError(f"operator set {graph.profile.opset} has no form of it")
-    if sizes.is_host(step.outputs[0]) or (step.function is None and step.module is None):
+    if step.outputs[0] in source.hosts or (step.function is None and step.module is None):
         raise ValueError("it is no operator of torch")
-    args = sizes.constants(step.path, (step.args, dict(step.kwargs)), counted=True)
+    args = source.constants(step.path, (step.args, dict(step.kwargs)), counted=True)
     call = _Call(step, args, constants)
-    examples = tuple(_example(sizes, name) for name in call.names)
-    free = tuple(_free(sizes, name) for name in call.names)
-    inputs = [number(name) if sizes.is_host(name) else read(name) for name in call.names]
+    examples = tuple(_example(source, name) for name in call.names)
+    free = tuple(_free(source, name) for name in call.names)
+    inputs = [number(name) if name in source.hosts else read(name) for name in call.names]
     # ONNX Runtime has Unique of 64-bit integers alone.
     wide = "unique" in str(step.attributes["what"]) and examples[0].dtype == torch.int32
     if wide:
         examples = (examples[0].long(), *examples[1:])
         inputs[0] = graph.node("Cast", step.path, [inputs[0]], to=INT64)
-    made = sizes.of(step.outputs[0])
+    made = source.shapes[step.outputs[0]]
     count = len(made) if made and isinstance(made[0], tuple) else 1
     key = call.key(examples, free)
     if key is not None:
@@ -151,18 +151,18 @@ def _remember(key: Any, form: tuple[Any, int]) -> None:
                 del _known[next(iter(_known))]
 
 
-def _example(sizes: Sizes, name: str) -> Any:
-    if sizes.is_host(name):
-        return sizes.number(name)
-    return torch.zeros(sizes.of(name), dtype=sizes.dtype(name))
+def _example(source: Source, name: str) -> Any:
+    if name in source.hosts:
+        return source.hosts[name]
+    return torch.zeros(source.shapes[name], dtype=source.dtype(name))
 
 
-def _free(sizes: Sizes, name: str) -> Any:
+def _free(source: Source, name: str) -> Any:
     """Axes whose size is not the example's in every frame; a number is not, either."""
     dynamic = torch.export.Dim.DYNAMIC
-    if sizes.is_host(name):
+    if name in source.hosts:
         return dynamic
-    named = enumerate(sizes.named(name))
+    named = enumerate(source.named(name))
     return {axis: dynamic for axis, size in named if isinstance(size, str)}
 
 

@@ -11,29 +11,23 @@ sparse files. Sums of integers are exact and rounded once, in float64, as the si
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bevquant_export.dense._graph import FIRST_SHAPE_OF_PART, Graph, Held
-from bevquant_export.dense._sizes import Sizes
-from bevquant_export.dense._source import Integers, Ref, Source, Step, replaced
-from bevquant_export.sparse._three_axes import with_axes
-from bevquant_export.sparse.portable._body import DOUBLE, FLOAT, INT32, INT64, UINT8
+from bevquant_export.dense._graph import Held
+from bevquant_export.dense._numbers import Numbers, refuse
+from bevquant_export.sparse._axes import with_axes
+from bevquant_export.sparse.portable._body import DOUBLE, FLOAT, INT32, UINT8
 from bevquant_export.sparse.portable._sites import Sites, Surroundings
 from bevquant_export.targets._cpu import stored_weights
+from bevquant_int8sim.program import Integers, Ref, Step, replaced
 
 _AXES = 3
-_ARITHMETIC = {
-    "add": "Add", "sub": "Sub", "mul": "Mul", "neg": "Neg", "mod": "Mod", "sym_min": "Min",
-    "sym_max": "Max",
-}  # fmt: skip
-_REAL = {"add": "Add", "sub": "Sub", "mul": "Mul", "truediv": "Div"}
-_FILLED = frozenset(("zeros", "ones", "new_zeros", "new_ones"))
 _PADDING = 2  # place among kernel, stride, padding and dilation
 
 
@@ -62,27 +56,23 @@ class Voxels:
     """Writes the steps of a program that know where voxels are.
 
     Args:
-        source: The program.
-        graph: Where nodes are added.
-        sizes: Of its tensors.
+        numbers: Of the program, and what writes its steps.
         inputs: Name in the program to name in the file.
     """
 
-    def __init__(
-        self, source: Source, graph: Graph, sizes: Sizes, inputs: Mapping[str, str]
-    ) -> None:
-        self.source, self.graph, self.sizes = source, graph, sizes
+    def __init__(self, numbers: Numbers, inputs: Mapping[str, str]) -> None:
+        self.numbers, self.source, self.graph = numbers, numbers.source, numbers.graph
+        self.read = numbers.read
         self._sites: dict[str, Sites] = {}
         self._parts: dict[str, Sites] = {}  # coordinates, grid and batch size, by their own names
         self._missing: dict[str, int] = {}  # axes to three, by what made the voxels
-        self._numbers: dict[str, Step] = {}  # steps that compute sizes and the like
         self._unchecked: set[str] = set()  # who gave voxels that may occur twice
         self._sums: dict[str, str] = {}  # int32, of layers whose readers want several forms
         self._surroundings: Surroundings | None = None
-        for features, sites in source.program.sparse_inputs.items():
-            grid, frames = source.grids[sites]
+        for features, sites in self.source.program.sparse_inputs.items():
+            grid, frames = self.source.grids[sites]
             coords = inputs[f"{features}.indices"]
-            self._given(sites, coords, grid, graph.numbers([frames]), features)
+            self._given(sites, coords, grid, self.graph.numbers([frames]), features)
 
     def indices(self, name: str) -> str | None:
         """Coordinates, int32 ``[voxels, 4]``, where a value is those of sites."""
@@ -99,7 +89,6 @@ class Voxels:
     def host(self, step: Step) -> None:
         """Note a step that computes sites or asks for a part of them."""
         made, first = step.outputs[0], step.args[0] if step.args else None
-        self._numbers[made] = step
         sites = self._sites.get(first.name) if isinstance(first, Ref) else None
         if sites is None:
             return
@@ -109,71 +98,18 @@ class Voxels:
         elif what == "convolved_sites":
             self._sites[made] = self._walked(step, sites, step.args[1], step.args[2:])[1]
 
-    def sites(self, step: Step, read: Callable[[str], str]) -> None:
+    def sites(self, step: Step) -> None:
         """Coordinates that a model has as a tensor."""
         indices, shape, batch = step.args
         hosts = self.source.hosts
         example, count = replaced((shape, batch), lambda ref: hosts[ref.name])
         grid, open = tuple(int(size) for size in example), ""
-        if any(self.sizes.varies(size) for size in shape):
-            parts = [self._number(step, size, read) for size in shape]
-            open = self.graph.node("Concat", step.path, parts, axis=0)
+        if any(self.source.varies(size) for size in shape):
+            open = self.numbers.shape(step.path, shape)
         frames = self.graph.numbers([int(count)])
-        if self.sizes.varies(batch):
-            frames = self._number(step, batch, read)
-        self._given(step.outputs[0], read(indices.name), grid, frames, step.path, open)
-
-    def number(self, step: Step, name: str, read: Callable[[str], str]) -> str:
-        """A number that a step reads as a tensor, int64 ``[]``."""
-        made = self._number(step, Ref(name), read)
-        return self.graph.node("Squeeze", step.path, [made, self.graph.numbers([0])])
-
-    def _number(self, step: Step, value: Any, read: Callable[[str], str]) -> str:
-        """A number as a tensor, int64 ``[1]``."""
-        graph, path = self.graph, step.path
-        if not self.sizes.varies(value):
-            return graph.numbers([int(self.sizes.constants(path, value))])
-        maker = self._numbers.get(value.name)
-        what = "" if maker is None else str(maker.attributes.get("what"))
-        if maker is not None and what == "size":
-            axis = int(maker.args[1])
-            sized = read(maker.args[0].name)
-            if graph.opset >= FIRST_SHAPE_OF_PART:
-                return graph.node("Shape", path, [sized], start=axis, end=axis + 1)
-            shape = graph.node("Shape", path, [sized])
-            return graph.node("Gather", path, [shape, graph.numbers([axis])], axis=0)
-        if maker is not None and what == "item":
-            tensor = graph.node("Cast", path, [read(maker.args[0].name)], to=INT64)
-            return graph.node("Reshape", path, [tensor, graph.numbers([1])])
-        if maker is not None and what in ("trunc", "floor", "ceil"):
-            real = self._real(step, maker.args[0], read)
-            whole = real if what == "trunc" else graph.node(what.capitalize(), path, [real])
-            return graph.node("Cast", path, [whole], to=INT64)
-        if maker is None or what not in (*_ARITHMETIC, "floordiv"):
-            self._refuse(path, f"a size comes from {what or 'a number'}, which has no form")
-        operands = [self._number(step, operand, read) for operand in maker.args]
-        if what == "floordiv":  # rounds down, ONNX's towards 0; its Mod has Python's sign
-            rest = graph.node("Mod", path, operands)
-            operands[0] = graph.node("Sub", path, [operands[0], rest])
-            return graph.node("Div", path, operands)
-        return graph.node(_ARITHMETIC[what], path, operands)
-
-    def _real(self, step: Step, value: Any, read: Callable[[str], str]) -> str:
-        """A number, or a share of one, as a tensor, float64 ``[1]``: as Python computes it."""
-        graph, path = self.graph, step.path
-        if not isinstance(value, Ref):
-            ratio = float(value).as_integer_ratio()  # exact, and files hold no float64
-            if max(map(abs, ratio)) >= 2**63:
-                self._refuse(path, f"a size is computed with {value}, which has no form")
-            parts = [graph.node("Cast", path, [graph.numbers([n])], to=DOUBLE) for n in ratio]
-            return graph.node("Div", path, parts)
-        maker = self._numbers.get(value.name)
-        what = "" if maker is None else str(maker.attributes.get("what"))
-        if maker is None or what not in _REAL or len(maker.args) != 2:
-            whole = value if maker is None or what != "sym_float" else maker.args[0]
-            return graph.node("Cast", path, [self._number(step, whole, read)], to=DOUBLE)
-        operands = [self._real(step, operand, read) for operand in maker.args]
-        return graph.node(_REAL[what], path, operands)
+        if self.source.varies(batch):
+            frames = self.numbers.of(step.path, batch)
+        self._given(step.outputs[0], self.read(indices.name), grid, frames, step.path, open)
 
     def _behind(self, grid: str, window: Any, padding: tuple[int, ...]) -> str:
         """``(n + 2·padding − dilation·(kernel − 1) − 1) / stride + 1``, axis by axis."""
@@ -189,13 +125,13 @@ class Voxels:
     ) -> None:
         missing = _AXES - len(grid)
         if missing < 0:
-            self._refuse(path, f"voxels on a grid of {len(grid)} axes have no form; expected 1…3")
+            refuse(path, f"voxels on a grid of {len(grid)} axes have no form; expected 1…3")
         if self._surroundings is None:
             self._surroundings = Surroundings(self.graph, frames, self._behind)
         elif self._surroundings.batch_size != frames:
-            self._refuse(path, "sparse tensors of two numbers of frames have no form in one file")
+            refuse(path, "sparse tensors of two numbers of frames have no form in one file")
         if missing and open:
-            self._refuse(path, "a grid of fewer than three axes, computed from voxels, has no form")
+            refuse(path, "a grid of fewer than three axes, computed from voxels, has no form")
         coords = self.graph.node("Cast", path, [coords], to=INT32)
         coords = with_axes(self.graph, path, coords, 1 + len(grid), 1)
         sites = self._surroundings.given((1,) * missing + grid, coords, name, open)
@@ -208,7 +144,7 @@ class Voxels:
         graph, path, attributes = self.graph, step.path, step.attributes
         if len(step.args) > 2 or attributes["transposed"]:
             what = "with a sum in it" if len(step.args) > 2 else "that is transposed"
-            self._refuse(path, f"a sparse convolution {what} has no form")
+            refuse(path, f"a sparse convolution {what} has no form")
         geometry = [tuple(attributes[k]) for k in ("kernel_size", "stride", "padding", "dilation")]
         geometry += [(), *(attributes[k] for k in ("subm", "transposed", "inverse"))]
         rows = self._walk(step, attributes["indice_key"], tuple(geometry))
@@ -242,58 +178,23 @@ class Voxels:
         sums, form = self._sums.get(step.args[0].name), self.source.form(step.outputs[0])
         return None if sums is None else self._rounded(step, sums, form)
 
-    def written(self, step: Step, read: Callable[[str], str]) -> str | None:
+    def written(self, step: Step) -> str | None:
         """A step in float, or one that moves values, where it is about voxels."""
         what = step.attributes.get("what")
         if type(step.module).__name__ == "FloatSparseConv":
-            return self._float_convolution(step, read(step.args[0].name))
+            return self._float_convolution(step, self.read(step.args[0].name))
         if what == "sparse_max_pool":
-            return self._pooled(step, read(step.args[0].name))
+            return self._pooled(step, self.read(step.args[0].name))
         if what == "to_dense":
-            return self._dense(step, read(step.args[0].name))
-        if what in _FILLED:
-            return self._filled(step, read)
-        return self._grown(step, read) if what in ("repeat", "expand") else None
-
-    def _grown(self, step: Step, read: Callable[[str], str]) -> str | None:
-        """A constant or a row as often as there are voxels, or other rows that are found."""
-        first, *given = step.args
-        times = given[0] if len(given) == 1 and isinstance(given[0], list | tuple) else given
-        if not any(self.sizes.varies(size) for size in times) or step.kwargs:
-            return None
-        # −1 leaves a size as it is, as 1 does to ONNX.
-        parts = [1 if size == -1 else size for size in times]
-        shape = self.graph.node(
-            "Concat", step.path, [self._number(step, size, read) for size in parts], axis=0
-        )
-        x = read(first.name)
-        if step.attributes["what"] == "expand":
-            return self.graph.node("Expand", step.path, [x, shape])
-        missing = len(parts) - len(self.sizes.of(first.name))
-        if missing:
-            target = [1] * missing + self.sizes.target(step.path, first.name)
-            x = self.graph.node("Reshape", step.path, [x, self.graph.numbers(target)])
-        return self.graph.node("Tile", step.path, [x, shape])
-
-    def _filled(self, step: Step, read: Callable[[str], str]) -> str | None:
-        """A tensor of one value, as long as another one that is as long as there are voxels."""
-        from onnx import numpy_helper
-
-        shape = step.args[1 if str(what := step.attributes["what"]).startswith("new_") else 0]
-        if not any(self.sizes.varies(size) for size in shape):
-            return None
-        parts = [self._number(step, size, read) for size in shape]
-        lengths = self.graph.node("Concat", step.path, parts, axis=0)
-        dtype = torch.empty(0, dtype=self.sizes.dtype(step.outputs[0])).numpy().dtype
-        value = numpy_helper.from_array(np.full(1, float(what.endswith("ones")), dtype))
-        return self.graph.node("ConstantOfShape", step.path, [lengths], value=value)
+            return self._dense(step, self.read(step.args[0].name))
+        return None
 
     def _float_convolution(self, step: Step, x: str) -> str:
         module: Any = step.module
         if module.quantizer is not None or module.activation not in ("None", "ReLU"):
-            self._refuse(step.path, "a float convolution on quantized voxels has no form")
+            refuse(step.path, "a float convolution on quantized voxels has no form")
         if module.geometry.transposed:
-            self._refuse(step.path, "a sparse convolution that is transposed has no form")
+            refuse(step.path, "a sparse convolution that is transposed has no form")
         rows = self._walk(step, module.key, module.geometry.numbers())
         weight: Tensor = module.weight.detach().float().cpu()
         read = self._gathered(step.path, x, rows, weight.shape[:2], np.float32, 0)
@@ -309,7 +210,7 @@ class Voxels:
     def _pooled(self, step: Step, x: str) -> str:
         """The largest features of each window."""
         rows = self._walk(step, step.args[3], step.args[4:])
-        channels = self.sizes.of(step.outputs[0])[1]
+        channels = self.source.shapes[step.outputs[0]][1]
         if rows is None:
             return x
         volume, lowest = math.prod(step.args[4]), float(np.finfo(np.float32).min)
@@ -322,9 +223,9 @@ class Voxels:
         """Voxels on their grid, ``[batch, channels, …]``, zero where there is none."""
         sites = self._parts.get(step.args[1].name)
         if sites is None:
-            self._refuse(step.path, "dense() of coordinates that no sparse tensor has")
+            refuse(step.path, "dense() of coordinates that no sparse tensor has")
         if sites.open:
-            self._refuse(step.path, "dense() on a grid that is computed from voxels has no form")
+            refuse(step.path, "dense() on a grid that is computed from voxels has no form")
         assert self._surroundings is not None
         (made,) = self.graph.call(
             "ScatterDense", [x, sites.voxels, self._surroundings.batch_size],
@@ -332,7 +233,7 @@ class Voxels:
         )  # fmt: skip
         if not (missing := self._missing_axes(sites)):
             return made
-        channels, *grid = self.sizes.of(step.outputs[0])[1:]
+        channels, *grid = self.source.shapes[step.outputs[0]][1:]
         assert len(grid) == _AXES - missing
         return self.graph.node(
             "Reshape", step.path, [made, self.graph.numbers([-1, channels, *grid])]
@@ -344,7 +245,7 @@ class Voxels:
         """The table of neighbours of a step on sites; its own sites become known."""
         sites = self._sites.get(step.args[1].name)
         if sites is None:
-            self._refuse(step.path, "its voxels are made by something that has no form")
+            refuse(step.path, "its voxels are made by something that has no form")
         rows, made = self._walked(step, sites, key, geometry)
         if len(step.outputs) > 1:
             self._sites[step.outputs[1]] = made
@@ -355,7 +256,7 @@ class Voxels:
     ) -> tuple[str | None, Sites]:
         *sizes, _, subm, transposed, inverse = geometry
         if transposed:
-            self._refuse(step.path, "a sparse convolution that is transposed has no form")
+            refuse(step.path, "a sparse convolution that is transposed has no form")
         name = step.path or step.outputs[0]
         missing = self._missing_axes(sites)
         kernel, stride, padding, dilation = (
@@ -434,10 +335,4 @@ class Voxels:
         if bias is not None:
             largest = largest + np.abs(bias.cpu().numpy().astype(np.int64))
         if largest.max(initial=0) >= 2**31:
-            self._refuse(step.path, "its sums may leave int32; disable() its quantizers")
-
-    def _refuse(self, path: str, why: str) -> NoReturn:
-        raise ValueError(
-            f"export_qdq_onnx: {path or 'the model'}: {why}. Export the sparse encoder with "
-            "export_sparse_onnx and the dense parts, each a module of its own, with export_qdq_onnx"
-        )
+            refuse(step.path, "its sums may leave int32; disable() its quantizers")

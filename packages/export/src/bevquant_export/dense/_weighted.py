@@ -9,9 +9,9 @@ import numpy as np
 
 from bevquant_export.dense._graph import Array, Graph, Held
 from bevquant_export.dense._moves import reshaped
-from bevquant_export.dense._sizes import Sizes
-from bevquant_export.dense._source import Integers, Step
+from bevquant_export.dense._source import Source
 from bevquant_export.targets._cpu import stored_weights
+from bevquant_int8sim.program import Integers, Step
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ def _as_convolution(step: Step, block: int) -> Step:
     return replace(step, op="conv", tensors=tensors, attributes={**step.attributes, **settings})
 
 
-def weighted_layer(graph: Graph, step: Step, x: Held, form: Any, sizes: Sizes) -> str:
+def weighted_layer(graph: Graph, step: Step, x: Held, form: Any, source: Source) -> str:
     """The layer's nodes up to its float result, which a ReLU or a quantizer follows.
 
     Where `block_of` is not 0 the result's channels still have to become pixels.
@@ -87,7 +87,7 @@ def weighted_layer(graph: Graph, step: Step, x: Held, form: Any, sizes: Sizes) -
     weight = _with_room_for_bias(graph, step, x, weight)
     bias = _bias(graph, step, x, weight.scales)
     if step.op == "linear":
-        return _linear(graph, step, x, weight, bias, sizes)
+        return _linear(graph, step, x, weight, bias, source)
     in_float = _is_float(graph, step, weight)
     held = graph.float_operand(path, x.name) if in_float else x.name
     inputs = [held, _weight(graph, step, weight), *([bias] if bias else [])]
@@ -111,9 +111,9 @@ def weighted_layer(graph: Graph, step: Step, x: Held, form: Any, sizes: Sizes) -
     return made
 
 
-def _linear(graph: Graph, step: Step, x: Held, weight: _Weight, bias: str, sizes: Sizes) -> str:
+def _linear(graph: Graph, step: Step, x: Held, weight: _Weight, bias: str, source: Source) -> str:
     """Gemm, whose operands have two axes."""
-    rank = len(sizes.of(step.args[0].name))
+    rank = len(source.shapes[step.args[0].name])
     name = x.name
     if rank != 2:
         name = graph.node(
@@ -125,11 +125,11 @@ def _linear(graph: Graph, step: Step, x: Held, weight: _Weight, bias: str, sizes
     return graph.node("Gemm", step.path, inputs, transB=1)
 
 
-def unflattened(graph: Graph, step: Step, held: Held, sizes: Sizes) -> Held:
+def unflattened(graph: Graph, step: Step, held: Held, source: Source) -> Held:
     """The result of a linear layer with the axes of its input."""
-    if step.op != "linear" or len(sizes.of(step.args[0].name)) == 2:
+    if step.op != "linear" or len(source.shapes[step.args[0].name]) == 2:
         return held
-    name = reshaped(graph, step.path, held.name, sizes.target(step.path, step.outputs[0]))
+    name = reshaped(graph, step.path, held.name, source.target(step.path, step.outputs[0]))
     if held.form is None or not graph.profile.repeats:
         return Held(name, form=held.form, flat=held.integers)
     return graph.quantized(step.path, name, held.form)

@@ -12,6 +12,10 @@
 - ``index_add`` and ``index_put`` that sum, in place too: a ``scatter_add``, whose order no runtime
   changes; for engines whose scatters do not sum, products with a matrix of zeros and ones
   (`_scatter_sums`).
+- ``inverse`` of up to four rows, and ``linalg.solve`` for matrices by it: camera geometry inverts
+  intrinsics and poses. A⁻¹ = adj(A) / det(A), adj(A)ᵢⱼ = (−1)ⁱ⁺ʲ det(A without row j and column i),
+  with determinants expanded along their first row (Laplace): as exact as an LU decomposition where
+  A is well-conditioned. Of a singular matrix torch ends with an error, and a file divides by zero.
 - ``nan_to_num(x)``: what is not equal to itself is replaced, and what is left clipped.
 
 Operator set 11 has no GridSample, Einsum and GreaterOrEqual, and neither Clip nor Mod of whole
@@ -31,7 +35,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -42,6 +46,7 @@ from bevquant_export.floats._scatter_sums import ORDERED_SUMS, SCATTER_SUMS
 
 _FIRST_GRID_SAMPLE = 16  # operator set
 _FIRST_EINSUM = 12
+_LARGEST_INVERSE = 4  # rows; a determinant of five has 120 products
 _ZEROS, _BORDER, _REFLECTION = 0, 1, 2
 
 
@@ -57,7 +62,8 @@ class PlainForms(TorchFunctionMode):
         super().__init__()
         self._forms: dict[str, Callable[..., Tensor | None]] = {
             "atan2": _atan2, "arctan2": _atan2, "nan_to_num": _nan_to_num, "argsort": _argsort,
-            "col2im": _fold, **_QUOTIENTS,
+            "col2im": _fold, "inverse": _inverse, "linalg_inv": _inverse, "linalg_solve": _solve,
+            **_QUOTIENTS,
         }  # fmt: skip
         sums = ORDERED_SUMS if scatter_sums else SCATTER_SUMS
         self._forms |= sums
@@ -115,6 +121,58 @@ def _nan_to_num(
     if posinf is not None or neginf is not None:
         return None
     return torch.where(x == x, x, nan or 0.0).clamp(limits.min, limits.max)
+
+
+def _inverse(*args: Any, **kwargs: Any) -> Tensor | None:
+    return None if kwargs or not _is_small(args) else _adjugate_inverse(args[0])
+
+
+def _solve(*args: Any, left: bool = True, **kwargs: Any) -> Tensor | None:
+    if kwargs or not _is_small(args):
+        return None
+    a, b = args
+    if not isinstance(b, Tensor) or b.dim() != a.dim():
+        return None
+    inverted = _adjugate_inverse(a)
+    return inverted @ b if left else b @ inverted
+
+
+def _is_small(args: tuple[Any, ...]) -> bool:
+    a = args[0] if args else None
+    return isinstance(a, Tensor) and 1 <= a.shape[-1] <= _LARGEST_INVERSE
+
+
+def _adjugate_inverse(a: Tensor) -> Tensor:
+    every = tuple(range(a.shape[-1]))
+
+    @cache
+    def determinant(rows: tuple[int, ...], columns: tuple[int, ...]) -> Tensor:
+        first, rest = rows[0], rows[1:]
+        total = None
+        for place, column in enumerate(columns):
+            entry = a[..., first, column]
+            if not rest:
+                return entry
+            product = entry * determinant(rest, _without(columns, column))
+            if total is None:
+                total = product
+            else:
+                total = total - product if place % 2 else total + product
+        assert total is not None
+        return total
+
+    def adjugate(i: int, j: int) -> Tensor:
+        if len(every) == 1:
+            return torch.ones_like(a[..., 0, 0])
+        minor = determinant(_without(every, j), _without(every, i))
+        return -minor if (i + j) % 2 else minor
+
+    lines = [torch.stack([adjugate(i, j) for j in every], -1) for i in every]
+    return torch.stack(lines, -2) / determinant(every, every)[..., None, None]
+
+
+def _without(numbers: tuple[int, ...], one: int) -> tuple[int, ...]:
+    return tuple(number for number in numbers if number != one)
 
 
 def _argsort(

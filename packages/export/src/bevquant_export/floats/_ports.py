@@ -59,7 +59,8 @@ def input_names(module: nn.Module, args: Any, wanted: Sequence[str] | None) -> l
     positional, named = arguments(args)
     known = list(inspect.signature(module.forward).parameters)
     names = [*known[: len(positional)], *named]
-    return _checked("input_names", names, len(positional) + len(named), wanted)
+    count = len(positional) + len(named)
+    return checked("export_float_onnx: input_names", names, count, wanted)
 
 
 def output_names(places: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
@@ -69,16 +70,19 @@ def output_names(places: Sequence[str], wanted: Sequence[str] | None) -> list[st
         ValueError: Not as many as outputs, or two of one name.
     """
     names = [f"output_{p}" if p[:1].isdigit() else p or "output" for p in places]
-    return _checked("output_names", names, len(names), wanted)
+    return checked("export_float_onnx: output_names", names, len(names), wanted)
 
 
-def _checked(
-    argument: str, names: list[str], count: int, wanted: Sequence[str] | None
-) -> list[str]:
+def checked(argument: str, names: list[str], count: int, wanted: Sequence[str] | None) -> list[str]:
+    """Names as wanted, or these; `argument` is what a message begins with.
+
+    Raises:
+        ValueError: Not `count` of them, or two of one name.
+    """
     chosen = names if wanted is None else list(wanted)
     if len(chosen) != count or len(set(chosen)) != count or not all(chosen):
         raise ValueError(
-            f"export_float_onnx: {argument}={chosen}: expected {count} different names"
+            f"{argument}={chosen}: expected {count} different names"
             + (f", one for each of {names}" if len(names) == count else "")
         )
     return chosen

@@ -16,7 +16,6 @@ from torch import nn
 
 from bevquant_export.floats._plain_forms import PlainForms
 from bevquant_export.floats._ports import arguments
-from bevquant_export.floats._small_inverse import SmallInverses
 from bevquant_graph import quiet, registered_once
 
 OPSET = 18
@@ -64,7 +63,7 @@ def exported(
     try:
         with (
             quiet(*_LOGGERS), contextlib.redirect_stdout(io.StringIO()), torch.no_grad(), known,
-            registered_once(), SmallInverses(), PlainForms(lowered_to or opset, scatter_sums),
+            registered_once(), PlainForms(lowered_to or opset, scatter_sums),
         ):  # fmt: skip
             program = torch.onnx.export(
                 module, positional, kwargs=named or None, dynamo=True, verbose=False,

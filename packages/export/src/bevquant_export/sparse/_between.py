@@ -20,8 +20,6 @@ from bevquant_export.sparse._steps import Between
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.model import Step
 
-__all__ = ["follow"]
-
 _POOL = "sparse_max_pool"
 _SAME = ("to", "_to_copy", "int", "contiguous", "clone")  # coordinates in another type
 

@@ -35,10 +35,7 @@ from bevquant_export.sparse._graph import (
     Sizes,
     Steps,
     first_on_input,
-    inputs_of,
 )
-
-__all__ = ["MOVED", "moves_channels", "row_conv", "with_channel_moves"]
 
 _RANGE = 127 / 64  # of weights: 1.0 is 64 steps
 MOVED = " (channels)"  # behind the path of what no layer of the model makes: none has a space
@@ -147,7 +144,7 @@ class _Writer:
 
     def _whole(self, node: Conv) -> Conv:
         """The convolution for those who read all of it: in int8 where they all want that."""
-        readers = [other for other in self.graph.nodes if node.y in inputs_of(other)]
+        readers = [other for other in self.graph.nodes if node.y in other.inputs]
         others = [n for n in readers if not isinstance(n, Select) or n.input_range is not None]
         integers = [node.y in n.stated_ranges and not isinstance(n, Add) for n in others]
         taken = len(others) < len(readers) and node.y not in self.graph.outputs
@@ -158,12 +155,12 @@ class _Writer:
         """Whether all that read a convolution take a part of it, which is written in its place."""
         if not isinstance(node, Conv) or node.y in self.graph.outputs:
             return False
-        parts = [isinstance(n, Select) for n in self.graph.nodes if node.y in inputs_of(n)]
+        parts = [isinstance(n, Select) for n in self.graph.nodes if node.y in n.inputs]
         return bool(parts) and all(parts)
 
     def _note(self, node: Node) -> None:
         """Channels and voxels of what a node makes."""
-        channels = node.channels_made([self.channels.get(x, 0) for x in inputs_of(node)])
+        channels = node.channels_made([self.channels.get(x, 0) for x in node.inputs])
         if channels is not None:
             self.channels[node.y] = channels
         if isinstance(node, Conv):
@@ -184,7 +181,7 @@ class _Writer:
         elif isinstance(node, Add | Relu | Concat | Fold | Select | Steps):
             if isinstance(node, Steps) and node.on < 0:
                 return
-            first = inputs_of(node)[node.on if isinstance(node, Steps) else 0]
+            first = node.inputs[node.on if isinstance(node, Steps) else 0]
             if first in self.voxels:
                 self.voxels[node.y] = self.voxels[first]
 

@@ -11,17 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevquant_export.sparse._axes import lifted, lowered_to
 from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._channel_moves import MOVED, moves_channels
-from bevquant_export.sparse._graph import Add, Conv, Node, Relu, Select, Steps, inputs_of
+from bevquant_export.sparse._graph import Add, Conv, Node, Relu, Select, Steps
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._held import Integers
 from bevquant_export.sparse._load import SparseOnnxModel
 from bevquant_export.sparse._reference import Made, reference_of
-from bevquant_export.sparse._three_axes import lifted, lowered_to
 from bevquant_int8sim import IntegerModel, SparseOutput, dequantize, simulate
-
-__all__ = ["LayerDifference", "compare_sparse_onnx", "compared", "counted"]
 
 _FUNCTIONS = 2.0**-18  # of an output's largest magnitude: sums and functions of floats
 
@@ -51,7 +49,11 @@ class LayerDifference:
 
 
 def compare_sparse_onnx(
-    file: SparseOnnxModel, model: nn.Module, inputs: Any, *, reversed_axes: bool = False
+    file: SparseOnnxModel,
+    model: nn.Module | IntegerModel,
+    inputs: Any,
+    *,
+    reversed_axes: bool = False,
 ) -> tuple[LayerDifference, ...]:
     """Run a file and ``simulate(with_half_constants(model))`` on one batch and count differences.
 
@@ -59,7 +61,7 @@ def compare_sparse_onnx(
 
     Args:
         file: From `load_sparse_onnx`.
-        model: The calibrated model that it was exported from.
+        model: The calibrated model that it was exported from, or the export's `integer_model`.
         inputs: Of the model: features, coordinates and batch size, or one sparse tensor.
         reversed_axes: Whether the file has the coordinate columns in the opposite order.
 
@@ -69,8 +71,9 @@ def compare_sparse_onnx(
     Raises:
         ValueError: The model has no such module, or other voxels there.
     """
-    integers = simulate(with_half_constants(model), inputs, verify=False)
-    return compared(file, integers, inputs, reversed_axes=reversed_axes)[0]
+    if not isinstance(model, IntegerModel):
+        model = simulate(with_half_constants(model), inputs, verify=False)
+    return compared(file, model, inputs, reversed_axes=reversed_axes)[0]
 
 
 def compared(
@@ -104,7 +107,7 @@ def compared(
     grids = {file.graph.input: grid}
     for node in file.nodes:
         stated = node.grid if isinstance(node, Steps) else getattr(node, "output_spatial_shape", ())
-        grids[node.y] = stated or next((grids[x] for x in inputs_of(node) if x in grids), ())
+        grids[node.y] = stated or next((grids[x] for x in node.inputs if x in grids), ())
     paths = Counter(node.path for node in file.nodes if is_compared(node))
 
     def see(node: Node, made: Any, indices: Tensor | None) -> None:
@@ -132,8 +135,8 @@ def compared(
 def _only_summed(nodes: tuple[Node, ...]) -> set[str]:
     """Tensors that additions of integers read and nothing else."""
     sums = [node for node in nodes if isinstance(node, Add) and node.precision == "int8"]
-    others = {name for node in nodes if node not in sums for name in inputs_of(node)}
-    return {name for node in sums for name in inputs_of(node)} - others
+    others = {name for node in nodes if node not in sums for name in node.inputs}
+    return {name for node in sums for name in node.inputs} - others
 
 
 def _only_integers(made: list[Made] | None) -> bool:

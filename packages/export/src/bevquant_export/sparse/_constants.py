@@ -10,8 +10,6 @@ from torch import Tensor
 from bevquant_export.sparse._graph import Conv
 from bevquant_int8sim import quantize, quantize_bias
 
-__all__ = ["ConvConstants"]
-
 _STEPS = 127
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bevquant_export.sparse._axes import AXES, three_axes
 from bevquant_export.sparse._beginning import is_float_conv
 from bevquant_export.sparse._channel_moves import MOVED, row_conv
 from bevquant_export.sparse._follow import Draft, place
@@ -18,10 +19,7 @@ from bevquant_export.sparse._forms import TensorForm
 from bevquant_export.sparse._graph import Conv
 from bevquant_export.sparse._half_precision import is_integer_layer, to_half
 from bevquant_export.sparse._observe import Seen, bound
-from bevquant_export.sparse._three_axes import AXES, three_axes
 from bevquant_sparse import WeightLayout, permute_weight
-
-__all__ = ["affine_node", "check_axes", "conv_node"]
 
 _STEPS = 127
 _LARGEST = 2**31

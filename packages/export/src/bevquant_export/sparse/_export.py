@@ -11,8 +11,10 @@ from typing import Any
 
 from torch import nn
 
+from bevquant_export.sparse._axes import turned
 from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._channel_moves import with_channel_moves
+from bevquant_export.sparse._check_graph import check_rulebooks
 from bevquant_export.sparse._compare import LayerDifference
 from bevquant_export.sparse._graph import Conv, Graph, Node
 from bevquant_export.sparse._half_precision import with_half_constants
@@ -22,15 +24,11 @@ from bevquant_export.sparse._make_graph import make_graph
 from bevquant_export.sparse._names import numbered
 from bevquant_export.sparse._observe import observe
 from bevquant_export.sparse._read_proto import graph_of_bytes
-from bevquant_export.sparse._rulebooks import check_rulebooks
 from bevquant_export.sparse._steps import Bodies
-from bevquant_export.sparse._turn_axes import turned
 from bevquant_export.sparse._verify import verified, with_note
 from bevquant_export.sparse._write_proto import proto_bytes
 from bevquant_int8sim import IntegerModel, simulate
 from bevquant_quantizers import write_whole
-
-__all__ = ["export_sparse_onnx", "sparse_graph"]
 
 _FIRST = "subm1"
 

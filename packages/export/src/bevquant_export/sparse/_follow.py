@@ -9,15 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_export.sparse._beginning import Beginning, is_float_conv
-from bevquant_export.sparse._coordinates import coord_inputs, for_coords, names_in
+from bevquant_export.sparse._beginning import (
+    Beginning,
+    coord_inputs,
+    for_coords,
+    is_float_conv,
+    names_in,
+)
 from bevquant_export.sparse._no_operator import REMEDY, location, no_operator
 from bevquant_export.sparse._selections import Selections
 from bevquant_export.sparse._steps import Between
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.model import Step
-
-__all__ = ["Draft", "Followed", "Follower", "Reading", "place"]
 
 _CONVERSIONS = ("quantize", "requantize", "dequantize", "relu")
 _PERMUTATIONS = ("permute", "transpose", "movedim", "swapaxes", "moveaxis", "swapdims")

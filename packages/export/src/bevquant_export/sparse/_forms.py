@@ -9,8 +9,6 @@ from typing import Any
 from bevquant_export.sparse._follow import Followed, Reading
 from bevquant_export.sparse._half_precision import LARGEST_HALF
 
-__all__ = ["TensorForm", "agreed_forms"]
-
 _STEPS = 127
 
 

@@ -12,22 +12,29 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-__all__ = [
-    "Add", "Concat", "Conv", "Fold", "Graph", "Move", "Node", "Pool", "Relu", "Scatter", "Select",
-    "Steps", "first_on_input", "inputs_of", "renamed",
-]  # fmt: skip
-
 Sizes = tuple[int, ...]
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class _Operation:
-    """What most nodes answer.
+    """What most nodes say and answer.
 
     Attributes:
         kind: What the node's name starts with.
+        path: Module of the exported model.
+        y: Tensor made.
+        name: Name of the node.
     """
 
     kind: ClassVar[str]
+    path: str
+    y: str
+    name: str = ""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Tensors that it reads."""
+        raise NotImplementedError
 
     @property
     def stated_ranges(self) -> Mapping[str, float]:
@@ -56,13 +63,49 @@ class _Operation:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Conv(_Operation):
+class _Unary(_Operation):
+    """Of one tensor.
+
+    Attributes:
+        x: Tensor read.
+    """
+
+    x: str
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """What it reads."""
+        return (self.x,)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _OneRange(_Operation):
+    """Of one scale: what it reads and makes.
+
+    Attributes:
+        output_precision: How `y` is held.
+        input_range: amax of what it reads, and of y; ``None`` where that is not held in int8.
+    """
+
+    output_precision: str
+    input_range: float | None
+
+    @property
+    def stated_ranges(self) -> Mapping[str, float]:
+        """One for all that it reads and makes."""
+        said = self.input_range
+        return {} if said is None else dict.fromkeys((*self.inputs, self.y), said)
+
+    def in_floats(self) -> Self:
+        """As it is in fp16."""
+        return replace(self, output_precision="fp16", input_range=None)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Conv(_Unary):
     """A sparse convolution, its ReLU included.
 
     Attributes:
-        path: Module of the exported model.
-        x: Tensor read.
-        y: Tensor made.
         weight: float16 ``[out_channels, k0, k1, k2, in_channels]``.
         bias: float16 ``[out_channels]``.
         kernel_size: Per axis, in the order of the coordinate columns, like all that follow.
@@ -82,12 +125,8 @@ class Conv(_Operation):
         input_spatial_shape: Grid of x.
         output_spatial_shape: Grid of y.
         rows: Voxels of x and y in the example; placeholders.
-        name: Name of the node.
     """
 
-    path: str
-    x: str
-    y: str
     kind: ClassVar[str] = "conv"
     weight: Tensor
     bias: Tensor
@@ -108,7 +147,6 @@ class Conv(_Operation):
     input_spatial_shape: Sizes
     output_spatial_shape: Sizes
     rows: tuple[int, int]
-    name: str = ""
 
     @property
     def in_channels(self) -> int:
@@ -143,15 +181,17 @@ class Add(_Operation):
     """``y = x + other``; the ranges are those of its inputs and ``None`` in fp16."""
 
     kind: ClassVar[str] = "add"
-    path: str
     x: str
     other: str
-    y: str
     precision: str
     output_precision: str
     range_x: float | None
     range_other: float | None
-    name: str = ""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """What it reads."""
+        return (self.x, self.other)
 
     @property
     def stated_ranges(self) -> Mapping[str, float]:
@@ -173,14 +213,10 @@ class Add(_Operation):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Relu(_Operation):
+class Relu(_Unary):
     """``y = max(x, 0)``, only behind an `Add`."""
 
     kind: ClassVar[str] = "relu"
-    path: str
-    x: str
-    y: str
-    name: str = ""
 
     def channels_made(self, read: Sequence[int]) -> int:
         """As many as it reads."""
@@ -188,33 +224,22 @@ class Relu(_Operation):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Concat(_Operation):
+class Concat(_OneRange):
     """Channels of tensors on the same voxels side by side; libspconv has no such operator.
 
     Attributes:
-        path: Module of the exported model.
         xs: Tensors read, in order.
-        y: Tensor made.
         precision: ``"int8"`` or ``"fp16"``.
-        output_precision: How `y` is held.
-        input_range: amax of all of them and of y; ``None`` in fp16.
-        name: Name of the node.
     """
 
     kind: ClassVar[str] = "concat"
-    path: str
     xs: tuple[str, ...]
-    y: str
     precision: str
-    output_precision: str
-    input_range: float | None
-    name: str = ""
 
     @property
-    def stated_ranges(self) -> Mapping[str, float]:
-        """One for all that it reads and makes."""
-        said = self.input_range
-        return {} if said is None else dict.fromkeys((*self.xs, self.y), said)
+    def inputs(self) -> tuple[str, ...]:
+        """What it reads."""
+        return self.xs
 
     def in_floats(self) -> Self:
         """As it is in fp16."""
@@ -226,16 +251,12 @@ class Concat(_Operation):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Fold(_Operation):
+class Fold(_Unary):
     """``y[n, c] = Σ_k x[n, c·K + k]`` in float, K channels of x to one of y; not in libspconv."""
 
     kind: ClassVar[str] = "fold"
-    path: str
-    x: str
-    y: str
     channels: int
     output_precision: str
-    name: str = ""
 
     def in_floats(self) -> Self:
         """Its result in fp16."""
@@ -249,41 +270,19 @@ class Fold(_Operation):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Select(_Operation):
+class Select(_OneRange, _Unary):
     """``y[n, k] = x[n, channels[k]]``; libspconv has no such operator.
 
     Attributes:
-        path: Module of the exported model.
-        x: Tensor read.
-        y: Tensor made.
         channels: Of x, one for each of y, in order.
         in_channels: How many x has.
         activation: ``"ReLU"`` or ``"None"``.
-        output_precision: How `y` is held.
-        input_range: amax of x and of y where x is held in int8, else ``None``.
-        name: Name of the node.
     """
 
     kind: ClassVar[str] = "select"
-    path: str
-    x: str
-    y: str
     channels: Sizes
     in_channels: int
     activation: str
-    output_precision: str
-    input_range: float | None
-    name: str = ""
-
-    @property
-    def stated_ranges(self) -> Mapping[str, float]:
-        """One for what it reads and makes."""
-        said = self.input_range
-        return {} if said is None else dict.fromkeys((self.x, self.y), said)
-
-    def in_floats(self) -> Self:
-        """As it is in fp16."""
-        return replace(self, output_precision="fp16", input_range=None)
 
     def channels_made(self, read: Sequence[int]) -> int:
         """As many as it takes, if what it reads has them."""
@@ -294,16 +293,13 @@ class Select(_Operation):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Pool(_Operation):
+class Pool(_OneRange, _Unary):
     """``y[o, c] = max x[i, c]`` over the voxels i of a window; libspconv has no such operator.
 
     Sizes are those of `Conv`; what is read is pooled in the form that it is held in.
     """
 
     kind: ClassVar[str] = "pool"
-    path: str
-    x: str
-    y: str
     kernel_size: Sizes
     stride: Sizes
     padding: Sizes
@@ -312,20 +308,7 @@ class Pool(_Operation):
     rulebook: str
     input_spatial_shape: Sizes
     output_spatial_shape: Sizes
-    output_precision: str
-    input_range: float | None
-    name: str = ""
     inverse: ClassVar[bool] = False
-
-    @property
-    def stated_ranges(self) -> Mapping[str, float]:
-        """One for what it reads and makes."""
-        said = self.input_range
-        return {} if said is None else dict.fromkeys((self.x, self.y), said)
-
-    def in_floats(self) -> Self:
-        """As it is in fp16."""
-        return replace(self, output_precision="fp16", input_range=None)
 
     def channels_made(self, read: Sequence[int]) -> int:
         """As many as it reads."""
@@ -341,33 +324,32 @@ class Steps(_Operation):
     ``[1]``), and makes the features of y and, where y lies on voxels of its own, these (int32).
 
     Attributes:
-        path: Module of the exported model.
         xs: Tensors whose features it reads.
         ranges: amax of those that it reads as integers, else 0.
         places: Tensors whose voxels it reads.
         on: Which of all these lies on the voxels of y; −1 where `grid` is y's own, or none does.
-        y: Tensor made.
         grid: Spatial shape of voxels that it makes; empty where it makes none.
         channels: Of y.
         frames: How many it is for, where it computes with their number; else 0.
         body: The function, serialized.
         output_precision: How `y` is held.
-        name: Name of the node.
     """
 
     kind: ClassVar[str] = "steps"
-    path: str
     xs: tuple[str, ...]
     ranges: tuple[float, ...]
     places: tuple[str, ...]
     on: int
-    y: str
     grid: Sizes
     channels: int
     frames: int
     body: bytes
     output_precision: str
-    name: str = ""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """What it reads."""
+        return (*self.xs, *self.places)
 
     @property
     def stated_ranges(self) -> Mapping[str, float]:
@@ -384,29 +366,21 @@ class Steps(_Operation):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Scatter(_Operation):
+class Scatter(_Unary):
     """Voxels to a dense grid ``output_shape``: batch, channels, then the axes as `format` says."""
 
     kind: ClassVar[str] = "scatter"
-    path: str
-    x: str
-    y: str
     input_spatial_shape: Sizes
     format: str
     output_shape: Sizes
-    name: str = ""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Move(_Operation):
+class Move(_Unary):
     """``"Transpose"`` (`dims` is the permutation) or ``"Reshape"`` (`dims` is the new shape)."""
 
-    path: str
     op: str
-    x: str
-    y: str
     dims: Sizes
-    name: str = ""
 
     @property
     def kind(self) -> str:  # type: ignore[override]
@@ -443,35 +417,17 @@ class Graph:
     bounded: bool = True
 
 
-def inputs_of(node: Node) -> tuple[str, ...]:
-    """Tensors that a node reads."""
-    if isinstance(node, Concat | Steps):
-        return node.xs if isinstance(node, Concat) else (*node.xs, *node.places)
-    return (node.x, node.other) if isinstance(node, Add) else (node.x,)
-
-
 def first_on_input(graph: Graph) -> Conv | Pool | None:
     """The first convolution or pooling on the input's voxels that says their grid."""
     given = {graph.input}
     for node in graph.nodes:
-        if not given.intersection(inputs_of(node)):
+        if not given.intersection(node.inputs):
             continue
         if isinstance(node, Conv | Pool) and node.input_spatial_shape:
             return node
-        if not isinstance(node, Steps) or (node.on >= 0 and inputs_of(node)[node.on] in given):
+        if not isinstance(node, Steps) or (node.on >= 0 and node.inputs[node.on] in given):
             given.add(node.y)
     return None
-
-
-def renamed(node: Node, names: Mapping[str, str], name: str) -> Node:
-    """The node under another name, its tensors under those that `names` gives them."""
-    if isinstance(node, Concat):
-        return replace(node, xs=tuple(names[x] for x in node.xs), y=names[node.y], name=name)
-    if isinstance(node, Steps):
-        xs, places = (tuple(names[x] for x in read) for read in (node.xs, node.places))
-        return replace(node, xs=xs, places=places, y=names[node.y], name=name)
-    made = replace(node, x=names[node.x], y=names[node.y], name=name)
-    return replace(made, other=names[made.other]) if isinstance(made, Add) else made
 
 
 def _expect_equal(name: str, channels: Sequence[int]) -> None:

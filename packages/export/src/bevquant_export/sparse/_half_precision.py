@@ -13,8 +13,6 @@ from bevquant_qnn import QuantLinear, QuantSparseConvolution
 from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import is_sparse_conv
 
-__all__ = ["LARGEST_HALF", "is_integer_layer", "to_half", "with_half_constants"]
-
 LARGEST_HALF = 65504.0
 _STEPS, _BITS = 127, 17  # 7 and 17 bits make the 24 of float32
 

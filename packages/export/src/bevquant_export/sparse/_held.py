@@ -9,8 +9,6 @@ from torch import Tensor
 
 from bevquant_int8sim import dequantize, int8_add, quantize, requantize
 
-__all__ = ["Accumulators", "Floats", "Held", "Integers", "Sum"]
-
 
 @dataclass(frozen=True, eq=False)
 class Floats:

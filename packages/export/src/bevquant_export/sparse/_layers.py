@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from bevquant_export.sparse._compare import LayerDifference
     from bevquant_int8sim import IntegerModel
 
-__all__ = ["SparseExport", "SparseLayer", "layers_of"]
-
 
 @dataclass(frozen=True)
 class SparseLayer:

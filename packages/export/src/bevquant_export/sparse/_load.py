@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bevquant_export.sparse._constants import ConvConstants
 from bevquant_export.sparse._graph import Conv, Graph, Node, first_on_input
-from bevquant_export.sparse._held import Held, Integers
-from bevquant_export.sparse._onnxruntime_run import OnnxruntimeRun
+from bevquant_export.sparse._held import Floats, Held, Integers
+from bevquant_export.sparse._names import numbered
 from bevquant_export.sparse._ranges import tensor_ranges
 from bevquant_export.sparse._read_proto import read_graph
 from bevquant_export.sparse._run import FrameRun, See
+from bevquant_export.sparse._steps import session_run, silent_session
 from bevquant_export.sparse._voxels import Voxels
+from bevquant_export.sparse.portable._lower import Lowered
+from bevquant_export.sparse.portable._outputs import LayerOutput
+from bevquant_export.sparse.portable._record import recorded
 from bevquant_int8sim import Recorded, SparseOutput
 
-__all__ = ["SparseOnnxModel", "load_sparse_onnx"]
-
+_STEPS = 127
 _MODES = ("int8", "float")
 Output = Tensor | SparseOutput | tuple[Tensor | SparseOutput, ...]
 
@@ -38,7 +45,7 @@ class SparseOnnxModel:
         self.backend = backend
         convs = [node for node in graph.nodes if isinstance(node, Conv)]
         self._constants = {conv.name: ConvConstants(conv) for conv in convs}
-        self._runtimes: dict[str, OnnxruntimeRun] = {}
+        self._runtimes: dict[str, _OnnxruntimeRun] = {}
         first = first_on_input(graph)
         self._grid = None if first is None else first.input_spatial_shape
 
@@ -140,7 +147,7 @@ class SparseOnnxModel:
             if grid != self._grid:
                 raise ValueError(f"spatial_shape={grid}: a portable file has one, {self._grid}")
             if mode not in self._runtimes:
-                self._runtimes[mode] = OnnxruntimeRun(self.graph, mode)
+                self._runtimes[mode] = _OnnxruntimeRun(self.graph, mode)
             return self._runtimes[mode].run(features.float(), coords, int(batch_size), see)
         voxels = Voxels(coords.to(torch.int32).contiguous(), grid, int(batch_size))
         ranges = tensor_ranges(self.graph) if mode == "int8" else None
@@ -209,3 +216,67 @@ def _recorded(node: Node, made: Held) -> Recorded:
     if isinstance(made, Integers):
         return Recorded(place, type(node).__name__, made.values, made.scale)
     return Recorded(place, type(node).__name__, made.floats(), None)
+
+
+class _OnnxruntimeRun:
+    """The portable form of a graph in onnxruntime's CPU provider, every layer an output.
+
+    Args:
+        graph: What runs.
+        mode: ``"int8"``, or ``"float"`` for every layer in float32.
+    """
+
+    def __init__(self, graph: Graph, mode: str) -> None:
+        named = numbered(graph)
+        self._nodes = {new.name: old for new, old in zip(named.nodes, graph.nodes, strict=True)}
+        self._graph = _in_floats(named) if mode == "float" else named
+
+    @cached_property
+    def _lowered(self) -> Lowered:
+        return recorded(self._graph, all_layers=True)
+
+    @cached_property
+    def _session(self) -> Any:
+        content = self._lowered.model.SerializeToString()
+        try:
+            return silent_session(content, torch.get_num_threads())
+        except ImportError as error:
+            raise ImportError(
+                "backend='onnxruntime' needs onnxruntime: pip install "
+                "'bevquant-export[onnxruntime]'"
+            ) from error
+
+    def run(
+        self, features: Tensor, coords: Tensor, batch_size: int, see: See
+    ) -> tuple[Tensor | SparseOutput, ...]:
+        """The outputs of the graph; `see` gets each convolution, sum and ReLU.
+
+        Raises:
+            ValueError: The model refused the voxels.
+        """
+        names = [value.name for value in self._session.get_outputs()]
+        feed = {
+            "features": features.detach().cpu().contiguous().numpy(),
+            "coords": coords.cpu().to(torch.int32).contiguous().numpy(),
+            "batch_size": np.array([batch_size], np.int64),
+        }
+        made = dict(zip(names, session_run(self._session, names, feed), strict=True))
+        made["coords"] = feed["coords"]
+        for layer in self._lowered.layers:
+            value = torch.from_numpy(made[layer.tensor])
+            held = Floats(value) if layer.amax is None else Integers(value, layer.amax / _STEPS)
+            see(self._nodes[layer.node.name], held, torch.from_numpy(made[layer.coords]))
+        return tuple(_output(layer, made, batch_size) for layer in self._lowered.results)
+
+
+def _output(layer: LayerOutput, made: dict[str, Any], batch_size: int) -> Tensor | SparseOutput:
+    value = torch.from_numpy(made[layer.tensor])
+    if not layer.coords:
+        return value
+    indices = torch.from_numpy(made[layer.coords])
+    return SparseOutput(value, indices, list(layer.grid), batch_size)
+
+
+def _in_floats(graph: Graph) -> Graph:
+    """The graph with every layer in fp16, which runs in float32."""
+    return replace(graph, nodes=tuple(node.in_floats() for node in graph.nodes))

@@ -11,11 +11,9 @@ from bevquant_export.sparse._layers import SparseExport, layers_of
 from bevquant_export.sparse._names import numbered
 from bevquant_export.sparse._read_proto import read_graph
 from bevquant_export.sparse._verify import same_as_source, with_note
-from bevquant_export.sparse.portable import recorded
+from bevquant_export.sparse.portable._record import recorded
 from bevquant_export.targets._cpu import cpu_at_hand
 from bevquant_quantizers import write_whole
-
-__all__ = ["lower_to_portable", "portable_bytes"]
 
 
 def lower_to_portable(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bevquant_export.sparse._axes import AXES, three_axes
 from bevquant_export.sparse._conv_node import affine_node, check_axes, conv_node
 from bevquant_export.sparse._follow import Draft, Followed, place
 from bevquant_export.sparse._forms import TensorForm, agreed_forms
@@ -25,14 +26,10 @@ from bevquant_export.sparse._graph import (
     Scatter,
     Select,
     Steps,
-    inputs_of,
 )
 from bevquant_export.sparse._observe import Seen
 from bevquant_export.sparse._steps import Bodies
-from bevquant_export.sparse._three_axes import AXES, three_axes
 from bevquant_sparse import build_rulebook
-
-__all__ = ["make_graph"]
 
 _STEPS = 127
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
@@ -158,7 +155,7 @@ def _channels(followed: Followed, nodes: list[Node], bodies: Bodies) -> int:
     for node in nodes:
         if isinstance(node, Conv | Select) and node.x == followed.input:
             return node.in_channels
-        if isinstance(node, Pool | Steps) and followed.input in inputs_of(node):
+        if isinstance(node, Pool | Steps) and followed.input in node.inputs:
             return int(bodies.source.shapes[followed.input][1])
     raise ValueError("export_sparse_onnx: no convolution reads the input features")
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-from bevquant_export.sparse._graph import Graph, Node, renamed
-
-__all__ = ["numbered"]
+from bevquant_export.sparse._graph import Graph, Node
 
 
 def numbered(graph: Graph) -> Graph:
@@ -16,7 +17,7 @@ def numbered(graph: Graph) -> Graph:
     nodes: list[Node] = []
     for node in graph.nodes:
         names[node.y] = str(len(names))
-        nodes.append(renamed(node, names, f"{node.kind}{counts[node.kind]}"))
+        nodes.append(_renamed(node, names, f"{node.kind}{counts[node.kind]}"))
         counts[node.kind] += 1
     return Graph(
         input="0",
@@ -25,3 +26,13 @@ def numbered(graph: Graph) -> Graph:
         outputs=tuple(names[name] for name in graph.outputs),
         shapes={names[name]: shape for name, shape in graph.shapes.items()},
     )
+
+
+def _renamed(node: Node, names: Mapping[str, str], name: str) -> Node:
+    """The node under another name, its tensors under those that `names` gives them."""
+    read: dict[str, Any] = {}
+    for field in ("x", "other", "xs", "places"):
+        held = getattr(node, field, None)
+        if held is not None:
+            read[field] = names[held] if isinstance(held, str) else tuple(names[x] for x in held)
+    return replace(node, y=names[node.y], name=name, **read)

@@ -6,8 +6,6 @@ from typing import Any
 
 from bevquant_int8sim.model import Step
 
-__all__ = ["REMEDY", "is_unfollowed", "location", "no_operator"]
-
 REMEDY = (
     "export_qdq_onnx(profile='onnxruntime') writes the model as it is; or export it up to there, "
     "or replace that"

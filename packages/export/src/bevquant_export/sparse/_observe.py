@@ -13,8 +13,6 @@ from torch import Tensor
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.model import Step
 
-__all__ = ["Seen", "bound", "observe"]
-
 _STEP = 1000
 
 

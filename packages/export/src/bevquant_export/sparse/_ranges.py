@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from bevquant_export.sparse._graph import Graph, Relu
 
-__all__ = ["tensor_ranges"]
-
 
 def tensor_ranges(graph: Graph) -> Mapping[str, float]:
     """Tensor to amax, for every tensor that is held in int8.

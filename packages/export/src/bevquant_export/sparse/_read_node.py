@@ -24,8 +24,6 @@ from bevquant_export.sparse._graph import (
 if TYPE_CHECKING:
     from onnx import NodeProto
 
-__all__ = ["EXTENSIONS", "OPERATORS", "read_node"]
-
 OPERATORS = (
     "SparseConvolution", "Add", "QuantAdd", "Relu", "ScatterDense", "Reshape", "Transpose"
 )  # fmt: skip

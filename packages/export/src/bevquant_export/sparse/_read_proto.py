@@ -15,12 +15,10 @@ from torch import Tensor
 from bevquant_export.sparse._check_graph import check_graph
 from bevquant_export.sparse._graph import Graph, Node
 from bevquant_export.sparse._read_node import EXTENSIONS, OPERATORS, read_node
-from bevquant_export.sparse.portable import is_portable, portable_graph
+from bevquant_export.sparse.portable._record import is_portable, portable_graph
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto
-
-__all__ = ["graph_of_bytes", "read_graph"]
 
 _MOST_BYTES = 1 << 30
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.model import Step
 
-__all__ = ["Made", "reference_of"]
-
 
 @dataclass(frozen=True, eq=False)
 class Made:

@@ -23,15 +23,12 @@ from bevquant_export.sparse._graph import (
     Scatter,
     Select,
     Steps,
-    inputs_of,
 )
 from bevquant_export.sparse._held import Accumulators, Floats, Held, Integers, Sum
 from bevquant_export.sparse._steps import run_body
 from bevquant_export.sparse._voxels import Voxels, convolved, refuse_more
 from bevquant_int8sim import SparseOutput, int8_sparse_conv
 from bevquant_sparse import Rulebook, WeightLayout, sparse_conv, sparse_max_pool, to_dense
-
-__all__ = ["FrameRun", "See"]
 
 _STEPS = 127
 See = Callable[[Node, Held, Tensor | None], None]
@@ -70,13 +67,13 @@ class FrameRun:
         """The outputs of the graph."""
         self.held[self.graph.input] = Floats(features)
         self.voxels[self.graph.input] = voxels
-        last = {name: i for i, node in enumerate(self.graph.nodes) for name in inputs_of(node)}
+        last = {name: i for i, node in enumerate(self.graph.nodes) for name in node.inputs}
         for number, node in enumerate(self.graph.nodes):
             self.held[node.y] = self._step(node)
             voxels_made = self.voxels.get(node.y)
             indices = None if voxels_made is None else voxels_made.indices
             self.see(node, self.held[node.y], indices)
-            for name in set(inputs_of(node)):
+            for name in set(node.inputs):
                 if last[name] == number and name not in self.graph.outputs:
                     del self.held[name]
         return tuple(self._output(name) for name in self.graph.outputs)
@@ -200,7 +197,7 @@ class FrameRun:
         if node.grid:
             self.voxels[node.y] = Voxels(made[1], node.grid, frames)
         elif node.on >= 0:
-            self.voxels[node.y] = self._on_voxels(node, inputs_of(node)[node.on])
+            self.voxels[node.y] = self._on_voxels(node, node.inputs[node.on])
         return self._stored(Floats(made[0]), node.y, node.name)
 
     def _add(self, node: Add) -> Held:

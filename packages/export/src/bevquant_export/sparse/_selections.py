@@ -15,8 +15,6 @@ from torch import Tensor, fx
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.model import Step
 
-__all__ = ["Selections"]
-
 _ROWS = (5, 11)
 _ERRORS = (RuntimeError, IndexError, TypeError, ValueError, KeyError)
 

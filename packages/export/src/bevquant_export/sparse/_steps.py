@@ -17,24 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bevquant_export.sparse._axes import AXES, with_axes
 from bevquant_export.sparse._no_operator import REMEDY
-from bevquant_export.sparse._three_axes import AXES, with_axes
-from bevquant_export.sparse.portable._body import (
-    DOMAIN,
-    DOUBLE,
-    FLOAT,
-    INT32,
-    INT64,
-    OPSET,
-)
+from bevquant_export.sparse.portable._body import DOMAIN, DOUBLE, FLOAT, INT32, INT64, OPSET
 
 if TYPE_CHECKING:
     from onnx import FunctionProto
 
     from bevquant_int8sim import IntegerModel
     from bevquant_int8sim.model import Step
-
-__all__ = ["Between", "Bodies", "run_body", "session_run", "silent_session"]
 
 FRAMES = "frames_are_as_many_as_in_the_example"
 _RULES = {
@@ -87,7 +78,7 @@ class Bodies:
     @cached_property
     def source(self) -> Any:
         """The program with the sizes of everything, and which of these are free."""
-        from bevquant_export.dense._source import read_model
+        from bevquant_export.dense._read_model import read_model
 
         whole = read_model(self.model, self.example, dynamic_batch=False, voxels=True)
         return replace(whole, program=replace(whole.program, sparse_inputs={}))

@@ -18,8 +18,6 @@ from bevquant_export.sparse._read_proto import graph_of_bytes
 from bevquant_export.targets._cpu import cpu_at_hand
 from bevquant_int8sim import IntegerModel
 
-__all__ = ["same_as_source", "verified", "with_note"]
-
 _FLOAT = 1e-3  # of the largest value: float32 sums of another order
 _SHARE, _STEPS = 0.01, 3  # of int8 behind such sums
 _KEY = "verified"

@@ -11,8 +11,6 @@ from bevquant_export.sparse._graph import Conv, Pool
 from bevquant_int8sim import plan_rulebook
 from bevquant_sparse import Rulebook
 
-__all__ = ["Voxels", "convolved", "refuse_more"]
-
 
 @dataclass(frozen=True, eq=False)
 class Voxels:

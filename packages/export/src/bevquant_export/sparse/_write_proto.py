@@ -18,13 +18,10 @@ from bevquant_export.sparse._graph import (
     Scatter,
     Select,
     Steps,
-    inputs_of,
 )
 
 if TYPE_CHECKING:
     from onnx import NodeProto, TensorProto
-
-__all__ = ["node_attributes", "operator_of", "proto_bytes"]
 
 _OPSET, _IR_VERSION = 11, 7
 
@@ -42,7 +39,7 @@ def proto_bytes(graph: Graph) -> bytes:
     initializers: list[TensorProto] = []
     convs = 0
     for node in graph.nodes:
-        names = [*inputs_of(node)]
+        names = [*node.inputs]
         if isinstance(node, Conv):
             weights = {f"spconv{convs}.weight": node.weight, f"spconv{convs}.bias": node.bias}
             initializers += [_initializer(name, value) for name, value in weights.items()]

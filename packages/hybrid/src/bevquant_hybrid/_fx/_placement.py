@@ -17,7 +17,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from bevquant_graph import layer_class
-from bevquant_hybrid._fx._recipes import Recipe, Step, recipe_of
+from bevquant_hybrid._fx._recipe import Recipe, Step
+from bevquant_hybrid._fx._recipes import recipe_of
 from bevquant_hybrid._fx._settings import Names, Settings, anchor_path_of
 from bevquant_hybrid._fx._tracer import number_nodes, scope_of, with_items
 from bevquant_hybrid._quant_stub import QuantStub

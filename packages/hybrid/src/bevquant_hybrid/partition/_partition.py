@@ -14,7 +14,7 @@ from bevquant_hybrid._fx._settings import anchor_path_of, class_of
 from bevquant_hybrid._fx._tracer import number_nodes
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
 from bevquant_hybrid.operators import load_support_table, row_of_function, row_of_module
-from bevquant_hybrid.partition._placement import place_operator
+from bevquant_hybrid.partition._placement import place_operator, read_wishes
 from bevquant_hybrid.partition._plan import Plan, PlanNode, number_segments
 from bevquant_hybrid.qtensor import QTensor
 from bevquant_hybrid.undisturbed import undisturbed
@@ -27,34 +27,6 @@ _PASSING = (
     *("torch.nn.Identity", "torch.nn.Dropout", "torch.nn.Dropout2d", "torch.Tensor.reshape"),
     *("torch.Tensor.transpose", "torch.Tensor.getitem"),
 )
-
-
-def read_wishes(
-    hybrid_dict: Mapping[str, Iterable[Any]] | None,
-) -> tuple[tuple[str, ...], tuple[type[nn.Module], ...]]:
-    """Names and classes of a `hybrid_dict`.
-
-    Raises:
-        ValueError: If it has another key, or a value that is no list of paths or classes.
-    """
-    given = dict(hybrid_dict or {})
-    names = _list_of("module_name", given.pop("module_name", ()), str, "a module's path")
-    types = _list_of("module_type", given.pop("module_type", ()), type, "a class")
-    if given:
-        raise ValueError(
-            f"hybrid_dict: unknown key {next(iter(given))!r}; expected module_name or module_type"
-        )
-    return names, types
-
-
-def _list_of(key: str, values: Any, kind: type, what: str) -> tuple[Any, ...]:
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise ValueError(f"hybrid_dict: {key} is {values!r}; expected a list, each {what}")
-    found = tuple(values)
-    for value in found:
-        if not isinstance(value, kind):
-            raise ValueError(f"hybrid_dict: {key} {value!r}; expected {what}")
-    return found
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,15 @@
-"""The mapper's list: which operators of a hybrid model run on the BPU of a march."""
+"""Which operators of a hybrid model run on the BPU: by the mapper's list, and as is wished."""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
+
+from torch import nn
 
 from bevquant_hybrid.operators import load_support_table
 
@@ -35,6 +38,34 @@ def place_operator(operator: str, march: str) -> Listed:
     if group is None:
         return Listed("CPU", "it is not among the operators that the mapper runs on a BPU")
     return Listed(group[0][column], group[1])
+
+
+def read_wishes(
+    hybrid_dict: Mapping[str, Iterable[Any]] | None,
+) -> tuple[tuple[str, ...], tuple[type[nn.Module], ...]]:
+    """Names and classes of a `hybrid_dict`.
+
+    Raises:
+        ValueError: If it has another key, or a value that is no list of paths or classes.
+    """
+    given = dict(hybrid_dict or {})
+    names = _list_of("module_name", given.pop("module_name", ()), str, "a module's path")
+    types = _list_of("module_type", given.pop("module_type", ()), type, "a class")
+    if given:
+        raise ValueError(
+            f"hybrid_dict: unknown key {next(iter(given))!r}; expected module_name or module_type"
+        )
+    return names, types
+
+
+def _list_of(key: str, values: Any, kind: type, what: str) -> tuple[Any, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ValueError(f"hybrid_dict: {key} is {values!r}; expected a list, each {what}")
+    found = tuple(values)
+    for value in found:
+        if not isinstance(value, kind):
+            raise ValueError(f"hybrid_dict: {key} {value!r}; expected {what}")
+    return found
 
 
 @cache

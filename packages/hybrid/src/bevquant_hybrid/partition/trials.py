@@ -29,7 +29,7 @@ from bevquant_hybrid._fx._graph_module import (
 from bevquant_hybrid._fx._placement import Kind, Placement
 from bevquant_hybrid._fx._prepare import _copied, _stays, _unprepared, prepare
 from bevquant_hybrid._fx._settings import Names, Settings, anchor_path_of
-from bevquant_hybrid.partition._partition import read_wishes
+from bevquant_hybrid.partition._placement import read_wishes
 from bevquant_hybrid.quantization.fake_quantize import FakeQuantState, set_fake_quantize
 from bevquant_hybrid.quantization.qconfig import (
     get_default_qat_out_qconfig,

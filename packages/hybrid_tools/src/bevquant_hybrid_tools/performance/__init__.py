@@ -1,11 +1,11 @@
 """What a model costs on BPU and CPU, layer by layer: a roofline estimate from public figures."""
 
-from ._cpu import estimate_cpu_layers
 from ._estimate import (
     LayerEstimate,
     Traffic,
     count_operations,
     count_traffic,
+    estimate_cpu_layers,
     estimate_layers,
     estimate_performance,
 )

@@ -1,4 +1,4 @@
-"""How long a BPU takes for layers: multiplications, bytes moved, and the roofline over both."""
+"""How long a BPU, or the CPU beside it, takes for layers: a roofline over operations and bytes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,12 @@ from bevquant_hybrid.operators import OperatorCall, is_float, load_support_table
 from bevquant_hybrid_tools.performance._figures import ChipFigures, load_chip_figures
 
 # Per element, by dtype; a constant operand is stored quantized, like a weight.
-BYTES = {"qint8": 1, "qint16": 2, "qint32": 4, "qbool": 1, "float32": 4, "constant": 1}
+_BYTES = {"qint8": 1, "qint16": 2, "qint32": 4, "qbool": 1, "float32": 4, "constant": 1}
 _ANCHORS = ("Conv2d", "Conv3d", "ConvTranspose2d", "Linear")
 _FUSED = ("ReLU", "relu", "ReLU6", "relu6(fused)", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
-# Quantized outside the BPU, optimised away, another view of the same bytes, or constant.
-_FREE = (
-    "QuantStub",
-    "DeQuantStub",
-    "Identity",
-    "Dropout",
-    "Dropout2d",
-    "reshape",
-    "AnchorGenerator",
-)
+_FREE_ON_CPU = ("Identity", "Dropout", "Dropout2d", "reshape")  # the same bytes, seen otherwise
+# On the BPU also what is quantized outside of it, or constant.
+_FREE = (*_FREE_ON_CPU, "QuantStub", "DeQuantStub", "AnchorGenerator")
 _WHAT_IT_IS = (
     "An estimate by roofline, not a measurement: each layer takes the longer of its operations at "
     "the peak rate of the cores and its bytes at the DDR bandwidth, every layer reads and writes "
@@ -130,14 +123,14 @@ def count_traffic(calls: Sequence[OperatorCall]) -> list[Traffic]:
         elif host is not None:
             layers[call.path] = layers[call.inputs[host]]
         loaded = sum(
-            prod(shape) * BYTES[dtype]
+            prod(shape) * _BYTES[dtype]
             for i, (shape, dtype) in enumerate(
                 zip(call.input_shapes, call.input_dtypes, strict=True)
             )
             if i != host
         )
         loaded += call.weight_count + 4 * call.bias_count
-        stored = prod(call.output_shape) * BYTES[call.output_dtype]
+        stored = prod(call.output_shape) * _BYTES[call.output_dtype]
         if host is not None:
             fused = name in _FUSED  # its scale and shift are folded into the layer's own
             traffic.append(Traffic(0 if fused else loaded, 0, layers[call.path]))
@@ -230,20 +223,79 @@ def estimate_layers(
                 "estimate a quantized model, or the BPU part of a hybrid one"
             )
     rate = figures.peak_tops.value * 1e12 * cores / figures.cores.value
+    return _timed(calls, count_traffic(calls), rate, figures)
+
+
+def _timed(
+    calls: Sequence[OperatorCall], traffic: Sequence[Traffic], rate: float, figures: ChipFigures
+) -> list[LayerEstimate]:
+    """The layers at `rate` operations per second and the bandwidth of the chip."""
     bandwidth = figures.ddr_gigabytes_per_second.value * 1e9
-    layers = []
-    for call, traffic in zip(calls, count_traffic(calls), strict=True):
-        operations = count_operations(call)
-        moved = traffic.loaded + traffic.stored
-        layers.append(
-            LayerEstimate(
-                *(call.path, call.operator, operations, traffic.loaded, traffic.stored),
-                compute_seconds=operations / rate,
-                memory_seconds=moved / bandwidth,
-                fused_into=traffic.fused_into,
-            )
+    counts = [count_operations(call) for call in calls]
+    return [
+        LayerEstimate(
+            *(call.path, call.operator, operations, moved.loaded, moved.stored),
+            compute_seconds=operations / rate,
+            memory_seconds=(moved.loaded + moved.stored) / bandwidth,
+            fused_into=moved.fused_into,
         )
-    return layers
+        for call, operations, moved in zip(calls, counts, traffic, strict=True)
+    ]
+
+
+def estimate_cpu_layers(
+    calls: Sequence[OperatorCall], march: str, *, figures: ChipFigures | None = None
+) -> list[LayerEstimate]:
+    """Estimate each call on all CPU cores of the chip of ``march``, in float32.
+
+    A call takes the longer of its operations at cores · clock · operations per cycle and its bytes
+    at the DDR bandwidth: inputs, weights and output of four bytes each. A quantize or dequantize
+    stub moves integers of their own width on one side and floats on the other; one that changes
+    nothing is free. Peak rates are optimistic: expect several times as much.
+
+    Args:
+        calls: Operators that the CPU runs, and stubs.
+        march: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"``.
+        figures: Of another chip.
+
+    Raises:
+        ValueError: If the figures say nothing of a CPU.
+
+    Example:
+        >>> conv = OperatorCall(
+        ...     "conv", "torch.nn.Conv2d",
+        ...     {"in_channels": 64, "out_channels": 64, "kernel_size": 3, "groups": 1},
+        ...     input_shapes=((1, 64, 32, 32),), input_dtypes=("float32",),
+        ...     output_shape=(1, 64, 32, 32), output_dtype="float32",
+        ... )
+        >>> [layer] = estimate_cpu_layers([conv], "bayes-e")
+        >>> f"{layer.seconds * 1e3:.3f} ms"
+        '0.655 ms'
+    """
+    figures = figures or load_chip_figures(march)
+    rate = 1e9  # operations per second of all cores
+    for name in ("cpu_cores", "cpu_gigahertz", "cpu_operations_per_cycle"):
+        figure = getattr(figures, name)
+        if figure is None:
+            raise ValueError(f"figures of {figures.chip}: {name} is missing; give one")
+        rate *= figure.value
+    return _timed(calls, [_cpu_traffic(call) for call in calls], rate, figures)
+
+
+def _cpu_traffic(call: OperatorCall) -> Traffic:
+    """Bytes of floats, and of the integers that a stub takes or gives."""
+    name = call.operator.rpartition(".")[2]
+    if name.endswith("Stub"):
+        loaded = sum(
+            prod(shape) * _BYTES[dtype]
+            for shape, dtype in zip(call.input_shapes, call.input_dtypes, strict=True)
+            if dtype != call.output_dtype
+        )
+        return Traffic(loaded, prod(call.output_shape) * _BYTES[call.output_dtype] if loaded else 0)
+    if name in _FREE_ON_CPU:
+        return Traffic(0, 0)
+    values = sum(prod(shape) for shape in call.input_shapes) + call.weight_count + call.bias_count
+    return Traffic(4 * values, 4 * prod(call.output_shape))
 
 
 def estimate_performance(

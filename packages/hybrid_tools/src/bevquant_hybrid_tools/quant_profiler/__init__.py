@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from bevquant_hybrid_tools.quant_profiler._calls import END, Call, record_calls
+from bevquant_hybrid_tools.quant_profiler._calls import (
+    END,
+    Call,
+    get_module_called_count,
+    record_calls,
+)
 from bevquant_hybrid_tools.quant_profiler._cuda_memory import (
     MemoryReading,
     read_memory,
@@ -15,18 +20,14 @@ from bevquant_hybrid_tools.quant_profiler._features import (
     profile_featuremap,
 )
 from bevquant_hybrid_tools.quant_profiler._model_profiler import model_profiler
-from bevquant_hybrid_tools.quant_profiler._preserve import set_preserve_qat_mode
 from bevquant_hybrid_tools.quant_profiler._qconfig import (
     QConfigReport,
     check_deploy_device,
     check_qconfig,
     check_unfused_operations,
-    get_module_called_count,
 )
-from bevquant_hybrid_tools.quant_profiler._script import (
-    compare_script_models,
-    script_profile,
-)
+from bevquant_hybrid_tools.quant_profiler._script import compare_script_models, script_profile
+from bevquant_hybrid_tools.quant_profiler._selection import set_preserve_qat_mode
 from bevquant_hybrid_tools.quant_profiler._stages import Stage, compare_stages, render_stages
 from bevquant_hybrid_tools.quant_profiler._weights import compare_weights
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from bevquant_hybrid.operators import tensors_in
 from bevquant_hybrid.qtensor import QTensor, payload
 from bevquant_hybrid.undisturbed import positional, undisturbed
 from bevquant_hybrid.utils.fx_helper import is_leaf
+from bevquant_hybrid_tools.quant_profiler._tables import simple_table
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _PARTS = (Weighted, OutputQuantized, FixedPoint)
@@ -72,62 +73,6 @@ def named_operators(
 
     walk(model, "")
     return found, again
-
-
-class Selection:
-    """The modules that a caller asks for, by the start of their names and by class.
-
-    A prefix that is the name of a module means it and what it holds (``conv1`` is not ``conv10``);
-    any other is the start of names.
-
-    Args:
-        model: Where the names are from.
-        prefixes: Starts of names, or one of them; empty for all, where `types` is empty too.
-        types: Classes, or one of them.
-        caller: For messages.
-
-    Raises:
-        TypeError: Something else.
-
-    Warns:
-        UserWarning: A prefix that no module's name starts with.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        prefixes: str | Iterable[str],
-        types: type | Iterable[type],
-        caller: str,
-    ) -> None:
-        self.prefixes = (prefixes,) if isinstance(prefixes, str) else tuple(prefixes)
-        self.types: tuple[type, ...] = (types,) if isinstance(types, type) else tuple(types)
-        for prefix in self.prefixes:
-            if not isinstance(prefix, str):
-                raise TypeError(f"{caller}: prefixes: expected strings, got {prefix!r}")
-        for kind in self.types:
-            if not isinstance(kind, type):
-                raise TypeError(f"{caller}: types: expected classes, got {kind!r}")
-        paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
-        self._whole = {prefix for prefix in self.prefixes if prefix in paths}
-        for prefix in self.prefixes:
-            if not any(path.startswith(prefix) for path in paths):
-                warnings.warn(
-                    f"{caller}: no module's name starts with {prefix!r}", UserWarning, stacklevel=4
-                )
-
-    def names(self, path: str) -> bool:
-        """Whether a prefix names a path."""
-        return any(
-            path == prefix or path.startswith(f"{prefix}." if prefix in self._whole else prefix)
-            for prefix in self.prefixes
-        )
-
-    def takes(self, path: str, module: Any) -> bool:
-        """Whether a module is asked for, by either; any is where neither was given."""
-        if not self.prefixes and not self.types:
-            return True
-        return self.names(path) or (bool(self.types) and isinstance(module, self.types))
 
 
 @dataclass(eq=False)
@@ -192,6 +137,53 @@ def record_calls(
     finally:
         recorder.detach()
     return recorder.calls
+
+
+def get_module_called_count(
+    model: nn.Module,
+    example_inputs: Any,
+    check_leaf_module: Callable[[nn.Module], bool] | None = None,
+    print_tabulate: bool = True,
+) -> dict[str, int]:
+    """Count the calls of each operator in one run: 0 for unused ones, above 1 for shared ones.
+
+    Args:
+        model: Float, calibration, QAT or converted model.
+        example_inputs: A tensor, or a tuple or list of the forward's arguments.
+        check_leaf_module: Whether a module is one operator; None for this package's modules,
+            torch's, and those that hold no others.
+        print_tabulate: Print the table.
+
+    Returns:
+        Calls by name, in the order of the modules' definition.
+
+    Warns:
+        UserWarning: A module has several names; its calls are counted under the first.
+
+    Example:
+        >>> _ = get_module_called_count(nn.Sequential(nn.ReLU(), nn.ReLU()), __import__("torch").ones(1))
+        name      called times
+        ------  --------------
+        0                    1
+        1                    1
+    """  # noqa: E501
+    operators, again = named_operators(model, check_leaf_module)
+    for name, first in again.items():
+        warnings.warn(
+            f"get_module_called_count: {name} is the same module as {first}; its calls are "
+            f"counted as those of {first}",
+            UserWarning,
+            stacklevel=2,
+        )
+    counts = dict.fromkeys(operators, 0)
+    for call in record_calls(
+        model, example_inputs, keep=False, check_leaf_module=check_leaf_module
+    ):
+        if call.module is not None:
+            counts[call.path] += 1
+    if print_tabulate:
+        print(simple_table(["name", "called times"], [[n, c] for n, c in counts.items()]))
+    return counts
 
 
 def moved(value: Any, device: torch.device) -> Any:

@@ -18,7 +18,8 @@ from bevquant_hybrid.nn.quantized import FixedPoint
 from bevquant_hybrid.operators import tensors_in
 from bevquant_hybrid.qtensor import QTensor
 from bevquant_hybrid.quantization.fake_quantize import FakeQuantize
-from bevquant_hybrid_tools.quant_profiler._calls import Call, Selection, moved, record_calls
+from bevquant_hybrid_tools.quant_profiler._calls import Call, moved, record_calls
+from bevquant_hybrid_tools.quant_profiler._selection import Selection
 from bevquant_hybrid_tools.quant_profiler._tables import (
     curves_page,
     grid_table,

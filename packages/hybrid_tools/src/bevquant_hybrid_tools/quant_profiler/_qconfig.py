@@ -1,9 +1,8 @@
-"""Checks of a prepared model: qconfigs, devices, fusion, and modules that are called twice."""
+"""Checks of a prepared model: qconfigs, devices, and what could be fused."""
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -27,12 +26,8 @@ from bevquant_hybrid.qtensor import QTensor
 from bevquant_hybrid.quantization.fake_quantize import _WrappedCalibFakeQuantize
 from bevquant_hybrid.quantization.fx.graph_module import ObservedGraphModule, QuantizedGraphModule
 from bevquant_hybrid.quantization.observer import FixedScaleObserver
-from bevquant_hybrid_tools.quant_profiler._calls import (
-    Call,
-    Selection,
-    named_operators,
-    record_calls,
-)
+from bevquant_hybrid_tools.quant_profiler._calls import Call, record_calls
+from bevquant_hybrid_tools.quant_profiler._selection import Selection
 from bevquant_hybrid_tools.quant_profiler._tables import Cell, grid_table, simple_table, write_text
 
 NO_QCONFIG = "qconfig = None"
@@ -359,50 +354,3 @@ def _can_add(calls: list[Call], add: Call, mine: int) -> bool:
     if layer_class(calls[first].module, _BatchNorm):
         first = calls[first].sources[0]
     return first is None or layer_class(calls[first].module) not in ANCHORS
-
-
-def get_module_called_count(
-    model: nn.Module,
-    example_inputs: Any,
-    check_leaf_module: Callable[[nn.Module], bool] | None = None,
-    print_tabulate: bool = True,
-) -> dict[str, int]:
-    """Count the calls of each operator in one run: 0 for unused ones, above 1 for shared ones.
-
-    Args:
-        model: Float, calibration, QAT or converted model.
-        example_inputs: A tensor, or a tuple or list of the forward's arguments.
-        check_leaf_module: Whether a module is one operator; None for this package's modules,
-            torch's, and those that hold no others.
-        print_tabulate: Print the table.
-
-    Returns:
-        Calls by name, in the order of the modules' definition.
-
-    Warns:
-        UserWarning: A module has several names; its calls are counted under the first.
-
-    Example:
-        >>> _ = get_module_called_count(nn.Sequential(nn.ReLU(), nn.ReLU()), __import__("torch").ones(1))
-        name      called times
-        ------  --------------
-        0                    1
-        1                    1
-    """  # noqa: E501
-    operators, again = named_operators(model, check_leaf_module)
-    for name, first in again.items():
-        warnings.warn(
-            f"get_module_called_count: {name} is the same module as {first}; its calls are "
-            f"counted as those of {first}",
-            UserWarning,
-            stacklevel=2,
-        )
-    counts = dict.fromkeys(operators, 0)
-    for call in record_calls(
-        model, example_inputs, keep=False, check_leaf_module=check_leaf_module
-    ):
-        if call.module is not None:
-            counts[call.path] += 1
-    if print_tabulate:
-        print(simple_table(["name", "called times"], [[n, c] for n, c in counts.items()]))
-    return counts

@@ -10,11 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onnx import FunctionProto, NodeProto
 
-__all__ = [
-    "BOOL", "DOMAIN", "DOUBLE", "FLOAT", "HALF", "INT8", "INT32", "INT64", "OPSET", "UINT8", "Body",
-    "Value",
-]  # fmt: skip
-
 DOMAIN = "bevquant.sparse"
 OPSET = 18
 # The numbers that onnx.TensorProto gives to types.

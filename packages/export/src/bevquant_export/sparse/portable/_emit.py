@@ -16,8 +16,6 @@ from bevquant_export.sparse.portable._body import DOMAIN, OPSET
 if TYPE_CHECKING:
     from onnx import FunctionProto, ModelProto, ValueInfoProto
 
-__all__ = ["FUNCTIONS", "OPEN", "Emitter", "Settings", "opened"]
-
 OPEN = "OfAnyGrid"  # ends the names of functions that read the grid from a tensor
 
 _IR_VERSION = 8  # the first with model-local functions

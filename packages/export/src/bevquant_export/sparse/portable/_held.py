@@ -11,8 +11,6 @@ import numpy as np
 
 from bevquant_export.sparse.portable._emit import Emitter, Settings
 
-__all__ = ["Accumulators", "Floats", "Held", "Integers", "Sum"]
-
 _LOW = -128.0
 _ZERO = 128  # of uint8
 Channels = tuple[int, ...]

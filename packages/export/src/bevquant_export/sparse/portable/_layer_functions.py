@@ -26,12 +26,6 @@ from bevquant_export.sparse.portable._body import (
 if TYPE_CHECKING:
     from onnx import FunctionProto
 
-__all__ = [
-    "add_floats", "add_requantized", "dequantized", "dequantized_int8", "float_convolution",
-    "integer_convolution", "max_pooled", "quantized", "requantized", "scatter_name", "scattered",
-    "signed", "signed_convolution",
-]  # fmt: skip
-
 _STEPS = 127
 _ZERO = 128
 _LARGEST = float(np.finfo(np.float32).max)

@@ -23,7 +23,6 @@ from bevquant_export.sparse._graph import (
     Select,
     Steps,
     first_on_input,
-    inputs_of,
 )
 from bevquant_export.sparse._ranges import tensor_ranges
 from bevquant_export.sparse.portable._body import FLOAT, INT32, INT64
@@ -36,8 +35,6 @@ from bevquant_export.sparse.portable._weights import float_matrix, integer_matri
 
 if TYPE_CHECKING:
     from onnx import ModelProto
-
-__all__ = ["Lowered", "lowered"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,7 +269,7 @@ class _Lowering:
             self.sites[node.y], rows = sites, sites.rows
             self.unchecked.add(sites.maker)
         elif node.on >= 0:
-            self.sites[node.y] = self._on_voxels(node, inputs_of(node)[node.on])
+            self.sites[node.y] = self._on_voxels(node, node.inputs[node.on])
             rows = self.sites[node.y].rows
         self.shapes[node.y] = (rows, node.channels)
         return self._stored(self._floats(node, made[0]), node.y, node)
@@ -322,7 +319,7 @@ class _Lowering:
 
     def _turn_behind(self, node: Scatter) -> Move | None:
         """The Transpose of the grid's axes that alone reads what a Scatter makes."""
-        readers = [other for other in self.graph.nodes if node.y in inputs_of(other)]
+        readers = [other for other in self.graph.nodes if node.y in other.inputs]
         if node.y in self.graph.outputs or len(readers) != 1:
             return None
         (reader,) = readers

@@ -11,8 +11,6 @@ from bevquant_export.sparse.portable._emit import Emitter
 from bevquant_export.sparse.portable._held import Held, Integers
 from bevquant_export.sparse.portable._sites import Sites
 
-__all__ = ["LayerOutput", "Outputs", "Shape"]
-
 Shape = tuple[int | str, ...]
 
 

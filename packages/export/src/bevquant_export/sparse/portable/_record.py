@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from bevquant_export.sparse._check_graph import check_graph
-from bevquant_export.sparse._graph import Graph, Node, inputs_of
+from bevquant_export.sparse._graph import Graph, Node
 from bevquant_export.sparse._read_node import read_node
 from bevquant_export.sparse._write_proto import node_attributes, operator_of
 from bevquant_export.sparse.portable._body import DOMAIN
@@ -23,8 +23,6 @@ from bevquant_export.targets._cpu import CPU_KEY
 
 if TYPE_CHECKING:
     from onnx import ModelProto
-
-__all__ = ["is_portable", "portable_graph", "recorded"]
 
 _KEY = DOMAIN
 _VERSION = 1
@@ -103,7 +101,7 @@ def _written(node: Node) -> dict[str, Any]:
         "op": operator_of(node),
         "name": node.name,
         "path": node.path,
-        "inputs": inputs_of(node),
+        "inputs": node.inputs,
         "output": node.y,
         "attributes": attributes,
     }

@@ -11,8 +11,6 @@ import torch
 from bevquant_export.sparse.portable._emit import Settings
 from bevquant_sparse import build_rulebook
 
-__all__ = ["Sites", "Surroundings"]
-
 Sizes = tuple[int, ...]
 
 

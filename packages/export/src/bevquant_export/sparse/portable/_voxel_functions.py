@@ -15,11 +15,6 @@ from bevquant_export.sparse.portable._body import FLOAT, INT32, INT64, UINT8, Bo
 if TYPE_CHECKING:
     from onnx import FunctionProto
 
-__all__ = [
-    "checked_voxels", "distinct_coords", "distinct_voxels", "neighbours", "pillar_map",
-    "strided_voxels",
-]  # fmt: skip
-
 _FAR = -(1 << 60)  # of three added to an index none becomes positive, and nothing overflows
 _AXES = (0, 1, 2)
 

@@ -18,8 +18,6 @@ from bevquant_int8sim import quantize
 if TYPE_CHECKING:
     from onnx import TensorProto
 
-__all__ = ["float_matrix", "integer_matrix", "read_half", "read_weight"]
-
 _LIMIT = 2**31
 _STEPS = 127
 _TYPES = {2: (np.uint8, 128), 3: (np.int8, 0)}  # by the number that onnx.TensorProto gives them

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from bevquant_export.lint import _tensorrt
 from bevquant_export.lint._qdq import Pairs, check_axis, check_pairs
 from bevquant_export.targets._target import LintFile, Target
+from bevquant_export.targets.autoware._bindings import check_bindings
 from bevquant_export.targets.autoware._contract import RULES, check_contract
 from bevquant_export.targets.autoware._export import export_autoware_onnx
 from bevquant_export.targets.autoware._join import behind_encoder, join_autoware_onnx
@@ -79,7 +80,9 @@ class _Autoware(Target):
         """The plugin's contract, and for dense parts what TensorRT asks."""
         functions = {(f.domain, f.name) for f in file.model.functions}
         own = {(DOMAIN, node.op) for graph in file.graphs for node in graph.nodes}
-        yield from check_contract(file.model, file.graphs[0], file.path.parent)
+        whole = file.model, file.graphs[0], file.path.parent
+        yield from check_contract(*whole)
+        yield from check_bindings(*whole)
         for graph in file.graphs:
             pairs = Pairs(graph, file.path.parent)
             yield from check_pairs(pairs)

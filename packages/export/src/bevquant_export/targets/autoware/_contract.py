@@ -15,138 +15,111 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bevquant_export.lint._graph import Graph, Node
-from bevquant_export.lint._rule import Finding, Rule, Severity, quoted
+from bevquant_export.lint._rule import Finding, quoted
 from bevquant_export.lint._tensors import shape_of, values
-from bevquant_export.targets.autoware._plugin import DOMAIN, MOST_VOXELS, SLOTS, quantized_weight
+from bevquant_export.targets.autoware._bindings import BOUND, ORDER, PORTS, STAGES, rule, stages_of
+from bevquant_export.targets.autoware._plugin import DOMAIN, SLOTS, quantized_weight
 
 if TYPE_CHECKING:
     import onnx
 
 
-def _rule(number: int, means: str, remedy: str, severity: Severity = "error") -> Rule:
-    return Rule(f"AWF{number:03}", severity, means, remedy, ("autoware",))
-
-
-OPERATOR = _rule(
+OPERATOR = rule(
     1,
     "operators of the domain autoware are GetIndicePairsImplicitGemm and ImplicitGemm",
     "write one of these: the plugin of another name is not looked for, or not checked here",
 )
-FIELDS = _rule(
+FIELDS = rule(
     2,
     "a node has every field of its plugin, of the type and length that the creator reads",
     "write sizes as INTS of 3, switches as INT, factors as FLOAT: creators count their fields and "
     "refuse other types",
 )
-SORT = _rule(
+SORT = rule(
     3,
     "do_sort is written",
     "write do_sort, 0 or 1: without it the plugin sorts, which takes longer, and warns that it "
     "will refuse such files",
     "warning",
 )
-VALUES = _rule(
+VALUES = rule(
     4,
     "sizes are positive, algo is 1, batch_size 1, transpose and out_padding 0",
     "write what the plugin can do: it splits no masks, makes no transposed pairs and takes one "
     "frame",
 )
-VOLUME = _rule(
+VOLUME = rule(
     5,
     "a kernel has at most 32 offsets, the bits of a mask",
     "use a smaller kernel, or the native GetIndicePairs and IndiceConv",
 )
-INPUTS = _rule(
+INPUTS = rule(
     6,
     "an ImplicitGemm has 5 inputs, 6 with a bias, or 7 with precision 1",
     "int8 takes features, filters, three tensors of pairs, channel_scale and bias_scaled; others "
     "at most a bias",
 )
-PAIRS = _rule(
+PAIRS = rule(
     7,
     "inputs 2, 3, 4 are pair_fwd, pair_mask and mask_argsort of one pair generation",
     "connect outputs 1, 2 and 3 of one GetIndicePairsImplicitGemm (or inputs of one "
     "rulebook/<key>) in this order: all are int32, and no assertion tells them apart",
 )
-FILTERS = _rule(
+FILTERS = rule(
     8,
     "filters are an initializer [out, k1, k2, k3, in] with the kernel of the pairs and the "
     "channels of the features",
     "permute the weight to KRSC in the order of the coordinates' columns",
 )
-TYPES = _rule(
+TYPES = rule(
     9,
     "filters and bias are of the type of the features, float16 or float32; in int8 float16, and "
     "channel_scale and bias_scaled float32",
     "cast them: one type throughout",
 )
-SCALES = _rule(
+SCALES = rule(
     10,
     "a bias, channel_scale and bias_scaled are [out] and finite, scales positive, output_scale 1",
     "write input_scale = amax/127 and channel_scale = input_scale · weight amax/127 for each "
     "output channel; calibrate what has no range",
 )
-SUBNORMAL = _rule(
+SUBNORMAL = rule(
     11,
     "filters are finite float16 numbers whose integers the plugin finds again",
     "scale the layers around it: below 6e-5 float16 has fewer digits, below 6e-8 none, beyond "
     "65504 no number",
 )
-CLIPPED = _rule(
+CLIPPED = rule(
     12,
     "filters are within ±127 steps of channel_scale/input_scale",
     "take the largest |w| of each output channel as its range: the plugin saturates the rest",
     "warning",
 )
-BOUND = _rule(
-    13,
-    f"no layer has more than {MOST_VOXELS:,} voxels, compiled into the plugin",
-    "use a coarser grid or a shorter range, or calibrate with fewer points: what is beyond "
-    "overruns the plugin's buffers",
-)
-REPEATED = _rule(
+REPEATED = rule(
     14,
     "pairs are made once for a set of voxels and a geometry",
     "let all layers of a stage read one GetIndicePairsImplicitGemm: each repetition costs as much "
     "as a convolution",
     "warning",
 )
-ORDER = _rule(
-    15,
-    "rulebook_coors_permutation is the order in which the file itself takes the columns of coors",
-    "write the permutation that the encoder was trained with: another one gives a valid grid, "
-    "transposed",
-)
-STAGES = _rule(
-    16,
-    "rulebook inputs come in fours, int32, each with its geometry in rulebook_stages",
-    "write rulebook/<key>/{out_indices, pair_fwd, pair_mask, mask_argsort} and the metadata that "
-    "the node computes them from",
-)
-PORTS = _rule(
-    17,
-    "inputs are voxels float32 [N, points, channels], coors int32 [N, 3], num_points_per_voxel "
-    "int32 [N]",
-    "name and type them so: the node binds them by name",
-)
-SUBM = _rule(
+SUBM = rule(
     18,
     "is_subm is subm of the pairs, and a submanifold kernel has odd sizes and stride 1",
     "write one kind in both nodes",
 )
-GRID = _rule(
+GRID = rule(
     19,
     "spatial_shape is the grid that the strided convolution before leaves",
     "write ⌊(n + 2·padding − dilation·(k − 1) − 1)/stride⌋ + 1 of each axis, in the order of the "
     "coordinates' columns",
 )
-ACTIVATION = _rule(
+ACTIVATION = rule(
     20,
     "act_type is 0 (none) or 1 (ReLU)",
     "run another activation as a node of its own: 2 and 3 are sigmoid and leaky ReLU of act_alpha",
     "warning",
 )
-UNKNOWN = _rule(
+UNKNOWN = rule(
     21,
     "a node has no field that its plugin does not read",
     "leave it out: the parser drops it in silence (fp32_accum is no field)",
@@ -169,16 +142,12 @@ _GEMM_FIELDS = {
 }
 _LATER = {"do_sort": _INT, "act_type": _INT, "precision": _INT, "input_scale": _FLOAT}
 _NAMES = {_FLOAT: "FLOAT", _INT: "INT", _INTS: "INTS"}
-_PORTS = {"voxels": (1, 3), "coors": (6, 2), "num_points_per_voxel": (6, 1)}
 _HALF = 10
 
 
 def check_contract(model: onnx.ModelProto, graph: Graph, folder: Path) -> Iterator[Finding]:
-    """Check the main graph of a file."""
-    props = {p.key: p.value for p in model.metadata_props}
-    stages, found = _stages(props)
-    yield from found
-    contract = _Contract(graph, folder, props, stages)
+    """Check the nodes of a file's main graph."""
+    contract = _Contract(graph, folder, stages_of(model)[0])
     for node in graph.nodes:
         if node.domain != DOMAIN:
             continue
@@ -188,33 +157,13 @@ def check_contract(model: onnx.ModelProto, graph: Graph, folder: Path) -> Iterat
             yield from contract.gemm(node)
         else:
             yield OPERATOR.found(node.name, f"it is {quoted(node.op)}")
-    yield from contract.ports(model)
-    yield from contract.bounds()
-    yield from contract.order()
-
-
-def _stages(props: dict[str, str]) -> tuple[dict[str, dict[str, Any]], list[Finding]]:
-    """Stages by the base of their names, and what is wrong with the text."""
-    if "rulebook_stages" not in props:
-        return {}, []
-    try:
-        read = json.loads(props["rulebook_stages"])
-        names = ("ksize", "stride", "padding", "dilation", "spatial_shape")
-        stages = {str(s["onnx_base"]): {n: [int(v) for v in s[n]] for n in names} for s in read}
-        wrong = [b for b, s in stages.items() if any(len(v) != 3 for v in s.values())]
-    except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
-        return {}, [STAGES.found("file", f"rulebook_stages cannot be read: {type(error).__name__}")]
-    found = [STAGES.found(base, "its sizes are not three each") for base in wrong]
-    return {b: s for b, s in stages.items() if b not in wrong}, found
 
 
 class _Contract:
     """The rules, with what one node's say depends on of others."""
 
-    def __init__(
-        self, graph: Graph, folder: Path, props: dict[str, str], stages: dict[str, dict[str, Any]]
-    ) -> None:
-        self.graph, self.folder, self.props, self.stages = graph, folder, props, stages
+    def __init__(self, graph: Graph, folder: Path, stages: dict[str, dict[str, Any]]) -> None:
+        self.graph, self.folder, self.stages = graph, folder, stages
         self.made: dict[tuple[str, str], str] = {}
         self.channels: dict[str, int] = {}
         self.reported: set[str] = set()
@@ -297,33 +246,29 @@ class _Contract:
             yield FIELDS.found(node.name, "act_type missing: plugins with a bias read it")
         if node.integer("act_type") not in (0, 1):
             yield ACTIVATION.found(node.name, f"act_type is {node.integer('act_type')}")
-        kernel, subm = None, None
-        pairs, found = self._pairs(node)
+        kernel, subm, found = self._pairs(node)
         yield from found
-        if pairs is not None:
-            kernel, subm = pairs
-            if subm is not None and bool(node.integer("is_subm")) != subm:
-                yield SUBM.found(
-                    node.name, f"is_subm {node.integer('is_subm')}, its pairs have subm {int(subm)}"
-                )
+        if subm is not None and bool(node.integer("is_subm")) != subm:
+            yield SUBM.found(
+                node.name, f"is_subm {node.integer('is_subm')}, its pairs have subm {int(subm)}"
+            )
         yield from self._constants(node, kernel, integer)
 
-    def _pairs(self, node: Node) -> tuple[tuple[list[int] | None, bool | None] | None, Any]:
+    def _pairs(self, node: Node) -> tuple[list[int] | None, bool | None, list[Finding]]:
         """Kernel and kind of the pairs that a convolution reads, and what is wrong with them."""
         names = [node.input(slot) for slot in (2, 3, 4)]
-        makers = [self.graph.producers.get(name) for name in names]
-        if makers[0] is not None and makers[0].op == _PAIR_OP:
-            right = makers[0].outputs[1:4] == names
-            if not right:
-                return None, [PAIRS.found(node.name, _shown(names, makers[0].name))]
-            return (_geometry(makers[0]).get("ksize"), bool(makers[0].integer("subm"))), []
+        maker = self.graph.producers.get(names[0])
+        if maker is not None and maker.op == _PAIR_OP:
+            if maker.outputs[1:4] != names:
+                return None, None, [PAIRS.found(node.name, _shown(names, maker.name))]
+            return _geometry(maker).get("ksize"), bool(maker.integer("subm")), []
         base = names[0].rpartition("/")[0]
         if base.startswith("rulebook/") and names == [f"{base}/{slot}" for slot in SLOTS[1:]]:
             stage = self.stages.get(base)
             if stage is None:
-                return None, [STAGES.found(base, "rulebook_stages does not have it")]
-            return (stage["ksize"], False), []
-        return None, [PAIRS.found(node.name, _shown(names, "no pair generation"))]
+                return None, None, [STAGES.found(base, "rulebook_stages does not have it")]
+            return stage["ksize"], False, []
+        return None, None, [PAIRS.found(node.name, _shown(names, "no pair generation"))]
 
     def _constants(self, node: Node, kernel: list[int] | None, integer: bool) -> Iterator[Finding]:
         tensor = self.graph.constant(node.input(1))
@@ -419,65 +364,6 @@ class _Contract:
                 return None
             name = maker.input(0)
         return None
-
-    def ports(self, model: onnx.ModelProto) -> Iterator[Finding]:
-        """Inputs, by name, type and rank."""
-        ports = {v.name: v.type.tensor_type for v in model.graph.input}
-        if "voxels" in ports or "coors" in ports:
-            for name, (kind, rank) in _PORTS.items():
-                port = ports.get(name)
-                if port is None:
-                    # Of a file whose encoder reads what was encoded elsewhere, only coors is left.
-                    if name == "coors":
-                        yield PORTS.found("file", f"there is no input {name}")
-                elif port.elem_type != kind or len(port.shape.dim) != rank:
-                    yield PORTS.found(name, f"type {port.elem_type}, rank {len(port.shape.dim)}")
-        bases: dict[str, set[str]] = {}
-        for name, port in ports.items():
-            if name.startswith("rulebook/"):
-                base, _, slot = name.rpartition("/")
-                bases.setdefault(base, set()).add(slot)
-                if port.elem_type != 6 or len(port.shape.dim) != (1 if slot == SLOTS[3] else 2):
-                    yield STAGES.found(name, f"type {port.elem_type}, rank {len(port.shape.dim)}")
-        for base, slots in bases.items():
-            if slots != set(SLOTS) or base not in self.stages:
-                missing = ", ".join(sorted(set(SLOTS) - slots)) or "its stage in the metadata"
-                yield STAGES.found(base, f"{missing} missing")
-        for name, port in ports.items():
-            rows = [d.dim_value for d in port.shape.dim][1 if name.endswith(SLOTS[1]) else 0 :][:1]
-            if (name in _PORTS or name.startswith("rulebook/")) and rows and rows[0] > MOST_VOXELS:
-                yield BOUND.found(name, f"it has {rows[0]:,} rows")
-
-    def bounds(self) -> Iterator[Finding]:
-        """Voxels of layers, as far as the file says."""
-        try:
-            said = json.loads(self.props.get("bevquant_voxel_bounds", "{}"))
-            large = {str(k): int(v) for k, v in said.items() if int(v) > MOST_VOXELS}
-        except (ValueError, TypeError, AttributeError, RecursionError, OverflowError):
-            return
-        for name, count in large.items():
-            yield BOUND.found(name, f"it may have {count:,} voxels")
-
-    def order(self) -> Iterator[Finding]:
-        """The permutation in the metadata beside the one that the graph applies."""
-        text = self.props.get("rulebook_coors_permutation")
-        if text is None:
-            if self.stages:
-                yield ORDER.found("file", "it has rulebook inputs and no permutation")
-            return
-        columns = text.replace(" ", "").split(",")
-        if sorted(columns) != ["0", "1", "2"]:
-            yield ORDER.found("file", f"the metadata says {quoted(text)}")
-            return
-        for node in self.graph.nodes:
-            if node.op == "Gather" and node.input(0) == "coors" and node.integer("axis") == 1:
-                taken = values(self.graph.constant(node.input(1)), self.folder)
-                if taken is not None and taken.size == 3:
-                    own = [str(int(n)) for n in taken.reshape(-1)]
-                    if own != columns:
-                        yield ORDER.found(
-                            node.name, f"the file takes {','.join(own)}, the metadata says {text}"
-                        )
 
 
 def _geometry(node: Node) -> dict[str, list[int]]:

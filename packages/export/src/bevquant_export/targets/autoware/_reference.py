@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bevquant_export.lint._read import load_model
 from bevquant_export.sparse._compare import LayerDifference, counted
-from bevquant_export.sparse._graph import Add, Conv, Graph, Move, Relu, Scatter, inputs_of
+from bevquant_export.sparse._graph import Add, Conv, Graph, Move, Relu, Scatter
 from bevquant_export.sparse._reference import Made
 from bevquant_export.sparse._voxels import Voxels, convolved
 from bevquant_export.targets.autoware._plugin import (
@@ -332,7 +332,7 @@ def _simulated(
     held: dict[str, Tensor] = {graph.input: features.half()}
     strided: dict[str, Any] = {}
     for node in graph.nodes:
-        x = held[inputs_of(node)[0]]
+        x = held[node.inputs[0]]
         if isinstance(node, Conv):
             rulebook, voxels[node.y] = convolved(voxels[node.x], node, strided)
             held[node.y] = _convolved(node, x, rulebook, fused)

@@ -1,16 +1,68 @@
-"""The same graph for coordinates in the opposite order: x, y, z for z, y, x."""
+"""Axes of a file: as many as it states, and in the order in which an engine has its coordinates.
+
+Voxels on one or two axes have one cell along each axis that they lack.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from bevquant_export.sparse._graph import Conv, Graph, Move, Node, Pool, Scatter, Steps, inputs_of
+import numpy as np
+import torch
+from torch import Tensor
 
-__all__ = ["turned"]
+from bevquant_export.sparse._graph import Conv, Graph, Move, Node, Pool, Scatter, Steps
 
+AXES = 3
 _OTHER = {"xyz": "zyx", "zyx": "xyz"}
 _TURN = (0, 1, 4, 3, 2)
+
+
+def three_axes(sizes: tuple[int, ...], fill: int, order: str) -> tuple[int, ...]:
+    """Sizes per axis with `fill` for the height that is missing: first in z, y, x, last in x, y, z.
+
+    >>> three_axes((128, 96), 1, "zyx"), three_axes((96, 128), 1, "xyz")
+    ((1, 128, 96), (96, 128, 1))
+    """
+    missing = (fill,) * (AXES - len(sizes))
+    return (*missing, *sizes) if order == "zyx" else (*sizes, *missing)
+
+
+def lifted(coords: Tensor, grid: tuple[int, ...]) -> Tensor:
+    """Coordinates ``[rows, 1 + ndim]`` of a model as a file of that grid takes them."""
+    missing = AXES + 1 - coords.shape[1]
+    if missing <= 0:
+        return coords
+    zeros = coords.new_zeros(len(coords), missing)
+    parts = [coords[:, :1], zeros, coords[:, 1:]] if _first(grid, missing) else [coords, zeros]
+    return torch.cat(parts, 1)
+
+
+def lowered_to(columns: int, coords: Tensor, grid: tuple[int, ...]) -> Tensor:
+    """The inverse of `lifted`: coordinates of a file as `columns` of the model."""
+    missing = coords.shape[1] - columns
+    if missing <= 0:
+        return coords
+    if _first(grid, missing):
+        return torch.cat([coords[:, :1], coords[:, 1 + missing :]], 1)
+    return coords[:, :columns]
+
+
+def with_axes(graph: Any, path: str, coords: str, columns: int, before: int) -> str:
+    """As `lifted`, by nodes: int32 coordinates of so many columns, zeros before one of them."""
+    missing = AXES + 1 - columns
+    if not missing:
+        return coords
+    places, real = list(range(columns)), [1] * columns
+    places[before:before] = real[before:before] = [0] * missing
+    coords = graph.node("Gather", path, [coords, graph.numbers(places)], axis=1)
+    kept = graph.constant(f"int32_{real}", real, np.int32)
+    return str(graph.node("Mul", path, [coords, kept]))
+
+
+def _first(grid: tuple[int, ...], missing: int) -> bool:
+    return all(size == 1 for size in grid[:missing])
 
 
 def turned(graph: Graph) -> Graph:
@@ -38,7 +90,7 @@ def turned(graph: Graph) -> Graph:
                 format=_OTHER[node.format],
                 output_shape=(*node.output_shape[:2], *node.output_shape[:1:-1]),
             )
-            readers = [other for other in graph.nodes if node.y in inputs_of(other)]
+            readers = [other for other in graph.nodes if node.y in other.inputs]
             if node.y not in graph.outputs and all(_transposes(other) for other in readers):
                 nodes.append(turned_node)
                 back.add(node.y)

@@ -1,0 +1,321 @@
+"""A file cut at its quantized tensors: each piece reads the model's integers.
+
+So a difference is found where it arises, and nowhere behind it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from bevquant_export.dense._float_errors import FloatErrors
+from bevquant_export.dense._graph import Array
+from bevquant_export.dense._profile import profile_of
+from bevquant_export.dense._runnable import lifted
+from bevquant_export.dense._ties import Ties
+from bevquant_export.dense._written import QdqFile, TensorDifference
+from bevquant_int8sim.program import Program, Step
+
+
+@dataclass(eq=False)
+class _Piece:
+    """Nodes between tensors that are cut.
+
+    Attributes:
+        proto: The nodes.
+        reads: Tensors that it reads.
+        makes: Its outputs to the tensors that they are.
+        missing: Which of them the model has not made yet.
+        needs: These tensors, and values of the program by which what it makes is computed again.
+    """
+
+    proto: Any
+    reads: list[str]
+    makes: dict[str, str]
+    missing: set[str]
+    needs: tuple[str, ...]
+
+
+class CutFile:
+    """A file cut at its quantized tensors, beside the model as that runs.
+
+    A piece runs as soon as the model has made all that it reads and makes, and what no piece needs
+    any more is given back: at no time are all tensors of a model in memory.
+
+    Args:
+        file: What is said of the file.
+        content: The file.
+        program: That it was written from.
+        inputs: Of the file.
+        run_in: Makes a session, as `session`.
+        outputs: Run what makes outputs in float too.
+
+    Attributes:
+        floats: Outputs in float.
+    """
+
+    def __init__(
+        self,
+        file: QdqFile,
+        content: bytes,
+        program: Program,
+        inputs: Mapping[str, Array],
+        run_in: Callable[..., Any],
+        *,
+        outputs: bool,
+    ) -> None:
+        self._file, self._inputs, self._run_in = file, inputs, run_in
+        self._profile = profile_of(file.profile)
+        self._rows: dict[str, TensorDifference | None] = {}
+        self._found: dict[str, tuple[Step, str, Array]] = {}
+        self._values: dict[str, Array] = {}
+        self._doubts: dict[str, tuple[str, Array, Array, tuple[int, ...]]] = {}
+        self.floats: dict[str, Array] = {}
+        self._program = program
+        self._ties = Ties(program, self._values, {}, self._profile)
+        names: dict[str, list[str]] = defaultdict(list)
+        for value, tensor in file.integers.items():
+            names[tensor].append(value)
+        proto, made = forced(content, tuple(names))
+        self._pieces = []
+        for part in pieces_of(proto):
+            ports = {port.name for port in (*part.graph.input, *part.graph.output)}
+            reads = [name for name in names if name in ports]
+            makes = {made[name]: name for name in names if made[name] in ports}
+            if makes or outputs:
+                values = {v for t in makes.values() for n in names[t] for v in self._ties.reads(n)}
+                missing = {*reads, *makes.values()}
+                needs = (*missing, *values)
+                self._pieces.append(_Piece(part, reads, makes, missing, needs))
+        self._needed = Counter(name for piece in self._pieces for name in piece.needs)
+
+    def hold(self, values: Iterable[tuple[str, Any]]) -> None:
+        """Keep values by which integers are computed again."""
+        for name, value in values:
+            if self._needed[name] and isinstance(value, Tensor):
+                self._values[name] = value.cpu().numpy()
+
+    def compare(self, step: Step, name: str, value: Array) -> None:
+        """Take what the model has in a tensor, and run what waited for it.
+
+        Of two values that are one tensor, as a ReLU of what is positive already, the first counts.
+        """
+        tensor = self._file.integers[name]
+        if tensor not in self._rows:
+            self._rows[tensor] = None
+            self._found[tensor] = step, name, value
+            for piece in [piece for piece in self._pieces if tensor in piece.missing]:
+                piece.missing.remove(tensor)
+                if not piece.missing:
+                    self._run(piece)
+
+    def finish(self) -> None:
+        """Run what reads no cut tensor.
+
+        Raises:
+            ValueError: The model has other tensors than the file.
+        """
+        for piece in list(self._pieces):
+            if missing := sorted(piece.missing - set(self._rows)):
+                raise ValueError(
+                    f"compare_qdq_onnx: {self._file.path.name} has {missing[0]!r}, which the model "
+                    "does not make; compare it with the model that it was written from"
+                )
+            self._run(piece)
+
+    def rows(self) -> tuple[TensorDifference, ...]:
+        """Each tensor, in the order of the model."""
+        return tuple(row for row in self._rows.values() if row is not None)
+
+    def in_doubt(self) -> set[str]:
+        """What is rounded where values are a step off, and no ties without what functions lose."""
+        return {read for doubt in self._doubts.values() for read in self._ties.reads(doubt[0])}
+
+    def count_again(self, floats: FloatErrors) -> None:
+        """Count ties behind floats whose errors are known now."""
+        ties = Ties(self._program, floats.values, floats.errors, self._profile)
+        for tensor, doubt in self._doubts.items():
+            if row := self._rows[tensor]:
+                self._rows[tensor] = replace(row, ties=max(row.ties, ties.count(*doubt)))
+
+    def _run(self, piece: _Piece) -> None:
+        self._pieces.remove(piece)
+        running = self._run_in(piece.proto, self._profile.runner)
+        taken = {port.name for port in running.get_inputs()}
+        given = {name: value for name, value in self._inputs.items() if name in taken}
+        given |= {name: self._stored(self._found[name][2]) for name in piece.reads}
+        names = [port.name for port in piece.proto.graph.output]
+        for name, got in zip(names, running.run(names, given), strict=True):
+            if name in piece.makes:
+                self._rows[piece.makes[name]] = self._row(piece.makes[name], got)
+            else:
+                self.floats[name] = got
+        for name in piece.needs:
+            self._needed[name] -= 1
+            if not self._needed[name]:
+                self._found.pop(name, None)
+                self._values.pop(name, None)
+
+    def _stored(self, value: Array) -> Array:
+        """Integers as the file has them."""
+        # A tensor without axes comes out of numpy's arithmetic as a number, which is no input.
+        zero = self._profile.zero
+        moved = np.asarray(value.astype(np.int16) + np.int16(zero)) if zero else value
+        return moved.astype(self._profile.dtype, copy=False)
+
+    def _row(self, tensor: str, got: Array) -> TensorDifference:
+        step, name, value = self._found[tensor]
+        value = np.atleast_1d(value)
+        # A linear layer's result has two axes in some files, and its own behind a Reshape.
+        got = got.reshape(value.shape)
+        # In the order of the file's memory: the model's has channels last.
+        differs = np.not_equal(self._stored(value), got, out=np.empty(got.shape, np.bool_))
+        index = np.unravel_index(np.flatnonzero(differs), got.shape)
+        places = np.stack(index, axis=1)
+        want, made = value[index].astype(np.int32), got[index].astype(np.int32) - self._profile.zero
+        apart = np.abs(want - made)
+        near = apart == 1
+        where = places[near], (want + made)[near] * 0.5, value.shape
+        ties = self._ties.count(name, *where)
+        if ties < len(where[0]) and self._ties.rounds_floats(name):
+            self._doubts[tensor] = name, *where
+        largest = int(apart.max(initial=0))
+        return TensorDifference(
+            step.path, step.op, tensor, int(value.size), len(places), largest, ties
+        )
+
+
+def forced(content: bytes, tensors: tuple[str, ...]) -> tuple[Any, dict[str, str]]:
+    """The model with these tensors cut: who reads one reads an input of its name.
+
+    Args:
+        content: The file.
+        tensors: Quantized tensors.
+
+    Returns:
+        The model, whose outputs are what is made of these tensors and, behind them, the file's own
+        outputs; and for each tensor the output that holds what is made of it.
+    """
+    import onnx
+    from onnx import TensorProto, helper
+
+    proto = lifted(onnx.load_model_from_string(content))
+    graph = proto.graph
+    made = {name: f"{name}.made" for name in tensors}
+    for node in graph.node:
+        node.output[:] = [made.get(name, name) for name in node.output]
+    unsigned = any(c.data_type == TensorProto.UINT8 for c in graph.initializer)
+    dtype = TensorProto.UINT8 if unsigned else TensorProto.INT8
+    read = {name for node in graph.node for name in node.input}
+    graph.input.extend(
+        helper.make_tensor_value_info(name, dtype, None) for name in tensors if name in read
+    )
+    own = list(graph.output)
+    del graph.output[:]
+    graph.output.extend(helper.make_tensor_value_info(name, dtype, None) for name in made.values())
+    graph.output.extend(value for value in own if value.name not in made)
+    return proto, made
+
+
+def pieces_of(proto: Any) -> Iterator[Any]:
+    """Models of the nodes that hang together, each with what it reads, in the order of their nodes.
+
+    Nodes hang together by tensors that one makes and another reads. Constants join nothing: each
+    piece has those that it reads, and the nodes that compute some. A piece that makes no output of
+    the graph is left out.
+    """
+    import onnx
+
+    graph = proto.graph
+    held = {tensor.name: tensor for tensor in graph.initializer}
+    given = {value.name: value for value in graph.input if value.name not in held}
+    wanted = {value.name: value for value in graph.output}
+    constant = set(held)
+    makers: dict[str, Any] = {}  # of constants
+    groups = _Groups()
+    rest: list[Any] = []
+    for node in graph.node:
+        read = _read(node)
+        if constant.issuperset(read):
+            constant.update(node.output)
+            makers.update(dict.fromkeys(node.output, node))
+            continue
+        groups.join([n for n in (*read, *node.output) if n not in constant and n not in given])
+        rest.append(node)
+    pieces: dict[str, list[Any]] = {}
+    for node in rest:
+        pieces.setdefault(groups.of(node.output[0]), []).append(node)
+    alone = [[name] for name in wanted if name in constant]
+    for nodes in [*pieces.values(), *alone]:
+        outputs = [n for node in nodes for n in getattr(node, "output", (node,)) if n in wanted]
+        if not outputs:
+            continue
+        own = [node for node in nodes if not isinstance(node, str)]
+        reads = dict.fromkeys(n for node in own for n in _read(node))
+        before, tensors = _constants([*reads, *outputs], makers, held)
+        piece = onnx.ModelProto(ir_version=proto.ir_version, producer_name=proto.producer_name)
+        piece.opset_import.extend(proto.opset_import)
+        piece.functions.extend(proto.functions)
+        piece.metadata_props.extend(proto.metadata_props)
+        piece.graph.name = graph.name
+        piece.graph.node.extend([*before, *own])
+        piece.graph.initializer.extend(held[name] for name in tensors)
+        piece.graph.input.extend(given[name] for name in reads if name in given)
+        piece.graph.output.extend(wanted[name] for name in outputs)
+        yield piece
+
+
+class _Groups:
+    """Names that belong together (a disjoint-set forest)."""
+
+    def __init__(self) -> None:
+        self._above: dict[str, str] = {}
+
+    def of(self, name: str) -> str:
+        """The name that stands for all of its group."""
+        while (above := self._above.setdefault(name, name)) != name:
+            self._above[name] = name = self._above[above]
+        return name
+
+    def join(self, names: list[str]) -> None:
+        for name in names[1:]:
+            self._above[self.of(name)] = self.of(names[0])
+
+
+def _read(node: Any) -> list[str]:
+    """What a node reads, the graphs inside of it too."""
+    read = [name for name in node.input if name]
+    for attribute in node.attribute:
+        for inner in [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]:
+            own = {v.name for v in (*inner.input, *inner.initializer)}
+            own |= {name for n in inner.node for name in n.output}
+            outer = [name for n in inner.node for name in _read(n)]
+            outer += [value.name for value in inner.output]
+            read += [name for name in outer if name not in own]
+    return read
+
+
+def _constants(
+    names: list[str], makers: dict[str, Any], held: dict[str, Any]
+) -> tuple[list[Any], list[str]]:
+    """The nodes that compute these constants, each behind those that it reads, and the tensors."""
+    nodes: list[Any] = []
+    tensors: dict[str, None] = {}
+    seen: set[str] = set()
+    pending = [(name, False) for name in reversed(names)]
+    while pending:
+        name, is_read = pending.pop()
+        if name in held:
+            tensors[name] = None
+        elif name in makers and is_read:
+            nodes.append(makers[name])
+        elif name in makers and name not in seen:
+            seen.update(makers[name].output)
+            pending.append((name, True))
+            pending += [(n, False) for n in _read(makers[name])]
+    return nodes, list(tensors)

@@ -1,0 +1,146 @@
+"""Numbers that a file computes from what it is given: sizes that follow voxels or found rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from bevquant_export.dense._graph import FIRST_SHAPE_OF_PART, Graph
+from bevquant_export.dense._source import Source
+from bevquant_export.sparse.portable._body import DOUBLE, INT64
+from bevquant_int8sim.program import Ref, Step
+
+_ARITHMETIC = {
+    "add": "Add", "sub": "Sub", "mul": "Mul", "neg": "Neg", "mod": "Mod", "sym_min": "Min",
+    "sym_max": "Max",
+}  # fmt: skip
+_REAL = {"add": "Add", "sub": "Sub", "mul": "Mul", "truediv": "Div"}
+_FILLED = frozenset(("zeros", "ones", "new_zeros", "new_ones"))
+
+
+class Numbers:
+    """Writes numbers of a program, and the tensors that are as large as they say.
+
+    Args:
+        source: The program and its sizes.
+        graph: Where nodes are added.
+        read: Value of the program to its tensor in the file.
+    """
+
+    def __init__(self, source: Source, graph: Graph, read: Callable[[str], str]) -> None:
+        self.source, self.graph, self.read = source, graph, read
+        self._makers: dict[str, Step] = {}
+
+    def note(self, step: Step) -> None:
+        """Remember a step that computes a number, which is written where something reads it."""
+        self._makers[step.outputs[0]] = step
+
+    def scalar(self, path: str, name: str) -> str:
+        """A number that is read as a tensor, int64 ``[]``."""
+        return self.graph.node("Squeeze", path, [self.of(path, Ref(name)), self.graph.numbers([0])])
+
+    def shape(self, path: str, sizes: Iterable[Any]) -> str:
+        """Several numbers, int64 ``[count]``."""
+        return self.graph.node("Concat", path, [self.of(path, size) for size in sizes], axis=0)
+
+    def of(self, path: str, value: Any) -> str:
+        """A number as a tensor, int64 ``[1]``.
+
+        Raises:
+            ValueError: It is computed by something that has no form.
+        """
+        graph = self.graph
+        if not self.source.varies(value):
+            return graph.numbers([int(self.source.constants(path, value))])
+        maker = self._makers.get(value.name)
+        what = "" if maker is None else str(maker.attributes.get("what"))
+        if maker is not None and what == "size":
+            axis = int(maker.args[1])
+            sized = self.read(maker.args[0].name)
+            if graph.opset >= FIRST_SHAPE_OF_PART:
+                return graph.node("Shape", path, [sized], start=axis, end=axis + 1)
+            shape = graph.node("Shape", path, [sized])
+            return graph.node("Gather", path, [shape, graph.numbers([axis])], axis=0)
+        if maker is not None and what == "item":
+            tensor = graph.node("Cast", path, [self.read(maker.args[0].name)], to=INT64)
+            return graph.node("Reshape", path, [tensor, graph.numbers([1])])
+        if maker is not None and what in ("trunc", "floor", "ceil"):
+            real = self._real(path, maker.args[0])
+            whole = real if what == "trunc" else graph.node(what.capitalize(), path, [real])
+            return graph.node("Cast", path, [whole], to=INT64)
+        if maker is None or what not in (*_ARITHMETIC, "floordiv"):
+            refuse(path, f"a size comes from {what or 'a number'}, which has no form")
+        operands = [self.of(path, operand) for operand in maker.args]
+        if what == "floordiv":  # rounds down, ONNX's towards 0; its Mod has Python's sign
+            rest = graph.node("Mod", path, operands)
+            operands[0] = graph.node("Sub", path, [operands[0], rest])
+            return graph.node("Div", path, operands)
+        return graph.node(_ARITHMETIC[what], path, operands)
+
+    def _real(self, path: str, value: Any) -> str:
+        """A number, or a share of one, as a tensor, float64 ``[1]``: as Python computes it."""
+        graph = self.graph
+        if not isinstance(value, Ref):
+            ratio = float(value).as_integer_ratio()  # exact, and files hold no float64
+            if max(map(abs, ratio)) >= 2**63:
+                refuse(path, f"a size is computed with {value}, which has no form")
+            parts = [graph.node("Cast", path, [graph.numbers([n])], to=DOUBLE) for n in ratio]
+            return graph.node("Div", path, parts)
+        maker = self._makers.get(value.name)
+        what = "" if maker is None else str(maker.attributes.get("what"))
+        if maker is None or what not in _REAL or len(maker.args) != 2:
+            whole = value if maker is None or what != "sym_float" else maker.args[0]
+            return graph.node("Cast", path, [self.of(path, whole)], to=DOUBLE)
+        return graph.node(_REAL[what], path, [self._real(path, operand) for operand in maker.args])
+
+    def sized(self, step: Step) -> str | None:
+        """A step that makes a tensor as large as numbers say; ``None`` for other steps."""
+        what = step.attributes.get("what")
+        if what in _FILLED:
+            return self._filled(step)
+        return self._grown(step) if what in ("repeat", "expand") else None
+
+    def _filled(self, step: Step) -> str | None:
+        """A tensor of one value, as long as another one that is as long as there are voxels."""
+        from onnx import numpy_helper
+
+        shape = step.args[1 if str(what := step.attributes["what"]).startswith("new_") else 0]
+        if not any(self.source.varies(size) for size in shape):
+            return None
+        lengths = self.shape(step.path, shape)
+        dtype = torch.empty(0, dtype=self.source.dtype(step.outputs[0])).numpy().dtype
+        value = numpy_helper.from_array(np.full(1, float(what.endswith("ones")), dtype))
+        return self.graph.node("ConstantOfShape", step.path, [lengths], value=value)
+
+    def _grown(self, step: Step) -> str | None:
+        """A constant or a row as often as there are voxels, or other rows that are found."""
+        first, *given = step.args
+        times = given[0] if len(given) == 1 and isinstance(given[0], list | tuple) else given
+        if not any(self.source.varies(size) for size in times) or step.kwargs:
+            return None
+        # −1 leaves a size as it is, as 1 does to ONNX.
+        parts = [1 if size == -1 else size for size in times]
+        shape = self.shape(step.path, parts)
+        x = self.read(first.name)
+        if step.attributes["what"] == "expand":
+            return self.graph.node("Expand", step.path, [x, shape])
+        missing = len(parts) - len(self.source.shapes[first.name])
+        if missing:
+            target = [1] * missing + self.source.target(step.path, first.name)
+            x = self.graph.node("Reshape", step.path, [x, self.graph.numbers(target)])
+        return self.graph.node("Tile", step.path, [x, shape])
+
+
+def refuse(path: str, why: str) -> NoReturn:
+    """End with what has no form in a file with voxels.
+
+    Raises:
+        ValueError: Always.
+    """
+    raise ValueError(
+        f"export_qdq_onnx: {path or 'the model'}: {why}. Export the sparse encoder with "
+        "export_sparse_onnx and the dense parts, each a module of its own, with export_qdq_onnx"
+    )

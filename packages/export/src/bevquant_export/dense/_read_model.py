@@ -1,0 +1,290 @@
+"""A model lowered and run on its example: the shape of everything, and which sizes are free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bevquant_export.dense._program_of import (
+    QdqProgram,
+    bound,
+    inputs_of,
+    integer_model,
+    ports_of,
+    program_of,
+)
+from bevquant_export.dense._source import Shape, Source
+from bevquant_graph import refilled
+from bevquant_int8sim import IntegerModel
+from bevquant_int8sim.program import Program, Ref, Step, names_in
+
+_TABLE = 2  # axes: pictures and matrices of cameras have more
+
+
+def read_model(
+    model: nn.Module | IntegerModel,
+    args: Any,
+    *,
+    dynamic_batch: bool,
+    voxels: bool = False,
+    integer_inputs: bool = False,
+    integer_sums: bool = False,
+    verify: bool = True,
+) -> Source:
+    """Lower `model` and run it on `args`.
+
+    With `voxels` sparse convolutions may be among its steps: the number of voxels is free then,
+    and the number of frames a constant.
+
+    Raises:
+        TypeError: No module.
+        ValueError: Not calibrated, not traceable, in training mode, a sparse model, inputs of
+            another type than float32 (or with `integer_inputs` other floats), or a batch that
+            cannot vary.
+    """
+    for path, value in model.named_parameters() if isinstance(model, nn.Module) else ():
+        if value.is_floating_point() and value.dtype != torch.float32:
+            raise ValueError(
+                f"export_qdq_onnx: parameter {path} is {value.dtype}; expected float32. Call "
+                "model.float() before it is quantized and calibrated; the profile says what the "
+                "file's floats are"
+            )
+    integer = program_of(model, args, integer_sums, verify=verify)
+    program = integer.program
+    sparse = [s.path for s in program.steps if s.op in ("sites", "sparse_conv")]
+    sparse += ["an input"] if program.sparse_inputs else []
+    if sparse and (not voxels or dynamic_batch):
+        raise ValueError(
+            f"export_qdq_onnx: {next(filter(None, sparse), 'the model')} is sparse; "
+            + (
+                "the number of frames is a constant of such files: dynamic_batch=False"
+                if voxels
+                else "write that part with export_sparse_onnx and the dense parts, each a module "
+                "of its own, with export_qdq_onnx, or all of it with profile='onnxruntime'"
+            )
+        )
+    given, called = dict(inputs_of(program, args)), dict(integer.names)
+    grids: dict[str, tuple[Shape, int]] = {}
+    for name, value in bound(program, args):
+        if name in program.sparse_inputs:
+            called[f"{name}.indices"] = f"{called[name]}.indices"
+            shape = tuple(int(size) for size in value.spatial_shape)
+            grids[program.sparse_inputs[name]] = shape, int(value.batch_size)
+    for name, value in given.items():
+        if sparse or not isinstance(value, Tensor) or value.dtype == torch.float32:
+            continue
+        if value.is_floating_point() or value.is_complex() or not integer_inputs:
+            raise ValueError(
+                f"export_qdq_onnx: input {called[name]} is {value.dtype}; expected float32. Give "
+                "float32 tensors, and compute what depends on others outside of this model"
+            )
+    ranges: dict[str, float] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    shapes, hosts = _run(integer, args, ranges, dtypes)
+    wider: dict[str, Any] = {}
+    wider_hosts: dict[str, Any] = {}
+    if sparse:
+        for name in names_in(program.result):  # a sparse tensor's coordinates are a result too
+            if program.values[name].form == "sites":
+                if name in hosts:
+                    shapes[f"{name}.indices"] = tuple(hosts[name].indices.shape)
+                dtypes.setdefault(f"{name}.indices", torch.int32)
+    if sparse or _chooses_rows(integer):
+        wider, wider_hosts = _free_sizes(integer, shapes, hosts)
+    if dynamic_batch:
+        double = _doubled(args)
+        try:
+            wider, wider_hosts = _run(integer, double, {}, {})
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                "export_qdq_onnx: dynamic_batch=True, but the model does not run on twice the "
+                f"batch: {error}. Export it with a fixed batch"
+            ) from error
+    return Source(
+        program, shapes, hosts, dtypes, wider, wider_hosts,
+        {name: called[name] for name, value in given.items() if isinstance(value, Tensor)},
+        {called[name]: value for name, value in given.items() if not isinstance(value, Tensor)},
+        ranges,
+        getattr(integer, "sum_ranges", {}),
+        integer,
+        grids,
+        bool(sparse),
+    )  # fmt: skip
+
+
+def _run(
+    integer: QdqProgram, args: Any, ranges: dict[str, float], dtypes: dict[str, torch.dtype]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    shapes: dict[str, Any] = {}
+    hosts: dict[str, Any] = {}
+
+    def note(name: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            shapes[name] = tuple(value.shape)
+            dtypes[name] = value.dtype
+        elif isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value):
+            shapes[name] = tuple(tuple(v.shape) for v in value)
+            shapes.update({f"{name}[{i}]": tuple(v.shape) for i, v in enumerate(value)})
+            dtypes.update({f"{name}[{i}]": v.dtype for i, v in enumerate(value)})
+        else:
+            hosts[name] = value
+
+    def see(step: Step, inputs: Any, made: Any) -> None:
+        for name, value in zip(step.outputs, made, strict=False):
+            note(name, value)
+        if step.op == "add":
+            ranges.update(_largest(integer.program, step, inputs))
+
+    for name, value in inputs_of(integer.program, args):
+        note(name, value)
+    integer.run(args, observe=see)
+    return shapes, hosts
+
+
+def _largest(
+    program: Program, step: Step, inputs: tuple[Tensor, ...]
+) -> Iterator[tuple[str, float]]:
+    """Largest absolute value of each operand of a sum that is held as accumulators."""
+    for index, (ref, value) in enumerate(zip(step.args, inputs, strict=True)):
+        if program.values[ref.name].form != "int32":
+            continue
+        scale = step.tensors.get(f"scale{index}")
+        low = high = value
+        if scale is not None:
+            axis = step.attributes.get("axis", 0) % value.dim()
+            others = [i for i in range(value.dim()) if i != axis]
+            if others:  # without any, torch would reduce them all
+                low, high = value.amin(others), value.amax(others)
+            low, high = low * scale.flatten(), high * scale.flatten()
+        yield ref.name, max(float(high.max()), -float(low.min()))
+
+
+def _doubled(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.cat([value, value]) if value.dim() else value
+    if isinstance(value, Mapping):
+        return {key: _doubled(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return refilled(type(value), [_doubled(item) for item in value])
+    return value
+
+
+# Which sizes follow the number of voxels, or what a mask chose: the captured graph says it.
+
+
+def _chooses_rows(integer: QdqProgram) -> bool:
+    """Whether a size depends on values, as of ``x[mask]``: such are free in every file."""
+    model = integer_model(integer)
+    if model is None or model.source is None:
+        return False
+    made = (node.meta.get("val") for node in model.source.held)
+    tensors = (value for value in made if isinstance(value, Tensor))
+    return any(_is_found(size) for value in tensors for size in value.shape)
+
+
+def _free_sizes(
+    integer: QdqProgram, shapes: Mapping[str, Any], hosts: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Shapes with a name in the place of every size that is free, and the hosts that are not.
+
+    Args:
+        integer: A program that was lowered from a graph.
+        shapes: Of its tensors in a run.
+        hosts: Its other values in that run.
+    """
+    model = integer_model(integer)
+    assert model is not None
+    assert model.source is not None
+    held = model.source.held
+    values = {name: node.meta.get("val") for node, forms in held.items() for name in forms.values()}
+    for name, (_, node) in ports_of(model).items():
+        values.setdefault(name, node.meta.get("val"))
+    rows = _rows(model.program, shapes, values)
+    free: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            free[name] = _named(value, shapes.get(name), rows)
+        elif isinstance(value, tuple | list):
+            parts = [part for part in value if isinstance(part, Tensor)]
+            free[name] = tuple(
+                _named(part, shape, rows)
+                for part, shape in zip(parts, shapes.get(name, ()), strict=False)
+            )
+            free |= {f"{name}[{i}]": sizes for i, sizes in enumerate(free[name])}
+    for name, shape in shapes.items():  # coordinates
+        if name.endswith(".indices"):
+            maker = name.removesuffix(".indices").removesuffix(".sites")
+            free.setdefault(name, (f"voxels of {maker}", *shape[1:]))
+    varying = _varying(model.program, shapes, free)
+    return free, {name: value for name, value in hosts.items() if name not in varying}
+
+
+def _symbols(size: Any) -> set[str]:
+    return (
+        {str(s) for s in size.node.expr.free_symbols} if isinstance(size, torch.SymInt) else set()
+    )
+
+
+def _is_found(size: Any) -> bool:
+    """Whether the size is known once the values are."""
+    return any(symbol.startswith("u") for symbol in _symbols(size))
+
+
+def _rows(program: Program, shapes: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, str]:
+    """Symbols of the graph that stand for a number of voxels given, with a name for it.
+
+    Beside voxels also the rows of any table given (points, their voxels, sets of voxels), as far
+    as the model takes any number of them.
+    """
+    read = {step.args[0].name for step in program.steps if step.op == "sites"}
+    read |= set(program.sparse_inputs)
+    counts = {shapes[name][0] for name in read}
+    given = set(names_in(program.signature)) | read
+    found: dict[str, str] = {}
+    tables: dict[str, str] = {}
+    of_pictures: set[str] = set()
+    for name in sorted(given):
+        value = values.get(name)
+        if not isinstance(value, Tensor) or not value.dim():
+            continue
+        if shapes[name][0] in counts:
+            found |= dict.fromkeys(_symbols(value.shape[0]), "voxels")
+        elif read and value.dim() <= _TABLE:
+            tables |= dict.fromkeys(_symbols(value.shape[0]), f"rows of {name}")
+        else:
+            of_pictures.update(*map(_symbols, value.shape))
+    return {name: what for name, what in tables.items() if name not in of_pictures} | found
+
+
+def _named(
+    value: Tensor, shape: tuple[int, ...] | None, rows: Mapping[str, str]
+) -> tuple[int | str, ...]:
+    """Sizes, with the expression of one that follows the voxels: those given, or those found."""
+    return tuple(
+        rows.get(str(n), str(n))
+        if _symbols(n) & rows.keys() or _is_found(n)
+        else int(n)
+        if shape is None
+        else shape[axis]
+        for axis, n in enumerate(value.shape)
+    )
+
+
+def _varying(program: Program, shapes: Mapping[str, Any], free: Mapping[str, Any]) -> set[str]:
+    """Numbers that are computed from values of tensors, or from sizes that are free."""
+    found: set[str] = set()
+    for step in program.steps:
+        what = step.attributes.get("what")
+        if step.op != "host" or what in ("getattr", "convolved_sites"):
+            continue
+        if what == "size" and isinstance(step.args[0], Ref):
+            sizes = free.get(step.args[0].name, shapes.get(step.args[0].name, ()))
+            varies = step.args[1] < len(sizes) and isinstance(sizes[step.args[1]], str)
+        else:
+            varies = any(name in found or name in shapes for name in names_in(step.args))
+        if varies:
+            found.update(step.outputs)
+    return found
