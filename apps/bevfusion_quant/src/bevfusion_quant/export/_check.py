@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._files import HEAD
-from bevfusion_quant.export._write import outputs_of
-from bevfusion_quant.results import FileLayer
-
-if TYPE_CHECKING:
-    from bevfusion_quant.export._write import Written
-    from bevfusion_quant.results import BpuLayer, ExportedFile
-    from bevquant_int8sim import LayerRow
+from bevfusion_quant.export._write import Written, outputs_of
+from bevfusion_quant.results import BpuLayer, ExportedFile, FileLayer
+from bevquant_export import compare_qdq_onnx, compare_sparse_onnx, load_sparse_onnx, open_onnx
+from bevquant_int8sim import LayerRow
 
 Run = Callable[[tuple[Any, ...]], Sequence[Tensor]]
 
@@ -29,7 +26,6 @@ def runner(written: Written) -> Run:
     It runs as `bevquant_export.open_onnx` has it; for libspconv in integers here, for Autoware's
     plugin by the definition of its operators.
     """
-    from bevquant_export import load_sparse_onnx, open_onnx
     from bevquant_export.targets.autoware import run_on_frame
 
     file = written.piece.file
@@ -88,8 +84,6 @@ def file_layers(written: Written, args: tuple[Any, ...]) -> tuple[FileLayer, ...
 
 
 def _integers(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
-    from bevquant_export import compare_qdq_onnx
-
     # The exporter has run the file on these very inputs before it gave it its name.
     rows = written.made.differences
     for row in rows or compare_qdq_onnx(written.made, written.piece.fake_module, args):
@@ -113,8 +107,6 @@ def _integers(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
 
 
 def _sparse(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
-    from bevquant_export import compare_sparse_onnx, load_sparse_onnx
-
     if written.linted == "autoware":
         yield from _plugin(written, args)
         return

@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from bevfusion.model import CONFIGS
+from torch import nn
+
+from bev_data.points import Frame
+from bevfusion.model import CONFIGS, BEVFusion
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._check import beside_bpu_layers
 from bevfusion_quant.export._export import ONNX_FOLDER, check_libraries, export_model, export_pieces
@@ -15,6 +18,8 @@ from bevfusion_quant.export._files import LIDAR, FilePart, bpu_files
 from bevfusion_quant.export._write import Piece
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import Place
+from bevfusion_quant.report import write_found
+from bevfusion_quant.results import ExportedSet
 from bevfusion_quant.run import Clock, new_run
 from bevfusion_quant.steps import (
     PLAN_FILE,
@@ -27,15 +32,10 @@ from bevfusion_quant.steps import (
     refuse_in_files,
     refuse_unfolded,
 )
+from bevquant_export.targets import CPUS, cpu_at_hand, find_target, targets
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from bev_data.points import Frame
-    from bevfusion.model import BEVFusion
     from bevfusion_quant.bpu import LoadedBpuRun
-    from bevfusion_quant.results import ExportedSet
-    from bevfusion_quant.run import Clock
 
 
 def export_bpu(
@@ -60,10 +60,8 @@ def export_bpu(
     Raises:
         InputError: Whatever is wrong with the run or the input.
     """
-    from bevfusion_quant.bpu import load_bpu_run
-    from bevfusion_quant.bpu._compare import compare_forms, node_probes
-    from bevfusion_quant.bpu._quantize import for_march
-    from bevfusion_quant.bpu._units import PREFIXES, node_labels
+    from bevfusion_quant.bpu import compare_forms, for_march, load_bpu_run, node_labels, node_probes
+    from bevfusion_quant.bpu._units import PREFIXES
 
     with clock.step("load the run"):
         loaded = load_bpu_run(run)
@@ -167,8 +165,6 @@ def export_run(
         InputError: Whatever is wrong with the run, the target or the input; nothing is written
             then.
     """
-    from bevfusion_quant.report import write_found
-
     check_libraries()
     ran = read_model_settings(run)
     chosen = _target(target, ran, run)
@@ -208,8 +204,6 @@ def export_run(
 
 def _cpu(cpu: str | None) -> str:
     """The CPU that is wanted, or the one at hand."""
-    from bevquant_export.targets import CPUS, cpu_at_hand
-
     if cpu is not None and cpu not in CPUS:
         raise InputError(f"--cpu {cpu}: expected one of {', '.join(CPUS)}")
     return cpu or cpu_at_hand()
@@ -217,8 +211,6 @@ def _cpu(cpu: str | None) -> str:
 
 def _engines_on_cpu() -> list[str]:
     """Names of engines whose files depend on the CPU that they run on."""
-    from bevquant_export.targets import CPUS, targets
-
     return [
         name
         for target in targets()
@@ -229,8 +221,6 @@ def _engines_on_cpu() -> list[str]:
 
 def _target(target: str | None, ran: ModelSettings, run: str | Path) -> str:
     """The target wanted, if the run is of its kind."""
-    from bevquant_export.targets import find_target, targets
-
     bpu = find_target("bpu")
     for_bpu = ran.for_bpu
     try:

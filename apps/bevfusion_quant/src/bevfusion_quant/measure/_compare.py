@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
 
+import bevquant_int8sim
 from bevfusion.model import Batch
 from bevfusion_quant.measure._stage_maps import StageMaps, stage_probes, whole_output
 from bevquant_qnn import LayerComparison, LayerRow
 from bevquant_quantizers import QuantizerValues, watching_quantizers
-
-if TYPE_CHECKING:
-    import bevquant_int8sim
-    from bevquant_quantizers.ranks import Record
+from bevquant_quantizers.ranks import Record
 
 Pair = Callable[[int, Any, Any], None]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import bevquant_int8sim
 import bevquant_qnn
-from bev_data.metrics import record_table
+from bev_data.metrics import AccuracyTally, AgreementRow, FoundRow, record_table
 from bevfusion.evaluation import (
     ModelTallies,
     detections_of,
@@ -15,19 +16,15 @@ from bevfusion.evaluation import (
     note_of,
     note_record,
 )
+from bevfusion.model import BEVFusion, BEVFusionConfig
+from bevfusion.model.head import Detections
+from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.measure._compare import DetectorComparison
 from bevfusion_quant.measure._stage_maps import StageMaps, StageRow
+from bevfusion_quant.run import Clock
 from bevquant_qnn import LayerRow
 from bevquant_quantizers import QuantizerRow, QuantizerValues
 from bevquant_quantizers.ranks import Shards, in_order
-
-if TYPE_CHECKING:
-    import bevquant_int8sim
-    from bev_data.metrics import AccuracyTally, AgreementRow, FoundRow
-    from bevfusion.model import BEVFusion, BEVFusionConfig
-    from bevfusion.model.head import Detections
-    from bevfusion_quant.frames import FrameBatches
-    from bevfusion_quant.run import Clock
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from bev_data.metrics import Accuracy, AccuracyTally, AgreementRow, Bootstrap, F
 from bev_data.points import Frame
 from bevfusion.evaluation import PoorData, accuracy_tally, data_findings
 from bevfusion.model import CONFIGS, BEVFusion, BEVFusionConfig, build_model
+from bevfusion_quant.export import ONNX_FOLDER, export_model, watching
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.integer import (
     Lowered,
@@ -101,8 +102,6 @@ def run_ptq(
     Raises:
         InputError: Whatever is wrong with the input; nothing is written then.
     """
-    from bevfusion_quant.export import ONNX_FOLDER, export_model, watching
-
     clock = Clock()
     count = config.calibration_count(len(frames))
     needs = "integers" if integers is not None else "files" if export is not None else ""

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from bev_data.cameras import CAMERA_NAMES
+from bev_data.points import Frame
 from bevfusion.evaluation import PoorData
-from bevfusion.model import CONFIGS, build_model
+from bevfusion.model import CONFIGS, Batch, BEVFusion, build_model
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import finding_lines, frames_of
-from bevfusion_quant.options import Branch, Method, PtqConfig
+from bevfusion_quant.options import Branch, FrameOptions, Method, PtqConfig
 from bevfusion_quant.run import (
     CONFIG_FILE,
     RunSettings,
@@ -27,17 +29,10 @@ from bevfusion_quant.run import (
 from bevfusion_quant.steps._branches import built_parts, reads_images
 from bevfusion_quant.steps._plan import PLAN_FILE, apply_plan, read_plan
 from bevfusion_quant.steps._stages import example_batch, fuse_branch, quantize_as
-from bevquant_quantizers.documents import as_form, read_tensors
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from bev_data.points import Frame
-    from bevfusion.model import Batch, BEVFusion
-    from bevfusion_quant.options import FrameOptions
-    from bevquant_fusion import FusionResult
-    from bevquant_qnn import QuantizeResult, RoundingResult
-    from bevquant_quantizers import CalibrationReport
+from bevquant_fusion import FusionResult, fuse_model
+from bevquant_qnn import QuantizeResult, RoundingResult
+from bevquant_quantizers import CalibrationReport, load_ranges, save_ranges
+from bevquant_quantizers.documents import as_form, read_tensors, write_tensors
 
 MODEL_FILES = ("weights.safetensors", "ranges.json")
 """What `save_model` writes in any case."""
@@ -101,9 +96,6 @@ def save_model(
     Returns:
         The sha256 of each, by name: what `load_run` knows them by.
     """
-    from bevquant_quantizers import save_ranges
-    from bevquant_quantizers.documents import write_tensors
-
     save_ranges(model, folder / "ranges.json")
     held = model.state_dict()
     contents = {"weights.safetensors": held}
@@ -215,8 +207,6 @@ def load_run(folder: str | Path) -> LoadedRun:
     Raises:
         InputError: As `load_quantized`.
     """
-    from bevquant_quantizers import load_ranges
-
     folder = Path(folder)
     settings = read_model_settings(folder)
     if settings.for_bpu:
@@ -301,8 +291,6 @@ def _folded(model: BEVFusion, example: Batch, state: Mapping[str, Tensor]) -> BE
     Which batch norms are gone is told by the structure of the modules, in a quarter of the time
     that it takes to capture and compare them; where the run's weights say otherwise, by capturing.
     """
-    from bevquant_fusion import fuse_model
-
     folded = cast("BEVFusion", fuse_model(model).model)
     names = set(folded.state_dict())
     norms = {name for name in state if name.endswith(".running_var")}
