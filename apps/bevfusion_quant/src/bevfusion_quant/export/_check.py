@@ -14,7 +14,7 @@ from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._files import HEAD
 from bevfusion_quant.export._write import Written, outputs_of
 from bevfusion_quant.results import BpuLayer, ExportedFile, FileLayer
-from bevquant_export import compare_qdq_onnx, compare_sparse_onnx, load_sparse_onnx, open_onnx
+from bevquant_export import check_tensors, load_sparse_onnx, open_onnx
 from bevquant_int8sim import LayerRow
 
 Run = Callable[[tuple[Any, ...]], Sequence[Tensor]]
@@ -58,96 +58,26 @@ def runner(written: Written) -> Run:
 
 TOLERANCE = 1e-3  # of float outputs, relative to the largest value
 HALF_TOLERANCE = 2e-2  # where all of it is float16
-_EXACT = frozenset({"max_pool", "move", "relu", "constant"})
-# What is computed again, value by value: no difference but ties, where a float32 product
-# within its own rounding of half a step may fall to either side.
-_RECOMPUTED = frozenset({"conv", "conv_transpose", "linear", "add", "requantize", "resize"})
-# Share of the other values that may be a step off.
-_SHARES = {"quantize": 1e-6}
-_OTHERS, _FEW = 1e-4, 4
 _LOST_QUERIES = 0.02
-# Of int8 layers behind float32 sums of another order, and of the result behind those.
-_BEHIND_FLOATS, _STEPS, _LOOSE = 0.01, 3, 0.1
-_SPARSE_OPS = {"conv": "sparse_conv", "relu": "add"}
 
 
 def file_layers(written: Written, args: tuple[Any, ...]) -> tuple[FileLayer, ...]:
     """What every tensor of a file is, one by one, on the inputs of a frame.
 
-    Quantized files: each operation reads the simulator's integers, so a difference is counted where
-    it arises. Sparse files: layer by layer behind one another. Float files: their outputs.
+    The exporter has run a quantized or sparse file on these very inputs before it gave it its name;
+    a float file is run here.
     """
-    checks: dict[str, Callable[[Written, tuple[Any, ...]], Iterator[FileLayer]]] = {
-        "int8": _integers, "bpu": _integers, "sparse": _sparse, "float": _floats,
-    }  # fmt: skip
-    return tuple(checks[written.piece.kind](written, args))
-
-
-def _integers(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
-    # The exporter has run the file on these very inputs before it gave it its name.
-    rows = written.made.differences
-    for row in rows or compare_qdq_onnx(written.made, written.piece.fake_module, args):
-        exact = row.op in _EXACT or row.op in _RECOMPUTED
-        share = 0.0 if exact else _SHARES.get(row.op, _OTHERS)
-        allowed = max(_FEW, int(share * row.elements)) if share else 0
-        said = "nothing" if row.op in _EXACT else "one step on the border of two"
-        said += f", and on {allowed:,} values" if share else ""
-        yield FileLayer(
-            written.path.name,
-            written.piece.prefix + row.path if row.path else "input",
-            row.op,
-            "int8",
-            row.elements,
-            row.different,
-            float(row.largest),
-            said,
-            row.unexplained <= allowed and row.largest <= 1,
-            ties=row.ties,
+    piece, name = written.piece, written.path.name
+    if piece.kind == "float":
+        return tuple(_floats(written, args))
+    checks = check_tensors(written.made.differences, same_arithmetic=written.linted == "autoware")
+    return tuple(
+        FileLayer(
+            name, piece.prefix + check.path if check.path else "input",
+            **{key: value for key, value in vars(check).items() if key != "path"},
         )
-
-
-def _sparse(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
-    if written.linted == "autoware":
-        yield from _plugin(written, args)
-        return
-    backend = "auto" if written.linted == "libspconv" else "onnxruntime"
-    # The exporter has run the file on these very inputs before it gave it its name.
-    rows = written.made.differences
-    if not rows:
-        file = load_sparse_onnx(written.path, backend=backend)
-        rows = compare_sparse_onnx(file, written.piece.fake_module, args)
-    floats_differ = False  # of layers in fp16, whose float32 sums another order rounds otherwise
-    for row in rows:
-        is_int8 = row.form == "int8"
-        largest = float(row.largest) if is_int8 else row.largest / (row.size or 1.0)
-        floats_differ |= not is_int8 and row.different > 0
-        few = _BEHIND_FLOATS * row.elements if floats_differ else 0
-        said = f"{_STEPS} steps on {100 * _BEHIND_FLOATS:g} % of the values" if few else "nothing"
-        yield FileLayer(
-            written.path.name,
-            row.path or row.node,
-            _SPARSE_OPS.get(row.node.rstrip("0123456789"), row.node),
-            row.form,
-            row.elements,
-            row.different if is_int8 else None,
-            largest,
-            said if is_int8 else f"{TOLERANCE:g} of the largest value",
-            (row.different <= few and largest <= (_STEPS if few else 0))
-            if is_int8
-            else largest <= (_LOOSE if few and row.node == "output" else TOLERANCE),
-        )
-
-
-def _plugin(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
-    """Both sides compute in the plugin's arithmetic, in which no value may differ."""
-    from bevquant_export.targets.autoware import compare_autoware_onnx
-
-    for row in written.made.differences or compare_autoware_onnx(written.made, args):
-        op = "output" if row.node == "output" else "sparse_conv"
-        yield FileLayer(
-            written.path.name, row.path or row.node, op, "float16", row.elements, row.different,
-            row.largest, "nothing", row.different == 0,
-        )  # fmt: skip
+        for check in checks
+    )  # fmt: skip
 
 
 def _floats(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:

@@ -19,7 +19,6 @@ from bevfusion_quant.export._files import AUTOWARE_BOXES, HEAD, LIDAR, POOLED, F
 from bevfusion_quant.export._write import (
     Piece,
     Written,
-    engine_of,
     nvidia_pieces,
     quantizers_on,
     write_piece,
@@ -147,7 +146,7 @@ def export_pieces(
         )
         examples: Mapping[str, Any] = {}
         # What sums read in eight bits has its range on the frame itself.
-        small = not engine_of(target).fastest(cpu).get("integer_sums")
+        small = not find_target(target).fastest(cpu).get("integer_sums")
         if small and any(piece.kind == "int8" for piece in pieces):
             read = {t for p in pieces if p.kind == "int8" for t in p.file.inputs.values()}
             found, _ = walk(files, run_fake, example_like(config, batch), model, wanted=read)

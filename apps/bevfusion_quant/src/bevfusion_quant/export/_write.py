@@ -211,12 +211,12 @@ def write_piece(
         InputError: The exporter refuses it.
     """
     path = folder / f"{piece.file.name}.onnx"
-    engine = engine_of(target)
+    engine = find_target(target)
     try:
         if piece.kind == "sparse" and engine.name == "autoware":
             return _plugin(piece, args, frames, path)
         if engine.name == "autoware":  # what follows the plugin's part is TensorRT's
-            engine = engine_of(engine.family)
+            engine = find_target(engine.family)
         if piece.kind == "sparse":
             return _sparse(piece, args, frames, path, engine, cpu)
         if piece.kind == "float":
@@ -225,11 +225,6 @@ def write_piece(
         return _quantized(piece, args, path, engine, more, example)
     except ValueError as error:
         raise InputError(f"{piece.file.name} cannot be exported: {error}") from error
-
-
-def engine_of(target: str) -> Any:
-    """The `bevquant_export.Target` of a target of this command."""
-    return find_target(target)
 
 
 def _quantized(
