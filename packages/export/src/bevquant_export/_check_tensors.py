@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from bevquant_export.dense._written import TensorDifference
-from bevquant_export.sparse._compare import LayerDifference
+if TYPE_CHECKING:
+    from bevquant_export.dense._written import TensorDifference
+    from bevquant_export.sparse._compare import LayerDifference
 
 _EXACT = frozenset("max_pool move relu constant".split())
 _FLOAT, _BEHIND = 1e-3, 0.1  # of the largest value: float32 sums of another order, and behind them
@@ -70,6 +72,8 @@ def check_tensors(
         >>> [(check.is_right, check.allowed) for check in check_tensors(rows)]
         [(True, 'one step on the border of two'), (False, 'one step on the border of two')]
     """
+    from bevquant_export.dense._written import TensorDifference  # whose package asks this module
+
     checks = []
     floats_differ = False
     for row in differences:

@@ -1,4 +1,4 @@
-"""Each tensor of a written file against the model that it was written from."""
+"""Written files against the model: each tensor of a file, and the files one behind the other."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bev_data.metrics import AgreementRow
+from bevfusion.deployment import HEAD, STAGE_ENDS, Execute, between, file_boxes, walk
+from bevfusion.evaluation import detection_tally
+from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.export._files import HEAD
-from bevfusion_quant.export._write import Written, outputs_of
-from bevfusion_quant.results import BpuLayer, ExportedFile, FileLayer
+from bevfusion_quant.export._write import Piece, Written, outputs_of
+from bevfusion_quant.measure import STAGE_TITLES
+from bevfusion_quant.results import BpuLayer, ExportedFile, FileLayer, SetStage
 from bevquant_export import check_tensors, load_sparse_onnx, open_onnx
 from bevquant_int8sim import LayerRow
+from bevquant_qnn import PairSums
 
 Run = Callable[[tuple[Any, ...]], Sequence[Tensor]]
 
@@ -181,3 +186,78 @@ def _joined(
             layers.append(layer)
         joined.append(replace(file, layers=tuple(layers)))
     return tuple(joined)
+
+
+_SLACK_DB, _ENOUGH_DB = 0.5, 40.0
+
+
+def set_stages(
+    pieces: Sequence[Piece],
+    onnx: Execute,
+    batch: Batch,
+    model: BEVFusion,
+    known: Mapping[str, Mapping[str, Tensor]],
+) -> tuple[tuple[SetStage, ...], dict[str, Tensor], dict[str, Tensor]]:
+    """Run a frame in float, in integers and through the files; compare what lies between them.
+
+    Args:
+        pieces: In order.
+        onnx: Runs a file.
+        batch: The frame.
+        model: Any form of the model.
+        known: Tensors that were made before, by ``"float"``, ``"fake"`` and ``"integer"``; of the
+            fake-quantized model all that stages end with.
+
+    Returns:
+        The stages, and all tensors of the integer model and of the files.
+    """
+    files = [piece.file for piece in pieces]
+    named = {piece.file.name: piece for piece in pieces}
+    runs: dict[str, Execute] = {
+        "float": lambda file, args: named[file.name].in_float(args),
+        "integer": lambda file, args: named[file.name].in_integers(args),
+        "onnx": onnx,
+    }
+    made = {"fake": dict(known["fake"])}
+    for name, run in runs.items():
+        asked = between(files) if name == "float" else None
+        _, made[name] = walk(files, run, batch, model, known=known.get(name), wanted=asked)
+    stages = []
+    for tensor, stage in STAGE_ENDS.items():
+        if tensor in made["float"]:
+            wanted = made["float"][tensor]
+            fake_db, integer_db, onnx_db = (
+                _sqnr_db(wanted, made[name][tensor]) for name in ("fake", "integer", "onnx")
+            )
+            right = _is_right(integer_db, onnx_db)
+            stages.append(
+                SetStage(tensor, STAGE_TITLES[stage], fake_db, integer_db, onnx_db, right)
+            )
+    return tuple(stages), made["integer"], made["onnx"]
+
+
+def _sqnr_db(wanted: Tensor, got: Tensor) -> float | None:
+    sums = PairSums()
+    sums.add(wanted, got)
+    return sums.sqnr_db
+
+
+def _is_right(integer_db: float | None, onnx_db: float | None) -> bool:
+    """Single steps that engines round otherwise grow on the way, but cost next to nothing."""
+    if onnx_db is None:
+        return True
+    return onnx_db >= min(_ENOUGH_DB if integer_db is None else integer_db, _ENOUGH_DB) - _SLACK_DB
+
+
+def box_agreement(
+    model: BEVFusion,
+    config: BEVFusionConfig,
+    integers: Mapping[str, Tensor],
+    onnx: Mapping[str, Tensor],
+) -> tuple[AgreementRow, ...]:
+    """Boxes of the integer model against those of the files; the former stand first in each row."""
+    if HEAD.partition(".")[0] not in model.parts or "score" not in onnx:
+        return ()
+    tally = detection_tally(config)
+    tally.add(file_boxes(model, integers), file_boxes(model, onnx), None)
+    return tuple(tally.agreement())

@@ -11,11 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bevfusion.deployment import AUTOWARE_BOXES, HEAD, LIDAR, POOLED, FilePart, between, walk
 from bevfusion.model import BEVFusion, BEVFusionConfig
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.export._chain import between, box_agreement, set_stages, walk
-from bevfusion_quant.export._check import TOLERANCE, beside_layers, file_layers, runner
-from bevfusion_quant.export._files import AUTOWARE_BOXES, HEAD, LIDAR, POOLED, FilePart
+from bevfusion_quant.export._check import (
+    TOLERANCE,
+    beside_layers,
+    box_agreement,
+    file_layers,
+    runner,
+    set_stages,
+)
 from bevfusion_quant.export._write import (
     Piece,
     Written,

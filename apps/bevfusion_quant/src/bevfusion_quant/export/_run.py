@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 from torch import nn
 
 from bev_data.points import Frame
+from bevfusion.deployment import LIDAR, FilePart, bpu_files
 from bevfusion.model import CONFIGS, BEVFusion
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._check import beside_bpu_layers
 from bevfusion_quant.export._export import ONNX_FOLDER, check_libraries, export_model, export_pieces
-from bevfusion_quant.export._files import LIDAR, FilePart, bpu_files
 from bevfusion_quant.export._write import Piece
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import Place

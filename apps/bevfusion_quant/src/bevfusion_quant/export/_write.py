@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevfusion.model import BEVFusion
-from bevfusion_quant._errors import InputError
-from bevfusion_quant.export._files import (
+from bevfusion.deployment import (
     HEAD,
     LIDAR,
     FilePart,
@@ -22,6 +20,8 @@ from bevfusion_quant.export._files import (
     autoware_files,
     nvidia_files,
 )
+from bevfusion.model import BEVFusion
+from bevfusion_quant._errors import InputError
 from bevquant_export import export_float_onnx, export_sparse_onnx, find_target, with_half_constants
 from bevquant_int8sim import simulate
 from bevquant_quantizers import TensorQuantizer

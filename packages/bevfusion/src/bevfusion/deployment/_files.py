@@ -180,7 +180,9 @@ class PackedBoxesPart(BoxesPart):
 
 
 LIDAR, HEAD = "lidar.backbone.xyz", "head.bbox"
+"""Names of two files, which are written otherwise than the rest."""
 POOLED = "pooled"
+"""The tensor between the camera's two files, which `walk` makes: no file holds the pooling."""
 _LIDAR_PATH, _VIEW_PATH = "encoders.lidar.backbone", "encoders.camera.vtransform"
 
 
@@ -259,6 +261,10 @@ def nvidia_files(parts: Iterable[str]) -> tuple[FilePart, ...]:
     """CUDA-BEVFusion's set, as far as a model of these parts has it, in the order of execution.
 
     A detector of one sensor has its decoder, which elsewhere is in the fuser's file, in one alone.
+
+    Example:
+        >>> [(file.name, *file.inputs.values()) for file in nvidia_files(("lidar", "decoder"))]
+        [('lidar.backbone.xyz', 'features', 'coords'), ('decoder', 'lidar')]
     """
     parts = tuple(parts)
     wanted = {"camera": (_CAMERA, _VIEW), "lidar": (_LIDAR,), "fuser": (_FUSER,), "head": (_HEAD,)}
