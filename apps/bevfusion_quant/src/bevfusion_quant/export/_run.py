@@ -60,8 +60,7 @@ def export_bpu(
     Raises:
         InputError: Whatever is wrong with the run or the input.
     """
-    from bevfusion_quant.bpu import compare_forms, for_march, load_bpu_run, node_labels, node_probes
-    from bevfusion_quant.bpu._units import PREFIXES
+    from bevfusion_quant.bpu import compare_forms, for_march, load_bpu_run
 
     with clock.step("load the run"):
         loaded = load_bpu_run(run)
@@ -73,15 +72,12 @@ def export_bpu(
             bpu_pieces(loaded, folded), folded, batches, sizes, clock, folder,
             target="bpu", march=config.march, run=run, **given,
         )  # fmt: skip
-        labels = {unit: node_labels(unit, f.fake_graph) for unit, f in loaded.forms.items()}
         with clock.step("compare layers", blame="float and integer model cannot be compared"):
-            compared = compare_forms(
-                loaded.models, node_probes(loaded.forms, labels), batches.head(1), sizes
-            )
+            compared = compare_forms(loaded.models, loaded.forms, batches.head(1), sizes)
     paths = {
-        PREFIXES[unit] + label.place: label.path
-        for unit, found in labels.items()
-        for label in found.values()
+        form.prefix + label.place: label.path
+        for form in loaded.forms.values()
+        for label in form.labels.values()
     }
     files = beside_bpu_layers(exported.files, compared.layers, paths)
     return replace(exported, files=files), batches
@@ -102,7 +98,7 @@ def bpu_pieces(loaded: LoadedBpuRun, folded: BEVFusion) -> list[Piece]:
                     form.float_graph,
                     form.fake_graph,
                     _integers(form.integer_graph),
-                    prefix="encoders.camera." if unit == "camera" else "",
+                    prefix=form.prefix,
                 )
             )
             continue
