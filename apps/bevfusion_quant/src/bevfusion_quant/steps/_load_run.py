@@ -1,4 +1,4 @@
-"""A run's model on disk and back; what fusion, quantization and calibration did, as plain data."""
+"""A run's model on disk and back."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from torch import Tensor
 
 from bev_data.cameras import CAMERA_NAMES
 from bev_data.points import Frame
-from bevfusion.evaluation import PoorData
 from bevfusion.model import CONFIGS, Batch, BEVFusion, build_model
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.frames import finding_lines, frames_of
+from bevfusion_quant.frames import frames_of
 from bevfusion_quant.options import Branch, FrameOptions, Method, PtqConfig
 from bevfusion_quant.run import (
     CONFIG_FILE,
     RunSettings,
     as_settings,
-    plain,
     read_written,
     refuse_version,
     sha256,
@@ -29,9 +27,8 @@ from bevfusion_quant.run import (
 from bevfusion_quant.steps._branches import built_parts, reads_images
 from bevfusion_quant.steps._plan import PLAN_FILE, apply_plan, read_plan
 from bevfusion_quant.steps._stages import example_batch, fuse_branch, quantize_as
-from bevquant_fusion import FusionResult, fuse_model
-from bevquant_qnn import QuantizeResult, RoundingResult
-from bevquant_quantizers import CalibrationReport, load_ranges, save_ranges
+from bevquant_fusion import fuse_model
+from bevquant_quantizers import load_ranges, save_ranges
 from bevquant_quantizers.documents import as_form, read_tensors, write_tensors
 
 MODEL_FILES = ("weights.safetensors", "ranges.json")
@@ -39,47 +36,6 @@ MODEL_FILES = ("weights.safetensors", "ranges.json")
 
 FLOAT_FILE = "float_weights.safetensors"
 """The float model's own weights, where the quantized model has others."""
-
-
-def fusion_record(result: FusionResult) -> dict[str, Any]:
-    """Which BatchNorms were folded into what, and which not and why."""
-    return {"fused": plain(result.fused), "skipped": plain(result.skipped)}
-
-
-def quantization_record(result: QuantizeResult) -> dict[str, Any]:
-    """Which modules were quantized, which quantizers are shared, what was passed over and why."""
-    return {
-        "quantized": plain(result.quantized),
-        "shared": plain(result.shared),
-        "skipped": plain(result.skipped),
-    }
-
-
-def calibration_record(report: CalibrationReport, findings: Sequence[PoorData]) -> Any:
-    """The calibration report, quantizer by quantizer, and what was found with names of frames."""
-    record = plain(report)
-    for quantizer in record["quantizers"]:
-        del quantizer["findings"]
-    return {**record, "findings": plain(findings)}
-
-
-def calibration_warnings(
-    report: CalibrationReport, findings: Sequence[PoorData]
-) -> tuple[str, ...]:
-    """What the calibration found suspicious, each line naming its quantizer."""
-    named = [f"{q.name}: {text}" for q in report.quantizers for text in q.warnings]
-    return (*report.warnings, *named, *finding_lines(findings))
-
-
-def rounding_record(result: RoundingResult) -> dict[str, Any]:
-    """Each layer's relative output error, rounded to the nearest and now; what was left and why."""
-    return {
-        "layers": [
-            {"path": layer.path, "nearest": layer.nearest, "error": layer.error}
-            for layer in result.layers
-        ],
-        "skipped": [{"path": path, "reason": reason} for path, reason in result.skipped],
-    }
 
 
 def save_model(
@@ -126,15 +82,6 @@ class ModelSettings(RunSettings, kw_only=True):
     def used_cameras(self) -> tuple[str, ...]:
         """The cameras that its models read."""
         return tuple(self.cameras or CAMERA_NAMES)
-
-
-def model_settings(written: dict[str, Any]) -> ModelSettings:
-    """Settings in that form.
-
-    Raises:
-        DocumentError: A field is of another type, or missing.
-    """
-    return as_settings(ModelSettings, written)
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +137,7 @@ def read_model_settings(folder: str | Path) -> ModelSettings:
         refuse_version("its schema is", written.get("version", 1))
         if "evaluates" in written:
             raise ValueError(f"it is an evaluation of {written['evaluates']}, which has the model")
-        settings = model_settings(written)
+        settings = as_settings(ModelSettings, written)
         if settings.config not in CONFIGS:
             raise ValueError(f"its sizes {settings.config!r} are unknown")
     except ValueError as error:
