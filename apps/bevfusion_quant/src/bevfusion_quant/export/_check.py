@@ -16,7 +16,7 @@ from bevfusion.evaluation import detection_tally
 from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._write import Piece, Written, outputs_of
-from bevfusion_quant.measure import STAGE_TITLES
+from bevfusion_quant.measure import STAGE_TITLES, relative_change
 from bevfusion_quant.results import BpuLayer, ExportedFile, FileLayer, SetStage
 from bevquant_export import check_tensors, load_sparse_onnx, open_onnx
 from bevquant_int8sim import LayerRow
@@ -98,19 +98,11 @@ def _floats(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
             lost <= _LOST_QUERIES * queries,
         )  # fmt: skip
     for name, want, made in zip(written.piece.file.outputs, wanted, got, strict=True):
-        largest = _relative(want, made)
+        largest = relative_change(want, made)
         yield FileLayer(
             written.path.name, name, "float", "float", want.numel(), None, largest,
             f"{tolerance:g} of the largest value", largest <= tolerance,
         )  # fmt: skip
-
-
-def _relative(want: Tensor, made: Tensor) -> float:
-    if want.shape != made.shape:
-        return float("inf")
-    scale = float(want.abs().max()) if want.numel() else 0.0
-    largest = float((want - made).abs().max()) if want.numel() else 0.0
-    return largest / scale if scale else largest
 
 
 def _matched(wanted: Any, got: Any, tolerance: float) -> tuple[list[Tensor], int]:

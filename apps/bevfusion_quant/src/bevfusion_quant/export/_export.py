@@ -31,6 +31,7 @@ from bevfusion_quant.export._write import (
 )
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.integer._simulation import lowered
+from bevfusion_quant.measure import relative_change
 from bevfusion_quant.results import ExportedFile, ExportedSet, FileLayer, FilePort
 from bevfusion_quant.run import Clock, return_freed_memory, sha256, versions, write_json
 from bevfusion_quant.steps import example_like
@@ -257,8 +258,7 @@ def whole_layers(written: Written, args: tuple[Any, ...]) -> tuple[FileLayer, ..
     wanted = {"bbox_pred": torch.cat(boxes), "score": score, "label_pred": label}
     rows = []
     for name, want in wanted.items():
-        largest = float((made[name].double() - want.double()).abs().max())
-        largest /= float(want.abs().max()) or 1.0
+        largest = relative_change(want.double(), made[name].double())
         row = FileLayer(
             written.path.name, name, "float", "float", want.numel(), None, largest,
             f"{TOLERANCE:g} of the largest value", largest <= TOLERANCE,
