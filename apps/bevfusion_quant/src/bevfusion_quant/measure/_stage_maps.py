@@ -134,7 +134,7 @@ def whole_output(output: Any) -> Tensor:
 
 
 def relative_change(wanted: Tensor, got: Tensor) -> float:
-    """Max |got − wanted| / max |wanted|, of nothing but zeros the former; infinite of other shapes."""
+    """Max |got − wanted| / max |wanted|, or by 1 where that is 0; infinite for another shape."""
     if got.shape != wanted.shape:
         return float("inf")
     if not wanted.numel():
