@@ -18,7 +18,7 @@ from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._write import Piece, Written, outputs_of
 from bevfusion_quant.measure import STAGE_TITLES, relative_change
 from bevfusion_quant.results import BpuLayer, ExportedFile, FileLayer, SetStage
-from bevquant_export import check_tensors, load_sparse_onnx, open_onnx
+from bevquant_export import check_tensors, compare_qdq_onnx, load_sparse_onnx, open_onnx
 from bevquant_int8sim import LayerRow
 from bevquant_qnn import PairSums
 
@@ -69,13 +69,16 @@ _LOST_QUERIES = 0.02
 def file_layers(written: Written, args: tuple[Any, ...]) -> tuple[FileLayer, ...]:
     """What every tensor of a file is, one by one, on the inputs of a frame.
 
-    The exporter has run a quantized or sparse file on these very inputs before it gave it its name;
-    a float file is run here.
+    The exporter has run a quantized or sparse file on these very inputs before it gave it its name.
+    A float file is run here, and one for an engine of another package that leaves that out.
     """
     piece, name = written.piece, written.path.name
     if piece.kind == "float":
         return tuple(_floats(written, args))
-    checks = check_tensors(written.made.differences, same_arithmetic=written.linted == "autoware")
+    rows = written.made.differences
+    if not rows and piece.kind != "sparse":
+        rows = compare_qdq_onnx(written.made, piece.fake_module, args)
+    checks = check_tensors(rows, same_arithmetic=written.linted == "autoware")
     return tuple(
         FileLayer(
             name, piece.prefix + check.path if check.path else "input",
