@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bevquant_export.sparse._compare import LayerDifference
 
 _EXACT = frozenset("max_pool move relu constant".split())
-_FLOAT, _BEHIND = 1e-3, 0.1  # of the largest value: float32 sums of another order, and behind them
+_FLOAT, _BEHIND = 1e-3, 0.1  # of the largest value: of float32 sums, and behind differing integers
 _SHARE, _STEPS = 0.01, 3  # of int8 behind such sums
 _OPS = {"conv": "sparse_conv", "relu": "add"}
 
@@ -55,7 +55,8 @@ def check_tensors(
     Of a dense file, ties may differ by a step; behind averages and functions in float, so may a few
     values (`TensorDifference.allowed`). Of a sparse file integers are equal up to the first layer
     whose float32 sums came out otherwise (within 1/1000 of its largest value); behind that, one
-    value in a hundred may be up to 3 steps off, and floats a tenth of the largest value.
+    value in a hundred may be up to 3 steps off, and floats behind such integers a tenth of the
+    largest value.
 
     Args:
         differences: In the order of the file: what lies behind floats hangs on those before.
@@ -75,7 +76,7 @@ def check_tensors(
     from bevquant_export.dense._written import TensorDifference  # whose package asks this module
 
     checks = []
-    floats_differ = False
+    floats_differ = integers_differ = False
     for row in differences:
         if isinstance(row, TensorDifference):
             checks.append(_dense(row))
@@ -83,8 +84,9 @@ def check_tensors(
             op = "output" if row.node == "output" else "sparse_conv"
             checks.append(_layer(row, "float16", row.largest, "nothing", row.different == 0, op))
         else:
-            checks.append(_sparse(row, floats_differ))
+            checks.append(_sparse(row, floats_differ, integers_differ))
             floats_differ |= row.form != "int8" and row.different > 0
+            integers_differ |= row.form == "int8" and row.different > 0
     return tuple(checks)
 
 
@@ -98,13 +100,13 @@ def _dense(row: TensorDifference) -> TensorCheck:
     )  # fmt: skip
 
 
-def _sparse(row: LayerDifference, floats_differ: bool) -> TensorCheck:
+def _sparse(row: LayerDifference, floats_differ: bool, integers_differ: bool) -> TensorCheck:
     if row.form == "int8":
         most, steps = (_SHARE * row.elements, _STEPS) if floats_differ else (0, 0)
         allowed = f"{_STEPS} steps on {100 * _SHARE:g} % of the values" if most else "nothing"
         right = row.different <= most and row.largest <= steps
         return _layer(row, row.form, row.largest, allowed, right)
-    share = _BEHIND if floats_differ else _FLOAT  # behind integers a step off, floats are too
+    share = _BEHIND if integers_differ else _FLOAT
     allowed, right = f"{share:g} of the largest value", row.largest <= share * row.size
     return _layer(row, row.form, row.largest / (row.size or 1.0), allowed, right)
 
