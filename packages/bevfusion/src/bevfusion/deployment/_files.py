@@ -179,8 +179,10 @@ class PackedBoxesPart(BoxesPart):
         return torch.cat([part[0] for part in (center, height, dim, rot, vel)]), best, label
 
 
-LIDAR, HEAD = "lidar.backbone.xyz", "head.bbox"
-"""Names of two files, which are written otherwise than the rest."""
+LIDAR = "lidar.backbone.xyz"
+"""Name of the sparse encoder's file, which takes the batch size too."""
+HEAD = "head.bbox"
+"""Name of the head's file, whose scores are multiplied out."""
 POOLED = "pooled"
 """The tensor between the camera's two files, which `walk` makes: no file holds the pooling."""
 _LIDAR_PATH, _VIEW_PATH = "encoders.lidar.backbone", "encoders.camera.vtransform"
