@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import bevquant_int8sim
 from bev_data.metrics import AccuracyTally, AgreementRow, FoundRow
 from bevfusion.evaluation import ModelTallies, detections_of, detections_record
 from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
@@ -25,15 +26,7 @@ from bevfusion_quant.integer._stages import (
 from bevfusion_quant.measure import Judgement
 from bevfusion_quant.run import Clock
 from bevfusion_quant.steps import example_like
-from bevquant_int8sim import (
-    IntegerModel,
-    LayerComparison,
-    LayerRow,
-    LayerTable,
-    backend_report,
-    choose_backend,
-    simulate,
-)
+from bevquant_int8sim import IntegerModel, LayerComparison, LayerRow, LayerTable, simulate
 from bevquant_quantizers.ranks import Shards, current_ranks, in_order
 
 
@@ -125,9 +118,11 @@ def check_backend(backend: str) -> str:
     """
     name = backend
     if backend == "auto":
-        name = choose_backend("auto", torch.device("cpu"), torch.int8, "--backend auto")
+        name = bevquant_int8sim.choose_backend(
+            "auto", torch.device("cpu"), torch.int8, "--backend auto"
+        )
     try:
-        (status,) = backend_report(name)
+        (status,) = bevquant_int8sim.backend_report(name)
     except ValueError:
         why = "it is unknown"
     else:
@@ -172,7 +167,7 @@ def lower_model(
     with clock.step("lower to integers"):
         # Every frame is compared behind this, step by step.
         model = lowered(quantized_model, example_like(config, batches[0]), backend)
-        return Lowered(model, used, LayerComparison(float_model, model))
+        return Lowered(model, used, bevquant_int8sim.LayerComparison(float_model, model))
 
 
 def simulate_model(

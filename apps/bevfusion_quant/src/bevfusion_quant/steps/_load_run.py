@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+import bevquant_fusion
 from bev_data.cameras import CAMERA_NAMES
 from bev_data.points import Frame
 from bevfusion.model import CONFIGS, Batch, BEVFusion, build_model
@@ -27,7 +28,6 @@ from bevfusion_quant.run import (
 from bevfusion_quant.steps._branches import built_parts, reads_images
 from bevfusion_quant.steps._plan import PLAN_FILE, apply_plan, read_plan
 from bevfusion_quant.steps._stages import example_batch, fuse_branch, quantize_as
-from bevquant_fusion import fuse_model
 from bevquant_quantizers import load_ranges, save_ranges
 from bevquant_quantizers.documents import as_form, read_tensors, write_tensors
 
@@ -238,7 +238,7 @@ def _folded(model: BEVFusion, example: Batch, state: Mapping[str, Tensor]) -> BE
     Which batch norms are gone is told by the structure of the modules, in a quarter of the time
     that it takes to capture and compare them; where the run's weights say otherwise, by capturing.
     """
-    folded = cast("BEVFusion", fuse_model(model).model)
+    folded = cast("BEVFusion", bevquant_fusion.fuse_model(model).model)
     names = set(folded.state_dict())
     norms = {name for name in state if name.endswith(".running_var")}
     return folded if norms <= names <= set(state) else fuse_branch(model, example).model
