@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a peer's threads sleep through others' turns
+import numpy as np
 import onnxruntime
 import torch
 from _int8_timing import Runs, interleave
@@ -42,9 +43,8 @@ from torch import nn
 from bev_scenes import street_frame
 from bevfusion.model import CONFIGS, build_model, random_weights
 from bevfusion.model._encoder import SparseEncoder
-from bevfusion_quant.export._chain import walk
-from bevfusion_quant.export._check import named_inputs
-from bevfusion_quant.export._write import Piece, nvidia_pieces, write_piece
+from bevfusion_quant.export import nvidia_pieces, walk, write_piece
+from bevfusion_quant.export._write import Piece
 from bevfusion_quant.ptq import (
     FrameBatches,
     calibrate_branch,
@@ -101,8 +101,14 @@ def session(path: Path, threads: int) -> onnxruntime.InferenceSession:
 def runs_of(path: Path, piece: Piece, args: tuple[Any, ...], threads: int) -> Callable[[], Any]:
     running = session(path, threads)
     taken = {port.name for port in running.get_inputs()}
-    given = {name: a for name, a in named_inputs(piece.file, args).items() if name in taken}
+    given = {name: a for name, a in named_inputs(piece, args) if name in taken}
     return lambda: running.run(None, given)
+
+
+def named_inputs(piece: Piece, args: tuple[Any, ...]) -> list[tuple[str, Any]]:
+    """The sparse encoder's file takes the batch size too."""
+    values = (a.numpy() if isinstance(a, torch.Tensor) else np.array(a) for a in args)
+    return list(zip((*piece.file.inputs, "batch_size"), values, strict=False))
 
 
 def files_table(pieces: dict[str, list[Piece]], inputs: Inputs, folder: Path) -> None:
@@ -133,7 +139,7 @@ def openvino_runs(
     }
     model = core.read_model(path)
     taken = {port.any_name for port in model.inputs}
-    given = {name: a for name, a in named_inputs(piece.file, args).items() if name in taken}
+    given = {name: a for name, a in named_inputs(piece, args) if name in taken}
     model.reshape({name: list(value.shape) for name, value in given.items()})
     request = core.compile_model(model, "CPU", settings).create_infer_request()
     return lambda: request.infer(given)

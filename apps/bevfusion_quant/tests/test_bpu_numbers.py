@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from bpu_split import TINY, Split, split
 
-from bevfusion_quant.bpu import compare_forms, node_labels, node_probes
+from bevfusion_quant.bpu import compare_forms
 from bevfusion_quant.results import BpuComparison
 from bevquant_hybrid.qtensor import QTensor, as_float
 
@@ -32,9 +32,7 @@ def told(whole: Split) -> tuple[dict, dict, dict]:
 
 @pytest.fixture(scope="module")
 def comparison(whole: Split) -> BpuComparison:
-    labels = {unit: node_labels(unit, f.fake_graph) for unit, f in whole.forms.items()}
-    probes = node_probes(whole.forms, labels)
-    return compare_forms(whole.models, probes, whole.batches, TINY)
+    return compare_forms(whole.models, whole.forms, whole.batches, TINY)
 
 
 def decibels(wanted: torch.Tensor, got: torch.Tensor) -> float:
@@ -106,7 +104,7 @@ def test_rows_are_what_the_values_say(
     labels = {
         label.path: f"{unit}/{node}"
         for unit, form in whole.forms.items()
-        for node, label in node_labels(unit, form.fake_graph).items()
+        for node, label in form.labels.items()
     }
     assert len(comparison.layers) == 35
     for row in comparison.layers:

@@ -13,9 +13,9 @@ NEW = {
     "bev_data.metrics": {"aligned_table"},
     "bevfusion.model.camera": {"splat"},
     "bevfusion.training": {
-        "CHECKPOINT", "Checkpoint", "CompactFrame", "FrameForm", "PreparedFrames", "check_identity",
-        "compact", "decode_boxes", "identity_of", "in_parts", "losses_table", "make_batch",
-        "one_cycle", "order_of", "run_steps",
+        "CHECKPOINT", "Checkpoint", "CompactFrame", "DetectorTrainer", "FrameForm",
+        "PreparedFrames", "check_identity", "compact", "decode_boxes", "identity_of", "in_parts",
+        "losses_table", "make_batch", "one_cycle", "order_of", "run_steps", "untrained_model",
     },
 }  # fmt: skip
 

@@ -26,8 +26,8 @@ from bevfusion_quant.cli import main
 from bevfusion_quant.export import nvidia_pieces
 from bevfusion_quant.ptq import FrameBatches, LoadedRun, PtqConfig, load_run, run_evaluate, run_ptq
 from bevfusion_quant.qat import QatConfig, QatResult, Trainer, add_up, run_qat
-from bevfusion_quant.run import sha256
-from bevfusion_quant.steps import model_settings, save_model
+from bevfusion_quant.run import as_settings, sha256
+from bevfusion_quant.steps import ModelSettings, save_model
 from bevfusion_quant.train import (
     Augmentation,
     FrameSource,
@@ -312,7 +312,7 @@ def test_a_plan_stays_obeyed(
     kinds = [(e.quantizer._disabled, e.quantizer.num_bits) for e in named_quantizers(model)]
     assert {bits for off, bits in kinds if not off} == {8, 16}
     assert any(off for off, _ in kinds)
-    loaded = LoadedRun(model_settings(config), copy.deepcopy(start.float_model), model)
+    loaded = LoadedRun(as_settings(ModelSettings, config), copy.deepcopy(start.float_model), model)
     monkeypatch.setattr("bevfusion_quant.qat._run.load_run", lambda run: loaded)
     result = qat(runs, tmp_path, planned, steps=1, batch=1)
     assert (result.folder / "plan.json").read_bytes() == (planned / "plan.json").read_bytes()

@@ -5,10 +5,20 @@ from __future__ import annotations
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 
-from bevfusion.training import one_cycle, stop_on_signals
+from bev_data.points import Frame, Labels
+from bevfusion.model import CONFIGS
+from bevfusion.training import (
+    Augmentation,
+    DetectorTrainer,
+    compact,
+    one_cycle,
+    stop_on_signals,
+    untrained_model,
+)
 
 
 def test_the_schedule_is_torchs() -> None:
@@ -30,3 +40,32 @@ def test_signal_handlers_come_back() -> None:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_step_hangs_on_its_number_alone_and_none_is_taken_without_numbers() -> None:
+    pytest.importorskip("spconv", reason="spconv is not installed")
+    sizes, draw = CONFIGS["tiny"], np.random.default_rng(0)
+    points = draw.uniform(-8, 8, (500, 5)).astype(np.float32)
+    points[:, 2:] = draw.uniform(0, 1, (500, 3))
+    boxes = np.array([[4, 4, 0, 4, 2, 1.5, 0.3]], np.float32)
+    frame = compact(Frame("one", points, labels=Labels(boxes, ("car",))), None)
+
+    def trainer() -> DetectorTrainer:
+        return DetectorTrainer(
+            untrained_model(sizes, ("lidar", "decoder", "head"), seed=1), [frame],
+            steps=4, batch=1, lr=1e-3, weight_decay=0.01, clip=10.0, seed=3,
+            augmentation=Augmentation(),
+        )  # fmt: skip
+
+    one, again = trainer(), trainer()
+    first = one.step(0)
+    assert len(first) == len(one.terms)
+    assert again.step(0) == first
+    for mine, its in zip(one.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(mine, its)
+
+    neck = {name: value.clone() for name, value in one.model.decoder.named_parameters()}
+    one.model.head.heatmap_head[1].bias.register_hook(lambda gradient: gradient * torch.inf)
+    with pytest.raises(FloatingPointError, match="step 2: the loss is"):
+        one.step(1)
+    assert all(torch.equal(v, neck[name]) for name, v in one.model.decoder.named_parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bevquant_export._check_tensors import TensorCheck, check_tensors
 from bevquant_export.dense import (
     QdqFile,
     QdqProgram,
@@ -42,7 +43,9 @@ __all__ = [
     "SparseLayer",
     "SparseOnnxModel",
     "Target",
+    "TensorCheck",
     "TensorDifference",
+    "check_tensors",
     "compare_float_onnx",
     "compare_qdq_onnx",
     "compare_sparse_onnx",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bevquant_hybrid_tools import drawing, performance, quant_profiler, suggestion
+from bevquant_hybrid_tools import by_layer, drawing, performance, quant_profiler, suggestion
 from bevquant_hybrid_tools._visualize import visualize_model, visualize_partition
 from bevquant_hybrid_tools.performance import perf_model
 from bevquant_hybrid_tools.suggestion import CpuMove, CpuSuggestion, suggest_cpu
@@ -10,6 +10,7 @@ from bevquant_hybrid_tools.suggestion import CpuMove, CpuSuggestion, suggest_cpu
 __all__ = [
     "CpuMove",
     "CpuSuggestion",
+    "by_layer",
     "drawing",
     "perf_model",
     "performance",

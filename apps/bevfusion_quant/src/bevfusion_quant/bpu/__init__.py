@@ -1,6 +1,6 @@
 """BEVFusion for a Horizon BPU: dense parts in integers there, the rest in float on the CPU."""
 
-from bevfusion_quant.bpu._compare import Models, compare_forms, node_probes
+from bevfusion_quant.bpu._compare import Models, compare_forms
 from bevfusion_quant.bpu._prepare import SplitUnits
 from bevfusion_quant.bpu._quantize import Forms, calibrating_form, for_march
 from bevfusion_quant.bpu._run import (
@@ -10,7 +10,7 @@ from bevfusion_quant.bpu._run import (
     run_bpu,
     run_bpu_evaluate,
 )
-from bevfusion_quant.bpu._units import SplitModel, bpu_parts, node_labels
+from bevfusion_quant.bpu._units import SplitModel, bpu_parts
 from bevfusion_quant.options import BpuConfig, MarchName
 from bevfusion_quant.results import (
     BpuComparison,
@@ -41,8 +41,6 @@ __all__ = [
     "compare_forms",
     "for_march",
     "load_bpu_run",
-    "node_labels",
-    "node_probes",
     "run_bpu",
     "run_bpu_evaluate",
 ]

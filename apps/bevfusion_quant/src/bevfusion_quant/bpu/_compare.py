@@ -13,11 +13,12 @@ from bev_data.metrics import AccuracyTally
 from bevfusion.evaluation import ModelTallies
 from bevfusion.model import Batch, BEVFusionConfig
 from bevfusion_quant.bpu._quantize import Forms
-from bevfusion_quant.bpu._units import Label, Note, SplitModel
+from bevfusion_quant.bpu._units import Note, SplitModel
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.measure import STAGE_TITLES, Judgement, StageMaps, StageProbe, whole_output
 from bevfusion_quant.results import BpuComparison, BpuLayer, BpuStage
 from bevquant_hybrid.qtensor import QTensor, as_float
+from bevquant_hybrid_tools.by_layer import NodeLabel
 from bevquant_qnn import LayerRow, Leader, PairSums, lead
 
 _HALF_RANGE = 127.5  # steps from 0 to the end of int8's range, as scales are made
@@ -27,7 +28,7 @@ _HALF_RANGE = 127.5  # steps from 0 to the end of int8's range, as scales are ma
 class NodeProbe:
     """Sums over one node's results."""
 
-    label: Label
+    label: NodeLabel
     sources: tuple[str, ...]
     fake: PairSums = field(default_factory=PairSums)
     integer: PairSums = field(default_factory=PairSums)
@@ -169,16 +170,14 @@ class Follower:
         )
 
 
-def node_probes(
-    forms: Mapping[str, Forms], labels: Mapping[str, Mapping[str, Label]]
-) -> dict[str, NodeProbe]:
+def node_probes(forms: Mapping[str, Forms]) -> dict[str, NodeProbe]:
     """What to watch, by "unit/node": everything called that all three graphs of a unit have."""
     probes = {}
     for unit, form in forms.items():
         graphs = (form.float_graph, form.fake_graph, form.integer_graph)
         known = set.intersection(*({node.name for node in g.graph.nodes} for g in graphs))
         for node in form.fake_graph.graph.nodes:
-            label = labels[unit].get(node.name)
+            label = form.labels.get(node.name)
             if label is None or node.name not in known:
                 continue
             sources = tuple(f"{unit}/{source.name}" for source in node.all_input_nodes)
@@ -188,7 +187,7 @@ def node_probes(
 
 def compare_forms(
     models: Models,
-    probes: Mapping[str, NodeProbe],
+    forms: Mapping[str, Forms],
     batches: FrameBatches,
     config: BEVFusionConfig,
     accuracy: AccuracyTally | None = None,
@@ -197,12 +196,12 @@ def compare_forms(
 
     Args:
         models: Float, fake-quantized, integers.
-        probes: From `node_probes`.
+        forms: Of the units in them.
         batches: At least one.
         config: Sizes.
         accuracy: Is handed the models' detections, as "float", "quantized" and "integer".
     """
-    follower, tallies = Follower(probes), ModelTallies(config, accuracy)
+    follower, tallies = Follower(node_probes(forms)), ModelTallies(config, accuracy)
     model = models.real.model
     whole, first, shape = PairSums(), None, torch.Size()
     for index, batch in enumerate(batches):

@@ -2,124 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from bevfusion.model import PART_PATHS, Batch, BEVFusion
 from bevfusion_quant.bpu._compare import Models
 from bevfusion_quant.bpu._quantize import Forms, calibrating_form, finished_forms, names_on_cpu
-from bevfusion_quant.bpu._units import Label, SplitModel, bpu_parts, bpu_units, node_labels
+from bevfusion_quant.bpu._units import PREFIXES, SplitModel, bpu_parts, bpu_units
 from bevfusion_quant.options import BpuConfig, Branch
 from bevfusion_quant.results import BpuEstimate
 from bevfusion_quant.steps import why_float
-from bevquant_hybrid.operators import OperatorCall, find_violations, trace_calls
-from bevquant_hybrid.partition import Plan, PlanNode, number_segments, partition, place_operator
+from bevquant_hybrid.partition import Plan, PlanNode, number_segments
 from bevquant_hybrid.quantization import fuse_fx
-from bevquant_hybrid_tools.performance import estimate_layers, load_chip_figures
-
-
-def estimate_unit(
-    graph: fx.GraphModule,
-    labels: Mapping[str, Label],
-    march: str,
-    shapes: Sequence[tuple[int, ...]],
-) -> BpuEstimate:
-    """Trace one image, or one frame's maps, and estimate all of them.
-
-    Args:
-        graph: From `convert_fx`.
-        labels: Of the form that it was converted from.
-        march: The BPU.
-        shapes: Of the unit's inputs; of several images one is run, since shapes are all that
-            counts and tracing holds every activation.
-    """
-    count = shapes[0][0]
-    calls = trace_calls(graph, tuple(torch.zeros(1, *shape[1:]) for shape in shapes))
-    calls = [_call_of_batch(call, count) for call in calls]
-    on_bpu = [c for c in calls if c.operator.endswith("Stub") or "float32" not in c.input_dtypes]
-    names = {label.place: label.path for label in labels.values()}
-    layers = [
-        replace(
-            layer,
-            path=names.get(layer.path, layer.path),
-            fused_into=names.get(layer.fused_into, layer.fused_into),
-        )
-        for layer in estimate_layers(on_bpu, march)
-        if not layer.operator.endswith("Stub")
-    ]
-    told = [str(v) for v in find_violations([c for c in on_bpu if c.input_dtypes], march)]
-    return BpuEstimate(load_chip_figures(march), 1, tuple(layers), tuple(told))
-
-
-def _call_of_batch(call: OperatorCall, count: int) -> OperatorCall:
-    """The call with `count` entries along the first axis instead of one."""
-
-    def grown(shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (shape[0] * count, *shape[1:]) if len(shape) == 4 else shape
-
-    shapes = tuple(map(grown, call.input_shapes))
-    return replace(call, input_shapes=shapes, output_shape=grown(call.output_shape))
-
-
-def unit_plan(
-    unit: str,
-    graph: fx.GraphModule,
-    march: str,
-    shapes: Sequence[tuple[int, ...]],
-    on_cpu: Sequence[str],
-) -> Plan:
-    """Where each node of a prepared unit runs, under the names of its layers, and why.
-
-    Args:
-        unit: "camera" or "bev".
-        graph: From `prepare_qat_fx`.
-        march: The BPU.
-        shapes: Of the unit's inputs; of several images one is run.
-        on_cpu: Paths of modules within the unit that the user put on the CPU.
-    """
-    examples = tuple(torch.zeros(1, *shape[1:]) for shape in shapes)
-    found = partition(graph, march, example_inputs=examples)
-    labels = node_labels(unit, graph)
-    names = {node: label.short for node, label in labels.items()}
-    nodes = []
-    for single in found.nodes:
-        node = _node_of_batch(single, shapes[0][0])
-        label = labels.get(node.name)
-        if label is None:
-            inputs = tuple(names.get(name, name) for name in node.inputs)
-            nodes.append(replace(node, inputs=inputs))
-            continue
-        reason = node.reason
-        if node.kind == "operator" and node.place == "BPU":
-            reason = f"{node.operator}: {place_operator(node.operator, march).because}"
-        elif node.kind == "operator" and _named(label.short, on_cpu):
-            reason = "--exclude names it"
-        nodes.append(
-            replace(
-                node,
-                name=label.short,
-                path=label.path,
-                operator=label.operator if node.kind == "operator" else node.operator,
-                inputs=tuple(names.get(name, name) for name in node.inputs),
-                reason=reason,
-            )
-        )
-    return replace(found, nodes=tuple(nodes))
-
-
-def _named(path: str, on_cpu: Sequence[str]) -> bool:
-    return any(path == named or path.startswith(f"{named}.") for named in on_cpu)
-
-
-def _node_of_batch(node: PlanNode, count: int) -> PlanNode:
-    """The node with `count` entries along the first axis instead of one."""
-    shape = node.shape
-    return node if shape is None else replace(node, shape=(shape[0] * count, *shape[1:]))
-
+from bevquant_hybrid_tools.by_layer import estimate_by_layer, plan_by_layer
+from bevquant_hybrid_tools.performance import load_chip_figures
 
 _WHY_CPU = {
     "lidar": "sparse convolutions, where a BPU has dense ones alone",
@@ -274,10 +174,12 @@ class SplitUnits:
         """All forms of each unit, with the ranges found, or with the state of a file."""
         return {
             name: finished_forms(
-                self.fused[name], graph, self.on_cpu[name], state_of(name) if state_of else None
+                self.fused[name], graph, self.on_cpu[name],
+                state_of(name) if state_of else None,
+                PREFIXES[name],
             )
             for name, graph in calibrated.items()
-        }
+        }  # fmt: skip
 
     def models(self, forms: Mapping[str, Forms]) -> Models:
         """The whole model in its three forms."""
@@ -292,22 +194,27 @@ class SplitUnits:
         """Where everything in the model runs."""
         march = self.config.march
         plans = {
-            name: unit_plan(name, form.fake_graph, march, self._inputs(name), self.on_cpu[name])
+            name: plan_by_layer(
+                form.fake_graph, march, self._inputs(name),
+                prefix=form.prefix,
+                on_cpu=dict.fromkeys(self.on_cpu[name], "--exclude names it"),
+            )
             for name, form in forms.items()
-        }
+        }  # fmt: skip
         return compose_plan(self.model, plans, self.config.branch, march, self.shapes)
 
     def estimates(self, forms: Mapping[str, Forms]) -> dict[str, BpuEstimate]:
         """What each unit costs, estimated."""
+        march = self.config.march
+        figures = load_chip_figures(march)
         return {
-            name: estimate_unit(
-                form.integer_graph,
-                node_labels(name, form.fake_graph),
-                self.config.march,
-                self._inputs(name),
+            name: BpuEstimate(
+                figures, 1, *estimate_by_layer(
+                    form.integer_graph, form.labels, march, self._inputs(name)
+                )
             )
             for name, form in forms.items()
-        }
+        }  # fmt: skip
 
     def _inputs(self, unit: str) -> list[Shape]:
         """Shapes of a unit's inputs."""

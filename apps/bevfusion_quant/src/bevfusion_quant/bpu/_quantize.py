@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -26,6 +27,7 @@ from bevquant_hybrid.quantization import (
     prepare_qat_fx,
     set_fake_quantize,
 )
+from bevquant_hybrid_tools.by_layer import NodeLabel, node_labels
 
 _OBSERVERS = {
     "percentile": observer.CalibObserver,
@@ -37,12 +39,21 @@ _OBSERVERS = {
 
 @dataclass(frozen=True, eq=False)
 class Forms:
-    """One unit three times, node by node the same graph, and what was warned of on the way."""
+    """One unit three times, node by node the same graph, and what was warned of on the way.
+
+    `prefix` stands before its modules' paths in the model.
+    """
 
     float_graph: fx.GraphModule
     fake_graph: fx.GraphModule
     integer_graph: fx.GraphModule
     warnings: tuple[str, ...] = ()
+    prefix: str = ""
+
+    @cached_property
+    def labels(self) -> dict[str, NodeLabel]:
+        """The names that its nodes have in the model."""
+        return node_labels(self.fake_graph, self.prefix)
 
 
 @contextmanager
@@ -116,6 +127,7 @@ def finished_forms(
     calibrated: Any,
     on_cpu: Iterable[str],
     state: Mapping[str, Tensor] | None = None,
+    prefix: str = "",
 ) -> Forms:
     """Fake-quantized, for evaluation, and in integers.
 
@@ -124,6 +136,7 @@ def finished_forms(
         calibrated: From `calibrating_form`, after its batches.
         on_cpu: As that had it.
         state: Of the fake-quantized form, instead of what was calibrated.
+        prefix: What stands before its modules' paths in the model.
     """
     names = {"module_name": list(on_cpu)}
     with warnings.catch_warnings(record=True) as caught:
@@ -137,4 +150,4 @@ def finished_forms(
         set_fake_quantize(fake, FakeQuantState.VALIDATION)
         integers = convert_fx(fake)
     told = dict.fromkeys(str(item.message) for item in caught)
-    return Forms(fused.eval(), fake, integers, tuple(told))
+    return Forms(fused.eval(), fake, integers, tuple(told), prefix)

@@ -15,10 +15,10 @@ from bev_data.points import Frame
 from bevfusion.evaluation import PoorData, accuracy_tally, data_findings
 from bevfusion.model import CONFIGS, PART_PATHS, BEVFusion, build_model
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.bpu._compare import Models, compare_forms, node_probes
+from bevfusion_quant.bpu._compare import Models, compare_forms
 from bevfusion_quant.bpu._prepare import SplitUnits
 from bevfusion_quant.bpu._quantize import Forms, for_march
-from bevfusion_quant.bpu._units import PREFIXES, bpu_parts, node_labels
+from bevfusion_quant.bpu._units import PREFIXES, bpu_parts
 from bevfusion_quant.frames import FrameBatches, finding_lines
 from bevfusion_quant.measure import relative_change, whole_output
 from bevfusion_quant.options import BpuConfig, Place
@@ -253,11 +253,10 @@ def _outcome(
         plan = units.plan(forms)
     with clock.step("estimate"):
         estimates = units.estimates(forms)
-    labels = {unit: node_labels(unit, form.fake_graph) for unit, form in forms.items()}
     with clock.step("compare", blame="float and integer model cannot be compared"):
         comparison = compare_forms(
             units.models(forms),
-            node_probes(forms, labels),
+            forms,
             batches,
             CONFIGS[units.config.config],
             tally,
@@ -323,9 +322,9 @@ def folding_record(units: SplitUnits, change: float) -> dict[str, Any]:
 def placement_record(forms: Mapping[str, Forms], outcome: BpuOutcome) -> dict[str, Any]:
     """Modules that were quantized, and what runs on the CPU in float with the reason."""
     quantized = []
-    for name, form in forms.items():
+    for form in forms.values():
         modules = dict(form.fake_graph.named_modules())
-        for label in node_labels(name, form.fake_graph).values():
+        for label in form.labels.values():
             module = modules.get(label.place)
             if module is not None and hasattr(module, "activation_post_process"):
                 kind = type(module).__name__

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from bev_data.metrics import accuracy_notes, nds_title, points
+from bev_data.metrics import Accuracy, Difference, ModelAccuracy, accuracy_notes, nds_title, points
 from bevfusion_quant.options import PtqOptions, TargetOptions
 from bevfusion_quant.report import ReportContent, Section, head, reproduce, write_page
 from bevfusion_quant.results import (
+    Cell,
     CellParts,
     Column,
     Row,
@@ -18,14 +21,7 @@ from bevfusion_quant.results import (
     setting_text,
     with_interval,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from bev_data.metrics import Accuracy, Difference, ModelAccuracy
-    from bevfusion_quant.results import Cell
-    from bevfusion_quant.run import RunRecord, RunSettings
+from bevfusion_quant.run import RunRecord, RunSettings
 
 __all__ = ["ComparedRun", "Comparison", "comparison_text", "write_comparison_page"]
 

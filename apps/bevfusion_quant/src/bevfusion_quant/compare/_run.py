@@ -7,12 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import torch
+from torch import Tensor
 
+from bev_data.metrics import Accuracy, AccuracyTally, Bootstrap
+from bev_data.points import Frame
 from bevfusion.evaluation import accuracy_tally, tally_models
-from bevfusion.model import CONFIGS, build_model
+from bevfusion.model import CONFIGS, Batch, BEVFusion, build_model
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.compare._comparison import (
     ComparedRun,
@@ -20,18 +23,12 @@ from bevfusion_quant.compare._comparison import (
     write_comparison_page,
 )
 from bevfusion_quant.frames import FrameBatches
+from bevfusion_quant.integer import check_backend
+from bevfusion_quant.integer._simulation import lowered
 from bevfusion_quant.measure import relative_change, whole_output
 from bevfusion_quant.options import Place
 from bevfusion_quant.run import Clock, new_run
-from bevfusion_quant.steps import load_run, read_model_settings
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from bev_data.metrics import Accuracy, AccuracyTally, Bootstrap
-    from bev_data.points import Frame
-    from bevfusion.model import Batch, BEVFusion
-    from bevfusion_quant.steps import ModelSettings
+from bevfusion_quant.steps import ModelSettings, load_run, read_model_settings
 
 __all__ = ["CompareResult", "check_settings", "load_alike", "names_of", "run_compare"]
 
@@ -162,8 +159,6 @@ def run_compare(
         InputError: Runs that cannot be compared, or whatever is wrong with the frames; nothing is
             written then.
     """
-    from bevfusion_quant.integer import check_backend
-
     if integers is not None:
         check_backend(integers)
     folders = [Path(folder) for folder in compared]
@@ -231,8 +226,6 @@ def _models(
     backend: str | None,
 ) -> dict[str, Callable[..., Any]]:
     """What is run on each frame, by its name in the tables."""
-    from bevfusion_quant.integer._simulation import lowered
-
     models: dict[str, Callable[..., Any]] = {"float": float_model}
     for run, model in zip(told, quantized, strict=True):
         names = run.models

@@ -1,8 +1,7 @@
 """A run's model as ONNX files: written, linted, run and held against the integer model."""
 
-from bevfusion_quant.export._chain import walk, watching
+from bevfusion.deployment import FilePart, bpu_files, nvidia_files, walk, watching
 from bevfusion_quant.export._export import ONNX_FOLDER, export_model, missing_libraries
-from bevfusion_quant.export._files import FilePart, bpu_files, nvidia_files
 from bevfusion_quant.export._run import ExportResult, export_run
 from bevfusion_quant.export._write import nvidia_pieces, outputs_of, write_piece
 from bevfusion_quant.options import ExportTarget

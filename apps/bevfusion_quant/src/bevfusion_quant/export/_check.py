@@ -1,24 +1,26 @@
-"""Each tensor of a written file against the model that it was written from."""
+"""Written files against the model: each tensor of a file, and the files one behind the other."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from bev_data.metrics import AgreementRow
+from bevfusion.deployment import HEAD, STAGE_ENDS, Execute, between, file_boxes, walk
+from bevfusion.evaluation import detection_tally
+from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.export._files import HEAD
-from bevfusion_quant.export._write import outputs_of
-from bevfusion_quant.results import FileLayer
-
-if TYPE_CHECKING:
-    from bevfusion_quant.export._write import Written
-    from bevfusion_quant.results import BpuLayer, ExportedFile
-    from bevquant_int8sim import LayerRow
+from bevfusion_quant.export._write import Piece, Written, outputs_of
+from bevfusion_quant.measure import STAGE_TITLES, relative_change
+from bevfusion_quant.results import BpuLayer, ExportedFile, FileLayer, SetStage
+from bevquant_export import check_tensors, compare_qdq_onnx, load_sparse_onnx, open_onnx
+from bevquant_int8sim import LayerRow
+from bevquant_qnn import PairSums
 
 Run = Callable[[tuple[Any, ...]], Sequence[Tensor]]
 
@@ -29,7 +31,6 @@ def runner(written: Written) -> Run:
     It runs as `bevquant_export.open_onnx` has it; for libspconv in integers here, for Autoware's
     plugin by the definition of its operators.
     """
-    from bevquant_export import load_sparse_onnx, open_onnx
     from bevquant_export.targets.autoware import run_on_frame
 
     file = written.piece.file
@@ -62,100 +63,29 @@ def runner(written: Written) -> Run:
 
 TOLERANCE = 1e-3  # of float outputs, relative to the largest value
 HALF_TOLERANCE = 2e-2  # where all of it is float16
-_EXACT = frozenset({"max_pool", "move", "relu", "constant"})
-# What is computed again, value by value: no difference but ties, where a float32 product
-# within its own rounding of half a step may fall to either side.
-_RECOMPUTED = frozenset({"conv", "conv_transpose", "linear", "add", "requantize", "resize"})
-# Share of the other values that may be a step off.
-_SHARES = {"quantize": 1e-6}
-_OTHERS, _FEW = 1e-4, 4
 _LOST_QUERIES = 0.02
-# Of int8 layers behind float32 sums of another order, and of the result behind those.
-_BEHIND_FLOATS, _STEPS, _LOOSE = 0.01, 3, 0.1
-_SPARSE_OPS = {"conv": "sparse_conv", "relu": "add"}
 
 
 def file_layers(written: Written, args: tuple[Any, ...]) -> tuple[FileLayer, ...]:
     """What every tensor of a file is, one by one, on the inputs of a frame.
 
-    Quantized files: each operation reads the simulator's integers, so a difference is counted where
-    it arises. Sparse files: layer by layer behind one another. Float files: their outputs.
+    The exporter has run a quantized or sparse file on these very inputs before it gave it its name.
+    A float file is run here, and one for an engine of another package that leaves that out.
     """
-    checks: dict[str, Callable[[Written, tuple[Any, ...]], Iterator[FileLayer]]] = {
-        "int8": _integers, "bpu": _integers, "sparse": _sparse, "float": _floats,
-    }  # fmt: skip
-    return tuple(checks[written.piece.kind](written, args))
-
-
-def _integers(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
-    from bevquant_export import compare_qdq_onnx
-
-    # The exporter has run the file on these very inputs before it gave it its name.
+    piece, name = written.piece, written.path.name
+    if piece.kind == "float":
+        return tuple(_floats(written, args))
     rows = written.made.differences
-    for row in rows or compare_qdq_onnx(written.made, written.piece.fake_module, args):
-        exact = row.op in _EXACT or row.op in _RECOMPUTED
-        share = 0.0 if exact else _SHARES.get(row.op, _OTHERS)
-        allowed = max(_FEW, int(share * row.elements)) if share else 0
-        said = "nothing" if row.op in _EXACT else "one step on the border of two"
-        said += f", and on {allowed:,} values" if share else ""
-        yield FileLayer(
-            written.path.name,
-            written.piece.prefix + row.path if row.path else "input",
-            row.op,
-            "int8",
-            row.elements,
-            row.different,
-            float(row.largest),
-            said,
-            row.unexplained <= allowed and row.largest <= 1,
-            ties=row.ties,
+    if not rows and piece.kind != "sparse":
+        rows = compare_qdq_onnx(written.made, piece.fake_module, args)
+    checks = check_tensors(rows, same_arithmetic=written.linted == "autoware")
+    return tuple(
+        FileLayer(
+            name, piece.prefix + check.path if check.path else "input",
+            **{key: value for key, value in vars(check).items() if key != "path"},
         )
-
-
-def _sparse(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
-    from bevquant_export import compare_sparse_onnx, load_sparse_onnx
-
-    if written.linted == "autoware":
-        yield from _plugin(written, args)
-        return
-    backend = "auto" if written.linted == "libspconv" else "onnxruntime"
-    # The exporter has run the file on these very inputs before it gave it its name.
-    rows = written.made.differences
-    if not rows:
-        file = load_sparse_onnx(written.path, backend=backend)
-        rows = compare_sparse_onnx(file, written.piece.fake_module, args)
-    floats_differ = False  # of layers in fp16, whose float32 sums another order rounds otherwise
-    for row in rows:
-        is_int8 = row.form == "int8"
-        largest = float(row.largest) if is_int8 else row.largest / (row.size or 1.0)
-        floats_differ |= not is_int8 and row.different > 0
-        few = _BEHIND_FLOATS * row.elements if floats_differ else 0
-        said = f"{_STEPS} steps on {100 * _BEHIND_FLOATS:g} % of the values" if few else "nothing"
-        yield FileLayer(
-            written.path.name,
-            row.path or row.node,
-            _SPARSE_OPS.get(row.node.rstrip("0123456789"), row.node),
-            row.form,
-            row.elements,
-            row.different if is_int8 else None,
-            largest,
-            said if is_int8 else f"{TOLERANCE:g} of the largest value",
-            (row.different <= few and largest <= (_STEPS if few else 0))
-            if is_int8
-            else largest <= (_LOOSE if few and row.node == "output" else TOLERANCE),
-        )
-
-
-def _plugin(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
-    """Both sides compute in the plugin's arithmetic, in which no value may differ."""
-    from bevquant_export.targets.autoware import compare_autoware_onnx
-
-    for row in written.made.differences or compare_autoware_onnx(written.made, args):
-        op = "output" if row.node == "output" else "sparse_conv"
-        yield FileLayer(
-            written.path.name, row.path or row.node, op, "float16", row.elements, row.different,
-            row.largest, "nothing", row.different == 0,
-        )  # fmt: skip
+        for check in checks
+    )  # fmt: skip
 
 
 def _floats(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
@@ -171,19 +101,11 @@ def _floats(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
             lost <= _LOST_QUERIES * queries,
         )  # fmt: skip
     for name, want, made in zip(written.piece.file.outputs, wanted, got, strict=True):
-        largest = _relative(want, made)
+        largest = relative_change(want, made)
         yield FileLayer(
             written.path.name, name, "float", "float", want.numel(), None, largest,
             f"{tolerance:g} of the largest value", largest <= tolerance,
         )  # fmt: skip
-
-
-def _relative(want: Tensor, made: Tensor) -> float:
-    if want.shape != made.shape:
-        return float("inf")
-    scale = float(want.abs().max()) if want.numel() else 0.0
-    largest = float((want - made).abs().max()) if want.numel() else 0.0
-    return largest / scale if scale else largest
 
 
 def _matched(wanted: Any, got: Any, tolerance: float) -> tuple[list[Tensor], int]:
@@ -259,3 +181,78 @@ def _joined(
             layers.append(layer)
         joined.append(replace(file, layers=tuple(layers)))
     return tuple(joined)
+
+
+_SLACK_DB, _ENOUGH_DB = 0.5, 40.0
+
+
+def set_stages(
+    pieces: Sequence[Piece],
+    onnx: Execute,
+    batch: Batch,
+    model: BEVFusion,
+    known: Mapping[str, Mapping[str, Tensor]],
+) -> tuple[tuple[SetStage, ...], dict[str, Tensor], dict[str, Tensor]]:
+    """Run a frame in float, in integers and through the files; compare what lies between them.
+
+    Args:
+        pieces: In order.
+        onnx: Runs a file.
+        batch: The frame.
+        model: Any form of the model.
+        known: Tensors that were made before, by ``"float"``, ``"fake"`` and ``"integer"``; of the
+            fake-quantized model all that stages end with.
+
+    Returns:
+        The stages, and all tensors of the integer model and of the files.
+    """
+    files = [piece.file for piece in pieces]
+    named = {piece.file.name: piece for piece in pieces}
+    runs: dict[str, Execute] = {
+        "float": lambda file, args: named[file.name].in_float(args),
+        "integer": lambda file, args: named[file.name].in_integers(args),
+        "onnx": onnx,
+    }
+    made = {"fake": dict(known["fake"])}
+    for name, run in runs.items():
+        asked = between(files) if name == "float" else None
+        _, made[name] = walk(files, run, batch, model, known=known.get(name), wanted=asked)
+    stages = []
+    for tensor, stage in STAGE_ENDS.items():
+        if tensor in made["float"]:
+            wanted = made["float"][tensor]
+            fake_db, integer_db, onnx_db = (
+                _sqnr_db(wanted, made[name][tensor]) for name in ("fake", "integer", "onnx")
+            )
+            right = _is_right(integer_db, onnx_db)
+            stages.append(
+                SetStage(tensor, STAGE_TITLES[stage], fake_db, integer_db, onnx_db, right)
+            )
+    return tuple(stages), made["integer"], made["onnx"]
+
+
+def _sqnr_db(wanted: Tensor, got: Tensor) -> float | None:
+    sums = PairSums()
+    sums.add(wanted, got)
+    return sums.sqnr_db
+
+
+def _is_right(integer_db: float | None, onnx_db: float | None) -> bool:
+    """Single steps that engines round otherwise grow on the way, but cost next to nothing."""
+    if onnx_db is None:
+        return True
+    return onnx_db >= min(_ENOUGH_DB if integer_db is None else integer_db, _ENOUGH_DB) - _SLACK_DB
+
+
+def box_agreement(
+    model: BEVFusion,
+    config: BEVFusionConfig,
+    integers: Mapping[str, Tensor],
+    onnx: Mapping[str, Tensor],
+) -> tuple[AgreementRow, ...]:
+    """Boxes of the integer model against those of the files; the former stand first in each row."""
+    if HEAD.partition(".")[0] not in model.parts or "score" not in onnx:
+        return ()
+    tally = detection_tally(config)
+    tally.add(file_boxes(model, integers), file_boxes(model, onnx), None)
+    return tuple(tally.agreement())

@@ -6,32 +6,37 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from bevfusion.deployment import AUTOWARE_BOXES, HEAD, LIDAR, POOLED, FilePart, between, walk
+from bevfusion.model import BEVFusion, BEVFusionConfig
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.export._chain import between, box_agreement, set_stages, walk
-from bevfusion_quant.export._check import TOLERANCE, beside_layers, file_layers, runner
-from bevfusion_quant.export._files import AUTOWARE_BOXES, HEAD, LIDAR, POOLED
-from bevfusion_quant.export._write import engine_of, nvidia_pieces, quantizers_on, write_piece
+from bevfusion_quant.export._check import (
+    TOLERANCE,
+    beside_layers,
+    box_agreement,
+    file_layers,
+    runner,
+    set_stages,
+)
+from bevfusion_quant.export._write import (
+    Piece,
+    Written,
+    nvidia_pieces,
+    quantizers_on,
+    write_piece,
+)
+from bevfusion_quant.frames import FrameBatches
+from bevfusion_quant.integer._simulation import lowered
+from bevfusion_quant.measure import relative_change
 from bevfusion_quant.results import ExportedFile, ExportedSet, FileLayer, FilePort
-from bevfusion_quant.run import return_freed_memory, sha256, versions, write_json
+from bevfusion_quant.run import Clock, return_freed_memory, sha256, versions, write_json
 from bevfusion_quant.steps import example_like
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
-
-    from bevfusion.model import BEVFusion, BEVFusionConfig
-    from bevfusion_quant.export._files import FilePart
-    from bevfusion_quant.export._write import Piece, Written
-    from bevfusion_quant.frames import FrameBatches
-    from bevfusion_quant.results import ExportedSet
-    from bevfusion_quant.run import Clock
-    from bevquant_int8sim import LayerRow
+from bevquant_export import export_float_onnx, find_target, lint_onnx, note_calibration, open_onnx
+from bevquant_int8sim import LayerRow, compare
 
 ONNX_FOLDER = "onnx"
 LIBRARIES = ("onnx", "onnxruntime", "onnxscript")
@@ -106,9 +111,6 @@ def _compared(
     config: BEVFusionConfig,
     clock: Clock,
 ) -> Sequence[LayerRow]:
-    from bevfusion_quant.integer._simulation import lowered
-    from bevquant_int8sim import compare
-
     with clock.step("compare layers", blame="float and integer model cannot be compared"):
         model = lowered(quantized_model, example_like(config, batches[0]), "auto")
         return compare(float_model, model, [tuple(batches[0])]).rows
@@ -136,8 +138,6 @@ def export_pieces(
     Pieces are captured and lowered on a small example; each file is held against its integers on
     the first frame. Tensors of `known` are not made again, see `set_stages`.
     """
-    from bevquant_export import note_calibration
-
     folder.mkdir()
     batch = batches[0]
     files = [piece.file for piece in pieces]
@@ -153,7 +153,7 @@ def export_pieces(
         )
         examples: Mapping[str, Any] = {}
         # What sums read in eight bits has its range on the frame itself.
-        small = not engine_of(target).fastest(cpu).get("integer_sums")
+        small = not find_target(target).fastest(cpu).get("integer_sums")
         if small and any(piece.kind == "int8" for piece in pieces):
             read = {t for p in pieces if p.kind == "int8" for t in p.file.inputs.values()}
             found, _ = walk(files, run_fake, example_like(config, batch), model, wanted=read)
@@ -225,7 +225,6 @@ def join_for_autoware(
     """Encoder, decoder and packed head in one file; nothing for an encoder alone."""
     if HEAD not in written:
         return []
-    from bevquant_export import export_float_onnx
     from bevquant_export.targets.autoware import join_autoware_onnx
 
     encoder = written[LIDAR]
@@ -247,7 +246,6 @@ def join_for_autoware(
 
 def whole_layers(written: Written, args: tuple[Any, ...]) -> tuple[FileLayer, ...]:
     """Boxes of the whole file against its parts, in onnxruntime, on the map of its encoder."""
-    from bevquant_export import open_onnx
     from bevquant_export.targets.autoware import behind_encoder, run_on_frame
 
     parts = {name: written.path.with_name(f"{name}.onnx") for name in (LIDAR, "decoder", HEAD)}
@@ -260,8 +258,7 @@ def whole_layers(written: Written, args: tuple[Any, ...]) -> tuple[FileLayer, ..
     wanted = {"bbox_pred": torch.cat(boxes), "score": score, "label_pred": label}
     rows = []
     for name, want in wanted.items():
-        largest = float((made[name].double() - want.double()).abs().max())
-        largest /= float(want.abs().max()) or 1.0
+        largest = relative_change(want.double(), made[name].double())
         row = FileLayer(
             written.path.name, name, "float", "float", want.numel(), None, largest,
             f"{TOLERANCE:g} of the largest value", largest <= TOLERANCE,
@@ -278,8 +275,6 @@ _TOOLS = ("bevquant-export", "bevquant-hybrid", "onnx", "onnxruntime", "onnxscri
 def exported_file(written: Written, layers: tuple[FileLayer, ...]) -> ExportedFile:
     """One row of the set, read back from the file that was written."""
     import onnx
-
-    from bevquant_export import find_target, lint_onnx
 
     proto = onnx.load(written.path)
     opset = next(o.version for o in proto.opset_import if o.domain in ("", "ai.onnx"))

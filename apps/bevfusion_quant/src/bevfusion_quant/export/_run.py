@@ -7,14 +7,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from bevfusion.model import CONFIGS
+from torch import nn
+
+from bev_data.points import Frame
+from bevfusion.deployment import LIDAR, FilePart, bpu_files
+from bevfusion.model import CONFIGS, BEVFusion
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._check import beside_bpu_layers
 from bevfusion_quant.export._export import ONNX_FOLDER, check_libraries, export_model, export_pieces
-from bevfusion_quant.export._files import LIDAR, FilePart, bpu_files
 from bevfusion_quant.export._write import Piece
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import Place
+from bevfusion_quant.report import write_found
+from bevfusion_quant.results import ExportedSet
 from bevfusion_quant.run import Clock, new_run
 from bevfusion_quant.steps import (
     PLAN_FILE,
@@ -27,15 +32,10 @@ from bevfusion_quant.steps import (
     refuse_in_files,
     refuse_unfolded,
 )
+from bevquant_export.targets import CPUS, cpu_at_hand, find_target, targets
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from bev_data.points import Frame
-    from bevfusion.model import BEVFusion
     from bevfusion_quant.bpu import LoadedBpuRun
-    from bevfusion_quant.results import ExportedSet
-    from bevfusion_quant.run import Clock
 
 
 def export_bpu(
@@ -60,10 +60,7 @@ def export_bpu(
     Raises:
         InputError: Whatever is wrong with the run or the input.
     """
-    from bevfusion_quant.bpu import load_bpu_run
-    from bevfusion_quant.bpu._compare import compare_forms, node_probes
-    from bevfusion_quant.bpu._quantize import for_march
-    from bevfusion_quant.bpu._units import PREFIXES, node_labels
+    from bevfusion_quant.bpu import compare_forms, for_march, load_bpu_run
 
     with clock.step("load the run"):
         loaded = load_bpu_run(run)
@@ -75,15 +72,12 @@ def export_bpu(
             bpu_pieces(loaded, folded), folded, batches, sizes, clock, folder,
             target="bpu", march=config.march, run=run, **given,
         )  # fmt: skip
-        labels = {unit: node_labels(unit, f.fake_graph) for unit, f in loaded.forms.items()}
         with clock.step("compare layers", blame="float and integer model cannot be compared"):
-            compared = compare_forms(
-                loaded.models, node_probes(loaded.forms, labels), batches.head(1), sizes
-            )
+            compared = compare_forms(loaded.models, loaded.forms, batches.head(1), sizes)
     paths = {
-        PREFIXES[unit] + label.place: label.path
-        for unit, found in labels.items()
-        for label in found.values()
+        form.prefix + label.place: label.path
+        for form in loaded.forms.values()
+        for label in form.labels.values()
     }
     files = beside_bpu_layers(exported.files, compared.layers, paths)
     return replace(exported, files=files), batches
@@ -104,7 +98,7 @@ def bpu_pieces(loaded: LoadedBpuRun, folded: BEVFusion) -> list[Piece]:
                     form.float_graph,
                     form.fake_graph,
                     _integers(form.integer_graph),
-                    prefix="encoders.camera." if unit == "camera" else "",
+                    prefix=form.prefix,
                 )
             )
             continue
@@ -167,8 +161,6 @@ def export_run(
         InputError: Whatever is wrong with the run, the target or the input; nothing is written
             then.
     """
-    from bevfusion_quant.report import write_found
-
     check_libraries()
     ran = read_model_settings(run)
     chosen = _target(target, ran, run)
@@ -208,8 +200,6 @@ def export_run(
 
 def _cpu(cpu: str | None) -> str:
     """The CPU that is wanted, or the one at hand."""
-    from bevquant_export.targets import CPUS, cpu_at_hand
-
     if cpu is not None and cpu not in CPUS:
         raise InputError(f"--cpu {cpu}: expected one of {', '.join(CPUS)}")
     return cpu or cpu_at_hand()
@@ -217,8 +207,6 @@ def _cpu(cpu: str | None) -> str:
 
 def _engines_on_cpu() -> list[str]:
     """Names of engines whose files depend on the CPU that they run on."""
-    from bevquant_export.targets import CPUS, targets
-
     return [
         name
         for target in targets()
@@ -229,8 +217,6 @@ def _engines_on_cpu() -> list[str]:
 
 def _target(target: str | None, ran: ModelSettings, run: str | Path) -> str:
     """The target wanted, if the run is of its kind."""
-    from bevquant_export.targets import find_target, targets
-
     bpu = find_target("bpu")
     for_bpu = ran.for_bpu
     try:

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevfusion.model import BEVFusion
-from bevfusion_quant._errors import InputError
-from bevfusion_quant.export._files import (
+from bevfusion.deployment import (
     HEAD,
     LIDAR,
     FilePart,
@@ -22,6 +20,10 @@ from bevfusion_quant.export._files import (
     autoware_files,
     nvidia_files,
 )
+from bevfusion.model import BEVFusion
+from bevfusion_quant._errors import InputError
+from bevquant_export import export_float_onnx, export_sparse_onnx, find_target, with_half_constants
+from bevquant_int8sim import simulate
 from bevquant_quantizers import TensorQuantizer
 
 
@@ -84,8 +86,6 @@ def nvidia_pieces(
     Raises:
         InputError: The head is quantized, or for Autoware the model has no LiDAR branch.
     """
-    from bevquant_export import find_target
-
     if target == "autoware":
         if "lidar" not in quantized_model.parts:
             raise InputError(
@@ -150,15 +150,11 @@ def _with_weights_of(fake: nn.Module, plain: nn.Module) -> nn.Module:
 
 
 def _integers(module: nn.Module, args: tuple[Any, ...]) -> Callable[..., Any]:
-    from bevquant_int8sim import simulate
-
     return simulate(module, args)
 
 
 def _sparse_integers(module: nn.Module, args: tuple[Any, ...]) -> Callable[..., Any]:
     """With the constants of a file, which are halves."""
-    from bevquant_export import with_half_constants
-
     return _integers(with_half_constants(module), args)
 
 
@@ -215,12 +211,12 @@ def write_piece(
         InputError: The exporter refuses it.
     """
     path = folder / f"{piece.file.name}.onnx"
-    engine = engine_of(target)
+    engine = find_target(target)
     try:
         if piece.kind == "sparse" and engine.name == "autoware":
             return _plugin(piece, args, frames, path)
         if engine.name == "autoware":  # what follows the plugin's part is TensorRT's
-            engine = engine_of(engine.family)
+            engine = find_target(engine.family)
         if piece.kind == "sparse":
             return _sparse(piece, args, frames, path, engine, cpu)
         if piece.kind == "float":
@@ -229,13 +225,6 @@ def write_piece(
         return _quantized(piece, args, path, engine, more, example)
     except ValueError as error:
         raise InputError(f"{piece.file.name} cannot be exported: {error}") from error
-
-
-def engine_of(target: str) -> Any:
-    """The `bevquant_export.Target` of a target of this command."""
-    from bevquant_export import find_target
-
-    return find_target(target)
 
 
 def _quantized(
@@ -276,8 +265,6 @@ def _lowered(piece: Piece, made: Any) -> Piece:
 
 
 def _float(piece: Piece, args: tuple[Any, ...], path: Path, engine: Any) -> Written:
-    from bevquant_export import export_float_onnx
-
     made = export_float_onnx(
         piece.float_module,
         args,
@@ -318,8 +305,6 @@ def _sparse(
     engine: Any,
     cpu: str,
 ) -> Written:
-    from bevquant_export import export_sparse_onnx, find_target
-
     dialect = engine.sparse
     if not dialect:
         raise ValueError(

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+import bevquant_int8sim
+from bev_data.metrics import AccuracyTally, AgreementRow, FoundRow
+from bevfusion.evaluation import ModelTallies, detections_of, detections_record
+from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
+from bevfusion.model.head import Detections
 from bevfusion_quant._errors import InputError
+from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.integer._stages import (
     FloatIsland,
     IntegerStage,
     float_islands,
     integer_stages,
 )
+from bevfusion_quant.measure import Judgement
+from bevfusion_quant.run import Clock
 from bevfusion_quant.steps import example_like
-from bevquant_quantizers.ranks import current_ranks, in_order
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bev_data.metrics import AccuracyTally, AgreementRow, FoundRow
-    from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
-    from bevfusion.model.head import Detections
-    from bevfusion_quant.frames import FrameBatches
-    from bevfusion_quant.measure import Judgement
-    from bevfusion_quant.run import Clock
-    from bevquant_int8sim import IntegerModel, LayerComparison, LayerRow, LayerTable
-    from bevquant_quantizers.ranks import Shards
+from bevquant_int8sim import IntegerModel, LayerComparison, LayerRow, LayerTable, simulate
+from bevquant_quantizers.ranks import Shards, current_ranks, in_order
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,6 @@ class Simulation:
 
     @property
     def _table(self) -> LayerTable:
-        from bevquant_int8sim import LayerTable
-
         return LayerTable(self.layers)
 
     @property
@@ -120,13 +116,13 @@ def check_backend(backend: str) -> str:
     Raises:
         InputError: It cannot be used here.
     """
-    from bevquant_int8sim import backend_report, choose_backend
-
     name = backend
     if backend == "auto":
-        name = choose_backend("auto", torch.device("cpu"), torch.int8, "--backend auto")
+        name = bevquant_int8sim.choose_backend(
+            "auto", torch.device("cpu"), torch.int8, "--backend auto"
+        )
     try:
-        (status,) = backend_report(name)
+        (status,) = bevquant_int8sim.backend_report(name)
     except ValueError:
         why = "it is unknown"
     else:
@@ -165,15 +161,13 @@ def lower_model(
         InputError: No layer of the model is quantized, one has no range, or the backend is not
             there.
     """
-    from bevquant_int8sim import LayerComparison
-
     if backend is None:
         return None
     used = check_backend(backend)
     with clock.step("lower to integers"):
         # Every frame is compared behind this, step by step.
         model = lowered(quantized_model, example_like(config, batches[0]), backend)
-        return Lowered(model, used, LayerComparison(float_model, model))
+        return Lowered(model, used, bevquant_int8sim.LayerComparison(float_model, model))
 
 
 def simulate_model(
@@ -234,8 +228,6 @@ def lowered(quantized_model: BEVFusion, batch: Batch, backend: str) -> IntegerMo
     Raises:
         InputError: Nothing in it computes in integers, or ranges are missing.
     """
-    from bevquant_int8sim import simulate
-
     try:
         model = simulate(quantized_model, tuple(batch), backend=backend)
     except ValueError as error:
@@ -280,8 +272,6 @@ def _run(
         How well the integer model's detections agree with the float model's, and what both find;
         empty without a head. Detections of the first frame, seconds of each.
     """
-    from bevfusion.evaluation import ModelTallies, detections_of, detections_record
-
     tallies, seconds = ModelTallies(config), []
 
     def run(index: int) -> dict[str, Any]:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from torch import nn
 
-from bevfusion.model import PART_PATHS
+from bevfusion.model import PART_PATHS, BEVFusion
 from bevfusion_quant.measure import STAGE_TITLES
 from bevfusion_quant.options import Branch
 from bevfusion_quant.steps import quantized_parts, why_float
+from bevquant_int8sim import Island, LayerRow
 from bevquant_sparse import is_sparse_conv
-
-if TYPE_CHECKING:
-    from bevfusion.model import BEVFusion
-    from bevquant_int8sim import Island, LayerRow
 
 # Stage → the module paths that belong to it.
 _STAGES = {

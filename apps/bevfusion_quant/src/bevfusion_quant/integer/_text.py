@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from bev_data.metrics import agreement_text, record_table
+from bevfusion_quant.integer._simulation import Simulation
 from bevfusion_quant.integer._stages import in_integers
-
-if TYPE_CHECKING:
-    from bevfusion_quant.integer._simulation import Simulation
-    from bevquant_int8sim import LayerRow
+from bevquant_int8sim import LayerRow
 
 QUERIES = (
     "Behind the head's choice of queries the models may look at different places of the map; "

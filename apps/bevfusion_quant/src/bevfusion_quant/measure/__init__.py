@@ -1,7 +1,15 @@
 """What is measured on a float and a quantized model, whatever made them."""
 
-from bevfusion_quant.measure._compare import Comparison, DetectorComparison, compare_layers
-from bevfusion_quant.measure._judge import Judgement, judge, layer_table, short_names, stage_table
+from bevfusion_quant.measure._judge import (
+    Comparison,
+    DetectorComparison,
+    Judgement,
+    compare_layers,
+    judge,
+    layer_table,
+    short_names,
+    stage_table,
+)
 from bevfusion_quant.measure._stage_maps import (
     STAGE_TITLES,
     StageMaps,

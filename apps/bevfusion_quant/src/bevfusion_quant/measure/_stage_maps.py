@@ -134,9 +134,12 @@ def whole_output(output: Any) -> Tensor:
 
 
 def relative_change(wanted: Tensor, got: Tensor) -> float:
-    """Max |got − wanted| / max |wanted|."""
-    scale = float(wanted.abs().max())
-    return float((got - wanted).abs().max()) / scale if scale else 0.0
+    """Max |got − wanted| / max |wanted|, or by 1 where that is 0; infinite for another shape."""
+    if got.shape != wanted.shape:
+        return float("inf")
+    if not wanted.numel():
+        return 0.0
+    return float((got - wanted).abs().max()) / (float(wanted.abs().max()) or 1.0)
 
 
 def _norms(wanted: Tensor, got: Tensor, *, image: bool) -> tuple[Map, Map, Map]:

@@ -15,7 +15,8 @@ from bev_data.metrics import Accuracy, AccuracyTally, AgreementRow, Bootstrap, F
 from bev_data.points import Frame
 from bevfusion.evaluation import PoorData, accuracy_tally, data_findings
 from bevfusion.model import CONFIGS, BEVFusion, BEVFusionConfig, build_model
-from bevfusion_quant.frames import FrameBatches
+from bevfusion_quant.export import ONNX_FOLDER, export_model, watching
+from bevfusion_quant.frames import FrameBatches, finding_lines
 from bevfusion_quant.integer import (
     Lowered,
     Simulation,
@@ -27,23 +28,19 @@ from bevfusion_quant.measure import Judgement, StageRow, judge, relative_change,
 from bevfusion_quant.options import Place, PtqConfig
 from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.results import ExportedSet
-from bevfusion_quant.run import Clock, new_run, sha256
+from bevfusion_quant.run import Clock, new_run, plain, sha256
 from bevfusion_quant.steps import (
     PLAN_FILE,
     apply_plan,
     before_calibration,
     built_parts,
     calibrate_branch,
-    calibration_record,
-    calibration_warnings,
     example_batch,
     fill_weights,
     fuse_branch,
-    fusion_record,
     keep_batch_norms,
     load_run,
     planned_layers,
-    quantization_record,
     quantize_as,
     quantized_parts,
     read_model_settings,
@@ -51,11 +48,10 @@ from bevfusion_quant.steps import (
     refuse_in_files,
     refuse_unfolded,
     round_branch,
-    rounding_record,
     save_model,
 )
-from bevquant_qnn import LayerRow
-from bevquant_quantizers import QuantizerRow
+from bevquant_qnn import LayerRow, RoundingResult
+from bevquant_quantizers import CalibrationReport, QuantizerRow
 from bevquant_quantizers.ranks import Shards, current_ranks
 
 
@@ -101,8 +97,6 @@ def run_ptq(
     Raises:
         InputError: Whatever is wrong with the input; nothing is written then.
     """
-    from bevfusion_quant.export import ONNX_FOLDER, export_model, watching
-
     clock = Clock()
     count = config.calibration_count(len(frames))
     needs = "integers" if integers is not None else "files" if export is not None else ""
@@ -157,7 +151,7 @@ def run_ptq(
         del low  # the integer model is saved, and read no more
         findings = data_findings(batches, count, report)
         poor = [str(finding) for finding in findings if finding.poor]
-        tables, told = judgement.summary(), calibration_warnings(report, findings)
+        tables, told = judgement.summary(), _warnings(report, findings)
         outcome = partial(PtqResult, record.path, **tables, warnings=told, findings=findings)
         if not shards.ranks.first:  # the first one writes
             seconds, peak = clock.spent()
@@ -180,11 +174,21 @@ def run_ptq(
                 calibration=poor,
                 known=known,
             )
-        records: dict[str, Any] = {
-            "fusion": {**fusion_record(fused.result), "largest_relative_change": folding_error},
-            "quantization": quantization_record(result),
-            "calibration": calibration_record(report, findings),
-        }
+        records = plain(
+            {
+                "fusion": {
+                    "fused": fused.result.fused,
+                    "skipped": fused.result.skipped,
+                    "largest_relative_change": folding_error,
+                },
+                "quantization": {
+                    key: getattr(result, key) for key in ("quantized", "shared", "skipped")
+                },
+                "calibration": {**plain(report), "findings": findings},
+            }
+        )
+        for quantizer in records["calibration"]["quantizers"]:
+            del quantizer["findings"]  # which are told above, with names of frames
         judged = JudgedRun(
             record, sizes, batches, judgement, records,
             simulation=simulation,
@@ -211,12 +215,29 @@ def run_ptq(
                 "branch": config.branch,
                 "frames": [{**frame, "calibration": index < count} for index, frame in read],
                 "weights": weights,
-                **({} if rounded is None else {"rounding": rounding_record(rounded)}),
+                **({} if rounded is None else {"rounding": _rounding(rounded)}),
             }
         )
     if exported is not None:
         exported = replace(exported, folder=record.path / ONNX_FOLDER)
     return outcome(seconds=seconds, peak_memory_mib=peak, simulation=simulation, exported=exported)
+
+
+def _warnings(report: CalibrationReport, findings: Sequence[PoorData]) -> tuple[str, ...]:
+    """What the calibration found suspicious, each line naming its quantizer."""
+    named = [f"{q.name}: {text}" for q in report.quantizers for text in q.warnings]
+    return (*report.warnings, *named, *finding_lines(findings))
+
+
+def _rounding(result: RoundingResult) -> dict[str, Any]:
+    """Each layer's relative output error, rounded to the nearest and now; what was left and why."""
+    return {
+        "layers": [
+            {"path": layer.path, "nearest": layer.nearest, "error": layer.error}
+            for layer in result.layers
+        ],
+        "skipped": [{"path": path, "reason": reason} for path, reason in result.skipped],
+    }
 
 
 def _judged(

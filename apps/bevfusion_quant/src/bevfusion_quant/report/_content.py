@@ -128,11 +128,11 @@ class ReportContent:
         stages: Feature maps in the order of execution.
         layers: The layer table in the order of execution.
         quantizers: What each quantizer saw, and its range.
-        fusion: As `fusion_record` makes it: "fused" [{conv, bn, how}], "skipped" [{bn, reason}],
+        fusion: What was folded: "fused" [{conv, bn, how}], "skipped" [{bn, reason}],
             optionally "largest_relative_change".
-        quantization: As `quantization_record` makes it: "quantized" [{path, kind, was}],
+        quantization: What was quantized: "quantized" [{path, kind, was}],
             "shared" [{tensor, readers, reason}], "skipped" [{path, reason}].
-        calibration: As `calibration_record` makes it: "quantizers" [{names, method, amax, …,
+        calibration: How ranges were found: "quantizers" [{names, method, amax, …,
             warnings}], "warnings".
         integers: What running in integers gave.
         bpu: Of a run for a BPU: plan, comparison, estimate.

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bev_data.metrics import accuracy_text, agreement_text, aligned_table, or_dash
-from bevfusion_quant.measure import layer_table
+from bev_data.metrics import (
+    Accuracy,
+    AgreementRow,
+    FoundRow,
+    accuracy_text,
+    agreement_text,
+    aligned_table,
+    or_dash,
+)
+from bevfusion_quant.measure import Judgement, layer_table
 from bevfusion_quant.results._table import CellParts, Row, Table, table_of
 from bevquant_hybrid.operators import load_support_table
-
-if TYPE_CHECKING:
-    from bev_data.metrics import Accuracy, AgreementRow, FoundRow
-    from bevfusion_quant.measure import Judgement
-    from bevquant_hybrid.partition import Plan, PlanNode
-    from bevquant_hybrid_tools.performance import ChipFigures, LayerEstimate
+from bevquant_hybrid.partition import Plan, PlanNode
+from bevquant_hybrid_tools.performance import ChipFigures, LayerEstimate
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bev_data.metrics import or_dash
 from bevfusion_quant.results._table import Cell, CellParts, Column, Row, Table
-
-if TYPE_CHECKING:
-    from bevquant_qnn import PrecisionPlan, RefinedPlan, SensitivityRow, SensitivityTable
+from bevquant_qnn import PrecisionPlan, RefinedPlan, SensitivityRow, SensitivityTable
 
 _WIDE, _HIGH, _GAP = 100.0, 7.0, 2.0  # of a bar, in its own units
 _DIGITS = {"sqnr": ".1f", "kl": ".2e", "mAP": ".2f"}

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from bev_data.metrics import points, span
 from bevfusion.model import trained_weights
 from bevfusion_quant.export import ONNX_FOLDER
+from bevfusion_quant.frames import FIRST_TRAINING_SEED
 from bevfusion_quant.review._gather import Evidence, Gathered, Measured, frames_text
 from bevfusion_quant.review._headline import HeadlineGroup, HeadlineRow, judged
 from bevfusion_quant.run import BpuSummary, IntegersSummary, sha256
-from bevfusion_quant.train import FIRST_TRAINING_SEED
 
 # Options that say where frames come from, with how many values each takes; 0 for any number.
 _SOURCE = {"--points": 0, "--dataset": 1, "--data": 0, "--split": 1, "--data-version": 1}

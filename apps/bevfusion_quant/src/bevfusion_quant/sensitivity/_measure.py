@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import numpy as np
 from torch import nn
@@ -12,18 +12,17 @@ from torch import nn
 from bev_data.datasets import labelled_region
 from bev_data.metrics import DetectionMeter, metrics_of
 from bevfusion.evaluation import detection_rules, detections_of, detections_record
+from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
 from bevfusion.model.head import Detections
 from bevfusion_quant._errors import InputError
+from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import SensitivityMetric, SensitivityOutput
 from bevfusion_quant.options import precisions as plan_precisions
 from bevfusion_quant.run import return_freed_memory
 from bevfusion_quant.steps import run_batch
-
-if TYPE_CHECKING:
-    from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
-    from bevfusion_quant.frames import FrameBatches
-    from bevquant_qnn import SensitivityTable
-    from bevquant_quantizers.ranks import Record, Shards
+from bevquant_qnn import SensitivityTable, sensitivity
+from bevquant_quantizers import TensorQuantizer, calibrate
+from bevquant_quantizers.ranks import Record, Shards
 
 
 class KeptScores:
@@ -230,8 +229,6 @@ def measure_sensitivity(
     Raises:
         InputError: A metric, an output or precisions that cannot be measured, or no labels.
     """
-    from bevquant_qnn import sensitivity
-
     path = sensitivity_output(model, metric, output)
     check_precisions(precisions)
     task = MeanAp(model, batches, config, shards) if metric == "mAP" else None
@@ -266,8 +263,6 @@ def check_precisions(precisions: Sequence[str]) -> None:
 
 def _collect(model: BEVFusion, batches: FrameBatches) -> None:
     """Let the calibrators see the frames; ranges stay what they are."""
-    from bevquant_quantizers import TensorQuantizer, calibrate
-
     quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
     ranges = {q: q.amax.clone() for q in quantizers if q.amax is not None}
     calibrate(model, batches, forward=run_batch, method="max")
@@ -276,6 +271,4 @@ def _collect(model: BEVFusion, batches: FrameBatches) -> None:
 
 
 def _is_quantized(part: nn.Module) -> bool:
-    from bevquant_quantizers import TensorQuantizer
-
     return any(isinstance(m, TensorQuantizer) and not m._disabled for m in part.modules())

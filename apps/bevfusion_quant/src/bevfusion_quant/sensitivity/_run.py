@@ -6,14 +6,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
-from bevfusion.model import CONFIGS
+from bev_data.points import Frame
+from bevfusion.model import CONFIGS, BEVFusion, BEVFusionConfig
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import Place
+from bevfusion_quant.report import write_found
 from bevfusion_quant.results import SensitivityOutcome
-from bevfusion_quant.run import Clock, new_run
+from bevfusion_quant.run import Clock, RunSettings, new_run
 from bevfusion_quant.sensitivity._measure import (
     FramesInTurn,
     KeptScores,
@@ -23,13 +25,16 @@ from bevfusion_quant.sensitivity._measure import (
     sensitivity_output,
 )
 from bevfusion_quant.steps import load_run, read_model_settings
-
-if TYPE_CHECKING:
-    from bev_data.points import Frame
-    from bevfusion.model import BEVFusion, BEVFusionConfig
-    from bevfusion_quant.run import RunSettings
-    from bevquant_qnn import Budget, PrecisionPlan, RefinedPlan, SensitivityTable
-    from bevquant_quantizers.ranks import Shards
+from bevquant_qnn import (
+    BIT_OPERATIONS,
+    Budget,
+    PrecisionPlan,
+    RefinedPlan,
+    SensitivityTable,
+    assign_precision,
+    refine_plan,
+)
+from bevquant_quantizers.ranks import Shards
 
 # The float model's own scores: nothing is above.
 _BEST = {"sqnr": 144.5, "kl": 0.0, "mAP": 100.0}
@@ -45,8 +50,6 @@ def parse_budget(text: str) -> Budget:
         >>> parse_budget("time=1.2").time, parse_budget("score=35").score
         (1.2, 35.0)
     """
-    from bevquant_qnn import Budget
-
     kind, _, value = text.partition("=")
     try:
         number = float(value)
@@ -66,8 +69,6 @@ def check_reachable(budget: Budget, metric: str, precisions: Sequence[str]) -> N
     Raises:
         InputError: Less time than the fastest plan takes, or a score above any model's.
     """
-    from bevquant_qnn import BIT_OPERATIONS
-
     if budget.time is not None:
         fastest = min(cost for name, cost in BIT_OPERATIONS.items() if name in precisions)
         if budget.time < fastest:
@@ -96,8 +97,6 @@ def plan_within(
     Raises:
         InputError: The table is another model's, or no plan lies within the budget.
     """
-    from bevquant_qnn import assign_precision
-
     try:
         return assign_precision(model, table, budget, **costs)
     except ValueError as error:
@@ -135,8 +134,6 @@ def refine_within(
     Raises:
         InputError: The plan or the table is another model's, or the budget cannot be kept.
     """
-    from bevquant_qnn import refine_plan
-
     path = sensitivity_output(model, table.metric, output)
     task = MeanAp(model, batches, config, shards) if table.metric == "mAP" else None
     try:
@@ -233,8 +230,6 @@ def run_sensitivity(
         InputError: Whatever is wrong with the run, the options or the input; nothing is written
             then.
     """
-    from bevfusion_quant.report import write_found
-
     if precisions:
         check_precisions(precisions)
     if plan_rounds < 0:

@@ -1,25 +1,26 @@
-"""A run's model on disk and back; what fusion, quantization and calibration did, as plain data."""
+"""A run's model on disk and back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
+import bevquant_fusion
 from bev_data.cameras import CAMERA_NAMES
-from bevfusion.evaluation import PoorData
-from bevfusion.model import CONFIGS, build_model
+from bev_data.points import Frame
+from bevfusion.model import CONFIGS, Batch, BEVFusion, build_model
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.frames import finding_lines, frames_of
-from bevfusion_quant.options import Branch, Method, PtqConfig
+from bevfusion_quant.frames import frames_of
+from bevfusion_quant.options import Branch, FrameOptions, Method, PtqConfig
 from bevfusion_quant.run import (
     CONFIG_FILE,
     RunSettings,
     as_settings,
-    plain,
     read_written,
     refuse_version,
     sha256,
@@ -27,64 +28,14 @@ from bevfusion_quant.run import (
 from bevfusion_quant.steps._branches import built_parts, reads_images
 from bevfusion_quant.steps._plan import PLAN_FILE, apply_plan, read_plan
 from bevfusion_quant.steps._stages import example_batch, fuse_branch, quantize_as
-from bevquant_quantizers.documents import as_form, read_tensors
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from bev_data.points import Frame
-    from bevfusion.model import Batch, BEVFusion
-    from bevfusion_quant.options import FrameOptions
-    from bevquant_fusion import FusionResult
-    from bevquant_qnn import QuantizeResult, RoundingResult
-    from bevquant_quantizers import CalibrationReport
+from bevquant_quantizers import load_ranges, save_ranges
+from bevquant_quantizers.documents import as_form, read_tensors, write_tensors
 
 MODEL_FILES = ("weights.safetensors", "ranges.json")
 """What `save_model` writes in any case."""
 
 FLOAT_FILE = "float_weights.safetensors"
 """The float model's own weights, where the quantized model has others."""
-
-
-def fusion_record(result: FusionResult) -> dict[str, Any]:
-    """Which BatchNorms were folded into what, and which not and why."""
-    return {"fused": plain(result.fused), "skipped": plain(result.skipped)}
-
-
-def quantization_record(result: QuantizeResult) -> dict[str, Any]:
-    """Which modules were quantized, which quantizers are shared, what was passed over and why."""
-    return {
-        "quantized": plain(result.quantized),
-        "shared": plain(result.shared),
-        "skipped": plain(result.skipped),
-    }
-
-
-def calibration_record(report: CalibrationReport, findings: Sequence[PoorData]) -> Any:
-    """The calibration report, quantizer by quantizer, and what was found with names of frames."""
-    record = plain(report)
-    for quantizer in record["quantizers"]:
-        del quantizer["findings"]
-    return {**record, "findings": plain(findings)}
-
-
-def calibration_warnings(
-    report: CalibrationReport, findings: Sequence[PoorData]
-) -> tuple[str, ...]:
-    """What the calibration found suspicious, each line naming its quantizer."""
-    named = [f"{q.name}: {text}" for q in report.quantizers for text in q.warnings]
-    return (*report.warnings, *named, *finding_lines(findings))
-
-
-def rounding_record(result: RoundingResult) -> dict[str, Any]:
-    """Each layer's relative output error, rounded to the nearest and now; what was left and why."""
-    return {
-        "layers": [
-            {"path": layer.path, "nearest": layer.nearest, "error": layer.error}
-            for layer in result.layers
-        ],
-        "skipped": [{"path": path, "reason": reason} for path, reason in result.skipped],
-    }
 
 
 def save_model(
@@ -101,9 +52,6 @@ def save_model(
     Returns:
         The sha256 of each, by name: what `load_run` knows them by.
     """
-    from bevquant_quantizers import save_ranges
-    from bevquant_quantizers.documents import write_tensors
-
     save_ranges(model, folder / "ranges.json")
     held = model.state_dict()
     contents = {"weights.safetensors": held}
@@ -134,15 +82,6 @@ class ModelSettings(RunSettings, kw_only=True):
     def used_cameras(self) -> tuple[str, ...]:
         """The cameras that its models read."""
         return tuple(self.cameras or CAMERA_NAMES)
-
-
-def model_settings(written: dict[str, Any]) -> ModelSettings:
-    """Settings in that form.
-
-    Raises:
-        DocumentError: A field is of another type, or missing.
-    """
-    return as_settings(ModelSettings, written)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +137,7 @@ def read_model_settings(folder: str | Path) -> ModelSettings:
         refuse_version("its schema is", written.get("version", 1))
         if "evaluates" in written:
             raise ValueError(f"it is an evaluation of {written['evaluates']}, which has the model")
-        settings = model_settings(written)
+        settings = as_settings(ModelSettings, written)
         if settings.config not in CONFIGS:
             raise ValueError(f"its sizes {settings.config!r} are unknown")
     except ValueError as error:
@@ -215,8 +154,6 @@ def load_run(folder: str | Path) -> LoadedRun:
     Raises:
         InputError: As `load_quantized`.
     """
-    from bevquant_quantizers import load_ranges
-
     folder = Path(folder)
     settings = read_model_settings(folder)
     if settings.for_bpu:
@@ -301,9 +238,7 @@ def _folded(model: BEVFusion, example: Batch, state: Mapping[str, Tensor]) -> BE
     Which batch norms are gone is told by the structure of the modules, in a quarter of the time
     that it takes to capture and compare them; where the run's weights say otherwise, by capturing.
     """
-    from bevquant_fusion import fuse_model
-
-    folded = cast("BEVFusion", fuse_model(model).model)
+    folded = cast("BEVFusion", bevquant_fusion.fuse_model(model).model)
     names = set(folded.state_dict())
     norms = {name for name in state if name.endswith(".running_var")}
     return folded if norms <= names <= set(state) else fuse_branch(model, example).model

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from bevfusion_quant._errors import InputError
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from bevquant_qnn import PrecisionPlan, SkippedModule
+from bevquant_qnn import PrecisionPlan, SkippedModule, apply_precision
 
 PLAN_FILE = "plan.json"
 # What ONNX files can hold; other integers have no QuantizeLinear or no kernel on their targets.
@@ -24,8 +21,6 @@ def read_plan(path: Path) -> PrecisionPlan:
     Raises:
         InputError: There is no such file, or it holds something else.
     """
-    from bevquant_qnn import PrecisionPlan
-
     try:
         return PrecisionPlan.load(path)
     except (OSError, ValueError) as error:
@@ -54,8 +49,6 @@ def apply_plan(model: nn.Module, plan: PrecisionPlan) -> None:
     Raises:
         InputError: The plan is another model's.
     """
-    from bevquant_qnn import apply_precision
-
     try:
         apply_precision(model, plan)
     except ValueError as error:
@@ -67,8 +60,6 @@ def apply_plan(model: nn.Module, plan: PrecisionPlan) -> None:
 
 def planned_layers(plan: PrecisionPlan) -> tuple[SkippedModule, ...]:
     """What the plan makes other than int8, a line for each layer, for the run's account."""
-    from bevquant_qnn import SkippedModule
-
     reasons = {
         "float": "the plan leaves it in float",
         "int16": "the plan gives it activations of 16 bits, weights of 8",

@@ -7,31 +7,42 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import nn
 
-from bevfusion.model import PART_PATHS, Batch, exclude_all_but, load_weights, random_weights
-from bevfusion_quant.options import Branch, Method
+from bevfusion.model import (
+    PART_PATHS,
+    Batch,
+    BEVFusion,
+    BEVFusionConfig,
+    exclude_all_but,
+    load_weights,
+    random_weights,
+)
+from bevfusion_quant.frames import FrameBatches
+from bevfusion_quant.options import Branch, Method, PtqConfig, TargetOptions
+from bevfusion_quant.run import Clock
 from bevfusion_quant.steps._branches import (
     FOLDED_APART,
     expand_patterns,
     quantized_parts,
     why_float,
 )
+from bevquant_fusion import FusionResult, Skipped, fuse_parts
+from bevquant_qnn import (
+    PrecisionPlan,
+    QuantConfig,
+    QuantizeResult,
+    RoundingResult,
+    SkippedModule,
+    quantize_model,
+    round_weights,
+)
+from bevquant_quantizers import CalibrationReport, calibrate
 from bevquant_sparse import is_sparse_conv
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bevfusion.model import BEVFusion, BEVFusionConfig
-    from bevfusion_quant.frames import FrameBatches
-    from bevfusion_quant.options import PtqConfig, TargetOptions
-    from bevfusion_quant.run import Clock
-    from bevquant_fusion import FusionResult
-    from bevquant_qnn import PrecisionPlan, QuantizeResult, RoundingResult
-    from bevquant_quantizers import CalibrationReport
 
 LOG = logging.getLogger(__name__)
 FIRST_LAYER = (
@@ -115,16 +126,12 @@ def fuse_branch(model: BEVFusion, example: Batch) -> Stage[FusionResult]:
     it. The head is folded without: which cells become queries hangs on differences as small as
     rounding, so its outputs before and after cannot be compared one by one.
     """
-    from bevquant_fusion import fuse_parts
-
     result = fuse_parts(model, tuple(example), FOLDED_APART, unchecked=[PART_PATHS["head"]])
     return Stage(cast("BEVFusion", result.model), result)
 
 
 def keep_batch_norms(model: BEVFusion, example: Batch) -> Stage[FusionResult]:
     """A copy of the float model as it is, with an account of the batch norms that stay."""
-    from bevquant_fusion import FusionResult, Skipped
-
     model = copy.deepcopy(model).eval()
     left = tuple(
         Skipped(path, "--no-fold leaves batch norms as they are")
@@ -158,8 +165,6 @@ def quantize_branch(
         weight_bits: Of every quantized weight; activations have 8.
         first_layer: Quantize the first sparse convolution too, which NVIDIA deploys in fp16.
     """
-    from bevquant_qnn import QuantConfig, SkippedModule, quantize_model
-
     model = copy.deepcopy(fused)
     parts = quantized_parts(branch, with_head=with_head)
     apart = exclude_all_but(parts, model.parts)
@@ -237,8 +242,6 @@ def calibrate_branch(
     Raises:
         ValueError: As `calibrate`; the frame is named where the batches know theirs.
     """
-    from bevquant_quantizers import calibrate
-
     try:
         return calibrate(model, batches, forward=run_batch, method=method, resume=resume)
     except ValueError as error:
@@ -265,8 +268,6 @@ def round_branch(model: BEVFusion, batches: FrameBatches, config: PtqConfig) -> 
     Raises:
         ValueError: A layer's input is NaN or infinite.
     """
-    from bevquant_qnn import round_weights
-
     return round_weights(
         model,
         batches.head(min(len(batches), ROUNDING_FRAMES)),

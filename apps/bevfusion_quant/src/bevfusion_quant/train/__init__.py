@@ -22,6 +22,7 @@ from bevfusion.training import (
     targets_of,
     write_checkpoint,
 )
+from bevfusion_quant.frames import FIRST_TRAINING_SEED, held_out, training_frames
 from bevfusion_quant.train._run import (
     TRAINED_BRANCHES,
     WEIGHTS,
@@ -30,7 +31,6 @@ from bevfusion_quant.train._run import (
     run_train,
     usable_device,
 )
-from bevfusion_quant.train._split import FIRST_TRAINING_SEED, held_out, training_frames
 
 __all__ = [
     "FIRST_TRAINING_SEED",

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -18,23 +16,20 @@ from tqdm import tqdm
 from bev_data.cameras import CAMERA_NAMES
 from bev_data.metrics import Bootstrap, DetectionMeter, interval_of_mean_ap, metrics_of
 from bev_data.points import Frame
-from bevfusion.model import CONFIGS, BEVFusion, build_model, read_state_dict
+from bevfusion.model import CONFIGS, BEVFusion, read_state_dict
 from bevfusion.training import (
     CHECKPOINT,
     Augmentation,
+    DetectorTrainer,
     FrameSource,
-    PreparedFrames,
     check_identity,
-    head_loss,
     identity_of,
     in_parts,
-    make_batch,
-    one_cycle,
-    order_of,
     prepare_frames,
     read_checkpoint,
     restore,
     run_steps,
+    untrained_model,
     write_checkpoint,
 )
 from bevfusion_quant._errors import InputError
@@ -103,11 +98,6 @@ def stored_weights(model: nn.Module, *, half: bool) -> dict[str, Tensor]:
     }
 
 
-def write_weights(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
-    """Write safetensors whole, with `about` as JSON in the file's metadata."""
-    write_tensors(path, tensors, {_KEY: json.dumps(about)})
-
-
 LOG = logging.getLogger(__name__)
 
 
@@ -130,26 +120,13 @@ def usable_device(name: str) -> torch.device:
     return device
 
 
-RARE = 0.1  # what the heatmap says before it has learned anything
-
-
 def first_model(config: TrainConfig) -> BEVFusion:
     """A model with the seed's weights, or with those of `config.start` where they fit.
-
-    Every layer has its own default initialisation; the heatmap's bias is −ln((1 − p) / p) with p =
-    0.1, so that the many empty cells do not rule the first steps (Lin et al. 2017, section 4.1).
-    The global random generators are left as they were.
 
     Raises:
         InputError: No entry of `config.start` fits the model.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        model = build_model(CONFIGS[config.config], config.parts)
-    with torch.no_grad():
-        bias = math.log(RARE / (1 - RARE))
-        model.head.heatmap_head[1].bias.fill_(bias)
-        model.head.prediction_heads[0].heatmap[1].bias.fill_(bias)
+    model = untrained_model(CONFIGS[config.config], config.parts, config.seed)
     if config.start is not None:
         own = model.state_dict()
         given = read_state_dict(config.start)
@@ -210,7 +187,7 @@ def judge_detector(
     }
 
 
-TERMS = ("heatmap", "class", "box")
+_TRAINED_BY = ("steps", "batch", "lr", "weight_decay", "clip", "seed", "augmentation")
 
 
 @dataclass(frozen=True)
@@ -280,26 +257,30 @@ def run_train(
     out.mkdir(parents=True, exist_ok=True)
     frames = prepare_frames(source, config, cache or out / "frames", workers=workers)
     model = first_model(config).to(target)
-    optimizer = _optimizer(model, config)
+    trainer = DetectorTrainer(
+        model, frames, **{name: getattr(config, name) for name in _TRAINED_BY}
+    )
     losses: list[list[float]] = []
     if begun is not None:
-        restore(begun, model, optimizer)
+        restore(begun, model, trainer.optimizer)
         losses = begun.losses.tolist()
         LOG.info("going on after step %d of %d", begun.step, config.steps)
 
     def save(step: int) -> None:
-        write_checkpoint(checkpoint, model, optimizer, step, losses, identity)
+        write_checkpoint(checkpoint, model, trainer.optimizer, step, losses, identity)
 
     first = len(losses)
-    model.train()
-    seconds = run_steps(
-        lambda step: _step(step, frames, model, optimizer, config, target),
-        save,
-        losses,
-        steps=config.steps,
-        every=checkpoint_every,
-        terms=TERMS,
-    )
+    try:
+        seconds = run_steps(
+            trainer.step, save, losses,
+            steps=config.steps,
+            every=checkpoint_every,
+            terms=trainer.terms,
+        )  # fmt: skip
+    except FloatingPointError as error:
+        raise InputError(
+            f"{error}: lower --lr or --clip and begin anew; the last checkpoint is kept"
+        ) from error
     model = model.cpu().eval()
     tensors = stored_weights(model, half=config.half)
     model.load_state_dict(tensors)
@@ -307,49 +288,8 @@ def run_train(
     if judge_by is not None:
         held_out = {"frames": judge_by.describe, **judge_detector(model, judge_by.open(), config)}
     about = {"command": command, **identity, "held_out": held_out}
-    write_weights(out / WEIGHTS, tensors, about)
+    write_tensors(out / WEIGHTS, tensors, {_KEY: json.dumps(about)})
     return TrainResult(out, in_parts(losses), seconds, config.steps - first, held_out)
-
-
-def _step(
-    step: int,
-    frames: PreparedFrames,
-    model: BEVFusion,
-    optimizer: torch.optim.Optimizer,
-    config: TrainConfig,
-    device: torch.device,
-) -> list[float]:
-    """One step of the optimizer; the three losses."""
-    chosen = order_of(config.seed, step * config.batch, config.batch, len(frames))
-    generator = np.random.default_rng((config.seed, 2, step))
-    motions = [config.augmentation.draw(generator) for _ in chosen]
-    batch, targets = make_batch([frames[i] for i in chosen], motions, model)
-    torch.manual_seed(int(generator.integers(2**63)))  # of dropout
-    for group in optimizer.param_groups:
-        group["lr"] = one_cycle(step, config.steps, config.lr)
-    optimizer.zero_grad()
-    outputs = model(*batch.to(device))
-    loss = head_loss(outputs, targets, model.head.config)
-    loss.total.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-    values = [float(term.detach()) for term in loss]
-    if not np.isfinite([*values, float(norm)]).all():
-        raise InputError(
-            f"step {step + 1}: the loss is {sum(values)} and its gradient's norm {float(norm)} on "
-            f"frames {chosen}: lower --lr or --clip and begin anew; the last checkpoint is kept"
-        )
-    optimizer.step()
-    return values
-
-
-def _optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter 2019) without decay of norms and biases."""
-    learned = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in learned if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in learned if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr)
 
 
 def _refuse_other_runs(out: Path, resume: bool) -> None:

@@ -11,6 +11,7 @@ from bevfusion.training._checkpoint import (
     write_checkpoint,
 )
 from bevfusion.training._compact import CompactFrame, compact
+from bevfusion.training._detector import DetectorTrainer, untrained_model
 from bevfusion.training._head_loss import (
     HeadLoss,
     focal_loss,
@@ -35,6 +36,7 @@ __all__ = [
     "Augmentation",
     "Checkpoint",
     "CompactFrame",
+    "DetectorTrainer",
     "FrameForm",
     "FrameSource",
     "HeadLoss",
@@ -65,5 +67,6 @@ __all__ = [
     "run_steps",
     "stop_on_signals",
     "targets_of",
+    "untrained_model",
     "write_checkpoint",
 ]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bevquant_export._check_tensors import check_tensors
 from bevquant_export.sparse._compare import LayerDifference, compared
 from bevquant_export.sparse._graph import Conv, Graph, Steps
 from bevquant_export.sparse._load import SparseOnnxModel
@@ -18,8 +19,6 @@ from bevquant_export.sparse._read_proto import graph_of_bytes
 from bevquant_export.targets._cpu import cpu_at_hand
 from bevquant_int8sim import IntegerModel
 
-_FLOAT = 1e-3  # of the largest value: float32 sums of another order
-_SHARE, _STEPS = 0.01, 3  # of int8 behind such sums
 _KEY = "verified"
 _VOXELS = 300
 
@@ -50,33 +49,24 @@ def verified(
 
 
 def refuse_departures(rows: Iterable[LayerDifference], caller: str) -> None:
-    """Raise at the first layer that is other than rounding explains.
-
-    Integers are equal up to the first layer whose float32 sums came out otherwise (within
-    1/1000 of its largest value); behind that, one value in a hundred may be up to 3 steps off.
+    """Raise at the first layer that is other than rounding explains, see `check_tensors`.
 
     Raises:
         ValueError: The node, its module and the difference are named.
     """
-    floats_differ = False
-    for row in rows:
+    rows = tuple(rows)
+    for row, check in zip(rows, check_tensors(rows), strict=True):
+        if check.is_right:
+            continue
+        what = f"values differ by up to {row.largest:.3g} where the largest is {row.size:.3g}"
         if row.form == "int8":
-            allowed = _SHARE * row.elements if floats_differ else 0
-            wrong = row.different > allowed or (row.different and row.largest > _STEPS)
             what = (
                 f"{row.different:,} of {row.elements:,} integers differ, by up to {row.largest:g}"
             )
-        else:
-            # Behind integers that are a step off, floats are too.
-            bound = (0.1 if floats_differ else _FLOAT) * row.size
-            wrong = not row.largest <= bound
-            what = f"values differ by up to {row.largest:.3g} where the largest is {row.size:.3g}"
-            floats_differ = floats_differ or row.different > 0
-        if wrong:
-            raise ValueError(
-                f"{caller}{row.node} ({row.path or 'the result'}) departs from the integer model: "
-                f"{what}; nothing was written. verify=False writes it all the same"
-            )
+        raise ValueError(
+            f"{caller}{row.node} ({row.path or 'the result'}) departs from the integer model: "
+            f"{what}; nothing was written. verify=False writes it all the same"
+        )
 
 
 def same_as_source(content: bytes, source: Graph) -> str:

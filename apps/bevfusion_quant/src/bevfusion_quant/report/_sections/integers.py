@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bevfusion_quant.integer import QUERIES
+from bev_data.metrics import AgreementRow
+from bevfusion_quant.integer import QUERIES, FloatIsland, IntegerStage
+from bevfusion_quant.report._content import ReportContent
 from bevfusion_quant.report._format import finite, fixed, part_of, percent, share
 from bevfusion_quant.report._page import Section
 from bevfusion_quant.results import CellParts, Column, Columns, Row, Table, table_of
-
-if TYPE_CHECKING:
-    from bev_data.metrics import AgreementRow
-    from bevfusion_quant.integer import FloatIsland, IntegerStage
-    from bevfusion_quant.report._content import ReportContent
-    from bevquant_int8sim import LayerRow
+from bevquant_int8sim import LayerRow
 
 ORDER = 50
 COLUMNS = (

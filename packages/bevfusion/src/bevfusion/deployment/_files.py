@@ -179,8 +179,12 @@ class PackedBoxesPart(BoxesPart):
         return torch.cat([part[0] for part in (center, height, dim, rot, vel)]), best, label
 
 
-LIDAR, HEAD = "lidar.backbone.xyz", "head.bbox"
+LIDAR = "lidar.backbone.xyz"
+"""Name of the sparse encoder's file, which takes the batch size too."""
+HEAD = "head.bbox"
+"""Name of the head's file, whose scores are multiplied out."""
 POOLED = "pooled"
+"""The tensor between the camera's two files, which `walk` makes: no file holds the pooling."""
 _LIDAR_PATH, _VIEW_PATH = "encoders.lidar.backbone", "encoders.camera.vtransform"
 
 
@@ -259,6 +263,10 @@ def nvidia_files(parts: Iterable[str]) -> tuple[FilePart, ...]:
     """CUDA-BEVFusion's set, as far as a model of these parts has it, in the order of execution.
 
     A detector of one sensor has its decoder, which elsewhere is in the fuser's file, in one alone.
+
+    Example:
+        >>> [(file.name, *file.inputs.values()) for file in nvidia_files(("lidar", "decoder"))]
+        [('lidar.backbone.xyz', 'features', 'coords'), ('decoder', 'lidar')]
     """
     parts = tuple(parts)
     wanted = {"camera": (_CAMERA, _VIEW), "lidar": (_LIDAR,), "fuser": (_FUSER,), "head": (_HEAD,)}

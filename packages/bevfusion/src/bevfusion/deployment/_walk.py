@@ -1,4 +1,4 @@
-"""The files one behind the other, beside the model in float, fake-quantized and in integers."""
+"""The files one behind the other, and what lies between them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bev_data.metrics import AgreementRow
-from bevfusion.evaluation import detection_tally
-from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
+from bevfusion.deployment._files import LIDAR, LIFTED, POOLED, FilePart
+from bevfusion.model import Batch, BEVFusion
 from bevfusion.model.camera import splat
 from bevfusion.model.head import Detections
-from bevfusion_quant.export._files import HEAD, LIDAR, LIFTED, POOLED, FilePart
-from bevfusion_quant.export._write import Piece
-from bevfusion_quant.measure import STAGE_TITLES
-from bevfusion_quant.results import SetStage
-from bevquant_qnn import PairSums
 
 Execute = Callable[[FilePart, tuple[Any, ...]], Sequence[Tensor]]
 """A file and its inputs → its outputs."""
+
+STAGE_ENDS = {
+    "neck": "neck", "camera": "camera", "lidar": "lidar", "fused": "fuser", "middle": "decoder",
+}  # fmt: skip
+"""What lies between the files at the end of a stage of the model, to the stage."""
 
 
 def walk(
@@ -116,91 +115,18 @@ def _pooled(tensors: dict[str, Any], batch: Batch, model: BEVFusion) -> Tensor:
     return pooled.contiguous()
 
 
-# What lies between the files at the end of a stage.
-_ENDS = {tensor: tensor for tensor in ("neck", "camera", "lidar")}
-_ENDS |= {"fused": "fuser", "middle": "decoder"}
-_SLACK_DB, _ENOUGH_DB = 0.5, 40.0
-
-
 def between(files: Sequence[FilePart]) -> set[str]:
     """Tensors that a file reads or a stage ends with."""
-    return {name for file in files for name in file.inputs.values()}.union(_ENDS)
+    return {name for file in files for name in file.inputs.values()}.union(STAGE_ENDS)
 
 
-def set_stages(
-    pieces: Sequence[Piece],
-    onnx: Execute,
-    batch: Batch,
-    model: BEVFusion,
-    known: Mapping[str, Mapping[str, Tensor]],
-) -> tuple[tuple[SetStage, ...], dict[str, Tensor], dict[str, Tensor]]:
-    """Run a frame in float, in integers and through the files; compare what lies between them.
+def file_boxes(model: BEVFusion, tensors: Mapping[str, Tensor]) -> Detections:
+    """Boxes from the outputs of head.bbox, whose scores are multiplied out already.
 
     Args:
-        pieces: In order.
-        onnx: Runs a file.
-        batch: The frame.
-        model: Any form of the model.
-        known: Tensors that were made before, by ``"float"``, ``"fake"`` and ``"integer"``; of the
-            fake-quantized model all that stages end with.
-
-    Returns:
-        The stages, and all tensors of the integer model and of the files.
+        model: Whose head decodes.
+        tensors: That `walk` made.
     """
-    files = [piece.file for piece in pieces]
-    named = {piece.file.name: piece for piece in pieces}
-    runs: dict[str, Execute] = {
-        "float": lambda file, args: named[file.name].in_float(args),
-        "integer": lambda file, args: named[file.name].in_integers(args),
-        "onnx": onnx,
-    }
-    made = {"fake": dict(known["fake"])}
-    for name, run in runs.items():
-        asked = between(files) if name == "float" else None
-        _, made[name] = walk(files, run, batch, model, known=known.get(name), wanted=asked)
-    stages = []
-    for tensor, stage in _ENDS.items():
-        if tensor in made["float"]:
-            wanted = made["float"][tensor]
-            fake_db, integer_db, onnx_db = (
-                _sqnr_db(wanted, made[name][tensor]) for name in ("fake", "integer", "onnx")
-            )
-            right = _is_right(integer_db, onnx_db)
-            stages.append(
-                SetStage(tensor, STAGE_TITLES[stage], fake_db, integer_db, onnx_db, right)
-            )
-    return tuple(stages), made["integer"], made["onnx"]
-
-
-def _sqnr_db(wanted: Tensor, got: Tensor) -> float | None:
-    sums = PairSums()
-    sums.add(wanted, got)
-    return sums.sqnr_db
-
-
-def _is_right(integer_db: float | None, onnx_db: float | None) -> bool:
-    """Single steps that engines round otherwise grow on the way, but cost next to nothing."""
-    if onnx_db is None:
-        return True
-    return onnx_db >= min(_ENOUGH_DB if integer_db is None else integer_db, _ENOUGH_DB) - _SLACK_DB
-
-
-def box_agreement(
-    model: BEVFusion,
-    config: BEVFusionConfig,
-    integers: Mapping[str, Tensor],
-    onnx: Mapping[str, Tensor],
-) -> tuple[AgreementRow, ...]:
-    """Boxes of the integer model against those of the files; the former stand first in each row."""
-    if HEAD.partition(".")[0] not in model.parts or "score" not in onnx:
-        return ()
-    tally = detection_tally(config)
-    tally.add(_boxes(model, integers), _boxes(model, onnx), None)
-    return tuple(tally.agreement())
-
-
-def _boxes(model: BEVFusion, tensors: Mapping[str, Tensor]) -> Detections:
-    """Boxes from the outputs of head.bbox, whose scores are multiplied out already."""
     score = tensors["score"]
     outputs: dict[str, Any] = {name: tensors[name] for name in ("rot", "dim", "height", "vel")}
     outputs["center"] = tensors["reg"]

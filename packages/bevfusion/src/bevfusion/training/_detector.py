@@ -1,0 +1,123 @@
+"""A float detector in training: how it begins, and one step after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from bevfusion.model import BEVFusion, BEVFusionConfig, build_model
+from bevfusion.training._compact import CompactFrame
+from bevfusion.training._head_loss import head_loss
+from bevfusion.training._loop import one_cycle
+from bevfusion.training._prepare import PreparedFrames
+from bevfusion.training._samples import Augmentation, make_batch, order_of
+
+RARE = 0.1  # what the heatmap says before it has learned anything
+
+
+def untrained_model(config: BEVFusionConfig, parts: Sequence[str], seed: int = 0) -> BEVFusion:
+    """A detector with the seed's weights, to begin to train with.
+
+    Every layer has its own default initialisation; the heatmap's bias is −ln((1 − p) / p) with p =
+    0.1, so that the many empty cells do not rule the first steps (Lin et al. 2017, section 4.1).
+    The global random generators are left as they were.
+
+    Args:
+        config: Sizes.
+        parts: Those to build, a head among them.
+        seed: Of the weights.
+
+    Example:
+        >>> from bevfusion.model import CONFIGS
+        >>> model = untrained_model(CONFIGS["tiny"], ("camera", "decoder", "head"))
+        >>> round(float(model.head.heatmap_head[1].bias[0].detach().sigmoid()), 6)
+        0.1
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = build_model(config, parts)
+    with torch.no_grad():
+        bias = math.log(RARE / (1 - RARE))
+        model.head.heatmap_head[1].bias.fill_(bias)
+        model.head.prediction_heads[0].heatmap[1].bias.fill_(bias)
+    return model
+
+
+class DetectorTrainer:
+    """Steps of AdamW on a one-cycle schedule, on frames that are moved at random.
+
+    Every random choice of a step comes from the seed and the step's number, so that a stop between
+    two steps does not show in the result. Norms and biases do not decay (Loshchilov and Hutter
+    2019); gradients are scaled down to `clip`.
+
+    Args:
+        model: Where it is to be trained; changed in place, in training mode.
+        frames: To train on.
+        steps: Of the whole run.
+        batch: Frames in each step.
+        lr: Largest learning rate; see `one_cycle`.
+        weight_decay: AdamW's.
+        clip: Largest norm of a step's gradient.
+        seed: Of order, augmentation and dropout.
+        augmentation: How frames are moved.
+
+    Attributes:
+        optimizer: Whose state a checkpoint keeps.
+        terms: What the losses of a step are.
+    """
+
+    terms = ("heatmap", "class", "box")
+
+    def __init__(
+        self,
+        model: BEVFusion,
+        frames: PreparedFrames | Sequence[CompactFrame],
+        *,
+        steps: int,
+        batch: int,
+        lr: float,
+        weight_decay: float,
+        clip: float,
+        seed: int,
+        augmentation: Augmentation,
+    ) -> None:
+        self.model = model.train()
+        self._frames, self._steps, self._batch, self._lr = frames, steps, batch, lr
+        self._clip, self._seed, self._augmentation = clip, seed, augmentation
+        learned = [p for p in model.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in learned if p.ndim > 1], "weight_decay": weight_decay},
+            {"params": [p for p in learned if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=lr)
+
+    def step(self, number: int) -> list[float]:
+        """Take one step, counted from 0, and answer its losses.
+
+        Raises:
+            FloatingPointError: A loss or gradient is no number; the step is not taken.
+        """
+        chosen = order_of(self._seed, number * self._batch, self._batch, len(self._frames))
+        generator = np.random.default_rng((self._seed, 2, number))
+        motions = [self._augmentation.draw(generator) for _ in chosen]
+        batch, targets = make_batch([self._frames[i] for i in chosen], motions, self.model)
+        torch.manual_seed(int(generator.integers(2**63)))  # of dropout
+        for group in self.optimizer.param_groups:
+            group["lr"] = one_cycle(number, self._steps, self._lr)
+        self.optimizer.zero_grad()
+        outputs = self.model(*batch.to(next(self.model.parameters()).device))
+        loss = head_loss(outputs, targets, self.model.head.config)
+        loss.total.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+        values = [float(term.detach()) for term in loss]
+        if not np.isfinite([*values, float(norm)]).all():
+            raise FloatingPointError(
+                f"step {number + 1}: the loss is {sum(values)} and its gradient's norm "
+                f"{float(norm)} on frames {chosen}"
+            )
+        self.optimizer.step()
+        return values

@@ -1,0 +1,126 @@
+"""One verdict on each tensor of a written file: what may differ, and whether more than that does.
+
+The exporters refuse by it; whoever shows a file's differences says by it what they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bevquant_export.dense._written import TensorDifference
+    from bevquant_export.sparse._compare import LayerDifference
+
+_EXACT = frozenset("max_pool move relu constant".split())
+_FLOAT, _BEHIND = 1e-3, 0.1  # of the largest value: of float32 sums, and behind differing integers
+_SHARE, _STEPS = 0.01, 3  # of int8 behind such sums
+_OPS = {"conv": "sparse_conv", "relu": "add"}
+
+
+@dataclass(frozen=True)
+class TensorCheck:
+    """One tensor that a file makes, held against the model that the file was written from.
+
+    Attributes:
+        path: Module that makes it, or its node where no module does; empty for a quantized input.
+        op: What computes it.
+        form: ``"int8"``, ``"float"``, or ``"float16"`` of arithmetic that both sides share.
+        elements: How many values it has.
+        different: How many differ, where values are counted; None for floats.
+        largest: Largest difference: in steps of int8, in value of float16, for floats relative to
+            the largest value.
+        allowed: In words, what may differ.
+        is_right: Whether no more than that does.
+        ties: How many of the different lie on the border of two steps; see `TensorDifference`.
+    """
+
+    path: str
+    op: str
+    form: str
+    elements: int
+    different: int | None
+    largest: float
+    allowed: str
+    is_right: bool
+    ties: int = 0
+
+
+def check_tensors(
+    differences: Iterable[TensorDifference | LayerDifference], *, same_arithmetic: bool = False
+) -> tuple[TensorCheck, ...]:
+    """Judge what comparing a file with its model gave, such as ``QdqFile.differences``.
+
+    Of a dense file, ties may differ by a step; behind averages and functions in float, so may a few
+    values (`TensorDifference.allowed`). Of a sparse file integers are equal up to the first layer
+    whose float32 sums came out otherwise (within 1/1000 of its largest value); behind that, one
+    value in a hundred may be up to 3 steps off, and floats behind such integers a tenth of the
+    largest value.
+
+    Args:
+        differences: In the order of the file: what lies behind floats hangs on those before.
+        same_arithmetic: Whether both sides made the same operations in the same order, as for
+            Autoware's plugin: then no value may differ.
+
+    Returns:
+        One entry for each.
+
+    Example:
+        >>> from bevquant_export import TensorDifference, check_tensors
+        >>> rows = [TensorDifference("neck.0", "conv", "y", 1000, different=3, largest=1, ties=n)
+        ...         for n in (3, 2)]
+        >>> [(check.is_right, check.allowed) for check in check_tensors(rows)]
+        [(True, 'one step on the border of two'), (False, 'one step on the border of two')]
+    """
+    from bevquant_export.dense._written import TensorDifference  # whose package asks this module
+
+    checks = []
+    floats_differ = integers_differ = False
+    for row in differences:
+        if isinstance(row, TensorDifference):
+            checks.append(_dense(row))
+        elif same_arithmetic:
+            op = "output" if row.node == "output" else "sparse_conv"
+            checks.append(_layer(row, "float16", row.largest, "nothing", row.different == 0, op))
+        else:
+            checks.append(_sparse(row, floats_differ, integers_differ))
+            floats_differ |= row.form != "int8" and row.different > 0
+            integers_differ |= row.form == "int8" and row.different > 0
+    return tuple(checks)
+
+
+def _dense(row: TensorDifference) -> TensorCheck:
+    allowed = "nothing" if row.op in _EXACT else "one step on the border of two"
+    if row.allowed:
+        allowed += f", and on {row.allowed:,} values"
+    return TensorCheck(
+        row.path, row.op, "int8", row.elements, row.different, float(row.largest), allowed,
+        not row.is_wrong, row.ties,
+    )  # fmt: skip
+
+
+def _sparse(row: LayerDifference, floats_differ: bool, integers_differ: bool) -> TensorCheck:
+    if row.form == "int8":
+        most, steps = (_SHARE * row.elements, _STEPS) if floats_differ else (0, 0)
+        allowed = f"{_STEPS} steps on {100 * _SHARE:g} % of the values" if most else "nothing"
+        right = row.different <= most and row.largest <= steps
+        return _layer(row, row.form, row.largest, allowed, right)
+    share = _BEHIND if integers_differ else _FLOAT
+    allowed, right = f"{share:g} of the largest value", row.largest <= share * row.size
+    return _layer(row, row.form, row.largest / (row.size or 1.0), allowed, right)
+
+
+def _layer(
+    row: LayerDifference, form: str, largest: float, allowed: str, right: bool, op: str = ""
+) -> TensorCheck:
+    return TensorCheck(
+        row.path or row.node,
+        op or _OPS.get(row.node.rstrip("0123456789"), row.node),
+        form,
+        row.elements,
+        None if form == "float" else row.different,
+        float(largest),
+        allowed,
+        right,
+    )

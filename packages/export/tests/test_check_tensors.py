@@ -1,0 +1,77 @@
+"""What may differ in a file, tensor by tensor, before and behind floats that differ."""
+
+from __future__ import annotations
+
+import pytest
+
+from bevquant_export import LayerDifference, TensorDifference, check_tensors
+
+
+@pytest.mark.parametrize(
+    ("op", "different", "ties", "largest", "allowed", "right"),
+    [
+        ("max_pool", 0, 0, 0, "nothing", True),
+        ("max_pool", 1, 0, 1, "nothing", False),
+        ("linear", 5, 5, 1, "one step on the border of two", True),
+        ("linear", 5, 4, 1, "one step on the border of two", False),
+        ("softmax", 10, 0, 1, "one step on the border of two, and on 10 values", True),
+        ("softmax", 11, 0, 1, "one step on the border of two, and on 10 values", False),
+        ("softmax", 1, 0, 2, "one step on the border of two, and on 10 values", False),
+        ("quantize", 4, 0, 1, "one step on the border of two, and on 4 values", True),
+    ],
+)
+def test_dense(op: str, different: int, ties: int, largest: int, allowed: str, right: bool) -> None:
+    (check,) = check_tensors([TensorDifference("a.b", op, "y", 100_000, different, largest, ties)])
+    assert (check.path, check.op, check.form, check.ties) == ("a.b", op, "int8", ties)
+    assert (check.allowed, check.is_right) == (allowed, right)
+
+
+def layer(
+    node: str, form: str, different: int, largest: float, size: float = 1.0
+) -> LayerDifference:
+    return LayerDifference(node, "", form, 1000, different, largest, size)
+
+
+def test_sparse_layers_are_exact_up_to_floats_that_differ() -> None:
+    rows = [
+        layer("conv0", "int8", 0, 0),
+        layer("conv1", "float", 9, 0.0019, size=2.0),
+        layer("conv1", "float", 9, 0.0021, size=2.0),
+        layer("conv2", "int8", 10, 3),
+        layer("relu3", "int8", 11, 1),
+        layer("conv4", "int8", 1, 4),
+        layer("output", "float", 9, 0.09),
+        layer("output", "float", 9, 0.11),
+    ]
+    checks = check_tensors(rows)
+    assert [check.is_right for check in checks] == [
+        True,
+        True,
+        False,
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
+    ops = ["sparse_conv"] * 4 + ["add", "sparse_conv", "output", "output"]
+    assert [check.op for check in checks] == ops
+    assert [check.different for check in checks] == [0, None, None, 10, 11, 1, None, None]
+    assert checks[1].largest == pytest.approx(0.00095)  # of the largest value
+    told = [checks[index].allowed for index in (0, 2, 3, 6)]
+    assert told == [
+        "nothing", "0.001 of the largest value", "3 steps on 1 % of the values",
+        "0.1 of the largest value",
+    ]  # fmt: skip
+
+
+def test_without_floats_no_integer_may_differ() -> None:
+    assert [c.is_right for c in check_tensors([layer("conv0", "int8", 1, 1)])] == [False]
+
+
+def test_no_value_may_differ_in_one_arithmetic() -> None:
+    rows = [layer("a.conv", "float", 0, 0.0), layer("output", "float", 1, 1e-6)]
+    checks = check_tensors(rows, same_arithmetic=True)
+    assert [(check.form, check.is_right) for check in checks] == [
+        ("float16", True), ("float16", False),
+    ]  # fmt: skip
