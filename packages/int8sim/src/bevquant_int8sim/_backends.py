@@ -6,6 +6,7 @@ import functools
 import importlib
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,6 +15,18 @@ from bevquant_int8sim._matmul import matmul_method
 logger = logging.getLogger(__name__)
 _COMPILED = ("amx", "vnni", "portable")
 _BACKENDS = ("auto", *_COMPILED, "torch")
+_SMALL = 1 << 14  # values; below, loading numba is not worth it
+
+
+def compiled_module(name: str, values: int) -> Any:
+    """That module of `_compiled`; None without numba, or for too few values to load it for."""
+    if values < _SMALL:
+        return None
+    try:
+        package = importlib.import_module("bevquant_int8sim._compiled")
+        return importlib.import_module(f"{package.__name__}.{name}")
+    except ImportError:
+        return None
 
 
 @dataclass(frozen=True)

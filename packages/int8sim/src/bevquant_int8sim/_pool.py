@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from bevquant_int8sim._accumulator import check_accumulators, proves_safe
+from bevquant_int8sim._backends import compiled_module
 from bevquant_int8sim._grid_axes import per_axis
 from bevquant_int8sim._integers import check_integer_tensor, integer_range
 from bevquant_int8sim._rounding import check_rounding, round_float
 from bevquant_int8sim._scales import single_scale
 
 Ints = int | Sequence[int]
-
-_SMALL = 1 << 14  # values; below, loading numba is not worth it
 
 
 def int8_max_pool(
@@ -114,13 +113,9 @@ def int8_avg_pool(
 
 def _compiled_pool(x: Tensor) -> Callable[..., Tensor] | None:
     """The compiled kernel, where there is one and `x` is worth loading it."""
-    if x.dtype != torch.int8 or x.device.type != "cpu" or x.dim() != 4 or x.numel() < _SMALL:
+    if x.dtype != torch.int8 or x.device.type != "cpu" or x.dim() != 4:
         return None
-    try:
-        from bevquant_int8sim._compiled.pool import max_pool
-    except ImportError:  # without numba
-        return None
-    return max_pool
+    return getattr(compiled_module("pool", x.numel()), "max_pool", None)
 
 
 class _Windows:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from bevquant_int8sim._backends import compiled_module
 from bevquant_int8sim._grid_axes import check_outputs, per_axis
 from bevquant_int8sim._integers import check_integer_tensor, integer_range
 from bevquant_int8sim._rounding import check_rounding, round_float
 from bevquant_int8sim._scales import single_scale
 
 _AT_ONCE = 1 << 18  # values of the result
-_SMALL = 1 << 14  # values of the result; below, loading numba is not worth it
 
 
 def int8_resize(
@@ -84,9 +84,11 @@ def int8_resize(
         _between(n, out, step, align_corners)
         for n, out, step in zip(x.shape[2:], sizes, steps, strict=True)
     ]
-    fast = _compiled_bilinear(x, math.prod(sizes), rounding)
+    plain = x.dtype == torch.int8 and x.device.type == "cpu" and rounding == "half_even"
+    fast = compiled_module("resize", math.prod((*x.shape[:2], *sizes))) if plain else None
     if fast is not None:
-        return fast(x, *axes, factor)
+        made: Tensor = fast.bilinear(x, *axes, factor)
+        return made
     low, high = integer_range(torch.iinfo(x.dtype).bits)
     made = x.new_empty(*x.shape[:2], *sizes)
     at_once = max(1, _AT_ONCE // math.prod(sizes))  # float64 takes eight times the integers' room
@@ -118,19 +120,6 @@ def _along(values: Tensor, axis: int, first: Tensor, second: Tensor, weight: Ten
     share = weight.view(shape).to(values.device)
     low, high = (values.index_select(axis, at.to(values.device)) for at in (first, second))
     return low * (1 - share) + high * share
-
-
-def _compiled_bilinear(x: Tensor, pixels: int, rounding: str) -> Callable[..., Tensor] | None:
-    """The compiled form, where there is one and loading numba is worth it."""
-    values = x.shape[0] * x.shape[1] * pixels
-    plain = x.dtype == torch.int8 and x.device.type == "cpu" and rounding == "half_even"
-    if not plain or values < _SMALL:
-        return None
-    try:
-        from bevquant_int8sim._compiled.resize import bilinear
-    except ImportError:  # without numba
-        return None
-    return bilinear
 
 
 def _sizes(

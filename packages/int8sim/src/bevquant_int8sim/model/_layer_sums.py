@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bevquant_int8sim._backends import compiled_module
 from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._layer_table import LayerRow
 
@@ -26,7 +27,6 @@ _LARGEST = 2
 # A quarter of a megabyte in float64. Whole feature maps would be read from memory and written back
 # at each of two dozen operations.
 _BLOCK = 1 << 15
-_SMALL = 1 << 14  # values; below, loading numba is not worth it
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -190,15 +190,9 @@ class LayerSums:
 
 
 def _kernels(*floats: Tensor) -> Any:
-    if floats[0].numel() < _SMALL:
-        return None
     if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in floats):
         return None
-    try:
-        from bevquant_int8sim._compiled import layer_sums
-    except ImportError:
-        return None
-    return layer_sums
+    return compiled_module("layer_sums", floats[0].numel())
 
 
 def _flat(*tensors: Tensor) -> list[Any]:

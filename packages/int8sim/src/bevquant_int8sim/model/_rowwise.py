@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from bevquant_int8sim import _workspace
+from bevquant_int8sim._backends import compiled_module
 from bevquant_int8sim._integers import integer_range
 from bevquant_int8sim._quantize import dequantize, quantize
 from bevquant_int8sim._requantize import requantize
 from bevquant_int8sim._rounding import round_float
 from bevquant_int8sim._scales import along_axis
-
-_SMALL = 1 << 14  # values; below, loading numba is not worth it
 
 
 def quantized(
@@ -102,13 +101,7 @@ def add(
 
 
 def _kernels(x: Tensor) -> Any:
-    if x.device.type != "cpu" or x.numel() < _SMALL:
-        return None
-    try:
-        from bevquant_int8sim._compiled import rowwise
-    except ImportError:
-        return None
-    return rowwise
+    return compiled_module("rowwise", x.numel()) if x.device.type == "cpu" else None
 
 
 def _flat(x: Tensor) -> Tensor | None:
