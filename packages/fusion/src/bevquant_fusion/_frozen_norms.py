@@ -51,18 +51,6 @@ def _as_norm(module: nn.Module) -> nn.Module | None:
     sizes = {tensor.shape for tensor in tensors.values()}
     if len(sizes) > 1 or tensors["weight"].dim() != 1 or not tensors["weight"].numel():
         return None
-    for eps in (getattr(module, "eps", None), *_USUAL_EPS):
-        if isinstance(eps, float) and _computes_norm(module, tensors, eps):
-            norm = _BatchNormOfAnyRank(len(tensors["weight"]), eps, device="meta")
-            for name, tensor in tensors.items():
-                value = tensor.detach()
-                own = name in norm._parameters
-                setattr(norm, name, nn.Parameter(value, requires_grad=False) if own else value)
-            return norm.eval()
-    return None
-
-
-def _computes_norm(module: nn.Module, tensors: dict[str, Tensor], eps: float) -> bool:
     mean, var, weight, bias = (tensors[name].detach().double() for name in _NAMES)
     probe = torch.linspace(-3, 3, 8 * len(mean), dtype=torch.float64).to(mean.device)
     probe = probe.view(4, 2, -1).movedim(-1, 1).unsqueeze(-1).contiguous()
@@ -70,8 +58,18 @@ def _computes_norm(module: nn.Module, tensors: dict[str, Tensor], eps: float) ->
         with torch.no_grad():
             made = copy.deepcopy(module).double()(probe.clone())
     except Exception:  # a forward may raise anything
-        return False
+        return None
     if not isinstance(made, Tensor) or made.shape != probe.shape:
-        return False
-    wanted = F.batch_norm(probe, mean, var, weight, bias, training=False, eps=eps)
-    return bool(torch.allclose(made.double(), wanted, rtol=1e-9, atol=1e-9))
+        return None
+    for eps in (getattr(module, "eps", None), *_USUAL_EPS):
+        if not isinstance(eps, float):
+            continue
+        wanted = F.batch_norm(probe, mean, var, weight, bias, training=False, eps=eps)
+        if torch.allclose(made.double(), wanted, rtol=1e-9, atol=1e-9):
+            norm = _BatchNormOfAnyRank(len(mean), eps, device="meta")
+            for name, tensor in tensors.items():
+                value = tensor.detach()
+                own = name in norm._parameters
+                setattr(norm, name, nn.Parameter(value, requires_grad=False) if own else value)
+            return norm.eval()
+    return None
