@@ -44,7 +44,12 @@ MAY_IMPORT = {
         "bevquant_qnn",
         "bevquant_int8sim",
     },
-    "bevquant_hybrid_tools": {"bevquant_graph", "bevquant_quantizers", "bevquant_hybrid"},
+    "bevquant_hybrid_tools": {
+        "bevquant_graph",
+        "bevquant_quantizers",
+        "bevquant_qnn",
+        "bevquant_hybrid",
+    },
     "bev_data": {"bevquant_sparse", "bevquant_quantizers"},
     "bev_scenes": {"bevquant_sparse", "bevquant_quantizers", "bev_data"},
     "bevfusion": {"bevquant_sparse", "bevquant_quantizers", "bev_data"},

@@ -15,10 +15,9 @@ from bev_data.points import Frame
 from bevfusion.evaluation import PoorData, accuracy_tally, data_findings
 from bevfusion.model import CONFIGS, PART_PATHS, BEVFusion, build_model
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.bpu._compare import Models, compare_forms
-from bevfusion_quant.bpu._prepare import SplitUnits
-from bevfusion_quant.bpu._quantize import Forms, for_march
-from bevfusion_quant.bpu._units import PREFIXES, bpu_parts
+from bevfusion_quant.bpu._compare import compare_forms
+from bevfusion_quant.bpu._prepare import SplitUnits, for_march
+from bevfusion_quant.bpu._units import PREFIXES, Models, bpu_parts
 from bevfusion_quant.frames import FrameBatches, finding_lines
 from bevfusion_quant.measure import relative_change, whole_output
 from bevfusion_quant.options import BpuConfig, Place
@@ -26,6 +25,7 @@ from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.results import BpuOutcome
 from bevfusion_quant.run import Clock, RunRecord, new_run, sha256
 from bevfusion_quant.steps import built_parts, fill_weights, quantized_parts, read_model_settings
+from bevquant_hybrid_tools.forms import Forms
 from bevquant_quantizers.documents import read_tensors, write_tensors, write_whole
 
 WEIGHTS = "weights.safetensors"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 from torch.ao.quantization import DeQuantStub, QuantStub
@@ -11,6 +11,7 @@ from torch.ao.quantization import DeQuantStub, QuantStub
 from bevfusion.model import BEVFusion
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.measure import whole_output
+from bevquant_hybrid_tools.forms import Note, run_noting
 
 _PARTS: dict[str, tuple[str, ...]] = {
     "camera": ("camera",),
@@ -114,7 +115,6 @@ def bpu_units(model: BEVFusion, branch: str) -> dict[str, nn.Module]:
     return {name: unit.eval() for name, unit in units.items()}
 
 
-Note = Callable[[str, Tensor], None]
 FUSED_LAYER = "fuser.0"  # whose result is the fused map, wherever it runs
 
 
@@ -211,19 +211,13 @@ class SplitModel(nn.Module):
             if node.target == FUSED_LAYER:
                 note("fuser", value)
 
-        result: Tensor = _Telling(self.graphs[unit], tell).run(*inputs)
+        result: Tensor = run_noting(self.graphs[unit], tell, *inputs)
         return result
 
 
-class _Telling(fx.Interpreter):
-    """Runs a graph and tells each node's result."""
+class Models(NamedTuple):
+    """The model three times; the parts on the CPU are the same modules."""
 
-    def __init__(self, graph: Any, tell: Callable[[fx.Node, Any], None]) -> None:
-        super().__init__(graph)
-        self._tell = tell
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if n.op in ("call_module", "call_method", "call_function"):
-            self._tell(n, result)
-        return result
+    real: SplitModel
+    fake: SplitModel
+    integer: SplitModel

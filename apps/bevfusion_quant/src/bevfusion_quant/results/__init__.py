@@ -3,8 +3,6 @@
 from bevfusion_quant.results._bpu import (
     BPU_UNITS,
     BpuComparison,
-    BpuEstimate,
-    BpuLayer,
     BpuOutcome,
     BpuStage,
     boundary_table,
@@ -45,6 +43,7 @@ from bevfusion_quant.results._table import (
     table_of,
     with_interval,
 )
+from bevquant_hybrid_tools.forms import BpuEstimate, BpuLayer
 
 __all__ = [
     "BPU_UNITS",
