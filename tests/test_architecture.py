@@ -52,7 +52,14 @@ MAY_IMPORT = {
     },
     "bev_data": {"bevquant_sparse", "bevquant_quantizers"},
     "bev_scenes": {"bevquant_sparse", "bevquant_quantizers", "bev_data"},
-    "bevfusion": {"bevquant_sparse", "bevquant_quantizers", "bev_data"},
+    "bevfusion": {
+        "bevquant_sparse",
+        "bevquant_fusion",
+        "bevquant_quantizers",
+        "bevquant_qnn",
+        "bevquant_int8sim",
+        "bev_data",
+    },
     "bevfusion_quant": {
         "bevfusion",
         "bev_data",

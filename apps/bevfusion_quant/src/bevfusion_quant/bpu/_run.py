@@ -14,12 +14,12 @@ from bev_data.metrics import AccuracyTally, Bootstrap
 from bev_data.points import Frame
 from bevfusion.evaluation import PoorData, accuracy_tally, data_findings
 from bevfusion.model import CONFIGS, PART_PATHS, BEVFusion, build_model
+from bevfusion.quantization import relative_change, whole_output
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.bpu._compare import compare_forms
 from bevfusion_quant.bpu._prepare import SplitUnits, for_march
 from bevfusion_quant.bpu._units import PREFIXES, Models, bpu_parts
 from bevfusion_quant.frames import FrameBatches, finding_lines
-from bevfusion_quant.measure import relative_change, whole_output
 from bevfusion_quant.options import BpuConfig, Place
 from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.results import BpuOutcome

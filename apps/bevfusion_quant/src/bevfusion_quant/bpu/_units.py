@@ -9,8 +9,8 @@ from torch import Tensor, fx, nn
 from torch.ao.quantization import DeQuantStub, QuantStub
 
 from bevfusion.model import BEVFusion
+from bevfusion.quantization import whole_output
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.measure import whole_output
 from bevquant_hybrid_tools.forms import Note, run_noting
 
 _PARTS: dict[str, tuple[str, ...]] = {

@@ -14,9 +14,9 @@ from bev_data.metrics import AgreementRow
 from bevfusion.deployment import HEAD, STAGE_ENDS, Execute, between, file_boxes, walk
 from bevfusion.evaluation import detection_tally
 from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
+from bevfusion.quantization import STAGE_TITLES, relative_change
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._write import Piece, Written, outputs_of
-from bevfusion_quant.measure import STAGE_TITLES, relative_change
 from bevfusion_quant.results import BpuLayer, ExportedFile, FileLayer, SetStage
 from bevquant_export import check_tensors, compare_qdq_onnx, load_sparse_onnx, open_onnx
 from bevquant_int8sim import LayerRow

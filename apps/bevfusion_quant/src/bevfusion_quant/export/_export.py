@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from bevfusion.deployment import AUTOWARE_BOXES, HEAD, LIDAR, POOLED, FilePart, between, walk
-from bevfusion.model import BEVFusion, BEVFusionConfig
+from bevfusion.model import BEVFusion, BEVFusionConfig, example_like
+from bevfusion.quantization import relative_change
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._check import (
     TOLERANCE,
@@ -31,10 +32,8 @@ from bevfusion_quant.export._write import (
 )
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.integer._simulation import lowered
-from bevfusion_quant.measure import relative_change
 from bevfusion_quant.results import ExportedFile, ExportedSet, FileLayer, FilePort
 from bevfusion_quant.run import Clock, return_freed_memory, sha256, versions, write_json
-from bevfusion_quant.steps import example_like
 from bevquant_export import export_float_onnx, find_target, lint_onnx, note_calibration, open_onnx
 from bevquant_int8sim import LayerRow, compare
 

@@ -1,18 +1,14 @@
 """A quantized model in integer arithmetic: what an INT8 chip computes, beside float and fake."""
 
+from bevfusion.quantization import IntegerStage, in_integers, integer_stages
 from bevfusion_quant.integer._simulation import (
+    FloatIsland,
     Lowered,
     SavedPart,
     Simulation,
     check_backend,
     lower_model,
     simulate_model,
-)
-from bevfusion_quant.integer._stages import (
-    FloatIsland,
-    IntegerStage,
-    in_integers,
-    integer_stages,
 )
 from bevfusion_quant.integer._text import QUERIES, simulation_text
 from bevfusion_quant.options import Backend

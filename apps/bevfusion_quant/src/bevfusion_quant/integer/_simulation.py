@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import nn
 
 import bevquant_int8sim
 from bev_data.metrics import AccuracyTally, AgreementRow, FoundRow
 from bevfusion.evaluation import ModelTallies, detections_of, detections_record
-from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
+from bevfusion.model import PART_PATHS, Batch, BEVFusion, BEVFusionConfig, example_like
 from bevfusion.model.head import Detections
+from bevfusion.quantization import IntegerStage, Judgement, integer_stages, lies_below
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.integer._stages import (
-    FloatIsland,
-    IntegerStage,
-    float_islands,
-    integer_stages,
-)
-from bevfusion_quant.measure import Judgement
+from bevfusion_quant.options import Branch
 from bevfusion_quant.run import Clock
-from bevfusion_quant.steps import example_like
-from bevquant_int8sim import IntegerModel, LayerComparison, LayerRow, LayerTable, simulate
+from bevfusion_quant.steps import quantized_parts, why_float
+from bevquant_int8sim import IntegerModel, Island, LayerComparison, LayerRow, LayerTable, simulate
 from bevquant_quantizers.ranks import Shards, current_ranks, in_order
+from bevquant_sparse import is_sparse_conv
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,19 @@ class SavedPart:
     part: str
     folder: str
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class FloatIsland:
+    """Something computed in float: the module, its class or the function's name, and why.
+
+    `share` is that of the model's operations, 0 to 1; None where they were not counted.
+    """
+
+    path: str
+    what: str
+    reason: str
+    share: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,3 +305,42 @@ def _run(
                 accuracy.add("integer", index, batches.names[index][0], found["integer"], labels)
     agreement, both = tallies.rows("integer")
     return tuple(agreement), tuple(both), tallies.first.get("integer"), tuple(seconds)
+
+
+def float_islands(
+    islands: Sequence[Island], model: BEVFusion, branch: str
+) -> tuple[FloatIsland, ...]:
+    """The islands with the reason that lies furthest back.
+
+    Of a part without any quantizer that is the choice not to quantize it; of a convolution or
+    linear layer in a quantized part, that it was left out.
+    """
+    chosen = cast(Branch, branch)
+    with_head = any("_quantizer" in path for path, _ in _modules(model, PART_PATHS["head"]))
+    quantized = quantized_parts(chosen, with_head=with_head)
+    left = {
+        PART_PATHS[part]: why_float(part, chosen) for part in model.parts if part not in quantized
+    }
+    known = dict(model.named_modules())
+    found = []
+    for island in islands:
+        reason = island.reason
+        part = next((path for path in left if lies_below(island.path, path)), None)
+        if part is not None:
+            reason = left[part]
+        elif _could_be_quantized(known.get(island.path), island.what):
+            reason = "it was left without quantizers, as --exclude said"
+        found.append(FloatIsland(island.path, island.what, reason, island.share))
+    return tuple(found)
+
+
+def _modules(model: BEVFusion, below: str) -> list[tuple[str, object]]:
+    return [(path, module) for path, module in model.named_modules() if lies_below(path, below)]
+
+
+def _could_be_quantized(module: nn.Module | None, what: str) -> bool:
+    """Whether the island is the module itself, of a kind that gets quantizers."""
+    if module is None or hasattr(module, "_input_quantizer"):
+        return False
+    kinds = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d, nn.Linear)
+    return type(module).__name__ == what and (isinstance(module, kinds) or is_sparse_conv(module))

@@ -17,6 +17,7 @@ from bev_data.metrics import Accuracy
 from bev_data.points import Frame
 from bevfusion.evaluation import accuracy_tally, tally_models
 from bevfusion.model import CONFIGS, BEVFusion
+from bevfusion.quantization import judge
 from bevfusion.training import (
     CHECKPOINT,
     Checkpoint,
@@ -32,7 +33,6 @@ from bevfusion.training import (
 )
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.measure import judge
 from bevfusion_quant.options import ConfigName, Place, TrainedBranch
 from bevfusion_quant.qat._trainer import QatConfig, Trainer
 from bevfusion_quant.report import JudgedRun
@@ -307,7 +307,8 @@ def write_run(
     if judged:
         with clock.step("judge by labels"):
             accuracy = _accuracy(start.float_model, model, batches, sizes)
-    judgement = judge(start.float_model, model, batches.head(1), sizes, clock)
+    with clock.step("compare"):
+        judgement = judge(start.float_model, model, batches.head(1), sizes)
     if not current_ranks().first:
         return accuracy
     folder = record.folder

@@ -15,7 +15,7 @@ from bev_data.metrics import (
     aligned_table,
     or_dash,
 )
-from bevfusion_quant.measure import Judgement, layer_table
+from bevfusion.quantization import Judgement, layer_table
 from bevfusion_quant.results._table import CellParts, Row, Table, table_of
 from bevquant_hybrid.operators import load_support_table
 from bevquant_hybrid.partition import Plan, PlanNode

@@ -13,7 +13,7 @@ from torch import Tensor
 import bevquant_fusion
 from bev_data.cameras import CAMERA_NAMES
 from bev_data.points import Frame
-from bevfusion.model import CONFIGS, Batch, BEVFusion, build_model
+from bevfusion.model import CONFIGS, Batch, BEVFusion, build_model, example_batch
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import frames_of
 from bevfusion_quant.options import Branch, FrameOptions, Method, PtqConfig
@@ -27,7 +27,7 @@ from bevfusion_quant.run import (
 )
 from bevfusion_quant.steps._branches import built_parts, reads_images
 from bevfusion_quant.steps._plan import PLAN_FILE, apply_plan, read_plan
-from bevfusion_quant.steps._stages import example_batch, fuse_branch, quantize_as
+from bevfusion_quant.steps._stages import fuse_branch, quantize_as
 from bevquant_quantizers import load_ranges, save_ranges
 from bevquant_quantizers.documents import as_form, read_tensors, write_tensors
 

@@ -16,6 +16,7 @@ from bevfusion.model._config import (
     FuserConfig,
     LidarConfig,
 )
+from bevfusion.model._example import example_batch, example_like
 from bevfusion.model._fuser import ConvFuser
 from bevfusion.model._model import Batch, BEVFusion
 from bevfusion.model._parts import PART_PATHS, PARTS, STAGES, exclude_all_but
@@ -43,6 +44,8 @@ __all__ = [
     "LoadReport",
     "build_lidar_branch",
     "build_model",
+    "example_batch",
+    "example_like",
     "exclude_all_but",
     "load_state_dict",
     "load_weights",
