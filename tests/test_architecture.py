@@ -58,6 +58,7 @@ MAY_IMPORT = {
         "bevquant_quantizers",
         "bevquant_qnn",
         "bevquant_int8sim",
+        "bevquant_export",
         "bev_data",
     },
     "bevfusion_quant": {

@@ -1,5 +1,6 @@
 """What commands found, as plain rows and as text: pages and summaries are made of it."""
 
+from bevfusion.deployment import ExportedFile, ExportedSet, FileLayer, FilePort, SetStage
 from bevfusion_quant.results._bpu import (
     BPU_UNITS,
     BpuComparison,
@@ -11,11 +12,6 @@ from bevfusion_quant.results._bpu import (
     plan_segments,
 )
 from bevfusion_quant.results._export import (
-    ExportedFile,
-    ExportedSet,
-    FileLayer,
-    FilePort,
-    SetStage,
     export_text,
     file_box_table,
     file_size,
