@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,9 +26,7 @@ from bevfusion.training import (
     in_parts,
     prepare_frames,
     read_checkpoint,
-    restore,
-    run_steps,
-    write_checkpoint,
+    take_steps,
 )
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
@@ -47,9 +44,8 @@ from bevfusion_quant.steps import (
     save_model,
 )
 from bevfusion_quant.train import TrainConfig, usable_device
+from bevfusion_quant.train._run import refusing_divergence
 from bevquant_quantizers.ranks import current_ranks
-
-LOG = logging.getLogger(__name__)
 
 
 def read_trainable(run: str | Path) -> ModelSettings:
@@ -177,35 +173,17 @@ def run_qat(
         shown = source.open()[:1] if judge_by is None else judge_by.open()
         teacher = copy.deepcopy(loaded.float_model).to(target) if config.distill else None
         trainer = Trainer(loaded.quantized_model.to(target), teacher, frames, config, target)
-        losses: list[list[float]] = []
         if begun is None:
             trainer.survey()
-        else:
-            restore(begun, trainer.model, trainer.optimizer)
-            trainer.go_on(begun.own)
-            losses = begun.losses.tolist()
-            LOG.info("going on after step %d of %d", begun.step, config.steps)
         work.mkdir(parents=True, exist_ok=True)
-
-        def save(step: int) -> None:
-            if ranks.first:
-                write_checkpoint(
-                    checkpoint, trainer.model, trainer.optimizer, step, losses, identity,
-                    trainer.own(),
-                )  # fmt: skip
-
-        first = len(losses)
-        with clock.step("train"):
-            run_steps(
-                trainer.step,
-                save,
-                losses,
+        with clock.step("train"), refusing_divergence():
+            losses, first = take_steps(
+                trainer, checkpoint, identity, begun,
                 steps=config.steps,
                 every=checkpoint_every,
-                terms=trainer.terms,
                 title="qat",
                 quiet=not ranks.first,
-            )
+            )  # fmt: skip
         model = trainer.finish()
         told = {
             "run": str(run),

@@ -73,19 +73,6 @@ class Trainer(QatDetectorTrainer):
         told = {name: getattr(config, name) for name in _TRAINED_BY}
         super().__init__(model.to(device), frames, teacher=teacher, **told)
 
-    def step(self, number: int) -> list[float]:
-        """Take one step, counted from 0.
-
-        Raises:
-            InputError: A loss that is no number, or a frame that cannot be trained on.
-        """
-        try:
-            return super().step(number)
-        except FloatingPointError as error:
-            raise InputError(
-                f"{error}: lower --lr or --clip and begin anew; the last checkpoint is kept"
-            ) from error
-
 
 _TRAINED_BY = (
     "steps", "batch", "lr", "weight_decay", "clip", "seed", "augmentation", "learn_ranges",
