@@ -51,7 +51,8 @@ def test_examples_have_the_sensors_of_the_batch() -> None:
 
 
 def test_a_part_is_quantized_and_the_others_say_why_not(fused: BEVFusion) -> None:
-    made = quantize_detector(fused, BATCH, ["decoder"], exclude=["neck.*"])
+    left = {"exclude": ["neck.*"], "first_layer": False}
+    made = quantize_detector(fused, BATCH, ["decoder"], **left)
     assert all(module.path.startswith("decoder.backbone") for module in made.quantized)
     below = [item for item in made.skipped if item.path.startswith("encoders.lidar")]
     assert [item.reason for item in below] == ["not among the parts to quantize"]

@@ -1,11 +1,15 @@
 """A quantized model in integer arithmetic: what an INT8 chip computes, beside float and fake."""
 
-from bevfusion.quantization import IntegerStage, in_integers, integer_stages
-from bevfusion_quant.integer._simulation import (
+from bevfusion.quantization import (
     FloatIsland,
-    Lowered,
+    IntegerStage,
     SavedPart,
     Simulation,
+    in_integers,
+    integer_stages,
+)
+from bevfusion_quant.integer._simulation import (
+    Lowered,
     check_backend,
     lower_model,
     simulate_model,

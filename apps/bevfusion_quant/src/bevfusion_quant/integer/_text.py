@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bev_data.metrics import agreement_text, record_table
-from bevfusion.quantization import in_integers
-from bevfusion_quant.integer._simulation import Simulation
+from bevfusion.quantization import Simulation, in_integers
 from bevquant_int8sim import LayerRow
 
 QUERIES = (

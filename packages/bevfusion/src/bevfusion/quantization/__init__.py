@@ -5,11 +5,16 @@ frames: layers, stages, detections; `MeanAp` is what `bevquant_qnn.sensitivity` 
 `QatDetectorTrainer` trains with the rounding in place.
 """
 
-from bevfusion.quantization._integer_stages import (
+from bevfusion.quantization._integers import (
+    FloatIsland,
     IntegerStage,
+    SavedPart,
+    Simulation,
+    float_islands,
     in_integers,
     integer_stages,
     lies_below,
+    simulate_detector,
 )
 from bevfusion.quantization._judge import (
     Comparison,
@@ -45,17 +50,21 @@ __all__ = [
     "Comparison",
     "DetectorComparison",
     "Distiller",
+    "FloatIsland",
     "IntegerStage",
     "Judgement",
     "KeptScores",
     "MeanAp",
     "QatDetectorTrainer",
+    "SavedPart",
+    "Simulation",
     "StageMaps",
     "StageProbe",
     "StageRow",
     "compare_layers",
     "expand_patterns",
     "first_sparse_conv",
+    "float_islands",
     "fuse_detector",
     "in_integers",
     "integer_stages",
@@ -65,6 +74,7 @@ __all__ = [
     "quantize_detector",
     "relative_change",
     "short_names",
+    "simulate_detector",
     "stage_table",
     "whole_output",
 ]

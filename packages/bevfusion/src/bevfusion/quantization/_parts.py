@@ -80,12 +80,12 @@ def quantize_detector(
         for part in model.parts
         if part not in quantized
     ]
-    for item in result.skipped:
-        if item.path in first:
-            why = told.get("first layer", "the first sparse convolution: fp16, as NVIDIA has it")
-            skipped.append(SkippedModule(item.path, why))
-        elif item.reason not in named:
-            skipped.append(item)
+    why = told.get("first layer", "the first sparse convolution: fp16, as NVIDIA has it")
+    skipped += [
+        SkippedModule(item.path, why) if item.path in first else item
+        for item in result.skipped
+        if item.reason not in named
+    ]
     return replace(result, skipped=tuple(skipped))
 
 
