@@ -24,8 +24,7 @@ from bevfusion_quant.compare._comparison import (
     write_comparison_page,
 )
 from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.integer import check_backend
-from bevfusion_quant.integer._simulation import lowered
+from bevfusion_quant.integer import check_backend, lowered
 from bevfusion_quant.options import Place
 from bevfusion_quant.run import Clock, new_run
 from bevfusion_quant.steps import ModelSettings, load_run, read_model_settings

@@ -15,7 +15,7 @@ from bevfusion.deployment import ExportedFile, ExportedSet, Piece, SetExport, be
 from bevfusion.model import BEVFusion, BEVFusionConfig, example_like
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.integer._simulation import lowered
+from bevfusion_quant.integer import lowered
 from bevfusion_quant.run import Clock, return_freed_memory, versions, write_json
 from bevquant_int8sim import LayerRow, compare
 

@@ -1,6 +1,11 @@
 """mit-bevfusion's model: build it, fill it with random weights, or load a checkpoint."""
 
-from bevfusion.model._build import build_lidar_branch, build_model
+from bevfusion.model._build import (
+    build_lidar_branch,
+    build_model,
+    example_batch,
+    example_like,
+)
 from bevfusion.model._checkpoint import (
     LAYOUTS,
     LoadReport,
@@ -16,7 +21,6 @@ from bevfusion.model._config import (
     FuserConfig,
     LidarConfig,
 )
-from bevfusion.model._example import example_batch, example_like
 from bevfusion.model._fuser import ConvFuser
 from bevfusion.model._model import Batch, BEVFusion
 from bevfusion.model._parts import PART_PATHS, PARTS, STAGES, exclude_all_but

@@ -1,4 +1,4 @@
-"""The training run: prepared frames in, checkpoints and weights out."""
+"""Training a detector: prepared frames in, checkpoints and weights out; runs can be killed."""
 
 from __future__ import annotations
 
@@ -21,20 +21,68 @@ from bevfusion.training import (
     Augmentation,
     DetectorTrainer,
     FrameSource,
+    HeadLoss,
+    Motion,
+    Targets,
+    assign,
     check_identity,
+    encode_boxes,
+    focal_loss,
+    gaussian_focal_loss,
+    gaussian_radius,
+    head_loss,
+    heatmap_target,
     identity_of,
     in_parts,
+    l1_loss,
+    matching_cost,
     prepare_frames,
     read_checkpoint,
+    restore,
+    stop_on_signals,
     stored_weights,
     take_steps,
+    targets_of,
     untrained_model,
+    write_checkpoint,
 )
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.frames import FrameBatches
+from bevfusion_quant.frames import FIRST_TRAINING_SEED, FrameBatches, held_out, training_frames
 from bevfusion_quant.options import TrainOptions
 from bevquant_quantizers.documents import write_tensors
 from bevquant_quantizers.ranks import current_ranks
+
+__all__ = [
+    "FIRST_TRAINING_SEED",
+    "TRAINED_BRANCHES",
+    "WEIGHTS",
+    "Augmentation",
+    "FrameSource",
+    "HeadLoss",
+    "Motion",
+    "Targets",
+    "TrainConfig",
+    "TrainResult",
+    "assign",
+    "encode_boxes",
+    "focal_loss",
+    "gaussian_focal_loss",
+    "gaussian_radius",
+    "head_loss",
+    "heatmap_target",
+    "held_out",
+    "l1_loss",
+    "matching_cost",
+    "prepare_frames",
+    "read_checkpoint",
+    "restore",
+    "run_train",
+    "stop_on_signals",
+    "targets_of",
+    "training_frames",
+    "usable_device",
+    "write_checkpoint",
+]
 
 TRAINED_BRANCHES: dict[str, tuple[str, ...]] = {
     "lidar": ("lidar", "decoder", "head"),
