@@ -1,7 +1,14 @@
 """BEVFusion for a Horizon BPU: dense parts in integers there, the rest in float on the CPU."""
 
+from bevfusion.deployment import SplitModel
 from bevfusion_quant.bpu._compare import compare_forms
-from bevfusion_quant.bpu._prepare import SplitUnits, calibrating_form, for_march
+from bevfusion_quant.bpu._prepare import (
+    Models,
+    SplitUnits,
+    bpu_parts,
+    calibrating_form,
+    for_march,
+)
 from bevfusion_quant.bpu._run import (
     BpuResult,
     LoadedBpuRun,
@@ -9,7 +16,6 @@ from bevfusion_quant.bpu._run import (
     run_bpu,
     run_bpu_evaluate,
 )
-from bevfusion_quant.bpu._units import Models, SplitModel, bpu_parts
 from bevfusion_quant.options import BpuConfig, MarchName
 from bevfusion_quant.results import (
     BpuComparison,

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from bev_data.metrics import AccuracyTally
+from bevfusion.deployment import SplitModel
 from bevfusion.evaluation import ModelTallies
 from bevfusion.model import Batch, BEVFusionConfig
 from bevfusion.quantization import STAGE_TITLES, Judgement, StageProbe, whole_output
-from bevfusion_quant.bpu._units import Models, SplitModel
+from bevfusion_quant.bpu._prepare import Models
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.results import BpuComparison, BpuStage
 from bevquant_hybrid.qtensor import as_float

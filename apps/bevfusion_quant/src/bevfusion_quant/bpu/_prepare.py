@@ -5,21 +5,60 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from bevfusion.deployment import UNIT_PREFIXES, SplitModel, bpu_units
 from bevfusion.model import PART_PATHS, Batch, BEVFusion
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.bpu._units import PREFIXES, Models, SplitModel, bpu_parts, bpu_units
 from bevfusion_quant.options import BpuConfig
 from bevfusion_quant.steps import expand_patterns, why_float
 from bevquant_hybrid.march import use_march
 from bevquant_hybrid.partition import Plan, PlanComposer
 from bevquant_hybrid.quantization import fuse_fx
 from bevquant_hybrid_tools import forms as dense
-from bevquant_hybrid_tools.forms import BpuEstimate, Forms, finished_forms
+from bevquant_hybrid_tools.forms import BpuEstimate, Forms, finished_forms, run_noting
+
+_PARTS: dict[str, tuple[str, ...]] = {
+    "camera": ("camera",),
+    "fuser": ("fuser",),
+    "decoder": ("decoder",),
+    "all": ("camera", "fuser", "decoder"),
+}
+_NO_BPU_PART = {
+    "lidar": "its sparse convolutions have no BPU form",
+    "head": "its attention and its choice of queries run on the CPU",
+}
+
+
+def bpu_parts(branch: str) -> tuple[str, ...]:
+    """The parts of the model that run on the BPU, wholly or but for what follows the neck.
+
+    Raises:
+        InputError: The branch has no part that a BPU could run.
+
+    Example:
+        >>> bpu_parts("all")
+        ('camera', 'fuser', 'decoder')
+    """
+    if branch not in _PARTS:
+        raise InputError(
+            f"--target bpu has nothing to do for --branch {branch}: {_NO_BPU_PART[branch]}; choose "
+            f"--branch {', '.join(_PARTS)} (with --dataset, as they read images), or leave "
+            "--target bpu out"
+        )
+    return _PARTS[branch]
+
+
+class Models(NamedTuple):
+    """The model three times; the parts on the CPU are the same modules."""
+
+    real: SplitModel
+    fake: SplitModel
+    integer: SplitModel
+
 
 _WHY_CPU = {
     "lidar": "sparse convolutions, where a BPU has dense ones alone",
@@ -75,7 +114,7 @@ def names_on_cpu(
                 found[name] += [
                     path
                     for path, _ in unit.named_modules()
-                    if path and fnmatchcase(PREFIXES[name] + path, pattern)
+                    if path and fnmatchcase(UNIT_PREFIXES[name] + path, pattern)
                 ]
         if sum(map(len, found.values())) == before:
             raise InputError(
@@ -96,7 +135,7 @@ class SplitUnits:
     def __init__(self, model: BEVFusion, config: BpuConfig) -> None:
         self.model, self.config = model, config
         self.parts = bpu_parts(config.branch)
-        self.units = bpu_units(model, config.branch)
+        self.units = bpu_units(model, self.parts)
         self.on_cpu = names_on_cpu(model, self.units, config.exclude)
         self.fused: dict[str, Any] = {name: fuse_fx(unit) for name, unit in self.units.items()}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -110,7 +149,7 @@ class SplitUnits:
 
     def run(self, graphs: Mapping[str, Any], batches: Iterable[Batch]) -> None:
         """Run the whole model with the graphs in it; the shapes of its stages are kept."""
-        split = SplitModel(self.model, graphs, self.parts)
+        split = SplitModel(self.model, graphs, self.parts, run_noting)
 
         def keep(name: str, value: Tensor) -> None:
             self.shapes.setdefault(name, tuple(value.shape))
@@ -133,7 +172,7 @@ class SplitUnits:
             name: finished_forms(
                 self.fused[name], graph, self.on_cpu[name],
                 state_of(name) if state_of else None,
-                PREFIXES[name],
+                UNIT_PREFIXES[name],
             )
             for name, graph in calibrated.items()
         }  # fmt: skip
@@ -145,7 +184,7 @@ class SplitUnits:
             {name: form.fake_graph for name, form in forms.items()},
             {name: form.integer_graph for name, form in forms.items()},
         )
-        return Models(*(SplitModel(self.model, g, self.parts).eval() for g in graphs))
+        return Models(*(SplitModel(self.model, g, self.parts, run_noting).eval() for g in graphs))
 
     def plan(self, forms: Mapping[str, Forms]) -> Plan:
         """Where everything in the model runs: sensors, units, and on the CPU what lies between."""

@@ -33,6 +33,7 @@ from bevfusion.deployment._result import (
     FilePort,
     SetStage,
 )
+from bevfusion.deployment._split import UNIT_PREFIXES, SplitModel, bpu_units
 from bevfusion.deployment._walk import STAGE_ENDS, Execute, between, file_boxes, walk, watching
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "LIDAR",
     "POOLED",
     "STAGE_ENDS",
+    "UNIT_PREFIXES",
     "Execute",
     "ExportedFile",
     "ExportedSet",
@@ -53,11 +55,13 @@ __all__ = [
     "ReadPart",
     "SetExport",
     "SetStage",
+    "SplitModel",
     "Written",
     "autoware_files",
     "beside_layers",
     "between",
     "bpu_files",
+    "bpu_units",
     "export_files",
     "file_boxes",
     "join_figures",
