@@ -10,7 +10,6 @@ from bevfusion.quantization._integers import (
     IntegerStage,
     SavedPart,
     Simulation,
-    float_islands,
     in_integers,
     integer_stages,
     lies_below,
@@ -18,7 +17,6 @@ from bevfusion.quantization._integers import (
 )
 from bevfusion.quantization._judge import (
     Comparison,
-    DetectorComparison,
     Judgement,
     compare_layers,
     judge,
@@ -28,7 +26,6 @@ from bevfusion.quantization._judge import (
 )
 from bevfusion.quantization._mean_ap import KeptScores, MeanAp
 from bevfusion.quantization._parts import (
-    FOLDED_APART,
     expand_patterns,
     first_sparse_conv,
     fuse_detector,
@@ -45,10 +42,8 @@ from bevfusion.quantization._stage_maps import (
 )
 
 __all__ = [
-    "FOLDED_APART",
     "STAGE_TITLES",
     "Comparison",
-    "DetectorComparison",
     "Distiller",
     "FloatIsland",
     "IntegerStage",
@@ -64,7 +59,6 @@ __all__ = [
     "compare_layers",
     "expand_patterns",
     "first_sparse_conv",
-    "float_islands",
     "fuse_detector",
     "in_integers",
     "integer_stages",
