@@ -168,6 +168,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "patches added": lambda x: F.fold(F.unfold(x, 3).sigmoid(), (6, 6), 3),
     "trilinear": lambda x: F.interpolate(x[:, None], scale_factor=2, mode="trilinear")[:, 0],
     "unit length": lambda x: F.normalize(x, dim=1),
+    "weights of one axis": lambda x: F.linear(x.softmax(-1), torch.linspace(0, 5, 6)),
 }
 
 

@@ -114,7 +114,7 @@ def _layer(what: str, rest: list[Any], kwargs: dict[str, Any]) -> nn.Module | No
             bias is not None, _sizes(dilation, rank), device="meta",
         )  # fmt: skip
         return _with(made, weight=weight, bias=bias)
-    if what == "linear" and isinstance(rest[0], Tensor):
+    if what == "linear" and isinstance(rest[0], Tensor) and rest[0].dim() == 2:
         weight, bias = _filled(rest, (None, None))
         made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
         return _with(made, weight=weight, bias=bias)
