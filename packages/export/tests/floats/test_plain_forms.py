@@ -147,6 +147,11 @@ _PLACES = torch.tensor([[4, 0, 4], [1, 1, 0], [4, 2, 3], [3, 3, 3]])
         lambda y, x: y.index_put((_PLACES[:, 0, None], torch.arange(3)), x, accumulate=True),
         lambda y, x: y.index_put((_PLACES[0],), x[0], accumulate=False),
         lambda y, x: y.clone().index_add_(0, _PLACES[2], x[1:]),
+        lambda y, x: y.scatter_reduce(0, _PLACES, x, "sum"),
+        lambda y, x: y.scatter_reduce(0, _PLACES, x, "sum", include_self=False),
+        lambda y, x: y.scatter_reduce(0, _PLACES, x, "mean"),
+        lambda y, x: y.clone().scatter_reduce_(0, _PLACES, x, "mean", include_self=False),
+        lambda y, x: y.scatter_reduce(0, _PLACES, x, reduce="amax"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("scatter_sums", [True, False])
@@ -165,6 +170,7 @@ def test_sums_over_places(function: Callable[[Tensor, Tensor], Tensor], scatter_
         lambda y, x: y.index_put((_PLACES[:, 0],), x, accumulate=True),
         lambda y, x: torch.ops.aten.index_put(y.t(), [None, _PLACES[:, 0]], x.t(), True),
         lambda y, x: y.scatter_add(0, _PLACES, x),
+        lambda y, x: y.scatter_reduce(0, _PLACES, x, "sum"),
     ],
 )  # fmt: skip
 def test_sums_are_taken_in_order(

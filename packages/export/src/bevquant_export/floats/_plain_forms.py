@@ -9,9 +9,9 @@
   been rounded up to the next whole number: a point in the voxel beside its own.
 - ``fold`` (col2im): a permutation where patches lie side by side, else a transposed convolution
   with kernels of zeros and a one. Col2Im is of operator set 18, and TensorRT has none.
-- ``index_add`` and ``index_put`` that sum, in place too: a ``scatter_add``, whose order no runtime
-  changes; for engines whose scatters do not sum, products with a matrix of zeros and ones
-  (`_scatter_sums`).
+- ``index_add``, ``index_put`` and ``scatter_reduce`` that sum or take means, in place too: a
+  ``scatter_add``, whose order no runtime changes; for engines whose scatters do not sum, products
+  with a matrix of zeros and ones (`_scatter_sums`).
 - ``inverse`` of up to four rows, and ``linalg.solve`` for matrices by it: camera geometry inverts
   intrinsics and poses. A⁻¹ = adj(A) / det(A), adj(A)ᵢⱼ = (−1)ⁱ⁺ʲ det(A without row j and column i),
   with determinants expanded along their first row (Laplace): as exact as an LU decomposition where
