@@ -226,3 +226,23 @@ def test_volumes_are_resized_by_slices_and_lines(options: Any) -> None:
     with PlainForms(11):
         made = F.interpolate(x, mode="trilinear", **options)
     torch.testing.assert_close(made, F.interpolate(x, mode="trilinear", **options))
+
+
+@pytest.mark.filterwarnings("ignore:Using torch.cross without specifying the dim:UserWarning")
+def test_vectors_lengths_and_stacks() -> None:
+    random = torch.Generator().manual_seed(0)
+    x, y = torch.randn(3, 4, generator=random), torch.randn(3, 4, generator=random)
+    x[0, 0], x[0, 1], y[0, 1], y[0, 2] = 0, torch.nan, torch.nan, torch.nan
+    y[0, 0] = 0
+    a, b = torch.randn(2, 3, 3, generator=random), torch.randn(2, 3, 3, generator=random)
+    functions = [
+        lambda: torch.fmax(x, y), lambda: torch.fmin(x, y), lambda: torch.hypot(x, y),
+        lambda: torch.hypot(x * 1e30, y), lambda: torch.linalg.cross(a, b),
+        lambda: torch.cross(a, b), lambda: torch.cross(a, b, dim=1),
+        lambda: torch.hstack([x[0], y[1]]), lambda: torch.vstack([x[0], y]),
+        lambda: torch.dstack([x, y]), lambda: torch.column_stack([x[:, 0], y]),
+    ]  # fmt: skip
+    for function in functions:
+        with PlainForms(13):
+            made = function()
+        torch.testing.assert_close(made, function(), equal_nan=True)

@@ -154,15 +154,17 @@ def _with(module: nn.Module, **tensors: Tensor | None) -> nn.Module:
 # Products, sums, clamps and normalizations as nodes
 
 
-def softmax(graph: Graph, path: str, x: str, axis: int, rank: int) -> str:
-    """A Softmax; before operator set 13 it flattens everything behind its axis."""
+def softmax(
+    graph: Graph, path: str, x: str, axis: int, rank: int, operator: str = "Softmax"
+) -> str:
+    """A Softmax or LogSoftmax; before operator set 13 it flattens everything behind its axis."""
     axis %= rank
     if graph.profile.opset >= 13 or axis == rank - 1:
-        return graph.node("Softmax", path, [x], axis=axis)
+        return graph.node(operator, path, [x], axis=axis)
     order = list(range(rank))
     order[axis], order[-1] = order[-1], order[axis]
     turned = graph.node("Transpose", path, [x], perm=order)
-    made = graph.node("Softmax", path, [turned], axis=rank - 1)
+    made = graph.node(operator, path, [turned], axis=rank - 1)
     return graph.node("Transpose", path, [made], perm=order)
 
 
