@@ -117,6 +117,30 @@ def test_what_no_gradient_reaches_is_measured():
     assert beside["last"].alone["int8"] == beside.float_score == 144.5
 
 
+class Frozen(nn.Module):
+    """A stem without gradients, as frozen stages and checkpoints run."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.last = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.stem(x).relu_()
+        return self.last(x)
+
+
+def test_what_runs_without_gradients_and_what_is_small_is_measured():
+    torch.manual_seed(0)
+    images = [torch.randn(2, 3, 16, 16)]
+    found = differences(calibrated(Frozen(), *images), images)
+    assert found["stem", "int8"] == 0
+    assert 0 < abs(found["last", "int8"]) < 1.5
+    few = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    found = differences(calibrated(few, *images), images)
+    assert found["3", "int8"] == 0
+
+
 def test_gradients_without_a_value_are_no_estimate():
     class Roots(nn.Module):
         def __init__(self):

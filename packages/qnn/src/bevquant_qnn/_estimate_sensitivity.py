@@ -25,6 +25,7 @@ from bevquant_qnn._sensitivity_table import SensitivityTable
 from bevquant_qnn._snapshots import copied, mapped, tensors
 
 _PARTS = 128  # of a batch: their noise is known to √(2/128), half a decibel
+_FEWEST = 16  # parts that are an estimate; with fewer a layer lies near the outputs
 
 
 def estimate_sensitivity(
@@ -54,7 +55,7 @@ def estimate_sensitivity(
     common, is not in it. On trained networks it lies within a few dB of the measurement, where
     layers lie 40 apart (the documentation has the figures). A plan that it leads to should be
     measured: `refine_plan` does. Groups that no gradient reaches (behind an `argmax`, a `detach`)
-    are measured.
+    and those of few places (an image classifier's last layers, image by image) are measured.
 
     Args:
         model: Calibrated, from `quantize_model`, with differentiable operations between its layers
@@ -140,7 +141,7 @@ class _Backward:
             signs = [_signs(o, random) for o in reached]
             torch.autograd.grad(reached, self._zero, signs, retain_graph=last > 0)
             for key, products in self._products.items():
-                if self._waiting[key[0]]:
+                if self._waiting[key[0]] or probes * sum(map(len, products.values())) < _FEWEST:
                     continue
                 squares = (float(p.double().square().sum()) for p in products.values())
                 noise[key] = noise.get(key, 0.0) + math.fsum(squares) / probes
@@ -220,6 +221,8 @@ class _Backward:
 
             # A new tensor: what a ReLU does to it in place has the hook behind it.
             marked = tensor + self._zero
+            if not marked.requires_grad:  # within no_grad: a checkpoint, a frozen part
+                return tensor
             marked.register_hook(multiply)
             made = {name: made[k] for name, (made, _) in rounded.items()}
             self._known[id(marked)] = _Known(marked, marked._version, i, made)
