@@ -168,6 +168,19 @@ def test_the_plans_score_is_that_of_its_model(
     assert found.tried > len(groups)
 
 
+def test_an_estimate_is_named_and_ranks_the_groups(
+    runs: Path, result: SensitivityResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = f"sensitivity --run {runs / 'a'} --dataset street --estimate --runs {runs} --name e"
+    assert main(arguments.split()) == 0
+    assert "SQNR (layers estimated) of the decoder's map, 1 frame" in capsys.readouterr().out
+    table = SensitivityTable.load(runs / "e" / "sensitivity.json")
+    assert table.estimated
+    measured = result.outcome.table
+    assert [row.modules for row in table] == [row.modules for row in measured]
+    assert table.worst_first("int8")[0].name == measured.worst_first("int8")[0].name
+
+
 def test_what_is_written_is_what_was_found(runs: Path, result: SensitivityResult) -> None:
     folder, outcome = runs / "s", result.outcome
     assert SensitivityTable.from_json((folder / "sensitivity.json").read_text()) == outcome.table
@@ -250,6 +263,7 @@ def test_a_score_that_float_does_not_reach_leaves_the_table(
         ("--budget time=1.2 --plan-rounds -1", "must be from 0 to"),
         ("--metric kl --output map", "the map has none"),
         ("--metric mAP --output map", "mAP judges the boxes"),
+        ("--metric kl --estimate", "it is SQNR that is estimated"),
     ],
 )
 def test_mistakes_are_refused_before_anything_runs(

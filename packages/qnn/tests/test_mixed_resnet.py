@@ -14,6 +14,7 @@ from bevquant_qnn import (
     PrecisionPlan,
     apply_precision,
     assign_precision,
+    estimate_sensitivity,
     quantize_model,
     sensitivity,
 )
@@ -52,3 +53,15 @@ def test_beats_a_hand_list_in_the_same_time(measured, trained, name):
         with torch.no_grad():
             noise.append(float((tried(held_out) - exact(held_out)).square().sum()))
     assert noise[1] < noise[0]
+
+
+def test_the_estimate_from_gradients_ranks_the_layers_as_the_measurement(measured, trained):
+    _, model, table = measured
+    images, _ = trained.images(32, test=False)
+    found = estimate_sensitivity(model, [images])
+    apart = [found[row.name].alone["int8"] - row.alone["int8"] for row in table]
+    assert max(map(abs, apart)) < 6  # of the 17 dB between the layers
+    assert sum(map(abs, apart)) / len(apart) < 1.5
+    assert {row.name for row in found.worst_first()[:3]} <= {
+        row.name for row in table.worst_first("int8")[:5]
+    }

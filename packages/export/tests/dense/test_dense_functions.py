@@ -168,6 +168,17 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "patches added": lambda x: F.fold(F.unfold(x, 3).sigmoid(), (6, 6), 3),
     "trilinear": lambda x: F.interpolate(x[:, None], scale_factor=2, mode="trilinear")[:, 0],
     "unit length": lambda x: F.normalize(x, dim=1),
+    "logarithms of shares": lambda x: F.log_softmax(x, 1),
+    "lists, and what stands in them": lambda x: torch.hstack(
+        [
+            torch.hypot(x, x + 1),
+            torch.cross(x[:, :3], x[:, 1:], dim=1),
+            torch.fmax(x, x.flip(1)),
+            torch.block_diag(x[0, 0], x[1, 0]).view(2, 2, 6, 6),
+        ]
+    ),
+    "steps in memory": lambda x: x.contiguous().as_strided((2, 4, 3, 6), (144, 36, 12, 1)),
+    "weights of one axis": lambda x: F.linear(x.softmax(-1), torch.linspace(0, 5, 6)),
 }
 
 
@@ -196,6 +207,17 @@ def test_what_is_not_on_the_list_has_torchs_own_form(
     assert not [f for f in lint_onnx(file.path, "tensorrt") if f.severity == "error"]
     (made,), _ = run(file, x, optimised=False)
     torch.testing.assert_close(made, integer(x), rtol=1e-4, atol=1e-5)
+
+
+def test_numbers_of_float64_stay_such_and_the_linter_names_them(
+    calibrated: Fixture, run: Fixture, tmp_path: Path
+) -> None:
+    x = torch.randn(1, 4, 5, 5)
+    model = calibrated(Behind(lambda x: (x.double() * 1.1 + 0.1).float()), x)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx")
+    assert {f.id for f in lint_onnx(file.path, "tensorrt") if f.severity == "error"} == {"ONX016"}
+    (made,), _ = run(file, x, optimised=False)
+    torch.testing.assert_close(made, simulate(model, x)(x), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", OTHERS)

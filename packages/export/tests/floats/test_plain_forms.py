@@ -147,6 +147,11 @@ _PLACES = torch.tensor([[4, 0, 4], [1, 1, 0], [4, 2, 3], [3, 3, 3]])
         lambda y, x: y.index_put((_PLACES[:, 0, None], torch.arange(3)), x, accumulate=True),
         lambda y, x: y.index_put((_PLACES[0],), x[0], accumulate=False),
         lambda y, x: y.clone().index_add_(0, _PLACES[2], x[1:]),
+        lambda y, x: y.scatter_reduce(0, _PLACES, x, "sum"),
+        lambda y, x: y.scatter_reduce(0, _PLACES, x, "sum", include_self=False),
+        lambda y, x: y.scatter_reduce(0, _PLACES, x, "mean"),
+        lambda y, x: y.clone().scatter_reduce_(0, _PLACES, x, "mean", include_self=False),
+        lambda y, x: y.scatter_reduce(0, _PLACES, x, reduce="amax"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("scatter_sums", [True, False])
@@ -165,6 +170,7 @@ def test_sums_over_places(function: Callable[[Tensor, Tensor], Tensor], scatter_
         lambda y, x: y.index_put((_PLACES[:, 0],), x, accumulate=True),
         lambda y, x: torch.ops.aten.index_put(y.t(), [None, _PLACES[:, 0]], x.t(), True),
         lambda y, x: y.scatter_add(0, _PLACES, x),
+        lambda y, x: y.scatter_reduce(0, _PLACES, x, "sum"),
     ],
 )  # fmt: skip
 def test_sums_are_taken_in_order(
@@ -220,3 +226,23 @@ def test_volumes_are_resized_by_slices_and_lines(options: Any) -> None:
     with PlainForms(11):
         made = F.interpolate(x, mode="trilinear", **options)
     torch.testing.assert_close(made, F.interpolate(x, mode="trilinear", **options))
+
+
+@pytest.mark.filterwarnings("ignore:Using torch.cross without specifying the dim:UserWarning")
+def test_vectors_lengths_and_stacks() -> None:
+    random = torch.Generator().manual_seed(0)
+    x, y = torch.randn(3, 4, generator=random), torch.randn(3, 4, generator=random)
+    x[0, 0], x[0, 1], y[0, 1], y[0, 2] = 0, torch.nan, torch.nan, torch.nan
+    y[0, 0] = 0
+    a, b = torch.randn(2, 3, 3, generator=random), torch.randn(2, 3, 3, generator=random)
+    functions = [
+        lambda: torch.fmax(x, y), lambda: torch.fmin(x, y), lambda: torch.hypot(x, y),
+        lambda: torch.hypot(x * 1e30, y), lambda: torch.linalg.cross(a, b),
+        lambda: torch.cross(a, b), lambda: torch.cross(a, b, dim=1),
+        lambda: torch.hstack([x[0], y[1]]), lambda: torch.vstack([x[0], y]),
+        lambda: torch.dstack([x, y]), lambda: torch.column_stack([x[:, 0], y]),
+    ]  # fmt: skip
+    for function in functions:
+        with PlainForms(13):
+            made = function()
+        torch.testing.assert_close(made, function(), equal_nan=True)

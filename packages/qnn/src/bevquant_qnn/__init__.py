@@ -15,6 +15,7 @@ from bevquant_qnn._conv_transpose import (
     QuantConvTranspose3d,
 )
 from bevquant_qnn._distillation import distillation_loss
+from bevquant_qnn._estimate_sensitivity import estimate_sensitivity
 from bevquant_qnn._followed_ranges import (
     RangeFollower,
     keep_within_ranges,
@@ -102,6 +103,7 @@ __all__ = [
     "assign_precision",
     "compare_layers",
     "distillation_loss",
+    "estimate_sensitivity",
     "freeze",
     "keep_within_ranges",
     "layer_table",

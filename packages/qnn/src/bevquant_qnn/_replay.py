@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -172,13 +172,7 @@ class Replay:
             result = None
         if not self._targets:
             return result
-        missing = [path for path in self._outputs if path not in self._captured]
-        if missing:
-            raise ValueError(
-                f"sensitivity: the model does not call {', '.join(missing)}; name modules that "
-                "run, or leave outputs out to use the model's own"
-            )
-        return tuple(self._captured[path] for path in self._outputs)
+        return captured_outputs(self._captured, self._outputs)
 
     def _note(
         self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -257,6 +251,21 @@ class Replay:
         if module not in self._pure:
             self._pure[module] = all(is_library_module(m) for m in module.modules())
         return self._pure[module]
+
+
+def captured_outputs(captured: Mapping[str, Any], outputs: Sequence[str]) -> tuple[Any, ...]:
+    """What the modules of these paths returned.
+
+    Raises:
+        ValueError: The model did not call one.
+    """
+    missing = [path for path in outputs if path not in captured]
+    if missing:
+        raise ValueError(
+            f"sensitivity: the model does not call {', '.join(missing)}; name modules that "
+            "run, or leave outputs out to use the model's own"
+        )
+    return tuple(captured[path] for path in outputs)
 
 
 _OTHER_ORDER = (

@@ -79,7 +79,7 @@ def _noise(score: float, of_float: float) -> float:
 
 
 def _powers(output: Any, reference: Any, batch: Any) -> tuple[float, float]:
-    pairs = list(zip(_floats(output), _floats(reference), strict=True))
+    pairs = list(zip(floats_of(output), floats_of(reference), strict=True))
     signal = math.fsum(float(f.double().square().sum()) for _, f in pairs)
     noise = math.fsum(float((q.double() - f.double()).square().sum()) for q, f in pairs)
     return signal, noise
@@ -96,7 +96,7 @@ def _decibel(powers: Sequence[tuple[float, float]]) -> float:
 
 def _divergence(output: Any, reference: Any, batch: Any) -> tuple[float, int]:
     total, count = [], 0
-    for q, f in zip(_floats(output), _floats(reference), strict=True):
+    for q, f in zip(floats_of(output), floats_of(reference), strict=True):
         axis = 1 if f.dim() > 1 else 0
         p, log_q = f.double().log_softmax(axis), q.double().log_softmax(axis)
         total.append(float((p.exp() * (p - log_q)).sum()))
@@ -108,7 +108,12 @@ def _least_divergence(parts: Sequence[tuple[float, int]]) -> float:
     return 0.0 - math.fsum(total for total, _ in parts) / max(1, sum(count for _, count in parts))
 
 
-def _floats(value: Any) -> list[Tensor]:
+def floats_of(value: Any) -> list[Tensor]:
+    """The floating-point tensors of an output.
+
+    Raises:
+        ValueError: There is none, or one is not finite.
+    """
     found = [t for t in tensors(value) if t.is_floating_point()]
     if not found:
         raise ValueError(

@@ -22,7 +22,7 @@ from bevquant_qnn._precision import (
 )
 from bevquant_qnn._precision_groups import PrecisionGroup, precision_groups
 from bevquant_qnn._ranks import Kept, deal_out
-from bevquant_qnn._replay import Replay
+from bevquant_qnn._replay import Replay, Run
 from bevquant_qnn._scores import Metric, Reduce, Score, score_of
 from bevquant_qnn._sensitivity_table import SensitivityRow, SensitivityTable
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
@@ -101,93 +101,121 @@ def sensitivity(
         >>> [row.name for row in table], table["0"].alone["int8"] > 20
         (['0', '2'], True)
     """
-    score = score_of(metric, reduce)
-    groups = _active_groups(model)
-    wanted = [_precisions_of(group, precisions) for group in groups]
-    trial = _Trial(model, groups, wanted, without, score, tuple(outputs))
-    operations: dict[nn.Module, int] = {}
-
-    def count(batch: Any) -> None:
-        with evaluation(model):
-            operations.update(count_operations(model, _runner(forward or call, batch)))
-
-    def measure(batch: Any) -> list[Any]:
-        return list(trial.measure(batch, _runner(forward or call, batch)).values())
-
-    measured = deal_out(batches, measure, distributed, first=count, step="sensitivity", kept=kept)
-    if not measured:
-        raise ValueError("sensitivity: there were no batches; give at least one")
-    results = [dict(zip(trial.variants, values, strict=True)) for values in measured]
-    scores = {key: score.reduce([result[key] for result in results]) for key in results[0]}
-    rows = [
-        SensitivityRow(
-            group.modules,
-            _operations_of(model, group, operations),
-            {name: float(scores[i, name]) for name in wanted[i]},
-            float(scores[i, "float"]) if without else None,
-        )
-        for i, group in enumerate(groups)
-    ]
-    whole = float(scores["quantized"]) if without else None
-    return SensitivityTable(score.name, float(scores["float"]), whole, tuple(rows), len(results))
+    trial = Trial(model, precisions, score_of(metric, reduce), tuple(outputs), without=without)
+    return trial.table(batches, trial.measure, forward or call, distributed, kept, "sensitivity")
 
 
-class _Trial:
-    """What is measured on every batch."""
+class Trial:
+    """What is found out about every group of layers, batch by batch.
+
+    Args:
+        model: Calibrated.
+        precisions: Of each group; its own by default.
+        score: What outputs are worth.
+        outputs: Paths of the modules that give them; none for the model.
+        without: Whether each group is left in float, too.
+
+    Raises:
+        ValueError: No active quantizer, one without a range, or an unknown precision.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        groups: list[PrecisionGroup],
-        wanted: Sequence[Sequence[str]],
-        without: bool,
+        precisions: Sequence[Precision] | None,
         score: Score,
         outputs: tuple[str, ...],
+        *,
+        without: bool,
     ) -> None:
-        self._model = model
-        self._score = score
-        self._outputs = outputs
-        self._without = without
-        active = [[q for q in group.quantizers if not q._disabled] for group in groups]
+        self.model, self.outputs = model, outputs
+        self.groups = _active_groups(model)
+        self._wanted = [_precisions_of(group, precisions) for group in self.groups]
+        self._score, self._without = score, without
+        active = [[q for q in group.quantizers if not q._disabled] for group in self.groups]
         quantizers = [q for held in active for q in held]
         self._active = active
-        self._off = {q: Setting(True, q.num_bits, q.amax) for q in quantizers}
-        self._on = {q: Setting(False, q.num_bits, q.amax) for q in quantizers}
-        self._at: dict[tuple[int, str], Settings] = {
-            (i, name): {q: setting_at(q, name, weight=q in groups[i].weights) for q in held}
+        self.off = {q: Setting(True, q.num_bits, q.amax) for q in quantizers}
+        self.on = {q: Setting(False, q.num_bits, q.amax) for q in quantizers}
+        self.at: dict[tuple[int, str], Settings] = {
+            (i, name): {q: setting_at(q, name, weight=q in self.groups[i].weights) for q in held}
             for i, held in enumerate(active)
-            for name in wanted[i]
+            for name in self._wanted[i]
         }
 
-    @property
-    def variants(self) -> list[Any]:
-        """What `measure` answers for, in its order."""
-        alone = range(len(self._active)) if self._without else ()
-        return [
-            "float", *self._at, *(["quantized"] if self._without else []),
-            *((i, "float") for i in alone),
-        ]  # fmt: skip
-
-    def measure(self, batch: Any, run: Callable[[nn.Module], Any]) -> dict[Any, Any]:
-        """Return what the score makes of this batch, by variant."""
+    def measure(
+        self, batch: Any, run: Run, only: Iterable[tuple[int, str]] | None = None
+    ) -> dict[Any, Any]:
+        """Return what the score makes of this batch, by variant; of these alone, or of all."""
         found: dict[Any, Any] = {}
-        with evaluation(self._model), set_for_now(self._off):
-            replay = Replay(self._model, run, self._outputs)
+        with evaluation(self.model), set_for_now(self.off):
+            replay = Replay(self.model, run, self.outputs)
             reference = replay.output
             found["float"] = self._score.of_batch(reference, reference, batch)
-            for key, settings in self._at.items():
-                with set_for_now(settings):
-                    found[key] = self._score.of_batch(replay(settings), reference, batch)
+            for key in self.at if only is None else only:
+                with set_for_now(self.at[key]):
+                    output = replay(self.at[key])
+                    found[key] = self._score.of_batch(output, reference, batch)
             if self._without:
-                with set_for_now(self._on):
-                    replay = Replay(self._model, run, self._outputs)
+                with set_for_now(self.on):
+                    replay = Replay(self.model, run, self.outputs)
                     found["quantized"] = self._score.of_batch(replay.output, reference, batch)
                     for i, held in enumerate(self._active):
-                        off = {q: self._off[q] for q in held}
+                        off = {q: self.off[q] for q in held}
                         with set_for_now(off):
                             result = self._score.of_batch(replay(off), reference, batch)
                         found[i, "float"] = result
         return found
+
+    def table(
+        self,
+        batches: Iterable[Any],
+        measure: Callable[[Any, Run], dict[Any, Any]],
+        forward: Forward,
+        distributed: bool | None,
+        kept: Kept | None,
+        step: str,
+    ) -> SensitivityTable:
+        """The table of what `measure` answers for the batches, each variant in the same place.
+
+        Raises:
+            ValueError: There are no batches.
+        """
+        operations: dict[nn.Module, int] = {}
+        variants: list[Any] = ["float", *self.at]
+        if self._without:
+            variants += ["quantized", *((i, "float") for i in range(len(self._active)))]
+
+        def runner(batch: Any) -> Run:
+            return lambda model: forward(model, batch)
+
+        def count(batch: Any) -> None:
+            with evaluation(self.model):
+                operations.update(count_operations(self.model, runner(batch)))
+
+        def of_batch(batch: Any) -> list[Any]:
+            found = measure(batch, runner(batch))
+            return [found[key] for key in variants]
+
+        measured = deal_out(batches, of_batch, distributed, first=count, step=step, kept=kept)
+        if not measured:
+            raise ValueError(f"{step}: there were no batches; give at least one")
+        scores = {
+            key: self._score.reduce(results)
+            for key, results in zip(variants, zip(*measured, strict=True), strict=True)
+        }
+        rows = [
+            SensitivityRow(
+                group.modules,
+                _operations_of(self.model, group, operations),
+                {name: float(scores[i, name]) for name in self._wanted[i]},
+                float(scores[i, "float"]) if self._without else None,
+            )
+            for i, group in enumerate(self.groups)
+        ]
+        whole = float(scores["quantized"]) if self._without else None
+        best = float(scores["float"])
+        return SensitivityTable(self._score.name, best, whole, tuple(rows), len(measured))
 
 
 def _active_groups(model: nn.Module) -> list[PrecisionGroup]:
@@ -228,10 +256,6 @@ def _precisions_of(
     if not precisions or "float" in precisions:
         raise ValueError("sensitivity: name precisions to measure, float is what they are held to")
     return tuple(dict.fromkeys(precisions))
-
-
-def _runner(forward: Forward, batch: Any) -> Callable[[nn.Module], Any]:
-    return lambda model: forward(model, batch)
 
 
 def _operations_of(

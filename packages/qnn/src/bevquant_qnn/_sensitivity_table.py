@@ -52,6 +52,7 @@ class SensitivityTable(JsonDocument):
         quantized_score: Of the model as it was given; None where that was not measured.
         rows: One for each group.
         batches: How many batches were run.
+        estimated: Whether the rows were estimated (`estimate_sensitivity`) and not measured.
     """
 
     metric: str
@@ -59,6 +60,7 @@ class SensitivityTable(JsonDocument):
     quantized_score: float | None
     rows: tuple[SensitivityRow, ...]
     batches: int
+    estimated: bool = False
 
     def __iter__(self) -> Iterator[SensitivityRow]:
         return iter(self.rows)
@@ -120,6 +122,8 @@ class SensitivityTable(JsonDocument):
                 for row in self.rows
             ],
         }
+        if self.estimated:
+            document["estimated"] = True
         return json.dumps(document, indent=2, allow_nan=False)
 
     @classmethod
@@ -140,7 +144,8 @@ class SensitivityTable(JsonDocument):
         rows = tuple(
             SensitivityRow(row.modules, row.operations, row.alone, row.without) for row in data.rows
         )
-        return cls(data.metric, data.float_score, data.quantized_score, rows, data.batches)
+        whole = data.quantized_score
+        return cls(data.metric, data.float_score, whole, rows, data.batches, data.estimated)
 
     def __str__(self) -> str:
         names = list(dict.fromkeys(name for row in self.rows for name in row.alone))
@@ -155,7 +160,8 @@ class SensitivityTable(JsonDocument):
             for row in self.rows
         ]
         whole = "" if self.quantized_score is None else f", quantized {self.quantized_score:.4g}"
-        title = f"{self.metric}: float {self.float_score:.4g}{whole}, {self.batches} batches"
+        how = " (estimated)" if self.estimated else ""
+        title = f"{self.metric}{how}: float {self.float_score:.4g}{whole}, {self.batches} batches"
         return f"{title}\n{text_table([head, *body], right=range(1, len(head)))}"
 
 
@@ -174,3 +180,4 @@ class _Document(msgspec.Struct):
     quantized_score: Finite | None
     batches: Count
     rows: list[_Row]
+    estimated: bool = False

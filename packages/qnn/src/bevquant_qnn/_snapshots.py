@@ -43,12 +43,12 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 def kept(value: Any) -> Any:
     """Return `value` in containers of its own, its tensors the same objects."""
-    return _mapped(value, lambda tensor: tensor)
+    return mapped(value, lambda tensor: tensor)
 
 
 def copied(value: Any) -> Any:
     """Return `value` with copies of its dense tensors and of sparse features."""
-    return _mapped(value, torch.clone)
+    return mapped(value, torch.clone)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -85,7 +85,8 @@ def _same_tensor(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b)
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return `value` with its dense tensors and sparse features changed, in `tensors`' order."""
     if isinstance(value, Tensor):
         return change(value)
     if is_sparse_tensor(value):
@@ -95,7 +96,7 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
             fresh.indice_dict = dict(value.indice_dict)
         return fresh
     if isinstance(value, dict):
-        return type(value)((key, _mapped(item, change)) for key, item in value.items())
+        return type(value)((key, mapped(item, change)) for key, item in value.items())
     if isinstance(value, tuple | list):
-        return refilled(type(value), [_mapped(item, change) for item in value])
+        return refilled(type(value), [mapped(item, change) for item in value])
     return value

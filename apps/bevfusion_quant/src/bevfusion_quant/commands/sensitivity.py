@@ -33,6 +33,8 @@ class Sensitivity(RunOptions, FrameOptions):
         precisions: At which each group of layers is measured alone, and which a plan may choose
             beside float: int8, int16 (activations of 16 bits), int4 (weights of 4). By default
             int8, of a run with --weight-bits 4 int4.
+        estimate: Estimate sqnr from gradients, one pass a frame whatever the number of layers,
+            without the second half. A plan is measured all the same.
         alone_only: Leave out the second half of the measurement, each group alone left in float.
         budget: time=1.2 for the best score in 1.2 times the int8 model's estimated time, or
             score=35 for the fastest plan that keeps a score; writes plan.json for ptq --plan.
@@ -44,6 +46,7 @@ class Sensitivity(RunOptions, FrameOptions):
     metric: SensitivityMetric = "sqnr"
     output: SensitivityOutput | None = None
     precisions: tuple[Precision, ...] = ()
+    estimate: bool = False
     alone_only: bool = False
     budget: str | None = None
     plan_rounds: int = 2
@@ -64,6 +67,7 @@ class Sensitivity(RunOptions, FrameOptions):
             output=self.output,
             precisions=self.precisions,
             without=not self.alone_only,
+            estimate=self.estimate,
             budget=self.budget,
             plan_rounds=self.plan_rounds,
             cameras=self.cameras or None,

@@ -169,7 +169,7 @@ def headline(outcome: SensitivityOutcome) -> str:
     table, form = outcome.table, _DIGITS[outcome.table.metric]
     frames = f"{table.batches} frame{'s' * (table.batches != 1)}"
     groups = len(table.rows)
-    title = _TITLES[table.metric]
+    title = _TITLES[table.metric] + (" (layers estimated)" if table.estimated else "")
     text = f"{title} of {outcome.scored}, {frames}, {groups} group{'s' * (groups != 1)}"
     text += f" of layers: float {format(table.float_score, form)}"
     if table.quantized_score is not None:

@@ -18,7 +18,7 @@ from bevfusion_quant.options import SensitivityMetric, SensitivityOutput
 from bevfusion_quant.options import precisions as plan_precisions
 from bevfusion_quant.run import return_freed_memory
 from bevfusion_quant.steps import run_batch
-from bevquant_qnn import SensitivityTable, sensitivity
+from bevquant_qnn import SensitivityTable, estimate_sensitivity, sensitivity
 from bevquant_quantizers import TensorQuantizer, calibrate
 from bevquant_quantizers.ranks import Shards
 
@@ -115,6 +115,7 @@ def measure_sensitivity(
     output: str | None = None,
     precisions: Sequence[str] = ("int8",),
     without: bool = True,
+    estimate: bool = False,
     shards: Shards | None = None,
 ) -> SensitivityTable:
     """Measure what every group of layers loses: `bevquant_qnn.sensitivity` of the detector.
@@ -132,6 +133,7 @@ def measure_sensitivity(
         output: What "sqnr" and "kl" look at; see `sensitivity_output`.
         precisions: At which each group is measured alone: "int4", "int8", "int16".
         without: Measure each group alone in float, too: half of the time.
+        estimate: `bevquant_qnn.estimate_sensitivity` instead, without that half.
         shards: Keeps what is finished while several ranks share the frames.
 
     Raises:
@@ -142,16 +144,16 @@ def measure_sensitivity(
     task = MeanAp(model, batches, config, shards) if metric == "mAP" else None
     if "int16" in precisions:
         _collect(model, batches)
-    return sensitivity(
-        model,
-        FramesInTurn(batches),
-        metric if task is None else task,
-        outputs=(path,) if path else (),
-        precisions=tuple(dict.fromkeys(precisions)),  # type: ignore[arg-type]
-        without=without,
-        reduce=None if task is None else task.reduce,
-        kept=None if shards is None else KeptScores(shards),
-    )
+    frames = FramesInTurn(batches)
+    options: dict[str, Any] = {
+        "outputs": (path,) if path else (),
+        "precisions": tuple(dict.fromkeys(precisions)),
+        "kept": None if shards is None else KeptScores(shards),
+    }
+    if estimate:
+        return estimate_sensitivity(model, frames, **options)
+    options["reduce"] = None if task is None else task.reduce
+    return sensitivity(model, frames, task or metric, without=without, **options)
 
 
 def check_precisions(precisions: Sequence[str]) -> None:

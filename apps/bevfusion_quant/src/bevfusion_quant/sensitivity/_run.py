@@ -202,6 +202,7 @@ def run_sensitivity(
     output: str | None = None,
     precisions: Sequence[str] = (),
     without: bool = True,
+    estimate: bool = False,
     budget: str | None = None,
     plan_rounds: int = ROUNDS,
     cameras: Sequence[str] | None = None,
@@ -221,6 +222,8 @@ def run_sensitivity(
         precisions: At which each group is measured alone: "int4", "int8", "int16"; by default the
             run's own, "int8", or "int4" where its weights have 4 bits.
         without: Measure each group alone in float, too.
+        estimate: Estimate "sqnr" from gradients, without that half; a plan is measured all the
+            same.
         budget: "time=1.2" or "score=35": choose precisions within it.
         plan_rounds: Of measuring plans around the estimated one; see `bevquant_qnn.refine_plan`.
         cameras: Names of the cameras to use; those of the run by default.
@@ -232,6 +235,8 @@ def run_sensitivity(
     """
     if precisions:
         check_precisions(precisions)
+    if estimate and metric != "sqnr":
+        raise InputError(f"--estimate: it is SQNR that is estimated; measure --metric {metric}")
     if plan_rounds < 0:
         raise InputError(f"--plan-rounds {plan_rounds}: it must not be negative")
     limit = None if budget is None else parse_budget(budget)
@@ -271,6 +276,7 @@ def run_sensitivity(
                 output=output,
                 precisions=precisions,
                 without=without,
+                estimate=estimate,
                 shards=shards,
             )
         batches.share_notes(shards)

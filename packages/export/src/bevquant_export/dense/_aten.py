@@ -114,7 +114,7 @@ def _layer(what: str, rest: list[Any], kwargs: dict[str, Any]) -> nn.Module | No
             bias is not None, _sizes(dilation, rank), device="meta",
         )  # fmt: skip
         return _with(made, weight=weight, bias=bias)
-    if what == "linear" and isinstance(rest[0], Tensor):
+    if what == "linear" and isinstance(rest[0], Tensor) and rest[0].dim() == 2:
         weight, bias = _filled(rest, (None, None))
         made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
         return _with(made, weight=weight, bias=bias)
@@ -154,15 +154,17 @@ def _with(module: nn.Module, **tensors: Tensor | None) -> nn.Module:
 # Products, sums, clamps and normalizations as nodes
 
 
-def softmax(graph: Graph, path: str, x: str, axis: int, rank: int) -> str:
-    """A Softmax; before operator set 13 it flattens everything behind its axis."""
+def softmax(
+    graph: Graph, path: str, x: str, axis: int, rank: int, operator: str = "Softmax"
+) -> str:
+    """A Softmax or LogSoftmax; before operator set 13 it flattens everything behind its axis."""
     axis %= rank
     if graph.profile.opset >= 13 or axis == rank - 1:
-        return graph.node("Softmax", path, [x], axis=axis)
+        return graph.node(operator, path, [x], axis=axis)
     order = list(range(rank))
     order[axis], order[-1] = order[-1], order[axis]
     turned = graph.node("Transpose", path, [x], perm=order)
-    made = graph.node("Softmax", path, [turned], axis=rank - 1)
+    made = graph.node(operator, path, [turned], axis=rank - 1)
     return graph.node("Transpose", path, [made], perm=order)
 
 

@@ -147,6 +147,7 @@ _BINARY = {
     "imul": "Mul", "truediv": "Div", "div": "Div", "maximum": "Max", "minimum": "Min",
     "pow": "Pow",
 }  # fmt: skip
+_SOFTMAX = {"softmax": "Softmax", "log_softmax": "LogSoftmax"}
 
 
 def float_operation(
@@ -160,6 +161,8 @@ def float_operation(
         read: Value of the program to its float tensor in the file.
         source: The program and its sizes.
     """
+    if any(source.dtype(name) == torch.float64 for name in step.inputs):
+        return None  # constants of the nodes below are float32
     if step.module is not None:
         return _module(graph, step, read, source)
     if source.counts(step):
@@ -171,15 +174,16 @@ def float_operation(
         if None not in operands:
             return graph.node(_BINARY[what], path, [str(name) for name in operands])
         return None
-    if len(args) == 1 and not kwargs:
+    if len(args) == 1 and not kwargs and isinstance(args[0], Ref):
         made = unary(graph, path, read(args[0].name), what)
         if made is not None:
             return made
-    if what == "softmax":
+    if what in _SOFTMAX:
         axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if axis is None:
             return None
-        return softmax(graph, path, read(args[0].name), int(axis), len(source.shapes[args[0].name]))
+        x, rank = read(args[0].name), len(source.shapes[args[0].name])
+        return softmax(graph, path, x, int(axis), rank, _SOFTMAX[what])
     if what in NAMED:
         return NAMED[what](graph, replace(step, args=args, kwargs=kwargs), read, source)
     call = grid_call(what, args, kwargs)
@@ -197,8 +201,9 @@ def _module(graph: Graph, step: Step, read: Callable[[str], str], source: Source
     made = elementwise(graph, path, x, module, rank)
     if made is not None:
         return made
-    if layer_class(module, nn.Softmax) and module.dim is not None:
-        return softmax(graph, path, x, int(module.dim), rank)
+    if layer_class(module, nn.Softmax, nn.LogSoftmax) and module.dim is not None:
+        operator = "Softmax" if layer_class(module, nn.Softmax) else "LogSoftmax"
+        return softmax(graph, path, x, int(module.dim), rank, operator)
     if layer_class(module, _BatchNorm):
         return _batch_norm(graph, path, x, module)
     if layer_class(module, nn.GroupNorm):

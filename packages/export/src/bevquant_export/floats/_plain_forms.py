@@ -9,9 +9,12 @@
   been rounded up to the next whole number: a point in the voxel beside its own.
 - ``fold`` (col2im): a permutation where patches lie side by side, else a transposed convolution
   with kernels of zeros and a one. Col2Im is of operator set 18, and TensorRT has none.
-- ``index_add`` and ``index_put`` that sum, in place too: a ``scatter_add``, whose order no runtime
-  changes; for engines whose scatters do not sum, products with a matrix of zeros and ones
-  (`_scatter_sums`).
+- ``index_add``, ``index_put`` and ``scatter_reduce`` that sum or take means, in place too: a
+  ``scatter_add``, whose order no runtime changes; for engines whose scatters do not sum, products
+  with a matrix of zeros and ones (`_scatter_sums`).
+- ``hstack``, ``vstack``, ``dstack`` and ``column_stack``: a ``cat`` of what `torch.atleast_1d` and
+  its like make of the tensors. torch's exporter asks for the rank of each in the file.
+- ``hypot``, ``fmax`` and ``fmin``, ``cross``: by their formulas.
 - ``inverse`` of up to four rows, and ``linalg.solve`` for matrices by it: camera geometry inverts
   intrinsics and poses. A⁻¹ = adj(A) / det(A), adj(A)ᵢⱼ = (−1)ⁱ⁺ʲ det(A without row j and column i),
   with determinants expanded along their first row (Laplace): as exact as an LU decomposition where
@@ -63,7 +66,9 @@ class PlainForms(TorchFunctionMode):
         self._forms: dict[str, Callable[..., Tensor | None]] = {
             "atan2": _atan2, "arctan2": _atan2, "nan_to_num": _nan_to_num, "argsort": _argsort,
             "col2im": _fold, "inverse": _inverse, "linalg_inv": _inverse, "linalg_solve": _solve,
-            **_QUOTIENTS,
+            "cross": _cross, "linalg_cross": _linalg_cross, "hypot": _hypot,
+            "fmax": partial(_known_of, torch.maximum), "fmin": partial(_known_of, torch.minimum),
+            **_QUOTIENTS, **_STACKS,
         }  # fmt: skip
         sums = ORDERED_SUMS if scatter_sums else SCATTER_SUMS
         self._forms |= sums
@@ -110,6 +115,43 @@ def _atan2(y: Tensor, x: Tensor) -> Tensor:
 
 def _negative(x: Tensor) -> Tensor:
     return (x < 0) | (x.reciprocal() < 0)
+
+
+def _cross(a: Tensor, b: Tensor, dim: int | None = None) -> Tensor:
+    if dim is None:  # the first axis of size 3
+        dim = [int(size) for size in a.shape].index(3)
+    return a.roll(-1, dim) * b.roll(-2, dim) - a.roll(-2, dim) * b.roll(-1, dim)
+
+
+def _linalg_cross(a: Tensor, b: Tensor, *, dim: int = -1) -> Tensor:
+    return _cross(a, b, dim)
+
+
+def _hypot(x: Tensor, y: Tensor) -> Tensor:
+    low, high = torch.minimum(x.abs(), y.abs()), torch.maximum(x.abs(), y.abs())
+    return high * torch.sqrt(1 + (low / torch.where(high > 0, high, torch.ones_like(high))) ** 2)
+
+
+def _known_of(choose: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """The one of two that is a number, or the one that is chosen."""
+    return torch.where(x != x, y, torch.where(y != y, x, choose(x, y)))
+
+
+def _stacked(raised: Callable[..., Any], axis: int, tensors: Sequence[Tensor]) -> Tensor:
+    parts = [raised(tensor) for tensor in tensors]
+    return torch.cat(parts, min(axis, parts[0].dim() - 1))
+
+
+def _column(x: Tensor) -> Tensor:
+    return x.reshape(-1, 1) if x.dim() < 2 else x
+
+
+_STACKS = {
+    "hstack": partial(_stacked, torch.atleast_1d, 1),
+    "vstack": partial(_stacked, torch.atleast_2d, 0),
+    "dstack": partial(_stacked, torch.atleast_3d, 2),
+    "column_stack": partial(_stacked, _column, 1),
+}
 
 
 def _nan_to_num(

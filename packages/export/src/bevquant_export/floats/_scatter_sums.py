@@ -11,12 +11,16 @@ column for each value; ``index_put(y, (i, j), x, accumulate=True)`` the same at 
 places below zero count from the end. In a ``scatter_add`` each value has a place of its own, so
 that there is a matrix for each column of x. Places × values are its entries: a small grid fits; one
 of a car's surroundings does not, and is refused.
+
+``scatter_reduce`` that sums is a ``scatter_add``; its mean is one of the values over one of ones,
+which no version of ONNX has by itself.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +41,28 @@ def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
     x, index, src = (t.movedim(dim, 0) for t in (x, index, src))
     places = torch.arange(x.shape[0], device=x.device).view([-1] + [1] * x.dim())
     return (x + ((index == places).to(x.dtype) * src).sum(1)).movedim(0, dim)
+
+
+def _scatter_reduce(
+    add: Callable[[Tensor, int, Tensor, Tensor], Tensor],
+    x: Tensor,
+    dim: int,
+    index: Tensor,
+    src: Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Tensor | None:
+    if reduce not in ("sum", "mean"):
+        return None
+    if reduce == "sum" and include_self:
+        return add(x, dim, index, src)
+    counts = add(torch.zeros_like(x), dim, index, torch.ones_like(src))
+    own = x if include_self else torch.where(counts > 0, torch.zeros_like(x), x)
+    total = add(own, dim, index, src)
+    if reduce == "sum":
+        return total
+    return total / (counts + 1 if include_self else counts.clamp(min=1))
 
 
 def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
@@ -129,7 +155,9 @@ def _example(size: Any) -> int:
 
 ORDERED_SUMS: dict[str, Callable[..., Tensor | None]] = {
     "index_add": _ordered_index_add, "index_put": _ordered_index_put,
+    "scatter_reduce": partial(_scatter_reduce, torch.scatter_add),
 }  # fmt: skip
 SCATTER_SUMS: dict[str, Callable[..., Tensor | None]] = {
     "scatter_add": _scatter_add, "index_add": _index_add, "index_put": _index_put,
+    "scatter_reduce": partial(_scatter_reduce, _scatter_add),
 }  # fmt: skip

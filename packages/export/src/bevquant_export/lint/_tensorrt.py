@@ -173,6 +173,8 @@ def _bias(graph: Graph, node: Node) -> Iterator[Finding]:
         return  # a constant by another name, which the parser folds
     if tensor is None and (name in graph.producers or graph.sees(name)):
         maker = graph.producers.get(name)
+        if node.op == "Gemm" and (maker is None or maker.op != "DequantizeLinear"):
+            return  # a matrix that is added: the parser makes a sum of it
         source = quoted(maker.op) if maker is not None else "outside"
         yield BIAS.found(node.name, f"its bias comes from {source}")
     elif tensor is not None and tensor.data_type not in (1, 10):

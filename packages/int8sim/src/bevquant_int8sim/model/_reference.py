@@ -113,6 +113,9 @@ class GraphRun:
             return self._opaque(node, args)
         # Values may lie in another order than in the model.
         target: Any = _VIEWS.get(node.target, node.target)
+        if node.target is torch.ops.aten.as_strided.default:  # counts in memory
+            strided: Any = args[0]
+            args = (strided.contiguous(), *args[1:])
         if self.channels_last and getattr(target, "overloadpacket", None) in _CONVOLUTIONS:
             args = (_channels_last(args[0]), *args[1:])
         return target(*args, **kwargs)
