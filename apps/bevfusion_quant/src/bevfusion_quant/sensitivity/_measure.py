@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import get_args
+from typing import Any, get_args
 
 from torch import nn
 
