@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from bevfusion.quantization import Judgement
 from bevfusion_quant.bpu import BpuComparison, BpuEstimate, BpuLayer, BpuOutcome, BpuStage
-from bevfusion_quant.measure import Judgement
 from bevquant_hybrid.partition import Plan, PlanNode, number_segments
 from bevquant_hybrid_tools.performance import LayerEstimate, load_chip_figures
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from bev_scenes import street_frame
 from bevfusion.model import CONFIGS, PART_PATHS, PARTS, build_model
+from bevfusion.quantization import expand_patterns, fuse_detector
 from bevfusion_quant.ptq import (
     Branch,
     FrameBatches,
@@ -20,8 +21,6 @@ from bevfusion_quant.ptq import (
     quantize_branch,
     quantized_parts,
 )
-from bevfusion_quant.steps import _load_run, expand_patterns
-from bevquant_fusion import fuse_model
 from bevquant_quantizers import TensorQuantizer
 
 TINY = CONFIGS["tiny"]
@@ -39,17 +38,13 @@ def test_a_runs_folded_modules_follow_from_its_weights(
 ) -> None:
     """By structure where that leaves what the run has weights for, else by capturing."""
     captured: list[str] = []
-    monkeypatch.setattr(
-        _load_run, "fuse_branch", lambda *args: captured.append("") or fuse_branch(*args)
-    )
+    parts = "bevfusion.quantization._parts"
+    monkeypatch.setattr(f"{parts}.fuse_parts", lambda *args, **given: captured.append("") or fused)
     model, example, state = build_model(TINY).eval(), example_batch(TINY), fused.state_dict()
-    assert repr(_load_run._folded(model, example, state)) == repr(fused)
+    assert repr(fuse_detector(model, example, state).model) == repr(fused)
     assert not captured
-    monkeypatch.setattr(
-        "bevquant_fusion.fuse_model",
-        lambda m, **given: fuse_model(m, **given) if given else SimpleNamespace(model=m),
-    )
-    assert repr(_load_run._folded(model, example, state)) == repr(fused)
+    monkeypatch.setattr(f"{parts}.fuse_model", lambda m: SimpleNamespace(model=m))
+    assert fuse_detector(model, example, state) is fused
     assert captured
 
 

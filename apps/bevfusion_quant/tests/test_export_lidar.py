@@ -20,9 +20,9 @@ import spconv_at_hand  # noqa: F401
 from without_pictures import without_pictures
 
 from bev_data.points import read_frames
+from bevfusion.deployment import SetExport
 from bevfusion.model import CONFIGS
 from bevfusion_quant.cli import main
-from bevfusion_quant.export import _export
 from bevfusion_quant.ptq import FrameBatches, load_run
 from bevquant_export import with_half_constants
 from bevquant_int8sim import simulate
@@ -165,7 +165,7 @@ def test_a_missing_library_is_named_with_its_extra(
 ) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        _export.importlib.util, "find_spec", lambda name: None if name == library else found(name)
+        importlib.util, "find_spec", lambda name: None if name == library else found(name)
     )
     message = refused(runs, "", capsys)
     assert f"export needs {library}" in message
@@ -189,25 +189,25 @@ def test_an_interrupted_export_leaves_nothing(
         assert list(runs.glob(".export.*/onnx/*.onnx"))  # a file is there already
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_export, "file_layers", interrupted)
+    monkeypatch.setattr(SetExport, "check", interrupted)
     assert "interrupted: nothing half-written is left" in refused(runs, "", capsys)
     assert not list(runs.glob(".*"))
 
 
 @pytest.fixture
-def spoiling(monkeypatch: pytest.MonkeyPatch) -> None:
+def spoiling(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every weight of the last layer changes its sign between writing and checking."""
-    write = _export.write_piece
+    check = SetExport.check
 
-    def spoiled(*args: object, **kwargs: object) -> object:
-        written = write(*args, **kwargs)
-        proto = onnx.load(written.path)
+    def spoiled(made: SetExport) -> None:
+        (path,) = runs.glob(".bad.*/onnx/*.onnx")
+        proto = onnx.load(path)
         last = [c for c in proto.graph.initializer if c.name.endswith(".weight")][-1]
         last.raw_data = (np.frombuffer(last.raw_data, np.float16) * np.float16(-1)).tobytes()
-        onnx.save(proto, written.path)
-        return written
+        onnx.save(proto, path)
+        check(made)
 
-    monkeypatch.setattr(_export, "write_piece", spoiled)
+    monkeypatch.setattr(SetExport, "check", spoiled)
 
 
 @pytest.mark.usefixtures("spoiling")

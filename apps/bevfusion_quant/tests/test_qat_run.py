@@ -77,7 +77,7 @@ def start(runs: Path) -> LoadedRun:
 @pytest.fixture
 def quick_load(start: LoadedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hand out copies of the loaded run: following its data flow anew takes a second."""
-    monkeypatch.setattr("bevfusion_quant.qat._run.load_run", lambda run: copy.deepcopy(start))
+    monkeypatch.setattr("bevfusion_quant.qat.load_run", lambda run: copy.deepcopy(start))
 
 
 def qat(runs: Path, to: Path, run: str | Path = "ptq", **given: Any) -> QatResult:
@@ -313,7 +313,7 @@ def test_a_plan_stays_obeyed(
     assert {bits for off, bits in kinds if not off} == {8, 16}
     assert any(off for off, _ in kinds)
     loaded = LoadedRun(as_settings(ModelSettings, config), copy.deepcopy(start.float_model), model)
-    monkeypatch.setattr("bevfusion_quant.qat._run.load_run", lambda run: loaded)
+    monkeypatch.setattr("bevfusion_quant.qat.load_run", lambda run: loaded)
     result = qat(runs, tmp_path, planned, steps=1, batch=1)
     assert (result.folder / "plan.json").read_bytes() == (planned / "plan.json").read_bytes()
     after = named_quantizers(load_run(result.folder).quantized_model)

@@ -15,7 +15,7 @@ from matplotlib.colors import Colormap, ListedColormap
 from matplotlib.figure import Figure
 
 from bevfusion.model import LidarConfig
-from bevfusion_quant.measure import StageMaps, short_names
+from bevfusion.quantization import StageMaps, short_names
 from bevquant_qnn import LayerRow
 
 __all__ = ["bev_picture", "layer_picture"]

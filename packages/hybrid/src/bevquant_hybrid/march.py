@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 __all__ = [
     "HAS_QINT4",
     "JOINS_AT_ONE_SCALE",
@@ -11,6 +14,7 @@ __all__ = [
     "get_march",
     "require_march",
     "set_march",
+    "use_march",
 ]
 
 
@@ -69,6 +73,29 @@ def set_march(march: str) -> None:
 def get_march() -> str | None:
     """Return the march set last, or None where none was set."""
     return _chosen[0] if _chosen else None
+
+
+@contextmanager
+def use_march(march: str) -> Iterator[None]:
+    """Choose the march for a block; what was chosen before comes back behind it.
+
+    Raises:
+        ValueError: No march of that name.
+
+    Example:
+        >>> set_march("BAYES")
+        >>> with use_march("bayes-e"):
+        ...     get_march()
+        'bayes-e'
+        >>> get_march()
+        'bayes'
+    """
+    before = list(_chosen)
+    set_march(march)
+    try:
+        yield
+    finally:
+        _chosen[:] = before
 
 
 def require_march(caller: str) -> str:

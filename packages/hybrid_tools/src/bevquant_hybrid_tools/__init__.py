@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bevquant_hybrid_tools import by_layer, drawing, performance, quant_profiler, suggestion
+from bevquant_hybrid_tools import by_layer, drawing, forms, performance, quant_profiler, suggestion
 from bevquant_hybrid_tools._visualize import visualize_model, visualize_partition
 from bevquant_hybrid_tools.performance import perf_model
 from bevquant_hybrid_tools.suggestion import CpuMove, CpuSuggestion, suggest_cpu
@@ -12,6 +12,7 @@ __all__ = [
     "CpuSuggestion",
     "by_layer",
     "drawing",
+    "forms",
     "perf_model",
     "performance",
     "quant_profiler",

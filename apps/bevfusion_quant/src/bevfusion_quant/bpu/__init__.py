@@ -1,8 +1,14 @@
 """BEVFusion for a Horizon BPU: dense parts in integers there, the rest in float on the CPU."""
 
-from bevfusion_quant.bpu._compare import Models, compare_forms
-from bevfusion_quant.bpu._prepare import SplitUnits
-from bevfusion_quant.bpu._quantize import Forms, calibrating_form, for_march
+from bevfusion.deployment import SplitModel
+from bevfusion_quant.bpu._compare import compare_forms
+from bevfusion_quant.bpu._prepare import (
+    Models,
+    SplitUnits,
+    bpu_parts,
+    calibrating_form,
+    for_march,
+)
 from bevfusion_quant.bpu._run import (
     BpuResult,
     LoadedBpuRun,
@@ -10,16 +16,14 @@ from bevfusion_quant.bpu._run import (
     run_bpu,
     run_bpu_evaluate,
 )
-from bevfusion_quant.bpu._units import SplitModel, bpu_parts
 from bevfusion_quant.options import BpuConfig, MarchName
 from bevfusion_quant.results import (
     BpuComparison,
-    BpuEstimate,
-    BpuLayer,
     BpuOutcome,
     BpuStage,
     bpu_text,
 )
+from bevquant_hybrid_tools.forms import BpuEstimate, BpuLayer, Forms
 
 __all__ = [
     "BpuComparison",

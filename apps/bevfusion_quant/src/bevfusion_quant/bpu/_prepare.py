@@ -2,24 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from bevfusion.deployment import UNIT_PREFIXES, SplitModel, bpu_units
 from bevfusion.model import PART_PATHS, Batch, BEVFusion
-from bevfusion_quant.bpu._compare import Models
-from bevfusion_quant.bpu._quantize import Forms, calibrating_form, finished_forms, names_on_cpu
-from bevfusion_quant.bpu._units import PREFIXES, SplitModel, bpu_parts, bpu_units
-from bevfusion_quant.options import BpuConfig, Branch
-from bevfusion_quant.results import BpuEstimate
-from bevfusion_quant.steps import why_float
-from bevquant_hybrid.partition import Plan, PlanNode, number_segments
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.options import BpuConfig
+from bevfusion_quant.steps import expand_patterns, why_float
+from bevquant_hybrid.march import use_march
+from bevquant_hybrid.partition import Plan, PlanComposer
 from bevquant_hybrid.quantization import fuse_fx
-from bevquant_hybrid_tools.by_layer import estimate_by_layer, plan_by_layer
-from bevquant_hybrid_tools.performance import load_chip_figures
+from bevquant_hybrid_tools import forms as dense
+from bevquant_hybrid_tools.forms import BpuEstimate, Forms, finished_forms, run_noting
+
+_PARTS: dict[str, tuple[str, ...]] = {
+    "camera": ("camera",),
+    "fuser": ("fuser",),
+    "decoder": ("decoder",),
+    "all": ("camera", "fuser", "decoder"),
+}
+_NO_BPU_PART = {
+    "lidar": "its sparse convolutions have no BPU form",
+    "head": "its attention and its choice of queries run on the CPU",
+}
+
+
+def bpu_parts(branch: str) -> tuple[str, ...]:
+    """The parts of the model that run on the BPU, wholly or but for what follows the neck.
+
+    Raises:
+        InputError: The branch has no part that a BPU could run.
+
+    Example:
+        >>> bpu_parts("all")
+        ('camera', 'fuser', 'decoder')
+    """
+    if branch not in _PARTS:
+        raise InputError(
+            f"--target bpu has nothing to do for --branch {branch}: {_NO_BPU_PART[branch]}; choose "
+            f"--branch {', '.join(_PARTS)} (with --dataset, as they read images), or leave "
+            "--target bpu out"
+        )
+    return _PARTS[branch]
+
+
+class Models(NamedTuple):
+    """The model three times; the parts on the CPU are the same modules."""
+
+    real: SplitModel
+    fake: SplitModel
+    integer: SplitModel
+
 
 _WHY_CPU = {
     "lidar": "sparse convolutions, where a BPU has dense ones alone",
@@ -30,102 +69,61 @@ _WHY_CPU = {
 }
 
 
-def compose_plan(
-    model: BEVFusion,
-    units: Mapping[str, Plan],
-    branch: str,
-    march: str,
-    shapes: Mapping[str, tuple[int, ...]],
-) -> Plan:
-    """One plan: sensors, units on the BPU, the parts on the CPU between them.
+@contextmanager
+def for_march(march: str) -> Iterator[None]:
+    """`use_march`, under the name of the option.
 
-    Args:
-        model: Says which parts there are.
-        units: By unit, "camera" and "bev".
-        branch: What the run puts on the BPU.
-        march: The BPU.
-        shapes: Of the inputs "images", "depth" and "voxels", and of every stage's result.
+    Raises:
+        InputError: No such march.
     """
-    made = _Composer(model, units, cast(Branch, branch), shapes)
-    maps = []
-    if "camera" in model.parts:
-        maps.append(made.camera())
-    if "lidar" in model.parts:
-        voxels = made.source("voxels")
-        path = f"{PART_PATHS['lidar']}.backbone"
-        maps.append(made.on_cpu("LiDAR encoder", path, "lidar", _WHY_CPU["lidar"], voxels))
-    x = made.decoded(*maps)
-    if model.heads is not None:
-        x = made.on_cpu("head", PART_PATHS["head"], "head", _WHY_CPU["head"], x)
-    nodes = [*made.nodes, PlanNode("output", "output", inputs=(x,))]
-    notes = tuple(note for plan in units.values() for note in plan.warnings)
-    return Plan(march, number_segments(nodes), notes)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(use_march(march))
+        except ValueError as error:
+            raise InputError(f"--march {march}: {error}") from error
+        yield
 
 
-@dataclass
-class _Composer:
-    """The nodes so far; every method adds some and answers the last one's name."""
+def calibrating_form(fused: nn.Module, method: str, on_cpu: Iterable[str]) -> Any:
+    """`bevquant_hybrid_tools.forms.calibrating_form`, under the name of the option.
 
-    model: BEVFusion
-    units: Mapping[str, Plan]
-    branch: Branch
-    shapes: Mapping[str, tuple[int, ...]]
-    nodes: list[PlanNode] = field(default_factory=list)
-
-    def source(self, name: str) -> str:
-        self.nodes.append(PlanNode(name, "input", shape=self.shapes.get(name)))
-        return name
-
-    def on_cpu(self, name: str, path: str, stage: str, why: str, *inputs: str) -> str:
-        kind, shape = type(self.model.get_submodule(path)).__name__, self.shapes.get(stage)
-        self.nodes.append(PlanNode(name, "operator", "CPU", why, kind, path, inputs, shape))
-        return name
-
-    def unit(self, name: str, *inputs: str) -> str:
-        plan = self.units[name]
-        placeholders = [node.name for node in plan.nodes if node.kind == "input"]
-        given = dict(zip(placeholders, inputs, strict=True))
-        last = ""
-        for node in plan.nodes:
-            sources = tuple(given.get(source, source) for source in node.inputs)
-            if node.kind == "output":
-                (last,) = sources
-            elif node.kind != "input":
-                self.nodes.append(replace(node, inputs=sources))
-        return last
-
-    def camera(self) -> str:
-        path, images = PART_PATHS["camera"], self.source("images")
-        if "camera" in bpu_parts(self.branch):
-            x = self.unit("camera", images)
-        else:
-            why = why_float("camera", self.branch)
-            x = self.on_cpu("camera backbone", f"{path}.backbone", "", why, images)
-            x = self.on_cpu("camera neck", f"{path}.neck", "neck", why, x)
-        depth, why = self.source("depth"), _WHY_CPU["vtransform"]
-        return self.on_cpu("view transform", f"{path}.vtransform", "camera", why, x, depth)
-
-    def decoded(self, *maps: str) -> str:
-        parts = bpu_parts(self.branch)
-        x = maps[0]
-        if "fuser" in parts:
-            x = self.unit("bev", *maps)
-        elif self.model.fuser is not None:
-            why = why_float("fuser", self.branch)
-            x = self.on_cpu("fuser", PART_PATHS["fuser"], "fuser", why, *maps)
-        if self.model.decoder is None:
-            return x
-        if "decoder" not in parts:
-            why, path = why_float("decoder", self.branch), PART_PATHS["decoder"]
-            x = self.on_cpu("decoder backbone", f"{path}.backbone", "", why, x)
-            return self.on_cpu("decoder neck", f"{path}.neck", "decoder", why, x)
-        return x if "fuser" in parts else self.unit("bev", x)
+    Raises:
+        InputError: Another method.
+    """
+    try:
+        return dense.calibrating_form(fused, method, on_cpu)
+    except ValueError as error:
+        if method in dense.OBSERVERS:
+            raise
+        raise InputError(f"--method {error}") from error
 
 
-Shape = tuple[int, ...]
+def names_on_cpu(
+    model: BEVFusion, units: Mapping[str, nn.Module], exclude: Iterable[str]
+) -> dict[str, list[str]]:
+    """Modules of each unit that `exclude` names, as paths within the unit.
+
+    Raises:
+        InputError: A pattern that names nothing on the BPU.
+    """
+    found: dict[str, list[str]] = {name: [] for name in units}
+    for given in exclude:
+        before = sum(map(len, found.values()))
+        for pattern in expand_patterns(model, [given]):
+            for name, unit in units.items():
+                found[name] += [
+                    path
+                    for path, _ in unit.named_modules()
+                    if path and fnmatchcase(UNIT_PREFIXES[name] + path, pattern)
+                ]
+        if sum(map(len, found.values())) == before:
+            raise InputError(
+                f"--exclude {given}: it names nothing that runs on the BPU; bevfusion-quant tree "
+                "prints the modules' paths"
+            )
+    return found
 
 
-@dataclass(eq=False)
 class SplitUnits:
     """The units of a model on their way to the BPU; the march must be set.
 
@@ -134,15 +132,13 @@ class SplitUnits:
         config: What the run does.
     """
 
-    model: BEVFusion
-    config: BpuConfig
-
-    def __post_init__(self) -> None:
-        self.parts = bpu_parts(self.config.branch)
-        self.units = bpu_units(self.model, self.config.branch)
-        self.on_cpu = names_on_cpu(self.model, self.units, self.config.exclude)
+    def __init__(self, model: BEVFusion, config: BpuConfig) -> None:
+        self.model, self.config = model, config
+        self.parts = bpu_parts(config.branch)
+        self.units = bpu_units(model, self.parts)
+        self.on_cpu = names_on_cpu(model, self.units, config.exclude)
         self.fused: dict[str, Any] = {name: fuse_fx(unit) for name, unit in self.units.items()}
-        self.shapes: dict[str, Shape] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
 
     def calibrating(self) -> dict[str, Any]:
         """Graphs that count activations while float values pass through them."""
@@ -153,7 +149,7 @@ class SplitUnits:
 
     def run(self, graphs: Mapping[str, Any], batches: Iterable[Batch]) -> None:
         """Run the whole model with the graphs in it; the shapes of its stages are kept."""
-        split = SplitModel(self.model, graphs, self.parts)
+        split = SplitModel(self.model, graphs, self.parts, run_noting)
 
         def keep(name: str, value: Tensor) -> None:
             self.shapes.setdefault(name, tuple(value.shape))
@@ -176,7 +172,7 @@ class SplitUnits:
             name: finished_forms(
                 self.fused[name], graph, self.on_cpu[name],
                 state_of(name) if state_of else None,
-                PREFIXES[name],
+                UNIT_PREFIXES[name],
             )
             for name, graph in calibrated.items()
         }  # fmt: skip
@@ -188,35 +184,64 @@ class SplitUnits:
             {name: form.fake_graph for name, form in forms.items()},
             {name: form.integer_graph for name, form in forms.items()},
         )
-        return Models(*(SplitModel(self.model, g, self.parts).eval() for g in graphs))
+        return Models(*(SplitModel(self.model, g, self.parts, run_noting).eval() for g in graphs))
 
     def plan(self, forms: Mapping[str, Forms]) -> Plan:
-        """Where everything in the model runs."""
-        march = self.config.march
-        plans = {
-            name: plan_by_layer(
-                form.fake_graph, march, self._inputs(name),
-                prefix=form.prefix,
-                on_cpu=dict.fromkeys(self.on_cpu[name], "--exclude names it"),
-            )
+        """Where everything in the model runs: sensors, units, and on the CPU what lies between."""
+        model, march, parts = self.model, self.config.march, self.parts
+        made = PlanComposer(march)
+        units = {
+            name: form.plan(march, self._inputs(name), "--exclude names it")
             for name, form in forms.items()
-        }  # fmt: skip
-        return compose_plan(self.model, plans, self.config.branch, march, self.shapes)
+        }
+
+        def source(name: str) -> str:
+            return made.source(name, self.shapes.get(name))
+
+        def on_cpu(name: str, part: str, below: str, stage: str, *inputs: str) -> str:
+            path = f"{PART_PATHS[part]}{below}"
+            why = _WHY_CPU.get(below.removeprefix(".")) or _WHY_CPU.get(part)
+            return made.on_cpu(
+                name, *inputs,
+                reason=why or why_float(part, self.config.branch),
+                operator=type(model.get_submodule(path)).__name__,
+                path=path,
+                shape=self.shapes.get(stage),
+            )  # fmt: skip
+
+        maps = []
+        if "camera" in model.parts:
+            x = source("images")
+            if "camera" in parts:
+                x = made.unit(units["camera"], x)
+            else:
+                x = on_cpu("camera backbone", "camera", ".backbone", "", x)
+                x = on_cpu("camera neck", "camera", ".neck", "neck", x)
+            depth = source("depth")
+            maps.append(on_cpu("view transform", "camera", ".vtransform", "camera", x, depth))
+        if "lidar" in model.parts:
+            voxels = source("voxels")
+            maps.append(on_cpu("LiDAR encoder", "lidar", ".backbone", "lidar", voxels))
+        x = maps[0]
+        if "fuser" in parts:
+            x = made.unit(units["bev"], *maps)
+        elif model.fuser is not None:
+            x = on_cpu("fuser", "fuser", "", "fuser", *maps)
+        if model.decoder is not None and "decoder" not in parts:
+            x = on_cpu("decoder backbone", "decoder", ".backbone", "", x)
+            x = on_cpu("decoder neck", "decoder", ".neck", "decoder", x)
+        elif model.decoder is not None and "fuser" not in parts:
+            x = made.unit(units["bev"], x)
+        if model.heads is not None:
+            x = on_cpu("head", "head", "", "head", x)
+        return made.plan(x)
 
     def estimates(self, forms: Mapping[str, Forms]) -> dict[str, BpuEstimate]:
         """What each unit costs, estimated."""
         march = self.config.march
-        figures = load_chip_figures(march)
-        return {
-            name: BpuEstimate(
-                figures, 1, *estimate_by_layer(
-                    form.integer_graph, form.labels, march, self._inputs(name)
-                )
-            )
-            for name, form in forms.items()
-        }  # fmt: skip
+        return {name: form.estimate(march, self._inputs(name)) for name, form in forms.items()}
 
-    def _inputs(self, unit: str) -> list[Shape]:
+    def _inputs(self, unit: str) -> list[tuple[int, ...]]:
         """Shapes of a unit's inputs."""
         if unit == "camera":
             return [self.shapes["images"]]

@@ -12,20 +12,20 @@ from torch import Tensor, fx, nn
 
 from bev_data.metrics import AccuracyTally, Bootstrap
 from bev_data.points import Frame
+from bevfusion.deployment import UNIT_PREFIXES
 from bevfusion.evaluation import PoorData, accuracy_tally, data_findings
 from bevfusion.model import CONFIGS, PART_PATHS, BEVFusion, build_model
+from bevfusion.quantization import relative_change, whole_output
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.bpu._compare import Models, compare_forms
-from bevfusion_quant.bpu._prepare import SplitUnits
-from bevfusion_quant.bpu._quantize import Forms, for_march
-from bevfusion_quant.bpu._units import PREFIXES, bpu_parts
+from bevfusion_quant.bpu._compare import compare_forms
+from bevfusion_quant.bpu._prepare import Models, SplitUnits, bpu_parts, for_march
 from bevfusion_quant.frames import FrameBatches, finding_lines
-from bevfusion_quant.measure import relative_change, whole_output
 from bevfusion_quant.options import BpuConfig, Place
 from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.results import BpuOutcome
 from bevfusion_quant.run import Clock, RunRecord, new_run, sha256
 from bevfusion_quant.steps import built_parts, fill_weights, quantized_parts, read_model_settings
+from bevquant_hybrid_tools.forms import Forms
 from bevquant_quantizers.documents import read_tensors, write_tensors, write_whole
 
 WEIGHTS = "weights.safetensors"
@@ -305,7 +305,7 @@ def folding_record(units: SplitUnits, change: float) -> dict[str, Any]:
     """Batch norms of the units and the convolutions that took them; `change` of the output."""
     folded, kept = [], []
     for name, unit in units.units.items():
-        stem = PREFIXES[name]
+        stem = UNIT_PREFIXES[name]
         left = dict(units.fused[name].named_modules())
         modules = dict(unit.named_modules())
         for node in fx.symbolic_trace(unit).graph.nodes:

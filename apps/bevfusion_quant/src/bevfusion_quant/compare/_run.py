@@ -16,6 +16,7 @@ from bev_data.metrics import Accuracy, AccuracyTally, Bootstrap
 from bev_data.points import Frame
 from bevfusion.evaluation import accuracy_tally, tally_models
 from bevfusion.model import CONFIGS, Batch, BEVFusion, build_model
+from bevfusion.quantization import relative_change, whole_output
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.compare._comparison import (
     ComparedRun,
@@ -23,9 +24,7 @@ from bevfusion_quant.compare._comparison import (
     write_comparison_page,
 )
 from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.integer import check_backend
-from bevfusion_quant.integer._simulation import lowered
-from bevfusion_quant.measure import relative_change, whole_output
+from bevfusion_quant.integer import check_backend, lowered
 from bevfusion_quant.options import Place
 from bevfusion_quant.run import Clock, new_run
 from bevfusion_quant.steps import ModelSettings, load_run, read_model_settings

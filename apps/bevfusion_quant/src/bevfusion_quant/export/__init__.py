@@ -1,9 +1,21 @@
 """A run's model as ONNX files: written, linted, run and held against the integer model."""
 
-from bevfusion.deployment import FilePart, bpu_files, nvidia_files, walk, watching
-from bevfusion_quant.export._export import ONNX_FOLDER, export_model, missing_libraries
+from bevfusion.deployment import (
+    FilePart,
+    bpu_files,
+    nvidia_files,
+    outputs_of,
+    walk,
+    watching,
+    write_piece,
+)
+from bevfusion_quant.export._export import (
+    ONNX_FOLDER,
+    export_model,
+    missing_libraries,
+    nvidia_pieces,
+)
 from bevfusion_quant.export._run import ExportResult, export_run
-from bevfusion_quant.export._write import nvidia_pieces, outputs_of, write_piece
 from bevfusion_quant.options import ExportTarget
 from bevfusion_quant.results import (
     ExportedFile,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -10,16 +11,22 @@ from typing import TYPE_CHECKING, Any, Unpack
 from torch import nn
 
 from bev_data.points import Frame
-from bevfusion.deployment import LIDAR, FilePart, bpu_files
+from bevfusion.deployment import (
+    LIDAR,
+    ExportedFile,
+    Figures,
+    FilePart,
+    Piece,
+    bpu_files,
+    join_figures,
+)
 from bevfusion.model import CONFIGS, BEVFusion
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.export._check import beside_bpu_layers
 from bevfusion_quant.export._export import ONNX_FOLDER, check_libraries, export_model, export_pieces
-from bevfusion_quant.export._write import Piece
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import Place
 from bevfusion_quant.report import write_found
-from bevfusion_quant.results import ExportedSet
+from bevfusion_quant.results import BpuLayer, ExportedSet
 from bevfusion_quant.run import Clock, new_run
 from bevfusion_quant.steps import (
     PLAN_FILE,
@@ -81,6 +88,28 @@ def export_bpu(
     }
     files = beside_bpu_layers(exported.files, compared.layers, paths)
     return replace(exported, files=files), batches
+
+
+def beside_bpu_layers(
+    files: Iterable[ExportedFile], rows: Sequence[BpuLayer], paths: Mapping[str, str]
+) -> tuple[ExportedFile, ...]:
+    """The same of a run for a BPU.
+
+    Args:
+        files: Written for it.
+        rows: What comparing its executions gave.
+        paths: Name of what stands for a function in the unit's graph to its path in the model.
+    """
+    known: dict[tuple[str, str], list[Figures]] = defaultdict(list)
+    for row in rows:
+        scope, _, name = row.layer.rpartition(".")
+        key = (scope, "resize") if name.startswith("interpolate") else (row.layer, "")
+        known[key].append((row.fake_sqnr_db, row.integer_sqnr_db, row.max_steps))
+    named = [
+        replace(file, layers=tuple(replace(v, path=paths.get(v.path, v.path)) for v in file.layers))
+        for file in files
+    ]
+    return join_figures(named, known)
 
 
 def bpu_pieces(loaded: LoadedBpuRun, folded: BEVFusion) -> list[Piece]:

@@ -2,8 +2,7 @@
 
 from bev_data.metrics import AgreementRow, DetectionTally, FoundRow, agreement_text, match
 from bevfusion.evaluation import PoorData, data_findings
-from bevfusion_quant.frames import FrameBatches, finding_lines, refuse_poor
-from bevfusion_quant.measure import (
+from bevfusion.quantization import (
     Comparison,
     StageMaps,
     StageRow,
@@ -11,6 +10,7 @@ from bevfusion_quant.measure import (
     layer_table,
     stage_table,
 )
+from bevfusion_quant.frames import FrameBatches, finding_lines, refuse_poor
 from bevfusion_quant.options import Branch, Method, PtqConfig, free_name
 from bevfusion_quant.ptq._run import EvaluateResult, PtqResult, run_evaluate, run_ptq
 from bevfusion_quant.run import run_folder, written_text

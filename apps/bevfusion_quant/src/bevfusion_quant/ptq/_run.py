@@ -15,6 +15,7 @@ from bev_data.metrics import Accuracy, AccuracyTally, AgreementRow, Bootstrap, F
 from bev_data.points import Frame
 from bevfusion.evaluation import PoorData, accuracy_tally, data_findings
 from bevfusion.model import CONFIGS, BEVFusion, BEVFusionConfig, build_model
+from bevfusion.quantization import Judgement, StageRow, judge, relative_change, whole_output
 from bevfusion_quant.export import ONNX_FOLDER, export_model, watching
 from bevfusion_quant.frames import FrameBatches, finding_lines
 from bevfusion_quant.integer import (
@@ -24,7 +25,6 @@ from bevfusion_quant.integer import (
     lower_model,
     simulate_model,
 )
-from bevfusion_quant.measure import Judgement, StageRow, judge, relative_change, whole_output
 from bevfusion_quant.options import Place, PtqConfig
 from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.results import ExportedSet
@@ -254,10 +254,12 @@ def _judged(
     tally: AccuracyTally | None = None,
 ) -> tuple[Judgement, Simulation | None]:
     """Both models, and where there is one the integer one, frame by frame."""
-    judgement = judge(
-        float_model, quantized_model, batches, sizes, clock, tally, shards,
-        integers=None if low is None else low.layers,
-    )  # fmt: skip
+    blame = "" if low is None else "float and integer model cannot be compared"
+    with clock.step("compare", blame=blame):
+        judgement = judge(
+            float_model, quantized_model, batches, sizes, tally, shards,
+            integers=None if low is None else low.layers,
+        )  # fmt: skip
     if low is None:
         return judgement, None
     simulation = simulate_model(

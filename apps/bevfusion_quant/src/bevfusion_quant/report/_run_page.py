@@ -14,9 +14,9 @@ from bev_data.metrics import Accuracy, AgreementRow, or_dash, points, span
 from bev_data.points import Frame
 from bevfusion.model import BEVFusionConfig
 from bevfusion.model.head import Detections
+from bevfusion.quantization import Judgement
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.integer import Simulation
-from bevfusion_quant.measure import Judgement
 from bevfusion_quant.report._content import (
     ReportBoxes,
     ReportContent,

@@ -1,10 +1,9 @@
 """What commands found, as plain rows and as text: pages and summaries are made of it."""
 
+from bevfusion.deployment import ExportedFile, ExportedSet, FileLayer, FilePort, SetStage
 from bevfusion_quant.results._bpu import (
     BPU_UNITS,
     BpuComparison,
-    BpuEstimate,
-    BpuLayer,
     BpuOutcome,
     BpuStage,
     boundary_table,
@@ -13,11 +12,6 @@ from bevfusion_quant.results._bpu import (
     plan_segments,
 )
 from bevfusion_quant.results._export import (
-    ExportedFile,
-    ExportedSet,
-    FileLayer,
-    FilePort,
-    SetStage,
     export_text,
     file_box_table,
     file_size,
@@ -45,6 +39,7 @@ from bevfusion_quant.results._table import (
     table_of,
     with_interval,
 )
+from bevquant_hybrid_tools.forms import BpuEstimate, BpuLayer
 
 __all__ = [
     "BPU_UNITS",

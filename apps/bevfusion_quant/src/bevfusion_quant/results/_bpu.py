@@ -15,47 +15,11 @@ from bev_data.metrics import (
     aligned_table,
     or_dash,
 )
-from bevfusion_quant.measure import Judgement, layer_table
+from bevfusion.quantization import Judgement, layer_table
 from bevfusion_quant.results._table import CellParts, Row, Table, table_of
 from bevquant_hybrid.operators import load_support_table
 from bevquant_hybrid.partition import Plan, PlanNode
-from bevquant_hybrid_tools.performance import ChipFigures, LayerEstimate
-
-
-@dataclass(frozen=True)
-class BpuLayer:
-    """One operator on the BPU, over all frames.
-
-    Attributes:
-        layer: Its path in the model.
-        operator: What it computes.
-        channels: Of the result.
-        cells: Of the result, in a frame.
-        fake_sqnr_db: Of the fake-quantized result against float; None where equal or all zero.
-        fake_cosine: Of the two as vectors.
-        integer_sqnr_db: The same of the integers.
-        integer_cosine: The same of the integers.
-        max_steps: Largest difference of integers and fake-quantized result, in steps of it, each
-            model on its own activations.
-        mean_steps: Mean of its size.
-        differ: Share of values that differ.
-        saturated: Share of the float model's input values beyond the input's range.
-        input_amax: End of that range, the widest input's.
-    """
-
-    layer: str
-    operator: str
-    channels: int
-    cells: float
-    fake_sqnr_db: float | None
-    fake_cosine: float | None
-    integer_sqnr_db: float | None
-    integer_cosine: float | None
-    max_steps: int
-    mean_steps: float
-    differ: float
-    saturated: float | None
-    input_amax: float | None
+from bevquant_hybrid_tools.forms import BpuEstimate, BpuLayer
 
 
 @dataclass(frozen=True)
@@ -88,28 +52,6 @@ class BpuComparison:
     stages: tuple[BpuStage, ...]
     agreement: tuple[AgreementRow, ...]
     found: tuple[FoundRow, ...]
-
-
-@dataclass(frozen=True)
-class BpuEstimate:
-    """A roofline estimate from public figures, no measurement.
-
-    Attributes:
-        figures: What is known of the chip, each number with its source.
-        cores: How many of the chip's cores share the work.
-        layers: One for each call on the BPU, named as in the model; boundaries left out.
-        violations: What the march's table of operators does not allow, one line each.
-    """
-
-    figures: ChipFigures
-    cores: int
-    layers: tuple[LayerEstimate, ...]
-    violations: tuple[str, ...]
-
-    @property
-    def seconds(self) -> float:
-        """Layers one after the other."""
-        return sum(layer.seconds for layer in self.layers)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,9 +4,10 @@
 estimated plan for a budget, `refine_within` the best measured one.
 """
 
+from bevfusion.quantization import KeptScores
 from bevfusion_quant.options import SensitivityOutput as Output
 from bevfusion_quant.results import SensitivityOutcome, sensitivity_text
-from bevfusion_quant.sensitivity._measure import KeptScores, measure_sensitivity, sensitivity_output
+from bevfusion_quant.sensitivity._measure import measure_sensitivity, sensitivity_output
 from bevfusion_quant.sensitivity._run import (
     SensitivityResult,
     parse_budget,

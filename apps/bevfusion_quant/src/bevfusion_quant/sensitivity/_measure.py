@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any, get_args
 
-import numpy as np
 from torch import nn
 
-from bev_data.datasets import labelled_region
-from bev_data.metrics import DetectionMeter, metrics_of
-from bevfusion.evaluation import detection_rules, detections_of, detections_record
+from bevfusion import quantization
 from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
-from bevfusion.model.head import Detections
+from bevfusion.quantization import KeptScores
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import SensitivityMetric, SensitivityOutput
@@ -22,44 +20,7 @@ from bevfusion_quant.run import return_freed_memory
 from bevfusion_quant.steps import run_batch
 from bevquant_qnn import SensitivityTable, estimate_sensitivity, sensitivity
 from bevquant_quantizers import TensorQuantizer, calibrate
-from bevquant_quantizers.ranks import Record, Shards
-
-
-class KeptScores:
-    """`bevquant_qnn.Kept` in a run's shards: pairs of numbers, or boxes.
-
-    Args:
-        shards: Of the run.
-    """
-
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
-
-    def load(self, step: str, index: int) -> list[Any] | None:
-        """The results of a frame, if it was finished before."""
-        record = self._shards.load(step, index)
-        if record is None:
-            return None
-        if "numbers" in record:
-            return [tuple(row) for row in record["numbers"].tolist()]
-        return _boxes(record)
-
-    def save(self, step: str, index: int, results: list[Any]) -> None:
-        """Keep the results of a frame, whole or not at all."""
-        if not isinstance(results[0], Detections):
-            self._shards.save(step, index, {"numbers": np.array(results, np.float64)})
-            return
-        together = Detections(*(np.concatenate(arrays) for arrays in zip(*results, strict=True)))
-        sizes = np.array([len(found.scores) for found in results], np.int64)
-        self._shards.save(step, index, {"sizes": sizes, **detections_record("found", together)})
-
-
-def _boxes(record: Record) -> list[Detections]:
-    ends = np.cumsum(record["sizes"])[:-1]
-    together = detections_of("found", record)
-    parts = zip(*(np.split(array, ends) for array in together), strict=True)
-    return [Detections(*arrays) for arrays in parts]
-
+from bevquant_quantizers.ranks import Shards
 
 LOG = logging.getLogger(__name__)
 
@@ -86,72 +47,19 @@ class FramesInTurn(Sequence["Batch"]):
         return self._batches[index]
 
 
-class MeanAp:
-    """nuScenes' mean average precision over the labelled frames, in points of 100.
+class MeanAp(quantization.MeanAp):
+    """`bevfusion.quantization.MeanAp` whose errors name the options of the command."""
 
-    Called with a batch's outputs it answers the detections; `reduce` judges those of all batches,
-    in order. Frames without labels are passed over.
-
-    Args:
-        model: Whose head decodes.
-        batches: The frames, for their labels.
-        config: Sizes.
-        shards: Keeps what is finished while several ranks share the frames.
-
-    Raises:
-        InputError: The model has no head, or no frame has labels.
-    """
-
-    __name__ = "mAP"  # what the table calls it
-
-    def __init__(
-        self,
-        model: BEVFusion,
-        batches: FrameBatches,
-        config: BEVFusionConfig,
-        shards: Shards | None = None,
-    ) -> None:
-        if "head" not in model.parts:
-            raise InputError(
-                f"--metric mAP: the run's model is {' and '.join(model.parts)} alone and finds no "
-                "boxes: measure with --metric sqnr"
-            )
-        if all(batches.frame_labels(index) is None for index in range(len(batches))):
-            raise InputError(
-                "--metric mAP: none of the frames has labels: give frames that have (street, "
-                "pandaset, kitti, nuscenes), or measure with --metric sqnr"
-            )
-        self._head: Any = model.head
-        self._batches, self._shards = batches, shards
-        self._classes = config.head.classes
-        self._rules = detection_rules(config, batches)
-        self._region = labelled_region(batches.dataset)
-
-    def __call__(self, output: Any, batch: object) -> Detections:
-        """Boxes of one frame."""
-        (found,) = self._head.decode(output)
-        detections: Detections = found
-        return detections
-
-    def reduce(self, found: Sequence[Detections]) -> float:
-        """Judge the boxes of all frames.
-
-        Raises:
-            InputError: No label counts.
-        """
-        self._batches.share_notes(self._shards)
-        meter = DetectionMeter(self._classes, self._rules)
-        for index, detections in enumerate(found):
-            labels = self._batches.frame_labels(index)
-            if labels is not None:
-                meter.add(detections, labels, region=self._region)
-        mean_ap = metrics_of(meter).mean_ap
-        if mean_ap is None:
-            raise InputError(
-                "--metric mAP: no label of these frames counts (too far away, or without a point): "
-                "give other frames, or more of them"
-            )
-        return 100 * mean_ap
+    advice = MappingProxyType(
+        {
+            "no head": "--metric mAP: the run's model is {} alone and finds no boxes: measure with "
+            "--metric sqnr",
+            "no labels": "--metric mAP: none of the frames has labels: give frames that have "
+            "(street, pandaset, kitti, nuscenes), or measure with --metric sqnr",
+            "none counts": "--metric mAP: no label of these frames counts (too far away, or "
+            "without a point): give other frames, or more of them",
+        }
+    )
 
 
 METRICS = get_args(SensitivityMetric)

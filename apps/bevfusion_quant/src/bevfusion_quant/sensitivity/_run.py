@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 from bev_data.points import Frame
 from bevfusion.model import CONFIGS, BEVFusion, BEVFusionConfig
+from bevfusion.quantization import KeptScores
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import Place
@@ -18,7 +19,6 @@ from bevfusion_quant.results import SensitivityOutcome
 from bevfusion_quant.run import Clock, RunSettings, new_run
 from bevfusion_quant.sensitivity._measure import (
     FramesInTurn,
-    KeptScores,
     MeanAp,
     check_precisions,
     measure_sensitivity,

@@ -1,8 +1,9 @@
 """The steps of the job one by one, from a float model to a calibrated one, on disk and back."""
 
+from bevfusion.model import example_batch
+from bevfusion.quantization import expand_patterns
 from bevfusion_quant.steps._branches import (
     built_parts,
-    expand_patterns,
     is_detector,
     quantized_parts,
     reads_images,
@@ -30,8 +31,6 @@ from bevfusion_quant.steps._plan import (
 from bevfusion_quant.steps._stages import (
     Stage,
     calibrate_branch,
-    example_batch,
-    example_like,
     fill_weights,
     fuse_branch,
     keep_batch_norms,
@@ -51,7 +50,6 @@ __all__ = [
     "built_parts",
     "calibrate_branch",
     "example_batch",
-    "example_like",
     "expand_patterns",
     "fill_weights",
     "frames_for_run",

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from fnmatch import fnmatchcase
-
-from torch import nn
-
 from bevfusion.model import PARTS
 from bevfusion_quant.options import Branch
 
@@ -15,16 +10,6 @@ _DETECTORS = {
     "lidar-detector": ("lidar", "decoder", "head"),
     "camera-detector": ("camera", "decoder", "head"),
 }
-
-FOLDED_APART = (
-    "encoders.camera.backbone", "encoders.camera.neck", "encoders.camera.vtransform",
-    "encoders.lidar.backbone", "fuser", "decoder.backbone", "decoder.neck", "heads.object",
-)  # fmt: skip
-"""Modules with a forward of their own: batch norms are folded in one after the other."""
-
-_ADDED = ("quant_add", "quant_concat", "residual_quantizer")
-# Prefixes that a pattern may leave out.
-_PREFIXES = (*FOLDED_APART, "encoders.camera", "encoders.lidar", "encoders", "decoder", "heads")
 
 
 def built_parts(branch: Branch) -> tuple[str, ...]:
@@ -66,27 +51,3 @@ def why_float(part: str, branch: Branch) -> str:
         "the head stays float, as in NVIDIA's deployment, where it runs in fp16; --branch head "
         "quantizes it alone, --quantize-head along with the rest"
     )
-
-
-def expand_patterns(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
-    """Full paths or globs for patterns that leave the part's own path out.
-
-    `conv_input` becomes `encoders.lidar.backbone.conv_input`, `layer1.*` the layers of the camera's
-    backbone. A pattern that names modules as it stands is kept, and so is one that names none, for
-    `quantize_model` to refuse.
-    """
-    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
-    expanded: list[str] = []
-    for pattern in patterns:
-        candidates = [pattern, *(f"{prefix}.{pattern}" for prefix in _PREFIXES)]
-        owner, _, name = pattern.rpartition(".")
-        if owner and name.startswith(_ADDED):  # not there yet: its owner is
-            known = [c for c in candidates if _names(c.rpartition(".")[0], paths)]
-        else:
-            known = [c for c in candidates if _names(c, paths)]
-        expanded += [pattern] if pattern in known else known or [pattern]
-    return tuple(dict.fromkeys(expanded))
-
-
-def _names(pattern: str, paths: list[str]) -> bool:
-    return bool(pattern) and any(fnmatchcase(path, pattern) for path in paths)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -10,10 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-import bevquant_fusion
 from bev_data.cameras import CAMERA_NAMES
 from bev_data.points import Frame
-from bevfusion.model import CONFIGS, Batch, BEVFusion, build_model
+from bevfusion.model import CONFIGS, BEVFusion, build_model, example_batch
+from bevfusion.quantization import fuse_detector
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import frames_of
 from bevfusion_quant.options import Branch, FrameOptions, Method, PtqConfig
@@ -27,7 +27,7 @@ from bevfusion_quant.run import (
 )
 from bevfusion_quant.steps._branches import built_parts, reads_images
 from bevfusion_quant.steps._plan import PLAN_FILE, apply_plan, read_plan
-from bevfusion_quant.steps._stages import example_batch, fuse_branch, quantize_as
+from bevfusion_quant.steps._stages import quantize_as
 from bevquant_quantizers import load_ranges, save_ranges
 from bevquant_quantizers.documents import as_form, read_tensors, write_tensors
 
@@ -176,7 +176,7 @@ def load_run(folder: str | Path) -> LoadedRun:
         state = read_tensors(folder / "weights.safetensors").tensors
         fused = build_model(sizes, settings.parts).eval()
         if settings.fold:
-            fused = _folded(fused, example, state)
+            fused = cast("BEVFusion", fuse_detector(fused, example, state).model)
         plan = read_plan(folder / PLAN_FILE) if planned else None
         model = quantize_as(fused, example, _config(settings), plan).model
         if plan is not None:
@@ -230,18 +230,6 @@ def refuse_unfolded(settings: ModelSettings, run: str | Path, what: str) -> None
             f"{run} cannot be {what}: ptq --no-fold left its batch norms between the convolutions, "
             "where no INT8 engine has them: quantize again without --no-fold"
         )
-
-
-def _folded(model: BEVFusion, example: Batch, state: Mapping[str, Tensor]) -> BEVFusion:
-    """The modules of the folded model, whose weights the run has.
-
-    Which batch norms are gone is told by the structure of the modules, in a quarter of the time
-    that it takes to capture and compare them; where the run's weights say otherwise, by capturing.
-    """
-    folded = cast("BEVFusion", bevquant_fusion.fuse_model(model).model)
-    names = set(folded.state_dict())
-    norms = {name for name in state if name.endswith(".running_var")}
-    return folded if norms <= names <= set(state) else fuse_branch(model, example).model
 
 
 def _float_part(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -5,44 +5,21 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
-import torch
 from torch import nn
 
-from bevfusion.model import (
-    PART_PATHS,
-    Batch,
-    BEVFusion,
-    BEVFusionConfig,
-    exclude_all_but,
-    load_weights,
-    random_weights,
-)
+from bevfusion.model import Batch, BEVFusion, load_weights, random_weights
+from bevfusion.quantization import first_sparse_conv, fuse_detector, quantize_detector
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import Branch, Method, PtqConfig, TargetOptions
 from bevfusion_quant.run import Clock
-from bevfusion_quant.steps._branches import (
-    FOLDED_APART,
-    expand_patterns,
-    quantized_parts,
-    why_float,
-)
-from bevquant_fusion import FusionResult, Skipped, fuse_parts
-from bevquant_qnn import (
-    PrecisionPlan,
-    QuantConfig,
-    QuantizeResult,
-    RoundingResult,
-    SkippedModule,
-    quantize_model,
-    round_weights,
-)
+from bevfusion_quant.steps._branches import quantized_parts, why_float
+from bevquant_fusion import FusionResult, Skipped
+from bevquant_qnn import PrecisionPlan, QuantizeResult, RoundingResult, round_weights
 from bevquant_quantizers import CalibrationReport, calibrate
-from bevquant_sparse import is_sparse_conv
 
 LOG = logging.getLogger(__name__)
 FIRST_LAYER = (
@@ -57,37 +34,6 @@ class Stage(Generic[Result]):
 
     model: BEVFusion
     result: Result
-
-
-def example_batch(config: BEVFusionConfig) -> Batch:
-    """A few voxels in the middle of the grid and one grey picture: enough to trace a model with.
-
-    A frame's six cameras and all its voxels would do as well; one camera keeps the memory of
-    tracing, where every activation is held, to a sixth.
-    """
-    lidar, camera = config.lidar, config.camera
-    x, y, z = (n // 2 for n in lidar.sparse_shape)
-    steps = torch.arange(8, dtype=torch.int32)
-    coords = torch.stack([steps * 0, x + steps, y + steps % 3, z + steps % 2], dim=1)
-    features = torch.linspace(-1, 1, 8 * lidar.in_channels).reshape(8, lidar.in_channels)
-    images = torch.linspace(-1, 1, 3 * camera.image_size[0] * camera.image_size[1])
-    images = images.reshape(1, 1, 3, *camera.image_size)
-    depth = images[:, :, :1].abs() * camera.dbound[1]
-    rows, columns = camera.feature_size
-    points = len(torch.arange(*camera.dbound)) * rows * columns
-    (low, high, step), (first, last, width) = camera.xbound, camera.ybound
-    cells = round((high - low) / step) * round((last - first) / width)
-    # A stride prime to the number of cells spreads the points over all of them.
-    spread = torch.arange(points) * 7919 % cells
-    return Batch(features, coords.contiguous(), 1, images, depth, spread)
-
-
-def example_like(config: BEVFusionConfig, batch: Batch) -> Batch:
-    """`example_batch`, of the sensors that a batch has."""
-    absent: dict[str, Any] = {
-        name: None for name, given in batch._asdict().items() if given is None
-    }
-    return example_batch(config)._replace(**absent)
 
 
 def fill_weights(
@@ -120,13 +66,8 @@ def fill_weights(
 
 
 def fuse_branch(model: BEVFusion, example: Batch) -> Stage[FusionResult]:
-    """A copy of the float model with every BatchNorm folded into its convolution.
-
-    Each module with a forward of its own is folded by itself, on the inputs that the example gives
-    it. The head is folded without: which cells become queries hangs on differences as small as
-    rounding, so its outputs before and after cannot be compared one by one.
-    """
-    result = fuse_parts(model, tuple(example), FOLDED_APART, unchecked=[PART_PATHS["head"]])
+    """A copy of the float model with every BatchNorm folded into its convolution."""
+    result = fuse_detector(model, example)
     return Stage(cast("BEVFusion", result.model), result)
 
 
@@ -146,11 +87,8 @@ def quantize_branch(
     example: Batch,
     branch: Branch = "lidar",
     *,
-    method: Method = "mse",
-    exclude: Iterable[str] = (),
     with_head: bool = False,
-    weight_bits: int = 8,
-    first_layer: bool = True,
+    **how: Any,
 ) -> Stage[QuantizeResult]:
     """A copy of the folded model with quantizers in place, not calibrated yet.
 
@@ -159,35 +97,15 @@ def quantize_branch(
         example: Anything the model can run on.
         branch: Which part gets quantizers; of `all` and of detectors every part, the head only
             `with_head`.
-        method: "max" puts running-maximum calibrators on activations, the others histograms.
-        exclude: Paths or globs to leave float, in full or below the part, such as `conv_input.*`.
         with_head: Quantize the head too; says nothing for a single part.
-        weight_bits: Of every quantized weight; activations have 8.
-        first_layer: Quantize the first sparse convolution too, which NVIDIA deploys in fp16.
+        **how: method, exclude, weight_bits and first_layer of
+            `bevfusion.quantization.quantize_detector`.
     """
-    model = copy.deepcopy(fused)
     parts = quantized_parts(branch, with_head=with_head)
-    apart = exclude_all_but(parts, model.parts)
-    first = [] if first_layer else first_sparse_conv(model)
-    config = QuantConfig(
-        weight_bits=weight_bits,
-        input_calibrator="max" if method == "max" else "histogram",
-        exclude=(*expand_patterns(model, exclude), *apart, *first),
-    )
-    result = quantize_model(model, config, example_inputs=tuple(example))
-    # One line for a part that stays float, not one for each of its layers.
-    told = {f"excluded by {pattern!r}" for pattern in apart}
-    notes = [
-        SkippedModule(PART_PATHS[part], why_float(part, branch))
-        for part in model.parts
-        if part not in parts
-    ]
-    rest = [
-        SkippedModule(item.path, FIRST_LAYER) if item.path in first else item
-        for item in result.skipped
-        if item.reason not in told
-    ]
-    return Stage(model, replace(result, skipped=(*notes, *rest)))
+    why = {part: why_float(part, branch) for part in fused.parts}
+    reasons = {**why, "first layer": FIRST_LAYER}
+    result = quantize_detector(fused, example, parts, reasons=reasons, **how)
+    return Stage(cast("BEVFusion", result.model), result)
 
 
 def quantize_as(
@@ -214,12 +132,6 @@ def quantize_as(
         weight_bits=config.weight_bits,
         first_layer=config.quantize_first_layer or planned,
     )
-
-
-def first_sparse_conv(model: nn.Module) -> list[str]:
-    """Path of the first sparse convolution; none in a model without."""
-    paths = (path for path, module in model.named_modules() if is_sparse_conv(module))
-    return list(islice(paths, 1))
 
 
 def calibrate_branch(

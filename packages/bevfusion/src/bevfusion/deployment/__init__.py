@@ -1,9 +1,12 @@
 """The detector as the files that engines take: which part of it each holds, and all in a row.
 
-CUDA-BEVFusion binds one set of files, Autoware's node another, a BPU takes a third. How they are
-written is an exporter's matter: here is where the model is cut, and what goes in and comes out.
+CUDA-BEVFusion binds one set of files, Autoware's node another, a BPU takes a third. Here is where
+the model is cut, and what goes in and comes out; `export_files` writes a set by `bevquant_export`,
+and holds each file and all of them in a row against the model.
 """
 
+from bevfusion.deployment._check import Figures, beside_layers, join_figures
+from bevfusion.deployment._export import SetExport, export_files
 from bevfusion.deployment._files import (
     AUTOWARE_BOXES,
     HEAD,
@@ -16,6 +19,21 @@ from bevfusion.deployment._files import (
     bpu_files,
     nvidia_files,
 )
+from bevfusion.deployment._pieces import (
+    Piece,
+    Written,
+    nvidia_pieces,
+    outputs_of,
+    write_piece,
+)
+from bevfusion.deployment._result import (
+    ExportedFile,
+    ExportedSet,
+    FileLayer,
+    FilePort,
+    SetStage,
+)
+from bevfusion.deployment._split import UNIT_PREFIXES, SplitModel, bpu_units
 from bevfusion.deployment._walk import STAGE_ENDS, Execute, between, file_boxes, walk, watching
 
 __all__ = [
@@ -24,15 +42,33 @@ __all__ = [
     "LIDAR",
     "POOLED",
     "STAGE_ENDS",
+    "UNIT_PREFIXES",
     "Execute",
+    "ExportedFile",
+    "ExportedSet",
+    "Figures",
+    "FileLayer",
     "FilePart",
+    "FilePort",
     "HeldPart",
+    "Piece",
     "ReadPart",
+    "SetExport",
+    "SetStage",
+    "SplitModel",
+    "Written",
     "autoware_files",
+    "beside_layers",
     "between",
     "bpu_files",
+    "bpu_units",
+    "export_files",
     "file_boxes",
+    "join_figures",
     "nvidia_files",
+    "nvidia_pieces",
+    "outputs_of",
     "walk",
     "watching",
+    "write_piece",
 ]

@@ -19,6 +19,7 @@ from bevfusion.evaluation._tally import (
     accuracy_tally,
     detection_rules,
     detection_tally,
+    judge_detector,
     tally_models,
 )
 
@@ -34,6 +35,7 @@ __all__ = [
     "detections_of",
     "detections_record",
     "frame_findings",
+    "judge_detector",
     "note_of",
     "note_record",
     "tally_models",

@@ -1,6 +1,11 @@
 """mit-bevfusion's model: build it, fill it with random weights, or load a checkpoint."""
 
-from bevfusion.model._build import build_lidar_branch, build_model
+from bevfusion.model._build import (
+    build_lidar_branch,
+    build_model,
+    example_batch,
+    example_like,
+)
 from bevfusion.model._checkpoint import (
     LAYOUTS,
     LoadReport,
@@ -43,6 +48,8 @@ __all__ = [
     "LoadReport",
     "build_lidar_branch",
     "build_model",
+    "example_batch",
+    "example_like",
     "exclude_all_but",
     "load_state_dict",
     "load_weights",

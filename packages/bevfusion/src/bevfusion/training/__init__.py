@@ -4,14 +4,16 @@ from bevfusion.training._assign import assign, matching_cost
 from bevfusion.training._checkpoint import (
     CHECKPOINT,
     Checkpoint,
+    Trainer,
     check_identity,
     identity_of,
     read_checkpoint,
     restore,
+    take_steps,
     write_checkpoint,
 )
 from bevfusion.training._compact import CompactFrame, compact
-from bevfusion.training._detector import DetectorTrainer, untrained_model
+from bevfusion.training._detector import DetectorTrainer, stored_weights, untrained_model
 from bevfusion.training._head_loss import (
     HeadLoss,
     focal_loss,
@@ -43,6 +45,7 @@ __all__ = [
     "Motion",
     "PreparedFrames",
     "Targets",
+    "Trainer",
     "assign",
     "check_identity",
     "compact",
@@ -66,6 +69,8 @@ __all__ = [
     "restore",
     "run_steps",
     "stop_on_signals",
+    "stored_weights",
+    "take_steps",
     "targets_of",
     "untrained_model",
     "write_checkpoint",

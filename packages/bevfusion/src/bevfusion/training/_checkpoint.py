@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
 from bev_data import InputError
+from bevfusion.training._loop import run_steps
 from bevquant_quantizers.documents import (
     Count,
     DocumentError,
@@ -23,6 +26,7 @@ from bevquant_quantizers.documents import (
 if TYPE_CHECKING:
     from bevfusion.training._prepare import FrameSource
 
+LOG = logging.getLogger(__name__)
 CHECKPOINT = "checkpoint.safetensors"
 """Name of the file in the folder of a training."""
 _FORMAT, _VERSION, _KEY = "bevfusion-quant training checkpoint", 1, "bevfusion-quant"
@@ -168,6 +172,84 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
                 key: value.clone() if key == "step" else value.to(parameter, copy=True)
                 for key, value in found.items()
             }
+
+
+class Trainer(Protocol):
+    """What takes the steps of a training, such as `DetectorTrainer`."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What learns."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Of the model's parameters."""
+
+    @property
+    def terms(self) -> Sequence[str]:
+        """What the losses of a step are."""
+
+    def step(self, number: int) -> list[float]:
+        """Take one step, counted from 0, and answer its losses."""
+
+    def own(self) -> dict[str, Tensor]:
+        """What must be kept beside model and optimizer to go on."""
+
+    def go_on(self, own: dict[str, Tensor]) -> None:
+        """Go on with what `own` answered."""
+
+
+def take_steps(
+    trainer: Trainer,
+    checkpoint: Path,
+    identity: dict[str, Any],
+    begun: Checkpoint | None = None,
+    *,
+    steps: int,
+    every: int,
+    title: str = "train",
+    quiet: bool = False,
+) -> tuple[list[list[float]], int]:
+    """Take all steps, or those behind a checkpoint; write one every now and then and at the end.
+
+    Args:
+        trainer: Takes one.
+        checkpoint: The file to write.
+        identity: What decides the result.
+        begun: What the file held, to go on from it.
+        steps: Of the whole run.
+        every: Steps between two checkpoints.
+        title: Of the progress bar.
+        quiet: Show none and write nothing; see `run_steps`.
+
+    Returns:
+        The losses of every step, and how many of them were taken before.
+
+    Raises:
+        InputError: As `restore` and `run_steps`.
+    """
+    losses: list[list[float]] = []
+    if begun is not None:
+        restore(begun, trainer.model, trainer.optimizer)
+        trainer.go_on(begun.own)
+        losses = begun.losses.tolist()
+        LOG.info("going on after step %d of %d", begun.step, steps)
+    before = len(losses)
+
+    def save(step: int) -> None:
+        if not quiet:
+            own, optimizer = trainer.own(), trainer.optimizer
+            write_checkpoint(checkpoint, trainer.model, optimizer, step, losses, identity, own)
+
+    run_steps(
+        trainer.step, save, losses,
+        steps=steps,
+        every=every,
+        terms=trainer.terms,
+        title=title,
+        quiet=quiet,
+    )  # fmt: skip
+    return losses, before
 
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bevfusion.model import BEVFusion, BEVFusionConfig, build_model
 from bevfusion.training._compact import CompactFrame
@@ -95,6 +95,13 @@ class DetectorTrainer:
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=lr)
 
+    def own(self) -> dict[str, Tensor]:
+        """What must be kept beside model and optimizer to go on: nothing."""
+        return {}
+
+    def go_on(self, own: dict[str, Tensor]) -> None:
+        """Go on with what `own` answered."""
+
     def step(self, number: int) -> list[float]:
         """Take one step, counted from 0, and answer its losses.
 
@@ -121,3 +128,19 @@ class DetectorTrainer:
             )
         self.optimizer.step()
         return values
+
+
+def stored_weights(model: nn.Module, *, half: bool) -> dict[str, Tensor]:
+    """The model's state dict as it is stored.
+
+    Args:
+        model: On the CPU.
+        half: Weights with more than one axis become float16. Norms, biases and the view transform's
+            geometry stay as they are: they are few, a variance may exceed 65504, and the geometry
+            must be exact.
+    """
+    learned = {n for n, p in model.named_parameters() if p.requires_grad and p.ndim > 1}
+    return {
+        name: value.to(torch.float16) if half and name in learned else value.clone()
+        for name, value in model.state_dict().items()
+    }

@@ -4,7 +4,7 @@ from bevquant_hybrid._documented import names_from
 
 from ._partition import partition
 from ._placement import Listed, place_operator
-from ._plan import Boundary, Plan, PlanNode, Segment, number_segments
+from ._plan import Boundary, Plan, PlanComposer, PlanNode, Segment, number_segments
 
 __getattr__ = names_from("partition", "CpuMove", "CpuSuggestion", "suggest_cpu")
 
@@ -14,6 +14,7 @@ __all__ = [
     "CpuSuggestion",
     "Listed",
     "Plan",
+    "PlanComposer",
     "PlanNode",
     "Segment",
     "number_segments",

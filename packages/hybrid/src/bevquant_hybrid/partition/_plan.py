@@ -1,4 +1,4 @@
-"""Plans: every node with its place, and the segments that can run in one go."""
+"""Plans: every node with its place, the segments that can run in one go, plans made of plans."""
 
 from __future__ import annotations
 
@@ -281,3 +281,72 @@ def number_segments(nodes: Sequence[PlanNode]) -> tuple[PlanNode, ...]:
         replace(node, segment=numbers[root(node.name)]) if node.name in inner_names else node
         for node in nodes
     )
+
+
+class PlanComposer:
+    """A plan that grows in the order of execution; every method answers a name for `inputs`.
+
+    Args:
+        march: The BPU of all of it.
+
+    Example:
+        >>> unit = Plan("bayes", number_segments([
+        ...     PlanNode("x", "input"),
+        ...     PlanNode("conv", "operator", "BPU", inputs=("x",)),
+        ...     PlanNode("output", "output", inputs=("conv",)),
+        ... ]))
+        >>> whole = PlanComposer("bayes")
+        >>> x = whole.unit(unit, whole.source("images"))
+        >>> plan = whole.plan(whole.on_cpu("head", x, reason="attention"))
+        >>> [(node.name, node.inputs) for node in plan.nodes]
+        [('images', ()), ('conv', ('images',)), ('head', ('conv',)), ('output', ('head',))]
+        >>> [segment.place for segment in plan.segments]
+        ['BPU', 'CPU']
+    """
+
+    def __init__(self, march: str) -> None:
+        self._march = march
+        self._nodes: list[PlanNode] = []
+        self._warnings: list[str] = []
+
+    def source(self, name: str, shape: tuple[int, ...] | None = None) -> str:
+        """An input of the whole model."""
+        self._nodes.append(PlanNode(name, "input", shape=shape))
+        return name
+
+    def on_cpu(
+        self,
+        name: str,
+        *inputs: str,
+        reason: str,
+        operator: str = "",
+        path: str = "",
+        shape: tuple[int, ...] | None = None,
+    ) -> str:
+        """A part that runs on the CPU as a whole, as one node; see `PlanNode`."""
+        node = PlanNode(name, "operator", "CPU", reason, operator, path, inputs, shape)
+        self._nodes.append(node)
+        return name
+
+    def unit(self, plan: Plan, *inputs: str) -> str:
+        """A part with a plan of its own, of one output, reading `inputs` in its inputs' order.
+
+        Raises:
+            ValueError: Other than one input for each of the plan's.
+        """
+        placeholders = [node.name for node in plan.nodes if node.kind == "input"]
+        given = dict(zip(placeholders, inputs, strict=True))
+        last = ""
+        for node in plan.nodes:
+            sources = tuple(given.get(source, source) for source in node.inputs)
+            if node.kind == "output":
+                (last,) = sources
+            elif node.kind != "input":
+                self._nodes.append(replace(node, inputs=sources))
+        self._warnings += plan.warnings
+        return last
+
+    def plan(self, output: str) -> Plan:
+        """All of it, ending with `output`, its segments numbered anew."""
+        nodes = [*self._nodes, PlanNode("output", "output", inputs=(output,))]
+        return Plan(self._march, number_segments(nodes), tuple(self._warnings))

@@ -14,6 +14,7 @@ import bevquant_int8sim
 import bevquant_qnn
 from bev_data.metrics import AccuracyTally, AgreementRow, FoundRow, record_table
 from bevfusion.evaluation import (
+    FrameBatches,
     ModelTallies,
     detections_of,
     detections_record,
@@ -22,9 +23,7 @@ from bevfusion.evaluation import (
 )
 from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
 from bevfusion.model.head import Detections
-from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.measure._stage_maps import StageMaps, StageRow, stage_probes, whole_output
-from bevfusion_quant.run import Clock
+from bevfusion.quantization._stage_maps import StageMaps, StageRow, stage_probes, whole_output
 from bevquant_qnn import LayerComparison, LayerRow
 from bevquant_quantizers import QuantizerRow, QuantizerValues, watching_quantizers
 from bevquant_quantizers.ranks import Record, Shards, in_order
@@ -196,7 +195,6 @@ def judge(
     quantized_model: BEVFusion,
     batches: FrameBatches,
     config: BEVFusionConfig,
-    clock: Clock,
     accuracy: AccuracyTally | None = None,
     shards: Shards | None = None,
     integers: bevquant_int8sim.LayerComparison | None = None,
@@ -210,7 +208,6 @@ def judge(
         quantized_model: The calibrated model made from it.
         batches: At least one.
         config: Sizes.
-        clock: Times the steps.
         accuracy: Is handed both models' detections, as "float" and "quantized".
         shards: Keeps what is finished while several ranks work.
         integers: Of the two models with the integer one; gets the batches too, in the same walk.
@@ -227,8 +224,7 @@ def judge(
                 record |= detections_record(who, float_model.head.decode(output)[0])
         return record
 
-    blame = "" if integers is None else "float and integer model cannot be compared"
-    with clock.step("compare", blame=blame), comparison.watching():
+    with comparison.watching():
         for index, record in in_order("compare", len(batches), run, shards, anew=1):
             comparison.add(record)
             note = note_of(record)
@@ -236,7 +232,7 @@ def judge(
             if has_head:
                 found = {who: detections_of(who, record) for who in _MODELS}
                 tallies.add(index, note.name, found, note.labels)
-        rows, stages, wanted, _ = comparison.result()
+    rows, stages, wanted, _ = comparison.result()
     agreement, labels_found = tallies.rows("quantized")
     first = tallies.first
     return Judgement(

@@ -1,49 +1,21 @@
-"""The dense parts of the model as modules between stubs; the model with graphs in their place."""
+"""The detector in units that a BPU runs, and the whole of it with others in their place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.ao.quantization import DeQuantStub, QuantStub
 
 from bevfusion.model import BEVFusion
-from bevfusion_quant._errors import InputError
-from bevfusion_quant.measure import whole_output
+from bevfusion.quantization import whole_output
 
-_PARTS: dict[str, tuple[str, ...]] = {
-    "camera": ("camera",),
-    "fuser": ("fuser",),
-    "decoder": ("decoder",),
-    "all": ("camera", "fuser", "decoder"),
-}
-_NO_BPU_PART = {
-    "lidar": "its sparse convolutions have no BPU form",
-    "head": "its attention and its choice of queries run on the CPU",
-}
-
-
-def bpu_parts(branch: str) -> tuple[str, ...]:
-    """The parts of the model that run on the BPU, wholly or but for what follows the neck.
-
-    Raises:
-        InputError: The branch has no part that a BPU could run.
-
-    Example:
-        >>> bpu_parts("all")
-        ('camera', 'fuser', 'decoder')
-    """
-    if branch not in _PARTS:
-        raise InputError(
-            f"--target bpu has nothing to do for --branch {branch}: {_NO_BPU_PART[branch]}; choose "
-            f"--branch {', '.join(_PARTS)} (with --dataset, as they read images), or leave "
-            "--target bpu out"
-        )
-    return _PARTS[branch]
-
-
-PREFIXES = {"camera": "encoders.camera.", "bev": ""}
+Note = Callable[[str, Tensor], None]
+"""Takes a value and its name."""
+RunGraph = Callable[..., Tensor]
+"""Runs a graph: called with it, with what takes every node and its result, and with the inputs."""
+UNIT_PREFIXES = {"camera": "encoders.camera.", "bev": ""}
 """Unit → what stands before its modules' paths in the model."""
 
 
@@ -95,26 +67,26 @@ class DecoderUnit(nn.Module):
         return self.dequant_map(self.decoder["neck"](self.decoder["backbone"](x)))
 
 
-def bpu_units(model: BEVFusion, branch: str) -> dict[str, nn.Module]:
-    """The units that `branch` puts on the BPU, "camera", "bev" or both; their layers are `model`'s.
+def bpu_units(model: BEVFusion, parts: Iterable[str]) -> dict[str, nn.Module]:
+    """The units in which a BPU runs parts of the model, "camera", "bev" or both.
 
-    Raises:
-        InputError: The branch has no part that a BPU could run.
+    Args:
+        model: In float; the units' layers are its own.
+        parts: What runs on the BPU: any of "camera", "fuser" and "decoder".
     """
-    parts = bpu_parts(branch)
+    chosen = set(parts)
     units: dict[str, nn.Module] = {}
-    if "camera" in parts:
+    if "camera" in chosen:
         units["camera"] = CameraUnit(model.camera)
-    if "fuser" in parts:
+    if "fuser" in chosen:
         assert model.fuser is not None
-        units["bev"] = FusedUnit(model.fuser, model.decoder if "decoder" in parts else None)
-    elif "decoder" in parts:
+        units["bev"] = FusedUnit(model.fuser, model.decoder if "decoder" in chosen else None)
+    elif "decoder" in chosen:
         assert model.decoder is not None
         units["bev"] = DecoderUnit(model.decoder)
     return {name: unit.eval() for name, unit in units.items()}
 
 
-Note = Callable[[str, Tensor], None]
 FUSED_LAYER = "fuser.0"  # whose result is the fused map, wherever it runs
 
 
@@ -129,13 +101,19 @@ class SplitModel(nn.Module):
         model: Runs the other parts, in float.
         graphs: By unit: "camera" (images → feature map), "bev" (maps → map).
         parts: What the graphs replace: any of "camera", "fuser", "decoder".
+        run: Runs a graph, such as `bevquant_hybrid_tools.forms.run_noting`.
     """
 
     def __init__(
-        self, model: BEVFusion, graphs: Mapping[str, fx.GraphModule], parts: Sequence[str]
+        self,
+        model: BEVFusion,
+        graphs: Mapping[str, fx.GraphModule],
+        parts: Sequence[str],
+        run: RunGraph,
     ) -> None:
         super().__init__()
         self.model = model
+        self._run_graph = run
         self.parts = tuple(parts)
         self.graphs = nn.ModuleDict(dict(graphs))
 
@@ -211,19 +189,4 @@ class SplitModel(nn.Module):
             if node.target == FUSED_LAYER:
                 note("fuser", value)
 
-        result: Tensor = _Telling(self.graphs[unit], tell).run(*inputs)
-        return result
-
-
-class _Telling(fx.Interpreter):
-    """Runs a graph and tells each node's result."""
-
-    def __init__(self, graph: Any, tell: Callable[[fx.Node, Any], None]) -> None:
-        super().__init__(graph)
-        self._tell = tell
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if n.op in ("call_module", "call_method", "call_function"):
-            self._tell(n, result)
-        return result
+        return self._run_graph(self.graphs[unit], tell, *inputs)

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bev_data import InputError
 from bev_data.metrics import AgreementRow
-from bevfusion.deployment import HEAD, STAGE_ENDS, Execute, between, file_boxes, walk
+from bevfusion.deployment._files import HEAD
+from bevfusion.deployment._pieces import Piece, Written, outputs_of
+from bevfusion.deployment._result import ExportedFile, FileLayer, SetStage
+from bevfusion.deployment._walk import STAGE_ENDS, Execute, between, file_boxes, walk
 from bevfusion.evaluation import detection_tally
 from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
-from bevfusion_quant._errors import InputError
-from bevfusion_quant.export._write import Piece, Written, outputs_of
-from bevfusion_quant.measure import STAGE_TITLES, relative_change
-from bevfusion_quant.results import BpuLayer, ExportedFile, FileLayer, SetStage
+from bevfusion.quantization import STAGE_TITLES, relative_change
 from bevquant_export import check_tensors, compare_qdq_onnx, load_sparse_onnx, open_onnx
 from bevquant_int8sim import LayerRow
 from bevquant_qnn import PairSums
@@ -128,46 +129,31 @@ def _matched(wanted: Any, got: Any, tolerance: float) -> tuple[list[Tensor], int
     return turned, int(lost.sum())
 
 
-_Figures = tuple[float | None, float | None, int | None]
+Figures = tuple[float | None, float | None, int | None]
+"""SQNR of the fake-quantized and of the integer model against float, and their largest steps."""
 
 
 def beside_layers(
     files: Iterable[ExportedFile], rows: Sequence[LayerRow]
 ) -> tuple[ExportedFile, ...]:
     """The files with the figures of `bevquant_int8sim.compare` at each of their layers."""
-    known: dict[tuple[str, str], list[_Figures]] = defaultdict(list)
+    known: dict[tuple[str, str], list[Figures]] = defaultdict(list)
     for row in rows:
         figures = row.fake_sqnr_db, row.integer_sqnr_db, row.max_steps
         known[row.path, row.op.partition(" ")[0]].append(figures)
-    return _joined(files, known)
+    return join_figures(files, known)
 
 
-def beside_bpu_layers(
-    files: Iterable[ExportedFile], rows: Sequence[BpuLayer], paths: Mapping[str, str]
+def join_figures(
+    files: Iterable[ExportedFile], known: Mapping[tuple[str, str], list[Figures]]
 ) -> tuple[ExportedFile, ...]:
-    """The same of a run for a BPU.
+    """The files with figures at their layers.
 
     Args:
-        files: Written for it.
-        rows: What comparing its executions gave.
-        paths: Name of what stands for a function in the unit's graph to its path in the model.
+        files: Of a set.
+        known: Path and operation, or path and "" for any, to the figures of such layers in their
+            order; those that find a layer are taken out.
     """
-    known: dict[tuple[str, str], list[_Figures]] = defaultdict(list)
-    for row in rows:
-        scope, _, name = row.layer.rpartition(".")
-        key = (scope, "resize") if name.startswith("interpolate") else (row.layer, "")
-        known[key].append((row.fake_sqnr_db, row.integer_sqnr_db, row.max_steps))
-    named = [
-        replace(file, layers=tuple(replace(v, path=paths.get(v.path, v.path)) for v in file.layers))
-        for file in files
-    ]
-    return _joined(named, known)
-
-
-def _joined(
-    files: Iterable[ExportedFile], known: dict[tuple[str, str], list[_Figures]]
-) -> tuple[ExportedFile, ...]:
-    """Layers of one path and operation are matched in their order."""
     joined = []
     for file in files:
         layers = []

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bevfusion.deployment import (
+from bev_data import InputError
+from bevfusion.deployment._files import (
     HEAD,
     LIDAR,
     FilePart,
@@ -21,7 +23,6 @@ from bevfusion.deployment import (
     nvidia_files,
 )
 from bevfusion.model import BEVFusion
-from bevfusion_quant._errors import InputError
 from bevquant_export import export_float_onnx, export_sparse_onnx, find_target, with_half_constants
 from bevquant_int8sim import simulate
 from bevquant_quantizers import TensorQuantizer
@@ -78,38 +79,57 @@ def quantizers_on(module: nn.Module) -> dict[str, TensorQuantizer]:
     }
 
 
+REFUSALS = MappingProxyType(
+    {
+        "no lidar": "the model has no LiDAR branch, and Autoware's plugin is for sparse "
+        "convolutions",
+        "head": "the model's head is quantized, and a file holds that in float alone: its "
+        "attention and its choice of queries have no integer form; quantize the other parts",
+    }
+)
+"""What errors of `nvidia_pieces` say, for a program to name its own options."""
+
+
 def nvidia_pieces(
-    float_model: BEVFusion, quantized_model: BEVFusion, target: str = "tensorrt"
+    float_model: BEVFusion,
+    quantized_model: BEVFusion,
+    target: str = "tensorrt",
+    *,
+    refusals: Mapping[str, str] = REFUSALS,
 ) -> list[Piece]:
     """The files for TensorRT, libspconv, ONNX Runtime or Autoware, in the order of execution.
+
+    Args:
+        float_model: The folded model that was quantized.
+        quantized_model: The calibrated one.
+        target: Name of an engine.
+        refusals: As `REFUSALS`.
 
     Raises:
         InputError: The head is quantized, or for Autoware the model has no LiDAR branch.
     """
     if target == "autoware":
         if "lidar" not in quantized_model.parts:
-            raise InputError(
-                "the run has no LiDAR branch, and Autoware's plugin is for sparse convolutions: "
-                "quantize with ptq --branch lidar or lidar-detector"
-            )
-        return _pieces(autoware_files(quantized_model.parts), float_model, quantized_model)
-    pieces = _pieces(nvidia_files(quantized_model.parts), float_model, quantized_model)
+            raise InputError(refusals["no lidar"])
+        files = autoware_files(quantized_model.parts)
+        return _pieces(files, float_model, quantized_model, refusals)
+    files = nvidia_files(quantized_model.parts)
+    pieces = _pieces(files, float_model, quantized_model, refusals)
     return _read(pieces, quantized_model) if find_target(target).quantized_outputs else pieces
 
 
 def _pieces(
-    files: Sequence[FilePart], float_model: BEVFusion, quantized_model: BEVFusion
+    files: Sequence[FilePart],
+    float_model: BEVFusion,
+    quantized_model: BEVFusion,
+    refusals: Mapping[str, str],
 ) -> list[Piece]:
     pieces = []
     for file in files:
         fake, plain = file.module(quantized_model), file.module(float_model)
         quantized = bool(quantizers_on(fake))
         if file.name == HEAD and quantized:
-            raise InputError(
-                "the run quantizes the head, and a file holds that in float alone: its attention "
-                "and its choice of queries have no integer form; export a run of ptq without "
-                "--quantize-head and of another --branch than head"
-            )
+            raise InputError(refusals["head"])
         if not quantized:
             plain = fake = _with_weights_of(fake, plain)
         if file.name == LIDAR:

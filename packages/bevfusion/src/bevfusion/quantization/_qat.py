@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,47 +18,7 @@ from bevfusion.training import (
     one_cycle,
     order_of,
 )
-from bevfusion_quant._errors import InputError
-from bevfusion_quant.options import QatOptions
 from bevquant_qnn import QatTrainer, distillation_loss
-
-
-@dataclass(frozen=True, kw_only=True)
-class QatConfig(QatOptions):
-    """Settings of a run of `run_qat`; see `QatOptions`.
-
-    Args:
-        augmentation: How frames are moved.
-
-    Raises:
-        InputError: A setting outside its range, named as the option of the command.
-
-    Example:
-        >>> from bevfusion_quant.qat import QatConfig
-        >>> QatConfig(steps=300).frozen_after
-        150
-    """
-
-    augmentation: Augmentation = field(default_factory=Augmentation)
-
-    def __post_init__(self) -> None:
-        self.check_optimizer()
-        if not 0 <= self.distill < float("inf"):
-            raise InputError(f"--distill {self.distill}: it must be a weight from 0 up")
-        if self.freeze_after is not None and self.freeze_after < 0:
-            raise InputError(
-                f"--freeze-after {self.freeze_after}: it must be a number of steps from 0 up"
-            )
-        if self.learn_ranges and self.freeze_after == 0:
-            raise InputError(
-                "--learn-ranges --freeze-after 0: ranges that stand still from the first step "
-                "cannot learn; leave one of the two out"
-            )
-
-    @property
-    def frozen_after(self) -> int:
-        """The step from which on ranges stand still."""
-        return self.steps // 2 if self.freeze_after is None else self.freeze_after
 
 
 class Distiller:
@@ -112,18 +71,29 @@ class Distiller:
 SURVEYED = 16  # frames whose maxima ranges are followed from
 
 
-class Trainer(QatTrainer):
+class QatDetectorTrainer(QatTrainer):
     """`QatTrainer` of a detector, on frames that are moved at random.
 
     Every random choice comes from the seed and the number of the frame in the run, so that neither
     a stop between two steps nor the process that runs a frame shows in the result.
 
     Args:
-        model: Calibrated; changed in place.
-        teacher: The float model to stay near, or None.
+        model: Calibrated, where it is to be trained; changed in place.
         frames: To train on.
-        config: How.
-        device: Where both models are.
+        steps: Of the whole run.
+        batch: Frames in each step; each is run by itself.
+        lr: Largest learning rate; see `one_cycle`.
+        weight_decay: AdamW's.
+        clip: Largest norm of a step's gradient.
+        seed: Of order, augmentation and dropout.
+        augmentation: How frames are moved.
+        learn_ranges: Learn the ranges by gradient instead of following the largest values.
+        frozen_after: The step from which on ranges stand still.
+        teacher: The float model to stay near, or None.
+        distill: Weight of the distance to it; see `Distiller`.
+
+    Attributes:
+        terms: What the losses of a step are.
     """
 
     model: BEVFusion
@@ -131,49 +101,42 @@ class Trainer(QatTrainer):
     def __init__(
         self,
         model: BEVFusion,
-        teacher: BEVFusion | None,
         frames: PreparedFrames,
-        config: QatConfig,
-        device: torch.device,
+        *,
+        steps: int,
+        batch: int,
+        lr: float,
+        weight_decay: float,
+        clip: float,
+        seed: int,
+        augmentation: Augmentation,
+        learn_ranges: bool = False,
+        frozen_after: int = 0,
+        teacher: BEVFusion | None = None,
+        distill: float = 0.0,
     ) -> None:
-        self._frames, self._config, self._device = frames, config, device
-        self._distiller = None if teacher is None else Distiller(model, teacher, config.distill)
+        self._frames, self._seed, self._augmentation = frames, seed, augmentation
+        self._device = next(model.parameters()).device
+        self._distiller = None if teacher is None else Distiller(model, teacher, distill)
+        self.terms = ("heatmap", "class", "box", *(["distillation"] if self._distiller else []))
         super().__init__(
             model,
             self._losses_of,
-            lambda step: one_cycle(step, config.steps, config.lr),
-            batch=config.batch,
-            clip=config.clip,
-            weight_decay=config.weight_decay,
-            learn=config.learn_ranges,
-            frozen_after=config.frozen_after,
+            lambda step: one_cycle(step, steps, lr),
+            batch=batch,
+            clip=clip,
+            weight_decay=weight_decay,
+            learn=learn_ranges,
+            frozen_after=frozen_after,
         )
-
-    @property
-    def terms(self) -> tuple[str, ...]:
-        """What the losses of a step are."""
-        return ("heatmap", "class", "box", *(["distillation"] if self._distiller else []))
 
     def survey(self) -> None:
         """Set what ranges are followed from, by the first frames."""
         count = min(SURVEYED, len(self._frames))
         self.begin(
             self._batch_of(index, Motion())[0]
-            for index in order_of(self._config.seed, 0, count, len(self._frames))
+            for index in order_of(self._seed, 0, count, len(self._frames))
         )
-
-    def step(self, number: int) -> list[float]:
-        """Take one step, counted from 0.
-
-        Raises:
-            InputError: A loss that is no number, or a frame that cannot be trained on.
-        """
-        try:
-            return super().step(number)
-        except FloatingPointError as error:
-            raise InputError(
-                f"{error}: lower --lr or --clip and begin anew; the last checkpoint is kept"
-            ) from error
 
     def finish(self) -> BEVFusion:
         """The model as it is written: ranges constant, on the CPU in eval mode."""
@@ -187,9 +150,9 @@ class Trainer(QatTrainer):
         return batch.to(self._device), targets
 
     def _losses_of(self, sample: int) -> list[Tensor]:
-        (index,) = order_of(self._config.seed, sample, 1, len(self._frames))
-        generator = np.random.default_rng((self._config.seed, 2, sample))
-        batch, targets = self._batch_of(index, self._config.augmentation.draw(generator))
+        (index,) = order_of(self._seed, sample, 1, len(self._frames))
+        generator = np.random.default_rng((self._seed, 2, sample))
+        batch, targets = self._batch_of(index, self._augmentation.draw(generator))
         torch.manual_seed(int(generator.integers(2**63)))  # of dropout
         outputs = self.model(*batch)
         losses = list(head_loss(outputs, targets, self.model.head.config))

@@ -1,42 +1,88 @@
-"""The training run: prepared frames in, checkpoints and weights out."""
+"""Training a detector: prepared frames in, checkpoints and weights out; runs can be killed."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from tqdm import tqdm
 
 from bev_data.cameras import CAMERA_NAMES
-from bev_data.metrics import Bootstrap, DetectionMeter, interval_of_mean_ap, metrics_of
-from bev_data.points import Frame
+from bevfusion.evaluation import judge_detector
 from bevfusion.model import CONFIGS, BEVFusion, read_state_dict
 from bevfusion.training import (
     CHECKPOINT,
     Augmentation,
     DetectorTrainer,
     FrameSource,
+    HeadLoss,
+    Motion,
+    Targets,
+    assign,
     check_identity,
+    encode_boxes,
+    focal_loss,
+    gaussian_focal_loss,
+    gaussian_radius,
+    head_loss,
+    heatmap_target,
     identity_of,
     in_parts,
+    l1_loss,
+    matching_cost,
     prepare_frames,
     read_checkpoint,
     restore,
-    run_steps,
+    stop_on_signals,
+    stored_weights,
+    take_steps,
+    targets_of,
     untrained_model,
     write_checkpoint,
 )
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.frames import FrameBatches
+from bevfusion_quant.frames import FIRST_TRAINING_SEED, FrameBatches, held_out, training_frames
 from bevfusion_quant.options import TrainOptions
 from bevquant_quantizers.documents import write_tensors
 from bevquant_quantizers.ranks import current_ranks
+
+__all__ = [
+    "FIRST_TRAINING_SEED",
+    "TRAINED_BRANCHES",
+    "WEIGHTS",
+    "Augmentation",
+    "FrameSource",
+    "HeadLoss",
+    "Motion",
+    "Targets",
+    "TrainConfig",
+    "TrainResult",
+    "assign",
+    "encode_boxes",
+    "focal_loss",
+    "gaussian_focal_loss",
+    "gaussian_radius",
+    "head_loss",
+    "heatmap_target",
+    "held_out",
+    "l1_loss",
+    "matching_cost",
+    "prepare_frames",
+    "read_checkpoint",
+    "restore",
+    "run_train",
+    "stop_on_signals",
+    "targets_of",
+    "training_frames",
+    "usable_device",
+    "write_checkpoint",
+]
 
 TRAINED_BRANCHES: dict[str, tuple[str, ...]] = {
     "lidar": ("lidar", "decoder", "head"),
@@ -82,22 +128,6 @@ WEIGHTS = "weights.safetensors"
 _KEY = "bevfusion-quant"
 
 
-def stored_weights(model: nn.Module, *, half: bool) -> dict[str, Tensor]:
-    """The model's state dict as it is stored.
-
-    Args:
-        model: On the CPU.
-        half: Weights with more than one axis become float16. Norms, biases and the view transform's
-            geometry stay as they are: they are few, a variance may exceed 65504, and the geometry
-            must be exact.
-    """
-    learned = {n for n, p in model.named_parameters() if p.requires_grad and p.ndim > 1}
-    return {
-        name: value.to(torch.float16) if half and name in learned else value.clone()
-        for name, value in model.state_dict().items()
-    }
-
-
 LOG = logging.getLogger(__name__)
 
 
@@ -120,6 +150,21 @@ def usable_device(name: str) -> torch.device:
     return device
 
 
+@contextmanager
+def refusing_divergence() -> Iterator[None]:
+    """What to do about a loss that is no number.
+
+    Raises:
+        InputError: There was one in the block.
+    """
+    try:
+        yield
+    except FloatingPointError as error:
+        raise InputError(
+            f"{error}: lower --lr or --clip and begin anew; the last checkpoint is kept"
+        ) from error
+
+
 def first_model(config: TrainConfig) -> BEVFusion:
     """A model with the seed's weights, or with those of `config.start` where they fit.
 
@@ -139,52 +184,6 @@ def first_model(config: TrainConfig) -> BEVFusion:
         model.load_state_dict(fits, strict=False)
         LOG.info("%d of %d entries from %s", len(fits), len(own), config.start)
     return model
-
-
-def judge_detector(
-    model: BEVFusion, frames: Sequence[Frame], config: TrainConfig
-) -> dict[str, Any]:
-    """NuScenes' metrics of a float model, frame by frame in little memory.
-
-    Args:
-        model: In eval mode, on the CPU.
-        frames: Labelled.
-        config: Of the run.
-
-    Returns:
-        JSON: labels, mean_ap, interval (95 %, over frames), nds, and mean_ap by class; of a fused
-        model also what it finds with grey pictures (mean_ap_without_pictures), which tells what
-        the cameras add to the LiDAR in this very model.
-
-    Raises:
-        InputError: A frame has no labels.
-    """
-    sizes = CONFIGS[config.config]
-    batches = FrameBatches(frames, sizes, model, config.cameras)
-    meter, blind = (DetectionMeter(sizes.head.classes) for _ in range(2))
-    fused = {"camera", "lidar"} <= set(model.parts)
-    with torch.no_grad():
-        for index in tqdm(range(len(frames)), desc="held out"):
-            batch = batches[index]
-            labels = batches.frame_labels(index)
-            if labels is None:
-                raise InputError(f"{batches.names[index][0]}: no labels to judge by")
-            meter.add(model.head.decode(model(*batch))[0], labels)
-            if fused and batch.images is not None:
-                grey = batch._replace(images=torch.zeros_like(batch.images))
-                blind.add(model.head.decode(model(*grey))[0], labels)
-    interval = interval_of_mean_ap(meter, Bootstrap())
-    metrics = metrics_of(meter, interval)
-    without = {"mean_ap_without_pictures": metrics_of(blind).mean_ap} if fused else {}
-    return {
-        "count": metrics.frames,
-        "labels": metrics.labels,
-        "mean_ap": metrics.mean_ap,
-        "interval": None if interval is None else [interval.low, interval.high],
-        **without,
-        "nds": metrics.nds,
-        "classes": {row.name: row.mean_ap for row in metrics.classes},
-    }
 
 
 _TRAINED_BY = ("steps", "batch", "lr", "weight_decay", "clip", "seed", "augmentation")
@@ -260,33 +259,20 @@ def run_train(
     trainer = DetectorTrainer(
         model, frames, **{name: getattr(config, name) for name in _TRAINED_BY}
     )
-    losses: list[list[float]] = []
-    if begun is not None:
-        restore(begun, model, trainer.optimizer)
-        losses = begun.losses.tolist()
-        LOG.info("going on after step %d of %d", begun.step, config.steps)
-
-    def save(step: int) -> None:
-        write_checkpoint(checkpoint, model, trainer.optimizer, step, losses, identity)
-
-    first = len(losses)
-    try:
-        seconds = run_steps(
-            trainer.step, save, losses,
-            steps=config.steps,
-            every=checkpoint_every,
-            terms=trainer.terms,
-        )  # fmt: skip
-    except FloatingPointError as error:
-        raise InputError(
-            f"{error}: lower --lr or --clip and begin anew; the last checkpoint is kept"
-        ) from error
+    started = time.perf_counter()
+    with refusing_divergence():
+        losses, first = take_steps(
+            trainer, checkpoint, identity, begun, steps=config.steps, every=checkpoint_every
+        )
+    seconds = time.perf_counter() - started
     model = model.cpu().eval()
     tensors = stored_weights(model, half=config.half)
     model.load_state_dict(tensors)
     held_out = None
     if judge_by is not None:
-        held_out = {"frames": judge_by.describe, **judge_detector(model, judge_by.open(), config)}
+        sizes = CONFIGS[config.config]
+        batches = FrameBatches(judge_by.open(), sizes, model, config.cameras)
+        held_out = {"frames": judge_by.describe, **judge_detector(model, batches, sizes)}
     about = {"command": command, **identity, "held_out": held_out}
     write_tensors(out / WEIGHTS, tensors, {_KEY: json.dumps(about)})
     return TrainResult(out, in_parts(losses), seconds, config.steps - first, held_out)

@@ -1,40 +1,39 @@
-"""A run of quantization-aware training: a quantized run in, a better one out."""
+"""Quantization-aware training: a quantized run goes on learning with its rounding in place."""
 
 from __future__ import annotations
 
 import copy
-import logging
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, cast
 
+import torch
 from tqdm import tqdm
 
 from bev_data.metrics import Accuracy
 from bev_data.points import Frame
 from bevfusion.evaluation import accuracy_tally, tally_models
 from bevfusion.model import CONFIGS, BEVFusion
+from bevfusion.quantization import QatDetectorTrainer, judge
 from bevfusion.training import (
     CHECKPOINT,
+    Augmentation,
     Checkpoint,
     FrameSource,
+    PreparedFrames,
     check_identity,
     identity_of,
     in_parts,
     prepare_frames,
     read_checkpoint,
-    restore,
-    run_steps,
-    write_checkpoint,
+    take_steps,
 )
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.measure import judge
-from bevfusion_quant.options import ConfigName, Place, TrainedBranch
-from bevfusion_quant.qat._trainer import QatConfig, Trainer
+from bevfusion_quant.options import ConfigName, Place, QatOptions, TrainedBranch
 from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.run import Clock, RunRecord, new_run, sha256
 from bevfusion_quant.steps import (
@@ -46,10 +45,96 @@ from bevfusion_quant.steps import (
     read_model_settings,
     save_model,
 )
-from bevfusion_quant.train import TrainConfig, usable_device
+from bevfusion_quant.train import TrainConfig, refusing_divergence, usable_device
+from bevquant_qnn import (
+    FramePart,
+    RangeFollower,
+    StepSum,
+    add_up,
+    parts_in_order,
+    weighted_layers,
+)
 from bevquant_quantizers.ranks import current_ranks
 
-LOG = logging.getLogger(__name__)
+__all__ = [
+    "FramePart",
+    "QatConfig",
+    "QatResult",
+    "RangeFollower",
+    "StepSum",
+    "Trainer",
+    "add_up",
+    "parts_in_order",
+    "read_trainable",
+    "run_qat",
+    "weighted_layers",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QatConfig(QatOptions):
+    """Settings of a run of `run_qat`; see `QatOptions`.
+
+    Args:
+        augmentation: How frames are moved.
+
+    Raises:
+        InputError: A setting outside its range, named as the option of the command.
+
+    Example:
+        >>> QatConfig(steps=300).frozen_after
+        150
+    """
+
+    augmentation: Augmentation = field(default_factory=Augmentation)
+
+    def __post_init__(self) -> None:
+        self.check_optimizer()
+        if not 0 <= self.distill < float("inf"):
+            raise InputError(f"--distill {self.distill}: it must be a weight from 0 up")
+        if self.freeze_after is not None and self.freeze_after < 0:
+            raise InputError(
+                f"--freeze-after {self.freeze_after}: it must be a number of steps from 0 up"
+            )
+        if self.learn_ranges and self.freeze_after == 0:
+            raise InputError(
+                "--learn-ranges --freeze-after 0: ranges that stand still from the first step "
+                "cannot learn; leave one of the two out"
+            )
+
+    @property
+    def frozen_after(self) -> int:
+        """The step from which on ranges stand still."""
+        return self.steps // 2 if self.freeze_after is None else self.freeze_after
+
+
+class Trainer(QatDetectorTrainer):
+    """`bevfusion.quantization.QatDetectorTrainer` as the configuration of a run says.
+
+    Args:
+        model: Calibrated; changed in place.
+        teacher: The float model to stay near, or None.
+        frames: To train on.
+        config: How.
+        device: Where both models are.
+    """
+
+    def __init__(
+        self,
+        model: BEVFusion,
+        teacher: BEVFusion | None,
+        frames: PreparedFrames,
+        config: QatConfig,
+        device: torch.device,
+    ) -> None:
+        told = {name: getattr(config, name) for name in _TRAINED_BY}
+        super().__init__(model.to(device), frames, teacher=teacher, **told)
+
+
+_TRAINED_BY = (
+    "steps", "batch", "lr", "weight_decay", "clip", "seed", "augmentation", "learn_ranges",
+    "frozen_after", "distill",
+)  # fmt: skip
 
 
 def read_trainable(run: str | Path) -> ModelSettings:
@@ -177,35 +262,17 @@ def run_qat(
         shown = source.open()[:1] if judge_by is None else judge_by.open()
         teacher = copy.deepcopy(loaded.float_model).to(target) if config.distill else None
         trainer = Trainer(loaded.quantized_model.to(target), teacher, frames, config, target)
-        losses: list[list[float]] = []
         if begun is None:
             trainer.survey()
-        else:
-            restore(begun, trainer.model, trainer.optimizer)
-            trainer.go_on(begun.own)
-            losses = begun.losses.tolist()
-            LOG.info("going on after step %d of %d", begun.step, config.steps)
         work.mkdir(parents=True, exist_ok=True)
-
-        def save(step: int) -> None:
-            if ranks.first:
-                write_checkpoint(
-                    checkpoint, trainer.model, trainer.optimizer, step, losses, identity,
-                    trainer.own(),
-                )  # fmt: skip
-
-        first = len(losses)
-        with clock.step("train"):
-            run_steps(
-                trainer.step,
-                save,
-                losses,
+        with clock.step("train"), refusing_divergence():
+            losses, first = take_steps(
+                trainer, checkpoint, identity, begun,
                 steps=config.steps,
                 every=checkpoint_every,
-                terms=trainer.terms,
                 title="qat",
                 quiet=not ranks.first,
-            )
+            )  # fmt: skip
         model = trainer.finish()
         told = {
             "run": str(run),
@@ -305,9 +372,16 @@ def write_run(
     batches = FrameBatches(shown, sizes, model, cameras)
     accuracy = None
     if judged:
+        tally = accuracy_tally(sizes, batches)
+        models = {"float": start.float_model, "quantized": model}
         with clock.step("judge by labels"):
-            accuracy = _accuracy(start.float_model, model, batches, sizes)
-    judgement = judge(start.float_model, model, batches.head(1), sizes, clock)
+            found = tally_models("held out", models, model.head.decode, batches, tally)
+            quiet = not current_ranks().first
+            for _ in tqdm(found, desc="held out", total=len(batches), disable=quiet):
+                pass
+            accuracy = tally.result()
+    with clock.step("compare"):
+        judgement = judge(start.float_model, model, batches.head(1), sizes)
     if not current_ranks().first:
         return accuracy
     folder = record.folder
@@ -325,16 +399,3 @@ def write_run(
     judged_run.write_page({"trained from": told["run"], "weights": ran.weights, **settings})
     judged_run.write_summary({"branch": branch, "qat": told, "accuracy": None})
     return accuracy
-
-
-def _accuracy(
-    float_model: BEVFusion, model: BEVFusion, batches: FrameBatches, sizes: Any
-) -> Accuracy | None:
-    """Both models' detections by the labels, frame by frame."""
-    tally = accuracy_tally(sizes, batches)
-    models = {"float": float_model, "quantized": model}
-    judged = tally_models("held out", models, model.head.decode, batches, tally)
-    quiet = not current_ranks().first
-    for _ in tqdm(judged, desc="held out", total=len(batches), disable=quiet):
-        pass
-    return tally.result()

@@ -1,0 +1,318 @@
+"""A calibrated detector as a set of files: written, linted, run, held to the model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bevfusion.deployment._check import (
+    TOLERANCE,
+    box_agreement,
+    file_layers,
+    runner,
+    set_stages,
+)
+from bevfusion.deployment._files import AUTOWARE_BOXES, HEAD, LIDAR, POOLED, FilePart
+from bevfusion.deployment._pieces import (
+    Piece,
+    Written,
+    nvidia_pieces,
+    quantizers_on,
+    write_piece,
+)
+from bevfusion.deployment._result import ExportedFile, ExportedSet, FileLayer, FilePort
+from bevfusion.deployment._walk import between, walk
+from bevfusion.evaluation import FrameBatches
+from bevfusion.model import BEVFusion, BEVFusionConfig, example_like
+from bevfusion.quantization import relative_change
+from bevquant_export import export_float_onnx, find_target, lint_onnx, note_calibration, open_onnx
+
+
+def export_files(
+    float_model: BEVFusion,
+    quantized_model: BEVFusion,
+    batches: FrameBatches,
+    config: BEVFusionConfig,
+    folder: Path,
+    *,
+    target: str = "tensorrt",
+    cpu: str = "any",
+) -> ExportedSet:
+    """Write a detector's files, CUDA-BEVFusion's for TensorRT, and check them.
+
+    Each is held against the integer model, tensor by tensor; then they run one behind the other.
+    What differs is in the answer's `failures`; the files are there all the same.
+
+    Args:
+        float_model: The folded model that was quantized.
+        quantized_model: The calibrated one, its head in float.
+        batches: At least one; the first is run, all of them bound the number of voxels.
+        config: Sizes.
+        folder: Made here.
+        target: Name of an engine.
+        cpu: Where files for a CPU shall run: "vnni" or "any".
+
+    Raises:
+        InputError: The head is quantized, or a file cannot be written.
+    """
+    pieces = nvidia_pieces(float_model, quantized_model, target)
+    made = SetExport(pieces, quantized_model, batches, config, folder, target=target, cpu=cpu)
+    made.write()
+    made.check()
+    return made.run()
+
+
+class SetExport:
+    """A set of files on its way, in three steps: `write`, `check` each by itself, `run` in a row.
+
+    Pieces are captured and lowered on a small example; each file is held against its integers on
+    the first frame.
+
+    Args:
+        pieces: In the order of execution.
+        model: The quantized one, or any form of it.
+        batches: At least one; the first is run, all of them bound the number of voxels.
+        config: Sizes.
+        folder: Made by `write`.
+        target: Name of an engine.
+        march: Of a BPU.
+        cpu: Where files for a CPU shall run: "vnni" or "any".
+        known: Tensors that are not made again, by "float", "fake" and "integer", such as what
+            `watching` found of the models on the first batch.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        model: BEVFusion,
+        batches: FrameBatches,
+        config: BEVFusionConfig,
+        folder: Path,
+        *,
+        target: str,
+        march: str = "bayes",
+        cpu: str = "any",
+        known: Mapping[str, Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        self._pieces = {piece.file.name: piece for piece in pieces}
+        self._files = [piece.file for piece in pieces]
+        self._model, self._batches, self._config = model, batches, config
+        self._folder, self._target, self._march, self._cpu = folder, target, march, cpu
+        self._tensors: dict[str, Mapping[str, Tensor]] = dict(known or {})
+        self._inputs: dict[str, tuple[Any, ...]] = {}
+        self._written: dict[str, Written] = {}
+        self._whole: list[Written] = []
+        self._rows: tuple[ExportedFile, ...] = ()
+
+    def write(
+        self, calibration: Sequence[str] = (), after_each: Callable[[], None] = lambda: None
+    ) -> None:
+        """Write the files.
+
+        Args:
+            calibration: Why the ranges cannot be right, for whoever lints the files.
+            after_each: Called behind each file.
+
+        Raises:
+            InputError: A file cannot be written.
+        """
+        self._folder.mkdir()
+        batch, files, tensors = self._batches[0], self._files, self._tensors
+        self._inputs, tensors["fake"] = walk(
+            files, self._fake, batch, self._model, known=tensors.get("fake"), wanted=between(files)
+        )
+        examples = self._examples()
+        voxels = _voxels(self._batches) if LIDAR in self._pieces else []
+        for name, piece in self._pieces.items():
+            self._written[name] = write_piece(
+                piece, self._inputs[name], voxels, self._folder, self._target, self._march,
+                self._cpu, examples.get(name),
+            )  # fmt: skip
+            after_each()
+        written = self._written
+        for item in written.values():
+            if item.piece.kind != "float":
+                note_calibration(item.path, calibration)
+        if self._target == "autoware":
+            self._whole = join_for_autoware(written, self._model, self._inputs)
+        # What a file of the frame's own inputs was held against is the integer model's there.
+        made_by_files = {tensor for file in files for tensor in (*file.outputs.values(), POOLED)}
+        tensors["integer"] = {
+            tensor: value
+            for item in written.values()
+            if not made_by_files.intersection(item.piece.file.inputs.values())
+            for tensor, value in zip(item.piece.file.outputs.values(), item.returned, strict=False)
+        }
+
+    def check(self) -> None:
+        """Hold every tensor of each file against the model."""
+        inputs, written = self._inputs, self._written.items()
+        layers = {name: file_layers(item, inputs[name]) for name, item in written}
+        self._rows = (
+            *(exported_file(item, layers[name]) for name, item in written),
+            *(exported_file(item, whole_layers(item, inputs[LIDAR])) for item in self._whole),
+        )
+
+    def run(self) -> ExportedSet:
+        """Run the files one behind the other; all that was found."""
+        written, batches = self._written, self._batches
+        stages, integers, onnx = set_stages(
+            [written[file.name].piece for file in self._files],
+            lambda file, args: runner(written[file.name])(args),
+            batches[0],
+            self._model,
+            self._tensors,
+        )
+        agreement = box_agreement(self._model, self._config, integers, onnx)
+        frame = batches.frame_names[0]
+        return ExportedSet(self._target, self._folder, self._rows, stages, agreement, frame)
+
+    def _fake(self, file: FilePart, args: tuple[Any, ...]) -> Sequence[Tensor]:
+        return self._pieces[file.name].fake(args)
+
+    def _examples(self) -> Mapping[str, Any]:
+        """Small inputs to capture with; what sums read in eight bits has its range on the frame."""
+        pieces, batch = self._pieces.values(), self._batches[0]
+        read = {t for p in pieces if p.kind == "int8" for t in p.file.inputs.values()}
+        if not read or find_target(self._target).fastest(self._cpu).get("integer_sums"):
+            return {}
+        example = example_like(self._config, batch)
+        found, _ = walk(self._files, self._fake, example, self._model, wanted=read)
+        return {name: _middle_of(args) for name, args in found.items() if name != LIDAR}
+
+
+_EXAMPLE_CELLS = 64
+
+
+def _middle_of(maps: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What lies in the middle of maps [frames, channels, x, y]: parts between maps take any size.
+
+    Other inputs, and maps of several sizes, are left as they are.
+    """
+    grids = {value.shape[2:] if value.dim() == 4 else None for value in maps}
+    if len(grids) != 1 or None in grids:
+        return maps
+    for axis in (2, 3):
+        size = maps[0].shape[axis]
+        cells = min(_EXAMPLE_CELLS, size)
+        maps = tuple(value.narrow(axis, (size - cells) // 2, cells) for value in maps)
+    return tuple(value.contiguous() for value in maps)
+
+
+def _voxels(batches: FrameBatches) -> list[tuple[Any, ...]]:
+    return [(batch.features, batch.coords, batch.batch_size) for batch in batches]
+
+
+WHOLE = "bevfusion_lidar"
+
+
+def join_for_autoware(
+    written: Mapping[str, Written], model: BEVFusion, inputs: Mapping[str, tuple[Any, ...]]
+) -> list[Written]:
+    """Encoder, decoder and packed head in one file; nothing for an encoder alone."""
+    if HEAD not in written:
+        return []
+    from bevquant_export.targets.autoware import join_autoware_onnx
+
+    encoder = written[LIDAR]
+    path = encoder.path.with_name(f"{WHOLE}.onnx")
+    head = path.with_name(f"{AUTOWARE_BOXES.name}.onnx")
+    try:
+        export_float_onnx(
+            AUTOWARE_BOXES.module(model), inputs[HEAD], head, tolerance=None,
+            input_names=list(AUTOWARE_BOXES.inputs), output_names=list(AUTOWARE_BOXES.outputs),
+        )  # fmt: skip
+        join_autoware_onnx(encoder.path, [written["decoder"].path, head], path)
+    finally:
+        head.unlink(missing_ok=True)
+    file = replace(encoder.piece.file, name=WHOLE, outputs=AUTOWARE_BOXES.outputs)
+    parts = ("encoder", "decoder", "head")
+    notes = (*encoder.notes, f"{', '.join(parts)} in one file, as the node reads it")
+    return [replace(encoder, path=path, piece=replace(encoder.piece, file=file), notes=notes)]
+
+
+def whole_layers(written: Written, args: tuple[Any, ...]) -> tuple[FileLayer, ...]:
+    """Boxes of the whole file against its parts, in onnxruntime, on the map of its encoder."""
+    from bevquant_export.targets.autoware import behind_encoder, run_on_frame
+
+    parts = {name: written.path.with_name(f"{name}.onnx") for name in (LIDAR, "decoder", HEAD)}
+    (name,) = written.made.outputs
+    lidar = run_on_frame(parts[LIDAR], args, written.made.permutation)[name]
+    made = open_onnx(behind_encoder(written.path, name))({name: lidar})
+    found = open_onnx(parts[HEAD])(open_onnx(parts["decoder"])({"lidar": lidar.float()}))
+    score, label = found["score"][0].max(0)
+    boxes = [found[name][0] for name in ("reg", "height", "dim", "rot", "vel")]
+    wanted = {"bbox_pred": torch.cat(boxes), "score": score, "label_pred": label}
+    rows = []
+    for name, want in wanted.items():
+        largest = relative_change(want.double(), made[name].double())
+        row = FileLayer(
+            written.path.name, name, "float", "float", want.numel(), None, largest,
+            f"{TOLERANCE:g} of the largest value", largest <= TOLERANCE,
+        )  # fmt: skip
+        rows.append(row)
+    return tuple(rows)
+
+
+def exported_file(written: Written, layers: tuple[FileLayer, ...]) -> ExportedFile:
+    """One row of the set, read back from the file that was written."""
+    import onnx
+
+    proto = onnx.load(written.path)
+    opset = next(o.version for o in proto.opset_import if o.domain in ("", "ai.onnx"))
+    kind = written.piece.kind
+    engine = find_target(written.linted)
+    quantized = bool(kind == "int8" or quantizers_on(written.piece.fake_module))
+    return ExportedFile(
+        name=written.path.name,
+        kind=kind,
+        runs_on=engine.title,
+        build="; ".join(engine.commands(written.path, quantized=quantized)),
+        size=written.path.stat().st_size,
+        sha256=_sha256(written.path),
+        companions={p.name: _sha256(p) for p in _companions(written)},
+        opset=opset,
+        inputs=tuple(map(_port, proto.graph.input)),
+        outputs=tuple(map(_port, proto.graph.output)),
+        ranges={} if kind == "float" else _ranges(written),
+        voxel_bound=written.voxel_bound,
+        runs_in_float=written.runs_in_float,
+        notes=written.notes,
+        findings=tuple(map(str, lint_onnx(written.path, written.linted))),
+        layers=layers,
+        unverified=engine.unverified,
+    )
+
+
+def _port(port: Any) -> FilePort:
+    import onnx
+
+    tensor = port.type.tensor_type
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+    shape = tuple(d.dim_param or d.dim_value for d in tensor.shape.dim)
+    return FilePort(port.name, str(dtype), shape)
+
+
+def _companions(written: Written) -> list[Path]:
+    settings = getattr(written.made, "settings", None)
+    return [] if settings is None else [settings]
+
+
+def _ranges(written: Written) -> dict[str, float]:
+    """Activations' ranges, by the path of the first quantizer that has each."""
+    return {
+        path: float(q.amax)
+        for path, q in quantizers_on(written.piece.fake_module).items()
+        if q.axis is None and q.amax is not None and not path.endswith("_weight_quantizer")
+    }
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,74 @@
+"""The detector quantized: parts folded and quantized, compared with float, trained on.
+
+`fuse_detector` and `quantize_detector` take it to fake quantization, `judge` compares both on
+frames: layers, stages, detections; `MeanAp` is what `bevquant_qnn.sensitivity` may score by, and
+`QatDetectorTrainer` trains with the rounding in place.
+"""
+
+from bevfusion.quantization._integers import (
+    FloatIsland,
+    IntegerStage,
+    SavedPart,
+    Simulation,
+    in_integers,
+    integer_stages,
+    lies_below,
+    simulate_detector,
+)
+from bevfusion.quantization._judge import (
+    Comparison,
+    Judgement,
+    compare_layers,
+    judge,
+    layer_table,
+    short_names,
+    stage_table,
+)
+from bevfusion.quantization._mean_ap import KeptScores, MeanAp
+from bevfusion.quantization._parts import (
+    expand_patterns,
+    first_sparse_conv,
+    fuse_detector,
+    quantize_detector,
+)
+from bevfusion.quantization._qat import Distiller, QatDetectorTrainer
+from bevfusion.quantization._stage_maps import (
+    STAGE_TITLES,
+    StageMaps,
+    StageProbe,
+    StageRow,
+    relative_change,
+    whole_output,
+)
+
+__all__ = [
+    "STAGE_TITLES",
+    "Comparison",
+    "Distiller",
+    "FloatIsland",
+    "IntegerStage",
+    "Judgement",
+    "KeptScores",
+    "MeanAp",
+    "QatDetectorTrainer",
+    "SavedPart",
+    "Simulation",
+    "StageMaps",
+    "StageProbe",
+    "StageRow",
+    "compare_layers",
+    "expand_patterns",
+    "first_sparse_conv",
+    "fuse_detector",
+    "in_integers",
+    "integer_stages",
+    "judge",
+    "layer_table",
+    "lies_below",
+    "quantize_detector",
+    "relative_change",
+    "short_names",
+    "simulate_detector",
+    "stage_table",
+    "whole_output",
+]

@@ -1,0 +1,294 @@
+"""The detector in integers: run on frames beside float, stage by stage, and what stays float."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from bev_data.metrics import AccuracyTally, AgreementRow, FoundRow
+from bevfusion.evaluation import FrameBatches, ModelTallies, detections_of, detections_record
+from bevfusion.model import PART_PATHS, BEVFusion, BEVFusionConfig
+from bevfusion.model.head import Detections
+from bevfusion.quantization._judge import Judgement
+from bevfusion.quantization._stage_maps import STAGE_TITLES
+from bevquant_int8sim import IntegerModel, Island, LayerComparison, LayerRow, LayerTable
+from bevquant_quantizers.ranks import Shards, in_order
+from bevquant_sparse import is_sparse_conv
+
+# Stage → the module paths that belong to it.
+_STAGES = {
+    "neck": ("encoders.camera.backbone", "encoders.camera.neck"),
+    "camera": ("encoders.camera.vtransform",),
+    "lidar": ("encoders.lidar",),
+    "fuser": ("fuser",),
+    "decoder": ("decoder",),
+    "head": ("heads.object.shared_conv", "heads.object.heatmap_head"),
+}
+# Of which part of the model a stage is; the head's stage ends before it chooses its queries.
+_PARTS = {"neck": "camera"}
+
+
+@dataclass(frozen=True)
+class IntegerStage:
+    """One stage: how its last layer came out, and the widest gap in it.
+
+    Attributes:
+        stage: Its name.
+        title: Its title.
+        layer: The last step in it.
+        integers: How many of its steps compute in integers, and
+        floats: in float.
+        fake_sqnr_db: Of the last step's output, fake-quantized against float; None where equal.
+        integer_sqnr_db: In integers against float.
+        max_steps: Largest difference of fake-quant and integer results in the stage, in steps of
+            the layer's output; None where no output is held in integers.
+        mean_steps: Mean of its size at the last output that is.
+        forced_max_steps: Largest difference of a layer in the stage on the same inputs.
+    """
+
+    stage: str
+    title: str
+    layer: str
+    integers: int
+    floats: int
+    fake_sqnr_db: float | None
+    integer_sqnr_db: float | None
+    max_steps: int | None
+    mean_steps: float | None
+    forced_max_steps: int | None
+
+
+def in_integers(row: LayerRow) -> bool:
+    """Whether the step computes in integers, whatever its reader takes: a last layer gives floats.
+
+    Only layers have accumulators.
+    """
+    return row.form != "float" or row.peak_bits is not None
+
+
+def integer_stages(layers: Sequence[LayerRow], parts: Sequence[str]) -> tuple[IntegerStage, ...]:
+    """A line for every stage of the parts that the model has."""
+    return tuple(
+        _stage(stage, STAGE_TITLES[stage], rows)
+        for stage, paths in _STAGES.items()
+        if _PARTS.get(stage, stage) in parts
+        and (rows := [row for row in layers if any(lies_below(row.path, path) for path in paths)])
+    )
+
+
+def lies_below(path: str, part: str) -> bool:
+    """Whether a module's path is `part`, or lies below it."""
+    return path == part or path.startswith(f"{part}.")
+
+
+def _stage(stage: str, title: str, rows: Sequence[LayerRow]) -> IntegerStage:
+    exact = [row for row in rows if row.max_steps is not None]
+    last = rows[-1]
+    computed = sum(map(in_integers, rows))
+    return IntegerStage(
+        stage,
+        title,
+        last.path,
+        computed,
+        len(rows) - computed,
+        last.fake_sqnr_db,
+        last.integer_sqnr_db,
+        max((row.max_steps or 0 for row in exact), default=None),
+        exact[-1].mean_steps if exact else None,
+        max((row.forced_max_steps or 0 for row in exact), default=None),
+    )
+
+
+@dataclass(frozen=True)
+class SavedPart:
+    """An integer model on disk.
+
+    Attributes:
+        part: Path of the module, or "model" for all of it.
+        folder: Where `IntegerModel.load` finds it, below the run's folder; empty where it is not
+            saved.
+        reason: Why not.
+    """
+
+    part: str
+    folder: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class FloatIsland:
+    """Something computed in float: the module, its class or the function's name, and why.
+
+    `share` is that of the model's operations, 0 to 1; None where they were not counted.
+    """
+
+    path: str
+    what: str
+    reason: str
+    share: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """What running in integers gave.
+
+    Attributes:
+        layers: One row for each step that computes, in the order of execution.
+        stages: The same for each stage of the model.
+        islands: What was computed in float, and why.
+        agreement: Detections of the float model against those of the integer model; empty without
+            a head.
+        found: Labelled objects that both find; empty without a head or labels.
+        backend: The kernels that ran, and the instructions they use.
+        frame_seconds: Of the integer model alone, frame by frame; the first one warms up.
+        saved: The integer model in the run folder, or why it is not there.
+        detections: Of the integer model on the first frame; None without a head.
+    """
+
+    layers: tuple[LayerRow, ...]
+    stages: tuple[IntegerStage, ...]
+    islands: tuple[FloatIsland, ...]
+    agreement: tuple[AgreementRow, ...]
+    found: tuple[FoundRow, ...]
+    backend: str
+    frame_seconds: tuple[float, ...]
+    saved: tuple[SavedPart, ...]
+    detections: Detections | None = None
+
+    @property
+    def _table(self) -> LayerTable:
+        return LayerTable(self.layers)
+
+    @property
+    def first_departure(self) -> LayerRow | None:
+        """The first layer whose integers leave the fake-quantized ones by more than one step."""
+        return self._table.first_departure
+
+    @property
+    def wrong(self) -> tuple[LayerRow, ...]:
+        """Layers more than one step apart on the same inputs, without a known reason."""
+        return self._table.wrong
+
+    @property
+    def explained(self) -> tuple[LayerRow, ...]:
+        """Layers more than one step apart on the same inputs, whose row says why."""
+        return tuple(r for r in self.layers if (r.forced_max_steps or 0) > 1 and r.why)
+
+    def summary(self) -> dict[str, Any]:
+        """Everything, for summary.json."""
+        first = self.first_departure
+        return {
+            "backend": self.backend,
+            "first_departure": None if first is None else first.path,
+            "wrong": [row.path for row in self.wrong],
+            "explained": [row.path for row in self.explained],
+            "frame_seconds": self.frame_seconds,
+            "stages": self.stages,
+            "layers": self.layers,
+            "islands": self.islands,
+            "agreement": self.agreement,
+            "labels_found": self.found,
+            "saved": self.saved,
+        }
+
+
+def simulate_detector(
+    model: IntegerModel,
+    comparison: LayerComparison,
+    quantized_model: BEVFusion,
+    batches: FrameBatches,
+    config: BEVFusionConfig,
+    judgement: Judgement,
+    *,
+    backend: str = "",
+    reasons: Mapping[str, str] | None = None,
+    accuracy: AccuracyTally | None = None,
+    shards: Shards | None = None,
+) -> Simulation:
+    """Run the integer model on the frames; several ranks share them.
+
+    Args:
+        model: From `bevquant_int8sim.simulate`.
+        comparison: Of it with the float model; `judge` gave it the frames.
+        quantized_model: The calibrated model.
+        batches: At least one.
+        config: Sizes.
+        judgement: Of the float and the quantized model on the same batches.
+        backend: Its kernels, in words.
+        reasons: Why parts stay float, by their names, and "excluded" why single layers do.
+        accuracy: Is handed the integer model's detections, as "integer".
+        shards: Keeps what is finished while several ranks work.
+    """
+    tallies, seconds = ModelTallies(config), []
+
+    def run(index: int) -> dict[str, Any]:
+        batch = batches[index]
+        start = time.perf_counter()
+        output = model(*batch)
+        record = {"seconds": np.array(time.perf_counter() - start)}
+        if judgement.float_detections:
+            record |= detections_record("integer", quantized_model.head.decode(output)[0])
+        return record
+
+    for index, record in in_order("integers", len(batches), run, shards):
+        seconds.append(round(float(record["seconds"]), 3))
+        if judgement.float_detections:  # at once: outputs of many frames are too large
+            found = {"float": judgement.float_detections[index]}
+            found["integer"] = detections_of("integer", record)
+            name, labels = batches.names[index][0], batches.frame_labels(index)
+            tallies.add(index, name, found, labels)
+            if accuracy is not None:
+                accuracy.add("integer", index, name, found["integer"], labels)
+    agreement, both = tallies.rows("integer")
+    layers = comparison.table().rows
+    return Simulation(
+        layers,
+        integer_stages(layers, quantized_model.parts),
+        float_islands(model.islands, quantized_model, reasons or {}),
+        tuple(agreement),
+        tuple(both),
+        backend,
+        tuple(seconds),
+        (),
+        tallies.first.get("integer"),
+    )
+
+
+def float_islands(
+    islands: Sequence[Island], model: BEVFusion, reasons: Mapping[str, str]
+) -> tuple[FloatIsland, ...]:
+    """The islands with the reason that lies furthest back.
+
+    Of a part without any quantizer that is the choice not to quantize it; of a convolution or
+    linear layer in a quantized part, that it was left out.
+
+    Args:
+        islands: Of the integer model.
+        model: The quantized one.
+        reasons: By part, and "excluded".
+    """
+    left = {PART_PATHS[part]: why for part, why in reasons.items() if part in PART_PATHS}
+    known = dict(model.named_modules())
+    found = []
+    for island in islands:
+        reason = island.reason
+        part = next((path for path in left if lies_below(island.path, path)), None)
+        if part is not None:
+            reason = left[part]
+        elif _could_be_quantized(known.get(island.path), island.what):
+            reason = reasons.get("excluded", "it was left without quantizers")
+        found.append(FloatIsland(island.path, island.what, reason, island.share))
+    return tuple(found)
+
+
+def _could_be_quantized(module: nn.Module | None, what: str) -> bool:
+    """Whether the island is the module itself, of a kind that gets quantizers."""
+    if module is None or hasattr(module, "_input_quantizer"):
+        return False
+    kinds = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d, nn.Linear)
+    return type(module).__name__ == what and (isinstance(module, kinds) or is_sparse_conv(module))

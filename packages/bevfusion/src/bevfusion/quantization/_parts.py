@@ -1,0 +1,134 @@
+"""The detector folded and quantized, any of its parts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from itertools import islice
+
+from torch import Tensor, nn
+
+from bevfusion.model import PART_PATHS, Batch, BEVFusion, exclude_all_but
+from bevquant_fusion import FusionResult, fuse_model, fuse_parts
+from bevquant_qnn import QuantConfig, QuantizeResult, SkippedModule, quantize_model
+from bevquant_sparse import is_sparse_conv
+
+FOLDED_APART = (
+    "encoders.camera.backbone", "encoders.camera.neck", "encoders.camera.vtransform",
+    "encoders.lidar.backbone", "fuser", "decoder.backbone", "decoder.neck", "heads.object",
+)  # fmt: skip
+"""Modules with a forward of their own: batch norms are folded in one after the other."""
+
+_ADDED = ("quant_add", "quant_concat", "residual_quantizer")
+# Prefixes that a pattern may leave out.
+_PREFIXES = (*FOLDED_APART, "encoders.camera", "encoders.lidar", "encoders", "decoder", "heads")
+
+
+def fuse_detector(
+    model: BEVFusion, example: Batch, state: Mapping[str, Tensor] | None = None
+) -> FusionResult:
+    """A copy of the float model with every BatchNorm folded into its convolution.
+
+    Each module with a forward of its own is folded by itself, on the inputs that the example gives
+    it. The head is folded without: which cells become queries hangs on differences as small as
+    rounding, so its outputs before and after cannot be compared one by one.
+
+    Args:
+        model: In float; stays as it is.
+        example: Anything that it can run on.
+        state: Of the folded model, where only its modules are wanted. Which batch norms are gone is
+            told by their structure, in a quarter of the time that it takes to capture and compare
+            them; where the state says otherwise, by capturing.
+    """
+    if state is not None:
+        result = fuse_model(model)
+        names = set(result.model.state_dict())
+        norms = {name for name in state if name.endswith(".running_var")}
+        if norms <= names <= set(state):
+            return result
+    return fuse_parts(model, tuple(example), FOLDED_APART, unchecked=[PART_PATHS["head"]])
+
+
+def quantize_detector(
+    fused: BEVFusion,
+    example: Batch,
+    parts: Iterable[str],
+    *,
+    method: str = "mse",
+    exclude: Iterable[str] = (),
+    weight_bits: int = 8,
+    first_layer: bool = True,
+    reasons: Mapping[str, str] | None = None,
+) -> QuantizeResult:
+    """A copy of the folded model with quantizers in some of its parts, not calibrated yet.
+
+    Args:
+        fused: From `fuse_detector`; stays as it is.
+        example: Anything the model can run on.
+        parts: What gets quantizers: any of `bevfusion.model.PARTS` that the model has.
+        method: "max" puts running-maximum calibrators on activations, others histograms.
+        exclude: Paths or globs to leave float, in full or below the part, such as `conv_input.*`.
+        weight_bits: Of every quantized weight; activations have 8.
+        first_layer: Quantize the first sparse convolution too, which NVIDIA deploys in fp16.
+        reasons: Why a part stays float, by its name, and "first layer" why that does: what the
+            result's `skipped` tells, a line for each.
+
+    Raises:
+        InputError: A part that the model does not have.
+    """
+    model, told = copy.deepcopy(fused), reasons or {}
+    quantized = tuple(parts)
+    apart = exclude_all_but(quantized, model.parts)
+    first = [] if first_layer else first_sparse_conv(model)
+    config = QuantConfig(
+        weight_bits=weight_bits,
+        input_calibrator="max" if method == "max" else "histogram",
+        exclude=(*expand_patterns(model, exclude), *apart, *first),
+    )
+    result = quantize_model(model, config, example_inputs=tuple(example))
+    # One line for a part that stays float, not one for each of its layers.
+    named = {f"excluded by {pattern!r}" for pattern in apart}
+    skipped = [
+        SkippedModule(PART_PATHS[part], told.get(part, "not among the parts to quantize"))
+        for part in model.parts
+        if part not in quantized
+    ]
+    why = told.get("first layer", "the first sparse convolution: fp16, as NVIDIA has it")
+    skipped += [
+        SkippedModule(item.path, why) if item.path in first else item
+        for item in result.skipped
+        if item.reason not in named
+    ]
+    return replace(result, skipped=tuple(skipped))
+
+
+def first_sparse_conv(model: nn.Module) -> list[str]:
+    """Path of the first sparse convolution; none in a model without."""
+    paths = (path for path, module in model.named_modules() if is_sparse_conv(module))
+    return list(islice(paths, 1))
+
+
+def expand_patterns(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
+    """Full paths or globs for patterns that leave the part's own path out.
+
+    `conv_input` becomes `encoders.lidar.backbone.conv_input`, `layer1.*` the layers of the camera's
+    backbone. A pattern that names modules as it stands is kept, and so is one that names none, for
+    `quantize_model` to refuse.
+    """
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    expanded: list[str] = []
+    for pattern in patterns:
+        candidates = [pattern, *(f"{prefix}.{pattern}" for prefix in _PREFIXES)]
+        owner, _, name = pattern.rpartition(".")
+        if owner and name.startswith(_ADDED):  # not there yet: its owner is
+            known = [c for c in candidates if _names(c.rpartition(".")[0], paths)]
+        else:
+            known = [c for c in candidates if _names(c, paths)]
+        expanded += [pattern] if pattern in known else known or [pattern]
+    return tuple(dict.fromkeys(expanded))
+
+
+def _names(pattern: str, paths: list[str]) -> bool:
+    return bool(pattern) and any(fnmatchcase(path, pattern) for path in paths)

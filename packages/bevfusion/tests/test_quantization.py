@@ -1,0 +1,92 @@
+"""A detector quantized by parts, beside float: what stays float and why, layers, stages, mAP."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("spconv", reason="spconv is not installed")
+
+from bev_data import InputError
+from bev_data.points import Frame
+from bevfusion.evaluation import FrameBatches
+from bevfusion.model import (
+    CONFIGS,
+    BEVFusion,
+    build_model,
+    example_batch,
+    example_like,
+    random_weights,
+)
+from bevfusion.quantization import (
+    MeanAp,
+    compare_layers,
+    expand_patterns,
+    fuse_detector,
+    quantize_detector,
+    whole_output,
+)
+from bevquant_quantizers import calibrate
+
+TINY = CONFIGS["tiny"]
+BATCH = example_batch(TINY)._replace(images=None, depth=None, cells=None)
+
+
+@pytest.fixture(scope="module")
+def fused() -> BEVFusion:
+    model = build_model(TINY, ("lidar", "decoder")).eval()
+    random_weights(model, *BATCH, seed=0)
+    return fuse_detector(model, BATCH).model  # type: ignore[return-value]
+
+
+def test_examples_have_the_sensors_of_the_batch() -> None:
+    alike = example_like(TINY, BATCH)
+    assert alike.images is None
+    assert torch.equal(alike.features, BATCH.features)
+    assert example_batch(TINY).images.shape == (1, 1, 3, *TINY.camera.image_size)
+
+
+def test_a_part_is_quantized_and_the_others_say_why_not(fused: BEVFusion) -> None:
+    left = {"exclude": ["neck.*"], "first_layer": False}
+    made = quantize_detector(fused, BATCH, ["decoder"], **left)
+    assert all(module.path.startswith("decoder.backbone") for module in made.quantized)
+    below = [item for item in made.skipped if item.path.startswith("encoders.lidar")]
+    assert [item.reason for item in below] == ["not among the parts to quantize"]
+    with pytest.raises(InputError, match="camera"):
+        quantize_detector(fused, BATCH, ["camera"])
+
+
+def test_the_first_sparse_convolution_may_stay(fused: BEVFusion) -> None:
+    reasons = {"first layer": "a user said so", "decoder": "so did another"}
+    made = quantize_detector(fused, BATCH, ["lidar"], first_layer=False, reasons=reasons)
+    told = {item.reason: item.path for item in made.skipped}
+    assert told["so did another"] == "decoder"
+    assert expand_patterns(fused, ["conv_input.0"]) == (told["a user said so"],)
+
+
+def test_layers_and_stages_beside_float(fused: BEVFusion) -> None:
+    model: Any = quantize_detector(fused, BATCH, ["decoder"], method="max").model
+    calibrate(model, [BATCH], forward=lambda net, batch: net(*batch), method="max")
+    found = compare_layers(fused, model, [BATCH])
+    stages = {stage.row.stage: stage.row for stage in found.stages}
+    assert list(stages) == ["lidar", "decoder"]
+    assert stages["lidar"].sqnr_db is None  # float in both
+    with torch.no_grad():
+        wanted, got = (whole_output(net(*BATCH)).double() for net in (fused, model))
+    decibels = 10 * math.log10(float(wanted.square().sum() / (got - wanted).square().sum()))
+    assert stages["decoder"].sqnr_db == pytest.approx(decibels, rel=1e-6)
+    assert (found.rows[-1].layer, found.rows[-1].kind) == ("output", "bird's-eye view")
+    assert found.rows[-1].sqnr_db == pytest.approx(decibels, rel=1e-6)
+
+
+def test_mean_ap_wants_a_head_and_labels(fused: BEVFusion) -> None:
+    points = np.array([[10.0, 0.0, -1.0, 80.0, 0.0]], np.float32)
+    batches = FrameBatches([Frame("one", points)], TINY, fused)
+    with pytest.raises(InputError, match="model is lidar and decoder alone"):
+        MeanAp(fused, batches, TINY)
+    with pytest.raises(InputError, match="none of the frames has labels"):
+        MeanAp(build_model(TINY, ("lidar", "decoder", "head")), batches, TINY)
