@@ -1,0 +1,229 @@
+r"""The files of a detector one behind the other, beside the integer model that was not cut.
+
+The tensor at the cut has one range, and three places know it: the whole model, whose last sparse
+layer makes the integers itself,
+
+.. math:: q = \operatorname{clamp}(\operatorname{round}(\text{acc} \cdot s_x s_w / s_y)),
+
+and the two files. The sparse one gives :math:`x = \text{acc} \cdot s_x s_w` in floats (libspconv in
+half precision), the dense one begins with QuantizeLinear of the scale :math:`s_y`, so it makes
+:math:`\operatorname{round}(x / s_y)`. Both are the same integer but where the exact value lies on
+the border of two, nearer than the float can tell; there they are one step apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bevquant_export.detector._parts import Parts
+from bevquant_graph import op_spec
+from bevquant_int8sim import IntegerModel, dequantize, quantize
+
+_HALF, _FLOAT = 2.0**-11, 2.0**-21  # what rounding to a float may move a value by, of itself
+_SMALLEST_HALF = 2.0**-25  # half a step of the smallest float16
+_LEAST_DB = 10.0  # of the last outputs: below that nothing is left of them
+
+
+@dataclass(frozen=True)
+class MapCheck:
+    """A map that one file hands to the next.
+
+    Attributes:
+        name: Its port in both.
+        elements: How many values it has.
+        different: How many the dense file's first QuantizeLinear rounds to other integers than the
+            whole model has there: by one step, on the border of two.
+    """
+
+    name: str
+    elements: int
+    different: int
+
+
+@dataclass(frozen=True)
+class FrameCheck:
+    """One frame through the files.
+
+    Attributes:
+        frame: Which: ``"example"`` or ``"batches[0]"``.
+        layers: Integers of the sparse file's layers that are others than the model's, of how many.
+        maps: What is handed on.
+        tensors: Integers of the dense file's tensors, each computed of the model's own, that are
+            others, of how many; what is more than a tie on the border of two steps is refused.
+        outputs: Output of the dense file, run behind the sparse one, to the SQNR in dB against the
+            whole integer model: infinite where both are the same.
+    """
+
+    frame: str
+    layers: tuple[int, int] = (0, 0)
+    maps: tuple[MapCheck, ...] = ()
+    tensors: tuple[int, int] = (0, 0)
+    outputs: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        said = []
+        if self.layers[1]:
+            said.append("sparse file: {:,} of {:,} integers differ".format(*self.layers))
+        said += [
+            f"{m.name}: {m.different:,} of {m.elements:,} values a step off" for m in self.maps
+        ]
+        if self.tensors[1]:
+            said.append("dense file: {:,} of {:,} integers differ".format(*self.tensors))
+        said += [
+            f"{name}: {'equal' if math.isinf(db) else f'{db:.1f} dB'}"
+            for name, db in self.outputs.items()
+        ]
+        return f"{self.frame}: " + "; ".join(said)
+
+
+@dataclass(eq=False)
+class _Held:
+    """A map in the whole model.
+
+    Attributes:
+        forms: Of its readers, to what they read.
+    """
+
+    forms: dict[Any, Tensor] = field(default_factory=dict)
+
+    def as_float(self) -> Tensor:
+        """Floats of which every reader makes what it has in the whole model."""
+        for demand, value in self.forms.items():
+            if isinstance(demand.form, str):
+                return value
+        demand, value = next(iter(self.forms.items()))
+        return dequantize(value, demand.form.scale)
+
+
+class WholeRun:
+    """The model that was not cut, on a frame.
+
+    Args:
+        whole: It, returning a dict of its results.
+        parts: How it was cut.
+        inputs: The frame.
+
+    Attributes:
+        returned: Its results by name.
+        maps: What it has at the cut.
+    """
+
+    def __init__(self, whole: IntegerModel, parts: Parts, inputs: Any) -> None:
+        source = whole.source
+        assert source is not None
+        nodes = {node.name: node for node in source.graph.operations}
+        self.maps = {name: _Held() for name in parts.maps}
+        wanted: dict[str, tuple[_Held, Any]] = {}
+        for name, of_whole in parts.maps.items():
+            node: Any = nodes[of_whole.name]
+            while node not in source.held and op_spec(node.target).kind == "identity":
+                node = node.args[0]
+            for demand, value in source.held.get(node, {}).items():
+                wanted[value] = self.maps[name], demand
+
+        def see(step: Any, given: Any, made: Any) -> None:
+            for name, value in zip(step.outputs, made, strict=False):
+                if name in wanted:
+                    held, demand = wanted[name]
+                    held.forms[demand] = value
+
+        returned, _ = whole.run(inputs, record=False, observe=see)
+        self.returned: dict[str, Any] = returned if isinstance(returned, dict) else {"": returned}
+
+    def check_map(self, name: str, given: Tensor, *, half: bool) -> MapCheck:
+        """Hold what the sparse file gives against what the whole model has.
+
+        Args:
+            name: The map.
+            given: What the file gives, as the next one reads it.
+            half: Whether it was rounded to half precision.
+
+        Raises:
+            ValueError: More differs than rounding explains.
+        """
+        share = _HALF + _FLOAT if half else _FLOAT
+        different = 0
+        for demand, wanted in self.maps[name].forms.items():
+            value = given.double()
+            if demand.relu:
+                value = value.clamp(0, demand.ceiling)
+            if isinstance(demand.form, str):
+                apart, unit = (value - wanted.double()).abs(), 1.0
+                explained = share * value.abs() + (_SMALLEST_HALF if half else 0.0)
+                wrong = int((apart > explained).sum())
+            else:
+                unit = demand.form.scale
+                form = demand.form
+                made = quantize(
+                    value.float(), unit, bits=form.bits, narrow_range=form.narrow, name=name
+                )
+                steps = made.double() - wanted.double()
+                exact = value / unit
+                near = (exact - (made.double() + wanted.double()) / 2).abs()
+                explained = share * exact.abs() + (_SMALLEST_HALF / unit if half else 0.0)
+                wrong = int((steps.ne(0) & ~((steps.abs() <= 1) & (near <= explained))).sum())
+                different = max(different, int(steps.count_nonzero()))
+            if wrong:
+                raise ValueError(
+                    f"export_detector: {name}: {wrong:,} of {given.numel():,} values that the "
+                    "sparse file hands on are not what the whole integer model has there, by more "
+                    "than rounding explains; nothing was written. verify=False writes the files "
+                    "all the same"
+                )
+        return MapCheck(name, given.numel(), different)
+
+    def own_maps(self) -> dict[str, Tensor]:
+        """Maps of which every reader makes what it has in the whole model."""
+        return {name: held.as_float() for name, held in self.maps.items()}
+
+    def check_dense(self, dense: IntegerModel, parts: Parts, given: Mapping[str, Any]) -> None:
+        """Demand of the dense part, given the whole model's own maps, the whole model's bits.
+
+        Args:
+            dense: Its integers.
+            parts: How the model was cut.
+            given: Its inputs.
+
+        Raises:
+            ValueError: A result is another one.
+        """
+        made = dense(**given)
+        made = made if isinstance(made, dict) else {"": made}
+        both = {len(held.forms) for held in self.maps.values()} - {1}
+        for name in parts.of_dense:
+            if not torch.equal(made[name], self.returned[name]) and not both:
+                raise ValueError(
+                    f"export_detector: {name or 'the result'} of the dense part is not that of the "
+                    "whole integer model on the same map, although both are made of one graph: the "
+                    "ranges at the cut are two; nothing was written. verify=False writes the files "
+                    "all the same"
+                )
+
+
+def sqnr_db(wanted: Tensor, made: Tensor) -> float:
+    """Power of what is wanted over that of the difference; infinite where there is none."""
+    noise = float((wanted.double() - made.double()).square().sum())
+    power = float(wanted.double().square().sum())
+    return math.inf if not noise else 10 * math.log10(power / noise) if power else -math.inf
+
+
+def check_outputs(frame: str, outputs: Mapping[str, float]) -> None:
+    """Refuse files whose outputs, one behind the other, have nothing of the model's.
+
+    Raises:
+        ValueError: One is another.
+    """
+    for name, db in outputs.items():
+        if db < _LEAST_DB:
+            raise ValueError(
+                f"export_detector: {name}: the files one behind the other make something else than "
+                f"the whole integer model ({db:.1f} dB, {frame}), although each makes what it "
+                "should of its own inputs: a choice by value (TopK, a threshold) takes other "
+                "cells; nothing was written. verify=False writes the files all the same"
+            )

@@ -1,0 +1,358 @@
+"""A whole detector in one call: its sparse file, its dense file, and both held together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch import Tensor, nn
+
+from bevquant_export.detector._chain import FrameCheck, WholeRun, check_outputs, sqnr_db
+from bevquant_export.detector._parts import Parts, parts_of
+from bevquant_export.detector._written import DetectorExport, DetectorMap
+from bevquant_export.dense import QdqFile, TensorDifference, open_onnx
+from bevquant_export.dense._compare import verified
+from bevquant_export.dense._program_of import program_of
+from bevquant_export.lint import Finding, lint_onnx
+from bevquant_export.sparse import LayerDifference, SparseExport, load_sparse_onnx
+from bevquant_export.sparse._compare import compared
+from bevquant_export.sparse._export import DIALECTS, ORDERS, write_sparse
+from bevquant_export.sparse._half_precision import half_constants_of
+from bevquant_export.sparse._observe import same_inputs
+from bevquant_export.sparse._verify import refuse_departures
+from bevquant_export.targets import find_target
+from bevquant_export.targets.qdq import QdqTarget
+from bevquant_graph import CaptureError, Graph, arguments, capture, named_results, part_of
+from bevquant_int8sim import IntegerModel, simulate
+from bevquant_int8sim.program import PROGRAM_READERS, names_in
+
+_SPARSE, _DENSE = "sparse.onnx", "dense.onnx"
+
+
+def export_detector(
+    model: nn.Module,
+    example_inputs: Any,
+    folder: str | os.PathLike[str],
+    target: str = "tensorrt",
+    *,
+    dialect: str | None = None,
+    model_order: str = "xyz",
+    order: str | None = None,
+    batches: Iterable[Any] = (),
+    head_room: float = 1.5,
+    verify: bool = True,
+    **options: Any,
+) -> DetectorExport:
+    r"""Write a calibrated detector, voxels to outputs, as the files that its engines take.
+
+    Engines for sparse convolutions end with ``dense()``; all behind it is another engine's. So the
+    model's graph is cut there: ``sparse.onnx`` has everything up to the map, what permutes and
+    reshapes it included, ``dense.onnx`` the rest, and what is computed beside the voxels (a camera
+    branch). An output of the one and an input of the other that are the same map have one name,
+    ``spatial_features`` (``spatial_features_0``, … of several).
+
+    The map has one range. Whoever reads it first in the dense file is QuantizeLinear with its scale
+    amax/127, and the sparse file gives the map unrounded, in float16 from libspconv: it is rounded
+    to eight bits once, by the dense file. A value that float16 moves over the border of two steps
+    is one step off there, which `FrameCheck.maps` counts, and nothing more may be.
+
+    Before the files get their names the example, and the first of `batches`, go through them: each
+    layer of the sparse file against the integer model, what it hands on against the integers that
+    the model has there, each operation of the dense file on these maps, and the outputs at the end
+    against the integer model that was not cut.
+
+    Args:
+        model: A `bevquant_qnn` model, calibrated, in evaluation mode. It is not changed.
+        example_inputs: What one call takes: a tuple of positional inputs, a dict of named ones, or
+            one input.
+        folder: Made where it is not there. Files appear in it when all is right, or not at all.
+        target: Engine of the dense file, by a name of `find_target`.
+        dialect: Of the sparse file: ``"libspconv"`` or ``"portable"``, by default what the target
+            goes with.
+        model_order: Order of the coordinate columns behind the batch, see `export_sparse_onnx`.
+        order: Order that the sparse file wants them in; by default the model's.
+        batches: Further inputs like the example. The voxels of all are counted for `output_bound`.
+        head_room: See `export_sparse_onnx`.
+        verify: False writes the files unseen.
+        **options: Of the target's `export_qdq_onnx`: ``weights``, ``integer_sums``, ``march``.
+
+    Returns:
+        Files, what is handed on, which output of which file each result of the model is, and what
+        was found. A model without voxels has no sparse file, one that ends with sparse tensors or
+        maps no dense one.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: Something has no form in a file, lies on voxels and reads a map, or is computed
+            otherwise by a file than by the model; module, file, line and remedy are named.
+
+    Example:
+        >>> def write(model, frames):
+        ...     files = export_detector(model, frames[0], "onnx", "tensorrt11", batches=frames)
+        ...     print(files)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"export_detector: expected a module, got {type(model).__name__}")
+    engine = find_target(target)
+    if not isinstance(engine, QdqTarget) or engine.kind != "dense":
+        raise ValueError(
+            f"export_detector: target={target!r}: expected an engine for dense files, such as "
+            "'tensorrt', 'onnxruntime' or 'horizon'; dialect= says what the sparse file is"
+        )
+    dialect = dialect or engine.sparse or "libspconv"
+    if dialect not in DIALECTS:
+        raise ValueError(f"export_detector: dialect={dialect!r}: expected one of {DIALECTS}")
+    for name, value in (("model_order", model_order), ("order", order or model_order)):
+        if value not in ORDERS:
+            raise ValueError(f"export_detector: {name}={value!r}: expected one of {ORDERS}")
+    if any(isinstance(m, kind) for m in model.modules() for kind in PROGRAM_READERS):
+        raise ValueError(
+            "export_detector: the model is another package's (bevquant_hybrid); its dense part is "
+            "written by export_qdq_onnx"
+        )
+    axes = {"model_order": model_order, "order": order or model_order}
+    writer = _Writer(model, example_inputs, engine, dialect, axes, options, verify=verify)
+    whole = Path(folder)
+    whole.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=whole, prefix=".writing-") as unseen:
+        made = writer.write(Path(unseen), list(batches), head_room)
+        for file in sorted(Path(unseen).iterdir()):
+            file.replace(whole / file.name)
+    return _moved(made, whole)
+
+
+class _Writer:
+    """Writes both parts of a model, and runs them.
+
+    Args:
+        model: The model.
+        example: Its inputs.
+        engine: Of the dense file.
+        dialect: Of the sparse file.
+        axes: Orders of the coordinate columns.
+        options: Of the dense file.
+        verify: Run what is written.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Any,
+        engine: QdqTarget,
+        dialect: str,
+        axes: Mapping[str, str],
+        options: Mapping[str, Any],
+        *,
+        verify: bool,
+    ) -> None:
+        self.example, self.engine, self.dialect = example, engine, dialect
+        self.axes, self.options, self.verify = axes, options, verify
+        self.sums = bool(options.get("integer_sums"))
+        self.rounded, self.graph, self.parts = _cut(model, example)
+        parts = self.parts
+        self.sparse_integers = None if parts.sparse is None else self._simulated(parts.sparse)
+        results = named_results(self.graph)
+        returned = {name: results[name] for name in (*parts.of_sparse, *parts.of_dense)}
+        returned |= {} if returned else parts.maps  # nothing but maps
+        self.whole = simulate(
+            self.rounded, example, graph=part_of(self.graph, returned), verify=verify,
+            integer_sums=self.sums,
+        )  # fmt: skip
+        self.run = WholeRun(self.whole, parts, example)
+        self.dense_integers = None
+        if parts.dense is not None:
+            given = self._given(self.run.own_maps(), example)
+            self.dense_integers = self._simulated(parts.dense, given)
+
+    def _simulated(self, graph: Graph, inputs: Any = None) -> IntegerModel:
+        """A part in integers; the whole is held against the model, and the parts against that."""
+        given = self.example if inputs is None else inputs
+        sums = self.sums and inputs is not None
+        return simulate(self.rounded, given, graph=graph, verify=False, integer_sums=sums)
+
+    def _given(self, maps: Mapping[str, Tensor], inputs: Any) -> dict[str, Any]:
+        """Inputs of the dense part: maps, and what a frame gives it beside them."""
+        leaves = dict(zip(self.graph.placeholders, self.graph.leaves(inputs), strict=True))
+        return {
+            name: maps[name] if name in maps else leaves[node]
+            for name, node in self.parts.given.items()
+        }
+
+    def _handed_on(self, outputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Maps as the engine of the sparse file gives them."""
+        half = self.dialect == "libspconv"
+        maps = {name: outputs[name] for name in self.parts.maps if name in outputs}
+        return {name: x.half().float() if half else x for name, x in maps.items()}
+
+    def write(self, folder: Path, batches: list[Any], head_room: float) -> DetectorExport:
+        """Write the files into a folder, lint them, and send frames through both."""
+        parts, findings = self.parts, list[Finding]()
+        sparse, dense, outputs = None, None, dict[str, Any]()
+        if self.sparse_integers is not None:
+            sparse, outputs = self._sparse_file(folder / _SPARSE, batches, head_room)
+            findings += lint_onnx(sparse.path, self.dialect)
+        maps = self._handed_on(outputs)
+        if self.dense_integers is not None:
+            given = self._given(maps, self.example)
+            dense = self.engine.write(
+                self.dense_integers, given, folder / _DENSE, verify=self.verify, **self.options
+            )
+            findings += lint_onnx(dense.path, self.engine.name)
+        made = DetectorExport(
+            folder=folder,
+            target=self.engine.name,
+            sparse=sparse,
+            dense=dense,
+            maps=tuple(self._map(name, outputs) for name in parts.maps),
+            outputs={
+                **{name: (_SPARSE, port) for name, port in parts.of_sparse.items()},
+                **{
+                    name: (_DENSE, port)
+                    for name, port in zip(parts.of_dense, dense.outputs if dense else (), strict=True)
+                },
+            },
+            left_out=parts.left_out,
+            findings=tuple(findings),
+        )
+        return replace(made, checks=self._checks(made, maps, batches)) if self.verify else made
+
+    def _sparse_file(
+        self, path: Path, batches: list[Any], head_room: float
+    ) -> tuple[SparseExport, dict[str, Any]]:
+        integers = self.sparse_integers
+        assert integers is not None
+        portable = self.dialect == "portable"
+        ports: dict[str, Any] = integers.program.result
+        sparse, outputs = write_sparse(
+            self.rounded, integers, self.example, path, dialect=self.dialect, **self.axes,
+            batches=batches, head_room=head_room, all_layers=False, verify=self.verify,
+            weights=self.options.get("weights", "uint8") if portable else "uint8",
+            names={names_in(ref)[0]: port for port, ref in ports.items()},
+        )  # fmt: skip
+        return sparse, outputs if self.verify else _called(integers, self.example)
+
+    def _map(self, name: str, outputs: Mapping[str, Any]) -> DetectorMap:
+        amax = None
+        if self.dense_integers is not None and name in self.parts.given:
+            program = self.dense_integers.program
+            read = program.signature[1][name]
+            for step in program.steps:
+                if step.op == "quantize" and step.args[:1] == (read,):
+                    form: Any = program.values[step.outputs[0]].form
+                    amax = form.scale * form.high
+        place = self.graph.describe(self.parts.maps[name])
+        return DetectorMap(name, tuple(outputs[name].shape), amax, place)
+
+    # Frames through both files
+
+    def _checks(
+        self, made: DetectorExport, maps: Mapping[str, Tensor], batches: list[Any]
+    ) -> tuple[FrameCheck, ...]:
+        rows = made.sparse.differences if made.sparse else ()
+        tensors = made.dense.differences if made.dense else ()
+        checks = [self._checked("example", self.run, self.example, made, maps, rows, tensors)]
+        for place, inputs in enumerate(batches):
+            if same_inputs(inputs, self.example):
+                continue
+            frame = f"batches[{place}]"
+            rows, maps = self._layers(frame, made, inputs)
+            tensors = self._tensors(made, self._given(maps, inputs))
+            run = WholeRun(self.whole, self.parts, inputs)
+            checks.append(self._checked(frame, run, inputs, made, maps, rows, tensors))
+            break
+        return tuple(checks)
+
+    def _layers(
+        self, frame: str, made: DetectorExport, inputs: Any
+    ) -> tuple[tuple[LayerDifference, ...], dict[str, Tensor]]:
+        """Each layer of the sparse file on a frame, and what it hands on."""
+        if made.sparse is None or self.sparse_integers is None:
+            return (), {}
+        ran = made.sparse.verified
+        backend = "onnxruntime" if ran.startswith("onnxruntime") else "auto"
+        file = load_sparse_onnx(made.sparse.path, backend=backend)
+        other = self.axes["order"] != self.axes["model_order"]
+        rows, _, outputs = compared(file, self.sparse_integers, inputs, reversed_axes=other)
+        refuse_departures(rows, f"export_detector: when {ran} runs the file on {frame}, ")
+        return rows, self._handed_on(outputs)
+
+    def _tensors(
+        self, made: DetectorExport, given: Mapping[str, Any]
+    ) -> tuple[TensorDifference, ...]:
+        """Each operation of the dense file on a frame."""
+        if made.dense is None or self.dense_integers is None:
+            return ()
+        program = program_of(self.dense_integers, given, self.sums, verify=False)
+        content = made.dense.path.read_bytes()
+        return verified(made.dense, content, program, given, integer_sums=self.sums).differences
+
+    def _checked(
+        self, frame: str, run: WholeRun, inputs: Any, made: DetectorExport,
+        maps: Mapping[str, Tensor], rows: Iterable[LayerDifference],
+        tensors: Iterable[TensorDifference],
+    ) -> FrameCheck:  # fmt: skip
+        """What crosses the cut, and what comes out behind it."""
+        half = self.dialect == "libspconv"
+        handed_on = tuple(run.check_map(name, value, half=half) for name, value in maps.items())
+        outputs: dict[str, float] = {}
+        if made.dense is not None and self.dense_integers is not None:
+            given = self._given(run.own_maps(), inputs)
+            run.check_dense(self.dense_integers, self.parts, given)
+            got = _run(made.dense, self.engine.name, self._given(maps, inputs))
+            for name, port in zip(self.parts.of_dense, made.dense.outputs, strict=True):
+                if port in got:
+                    outputs[port] = sqnr_db(run.returned[name], got[port])
+            check_outputs(frame, outputs)
+        integers = [row for row in rows if row.form == "int8"]
+        return FrameCheck(
+            frame, _counted(integers), handed_on, _counted(tensors), outputs
+        )
+
+
+def _cut(model: nn.Module, example: Any) -> tuple[nn.Module, Graph, Parts]:
+    """The model with the sparse file's constants, its graph, and how that is cut."""
+    try:
+        graph = capture(model, example)
+        parts = parts_of(graph)
+        if parts.sparse is None:
+            return model, graph, parts
+        rounded = half_constants_of(model, parts.sparse.called)
+        graph = capture(rounded, example)
+    except CaptureError as error:
+        raise ValueError(str(error).replace("capture:", "export_detector:", 1)) from error
+    return rounded, graph, parts_of(graph)
+
+
+def _called(integers: IntegerModel, inputs: Any) -> dict[str, Any]:
+    """Results of a model by name."""
+    args, kwargs = arguments(inputs)
+    made = integers(*args, **kwargs)
+    return made if isinstance(made, dict) else {"": made}
+
+
+def _run(file: QdqFile, target: str, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Outputs of the dense file; none where nothing at hand runs it as one."""
+    try:
+        return open_onnx(file.path, target)(given)
+    except ImportError:
+        return {}
+
+
+def _counted(rows: Iterable[Any]) -> tuple[int, int]:
+    rows = list(rows)
+    return sum(row.different for row in rows), sum(row.elements for row in rows)
+
+
+def _moved(made: DetectorExport, folder: Path) -> DetectorExport:
+    """The same with files where they lie now."""
+    sparse, dense = made.sparse, made.dense
+    if sparse is not None:
+        sparse = replace(sparse, path=folder / sparse.path.name)
+    if dense is not None:
+        settings = dense.settings and folder / dense.settings.name
+        dense = replace(dense, path=folder / dense.path.name, settings=settings)
+    return replace(made, folder=folder, sparse=sparse, dense=dense)
