@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ._graph import Graph
 from ._opaque import OPAQUE
 from ._signature import Constant, Leaf, Nested, Sparse, Tree
 
-__all__ = ["named_results", "part_of"]
+__all__ = ["named_results", "nodes_behind", "part_of"]
 
 _SIZE = torch.ops.aten.sym_size.int
 
@@ -55,6 +55,33 @@ def _named(graph: Graph, tree: Tree, name: str) -> Iterator[tuple[str, Tree]]:
         keys = range(len(tree.members)) if tree.keys is None else tree.keys
         for key, member in zip(keys, tree.members, strict=True):
             yield from _named(graph, member, f"{name}_{key}".lstrip("_"))
+
+
+def nodes_behind(
+    graph: Graph, values: Iterable[fx.Node], given: Collection[fx.Node] = ()
+) -> list[fx.Node]:
+    """What values are computed of, themselves among it, in order; nothing behind `given`.
+
+    A number that is a size of what is given is known there.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from bevquant_graph import capture
+        >>> graph = capture(nn.Sequential(nn.Linear(4, 2), nn.ReLU()), torch.ones(3, 4))
+        >>> linear, relu = graph.operations
+        >>> nodes_behind(graph, [relu], [linear])
+        [linear, relu]
+    """
+    sizes = _sizes(given)
+    found: set[fx.Node] = set()
+    pending = list(values)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += () if node in given or _number(node) in sizes else node.all_input_nodes
+    return [node for node in graph.graph.nodes if node in found]
 
 
 def part_of(
@@ -91,31 +118,32 @@ def part_of(
 class _Part:
     def __init__(self, whole: Graph, given: Mapping[str, fx.Node] | None) -> None:
         self.whole, self.given = whole, given
+        self.sizes = {} if given is None else _sizes(given.values())
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
-        self.sizes: dict[str, tuple[fx.Node, int]] = {}
         self.inputs: list[fx.Node] = []
 
     def made(self, results: Mapping[str, Tree | fx.Node]) -> Graph:
         outputs: list[Any] = []
         trees = {name: self._result(value, outputs) for name, value in results.items()}
         tree = trees[""] if [*trees] == [""] else _dict(trees)
-        needed = self._needed(outputs)
+        ends = self.whole.placeholders if self.given is None else list(self.given.values())
+        values = [value for value in outputs if isinstance(value, fx.Node)]
+        needed = nodes_behind(self.whole, values, [] if self.given is None else ends)
+        needed = [node for node in needed if node not in ends]
         constants = [n for n in needed if self.whole.constant_path(n) is not None]
-        specs = [s for s in self.whole.program.graph_signature.input_specs if s.target is not None]
-        known = {spec.arg.name: spec for spec in specs}  # type: ignore[union-attr]
+        signature: Any = self.whole.program.graph_signature
+        known = {spec.arg.name: spec for spec in signature.input_specs}
         for node in constants:
             self.copies[node] = self.graph.node_copy(node)
         inputs = self._inputs()
         for node in needed:
             if node not in self.copies:
-                size = self._size(node)
-                self.copies[node] = size or self.graph.node_copy(node, self.copies.__getitem__)
+                self.copies[node] = self._copied(node)
         made = [self.copies[value] if isinstance(value, fx.Node) else value for value in outputs]
         self.graph.output(tuple(made))
         program: Any = copy.copy(self.whole.program)
         program._graph_module = fx.GraphModule(torch.nn.Module(), self.graph)
-        program._graph_module.graph = self.graph  # the very nodes
         program._graph_signature = ExportGraphSignature(
             [known[node.name] for node in constants]
             + [_spec(InputSpec, InputKind.USER_INPUT, node) for node in self.inputs],
@@ -154,11 +182,6 @@ class _Part:
             own.meta = {key: node.meta[key] for key in ("val",) if key in node.meta}
             self.copies[node] = own
             self.inputs.append(own)
-            value = node.meta.get("val")
-            if isinstance(value, Tensor) and self.given is not None:
-                open_sizes = ((a, n) for a, n in enumerate(value.shape) if isinstance(n, SymInt))
-                for axis, size in open_sizes:
-                    self.sizes.setdefault(str(size.node.expr), (own, axis))
         if self.given is None:
             return self.whole.inputs
         return Nested(tuple, None, (
@@ -166,41 +189,37 @@ class _Part:
             _dict({name: Leaf(index) for index, name in enumerate(given)}),
         ))  # fmt: skip
 
-    def _size(self, node: fx.Node) -> fx.Node | None:
-        """A number that is a size of what is given, read there."""
-        known = self.sizes.get(_number(node))
-        if known is None:
-            return None
-        made = self.graph.call_function(_SIZE, known)
-        made.meta = dict(node.meta)
-        return made
+    def _copied(self, node: fx.Node) -> fx.Node:
+        """A node of the whole; a number that is a size of what is given is read there."""
+        if _number(node) in self.sizes:
+            source, axis = self.sizes[_number(node)]
+            made = self.graph.call_function(_SIZE, (self.copies[source], axis))
+            made.meta = dict(node.meta)
+            return made
+        if node in self.whole.placeholders:
+            name = self.whole.input_names[self.whole.placeholders.index(node)]
+            raise ValueError(f"part_of: the part reads the input {name}, which is not given")
+        return self.graph.node_copy(node, self.copies.__getitem__)
 
-    def _needed(self, outputs: list[Any]) -> list[fx.Node]:
-        """Nodes that the results are computed of, in order, without what is given."""
-        ends = set(self.whole.placeholders if self.given is None else self.given.values())
-        values = [n.meta.get("val") for n in ends] if self.given is not None else []
-        sizes = {str(s.node.expr) for v in values if isinstance(v, Tensor)
-                 for s in v.shape if isinstance(s, SymInt)}  # fmt: skip
-        found: set[fx.Node] = set()
-        pending = [value for value in outputs if isinstance(value, fx.Node)]
-        while pending:
-            node = pending.pop()
-            if node in found or node in ends:
-                continue
-            found.add(node)
-            if _number(node) in sizes:
-                continue
-            if node in self.whole.placeholders:
-                name = self.whole.input_names[self.whole.placeholders.index(node)]
-                raise ValueError(f"part_of: the part reads the input {name}, which is not given")
-            pending += node.all_input_nodes
-        return [node for node in self.whole.graph.nodes if node in found]
+
+def _sizes(given: Iterable[fx.Node]) -> dict[str, tuple[fx.Node, int]]:
+    """Open sizes of tensors, to where they are found."""
+    found: dict[str, tuple[fx.Node, int]] = {}
+    for node in given:
+        value = node.meta.get("val")
+        for axis, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            if _open(size):
+                found.setdefault(_open(size), (node, axis))
+    return found
+
+
+def _open(size: Any) -> str:
+    """The expression of an open number; "" of everything else."""
+    return str(size.node.expr) if isinstance(size, SymInt) else ""
 
 
 def _number(node: fx.Node) -> str:
-    """The expression of an open number; "" of everything else."""
-    value = node.meta.get("val")
-    return str(value.node.expr) if isinstance(value, SymInt) else ""
+    return _open(node.meta.get("val"))
 
 
 def _dict(members: Mapping[str, Tree]) -> Nested:

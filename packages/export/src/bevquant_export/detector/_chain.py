@@ -27,7 +27,7 @@ from bevquant_int8sim import IntegerModel, dequantize, quantize
 
 _HALF, _FLOAT = 2.0**-11, 2.0**-21  # what rounding to a float may move a value by, of itself
 _SMALLEST_HALF = 2.0**-25  # half a step of the smallest float16
-_LEAST_DB = 10.0  # of the last outputs: below that nothing is left of them
+_LEAST_DB = 10.0  # of what one file makes run as a whole: single steps grow on the way, not to that
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class FrameCheck:
             others, of how many; what is more than a tie on the border of two steps is refused.
         outputs: Output of the dense file, run behind the sparse one, to the SQNR in dB against the
             whole integer model: infinite where both are the same.
+        not_run: Why the frame did not go through the files; empty where it did.
     """
 
     frame: str
@@ -65,9 +66,10 @@ class FrameCheck:
     maps: tuple[MapCheck, ...] = ()
     tensors: tuple[int, int] = (0, 0)
     outputs: Mapping[str, float] = field(default_factory=dict)
+    not_run: str = ""
 
     def __str__(self) -> str:
-        said = []
+        said = [f"not run: {self.not_run}"] if self.not_run else []
         if self.layers[1]:
             said.append("sparse file: {:,} of {:,} integers differ".format(*self.layers))
         said += [
@@ -133,8 +135,7 @@ class WholeRun:
                     held, demand = wanted[name]
                     held.forms[demand] = value
 
-        returned, _ = whole.run(inputs, record=False, observe=see)
-        self.returned: dict[str, Any] = returned if isinstance(returned, dict) else {"": returned}
+        self.returned = by_name(whole.run(inputs, record=False, observe=see)[0])
 
     def check_map(self, name: str, given: Tensor, *, half: bool) -> MapCheck:
         """Hold what the sparse file gives against what the whole model has.
@@ -182,28 +183,41 @@ class WholeRun:
         """Maps of which every reader makes what it has in the whole model."""
         return {name: held.as_float() for name, held in self.maps.items()}
 
-    def check_dense(self, dense: IntegerModel, parts: Parts, given: Mapping[str, Any]) -> None:
-        """Demand of the dense part, given the whole model's own maps, the whole model's bits.
-
-        Args:
-            dense: Its integers.
-            parts: How the model was cut.
-            given: Its inputs.
+    def check_sparse(self, parts: Parts, made: Mapping[str, Any]) -> None:
+        """Demand of the sparse part the whole model's bits, in what is returned.
 
         Raises:
             ValueError: A result is another one.
         """
-        made = dense(**given)
-        made = made if isinstance(made, dict) else {"": made}
-        both = {len(held.forms) for held in self.maps.values()} - {1}
+        for name, port in parts.of_sparse.items():
+            if port not in self.maps:
+                wanted, got = (getattr(x, "features", x) for x in (self.returned[name], made[port]))
+                _refuse_unequal(name, wanted, got)
+
+    def check_dense(self, parts: Parts, made: Mapping[str, Any]) -> None:
+        """Demand of the dense part, given `own_maps`, the whole model's bits.
+
+        Raises:
+            ValueError: A result is another one.
+        """
+        if any(len(held.forms) > 1 for held in self.maps.values()):
+            return  # floats beside integers, which were rounded from sums: not the same bits
         for name in parts.of_dense:
-            if not torch.equal(made[name], self.returned[name]) and not both:
-                raise ValueError(
-                    f"export_detector: {name or 'the result'} of the dense part is not that of the "
-                    "whole integer model on the same map, although both are made of one graph: the "
-                    "ranges at the cut are two; nothing was written. verify=False writes the files "
-                    "all the same"
-                )
+            _refuse_unequal(name, self.returned[name], made[name])
+
+
+def _refuse_unequal(name: str, wanted: Tensor, made: Tensor) -> None:
+    if not torch.equal(wanted, made):
+        raise ValueError(
+            f"export_detector: {name or 'the result'} of a part is not that of the whole integer "
+            "model, given the same maps: they have two ranges at the cut; nothing was written. "
+            "verify=False writes the files all the same"
+        )
+
+
+def by_name(returned: Any) -> dict[str, Any]:
+    """What a part of a graph returns, by name."""
+    return returned if isinstance(returned, dict) else {"": returned}
 
 
 def sqnr_db(wanted: Tensor, made: Tensor) -> float:
@@ -213,17 +227,17 @@ def sqnr_db(wanted: Tensor, made: Tensor) -> float:
     return math.inf if not noise else 10 * math.log10(power / noise) if power else -math.inf
 
 
-def check_outputs(frame: str, outputs: Mapping[str, float]) -> None:
-    """Refuse files whose outputs, one behind the other, have nothing of the model's.
+def refuse_other(frame: str, port: str, wanted: Tensor, made: Tensor) -> None:
+    """Refuse an output that is another one than the dense part's integers make of the same maps.
 
     Raises:
-        ValueError: One is another.
+        ValueError: It is.
     """
-    for name, db in outputs.items():
-        if db < _LEAST_DB:
-            raise ValueError(
-                f"export_detector: {name}: the files one behind the other make something else than "
-                f"the whole integer model ({db:.1f} dB, {frame}), although each makes what it "
-                "should of its own inputs: a choice by value (TopK, a threshold) takes other "
-                "cells; nothing was written. verify=False writes the files all the same"
-            )
+    db = sqnr_db(wanted, made)
+    if db < _LEAST_DB:
+        raise ValueError(
+            f"export_detector: {port} of the dense file, run as one on {frame}, is not what its "
+            f"integer model makes of the same maps ({db:.1f} dB), although each operation "
+            "by itself is: a choice by value (TopK, a threshold) takes other cells; nothing was "
+            "written. verify=False writes the files all the same"
+        )

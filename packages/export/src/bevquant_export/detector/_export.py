@@ -7,28 +7,34 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from bevquant_export.detector._chain import FrameCheck, WholeRun, check_outputs, sqnr_db
-from bevquant_export.detector._parts import Parts, parts_of
-from bevquant_export.detector._written import DetectorExport, DetectorMap
 from bevquant_export.dense import QdqFile, TensorDifference, open_onnx
 from bevquant_export.dense._compare import verified
 from bevquant_export.dense._program_of import program_of
+from bevquant_export.detector._chain import (
+    FrameCheck,
+    WholeRun,
+    by_name,
+    refuse_other,
+    sqnr_db,
+)
+from bevquant_export.detector._parts import Parts, parts_of
+from bevquant_export.detector._written import DetectorExport, DetectorMap
 from bevquant_export.lint import Finding, lint_onnx
 from bevquant_export.sparse import LayerDifference, SparseExport, load_sparse_onnx
 from bevquant_export.sparse._compare import compared
 from bevquant_export.sparse._export import DIALECTS, ORDERS, write_sparse
 from bevquant_export.sparse._half_precision import half_constants_of
-from bevquant_export.sparse._observe import same_inputs
 from bevquant_export.sparse._verify import refuse_departures
 from bevquant_export.targets import find_target
 from bevquant_export.targets.qdq import QdqTarget
 from bevquant_graph import CaptureError, Graph, arguments, capture, named_results, part_of
 from bevquant_int8sim import IntegerModel, simulate
-from bevquant_int8sim.program import PROGRAM_READERS, names_in
+from bevquant_int8sim.program import PROGRAM_READERS, Program, names_in
 
 _SPARSE, _DENSE = "sparse.onnx", "dense.onnx"
 
@@ -157,13 +163,12 @@ class _Writer:
         self.sparse_integers = None if parts.sparse is None else self._simulated(parts.sparse)
         results = named_results(self.graph)
         returned = {name: results[name] for name in (*parts.of_sparse, *parts.of_dense)}
-        returned |= {} if returned else parts.maps  # nothing but maps
         self.whole = simulate(
             self.rounded, example, graph=part_of(self.graph, returned), verify=verify,
             integer_sums=self.sums,
         )  # fmt: skip
         self.run = WholeRun(self.whole, parts, example)
-        self.dense_integers = None
+        self.dense_integers: Any = None
         if parts.dense is not None:
             given = self._given(self.run.own_maps(), example)
             self.dense_integers = self._simulated(parts.dense, given)
@@ -202,19 +207,19 @@ class _Writer:
                 self.dense_integers, given, folder / _DENSE, verify=self.verify, **self.options
             )
             findings += lint_onnx(dense.path, self.engine.name)
+
+        def outputs_of(dense: QdqFile | None) -> dict[str, tuple[str, str]]:
+            pairs = zip(parts.of_dense, dense.outputs if dense else (), strict=True)
+            of_sparse = {name: (_SPARSE, port) for name, port in parts.of_sparse.items()}
+            return of_sparse | {name: (_DENSE, port) for name, port in pairs}
+
         made = DetectorExport(
             folder=folder,
             target=self.engine.name,
             sparse=sparse,
             dense=dense,
             maps=tuple(self._map(name, outputs) for name in parts.maps),
-            outputs={
-                **{name: (_SPARSE, port) for name, port in parts.of_sparse.items()},
-                **{
-                    name: (_DENSE, port)
-                    for name, port in zip(parts.of_dense, dense.outputs if dense else (), strict=True)
-                },
-            },
+            outputs=outputs_of(dense),
             left_out=parts.left_out,
             findings=tuple(findings),
         )
@@ -233,17 +238,15 @@ class _Writer:
             weights=self.options.get("weights", "uint8") if portable else "uint8",
             names={names_in(ref)[0]: port for port, ref in ports.items()},
         )  # fmt: skip
-        return sparse, outputs if self.verify else _called(integers, self.example)
+        if not self.verify:
+            args, kwargs = arguments(self.example)
+            outputs = integers(*args, **kwargs)
+        return sparse, outputs
 
     def _map(self, name: str, outputs: Mapping[str, Any]) -> DetectorMap:
         amax = None
         if self.dense_integers is not None and name in self.parts.given:
-            program = self.dense_integers.program
-            read = program.signature[1][name]
-            for step in program.steps:
-                if step.op == "quantize" and step.args[:1] == (read,):
-                    form: Any = program.values[step.outputs[0]].form
-                    amax = form.scale * form.high
+            amax = _range(self.dense_integers.program, name)
         place = self.graph.describe(self.parts.maps[name])
         return DetectorMap(name, tuple(outputs[name].shape), amax, place)
 
@@ -252,65 +255,87 @@ class _Writer:
     def _checks(
         self, made: DetectorExport, maps: Mapping[str, Tensor], batches: list[Any]
     ) -> tuple[FrameCheck, ...]:
+        """The example, and the first of the other frames that the dense file takes."""
         rows = made.sparse.differences if made.sparse else ()
+        returned = made.sparse.returned if made.sparse else {}
         tensors = made.dense.differences if made.dense else ()
-        checks = [self._checked("example", self.run, self.example, made, maps, rows, tensors)]
-        for place, inputs in enumerate(batches):
-            if same_inputs(inputs, self.example):
-                continue
-            frame = f"batches[{place}]"
-            rows, maps = self._layers(frame, made, inputs)
-            tensors = self._tensors(made, self._given(maps, inputs))
+        ran = _Ran("example", self.example, self.run, rows, returned, maps, tensors)
+        checks = [self._checked(made, ran)]
+        others = {f"batches[{i}]": b for i, b in enumerate(batches) if not self._is_example(b)}
+        for frame, inputs in others.items():
             run = WholeRun(self.whole, self.parts, inputs)
-            checks.append(self._checked(frame, run, inputs, made, maps, rows, tensors))
+            if other := _other_sizes(made.dense, self._given(run.own_maps(), inputs)):
+                checks[1:] = [FrameCheck(frame, not_run=other)]
+                continue  # perhaps another one fits
+            rows, returned, maps = self._layers(made, frame, inputs)
+            tensors = self._tensors(made, self._given(maps, inputs))
+            ran = _Ran(frame, inputs, run, rows, returned, maps, tensors)
+            checks[1:] = [self._checked(made, ran)]
             break
         return tuple(checks)
 
+    def _is_example(self, inputs: Any) -> bool:
+        pairs = zip(self.graph.leaves(inputs), self.graph.leaves(self.example), strict=True)
+        return all(
+            torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+            for a, b in pairs
+        )
+
     def _layers(
-        self, frame: str, made: DetectorExport, inputs: Any
-    ) -> tuple[tuple[LayerDifference, ...], dict[str, Tensor]]:
-        """Each layer of the sparse file on a frame, and what it hands on."""
+        self, made: DetectorExport, frame: str, inputs: Any
+    ) -> tuple[tuple[LayerDifference, ...], dict[str, Any], dict[str, Tensor]]:
+        """Each layer of the sparse file, what its integers return, and what it hands on."""
         if made.sparse is None or self.sparse_integers is None:
-            return (), {}
+            return (), {}, {}
         ran = made.sparse.verified
-        backend = "onnxruntime" if ran.startswith("onnxruntime") else "auto"
-        file = load_sparse_onnx(made.sparse.path, backend=backend)
+        file = load_sparse_onnx(
+            made.sparse.path, backend="onnxruntime" if ran == "onnxruntime" else "auto"
+        )
         other = self.axes["order"] != self.axes["model_order"]
-        rows, _, outputs = compared(file, self.sparse_integers, inputs, reversed_axes=other)
+        rows, returned, outputs = compared(file, self.sparse_integers, inputs, reversed_axes=other)
         refuse_departures(rows, f"export_detector: when {ran} runs the file on {frame}, ")
-        return rows, self._handed_on(outputs)
+        return rows, returned, self._handed_on(outputs)
 
     def _tensors(
         self, made: DetectorExport, given: Mapping[str, Any]
     ) -> tuple[TensorDifference, ...]:
-        """Each operation of the dense file on a frame."""
+        """Each operation of the dense file."""
         if made.dense is None or self.dense_integers is None:
             return ()
         program = program_of(self.dense_integers, given, self.sums, verify=False)
         content = made.dense.path.read_bytes()
         return verified(made.dense, content, program, given, integer_sums=self.sums).differences
 
-    def _checked(
-        self, frame: str, run: WholeRun, inputs: Any, made: DetectorExport,
-        maps: Mapping[str, Tensor], rows: Iterable[LayerDifference],
-        tensors: Iterable[TensorDifference],
-    ) -> FrameCheck:  # fmt: skip
+    def _checked(self, made: DetectorExport, ran: _Ran) -> FrameCheck:
         """What crosses the cut, and what comes out behind it."""
-        half = self.dialect == "libspconv"
-        handed_on = tuple(run.check_map(name, value, half=half) for name, value in maps.items())
+        half, parts, run = self.dialect == "libspconv", self.parts, ran.run
+        run.check_sparse(parts, ran.returned)
+        maps = tuple(run.check_map(name, value, half=half) for name, value in ran.maps.items())
         outputs: dict[str, float] = {}
         if made.dense is not None and self.dense_integers is not None:
-            given = self._given(run.own_maps(), inputs)
-            run.check_dense(self.dense_integers, self.parts, given)
-            got = _run(made.dense, self.engine.name, self._given(maps, inputs))
-            for name, port in zip(self.parts.of_dense, made.dense.outputs, strict=True):
+            own = self._given(run.own_maps(), ran.inputs)
+            run.check_dense(parts, by_name(self.dense_integers(**own)))
+            given = self._given(ran.maps, ran.inputs)
+            got = _outputs(made.dense, self.engine.name, given)
+            same = by_name(self.dense_integers(**given)) if got else {}
+            for name, port in zip(parts.of_dense, made.dense.outputs, strict=True):
                 if port in got:
+                    refuse_other(ran.frame, port, same[name], got[port])
                     outputs[port] = sqnr_db(run.returned[name], got[port])
-            check_outputs(frame, outputs)
-        integers = [row for row in rows if row.form == "int8"]
-        return FrameCheck(
-            frame, _counted(integers), handed_on, _counted(tensors), outputs
-        )
+        integers = [row for row in ran.rows if row.form == "int8"]
+        return FrameCheck(ran.frame, _counted(integers), maps, _counted(ran.tensors), outputs)
+
+
+class _Ran(NamedTuple):
+    """A frame, and what the files made of it."""
+
+    frame: str
+    inputs: Any
+    run: WholeRun
+    rows: Iterable[LayerDifference]
+    returned: Mapping[str, Any]
+    maps: Mapping[str, Tensor]
+    tensors: Iterable[TensorDifference]
 
 
 def _cut(model: nn.Module, example: Any) -> tuple[nn.Module, Graph, Parts]:
@@ -327,15 +352,32 @@ def _cut(model: nn.Module, example: Any) -> tuple[nn.Module, Graph, Parts]:
     return rounded, graph, parts_of(graph)
 
 
-def _called(integers: IntegerModel, inputs: Any) -> dict[str, Any]:
-    """Results of a model by name."""
-    args, kwargs = arguments(inputs)
-    made = integers(*args, **kwargs)
-    return made if isinstance(made, dict) else {"": made}
+def _other_sizes(file: QdqFile | None, given: Mapping[str, Any]) -> str:
+    """Which input of the dense file has other sizes in a frame; "" where all are its own."""
+    tensors = [value for value in given.values() if isinstance(value, Tensor)]
+    for (name, sizes), value in zip(file.inputs.items() if file else (), tensors, strict=False):
+        pairs = zip(sizes, value.shape, strict=True)
+        if any(isinstance(size, int) and size != n for size, n in pairs):
+            return f"{name} is {list(value.shape)}, in the file {list(sizes)}"
+    return ""
 
 
-def _run(file: QdqFile, target: str, given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Outputs of the dense file; none where nothing at hand runs it as one."""
+def _range(program: Program, name: str) -> float | None:
+    """Range that a named input is quantized with, also where it is moved before."""
+    moved = set(names_in(program.signature[1][name]))
+    for step in program.steps:
+        if not moved.intersection(step.inputs):
+            continue
+        if step.op == "quantize":
+            form: Any = program.values[step.outputs[0]].form
+            return float(form.scale * form.high)
+        if step.op in ("move", "relu"):
+            moved.update(step.outputs)
+    return None
+
+
+def _outputs(file: QdqFile, target: str, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Of the dense file; none where nothing at hand runs it as one."""
     try:
         return open_onnx(file.path, target)(given)
     except ImportError:

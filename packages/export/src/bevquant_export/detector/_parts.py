@@ -8,14 +8,14 @@ one; a value of both has no place in either.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import SymInt, Tensor, fx
 
-from bevquant_graph import Graph, named_results, op_spec, part_of
+from bevquant_graph import Graph, named_results, nodes_behind, op_spec, part_of
 
 _ON_VOXELS = frozenset({"rulebook", "sparse_layer", "sparse_pool", "to_dense"})
 # What libspconv has behind its ScatterDense.
@@ -76,7 +76,7 @@ class _Cut:
         for node in graph.graph.nodes:
             self.of[node] = self._of(node)
         layers = [n for n in graph.operations if op_spec(n.target).kind in _ON_VOXELS]
-        self.of_voxels = self._behind(layers, ()) & self.inputs.keys()  # inputs that make voxels
+        self.of_voxels = self.inputs.keys() & set(nodes_behind(graph, layers))
 
     def _of(self, node: fx.Node) -> frozenset[str]:
         """What a value is computed of; a size of a map is known wherever the map is."""
@@ -90,11 +90,11 @@ class _Cut:
 
     def parts(self) -> Parts:
         """The cut."""
-        kinds = {name: self._kind(tree) for name, tree in self.results.items()}
+        kinds = {name: self._kind(self._node(tree)) for name, tree in self.results.items()}
         of_sparse = [name for name, kind in kinds.items() if kind == "sparse"]
         of_dense = [name for name, kind in kinds.items() if kind == "dense"]
-        outputs = [n for name in of_dense for n in self._nodes(name)]
-        needed = self._behind(outputs, self.ends)
+        outputs = [self._node(self.results[name]) for name in of_dense]
+        needed = nodes_behind(self.graph, outputs, self.ends)
         self._refuse_both(needed)
         read = [n for n in self.ends if n in needed or n in self.returned]
         ports = [_MAP] if len(read) == 1 else [f"{_MAP}_{i}" for i in range(len(read))]
@@ -105,8 +105,8 @@ class _Cut:
                 given[_unique(self.inputs[node], given)] = node
         taken: dict[str, str] = {}
         for name in of_sparse:
-            port = next((p for p, n in maps.items() if self._nodes(name) == [n]), "")
-            taken[name] = port or _unique(name or "output", {**maps, **dict.fromkeys(taken.values())})
+            port = next((p for p, n in maps.items() if n is self._node(self.results[name])), "")
+            taken[name] = port or _unique(_named(name), {*maps, *taken.values()})
         made: dict[str, Any] = {**maps, **{
             port: self.results[name] for name, port in taken.items() if port not in maps
         }}  # fmt: skip
@@ -126,52 +126,34 @@ class _Cut:
             left_out=tuple(name for name, kind in kinds.items() if not kind),
         )
 
-    def _nodes(self, name: str) -> list[fx.Node]:
-        """Of a result; of a sparse tensor the node of its features."""
-        tree: Any = self.results[name]
-        tree = getattr(tree, "features", tree)
-        return [self.graph.outputs[tree.index]]
+    def _node(self, result: Any) -> fx.Node:
+        """Of a result; of a sparse tensor that of its features."""
+        node: fx.Node = self.graph.outputs[getattr(result, "features", result).index]
+        return node
 
-    def _kind(self, tree: Any) -> str:
+    def _kind(self, node: fx.Node) -> str:
         """Which part a result is of: ``"sparse"`` or ``"dense"``; "" where no file holds it."""
-        node = self.graph.outputs[getattr(tree, "features", tree).index]
-        if _VOXELS in self.of[node] or node in self.ends:
+        if self.of[node] == {_VOXELS} or node in self.ends:
             return "sparse" if node.meta["val"].is_floating_point() else ""
-        if _MAPS in self.of[node]:
+        if self.of[node]:
             return "dense"
-        read = self._behind([node], ())
-        computes = any(n.op == "call_function" for n in read)
-        return "dense" if computes and not read & self.of_voxels else ""
+        read = nodes_behind(self.graph, [node])
+        calls = (n.target for n in read if n.op == "call_function")
+        computes = any(op_spec(target).kind != "identity" for target in calls)
+        return "dense" if computes and self.of_voxels.isdisjoint(read) else ""
 
-    def _behind(self, nodes: Iterable[fx.Node], ends: Collection[fx.Node]) -> set[fx.Node]:
-        """What values are computed of, themselves among it; nothing behind `ends`."""
-        found: set[fx.Node] = set()
-        pending = list(nodes)
-        while pending:
-            node = pending.pop()
-            if node not in found:
-                found.add(node)
-                known = bool(ends) and _number(node.meta.get("val")) in self.sizes
-                pending += () if node in ends or known else node.all_input_nodes
-        return found
-
-    def _refuse_both(self, needed: set[fx.Node]) -> None:
+    def _refuse_both(self, needed: list[fx.Node]) -> None:
         """Refuse a value of voxels and maps, and one of maps and of what voxels are made of."""
-        for node in self.graph.graph.nodes:
-            if node not in needed or node.op != "call_function":
-                continue
-            if self.of[node] == {_VOXELS, _MAPS}:
-                what = "reads a map and what lies on voxels"
-            elif _VOXELS in self.of[node] and node not in self.ends:
-                what = "lies on voxels"
-            elif self.ends and (names := self._voxel_inputs(node)):
-                what = f"reads {names[0]}, of which voxels are made"
-            else:
-                continue
+        calls = [node for node in needed if node.op == "call_function"]
+        met = [(n, "reads maps and what lies on voxels") for n in calls if len(self.of[n]) > 1]
+        if self.ends:
+            read = [(n, name) for n in calls for name in self._voxel_inputs(n)]
+            met += [(n, f"reads {name}, of which voxels are made") for n, name in read]
+        for node, what in met:
             raise ValueError(
-                f"export_detector: {self.graph.describe(node)} {what}; the dense part takes maps "
-                "that dense() makes. Read the map there (indices of its cells are inputs of the "
-                f"model), return the sparse tensor and do this behind the files, or {_WHOLE}"
+                f"export_detector: {self.graph.describe(node)} {what}: the dense part takes maps "
+                "of dense(), and no voxels beside them. Return map and sparse tensor and do this "
+                f"behind the files, or {_WHOLE}"
             )
 
     def _voxel_inputs(self, node: fx.Node) -> list[str]:
@@ -219,7 +201,7 @@ def _keeps_frames(node: fx.Node, reader: fx.Node) -> bool:
         return isinstance(behind, Tensor) and str(before.shape[0]) == str(behind.shape[0])
     if spec.name not in _PERMUTATIONS:
         return False
-    probe = torch.empty(range(2, 2 + node.meta["val"].dim()), device="meta")
+    probe = torch.empty(*range(2, 2 + node.meta["val"].dim()), device="meta")
     target: Any = reader.target
     return bool(target(probe, *reader.args[1:], **reader.kwargs).shape[0] == 2)
 
@@ -227,6 +209,11 @@ def _keeps_frames(node: fx.Node, reader: fx.Node) -> bool:
 def _number(value: Any) -> str:
     """The expression of an open number; "" of everything else."""
     return str(value.node.expr) if isinstance(value, SymInt) else ""
+
+
+def _named(result: str) -> str:
+    """A result as a file's output; bare numbers are libspconv's names of tensors."""
+    return f"output_{result}".strip("_") if not result or result[0].isdigit() else result
 
 
 def _unique(name: str, taken: Collection[str]) -> str:

@@ -188,9 +188,7 @@ def write_sparse(
     return SparseExport(Path(path), layers, ran, rows, integers, before, returned), outputs
 
 
-def _output_names(
-    integers: IntegerModel, names: Mapping[str, str], dialect: str
-) -> dict[str, str]:
+def _output_names(integers: IntegerModel, names: Mapping[str, str], dialect: str) -> dict[str, str]:
     """Tensors of the graph that are results with a name, to these names."""
     followed = follow(integers, extended=dialect == "portable") if names else None
     found: dict[str, str] = {}

@@ -207,7 +207,9 @@ class Follower:
             self._unfollowed(step)
 
     def _unfollowed(self, step: Step) -> None:
-        raise no_operator(step, f"{place(step)}{location(self.source, step)}")
+        reads_map = any(self.holds.get(n, ("", False))[0] in self.dense for n in step.inputs)
+        where = f"{place(step)}{location(self.source, step)}"
+        raise no_operator(step, where, reads_map=reads_map)
 
     def _pass(self, step: Step) -> None:
         """Another form of the same tensor."""
