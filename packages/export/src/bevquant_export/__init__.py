@@ -17,6 +17,7 @@ from bevquant_export.detector import (
     DetectorMap,
     FrameCheck,
     MapCheck,
+    OutputCheck,
     export_detector,
 )
 from bevquant_export.floats import (
@@ -48,6 +49,7 @@ __all__ = [
     "FrameCheck",
     "LayerDifference",
     "MapCheck",
+    "OutputCheck",
     "QdqFile",
     "QdqProgram",
     "SparseExport",

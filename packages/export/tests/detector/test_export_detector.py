@@ -82,6 +82,16 @@ def same_shapes(net, camera, x, y):
     return net.head(flat(y)) - net.head(swapped)
 
 
+def gated(net, camera, x, y):
+    """What lies between layers, and in front of dense(), portable files have as functions."""
+    return net.head(flat(y.replace_feature(y.features * y.features[:, :1].sigmoid())))
+
+
+def chosen(net, camera, x, y):
+    heat = net.head(flat(y))
+    return heat, torch.where(heat > 0.1, heat, -heat)
+
+
 def nothing_behind(net, camera, x, y):
     return y, flat(y)
 
@@ -146,7 +156,10 @@ def test_a_map_is_an_output_here_and_an_input_there(write, target):
     assert (example.frame, other.frame) == ("example", "batches[1]")
     # Layers on 77 voxels, then on 133.
     assert example.layers[0] == other.layers[0] == 0 < example.layers[1] < other.layers[1]
-    assert example.outputs["heat"] > 30
+    (heat,) = example.outputs
+    assert heat.name == "heat"
+    assert heat.sqnr_db > 30
+    assert not heat.is_chosen
 
 
 def test_both_files_have_the_one_range_of_the_map(write, spconv):
@@ -181,6 +194,22 @@ def test_the_files_by_their_names_alone_make_what_the_model_makes(write, spconv)
     assert torch.equal(found["output_1_voxels"].features, rest["voxels"].features)
 
 
+def test_what_no_engine_has_on_voxels_is_in_a_portable_file(write):
+    made = write(gated, "onnxruntime")
+    assert made.maps[0].shape == (1, 32, 4, 4)
+    assert all(check.outputs[0].sqnr_db > 100 for check in made.checks)
+    with pytest.raises(ValueError, match=r"sigmoid.* has no operator in the dialect libspconv"):
+        write(gated, "tensorrt")
+
+
+def test_outputs_behind_a_choice_are_marked(write):
+    made = write(chosen)
+    assert [(o.name, o.is_chosen) for o in made.checks[0].outputs] == [
+        ("output_0", False), ("output_1", True),
+    ]  # fmt: skip
+    assert "dB, behind a choice)" in str(made)
+
+
 def test_nothing_behind_the_map(write):
     made = write(nothing_behind)
     assert made.dense is None
@@ -197,7 +226,7 @@ def test_layers_beside_the_voxels(write):
         "0": ("sparse.onnx", "output_0"), "1": ("dense.onnx", "output_1"),
     }  # fmt: skip
     assert list(made.dense.inputs) == ["camera"]
-    assert made.checks[1].outputs["output_1"] > 100
+    assert [output.sqnr_db > 100 for output in made.checks[1].outputs] == [True]
 
 
 def test_a_model_without_voxels_is_its_dense_file(write):

@@ -6,8 +6,15 @@ each. `_chain` runs one behind the other and holds them against the model that w
 
 from __future__ import annotations
 
-from bevquant_export.detector._chain import FrameCheck, MapCheck
+from bevquant_export.detector._chain import FrameCheck, MapCheck, OutputCheck
 from bevquant_export.detector._export import export_detector
 from bevquant_export.detector._written import DetectorExport, DetectorMap
 
-__all__ = ["DetectorExport", "DetectorMap", "FrameCheck", "MapCheck", "export_detector"]
+__all__ = [
+    "DetectorExport",
+    "DetectorMap",
+    "FrameCheck",
+    "MapCheck",
+    "OutputCheck",
+    "export_detector",
+]

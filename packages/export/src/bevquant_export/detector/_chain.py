@@ -16,13 +16,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bevquant_export.dense._half import CHOICES
 from bevquant_export.detector._parts import Parts
-from bevquant_graph import op_spec
+from bevquant_export.lint._read import load_model
+from bevquant_graph import arguments, op_spec
 from bevquant_int8sim import IntegerModel, dequantize, quantize
 
 _HALF, _FLOAT = 2.0**-11, 2.0**-21  # what rounding to a float may move a value by, of itself
@@ -47,6 +50,30 @@ class MapCheck:
 
 
 @dataclass(frozen=True)
+class OutputCheck:
+    """An output of the dense file, run behind the sparse one.
+
+    Attributes:
+        name: The output.
+        sqnr_db: Its SQNR in dB against the whole integer model; infinite where both are the same.
+        fake_sqnr_db: That of the fake-quantized model against the integer one, on the same frame:
+            what rounding somewhere else makes.
+        is_chosen: Whether it lies behind a choice by value (TopK, a comparison): where a step makes
+            it choose another cell, dB say nothing.
+    """
+
+    name: str
+    sqnr_db: float
+    fake_sqnr_db: float
+    is_chosen: bool
+
+    def __str__(self) -> str:
+        said = "equal" if math.isinf(self.sqnr_db) else f"{self.sqnr_db:.1f} dB"
+        fake = f"fake-quantized model {self.fake_sqnr_db:.1f} dB"
+        return f"{self.name}: {said} ({fake}{', behind a choice' * self.is_chosen})"
+
+
+@dataclass(frozen=True)
 class FrameCheck:
     """One frame through the files.
 
@@ -56,8 +83,7 @@ class FrameCheck:
         maps: What is handed on.
         tensors: Integers of the dense file's tensors, each computed of the model's own, that are
             others, of how many; what is more than a tie on the border of two steps is refused.
-        outputs: Output of the dense file, run behind the sparse one, to the SQNR in dB against the
-            whole integer model: infinite where both are the same.
+        outputs: What comes out at the end; none where nothing at hand runs the dense file.
         not_run: Why the frame did not go through the files; empty where it did.
     """
 
@@ -65,7 +91,7 @@ class FrameCheck:
     layers: tuple[int, int] = (0, 0)
     maps: tuple[MapCheck, ...] = ()
     tensors: tuple[int, int] = (0, 0)
-    outputs: Mapping[str, float] = field(default_factory=dict)
+    outputs: tuple[OutputCheck, ...] = ()
     not_run: str = ""
 
     def __str__(self) -> str:
@@ -77,11 +103,7 @@ class FrameCheck:
         ]
         if self.tensors[1]:
             said.append("dense file: {:,} of {:,} integers differ".format(*self.tensors))
-        said += [
-            f"{name}: {'equal' if math.isinf(db) else f'{db:.1f} dB'}"
-            for name, db in self.outputs.items()
-        ]
-        return f"{self.frame}: " + "; ".join(said)
+        return f"{self.frame}: " + "; ".join([*said, *map(str, self.outputs)])
 
 
 @dataclass(eq=False)
@@ -113,6 +135,7 @@ class WholeRun:
 
     Attributes:
         returned: Its results by name.
+        fake: Those of the fake-quantized model.
         maps: What it has at the cut.
     """
 
@@ -136,6 +159,8 @@ class WholeRun:
                     held.forms[demand] = value
 
         self.returned = by_name(whole.run(inputs, record=False, observe=see)[0])
+        args, kwargs = arguments(inputs)
+        self.fake = by_name(source.graph.replay(*args, **kwargs))
 
     def check_map(self, name: str, given: Tensor, *, half: bool) -> MapCheck:
         """Hold what the sparse file gives against what the whole model has.
@@ -237,7 +262,16 @@ def refuse_other(frame: str, port: str, wanted: Tensor, made: Tensor) -> None:
     if db < _LEAST_DB:
         raise ValueError(
             f"export_detector: {port} of the dense file, run as one on {frame}, is not what its "
-            f"integer model makes of the same maps ({db:.1f} dB), although each operation "
-            "by itself is: a choice by value (TopK, a threshold) takes other cells; nothing was "
-            "written. verify=False writes the files all the same"
+            f"integer model makes of the same maps ({db:.1f} dB); nothing was written. "
+            "verify=False writes the files all the same"
         )
+
+
+def chosen_outputs(file: Path) -> frozenset[str]:
+    """Outputs of a file that depend on a choice by value."""
+    graph = load_model(file, external_data=False).graph
+    behind: set[str] = set()
+    for node in graph.node:
+        if node.op_type in CHOICES or behind.intersection(node.input):
+            behind.update(node.output)
+    return frozenset(port.name for port in graph.output if port.name in behind)

@@ -17,8 +17,10 @@ from bevquant_export.dense._compare import verified
 from bevquant_export.dense._program_of import program_of
 from bevquant_export.detector._chain import (
     FrameCheck,
+    OutputCheck,
     WholeRun,
     by_name,
+    chosen_outputs,
     refuse_other,
     sqnr_db,
 )
@@ -308,22 +310,31 @@ class _Writer:
 
     def _checked(self, made: DetectorExport, ran: _Ran) -> FrameCheck:
         """What crosses the cut, and what comes out behind it."""
-        half, parts, run = self.dialect == "libspconv", self.parts, ran.run
-        run.check_sparse(parts, ran.returned)
+        half, run = self.dialect == "libspconv", ran.run
+        run.check_sparse(self.parts, ran.returned)
         maps = tuple(run.check_map(name, value, half=half) for name, value in ran.maps.items())
-        outputs: dict[str, float] = {}
-        if made.dense is not None and self.dense_integers is not None:
-            own = self._given(run.own_maps(), ran.inputs)
-            run.check_dense(parts, by_name(self.dense_integers(**own)))
-            given = self._given(ran.maps, ran.inputs)
-            got = _outputs(made.dense, self.engine.name, given)
-            same = by_name(self.dense_integers(**given)) if got else {}
-            for name, port in zip(parts.of_dense, made.dense.outputs, strict=True):
-                if port in got:
-                    refuse_other(ran.frame, port, same[name], got[port])
-                    outputs[port] = sqnr_db(run.returned[name], got[port])
+        outputs = () if made.dense is None else self._outputs(made.dense, ran)
         integers = [row for row in ran.rows if row.form == "int8"]
         return FrameCheck(ran.frame, _counted(integers), maps, _counted(ran.tensors), outputs)
+
+    def _outputs(self, file: QdqFile, ran: _Ran) -> tuple[OutputCheck, ...]:
+        """Outputs of the dense file on what was handed on; none where nothing at hand runs it."""
+        run, integers = ran.run, self.dense_integers
+        run.check_dense(self.parts, by_name(integers(**self._given(run.own_maps(), ran.inputs))))
+        given = self._given(ran.maps, ran.inputs)
+        try:
+            got = open_onnx(file.path, self.engine.name)(given)
+        except ImportError:
+            return ()
+        same, chosen = by_name(integers(**given)), chosen_outputs(file.path)
+        outputs = []
+        for name, port in zip(self.parts.of_dense, file.outputs, strict=True):
+            wanted = run.returned[name]
+            if port not in chosen:
+                refuse_other(ran.frame, port, same[name], got[port])
+            db, fake = sqnr_db(wanted, got[port]), sqnr_db(wanted, run.fake[name])
+            outputs.append(OutputCheck(port, db, fake, port in chosen))
+        return tuple(outputs)
 
 
 class _Ran(NamedTuple):
@@ -374,14 +385,6 @@ def _range(program: Program, name: str) -> float | None:
         if step.op in ("move", "relu"):
             moved.update(step.outputs)
     return None
-
-
-def _outputs(file: QdqFile, target: str, given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Of the dense file; none where nothing at hand runs it as one."""
-    try:
-        return open_onnx(file.path, target)(given)
-    except ImportError:
-        return {}
 
 
 def _counted(rows: Iterable[Any]) -> tuple[int, int]:
