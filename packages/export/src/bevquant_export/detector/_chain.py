@@ -68,9 +68,11 @@ class OutputCheck:
     is_chosen: bool
 
     def __str__(self) -> str:
-        said = "equal" if math.isinf(self.sqnr_db) else f"{self.sqnr_db:.1f} dB"
-        fake = f"fake-quantized model {self.fake_sqnr_db:.1f} dB"
-        return f"{self.name}: {said} ({fake}{', behind a choice' * self.is_chosen})"
+        said, fake = (
+            "equal" if math.isinf(db) else f"{db:.1f} dB"
+            for db in (self.sqnr_db, self.fake_sqnr_db)
+        )
+        return f"{said} (fake {fake})" + ", chosen" * self.is_chosen
 
 
 @dataclass(frozen=True)
@@ -94,16 +96,17 @@ class FrameCheck:
     outputs: tuple[OutputCheck, ...] = ()
     not_run: str = ""
 
-    def __str__(self) -> str:
-        said = [f"not run: {self.not_run}"] if self.not_run else []
-        if self.layers[1]:
-            said.append("sparse file: {:,} of {:,} integers differ".format(*self.layers))
-        said += [
-            f"{m.name}: {m.different:,} of {m.elements:,} values a step off" for m in self.maps
-        ]
-        if self.tensors[1]:
-            said.append("dense file: {:,} of {:,} integers differ".format(*self.tensors))
-        return f"{self.frame}: " + "; ".join([*said, *map(str, self.outputs)])
+    def rows(self) -> dict[str, str]:
+        """What was found, in words."""
+        if self.not_run:
+            return {"not run": self.not_run}
+        found = {}
+        for name, (different, elements) in (("sparse", self.layers), ("dense", self.tensors)):
+            if elements:
+                found[f"{name}.onnx, other integers"] = f"{different:,} of {elements:,}"
+        for m in self.maps:
+            found[f"{m.name}, a step off"] = f"{m.different:,} of {m.elements:,}"
+        return found | {output.name: str(output) for output in self.outputs}
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from bevquant_export.dense import QdqFile
 from bevquant_export.lint import Finding
 from bevquant_export.sparse import SparseExport
+from bevquant_quantizers.documents import text_table
 
 if TYPE_CHECKING:
     from bevquant_export.detector._chain import FrameCheck
@@ -31,10 +32,6 @@ class DetectorMap:
     shape: tuple[int, ...]
     amax: float | None
     made_by: str
-
-    def __str__(self) -> str:
-        range_ = "read in float" if self.amax is None else f"range {self.amax:.4g}"
-        return f"{self.name} {list(self.shape)}, {range_}: {self.made_by}"
 
 
 @dataclass(frozen=True)
@@ -64,13 +61,31 @@ class DetectorExport:
     checks: tuple[FrameCheck, ...] = ()
 
     def __str__(self) -> str:
-        lines = [str(file) for file in (self.sparse, self.dense) if file is not None]
-        lines += [f"handed on: {map_}" for map_ in self.maps]
-        lines += [
-            f"returned: {name or 'result'}: {port} of {file}"
-            for name, (file, port) in self.outputs.items()
-        ]
-        lines += [f"returned, in no file: {name}" for name in self.left_out]
-        lines += [f"lint: {finding}" for finding in self.findings]
-        lines += map(str, self.checks) if self.checks else ["not run one behind the other"]
-        return "\n".join(lines)
+        files = [str(file) for file in (self.sparse, self.dense) if file is not None]
+        parts = ["\n".join([*files, *(f"lint: {finding}" for finding in self.findings)])]
+        if self.maps:
+            heads = ("handed on", "shape", "range", "made by")
+            parts.append(text_table([heads, *map(_row, self.maps)]))
+        rows = [(name or "result", port, file) for name, (file, port) in self.outputs.items()]
+        rows += [(name, "-", "in no file") for name in self.left_out]
+        parts.append(text_table([("returned", "output", "file"), *rows]))
+        return "\n\n".join([*parts, self._found()])
+
+    def _found(self) -> str:
+        """What frames made of the files, one column for each."""
+        if not self.checks:
+            return "not run one behind the other: whether they make what the model makes is unknown"
+        columns = [check.rows() for check in self.checks]
+        names = dict.fromkeys(name for column in columns for name in column)
+        heads = ("one behind the other", *(check.frame for check in self.checks))
+        rows = [(name, *(column.get(name, "") for column in columns)) for name in names]
+        table = text_table([heads, *rows])
+        outputs = any(check.outputs for check in self.checks)
+        note = "\ndB: SQNR of the outputs against the integer model that was not cut; "
+        note += "fake: that of the fake-quantized model"
+        return table + note * outputs
+
+
+def _row(handed_on: DetectorMap) -> tuple[str, ...]:
+    range_ = "float" if handed_on.amax is None else f"{handed_on.amax:.4g}"
+    return handed_on.name, str(list(handed_on.shape)), range_, handed_on.made_by
