@@ -86,7 +86,8 @@ def export_detector(
         batches: Further inputs like the example. The voxels of all are counted for `output_bound`.
         head_room: See `export_sparse_onnx`.
         verify: False writes the files unseen.
-        **options: Of the target's `export_qdq_onnx`: ``weights``, ``integer_sums``, ``march``.
+        **options: Of the target's `export_qdq_onnx`: ``output_names``, ``dynamic_batch``,
+            ``weights``, ``integer_sums``, ``march``.
 
     Returns:
         Files, what is handed on, which output of which file each result of the model is, and what
@@ -94,7 +95,7 @@ def export_detector(
         maps no dense one.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is no module, or an option is none of the target's.
         ValueError: Something has no form in a file, lies on voxels and reads a map, or is computed
             otherwise by a file than by the model; module, file, line and remedy are named.
 
@@ -110,6 +111,11 @@ def export_detector(
         raise ValueError(
             f"export_detector: target={target!r}: expected an engine for dense files, such as "
             "'tensorrt', 'onnxruntime' or 'horizon'; dialect= says what the sparse file is"
+        )
+    if "input_names" in options:
+        raise TypeError(
+            "export_detector: input_names: inputs are called as the sparse file's outputs and the "
+            "parameters of the model"
         )
     dialect = dialect or engine.sparse or "libspconv"
     if dialect not in DIALECTS:
@@ -162,7 +168,6 @@ class _Writer:
         self.sums = bool(options.get("integer_sums"))
         self.rounded, self.graph, self.parts = _cut(model, example)
         parts = self.parts
-        self.sparse_integers = None if parts.sparse is None else self._simulated(parts.sparse)
         results = named_results(self.graph)
         returned = {name: results[name] for name in (*parts.of_sparse, *parts.of_dense)}
         self.whole = simulate(
@@ -170,6 +175,7 @@ class _Writer:
             integer_sums=self.sums,
         )  # fmt: skip
         self.run = WholeRun(self.whole, parts, example)
+        self.sparse_integers = None if parts.sparse is None else self._simulated(parts.sparse)
         self.dense_integers: Any = None
         if parts.dense is not None:
             given = self._given(self.run.own_maps(), example)
