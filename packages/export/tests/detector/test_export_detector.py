@@ -83,6 +83,11 @@ def same_shapes(net, camera, x, y):
     return net.head(flat(y)) - net.head(swapped)
 
 
+def resized(net, camera, x, y):
+    """Interpolated before a layer reads it: the whole integer model rounds the map first."""
+    return net.head(nn.functional.interpolate(flat(y), scale_factor=2, mode="bilinear"))
+
+
 def gated(net, camera, x, y):
     """What lies between layers, and in front of dense(), portable files have as functions."""
     return net.head(flat(y.replace_feature(y.features * y.features[:, :1].sigmoid())))
@@ -193,6 +198,12 @@ def test_the_files_by_their_names_alone_make_what_the_model_makes(write, spconv)
     for name, wanted in {"output_0": head, "output_1_tall": rest["tall"], "output_2": eye}.items():
         assert (found[name] - wanted).abs().max() < 1e-5 * wanted.abs().max()
     assert torch.equal(found["output_1_voxels"].features, rest["voxels"].features)
+
+
+def test_a_map_is_rounded_before_anything_else(write):
+    made = write(resized)
+    graph = onnx.load(made.dense.path).graph
+    assert [n.op_type for n in graph.node if "spatial_features" in n.input] == ["QuantizeLinear"]
 
 
 def test_what_no_engine_has_on_voxels_is_in_a_portable_file(write):

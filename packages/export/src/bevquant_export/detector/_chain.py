@@ -119,6 +119,12 @@ class _Held:
 
     forms: dict[Any, Tensor] = field(default_factory=dict)
 
+    def integers(self) -> Any:
+        """The one form in which all read it; None where some read floats, or what a ReLU leaves."""
+        (demand, *others) = self.forms
+        plain = not others and demand.plain and not isinstance(demand.form, str)
+        return demand.form if plain else None
+
     def as_float(self) -> Tensor:
         """Floats of which every reader makes what it has in the whole model."""
         for demand, value in self.forms.items():

@@ -24,7 +24,7 @@ from bevquant_export.detector._chain import (
     refuse_other,
     sqnr_db,
 )
-from bevquant_export.detector._parts import Parts, parts_of
+from bevquant_export.detector._parts import Parts, parts_of, quantize_first
 from bevquant_export.detector._written import DetectorExport, DetectorMap
 from bevquant_export.lint import Finding, lint_onnx
 from bevquant_export.sparse import LayerDifference, SparseExport, load_sparse_onnx
@@ -178,6 +178,9 @@ class _Writer:
         self.sparse_integers = None if parts.sparse is None else self._simulated(parts.sparse)
         self.dense_integers: Any = None
         if parts.dense is not None:
+            for name in parts.maps.keys() & parts.given.keys():
+                if (form := self.run.maps[name].integers()) is not None:
+                    quantize_first(parts.dense, name, form)
             given = self._given(self.run.own_maps(), example)
             self.dense_integers = self._simulated(parts.dense, given)
 

@@ -8,7 +8,8 @@ one; a value of both has no place in either.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import SymInt, Tensor, fx
 
 from bevquant_graph import Graph, named_results, nodes_behind, op_spec, part_of
+from bevquant_int8sim.program import integers_of
 
 _ON_VOXELS = frozenset({"rulebook", "sparse_layer", "sparse_pool", "to_dense"})
 # What libspconv has behind its ScatterDense.
@@ -162,21 +164,53 @@ class _Cut:
         return [self.inputs[n] for n in read if isinstance(n.meta.get("val"), Tensor)]
 
 
+def quantize_first(dense: Graph, name: str, form: Any) -> None:
+    """Let the dense part round a map before it does anything else with it.
+
+    So does the whole integer model, which makes the integers of the map that the next layer reads,
+    pads and resizes them.
+
+    Args:
+        dense: The dense part, which is changed.
+        name: The map.
+        form: Its integers in the whole model.
+    """
+    port = dict(zip(dense.input_names, dense.placeholders, strict=True))[name]
+    reader = next((n for n in nodes_from(port) if _rounds_to(dense, n, form)), None)
+    if reader is None:
+        return
+    read = reader.args[0]
+    with dense.graph.inserting_before(next(iter(dense.operations))):
+        made = dense.graph.node_copy(reader, lambda node: port if node is read else node)
+    made.meta["val"] = port.meta["val"]
+    port.replace_all_uses_with(made, delete_user_cb=lambda node: node is not made)
+
+
+def _rounds_to(graph: Graph, node: fx.Node, form: Any) -> bool:
+    """Whether a node is a quantizer with these integers."""
+    if op_spec(node.target).kind != "quantize":
+        return False
+    quantizer: Any = graph.module(node)
+    return bool(integers_of(quantizer, graph.path(node)) == form)
+
+
+def nodes_from(node: fx.Node) -> Iterator[fx.Node]:
+    """What is computed of a value, the nearest first."""
+    found: dict[fx.Node, None] = {}
+    pending = deque(node.users)
+    while pending:
+        reader = pending.popleft()
+        if reader not in found and reader.op == "call_function":
+            found[reader] = None
+            pending += reader.users
+            yield reader
+
+
 def _becomes_map(node: fx.Node) -> bool:
     """Whether it makes a map that no voxels are made of again."""
     if op_spec(node.target).kind != "to_dense":
         return False
-    found: set[fx.Node] = set()
-    pending = list(node.users)
-    while pending:
-        reader = pending.pop()
-        if reader in found or reader.op != "call_function":
-            continue
-        if op_spec(reader.target).kind in _ON_VOXELS:
-            return False
-        found.add(reader)
-        pending += reader.users
-    return True
+    return all(op_spec(reader.target).kind not in _ON_VOXELS for reader in nodes_from(node))
 
 
 def _end(node: fx.Node, returned: Collection[fx.Node]) -> fx.Node:
