@@ -71,12 +71,12 @@ def observe(model: IntegerModel, example: Any, batches: Iterable[Any]) -> dict[s
 
     model.run(example, record=False, observe=look)
     for inputs in batches:
-        if not same_inputs(inputs, example):
+        if not _same(inputs, example):
             model.run(inputs, record=False, observe=look)
     return seen
 
 
-def same_inputs(inputs: Any, example: Any) -> bool:
+def _same(inputs: Any, example: Any) -> bool:
     """Whether inputs are the example's own tensors and numbers: they have been seen."""
     if not (isinstance(inputs, tuple) and isinstance(example, tuple)):
         return inputs is example
