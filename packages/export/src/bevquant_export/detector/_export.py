@@ -54,7 +54,7 @@ def export_detector(
     Args:
         model: A `bevquant_qnn` model, calibrated, in evaluation mode. It is not changed.
         example_inputs: What one call takes: a tuple of positional inputs, a dict of named ones, or
-            one input.
+            one input. The dense file takes as many frames as these are; libspconv gives one a call.
         folder: Made where it is not there. Files appear in it when all is right, or not at all.
         target: Engine of the dense file, by a name of `find_target`.
         dialect: Of the sparse file: ``"libspconv"`` or ``"portable"``, by default what the target

@@ -150,20 +150,8 @@ def write_sparse(
 ) -> tuple[SparseExport, dict[str, Any]]:
     """`export_sparse_onnx` of a model's integers, and the outputs of the file for the example.
 
-    Args:
-        rounded: The model with the constants of a file.
-        integers: What was made of it.
-        example_inputs: As there, like all that follow.
-        path: The file.
-        dialect: As there.
-        model_order: As there.
-        order: As there.
-        batches: As there.
-        head_room: As there.
-        all_layers: As there.
-        weights: As there.
-        verify: As there.
-        names: Values of the program that are returned, to names of the file's outputs.
+    `rounded` is the model with the constants of a file, of which `integers` were made; `names` has
+    names for outputs, by the values of the program that are returned.
     """
     graph = sparse_graph(
         rounded, integers, example_inputs, batches, model_order, head_room, dialect=dialect
@@ -190,12 +178,11 @@ def write_sparse(
 
 def _output_names(integers: IntegerModel, names: Mapping[str, str], dialect: str) -> dict[str, str]:
     """Tensors of the graph that are results with a name, to these names."""
-    followed = follow(integers, extended=dialect == "portable") if names else None
-    found: dict[str, str] = {}
-    if followed is not None:
-        for value, reading in zip(followed.results, followed.outputs, strict=True):
-            found.setdefault(reading.tensor, names[value])
-    return found
+    if not names:
+        return {}
+    followed = follow(integers, extended=dialect == "portable")
+    pairs = zip(followed.results, followed.outputs, strict=True)
+    return {reading.tensor: names[value] for value, reading in reversed(list(pairs))}
 
 
 def sparse_graph(

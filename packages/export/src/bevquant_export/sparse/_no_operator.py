@@ -21,7 +21,7 @@ _CHOICE = (
     "dialect='portable' has), or export the parts before and behind it, each a module of its own, "
     "and run it between them, as bevquant_int8sim.simulate does"
 )
-_FIRST = {"BatchNorm1d": _NORM, "batch_norm": _NORM}
+_NORMS = {"BatchNorm1d": _NORM, "batch_norm": _NORM}
 
 
 BEHIND_DENSE = (
@@ -40,7 +40,7 @@ def no_operator(step: Step, where: str, *, reads_map: bool = False) -> ValueErro
     """
     if is_unfollowed(step):
         return ValueError(f"export_sparse_onnx: {where}: {step.reason}. {_CHOICE}")
-    remedy = _FIRST.get(str(step.attributes.get("what", "")), "")
+    remedy = _NORMS.get(str(step.attributes.get("what", "")), "")
     remedy += BEHIND_DENSE if reads_map else REMEDY
     return ValueError(
         f"export_sparse_onnx: {where} has no operator in the dialect libspconv, which has sparse "
