@@ -62,8 +62,8 @@ def read_model(
             + (
                 "the number of frames is a constant of such files: dynamic_batch=False"
                 if voxels
-                else "export_detector writes the model as two files, cut at dense(); "
-                "profile='onnxruntime' writes all of it as one"
+                else "export_sparse_onnx writes an encoder, export_detector a model with layers "
+                "behind dense() as two files, profile='onnxruntime' all of it as one"
             )
         )
     given, called = dict(inputs_of(program, args)), dict(integer.names)
