@@ -72,6 +72,7 @@ def known_options(program: str, command: str) -> frozenset[str]:
     ],
     ids=name_of,
 )
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # spconv's own dense()
 def test_examples_run(
     page: Path,
     tmp_path: Path,

@@ -17,7 +17,7 @@ from torch import nn
 
 from bevquant_export import TensorDifference, compare_qdq_onnx, export_qdq_onnx
 from bevquant_int8sim import IntegerModel, simulate
-from bevquant_qnn import quantize_model
+from bevquant_qnn import QuantConfig, quantize_model
 from bevquant_quantizers import calibrate
 
 PROFILES = ["tensorrt", "onnxruntime", "horizon", "openvino"]
@@ -129,9 +129,19 @@ def test_an_integer_model_is_written_as_the_model_it_was_made_of(tmp_path: Path)
     assert compare_qdq_onnx(files[1], integers, x) == compare_qdq_onnx(files[0], quantized, x)
 
 
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x) + self.other(x)
+
+
 def test_an_integer_model_that_no_file_can_be_written_from(tmp_path: Path) -> None:
     x = torch.randn(1, 3, 8, 8)
-    quantized = quantize_model(nn.Sequential(nn.Conv2d(3, 4, 1)).eval(), example_inputs=x).model
+    config = QuantConfig(quantize_add=False)
+    quantized = quantize_model(Sum().eval(), config, example_inputs=x).model
     calibrate(quantized, [x])
     integers = simulate(quantized, x)
     with pytest.raises(ValueError, match=r"adds accumulators; .* simulate\(…, integer_sums=True\)"):
@@ -140,6 +150,15 @@ def test_an_integer_model_that_no_file_can_be_written_from(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="was loaded from a folder; give the calibrated model"):
         export_qdq_onnx(IntegerModel.load(tmp_path / "saved"), x, tmp_path / "n.onnx")
     assert not (tmp_path / "n.onnx").exists()
+
+
+def test_an_integer_model_without_sums_has_none_to_give_ranges_of(tmp_path: Path) -> None:
+    x = torch.randn(1, 3, 8, 8)
+    quantized = quantize_model(nn.Sequential(nn.Conv2d(3, 4, 1)).eval(), example_inputs=x).model
+    calibrate(quantized, [x])
+    integers = simulate(quantized, x, integer_sums=True)
+    file = export_qdq_onnx(integers, x, tmp_path / "n.onnx", "onnxruntime", integer_sums=True)
+    assert file.sum_ranges == {}
 
 
 def test_an_integer_model_that_rounds_otherwise_has_no_file(tmp_path: Path) -> None:

@@ -12,6 +12,14 @@ from bevquant_export.dense import (
     lift_horizon_onnx,
     open_onnx,
 )
+from bevquant_export.detector import (
+    DetectorExport,
+    DetectorMap,
+    FrameCheck,
+    MapCheck,
+    OutputCheck,
+    export_detector,
+)
 from bevquant_export.floats import (
     FloatDifference,
     FloatFile,
@@ -33,10 +41,15 @@ from bevquant_export.sparse import (
 from bevquant_export.targets import Target, cpu_at_hand, find_target, register_target, target_names
 
 __all__ = [
+    "DetectorExport",
+    "DetectorMap",
     "Finding",
     "FloatDifference",
     "FloatFile",
+    "FrameCheck",
     "LayerDifference",
+    "MapCheck",
+    "OutputCheck",
     "QdqFile",
     "QdqProgram",
     "SparseExport",
@@ -50,6 +63,7 @@ __all__ = [
     "compare_qdq_onnx",
     "compare_sparse_onnx",
     "cpu_at_hand",
+    "export_detector",
     "export_float_onnx",
     "export_qdq_onnx",
     "export_sparse_onnx",

@@ -294,7 +294,7 @@ def test_what_has_no_form_is_refused(nets, tmp_path):
     frames = [frame(0)]
     plain = prepared(Ends(spconv.SubMConv3d(4, 4, 3), GRID, spconv), frames)
     for settings, words in (
-        ({"profile": "tensorrt"}, "conv is sparse; write that part with export_sparse_onnx"),
+        ({"profile": "tensorrt"}, "conv is sparse; .* export_detector a model with layers behind"),
         ({"profile": "onnxruntime", "dynamic_batch": True}, "number of frames is a constant"),
     ):
         with pytest.raises(ValueError, match=words):

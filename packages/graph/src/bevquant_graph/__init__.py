@@ -22,6 +22,7 @@ from ._layer_class import is_library_class, layer_class, own_code
 from ._opaque import OPAQUE, Opaque
 from ._operators import OPERATORS, OpSpec, op_spec
 from ._padding import zero_padding
+from ._part import named_results, nodes_behind, part_of
 from ._program import as_module, module_of
 from ._quiet import evaluation, quiet
 from ._registrations import registered_once
@@ -57,8 +58,11 @@ __all__ = [
     "layer_class",
     "leaf_names",
     "module_of",
+    "named_results",
+    "nodes_behind",
     "op_spec",
     "own_code",
+    "part_of",
     "quiet",
     "rebuild",
     "refilled",

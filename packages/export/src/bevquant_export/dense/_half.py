@@ -33,7 +33,7 @@ _BETWEEN = set(
 )
 # What computes nothing: before a pair and something in half precision it stays float32 for both.
 _LAYOUT = set("Reshape Transpose Slice Squeeze Unsqueeze Flatten Identity".split())
-_CHOICES = set("TopK ArgMax ArgMin Greater GreaterOrEqual Less LessOrEqual Equal".split())
+CHOICES = set("TopK ArgMax ArgMin Greater GreaterOrEqual Less LessOrEqual Equal".split())
 _SCORES = _BETWEEN | set(
     "Sigmoid Softmax LogSoftmax Log Exp Mul Sub Div Max Min Neg Abs Where ReduceMax Gather "
     "GatherElements GatherND ScatterElements ScatterND".split()
@@ -135,7 +135,7 @@ class _Typing:
             between = node.op_type in _BETWEEN and node.output[0] in found
             if between and not self._ends(node, found) and not self._is_epilogue(node):
                 found.discard(node.output[0])
-        choices = [node for node in self.graph.node if node.op_type in _CHOICES]
+        choices = [node for node in self.graph.node if node.op_type in CHOICES]
         while choices:
             node = choices.pop()
             found.add(node.output[0])

@@ -141,6 +141,6 @@ def refuse(path: str, why: str) -> NoReturn:
         ValueError: Always.
     """
     raise ValueError(
-        f"export_qdq_onnx: {path or 'the model'}: {why}. Export the sparse encoder with "
-        "export_sparse_onnx and the dense parts, each a module of its own, with export_qdq_onnx"
+        f"export_qdq_onnx: {path or 'the model'}: {why}. export_detector writes the "
+        "model as two files, cut at dense(); export_sparse_onnx writes a sparse encoder alone"
     )

@@ -60,7 +60,7 @@ class _Simulated:
                     f"export_qdq_onnx: the integer model rounds otherwise than files do ({other}): "
                     "half to even, in floats; give the calibrated model"
                 )
-            if model.source is None or (sums and not model.sum_ranges):
+            if model.source is None or (sums and not model.sum_ranges and _adds_sums(model)):
                 met = "was loaded from a folder" if model.source is None else "adds accumulators"
                 raise ValueError(
                     f"export_qdq_onnx: the integer model {met}; give the calibrated model, or what "
@@ -88,6 +88,13 @@ class _Simulated:
     def run(self, inputs: Any, *, observe: Observe) -> Any:
         returned, _ = self.model.run(inputs, record=False, observe=observe)
         return returned
+
+
+def _adds_sums(model: IntegerModel) -> bool:
+    """Whether a sum reads accumulators."""
+    values = model.program.values
+    adds = (step for step in model.steps if step.op == "add")
+    return any(values[name].form == "int32" for step in adds for name in step.inputs)
 
 
 def ports_of(model: IntegerModel) -> dict[str, tuple[str, Any]]:

@@ -62,8 +62,8 @@ def read_model(
             + (
                 "the number of frames is a constant of such files: dynamic_batch=False"
                 if voxels
-                else "write that part with export_sparse_onnx and the dense parts, each a module "
-                "of its own, with export_qdq_onnx, or all of it with profile='onnxruntime'"
+                else "export_sparse_onnx writes an encoder, export_detector a model with layers "
+                "behind dense() as two files, profile='onnxruntime' all of it as one"
             )
         )
     given, called = dict(inputs_of(program, args)), dict(integer.names)

@@ -134,7 +134,7 @@ class _FollowerBetween(Follower):
             self.lies[self.sites] = self.places[self.sites]
             super()._step(step)
             self.sites = ""
-        elif step.op in ("sites", "constant"):
+        elif step.op in ("sites", "constant") or self._reads_map(step):
             super()._step(step)
         elif any(self._is_loose(name) or name in self.of_coords for name in step.inputs):
             self._note(step)
@@ -145,7 +145,7 @@ class _FollowerBetween(Follower):
         return name in self.loose and name not in self.holds
 
     def _unfollowed(self, step: Step) -> None:
-        if any(self.holds.get(name, ("",))[0] in self.dense for name in step.inputs):
+        if self._reads_map(step):
             super()._unfollowed(step)
         self._note(step)
 

@@ -78,8 +78,11 @@ def compare_sparse_onnx(
 
 def compared(
     file: SparseOnnxModel, integers: IntegerModel, inputs: Any, *, reversed_axes: bool
-) -> tuple[tuple[LayerDifference, ...], Any]:
-    """`compare_sparse_onnx` with the integer model of rounded constants, and what that returns."""
+) -> tuple[tuple[LayerDifference, ...], Any, dict[str, Tensor | SparseOutput]]:
+    """`compare_sparse_onnx` with an integer model of rounded constants; what it and the file make.
+
+    Of the file the outputs by name.
+    """
     features, coords, batch_size = frame_of(integers, inputs)
     if reversed_axes:
         coords = _reversed(coords)
@@ -129,7 +132,7 @@ def compared(
     for tensor, made, (name, expected) in zip(file.graph.outputs, outputs, results, strict=True):
         slack = _FUNCTIONS if tensor in computed else 0.0
         rows.append(_output(made, expected, places.get(name), of_model, slack))
-    return tuple(rows), wanted
+    return tuple(rows), wanted, dict(zip(file.graph.outputs, outputs, strict=True))
 
 
 def _only_summed(nodes: tuple[Node, ...]) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -32,8 +32,8 @@ from bevquant_quantizers import write_whole
 
 _FIRST = "subm1"
 
-_DIALECTS = ("libspconv", "portable")
-_ORDERS = ("xyz", "zyx")
+DIALECTS = ("libspconv", "portable")
+ORDERS = ("xyz", "zyx")
 
 
 def export_sparse_onnx(
@@ -104,7 +104,7 @@ def export_sparse_onnx(
         ...         quantized, frames[0], "lidar.backbone.xyz.onnx", batches=frames
         ...     )
     """
-    if dialect not in _DIALECTS:
+    if dialect not in DIALECTS:
         raise ValueError(
             f"export_sparse_onnx: dialect={dialect!r}: expected 'libspconv' or 'portable'"
         )
@@ -117,16 +117,47 @@ def export_sparse_onnx(
         )
     order = model_order if order is None else order
     for name, value in (("model_order", model_order), ("order", order)):
-        if value not in _ORDERS:
+        if value not in ORDERS:
             raise ValueError(f"export_sparse_onnx: {name}={value!r}: expected 'xyz' or 'zyx'")
     if not head_room >= 1:
         raise ValueError(f"export_sparse_onnx: head_room={head_room}: expected 1 or more")
     if not isinstance(model, nn.Module):
         raise TypeError(f"export_sparse_onnx: expected a module, got {type(model).__name__}")
-    integers, graph = sparse_graph(
-        model, example_inputs, batches, model_order, head_room, verify=verify, dialect=dialect
+    rounded = with_half_constants(model)
+    integers = simulate(rounded, example_inputs, verify=verify)
+    return write_sparse(
+        rounded, integers, example_inputs, path, dialect=dialect, model_order=model_order,
+        order=order, batches=batches, head_room=head_room, all_layers=all_layers, weights=weights,
+        verify=verify,
+    )[0]  # fmt: skip
+
+
+def write_sparse(
+    rounded: nn.Module,
+    integers: IntegerModel,
+    example_inputs: Any,
+    path: str | os.PathLike[str],
+    *,
+    dialect: str,
+    model_order: str,
+    order: str,
+    batches: Iterable[Any],
+    head_room: float,
+    all_layers: bool,
+    weights: str,
+    verify: bool,
+    names: Mapping[str, str] | None = None,
+) -> tuple[SparseExport, dict[str, Any]]:
+    """`export_sparse_onnx` of a model's integers, and the outputs of the file for the example.
+
+    `rounded` is the model with the constants of a file, of which `integers` were made; `names` has
+    names for outputs, by the values of the program that are returned.
+    """
+    graph = sparse_graph(
+        rounded, integers, example_inputs, batches, model_order, head_room, dialect=dialect
     )
-    graph = numbered(official_keys(graph if order == model_order else turned(graph)))
+    graph = official_keys(graph if order == model_order else turned(graph))
+    graph = numbered(graph, _output_names(integers, names or {}, dialect))
     content = proto_bytes(graph)
     if dialect == "portable":
         # Through the bytes: both dialects then hold the very same numbers.
@@ -134,27 +165,38 @@ def export_sparse_onnx(
         content = portable_bytes(whole, all_layers=all_layers, weights=weights)
     ran, returned = "no", None
     rows: tuple[LayerDifference, ...] = ()
+    outputs: dict[str, Any] = {}
     if verify:
-        ran, rows, returned = verified(
+        ran, rows, returned, outputs = verified(
             content, integers, example_inputs, dialect=dialect, reversed_axes=order != model_order
         )
     write_whole(path, with_note(content, ran))
     before = follow(integers).before
-    return SparseExport(Path(path), layers_of(graph), ran, rows, integers, before, returned)
+    layers = layers_of(graph)
+    return SparseExport(Path(path), layers, ran, rows, integers, before, returned), outputs
+
+
+def _output_names(integers: IntegerModel, names: Mapping[str, str], dialect: str) -> dict[str, str]:
+    """Tensors of the graph that are results with a name, to these names."""
+    if not names:
+        return {}
+    followed = follow(integers, extended=dialect == "portable")
+    pairs = zip(followed.results, followed.outputs, strict=True)
+    return {reading.tensor: names[value] for value, reading in reversed(list(pairs))}
 
 
 def sparse_graph(
-    model: nn.Module,
+    rounded: nn.Module,
+    integers: IntegerModel,
     example_inputs: Any,
     batches: Iterable[Any],
     order: str,
     head_room: float,
     *,
-    verify: bool,
     dialect: str = "libspconv",
     fewer_axes: bool = True,
-) -> tuple[IntegerModel, Graph]:
-    """The integer model of a calibrated encoder, and what a file says of it.
+) -> Graph:
+    """What a file says of a calibrated encoder's integers, made of its rounded constants.
 
     Tensors of the graph are named as the program's values. `fewer_axes` says whether a convolution
     on fewer than three axes becomes one on three.
@@ -162,8 +204,6 @@ def sparse_graph(
     Raises:
         ValueError: Something has no form in a file; its module is named.
     """
-    rounded = with_half_constants(model)
-    integers = simulate(rounded, example_inputs, verify=verify)
     extended = dialect == "portable"
     followed = follow(integers, extended=extended)
     seen = observe(integers, example_inputs, batches)
@@ -174,7 +214,7 @@ def sparse_graph(
     )  # fmt: skip
     graph = with_channel_moves(graph, joins=dialect == "libspconv")
     check_rulebooks(graph)
-    return integers, graph
+    return graph
 
 
 def official_keys(graph: Graph) -> Graph:

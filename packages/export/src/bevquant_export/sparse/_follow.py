@@ -207,7 +207,12 @@ class Follower:
             self._unfollowed(step)
 
     def _unfollowed(self, step: Step) -> None:
-        raise no_operator(step, f"{place(step)}{location(self.source, step)}")
+        where = f"{place(step)}{location(self.source, step)}"
+        raise no_operator(step, where, reads_map=self._reads_map(step))
+
+    def _reads_map(self, step: Step) -> bool:
+        """Whether it reads what ``dense()`` made."""
+        return any(name in self.holds and self.holds[name][0] in self.dense for name in step.inputs)
 
     def _pass(self, step: Step) -> None:
         """Another form of the same tensor."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -45,9 +46,16 @@ def with_half_constants(model: nn.Module) -> nn.Module:
         >>> with_half_constants(torch.nn.ReLU())
         ReLU()
     """
+    return half_constants_of(model, dict(model.named_modules()))
+
+
+def half_constants_of(model: nn.Module, paths: Container[str]) -> nn.Module:
+    """`with_half_constants` for the modules at these paths; the others stay as they are."""
     copied = copy.deepcopy(model)
     sparse = any(map(_is_sparse, copied.modules()))
     for path, module in list(copied.named_modules()):
+        if path not in paths:
+            continue
         if sparse and path and layer_class(module, nn.BatchNorm1d) and not module.training:
             parent, _, name = path.rpartition(".")
             setattr(copied.get_submodule(parent), name, _Affine(module, path).eval())

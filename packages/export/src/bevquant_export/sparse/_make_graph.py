@@ -27,6 +27,7 @@ from bevquant_export.sparse._graph import (
     Select,
     Steps,
 )
+from bevquant_export.sparse._no_operator import BEHIND_DENSE
 from bevquant_export.sparse._observe import Seen
 from bevquant_export.sparse._steps import Bodies
 from bevquant_sparse import build_rulebook
@@ -238,8 +239,7 @@ def _tail(draft: Draft, seen: Seen, forms: Mapping[str, TensorForm], order: str)
     if made.relu or made.amax is not None or not isinstance(x.form, str):
         raise ValueError(
             f"export_sparse_onnx: {place(draft.step)}: what follows it is a ReLU or a quantized "
-            "layer on the dense grid, which the engine does not have; export the model up to "
-            "here and the rest with export_qdq_onnx"
+            f"layer on the dense grid, which the engine does not have: {BEHIND_DENSE}"
         )
     step = draft.step
     if draft.kind == "scatter":

@@ -10,13 +10,16 @@ from typing import Any
 from bevquant_export.sparse._graph import Graph, Node
 
 
-def numbered(graph: Graph) -> Graph:
-    """Tensors "0", "1", … in order of execution; nodes ``conv0``, ``add0``, ``relu0`` and so on."""
+def numbered(graph: Graph, outputs: Mapping[str, str] | None = None) -> Graph:
+    """Tensors "0", "1", … in order of execution; nodes ``conv0``, ``add0``, ``relu0`` and so on.
+
+    `outputs` has other names, of tensors that the file returns.
+    """
     names = {graph.input: "0"}
     counts: Counter[str] = Counter()
     nodes: list[Node] = []
     for node in graph.nodes:
-        names[node.y] = str(len(names))
+        names[node.y] = (outputs or {}).get(node.y, str(len(names)))
         nodes.append(_renamed(node, names, f"{node.kind}{counts[node.kind]}"))
         counts[node.kind] += 1
     return Graph(

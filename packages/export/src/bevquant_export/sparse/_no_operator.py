@@ -13,7 +13,7 @@ REMEDY = (
 _NORM = (
     "bevquant_fusion.fuse_model folds a norm that alone reads a convolution, and says in `skipped` "
     "why another is left; a BatchNorm1d on voxels is written as it is, one on a dense grid has no "
-    "form here. " + REMEDY
+    "form here. "
 )
 _CHOICE = (
     "A file is one fixed graph: what branches on values in Python, or counts with them, has no "
@@ -21,19 +21,27 @@ _CHOICE = (
     "dialect='portable' has), or export the parts before and behind it, each a module of its own, "
     "and run it between them, as bevquant_int8sim.simulate does"
 )
-_REMEDIES = {"BatchNorm1d": _NORM, "batch_norm": _NORM}
+_NORMS = {"BatchNorm1d": _NORM, "batch_norm": _NORM}
 
 
-def no_operator(step: Step, where: str) -> ValueError:
+BEHIND_DENSE = (
+    "export_detector writes the model as two files: this one's part up to dense(), and all behind "
+    "it for another engine"
+)
+
+
+def no_operator(step: Step, where: str, *, reads_map: bool = False) -> ValueError:
     """The error of a step that has none.
 
     Args:
         step: The step.
         where: Operation, module, file and line.
+        reads_map: Whether it reads what ``dense()`` made.
     """
     if is_unfollowed(step):
         return ValueError(f"export_sparse_onnx: {where}: {step.reason}. {_CHOICE}")
-    remedy = _REMEDIES.get(str(step.attributes.get("what", "")), REMEDY)
+    remedy = _NORMS.get(str(step.attributes.get("what", "")), "")
+    remedy += BEHIND_DENSE if reads_map else REMEDY
     return ValueError(
         f"export_sparse_onnx: {where} has no operator in the dialect libspconv, which has sparse "
         "convolutions and linear layers on voxels, additions, concatenations and choices of "

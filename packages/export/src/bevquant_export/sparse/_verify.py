@@ -31,8 +31,8 @@ def runtime(dialect: str) -> str:
 
 def verified(
     content: bytes, integers: IntegerModel, inputs: Any, *, dialect: str, reversed_axes: bool
-) -> tuple[str, tuple[LayerDifference, ...], Any]:
-    """Run the file on `inputs`; what ran it, its layers' differences, what the model returns.
+) -> tuple[str, tuple[LayerDifference, ...], Any, dict[str, Any]]:
+    """Run the file; what ran it, its layers' differences, what the model and the file return.
 
     Raises:
         ValueError: A layer makes other numbers than the integer model; its node is named.
@@ -43,9 +43,9 @@ def verified(
     ran = "bevquant" if elsewhere else runtime(dialect)
     backend = "onnxruntime" if ran == "onnxruntime" else "auto"
     file = SparseOnnxModel(graph, backend=backend)
-    rows, returned = compared(file, integers, inputs, reversed_axes=reversed_axes)
+    rows, returned, outputs = compared(file, integers, inputs, reversed_axes=reversed_axes)
     refuse_departures(rows, f"export_sparse_onnx: when {ran} runs the file, ")
-    return ran, rows, returned
+    return ran, rows, returned, outputs
 
 
 def refuse_departures(rows: Iterable[LayerDifference], caller: str) -> None:

@@ -97,6 +97,7 @@ class _Lowering:
         names = self.graph.outputs
         node = next(n for n in self.graph.nodes if n.y == tensor)
         name = "output" if len(names) == 1 else f"output{names.index(tensor)}"
+        name = name if tensor.isdecimal() else tensor
         held, sites = self.held[tensor], self.sites.get(tensor)
         return self.outputs.result(name, node, held, sites, self.shapes[tensor])
 

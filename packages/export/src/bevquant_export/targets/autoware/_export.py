@@ -17,10 +17,12 @@ from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._compare import LayerDifference, frame_of
 from bevquant_export.sparse._export import sparse_graph
 from bevquant_export.sparse._graph import Conv
+from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._verify import with_note
 from bevquant_export.targets.autoware._emit import GraphWriter
 from bevquant_export.targets.autoware._join import joined
 from bevquant_export.targets.autoware._plugin import AutowareFile
+from bevquant_int8sim import simulate
 from bevquant_quantizers import quantization_disabled, write_whole
 
 _ORDERS = {"xyz": (2, 1, 0), "zyx": (0, 1, 2), "yxz": (1, 2, 0)}
@@ -102,8 +104,10 @@ def export_autoware_onnx(
     if precision == "fp16":
         model = copy.deepcopy(model)
     with quantization_disabled(model) if precision == "fp16" else nullcontext():
-        integers, graph = sparse_graph(
-            model, example_inputs, batches, order, head_room, verify=verify, fewer_axes=False
+        rounded = with_half_constants(model)
+        integers = simulate(rounded, example_inputs, verify=verify)
+        graph = sparse_graph(
+            rounded, integers, example_inputs, batches, order, head_room, fewer_axes=False
         )
     frame = frame_of(integers, example_inputs)
     if frame[2] != 1:

@@ -1,0 +1,286 @@
+r"""The files of a detector one behind the other, beside the integer model that was not cut.
+
+The tensor at the cut has one range, and three places know it: the whole model, whose last sparse
+layer makes the integers itself,
+
+.. math:: q = \operatorname{clamp}(\operatorname{round}(\text{acc} \cdot s_x s_w / s_y)),
+
+and the two files. The sparse one gives :math:`x = \text{acc} \cdot s_x s_w` in floats (libspconv in
+half precision), the dense one begins with QuantizeLinear of the scale :math:`s_y`, so it makes
+:math:`\operatorname{round}(x / s_y)`. Both are the same integer but where the exact value lies on
+the border of two, nearer than the float can tell; there they are one step apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bevquant_export.dense._half import CHOICES
+from bevquant_export.detector._parts import Parts
+from bevquant_export.lint._read import load_model
+from bevquant_graph import arguments, op_spec
+from bevquant_int8sim import IntegerModel, dequantize, quantize
+
+_HALF, _FLOAT = 2.0**-11, 2.0**-21  # what rounding to a float may move a value by, of itself
+_SMALLEST_HALF = 2.0**-25  # half a step of the smallest float16
+_LEAST_DB = 10.0  # of what one file makes run as a whole: single steps grow on the way, not to that
+
+
+@dataclass(frozen=True)
+class MapCheck:
+    """A map that one file hands to the next.
+
+    Attributes:
+        name: Its port in both.
+        elements: How many values it has.
+        different: How many the dense file's first QuantizeLinear rounds to other integers than the
+            whole model has there: by one step, on the border of two.
+    """
+
+    name: str
+    elements: int
+    different: int
+
+
+@dataclass(frozen=True)
+class OutputCheck:
+    """An output of the dense file, run behind the sparse one.
+
+    Attributes:
+        name: The output.
+        sqnr_db: Its SQNR in dB against the whole integer model; infinite where both are the same.
+        fake_sqnr_db: That of the fake-quantized model against the integer one, on the same frame:
+            what rounding somewhere else makes.
+        is_chosen: Whether it lies behind a choice by value (TopK, a comparison): where a step makes
+            it choose another cell, dB say nothing.
+    """
+
+    name: str
+    sqnr_db: float
+    fake_sqnr_db: float
+    is_chosen: bool
+
+    def __str__(self) -> str:
+        said, fake = (
+            "equal" if math.isinf(db) else f"{db:.1f} dB"
+            for db in (self.sqnr_db, self.fake_sqnr_db)
+        )
+        return f"{said} (fake {fake})" + ", chosen" * self.is_chosen
+
+
+@dataclass(frozen=True)
+class FrameCheck:
+    """One frame through the files.
+
+    Attributes:
+        frame: Which: ``"example"`` or ``"batches[0]"``.
+        layers: Integers of the sparse file's layers that are others than the model's, of how many.
+        maps: What is handed on.
+        tensors: Integers of the dense file's tensors, each computed of the model's own, that are
+            others, of how many; what is more than a tie on the border of two steps is refused.
+        outputs: What comes out at the end; none where nothing at hand runs the dense file.
+        not_run: Why the frame did not go through the files; empty where it did.
+    """
+
+    frame: str
+    layers: tuple[int, int] = (0, 0)
+    maps: tuple[MapCheck, ...] = ()
+    tensors: tuple[int, int] = (0, 0)
+    outputs: tuple[OutputCheck, ...] = ()
+    not_run: str = ""
+
+    def rows(self) -> dict[str, str]:
+        """What was found, in words."""
+        if self.not_run:
+            return {"not run": self.not_run}
+        found = {}
+        for name, (different, elements) in (("sparse", self.layers), ("dense", self.tensors)):
+            if elements:
+                found[f"{name}.onnx, other integers"] = f"{different:,} of {elements:,}"
+        for m in self.maps:
+            found[f"{m.name}, a step off"] = f"{m.different:,} of {m.elements:,}"
+        return found | {output.name: str(output) for output in self.outputs}
+
+
+@dataclass(eq=False)
+class _Held:
+    """A map in the whole model.
+
+    Attributes:
+        forms: Of its readers, to what they read.
+    """
+
+    forms: dict[Any, Tensor] = field(default_factory=dict)
+
+    def integers(self) -> Any:
+        """The one form in which all read it; None where some read floats, or what a ReLU leaves."""
+        (demand, *others) = self.forms
+        plain = not others and demand.plain and not isinstance(demand.form, str)
+        return demand.form if plain else None
+
+    def as_float(self) -> Tensor:
+        """Floats of which every reader makes what it has in the whole model."""
+        for demand, value in self.forms.items():
+            if isinstance(demand.form, str):
+                return value
+        demand, value = next(iter(self.forms.items()))
+        return dequantize(value, demand.form.scale)
+
+
+class WholeRun:
+    """The model that was not cut, on a frame.
+
+    Args:
+        whole: It, returning a dict of its results.
+        parts: How it was cut.
+        inputs: The frame.
+
+    Attributes:
+        returned: Its results by name.
+        fake: Those of the fake-quantized model.
+        maps: What it has at the cut.
+    """
+
+    def __init__(self, whole: IntegerModel, parts: Parts, inputs: Any) -> None:
+        source = whole.source
+        assert source is not None
+        nodes = {node.name: node for node in source.graph.operations}
+        self.maps = {name: _Held() for name in parts.maps}
+        wanted: dict[str, tuple[_Held, Any]] = {}
+        for name, of_whole in parts.maps.items():
+            node: Any = nodes[of_whole.name]
+            while node not in source.held and op_spec(node.target).kind == "identity":
+                node = node.args[0]
+            for demand, value in source.held.get(node, {}).items():
+                wanted[value] = self.maps[name], demand
+
+        def see(step: Any, given: Any, made: Any) -> None:
+            for name, value in zip(step.outputs, made, strict=False):
+                if name in wanted:
+                    held, demand = wanted[name]
+                    held.forms[demand] = value
+
+        self.returned = by_name(whole.run(inputs, record=False, observe=see)[0])
+        args, kwargs = arguments(inputs)
+        self.fake = by_name(source.graph.replay(*args, **kwargs))
+
+    def check_map(self, name: str, given: Tensor, *, half: bool) -> MapCheck:
+        """Hold what the sparse file gives against what the whole model has.
+
+        Args:
+            name: The map.
+            given: What the file gives, as the next one reads it.
+            half: Whether it was rounded to half precision.
+
+        Raises:
+            ValueError: More differs than rounding explains.
+        """
+        share = _HALF + _FLOAT if half else _FLOAT
+        different = 0
+        for demand, wanted in self.maps[name].forms.items():
+            value = given.double()
+            if demand.relu:
+                value = value.clamp(0, demand.ceiling)
+            if isinstance(demand.form, str):
+                apart, unit = (value - wanted.double()).abs(), 1.0
+                explained = share * value.abs() + (_SMALLEST_HALF if half else 0.0)
+                wrong = int((apart > explained).sum())
+            else:
+                unit = demand.form.scale
+                form = demand.form
+                made = quantize(
+                    value.float(), unit, bits=form.bits, narrow_range=form.narrow, name=name
+                )
+                steps = made.double() - wanted.double()
+                exact = value / unit
+                near = (exact - (made.double() + wanted.double()) / 2).abs()
+                explained = share * exact.abs() + (_SMALLEST_HALF / unit if half else 0.0)
+                wrong = int((steps.ne(0) & ~((steps.abs() <= 1) & (near <= explained))).sum())
+                different = max(different, int(steps.count_nonzero()))
+            if wrong:
+                raise ValueError(
+                    f"export_detector: {name}: {wrong:,} of {given.numel():,} values that the "
+                    "sparse file hands on are not what the whole integer model has there, by more "
+                    "than rounding explains; nothing was written. verify=False writes the files "
+                    "all the same"
+                )
+        return MapCheck(name, given.numel(), different)
+
+    def own_maps(self) -> dict[str, Tensor]:
+        """Maps of which every reader makes what it has in the whole model."""
+        return {name: held.as_float() for name, held in self.maps.items()}
+
+    def check_sparse(self, parts: Parts, made: Mapping[str, Any]) -> None:
+        """Demand of the sparse part the whole model's bits, in what is returned.
+
+        Raises:
+            ValueError: A result is another one.
+        """
+        for name, port in parts.of_sparse.items():
+            if port not in self.maps:
+                wanted, got = (getattr(x, "features", x) for x in (self.returned[name], made[port]))
+                _refuse_unequal(name, wanted, got)
+
+    def check_dense(self, parts: Parts, made: Mapping[str, Any]) -> None:
+        """Demand of the dense part, given `own_maps`, the whole model's bits.
+
+        Raises:
+            ValueError: A result is another one.
+        """
+        if any(len(held.forms) > 1 for held in self.maps.values()):
+            return  # floats beside integers, which were rounded from sums: not the same bits
+        for name in parts.of_dense:
+            _refuse_unequal(name, self.returned[name], made[name])
+
+
+def _refuse_unequal(name: str, wanted: Tensor, made: Tensor) -> None:
+    if not torch.equal(wanted, made):
+        raise ValueError(
+            f"export_detector: {name or 'the result'} of a part is not that of the whole integer "
+            "model, given the same maps: they have two ranges at the cut; nothing was written. "
+            "verify=False writes the files all the same"
+        )
+
+
+def by_name(returned: Any) -> dict[str, Any]:
+    """What a part of a graph returns, by name."""
+    return returned if isinstance(returned, dict) else {"": returned}
+
+
+def sqnr_db(wanted: Tensor, made: Tensor) -> float:
+    """Power of what is wanted over that of the difference; infinite where there is none."""
+    noise = float((wanted.double() - made.double()).square().sum())
+    power = float(wanted.double().square().sum())
+    return math.inf if not noise else 10 * math.log10(power / noise) if power else -math.inf
+
+
+def refuse_other(frame: str, port: str, wanted: Tensor, made: Tensor) -> None:
+    """Refuse an output that is another one than the dense part's integers make of the same maps.
+
+    Raises:
+        ValueError: It is.
+    """
+    db = sqnr_db(wanted, made)
+    if db < _LEAST_DB:
+        raise ValueError(
+            f"export_detector: {port} of the dense file, run as one on {frame}, is not what its "
+            f"integer model makes of the same maps ({db:.1f} dB); nothing was written. "
+            "verify=False writes the files all the same"
+        )
+
+
+def chosen_outputs(file: Path) -> frozenset[str]:
+    """Outputs of a file that depend on a choice by value."""
+    graph = load_model(file, external_data=False).graph
+    behind: set[str] = set()
+    for node in graph.node:
+        if node.op_type in CHOICES or behind.intersection(node.input):
+            behind.update(node.output)
+    return frozenset(port.name for port in graph.output if port.name in behind)

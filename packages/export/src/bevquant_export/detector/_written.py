@@ -1,0 +1,91 @@
+"""What was written of a detector, and what is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bevquant_export.dense import QdqFile
+from bevquant_export.lint import Finding
+from bevquant_export.sparse import SparseExport
+from bevquant_quantizers.documents import text_table
+
+if TYPE_CHECKING:
+    from bevquant_export.detector._chain import FrameCheck
+
+
+@dataclass(frozen=True)
+class DetectorMap:
+    """A map that the sparse file gives and the dense one takes, under one name.
+
+    Attributes:
+        name: Of the sparse file's output, and of the dense file's input where that reads it.
+        shape: ``[frames, channels, …]`` in the example.
+        amax: Its range, of which the dense file's first QuantizeLinear has the scale amax/127; None
+            where that reads it in floats.
+        made_by: What makes it in the forward: operation, module, file and line.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    amax: float | None
+    made_by: str
+
+
+@dataclass(frozen=True)
+class DetectorExport:
+    """The files of a model, and what was found.
+
+    Attributes:
+        folder: Where they lie.
+        target: Engine of the dense file.
+        sparse: ``sparse.onnx``, with its layers; None where the model has no voxels.
+        dense: ``dense.onnx``; None where nothing is computed behind ``dense()`` or beside it.
+        maps: What the one gives and the other takes.
+        outputs: What the model returns, by name, to file and output that it is there.
+        left_out: What it returns that no file has: inputs handed through, coordinates.
+        findings: Of the linter, both files.
+        checks: Frames that went through both files; none where nothing was run.
+    """
+
+    folder: Path
+    target: str
+    sparse: SparseExport | None
+    dense: QdqFile | None
+    maps: tuple[DetectorMap, ...] = ()
+    outputs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    checks: tuple[FrameCheck, ...] = ()
+
+    def __str__(self) -> str:
+        files = [str(file) for file in (self.sparse, self.dense) if file is not None]
+        parts = ["\n".join([*files, *(f"lint: {finding}" for finding in self.findings)])]
+        if self.maps:
+            heads = ("handed on", "shape", "range", "made by")
+            parts.append(text_table([heads, *map(_row, self.maps)]))
+        rows = [(name or "result", port, file) for name, (file, port) in self.outputs.items()]
+        rows += [(name, "-", "in no file") for name in self.left_out]
+        parts.append(text_table([("returned", "output", "file"), *rows]))
+        return "\n\n".join([*parts, self._found()])
+
+    def _found(self) -> str:
+        """What frames made of the files, one column for each."""
+        if not self.checks:
+            return "not run one behind the other: whether they make what the model makes is unknown"
+        columns = [check.rows() for check in self.checks]
+        names = dict.fromkeys(name for column in columns for name in column)
+        heads = ("one behind the other", *(check.frame for check in self.checks))
+        rows = [(name, *(column.get(name, "") for column in columns)) for name in names]
+        table = text_table([heads, *rows])
+        outputs = any(check.outputs for check in self.checks)
+        note = "\ndB: SQNR of the outputs against the integer model that was not cut; "
+        note += "fake: that of the fake-quantized model"
+        return table + note * outputs
+
+
+def _row(handed_on: DetectorMap) -> tuple[str, ...]:
+    range_ = "float" if handed_on.amax is None else f"{handed_on.amax:.4g}"
+    return handed_on.name, str(list(handed_on.shape)), range_, handed_on.made_by
