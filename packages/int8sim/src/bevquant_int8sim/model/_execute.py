@@ -184,28 +184,36 @@ def _sparse_conv(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tens
 
 
 def _dense(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
-    attributes, weight = step.attributes, step.tensors["weight"]
-    added = {}
+    tensors = step.tensors
+    weight, settings = tensors["weight"], step.kept(_dense_settings)
     if len(args) > 1:
         if tuple(args[1].shape) != _result_shape(step, args[0]):
             return _sum_that_spreads(step, args, backend)
-        added = {"addend": args[1], "addend_multiplier": attributes["addend_multiplier"]}
-    names = "stride padding output_padding dilation groups".split()
+        multiplier = step.attributes["addend_multiplier"]
+        settings = {**settings, "addend": args[1], "addend_multiplier": multiplier}
     out = _KERNELS[step.op, weight.dim()](
         args[0],
         weight,
-        step.tensors.get("bias"),
-        multiplier=step.tensors.get("multiplier"),
-        relu=attributes["relu"],
-        out_dtype=DTYPES[attributes["out"]],
-        narrow_range=attributes["narrow"],
+        tensors.get("bias"),
+        multiplier=tensors.get("multiplier"),
         backend=backend,
-        name=step.path,
-        **{name: attributes[name] for name in names if name in attributes},
-        **added,
-        **step.rounding,
+        **settings,
     )
     return (out,)
+
+
+def _dense_settings(step: Step) -> dict[str, Any]:
+    """What a layer's kernel is told beside tensors."""
+    attributes = step.attributes
+    names = "stride padding output_padding dilation groups".split()
+    return {
+        "relu": attributes["relu"],
+        "out_dtype": DTYPES[attributes["out"]],
+        "narrow_range": attributes["narrow"],
+        "name": step.path,
+        **{name: attributes[name] for name in names if name in attributes},
+        **step.rounding,
+    }
 
 
 def _result_shape(step: Step, x: Tensor) -> tuple[int, ...]:

@@ -83,6 +83,7 @@ class IntegerModel:
         # by the name of a function, by a module's `inplace`, or behind a view.
         self._overwrites = any(step.op in ("float", "host") for step in program.steps)
         self._spent = {p: _last_uses(p) for p in (program, self._fast)}
+        self._plain = {p: [_plain_names(step) for step in p.steps] for p in (program, self._fast)}
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -172,10 +173,14 @@ class IntegerModel:
                 values[name], values[sites] = value.features, sites_of(value)
             if isinstance(values[name], Tensor):
                 shapes[name] = tuple(values[name].shape)
-        for step, spent in zip(program.steps, self._spent[program], strict=True):
-            given = _given(step.args, values)
+        order = zip(program.steps, self._plain[program], self._spent[program], strict=True)
+        for step, plain, spent in order:
+            if plain is None:
+                given, named = _given(step.args, values), _given(step.kwargs, values)
+            else:
+                given, named = tuple([values[name] for name in plain]), {}
             try:
-                made = execute(step, given, _given(step.kwargs, values), self.backend)
+                made = execute(step, given, named, self.backend)
                 values.update(zip(step.outputs, made, strict=True))
             except Exception as error:
                 if isinstance(error, RuntimeError):  # torch's own, of shapes that do not fit
@@ -277,6 +282,12 @@ def _given(values: Any, known: Mapping[str, Any]) -> Any:
         )
 
     return replaced(values, read)
+
+
+def _plain_names(step: Step) -> tuple[str, ...] | None:
+    """Names of the values that a step reads, where it reads nothing else."""
+    plain = not step.kwargs and all(type(ref) is Ref for ref in step.args)
+    return tuple(ref.name for ref in step.args) if plain else None
 
 
 def _check_fixed(

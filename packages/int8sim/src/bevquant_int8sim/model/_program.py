@@ -78,6 +78,13 @@ class Step:
     module: nn.Module | None = None
     reason: str = ""
 
+    def kept(self, make: Callable[[Step], Any]) -> Any:
+        """What `make` makes of the step, made once."""
+        known: dict[Any, Any] = self.__dict__.setdefault("_kept", {})
+        if make not in known:
+            known[make] = make(self)
+        return known[make]
+
     @property
     def rounding(self) -> dict[str, Any]:
         """``rounding`` and ``arithmetic`` of what the step stores, where they are said."""
