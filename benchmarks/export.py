@@ -107,7 +107,7 @@ def runs_of(path: Path, piece: Piece, args: tuple[Any, ...], threads: int) -> Ca
 
 def named_inputs(piece: Piece, args: tuple[Any, ...]) -> list[tuple[str, Any]]:
     """The sparse encoder's file takes the batch size too."""
-    values = (a.numpy() if isinstance(a, torch.Tensor) else np.array(a) for a in args)
+    values = (a.numpy() if isinstance(a, torch.Tensor) else np.array([a]) for a in args)
     return list(zip((*piece.file.inputs, "batch_size"), values, strict=False))
 
 
