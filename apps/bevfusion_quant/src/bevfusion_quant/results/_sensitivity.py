@@ -173,8 +173,8 @@ def headline(outcome: SensitivityOutcome) -> str:
     text = f"{title} of {outcome.scored}, {frames}, {groups} group{'s' * (groups != 1)}"
     text += f" of layers: float {format(table.float_score, form)}"
     if table.quantized_score is not None:
-        text += f", quantized {format(table.quantized_score, form)} {outcome.unit}"
-    return text
+        text += f", quantized {format(table.quantized_score, form)}"
+    return f"{text} {outcome.unit}"
 
 
 def plan_line(outcome: SensitivityOutcome) -> str:

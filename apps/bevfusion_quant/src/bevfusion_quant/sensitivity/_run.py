@@ -258,6 +258,8 @@ def run_sensitivity(
         "weights": ran.weights,
         "cameras": cameras,
     }
+    if estimate:
+        settings["estimate"] = True
     with new_run("sensitivity", clock, keep=run, **place) as record:
         with clock.step("load the run"):
             model = load_run(run).quantized_model
