@@ -224,8 +224,9 @@ class _Backward:
             if not marked.requires_grad:  # within no_grad: a checkpoint, a frozen part
                 return tensor
             marked.register_hook(multiply)
-            made = {name: made[k] for name, (made, _) in rounded.items()}
-            self._known[id(marked)] = _Known(marked, marked._version, i, made)
+            if len(self._trial.groups[i].modules) > 1:
+                made = {name: made[k] for name, (made, _) in rounded.items()}
+                self._known[id(marked)] = _Known(marked, marked._version, i, made)
             return marked
 
         return mapped(output, mark)
