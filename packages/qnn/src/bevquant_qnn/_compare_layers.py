@@ -310,7 +310,7 @@ class LayerComparison:
         return [probe.row() for probe in (*self._rows, self._whole)]
 
 
-_CHANNELS_LAST = (nn.Linear, QuantMultiheadAttention)
+CHANNELS_LAST = (nn.Linear, QuantMultiheadAttention)
 
 
 class _Hooks:
@@ -393,7 +393,7 @@ class _Hooks:
             for place, probe in probes:
                 if place not in self.order:
                     self.order.append(place)
-                probe.judge(wanted, got, channels_last=isinstance(module, _CHANNELS_LAST))
+                probe.judge(wanted, got, channels_last=isinstance(module, CHANNELS_LAST))
             if path in self._watch:
                 self._watch[path](wanted, got)
 

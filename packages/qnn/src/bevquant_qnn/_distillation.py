@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import torch.nn.functional as F
 from torch import Tensor
 
-from bevquant_qnn._snapshots import tensors
+from bevquant_qnn._snapshots import float_tensors
 
 Kind = Literal["kl", "mse"]
 
@@ -45,7 +45,7 @@ def distillation_loss(
             f"distillation_loss: kind must be 'kl' or 'mse' and temperature positive, got {kind!r} "
             f"and {temperature}"
         )
-    own, others = ([t for t in tensors(v) if t.is_floating_point()] for v in (student, teacher))
+    own, others = (float_tensors(v) for v in (student, teacher))
     if not own or [t.shape for t in own] != [t.shape for t in others]:
         raise ValueError(
             f"distillation_loss: the student gives {[tuple(t.shape) for t in own]}, the teacher "

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from bevquant_qnn._attention import QuantMultiheadAttention
+from bevquant_qnn._compare_layers import CHANNELS_LAST
 from bevquant_qnn._example import evaluation
 from bevquant_qnn._layer_inputs import Forward, call
 from bevquant_qnn._precision import Precision, set_for_now
@@ -22,7 +22,7 @@ from bevquant_qnn._replay import Run, Watch, captured_outputs
 from bevquant_qnn._scores import floats_of, score_of
 from bevquant_qnn._sensitivity import Trial
 from bevquant_qnn._sensitivity_table import SensitivityTable
-from bevquant_qnn._snapshots import copied, mapped, tensors
+from bevquant_qnn._snapshots import copied, float_tensors, mapped
 
 _PARTS = 128  # of a batch: their noise is known to √(2/128), half a decibel
 _FEWEST = 16  # parts that are an estimate; with fewer a layer lies near the outputs
@@ -187,8 +187,8 @@ class _Backward:
 
             inner, options = mapped((args, kwargs), given)
             with set_for_now(settings):
-                made = _floats(forward(*inner, **options))
-            outputs[name] = made, _floats(forward(*inner, **options)) if replaced else None
+                made = float_tensors(forward(*inner, **options))
+            outputs[name] = made, float_tensors(forward(*inner, **options)) if replaced else None
         return outputs
 
     def _marked(
@@ -199,7 +199,7 @@ class _Backward:
         rounded: dict[str, tuple[list[Tensor], list[Tensor] | None]],
     ) -> Any:
         """The output, whose gradient is multiplied with the layer's roundings when it comes."""
-        at = iter(range(len(_floats(output))))
+        at = iter(range(len(float_tensors(output))))
 
         def mark(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
@@ -241,10 +241,6 @@ class _Known(NamedTuple):
     rounded: dict[str, Tensor]
 
 
-def _floats(value: Any) -> list[Tensor]:
-    return [t for t in tensors(value) if t.is_floating_point()]
-
-
 def _signs(tensor: Tensor, random: torch.Generator) -> Tensor:
     bits = torch.randint(0, 2, tensor.shape, generator=random, dtype=torch.int8)
     return (2 * bits - 1).to(tensor)
@@ -254,7 +250,7 @@ def _parts(products: Tensor, module: nn.Module) -> Tensor:
     """Sums over channels and over about `_PARTS` neighbourhoods."""
     axes = products.dim() - 2
     tokens = axes == 1 and not isinstance(module, _ConvNd)
-    if axes < 1 or tokens or isinstance(module, nn.Linear | QuantMultiheadAttention):
+    if axes < 1 or tokens or isinstance(module, CHANNELS_LAST):
         rows = products.sum(-1).flatten()
         size = max(1, math.ceil(len(rows) / _PARTS))
         return F.pad(rows, (0, -len(rows) % size)).view(-1, size).sum(1)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_qnn._snapshots import tensors
+from bevquant_qnn._snapshots import float_tensors
 
 Metric = Callable[[Any, Any], Any]
 Reduce = Callable[[Sequence[Any]], float]
@@ -114,7 +114,7 @@ def floats_of(value: Any) -> list[Tensor]:
     Raises:
         ValueError: There is none, or one is not finite.
     """
-    found = [t for t in tensors(value) if t.is_floating_point()]
+    found = float_tensors(value)
     if not found:
         raise ValueError(
             "sensitivity: the output holds no floating-point tensor; name modules in outputs, or "

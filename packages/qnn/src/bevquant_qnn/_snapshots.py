@@ -41,6 +41,15 @@ def tensors(value: Any) -> Iterator[Tensor]:
         raise UnknownValue(type(value).__qualname__)
 
 
+def float_tensors(value: Any) -> list[Tensor]:
+    """The floating-point ones of `tensors`.
+
+    Raises:
+        UnknownValue: As there.
+    """
+    return [tensor for tensor in tensors(value) if tensor.is_floating_point()]
+
+
 def kept(value: Any) -> Any:
     """Return `value` in containers of its own, its tensors the same objects."""
     return mapped(value, lambda tensor: tensor)
