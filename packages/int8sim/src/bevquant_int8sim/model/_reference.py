@@ -16,7 +16,10 @@ from bevquant_graph import OPAQUE, Graph, flatten, layer_class, op_spec, rebuild
 Returned = Callable[[str, int], Tensor | None]
 """Path of a layer and which of its calls, from 0 → what it returned in a run beside this one."""
 
-_VIEWS: Any = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
+_VIEWS: Any = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten.as_strided.default: lambda x, *place: x.contiguous().as_strided(*place),
+}
 _CONVOLUTIONS = (torch.ops.aten.conv2d, torch.ops.aten.conv_transpose2d)
 
 
@@ -113,9 +116,6 @@ class GraphRun:
             return self._opaque(node, args)
         # Values may lie in another order than in the model.
         target: Any = _VIEWS.get(node.target, node.target)
-        if node.target is torch.ops.aten.as_strided.default:  # counts in memory
-            strided: Any = args[0]
-            args = (strided.contiguous(), *args[1:])
         if self.channels_last and getattr(target, "overloadpacket", None) in _CONVOLUTIONS:
             args = (_channels_last(args[0]), *args[1:])
         return target(*args, **kwargs)
