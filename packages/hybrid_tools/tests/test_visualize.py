@@ -213,8 +213,8 @@ def show_with(monkeypatch, viewer: str | None) -> list[list[str]]:
 
 def wait_for_viewers() -> None:
     for thread in threading.enumerate():
-        if thread is not threading.main_thread() and thread.daemon:
-            thread.join(1)
+        if thread.name == "viewer":
+            thread.join(10)
 
 
 def test_without_a_display_the_path_is_printed_and_nothing_opens(tmp_path, monkeypatch, capsys):

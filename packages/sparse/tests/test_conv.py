@@ -246,6 +246,20 @@ def test_no_voxels(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_weight_that_is_not_finite_reaches_its_neighbours_alone(value, backend):
+    backend_or_skip(backend)
+    indices = torch.cartesian_prod(torch.arange(1), *[torch.arange(4)] * 3).int()
+    rulebook = build_rulebook(indices, (4, 4, 4), 3, subm=True, batch_size=1)
+    weight = torch.ones(27, 2, 16)
+    weight[0] = value  # of the neighbour before on all axes
+    out = sparse_conv(
+        torch.ones(64, 2), weight, None, rulebook, layout=WeightLayout.VCK, backend=backend
+    )
+    assert torch.equal(~out.isfinite().any(1), (indices[:, 1:] > 0).all(1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_and_inf_propagate(backend):
     backend_or_skip(backend)
     indices = torch.tensor([[0, 0], [0, 1], [0, 3], [0, 6], [0, 7]], dtype=torch.int32)

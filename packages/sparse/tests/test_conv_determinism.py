@@ -52,15 +52,16 @@ def test_trap_20_forward_and_backward_never_race(backend):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("channels", [(5, 16), (16, 33), (3, 130), (64, 64)])
+@pytest.mark.parametrize("shape", [(40, 40, 20), (20, 20, 20)], ids=["sparse", "crowded"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_trap_20_same_bits_at_any_thread_count(backend, channels, restore_threads):
+def test_trap_20_same_bits_at_any_thread_count(backend, shape, channels, restore_threads):
     if backend == "numba":
         pytest.importorskip("numba", reason="the numba extra is not installed")
-    indices = scene()
+    indices = scene(shape=shape)
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        rulebook = build_rulebook(indices, (40, 40, 20), 3, subm=True, batch_size=1)
+        rulebook = build_rulebook(indices, shape, 3, subm=True, batch_size=1)
         results.append(run(rulebook, *channels, backend))
     assert equal(results[0], results[1])
     assert equal(results[0], results[2])
@@ -76,28 +77,40 @@ def test_trap_20_same_bits_in_float64(restore_threads):
     assert equal(*results)
 
 
+def gathered(x, w, sources):
+    """``x[sources].flatten(1) @ w`` of all rows."""
+    found = x.new_zeros(len(sources), w.shape[1])
+    for rows, values in _conv_matmul.GatheredProduct(x, w.shape[1])(sources, w):
+        found[rows] = values
+    return found
+
+
 @pytest.mark.bits
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rows", [1, 2, 7, 255, 257, 1777])
 def test_products_do_not_depend_on_threads(rows, dtype, restore_threads):
     generator = torch.Generator().manual_seed(rows)
-    for inner, columns in [(1, 1), (3, 33), (5, 16), (64, 128), (128, 77)]:
+    for inner, columns, offsets in [(1, 1, 9), (3, 33, 2), (5, 16, 27), (64, 128, 4), (128, 77, 1)]:
         x = torch.randn(rows, inner, generator=generator, dtype=dtype)
         w = torch.randn(inner, columns, generator=generator, dtype=dtype)
         g = torch.randn(rows, columns, generator=generator, dtype=dtype)
+        every = torch.arange(rows).view(-1, 1)
+        some = torch.randint(rows, (rows, offsets), generator=generator)
         results = []
         for threads in (1, 2, 4):
             torch.set_num_threads(threads)
             results.append(
                 [
-                    _conv_matmul.matmul(x, w),
+                    gathered(x, w, every),
+                    gathered(x, w.repeat(offsets, 1), some),
                     _conv_matmul.matmul_transposed(x, g),
                     _conv_matmul.column_sum(g),
                 ]
             )
         assert equal(results[0], results[1])
         assert equal(results[0], results[2])
-        for got, want in zip(results[0], (x @ w, x.t() @ g, g.sum(0)), strict=True):
+        wanted = (x @ w, (x @ w)[some].sum(1), x.t() @ g, g.sum(0))
+        for got, want in zip(results[0], wanted, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -119,22 +132,23 @@ def test_trap_37_products_do_not_depend_on_addresses(rows, dtype, restore_thread
         x = torch.randn(rows, inner, generator=generator, dtype=dtype)
         w = torch.randn(inner, columns, generator=generator, dtype=dtype)
         g = torch.randn(rows, columns, generator=generator, dtype=dtype)
-        chosen = torch.randint(rows, (rows // 2,), generator=generator)
+        every = torch.arange(rows).view(-1, 1)
+        chosen = torch.randint(rows, (rows // 2, 1), generator=generator)
         expected = None
         for number, skip in enumerate(range(0, 64, size)):
             torch.set_num_threads(1 + number % 4)
             a, b, c = (at_address(value, skip) for value in (x, w, g))
             found = [
-                _conv_matmul.matmul(a, b),
-                _conv_matmul.matmul(a, b, chosen),
+                gathered(a, b, every),
+                gathered(a, b, chosen),
                 _conv_matmul.matmul_transposed(a, c),
                 _conv_matmul.column_sum(c),
             ]
             # A transposed weight is what the gradient of the features multiplies by.
-            found.append(_conv_matmul.matmul(c, at_address(w.t().contiguous().t(), 0).t()))
+            found.append(gathered(c, at_address(w.t().contiguous().t(), 0).t(), every))
             expected = expected or found
             assert equal(found, expected)
-        for got, want in zip(expected, (x @ w, (x @ w)[chosen], x.t() @ g), strict=False):
+        for got, want in zip(expected, (x @ w, x[chosen[:, 0]] @ w, x.t() @ g), strict=False):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -142,17 +156,17 @@ def test_trap_37_products_do_not_depend_on_addresses(rows, dtype, restore_thread
 def test_trap_37_a_blas_gets_one_shape_at_aligned_addresses(monkeypatch):
     seen, real = set(), _conv_matmul._convolve_1x1
 
-    def watch(batch, kernel):
-        assert batch.data_ptr() % 64 == kernel.data_ptr() % 64 == 0
+    def watch(batch, kernel, out):
+        assert batch.data_ptr() % 64 == kernel.data_ptr() % 64 == out.data_ptr() % 64 == 0
         assert batch.shape[0] >= 2
         assert batch.shape[1] <= 256
         seen.add((batch.shape[1:], kernel.shape))
-        return real(batch, kernel)
+        real(batch, kernel, out)
 
     monkeypatch.setattr(_conv_matmul, "_convolve_1x1", watch)
     for rows in (1, 255, 256, 700, 5000):
         x, g = at_address(torch.randn(rows, 5), 4), at_address(torch.randn(rows, 7), 12)
-        _conv_matmul.matmul(x, at_address(torch.randn(5, 7), 20))
+        gathered(x, at_address(torch.randn(5, 7), 20), torch.arange(rows).view(-1, 1))
         _conv_matmul.matmul_transposed(x, g)
     assert len(seen) == 2
 

@@ -44,7 +44,7 @@ def show_picture(path: Path) -> None:
         return
     command = _viewer()
     if command:
-        threading.Thread(target=_open, args=([*command, str(path)],), daemon=True).start()
+        threading.Thread(None, _open, "viewer", ([*command, str(path)],), daemon=True).start()
     print(f"the picture is {path}")
 
 

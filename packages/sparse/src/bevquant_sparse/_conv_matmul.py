@@ -19,45 +19,76 @@ than the CPU the plain product is deterministic already.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from bevquant_sparse._shapes import Float
+from bevquant_sparse._shapes import Float, Int
 
 _ROWS = 256  # rows of an item: enough to amortise the call, few enough to balance the threads
-_TERMS = 256  # terms of a sum that the BLAS adds
+_ITEMS = 6  # that are gathered and multiplied together: few enough to stay in the cache
+TERMS = 256
+"""Terms of a sum that the BLAS adds."""
 _GROUPS = 4  # items that a transposed product is cut into, by columns
 _ALIGNMENT = 64  # bytes: a cache line and the widest vector
 
 
-def matmul(
-    x: Float[Tensor, "num_rows k"], w: Float[Tensor, "k n"], rows: Tensor | None = None
-) -> Float[Tensor, "rows n"]:
-    """``x @ w``, or ``x[rows] @ w``."""
-    count = x.shape[0] if rows is None else rows.shape[0]
-    if x.device.type != "cpu" or count == 0 or 0 in w.shape:
-        return (x if rows is None else x.index_select(0, rows)) @ w
-    out = _rows_times(x[:, :_TERMS], w[:_TERMS], rows)
-    for start in range(_TERMS, w.shape[0], _TERMS):
-        out.add_(_rows_times(x[:, start : start + _TERMS], w[start : start + _TERMS], rows))
-    return out
+class GatheredProduct:
+    """``x[sources].flatten(1) @ w`` for many ``sources`` and ``w``, in buffers that are made once.
 
+    Args:
+        x: What rows are gathered from.
+        columns: Of each ``w``.
+    """
 
-def _rows_times(x: Tensor, w: Tensor, rows: Tensor | None) -> Tensor:
-    count, (inner, columns) = (x.shape[0] if rows is None else rows.shape[0]), w.shape
-    items = max(2, -(-count // _ROWS))
-    block = _buffer(x, items * _ROWS, inner)
-    if rows is None:
-        block[:count] = x
-    else:
-        torch.index_select(x, 0, rows, out=block[:count])
-    block[count:] = 0
-    kernel = _buffer(w, columns, inner).copy_(w.t())
-    out = _convolve_1x1(
-        block.view(items, _ROWS, 1, inner).permute(0, 3, 1, 2),
-        kernel.view(columns, 1, 1, inner).permute(0, 3, 1, 2),
-    )
-    return out.permute(0, 2, 3, 1).reshape(items * _ROWS, columns)[:count]
+    def __init__(self, x: Float[Tensor, "num_rows k"], columns: int) -> None:
+        self.x = x
+        if x.device.type == "cpu":
+            items = max(_ITEMS, torch.get_num_threads())
+            self.gathered = _buffer(x, items * _ROWS, TERMS)
+            most = self._rows(min(max(x.shape[1], 1), TERMS))
+            self.made = [x.new_empty(most * columns) for _ in range(2)]
+
+    def __call__(
+        self, sources: Int[Tensor, "rows offsets"], w: Float[Tensor, "terms columns"]
+    ) -> Iterator[tuple[slice, Float[Tensor, "part columns"]]]:
+        """Slices of the rows and their products, each of which the next overwrites.
+
+        Args:
+            sources: Rows of ``x``; several of them only where their terms are at most 256.
+            w: ``[offsets · k, columns]``.
+        """
+        x, count = self.x, len(sources)
+        if x.device.type != "cpu" or 0 in w.shape:
+            yield slice(count), x.index_select(0, sources.view(-1)).view(count, -1) @ w
+            return
+        terms = [slice(start, start + TERMS) for start in range(0, len(w), TERMS)]
+        kernels = [_buffer(w, w.shape[1], len(w[part])).copy_(w[part].t()) for part in terms]
+        step = self._rows(min(len(w), TERMS))
+        for start in range(0, count, step):
+            rows = slice(start, min(start + step, count))
+            total = self._times(sources[rows], x[:, terms[0]], kernels[0], self.made[0])
+            for part, kernel in zip(terms[1:], kernels[1:], strict=True):
+                total += self._times(sources[rows], x[:, part], kernel, self.made[1])
+            yield rows, total
+
+    def _rows(self, terms: int) -> int:
+        """How many rows of so many terms are gathered at once, in whole items."""
+        return self.gathered.numel() // terms // _ROWS * _ROWS
+
+    def _times(self, sources: Tensor, x: Tensor, kernel: Tensor, made: Tensor) -> Tensor:
+        count, (columns, terms) = len(sources), kernel.shape
+        items = max(2, -(-count // _ROWS))
+        batch = self.gathered.view(-1)[: items * _ROWS * terms]
+        torch.index_select(x, 0, sources.view(-1), out=batch[: count * terms].view(-1, x.shape[1]))
+        batch[count * terms :] = 0
+        out = made[: items * _ROWS * columns].view(items, _ROWS, 1, columns)
+        batch = batch.view(items, _ROWS, 1, terms)
+        _convolve_1x1(
+            _channels_first(batch), kernel.view(columns, terms, 1, 1), _channels_first(out)
+        )
+        return out.view(-1, columns)[:count]
 
 
 def matmul_transposed(
@@ -69,19 +100,20 @@ def matmul_transposed(
         return x.t() @ g
     lanes = _ALIGNMENT // x.element_size()
     width = -(-n // (_GROUPS * lanes)) * lanes
-    batch = _buffer(g, _GROUPS * _TERMS, width).zero_().view(_GROUPS, _TERMS, width)
-    kernel = _buffer(x, m, _TERMS).zero_()
+    batch = _buffer(g, _GROUPS * TERMS, width).zero_().view(_GROUPS, TERMS, width)
+    kernel = _buffer(x, m, TERMS).zero_()
     total = g.new_zeros(_GROUPS, m, width)
-    for start in range(0, rows, _TERMS):
-        count = min(_TERMS, rows - start)
-        if count < _TERMS:
+    part = g.new_empty(_GROUPS, m, 1, width)
+    for start in range(0, rows, TERMS):
+        count = min(TERMS, rows - start)
+        if count < TERMS:
             kernel[:, count:] = 0
             batch[:, count:] = 0
         kernel[:, :count] = x[start : start + count].t()
         for group in range(_GROUPS):
             columns = g[start : start + count, group * width : (group + 1) * width]
             batch[group, :count, : columns.shape[1]] = columns
-        part = _convolve_1x1(batch.view(_GROUPS, _TERMS, 1, width), kernel.view(m, _TERMS, 1, 1))
+        _convolve_1x1(batch.view(_GROUPS, TERMS, 1, width), kernel.view(m, TERMS, 1, 1), part)
         total.add_(part.view(_GROUPS, m, width))
     return total.permute(1, 0, 2).reshape(m, _GROUPS * width)[:, :n]
 
@@ -101,6 +133,11 @@ def _buffer(like: Tensor, rows: int, columns: int) -> Tensor:
     return raw[skip : skip + rows * columns].view(rows, columns)
 
 
-def _convolve_1x1(batch: Tensor, kernel: Tensor) -> Tensor:
-    out: Tensor = torch.ops.aten._slow_conv2d_forward(batch, kernel, [1, 1], None, [1, 1], [0, 0])
-    return out
+def _channels_first(values: Tensor) -> Tensor:
+    return values.permute(0, 3, 1, 2)
+
+
+def _convolve_1x1(batch: Tensor, kernel: Tensor, out: Tensor) -> None:
+    torch.ops.aten._slow_conv2d_forward.output(
+        batch, kernel, [1, 1], None, [1, 1], [0, 0], output=out
+    )
