@@ -117,6 +117,15 @@ def test_no_batches_are_refused() -> None:
         compare_layers(Model(Layer(1), Layer(1)), Model(Layer(1, 1.0), Layer(1)), [])
 
 
+def test_a_model_that_was_quantized_itself_is_refused() -> None:
+    net = nn.Sequential(nn.Conv2d(2, 3, 1), nn.ReLU()).eval()
+    image = torch.randn(1, 2, 4, 4)
+    quantized = quantize_model(net, example_inputs=image).model
+    calibrate(quantized, [image])
+    with pytest.raises(ValueError, match=r"'0' \(QuantConv2d\) is one object in both.*deepcopy"):
+        compare_layers(net, quantized, [image])
+
+
 def test_hooks_are_gone_afterwards() -> None:
     models = Model(Layer(1), Layer(1)), Model(Layer(1, 1.0), Layer(1))
     compare_layers(*models, [batch([1.0])])

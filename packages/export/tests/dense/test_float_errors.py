@@ -136,6 +136,34 @@ def test_errors_of_a_resize_are_those_of_the_places_it_reads_at(calibrated: Fixt
     assert off.mean() < error.mean() < 60 * off.mean()
 
 
+class Unfollowed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return -x if float(x.detach().sum()) > 1e9 else x
+
+
+class Positions(nn.Module):
+    """A table of positions, resized to a size that is computed: open, as a module reads values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last, self.end = nn.Conv2d(3, 4, 2, 2), nn.Conv2d(4, 2, 1), Unfollowed()
+        self.table = nn.Parameter(torch.randn(1, 4, 5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.shape[2] // 2, x.shape[3] // 2
+        return self.end(self.last(self.conv(x) + F.interpolate(self.table, size, mode="bicubic")))
+
+
+def test_a_size_that_is_computed_is_not_rounded(calibrated: Fixture) -> None:
+    model, x = Positions(), torch.randn(1, 3, 8, 14)
+    integers = simulate(calibrated(model, x), x)
+    made = next(step for step in integers.steps if "upsample" in step.outputs[0]).outputs[0]
+    errors = FloatErrors(integers.program, {made}, half=False)
+    errors.run(integers, x)
+    assert errors.errors[made].shape == (1, 4, 4, 7)
+    assert (errors.errors[made] > 0).all()
+
+
 def test_errors_are_the_same_in_every_run(calibrated: Fixture) -> None:
     x = torch.randn(2, 5, 6)
     integers = simulate(calibrated(Between(F.gelu, 8), x), x)

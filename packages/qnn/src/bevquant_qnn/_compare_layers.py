@@ -189,7 +189,7 @@ def compare_layers(
         Rows pooled over all batches (sums of squares, not means of decibels), for `layer_table`.
 
     Raises:
-        ValueError: No batches.
+        ValueError: No batches, or the two models share a quantized layer.
         LookupError: The float model does not call a layer that the quantized one calls.
 
     Example:
@@ -331,6 +331,16 @@ class _Hooks:
     ) -> None:
         self.models = float_model, quantized_model
         self.probes = _probes(float_model, quantized_model, output)
+        self.paths = {probe.layer for probe in self.probes} | watch.keys()
+        theirs = set(quantized_model.modules())
+        for path in self.paths:
+            if (module := float_model.get_submodule(path)) in theirs:
+                # Its hook would wait for itself.
+                raise ValueError(
+                    f"compare_layers: {path!r} ({type(module).__name__}) is one object in both "
+                    "models: quantize_model changes the model that it is given; give it "
+                    "copy.deepcopy(model), and compare that with the model itself"
+                )
         self.order: list[int] = []
         self._output, self._watch, self._shared = output, watch, shared
         self._calls: Counter[tuple[int, str]] = Counter()
@@ -344,7 +354,7 @@ class _Hooks:
 
     def attach(self, stack: ExitStack) -> None:
         float_model, quantized_model = self.models
-        for path in {probe.layer for probe in self.probes} | self._watch.keys():
+        for path in self.paths:
             reference = float_model.get_submodule(path)
             stack.callback(reference.register_forward_hook(self._hand_out(path)).remove)
             judged = quantized_model.get_submodule(path)

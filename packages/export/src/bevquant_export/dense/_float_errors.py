@@ -122,8 +122,10 @@ class FloatErrors:
         noise = torch.rand(spread.shape, generator=self._random).to(spread.device)
         return (made[0] + spread * (3**0.5 * (2 * noise - 1)),)
 
-    def _shifted(self, value: Tensor) -> Tensor:
+    def _shifted(self, value: Any) -> Any:
         """What a resize reads at places that are numbers as large as its size, and rounded."""
+        if not isinstance(value, Tensor):  # a size that is computed
+            return value
         for axis in range(2, value.dim()):
             last = value.shape[axis] - 1
             step = value.diff(dim=axis, append=value.narrow(axis, last, 1))
