@@ -406,6 +406,33 @@ class Picks(nn.Module):
         return self.table[self.chain(x).flatten(1).argmax(1)]
 
 
+class ThenInFloat32(nn.Module):
+    """A softmax in float32, whatever comes in, as in many transformers."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        y = (1e5 * self.inner(x)).sin()  # makes the difference that folding makes a larger one
+        return y.softmax(1, dtype=torch.float32).to(x.dtype)
+
+
+def test_what_a_forward_computes_in_float32_is_held_to_that(randomise):
+    x = torch.randn(2, 3, 100, 100, dtype=torch.float64)
+    errors = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        chain = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+        result = fuse_model(randomise(ThenInFloat32(chain)), x)
+        assert result.fused
+        errors.append(result.max_error)
+    assert 1e-10 < max(errors) < 1e-6  # or nothing was put to the test
+    wrong = randomise(ThenInFloat32(UsesTheMiddleOfAChain()))
+    with pytest.raises(ValueError, match="differ from the model's by"):
+        fuse_model(wrong, x)
+
+
 def test_a_choice_that_rounding_turns_is_judged_in_float64(randomise):
     # Neighbouring float32 numbers: which one comes out largest depends on how they are rounded.
     x = (3 + torch.randperm(1000) * 2.0**-22).view(1, 1, 10, 100)

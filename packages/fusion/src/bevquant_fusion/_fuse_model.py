@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.overrides import TorchFunctionMode
 
 from bevquant_graph import (
     CaptureError,
@@ -230,18 +231,37 @@ def _difference_in_float64(
     """The difference that folding makes in float64, or None where that is no rounding either.
 
     A model that picks its largest values or compares them makes another choice for a difference as
-    small as rounding in float32, and what follows is then far apart. In float64 it is not.
+    small as rounding in float32, and what follows is then far apart. In float64 it is not. What
+    computes in float32 all the same (``softmax(dtype=torch.float32)``) is held to what that has.
     """
     exact = copy.deepcopy(model).double()
     inputs = in_float64(inputs)
     try:
         with _float64_by_default():
-            before = run(exact, inputs)
+            with _Types() as made:
+                before = run(exact, inputs)
             after = run(_fuse(exact, plan, stopped).model, inputs)
         difference = relative_difference(before, after)
     except Exception:  # whatever a model that does not run in float64 raises
         return None
-    return difference if difference <= tolerance(before) else None
+    allowed = max(tolerance(before), *(_TOLERANCE.get(dtype, 0.0) for dtype in made.seen))
+    return difference if difference <= allowed else None
+
+
+class _Types(TorchFunctionMode):
+    """Notes the types of what functions make while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor):
+            self.seen.add(made.dtype)
+        return made
 
 
 def _may_stop(model: nn.Module, inputs: _Inputs, before: list[Any]) -> list[str]:
