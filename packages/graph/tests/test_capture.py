@@ -694,3 +694,15 @@ def test_what_changes_nothing_is_no_operation():
         "aten.div.Tensor",  # makes floats of integers
         "aten.add.Tensor",  # an output is no input
     ]
+
+
+def test_what_an_author_checks_of_a_tensor_is_no_operation():
+    class Checked(nn.Module):
+        def forward(self, x):
+            sizes = torch.tensor([[x.shape[1], x.shape[2]]])
+            torch._check_tensor_all((sizes[:, 0] * sizes[:, 1]).sum() == x.flatten(1).shape[1])
+            return x.relu()
+
+    graph = capture(Checked(), torch.randn(2, 3, 4))
+    assert [str(node.target) for node in graph.operations] == ["aten.relu.default"]
+    graph.check(torch.randn(2, 3, 5))
