@@ -30,6 +30,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from bevquant_sparse import open_shapes
 
+from ._constants import Constants
 from ._faults import CaptureError, forward_line, running, where
 from ._functional import functional
 from ._graph import Graph
@@ -58,7 +59,8 @@ def capture(
     that cannot be followed is one opaque node (`Graph.opaque`), with its reason, file and line; a
     number that the forward takes out of a tensor and counts with, such as the largest batch index,
     stays what it is in the example, and
-    every later frame is held to that. The model is not changed; it runs in evaluation mode and
+    every later frame is held to that; what it asks of the model's own parameters and buffers is
+    answered as they stand. The model is not changed; it runs in evaluation mode and
     without gradients. A graph that is still in use is answered again for the same model, unchanged,
     and inputs of the same sizes; and what was followed of a model serves others of the same
     structure, whose bits it gives.
@@ -104,6 +106,7 @@ def capture(
     numbers = open_sizes  # such as a batch size: open, unless the forward counts with them
     values: Exception | None = None  # what asks for numbers out of tensors, as in the example
     shares: list[dict[str, Any]] = []  # where int(…) takes one of an open number
+    constants = Constants(model)
     with evaluation(model), quiet(), _attributes_kept(model):
         while True:
             leaves, inputs = flatten(given, numbers=numbers)
@@ -111,7 +114,7 @@ def capture(
             try:
                 with opaque_modules(model, opaque):
                     program, result = _exported(
-                        model, inputs, leaves, shares, values=values is not None,
+                        model, inputs, leaves, shares, constants, values=values is not None,
                         open_sizes=open_sizes,
                     )  # fmt: skip
                 if numbers and _fixes_numbers(program, leaves):
@@ -149,23 +152,27 @@ def capture(
     took = perf_counter() - start
     if check:
         graph.check(example_inputs)
-    remember(model, state, graph, took, by_values=values is not None)
+    remember(model, state, graph, took, by_values=values is not None or constants.asked)
     return graph
 
 
 class _Shell(nn.Module):
     """The model as a function from tensors to tensors."""
 
-    def __init__(self, model: nn.Module, inputs: Tree, note: Callable[[Tree], None]) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: Tree, note: Callable[[Tree], None], constants: Constants
+    ) -> None:
         super().__init__()
         self.model = model
+        self.__dict__["constants"] = constants
         self.__dict__["inputs"] = inputs
         # torch.export puts attributes back as they were; what is noted elsewhere stays.
         self.__dict__["note"] = note
 
     def forward(self, *leaves: Any) -> tuple[Any, ...]:
         args, kwargs = rebuild(self.__dict__["inputs"], leaves)
-        made, result = flatten(self.model(*args, **kwargs))
+        with self.__dict__["constants"].begin(self.model):
+            made, result = flatten(self.model(*args, **kwargs))
         self.__dict__["note"](result)
         return tuple(made)
 
@@ -175,6 +182,7 @@ def _exported(
     inputs: Tree,
     leaves: list[Any],
     shares: list[dict[str, Any]],
+    constants: Constants,
     *,
     values: bool,
     open_sizes: bool,
@@ -187,7 +195,7 @@ def _exported(
     from ._elementwise_shapes import batch_norm_of_rows, elementwise_shapes
 
     results: list[Tree] = []
-    shell = _Shell(model, inputs, results.append)
+    shell = _Shell(model, inputs, results.append, constants)
     shell.training = model.training
     given = tuple(copy.deepcopy(leaf) for leaf in leaves)
     dims = (tuple(_open(leaf) for leaf in given),) if open_sizes else None
@@ -257,7 +265,7 @@ class _Calls:
         """Outermost first, without what torch would drop."""
         from torch.fx.experimental.symbolic_shapes import uninteresting_files  # and sympy
 
-        passed_over = uninteresting_files()
+        passed_over = uninteresting_files() | {Constants.__torch_function__.__code__.co_filename}
         frame: FrameType | None = sys._getframe(1)
         calls: list[traceback.FrameSummary] = []
         while frame is not None:

@@ -1,0 +1,138 @@
+"""What a forward asks of the numbers that its model holds: these are no matter of the frame.
+
+``if self.enabled``, ``int(self.grid[0])``, ``range(self.steps)`` of buffers and parameters decide
+as they stand. torch's exporter takes them for values of a frame, stops at a branch on them, and
+makes a requirement of every number taken out. Here whoever asks is told the number; what is
+computed from such tensors alone is computed beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ._signature import refilled
+
+__all__ = ["Constants"]
+
+_LARGEST = 1 << 12  # elements of a tensor that is computed beside
+_ASKED = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
+_COMPUTED = frozenset(
+    "__getitem__ select unbind __iter__ squeeze unsqueeze view reshape flatten to long int float "
+    "double bool type clone detach neg __neg__ abs round floor ceil clamp clip sqrt exp log "
+    "add __add__ __radd__ sub __sub__ __rsub__ mul __mul__ __rmul__ div __truediv__ __rtruediv__ "
+    "floor_divide __floordiv__ remainder __mod__ pow __pow__ eq __eq__ ne __ne__ lt __lt__ le "
+    "__le__ gt __gt__ ge __ge__ logical_and __and__ logical_or __or__ logical_not __invert__ "
+    "any all sum prod max min amax amin mean".split()
+)
+_SIZED = frozenset("zeros ones empty full arange linspace".split())
+_OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
+_WRITES = frozenset(["__setitem__", *(f"__i{name}__" for name in _OPERATORS)])
+
+
+class Constants(TorchFunctionMode):
+    """Entered within a forward that is traced; tells what its model's small tensors hold.
+
+    Args:
+        model: As it is outside of the trace.
+
+    Attributes:
+        asked: Whether anybody has asked: the graph is then that of these numbers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._real = {name: value.detach() for name, value in _tensors(model)}
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}  # also holds what the id is of
+        self.asked = False
+
+    def begin(self, model: nn.Module) -> Constants:
+        """The tensors that stand for the model's in the trace."""
+        self._known = {id(value): (value, self._real[name]) for name, value in _tensors(model)}
+        return self
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        leaves = list(_leaves([*args, *kwargs.values()]))
+        given = [value for value in leaves if isinstance(value, Tensor)]
+        known = [id(value) in self._known for value in given]
+        if any(known) and name in _SIZED:
+            self.asked = True
+            return func(*self._numbers(args), **self._numbers(kwargs))
+        if known and all(known) and name in _ASKED:
+            self.asked = True
+            with _disable_current_modes():
+                return func(*self._values(args), **self._values(kwargs))
+        made = func(*args, **kwargs)
+        if name in _WRITES or name[-1:] == "_" != name[-2:-1] or "out" in kwargs:
+            self._forget(made if isinstance(made, Tensor) else given[0])
+        elif known and all(known) and name in _COMPUTED and not any(map(_is_open, leaves)):
+            with _disable_current_modes():
+                self._note(made, func(*self._values(args), **self._values(kwargs)))
+        return made
+
+    def _forget(self, written: Tensor) -> None:
+        """No number is known any more, if one lies where something was written."""
+        memory = written.untyped_storage()._cdata
+        if any(value.untyped_storage()._cdata == memory for value, _ in self._known.values()):
+            self._known.clear()
+
+    def _note(self, made: Any, real: Any) -> None:
+        if isinstance(made, Tensor):
+            self._known[id(made)] = made, real
+        elif isinstance(made, list | tuple):
+            for one, other in zip(made, real, strict=True):
+                self._note(one, other)
+
+    def _values(self, given: Any) -> Any:
+        return _replaced(given, lambda value: self._known[id(value)][1])
+
+    def _numbers(self, given: Any) -> Any:
+        def number(value: Tensor) -> Any:
+            if id(value) not in self._known:
+                return value
+            with _disable_current_modes():
+                return self._known[id(value)][1].item()
+
+        return _replaced(given, number)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, value in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        if value.numel() <= _LARGEST:
+            yield name, value
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, slice):
+        yield from (value.start, value.stop, value.step)
+    else:
+        yield value
+
+
+def _is_open(value: Any) -> bool:
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _replaced(value: Any, by: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return by(value)
+    if isinstance(value, dict):
+        return {key: _replaced(item, by) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return refilled(type(value), [_replaced(item, by) for item in value])
+    return value

@@ -1,0 +1,93 @@
+"""Decisions on what parameters and buffers hold are those of the model as it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bevquant_graph import CaptureError, capture
+
+Forward = Callable[[Any, Tensor], Tensor]
+
+
+class Holds(nn.Module):
+    flag: Tensor
+    odds: Tensor
+    steps: Tensor
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.conv, self.then = nn.Conv2d(3, 4, 1), forward
+        self.grid = nn.Parameter(torch.tensor([8.0, 6.0, 1.0]), requires_grad=False)
+        self.register_buffer("flag", torch.tensor(True))
+        self.register_buffer("odds", torch.tensor([0.0, 1.0, 0.0]))
+        self.register_buffer("steps", torch.tensor(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self, self.conv(x))
+
+
+def _steps(model: Holds, x: Tensor) -> Tensor:
+    for _ in range(model.steps):  # type: ignore[call-overload]
+        x = x + 1
+    return x
+
+
+def _resized(model: Holds, x: Tensor) -> Tensor:
+    height, width = (int(size) for size in model.grid[:2])
+    return nn.functional.interpolate(x, (2 * height, 2 * width))
+
+
+def _written(model: Holds, x: Tensor) -> Tensor:
+    model.odds.narrow(0, 1, 1).sub_(5)  # a view of what was known
+    return x.relu() if model.odds[1] > 0 else x
+
+
+DECIDED: dict[str, tuple[Forward, list[str]]] = {
+    "flag": (lambda m, x: x.relu() if m.flag else x, ["relu"]),
+    "compared": (lambda m, x: x if (m.odds[1] * 2).long() == 1 else x.relu(), ["relu"]),
+    "all": (lambda m, x: x.relu() if (m.grid > 0).all() else x, ["relu"]),
+    "item": (lambda m, x: x * m.odds[1].item(), ["mul"]),
+    "list": (lambda m, x: x + sum(m.grid.tolist()), ["add"]),
+    "sizes": (lambda m, x: x + torch.ones(1, m.grid.long()[1]), ["ones", "add"]),
+    "steps": (_steps, ["add"] * 3),
+    "resized": (_resized, ["upsample_nearest2d"]),
+    "open": (lambda m, x: x * (m.odds * x.shape[2]).sum(), ["sym_size", "mul", "sum", "mul"]),
+}
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_numbers_of_the_model_are_constants(name: str) -> None:
+    forward, expected = DECIDED[name]
+    graph = capture(Holds(forward).eval(), torch.randn(1, 3, 8, 6))
+    names = [str(node.target).split(".")[1] for node in graph.operations]
+    assert [n for n in names if n != "conv2d"] == expected
+    graph.check(torch.randn(2, 3, 7, 6))
+
+
+def _relu_if_flagged(model: Holds, x: Tensor) -> Tensor:
+    return x.relu() if model.flag else x
+
+
+def test_a_model_of_other_numbers_has_a_graph_of_its_own() -> None:
+    x = torch.randn(1, 3, 4, 4)
+    model, other = (Holds(_relu_if_flagged).eval() for _ in range(2))
+    other.flag.fill_(False)
+    counts = [len(list(capture(m, x).operations)) for m in (model, other, model)]
+    assert counts == [2, 1, 2]
+    model.flag.fill_(False)
+    assert len(list(capture(model, x).operations)) == 1
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [_written, lambda m, x: x.relu() if m.odds[1] + x.mean() > 9 else x],
+    ids=["written", "of the frame"],
+)
+def test_what_is_no_number_of_the_model_stays_refused(forward: Forward) -> None:
+    with pytest.raises(CaptureError, match="branches on the values of a tensor"):
+        capture(Holds(forward).eval(), torch.randn(1, 3, 4, 4))
