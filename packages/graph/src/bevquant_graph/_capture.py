@@ -31,13 +31,12 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from bevquant_sparse import open_shapes
 
 from ._faults import CaptureError, forward_line, running, where
-from ._functional import functional
 from ._graph import Graph
 from ._opaque import Opaque, opaque_modules, recorded
 from ._quiet import evaluation, quiet
 from ._recall import recalled, remember, state_of
 from ._signature import Arguments, Tree, arguments, flatten, rebuild
-from ._tidy import NUMBERS, fixed_number, tidy
+from ._tidy import NUMBERS, fixed_number, functional, tidy
 
 __all__ = ["capture"]
 
