@@ -40,8 +40,8 @@ def test_what_lies_idle_is_bounded() -> None:
     try:
         held = [whole(1.0) for _ in range(20)]
         assert tracemalloc.get_traced_memory()[0] > 15 << 21  # the rest lay idle before
-        held.append(whole(1.0, (1 << 24,)))  # 64 MiB: left to the C library
-        del held
+        large = whole(1.0, (1 << 24,))  # 64 MiB: left to the C library
+        del held, large
         assert tracemalloc.get_traced_memory()[0] < 5 << 21
     finally:
         tracemalloc.stop()
