@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ._abs_histogram import AbsHistogram
-from ._checkpoint import Checkpoint
+from ._calibrator_state import Checkpoint
 from ._distributed import (
     NO_BATCH,
     PeerError,
