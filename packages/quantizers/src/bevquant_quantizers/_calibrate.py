@@ -35,6 +35,8 @@ from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
 from .calib._search import METHODS
 
+Forward = Callable[[nn.Module, Any], Any]
+
 
 def calibrate(
     model: nn.Module,
@@ -181,9 +183,6 @@ def _call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, tuple | list):
         return model(*batch)
     return model(batch)
-
-
-Forward = Callable[[nn.Module, Any], Any]
 
 
 class _Collection:
