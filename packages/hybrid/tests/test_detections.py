@@ -16,7 +16,6 @@ from bevquant_hybrid.nn import (
     DetectionPostProcessV1,
     RcnnPostProcess,
 )
-from bevquant_hybrid.nn._boxes import survivors
 from bevquant_hybrid.qtensor import QTensor
 
 Box = tuple[float, ...]
@@ -78,19 +77,34 @@ def assert_rows(found: tuple[Tensor, ...], rows: list) -> None:
 def test_suppression_is_that_of_all_pairs(seed: int) -> None:
     """Whole pixels and few scores: areas are exact, and equals are frequent; so is no area."""
     draw = random.Random(seed)
-    count = draw.choice([0, 1, 40])
     rows = []
-    for _ in range(count):
-        x, y = draw.randint(0, 8), draw.randint(0, 8)
+    for _ in range(draw.choice([1, 40])):
+        x, y = draw.randint(1, 9), draw.randint(0, 8)
         box = (x, y, x + draw.randint(-1, 6), y + draw.randint(0, 6))
-        rows.append((tuple(map(float, box)), draw.randint(0, 6) / 8, draw.randint(0, 1)))
-    boxes = torch.tensor([row[0] for row in rows]).reshape(-1, 4)
-    scores, classes = (torch.tensor([row[i] for row in rows]) for i in (1, 2))
+        rows.append((tuple(map(float, box)), draw.randint(1, 6) / 8, draw.randint(0, 1)))
+    rows.sort(key=lambda row: -row[1] * (row[2] == 0))  # as anchors are sorted first
+    count = len(rows)
+    boxes = torch.tensor([row[0] for row in rows])
+    scores = torch.tensor([[row[1] * (row[2] == kind) for kind in (0, 1)] for row in rows])
+    still = torch.zeros(count, 4)
+    data = torch.cat([still, scores], 1).reshape(1, -1, 1, 1)
+    with_background = torch.cat([still[:, :1], scores], 1)[..., None, None]
+    wide = [row for row in rows if row[0][2] >= row[0][0]]  # the others have no size to keep
     for threshold in (0.0, 0.25, 0.5, 1.0):
-        for margin, given in ((0.0, 0.0), (0.25, 0.25), (None, -1.0)):
-            kept = survivors(boxes, scores, classes, threshold, given)
-            expected = suppressed(rows, threshold, margin)
-            assert [rows[i] for i in kept.tolist()] == expected
+        detect = DetectionPostProcess(0.1, iou_threshold=threshold)
+        found = detect([boxes[None]], [scores[None]], [still[None]])
+        assert_rows(tuple(part[0] for part in found), suppressed(rows, threshold, 0.0))
+        for margin in (0.0, 0.25):
+            settings = (2, 0.1, [0], False, None, threshold, count, count, None, margin)
+            (made,) = DetectionPostProcessV1(*settings)([data], [boxes.reshape(1, -1, 1, 1)])
+            assert_rows(made, suppressed(wide, threshold, margin))
+        settings = ((20, 20), threshold, 0.1, 2, count, (0.0,) * 4, (1.0,) * 4)
+        (table,) = RcnnPostProcess(*settings)(
+            [boxes], with_background, still.repeat(1, 3)[..., None, None]
+        )
+        table = table[table[:, 4] > 0]
+        parts = table[:, :4], table[:, 4], table[:, 5].long()
+        assert_rows(parts, suppressed(rows, threshold, None))
 
 
 def maps_of(rows: Tensor, height: int, width: int) -> Tensor:

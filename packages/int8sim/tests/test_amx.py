@@ -21,12 +21,12 @@ from amx_emulation import emulate
 from bevquant_int8sim import (
     BackendStatus,
     _backends,
+    backend_report,
     int8_conv2d,
     int8_conv_transpose2d,
     int8_sparse_conv,
 )
-from bevquant_int8sim._compiled import dot_product, kernels
-from bevquant_int8sim._compiled.self_test import kernels_are_exact
+from bevquant_int8sim._compiled import dot_product, kernels, self_test
 from bevquant_sparse import WeightLayout, build_rulebook
 
 pytestmark = pytest.mark.skipif(
@@ -39,13 +39,14 @@ pytestmark = pytest.mark.skipif(
 def emulated():
     with pytest.MonkeyPatch.context() as patch:
         errors = emulate(patch)
-        real = _backends._status
+        real = dot_product.instruction_set
         patch.setattr(
-            _backends,
-            "_status",
-            lambda kind: BackendStatus(kind, True, "emulated") if kind == "amx" else real(kind),
+            dot_product, "instruction_set", lambda kind: "emulated" if kind == "amx" else real(kind)
         )
+        patch.setattr(self_test, "_has_leave", lambda: True)
+        _backends._status.cache_clear()
         yield errors
+    _backends._status.cache_clear()
     kernels.kernel.cache_clear()
 
 
@@ -173,15 +174,15 @@ def test_threads_have_tiles_of_their_own(emulated):
     assert torch.equal(*made)
 
 
-def test_the_self_test_passes_and_can_fail(emulated, monkeypatch):
+def test_the_self_test_passes_and_can_fail(emulated, monkeypatch, forget_backends):
     import amx_emulation
 
-    kernels_are_exact.cache_clear()
-    assert kernels_are_exact("amx")
-    kernels_are_exact.cache_clear()
+    assert backend_report("amx") == (BackendStatus("amx", True, "emulated"),)
+    forget_backends()
     monkeypatch.setattr(amx_emulation, "WIDE", np.int16)  # as of a CPU that wraps too early
-    assert not kernels_are_exact("amx")
-    kernels_are_exact.cache_clear()
+    (status,) = backend_report("amx")
+    assert not status.available
+    assert status.detail == "emulated: the self-test ended with wrong results"
 
 
 @pytest.mark.parametrize(

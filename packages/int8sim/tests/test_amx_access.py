@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("numba", reason="the numba extra is not installed")
 
 from bevquant_int8sim import backend_report, choose_backend
-from bevquant_int8sim._compiled import amx_access, dot_product
+from bevquant_int8sim._compiled import dot_product, self_test
 
 pytestmark = pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64"), reason="instructions of x86"
@@ -64,23 +64,26 @@ def test_the_code_for_such_a_cpu_has_the_instructions(tmp_path):
         assert not {"callq", "call", "vzeroupper"} & set(between)
 
 
-@pytest.mark.skipif(
-    not hasattr(os, "fork") or dot_product.instruction_set("amx") is not None,
-    reason="needs fork, and a CPU without AMX",
-)
+@pytest.fixture
+def says_so(monkeypatch, forget_backends):
+    """A CPU without AMX that says it has it, on a system that gives leave to use it."""
+    real = dot_product.instruction_set
+    if not hasattr(os, "fork") or real("amx") is not None:
+        pytest.skip("needs fork, and a CPU without AMX")
+    monkeypatch.setattr(
+        dot_product, "instruction_set", lambda kind: "AMX" if kind == "amx" else real(kind)
+    )
+    monkeypatch.setattr(self_test, "_has_leave", lambda: True)
+    return monkeypatch
+
+
 @pytest.mark.parametrize(
     ("has_leave", "reason"),
     [(False, "does not give this process leave"), (True, "self-test ended with signal")],
 )
-def test_a_cpu_that_only_says_so_costs_nothing_but_a_warning(
-    monkeypatch, forget_backends, caplog, has_leave, reason
-):
+def test_a_cpu_that_only_says_so_costs_nothing_but_a_warning(says_so, caplog, has_leave, reason):
     """Here the instructions are none, and end the child that tries them."""
-    real = dot_product.instruction_set
-    monkeypatch.setattr(
-        dot_product, "instruction_set", lambda kind: "AMX" if kind == "amx" else real(kind)
-    )
-    monkeypatch.setattr(amx_access, "_has_leave", lambda: has_leave)
+    says_so.setattr(self_test, "_has_leave", lambda: has_leave)
     status = backend_report()[0]
     assert (status.name, status.available) == ("amx", False)
     assert reason in status.detail
@@ -90,9 +93,11 @@ def test_a_cpu_that_only_says_so_costs_nothing_but_a_warning(
     assert choose_backend("auto", torch.device("cpu"), torch.int8, "conv") != "amx"
 
 
-def test_a_child_that_does_not_answer_is_ended(monkeypatch):
-    monkeypatch.setattr(amx_access, "_PATIENCE", 0.05)
-    assert amx_access._ended(lambda: time.sleep(60) or True) is None
-    monkeypatch.setattr(amx_access, "_PATIENCE", 30.0)
-    assert amx_access._ended(lambda: True) == 0
-    assert amx_access._ended(lambda: False) == 1
+def test_a_child_that_does_not_answer_is_ended(says_so):
+    real = self_test.kernels_are_exact
+    says_so.setattr(self_test, "_PATIENCE", 0.05)
+    says_so.setattr(
+        self_test, "kernels_are_exact", lambda kind: time.sleep(60) if kind == "amx" else real(kind)
+    )
+    (status,) = backend_report("amx")
+    assert status.detail == "AMX: the self-test ended with no answer"

@@ -16,7 +16,7 @@ import spconv.pytorch as spconv
 
 from bevquant_fusion import fuse_model
 from bevquant_int8sim import IntegerModel, simulate
-from bevquant_int8sim.model import _sorted_rows
+from bevquant_int8sim.model import _fast_program
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import calibrate
 from bevquant_sparse import use_bevquant_kernels
@@ -100,7 +100,7 @@ def test_voxels_of_each_of_two_sweeps_are_put_in_order_with_their_features() -> 
 def test_a_call_that_sorts_voxels_without_their_features_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_sorted_rows, "take_rows", lambda features, order: features)
+    monkeypatch.setattr(_fast_program, "take_rows", lambda features, order: features)
     with pytest.raises(ValueError, match="result 0 of a call, which joins steps and sorts"):
         simulate(quantized(TwoSweeps, sweeps), sweeps(0))
 

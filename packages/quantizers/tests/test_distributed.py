@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bevquant_quantizers import calib, calibrate, calibrator_state, load_calibrator_state, merge
-from bevquant_quantizers._collect import Shares
+from bevquant_quantizers._distributed import Shares
 
 sys.path.insert(0, str(Path(__file__).parent))
 from calibration_cases import Block, make_batches, outcome

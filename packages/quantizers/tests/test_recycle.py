@@ -3,42 +3,52 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 
-import numpy as np
+import pytest
 import torch
+from torch import Tensor
 
-from bevquant_quantizers import _recycle
+from bevquant_quantizers import fake_quantize
+
+pytest.importorskip("numba", reason="numba is not installed")
 
 SHAPE = (512, 1024)  # 2 MiB of float32
+AMAX = torch.tensor(127.0)  # integers stay as they are
+
+
+def whole(value: float, shape: tuple[int, ...] = SHAPE) -> Tensor:
+    """A result, every element of which is the value."""
+    return fake_quantize(torch.full(shape, float(value)), AMAX, backend="numba")
 
 
 def test_memory_comes_back_with_its_last_view() -> None:
-    _recycle._idle.clear()
-    array = _recycle.empty(SHAPE, np.float32)
-    address = array.ctypes.data
-    view = torch.from_numpy(array)[3:, 5]
-    del array
-    assert _recycle.empty(SHAPE, np.float32).ctypes.data != address
-    view.fill_(7)
-    assert bool((view == 7).all())
+    y = whole(3.0)
+    address, view = y.data_ptr(), y[3:, 5]
+    del y
+    others = [whole(4.0) for _ in range(6)]
+    assert address not in {other.data_ptr() for other in others}
+    assert bool((view == 3).all())
     del view
-    _recycle._idle.rotate(1)
-    assert address in {
-        _recycle.empty(SHAPE, np.float32).ctypes.data,
-        _recycle.empty(SHAPE, np.float32).ctypes.data,
-    }
+    more = [whole(5.0) for _ in range(5)]
+    assert address in {other.data_ptr() for other in more}
 
 
 def test_what_lies_idle_is_bounded() -> None:
-    held = [_recycle.empty(SHAPE, np.float32) for _ in range(20)]
-    held.append(_recycle.empty((1 << 24,), np.float32))  # 64 MiB: left to the C library
-    del held
-    assert len(_recycle._idle) <= 4
-    assert all(block.nbytes <= 1 << 25 for block in _recycle._idle)
+    whole(1.0)
+    tracemalloc.start()
+    try:
+        held = [whole(1.0) for _ in range(20)]
+        assert tracemalloc.get_traced_memory()[0] > 15 << 21  # the rest lay idle before
+        large = whole(1.0, (1 << 24,))  # 64 MiB: left to the C library
+        del held, large
+        assert tracemalloc.get_traced_memory()[0] < 5 << 21
+    finally:
+        tracemalloc.stop()
 
 
 def test_blocks_begin_at_a_cache_line() -> None:
-    assert all(_recycle.empty((1 << k,), np.float32).ctypes.data % 64 == 0 for k in range(18, 24))
+    assert all(whole(1.0, (1 << k,)).data_ptr() % 64 == 0 for k in range(18, 24))
 
 
 def test_threads_never_share_a_block() -> None:
@@ -46,9 +56,7 @@ def test_threads_never_share_a_block() -> None:
 
     def fill(value: int) -> None:
         for _ in range(50):
-            array = _recycle.empty(SHAPE, np.int32)
-            array[:] = value
-            if not bool((array == value).all()):
+            if not bool((whole(value) == value).all()):
                 clashes.append(value)
 
     threads = [threading.Thread(target=fill, args=(value,)) for value in range(4)]

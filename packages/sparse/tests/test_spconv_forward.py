@@ -1,7 +1,6 @@
 """conv_forward on spconv modules and on modules and tensors that only look like them."""
 
 import copy
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -10,16 +9,15 @@ from torch import nn
 from torch.nn import functional
 
 from bevquant_sparse import (
-    Rulebook,
     WeightLayout,
     build_rulebook,
     conv_forward,
     get_weight,
     register_layout,
+    sparse_conv,
     to_dense,
     use_bevquant_kernels,
 )
-from bevquant_sparse._rulebook_cache import _identity
 
 SHAPE = (8, 9, 7)
 
@@ -264,14 +262,21 @@ def test_use_bevquant_kernels_on_old_modules(x, caplog):
     assert torch.equal(model["a"](x).features, conv_forward(model["a"], x).features)
 
 
-@pytest.mark.parametrize("backend", ["torch", "auto"])
-def test_a_pointwise_rulebook_is_the_one_that_would_be_built(x, backend):
-    """It is written down without a search; every field is as the search gives it."""
+@pytest.mark.parametrize("subm", [False, True])
+def test_a_pointwise_layer_searches_for_nothing(x, monkeypatch, subm):
+    """Its rulebook is written down; results are those of the one that would be built."""
+    layer = OldConv(4, 4, 1, subm=subm)
     shape = tuple(int(size) for size in x.spatial_shape)
-    searched = build_rulebook(
-        x.indices, shape, 1, subm=True, batch_size=x.batch_size, backend=backend
+    searched = build_rulebook(x.indices, shape, 1, subm=True, batch_size=x.batch_size)
+    x.features.requires_grad_()
+    leaves = x.features, layer.weight, layer.bias
+    expected = sparse_conv(*leaves, searched, layout=WeightLayout.RSCK)
+    monkeypatch.setattr(
+        "bevquant_sparse._rulebook_cache.build_from_geometry", lambda *_: pytest.fail("a search")
     )
-    for field in dataclasses.fields(Rulebook):
-        ours, theirs = (getattr(book, field.name) for book in (_identity(x, len(shape)), searched))
-        same = torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
-        assert same, field.name
+    out = conv_forward(layer, x)
+    assert torch.equal(out.features, expected)
+    assert torch.equal(out.indices, x.indices)
+    assert (tuple(out.spatial_shape), out.batch_size) == (shape, x.batch_size)
+    made, wanted = (torch.autograd.grad(y.square().sum(), leaves) for y in (out.features, expected))
+    assert all(map(torch.equal, made, wanted))

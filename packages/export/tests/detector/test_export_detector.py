@@ -264,7 +264,7 @@ def test_a_whole_sparse_file_of_it_names_the_remedy(spconv, tmp_path):
 
 def damaged(monkeypatch, change):
     """Let `change` have the dense file before it is run behind the sparse one."""
-    module = importlib.import_module("bevquant_export.detector._write")
+    module = importlib.import_module("bevquant_export.detector._export")
     real = module.QdqTarget.write
 
     def write(self, model, args, path, **options):
@@ -290,8 +290,8 @@ def test_another_scale_at_the_cut_of_the_file(write, tmp_path, monkeypatch):
 
 
 def test_another_range_at_the_cut_of_the_part(write, tmp_path, monkeypatch):
-    module = importlib.import_module("bevquant_export.detector._write")
-    real = module.Writer._simulated
+    module = importlib.import_module("bevquant_export.detector._export")
+    real = module._Writer._simulated
 
     def simulated(self, graph, inputs=None):
         quantizer = self.rounded.head._input_quantizer
@@ -301,14 +301,14 @@ def test_another_range_at_the_cut_of_the_part(write, tmp_path, monkeypatch):
         quantizer.amax = amax
         return made
 
-    monkeypatch.setattr(module.Writer, "_simulated", simulated)
+    monkeypatch.setattr(module._Writer, "_simulated", simulated)
     with pytest.raises(ValueError, match="heat of a part is not that of the whole integer model"):
         write(one_map)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_swapped_ports(write, tmp_path, monkeypatch):
-    module = importlib.import_module("bevquant_export.detector._write")
+    module = importlib.import_module("bevquant_export.detector._export")
     real = module.write_sparse
 
     def swapped(*args, names, **settings):

@@ -13,7 +13,6 @@ from bevquant_export import (
     load_sparse_onnx,
     lower_to_portable,
 )
-from bevquant_export.sparse._selections import _ROWS, _columns
 
 WAYS = {
     "slices": lambda x: (x[:, :8], x[:, 8:]),
@@ -25,6 +24,7 @@ WAYS = {
     "tensor_split": lambda x: torch.tensor_split(x, 2, dim=1),
     "unbind": lambda x: x.view(x.shape[0], 2, 8).unbind(1),
     "flipped": lambda x: x.flip(1).chunk(2, 1),
+    "repeated": lambda x: (x, x.repeat(1, 2)[:, 12:20]),
     "index": lambda x: (x[:, torch.arange(8)], x.index_select(1, torch.arange(8, 16))),
 }
 
@@ -121,7 +121,9 @@ def test_every_way_to_take_channels(nets, tmp_path):
     rows = compare_sparse_onnx(file, model, nets.frame(2))
     assert [row.node for row in rows if row.different] == []
     halves = [node.channels for node in file.graph.nodes if node.kind == "select"]
-    assert sorted(halves) == [(*range(1, 16, 2),), (*range(7, -1, -1),), (*range(8, 16),)]
+    flipped, again = [*range(7, -1, -1)], [12, 13, 14, 15, 0, 1, 2, 3]
+    expected = [[*range(1, 16, 2)], flipped, [*range(8, 16)], again]
+    assert sorted(map(list, halves)) == expected
 
 
 def test_a_part_beside_the_whole(nets, tmp_path):
@@ -225,38 +227,31 @@ def test_parts_of_a_sum_with_ranges_of_their_own(nets, tmp_path):
     assert count(graphs["portable"])["add"] == 2  # rounded to each range by itself
 
 
-def test_rows_are_no_channels(nets, tmp_path):
+NO_CHANNELS = {  # the operator that is refused, and how many columns there are
+    "flip": ("flip", 8, lambda x: x.flip(0)),
+    "roll": ("roll", 8, lambda x: x.roll(1)),
+    "pad": ("pad", 9, lambda x: nn.functional.pad(x, (0, 1))),
+    "rows": ("getitem", 8, lambda x: x[:5]),
+    "values": ("getitem", 2, lambda x: x.reshape(-1)[: len(x) * 2].view(-1, 2)),
+    "as many as rows": ("getitem", 8, lambda x: x[:, : x.shape[0]]),
+}
+
+
+@pytest.mark.parametrize(("refused", "width", "move"), NO_CHANNELS.values(), ids=NO_CHANNELS)
+def test_other_moves_are_no_choice_of_channels(nets, tmp_path, refused, width, move):
     """A choice of voxels looks like one of channels: libspconv is refused it, with its line."""
     spconv = nets.spconv
 
-    class Turned(nn.Module):
+    class Moved(nn.Module):
         def __init__(self):
             super().__init__()
             self.stem = spconv.SubMConv3d(5, 8, 3, padding=1)
-            self.last = spconv.SubMConv3d(8, 8, 3, padding=1)
+            self.last = nn.Linear(width, 4)
 
         def forward(self, features, coords, batch_size):
             x = self.stem(spconv.SparseConvTensor(features, coords, list(nets.GRID), batch_size))
-            return self.last(x.replace_feature(x.features.flip(0)))
+            return self.last(move(x.features))
 
-    model = nets.calibrated(Turned().eval(), [nets.frame(0)])
-    with pytest.raises(ValueError, match=r"flip .*test_chosen_channels\.py:\d+\) has no operator"):
+    model = nets.calibrated(Moved().eval(), [nets.frame(0)])
+    with pytest.raises(ValueError, match=rf"{refused} .*_channels\.py:\d+\) has no operator"):
         export_sparse_onnx(model, nets.frame(0), tmp_path / "x.onnx")
-
-
-def test_columns_of_numbers():
-    probes = tuple(torch.arange(n * 6).reshape(n, 6) for n in _ROWS)
-
-    def columns(move):
-        return _columns(tuple(move(probe) for probe in probes), 6)
-
-    assert columns(lambda x: x[:, 1::2]).tolist() == [1, 3, 5]
-    assert columns(lambda x: x.view(-1, 2, 3)).tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert columns(lambda x: x.repeat(1, 2)).tolist() == [*range(6), *range(6)]
-    padded = torch.nn.functional.pad
-    for other in (
-        lambda x: x.flip(0), lambda x: x[:5], lambda x: x.t(), lambda x: x.roll(1),
-        lambda x: padded(x, (0, 1)), lambda x: x[:, : len(x) // 2], lambda x: x[:, [0] * len(x)],
-        lambda x: x.reshape(-1)[: len(x) * 2].view(-1, 2),
-    ):  # fmt: skip
-        assert columns(other) is None

@@ -28,7 +28,7 @@ from bevquant_graph import (
 )
 
 from ._fold import Fold, Skipped
-from ._frozen_norms import with_batch_norms
+from ._foldable import with_batch_norms
 from ._fuse_pair import as_convolution, fold_into, fold_parts
 from ._plan import Plan, plan_fusion
 from ._products import made_plain

@@ -18,10 +18,9 @@ from ._faults import (
 )
 from ._graph import Graph
 from ._held import replace_modules
-from ._layer_class import is_library_class, layer_class, own_code
+from ._layer_class import is_library_class, layer_class, own_code, zero_padding
 from ._opaque import OPAQUE, Opaque
 from ._operators import OPERATORS, OpSpec, op_spec
-from ._padding import zero_padding
 from ._part import named_results, nodes_behind, part_of
 from ._program import as_module, module_of
 from ._quiet import evaluation, quiet

@@ -32,14 +32,12 @@ from bevquant_sparse import open_shapes
 
 from ._constants import Constants
 from ._faults import CaptureError, forward_line, running, where
-from ._functional import functional
 from ._graph import Graph
 from ._opaque import Opaque, opaque_modules, recorded
-from ._open_lengths import open_lengths
 from ._quiet import evaluation, quiet
 from ._recall import recalled, remember, state_of
 from ._signature import Arguments, Tree, arguments, flatten, rebuild
-from ._tidy import NUMBERS, fixed_number, tidy
+from ._tidy import NUMBERS, fixed_number, functional, tidy
 
 __all__ = ["capture"]
 
@@ -192,7 +190,7 @@ def _exported(
     from torch._dynamo import config as dynamo_config
     from torch.fx.experimental import proxy_tensor
 
-    from ._elementwise_shapes import batch_norm_of_rows, elementwise_shapes
+    from ._open_sizes import batch_norm_of_rows, elementwise_shapes, open_lengths
 
     results: list[Tree] = []
     shell = _Shell(model, inputs, results.append, constants)

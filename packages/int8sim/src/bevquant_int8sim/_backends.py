@@ -93,8 +93,7 @@ def _status(kind: str) -> BackendStatus:
     if kind == "amx":
         if not _status("vnni").available:
             return BackendStatus(kind, False, "needs vnni for layers that whole tiles do not fit")
-        access = importlib.import_module("bevquant_int8sim._compiled.amx_access")
-        if (reason := access.refusal()) is not None:
+        if (reason := self_test.amx_refusal()) is not None:
             logger.warning("AMX cannot be used on this machine: %s", reason)
             return BackendStatus(kind, False, f"{instructions}: {reason}")
     variants = ("portable", "portable16") if kind == "portable" else (kind,)

@@ -1,14 +1,17 @@
-"""Exact products of integer matrices with torch operations, on any device."""
+"""Exact products of integer matrices with torch operations, on any device.
+
+And operands at which wrong integer arithmetic shows, torch's and that of this package's kernels.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
-
-from bevquant_int8sim._saturating import saturating_operands
 
 logger = logging.getLogger(__name__)
 
@@ -78,3 +81,20 @@ def _int_mm_is_exact(device_type: str) -> bool:
             logger.info("torch._int_mm is wrong on %s; products go through float32", device_type)
             return False
     return True
+
+
+def saturating_operands(
+    rows: int, depth: int, columns: int
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int8]]:
+    """``[rows, depth]`` and ``[depth, columns]`` of nothing but −128 and 127.
+
+    Some rows and columns are constant, the others alternate with every period up to their number.
+    """
+
+    def pattern(lines: int) -> npt.NDArray[np.int8]:
+        line, place = np.arange(lines)[:, None], np.arange(depth)[None, :]
+        low = (place // (line // 2 + 1)) % 2 == line % 2
+        low[0], low[1 % lines] = True, False
+        return np.where(low, -128, 127).astype(np.int8)
+
+    return pattern(rows), np.ascontiguousarray(pattern(columns).T)

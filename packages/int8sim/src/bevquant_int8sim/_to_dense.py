@@ -83,7 +83,7 @@ def _compiled(
     if not fits or features.device.type != "cpu" or not len(features):
         return None
     try:
-        from bevquant_int8sim._compiled.scatter import scatter
+        from bevquant_int8sim._compiled.channels_last import scatter
     except ImportError:  # without numba
         return None
     return scatter(features, indices, shape, batch_size)

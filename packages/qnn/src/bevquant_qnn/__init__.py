@@ -14,7 +14,6 @@ from bevquant_qnn._conv_transpose import (
     QuantConvTranspose2d,
     QuantConvTranspose3d,
 )
-from bevquant_qnn._distillation import distillation_loss
 from bevquant_qnn._estimate_sensitivity import estimate_sensitivity
 from bevquant_qnn._followed_ranges import (
     RangeFollower,
@@ -40,7 +39,14 @@ from bevquant_qnn._pool import (
 from bevquant_qnn._precision_groups import PrecisionGroup, precision_groups
 from bevquant_qnn._precision_plan import PlannedGroup, PrecisionPlan, apply_precision
 from bevquant_qnn._pt2e import pt2e_quantizer
-from bevquant_qnn._qat_trainer import FramePart, QatTrainer, StepSum, add_up, parts_in_order
+from bevquant_qnn._qat_trainer import (
+    FramePart,
+    QatTrainer,
+    StepSum,
+    add_up,
+    distillation_loss,
+    parts_in_order,
+)
 from bevquant_qnn._quantize_model import quantize_model
 from bevquant_qnn._ranks import Kept
 from bevquant_qnn._refine_plan import RefinedPlan, refine_plan

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 from torch import nn
 
 from bevquant_qnn._assign_precision import BIT_OPERATIONS, Budget
+from bevquant_qnn._example import evaluation
 from bevquant_qnn._layer_inputs import Forward, call
 from bevquant_qnn._plan_space import Choice, PlanSpace, Point, Precisions, front, plan_space
-from bevquant_qnn._plan_trials import PlanTrials
-from bevquant_qnn._precision import Precision, own_precision
+from bevquant_qnn._precision import Precision, Setting, own_precision, set_for_now, setting_at
 from bevquant_qnn._precision_plan import PrecisionPlan
-from bevquant_qnn._ranks import Kept
-from bevquant_qnn._scores import Metric, Reduce, loss_of, score_of
+from bevquant_qnn._ranks import Kept, deal_out
+from bevquant_qnn._replay import Replay
+from bevquant_qnn._scores import Metric, Reduce, Score, loss_of, score_of
 from bevquant_qnn._sensitivity_table import SensitivityTable
+from bevquant_quantizers import TensorQuantizer
 
 _POINTS = 512  # of each front: what is chosen is measured, so a hair's breadth does not matter
 _SHARES_IN_COMPANY = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -26,6 +29,7 @@ _LEAST_GAINS = (0.5, 0.25, 0.12, 0.06, 0.03, 0.015, 0.0)
 _PARTS_AT_FIRST = (1.25, 1.1, 1.0, 0.9, 0.8, 0.65, 0.5)
 _PARTS_IN_ROUNDS = (1.25, 1.1, 1.0, 0.9)
 _SLACK = 1 + 1e-9  # times are sums of floats
+_Settings = dict[TensorQuantizer, Setting]
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ def refine_plan(
     start = _start(space, plan)
     _check(space, start, table, budget, metric, batches)
     score = score_of(table.metric if metric is None else metric, reduce)
-    trials = PlanTrials(
+    trials = _Trials(
         model, space, batches, score, tuple(outputs), forward or call, distributed, kept
     )
     search = _Search(space, trials, budget)
@@ -138,6 +142,95 @@ def refine_plan(
     return RefinedPlan(told(best), told(start), len(trials.scores))
 
 
+class _Trials:
+    """Runs plans and remembers what they scored.
+
+    A plan is run as a change of another one, the base: what comes before the first group that
+    differs, and branches beside those that do, are answered from the base's recorded run. Results
+    are those of full runs, bit for bit.
+
+    Arguments are those of `refine_plan`; the batches are gone through once a `measure`.
+
+    Attributes:
+        scores: Of every plan that was measured, by the precisions of the table's rows.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        space: PlanSpace,
+        batches: Iterable[Any],
+        score: Score,
+        outputs: tuple[str, ...],
+        run: Forward,
+        distributed: bool | None,
+        kept: Kept | None = None,
+    ) -> None:
+        self._model, self._batches, self._score = model, batches, score
+        self._outputs, self._run, self._distributed = outputs, run, distributed
+        self._kept, self._times = kept, 0
+        groups = {frozenset(group.modules): group for group in space.groups}
+        self._at: list[dict[str, _Settings]] = []
+        for row, choices in zip(space.table, space.choices, strict=True):
+            group = groups[frozenset(row.modules)]
+            active = [q for q in group.quantizers if not q._disabled]
+            self._at.append(
+                {
+                    choice.precision: {
+                        q: setting_at(q, choice.precision, weight=q in group.weights)
+                        for q in active
+                    }
+                    for choice in choices
+                }
+            )
+        self.scores: dict[Precisions, float] = {}
+
+    def measure(self, base: Precisions, others: Iterable[Precisions] = ()) -> None:
+        """Run `base` and plans that differ from it, but for those that are known."""
+        wanted = [p for p in dict.fromkeys((base, *others)) if p not in self.scores]
+        if not wanted:
+            return
+        results = deal_out(
+            self._batches,
+            lambda batch: self._of_batch(batch, base, wanted),
+            self._distributed,
+            step=f"plans-{self._times}",
+            kept=self._kept,
+        )
+        self._times += 1
+        if not results:
+            raise ValueError("refine_plan: there were no batches; give at least one")
+        for precisions, of_batches in zip(wanted, zip(*results, strict=True), strict=True):
+            self.scores[precisions] = float(self._score.reduce(of_batches))
+
+    def _of_batch(self, batch: Any, base: Precisions, plans: Sequence[Precisions]) -> list[Any]:
+        """What the score makes of one batch, for each plan."""
+
+        def run(model: nn.Module) -> Any:
+            return self._run(model, batch)
+
+        found = []
+        with evaluation(self._model):  # quantizers are off there
+            reference = Replay(self._model, run, self._outputs).output
+            with set_for_now(self._settings(base)):
+                replay = Replay(self._model, run, self._outputs)
+                for plan in plans:
+                    changed = self._settings(plan, base)
+                    with set_for_now(changed):
+                        output = replay(changed)
+                        found.append(self._score.of_batch(output, reference, batch))
+        return found
+
+    def _settings(self, plan: Precisions, base: Precisions | None = None) -> _Settings:
+        """Of all rows, or of those that differ from `base`."""
+        parts = (
+            at[name].items()
+            for i, (at, name) in enumerate(zip(self._at, plan, strict=True))
+            if base is None or name != base[i]
+        )
+        return dict(chain.from_iterable(parts))
+
+
 class _Search:
     """What to run next, from what is known.
 
@@ -147,7 +240,7 @@ class _Search:
         budget: What a plan may cost.
     """
 
-    def __init__(self, space: PlanSpace, trials: PlanTrials, budget: Budget) -> None:
+    def __init__(self, space: PlanSpace, trials: _Trials, budget: Budget) -> None:
         self._space, self._trials, self._budget = space, trials, budget
         self._loss_of = loss_of(space.table.metric)
 

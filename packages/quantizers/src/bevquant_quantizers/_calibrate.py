@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ._checkpoint import Checkpoint
-from ._collect import Collection, Forward
-from ._distributed import PeerError, default_peers, merge_all, search_all
+from ._abs_histogram import AbsHistogram
+from ._calibrator_state import Checkpoint
+from ._distributed import (
+    NO_BATCH,
+    PeerError,
+    Peers,
+    Shares,
+    adopt_widths,
+    default_peers,
+    lacks_width,
+    merge_all,
+    search_all,
+    widths,
+)
 from ._ranges import set_range
 from ._report import CalibrationReport, describe
 from ._select import NamedQuantizer, named_quantizers
 from ._steps import SMALLEST_AMAX
 from .calib._calibrator import Calibrator
+from .calib._histogram_calibrator import HistogramCalibrator
 from .calib._search import METHODS
+
+Forward = Callable[[nn.Module, Any], Any]
 
 
 def calibrate(
@@ -96,7 +114,7 @@ def calibrate(
         )
     entries, calibrators = _collectors(model)
     peers = default_peers(distributed)
-    run = Collection(model, entries, calibrators, forward or _call, peers)
+    run = _Collection(model, entries, calibrators, forward or _call, peers)
     try:
         if resume is not None:
             rank, world = (peers.rank, peers.world) if peers else (0, 1)
@@ -165,3 +183,175 @@ def _call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, tuple | list):
         return model(*batch)
     return model(batch)
+
+
+class _Collection:
+    """One run over the batches, alone or with other processes.
+
+    Args:
+        model: The model.
+        entries: The quantizers that collect.
+        calibrators: Theirs.
+        forward: Runs the model on a batch.
+        peers: The other processes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        entries: Sequence[NamedQuantizer],
+        calibrators: Sequence[Calibrator],
+        forward: Forward,
+        peers: Peers | None,
+    ) -> None:
+        self.model = model
+        self.entries = entries
+        self.calibrators = calibrators
+        self.forward = forward
+        self.peers = peers
+        self.checkpoint: Checkpoint | None = None
+
+    @torch.no_grad()
+    def collect(self, batches: Iterable[Any], save_every: int, progress: bool | None) -> int:
+        """Show the calibrators this process's batches; return the number of everyone's."""
+        for calibrator in self.calibrators:
+            calibrator.reset()
+        done = self.checkpoint.load() if self.checkpoint else 0
+        together = self._join(done)
+        rank, world = (self.peers.rank, self.peers.world) if self.peers else (0, 1)
+        dealt = Shares(batches, rank, world)
+        saved = done
+        with (
+            _watching(self.model, self.entries),
+            _progress_bar(progress if rank == 0 else False, dealt.total, done) as advance,
+        ):
+            for r, batch in dealt.rounds(done):
+                self._one_round(r, batch, with_peers=r >= together)
+                done = r + 1
+                if self.checkpoint and done % save_every == 0:
+                    self.checkpoint.save(done)
+                    saved = done
+                advance()
+        if self.checkpoint and saved < done:
+            self.checkpoint.save(done)
+        return dealt.count
+
+    def _join(self, done: int) -> int:
+        """Agree with the peers on widths from before an interruption.
+
+        Returns:
+            The first round from which on all processes go together. One that had saved less does
+            the rounds before alone: what widths those rounds set, a process ahead of it knows.
+        """
+        if self.peers is None:
+            return 0
+        replies = self.peers.exchange("start", (done, [widths(c) for c in self.calibrators]))
+        for i, calibrator in enumerate(self.calibrators):
+            if isinstance(calibrator, HistogramCalibrator):
+                adopt_widths(calibrator, [reply[1][i] for reply in replies], calibrator._rows)
+        return max(int(reply[0]) for reply in replies)
+
+    def _one_round(self, r: int, batch: Any, *, with_peers: bool) -> None:
+        """Collect one batch, with bins as wide as one process would have made them."""
+        waiting: list[tuple[int, HistogramCalibrator, list[AbsHistogram]]] = []
+        if self.peers is not None and with_peers:
+            waiting = [
+                (i, calibrator, list(calibrator._rows))
+                for i, calibrator in enumerate(self.calibrators)
+                if isinstance(calibrator, HistogramCalibrator) and lacks_width(calibrator)
+            ]
+        if batch is not NO_BATCH:
+            self._run(r, batch)
+        if self.peers is None or not waiting:
+            return
+        replies = self.peers.exchange(f"round {r}", {i: widths(c) for i, c, _ in waiting})
+        again = {
+            i
+            for i, calibrator, before in waiting
+            if adopt_widths(calibrator, [reply[i] for reply in replies], before)
+        }
+        if again:
+            with _only(self.entries, again):
+                self._run(r, batch)
+
+    def _run(self, r: int, batch: Any) -> None:
+        world, rank = (self.peers.world, self.peers.rank) if self.peers else (1, 0)
+        number = r * world + rank
+        try:
+            self.forward(self.model, batch)
+        except Exception as error:
+            error.add_note(f"while calibrating with batch {number} (counted from 0)")
+            raise
+        for calibrator in self.calibrators:
+            if isinstance(calibrator, HistogramCalibrator):
+                # A maximum of this batch's has no number yet: `combine` kept the older one's.
+                calibrator._rows = [
+                    replace(row, peak=number) if row.max and row.peak < 0 else row
+                    for row in calibrator._rows
+                ]
+
+
+@contextmanager
+def _watching(model: nn.Module, entries: Sequence[NamedQuantizer]) -> Iterator[None]:
+    """Make the model float and in eval mode, the calibrators watch; then put everything back."""
+    training = [(module, module.training) for module in model.modules()]
+    every = [entry.quantizer for entry in named_quantizers(model)]
+    saved = [(q, q._if_quant, q._if_clip, q._if_calib) for q in every]
+    names = [(entry.quantizer, entry.quantizer.name) for entry in entries]
+    try:
+        model.eval()
+        for quantizer in every:
+            quantizer._if_quant = quantizer._if_clip = quantizer._if_calib = False
+        for entry in entries:
+            entry.quantizer._if_calib = True
+            entry.quantizer.name = entry.name
+        yield
+    finally:
+        for quantizer, name in names:
+            quantizer.name = name
+        for quantizer, if_quant, if_clip, if_calib in saved:
+            quantizer._if_quant, quantizer._if_clip = if_quant, if_clip
+            quantizer._if_calib = if_calib
+        for module, flag in training:
+            module.training = flag
+
+
+@contextmanager
+def _only(entries: Sequence[NamedQuantizer], chosen: set[int]) -> Iterator[None]:
+    """Let only some of the quantizers collect."""
+    try:
+        for i, entry in enumerate(entries):
+            entry.quantizer._if_calib = i in chosen
+        yield
+    finally:
+        for entry in entries:
+            entry.quantizer._if_calib = True
+
+
+@contextmanager
+def _progress_bar(
+    show: bool | None, total: int | None, initial: int = 0
+) -> Iterator[Callable[[], object]]:
+    """Yield a function to call after each batch.
+
+    Args:
+        show: None shows the bar where tqdm is installed and stderr is a terminal.
+        total: Number of batches, None where unknown.
+        initial: Batches done before.
+
+    Raises:
+        ValueError: `show` is True and tqdm is not installed.
+    """
+    installed = importlib.util.find_spec("tqdm") is not None
+    if show and not installed:
+        raise ValueError(
+            "progress=True needs tqdm: pip install 'bevquant-quantizers[progress]', or leave "
+            "progress at None"
+        )
+    if show is False or not installed or (show is None and not sys.stderr.isatty()):
+        yield lambda: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, initial=initial, desc="calibrate", unit="batch") as bar:
+        yield bar.update

@@ -1,8 +1,15 @@
-"""One pass over float32 memory: scale, round, clamp, scale back, and note what was inside."""
+"""One pass over float32 memory: scale, round, clamp, scale back, and note what was inside.
+
+Results go into memory of earlier ones that were freed. The C library gives large blocks back to the
+system as soon as they are freed, so that each new 20 MB tensor costs thousands of page faults and
+as many pages set to zero: more time than fake-quantizing into it takes. CUDA allocators keep such
+blocks, and so does this one, a few.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +18,17 @@ import torch
 from torch import Tensor
 
 from ._jit import jit
-from ._recycle import empty
 from ._steps import integer_bounds, refuse_negative, scales
 from ._stream_numba import LANES, keep_stream, quantize_stream
 from ._threads import run_parts
 
 _PARTS = 8  # for each thread
 _SMALLEST_STREAM = 1 << 20  # bytes
+_SMALLEST, _LARGEST = 1 << 20, 1 << 25  # bytes; below the C library reuses by itself
+_LINE = 64  # bytes of a cache line, at whose start each block begins
+# A full deque drops its oldest: at most 128 MiB lie idle. Its methods are atomic, which matters
+# because a block may come back at any moment, in any thread and within a garbage collection.
+_idle: deque[Any] = deque(maxlen=4)
 
 # The arithmetic is that of the torch path, operation by operation, so the results are equal bit
 # for bit: a comparison with NaN is false, which keeps a NaN as torch.clamp does. Slices that
@@ -183,9 +194,48 @@ def _memory_order(x: Tensor) -> list[int]:
 
 def _empty(shape: torch.Size, order: list[int], dtype: type) -> tuple[Tensor, Any]:
     """Return an uninitialised tensor of axes in their own order, and its memory in `order`."""
-    array = empty(tuple(shape), dtype)
+    array = _memory(tuple(shape), dtype)
     own = sorted(range(len(order)), key=order.__getitem__)
     return torch.from_numpy(array).permute(own), array
+
+
+class _Lease:
+    """Shows a block to numpy, which keeps this object as long as any array or tensor needs it."""
+
+    def __init__(self, block: Any) -> None:
+        # Held here: a module's names are gone when the interpreter shuts down.
+        self.idle, self.block = _idle, block
+        self.__array_interface__ = block.__array_interface__
+
+    def __del__(self) -> None:
+        self.idle.append(self.block)
+
+
+def _memory(shape: tuple[int, ...], dtype: type) -> Any:
+    """Return an uninitialised array, in memory that an earlier one no longer uses where some fits.
+
+    The memory comes back when the last array or tensor that shows it is gone.
+    """
+    size = math.prod(shape)
+    nbytes = size * np.dtype(dtype).itemsize
+    if not _SMALLEST <= nbytes <= _LARGEST:
+        return np.empty(shape, dtype)
+    return np.asarray(_Lease(_take(nbytes)))[:nbytes].view(dtype).reshape(shape)
+
+
+def _take(nbytes: int) -> Any:
+    """Return an idle block of at most twice the size, or a new one."""
+    for _ in range(len(_idle)):
+        try:
+            block = _idle.popleft()
+        except IndexError:  # another thread took the last one
+            break
+        if nbytes <= block.nbytes <= 2 * nbytes:
+            return block
+        _idle.append(block)
+    raw = np.empty(nbytes + _LINE, np.uint8)
+    start = -raw.ctypes.data % _LINE
+    return raw[start : start + nbytes]
 
 
 def _streams(x: Tensor, array: Any) -> bool:

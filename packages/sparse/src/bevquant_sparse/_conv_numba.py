@@ -15,17 +15,17 @@ from torch.nn.functional import pad
 from bevquant_sparse import _conv_torch
 from bevquant_sparse._conv_kernels import (
     CHANNELS,
+    LANES,
     WIDEST,
     Plan,
-    convolve_block_v1,
-    outer_products_v1,
+    convolve_block,
+    outer_products,
     plan_for,
 )
 from bevquant_sparse._shapes import Float
 from bevquant_sparse._table import Table
 from bevquant_sparse._threads import share
 
-_LANES = 16
 _CHANNELS_PER_TASK = 48  # of the weight gradient; a multiple of 4 and of 6
 
 
@@ -65,7 +65,7 @@ def grad_weight(
         return _conv_torch.grad_weight(features, grad_out, table)
     plan = plan_for(table, _block_rows(out_channels), backwards=False)
     x = _padded(features, CHANNELS)
-    g = _padded(grad_out, _LANES)
+    g = _padded(grad_out, LANES)
     grad = x.new_zeros(plan.volume, x.shape[1], g.shape[1])
     channels = range(0, x.shape[1], _CHANNELS_PER_TASK)
     tasks = [
@@ -80,7 +80,7 @@ def grad_weight(
         offset, first, column, width = tasks[number]
         stop = min(first + _CHANNELS_PER_TASK, x.shape[1])
         pairs = (plan.num_blocks, plan.bounds, plan.in_rows, plan.out_rows)
-        outer_products_v1(offset, first, stop, *pairs, *arrays, column, width)
+        outer_products(offset, first, stop, *pairs, *arrays, column, width)
 
     share(task, len(tasks))
     return grad[:, :in_channels, :out_channels].contiguous()
@@ -91,13 +91,13 @@ def _convolve(
 ) -> Tensor:
     out_channels = weight.shape[2]
     x = features.detach().contiguous()
-    columns = -(-out_channels // _LANES) * _LANES
+    columns = -(-out_channels // LANES) * LANES
     missing = columns - out_channels
     offset = x.new_zeros(columns) if bias is None else pad(bias.detach(), (0, missing))
     if missing:
         weight = pad(weight, (0, missing))
     groups = [
-        (column, width, weight.detach()[:, :, column : column + width * _LANES].contiguous())
+        (column, width, weight.detach()[:, :, column : column + width * LANES].contiguous())
         for column, width in _column_groups(columns)
     ]
     out = x.new_empty(num_rows, columns)
@@ -107,7 +107,7 @@ def _convolve(
     def task(number: int) -> None:
         block, group = divmod(number, len(arrays))
         column, width, w = arrays[group]
-        convolve_block_v1(
+        convolve_block(
             block, plan.block_rows, plan.bounds, plan.in_rows, plan.out_rows,
             x_array, w, bias_array, out_array, column, width,
         )  # fmt: skip
@@ -118,8 +118,8 @@ def _convolve(
 
 def _column_groups(columns: int) -> list[tuple[int, int]]:
     """First column and number of vectors of each group a tile can hold."""
-    step = WIDEST * _LANES
-    return [(start, min(step, columns - start) // _LANES) for start in range(0, columns, step)]
+    step = WIDEST * LANES
+    return [(start, min(step, columns - start) // LANES) for start in range(0, columns, step)]
 
 
 def _block_rows(channels: int) -> int:

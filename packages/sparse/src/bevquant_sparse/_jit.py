@@ -15,8 +15,8 @@ if config.DISABLE_JIT:
 def compiled(signature: str) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: compile for ``signature`` at once, without the GIL, cached where possible.
 
-    numba's cache sees changes of the function's own file only: a function that uses code
-    generated elsewhere carries a version in its name.
+    numba's cache sees changes of the function's own file only: code that is generated for it lies
+    there too.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:

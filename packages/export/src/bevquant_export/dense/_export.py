@@ -1,33 +1,39 @@
-"""From a calibrated model to a QDQ file."""
+"""From a calibrated model to a QDQ file, and hb_mapper's settings to it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from bevquant_export.dense._compare import verified
 from bevquant_export.dense._emit import emit
-from bevquant_export.dense._file import (
-    MARCHES,
-    assemble,
-    named_inputs,
-    named_outputs,
-    write_settings,
-)
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._half import half_typed
 from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._program_of import integer_model
 from bevquant_export.dense._read_model import read_model
+from bevquant_export.dense._source import Source
 from bevquant_export.dense._written import QdqFile
+from bevquant_export.floats._ports import checked
+from bevquant_export.lint._model import VOXELS
 from bevquant_export.sparse.portable._body import OPSET
+from bevquant_export.targets._cpu import CPU_KEY
 from bevquant_int8sim import IntegerModel
+from bevquant_int8sim.program import Ref, SparseRef
 from bevquant_quantizers import write_whole
+
+_MARCHES = ("bernoulli2", "bayes", "bayes-e")
+Shape = tuple[int | str, ...]
+_IR_VERSIONS = {11: 6, 13: 7, 16: 8, 18: 8}
+# TensorProto's numbers.
+_TYPES = {torch.float32: 1, torch.bool: 9, torch.int32: 6, torch.int64: 7, torch.float64: 11}
 
 
 def export_qdq_onnx(
@@ -131,8 +137,8 @@ def export_qdq_onnx(
         ({'input': (1, 3, 4, 4)}, {'output': (1, 4, 2, 2)})
     """
     chosen = profile_of(profile, weights)
-    if march not in MARCHES:
-        raise ValueError(f"export_qdq_onnx: march={march!r}: expected one of {MARCHES}")
+    if march not in _MARCHES:
+        raise ValueError(f"export_qdq_onnx: march={march!r}: expected one of {_MARCHES}")
     if integer_sums and not chosen.integer_relu:
         raise ValueError(
             f"export_qdq_onnx: integer_sums=True with profile={profile!r}: expected 'onnxruntime'; "
@@ -146,15 +152,15 @@ def export_qdq_onnx(
         model, args, dynamic_batch=dynamic_batch, voxels=chosen.voxels,
         integer_inputs=chosen.integer_inputs, integer_sums=integer_sums, verify=verify,
     )  # fmt: skip
-    inputs = named_inputs(source, input_names)
-    outputs = named_outputs(source, output_names, inputs.values())
+    inputs = _named_inputs(source, input_names)
+    outputs = _named_outputs(source, output_names, inputs.values())
     graph = Graph(chosen, OPSET if source.sparse else None)
     for name in (*inputs.values(), *(name for _, name in outputs)):
         graph.unique(name)
     made = emit(source, graph, inputs, integer_sums=integer_sums)
     shapes_in = {name: source.named(ref) for ref, name in inputs.items()}
     shapes_out = {name: source.named(ref) for ref, name in outputs}
-    proto = assemble(
+    proto = _assemble(
         graph, shapes_in, shapes_out, [(made[ref].name, name) for ref, name in outputs],
         {name: source.dtype(ref) for ref, name in (*inputs.items(), *outputs)},
     )  # fmt: skip
@@ -183,4 +189,184 @@ def export_qdq_onnx(
     write_whole(target, proto.SerializeToString(deterministic=True))
     if chosen.name != "horizon":
         return file
-    return replace(file, settings=write_settings(target, march, on_cpu))
+    return replace(file, settings=_write_settings(target, march, on_cpu))
+
+
+def _named_inputs(source: Source, wanted: Sequence[str] | None) -> dict[str, str]:
+    """Name in the program to name in the file.
+
+    Raises:
+        ValueError: Names that are not as many as the inputs, or not different.
+    """
+    names = [re.sub(r"\W+", "_", name).strip("_") for name in source.inputs.values()]
+    return dict(zip(source.inputs, _named("input_names", names, wanted), strict=True))
+
+
+def _named_outputs(
+    source: Source, wanted: Sequence[str] | None, inputs: Collection[str]
+) -> list[tuple[str, str]]:
+    """Name in the program and name in the file, for every tensor that the model returns.
+
+    One that is called as one of the file's `inputs` gets ``output_`` before its name.
+
+    Raises:
+        ValueError: No tensor is returned, or names that are not as many or not different.
+    """
+    found = list(_members(source, source.program.result, ""))
+    if not found:
+        raise ValueError("export_qdq_onnx: the model returns no tensor")
+    single = len(found) == 1 and not found[0][1]
+    names = ["output" if single else name.lstrip("_") or "output" for _, name in found]
+    names = [f"output_{n}" if n[0].isdigit() or n in inputs else n for n in names]
+    chosen = _named("output_names", names, wanted)
+    return [(ref, name) for (ref, _), name in zip(found, chosen, strict=True)]
+
+
+def _members(source: Source, value: Any, where: str) -> Iterator[tuple[str, str]]:
+    """Every tensor in what the model returns, and the keys and places that lead to it."""
+    if isinstance(value, Ref) and f"{value.name}[0]" in source.shapes:
+        for index in range(len(source.shapes[value.name])):
+            yield f"{value.name}[{index}]", f"{where}_{index}"
+    elif isinstance(value, Ref) and value.name in source.shapes:
+        yield value.name, where
+    elif isinstance(value, SparseRef):
+        yield value.features, f"{where}_features"
+        yield f"{value.sites}.indices", f"{where}_indices"
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _members(source, item, f"{where}_{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _members(source, item, f"{where}_{index}")
+
+
+def _named(argument: str, names: list[str], wanted: Sequence[str] | None) -> list[str]:
+    given = f"export_qdq_onnx: {argument}"
+    return names if wanted is None else checked(given, names, len(names), wanted)
+
+
+def _assemble(
+    graph: Graph,
+    inputs: Mapping[str, Shape],
+    outputs: Mapping[str, Shape],
+    made: Sequence[tuple[str, str]],
+    types: Mapping[str, Any],
+) -> Any:
+    """The model, checked.
+
+    Args:
+        graph: Nodes and constants.
+        inputs: Name to shape.
+        outputs: Likewise.
+        made: Tensor and the output that it is, for each output.
+        types: Inputs and outputs to their types, as torch's.
+
+    Raises:
+        onnx.checker.ValidationError: The file would be invalid.
+    """
+    import onnx
+    from onnx import helper, numpy_helper
+
+    taken = set(inputs) | set(graph.constants)
+    renamed: dict[str, str] = {}
+    for tensor, name in made:
+        if tensor in taken or tensor in renamed:
+            unique = graph.unique(f"{name}.Identity")
+            graph.nodes.append(helper.make_node("Identity", [tensor], [name], name=unique))
+        else:
+            renamed[tensor] = name
+    for node in graph.nodes:
+        for names in (node.input, node.output):
+            names[:] = [renamed.get(name, name) for name in names]
+    if graph.profile.numbered:
+        graph.nodes[:] = list(_with_scales(graph))
+        for place, node in enumerate(graph.nodes):
+            node.name = f"{node.op_type}_{place}"
+    used = {name for node in graph.nodes for name in node.input}
+    proto = helper.make_model(
+        helper.make_graph(
+            graph.nodes,
+            "model",
+            [helper.make_tensor_value_info(n, _TYPES[types[n]], s) for n, s in inputs.items()],
+            [helper.make_tensor_value_info(n, _TYPES[types[n]], s) for n, s in outputs.items()],
+            [numpy_helper.from_array(a, n) for n, a in graph.constants.items() if n in used],
+        ),
+        producer_name="bevquant_export",
+        functions=_functions(graph),
+        opset_imports=[
+            helper.make_opsetid("", graph.opset),
+            *([helper.make_opsetid(VOXELS, 1)] if graph.functions else []),
+        ],
+        ir_version=_IR_VERSIONS[graph.opset],
+    )
+    if graph.profile.weight == "int8":
+        helper.set_model_props(proto, {CPU_KEY: "vnni"})
+    onnx.checker.check_model(proto, full_check=graph.profile.axis)
+    return proto
+
+
+def _functions(graph: Graph) -> list[Any]:
+    """The functions of voxels that the graph calls."""
+    from bevquant_export.sparse.portable._emit import FUNCTIONS, OPEN, opened
+
+    found = [
+        opened(FUNCTIONS[name.removesuffix(OPEN)]()) if name.endswith(OPEN) else FUNCTIONS[name]()
+        for name in sorted(graph.functions)
+    ]
+    for function in found:
+        function.domain = VOXELS
+    return found
+
+
+def _with_scales(graph: Graph) -> Iterator[Any]:
+    """The nodes, and before each QuantizeLinear its scale and zero point as nodes.
+
+    One zero is enough for hb_mapper, whatever number of scales there is.
+    """
+    from onnx import helper, numpy_helper
+
+    made: dict[str, list[str]] = {}
+    for node in graph.nodes:
+        if node.op_type == "QuantizeLinear":
+            scale, zero = (graph.constants[name] for name in node.input[1:])
+            names = [f"{node.name}.scale", f"{node.name}.zero_point"]
+            for name, value in zip(names, (scale, zero.reshape(-1)[:1].reshape(())), strict=True):
+                tensor = numpy_helper.from_array(value)
+                yield helper.make_node("Constant", [], [name], value=tensor)
+            made[node.output[0]] = node.input[1:] = names
+        if node.op_type == "DequantizeLinear":
+            node.input[1:] = made[node.input[0]]
+        yield node
+
+
+def _write_settings(onnx_file: Path, march: str, run_on_cpu: Sequence[str]) -> Path:
+    """Write ``<file>.yaml``: ranges are those of the file, inputs are floats in NCHW order.
+
+    Args:
+        onnx_file: The file, named in the settings.
+        march: One of `_MARCHES`.
+        run_on_cpu: Nodes that stay in float although their inputs are quantized.
+    """
+    names = [f'  run_on_cpu: "{";".join(run_on_cpu)}"'] if run_on_cpu else []
+    lines = [
+        "model_parameters:",
+        f'  onnx_model: "{onnx_file.name}"',
+        f'  march: "{march}"',
+        f'  output_model_file_prefix: "{onnx_file.stem}"',
+        "input_parameters:",
+        '  input_type_rt: "featuremap"',
+        '  input_type_train: "featuremap"',
+        '  input_layout_train: "NCHW"',
+        '  input_layout_rt: "NCHW"',
+        '  norm_type: "no_preprocess"',
+        "calibration_parameters:",
+        '  calibration_type: "load"',
+        *names,
+        "compiler_parameters:",
+        '  compile_mode: "latency"',
+        "  debug: false",
+        '  optimize_level: "O3"',
+    ]
+    path = onnx_file.with_suffix(".yaml")
+    write_whole(path, ("\n".join(lines) + "\n").encode())
+    return path

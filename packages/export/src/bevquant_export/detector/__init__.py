@@ -1,7 +1,7 @@
 """A whole detector as the files of its engines: cut at ``dense()``, written, held together.
 
-`_parts` finds where voxels become maps, and makes two graphs of one. `_write` writes a file of each
-and sends frames through both, which `_chain` holds against the model that was not cut.
+`_parts` finds where voxels become maps, and makes two graphs of one. `_export` writes a file of
+each and sends frames through both, which `_chain` holds against the model that was not cut.
 """
 
 from __future__ import annotations

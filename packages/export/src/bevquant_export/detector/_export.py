@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from bevquant_export.detector._write import Writer
-from bevquant_export.detector._written import DetectorExport
-from bevquant_export.sparse._export import DIALECTS, ORDERS
+from bevquant_export.dense import QdqFile, TensorDifference, open_onnx
+from bevquant_export.dense._compare import verified
+from bevquant_export.dense._program_of import program_of
+from bevquant_export.detector._chain import (
+    FrameCheck,
+    OutputCheck,
+    WholeRun,
+    by_name,
+    chosen_outputs,
+    refuse_other,
+    sqnr_db,
+)
+from bevquant_export.detector._parts import Parts, parts_of, quantize_first
+from bevquant_export.detector._written import DetectorExport, DetectorMap
+from bevquant_export.lint import Finding, lint_onnx
+from bevquant_export.sparse import LayerDifference, SparseExport, load_sparse_onnx
+from bevquant_export.sparse._compare import compared
+from bevquant_export.sparse._export import DIALECTS, ORDERS, write_sparse
+from bevquant_export.sparse._half_precision import half_constants_of
+from bevquant_export.sparse._verify import refuse_departures
 from bevquant_export.targets import find_target
 from bevquant_export.targets.qdq import QdqTarget
-from bevquant_int8sim.program import PROGRAM_READERS
+from bevquant_graph import CaptureError, Graph, arguments, capture, named_results, part_of
+from bevquant_int8sim import IntegerModel, simulate
+from bevquant_int8sim.program import PROGRAM_READERS, Program, names_in
 
 
 def export_detector(
@@ -107,7 +127,7 @@ def export_detector(
             "written by export_qdq_onnx"
         )
     axes = {"model_order": model_order, "order": order or model_order}
-    writer = Writer(model, example_inputs, engine, dialect, axes, options, verify=verify)
+    writer = _Writer(model, example_inputs, engine, dialect, axes, options, verify=verify)
     whole = Path(folder)
     whole.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=whole, prefix=".writing-") as unseen:
@@ -126,3 +146,263 @@ def _moved(made: DetectorExport, folder: Path) -> DetectorExport:
         settings = dense.settings and folder / dense.settings.name
         dense = replace(dense, path=folder / dense.path.name, settings=settings)
     return replace(made, folder=folder, sparse=sparse, dense=dense)
+
+
+_SPARSE, _DENSE = "sparse.onnx", "dense.onnx"
+
+
+class _Writer:
+    """Writes both parts of a model, and runs them; made of what `export_detector` is given.
+
+    `axes` are the orders of the coordinate columns.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Any,
+        engine: QdqTarget,
+        dialect: str,
+        axes: Mapping[str, str],
+        options: Mapping[str, Any],
+        *,
+        verify: bool,
+    ) -> None:
+        self.example, self.engine, self.dialect = example, engine, dialect
+        self.axes, self.options, self.verify = axes, options, verify
+        self.sums = bool(options.get("integer_sums"))
+        self.rounded, self.graph, self.parts = _cut(model, example)
+        parts = self.parts
+        results = named_results(self.graph)
+        # A map that is read goes by what its readers have of it.
+        alone = [name for name, port in parts.of_sparse.items() if port not in parts.given]
+        returned = {name: results[name] for name in (*alone, *parts.of_dense)}
+        self.whole = simulate(
+            self.rounded, example, graph=part_of(self.graph, returned), verify=verify,
+            integer_sums=self.sums,
+        )  # fmt: skip
+        self.run = WholeRun(self.whole, parts, example)
+        self.sparse_integers = None if parts.sparse is None else self._simulated(parts.sparse)
+        self.dense_integers: Any = None
+        if parts.dense is not None:
+            for name in parts.maps.keys() & parts.given.keys():
+                if (form := self.run.maps[name].integers()) is not None:
+                    quantize_first(parts.dense, name, form)
+            given = self._given(self.run.own_maps(), example)
+            self.dense_integers = self._simulated(parts.dense, given)
+
+    def _simulated(self, graph: Graph, inputs: Any = None) -> IntegerModel:
+        """A part in integers; the whole is held against the model, and the parts against that."""
+        given = self.example if inputs is None else inputs
+        sums = self.sums and inputs is not None
+        return simulate(self.rounded, given, graph=graph, verify=False, integer_sums=sums)
+
+    def _given(self, maps: Mapping[str, Tensor], inputs: Any) -> dict[str, Any]:
+        """Inputs of the dense part: maps, and what a frame gives it beside them."""
+        leaves = dict(zip(self.graph.placeholders, self.graph.leaves(inputs), strict=True))
+        return {
+            name: maps[name] if name in maps else leaves[node]
+            for name, node in self.parts.given.items()
+        }
+
+    def _handed_on(self, outputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Maps as the engine of the sparse file gives them."""
+        half = self.dialect == "libspconv"
+        maps = {name: outputs[name] for name in self.parts.maps if name in outputs}
+        return {name: x.half().float() if half else x for name, x in maps.items()}
+
+    def write(self, folder: Path, batches: list[Any], head_room: float) -> DetectorExport:
+        """Write the files into a folder, lint them, and send frames through both."""
+        parts, findings = self.parts, list[Finding]()
+        sparse, dense, outputs = None, None, dict[str, Any]()
+        if self.sparse_integers is not None:
+            sparse, outputs = self._sparse_file(folder / _SPARSE, batches, head_room)
+            findings += lint_onnx(sparse.path, self.dialect)
+        maps = self._handed_on(outputs)
+        if self.dense_integers is not None:
+            given = self._given(maps, self.example)
+            dense = self.engine.write(
+                self.dense_integers, given, folder / _DENSE, verify=self.verify, **self.options
+            )
+            findings += lint_onnx(dense.path, self.engine.name)
+
+        def outputs_of(dense: QdqFile | None) -> dict[str, tuple[str, str]]:
+            pairs = zip(parts.of_dense, dense.outputs if dense else (), strict=True)
+            of_sparse = {name: (_SPARSE, port) for name, port in parts.of_sparse.items()}
+            return of_sparse | {name: (_DENSE, port) for name, port in pairs}
+
+        made = DetectorExport(
+            folder=folder,
+            target=self.engine.name,
+            sparse=sparse,
+            dense=dense,
+            maps=tuple(self._map(name, outputs) for name in parts.maps),
+            outputs=outputs_of(dense),
+            left_out=parts.left_out,
+            findings=tuple(findings),
+        )
+        return replace(made, checks=self._checks(made, maps, batches)) if self.verify else made
+
+    def _sparse_file(
+        self, path: Path, batches: list[Any], head_room: float
+    ) -> tuple[SparseExport, dict[str, Any]]:
+        integers = self.sparse_integers
+        assert integers is not None
+        portable = self.dialect == "portable"
+        ports: dict[str, Any] = integers.program.result
+        sparse, outputs = write_sparse(
+            self.rounded, integers, self.example, path, dialect=self.dialect, **self.axes,
+            batches=batches, head_room=head_room, all_layers=False, verify=self.verify,
+            weights=self.options.get("weights", "uint8") if portable else "uint8",
+            names={names_in(ref)[0]: port for port, ref in ports.items()},
+        )  # fmt: skip
+        if not self.verify:
+            args, kwargs = arguments(self.example)
+            outputs = integers(*args, **kwargs)
+        return sparse, outputs
+
+    def _map(self, name: str, outputs: Mapping[str, Any]) -> DetectorMap:
+        amax = None
+        if self.dense_integers is not None and name in self.parts.given:
+            amax = _range(self.dense_integers.program, name)
+        place = self.graph.describe(self.parts.maps[name])
+        return DetectorMap(name, tuple(outputs[name].shape), amax, place)
+
+    # Frames through both files
+
+    def _checks(
+        self, made: DetectorExport, maps: Mapping[str, Tensor], batches: list[Any]
+    ) -> tuple[FrameCheck, ...]:
+        """The example, and the first of the other frames that the dense file takes."""
+        rows = made.sparse.differences if made.sparse else ()
+        returned = made.sparse.returned if made.sparse else {}
+        tensors = made.dense.differences if made.dense else ()
+        ran = _Ran("example", self.example, self.run, rows, returned, maps, tensors)
+        checks = [self._checked(made, ran)]
+        others = {f"batches[{i}]": b for i, b in enumerate(batches) if not self._is_example(b)}
+        for frame, inputs in others.items():
+            run = WholeRun(self.whole, self.parts, inputs)
+            if other := _other_sizes(made.dense, self._given(run.own_maps(), inputs)):
+                checks[1:] = [FrameCheck(frame, not_run=other)]
+                continue  # perhaps another one fits
+            rows, returned, maps = self._layers(made, frame, inputs)
+            tensors = self._tensors(made, self._given(maps, inputs))
+            ran = _Ran(frame, inputs, run, rows, returned, maps, tensors)
+            checks[1:] = [self._checked(made, ran)]
+            break
+        return tuple(checks)
+
+    def _is_example(self, inputs: Any) -> bool:
+        pairs = zip(self.graph.leaves(inputs), self.graph.leaves(self.example), strict=True)
+        return all(
+            torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+            for a, b in pairs
+        )
+
+    def _layers(
+        self, made: DetectorExport, frame: str, inputs: Any
+    ) -> tuple[tuple[LayerDifference, ...], dict[str, Any], dict[str, Tensor]]:
+        """Each layer of the sparse file, what its integers return, and what it hands on."""
+        if made.sparse is None or self.sparse_integers is None:
+            return (), {}, {}
+        ran = made.sparse.verified
+        file = load_sparse_onnx(
+            made.sparse.path, backend="onnxruntime" if ran == "onnxruntime" else "auto"
+        )
+        other = self.axes["order"] != self.axes["model_order"]
+        rows, returned, outputs = compared(file, self.sparse_integers, inputs, reversed_axes=other)
+        refuse_departures(rows, f"export_detector: when {ran} runs the file on {frame}, ")
+        return rows, returned, self._handed_on(outputs)
+
+    def _tensors(
+        self, made: DetectorExport, given: Mapping[str, Any]
+    ) -> tuple[TensorDifference, ...]:
+        """Each operation of the dense file."""
+        if made.dense is None or self.dense_integers is None:
+            return ()
+        program = program_of(self.dense_integers, given, self.sums, verify=False)
+        content = made.dense.path.read_bytes()
+        return verified(made.dense, content, program, given, integer_sums=self.sums).differences
+
+    def _checked(self, made: DetectorExport, ran: _Ran) -> FrameCheck:
+        """What crosses the cut, and what comes out behind it."""
+        half, run = self.dialect == "libspconv", ran.run
+        run.check_sparse(self.parts, ran.returned)
+        maps = tuple(run.check_map(name, value, half=half) for name, value in ran.maps.items())
+        outputs = () if made.dense is None else self._outputs(made.dense, ran)
+        integers = [row for row in ran.rows if row.form == "int8"]
+        return FrameCheck(ran.frame, _counted(integers), maps, _counted(ran.tensors), outputs)
+
+    def _outputs(self, file: QdqFile, ran: _Ran) -> tuple[OutputCheck, ...]:
+        """Outputs of the dense file on what was handed on; none where nothing at hand runs it."""
+        run, integers = ran.run, self.dense_integers
+        run.check_dense(self.parts, by_name(integers(**self._given(run.own_maps(), ran.inputs))))
+        given = self._given(ran.maps, ran.inputs)
+        try:
+            got = open_onnx(file.path, self.engine.name)(given)
+        except ImportError:
+            return ()
+        same, chosen = by_name(integers(**given)), chosen_outputs(file.path)
+        outputs = []
+        for name, port in zip(self.parts.of_dense, file.outputs, strict=True):
+            wanted = run.returned[name]
+            if port not in chosen:
+                refuse_other(ran.frame, port, same[name], got[port])
+            db, fake = sqnr_db(wanted, got[port]), sqnr_db(wanted, run.fake[name])
+            outputs.append(OutputCheck(port, db, fake, port in chosen))
+        return tuple(outputs)
+
+
+class _Ran(NamedTuple):
+    """A frame, and what the files made of it."""
+
+    frame: str
+    inputs: Any
+    run: WholeRun
+    rows: Iterable[LayerDifference]
+    returned: Mapping[str, Any]
+    maps: Mapping[str, Tensor]
+    tensors: Iterable[TensorDifference]
+
+
+def _cut(model: nn.Module, example: Any) -> tuple[nn.Module, Graph, Parts]:
+    """The model with the sparse file's constants, its graph, and how that is cut."""
+    try:
+        graph = capture(model, example)
+        parts = parts_of(graph)
+        if parts.sparse is None:
+            return model, graph, parts
+        rounded = half_constants_of(model, parts.sparse.called)
+        graph = capture(rounded, example)
+    except CaptureError as error:
+        raise ValueError(str(error).replace("capture:", "export_detector:", 1)) from error
+    return rounded, graph, parts_of(graph)
+
+
+def _other_sizes(file: QdqFile | None, given: Mapping[str, Any]) -> str:
+    """Which input of the dense file has other sizes in a frame; "" where all are its own."""
+    tensors = [value for value in given.values() if isinstance(value, Tensor)]
+    for (name, sizes), value in zip(file.inputs.items() if file else (), tensors, strict=False):
+        pairs = zip(sizes, value.shape, strict=True)
+        if any(isinstance(size, int) and size != n for size, n in pairs):
+            return f"{name} is {list(value.shape)}, in the file {list(sizes)}"
+    return ""
+
+
+def _range(program: Program, name: str) -> float | None:
+    """Range that a named input is quantized with, also where it is moved before."""
+    moved = set(names_in(program.signature[1][name]))
+    for step in program.steps:
+        if not moved.intersection(step.inputs):
+            continue
+        if step.op == "quantize":
+            form: Any = program.values[step.outputs[0]].form
+            return float(form.scale * form.high)
+        if step.op in ("move", "relu"):
+            moved.update(step.outputs)
+    return None
+
+
+def _counted(rows: Iterable[Any]) -> tuple[int, int]:
+    rows = list(rows)
+    return sum(row.different for row in rows), sum(row.elements for row in rows)

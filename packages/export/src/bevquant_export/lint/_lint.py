@@ -15,7 +15,6 @@ from bevquant_export.lint import (
     _read,
     _structure,
     _tensors,
-    _windows,
 )
 from bevquant_export.lint._graph import Graph, graphs_of
 from bevquant_export.lint._rule import Finding, Rule
@@ -32,7 +31,7 @@ _SHARED: tuple[Rule, ...] = (
     *(_tensors.ESCAPES, _tensors.MISSING_DATA, _tensors.SIZES),
     *(_structure.DEEP, _structure.REPEATED_ATTRIBUTE),
     *(_model.VERSIONS, _model.UNKNOWN_OP, _model.LEAKED, _model.UNREAD),
-    *(_windows.WINDOWS, _windows.CHANNELS, _model.SIZES),
+    *(_structure.WINDOWS, _structure.CHANNELS, _model.SIZES),
     *_qdq.RULES,
     _calibration.POOR,
 )
@@ -115,5 +114,5 @@ def _findings(model: onnx.ModelProto, path: Path, target: Target, cpu: str) -> I
     yield from _calibration.check_calibration(model)
     if target.kind == "dense":
         for graph in graphs:
-            yield from _windows.check_windows(graph, path.parent)
+            yield from _structure.check_windows(graph, path.parent)
     yield from target.lint(LintFile(path, model, graphs, cpu))

@@ -16,9 +16,9 @@ from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._channel_moves import MOVED, moves_channels
 from bevquant_export.sparse._graph import Add, Conv, Node, Relu, Select, Steps
 from bevquant_export.sparse._half_precision import with_half_constants
-from bevquant_export.sparse._held import Integers
 from bevquant_export.sparse._load import SparseOnnxModel
 from bevquant_export.sparse._reference import Made, reference_of
+from bevquant_export.sparse._run import Integers
 from bevquant_int8sim import IntegerModel, SparseOutput, dequantize, simulate
 
 _FUNCTIONS = 2.0**-18  # of an output's largest magnitude: sums and functions of floats

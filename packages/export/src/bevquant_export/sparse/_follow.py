@@ -16,8 +16,8 @@ from bevquant_export.sparse._beginning import (
     is_float_conv,
     names_in,
 )
+from bevquant_export.sparse._channel_moves import Selections
 from bevquant_export.sparse._no_operator import REMEDY, location, no_operator
-from bevquant_export.sparse._selections import Selections
 from bevquant_export.sparse._steps import Between
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.model import Step

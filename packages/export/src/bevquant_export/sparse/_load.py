@@ -15,11 +15,10 @@ from torch import Tensor
 
 from bevquant_export.sparse._constants import ConvConstants
 from bevquant_export.sparse._graph import Conv, Graph, Node, first_on_input
-from bevquant_export.sparse._held import Floats, Held, Integers
 from bevquant_export.sparse._names import numbered
 from bevquant_export.sparse._ranges import tensor_ranges
 from bevquant_export.sparse._read_proto import read_graph
-from bevquant_export.sparse._run import FrameRun, See
+from bevquant_export.sparse._run import Floats, FrameRun, Held, Integers, See
 from bevquant_export.sparse._steps import session_run, silent_session
 from bevquant_export.sparse._voxels import Voxels
 from bevquant_export.sparse.portable._lower import Lowered

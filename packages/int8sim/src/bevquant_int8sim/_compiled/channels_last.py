@@ -1,4 +1,8 @@
-"""Pixels with their channels side by side from planes of channels, and back, on all threads."""
+"""Values from one order in memory to another, on all threads.
+
+Pixels with their channels side by side from planes of channels, and back; rows of voxels into a
+dense grid.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,11 @@ from torch import Tensor
 
 from bevquant_int8sim import _workspace
 from bevquant_int8sim._compiled.jit import compiled
-from bevquant_int8sim._compiled.threads import share
+from bevquant_int8sim._compiled.threads import in_chunks, share
 
 _TASK = 2048  # pixels
+_ROWS = 1024  # of voxels, in a task
+_BYTES = 1 << 20  # that a task fills with zeros
 _WORD = 4  # bytes of a number
 _BLOCK = 64  # pixels, and channels: what a block reads and writes stays in the first cache
 _FEW = (
@@ -112,3 +118,26 @@ def _interleave(first, stop, x, out):
         plane, shift = x[channel, first:stop], np.uint32(8 * channel)
         for i in range(len(pixels)):
             pixels[i] |= np.uint32(plane[i]) << shift
+
+
+def scatter(features: Tensor, indices: Tensor, shape: tuple[int, ...], batch_size: int) -> Tensor:
+    """int8 ``[batch, y, x, channels, z]`` of checked operands."""
+    channels = features.shape[1]
+    grid = _workspace.empty((batch_size, *shape[:-1], channels, shape[-1]), "int8")
+    flat = grid.reshape(-1)
+    in_chunks(lambda first, stop: flat[first:stop].fill(0), flat.size, _BYTES)
+    rows, places = features.contiguous().numpy(), indices.contiguous().numpy()
+    in_chunks(
+        lambda first, stop: _scatter(first, stop, rows, places, *shape, flat), len(rows), _ROWS
+    )
+    return torch.from_numpy(grid)
+
+
+@compiled("void(int64, int64, int8[:, ::1], int32[:, ::1], int64, int64, int64, int8[::1])")
+def _scatter(first, stop, rows, places, size1, size2, size3, flat):
+    channels = rows.shape[1]
+    for row in range(first, stop):
+        line = (places[row, 0] * size1 + places[row, 1]) * size2 + places[row, 2]
+        start = line * channels * size3 + places[row, 3]
+        for channel in range(channels):
+            flat[start + channel * size3] = rows[row, channel]

@@ -23,7 +23,8 @@ from bevquant_int8sim._compiled.pillars import (
     subm_lines,
     voxel_masks,
 )
-from bevquant_int8sim._compiled.sparse_plan import SORTED_ROWS, SparsePlan, in_chunks
+from bevquant_int8sim._compiled.sparse_plan import SORTED_ROWS, TILES, SparsePlan
+from bevquant_int8sim._compiled.threads import in_chunks
 from bevquant_sparse import Rulebook, build_rulebook
 
 _MAX_OFFSETS = 32  # bits of a voxel's mask
@@ -167,6 +168,7 @@ class _Tiles:
         in_chunks(
             lambda first, stop: count_entries(first, stop, keys, seen, tile_rows, bounds),
             num_tiles,
+            TILES,
         )
         np.cumsum(bounds, out=bounds)
         offsets = _workspace.empty((int(bounds[-1]),), np.int32)
@@ -179,6 +181,7 @@ class _Tiles:
                 source.names, self.names, *self.kernel, tile_rows, bounds, offsets, rows, out_rows,
             ),
             num_tiles,
+            TILES,
         )  # fmt: skip
         return SparsePlan(tile_rows, num_tiles, bounds, offsets, rows, out_rows)
 

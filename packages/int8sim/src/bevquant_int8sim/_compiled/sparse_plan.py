@@ -9,7 +9,6 @@ offsets; on LiDAR frames a tile then multiplies 1.0 to 1.6 times what is there i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from threading import Lock
 
@@ -18,10 +17,10 @@ import numpy.typing as npt
 from numba import types
 
 from bevquant_int8sim._compiled.jit import compiled
-from bevquant_int8sim._compiled.threads import share
+from bevquant_int8sim._compiled.threads import in_chunks
 from bevquant_sparse import Rulebook
 
-_CHUNK = 512  # tiles of a task, small enough that a late thread costs little
+TILES = 512  # of a task, small enough that a late thread costs little
 # Rows that are sorted together. More would be more alike, fewer nearer in memory: 2 % of the
 # convolutions' time between the best and the worst from 4,096 rows on.
 SORTED_ROWS = 16384
@@ -102,7 +101,9 @@ def _tiles(
     out_rows[: len(order)] = order
     bounds = np.zeros(num_tiles + 1, np.int32)
     in_chunks(
-        lambda start, stop: _count(start, stop, neighbours, out_rows, tile_rows, bounds), num_tiles
+        lambda start, stop: _count(start, stop, neighbours, out_rows, tile_rows, bounds),
+        num_tiles,
+        TILES,
     )
     np.cumsum(bounds, out=bounds)
     offsets = np.empty(bounds[-1], np.int32)
@@ -112,13 +113,9 @@ def _tiles(
             start, stop, neighbours, out_rows, tile_rows, bounds, offsets, rows
         ),
         num_tiles,
+        TILES,
     )
     return SparsePlan(tile_rows, num_tiles, bounds, offsets, rows, out_rows)
-
-
-def in_chunks(work: Callable[[int, int], object], count: int, chunk: int = _CHUNK) -> None:
-    """Call ``work(first, stop)`` for parts of ``0 … count`` on all of torch's threads."""
-    share(lambda i: work(i * chunk, min((i + 1) * chunk, count)), -(-count // chunk))
 
 
 @compiled("void(int64, int64, int32[:, ::1], int64[::1])")

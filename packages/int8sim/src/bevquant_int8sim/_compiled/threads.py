@@ -155,6 +155,11 @@ def share(work: Callable[[int], object], count: int) -> None:
         raise job.error
 
 
+def in_chunks(work: Callable[[int, int], object], count: int, chunk: int) -> None:
+    """Call ``work(first, stop)`` for parts of ``0 … count`` on all of torch's threads."""
+    share(lambda i: work(i * chunk, min((i + 1) * chunk, count)), -(-count // chunk))
+
+
 def drain_together(tasks: int, count: int, base: int) -> None:
     """Run a table of tasks, as `crew.drain` takes them, on ``torch.get_num_threads()`` threads.
 

@@ -21,11 +21,11 @@ from bevquant_int8sim._quantize import dequantize, quantize
 from bevquant_int8sim._requantize import requantize
 from bevquant_int8sim._rounding import round_float
 from bevquant_int8sim._sparse_conv import int8_sparse_conv
+from bevquant_int8sim.model._fast_program import sorted_sites
 from bevquant_int8sim.model._grid_operations import average, average_pool
 from bevquant_int8sim.model._program import Step
 from bevquant_int8sim.model._rowwise import add, dequantized, quantized, requantized
 from bevquant_int8sim.model._sites import Geometry, Sites
-from bevquant_int8sim.model._sorted_rows import sorted_sites
 from bevquant_sparse import WeightLayout
 
 __all__ = ["DTYPES", "OPERATION_NAMES", "accumulators", "execute", "makes_accumulators"]

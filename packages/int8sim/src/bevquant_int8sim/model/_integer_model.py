@@ -14,12 +14,11 @@ from torch import Tensor
 from bevquant_graph import arguments, is_sparse_tensor
 from bevquant_int8sim._backends import check_backend
 from bevquant_int8sim.model._execute import execute
+from bevquant_int8sim.model._fast_program import dequantize_late, fuse_residuals, sort_rows
 from bevquant_int8sim.model._form import ACCUMULATORS, Form, Integers
-from bevquant_int8sim.model._fuse import dequantize_late, fuse_residuals
 from bevquant_int8sim.model._program import Island, Program, Ref, Step, names_in, replaced
 from bevquant_int8sim.model._signature import bind
 from bevquant_int8sim.model._sites import Sites, SparseOutput, sites_of
-from bevquant_int8sim.model._sorted_rows import sort_rows
 from bevquant_int8sim.model._traced_source import Source
 from bevquant_quantizers.documents import text_table
 

@@ -9,11 +9,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from bevquant_int8sim.model._demands import Demands, addend_form, find_demands
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Demand, Form, Integers
-from bevquant_int8sim.model._layer import Layer
-from bevquant_int8sim.model._operation import Operation, Operations
+from bevquant_int8sim.model._operation import (
+    Demands,
+    Operation,
+    Operations,
+    addend_form,
+    find_demands,
+)
 from bevquant_int8sim.model._program import Program, Ref, SparseRef, Step, Value, replaced
+from bevquant_int8sim.model._quantized_layer import Layer
 
 _OUT = {8: "int8", 16: "int16"}
 _NAMED_MOVES = ("max_pool", "resize")

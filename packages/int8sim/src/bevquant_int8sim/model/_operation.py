@@ -1,4 +1,8 @@
-"""A model's forward as operations on tensors: names, views and sparse tensors taken apart."""
+"""A model's forward as operations on tensors, and in which form each tensor is wanted.
+
+Names, views and sparse tensors are taken apart; demands are collected from a tensor's readers, last
+operation first.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,9 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from bevquant_int8sim.model._form import FLOAT, Form
-from bevquant_int8sim.model._layer import Layer
+from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Demand, Form, Integers
+from bevquant_int8sim.model._program import names_in
+from bevquant_int8sim.model._quantized_layer import Layer
 
 # Questions about a tensor, whose answers are the same for its integers.
 METADATA = frozenset("shape size ndim dim device numel nelement".split())
@@ -79,3 +84,147 @@ class Operations:
     hosts: frozenset[str]
     nodes: Mapping[str, fx.Node]
     fixed: Mapping[str, Mapping[int, int]]
+
+
+@dataclass(frozen=True, eq=False)
+class Demands:
+    """What must be made.
+
+    Attributes:
+        of: Tensor to the forms in which it is wanted, in a fixed order.
+        hosts: Sites, sizes and numbers that are read.
+        follows: Moves that are done in the form in which their result is wanted; the others are
+            done on floats.
+    """
+
+    of: Mapping[str, tuple[Demand, ...]]
+    hosts: frozenset[str]
+    follows: frozenset[str]
+
+
+def find_demands(operations: Operations, addends: Mapping[str, Integers] | None = None) -> Demands:
+    """Walk the operations backwards from the model's result.
+
+    Args:
+        operations: What the model does.
+        addends: Layers' results that a sum reads in a form of their own (`addend_form`).
+    """
+    return _Walk(operations, addends or {}).run()
+
+
+def addend_form(operation: Operation, addends: Mapping[str, Integers]) -> Any:
+    """In which form a sum reads a tensor: its own integers, or a layer's accumulators.
+
+    A layer whose result is among `addends` is rounded to that form first.
+    """
+    if isinstance(operation.natural, Integers):
+        return operation.natural
+    return addends.get(operation.output, ACCUMULATORS)
+
+
+class _Walk:
+    def __init__(self, operations: Operations, addends: Mapping[str, Integers]) -> None:
+        self.all = operations
+        self.addends = addends
+        self.wanted: dict[str, dict[Demand, None]] = {}
+        self.asked: set[str] = set()
+        self.hosts: set[str] = set()
+        self.follows = _followers(operations.operations)
+        self._natural = {o.output: o.natural for o in operations.operations}
+        self._made_by = {o.output: o for o in operations.operations}
+
+    def run(self) -> Demands:
+        self._read(self.all.result, Demand(FLOAT))
+        self.hosts.update(o.output for o in self.all.operations if o.what == "require")
+        for operation in reversed(self.all.operations):
+            self._visit(operation)
+        of = {name: tuple(forms) for name, forms in self.wanted.items()}
+        return Demands(of, frozenset(self.hosts), frozenset(self.follows))
+
+    def _read(self, values: Any, demand: Demand) -> None:
+        for name in names_in(values):
+            if name in self.all.hosts:
+                self.hosts.add(name)
+            else:
+                self._want(name, demand)
+
+    def _want(self, name: str, demand: Demand) -> None:
+        self.wanted.setdefault(name, {})[demand] = None
+
+    def _visit(self, operation: Operation) -> None:
+        name = operation.output
+        if operation.kind in ("host", "sites"):
+            if name in self.hosts:
+                self._visit_host(operation)
+            return
+        if not self.wanted.get(name) and (name in self.asked or operation.sites in self.hosts):
+            self._want(name, Demand(FLOAT))  # only its size, or its sites, are asked for
+        demands = self.wanted.get(name)
+        if demands:
+            self._visit_tensor(operation, tuple(demands))
+
+    def _visit_host(self, operation: Operation) -> None:
+        reads = operation.what == "getattr" and operation.args[-1] in METADATA
+        asks = reads or operation.what in METADATA
+        for name in names_in((operation.args, operation.kwargs)):
+            if name in self.all.hosts:
+                self.hosts.add(name)
+            elif asks:
+                self.asked.add(name)
+            else:
+                self._want(name, Demand(FLOAT))
+
+    def _visit_tensor(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
+        kind = operation.kind
+        if kind == "quantizer":
+            self._read(operation.args[0], Demand(operation.natural))
+        elif kind == "layer":
+            assert operation.layer is not None
+            self._read(operation.args[0], Demand(operation.layer.input))
+            self._read(operation.args[1:], Demand(FLOAT))
+        elif kind == "relu":
+            for demand in demands:
+                self._read(operation.args[0], demand.behind_relu(operation.ceiling))
+        elif kind == "average":
+            self._read(operation.args[0], Demand(self._natural[operation.args[0].name]))
+            self._read(operation.kwargs, Demand(FLOAT))
+        elif kind == "add":
+            for operand, form in zip(operation.args, self._operand_forms(operation), strict=True):
+                self._read(operand, Demand(form))
+        elif kind == "move":
+            self._visit_move(operation, demands)
+        else:
+            self._read((operation.args, operation.kwargs), Demand(FLOAT))
+
+    def _visit_move(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
+        passed = demands if operation.output in self.follows else (Demand(FLOAT),)
+        if operation.linear:
+            passed = tuple(dict.fromkeys(Demand(demand.form) for demand in passed))
+        for name in names_in((operation.args, operation.kwargs)):
+            if name in operation.moved:
+                for demand in passed:
+                    self._want(name, demand)
+            else:
+                self._read_name(name)
+
+    def _read_name(self, name: str) -> None:
+        if name in self.all.hosts:
+            self.hosts.add(name)
+        else:
+            self._want(name, Demand(FLOAT))
+
+    def _operand_forms(self, operation: Operation) -> list[Any]:
+        return [addend_form(self._made_by[o.name], self.addends) for o in operation.args]
+
+
+def _followers(operations: tuple[Operation, ...]) -> set[str]:
+    """Moves of what is made in integers; floats are moved first and quantized behind."""
+    made: set[str] = set()
+    for operation in operations:
+        if operation.kind in ("quantizer", "layer", "add", "average"):
+            made.add(operation.output)
+        elif operation.kind == "relu" and operation.args[0].name in made:
+            made.add(operation.output)
+        elif operation.kind == "move" and made.issuperset(operation.moved):
+            made.add(operation.output)
+    return made

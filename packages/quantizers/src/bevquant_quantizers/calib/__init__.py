@@ -6,8 +6,7 @@ from ._entropy import entropy_amax
 from ._histogram_calibrator import HistogramCalibrator
 from ._max import MaxCalibrator
 from ._mse import mse_amax
-from ._search import METHODS, percentile_amax, search_amax
-from ._weights import calibrate_weights
+from ._search import METHODS, calibrate_weights, percentile_amax, search_amax
 
 __all__ = [
     "METHODS",

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bevquant_export.sparse.portable import _layer_functions as layer
 from bevquant_export.sparse.portable import _voxel_functions as voxel
 from bevquant_export.sparse.portable._body import DOMAIN, OPSET
 
@@ -30,20 +29,20 @@ FUNCTIONS: Mapping[str, Callable[[], FunctionProto]] = {
     **{f"PillarMap{c}": partial(voxel.pillar_map, c) for c in range(3)},
     **{f"Neighbours{c}": partial(voxel.neighbours, c) for c in range(3)},
     **{f"InverseNeighbours{c}": partial(voxel.neighbours, c, inverse=True) for c in range(3)},
-    "Quantize": layer.quantized,
-    "IntegerConvolution": layer.integer_convolution,
-    "SignedConvolution": layer.signed_convolution,
-    "FloatConvolution": layer.float_convolution,
-    "Requantize": layer.requantized,
-    "Dequantize": layer.dequantized,
-    "DequantizeInt8": layer.dequantized_int8,
-    "Add": layer.add_requantized,
-    "AddEqual": partial(layer.add_requantized, equal=True),
-    "AddDequantize": layer.add_floats,
-    **{layer.scatter_name(o): partial(layer.scattered, o) for o in permutations(range(3))},
-    "Int8": layer.signed,
-    "MaxPool": layer.max_pooled,
-    "IntegerMaxPool": partial(layer.max_pooled, integers=True),
+    "Quantize": voxel.quantized,
+    "IntegerConvolution": voxel.integer_convolution,
+    "SignedConvolution": voxel.signed_convolution,
+    "FloatConvolution": voxel.float_convolution,
+    "Requantize": voxel.requantized,
+    "Dequantize": voxel.dequantized,
+    "DequantizeInt8": voxel.dequantized_int8,
+    "Add": voxel.add_requantized,
+    "AddEqual": partial(voxel.add_requantized, equal=True),
+    "AddDequantize": voxel.add_floats,
+    **{voxel.scatter_name(o): partial(voxel.scattered, o) for o in permutations(range(3))},
+    "Int8": voxel.signed,
+    "MaxPool": voxel.max_pooled,
+    "IntegerMaxPool": partial(voxel.max_pooled, integers=True),
 }
 
 

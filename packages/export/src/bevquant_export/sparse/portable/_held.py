@@ -1,6 +1,6 @@
 """How a tensor is held in the model, and the nodes that give each reader the form it wants.
 
-The counterpart of ``sparse._held``: what runs there is written here, operation by operation.
+What ``sparse._run`` holds and computes is written here, operation by operation.
 """
 
 from __future__ import annotations

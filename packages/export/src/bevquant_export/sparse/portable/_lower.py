@@ -28,9 +28,9 @@ from bevquant_export.sparse._ranges import tensor_ranges
 from bevquant_export.sparse.portable._body import FLOAT, INT32, INT64
 from bevquant_export.sparse.portable._emit import Emitter
 from bevquant_export.sparse.portable._held import Accumulators, Floats, Held, Integers, Sum
-from bevquant_export.sparse.portable._layer_functions import scatter_name
 from bevquant_export.sparse.portable._outputs import LayerOutput, Outputs, Shape
 from bevquant_export.sparse.portable._sites import Sites, Surroundings
+from bevquant_export.sparse.portable._voxel_functions import scatter_name
 from bevquant_export.sparse.portable._weights import float_matrix, integer_matrix
 
 if TYPE_CHECKING:

@@ -1,0 +1,258 @@
+"""What code and operators mean while a model is exported with open sizes.
+
+``len(x)`` and ``int(share * n)`` are counts that stay open (`open_lengths`). With open sizes torch
+finds the shape of an activation or a batch norm by running what it is made of: a dozen operations,
+each with its own checks of strides on symbols, half of a capture's time. The answer is the
+operand's own shape, type and memory order; torch keeps a table of such short cuts (for `add` and
+its like), and these are entered there for as long as a capture lasts (`elementwise_shapes`).
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType, ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._prims_common import is_contiguous_for_memory_format_or_false
+from torch._subclasses.fake_impls import get_fast_op_impls
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from ._faults import is_authors
+
+__all__ = ["batch_norm_of_rows", "elementwise_shapes", "open_lengths"]
+
+_ATEN = torch.ops.aten
+# Of one tensor, the rest numbers; of floating point each gives the type that it reads.
+_NAMES = (
+    "abs clamp clamp_min clamp_max elu erf exp gelu hardsigmoid hardswish hardtanh leaky_relu log "
+    "mish neg relu rsqrt sigmoid silu softplus sqrt tanh"
+).split()
+_BATCH_NORM = _ATEN._native_batch_norm_legit_no_training.default
+_ROLL = _ATEN.roll.default
+_FORMATS = (torch.contiguous_format, torch.channels_last)
+
+
+@contextmanager
+def elementwise_shapes() -> Iterator[None]:
+    """For the length of the block the shapes of elementwise operations are found at once."""
+    table: dict[Any, Any] = get_fast_op_impls()
+    like = _Like()
+    found: dict[Any, Any] = {_BATCH_NORM: _short(_BATCH_NORM, like.normed)}
+    for name in _NAMES:
+        for own, form in ((name, like), (f"{name}_", _itself)):
+            target = getattr(getattr(_ATEN, own, None), "default", None)
+            if target is not None:
+                found[target] = _short(target, form)
+    if hasattr(torch.ops.bevquant_quantizers, "fake_quantize"):
+        target = torch.ops.bevquant_quantizers.fake_quantize.default
+        found[target] = _short(target, like)
+    found[_ROLL] = _short(_ROLL, like, whole=True)  # torch asks first whether there are rows
+    with mock.patch.dict(table, found):
+        yield
+
+
+_batch_norm = torch.batch_norm
+
+
+def batch_norm_of_rows(x: Tensor, *args: Any) -> Tensor:
+    """A batch norm without torch's question whether there are rows, which a mask leaves open.
+
+    `tidy` gives the operator its usual name.
+    """
+    weight, bias, mean, var, training, momentum, eps, _ = args
+    if training or mean is None or not free_unbacked_symbols(x):
+        return _batch_norm(x, *args)
+    made: Tensor = _BATCH_NORM(x, weight, bias, mean, var, momentum, eps)[0]
+    return made
+
+
+def _short(target: Any, form: Callable[..., Any], *, whole: bool = False) -> Callable[..., Any]:
+    """The table's entry: by `form` where it can tell, else as torch finds the shape itself.
+
+    Of floating point, or of `whole` numbers too.
+    """
+
+    def entry(mode: Any, *args: Any, **kwargs: Any) -> Any:
+        made = None
+        if isinstance(args[0], Tensor) and (whole or args[0].is_floating_point()):
+            made = form(mode, args[0])
+        if made is None:
+            with mock.patch.dict(get_fast_op_impls()), mode:
+                del get_fast_op_impls()[target]
+                return target(*args, **kwargs)
+        return made
+
+    return entry
+
+
+class _Like:
+    """Makes tensors of the shape, type and memory order of others."""
+
+    def __init__(self) -> None:
+        self._orders: dict[Any, torch.memory_format | None] = {}
+
+    def __call__(self, mode: Any, x: Tensor) -> Tensor | None:
+        """None where the memory of `x` has gaps."""
+        order = self._order(x)
+        if order is None:
+            return None
+        made = torch.empty(x.shape, dtype=x.dtype, device="meta", memory_format=order)
+        return FakeTensor(mode, made, device=x.device)
+
+    def normed(self, mode: Any, x: Tensor) -> tuple[Tensor, ...] | None:
+        """What a batch norm gives: the map, and two statistics that fixed ones leave empty."""
+        made = self(mode, x)
+        if made is None:
+            return None
+        empty = [torch.empty(0, dtype=x.dtype, device="meta") for _ in range(2)]
+        return made, *(FakeTensor(mode, statistic, device=x.device) for statistic in empty)
+
+    def _order(self, x: Tensor) -> torch.memory_format | None:
+        """How the values of `x` lie in memory; asked once for the same symbols."""
+        sizes, strides = _terms(x.shape), _terms(x.stride())
+        if _in_rows(sizes, strides):
+            return torch.contiguous_format
+        key = sizes, strides
+        if key not in self._orders:
+            orders = _FORMATS if x.dim() == 4 else _FORMATS[:1]
+            lies = is_contiguous_for_memory_format_or_false
+            found = (order for order in orders if lies(x, memory_format=order))
+            self._orders[key] = next(found, None)
+        return self._orders[key]
+
+
+def _terms(sizes: Iterable[Any]) -> tuple[Any, ...]:
+    """Sizes as numbers and terms of symbols, which compare without a question to torch."""
+    return tuple(size.node._expr if isinstance(size, torch.SymInt) else size for size in sizes)
+
+
+def _in_rows(sizes: tuple[Any, ...], strides: tuple[Any, ...]) -> bool:
+    """Whether the strides are, term by term, those of values one behind the other."""
+    step: Any = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if stride != step:
+            return False
+        step = step * size
+    return True
+
+
+def _itself(_: Any, x: Tensor) -> Tensor:
+    return x
+
+
+_OTHERS = frozenset(("torch", "builtins"))
+_FOUND: set[str] = set()  # modules that lie in a library
+_MODULES: dict[str, list[str]] = defaultdict(list)  # these, by package
+_Scope = dict[str, Any]
+
+
+@contextmanager
+def open_lengths(model: nn.Module, shares: list[_Scope]) -> Iterator[None]:
+    """Let the code around a model's forwards count rows as ``x.shape[0]`` does.
+
+    Python demands a plain integer of ``len``, which fixes the number of voxels to the example's,
+    and cannot be had of what ``torch.unique`` or a mask leaves over. So the name has another
+    meaning meanwhile in the packages of the model's classes and in files of no library. ``int``
+    has one in the modules of `shares` alone, for it is a class that much else is asked of. Where
+    another one takes a share of a number of rows, or ``int(mask.sum() * share)`` of what a tensor
+    holds, the names of that module are added to `shares`, and the run ends with an error: it is to
+    be made again.
+    """
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    packages = {cls.__module__.partition(".")[0] for cls in classes} - _OTHERS
+    found = [scope for scope in _scopes(packages) if "len" not in scope]
+    meant: list[tuple[_Scope, str, Any]] = [(scope, "len", _length) for scope in found]
+    meant += [(scope, "int", _Integer) for scope in shares]
+
+    def noted(asked: Callable[[Any], int]) -> Callable[[Any], int]:
+        def integer(number: Any) -> int:
+            frame = sys._getframe(1)
+            if _takes_integers(frame) and _is_share(number):
+                shares.append(frame.f_globals)
+                raise ValueError("int(…) takes a share of an open number")
+            return asked(number)
+
+        return integer
+
+    for scope, name, meaning in meant:
+        scope[name] = meaning
+    try:
+        with ExitStack() as stack:
+            for kind in (torch.SymFloat, Tensor):
+                integer = noted(kind.__int__)
+                stack.enter_context(mock.patch.object(kind, "__int__", integer, create=True))
+            yield
+    finally:
+        for scope, name, _ in meant:
+            scope.pop(name, None)  # a module may have two names
+
+
+def _scopes(packages: set[str]) -> Iterator[_Scope]:
+    """Globals of the packages' modules and of files of no library; thousands are in neither."""
+    for name in sys.modules.keys() - _FOUND:
+        module = sys.modules.get(name)
+        if not isinstance(module, ModuleType):
+            continue
+        if is_authors(vars(module).get("__file__") or "<>"):
+            yield vars(module)
+        else:
+            _FOUND.add(name)
+            _MODULES[name.partition(".")[0]].append(name)
+    for package in packages:
+        modules = [sys.modules.get(name) for name in _MODULES[package]]
+        yield from (vars(module) for module in modules if isinstance(module, ModuleType))
+
+
+def _takes_integers(frame: FrameType) -> bool:
+    """Whether an author's code asks for Python's ``int``."""
+    code = frame.f_code
+    return is_authors(code.co_filename) and "int" in code.co_names and "int" not in frame.f_globals
+
+
+def _is_share(number: Any) -> bool:
+    """Whether a number is computed from counts, and not by dividing sizes by each other.
+
+    That, as of maps of two strides, is a number of the model's; so is an integer that a tensor
+    holds (``int(self.grid[0])``), and a float that is taken out of one is the example's.
+    """
+    if isinstance(number, Tensor):
+        return torch.compiler.is_compiling() and number.is_floating_point()
+    if not isinstance(number, torch.SymFloat):
+        return False
+    from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv  # and sympy
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    of_floats = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
+    floats = any(symbol_is_type(symbol, of_floats) for symbol in number.node.expr.free_symbols)
+    divisions = number.node.expr.atoms(FloatTrueDiv, IntTrueDiv)
+    return not floats and not any(d.args[1].free_symbols for d in divisions)
+
+
+def _length(value: Any, /) -> Any:
+    if isinstance(value, Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt):
+        return value.shape[0]
+    return builtins.len(value)  # this module's name may be one of those
+
+
+class _Truncation(type):
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, builtins.int)
+
+    def __call__(cls, *args: Any) -> Any:
+        if not args or not _is_share(args[0]):
+            return builtins.int(*args)
+        if isinstance(args[0], Tensor):
+            return args[0].long().item()
+        return torch.sym_int(args[0])
+
+
+class _Integer(metaclass=_Truncation):
+    """``int``, of shares of open numbers as well."""
