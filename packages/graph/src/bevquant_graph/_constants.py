@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -110,7 +111,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ):
-        if value.numel() <= _LARGEST:
+        if not is_lazy(value) and value.numel() <= _LARGEST:
             yield name, value
 
 
