@@ -16,13 +16,8 @@ from bevfusion_quant.bpu._run import (
     run_bpu,
     run_bpu_evaluate,
 )
+from bevfusion_quant.bpu_outcome import BpuComparison, BpuOutcome, BpuStage, bpu_text
 from bevfusion_quant.options import BpuConfig, MarchName
-from bevfusion_quant.results import (
-    BpuComparison,
-    BpuOutcome,
-    BpuStage,
-    bpu_text,
-)
 from bevquant_hybrid_tools.forms import BpuEstimate, BpuLayer, Forms
 
 __all__ = [

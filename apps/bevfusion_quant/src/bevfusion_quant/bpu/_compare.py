@@ -14,8 +14,8 @@ from bevfusion.evaluation import ModelTallies
 from bevfusion.model import Batch, BEVFusionConfig
 from bevfusion.quantization import STAGE_TITLES, Judgement, StageProbe, whole_output
 from bevfusion_quant.bpu._prepare import Models
+from bevfusion_quant.bpu_outcome import BpuComparison, BpuStage
 from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.results import BpuComparison, BpuStage
 from bevquant_hybrid.qtensor import as_float
 from bevquant_hybrid_tools.forms import Forms, FormsComparison, Note
 from bevquant_qnn import LayerRow, PairSums

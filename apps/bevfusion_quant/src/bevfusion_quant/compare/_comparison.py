@@ -7,20 +7,19 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from bev_data.metrics import Accuracy, Difference, ModelAccuracy, accuracy_notes, nds_title, points
-from bevfusion_quant.options import PtqOptions, TargetOptions
-from bevfusion_quant.report import ReportContent, Section, head, reproduce, write_page
-from bevfusion_quant.results import (
-    Cell,
-    CellParts,
-    Column,
-    Row,
-    Table,
+from bev_data.metrics import (
+    Accuracy,
+    Difference,
+    ModelAccuracy,
+    accuracy_notes,
     mean_ap_apart,
-    plain_table,
-    setting_text,
+    nds_title,
+    points,
     with_interval,
 )
+from bev_data.tables import Cell, CellParts, Column, Row, Table, plain_table
+from bevfusion_quant.options import PtqOptions, TargetOptions
+from bevfusion_quant.report import ReportContent, Section, head, reproduce, setting_text, write_page
 from bevfusion_quant.run import RunRecord, RunSettings
 
 __all__ = ["ComparedRun", "Comparison", "comparison_text", "write_comparison_page"]

@@ -13,6 +13,7 @@ import torch
 
 from bev_data.metrics import Accuracy, AccuracyTally, AgreementRow, Bootstrap, FoundRow
 from bev_data.points import Frame
+from bevfusion.deployment import ExportedSet
 from bevfusion.evaluation import PoorData, accuracy_tally, data_findings
 from bevfusion.model import CONFIGS, BEVFusion, BEVFusionConfig, build_model
 from bevfusion.quantization import Judgement, StageRow, judge, relative_change, whole_output
@@ -27,7 +28,6 @@ from bevfusion_quant.integer import (
 )
 from bevfusion_quant.options import Place, PtqConfig
 from bevfusion_quant.report import JudgedRun
-from bevfusion_quant.results import ExportedSet
 from bevfusion_quant.run import Clock, new_run, plain, sha256
 from bevfusion_quant.steps import (
     PLAN_FILE,

@@ -7,7 +7,7 @@ from bevfusion_quant.report._content import (
     ReportScene,
     ReportStage,
 )
-from bevfusion_quant.report._format import by_page_scheme, partition_picture
+from bevfusion_quant.report._format import by_page_scheme, partition_picture, setting_text
 from bevfusion_quant.report._page import PAGE_DATA, Section, read_sections, write_page
 from bevfusion_quant.report._run_page import JudgedRun, head, write_found, write_report
 from bevfusion_quant.report._sections.reproduce import section as reproduce
@@ -26,6 +26,7 @@ __all__ = [
     "partition_picture",
     "read_sections",
     "reproduce",
+    "setting_text",
     "write_found",
     "write_page",
     "write_report",

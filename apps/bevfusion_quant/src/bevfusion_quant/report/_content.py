@@ -11,8 +11,10 @@ import numpy.typing as npt
 
 from bev_data.cameras import Camera
 from bev_data.metrics import Accuracy
+from bevfusion.deployment import ExportedSet
+from bevfusion.quantization import SensitivityOutcome
+from bevfusion_quant.bpu_outcome import BpuOutcome
 from bevfusion_quant.integer import Simulation
-from bevfusion_quant.results import BpuOutcome, ExportedSet, SensitivityOutcome
 from bevquant_qnn import LayerRow
 from bevquant_quantizers import QuantizerValues
 

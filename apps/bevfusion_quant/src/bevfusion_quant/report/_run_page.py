@@ -12,9 +12,11 @@ import numpy.typing as npt
 
 from bev_data.metrics import Accuracy, AgreementRow, or_dash, points, span
 from bev_data.points import Frame
+from bevfusion.deployment import ExportedSet
 from bevfusion.model import BEVFusionConfig
 from bevfusion.model.head import Detections
 from bevfusion.quantization import Judgement
+from bevfusion_quant.bpu_outcome import BpuOutcome
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.integer import Simulation
 from bevfusion_quant.report._content import (
@@ -28,7 +30,6 @@ from bevfusion_quant.report._content import (
 from bevfusion_quant.report._format import count, decibels, finite, memory, number, plural, seconds
 from bevfusion_quant.report._page import Section, write_page
 from bevfusion_quant.report._sections import run_sections
-from bevfusion_quant.results import BpuOutcome, ExportedSet
 from bevfusion_quant.run import RunRecord
 from bevfusion_quant.steps import ModelSettings
 
@@ -206,7 +207,7 @@ class JudgedRun:
         Args:
             stage: Of `judgement.stages`, by name.
         """
-        from bevfusion_quant.pictures import bev_picture, layer_picture
+        from bevfusion.pictures import bev_picture, layer_picture
 
         with self.record.step("draw"):
             maps = next(maps for maps in self.judgement.stages if maps.row.stage == stage)

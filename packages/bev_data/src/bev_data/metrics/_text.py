@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from bevquant_quantizers.documents import record_table, text_table
+from bev_data.tables import Cell, CellParts, aligned_table
+from bevquant_quantizers.documents import record_table
 
 if TYPE_CHECKING:
     from bev_data.metrics._accuracy import Accuracy
     from bev_data.metrics._agreement import AgreementRow, FoundRow
     from bev_data.metrics._bootstrap import Interval
+    from bev_data.metrics._evaluate import Difference
 
 ERROR_UNITS = {"ATE": "m", "ASE": "1 − IoU", "AOE": "rad", "AVE": "m/s"}
 DASH = "–"
@@ -84,6 +86,20 @@ def span(interval: Interval | None, *, signed: bool = False) -> str:
     return f"{100 * interval.low:{form}} … {100 * interval.high:{form}}"
 
 
+def with_interval(value: str, interval: Interval | None, *, signed: bool = False) -> Cell:
+    """A figure, its interval below it."""
+    if interval is None:
+        return value
+    return CellParts(text=value, interval=span(interval, signed=signed))
+
+
+def mean_ap_apart(apart: Difference | None) -> Cell:
+    """A difference of mean average precisions in points of 100, with its interval."""
+    if apart is None or apart.mean_ap is None:
+        return "–"
+    return with_interval(f"{100 * apart.mean_ap:+.2f}", apart.interval, signed=True)
+
+
 def _headline(accuracy: Accuracy) -> Iterator[tuple[str, ...]]:
     rows = [entry.metrics for entry in accuracy.models]
     yield ("mAP", *(points(row.mean_ap) for row in rows))
@@ -113,11 +129,6 @@ def _many(number: int, what: str) -> str:
 
 def _place(accuracy: Accuracy, name: str) -> int:
     return accuracy.classes.index(name)
-
-
-def aligned_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns under their heads: the first one to the left, the others to the right."""
-    return text_table([head, *rows], right=range(1, len(head)), rule="─")
 
 
 def agreement_text(

@@ -33,7 +33,20 @@ from bevfusion.deployment._result import (
     FilePort,
     SetStage,
 )
-from bevfusion.deployment._split import UNIT_PREFIXES, SplitModel, bpu_units
+from bevfusion.deployment._split import (
+    UNIT_PREFIXES,
+    SplitModel,
+    beside_bpu_layers,
+    bpu_pieces,
+    bpu_units,
+)
+from bevfusion.deployment._text import (
+    export_text,
+    file_box_table,
+    file_size,
+    file_stage_table,
+    set_verdict,
+)
 from bevfusion.deployment._walk import STAGE_ENDS, Execute, between, file_boxes, walk, watching
 
 __all__ = [
@@ -58,16 +71,23 @@ __all__ = [
     "SplitModel",
     "Written",
     "autoware_files",
+    "beside_bpu_layers",
     "beside_layers",
     "between",
     "bpu_files",
+    "bpu_pieces",
     "bpu_units",
     "export_files",
+    "export_text",
+    "file_box_table",
     "file_boxes",
+    "file_size",
+    "file_stage_table",
     "join_figures",
     "nvidia_files",
     "nvidia_pieces",
     "outputs_of",
+    "set_verdict",
     "walk",
     "watching",
     "write_piece",

@@ -14,15 +14,17 @@ from bev_data.metrics import (
     Accuracy,
     Sketch,
     accuracy_notes,
+    mean_ap_apart,
     nds_title,
     points,
+    with_interval,
 )
+from bev_data.tables import Cell, Table, plain_table
 from bevfusion.model.head import Detections
 from bevfusion_quant.report._content import ReportBoxes, ReportContent
 from bevfusion_quant.report._drawing import from_above
 from bevfusion_quant.report._format import count, fixed
 from bevfusion_quant.report._page import Section
-from bevfusion_quant.results import Cell, Table, mean_ap_apart, plain_table, with_interval
 
 ORDER = 20
 Floats = npt.NDArray[np.float64]
