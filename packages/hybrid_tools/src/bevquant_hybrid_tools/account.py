@@ -6,7 +6,7 @@ for `bevquant_hybrid_tools.forms`, of one part of a model or of several.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -143,5 +143,5 @@ def estimates_text(estimates: Mapping[str, BpuEstimate]) -> str:
     return f"{title}\n\n{_table(('unit', '10⁹ operations', 'MB moved', 'ms'), rows)}"
 
 
-def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     return text_table([heads, *rows], right=range(1, len(heads)), rule="─")

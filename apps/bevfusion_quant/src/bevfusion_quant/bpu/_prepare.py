@@ -10,8 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bevfusion.deployment import UNIT_PREFIXES, SplitModel, bpu_units
-from bevfusion.model import PART_PATHS, Batch, BEVFusion
+from bevfusion.deployment import (
+    UNIT_PREFIXES,
+    SplitModel,
+    bpu_units,
+    compose_plan,
+    unit_inputs,
+)
+from bevfusion.model import Batch, BEVFusion
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.options import BpuConfig
 from bevfusion_quant.steps import expand_patterns, why_float
@@ -58,15 +64,6 @@ class Models(NamedTuple):
     real: SplitModel
     fake: SplitModel
     integer: SplitModel
-
-
-_WHY_CPU = {
-    "lidar": "sparse convolutions, where a BPU has dense ones alone",
-    "vtransform": "a softmax over depth, then sums over the frustum points of each cell; the "
-    "mapper runs the first on the CPU and does not know the second",
-    "head": "attention and a choice of queries by score; the mapper runs parts of both on the CPU, "
-    "so the head stays float as a whole",
-}
 
 
 @contextmanager
@@ -188,53 +185,19 @@ class SplitUnits:
 
     def plan(self, forms: Mapping[str, Forms]) -> Plan:
         """Where everything in the model runs: sensors, units, and on the CPU what lies between."""
-        model, march, parts = self.model, self.config.march, self.parts
-        made = PlanComposer(march)
-        units = {
-            name: form.plan(march, self._inputs(name), "--exclude names it")
-            for name, form in forms.items()
-        }
-
-        def source(name: str) -> str:
-            return made.source(name, self.shapes.get(name))
-
-        def on_cpu(name: str, part: str, below: str, stage: str, *inputs: str) -> str:
-            path = f"{PART_PATHS[part]}{below}"
-            why = _WHY_CPU.get(below.removeprefix(".")) or _WHY_CPU.get(part)
-            return made.on_cpu(
-                name, *inputs,
-                reason=why or why_float(part, self.config.branch),
-                operator=type(model.get_submodule(path)).__name__,
-                path=path,
-                shape=self.shapes.get(stage),
-            )  # fmt: skip
-
-        maps = []
-        if "camera" in model.parts:
-            x = source("images")
-            if "camera" in parts:
-                x = made.unit(units["camera"], x)
-            else:
-                x = on_cpu("camera backbone", "camera", ".backbone", "", x)
-                x = on_cpu("camera neck", "camera", ".neck", "neck", x)
-            depth = source("depth")
-            maps.append(on_cpu("view transform", "camera", ".vtransform", "camera", x, depth))
-        if "lidar" in model.parts:
-            voxels = source("voxels")
-            maps.append(on_cpu("LiDAR encoder", "lidar", ".backbone", "lidar", voxels))
-        x = maps[0]
-        if "fuser" in parts:
-            x = made.unit(units["bev"], *maps)
-        elif model.fuser is not None:
-            x = on_cpu("fuser", "fuser", "", "fuser", *maps)
-        if model.decoder is not None and "decoder" not in parts:
-            x = on_cpu("decoder backbone", "decoder", ".backbone", "", x)
-            x = on_cpu("decoder neck", "decoder", ".neck", "decoder", x)
-        elif model.decoder is not None and "fuser" not in parts:
-            x = made.unit(units["bev"], x)
-        if model.heads is not None:
-            x = on_cpu("head", "head", "", "head", x)
-        return made.plan(x)
+        made = PlanComposer(self.config.march)
+        output = compose_plan(
+            self.model,
+            self.parts,
+            {
+                name: form.plan(self.config.march, self._inputs(name), "--exclude names it")
+                for name, form in forms.items()
+            },
+            made,
+            shapes=self.shapes,
+            reasons={part: why_float(part, self.config.branch) for part in self.model.parts},
+        )
+        return made.plan(output)
 
     def estimates(self, forms: Mapping[str, Forms]) -> dict[str, BpuEstimate]:
         """What each unit costs, estimated."""
@@ -243,9 +206,4 @@ class SplitUnits:
 
     def _inputs(self, unit: str) -> list[tuple[int, ...]]:
         """Shapes of a unit's inputs."""
-        if unit == "camera":
-            return [self.shapes["images"]]
-        return [
-            self.shapes[name]
-            for name in (("camera", "lidar") if "fuser" in self.parts else ("fuser",))
-        ]
+        return [self.shapes[name] for name in unit_inputs(unit, self.parts)]

@@ -5,6 +5,7 @@ the model is cut, and what goes in and comes out; `export_files` writes a set by
 and holds each file and all of them in a row against the model.
 """
 
+from bevfusion.deployment._bpu import beside_bpu_layers, bpu_pieces, compose_plan, unit_inputs
 from bevfusion.deployment._check import Figures, beside_layers, join_figures
 from bevfusion.deployment._export import SetExport, export_files
 from bevfusion.deployment._files import (
@@ -36,8 +37,6 @@ from bevfusion.deployment._result import (
 from bevfusion.deployment._split import (
     UNIT_PREFIXES,
     SplitModel,
-    beside_bpu_layers,
-    bpu_pieces,
     bpu_units,
 )
 from bevfusion.deployment._text import (
@@ -77,6 +76,7 @@ __all__ = [
     "bpu_files",
     "bpu_pieces",
     "bpu_units",
+    "compose_plan",
     "export_files",
     "export_text",
     "file_box_table",
@@ -88,6 +88,7 @@ __all__ = [
     "nvidia_pieces",
     "outputs_of",
     "set_verdict",
+    "unit_inputs",
     "walk",
     "watching",
     "write_piece",

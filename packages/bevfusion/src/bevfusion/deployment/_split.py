@@ -1,19 +1,13 @@
-"""The detector in units that a BPU runs, the whole of it with others in their place, its files."""
+"""The detector in units that a BPU runs, and the whole of it with others in their place."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.ao.quantization import DeQuantStub, QuantStub
 
-from bevfusion.deployment._check import Figures, join_figures
-from bevfusion.deployment._files import LIDAR, FilePart, bpu_files
-from bevfusion.deployment._pieces import Piece
-from bevfusion.deployment._result import ExportedFile
 from bevfusion.model import BEVFusion
 from bevfusion.quantization import whole_output
 
@@ -196,99 +190,3 @@ class SplitModel(nn.Module):
                 note("fuser", value)
 
         return self._run_graph(self.graphs[unit], tell, *inputs)
-
-
-class UnitForms(Protocol):
-    """A unit's graphs, such as `bevquant_hybrid_tools.forms.Forms`."""
-
-    @property
-    def float_graph(self) -> nn.Module:
-        """Fused."""
-
-    @property
-    def fake_graph(self) -> nn.Module:
-        """Fake-quantized."""
-
-    @property
-    def integer_graph(self) -> nn.Module:
-        """In integers."""
-
-    @property
-    def prefix(self) -> str:
-        """What stands before its modules' paths in the model."""
-
-
-def bpu_pieces(
-    folded: BEVFusion, parts: Sequence[str], forms: Mapping[str, UnitForms]
-) -> list[Piece]:
-    """The files for a BPU and its CPU, in the order of execution.
-
-    Args:
-        folded: The float model, batch norms folded.
-        parts: What runs on the BPU: any of "camera", "fuser" and "decoder".
-        forms: Of the units, by name; see `bpu_units`.
-    """
-    pieces = []
-    for file in bpu_files(folded.parts, parts):
-        form = forms.get(_unit(file, parts))
-        if form is not None:
-            graphs = form.float_graph, form.fake_graph, _as_it_is(form.integer_graph)
-            pieces.append(Piece(file, "bpu", *graphs, prefix=form.prefix))
-        else:
-            module = file.module(folded)
-            pieces.append(Piece(file, "sparse" if file.name == LIDAR else "float", module, module))
-    return pieces
-
-
-def _unit(file: FilePart, on_bpu: Sequence[str]) -> str:
-    """Name of the unit that a file holds; empty for one of the CPU's."""
-    units = {"camera.backbone": ("camera", "camera"), "fuser": ("fuser", "bev"),
-             "decoder": ("decoder", "bev")}  # fmt: skip
-    part, unit = units.get(file.name, ("", ""))
-    return unit if part in on_bpu else ""
-
-
-def _as_it_is(graph: nn.Module) -> Any:
-    return lambda module, args: graph
-
-
-class UnitLayer(Protocol):
-    """A row of comparing the forms, such as `bevquant_hybrid_tools.forms.BpuLayer`."""
-
-    @property
-    def layer(self) -> str:
-        """Its path in the model."""
-
-    @property
-    def fake_sqnr_db(self) -> float | None:
-        """Of the fake-quantized result against float."""
-
-    @property
-    def integer_sqnr_db(self) -> float | None:
-        """Of the integers."""
-
-    @property
-    def max_steps(self) -> int:
-        """Largest difference of the two, in steps."""
-
-
-def beside_bpu_layers(
-    files: Iterable[ExportedFile], rows: Iterable[UnitLayer], paths: Mapping[str, str]
-) -> tuple[ExportedFile, ...]:
-    """`beside_layers` of files for a BPU.
-
-    Args:
-        files: Written for it.
-        rows: What comparing its executions gave.
-        paths: Name of what stands for a function in the unit's graph to its path in the model.
-    """
-    known: dict[tuple[str, str], list[Figures]] = defaultdict(list)
-    for row in rows:
-        scope, _, name = row.layer.rpartition(".")
-        key = (scope, "resize") if name.startswith("interpolate") else (row.layer, "")
-        known[key].append((row.fake_sqnr_db, row.integer_sqnr_db, row.max_steps))
-    named = [
-        replace(file, layers=tuple(replace(v, path=paths.get(v.path, v.path)) for v in file.layers))
-        for file in files
-    ]
-    return join_figures(named, known)
