@@ -27,7 +27,7 @@ from bevfusion_quant.export import nvidia_pieces
 from bevfusion_quant.ptq import FrameBatches, LoadedRun, PtqConfig, load_run, run_evaluate, run_ptq
 from bevfusion_quant.qat import QatConfig, QatResult, Trainer, add_up, run_qat
 from bevfusion_quant.run import as_settings, sha256
-from bevfusion_quant.steps import ModelSettings, save_model
+from bevfusion_quant.saved_run import ModelSettings, save_model
 from bevfusion_quant.train import (
     Augmentation,
     FrameSource,

@@ -28,7 +28,7 @@ from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import Backend, Branch
 from bevfusion_quant.run import Clock
-from bevfusion_quant.steps import quantized_parts, why_float
+from bevfusion_quant.stages import quantized_parts, why_float
 from bevquant_int8sim import IntegerModel, LayerComparison, simulate
 from bevquant_quantizers.ranks import Shards, current_ranks
 

@@ -34,17 +34,17 @@ from bevfusion.training import (
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import ConfigName, Place, QatOptions, TrainedBranch
+from bevfusion_quant.plan import PLAN_FILE
 from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.run import Clock, RunRecord, new_run, sha256
-from bevfusion_quant.steps import (
-    PLAN_FILE,
+from bevfusion_quant.saved_run import (
     LoadedRun,
     ModelSettings,
     load_run,
-    quantized_parts,
     read_model_settings,
     save_model,
 )
+from bevfusion_quant.stages import quantized_parts
 from bevfusion_quant.train import TrainConfig, refusing_divergence, usable_device
 from bevquant_qnn import (
     FramePart,

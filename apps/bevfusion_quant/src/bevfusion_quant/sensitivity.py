@@ -28,7 +28,7 @@ from bevfusion_quant.options import Place
 from bevfusion_quant.options import SensitivityOutput as Output
 from bevfusion_quant.report import write_found
 from bevfusion_quant.run import Clock, RunSettings, new_run, return_freed_memory
-from bevfusion_quant.steps import load_run, read_model_settings
+from bevfusion_quant.saved_run import load_run, read_model_settings
 from bevquant_qnn import BIT_OPERATIONS, Budget
 
 __all__ = [

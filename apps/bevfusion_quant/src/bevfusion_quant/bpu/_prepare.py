@@ -18,9 +18,10 @@ from bevfusion.deployment import (
     unit_inputs,
 )
 from bevfusion.model import Batch, BEVFusion
+from bevfusion.quantization import expand_patterns
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.options import BpuConfig
-from bevfusion_quant.steps import expand_patterns, why_float
+from bevfusion_quant.stages import why_float
 from bevquant_hybrid.march import use_march
 from bevquant_hybrid.partition import Plan, PlanComposer
 from bevquant_hybrid.quantization import fuse_fx

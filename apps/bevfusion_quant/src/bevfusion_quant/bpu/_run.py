@@ -24,7 +24,8 @@ from bevfusion_quant.frames import FrameBatches, finding_lines
 from bevfusion_quant.options import BpuConfig, Place
 from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.run import Clock, RunRecord, new_run, sha256
-from bevfusion_quant.steps import built_parts, fill_weights, quantized_parts, read_model_settings
+from bevfusion_quant.saved_run import read_model_settings
+from bevfusion_quant.stages import built_parts, fill_weights, quantized_parts
 from bevquant_hybrid_tools.account import folded_norms, quantized_modules
 from bevquant_hybrid_tools.forms import Forms
 from bevquant_quantizers.documents import read_tensors, write_tensors, write_whole

@@ -9,24 +9,16 @@ from typing import Any, Unpack
 
 from bev_data.points import Frame
 from bevfusion.deployment import ExportedSet, beside_bpu_layers, bpu_pieces
-from bevfusion.model import CONFIGS
+from bevfusion.model import CONFIGS, example_batch
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._export import ONNX_FOLDER, check_libraries, export_model, export_pieces
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import Place
+from bevfusion_quant.plan import PLAN_FILE, read_plan, refuse_in_files
 from bevfusion_quant.report import write_found
 from bevfusion_quant.run import Clock, new_run
-from bevfusion_quant.steps import (
-    PLAN_FILE,
-    ModelSettings,
-    example_batch,
-    fuse_branch,
-    load_run,
-    read_model_settings,
-    read_plan,
-    refuse_in_files,
-    refuse_unfolded,
-)
+from bevfusion_quant.saved_run import ModelSettings, load_run, read_model_settings, refuse_unfolded
+from bevfusion_quant.stages import fuse_branch
 from bevquant_export.targets import CPUS, cpu_at_hand, find_target, targets
 
 

@@ -31,7 +31,7 @@ from bevfusion_quant.report._format import count, decibels, finite, memory, numb
 from bevfusion_quant.report._page import Section, write_page
 from bevfusion_quant.report._sections import run_sections
 from bevfusion_quant.run import RunRecord
-from bevfusion_quant.steps import ModelSettings
+from bevfusion_quant.saved_run import ModelSettings
 
 Figure = dict[str, Any]
 

@@ -11,7 +11,7 @@ from bev_data.tables import Column, Row, Table
 from bevfusion_quant.options import Branch
 from bevfusion_quant.review._gather import Evidence, Gathered, frames_text
 from bevfusion_quant.run import AccuracySummary, ModelSummary, RunSettings, RunSummary
-from bevfusion_quant.steps import quantized_parts
+from bevfusion_quant.stages import quantized_parts
 
 COLUMNS = (
     Column("Model"), Column("mAP, of 100"), Column("less float"), Column("NDS", "minor"),

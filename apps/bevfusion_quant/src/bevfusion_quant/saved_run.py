@@ -17,6 +17,7 @@ from bevfusion.quantization import fuse_detector
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import frames_of
 from bevfusion_quant.options import Branch, FrameOptions, Method, PtqConfig
+from bevfusion_quant.plan import PLAN_FILE, apply_plan, read_plan
 from bevfusion_quant.run import (
     CONFIG_FILE,
     RunSettings,
@@ -25,9 +26,7 @@ from bevfusion_quant.run import (
     refuse_version,
     sha256,
 )
-from bevfusion_quant.steps._branches import built_parts, reads_images
-from bevfusion_quant.steps._plan import PLAN_FILE, apply_plan, read_plan
-from bevfusion_quant.steps._stages import quantize_as
+from bevfusion_quant.stages import built_parts, quantize_as, reads_images
 from bevquant_quantizers import load_ranges, save_ranges
 from bevquant_quantizers.documents import as_form, read_tensors, write_tensors
 
