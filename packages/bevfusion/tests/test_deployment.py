@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from bevfusion.deployment import FilePart, autoware_files, bpu_files, nvidia_files, walk, watching
+from bevfusion.deployment import (
+    FilePart,
+    autoware_files,
+    bpu_files,
+    bpu_pieces,
+    compose_plan,
+    nvidia_files,
+    unit_inputs,
+    walk,
+    watching,
+)
 from bevfusion.model import CONFIGS, PARTS, Batch, build_model, random_weights
 
 TINY = CONFIGS["tiny"]
@@ -50,3 +61,48 @@ def test_every_set_is_closed() -> None:
             assert known.issuperset(file.inputs.values()), file.name
             known.update(file.outputs.values())
         assert "score" in known
+
+
+class Notes:
+    """A composer that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, tuple[str, ...], str]] = []
+
+    def source(self, name: str, shape: object = None) -> str:
+        self.told.append((name, (), "source"))
+        return name
+
+    def on_cpu(self, name: str, *inputs: str, reason: str, **about: object) -> str:
+        self.told.append((name, inputs, reason))
+        return name
+
+    def unit(self, plan: str, *inputs: str) -> str:
+        self.told.append((plan, inputs, "unit"))
+        return plan
+
+
+def test_a_split_detector_is_planned_and_written_in_the_order_of_its_flow() -> None:
+    pytest.importorskip("spconv", reason="spconv is not installed")
+    model, notes = build_model(TINY), Notes()
+    parts, plans = ("camera", "fuser"), {"camera": "images' unit", "bev": "maps' unit"}
+    reasons = {"decoder": "nobody asked for it"}
+    last = compose_plan(model, parts, plans, notes, shapes={}, reasons=reasons)
+    assert last == "head"
+    flow = {name: inputs for name, inputs, _ in notes.told}
+    assert flow["images' unit"] == ("images",)
+    assert flow["view transform"] == ("images' unit", "depth")
+    assert flow["maps' unit"] == ("view transform", "LiDAR encoder")
+    assert flow["decoder neck"] == ("decoder backbone",)
+    assert ("decoder backbone", ("maps' unit",), "nobody asked for it") in notes.told
+    assert [unit_inputs(unit, parts) for unit in plans] == [("images",), ("camera", "lidar")]
+    graphs = [nn.Identity() for _ in range(3)]
+    form = SimpleNamespace(
+        float_graph=graphs[0], fake_graph=graphs[1], integer_graph=graphs[2], prefix="in."
+    )
+    pieces = {piece.file.name: piece for piece in bpu_pieces(model, parts, {"bev": form})}
+    assert (pieces["fuser"].kind, pieces["fuser"].prefix) == ("bpu", "in.")
+    assert pieces["fuser"].lower is not None
+    assert pieces["fuser"].lower(graphs[1], ()) is graphs[2]
+    assert pieces["lidar.backbone.xyz"].kind == "sparse"
+    assert pieces["decoder"].kind == "float"

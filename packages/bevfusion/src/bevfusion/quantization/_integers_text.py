@@ -16,15 +16,21 @@ QUERIES = (
 _LONGEST = 46
 
 
-def simulation_text(simulation: Simulation, *, layers: bool) -> str:
-    """What departs first, then tables: layers if wanted, stages, detections; kernels and time."""
+def simulation_text(simulation: Simulation, *, layers: bool, reasons_in: str = "`islands`") -> str:
+    """What departs first, then tables: layers if wanted, stages, detections; kernels and time.
+
+    Args:
+        simulation: From `simulate_detector`.
+        layers: Whether each layer has a line.
+        reasons_in: Where a reader finds why steps run in float.
+    """
     parts = ["\n".join(_verdict(simulation)), _stage_table(simulation)]
     if layers:
         computed = [row for row in simulation.layers if in_integers(row)]
         floats = len(simulation.layers) - len(computed)
         counted = [island.share for island in simulation.islands if island.share is not None]
         much = f" with {100 * sum(counted):.2g} % of the operations" if counted else ""
-        steps = f"\nand {_counted(floats, 'step')} in float{much}; the page says why"
+        steps = f"\nand {_counted(floats, 'step')} in float{much}; {reasons_in} says why"
         more = steps if floats else ""
         parts.insert(0, _layer_table(computed) + more)
     if simulation.agreement:
