@@ -26,7 +26,7 @@ def test_each_place_shows_its_columns() -> None:
         "fuser       9 (8 … 10)",
     ]
     page = table.on_page()
-    assert [column.title for column in page.columns] == ["Layer", ""]
+    assert [column.title for column in page.columns] == ["Layer", "Bar"]
     assert [len(row.cells) for row in page.rows] == [2, 2]
 
 
