@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bev_data.metrics import (
     Accuracy,
-    AgreementRow,
-    FoundRow,
     accuracy_text,
     agreement_text,
     or_dash,
 )
 from bev_data.tables import CellParts, Row, Table, table_of
-from bevfusion.quantization import Judgement, layer_table
+from bevfusion.deployment import SplitComparison, split_stage_table
+from bevfusion.quantization import layer_table
 from bevquant_hybrid.operators import load_support_table
 from bevquant_hybrid.partition import Plan, PlanNode
 from bevquant_hybrid_tools.account import (
@@ -24,39 +23,7 @@ from bevquant_hybrid_tools.account import (
     nodes_on_cpu,
     segments_text,
 )
-from bevquant_hybrid_tools.forms import BpuEstimate, BpuLayer
-
-
-@dataclass(frozen=True)
-class BpuStage:
-    """The end of one stage, over all frames: both quantized models against float."""
-
-    stage: str
-    title: str
-    channels: int
-    fake_sqnr_db: float | None
-    fake_cosine: float | None
-    integer_sqnr_db: float | None
-    integer_cosine: float | None
-
-
-@dataclass(frozen=True, eq=False)
-class BpuComparison:
-    """Everything that was compared.
-
-    Attributes:
-        judgement: Float against fake-quantized, as the report shows it.
-        layers: Operators on the BPU in the order of execution.
-        stages: Of the model, in order.
-        agreement: Detections, float against integers; empty without a head.
-        found: Labelled objects that both find.
-    """
-
-    judgement: Judgement
-    layers: tuple[BpuLayer, ...]
-    stages: tuple[BpuStage, ...]
-    agreement: tuple[AgreementRow, ...]
-    found: tuple[FoundRow, ...]
+from bevquant_hybrid_tools.forms import BpuEstimate
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +39,7 @@ class BpuOutcome:
     """
 
     plan: Plan
-    comparison: BpuComparison
+    comparison: SplitComparison
     estimates: Mapping[str, BpuEstimate]
     accuracy: Accuracy | None = None
 
@@ -133,19 +100,6 @@ def boundary_table(plan: Plan) -> Table:
     return replace(table, rows=[*table.rows, together])
 
 
-def bpu_stage_table(stages: Sequence[BpuStage]) -> Table:
-    """Fake-quantized and integer model against float at the end of each stage."""
-    columns = {
-        "Stage": "{title}",
-        "Channels": "{channels}",
-        "Fake dB": "{fake_sqnr_db:.1f}",
-        "Integer dB": "{integer_sqnr_db:.1f}",
-        "Fake cosine": "{fake_cosine:.6f}",
-        "Integer cosine": "{integer_cosine:.6f}",
-    }
-    return table_of("SQNR and cosine against float", stages, columns, "wide")
-
-
 BPU_UNITS = {"camera": "camera", "bev": "bird's-eye view"}
 
 
@@ -156,7 +110,7 @@ def bpu_text(outcome: BpuOutcome) -> Iterator[str]:
     yield "Float against fake-quantized, output of each layer on the BPU"
     yield layer_table(judgement.layers)
     yield "Stages, fake-quantized and integers against float"
-    yield bpu_stage_table(comparison.stages).text()
+    yield split_stage_table(comparison.stages).text()
     if judgement.agreement:
         yield "Detections, float against fake-quantized, same class"
         yield agreement_text(judgement.agreement, judgement.found)

@@ -7,26 +7,37 @@ from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
+from bev_data.metrics import AccuracyTally
 from bevfusion.deployment import (
     UNIT_PREFIXES,
+    SplitComparison,
     SplitModel,
     bpu_units,
     compose_plan,
+    judge_split,
+    stage_shapes,
     unit_inputs,
 )
-from bevfusion.model import Batch, BEVFusion
+from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
 from bevfusion.quantization import expand_patterns
 from bevfusion_quant._errors import InputError
+from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import BpuConfig
 from bevfusion_quant.stages import why_float
 from bevquant_hybrid.march import use_march
 from bevquant_hybrid.partition import Plan, PlanComposer
+from bevquant_hybrid.qtensor import as_float
 from bevquant_hybrid.quantization import fuse_fx
 from bevquant_hybrid_tools import forms as dense
-from bevquant_hybrid_tools.forms import BpuEstimate, Forms, finished_forms, run_noting
+from bevquant_hybrid_tools.forms import (
+    BpuEstimate,
+    Forms,
+    FormsComparison,
+    finished_forms,
+    run_noting,
+)
 
 _PARTS: dict[str, tuple[str, ...]] = {
     "camera": ("camera",),
@@ -57,6 +68,9 @@ def bpu_parts(branch: str) -> tuple[str, ...]:
             "--target bpu out"
         )
     return _PARTS[branch]
+
+
+Judge = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class Models(NamedTuple):
@@ -148,17 +162,9 @@ class SplitUnits:
     def run(self, graphs: Mapping[str, Any], batches: Iterable[Batch]) -> None:
         """Run the whole model with the graphs in it; the shapes of its stages are kept."""
         split = SplitModel(self.model, graphs, self.parts, run_noting)
-
-        def keep(name: str, value: Tensor) -> None:
-            self.shapes.setdefault(name, tuple(value.shape))
-
         for batch in batches:
-            sources = {"images": batch.images, "depth": batch.depth, "voxels": batch.features}
-            for name, value in sources.items():
-                if value is not None:
-                    keep(name, value if name == "voxels" else value.flatten(0, 1))
-            with torch.no_grad():
-                split(*batch, note=keep)
+            for name, shape in stage_shapes(split, batch).items():
+                self.shapes.setdefault(name, shape)
 
     def finished(
         self,
@@ -208,3 +214,29 @@ class SplitUnits:
     def _inputs(self, unit: str) -> list[tuple[int, ...]]:
         """Shapes of a unit's inputs."""
         return [self.shapes[name] for name in unit_inputs(unit, self.parts)]
+
+
+def compare_forms(
+    models: Models,
+    forms: Mapping[str, Forms],
+    batches: FrameBatches,
+    config: BEVFusionConfig,
+    accuracy: AccuracyTally | None = None,
+) -> SplitComparison:
+    """`bevfusion.deployment.judge_split` of the three models.
+
+    Args:
+        models: Float, fake-quantized, integers.
+        forms: Of the units in them.
+        batches: At least one.
+        config: Sizes.
+        accuracy: Is handed the models' detections, as "float", "quantized" and "integer".
+    """
+
+    def on_floats(judge: Judge) -> Judge:
+        return lambda wanted, fake, got: judge(wanted, as_float(fake), as_float(got))
+
+    def comparing(stages: Mapping[str, Judge]) -> FormsComparison:
+        return FormsComparison(forms, {name: on_floats(judge) for name, judge in stages.items()})
+
+    return judge_split(models, comparing, batches, config, accuracy)

@@ -17,8 +17,7 @@ from bevfusion.evaluation import PoorData, accuracy_tally, data_findings
 from bevfusion.model import CONFIGS, PART_PATHS, BEVFusion, build_model
 from bevfusion.quantization import relative_change, whole_output
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.bpu._compare import compare_forms
-from bevfusion_quant.bpu._prepare import Models, SplitUnits, bpu_parts, for_march
+from bevfusion_quant.bpu._prepare import Models, SplitUnits, bpu_parts, compare_forms, for_march
 from bevfusion_quant.bpu_outcome import BpuOutcome
 from bevfusion_quant.frames import FrameBatches, finding_lines
 from bevfusion_quant.options import BpuConfig, Place

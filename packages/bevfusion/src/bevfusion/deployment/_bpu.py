@@ -10,13 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from bevfusion.deployment._check import Figures, join_figures
 from bevfusion.deployment._files import LIDAR, FilePart, bpu_files
 from bevfusion.deployment._pieces import Piece
 from bevfusion.deployment._result import ExportedFile
-from bevfusion.model import PART_PATHS, BEVFusion
+from bevfusion.deployment._split import SplitModel
+from bevfusion.model import PART_PATHS, Batch, BEVFusion
 
 Shape = tuple[int, ...]
 PlanOfUnit = TypeVar("PlanOfUnit", contravariant=True)
@@ -51,8 +53,27 @@ class Composer(Protocol[PlanOfUnit]):
         """A part with a plan of its own."""
 
 
+def stage_shapes(split: SplitModel, batch: Batch) -> dict[str, Shape]:
+    """Run the model; the shapes of what it reads and of what it notes, by name.
+
+    The images and depth images of all cameras of all frames lie behind each other.
+    """
+    shapes: dict[str, Shape] = {}
+
+    def keep(name: str, value: Tensor) -> None:
+        shapes.setdefault(name, tuple(value.shape))
+
+    sources = {"images": batch.images, "depth": batch.depth, "voxels": batch.features}
+    for name, value in sources.items():
+        if value is not None:
+            keep(name, value if name == "voxels" else value.flatten(0, 1))
+    with torch.no_grad():
+        split(*batch, note=keep)
+    return shapes
+
+
 def unit_inputs(unit: str, parts: Sequence[str]) -> tuple[str, ...]:
-    """What a unit reads, under the names that `SplitModel` notes.
+    """What a unit reads, under the names that `stage_shapes` has.
 
     Args:
         unit: "camera" or "bev".
@@ -79,7 +100,7 @@ def compose_plan(
         parts: What runs on the BPU: any of "camera", "fuser" and "decoder".
         units: The plan of each unit; see `bpu_units`.
         made: Takes the nodes, in the order of execution.
-        shapes: Of what `SplitModel` notes, and of "images", "depth" and "voxels".
+        shapes: From `stage_shapes`.
         reasons: Why each part that a BPU could run and that is not in `parts` runs on the CPU.
 
     Returns:
