@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, cast
 
-import torch
 from tqdm import tqdm
 
 from bev_data.metrics import Accuracy
@@ -62,11 +61,11 @@ __all__ = [
     "QatResult",
     "RangeFollower",
     "StepSum",
-    "Trainer",
     "add_up",
     "parts_in_order",
     "read_trainable",
     "run_qat",
+    "trainer_for",
     "weighted_layers",
 ]
 
@@ -108,27 +107,12 @@ class QatConfig(QatOptions):
         return self.steps // 2 if self.freeze_after is None else self.freeze_after
 
 
-class Trainer(QatDetectorTrainer):
-    """`bevfusion.quantization.QatDetectorTrainer` as the configuration of a run says.
-
-    Args:
-        model: Calibrated; changed in place.
-        teacher: The float model to stay near, or None.
-        frames: To train on.
-        config: How.
-        device: Where both models are.
-    """
-
-    def __init__(
-        self,
-        model: BEVFusion,
-        teacher: BEVFusion | None,
-        frames: PreparedFrames,
-        config: QatConfig,
-        device: torch.device,
-    ) -> None:
-        told = {name: getattr(config, name) for name in _TRAINED_BY}
-        super().__init__(model.to(device), frames, teacher=teacher, **told)
+def trainer_for(
+    config: QatConfig, model: BEVFusion, teacher: BEVFusion | None, frames: PreparedFrames
+) -> QatDetectorTrainer:
+    """What trains the calibrated model, in place, as the configuration says."""
+    told = {name: getattr(config, name) for name in _TRAINED_BY}
+    return QatDetectorTrainer(model, frames, teacher=teacher, **told)
 
 
 _TRAINED_BY = (
@@ -261,7 +245,7 @@ def run_qat(
             frames = prepare() if frames is None else frames
         shown = source.open()[:1] if judge_by is None else judge_by.open()
         teacher = copy.deepcopy(loaded.float_model).to(target) if config.distill else None
-        trainer = Trainer(loaded.quantized_model.to(target), teacher, frames, config, target)
+        trainer = trainer_for(config, loaded.quantized_model.to(target), teacher, frames)
         if begun is None:
             trainer.survey()
         work.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,6 @@ from bevfusion_quant.options._choices import (
     Target,
     TrainedBranch,
     WeightLayout,
-    unknown_name,
 )
 from bevfusion_quant.options._run import (
     BootstrapOptions,
@@ -74,5 +73,4 @@ __all__ = [
     "check_options",
     "config_from",
     "free_name",
-    "unknown_name",
 ]
