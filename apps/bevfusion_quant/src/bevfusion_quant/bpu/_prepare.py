@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -28,7 +29,6 @@ from bevfusion_quant.options import BpuConfig
 from bevfusion_quant.stages import why_float
 from bevquant_hybrid.march import use_march
 from bevquant_hybrid.partition import Plan, PlanComposer
-from bevquant_hybrid.qtensor import as_float
 from bevquant_hybrid.quantization import fuse_fx
 from bevquant_hybrid_tools import forms as dense
 from bevquant_hybrid_tools.forms import (
@@ -68,9 +68,6 @@ def bpu_parts(branch: str) -> tuple[str, ...]:
             "--target bpu out"
         )
     return _PARTS[branch]
-
-
-Judge = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class Models(NamedTuple):
@@ -232,11 +229,4 @@ def compare_forms(
         config: Sizes.
         accuracy: Is handed the models' detections, as "float", "quantized" and "integer".
     """
-
-    def on_floats(judge: Judge) -> Judge:
-        return lambda wanted, fake, got: judge(wanted, as_float(fake), as_float(got))
-
-    def comparing(stages: Mapping[str, Judge]) -> FormsComparison:
-        return FormsComparison(forms, {name: on_floats(judge) for name, judge in stages.items()})
-
-    return judge_split(models, comparing, batches, config, accuracy)
+    return judge_split(models, partial(FormsComparison, forms), batches, config, accuracy)

@@ -18,7 +18,7 @@ from bevfusion.quantization import STAGE_TITLES, Judgement, StageProbe, whole_ou
 from bevquant_qnn import LayerRow, PairSums
 
 JudgeStage = Callable[[Tensor, Tensor, Tensor], None]
-"""Takes a stage's float values, the fake-quantized ones and those of the integers as floats."""
+"""Takes a stage's float values, the fake-quantized ones and those of the integers."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class _Stage:
         self.fake, self.integers = StageProbe(name, ""), PairSums()
 
     def judge(self, wanted: Tensor, fake: Tensor, got: Tensor) -> None:
-        self.fake.add(wanted, fake)
-        self.integers.add(wanted, got)
+        self.fake.add(wanted, fake.dequantize())
+        self.integers.add(wanted, got.dequantize())
 
     def row(self) -> SplitStage:
         row, integers = self.fake.result().row, self.integers
@@ -92,7 +92,8 @@ def judge_split(
 
     Args:
         models: Float, fake-quantized, integers; their parts in float are the same modules.
-        comparing: Makes what compares their units, of what takes the values at each stage's end.
+        comparing: Makes what compares their units, given what takes the values at each stage's
+            end, such as ``partial(FormsComparison, forms)`` of `bevquant_hybrid_tools.forms`.
         batches: At least one.
         config: Sizes.
         accuracy: Is handed the models' detections, as "float", "quantized" and "integer".

@@ -33,10 +33,6 @@ OUTPUTS = ("map", "heatmap")
 _HEATMAP = "heads.object.heatmap_head"
 
 
-def _nothing() -> None:
-    """Do nothing before a frame."""
-
-
 class FramesInTurn(Sequence["Batch"]):
     """The frames, one by one.
 
@@ -112,7 +108,7 @@ def measure_sensitivity(
     without: bool = True,
     estimate: bool = False,
     shards: Shards | None = None,
-    before_each: Callable[[], None] = _nothing,
+    before_each: Callable[[], None] = lambda: None,
 ) -> SensitivityTable:
     """Measure what every group of layers loses: `bevquant_qnn.sensitivity` of the detector.
 
@@ -205,7 +201,7 @@ def refine_within(
     output: str | None = None,
     rounds: int = 2,
     shards: Shards | None = None,
-    before_each: Callable[[], None] = _nothing,
+    before_each: Callable[[], None] = lambda: None,
 ) -> RefinedPlan:
     """The best measured plan in the budget: `bevquant_qnn.refine_plan` of the detector.
 
