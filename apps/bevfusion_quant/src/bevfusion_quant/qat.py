@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,9 +32,9 @@ from bevfusion.training import (
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import ConfigName, Place, QatOptions, TrainedBranch
-from bevfusion_quant.plan import PLAN_FILE
+from bevfusion_quant.plan import PLAN_FILE, read_plan
 from bevfusion_quant.report import JudgedRun
-from bevfusion_quant.run import Clock, RunRecord, new_run, sha256
+from bevfusion_quant.run import Clock, RunRecord, new_run
 from bevfusion_quant.saved_run import (
     LoadedRun,
     ModelSettings,
@@ -368,14 +367,11 @@ def write_run(
         judgement = judge(start.float_model, model, batches.head(1), sizes)
     if not current_ranks().first:
         return accuracy
-    folder = record.folder
     judged_run = JudgedRun(record, sizes, batches, judgement, accuracy=accuracy)
     judged_run.draw(quantized_parts(branch)[-1])
     with clock.step("write"):
-        digests = save_model(folder, model, start.float_model)
-        if ran.plan is not None:
-            shutil.copyfile(run / PLAN_FILE, folder / PLAN_FILE)
-            digests[PLAN_FILE] = sha256(folder / PLAN_FILE)
+        plan = None if ran.plan is None else read_plan(run / PLAN_FILE)
+        digests = save_model(record.folder, model, start.float_model, plan)
         record.write_settings({**ran.written, "cameras": cameras, "sha256": digests, "qat": told})
     settings = {
         key: value for key, value in told["settings"].items() if key not in ("run", "cameras")

@@ -43,7 +43,8 @@ class CellParts(TypedDict, total=False):
         interval: An interval below the text.
         code: Whether the text is a name on disk or a command.
         badge: Class of a mark around the text.
-        bars: Bars to draw; see the macro of that name.
+        bars: Bars to draw: the `height` of all, a `label`, and `blocks`, each with its `kind`,
+            `left`, `top`, `width` and `height`; 100 is the width of the cell.
     """
 
     text: str

@@ -11,7 +11,7 @@ from bev_data.metrics import Accuracy, accuracy_notes, model_tables
 from bev_data.tables import Cell, CellParts, Table, plain_table
 from bevfusion_quant.options import PtqOptions, TargetOptions
 from bevfusion_quant.report import ReportContent, Section, head, reproduce, setting_text, write_page
-from bevfusion_quant.run import RunRecord, RunSettings
+from bevfusion_quant.run import PAGE_FILE, RunRecord, RunSettings
 
 __all__ = ["ComparedRun", "Comparison", "comparison_text", "write_comparison_page"]
 
@@ -127,7 +127,7 @@ def write_comparison_page(record: RunRecord, comparison: Comparison, frames: Seq
     }
     again = reproduce(content)
     sections = [Section("comparison", "Comparison", data), *([] if again is None else [again])]
-    return write_page(record.folder / "report.html", title, head(content), sections)
+    return write_page(record.folder / PAGE_FILE, title, head(content), sections)
 
 
 def comparison_text(comparison: Comparison) -> tuple[str, ...]:

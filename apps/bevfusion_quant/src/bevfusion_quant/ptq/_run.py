@@ -28,7 +28,6 @@ from bevfusion_quant.integer import (
 )
 from bevfusion_quant.options import Place, PtqConfig
 from bevfusion_quant.plan import (
-    PLAN_FILE,
     apply_plan,
     before_calibration,
     planned_layers,
@@ -36,7 +35,7 @@ from bevfusion_quant.plan import (
     refuse_in_files,
 )
 from bevfusion_quant.report import JudgedRun
-from bevfusion_quant.run import Clock, new_run, plain, sha256
+from bevfusion_quant.run import Clock, new_run, plain
 from bevfusion_quant.saved_run import load_run, read_model_settings, refuse_unfolded, save_model
 from bevfusion_quant.stages import (
     built_parts,
@@ -194,10 +193,7 @@ def run_ptq(
         )  # fmt: skip
         judged.draw(quantized_parts(config.branch)[-1])
         with clock.step("write"):
-            digests = save_model(folder, quantized.model, fused.model)
-            if plan is not None:
-                plan.save(folder / PLAN_FILE)
-                digests[PLAN_FILE] = sha256(folder / PLAN_FILE)
+            digests = save_model(folder, quantized.model, fused.model, plan)
             record.write_settings(
                 {
                     **asdict(config),

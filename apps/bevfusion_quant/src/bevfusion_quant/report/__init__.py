@@ -1,6 +1,7 @@
 """One self-contained page on which a reviewer judges a quantized model."""
 
 from bevfusion_quant.report._content import (
+    LOW_SQNR_DB,
     ReportBoxes,
     ReportContent,
     ReportFigure,
@@ -13,6 +14,7 @@ from bevfusion_quant.report._run_page import JudgedRun, head, write_found, write
 from bevfusion_quant.report._sections.reproduce import section as reproduce
 
 __all__ = [
+    "LOW_SQNR_DB",
     "PAGE_DATA",
     "JudgedRun",
     "ReportBoxes",

@@ -30,7 +30,7 @@ from bevfusion_quant.report._content import (
 from bevfusion_quant.report._format import count, decibels, finite, memory, number, plural, seconds
 from bevfusion_quant.report._page import Section, write_page
 from bevfusion_quant.report._sections import run_sections
-from bevfusion_quant.run import RunRecord
+from bevfusion_quant.run import PAGE_FILE, RunRecord
 from bevfusion_quant.saved_run import ModelSettings
 
 Figure = dict[str, Any]
@@ -240,7 +240,7 @@ class JudgedRun:
                 **self.record.on_page(settings),
                 **self.records,
             )
-            write_report(self.record.folder / "report.html", content)
+            write_report(self.record.folder / PAGE_FILE, content)
 
     def write_summary(self, told: Mapping[str, Any]) -> tuple[dict[str, float], float]:
         """summary.json: what is told, then all that was found.
@@ -287,7 +287,7 @@ def write_found(
             **found,
             **record.on_page(settings),
         )
-        write_report(record.folder / "report.html", page)
+        write_report(record.folder / PAGE_FILE, page)
     summaries = {name: value.summary() for name, value in found.items()}
     return record.write_summary({**settings, "frames": frames, **summaries})
 

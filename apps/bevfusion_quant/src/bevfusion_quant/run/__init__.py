@@ -3,6 +3,7 @@
 from bevfusion_quant.run._folder import (
     CONFIG_FILE,
     DIGESTS_FILE,
+    PAGE_FILE,
     RUN_FORMAT,
     RUN_VERSIONS,
     read_digests,
@@ -39,6 +40,7 @@ from bevfusion_quant.run._record import (
 __all__ = [
     "CONFIG_FILE",
     "DIGESTS_FILE",
+    "PAGE_FILE",
     "RUN_FORMAT",
     "RUN_VERSIONS",
     "SUMMARY_FILE",
