@@ -34,7 +34,7 @@ ALLOWED = {
     "bevfusion.random_weights": "fits the statistics that a module holds, by running it",
     "bevfusion._fill": "draws the parameters that a module holds, by what they are for",
     "bevfusion_quant.keep_batch_norms": _LISTS,
-    "bevfusion_quant.folding_record": _LISTS,
+    "bevquant_hybrid_tools.folded_norms": _LISTS,
     "bevquant_int8sim.layer_calls": "behind attention nothing is taken, whoever's forward it is",
     "bevquant_int8sim._norm_layers": "pairs what `quantize_model` made with what it was made of",
     # bevquant_fusion: `bn_problem` and `conv_problem` have refused code of its own, or a graph

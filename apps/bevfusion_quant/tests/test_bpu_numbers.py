@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from bpu_split import TINY, Split, split
 
-from bevfusion_quant.bpu import compare_forms
-from bevfusion_quant.results import BpuComparison
+from bevfusion_quant.bpu import BpuComparison, compare_forms
 from bevquant_hybrid.qtensor import QTensor, as_float
 
 CONV1 = "camera/backbone_conv1"

@@ -21,6 +21,7 @@ from bevfusion_quant.commands.qat import Qat
 from bevfusion_quant.commands.train import Train
 from bevfusion_quant.ptq import PtqConfig, is_detector
 from bevfusion_quant.qat import QatConfig
+from bevfusion_quant.sensitivity import sensitivity_output
 from bevfusion_quant.train import TRAINED_BRANCHES, TrainConfig
 from bevquant_hybrid.march import KNOWN
 from bevquant_int8sim import backend_report
@@ -64,6 +65,12 @@ def test_names_of_other_packages_are_theirs() -> None:
     assert named(options.Rounding) == set(get_args(rounding))
     precisions = get_args(get_type_hints(PlannedGroup)["precision"])
     assert {*named(options.Precision), "float"} == set(precisions)
+    with pytest.raises(ValueError, match="nope") as unknown:
+        sensitivity_output(torch.nn.Identity(), "nope")
+    assert set(get_args(options.SensitivityMetric)) == listed(unknown)
+    with pytest.raises(ValueError, match=r"nope.*map or heatmap"):
+        sensitivity_output(torch.nn.Identity(), "sqnr", "nope")
+    assert get_args(options.SensitivityOutput) == ("map", "heatmap")
     backends = {status.name for status in backend_report()}
     assert named(options.Backend) == {"auto", *backends}
     assert named(options.MarchName) <= set(KNOWN)

@@ -15,6 +15,7 @@ from without_pictures import without_pictures
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.export import nvidia_pieces, write_piece
+from bevfusion_quant.plan import apply_plan, before_calibration, read_plan
 from bevfusion_quant.ptq import (
     FrameBatches,
     LoadedRun,
@@ -22,7 +23,6 @@ from bevfusion_quant.ptq import (
     load_run,
     run_ptq,
 )
-from bevfusion_quant.steps import apply_plan, before_calibration, read_plan
 from bevquant_int8sim import simulate
 from bevquant_qnn import PlannedGroup, PrecisionPlan, precision_groups
 

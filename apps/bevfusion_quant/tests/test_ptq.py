@@ -143,7 +143,7 @@ def test_overwrite_replaces_only_with_the_flag(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("bev_picture", "layer_picture"):
-        monkeypatch.setattr(f"bevfusion_quant.pictures.{name}", lambda *_: [])
+        monkeypatch.setattr(f"bevfusion.pictures.{name}", lambda *_: [])
     frames = [Frame("frame3", cloud(seed=3))]
     config = PtqConfig("tiny", method="max")
     (tmp_path / "b").mkdir()

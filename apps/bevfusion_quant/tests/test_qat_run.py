@@ -20,14 +20,15 @@ from without_pictures import without_pictures
 from bev_data.points import Frame
 from bev_scenes import street_frame
 from bevfusion.model import CONFIGS
+from bevfusion.quantization import QatDetectorTrainer
 from bevfusion.training import make_batch, order_of
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.export import nvidia_pieces
 from bevfusion_quant.ptq import FrameBatches, LoadedRun, PtqConfig, load_run, run_evaluate, run_ptq
-from bevfusion_quant.qat import QatConfig, QatResult, Trainer, add_up, run_qat
+from bevfusion_quant.qat import QatConfig, QatResult, add_up, run_qat, trainer_for
 from bevfusion_quant.run import as_settings, sha256
-from bevfusion_quant.steps import ModelSettings, save_model
+from bevfusion_quant.saved_run import ModelSettings, save_model
 from bevfusion_quant.train import (
     Augmentation,
     FrameSource,
@@ -90,12 +91,12 @@ def qat(runs: Path, to: Path, run: str | Path = "ptq", **given: Any) -> QatResul
         return run_qat(runs / run, source, config, runs=to, workers=0, cache=cache, **options)
 
 
-def trainer(runs: Path, start: LoadedRun, **given: Any) -> Trainer:
+def trainer(runs: Path, start: LoadedRun, **given: Any) -> QatDetectorTrainer:
     loaded = copy.deepcopy(start)
     config = QatConfig(**{"steps": 3, "batch": 2, **given})
     frames = prepare_frames(SOURCE, TrainConfig(branch="lidar"), runs / "frames", workers=0)
     teacher = loaded.float_model if config.distill else None
-    made = Trainer(loaded.quantized_model, teacher, frames, config, CPU)
+    made = trainer_for(config, loaded.quantized_model, teacher, frames)
     made.survey()
     return made
 
@@ -148,7 +149,7 @@ def test_distillation_pulls_the_map_to_the_float_models(runs: Path, start: Loade
     assert apart[1] < 0.5 * apart[0]
 
 
-def _distance(learning: Trainer, exact: torch.nn.Module) -> float:
+def _distance(learning: QatDetectorTrainer, exact: torch.nn.Module) -> float:
     batch, _ = make_batch([learning._frames[0]], [Motion()], learning.model)
     maps = []
     for model in (learning.model.eval(), exact):
@@ -161,14 +162,14 @@ def _distance(learning: Trainer, exact: torch.nn.Module) -> float:
 
 def _stopped_at_once(runs: Path, to: Path, **given: Any) -> None:
     """Train, with SIGTERM sent while the first step is under way."""
-    step = Trainer.step
+    step = QatDetectorTrainer.step
 
-    def stop(self: Trainer, number: int) -> list[float]:
+    def stop(self: QatDetectorTrainer, number: int) -> list[float]:
         os.kill(os.getpid(), signal.SIGTERM)
         return step(self, number)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "step", stop)
+        patch.setattr(QatDetectorTrainer, "step", stop)
         qat(runs, to, **given)
 
 
@@ -199,17 +200,17 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(
 def test_a_kill_leaves_the_checkpoint_before(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Trainer.step
+    step = QatDetectorTrainer.step
 
     class Killed(BaseException):
         pass
 
-    def kill(self: Trainer, number: int) -> list[float]:
+    def kill(self: QatDetectorTrainer, number: int) -> list[float]:
         if number == 1:
             raise Killed
         return step(self, number)
 
-    monkeypatch.setattr(Trainer, "step", kill)
+    monkeypatch.setattr(QatDetectorTrainer, "step", kill)
     with pytest.raises(Killed):
         qat(runs, tmp_path, checkpoint_every=1)
     assert read_checkpoint(tmp_path / "qat.training" / "checkpoint.safetensors").step == 1

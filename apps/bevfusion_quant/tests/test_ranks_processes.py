@@ -41,7 +41,7 @@ STARTER = """
 import gc, json, os, sys
 gc.disable()  # a tenth of what imports and captures take
 import sympy, spconv.pytorch, torch, torch.distributed, torch._dynamo.convert_frame, torch.export
-import bev_scenes, bevfusion_quant.pictures, bevfusion_quant.ptq, bevfusion_quant.commands.ptq
+import bev_scenes, bevfusion.pictures, bevfusion_quant.ptq, bevfusion_quant.commands.ptq
 
 for line in sys.stdin:
     ranks = []

@@ -284,7 +284,7 @@ def test_runs_for_a_bpu_and_bare_branches_are_named(
         run_sensitivity(tmp_path, frames, runs=tmp_path)
     with pytest.raises(InputError, match="name one or more of int4, int8, int16"):
         run_sensitivity(runs / "a", frames, precisions=("int3",), runs=tmp_path)
-    with pytest.raises(InputError, match="--metric psnr: expected one of"):
+    with pytest.raises(InputError, match="metric='psnr': expected one of"):
         sensitivity_output(loaded.quantized_model, "psnr")
     assert parse_budget("score=35").score == 35
 

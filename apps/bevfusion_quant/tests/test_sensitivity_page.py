@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bevfusion_quant.report import ReportContent, write_report
-from bevfusion_quant.sensitivity import SensitivityOutcome, sensitivity_text
+from bevfusion_quant.sensitivity import SensitivityOutcome
 from bevquant_qnn import PlannedGroup, PrecisionPlan, SensitivityRow, SensitivityTable
 
 EVIL = "encoders.lidar.</script><script>window.hurt=1</script>"
@@ -41,20 +41,6 @@ def test_names_are_escaped_and_other_pages_have_no_section(page: Path, tmp_path:
     assert "<script>window.hurt" not in text
     without = write_report(tmp_path / "without.html", ReportContent("made up"))
     assert "sensitivity" not in without.read_text(encoding="utf-8")
-
-
-def test_the_terminal_has_the_worst_first(outcome: SensitivityOutcome) -> None:
-    headline, table, plan = sensitivity_text(outcome)
-    assert headline.endswith("float 144.5, quantized 19.0 dB")
-    lines = table.splitlines()
-    assert len(lines) == 2 + LAYERS
-    assert EVIL.removeprefix("encoders.") in lines[2]
-    assert lines[2].split()[-1] == "float"
-    # Noise powers halve every 3 dB: 1 of 1 + 10^-0.05 + 10^-0.1 + … .
-    share = (1 - 10**-0.05) / (1 - 10 ** (-0.05 * LAYERS))
-    assert f"{share:.1%}" in lines[2]
-    assert "+1.0" in lines[2]
-    assert plan.startswith("Plan for time=1.2: 3 float, 37 int8; estimated time 1.2")
 
 
 def test_chromium_draws_it_in_both_schemes_and_on_a_phone(

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from bevfusion.deployment import FilePart, autoware_files, bpu_files, nvidia_files, walk, watching
-from bevfusion.model import CONFIGS, PARTS, Batch, build_model, random_weights
+from bevfusion.deployment import (
+    FilePart,
+    SplitModel,
+    autoware_files,
+    bpu_files,
+    bpu_pieces,
+    compose_plan,
+    judge_split,
+    nvidia_files,
+    split_stage_table,
+    stage_shapes,
+    unit_inputs,
+    walk,
+    watching,
+)
+from bevfusion.model import CONFIGS, PARTS, Batch, build_model, example_batch, random_weights
 
 TINY = CONFIGS["tiny"]
 
@@ -50,3 +66,92 @@ def test_every_set_is_closed() -> None:
             assert known.issuperset(file.inputs.values()), file.name
             known.update(file.outputs.values())
         assert "score" in known
+
+
+class Notes:
+    """A composer that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, tuple[str, ...], str]] = []
+
+    def source(self, name: str, shape: object = None) -> str:
+        self.told.append((name, (), "source"))
+        return name
+
+    def on_cpu(self, name: str, *inputs: str, reason: str, **about: object) -> str:
+        self.told.append((name, inputs, reason))
+        return name
+
+    def unit(self, plan: str, *inputs: str) -> str:
+        self.told.append((plan, inputs, "unit"))
+        return plan
+
+
+def test_a_split_detector_is_planned_and_written_in_the_order_of_its_flow() -> None:
+    pytest.importorskip("spconv", reason="spconv is not installed")
+    model, notes = build_model(TINY), Notes()
+    parts, plans = ("camera", "fuser"), {"camera": "images' unit", "bev": "maps' unit"}
+    reasons = {"decoder": "nobody asked for it"}
+    last = compose_plan(model, parts, plans, notes, shapes={}, reasons=reasons)
+    assert last == "head"
+    flow = {name: inputs for name, inputs, _ in notes.told}
+    assert flow["images' unit"] == ("images",)
+    assert flow["view transform"] == ("images' unit", "depth")
+    assert flow["maps' unit"] == ("view transform", "LiDAR encoder")
+    assert flow["decoder neck"] == ("decoder backbone",)
+    assert ("decoder backbone", ("maps' unit",), "nobody asked for it") in notes.told
+    assert [unit_inputs(unit, parts) for unit in plans] == [("images",), ("camera", "lidar")]
+    graphs = [nn.Identity() for _ in range(3)]
+    form = SimpleNamespace(
+        float_graph=graphs[0], fake_graph=graphs[1], integer_graph=graphs[2], prefix="in."
+    )
+    pieces = {piece.file.name: piece for piece in bpu_pieces(model, parts, {"bev": form})}
+    assert (pieces["fuser"].kind, pieces["fuser"].prefix) == ("bpu", "in.")
+    assert pieces["fuser"].lower is not None
+    assert pieces["fuser"].lower(graphs[1], ()) is graphs[2]
+    assert pieces["lidar.backbone.xyz"].kind == "sparse"
+    assert pieces["decoder"].kind == "float"
+
+
+class InTurn:
+    """Runs three models one after the other, and hands over what they note."""
+
+    def __init__(self, stages: Mapping[str, Any]) -> None:
+        self.stages = stages
+
+    def run(self, models: Sequence[Any]) -> tuple[Any, ...]:
+        told: list[dict[str, Tensor]] = []
+        outputs = []
+        for model in models:
+            told.append({})
+            outputs.append(model(told[-1].__setitem__))
+        for name in told[0]:
+            self.stages[name](*(values[name] for values in told))
+        return tuple(outputs)
+
+    def layers(self) -> tuple[()]:
+        return ()
+
+
+@torch.no_grad()
+def test_three_forms_of_a_split_detector_are_judged_stage_by_stage() -> None:
+    pytest.importorskip("spconv", reason="spconv is not installed")
+    model = build_model(TINY, ("lidar", "decoder")).eval()
+    batch = example_batch(TINY)._replace(images=None, depth=None, cells=None)
+    random_weights(model, *batch, seed=0)
+    other = copy.deepcopy(model)
+    next(other.decoder["neck"].parameters()).mul_(1.01)
+    real, fake, integer = (SplitModel(m, {}, (), run=lambda: None) for m in (model, other, model))
+    found = judge_split([real, fake, integer], InTurn, [batch], TINY)  # type: ignore[arg-type]
+    assert [stage.stage for stage in found.stages] == ["lidar", "decoder"]
+    lidar, decoder = found.stages
+    assert lidar.fake_sqnr_db is None  # equal
+    wanted, got = model(*batch), other(*batch)
+    noise = (wanted - got).double().square().sum() / wanted.double().square().sum()
+    assert decoder.fake_sqnr_db == pytest.approx(-10 * float(noise.log10()))
+    assert decoder.integer_sqnr_db is None
+    assert found.judgement.layers[-1].sqnr_db == pytest.approx(decoder.fake_sqnr_db)
+    assert split_stage_table(found.stages).text().splitlines()[3].startswith("Decoder")
+    shapes = stage_shapes(real, batch)
+    assert list(shapes) == ["voxels", "lidar", "decoder"]
+    assert shapes["decoder"] == tuple(wanted.shape)

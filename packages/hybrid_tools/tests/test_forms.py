@@ -11,7 +11,8 @@ from torch import Tensor, fx, nn
 
 from bevquant_hybrid.march import use_march
 from bevquant_hybrid.qtensor import QTensor
-from bevquant_hybrid.quantization import DeQuantStub, QuantStub
+from bevquant_hybrid.quantization import DeQuantStub, QuantStub, fuse_fx
+from bevquant_hybrid_tools.account import Folded, folded_norms, nodes_on_cpu, quantized_modules
 from bevquant_hybrid_tools.forms import (
     Forms,
     FormsComparison,
@@ -119,3 +120,17 @@ def test_other_values_are_compared_in_step(forms: Forms, images: list[Tensor]) -
 def test_a_method_without_observer_is_refused() -> None:
     with pytest.raises(ValueError, match=r"median: .*percentile, max, mse, entropy"):
         quantize_dense(Net(), [], method="median")
+
+
+def test_what_became_of_its_modules(images: list[Tensor]) -> None:
+    net = Net().eval()
+    assert list(folded_norms(net, fuse_fx(net), "neck.")) == [
+        Folded("neck.conv.0", "neck.conv.1", done=True)
+    ]
+    assert [found.done for found in folded_norms(net, net)] == [False]
+    forms = quantize_dense(net, images[:1], method="max", on_cpu=["side"], prefix="neck.")
+    found = {module.path: module.was for module in quantized_modules(forms)}
+    assert found["neck.conv.0"] == "Conv2d + ReLU"
+    assert "neck.side" not in found
+    plan = forms.plan("bayes", [(1, 3, 12, 12)], "the test says so")
+    assert [(n.path, n.reason) for n in nodes_on_cpu(plan)] == [("neck.side", "the test says so")]

@@ -84,7 +84,7 @@ def _run(arguments: list[str]) -> int:
     from bev_data.points import PointsError
     from bev_data.voxelize import VoxelizeError
     from bevfusion_quant._errors import InputError, VerificationError
-    from bevfusion_quant.commands import check_processes, execute
+    from bevfusion_quant.commands import check_processes
     from bevfusion_quant.options import check_options
     from bevquant_quantizers.documents import DocumentError
     from bevquant_quantizers.ranks import LaunchError, RankError, launched
@@ -93,7 +93,7 @@ def _run(arguments: list[str]) -> int:
         with launched("bevfusion-quant", (ValueError, OSError, VerificationError)) as ranks:
             check_options(command)
             check_processes(command, ranks.world)
-            text = execute(command, shlex.join(["bevfusion-quant", *arguments]))
+            text = command.execute(shlex.join(["bevfusion-quant", *arguments]))
             if ranks.first:
                 print(text, flush=True)
     except RankError as error:

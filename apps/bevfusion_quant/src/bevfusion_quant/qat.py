@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, cast
 
-import torch
 from tqdm import tqdm
 
 from bev_data.metrics import Accuracy
@@ -34,17 +32,17 @@ from bevfusion.training import (
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import ConfigName, Place, QatOptions, TrainedBranch
+from bevfusion_quant.plan import PLAN_FILE, read_plan
 from bevfusion_quant.report import JudgedRun
-from bevfusion_quant.run import Clock, RunRecord, new_run, sha256
-from bevfusion_quant.steps import (
-    PLAN_FILE,
+from bevfusion_quant.run import Clock, RunRecord, new_run
+from bevfusion_quant.saved_run import (
     LoadedRun,
     ModelSettings,
     load_run,
-    quantized_parts,
     read_model_settings,
     save_model,
 )
+from bevfusion_quant.stages import quantized_parts
 from bevfusion_quant.train import TrainConfig, refusing_divergence, usable_device
 from bevquant_qnn import (
     FramePart,
@@ -62,11 +60,11 @@ __all__ = [
     "QatResult",
     "RangeFollower",
     "StepSum",
-    "Trainer",
     "add_up",
     "parts_in_order",
     "read_trainable",
     "run_qat",
+    "trainer_for",
     "weighted_layers",
 ]
 
@@ -108,27 +106,12 @@ class QatConfig(QatOptions):
         return self.steps // 2 if self.freeze_after is None else self.freeze_after
 
 
-class Trainer(QatDetectorTrainer):
-    """`bevfusion.quantization.QatDetectorTrainer` as the configuration of a run says.
-
-    Args:
-        model: Calibrated; changed in place.
-        teacher: The float model to stay near, or None.
-        frames: To train on.
-        config: How.
-        device: Where both models are.
-    """
-
-    def __init__(
-        self,
-        model: BEVFusion,
-        teacher: BEVFusion | None,
-        frames: PreparedFrames,
-        config: QatConfig,
-        device: torch.device,
-    ) -> None:
-        told = {name: getattr(config, name) for name in _TRAINED_BY}
-        super().__init__(model.to(device), frames, teacher=teacher, **told)
+def trainer_for(
+    config: QatConfig, model: BEVFusion, teacher: BEVFusion | None, frames: PreparedFrames
+) -> QatDetectorTrainer:
+    """What trains the calibrated model, in place, as the configuration says."""
+    told = {name: getattr(config, name) for name in _TRAINED_BY}
+    return QatDetectorTrainer(model, frames, teacher=teacher, **told)
 
 
 _TRAINED_BY = (
@@ -261,7 +244,7 @@ def run_qat(
             frames = prepare() if frames is None else frames
         shown = source.open()[:1] if judge_by is None else judge_by.open()
         teacher = copy.deepcopy(loaded.float_model).to(target) if config.distill else None
-        trainer = Trainer(loaded.quantized_model.to(target), teacher, frames, config, target)
+        trainer = trainer_for(config, loaded.quantized_model.to(target), teacher, frames)
         if begun is None:
             trainer.survey()
         work.mkdir(parents=True, exist_ok=True)
@@ -384,14 +367,11 @@ def write_run(
         judgement = judge(start.float_model, model, batches.head(1), sizes)
     if not current_ranks().first:
         return accuracy
-    folder = record.folder
     judged_run = JudgedRun(record, sizes, batches, judgement, accuracy=accuracy)
     judged_run.draw(quantized_parts(branch)[-1])
     with clock.step("write"):
-        digests = save_model(folder, model, start.float_model)
-        if ran.plan is not None:
-            shutil.copyfile(run / PLAN_FILE, folder / PLAN_FILE)
-            digests[PLAN_FILE] = sha256(folder / PLAN_FILE)
+        plan = None if ran.plan is None else read_plan(run / PLAN_FILE)
+        digests = save_model(record.folder, model, start.float_model, plan)
         record.write_settings({**ran.written, "cameras": cameras, "sha256": digests, "qat": told})
     settings = {
         key: value for key, value in told["settings"].items() if key not in ("run", "cameras")

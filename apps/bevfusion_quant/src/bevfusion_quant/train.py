@@ -14,41 +14,28 @@ from typing import Any
 import torch
 
 from bev_data.cameras import CAMERA_NAMES
+from bevfusion import training
 from bevfusion.evaluation import judge_detector
 from bevfusion.model import CONFIGS, BEVFusion, read_state_dict
+from bevfusion.training import *  # noqa: F403
 from bevfusion.training import (
     CHECKPOINT,
     Augmentation,
     DetectorTrainer,
     FrameSource,
-    HeadLoss,
-    Motion,
-    Targets,
-    assign,
     check_identity,
-    encode_boxes,
-    focal_loss,
-    gaussian_focal_loss,
-    gaussian_radius,
-    head_loss,
-    heatmap_target,
     identity_of,
     in_parts,
-    l1_loss,
-    matching_cost,
     prepare_frames,
     read_checkpoint,
-    restore,
-    stop_on_signals,
     stored_weights,
     take_steps,
-    targets_of,
     untrained_model,
-    write_checkpoint,
 )
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FIRST_TRAINING_SEED, FrameBatches, held_out, training_frames
 from bevfusion_quant.options import TrainOptions
+from bevfusion_quant.stages import built_parts
 from bevquant_quantizers.documents import write_tensors
 from bevquant_quantizers.ranks import current_ranks
 
@@ -56,38 +43,19 @@ __all__ = [
     "FIRST_TRAINING_SEED",
     "TRAINED_BRANCHES",
     "WEIGHTS",
-    "Augmentation",
-    "FrameSource",
-    "HeadLoss",
-    "Motion",
-    "Targets",
     "TrainConfig",
     "TrainResult",
-    "assign",
-    "encode_boxes",
-    "focal_loss",
-    "gaussian_focal_loss",
-    "gaussian_radius",
-    "head_loss",
-    "heatmap_target",
     "held_out",
-    "l1_loss",
-    "matching_cost",
-    "prepare_frames",
-    "read_checkpoint",
-    "restore",
     "run_train",
-    "stop_on_signals",
-    "targets_of",
     "training_frames",
     "usable_device",
-    "write_checkpoint",
+    *training.__all__,
 ]
 
 TRAINED_BRANCHES: dict[str, tuple[str, ...]] = {
-    "lidar": ("lidar", "decoder", "head"),
-    "camera": ("camera", "decoder", "head"),
-    "all": ("camera", "lidar", "fuser", "decoder", "head"),
+    "lidar": built_parts("lidar-detector"),
+    "camera": built_parts("camera-detector"),
+    "all": built_parts("all"),
 }
 """The parts that are built for each branch: a detector needs decoder and head."""
 

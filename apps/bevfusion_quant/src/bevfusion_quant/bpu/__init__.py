@@ -1,12 +1,14 @@
 """BEVFusion for a Horizon BPU: dense parts in integers there, the rest in float on the CPU."""
 
+from bevfusion.deployment import SplitComparison as BpuComparison
 from bevfusion.deployment import SplitModel
-from bevfusion_quant.bpu._compare import compare_forms
+from bevfusion.deployment import SplitStage as BpuStage
 from bevfusion_quant.bpu._prepare import (
     Models,
     SplitUnits,
     bpu_parts,
     calibrating_form,
+    compare_forms,
     for_march,
 )
 from bevfusion_quant.bpu._run import (
@@ -16,13 +18,8 @@ from bevfusion_quant.bpu._run import (
     run_bpu,
     run_bpu_evaluate,
 )
+from bevfusion_quant.bpu_outcome import BpuOutcome, bpu_text
 from bevfusion_quant.options import BpuConfig, MarchName
-from bevfusion_quant.results import (
-    BpuComparison,
-    BpuOutcome,
-    BpuStage,
-    bpu_text,
-)
 from bevquant_hybrid_tools.forms import BpuEstimate, BpuLayer, Forms
 
 __all__ = [

@@ -5,21 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from bevfusion.deployment import UNIT_PREFIXES, SplitModel, bpu_units
-from bevfusion.model import PART_PATHS, Batch, BEVFusion
+from bev_data.metrics import AccuracyTally
+from bevfusion.deployment import (
+    UNIT_PREFIXES,
+    SplitComparison,
+    SplitModel,
+    bpu_units,
+    compose_plan,
+    judge_split,
+    stage_shapes,
+    unit_inputs,
+)
+from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
+from bevfusion.quantization import expand_patterns
 from bevfusion_quant._errors import InputError
+from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import BpuConfig
-from bevfusion_quant.steps import expand_patterns, why_float
+from bevfusion_quant.stages import why_float
 from bevquant_hybrid.march import use_march
 from bevquant_hybrid.partition import Plan, PlanComposer
 from bevquant_hybrid.quantization import fuse_fx
 from bevquant_hybrid_tools import forms as dense
-from bevquant_hybrid_tools.forms import BpuEstimate, Forms, finished_forms, run_noting
+from bevquant_hybrid_tools.forms import (
+    BpuEstimate,
+    Forms,
+    FormsComparison,
+    finished_forms,
+    run_noting,
+)
 
 _PARTS: dict[str, tuple[str, ...]] = {
     "camera": ("camera",),
@@ -58,15 +76,6 @@ class Models(NamedTuple):
     real: SplitModel
     fake: SplitModel
     integer: SplitModel
-
-
-_WHY_CPU = {
-    "lidar": "sparse convolutions, where a BPU has dense ones alone",
-    "vtransform": "a softmax over depth, then sums over the frustum points of each cell; the "
-    "mapper runs the first on the CPU and does not know the second",
-    "head": "attention and a choice of queries by score; the mapper runs parts of both on the CPU, "
-    "so the head stays float as a whole",
-}
 
 
 @contextmanager
@@ -150,17 +159,9 @@ class SplitUnits:
     def run(self, graphs: Mapping[str, Any], batches: Iterable[Batch]) -> None:
         """Run the whole model with the graphs in it; the shapes of its stages are kept."""
         split = SplitModel(self.model, graphs, self.parts, run_noting)
-
-        def keep(name: str, value: Tensor) -> None:
-            self.shapes.setdefault(name, tuple(value.shape))
-
         for batch in batches:
-            sources = {"images": batch.images, "depth": batch.depth, "voxels": batch.features}
-            for name, value in sources.items():
-                if value is not None:
-                    keep(name, value if name == "voxels" else value.flatten(0, 1))
-            with torch.no_grad():
-                split(*batch, note=keep)
+            for name, shape in stage_shapes(split, batch).items():
+                self.shapes.setdefault(name, shape)
 
     def finished(
         self,
@@ -188,53 +189,19 @@ class SplitUnits:
 
     def plan(self, forms: Mapping[str, Forms]) -> Plan:
         """Where everything in the model runs: sensors, units, and on the CPU what lies between."""
-        model, march, parts = self.model, self.config.march, self.parts
-        made = PlanComposer(march)
-        units = {
-            name: form.plan(march, self._inputs(name), "--exclude names it")
-            for name, form in forms.items()
-        }
-
-        def source(name: str) -> str:
-            return made.source(name, self.shapes.get(name))
-
-        def on_cpu(name: str, part: str, below: str, stage: str, *inputs: str) -> str:
-            path = f"{PART_PATHS[part]}{below}"
-            why = _WHY_CPU.get(below.removeprefix(".")) or _WHY_CPU.get(part)
-            return made.on_cpu(
-                name, *inputs,
-                reason=why or why_float(part, self.config.branch),
-                operator=type(model.get_submodule(path)).__name__,
-                path=path,
-                shape=self.shapes.get(stage),
-            )  # fmt: skip
-
-        maps = []
-        if "camera" in model.parts:
-            x = source("images")
-            if "camera" in parts:
-                x = made.unit(units["camera"], x)
-            else:
-                x = on_cpu("camera backbone", "camera", ".backbone", "", x)
-                x = on_cpu("camera neck", "camera", ".neck", "neck", x)
-            depth = source("depth")
-            maps.append(on_cpu("view transform", "camera", ".vtransform", "camera", x, depth))
-        if "lidar" in model.parts:
-            voxels = source("voxels")
-            maps.append(on_cpu("LiDAR encoder", "lidar", ".backbone", "lidar", voxels))
-        x = maps[0]
-        if "fuser" in parts:
-            x = made.unit(units["bev"], *maps)
-        elif model.fuser is not None:
-            x = on_cpu("fuser", "fuser", "", "fuser", *maps)
-        if model.decoder is not None and "decoder" not in parts:
-            x = on_cpu("decoder backbone", "decoder", ".backbone", "", x)
-            x = on_cpu("decoder neck", "decoder", ".neck", "decoder", x)
-        elif model.decoder is not None and "fuser" not in parts:
-            x = made.unit(units["bev"], x)
-        if model.heads is not None:
-            x = on_cpu("head", "head", "", "head", x)
-        return made.plan(x)
+        made = PlanComposer(self.config.march)
+        output = compose_plan(
+            self.model,
+            self.parts,
+            {
+                name: form.plan(self.config.march, self._inputs(name), "--exclude names it")
+                for name, form in forms.items()
+            },
+            made,
+            shapes=self.shapes,
+            reasons={part: why_float(part, self.config.branch) for part in self.model.parts},
+        )
+        return made.plan(output)
 
     def estimates(self, forms: Mapping[str, Forms]) -> dict[str, BpuEstimate]:
         """What each unit costs, estimated."""
@@ -243,9 +210,23 @@ class SplitUnits:
 
     def _inputs(self, unit: str) -> list[tuple[int, ...]]:
         """Shapes of a unit's inputs."""
-        if unit == "camera":
-            return [self.shapes["images"]]
-        return [
-            self.shapes[name]
-            for name in (("camera", "lidar") if "fuser" in self.parts else ("fuser",))
-        ]
+        return [self.shapes[name] for name in unit_inputs(unit, self.parts)]
+
+
+def compare_forms(
+    models: Models,
+    forms: Mapping[str, Forms],
+    batches: FrameBatches,
+    config: BEVFusionConfig,
+    accuracy: AccuracyTally | None = None,
+) -> SplitComparison:
+    """`bevfusion.deployment.judge_split` of the three models.
+
+    Args:
+        models: Float, fake-quantized, integers.
+        forms: Of the units in them.
+        batches: At least one.
+        config: Sizes.
+        accuracy: Is handed the models' detections, as "float", "quantized" and "integer".
+    """
+    return judge_split(models, partial(FormsComparison, forms), batches, config, accuracy)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor
 
 from bev_data.metrics import AccuracyTally, Bootstrap
 from bev_data.points import Frame
@@ -17,14 +17,15 @@ from bevfusion.evaluation import PoorData, accuracy_tally, data_findings
 from bevfusion.model import CONFIGS, PART_PATHS, BEVFusion, build_model
 from bevfusion.quantization import relative_change, whole_output
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.bpu._compare import compare_forms
-from bevfusion_quant.bpu._prepare import Models, SplitUnits, bpu_parts, for_march
+from bevfusion_quant.bpu._prepare import Models, SplitUnits, bpu_parts, compare_forms, for_march
+from bevfusion_quant.bpu_outcome import BpuOutcome
 from bevfusion_quant.frames import FrameBatches, finding_lines
 from bevfusion_quant.options import BpuConfig, Place
 from bevfusion_quant.report import JudgedRun
-from bevfusion_quant.results import BpuOutcome
 from bevfusion_quant.run import Clock, RunRecord, new_run, sha256
-from bevfusion_quant.steps import built_parts, fill_weights, quantized_parts, read_model_settings
+from bevfusion_quant.saved_run import read_model_settings
+from bevfusion_quant.stages import built_parts, fill_weights, quantized_parts
+from bevquant_hybrid_tools.account import folded_norms, quantized_modules
 from bevquant_hybrid_tools.forms import Forms
 from bevquant_quantizers.documents import read_tensors, write_tensors, write_whole
 
@@ -305,29 +306,17 @@ def folding_record(units: SplitUnits, change: float) -> dict[str, Any]:
     """Batch norms of the units and the convolutions that took them; `change` of the output."""
     folded, kept = [], []
     for name, unit in units.units.items():
-        stem = UNIT_PREFIXES[name]
-        left = dict(units.fused[name].named_modules())
-        modules = dict(unit.named_modules())
-        for node in fx.symbolic_trace(unit).graph.nodes:
-            if node.op != "call_module" or not isinstance(modules[node.target], nn.BatchNorm2d):
-                continue
-            conv, bn = str(node.args[0].target), str(node.target)
-            if isinstance(left.get(bn), nn.BatchNorm2d):
-                kept.append({"bn": stem + bn, "reason": f"{conv} did not take it"})
+        for conv, bn, done in folded_norms(unit, units.fused[name], UNIT_PREFIXES[name]):
+            if done:
+                folded.append({"conv": conv, "bn": bn, "how": "identity"})
             else:
-                folded.append({"conv": stem + conv, "bn": stem + bn, "how": "identity"})
+                inside = conv.removeprefix(UNIT_PREFIXES[name])
+                kept.append({"bn": bn, "reason": f"{inside} did not take it"})
     return {"fused": folded, "skipped": kept, "largest_relative_change": change}
 
 
 def placement_record(forms: Mapping[str, Forms], outcome: BpuOutcome) -> dict[str, Any]:
     """Modules that were quantized, and what runs on the CPU in float with the reason."""
-    quantized = []
-    for form in forms.values():
-        modules = dict(form.fake_graph.named_modules())
-        for label in form.labels.values():
-            module = modules.get(label.place)
-            if module is not None and hasattr(module, "activation_post_process"):
-                kind = type(module).__name__
-                quantized.append({"path": label.path, "kind": kind, "was": label.operator})
+    quantized = [row._asdict() for form in forms.values() for row in quantized_modules(form)]
     skipped = [{"path": node.path, "reason": node.reason} for node in outcome.on_cpu]
     return {"quantized": quantized, "shared": [], "skipped": skipped}

@@ -18,7 +18,7 @@ from bevfusion_quant.commands.sensitivity import Sensitivity
 from bevfusion_quant.commands.train import Train
 from bevfusion_quant.commands.tree import Tree
 
-__all__ = ["Command", "check_processes", "execute"]
+__all__ = ["Command", "check_processes"]
 
 Command = (
     Demo | Ptq | Evaluate | Compare | Sensitivity | Simulate | Export | Report | Train | Qat | Tree
@@ -40,13 +40,3 @@ def check_processes(options: Command, world: int) -> None:
             f"{name} runs in one process, and {world} were started: start it without torchrun or "
             "srun; ptq, evaluate, simulate, compare, sensitivity and qat share their frames"
         )
-
-
-def execute(options: Command, command: str) -> str:
-    """Run one sub-command and answer what to print.
-
-    Args:
-        options: Of the sub-command.
-        command: The command line, kept in the run's summary.
-    """
-    return options.execute(command)

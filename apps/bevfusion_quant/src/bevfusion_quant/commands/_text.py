@@ -53,7 +53,7 @@ def run_text(result: PtqResult | EvaluateResult, *, allow_poor: bool = False) ->
         found = agreement_text(result.agreement, result.labels_found)
         parts += ["Detections, float against fake-quantized, same class", found]
     if result.simulation is not None:
-        text = simulation_text(result.simulation, layers=by_layer)
+        text = simulation_text(result.simulation, layers=by_layer, reasons_in="the page")
         parts += ["In integers, against float and fake-quantized", text]
     if accuracy is not None:
         parts += ["Against labels", accuracy_text(accuracy)]

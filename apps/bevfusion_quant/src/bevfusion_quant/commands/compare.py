@@ -32,7 +32,7 @@ class Compare(RunOptions, BootstrapOptions, FrameOptions):
     def execute(self, command: str) -> str:
         """Run it and answer what to print."""
         from bevfusion_quant.compare import comparison_text, run_compare
-        from bevfusion_quant.steps import frames_for_run, read_model_settings
+        from bevfusion_quant.saved_run import frames_for_run, read_model_settings
 
         if self.backend != "auto" and not self.integers:
             raise InputError(f"--backend {self.backend} goes with --integers: add that")

@@ -30,7 +30,7 @@ class Evaluate(RunOptions, BootstrapOptions, FrameOptions):
 
     def _execute(self, command: str, *, integers: Backend | None) -> str:
         from bevfusion_quant.ptq import run_evaluate
-        from bevfusion_quant.steps import frames_for_run, read_model_settings
+        from bevfusion_quant.saved_run import frames_for_run, read_model_settings
 
         settings = read_model_settings(self.run)
         frames = frames_for_run(self, settings)

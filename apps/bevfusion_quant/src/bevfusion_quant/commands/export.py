@@ -39,7 +39,7 @@ class Export(RunOptions, FrameOptions):
     def execute(self, command: str) -> str:
         """Run it and answer what to print."""
         from bevfusion_quant.export import export_run, export_text, refuse_wrong_files
-        from bevfusion_quant.steps import frames_for_run, read_model_settings
+        from bevfusion_quant.saved_run import frames_for_run, read_model_settings
 
         settings = read_model_settings(self.run)
         given = self.dataset is not None or self.points

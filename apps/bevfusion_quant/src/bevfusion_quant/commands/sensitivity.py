@@ -57,8 +57,8 @@ class Sensitivity(RunOptions, FrameOptions):
         Raises:
             VerificationError: No plan keeps within the budget; what was measured is kept.
         """
+        from bevfusion_quant.saved_run import frames_for_run, read_model_settings
         from bevfusion_quant.sensitivity import run_sensitivity, sensitivity_text
-        from bevfusion_quant.steps import frames_for_run, read_model_settings
 
         result = run_sensitivity(
             self.run,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bevfusion_quant.commands._text import joined
 from bevfusion_quant.options import FrameOptions, TrainingOptions, TrainOptions, config_from
@@ -59,27 +59,12 @@ class Train(TrainingOptions, TrainOptions, FrameOptions):
 
 def _text(result: TrainResult) -> str:
     """The losses along the run, and how good the weights are where that was asked."""
+    from bevfusion.evaluation import judged_text
     from bevfusion.training import losses_table
     from bevfusion_quant.train import WEIGHTS
 
     table = losses_table(("heatmap", "class", "box"), result.losses)
-    judged = [] if result.held_out is None else [_judged(result.held_out)]
+    found = result.held_out
+    judged = [] if found is None else [f"Held out: {found['frames']}, {judged_text(found)}"]
     took = f"{result.steps} steps in {result.seconds:,.0f} s"
     return joined([table, *judged, took, f"Weights: {result.folder / WEIGHTS}"])
-
-
-def _judged(found: dict[str, Any]) -> str:
-    def told(value: float | None) -> str:
-        return "none" if value is None else f"{value:.3f}"
-
-    interval = ""
-    if found["interval"] is not None:
-        interval = f" ({told(found['interval'][0])} to {told(found['interval'][1])})"
-    without = ""
-    if "mean_ap_without_pictures" in found:
-        without = f", with grey pictures {told(found['mean_ap_without_pictures'])}"
-    classes = ", ".join(f"{name} {told(value)}" for name, value in found["classes"].items())
-    return (
-        f"Held out: {found['frames']}, {found['labels']:,} labels\n"
-        f"mAP {told(found['mean_ap'])}{interval}{without}, NDS {told(found['nds'])}\n{classes}"
-    )

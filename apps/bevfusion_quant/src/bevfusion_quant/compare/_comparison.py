@@ -7,21 +7,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from bev_data.metrics import Accuracy, Difference, ModelAccuracy, accuracy_notes, nds_title, points
+from bev_data.metrics import Accuracy, accuracy_notes, model_tables
+from bev_data.tables import Cell, CellParts, Table, plain_table
 from bevfusion_quant.options import PtqOptions, TargetOptions
-from bevfusion_quant.report import ReportContent, Section, head, reproduce, write_page
-from bevfusion_quant.results import (
-    Cell,
-    CellParts,
-    Column,
-    Row,
-    Table,
-    mean_ap_apart,
-    plain_table,
-    setting_text,
-    with_interval,
-)
-from bevfusion_quant.run import RunRecord, RunSettings
+from bevfusion_quant.report import ReportContent, Section, head, reproduce, setting_text, write_page
+from bevfusion_quant.run import PAGE_FILE, RunRecord, RunSettings
 
 __all__ = ["ComparedRun", "Comparison", "comparison_text", "write_comparison_page"]
 
@@ -115,9 +105,6 @@ class Comparison:
         return f"{', '.join(names)} {are} not among the integers: {reason}."
 
 
-WIDE, HIGH = 100.0, 12.0  # of a bar, in its own units
-
-
 def write_comparison_page(record: RunRecord, comparison: Comparison, frames: Sequence[str]) -> Path:
     """Write report.html: the tables, and how to repeat them.
 
@@ -140,7 +127,7 @@ def write_comparison_page(record: RunRecord, comparison: Comparison, frames: Seq
     }
     again = reproduce(content)
     sections = [Section("comparison", "Comparison", data), *([] if again is None else [again])]
-    return write_page(record.folder / "report.html", title, head(content), sections)
+    return write_page(record.folder / PAGE_FILE, title, head(content), sections)
 
 
 def comparison_text(comparison: Comparison) -> tuple[str, ...]:
@@ -155,40 +142,7 @@ def _notes(comparison: Comparison) -> list[str]:
 
 def _tables(comparison: Comparison) -> tuple[Table, Table, Table]:
     """Every model beside float, class by class, and in what the runs differ."""
-    return _headline(comparison), _classes(comparison), _settings(comparison)
-
-
-def _headline(comparison: Comparison) -> Table:
-    accuracy = comparison.accuracy
-    reach = max(map(_reach, accuracy.models), default=0.0)
-    scale = f"{-100 * reach:+.2f} to {100 * reach:+.2f}" if reach else ""
-    columns = [Column("Model"), Column("mAP, of 100"), Column("Less float")]
-    columns += [Column(scale, "bars", only="page"), Column(nds_title(accuracy))]
-    rows = [
-        Row(
-            (
-                entry.model,
-                with_interval(points(entry.metrics.mean_ap), entry.metrics.interval),
-                mean_ap_apart(entry.difference),
-                CellParts(bars=_bars(entry.difference, reach)),
-                points(entry.metrics.nds),
-            )
-        )
-        for entry in accuracy.models
-    ]
-    return Table("Every model beside float", columns, rows, "wide")
-
-
-def _classes(comparison: Comparison) -> Table:
-    accuracy = comparison.accuracy
-    labelled = [(i, row) for i, row in enumerate(accuracy.reference.classes) if row.labels]
-    heads = ("AP of 100", *(f"{row.name} ({row.labels:,})" for _, row in labelled))
-    rows = [
-        (entry.model, *(points(entry.metrics.classes[i].mean_ap) for i, _ in labelled))
-        for entry in accuracy.models
-    ]
-    title = "Average precision, class by class; labels in brackets"
-    return plain_table(title, heads, rows, form="wide")
+    return (*model_tables(comparison.accuracy), _settings(comparison))
 
 
 def _settings(comparison: Comparison) -> Table:
@@ -203,38 +157,3 @@ def _settings(comparison: Comparison) -> Table:
         for run in comparison.runs
     ]
     return plain_table("In what the runs differ", heads, rows, form="wide")
-
-
-def _reach(entry: ModelAccuracy) -> float:
-    """The farthest from 0 that the difference or its interval lies."""
-    apart = entry.difference
-    if apart is None or apart.mean_ap is None:
-        return 0.0
-    ends = [apart.mean_ap]
-    if apart.interval is not None:
-        ends += [apart.interval.low, apart.interval.high]
-    return max(abs(end) for end in ends)
-
-
-def _bars(apart: Difference | None, reach: float) -> dict[str, Any] | None:
-    """The interval of the difference on a line with 0 in the middle, the same for every model."""
-    if apart is None or apart.mean_ap is None or not reach:
-        return None
-
-    def place(value: float) -> float:
-        return WIDE / 2 * (1 + value / reach)
-
-    def block(kind: str, left: float, width: float, high: float) -> dict[str, Any]:
-        top = (HIGH - high) / 2
-        return {"kind": kind, "left": left, "top": top, "width": width, "height": high}
-
-    blocks = [block("zero", WIDE / 2 - 0.15, 0.3, HIGH)]
-    if apart.interval is not None:
-        low, high = place(apart.interval.low), place(apart.interval.high)
-        blocks.append(block("span", low, high - low, 4.0))
-    blocks.append(block("mark", place(apart.mean_ap) - 0.5, 1.0, 9.0))
-    label = (
-        f"Less float {100 * apart.mean_ap:+.2f} points, from {-100 * reach:.2f} to "
-        f"{100 * reach:.2f}"
-    )
-    return {"height": HIGH, "label": label, "blocks": blocks}

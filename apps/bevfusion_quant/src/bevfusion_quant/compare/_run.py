@@ -27,7 +27,7 @@ from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.integer import check_backend, lowered
 from bevfusion_quant.options import Place
 from bevfusion_quant.run import Clock, new_run
-from bevfusion_quant.steps import ModelSettings, load_run, read_model_settings
+from bevfusion_quant.saved_run import ModelSettings, load_run, read_model_settings
 
 __all__ = ["CompareResult", "check_settings", "load_alike", "names_of", "run_compare"]
 

@@ -1,10 +1,18 @@
 """A run's model as ONNX files: written, linted, run and held against the integer model."""
 
 from bevfusion.deployment import (
+    ExportedFile,
+    ExportedSet,
+    FileLayer,
     FilePart,
+    FilePort,
+    SetStage,
     bpu_files,
+    export_text,
+    file_size,
     nvidia_files,
     outputs_of,
+    set_verdict,
     walk,
     watching,
     write_piece,
@@ -14,20 +22,10 @@ from bevfusion_quant.export._export import (
     export_model,
     missing_libraries,
     nvidia_pieces,
+    refuse_wrong_files,
 )
 from bevfusion_quant.export._run import ExportResult, export_run
 from bevfusion_quant.options import ExportTarget
-from bevfusion_quant.results import (
-    ExportedFile,
-    ExportedSet,
-    FileLayer,
-    FilePort,
-    SetStage,
-    export_text,
-    file_size,
-    refuse_wrong_files,
-    set_verdict,
-)
 
 __all__ = [
     "ONNX_FOLDER",

@@ -13,7 +13,7 @@ from torch import Tensor
 from bevfusion import deployment
 from bevfusion.deployment import ExportedFile, ExportedSet, Piece, SetExport, beside_layers
 from bevfusion.model import BEVFusion, BEVFusionConfig, example_like
-from bevfusion_quant._errors import InputError
+from bevfusion_quant._errors import InputError, VerificationError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.integer import lowered
 from bevfusion_quant.run import Clock, return_freed_memory, versions, write_json
@@ -152,6 +152,22 @@ def export_pieces(
     frames = batches.frame_names
     write_manifest(found, command=command, run=run, frames=frames, settings=settings)
     return found
+
+
+def refuse_wrong_files(made: ExportedSet, text: str) -> None:
+    """End a command where files do not compute what the model does.
+
+    Raises:
+        VerificationError: After `text`, the first of what differs.
+    """
+    if not made.failures:
+        return
+    more = f" and {len(made.failures) - 1} more" if len(made.failures) > 1 else ""
+    raise VerificationError(
+        f"the ONNX files in {made.folder} are not what the model computes: "
+        f"{made.failures[0]}{more}: do not deploy them; the page shows every layer",
+        text,
+    )
 
 
 MANIFEST = "manifest.json"

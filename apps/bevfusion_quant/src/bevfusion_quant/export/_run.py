@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
-
-from torch import nn
+from typing import Any, Unpack
 
 from bev_data.points import Frame
-from bevfusion.deployment import (
-    LIDAR,
-    ExportedFile,
-    Figures,
-    FilePart,
-    Piece,
-    bpu_files,
-    join_figures,
-)
-from bevfusion.model import CONFIGS, BEVFusion
+from bevfusion.deployment import ExportedSet, beside_bpu_layers, bpu_pieces
+from bevfusion.model import CONFIGS, example_batch
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.export._export import ONNX_FOLDER, check_libraries, export_model, export_pieces
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import Place
+from bevfusion_quant.plan import PLAN_FILE, read_plan, refuse_in_files
 from bevfusion_quant.report import write_found
-from bevfusion_quant.results import BpuLayer, ExportedSet
 from bevfusion_quant.run import Clock, new_run
-from bevfusion_quant.steps import (
-    PLAN_FILE,
-    ModelSettings,
-    example_batch,
-    fuse_branch,
-    load_run,
-    read_model_settings,
-    read_plan,
-    refuse_in_files,
-    refuse_unfolded,
-)
+from bevfusion_quant.saved_run import ModelSettings, load_run, read_model_settings, refuse_unfolded
+from bevfusion_quant.stages import fuse_branch
 from bevquant_export.targets import CPUS, cpu_at_hand, find_target, targets
-
-if TYPE_CHECKING:
-    from bevfusion_quant.bpu import LoadedBpuRun
 
 
 def export_bpu(
@@ -75,8 +52,9 @@ def export_bpu(
     folded = fuse_branch(loaded.units.model, example_batch(sizes)).model
     with for_march(config.march):
         batches = FrameBatches(frames, sizes, folded, cameras or config.cameras)
+        pieces = bpu_pieces(folded, loaded.units.parts, loaded.forms)
         exported = export_pieces(
-            bpu_pieces(loaded, folded), folded, batches, sizes, clock, folder,
+            pieces, folded, batches, sizes, clock, folder,
             target="bpu", march=config.march, run=run, **given,
         )  # fmt: skip
         with clock.step("compare layers", blame="float and integer model cannot be compared"):
@@ -88,64 +66,6 @@ def export_bpu(
     }
     files = beside_bpu_layers(exported.files, compared.layers, paths)
     return replace(exported, files=files), batches
-
-
-def beside_bpu_layers(
-    files: Iterable[ExportedFile], rows: Sequence[BpuLayer], paths: Mapping[str, str]
-) -> tuple[ExportedFile, ...]:
-    """The same of a run for a BPU.
-
-    Args:
-        files: Written for it.
-        rows: What comparing its executions gave.
-        paths: Name of what stands for a function in the unit's graph to its path in the model.
-    """
-    known: dict[tuple[str, str], list[Figures]] = defaultdict(list)
-    for row in rows:
-        scope, _, name = row.layer.rpartition(".")
-        key = (scope, "resize") if name.startswith("interpolate") else (row.layer, "")
-        known[key].append((row.fake_sqnr_db, row.integer_sqnr_db, row.max_steps))
-    named = [
-        replace(file, layers=tuple(replace(v, path=paths.get(v.path, v.path)) for v in file.layers))
-        for file in files
-    ]
-    return join_figures(named, known)
-
-
-def bpu_pieces(loaded: LoadedBpuRun, folded: BEVFusion) -> list[Piece]:
-    """The files in the order of execution."""
-    on_bpu = loaded.units.parts
-    pieces = []
-    for file in bpu_files(folded.parts, on_bpu):
-        unit = _unit(file, on_bpu)
-        if unit in loaded.forms:
-            form = loaded.forms[unit]
-            pieces.append(
-                Piece(
-                    file,
-                    "bpu",
-                    form.float_graph,
-                    form.fake_graph,
-                    _integers(form.integer_graph),
-                    prefix=form.prefix,
-                )
-            )
-            continue
-        module = file.module(folded)
-        pieces.append(Piece(file, "sparse" if file.name == LIDAR else "float", module, module))
-    return pieces
-
-
-def _unit(file: FilePart, on_bpu: Sequence[str]) -> str:
-    """Name of the unit that a file holds; empty for one of the CPU's."""
-    units = {"camera.backbone": ("camera", "camera"), "fuser": ("fuser", "bev"),
-             "decoder": ("decoder", "bev")}  # fmt: skip
-    part, unit = units.get(file.name, ("", ""))
-    return unit if part in on_bpu else ""
-
-
-def _integers(graph: nn.Module) -> Any:
-    return lambda module, args: graph
 
 
 _PACKAGES = ("bevquant-export", "onnx", "onnxruntime", "onnxscript")

@@ -22,8 +22,6 @@ from bevfusion_quant.options._choices import (
     Target,
     TrainedBranch,
     WeightLayout,
-    precisions,
-    unknown_name,
 )
 from bevfusion_quant.options._run import (
     BootstrapOptions,
@@ -75,6 +73,4 @@ __all__ = [
     "check_options",
     "config_from",
     "free_name",
-    "precisions",
-    "unknown_name",
 ]

@@ -82,12 +82,10 @@ def _roundings() -> Iterable[str]:
     return get_args(get_type_hints(round_weights)["rounding"])
 
 
-def precisions() -> tuple[str, ...]:
-    """At which a group of layers can be measured alone: those of a plan but float."""
-    from bevquant_qnn import PlannedGroup
+def _precisions() -> Iterable[str]:
+    from bevfusion.quantization import plan_precisions
 
-    there = get_args(get_type_hints(PlannedGroup)["precision"])
-    return tuple(name for name in there if name != "float")
+    return plan_precisions()
 
 
 def _marches() -> Iterator[str]:
@@ -132,7 +130,7 @@ else:
     ExportTarget = Annotated[str, _installed("bevquant.targets")]
     Method = Annotated[str, _known(("mse", "max", "entropy", "percentile"), _methods)]
     Rounding = Annotated[str, _known(("nearest", "gptq"), _roundings)]
-    Precision = Annotated[str, _known(("int4", "int8", "int16"), precisions)]
+    Precision = Annotated[str, _known(("int4", "int8", "int16"), _precisions)]
     MarchName = Annotated[str, _known(("bayes", "bernoulli2", "bayes-e"), _marches)]
     Backend = Annotated[str, _known(("auto", "amx", "vnni", "portable", "torch"))]
     Cpu = Annotated[str, _known(("vnni", "any"), _cpus)]

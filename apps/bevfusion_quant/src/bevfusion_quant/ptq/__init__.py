@@ -2,6 +2,7 @@
 
 from bev_data.metrics import AgreementRow, DetectionTally, FoundRow, agreement_text, match
 from bevfusion.evaluation import PoorData, data_findings
+from bevfusion.model import example_batch
 from bevfusion.quantization import (
     Comparison,
     StageMaps,
@@ -14,19 +15,15 @@ from bevfusion_quant.frames import FrameBatches, finding_lines, refuse_poor
 from bevfusion_quant.options import Branch, Method, PtqConfig, free_name
 from bevfusion_quant.ptq._run import EvaluateResult, PtqResult, run_evaluate, run_ptq
 from bevfusion_quant.run import run_folder, written_text
-from bevfusion_quant.steps import (
-    LoadedRun,
+from bevfusion_quant.saved_run import LoadedRun, load_quantized, load_run, read_run_config
+from bevfusion_quant.stages import (
     Stage,
     built_parts,
     calibrate_branch,
-    example_batch,
     fuse_branch,
     is_detector,
-    load_quantized,
-    load_run,
     quantize_branch,
     quantized_parts,
-    read_run_config,
     reads_images,
 )
 from bevquant_qnn import LayerRow

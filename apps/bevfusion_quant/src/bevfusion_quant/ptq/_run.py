@@ -13,8 +13,9 @@ import torch
 
 from bev_data.metrics import Accuracy, AccuracyTally, AgreementRow, Bootstrap, FoundRow
 from bev_data.points import Frame
+from bevfusion.deployment import ExportedSet
 from bevfusion.evaluation import PoorData, accuracy_tally, data_findings
-from bevfusion.model import CONFIGS, BEVFusion, BEVFusionConfig, build_model
+from bevfusion.model import CONFIGS, BEVFusion, BEVFusionConfig, build_model, example_batch
 from bevfusion.quantization import Judgement, StageRow, judge, relative_change, whole_output
 from bevfusion_quant.export import ONNX_FOLDER, export_model, watching
 from bevfusion_quant.frames import FrameBatches, finding_lines
@@ -26,29 +27,25 @@ from bevfusion_quant.integer import (
     simulate_model,
 )
 from bevfusion_quant.options import Place, PtqConfig
-from bevfusion_quant.report import JudgedRun
-from bevfusion_quant.results import ExportedSet
-from bevfusion_quant.run import Clock, new_run, plain, sha256
-from bevfusion_quant.steps import (
-    PLAN_FILE,
+from bevfusion_quant.plan import (
     apply_plan,
     before_calibration,
+    planned_layers,
+    read_plan,
+    refuse_in_files,
+)
+from bevfusion_quant.report import JudgedRun
+from bevfusion_quant.run import Clock, new_run, plain
+from bevfusion_quant.saved_run import load_run, read_model_settings, refuse_unfolded, save_model
+from bevfusion_quant.stages import (
     built_parts,
     calibrate_branch,
-    example_batch,
     fill_weights,
     fuse_branch,
     keep_batch_norms,
-    load_run,
-    planned_layers,
     quantize_as,
     quantized_parts,
-    read_model_settings,
-    read_plan,
-    refuse_in_files,
-    refuse_unfolded,
     round_branch,
-    save_model,
 )
 from bevquant_qnn import LayerRow, RoundingResult
 from bevquant_quantizers import CalibrationReport, QuantizerRow
@@ -196,10 +193,7 @@ def run_ptq(
         )  # fmt: skip
         judged.draw(quantized_parts(config.branch)[-1])
         with clock.step("write"):
-            digests = save_model(folder, quantized.model, fused.model)
-            if plan is not None:
-                plan.save(folder / PLAN_FILE)
-                digests[PLAN_FILE] = sha256(folder / PLAN_FILE)
+            digests = save_model(folder, quantized.model, fused.model, plan)
             record.write_settings(
                 {
                     **asdict(config),

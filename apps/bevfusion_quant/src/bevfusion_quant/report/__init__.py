@@ -1,18 +1,20 @@
 """One self-contained page on which a reviewer judges a quantized model."""
 
 from bevfusion_quant.report._content import (
+    LOW_SQNR_DB,
     ReportBoxes,
     ReportContent,
     ReportFigure,
     ReportScene,
     ReportStage,
 )
-from bevfusion_quant.report._format import by_page_scheme, partition_picture
+from bevfusion_quant.report._format import by_page_scheme, partition_picture, setting_text
 from bevfusion_quant.report._page import PAGE_DATA, Section, read_sections, write_page
 from bevfusion_quant.report._run_page import JudgedRun, head, write_found, write_report
 from bevfusion_quant.report._sections.reproduce import section as reproduce
 
 __all__ = [
+    "LOW_SQNR_DB",
     "PAGE_DATA",
     "JudgedRun",
     "ReportBoxes",
@@ -26,6 +28,7 @@ __all__ = [
     "partition_picture",
     "read_sections",
     "reproduce",
+    "setting_text",
     "write_found",
     "write_page",
     "write_report",

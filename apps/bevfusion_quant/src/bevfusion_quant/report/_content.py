@@ -11,13 +11,16 @@ import numpy.typing as npt
 
 from bev_data.cameras import Camera
 from bev_data.metrics import Accuracy
+from bevfusion.deployment import ExportedSet
+from bevfusion.quantization import SensitivityOutcome
+from bevfusion_quant.bpu_outcome import BpuOutcome
 from bevfusion_quant.integer import Simulation
-from bevfusion_quant.results import BpuOutcome, ExportedSet, SensitivityOutcome
 from bevquant_qnn import LayerRow
 from bevquant_quantizers import QuantizerValues
 
 Map = npt.NDArray[np.floating[Any]]
 Extent = tuple[float, float, float, float]
+LOW_SQNR_DB = 20.0  # layers below are looked at
 GRID = (
     "CAM_FRONT_LEFT", "CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_BACK_LEFT", "CAM_BACK", "CAM_BACK_RIGHT",
 )  # fmt: skip
@@ -167,7 +170,7 @@ class ReportContent:
     accuracy: Accuracy | None = None
     export: ExportedSet | None = None
     sensitivity: SensitivityOutcome | None = None
-    low_sqnr_db: float = 20.0
+    low_sqnr_db: float = LOW_SQNR_DB
 
 
 def arranged(names: Sequence[str]) -> list[int]:

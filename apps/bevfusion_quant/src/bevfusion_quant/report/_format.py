@@ -117,6 +117,15 @@ def share(value: float | None, whole: float) -> float | None:
     return None if value is None or whole <= 0 else 100 * min(1.0, max(0.0, value) / whole)
 
 
+def setting_text(value: object) -> str:
+    """A setting as a cell."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or DASH
+    return DASH if value is None else str(value)
+
+
 def web_address(text: str) -> str:
     """An address that a link may lead to.
 

@@ -12,9 +12,11 @@ import numpy.typing as npt
 
 from bev_data.metrics import Accuracy, AgreementRow, or_dash, points, span
 from bev_data.points import Frame
+from bevfusion.deployment import ExportedSet
 from bevfusion.model import BEVFusionConfig
 from bevfusion.model.head import Detections
 from bevfusion.quantization import Judgement
+from bevfusion_quant.bpu_outcome import BpuOutcome
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.integer import Simulation
 from bevfusion_quant.report._content import (
@@ -28,9 +30,8 @@ from bevfusion_quant.report._content import (
 from bevfusion_quant.report._format import count, decibels, finite, memory, number, plural, seconds
 from bevfusion_quant.report._page import Section, write_page
 from bevfusion_quant.report._sections import run_sections
-from bevfusion_quant.results import BpuOutcome, ExportedSet
-from bevfusion_quant.run import RunRecord
-from bevfusion_quant.steps import ModelSettings
+from bevfusion_quant.run import PAGE_FILE, RunRecord
+from bevfusion_quant.saved_run import ModelSettings
 
 Figure = dict[str, Any]
 
@@ -206,7 +207,7 @@ class JudgedRun:
         Args:
             stage: Of `judgement.stages`, by name.
         """
-        from bevfusion_quant.pictures import bev_picture, layer_picture
+        from bevfusion.pictures import bev_picture, layer_picture
 
         with self.record.step("draw"):
             maps = next(maps for maps in self.judgement.stages if maps.row.stage == stage)
@@ -239,7 +240,7 @@ class JudgedRun:
                 **self.record.on_page(settings),
                 **self.records,
             )
-            write_report(self.record.folder / "report.html", content)
+            write_report(self.record.folder / PAGE_FILE, content)
 
     def write_summary(self, told: Mapping[str, Any]) -> tuple[dict[str, float], float]:
         """summary.json: what is told, then all that was found.
@@ -286,7 +287,7 @@ def write_found(
             **found,
             **record.on_page(settings),
         )
-        write_report(record.folder / "report.html", page)
+        write_report(record.folder / PAGE_FILE, page)
     summaries = {name: value.summary() for name, value in found.items()}
     return record.write_summary({**settings, "frames": frames, **summaries})
 

@@ -10,6 +10,7 @@ from bev_data.metrics import points, span
 from bevfusion.model import trained_weights
 from bevfusion_quant.export import ONNX_FOLDER
 from bevfusion_quant.frames import FIRST_TRAINING_SEED
+from bevfusion_quant.report import LOW_SQNR_DB
 from bevfusion_quant.review._gather import Evidence, Gathered, Measured, frames_text
 from bevfusion_quant.review._headline import HeadlineGroup, HeadlineRow, judged
 from bevfusion_quant.run import BpuSummary, IntegersSummary, sha256
@@ -72,7 +73,6 @@ def _options(run: Evidence, wanted: dict[str, int]) -> list[str]:
     return found
 
 
-LOW_SQNR_DB = 20.0
 LOST_DB = 0.5  # as the files of an export may lose beside the integer model
 TOLERATED = 0.01  # of mean average precision: what an interval must rule out losing
 

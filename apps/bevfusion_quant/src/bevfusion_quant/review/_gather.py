@@ -22,7 +22,6 @@ from bevfusion_quant.run import (
 )
 from bevquant_quantizers.documents import DocumentError
 
-PAGE_FILE = "report.html"
 _FOUND = ("qat", "bpu", "sensitivity", "export")  # kinds whose summary has a field of that name
 
 

@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
+from bev_data.tables import CellParts, Table, plain_table
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.options import Place
 from bevfusion_quant.report import Section, write_page
-from bevfusion_quant.results import CellParts, Table, plain_table
 from bevfusion_quant.review._checks import Check, checks, exported_files
-from bevfusion_quant.review._gather import PAGE_FILE, Evidence, Gathered, frames_text, gather
+from bevfusion_quant.review._gather import Evidence, Gathered, frames_text, gather
 from bevfusion_quant.review._headline import HeadlineGroup, headline, run_title
-from bevfusion_quant.run import new_run, versions
+from bevfusion_quant.run import PAGE_FILE, new_run, versions
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 SECONDS = 300

@@ -22,7 +22,7 @@ from bevquant_quantizers.documents import (
 )
 from bevquant_quantizers.ranks import current_ranks
 
-CONFIG_FILE, DIGESTS_FILE = "config.json", "digests.json"
+CONFIG_FILE, DIGESTS_FILE, PAGE_FILE = "config.json", "digests.json", "report.html"
 RUN_FORMAT = "bevfusion-quant run"
 RUN_VERSIONS = (1, 2, 3)
 """Schemas of runs that can be read; the last one is written."""
@@ -115,8 +115,8 @@ def written_text(folder: Path) -> tuple[str, ...]:
     if not current_ranks().first:
         return ()
     names = sorted(f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir())
-    others = ", ".join(name for name in names if name != "report.html")
-    return f"Written to {folder}: {others}", f"Page: {(folder / 'report.html').absolute()}"
+    others = ", ".join(name for name in names if name != PAGE_FILE)
+    return f"Written to {folder}: {others}", f"Page: {(folder / PAGE_FILE).absolute()}"
 
 
 def sha256(path: Path) -> str:

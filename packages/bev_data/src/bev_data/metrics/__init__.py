@@ -22,12 +22,15 @@ from bev_data.metrics._text import (
     accuracy_notes,
     accuracy_text,
     agreement_text,
-    aligned_table,
+    measure_tables,
+    model_tables,
     nds_title,
     or_dash,
     points,
     span,
+    with_interval,
 )
+from bev_data.tables import aligned_table
 from bevquant_quantizers.documents import record_table
 
 __all__ = [
@@ -57,10 +60,13 @@ __all__ = [
     "interval_of_difference",
     "interval_of_mean_ap",
     "match",
+    "measure_tables",
     "metrics_of",
+    "model_tables",
     "nds_title",
     "or_dash",
     "points",
     "record_table",
     "span",
+    "with_interval",
 ]

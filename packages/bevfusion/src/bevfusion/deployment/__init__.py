@@ -5,6 +5,13 @@ the model is cut, and what goes in and comes out; `export_files` writes a set by
 and holds each file and all of them in a row against the model.
 """
 
+from bevfusion.deployment._bpu import (
+    beside_bpu_layers,
+    bpu_pieces,
+    compose_plan,
+    stage_shapes,
+    unit_inputs,
+)
 from bevfusion.deployment._check import Figures, beside_layers, join_figures
 from bevfusion.deployment._export import SetExport, export_files
 from bevfusion.deployment._files import (
@@ -18,6 +25,12 @@ from bevfusion.deployment._files import (
     autoware_files,
     bpu_files,
     nvidia_files,
+)
+from bevfusion.deployment._judge_split import (
+    SplitComparison,
+    SplitStage,
+    judge_split,
+    split_stage_table,
 )
 from bevfusion.deployment._pieces import (
     Piece,
@@ -33,7 +46,18 @@ from bevfusion.deployment._result import (
     FilePort,
     SetStage,
 )
-from bevfusion.deployment._split import UNIT_PREFIXES, SplitModel, bpu_units
+from bevfusion.deployment._split import (
+    UNIT_PREFIXES,
+    SplitModel,
+    bpu_units,
+)
+from bevfusion.deployment._text import (
+    export_text,
+    file_box_table,
+    file_size,
+    file_stage_table,
+    set_verdict,
+)
 from bevfusion.deployment._walk import STAGE_ENDS, Execute, between, file_boxes, walk, watching
 
 __all__ = [
@@ -55,19 +79,33 @@ __all__ = [
     "ReadPart",
     "SetExport",
     "SetStage",
+    "SplitComparison",
     "SplitModel",
+    "SplitStage",
     "Written",
     "autoware_files",
+    "beside_bpu_layers",
     "beside_layers",
     "between",
     "bpu_files",
+    "bpu_pieces",
     "bpu_units",
+    "compose_plan",
     "export_files",
+    "export_text",
+    "file_box_table",
     "file_boxes",
+    "file_size",
+    "file_stage_table",
     "join_figures",
+    "judge_split",
     "nvidia_files",
     "nvidia_pieces",
     "outputs_of",
+    "set_verdict",
+    "split_stage_table",
+    "stage_shapes",
+    "unit_inputs",
     "walk",
     "watching",
     "write_piece",

@@ -20,6 +20,7 @@ from bevfusion.evaluation._tally import (
     detection_rules,
     detection_tally,
     judge_detector,
+    judged_text,
     tally_models,
 )
 
@@ -36,6 +37,7 @@ __all__ = [
     "detections_record",
     "frame_findings",
     "judge_detector",
+    "judged_text",
     "note_of",
     "note_record",
     "tally_models",

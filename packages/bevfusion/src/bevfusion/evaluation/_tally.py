@@ -182,3 +182,30 @@ def judge_detector(
         "nds": metrics.nds,
         "classes": {row.name: row.mean_ap for row in metrics.classes},
     }
+
+
+def judged_text(found: Mapping[str, Any]) -> str:
+    """What `judge_detector` found: labels, mAP and NDS, then each class; 0 to 1.
+
+    Example:
+        >>> found = {"labels": 1200, "mean_ap": 0.5, "interval": [0.4, 0.6], "nds": None}
+        >>> print(judged_text({**found, "classes": {"car": 0.5, "bus": None}}))
+        1,200 labels
+        mAP 0.500 (0.400 to 0.600), NDS none
+        car 0.500, bus none
+    """
+
+    def told(value: float | None) -> str:
+        return "none" if value is None else f"{value:.3f}"
+
+    interval = ""
+    if found["interval"] is not None:
+        interval = f" ({told(found['interval'][0])} to {told(found['interval'][1])})"
+    without = ""
+    if "mean_ap_without_pictures" in found:
+        without = f", with grey pictures {told(found['mean_ap_without_pictures'])}"
+    classes = ", ".join(f"{name} {told(value)}" for name, value in found["classes"].items())
+    return (
+        f"{found['labels']:,} labels\n"
+        f"mAP {told(found['mean_ap'])}{interval}{without}, NDS {told(found['nds'])}\n{classes}"
+    )

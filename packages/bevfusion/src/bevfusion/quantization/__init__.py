@@ -15,6 +15,7 @@ from bevfusion.quantization._integers import (
     lies_below,
     simulate_detector,
 )
+from bevfusion.quantization._integers_text import QUERIES, simulation_text
 from bevfusion.quantization._judge import (
     Comparison,
     Judgement,
@@ -32,6 +33,21 @@ from bevfusion.quantization._parts import (
     quantize_detector,
 )
 from bevfusion.quantization._qat import Distiller, QatDetectorTrainer
+from bevfusion.quantization._sensitivity import (
+    check_precisions,
+    measure_sensitivity,
+    plan_precisions,
+    plan_within,
+    refine_within,
+    sensitivity_output,
+)
+from bevfusion.quantization._sensitivity_table import (
+    SensitivityOutcome,
+    sensitivity_headline,
+    sensitivity_plan,
+    sensitivity_table,
+    sensitivity_text,
+)
 from bevfusion.quantization._stage_maps import (
     STAGE_TITLES,
     StageMaps,
@@ -42,6 +58,7 @@ from bevfusion.quantization._stage_maps import (
 )
 
 __all__ = [
+    "QUERIES",
     "STAGE_TITLES",
     "Comparison",
     "Distiller",
@@ -52,10 +69,12 @@ __all__ = [
     "MeanAp",
     "QatDetectorTrainer",
     "SavedPart",
+    "SensitivityOutcome",
     "Simulation",
     "StageMaps",
     "StageProbe",
     "StageRow",
+    "check_precisions",
     "compare_layers",
     "expand_patterns",
     "first_sparse_conv",
@@ -65,10 +84,20 @@ __all__ = [
     "judge",
     "layer_table",
     "lies_below",
+    "measure_sensitivity",
+    "plan_precisions",
+    "plan_within",
     "quantize_detector",
+    "refine_within",
     "relative_change",
+    "sensitivity_headline",
+    "sensitivity_output",
+    "sensitivity_plan",
+    "sensitivity_table",
+    "sensitivity_text",
     "short_names",
     "simulate_detector",
+    "simulation_text",
     "stage_table",
     "whole_output",
 ]

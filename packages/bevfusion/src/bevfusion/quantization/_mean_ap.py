@@ -75,10 +75,12 @@ class MeanAp:
     __name__ = "mAP"  # what the table calls it
     advice: Mapping[str, str] = MappingProxyType(
         {
-            "no head": "mAP: the model is {} alone and finds no boxes",
-            "no labels": "mAP: none of the frames has labels: give frames that have",
-            "none counts": "mAP: no label of these frames counts (too far away, or without a "
-            "point): give other frames, or more of them",
+            "no head": "metric='mAP': the model is {} alone and finds no boxes: measure with "
+            "metric='sqnr'",
+            "no labels": "metric='mAP': none of the frames has labels: give frames that have "
+            "(street, pandaset, kitti, nuscenes), or measure with metric='sqnr'",
+            "none counts": "metric='mAP': no label of these frames counts (too far away, or "
+            "without a point): give other frames, or more of them",
         }
     )
 

@@ -8,21 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bev_data.metrics import (
-    ERROR_UNITS,
-    RECALLS,
-    Accuracy,
-    Sketch,
-    accuracy_notes,
-    nds_title,
-    points,
-)
+from bev_data.metrics import RECALLS, Accuracy, Sketch, accuracy_notes, measure_tables, points
 from bevfusion.model.head import Detections
 from bevfusion_quant.report._content import ReportBoxes, ReportContent
 from bevfusion_quant.report._drawing import from_above
-from bevfusion_quant.report._format import count, fixed
 from bevfusion_quant.report._page import Section
-from bevfusion_quant.results import Cell, Table, mean_ap_apart, plain_table, with_interval
 
 ORDER = 20
 Floats = npt.NDArray[np.float64]
@@ -36,11 +26,12 @@ def section(content: ReportContent) -> Section | None:
     if accuracy is None:
         return None
     names = [entry.model for entry in accuracy.models]
+    headline, classes = measure_tables(accuracy)
     drawn = names[:1] + names[1:][-1:]  # more boxes on one spot nobody can tell apart
     data = {
         "notes": list(accuracy_notes(accuracy)),
-        "headline": _headline(accuracy),
-        "classes": _classes(accuracy),
+        "headline": headline,
+        "classes": classes,
         "models": names,
         "frame": {"left": LEFT, "top": TOP, "width": WIDE, "height": HIGH},
         "curves": list(_curves(accuracy)),
@@ -48,42 +39,6 @@ def section(content: ReportContent) -> Section | None:
         "sketches": [_sketch(sketch, accuracy, drawn) for sketch in accuracy.sketches],
     }
     return Section("accuracy", "Accuracy", data)
-
-
-def _headline(accuracy: Accuracy) -> Table:
-    heads = ("Measure", *(entry.model.capitalize() for entry in accuracy.models))
-    rows = [(name, *values) for name, values in _measures(accuracy)]
-    return plain_table("All classes", heads, rows, form="wide")
-
-
-def _measures(accuracy: Accuracy) -> Iterator[tuple[str, list[Cell]]]:
-    entries = accuracy.models
-    rows = [entry.metrics for entry in entries]
-    yield "mAP", [with_interval(points(row.mean_ap), row.interval) for row in rows]
-    if len(entries) > 1:
-        apart = [mean_ap_apart(entry.difference) for entry in entries]
-        yield f"mAP less {entries[0].model}", apart
-    for distance in accuracy.rules.distances:
-        yield f"AP, {distance:g} m", [points(row.average_precision[distance]) for row in rows]
-    yield nds_title(accuracy), [points(row.nds) for row in rows]
-    for error, unit in ERROR_UNITS.items():
-        yield f"{error}, {unit}", [fixed(row.errors[error], 3) for row in rows]
-    for overlap in accuracy.rules.overlaps:
-        yield f"BEV AP, IoU {overlap:g}", [points(row.bev_ap[overlap]) for row in rows]
-
-
-def _classes(accuracy: Accuracy) -> Table:
-    heads = ("Class", "Labels", *(entry.model.capitalize() for entry in accuracy.models))
-    rows = [
-        (
-            row.name,
-            count(row.labels),
-            *(points(entry.metrics.classes[index].mean_ap) for entry in accuracy.models),
-        )
-        for index, row in enumerate(accuracy.reference.classes)
-        if row.labels
-    ]
-    return plain_table("Mean over distances, class by class", heads, rows, form="wide")
 
 
 def _curves(accuracy: Accuracy) -> Iterator[dict[str, Any]]:

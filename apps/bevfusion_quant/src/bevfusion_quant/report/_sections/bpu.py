@@ -6,23 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from bev_data.tables import CellParts, Column, Columns, Table, table_of
+from bevfusion.deployment import split_stage_table
+from bevfusion_quant.bpu_outcome import (
+    BPU_UNITS,
+    BpuOutcome,
+    boundary_table,
+)
 from bevfusion_quant.report._content import ReportContent
 from bevfusion_quant.report._format import count, fixed, percent
 from bevfusion_quant.report._page import Section
-from bevfusion_quant.results import (
-    BPU_UNITS,
-    BpuEstimate,
-    BpuLayer,
-    BpuOutcome,
-    CellParts,
-    Column,
-    Columns,
-    Table,
-    boundary_table,
-    bpu_stage_table,
-    plan_segments,
-    table_of,
-)
+from bevquant_hybrid_tools.account import plan_segments
+from bevquant_hybrid_tools.forms import BpuEstimate, BpuLayer
 
 ORDER = 70
 
@@ -49,7 +44,7 @@ def section(content: ReportContent) -> Section | None:
         # The plan itself: the page draws the picture, so that no markup is ever read from data.
         "plan": plan.to_json(),
         "boundaries": boundary_table(plan),
-        "stages": bpu_stage_table(outcome.comparison.stages),
+        "stages": split_stage_table(outcome.comparison.stages),
         "on_cpu": [
             {"path": node.path or node.name, "what": node.operator, "reason": node.reason}
             for node in outcome.on_cpu

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from bevfusion_quant.report._content import ReportContent
-from bevfusion_quant.report._format import count, fixed, number
-from bevfusion_quant.report._page import Section
-from bevfusion_quant.results import (
-    CellParts,
-    Column,
+from bev_data.tables import CellParts, Column, Row, Table
+from bevfusion.deployment import (
     ExportedFile,
     FileLayer,
-    Row,
-    Table,
     file_box_table,
     file_size,
     file_stage_table,
     set_verdict,
 )
+from bevfusion_quant.report._content import ReportContent
+from bevfusion_quant.report._format import count, fixed, number
+from bevfusion_quant.report._page import Section
 
 ORDER = 80
 COLUMNS = (

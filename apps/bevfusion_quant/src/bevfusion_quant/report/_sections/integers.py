@@ -7,11 +7,11 @@ from itertools import groupby
 from typing import Any
 
 from bev_data.metrics import AgreementRow
+from bev_data.tables import CellParts, Column, Columns, Row, Table, table_of
 from bevfusion_quant.integer import QUERIES, FloatIsland, IntegerStage
 from bevfusion_quant.report._content import ReportContent
 from bevfusion_quant.report._format import finite, fixed, part_of, percent, share
 from bevfusion_quant.report._page import Section
-from bevfusion_quant.results import CellParts, Column, Columns, Row, Table, table_of
 from bevquant_int8sim import LayerRow
 
 ORDER = 50

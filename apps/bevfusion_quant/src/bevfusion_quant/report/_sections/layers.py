@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from bev_data.tables import CellParts, Column, Row, Table
 from bevfusion_quant.report._content import ReportContent
 from bevfusion_quant.report._encode import rounded
 from bevfusion_quant.report._format import (
@@ -18,7 +19,6 @@ from bevfusion_quant.report._format import (
     share,
 )
 from bevfusion_quant.report._page import Section
-from bevfusion_quant.results import CellParts, Column, Row, Table
 from bevquant_qnn import LayerRow
 
 ORDER = 40

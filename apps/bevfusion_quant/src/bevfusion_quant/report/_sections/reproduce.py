@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from bev_data.tables import Cell, CellParts, Table, plain_table
 from bevfusion_quant.report._content import ReportContent
+from bevfusion_quant.report._format import setting_text
 from bevfusion_quant.report._page import Section
-from bevfusion_quant.results import Cell, CellParts, Table, plain_table, setting_text
 
 ORDER = 110
 

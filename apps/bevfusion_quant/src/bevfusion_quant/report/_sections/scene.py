@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from bev_data.cameras import Camera
+from bev_data.tables import Column, Row, Table
 from bevfusion_quant.report._content import ReportBoxes, ReportContent, ReportScene, arranged
 from bevfusion_quant.report._drawing import from_above, in_camera
 from bevfusion_quant.report._encode import jpeg, packed_shares
 from bevfusion_quant.report._page import Section
-from bevfusion_quant.results import Column, Row, Table
 
 ORDER = 10
 SHOWN = 60  # detections, about what a person can still tell apart

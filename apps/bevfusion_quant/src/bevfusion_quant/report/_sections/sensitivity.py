@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bevfusion.quantization import sensitivity_headline, sensitivity_plan, sensitivity_table
 from bevfusion_quant.report._content import ReportContent
 from bevfusion_quant.report._page import Section
-from bevfusion_quant.results import headline, plan_line, sensitivity_table
 
 ORDER = 60
 
@@ -15,8 +15,8 @@ def section(content: ReportContent) -> Section | None:
     if outcome is None:
         return None
     data = {
-        "headline": headline(outcome),
-        "plan": plan_line(outcome),
+        "headline": sensitivity_headline(outcome),
+        "plan": sensitivity_plan(outcome),
         "refusal": outcome.refusal,
         "precisions": outcome.precisions,
         "table": sensitivity_table(outcome).on_page(),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bevfusion.deployment import ExportedFile, ExportedSet, FileLayer, FilePort
-from bevfusion_quant._errors import VerificationError
-from bevfusion_quant.results._table import Columns, Table, table_of
+from bev_data.tables import Columns, Table, table_of
+from bevfusion.deployment._result import ExportedFile, ExportedSet, FileLayer, FilePort
 
 _SHOWN = 5
 _EXACT = ("int8", "float16")  # forms that are compared value by value
@@ -25,22 +24,6 @@ def export_text(made: ExportedSet) -> tuple[str, ...]:
         parts += [(boxes := file_box_table(made)).title, boxes.text()]
     parts.append("\n".join(["Engines", *(f"  {file.build}" for file in made.files)]))
     return tuple(parts)
-
-
-def refuse_wrong_files(made: ExportedSet, text: str) -> None:
-    """End a command where files do not compute what the model does.
-
-    Raises:
-        VerificationError: After `text`, the first of what differs.
-    """
-    if not made.failures:
-        return
-    more = f" and {len(made.failures) - 1} more" if len(made.failures) > 1 else ""
-    raise VerificationError(
-        f"the ONNX files in {made.folder} are not what the model computes: "
-        f"{made.failures[0]}{more}: do not deploy them; the page shows every layer",
-        text,
-    )
 
 
 def set_verdict(made: ExportedSet) -> str:

@@ -1,70 +1,61 @@
-"""Each group of layers alone quantized, and alone in float, on frames."""
+"""Each group of the detector's layers alone quantized, and alone in float; the plan made of it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from types import MappingProxyType
-from typing import Any, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, get_args, get_type_hints
 
 from torch import nn
 
-from bevfusion import quantization
+from bev_data import InputError
+from bevfusion.evaluation import FrameBatches
 from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
-from bevfusion.quantization import KeptScores
-from bevfusion_quant._errors import InputError
-from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.options import SensitivityMetric, SensitivityOutput
-from bevfusion_quant.options import precisions as plan_precisions
-from bevfusion_quant.run import return_freed_memory
-from bevfusion_quant.steps import run_batch
-from bevquant_qnn import SensitivityTable, estimate_sensitivity, sensitivity
+from bevfusion.quantization._mean_ap import KeptScores, MeanAp
+from bevquant_qnn import (
+    Budget,
+    PlannedGroup,
+    PrecisionPlan,
+    RefinedPlan,
+    SensitivityTable,
+    assign_precision,
+    estimate_sensitivity,
+    refine_plan,
+    sensitivity,
+)
 from bevquant_quantizers import TensorQuantizer, calibrate
 from bevquant_quantizers.ranks import Shards
 
 LOG = logging.getLogger(__name__)
 
+METRICS = ("sqnr", "kl", "mAP")
+OUTPUTS = ("map", "heatmap")
+_HEATMAP = "heads.object.heatmap_head"
+
 
 class FramesInTurn(Sequence["Batch"]):
-    """The frames, with memory given back before each is made.
+    """The frames, one by one.
 
     Args:
         batches: All of them.
+        before_each: Called before each is made: what a recorded run held is of no use to frames
+            with other numbers of voxels, and may be given back to the system.
         told: Say of each when it is made.
     """
 
-    def __init__(self, batches: FrameBatches, *, told: bool = True) -> None:
-        self._batches, self._told = batches, told
+    def __init__(
+        self, batches: FrameBatches, before_each: Callable[[], None], *, told: bool = True
+    ) -> None:
+        self._batches, self._before_each, self._told = batches, before_each, told
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __getitem__(self, index: int) -> Batch:  # type: ignore[override]
-        # What a recorded run held is of no use to frames with other numbers of voxels.
-        return_freed_memory()
+        self._before_each()
         if self._told:
             LOG.info("frame %d of %d", index + 1, len(self))
         return self._batches[index]
-
-
-class MeanAp(quantization.MeanAp):
-    """`bevfusion.quantization.MeanAp` whose errors name the options of the command."""
-
-    advice = MappingProxyType(
-        {
-            "no head": "--metric mAP: the run's model is {} alone and finds no boxes: measure with "
-            "--metric sqnr",
-            "no labels": "--metric mAP: none of the frames has labels: give frames that have "
-            "(street, pandaset, kitti, nuscenes), or measure with --metric sqnr",
-            "none counts": "--metric mAP: no label of these frames counts (too far away, or "
-            "without a point): give other frames, or more of them",
-        }
-    )
-
-
-METRICS = get_args(SensitivityMetric)
-OUTPUTS = get_args(SensitivityOutput)
-_HEATMAP = "heads.object.heatmap_head"
 
 
 def sensitivity_output(model: BEVFusion, metric: str = "sqnr", output: str | None = None) -> str:
@@ -80,24 +71,24 @@ def sensitivity_output(model: BEVFusion, metric: str = "sqnr", output: str | Non
         InputError: An unknown metric or output, or one that the model does not have.
     """
     if metric not in METRICS:
-        raise InputError(f"--metric {metric}: expected one of {', '.join(METRICS)}")
+        raise InputError(f"metric={metric!r}: expected one of {', '.join(METRICS)}")
     if output not in (None, *OUTPUTS):
-        raise InputError(f"--output {output}: expected {' or '.join(OUTPUTS)}")
+        raise InputError(f"output={output!r}: expected {' or '.join(OUTPUTS)}")
     if metric == "mAP":
         if output is not None:
-            raise InputError(f"--output {output}: mAP judges the boxes; leave it out")
+            raise InputError(f"output={output!r}: mAP judges the boxes; leave it out")
         return ""
     has_head = "head" in model.parts
     if metric == "kl" and output == "map":
         raise InputError(
-            "--metric kl compares the classes of the heat map; the map has none: leave --output "
-            "out, or measure with --metric sqnr"
+            "metric='kl' compares the classes of the heat map; the map has none: leave output= "
+            "out, or measure with metric='sqnr'"
         )
     if not has_head and (metric == "kl" or output == "heatmap"):
-        what = "--metric kl" if metric == "kl" else "--output heatmap"
+        what = "metric='kl'" if metric == "kl" else "output='heatmap'"
         raise InputError(
-            f"{what}: the run's model is {' and '.join(model.parts)} alone and has no heat map: "
-            "measure with --metric sqnr on its own map"
+            f"{what}: the model is {' and '.join(model.parts)} alone and has no heat map: "
+            "measure with metric='sqnr' on its own map"
         )
     if not has_head:
         return ""
@@ -117,6 +108,7 @@ def measure_sensitivity(
     without: bool = True,
     estimate: bool = False,
     shards: Shards | None = None,
+    before_each: Callable[[], None] = lambda: None,
 ) -> SensitivityTable:
     """Measure what every group of layers loses: `bevquant_qnn.sensitivity` of the detector.
 
@@ -135,6 +127,7 @@ def measure_sensitivity(
         without: Measure each group alone in float, too: half of the time.
         estimate: `bevquant_qnn.estimate_sensitivity` instead, without that half.
         shards: Keeps what is finished while several ranks share the frames.
+        before_each: Called before each frame is made.
 
     Raises:
         InputError: A metric, an output or precisions that cannot be measured, or no labels.
@@ -144,7 +137,7 @@ def measure_sensitivity(
     task = MeanAp(model, batches, config, shards) if metric == "mAP" else None
     if "int16" in precisions:
         _collect(model, batches)
-    frames = FramesInTurn(batches)
+    frames = FramesInTurn(batches, before_each)
     options: dict[str, Any] = {
         "outputs": (path,) if path else (),
         "precisions": tuple(dict.fromkeys(precisions)),
@@ -154,6 +147,12 @@ def measure_sensitivity(
         return estimate_sensitivity(model, frames, **options)
     options["reduce"] = None if task is None else task.reduce
     return sensitivity(model, frames, task or metric, without=without, **options)
+
+
+def plan_precisions() -> tuple[str, ...]:
+    """At which a group of layers can be measured alone: those of a plan but float."""
+    there = get_args(get_type_hints(PlannedGroup)["precision"])
+    return tuple(name for name in there if name != "float")
 
 
 def check_precisions(precisions: Sequence[str]) -> None:
@@ -166,16 +165,85 @@ def check_precisions(precisions: Sequence[str]) -> None:
     unknown = [name for name in precisions if name not in known]
     if unknown or not precisions:
         raise InputError(
-            f"--precisions {' '.join(unknown)}: name one or more of {', '.join(known)}; float "
+            f"precisions={' '.join(unknown)!r}: name one or more of {', '.join(known)}; float "
             "is what they are compared with"
         )
+
+
+def plan_within(
+    model: BEVFusion, table: SensitivityTable, budget: Budget, **costs: Any
+) -> PrecisionPlan:
+    """The best plan in the budget: `bevquant_qnn.assign_precision`.
+
+    Args:
+        model: The model that was measured.
+        table: Its table.
+        budget: A limit on the estimated time or on the score.
+        **costs: `costs`, time of one operation by precision, where yours are known.
+
+    Raises:
+        InputError: The table is another model's, or no plan lies within the budget.
+    """
+    try:
+        return assign_precision(model, table, budget, **costs)
+    except ValueError as error:
+        raise InputError(f"no plan: {error}") from error
+
+
+def refine_within(
+    model: BEVFusion,
+    batches: FrameBatches,
+    config: BEVFusionConfig,
+    plan: PrecisionPlan,
+    table: SensitivityTable,
+    budget: Budget,
+    *,
+    output: str | None = None,
+    rounds: int = 2,
+    shards: Shards | None = None,
+    before_each: Callable[[], None] = lambda: None,
+) -> RefinedPlan:
+    """The best measured plan in the budget: `bevquant_qnn.refine_plan` of the detector.
+
+    Args:
+        model: The model that was measured; it is left as it was.
+        batches: The frames that it was measured on.
+        config: Sizes.
+        plan: From `plan_within`.
+        table: Its table, by "sqnr", "kl" or "mAP".
+        budget: A limit on the estimated time or on the score.
+        output: As it was measured; see `sensitivity_output`.
+        rounds: Of as many plans as there are groups, for each precision beside int8.
+        shards: Keeps what is finished while several ranks share the frames.
+        before_each: Called before each frame is made.
+
+    Raises:
+        InputError: The plan or the table is another model's, or the budget cannot be kept.
+    """
+    path = sensitivity_output(model, table.metric, output)
+    task = MeanAp(model, batches, config, shards) if table.metric == "mAP" else None
+    try:
+        return refine_plan(
+            model,
+            plan,
+            FramesInTurn(batches, before_each, told=False),
+            table,
+            budget,
+            metric=task,
+            outputs=(path,) if path else (),
+            rounds=rounds,
+            reduce=None if task is None else task.reduce,
+            kept=None if shards is None else KeptScores(shards),
+        )
+    except ValueError as error:
+        raise InputError(f"no plan: {error}") from error
 
 
 def _collect(model: BEVFusion, batches: FrameBatches) -> None:
     """Let the calibrators see the frames; ranges stay what they are."""
     quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
     ranges = {q: q.amax.clone() for q in quantizers if q.amax is not None}
-    calibrate(model, batches, forward=run_batch, method="max")
+    calibrate(model, batches, forward=lambda net, batch: net(*batch), method="max")
     for quantizer, amax in ranges.items():
         quantizer.amax = amax
 

@@ -1,40 +1,50 @@
-"""Sensitivity of a finished run's model, and the plan within a budget, in a folder of its own."""
+"""What each layer's rounding costs a finished run's model, and the plan within a budget."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 from bev_data.points import Frame
-from bevfusion.model import CONFIGS, BEVFusion, BEVFusionConfig
-from bevfusion.quantization import KeptScores
+from bevfusion.model import CONFIGS
+from bevfusion.quantization import (
+    KeptScores,
+    SensitivityOutcome,
+    check_precisions,
+    measure_sensitivity,
+    plan_within,
+    refine_within,
+    sensitivity_output,
+    sensitivity_text,
+)
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import Place
+from bevfusion_quant.options import SensitivityOutput as Output
 from bevfusion_quant.report import write_found
-from bevfusion_quant.results import SensitivityOutcome
-from bevfusion_quant.run import Clock, RunSettings, new_run
-from bevfusion_quant.sensitivity._measure import (
-    FramesInTurn,
-    MeanAp,
-    check_precisions,
-    measure_sensitivity,
-    sensitivity_output,
-)
-from bevfusion_quant.steps import load_run, read_model_settings
-from bevquant_qnn import (
-    BIT_OPERATIONS,
-    Budget,
-    PrecisionPlan,
-    RefinedPlan,
-    SensitivityTable,
-    assign_precision,
-    refine_plan,
-)
-from bevquant_quantizers.ranks import Shards
+from bevfusion_quant.run import Clock, RunSettings, new_run, return_freed_memory
+from bevfusion_quant.saved_run import load_run, read_model_settings
+from bevquant_qnn import BIT_OPERATIONS, Budget
+
+__all__ = [
+    "KeptScores",
+    "Output",
+    "SensitivityOutcome",
+    "SensitivityResult",
+    "measure_sensitivity",
+    "parse_budget",
+    "plan_within",
+    "precisions_of",
+    "refine_within",
+    "run_sensitivity",
+    "sensitivity_output",
+    "sensitivity_text",
+]
 
 # The float model's own scores: nothing is above.
 _BEST = {"sqnr": 144.5, "kl": 0.0, "mAP": 100.0}
@@ -83,76 +93,6 @@ def check_reachable(budget: Budget, metric: str, precisions: Sequence[str]) -> N
         )
 
 
-def plan_within(
-    model: BEVFusion, table: SensitivityTable, budget: Budget, **costs: Any
-) -> PrecisionPlan:
-    """The best plan in the budget: `bevquant_qnn.assign_precision`.
-
-    Args:
-        model: The model that was measured.
-        table: Its table.
-        budget: A limit on the estimated time or on the score.
-        **costs: `costs`, time of one operation by precision, where yours are known.
-
-    Raises:
-        InputError: The table is another model's, or no plan lies within the budget.
-    """
-    try:
-        return assign_precision(model, table, budget, **costs)
-    except ValueError as error:
-        raise InputError(f"no plan: {error}") from error
-
-
-ROUNDS = 2
-
-
-def refine_within(
-    model: BEVFusion,
-    batches: FrameBatches,
-    config: BEVFusionConfig,
-    plan: PrecisionPlan,
-    table: SensitivityTable,
-    budget: Budget,
-    *,
-    output: str | None = None,
-    rounds: int = ROUNDS,
-    shards: Shards | None = None,
-) -> RefinedPlan:
-    """The best measured plan in the budget: `bevquant_qnn.refine_plan` of the detector.
-
-    Args:
-        model: The model that was measured; it is left as it was.
-        batches: The frames that it was measured on.
-        config: Sizes.
-        plan: From `plan_within`.
-        table: Its table, by "sqnr", "kl" or "mAP".
-        budget: A limit on the estimated time or on the score.
-        output: As it was measured; see `sensitivity_output`.
-        rounds: Of as many plans as there are groups, for each precision beside int8.
-        shards: Keeps what is finished while several ranks share the frames.
-
-    Raises:
-        InputError: The plan or the table is another model's, or the budget cannot be kept.
-    """
-    path = sensitivity_output(model, table.metric, output)
-    task = MeanAp(model, batches, config, shards) if table.metric == "mAP" else None
-    try:
-        return refine_plan(
-            model,
-            plan,
-            FramesInTurn(batches, told=False),
-            table,
-            budget,
-            metric=task,
-            outputs=(path,) if path else (),
-            rounds=rounds,
-            reduce=None if task is None else task.reduce,
-            kept=None if shards is None else KeptScores(shards),
-        )
-    except ValueError as error:
-        raise InputError(f"no plan: {error}") from error
-
-
 # Of activations of 8 bits, by the bits of weights.
 _OWN = {8: "int8", 4: "int4"}
 
@@ -184,6 +124,20 @@ def precisions_of(settings: RunSettings, asked: Sequence[str], run: str | Path) 
     return tuple(asked) or (_OWN[bits],)
 
 
+@contextmanager
+def _naming_options() -> Iterator[None]:
+    """An argument that an error names, as metric='kl', is an option here: --metric kl."""
+    try:
+        yield
+    except InputError as error:
+        text = re.sub(r"\b(metric|output|precisions)=(?:'([^']*)')?", _option, str(error))
+        raise InputError(text.replace("the model is", "the run's model is")) from error
+
+
+def _option(named: re.Match[str]) -> str:
+    return f"--{named[1]}" if named[2] is None else f"--{named[1]} {named[2]}"
+
+
 @dataclass(frozen=True, eq=False)
 class SensitivityResult:
     """Where the run lies, what it found, seconds by step, peak memory in MiB."""
@@ -204,7 +158,7 @@ def run_sensitivity(
     without: bool = True,
     estimate: bool = False,
     budget: str | None = None,
-    plan_rounds: int = ROUNDS,
+    plan_rounds: int = 2,
     cameras: Sequence[str] | None = None,
     **place: Unpack[Place],
 ) -> SensitivityResult:
@@ -234,7 +188,8 @@ def run_sensitivity(
             then.
     """
     if precisions:
-        check_precisions(precisions)
+        with _naming_options():
+            check_precisions(precisions)
     if estimate and metric != "sqnr":
         raise InputError(f"--estimate: it is SQNR that is estimated; measure --metric {metric}")
     if plan_rounds < 0:
@@ -263,13 +218,15 @@ def run_sensitivity(
     with new_run("sensitivity", clock, keep=run, **place) as record:
         with clock.step("load the run"):
             model = load_run(run).quantized_model
-        path = sensitivity_output(model, metric, output)
+        with _naming_options():
+            path = sensitivity_output(model, metric, output)
         if limit is not None:
             check_reachable(limit, metric, precisions)
         sizes = CONFIGS[ran.config]
         batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
         shards = record.shards(frames, {**settings, "without": without}, model)
-        with clock.step("measure", blame="the sensitivity cannot be measured"):
+        blame = "the sensitivity cannot be measured"
+        with clock.step("measure", blame=blame), _naming_options():
             table = measure_sensitivity(
                 model,
                 batches,
@@ -280,6 +237,7 @@ def run_sensitivity(
                 without=without,
                 estimate=estimate,
                 shards=shards,
+                before_each=return_freed_memory,
             )
         batches.share_notes(shards)
         estimated, refined, refusal = None, None, ""
@@ -297,6 +255,7 @@ def run_sensitivity(
                         output=output,
                         rounds=plan_rounds,
                         shards=shards,
+                        before_each=return_freed_memory,
                     )
             except InputError as error:  # what was measured is kept all the same
                 refusal = f"--budget {budget}: {error}"

@@ -9,8 +9,9 @@ import pytest
 from matplotlib.image import imread
 
 from bevfusion.model import CONFIGS
-from bevfusion_quant.pictures import bev_picture, layer_picture
-from bevfusion_quant.ptq import LayerRow, StageMaps, StageRow
+from bevfusion.pictures import bev_picture, layer_picture
+from bevfusion.quantization import StageMaps, StageRow
+from bevquant_qnn import LayerRow
 
 CONFIG = CONFIGS["tiny"].lidar
 POINTS = np.array([[-50, -48, -1], [-50, -48, 1.5], [36, -24, -3]], np.float32)

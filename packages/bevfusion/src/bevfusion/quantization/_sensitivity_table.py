@@ -1,4 +1,4 @@
-"""What a sensitivity run found, for the terminal, the page and summary.json."""
+"""What measuring the sensitivity found, as text, as a table, and as a record."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bev_data.metrics import or_dash
-from bevfusion_quant.results._table import Cell, CellParts, Column, Row, Table
+from bev_data.tables import Cell, CellParts, Column, Row, Table
 from bevquant_qnn import PrecisionPlan, RefinedPlan, SensitivityRow, SensitivityTable
 
 _WIDE, _HIGH, _GAP = 100.0, 7.0, 2.0  # of a bar, in its own units
@@ -76,7 +76,7 @@ class SensitivityOutcome:
         return None if self.plan is None else self.plan[row.name]
 
     def summary(self) -> dict[str, Any]:
-        """Everything, for summary.json."""
+        """Everything, as JSON has it."""
         return {
             "scored": self.scored,
             "output": self.output,
@@ -106,8 +106,12 @@ class SensitivityOutcome:
 
 def sensitivity_text(outcome: SensitivityOutcome) -> tuple[str, ...]:
     """Headline, one line for each group of layers, the largest loss first; the plan in a line."""
-    plan = [plan_line(outcome)] if outcome.plan is not None else []
-    return (headline(outcome), sensitivity_table(outcome).text(), *plan)
+    plan = [sensitivity_plan(outcome)] if outcome.plan is not None else []
+    return (
+        sensitivity_headline(outcome),
+        sensitivity_table(outcome).text(without="encoders."),
+        *plan,
+    )
 
 
 def sensitivity_table(outcome: SensitivityOutcome) -> Table:
@@ -164,7 +168,7 @@ def _bars(outcome: SensitivityOutcome, row: SensitivityRow) -> dict[str, object]
     return {"height": high, "label": f"Share of loss: {told}", "blocks": blocks}
 
 
-def headline(outcome: SensitivityOutcome) -> str:
+def sensitivity_headline(outcome: SensitivityOutcome) -> str:
     """What was scored, and the two ends of the scale."""
     table, form = outcome.table, _DIGITS[outcome.table.metric]
     frames = f"{table.batches} frame{'s' * (table.batches != 1)}"
@@ -177,7 +181,7 @@ def headline(outcome: SensitivityOutcome) -> str:
     return f"{text} {outcome.unit}"
 
 
-def plan_line(outcome: SensitivityOutcome) -> str:
+def sensitivity_plan(outcome: SensitivityOutcome) -> str:
     """The plan in a line: what is chosen how often, estimated time and score."""
     plan = outcome.plan
     if plan is None:

@@ -17,6 +17,7 @@ from bevfusion.quantization import fuse_detector
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import frames_of
 from bevfusion_quant.options import Branch, FrameOptions, Method, PtqConfig
+from bevfusion_quant.plan import PLAN_FILE, apply_plan, read_plan
 from bevfusion_quant.run import (
     CONFIG_FILE,
     RunSettings,
@@ -25,9 +26,8 @@ from bevfusion_quant.run import (
     refuse_version,
     sha256,
 )
-from bevfusion_quant.steps._branches import built_parts, reads_images
-from bevfusion_quant.steps._plan import PLAN_FILE, apply_plan, read_plan
-from bevfusion_quant.steps._stages import quantize_as
+from bevfusion_quant.stages import built_parts, quantize_as, reads_images
+from bevquant_qnn import PrecisionPlan
 from bevquant_quantizers import load_ranges, save_ranges
 from bevquant_quantizers.documents import as_form, read_tensors, write_tensors
 
@@ -39,7 +39,10 @@ FLOAT_FILE = "float_weights.safetensors"
 
 
 def save_model(
-    folder: Path, model: BEVFusion, float_model: BEVFusion | None = None
+    folder: Path,
+    model: BEVFusion,
+    float_model: BEVFusion | None = None,
+    plan: PrecisionPlan | None = None,
 ) -> dict[str, str]:
     """Write weights.safetensors (folded weights and ranges) and ranges.json (ranges alone).
 
@@ -48,6 +51,7 @@ def save_model(
         model: The quantized model.
         float_model: What it was made from. Where its weights are others than the quantized
             model's, which rounding or training changed, they go to float_weights.safetensors.
+        plan: That it follows, for plan.json.
 
     Returns:
         The sha256 of each, by name: what `load_run` knows them by.
@@ -61,7 +65,11 @@ def save_model(
         contents[FLOAT_FILE] = changed
     for name, state in contents.items():
         write_tensors(folder / name, state, {"format": "pt"})
-    return {name: sha256(folder / name) for name in ("ranges.json", *contents)}
+    names = ["ranges.json", *contents]
+    if plan is not None:
+        plan.save(folder / PLAN_FILE)
+        names.append(PLAN_FILE)
+    return {name: sha256(folder / name) for name in names}
 
 
 class ModelSettings(RunSettings, kw_only=True):

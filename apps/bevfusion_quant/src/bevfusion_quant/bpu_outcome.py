@@ -2,56 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bev_data.metrics import (
     Accuracy,
-    AgreementRow,
-    FoundRow,
     accuracy_text,
     agreement_text,
-    aligned_table,
     or_dash,
 )
-from bevfusion.quantization import Judgement, layer_table
-from bevfusion_quant.results._table import CellParts, Row, Table, table_of
+from bev_data.tables import CellParts, Row, Table, table_of
+from bevfusion.deployment import SplitComparison, split_stage_table
+from bevfusion.quantization import layer_table
 from bevquant_hybrid.operators import load_support_table
 from bevquant_hybrid.partition import Plan, PlanNode
-from bevquant_hybrid_tools.forms import BpuEstimate, BpuLayer
-
-
-@dataclass(frozen=True)
-class BpuStage:
-    """The end of one stage, over all frames: both quantized models against float."""
-
-    stage: str
-    title: str
-    channels: int
-    fake_sqnr_db: float | None
-    fake_cosine: float | None
-    integer_sqnr_db: float | None
-    integer_cosine: float | None
-
-
-@dataclass(frozen=True, eq=False)
-class BpuComparison:
-    """Everything that was compared.
-
-    Attributes:
-        judgement: Float against fake-quantized, as the report shows it.
-        layers: Operators on the BPU in the order of execution.
-        stages: Of the model, in order.
-        agreement: Detections, float against integers; empty without a head.
-        found: Labelled objects that both find.
-    """
-
-    judgement: Judgement
-    layers: tuple[BpuLayer, ...]
-    stages: tuple[BpuStage, ...]
-    agreement: tuple[AgreementRow, ...]
-    found: tuple[FoundRow, ...]
+from bevquant_hybrid_tools.account import (
+    estimate_record,
+    estimates_text,
+    nodes_on_cpu,
+    segments_text,
+)
+from bevquant_hybrid_tools.forms import BpuEstimate
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +39,7 @@ class BpuOutcome:
     """
 
     plan: Plan
-    comparison: BpuComparison
+    comparison: SplitComparison
     estimates: Mapping[str, BpuEstimate]
     accuracy: Accuracy | None = None
 
@@ -84,7 +56,7 @@ class BpuOutcome:
     @property
     def on_cpu(self) -> tuple[PlanNode, ...]:
         """Operators that run on the CPU."""
-        return tuple(n for n in self.plan.nodes if n.kind == "operator" and n.place == "CPU")
+        return nodes_on_cpu(self.plan)
 
     @property
     def violations(self) -> tuple[str, ...]:
@@ -106,18 +78,7 @@ class BpuOutcome:
             "integer_agreement": self.comparison.agreement,
             "integer_labels_found": self.comparison.found,
             "estimates": {
-                unit: {
-                    "what": "a roofline estimate from public figures, no measurement",
-                    "cores": estimate.cores,
-                    "seconds": estimate.seconds,
-                    "figures": asdict(estimate.figures),
-                    "layers": [
-                        {**asdict(layer), "seconds": layer.seconds, "bound": layer.bound}
-                        for layer in estimate.layers
-                    ],
-                    "violations": estimate.violations,
-                }
-                for unit, estimate in self.estimates.items()
+                unit: estimate_record(estimate) for unit, estimate in self.estimates.items()
             },
         }
 
@@ -139,19 +100,6 @@ def boundary_table(plan: Plan) -> Table:
     return replace(table, rows=[*table.rows, together])
 
 
-def bpu_stage_table(stages: Sequence[BpuStage]) -> Table:
-    """Fake-quantized and integer model against float at the end of each stage."""
-    columns = {
-        "Stage": "{title}",
-        "Channels": "{channels}",
-        "Fake dB": "{fake_sqnr_db:.1f}",
-        "Integer dB": "{integer_sqnr_db:.1f}",
-        "Fake cosine": "{fake_cosine:.6f}",
-        "Integer cosine": "{integer_cosine:.6f}",
-    }
-    return table_of("SQNR and cosine against float", stages, columns, "wide")
-
-
 BPU_UNITS = {"camera": "camera", "bev": "bird's-eye view"}
 
 
@@ -162,7 +110,7 @@ def bpu_text(outcome: BpuOutcome) -> Iterator[str]:
     yield "Float against fake-quantized, output of each layer on the BPU"
     yield layer_table(judgement.layers)
     yield "Stages, fake-quantized and integers against float"
-    yield bpu_stage_table(comparison.stages).text()
+    yield split_stage_table(comparison.stages).text()
     if judgement.agreement:
         yield "Detections, float against fake-quantized, same class"
         yield agreement_text(judgement.agreement, judgement.found)
@@ -172,40 +120,7 @@ def bpu_text(outcome: BpuOutcome) -> Iterator[str]:
         yield "Against labels"
         yield accuracy_text(outcome.accuracy)
     yield f"BPU and CPU, march {outcome.march}"
-    yield _segments(outcome.plan)
-    yield boundary_table(outcome.plan).text()
+    yield segments_text(outcome.plan)
+    yield boundary_table(outcome.plan).text(without="encoders.")
     yield "On the CPU:\n" + "\n".join(f"  {n.name}: {n.reason}" for n in outcome.on_cpu)
-    yield _estimate(outcome)
-
-
-def plan_segments(plan: Plan) -> Iterator[tuple[str, tuple[str, ...], int]]:
-    """Of each segment its place, its first and last node, and how many operators it has."""
-    for segment in plan.segments:
-        operators = [name for name in segment.nodes if plan.node(name).kind == "operator"]
-        ends = dict.fromkeys((segment.nodes[0], segment.nodes[-1]))
-        yield segment.place, tuple(ends), len(operators)
-
-
-def _segments(plan: Plan) -> str:
-    rows = [(" … ".join(ends), place, str(count)) for place, ends, count in plan_segments(plan)]
-    return aligned_table(("segment", "runs on", "operators"), rows)
-
-
-def _estimate(outcome: BpuOutcome) -> str:
-    """Milliseconds of each unit, and what they are worth."""
-    rows = [
-        (
-            BPU_UNITS[unit],
-            f"{sum(layer.operations for layer in estimate.layers) / 1e9:,.1f}",
-            f"{sum(x.loaded_bytes + x.stored_bytes for x in estimate.layers) / 1e6:,.1f}",
-            f"{estimate.seconds * 1e3:,.2f}",
-        )
-        for unit, estimate in outcome.estimates.items()
-    ]
-    first = next(iter(outcome.estimates.values()))
-    title = (
-        f"Estimate for one core of {first.figures.chip}: a roofline from public figures, no "
-        "measurement"
-    )
-    table = aligned_table(("unit", "10⁹ operations", "MB moved", "ms"), rows)
-    return f"{title}\n\n{table}"
+    yield estimates_text({BPU_UNITS[name]: found for name, found in outcome.estimates.items()})

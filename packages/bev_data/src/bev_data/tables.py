@@ -1,4 +1,8 @@
-"""The one form of a table: a page draws it, a terminal prints it."""
+"""The one form of a table: a page draws it, a terminal prints it.
+
+`table_of` makes one of records. `Table.text` is what a terminal prints, `Table.on_page` what a page
+draws, whose cells may be more than text.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypedDict
 
-from bev_data.metrics import Difference, Interval, aligned_table, span
-from bevquant_quantizers.documents import filled
+from bevquant_quantizers.documents import filled, text_table
+
+__all__ = [
+    "Cell",
+    "CellParts",
+    "Column",
+    "Columns",
+    "Row",
+    "Table",
+    "aligned_table",
+    "plain_table",
+    "table_of",
+]
 
 
 class CellParts(TypedDict, total=False):
@@ -28,7 +43,8 @@ class CellParts(TypedDict, total=False):
         interval: An interval below the text.
         code: Whether the text is a name on disk or a command.
         badge: Class of a mark around the text.
-        bars: Bars to draw; see the macro of that name.
+        bars: Bars to draw: the `height` of all, a `label`, and `blocks`, each with its `kind`,
+            `left`, `top`, `width` and `height`; 100 is the width of the cell.
     """
 
     text: str
@@ -49,6 +65,7 @@ class CellParts(TypedDict, total=False):
 
 
 Cell = str | CellParts
+"""Text, or more than that."""
 
 
 class Column(NamedTuple):
@@ -121,11 +138,16 @@ class Table:
     kind: str = "classes"
     hidden: bool = False
 
-    def text(self) -> str:
-        """Head and rows for a terminal."""
+    def text(self, without: str = "") -> str:
+        """Head and rows for a terminal.
+
+        Args:
+            without: Beginning of modules' paths that is left out.
+        """
         told = self._shown("terminal")
         heads = [_small(column.title) for column in told.columns]
-        return aligned_table(heads, [list(map(_text, row.cells)) for row in told.rows])
+        rows = [[_text(cell, without) for cell in row.cells] for row in told.rows]
+        return aligned_table(heads, rows)
 
     def on_page(self) -> Table:
         """The columns that a page shows."""
@@ -135,6 +157,19 @@ class Table:
         kept = [i for i, column in enumerate(self.columns) if column.only in ("", where)]
         rows = [replace(row, cells=[row.cells[i] for i in kept]) for row in self.rows]
         return replace(self, columns=[self.columns[i] for i in kept], rows=rows)
+
+
+def aligned_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns under their heads: the first one to the left, the others to the right.
+
+    Example:
+        >>> print(aligned_table(("frame", "boxes"), [("street_0", "12"), ("street_1", "7")]))
+        frame     boxes
+        ────────  ─────
+        street_0     12
+        street_1      7
+    """
+    return text_table([head, *rows], right=range(1, len(head)), rule="─")
 
 
 def plain_table(
@@ -167,6 +202,13 @@ def table_of(
         form: Of the table.
         kind: Further classes.
         id: Of the table on a page.
+
+    Example:
+        >>> table = table_of("Parts", [slice(0, 2.5)], {"From": "{start}", "To": "{stop:.2f} s"})
+        >>> print(table.text())
+        from      to
+        ────  ──────
+        0     2.50 s
     """
     heads = [Column(column) if isinstance(column, str) else column for column in columns]
     rows = [
@@ -176,35 +218,12 @@ def table_of(
     return Table(title, heads, rows, form, id, kind)
 
 
-def with_interval(value: str, interval: Interval | None, *, signed: bool = False) -> Cell:
-    """A figure, its interval below it."""
-    if interval is None:
-        return value
-    return CellParts(text=value, interval=span(interval, signed=signed))
-
-
-def mean_ap_apart(apart: Difference | None) -> Cell:
-    """A difference of mean average precisions in points of 100, with its interval."""
-    if apart is None or apart.mean_ap is None:
-        return "–"
-    return with_interval(f"{100 * apart.mean_ap:+.2f}", apart.interval, signed=True)
-
-
-def setting_text(value: object) -> str:
-    """A setting as a cell."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list | tuple):
-        return ", ".join(map(str, value)) or "–"
-    return "–" if value is None else str(value)
-
-
-def _text(cell: Cell) -> str:
+def _text(cell: Cell, without: str) -> str:
     if isinstance(cell, str):
         return cell
     if "path" in cell:
         more = len(cell.get("more", ()))
-        return cell["path"].removeprefix("encoders.") + (f" +{more}" if more else "")
+        return cell["path"].removeprefix(without) + (f" +{more}" if more else "")
     if "paths" in cell:
         return f"{cell['arrow']} → {', '.join(cell['paths'])}"
     told = cell.get("text", "")

@@ -1,0 +1,52 @@
+"""Tables: one form for the terminal and the page, of records and of judged models."""
+
+from __future__ import annotations
+
+from metric_scenes import random_frames
+
+from bev_data.boxes import NUSCENES_CLASSES
+from bev_data.metrics import AccuracyTally, Bootstrap, accuracy_text, measure_tables, model_tables
+from bev_data.tables import CellParts, Column, Row, Table
+
+
+def test_each_place_shows_its_columns() -> None:
+    columns = [
+        Column("Layer"),
+        Column("Bar", "bars", only="page"),
+        Column("Of all", only="terminal"),
+    ]
+    cells = [CellParts(path="encoders.lidar.a", more=["b", "c"]), CellParts(bars={}), "7 %"]
+    table = Table(
+        "Loss", columns, [Row(cells), Row(["fuser", "", CellParts(text="9", interval="8 … 10")])]
+    )
+    assert table.text(without="encoders.").splitlines() == [
+        "layer           of all",
+        "──────────  ──────────",
+        "lidar.a +2         7 %",
+        "fuser       9 (8 … 10)",
+    ]
+    page = table.on_page()
+    assert [column.title for column in page.columns] == ["Layer", "Bar"]
+    assert [len(row.cells) for row in page.rows] == [2, 2]
+
+
+def test_judged_models_as_columns_and_as_rows() -> None:
+    found, there = random_frames(3, 6)
+    tally = AccuracyTally(NUSCENES_CLASSES, bootstrap=Bootstrap(50))
+    for who in ("float", "quantized"):
+        for index, (boxes, labels) in enumerate(zip(found, there, strict=True)):
+            tally.add(who, index, f"frame_{index}", boxes, labels)
+    accuracy = tally.result()
+    assert accuracy is not None
+    measures, classes = measure_tables(accuracy)
+    assert [column.title for column in measures.columns] == ["Measure", "Float", "Quantized"]
+    beside, across = model_tables(accuracy)
+    assert [column.title for column in beside.columns][:3] == ["Model", "mAP, of 100", "Less float"]
+    text = accuracy_text(accuracy)
+    for index, row in enumerate(classes.rows):
+        name, labels, first, second = row.cells
+        line = next(line for line in text.splitlines() if line.startswith(str(name)))
+        assert line.split()[-3:] == [labels, first, second]
+        assert (across.rows[0].cells[index + 1], across.rows[1].cells[index + 1]) == (first, second)
+        assert across.columns[index + 1].title == f"{name} ({labels})"
+    assert list(measures.rows[0].cells[1:]) == [row.cells[1] for row in beside.rows]

@@ -1,0 +1,241 @@
+"""The detector split for a BPU: where each part of it runs, its files, and their layers.
+
+Nothing of a BPU's packages is imported: what they make is handed in.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from bevfusion.deployment._check import Figures, join_figures
+from bevfusion.deployment._files import LIDAR, FilePart, bpu_files
+from bevfusion.deployment._pieces import Piece
+from bevfusion.deployment._result import ExportedFile
+from bevfusion.deployment._split import SplitModel
+from bevfusion.model import PART_PATHS, Batch, BEVFusion
+
+Shape = tuple[int, ...]
+PlanOfUnit = TypeVar("PlanOfUnit", contravariant=True)
+
+_WHY_CPU = {
+    "lidar": "sparse convolutions, where a BPU has dense ones alone",
+    "vtransform": "a softmax over depth, then sums over the frustum points of each cell; the "
+    "mapper runs the first on the CPU and does not know the second",
+    "head": "attention and a choice of queries by score; the mapper runs parts of both on the CPU, "
+    "so the head stays float as a whole",
+}
+
+
+class Composer(Protocol[PlanOfUnit]):
+    """Puts a plan together, as `bevquant_hybrid.partition.PlanComposer` does."""
+
+    def source(self, name: str, shape: Shape | None = None) -> str:
+        """An input of the whole model."""
+
+    def on_cpu(
+        self,
+        name: str,
+        *inputs: str,
+        reason: str,
+        operator: str = "",
+        path: str = "",
+        shape: Shape | None = None,
+    ) -> str:
+        """A part that runs on the CPU as a whole."""
+
+    def unit(self, plan: PlanOfUnit, *inputs: str) -> str:
+        """A part with a plan of its own."""
+
+
+def stage_shapes(split: SplitModel, batch: Batch) -> dict[str, Shape]:
+    """Run the model; the shapes of what it reads and of what it notes, by name.
+
+    The images and depth images of all cameras of all frames lie behind each other.
+    """
+    shapes: dict[str, Shape] = {}
+
+    def keep(name: str, value: Tensor) -> None:
+        shapes.setdefault(name, tuple(value.shape))
+
+    sources = {"images": batch.images, "depth": batch.depth, "voxels": batch.features}
+    for name, value in sources.items():
+        if value is not None:
+            keep(name, value if name == "voxels" else value.flatten(0, 1))
+    with torch.no_grad():
+        split(*batch, note=keep)
+    return shapes
+
+
+def unit_inputs(unit: str, parts: Sequence[str]) -> tuple[str, ...]:
+    """What a unit reads, under the names that `stage_shapes` has.
+
+    Args:
+        unit: "camera" or "bev".
+        parts: What runs on the BPU.
+    """
+    if unit == "camera":
+        return ("images",)
+    return ("camera", "lidar") if "fuser" in parts else ("fuser",)
+
+
+def compose_plan(
+    model: BEVFusion,
+    parts: Sequence[str],
+    units: Mapping[str, PlanOfUnit],
+    made: Composer[PlanOfUnit],
+    *,
+    shapes: Mapping[str, Shape],
+    reasons: Mapping[str, str],
+) -> str:
+    """Where everything in the model runs: sensors, units, and on the CPU what lies between.
+
+    Args:
+        model: In float.
+        parts: What runs on the BPU: any of "camera", "fuser" and "decoder".
+        units: The plan of each unit; see `bpu_units`.
+        made: Takes the nodes, in the order of execution.
+        shapes: From `stage_shapes`.
+        reasons: Why each part that a BPU could run and that is not in `parts` runs on the CPU.
+
+    Returns:
+        The name of the model's output.
+    """
+
+    def source(name: str) -> str:
+        return made.source(name, shapes.get(name))
+
+    def on_cpu(name: str, part: str, below: str, stage: str, *inputs: str) -> str:
+        path = f"{PART_PATHS[part]}{below}"
+        why = _WHY_CPU.get(below.removeprefix(".")) or _WHY_CPU.get(part) or reasons[part]
+        operator = type(model.get_submodule(path)).__name__
+        shape = shapes.get(stage)
+        return made.on_cpu(name, *inputs, reason=why, operator=operator, path=path, shape=shape)
+
+    maps = []
+    if "camera" in model.parts:
+        x = source("images")
+        if "camera" in parts:
+            x = made.unit(units["camera"], x)
+        else:
+            x = on_cpu("camera backbone", "camera", ".backbone", "", x)
+            x = on_cpu("camera neck", "camera", ".neck", "neck", x)
+        depth = source("depth")
+        maps.append(on_cpu("view transform", "camera", ".vtransform", "camera", x, depth))
+    if "lidar" in model.parts:
+        voxels = source("voxels")
+        maps.append(on_cpu("LiDAR encoder", "lidar", ".backbone", "lidar", voxels))
+    x = maps[0]
+    if "fuser" in parts:
+        x = made.unit(units["bev"], *maps)
+    elif model.fuser is not None:
+        x = on_cpu("fuser", "fuser", "", "fuser", *maps)
+    if model.decoder is not None and "decoder" not in parts:
+        x = on_cpu("decoder backbone", "decoder", ".backbone", "", x)
+        x = on_cpu("decoder neck", "decoder", ".neck", "decoder", x)
+    elif model.decoder is not None and "fuser" not in parts:
+        x = made.unit(units["bev"], x)
+    if model.heads is not None:
+        x = on_cpu("head", "head", "", "head", x)
+    return x
+
+
+class UnitForms(Protocol):
+    """A unit's graphs, such as `bevquant_hybrid_tools.forms.Forms`."""
+
+    @property
+    def float_graph(self) -> nn.Module:
+        """Fused."""
+
+    @property
+    def fake_graph(self) -> nn.Module:
+        """Fake-quantized."""
+
+    @property
+    def integer_graph(self) -> nn.Module:
+        """In integers."""
+
+    @property
+    def prefix(self) -> str:
+        """What stands before its modules' paths in the model."""
+
+
+def bpu_pieces(
+    folded: BEVFusion, parts: Sequence[str], forms: Mapping[str, UnitForms]
+) -> list[Piece]:
+    """The files for a BPU and its CPU, in the order of execution.
+
+    Args:
+        folded: The float model, batch norms folded.
+        parts: What runs on the BPU: any of "camera", "fuser" and "decoder".
+        forms: Of the units, by name; see `bpu_units`.
+    """
+    pieces = []
+    for file in bpu_files(folded.parts, parts):
+        form = forms.get(_unit(file, parts))
+        if form is not None:
+            graphs = form.float_graph, form.fake_graph, _as_it_is(form.integer_graph)
+            pieces.append(Piece(file, "bpu", *graphs, prefix=form.prefix))
+        else:
+            module = file.module(folded)
+            pieces.append(Piece(file, "sparse" if file.name == LIDAR else "float", module, module))
+    return pieces
+
+
+def _unit(file: FilePart, on_bpu: Sequence[str]) -> str:
+    """Name of the unit that a file holds; empty for one of the CPU's."""
+    units = {"camera.backbone": ("camera", "camera"), "fuser": ("fuser", "bev"),
+             "decoder": ("decoder", "bev")}  # fmt: skip
+    part, unit = units.get(file.name, ("", ""))
+    return unit if part in on_bpu else ""
+
+
+def _as_it_is(graph: nn.Module) -> Any:
+    return lambda module, args: graph
+
+
+class UnitLayer(Protocol):
+    """A row of comparing the forms, such as `bevquant_hybrid_tools.forms.BpuLayer`."""
+
+    @property
+    def layer(self) -> str:
+        """Its path in the model."""
+
+    @property
+    def fake_sqnr_db(self) -> float | None:
+        """Of the fake-quantized result against float."""
+
+    @property
+    def integer_sqnr_db(self) -> float | None:
+        """Of the integers."""
+
+    @property
+    def max_steps(self) -> int:
+        """Largest difference of the two, in steps."""
+
+
+def beside_bpu_layers(
+    files: Iterable[ExportedFile], rows: Iterable[UnitLayer], paths: Mapping[str, str]
+) -> tuple[ExportedFile, ...]:
+    """`beside_layers` of files for a BPU.
+
+    Args:
+        files: Written for it.
+        rows: What comparing its executions gave.
+        paths: Name of what stands for a function in the unit's graph to its path in the model.
+    """
+    known: dict[tuple[str, str], list[Figures]] = defaultdict(list)
+    for row in rows:
+        scope, _, name = row.layer.rpartition(".")
+        key = (scope, "resize") if name.startswith("interpolate") else (row.layer, "")
+        known[key].append((row.fake_sqnr_db, row.integer_sqnr_db, row.max_steps))
+    named = [
+        replace(file, layers=tuple(replace(v, path=paths.get(v.path, v.path)) for v in file.layers))
+        for file in files
+    ]
+    return join_figures(named, known)

@@ -1,0 +1,119 @@
+"""What running in integers gave, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bev_data.metrics import agreement_text, record_table
+from bevfusion.quantization._integers import Simulation, in_integers
+from bevquant_int8sim import LayerRow
+
+QUERIES = (
+    "Behind the head's choice of queries the models may look at different places of the map; "
+    "their figures there say little."
+)
+_LONGEST = 46
+
+
+def simulation_text(simulation: Simulation, *, layers: bool, reasons_in: str = "`islands`") -> str:
+    """What departs first, then tables: layers if wanted, stages, detections; kernels and time.
+
+    Args:
+        simulation: From `simulate_detector`.
+        layers: Whether each layer has a line.
+        reasons_in: Where a reader finds why steps run in float.
+    """
+    parts = ["\n".join(_verdict(simulation)), _stage_table(simulation)]
+    if layers:
+        computed = [row for row in simulation.layers if in_integers(row)]
+        floats = len(simulation.layers) - len(computed)
+        counted = [island.share for island in simulation.islands if island.share is not None]
+        much = f" with {100 * sum(counted):.2g} % of the operations" if counted else ""
+        steps = f"\nand {_counted(floats, 'step')} in float{much}; {reasons_in} says why"
+        more = steps if floats else ""
+        parts.insert(0, _layer_table(computed) + more)
+    if simulation.agreement:
+        detections = agreement_text(simulation.agreement, simulation.found, "integer")
+        parts += ["Detections, float against integer, same class", detections]
+    seconds = ", ".join(f"{s:.2f}" for s in simulation.frame_seconds[:8])
+    more = " …" if len(simulation.frame_seconds) > 8 else ""
+    parts.append(
+        f"Kernels: {simulation.backend}; seconds in integers, frame by frame: {seconds}{more}"
+    )
+    return "\n\n".join(parts)
+
+
+def _verdict(simulation: Simulation) -> list[str]:
+    """Which layer departs first and by how much; which layers are off by themselves, and why."""
+    first = simulation.first_departure
+    text = "Integer and fake-quantized results agree within one step everywhere."
+    if first is not None:
+        text = (
+            f"{first.path} ({first.op}) departs first: up to {_counted(first.max_steps, 'step')} "
+            f"from the fake-quantized result, {100 * (first.off or 0):.2g} % of its values differ; "
+            f"on the same input {_up_to(first.forced_max_steps)}."
+        )
+    lines = [text]
+    if simulation.wrong:
+        lines.append(f"WRONG on the same input: {_named(simulation.wrong)}.")
+    for row in simulation.explained:
+        steps = _counted(row.forced_max_steps, "step")
+        lines.append(f"On the same input {row.path} is {steps} off: {row.why}.")
+    if len(lines) == 1:
+        lines.append("On the same input every layer agrees within one step.")
+    if any(row.path.startswith("heads.") and in_integers(row) for row in simulation.layers):
+        lines.append(QUERIES)
+    return lines
+
+
+def _named(rows: Sequence[LayerRow]) -> str:
+    more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
+    named = (f"{row.path} ({_counted(row.forced_max_steps, 'step')})" for row in rows[:5])
+    return ", ".join(named) + more
+
+
+def _up_to(steps: int | None) -> str:
+    return f"up to {_counted(steps, 'step')}" if steps else "none"
+
+
+def _counted(number: int | None, thing: str) -> str:
+    return f"{number or 0} {thing}{'s' * (number != 1)}"
+
+
+def _stage_table(simulation: Simulation) -> str:
+    columns = {
+        "stage": "{title}",
+        "int": "{integers}",
+        "float": "{floats}",
+        "fake dB": "{fake_sqnr_db:.2f}",
+        "int dB": "{integer_sqnr_db:.2f}",
+        "max steps": "{max_steps:.0f}",
+        "mean steps": "{mean_steps:.4f}",
+        "same input": "{forced_max_steps:.0f}",
+    }
+    return record_table(simulation.stages, columns)
+
+
+def _layer_table(rows: Sequence[LayerRow]) -> str:
+    columns = {
+        "layer": "{path}",
+        "step": "{op}",
+        "fake dB": "{fake_sqnr_db:.1f}",
+        "int dB": "{integer_sqnr_db:.1f}",
+        "cosine": "{integer_cosine:.4f}",
+        "max": "{max_steps:.0f}",
+        "mean": "{mean_steps:.3f}",
+        "off %": "{off:100*.2f}",
+        "same": "{forced_max_steps:.0f}",
+        "sat %": "{saturated:100*.2f}",
+        "bits": "{peak_bits:.0f}",
+    }
+    shown = [replace(row, path=_short(row.path), op=row.op.removesuffix(" + ReLU")) for row in rows]
+    return record_table(shown, columns)
+
+
+def _short(path: str) -> str:
+    """The beginning of a long path is cut, the layer's own name stays."""
+    short = path.removeprefix("encoders.").replace(".encoder_layers.", ".")
+    return short if len(short) <= _LONGEST else "…" + short[1 - _LONGEST :]

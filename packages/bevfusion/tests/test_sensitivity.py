@@ -1,0 +1,108 @@
+"""The detector's sensitivity: as `bevquant_qnn` measures it, what is refused, and as text."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from bev_data import InputError
+from bevfusion.model import CONFIGS, BEVFusion, build_model, random_weights
+from bevfusion.quantization import (
+    SensitivityOutcome,
+    measure_sensitivity,
+    plan_within,
+    sensitivity_output,
+    sensitivity_text,
+)
+from bevquant_qnn import (
+    Budget,
+    PlannedGroup,
+    PrecisionPlan,
+    SensitivityRow,
+    SensitivityTable,
+    sensitivity,
+)
+
+GROUPS = 40
+
+
+def made_up() -> SensitivityOutcome:
+    """Groups, each half a decibel better than the one before; the worst three in float."""
+    names = [f"encoders.camera.backbone.layer{i}.conv" for i in range(GROUPS)]
+    rows = tuple(
+        SensitivityRow((name, f"{name}_too"), 1000, {"int8": 30 + i / 2, "int16": 60.0}, 20.0)
+        for i, name in enumerate(names)
+    )
+    table = SensitivityTable("sqnr", 144.5, 19.0, rows, 3)
+    groups = [PlannedGroup(row.modules, "float" if i < 3 else "int8") for i, row in enumerate(rows)]
+    plan = PrecisionPlan(tuple(groups), 1.2, 31.0, "sqnr")
+    return SensitivityOutcome(table, "decoder.neck", ("int8", "int16"), plan, "time=1.2")
+
+
+def test_the_text_has_the_worst_first() -> None:
+    headline, table, plan = sensitivity_text(made_up())
+    assert headline.startswith("SQNR of the decoder's map, 3 frames, 40 groups of layers: ")
+    assert headline.endswith("float 144.5, quantized 19.0 dB")
+    lines = table.splitlines()
+    assert len(lines) == 2 + GROUPS
+    assert lines[2].startswith("camera.backbone.layer0.conv +1 ")
+    assert lines[2].split()[-1] == "float"
+    # Noise powers halve every 3 dB: 1 of 1 + 10^-0.05 + 10^-0.1 + … .
+    share = (1 - 10**-0.05) / (1 - 10 ** (-0.05 * GROUPS))
+    assert f"{share:.1%}" in lines[2]
+    assert "+1.0" in lines[2]
+    assert plan.startswith("Plan for time=1.2: 3 float, 37 int8; estimated time 1.2")
+
+
+@pytest.fixture(scope="module")
+def detector() -> tuple[BEVFusion, Any]:
+    """A decoder behind a LiDAR encoder in float, and its only frame."""
+    pytest.importorskip("spconv", reason="spconv is not installed")
+    from bevfusion.model import example_batch
+    from bevfusion.quantization import fuse_detector, quantize_detector
+    from bevquant_quantizers import calibrate
+
+    sizes = CONFIGS["tiny"]
+    batch = example_batch(sizes)._replace(images=None, depth=None, cells=None)
+    model = build_model(sizes, ("lidar", "decoder")).eval()
+    random_weights(model, *batch, seed=0)
+    fused = fuse_detector(model, batch).model
+    made: Any = quantize_detector(fused, batch, ["decoder"], method="max").model
+    calibrate(made, [batch], forward=lambda net, given: net(*given), method="max")
+    return made, [batch]
+
+
+def test_it_is_the_measurement_of_any_model(detector: tuple[BEVFusion, Any]) -> None:
+    model, batches = detector
+    before = []
+    table = measure_sensitivity(
+        model, batches, CONFIGS["tiny"], without=False, before_each=lambda: before.append(1)
+    )
+    plain = sensitivity(model, [tuple(batches[0])], "sqnr", without=False)
+    assert [row.alone for row in table] == [row.alone for row in plain]
+    assert before
+    assert torch.isfinite(torch.tensor([row.alone["int8"] for row in table])).all()
+    everything = plan_within(model, table, Budget(time=1.0))
+    assert {group.precision for group in everything} == {"int8"}
+    with pytest.raises(InputError, match="no plan"):
+        plan_within(model, made_up().table, Budget(time=1.0))
+
+
+@pytest.mark.parametrize(
+    ("metric", "output", "told"),
+    [
+        ("psnr", None, "metric='psnr': expected one of sqnr, kl, mAP"),
+        ("sqnr", "boxes", "output='boxes': expected map or heatmap"),
+        ("mAP", "map", "output='map': mAP judges the boxes"),
+        ("kl", "map", "metric='kl' compares the classes"),
+        ("kl", None, "metric='kl': the model is lidar and decoder alone"),
+    ],
+)
+def test_what_cannot_be_scored_is_named(
+    detector: tuple[BEVFusion, Any], metric: str, output: str | None, told: str
+) -> None:
+    with pytest.raises(InputError, match=re.escape(told)):
+        sensitivity_output(detector[0], metric, output)
