@@ -78,7 +78,7 @@ def test_trap_20_same_bits_in_float64(restore_threads):
 
 
 def gathered(x, w, sources):
-    """``x[sources].flatten(1) @ w`` of all rows."""
+    """``x[sources] @ w``."""
     found = x.new_zeros(len(sources), w.shape[1])
     for rows, values in _conv_matmul.GatheredProduct(x, w.shape[1])(sources, w):
         found[rows] = values
@@ -90,27 +90,24 @@ def gathered(x, w, sources):
 @pytest.mark.parametrize("rows", [1, 2, 7, 255, 257, 1777])
 def test_products_do_not_depend_on_threads(rows, dtype, restore_threads):
     generator = torch.Generator().manual_seed(rows)
-    for inner, columns, offsets in [(1, 1, 9), (3, 33, 2), (5, 16, 27), (64, 128, 4), (128, 77, 1)]:
+    for inner, columns in [(1, 1), (3, 33), (5, 16), (64, 128), (128, 77)]:
         x = torch.randn(rows, inner, generator=generator, dtype=dtype)
         w = torch.randn(inner, columns, generator=generator, dtype=dtype)
         g = torch.randn(rows, columns, generator=generator, dtype=dtype)
-        every = torch.arange(rows).view(-1, 1)
-        some = torch.randint(rows, (rows, offsets), generator=generator)
+        every = torch.arange(rows)
         results = []
         for threads in (1, 2, 4):
             torch.set_num_threads(threads)
             results.append(
                 [
                     gathered(x, w, every),
-                    gathered(x, w.repeat(offsets, 1), some),
                     _conv_matmul.matmul_transposed(x, g),
                     _conv_matmul.column_sum(g),
                 ]
             )
         assert equal(results[0], results[1])
         assert equal(results[0], results[2])
-        wanted = (x @ w, (x @ w)[some].sum(1), x.t() @ g, g.sum(0))
-        for got, want in zip(results[0], wanted, strict=True):
+        for got, want in zip(results[0], (x @ w, x.t() @ g, g.sum(0)), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -132,8 +129,8 @@ def test_trap_37_products_do_not_depend_on_addresses(rows, dtype, restore_thread
         x = torch.randn(rows, inner, generator=generator, dtype=dtype)
         w = torch.randn(inner, columns, generator=generator, dtype=dtype)
         g = torch.randn(rows, columns, generator=generator, dtype=dtype)
-        every = torch.arange(rows).view(-1, 1)
-        chosen = torch.randint(rows, (rows // 2, 1), generator=generator)
+        every = torch.arange(rows)
+        chosen = torch.randint(rows, (rows // 2,), generator=generator)
         expected = None
         for number, skip in enumerate(range(0, 64, size)):
             torch.set_num_threads(1 + number % 4)
@@ -148,7 +145,7 @@ def test_trap_37_products_do_not_depend_on_addresses(rows, dtype, restore_thread
             found.append(gathered(c, at_address(w.t().contiguous().t(), 0).t(), every))
             expected = expected or found
             assert equal(found, expected)
-        for got, want in zip(expected, (x @ w, x[chosen[:, 0]] @ w, x.t() @ g), strict=False):
+        for got, want in zip(expected, (x @ w, x[chosen] @ w, x.t() @ g), strict=False):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -166,7 +163,7 @@ def test_trap_37_a_blas_gets_one_shape_at_aligned_addresses(monkeypatch):
     monkeypatch.setattr(_conv_matmul, "_convolve_1x1", watch)
     for rows in (1, 255, 256, 700, 5000):
         x, g = at_address(torch.randn(rows, 5), 4), at_address(torch.randn(rows, 7), 12)
-        gathered(x, at_address(torch.randn(5, 7), 20), torch.arange(rows).view(-1, 1))
+        gathered(x, at_address(torch.randn(5, 7), 20), torch.arange(rows))
         _conv_matmul.matmul_transposed(x, g)
     assert len(seen) == 2
 

@@ -27,15 +27,14 @@ from torch import Tensor
 from bevquant_sparse._shapes import Float, Int
 
 _ROWS = 256  # rows of an item: enough to amortise the call, few enough to balance the threads
-_ITEMS = 6  # that are gathered and multiplied together: few enough to stay in the cache
-TERMS = 256
-"""Terms of a sum that the BLAS adds."""
+_ITEMS = 16  # that are gathered and multiplied together: few enough to stay in the cache
+_TERMS = 256  # terms of a sum that the BLAS adds
 _GROUPS = 4  # items that a transposed product is cut into, by columns
 _ALIGNMENT = 64  # bytes: a cache line and the widest vector
 
 
 class GatheredProduct:
-    """``x[sources].flatten(1) @ w`` for many ``sources`` and ``w``, in buffers that are made once.
+    """``x[sources] @ w`` for many ``sources`` and ``w``, in buffers that are made once.
 
     Args:
         x: What rows are gathered from.
@@ -46,26 +45,21 @@ class GatheredProduct:
         self.x = x
         if x.device.type == "cpu":
             items = max(_ITEMS, torch.get_num_threads())
-            self.gathered = _buffer(x, items * _ROWS, TERMS)
-            most = self._rows(min(max(x.shape[1], 1), TERMS))
+            self.gathered = _buffer(x, items * _ROWS, _TERMS)
+            most = self._rows(min(max(x.shape[1], 1), _TERMS))
             self.made = [x.new_empty(most * columns) for _ in range(2)]
 
     def __call__(
-        self, sources: Int[Tensor, "rows offsets"], w: Float[Tensor, "terms columns"]
+        self, sources: Int[Tensor, " rows"], w: Float[Tensor, "k columns"]
     ) -> Iterator[tuple[slice, Float[Tensor, "part columns"]]]:
-        """Slices of the rows and their products, each of which the next overwrites.
-
-        Args:
-            sources: Rows of ``x``; several of them only where their terms are at most 256.
-            w: ``[offsets · k, columns]``.
-        """
+        """Slices of the rows and their products, each of which the next overwrites."""
         x, count = self.x, len(sources)
         if x.device.type != "cpu" or 0 in w.shape:
-            yield slice(count), x.index_select(0, sources.view(-1)).view(count, -1) @ w
+            yield slice(count), x.index_select(0, sources) @ w
             return
-        terms = [slice(start, start + TERMS) for start in range(0, len(w), TERMS)]
+        terms = [slice(start, start + _TERMS) for start in range(0, len(w), _TERMS)]
         kernels = [_buffer(w, w.shape[1], len(w[part])).copy_(w[part].t()) for part in terms]
-        step = self._rows(min(len(w), TERMS))
+        step = self._rows(min(len(w), _TERMS))
         for start in range(0, count, step):
             rows = slice(start, min(start + step, count))
             total = self._times(sources[rows], x[:, terms[0]], kernels[0], self.made[0])
@@ -81,7 +75,7 @@ class GatheredProduct:
         count, (columns, terms) = len(sources), kernel.shape
         items = max(2, -(-count // _ROWS))
         batch = self.gathered.view(-1)[: items * _ROWS * terms]
-        torch.index_select(x, 0, sources.view(-1), out=batch[: count * terms].view(-1, x.shape[1]))
+        torch.index_select(x, 0, sources, out=batch[: count * terms].view(count, terms))
         batch[count * terms :] = 0
         out = made[: items * _ROWS * columns].view(items, _ROWS, 1, columns)
         batch = batch.view(items, _ROWS, 1, terms)
@@ -100,20 +94,20 @@ def matmul_transposed(
         return x.t() @ g
     lanes = _ALIGNMENT // x.element_size()
     width = -(-n // (_GROUPS * lanes)) * lanes
-    batch = _buffer(g, _GROUPS * TERMS, width).zero_().view(_GROUPS, TERMS, width)
-    kernel = _buffer(x, m, TERMS).zero_()
+    batch = _buffer(g, _GROUPS * _TERMS, width).zero_().view(_GROUPS, _TERMS, width)
+    kernel = _buffer(x, m, _TERMS).zero_()
     total = g.new_zeros(_GROUPS, m, width)
     part = g.new_empty(_GROUPS, m, 1, width)
-    for start in range(0, rows, TERMS):
-        count = min(TERMS, rows - start)
-        if count < TERMS:
+    for start in range(0, rows, _TERMS):
+        count = min(_TERMS, rows - start)
+        if count < _TERMS:
             kernel[:, count:] = 0
             batch[:, count:] = 0
         kernel[:, :count] = x[start : start + count].t()
         for group in range(_GROUPS):
             columns = g[start : start + count, group * width : (group + 1) * width]
             batch[group, :count, : columns.shape[1]] = columns
-        _convolve_1x1(batch.view(_GROUPS, TERMS, 1, width), kernel.view(m, TERMS, 1, 1), part)
+        _convolve_1x1(batch.view(_GROUPS, _TERMS, 1, width), kernel.view(m, _TERMS, 1, 1), part)
         total.add_(part.view(_GROUPS, m, width))
     return total.permute(1, 0, 2).reshape(m, _GROUPS * width)[:, :n]
 
