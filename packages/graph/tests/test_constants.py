@@ -42,6 +42,12 @@ def _resized(model: Holds, x: Tensor) -> Tensor:
     return nn.functional.interpolate(x, (2 * height, 2 * width))
 
 
+def _cached(model: Holds, x: Tensor) -> Tensor:
+    if not hasattr(model, "ones"):
+        model.register_buffer("ones", torch.ones(4, 1, 1))
+    return x * model.get_buffer("ones") if model.flag else x
+
+
 def _written(model: Holds, x: Tensor) -> Tensor:
     model.odds.narrow(0, 1, 1).sub_(5)  # a view of what was known
     return x.relu() if model.odds[1] > 0 else x
@@ -56,6 +62,7 @@ DECIDED: dict[str, tuple[Forward, list[str]]] = {
     "sizes": (lambda m, x: x + torch.ones(1, m.grid.long()[1]), ["ones", "add"]),
     "steps": (_steps, ["add"] * 3),
     "resized": (_resized, ["upsample_nearest2d"]),
+    "cached": (_cached, ["ones", "mul"]),
     "open": (lambda m, x: x * (m.odds * x.shape[2]).sum(), ["sym_size", "mul", "sum", "mul"]),
 }
 

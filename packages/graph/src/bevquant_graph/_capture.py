@@ -110,7 +110,7 @@ def capture(
             leaves, inputs = flatten(given, numbers=numbers)
             met = len(shares)
             try:
-                with opaque_modules(model, opaque):
+                with _attributes_kept(model), opaque_modules(model, opaque):
                     program, result = _exported(
                         model, inputs, leaves, shares, constants, values=values is not None,
                         open_sizes=open_sizes,
@@ -322,12 +322,23 @@ def _open(value: Any) -> Any:
 
 @contextmanager
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """What a forward notes in attributes is not kept: while it is traced these are no values."""
+    """What a forward notes in attributes is not kept: while it is traced these are no values.
+
+    Nor is what it registers: buffers, parameters and modules that it makes when it runs first.
+    """
+    members = [
+        (named, set(named))
+        for module in model.modules()
+        for named in (module._parameters, module._buffers, module._modules)
+    ]
     held = [(module, dict(vars(module))) for module in model.modules()]
     inside = [pair for _, attributes in held for pair in _containers(attributes)]
     try:
         yield
     finally:
+        for named, names in members:
+            for name in named.keys() - names:
+                del named[name]
         for module, attributes in held:
             for name in vars(module).keys() - attributes.keys():
                 del vars(module)[name]

@@ -54,7 +54,8 @@ class Constants(TorchFunctionMode):
 
     def begin(self, model: nn.Module) -> Constants:
         """The tensors that stand for the model's in the trace."""
-        self._known = {id(value): (value, self._real[name]) for name, value in _tensors(model)}
+        found = {name: value for name, value in _tensors(model) if name in self._real}
+        self._known = {id(value): (value, self._real[name]) for name, value in found.items()}
         return self
 
     def __torch_function__(
@@ -74,16 +75,16 @@ class Constants(TorchFunctionMode):
                 return func(*self._values(args), **self._values(kwargs))
         made = func(*args, **kwargs)
         if name in _WRITES or name[-1:] == "_" != name[-2:-1] or "out" in kwargs:
-            self._forget(made if isinstance(made, Tensor) else given[0])
+            self._forget([made] if isinstance(made, Tensor) else given)
         elif known and all(known) and name in _COMPUTED and not any(map(_is_open, leaves)):
             with _disable_current_modes():
                 self._note(made, func(*self._values(args), **self._values(kwargs)))
         return made
 
-    def _forget(self, written: Tensor) -> None:
+    def _forget(self, written: list[Tensor]) -> None:
         """No number is known any more, if one lies where something was written."""
-        memory = written.untyped_storage()._cdata
-        if any(value.untyped_storage()._cdata == memory for value, _ in self._known.values()):
+        memory = {value.untyped_storage()._cdata for value in written}
+        if any(value.untyped_storage()._cdata in memory for value, _ in self._known.values()):
             self._known.clear()
 
     def _note(self, made: Any, real: Any) -> None:
