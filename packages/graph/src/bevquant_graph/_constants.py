@@ -32,6 +32,7 @@ _COMPUTED = frozenset(
     "any all sum prod max min amax amin mean".split()
 )
 _SIZED = frozenset("zeros ones empty full arange linspace".split())
+_NAMED = _COMPUTED | _SIZED | frozenset(_ASKED)
 _OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
 _WRITES = frozenset(["__setitem__", *(f"__i{name}__" for name in _OPERATORS)])
 
@@ -63,6 +64,9 @@ class Constants(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        writes = name in _WRITES or name[-1:] == "_" != name[-2:-1] or "out" in kwargs
+        if not writes and name not in _NAMED:
+            return func(*args, **kwargs)
         leaves = list(_leaves([*args, *kwargs.values()]))
         given = [value for value in leaves if isinstance(value, Tensor)]
         known = [id(value) in self._known for value in given]
@@ -74,7 +78,7 @@ class Constants(TorchFunctionMode):
             with _disable_current_modes():
                 return func(*self._values(args), **self._values(kwargs))
         made = func(*args, **kwargs)
-        if name in _WRITES or name[-1:] == "_" != name[-2:-1] or "out" in kwargs:
+        if writes:
             self._forget([made] if isinstance(made, Tensor) else given)
         elif known and all(known) and name in _COMPUTED and not any(map(_is_open, leaves)):
             with _disable_current_modes():
