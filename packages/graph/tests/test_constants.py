@@ -76,6 +76,16 @@ def test_numbers_of_the_model_are_constants(name: str) -> None:
     graph.check(torch.randn(2, 3, 7, 6))
 
 
+def test_a_part_that_the_models_own_number_ends_is_known() -> None:
+    x = torch.randn(1, 3, 4, 4)
+    for steps, decided in (1, "neg"), (3, "relu"):
+        model = Holds(lambda m, x: x.relu() if m.odds[: m.steps].sum() > 0.5 else x.neg()).eval()
+        model.steps.fill_(steps)
+        graph = capture(model, x)
+        assert str(list(graph.operations)[-1].target) == f"aten.{decided}.default"
+        graph.check(torch.randn(2, 3, 5, 4))
+
+
 def _relu_if_flagged(model: Holds, x: Tensor) -> Tensor:
     return x.relu() if model.flag else x
 
@@ -90,10 +100,17 @@ def test_a_model_of_other_numbers_has_a_graph_of_its_own() -> None:
     assert len(list(capture(model, x).operations)) == 1
 
 
+def _counted(model: Holds, x: Tensor) -> Tensor:
+    first = model.odds[1] < 3  # another answer in a later frame
+    x = x.relu() if first else x
+    model.odds.add_(1)
+    return x
+
+
 @pytest.mark.parametrize(
     "forward",
-    [_written, lambda m, x: x.relu() if m.odds[1] + x.mean() > 9 else x],
-    ids=["written", "of the frame"],
+    [_written, _counted, lambda m, x: x.relu() if m.odds[1] + x.mean() > 9 else x],
+    ids=["written", "counted", "of the frame"],
 )
 def test_what_is_no_number_of_the_model_stays_refused(forward: Forward) -> None:
     with pytest.raises(CaptureError, match="branches on the values of a tensor"):

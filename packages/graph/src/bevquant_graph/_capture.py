@@ -115,6 +115,9 @@ def capture(
                         model, inputs, leaves, shares, constants, values=values is not None,
                         open_sizes=open_sizes,
                     )  # fmt: skip
+                if constants.asked and constants.written:  # a counter: no constant
+                    constants.withdraw()
+                    continue
                 if numbers and _fixes_numbers(program, leaves):
                     numbers = False
                     continue

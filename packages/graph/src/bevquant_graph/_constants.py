@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.node import map_aggregate
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-
-from ._signature import refilled
 
 __all__ = ["Constants"]
 
@@ -45,13 +44,19 @@ class Constants(TorchFunctionMode):
 
     Attributes:
         asked: Whether anybody has asked: the graph is then that of these numbers.
+        written: Whether the forward writes to one of them, which the next frame then finds changed.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._real = {name: value.detach() for name, value in _tensors(model)}
         self._known: dict[int, tuple[Tensor, Tensor]] = {}  # also holds what the id is of
-        self.asked = False
+        self.asked = self.written = False
+
+    def withdraw(self) -> None:
+        """Answer nobody from now on."""
+        self._real.clear()
+        self.asked = self.written = False
 
     def begin(self, model: nn.Module) -> Constants:
         """The tensors that stand for the model's in the trace."""
@@ -67,28 +72,30 @@ class Constants(TorchFunctionMode):
         writes = name in _WRITES or name[-1:] == "_" != name[-2:-1] or "out" in kwargs
         if not writes and name not in _NAMED:
             return func(*args, **kwargs)
-        leaves = list(_leaves([*args, *kwargs.values()]))
+        leaves: list[Any] = []
+        map_aggregate((args, kwargs), leaves.append)
         given = [value for value in leaves if isinstance(value, Tensor)]
         known = [id(value) in self._known for value in given]
         if any(known) and name in _SIZED:
             self.asked = True
-            return func(*self._numbers(args), **self._numbers(kwargs))
+            with _disable_current_modes():
+                args, kwargs = map_aggregate((args, kwargs), self._number)
+            return func(*args, **kwargs)
         if known and all(known) and name in _ASKED:
             self.asked = True
-            with _disable_current_modes():
-                return func(*self._values(args), **self._values(kwargs))
+            return self._beside(func, args, kwargs)
         made = func(*args, **kwargs)
         if writes:
             self._forget([made] if isinstance(made, Tensor) else given)
         elif known and all(known) and name in _COMPUTED and not any(map(_is_open, leaves)):
-            with _disable_current_modes():
-                self._note(made, func(*self._values(args), **self._values(kwargs)))
+            self._note(made, self._beside(func, args, kwargs))
         return made
 
     def _forget(self, written: list[Tensor]) -> None:
         """No number is known any more, if one lies where something was written."""
         memory = {value.untyped_storage()._cdata for value in written}
         if any(value.untyped_storage()._cdata in memory for value, _ in self._known.values()):
+            self.written = True
             self._known.clear()
 
     def _note(self, made: Any, real: Any) -> None:
@@ -98,17 +105,17 @@ class Constants(TorchFunctionMode):
             for one, other in zip(made, real, strict=True):
                 self._note(one, other)
 
-    def _values(self, given: Any) -> Any:
-        return _replaced(given, lambda value: self._known[id(value)][1])
+    def _beside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What a function makes of what the tensors hold."""
+        held: Any = map_aggregate((args, kwargs), self._held)
+        with _disable_current_modes():
+            return func(*held[0], **held[1])
 
-    def _numbers(self, given: Any) -> Any:
-        def number(value: Tensor) -> Any:
-            if id(value) not in self._known:
-                return value
-            with _disable_current_modes():
-                return self._known[id(value)][1].item()
+    def _held(self, value: Any) -> Any:
+        return self._known[id(value)][1] if id(value) in self._known else value
 
-        return _replaced(given, number)
+    def _number(self, value: Any) -> Any:
+        return self._held(value).item() if id(value) in self._known else value
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -120,25 +127,5 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, slice):
-        yield from (value.start, value.stop, value.step)
-    else:
-        yield value
-
-
 def _is_open(value: Any) -> bool:
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
-
-
-def _replaced(value: Any, by: Callable[[Tensor], Any]) -> Any:
-    if isinstance(value, Tensor):
-        return by(value)
-    if isinstance(value, dict):
-        return {key: _replaced(item, by) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return refilled(type(value), [_replaced(item, by) for item in value])
-    return value
