@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from bevquant_export.lint import _spconv_convs, _spconv_graph, _spconv_numbers
-from bevquant_export.targets._target import LintFile, Target
+from bevquant_export.targets.sparse import SparseTarget
 
 if TYPE_CHECKING:
     from bevquant_export.lint._rule import Finding
+    from bevquant_export.targets._target import LintFile
 
-__all__ = ["LIBSPCONV", "SparseTarget"]
-
-
-class SparseTarget(Target):
-    """An engine for which `export_sparse_onnx` writes, by its dialect."""
-
-    def write(self, model: nn.Module, args: Any, path: Path, **options: Any) -> Any:
-        """`export_sparse_onnx` with this dialect."""
-        from bevquant_export.sparse import export_sparse_onnx
-
-        return export_sparse_onnx(model, args, path, dialect=self.name, **options)
-
-    def compare(self, made: Any, model: nn.Module, args: Any) -> Sequence[Any]:
-        """`compare_sparse_onnx` of the file, read back."""
-        from bevquant_export.sparse import compare_sparse_onnx, load_sparse_onnx
-
-        return compare_sparse_onnx(load_sparse_onnx(made.path), model, args)
+__all__ = ["LIBSPCONV"]
 
 
 class _Libspconv(SparseTarget):

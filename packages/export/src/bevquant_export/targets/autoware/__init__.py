@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from bevquant_export.lint import _tensorrt
 from bevquant_export.lint._qdq import Pairs, check_axis, check_pairs
@@ -16,7 +16,12 @@ from bevquant_export.targets.autoware._contract import RULES, check_contract
 from bevquant_export.targets.autoware._export import export_autoware_onnx
 from bevquant_export.targets.autoware._join import behind_encoder, join_autoware_onnx
 from bevquant_export.targets.autoware._plugin import DOMAIN, AutowareFile
-from bevquant_export.targets.autoware._reference import PLUGIN_OPERATORS, run_autoware_onnx
+from bevquant_export.targets.autoware._reference import (
+    PLUGIN_OPERATORS,
+    compare_autoware_onnx,
+    run_autoware_onnx,
+    run_on_frame,
+)
 
 if TYPE_CHECKING:
     from bevquant_export.lint._rule import Finding
@@ -33,26 +38,6 @@ __all__ = [
     "run_autoware_onnx",
     "run_on_frame",
 ]
-
-
-def run_on_frame(path: Path, inputs: Any, permutation: tuple[int, ...]) -> dict[str, Tensor]:
-    """Every tensor that a file makes of one frame, by name.
-
-    Args:
-        path: The file.
-        inputs: Features, coordinates in the encoder's order and the batch size, 1.
-        permutation: `AutowareFile.permutation`.
-    """
-    from bevquant_export.targets.autoware import _reference
-
-    return _reference.run_on_frame(path, inputs, permutation)
-
-
-def compare_autoware_onnx(file: AutowareFile, inputs: Any) -> tuple[LayerDifference, ...]:
-    """See `bevquant_export.targets.autoware._reference`; onnx is imported when it is called."""
-    from bevquant_export.targets.autoware import _reference
-
-    return _reference.compare_autoware_onnx(file, inputs)
 
 
 class _Autoware(Target):

@@ -22,6 +22,7 @@ from bevquant_export.sparse._verify import with_note
 from bevquant_export.targets.autoware._emit import GraphWriter
 from bevquant_export.targets.autoware._join import joined
 from bevquant_export.targets.autoware._plugin import AutowareFile
+from bevquant_export.targets.autoware._reference import compare_autoware_onnx
 from bevquant_int8sim import simulate
 from bevquant_quantizers import quantization_disabled, write_whole
 
@@ -165,8 +166,6 @@ def _verified(
     Raises:
         ValueError: One value of one layer differs; its node is named.
     """
-    from bevquant_export.targets.autoware._reference import compare_autoware_onnx
-
     with TemporaryDirectory() as folder:
         unnamed = replace(file, path=write_whole(Path(folder) / file.path.name, content))
         rows = compare_autoware_onnx(unnamed, inputs)

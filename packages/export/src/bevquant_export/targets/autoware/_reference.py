@@ -255,7 +255,18 @@ def _rulebooks(model: Any, coors: Array) -> dict[str, Array]:
 def run_on_frame(
     path: str | os.PathLike[str], inputs: Any, permutation: tuple[int, ...]
 ) -> dict[str, Tensor]:
-    """`run_autoware_onnx` on features and coordinates, each voxel the mean of one point."""
+    """Every tensor that `run_autoware_onnx` makes of one frame, by name.
+
+    Args:
+        path: The file.
+        inputs: Features, each the mean of one point, coordinates in the encoder's order and the
+            batch size, 1.
+        permutation: `AutowareFile.permutation`.
+
+    Raises:
+        TypeError: Other inputs.
+        ValueError: A batch of several frames, or no file that runs.
+    """
     features, coords, batch_size = _frame(inputs, "run_on_frame")
     if int(batch_size) != 1:
         raise ValueError(f"run_on_frame: a batch of {batch_size}; the node gives one")
