@@ -2,7 +2,244 @@
 
 from __future__ import annotations
 
-from bevquant_export.floats._compare import FloatDifference, FloatFile, compare_float_onnx
-from bevquant_export.floats._export import export_float_onnx
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bevquant_export.dense._half import half_typed
+from bevquant_export.dense._runnable import session
+from bevquant_export.floats._ports import called, tensors_in
+from bevquant_export.floats._ports import input_names as named_inputs
+from bevquant_export.floats._ports import output_names as named_outputs
+from bevquant_export.floats._torch_exporter import OPSET, exported
+from bevquant_export.lint._read import load_model
+from bevquant_quantizers import TensorQuantizer, write_whole
 
 __all__ = ["FloatDifference", "FloatFile", "compare_float_onnx", "export_float_onnx"]
+
+
+@dataclass(frozen=True)
+class FloatDifference:
+    """One output.
+
+    Attributes:
+        name: Of the output.
+        elements: How many values it has.
+        largest: Largest difference.
+        relative: `largest` over the largest absolute value that torch has there.
+    """
+
+    name: str
+    elements: int
+    largest: float
+    relative: float
+
+
+@dataclass(frozen=True)
+class FloatFile:
+    """A float file.
+
+    Attributes:
+        path: The file.
+        opset: Its operator set.
+        inputs: Name to shape.
+        outputs: Likewise.
+        differences: onnxruntime against torch on the example, output by output; empty where that
+            was not wanted.
+    """
+
+    path: Path
+    opset: int
+    inputs: dict[str, tuple[int, ...]]
+    outputs: dict[str, tuple[int, ...]]
+    differences: tuple[FloatDifference, ...]
+
+    def __str__(self) -> str:
+        rows = (f"{row.name}: within {row.relative:.2g} of its largest" for row in self.differences)
+        found = "; ".join(rows) or "not run"
+        return f"{self.path}, operator set {self.opset}: {found}"
+
+
+def export_float_onnx(
+    module: nn.Module,
+    args: Any,
+    path: str | os.PathLike[str],
+    *,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    opset: int = OPSET,
+    tolerance: float | None = 1e-3,
+    half: bool = False,
+) -> FloatFile:
+    """Write a float module as ONNX through torch's exporter, and hold it against torch.
+
+    For what stays in float next to QDQ files: attention, softmax, a choice of queries. Before the
+    file appears onnxruntime runs it on `args`; a file that makes something else is not written.
+    Shapes are fixed at those of `args`. Nodes are named after modules (``decoder.0.norm1.
+    LayerNormalization``), constants after parameters; paths and code of this host are taken out.
+
+    Args:
+        module: In evaluation mode, without quantizers. It is not changed.
+        args: A tuple of positional inputs, a dict of named ones, or one input; tensors.
+        path: The file. It appears whole or not at all.
+        input_names: One for each input; the parameters' names by default.
+        output_names: One for each tensor returned; keys and places by default.
+        opset: 18 or later.
+        tolerance: Largest difference from torch allowed, relative to the largest absolute value of
+            the output; ``None`` for a file that is not run.
+        half: Write float16 inputs, outputs, weights and operations, as TensorRT 11 takes its types
+            from the file. The comparison is made before, in float32.
+
+    Returns:
+        The file, its inputs and outputs, and how far it is from torch.
+
+    Raises:
+        ImportError: onnxscript is not installed, or onnxruntime, which the comparison needs.
+        TypeError: `module` is no module.
+        ValueError: The module is in training mode or has quantizers, torch's exporter cannot write
+            it, or onnxruntime makes something else of it. Nothing is written then.
+
+    Example:
+        >>> import tempfile, torch
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8)).eval()
+        >>> path = f"{tempfile.mkdtemp()}/net.onnx"
+        >>> file = export_float_onnx(net, torch.ones(1, 4), path, output_names=["y"])
+        >>> file.inputs, file.outputs, file.opset
+        ({'input': (1, 4)}, {'y': (1, 8)}, 18)
+        >>> all(d.relative < 1e-5 for d in file.differences)
+        True
+    """
+    target = Path(path)
+    _check(module, opset, target)
+    given = tensors_in(args)
+    results = called(module, args)
+    inputs = dict(zip(named_inputs(module, args, input_names), given, strict=True))
+    places, values = [place for place, _ in results], [value for _, value in results]
+    outputs = dict(zip(named_outputs(places, output_names), values, strict=True))
+    proto = exported(module, args, list(inputs), list(outputs), opset)
+    found: tuple[FloatDifference, ...] = ()
+    if tolerance is not None:
+        found = _differences(proto, inputs, outputs)
+        _hold(found, tolerance, module)
+    if half:
+        proto = half_typed(proto)
+    write_whole(target, proto.SerializeToString(deterministic=True))
+    return FloatFile(target, opset, _shapes(inputs), _shapes(outputs), found)
+
+
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in tensors.items()}
+
+
+def _check(module: nn.Module, opset: int, target: Path) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"export_float_onnx: expected a module, got {type(module).__name__}")
+    if opset < OPSET:
+        raise ValueError(
+            f"export_float_onnx: opset={opset}: expected {OPSET} or more; torch's exporter writes "
+            "no earlier one"
+        )
+    if not target.parent.is_dir():
+        raise ValueError(f"export_float_onnx: there is no folder {target.parent}; make it first")
+    training = next((path for path, m in module.named_modules() if m.training), None)
+    if training is not None:
+        raise ValueError(
+            f"export_float_onnx: {training or 'the module'} is in training mode; call eval() first"
+        )
+    for path, child in module.named_modules():
+        if _quantizes(child):
+            raise ValueError(
+                f"export_float_onnx: {path} quantizes; expected a float module. Write quantized "
+                "ones with export_qdq_onnx, or disable() its quantizers"
+            )
+
+
+def _quantizes(module: nn.Module) -> bool:
+    if isinstance(module, TensorQuantizer):
+        return not module._disabled and module._if_quant
+    return isinstance(module, torch.ao.quantization.FakeQuantizeBase)
+
+
+def _hold(found: tuple[FloatDifference, ...], tolerance: float, module: nn.Module) -> None:
+    worst = max(found, key=lambda d: d.relative)
+    if not worst.relative <= tolerance:
+        raise ValueError(
+            f"export_float_onnx: onnxruntime makes output {worst.name} of {type(module).__name__} "
+            f"other than torch: {worst.largest:g}, which is {worst.relative:.2g} of its largest "
+            f"value; expected {tolerance:g} at most. Nothing was written; pass tolerance=None to "
+            "write it nevertheless"
+        )
+
+
+def compare_float_onnx(
+    file: FloatFile, module: nn.Module, args: Any
+) -> tuple[FloatDifference, ...]:
+    """Run a file in onnxruntime and the module in torch, and compare every output.
+
+    Args:
+        file: From `export_float_onnx`.
+        module: The module that it was written from.
+        args: Inputs, structured like the example inputs.
+
+    Raises:
+        ImportError: onnxruntime is not installed.
+        ValueError: The module has other outputs than the file.
+
+    Example:
+        >>> import tempfile, torch
+        >>> net, x = torch.nn.Linear(4, 2).eval(), torch.ones(1, 4)
+        >>> file = export_float_onnx(net, x, f"{tempfile.mkdtemp()}/net.onnx")
+        >>> [d.relative < 1e-5 for d in compare_float_onnx(file, net, -x)]
+        [True]
+    """
+    wanted = [value for _, value in called(module, args)]
+    if len(wanted) != len(file.outputs):
+        raise ValueError(
+            f"compare_float_onnx: the module has {len(wanted)} outputs, {file.path.name} "
+            f"{len(file.outputs)}; compare it with the module that it was written from"
+        )
+    given = dict(zip(file.inputs, tensors_in(args), strict=True))
+    return _differences(load_model(file.path), given, dict(zip(file.outputs, wanted, strict=True)))
+
+
+def _differences(
+    proto: Any, given: dict[str, Tensor], wanted: dict[str, Tensor]
+) -> tuple[FloatDifference, ...]:
+    """Run a model on `given` and compare with `wanted`, by the names of its outputs."""
+    try:
+        running = session(proto, "onnxruntime")
+    except ImportError as error:
+        raise ImportError(
+            "a float file is held against torch with onnxruntime: pip install "
+            "'bevquant-export[onnxruntime]', or write it unseen with tolerance=None"
+        ) from error
+    taken = {port.name for port in running.get_inputs()}  # one that is not read is no input
+    inputs = {n: v.detach().cpu().numpy() for n, v in given.items() if n in taken}
+    made = running.run(list(wanted), inputs)
+    return tuple(
+        _difference(name, np.asarray(value.detach().cpu()), got)
+        for (name, value), got in zip(wanted.items(), made, strict=True)
+    )
+
+
+def _difference(name: str, want: Any, got: Any) -> FloatDifference:
+    if want.shape != got.shape:
+        raise ValueError(
+            f"compare_float_onnx: output {name} is {list(got.shape)}, torch's {list(want.shape)}"
+        )
+    want, got = want.astype(np.float64), got.astype(np.float64)
+    same = (want == got) | (np.isnan(want) & np.isnan(got))
+    with np.errstate(invalid="ignore"):
+        apart = np.where(same, 0.0, np.abs(want - got))
+    apart = np.nan_to_num(apart, nan=np.inf)
+    largest = float(apart.max()) if apart.size else 0.0
+    finite = np.abs(want[np.isfinite(want)])
+    scale = float(finite.max()) if finite.size else 0.0
+    relative = 0.0 if largest == 0 else largest / scale if scale else float("inf")
+    return FloatDifference(name, int(apart.size), largest, relative)
