@@ -19,9 +19,9 @@ from ._select import (
     select,
     uncalibrated,
 )
-from ._tensor_quantizer import TensorQuantizer
 from ._watch import QuantizerRow, QuantizerValues, watch_quantizers, watching_quantizers
 from .documents import DocumentError, JsonDocument, write_whole
+from .nn import TensorQuantizer
 from .tensor_quant import QuantDescriptor
 
 __all__ = [

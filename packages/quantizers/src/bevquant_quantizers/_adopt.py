@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ._descriptor import QuantDescriptor
-from ._tensor_quantizer import TensorQuantizer
 from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
 from .calib._max import MaxCalibrator
+from .nn import TensorQuantizer
 
 _UPSTREAM = "pytorch_quantization."
 

@@ -22,7 +22,6 @@ from torch import nn
 
 from ._abs_histogram import AbsHistogram, impossible
 from ._select import NamedQuantizer
-from ._tensor_quantizer import TensorQuantizer
 from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
 from .calib._max import MaxCalibrator
@@ -36,6 +35,7 @@ from .documents import (
     read_arrays,
     write_arrays,
 )
+from .nn import TensorQuantizer
 
 Arrays = dict[str, "np.ndarray[Any, Any]"]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ._select import NamedQuantizer, named_quantizers
-from ._tensor_quantizer import TensorQuantizer
 from .documents import DocumentError, read_json, write_whole
+from .nn import TensorQuantizer
 
 _SCHEMA = "bevquant-ranges/1"
 _SETTINGS = ("num_bits", "unsigned", "narrow_range", "axis")

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from ._tensor_quantizer import TensorQuantizer
+from .nn import TensorQuantizer
 
 
 @dataclass(frozen=True)
