@@ -8,15 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bevquant_export.lint import (
-    _calibration,
-    _model,
-    _qdq,
-    _read,
-    _structure,
-    _tensors,
-)
-from bevquant_export.lint._graph import Graph, graphs_of
+from bevquant_export.lint import _calibration, _graph, _model, _qdq, _read, _tensors
 from bevquant_export.lint._rule import Finding, Rule
 from bevquant_export.targets._cpu import CPUS, cpu_of
 from bevquant_export.targets._registry import find_target, target_names, targets
@@ -26,12 +18,12 @@ if TYPE_CHECKING:
     import onnx
 
 _SHARED: tuple[Rule, ...] = (
-    *(_read.UNREADABLE, _read.EMPTY, _structure.TENSOR_NAMES, _structure.NODE_NAMES),
-    *(_structure.MISSING, _structure.ORDER, _structure.CYCLE, _structure.NOT_MADE),
+    *(_read.UNREADABLE, _read.EMPTY, _graph.TENSOR_NAMES, _graph.NODE_NAMES),
+    *(_graph.MISSING, _graph.ORDER, _graph.CYCLE, _graph.NOT_MADE),
     *(_tensors.ESCAPES, _tensors.MISSING_DATA, _tensors.SIZES),
-    *(_structure.DEEP, _structure.REPEATED_ATTRIBUTE),
+    *(_graph.DEEP, _graph.REPEATED_ATTRIBUTE),
     *(_model.VERSIONS, _model.UNKNOWN_OP, _model.LEAKED, _model.UNREAD),
-    *(_structure.WINDOWS, _structure.CHANNELS, _model.SIZES),
+    *(_model.WINDOWS, _model.CHANNELS, _model.SIZES),
     *_qdq.RULES,
     _calibration.POOR,
 )
@@ -101,18 +93,14 @@ def lint_onnx(
 
 
 def _findings(model: onnx.ModelProto, path: Path, target: Target, cpu: str) -> Iterator[Finding]:
-    graphs: list[Graph] = []
-    for item in graphs_of(model):
-        if isinstance(item, Graph):
+    graphs: list[_graph.Graph] = []
+    for item in _graph.graphs_of(model):
+        if isinstance(item, _graph.Graph):
             graphs.append(item)
         else:
-            node, depth = item
-            yield _structure.DEEP.found(node.name, f"it holds a graph at depth {depth + 1}")
+            yield item
     for graph in graphs:
-        yield from _structure.check_structure(graph)
+        yield from _graph.check_structure(graph)
     yield from _model.check_model(model, graphs, target, path.parent)
     yield from _calibration.check_calibration(model)
-    if target.kind == "dense":
-        for graph in graphs:
-            yield from _structure.check_windows(graph, path.parent)
     yield from target.lint(LintFile(path, model, graphs, cpu))
