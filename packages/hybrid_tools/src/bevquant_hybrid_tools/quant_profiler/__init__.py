@@ -26,9 +26,14 @@ from bevquant_hybrid_tools.quant_profiler._qconfig import (
     check_qconfig,
     check_unfused_operations,
 )
-from bevquant_hybrid_tools.quant_profiler._script import compare_script_models, script_profile
 from bevquant_hybrid_tools.quant_profiler._selection import set_preserve_qat_mode
-from bevquant_hybrid_tools.quant_profiler._stages import Stage, compare_stages, render_stages
+from bevquant_hybrid_tools.quant_profiler._stages import (
+    Stage,
+    compare_script_models,
+    compare_stages,
+    render_stages,
+    script_profile,
+)
 from bevquant_hybrid_tools.quant_profiler._weights import compare_weights
 
 __all__ = [
