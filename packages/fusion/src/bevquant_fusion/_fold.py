@@ -12,21 +12,6 @@ from ._foldable import conv_problem, out_channels
 
 
 @dataclass(frozen=True)
-class Skipped:
-    """A batch norm that stays, and why.
-
-    Attributes:
-        bn: Its path in the model.
-        reason: One sentence that names what stands in the way.
-        location: ``file:line`` of the code that calls it, where that is known.
-    """
-
-    bn: str
-    reason: str
-    location: str = ""
-
-
-@dataclass(frozen=True)
 class NormPaths:
     """Where the model keeps what a batch norm computes with, and its ε."""
 

@@ -1,11 +1,11 @@
-"""Fold every batch norm of a model that can be folded, and say what became of each."""
+"""Fold every batch norm that can be folded of a model, or of its parts one after the other."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,91 +27,17 @@ from bevquant_graph import (
     running,
 )
 
-from ._fold import Fold, Skipped
+from ._fold import Fold
 from ._foldable import with_batch_norms
 from ._fuse_pair import as_convolution, fold_into, fold_parts
 from ._plan import Plan, plan_fusion
 from ._products import made_plain
-from ._remove_bn import Removal, neutralise, norm_at, remove_batch_norms
+from ._remove_bn import neutralise, norm_at, remove_batch_norms
+from ._result import Fused, FusionResult, Skipped, joined
 from ._structure import activations
 
 _Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
-_HOW = {
-    "identity": "now nn.Identity",
-    "removed": "taken out of its SparseSequential",
-    "rebuilt": "deleted, and its call with it",
-    "rest": "now what followed the normalisation",
-    "neutral": "still called, as an exact identity",
-    "depthwise": "now a depthwise 1×1 convolution",
-}
-
-
-@dataclass(frozen=True)
-class Fused:
-    """A batch norm that was folded.
-
-    Attributes:
-        conv: Path of the layer that took it, before the rewrite (a ``SparseSequential`` numbers
-            its members anew); the first of several.
-        bn: Path of the batch norm before the rewrite.
-        how: What stands in its place: ``"identity"``; ``"removed"`` (from a
-            ``SparseSequential``); ``"rebuilt"`` (its block's forward is without the call);
-            ``"rest"``: an ``nn.Sequential`` of its own children, as of timm's ``BatchNormAct2d``;
-            ``"neutral"``: its statistics and weights are such that it gives what it gets, because
-            a forward calls ``F.batch_norm`` itself. That holds in evaluation mode;
-            ``"depthwise"``: a depthwise 1×1 convolution, in a sum with convolutions of what it
-            reads; it is its own ``conv``.
-    """
-
-    conv: str
-    bn: str
-    how: Removal
-
-
-@dataclass(frozen=True, eq=False)
-class FusionResult:
-    """What ``fuse_model`` did. ``print(result)`` shows it as a table.
-
-    Attributes:
-        model: The fused model: a copy, or the model itself with ``inplace=True``.
-        fused: Batch norms that are gone.
-        skipped: Batch norms that stay, each with the reason. Every batch norm of the model is in
-            exactly one of the two.
-        not_inplace: Activations of sparse encoders whose ``inplace`` became False, by their path
-            before the rewrite.
-        untraced: Modules whose forward could not be followed, with the reason.
-        max_error: Largest relative difference of any output on the example inputs; in float64
-            where a choice between values (the largest ones, say) came out differently by rounding;
-            None without example inputs.
-        plain: Layers whose forward computed their weight from parameters alone (standardised
-            weights), by their path; they are layers of torch's own over that weight now.
-    """
-
-    model: nn.Module = field(repr=False)
-    fused: tuple[Fused, ...]
-    skipped: tuple[Skipped, ...]
-    not_inplace: tuple[str, ...] = ()
-    untraced: Mapping[str, str] = field(default_factory=dict)
-    max_error: float | None = None
-    plain: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        rows = [(f.bn, f"into {f.conv or 'the model'}", _HOW[f.how]) for f in self.fused]
-        rows += [(path, "plain", "its weight was computed from parameters") for path in self.plain]
-        for item in self.skipped:
-            where = f" ({item.location})" if item.location else ""
-            rows.append((item.bn or "the model", "kept", item.reason + where))
-        widths = [max((len(row[i]) for row in rows), default=0) for i in (0, 1)]
-        lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
-        total = f"{len(self.fused)} batch norms folded, {len(self.skipped)} kept"
-        if self.max_error is not None:
-            total += f", outputs within {self.max_error:.1e} of the unfused model"
-        elif self.untraced:
-            total += "; example_inputs would let forwards be followed: " + ", ".join(
-                path or "the model" for path in self.untraced
-            )
-        return "\n".join([*lines, total])
 
 
 def fuse_model(
@@ -175,6 +101,70 @@ def fuse_model(
     return _fused(module, example_inputs, inplace, graph)
 
 
+def fuse_parts(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...],
+    parts: Iterable[str],
+    *,
+    unchecked: Collection[str] = (),
+) -> FusionResult:
+    """`fuse_model` of some modules of a model, each captured and compared by itself.
+
+    For a model whose forward cannot be followed as a whole (voxelization, views, queries between
+    its parts), or whose activations do not fit memory together.
+
+    Args:
+        model: Stays as it is.
+        example_inputs: The model's positional ones; the model is run on them once, and each part is
+            folded on what it was called with first.
+        parts: Paths of modules, none inside another; those that the model does not have are passed
+            over.
+        unchecked: Parts that are folded by their structure, without inputs: of a detection head,
+            say, in which rounding decides which cells become queries, outputs before and after
+            cannot be compared one by one.
+
+    Returns:
+        A copy with the parts folded, in evaluation mode, and the account of all parts with paths of
+        the whole model; `max_error` is the largest of theirs.
+
+    Raises:
+        ValueError: The model runs none of the parts.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> net = nn.Sequential(nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2)), nn.ReLU())
+        >>> result = fuse_parts(net.eval(), (torch.randn(1, 1, 4, 4),), ["0"])
+        >>> [(item.conv, item.bn) for item in result.fused], result.max_error < 1e-5
+        ([('0.0', '0.1')], True)
+    """
+    model, parts = copy.deepcopy(model), tuple(parts)
+    results = {}
+    for path, inputs in _part_inputs(model, example_inputs, parts).items():
+        given = None if path in unchecked else inputs
+        results[path] = fuse_model(model.get_submodule(path), example_inputs=given)
+        model.set_submodule(path, results[path].model)
+    if not results:
+        raise ValueError(f"fuse_parts: the model runs none of {', '.join(parts)}: name its modules")
+    return joined(model.eval(), results)
+
+
+def _part_inputs(
+    model: nn.Module, example_inputs: tuple[Any, ...], parts: Iterable[str]
+) -> dict[str, tuple[Any, ...]]:
+    """What each part is called with, in the order of the calls."""
+    seen: dict[str, tuple[Any, ...]] = {}
+    known = dict(model.named_modules())
+    with ExitStack() as stack, torch.no_grad():
+        for path in known.keys() & set(parts):
+            hook = known[path].register_forward_pre_hook(
+                lambda module, args, path=path: seen.setdefault(path, args) and None
+            )
+            stack.callback(hook.remove)
+        model(*example_inputs)
+    return seen
+
+
 def _fused(
     model: nn.Module, example_inputs: Any, inplace: bool, graph: Graph | None
 ) -> FusionResult:
@@ -199,25 +189,25 @@ def _fused(
         return _fuse(model if inplace else copy.deepcopy(model), plan, stopped)
     inputs: _Inputs = arguments(example_inputs)
     with running(model, "fuse_model", "Give inputs that it takes; it is as it was before"):
-        before = run(model, inputs)
+        before = _run(model, inputs)
     stopped = _may_stop(model, inputs, before)
     result = _fuse(copy.deepcopy(model), plan, stopped)
     try:
-        after = run(result.model, inputs)
+        after = _run(result.model, inputs)
     except Exception as error:
         raise ValueError(
             f"the fused model does not run on the example inputs: {error}. (spconv's own CPU "
             "kernels refuse a bias: call bevquant_sparse.use_bevquant_kernels(model) first.)"
         ) from error
-    difference = relative_difference(before, after)
+    difference = _relative_difference(before, after)
     exact: float | None = difference
-    if not difference <= tolerance(before):
+    if not difference <= _tolerance(before):
         exact = _difference_in_float64(model, inputs, plan, stopped)
     if exact is None:
-        fault = first_fault(model, lambda: run(model, inputs))
+        fault = first_fault(model, lambda: _run(model, inputs))
         raise ValueError(
             f"the fused model's outputs differ from the model's by {difference:.2e} (relative), "
-            f"beyond {tolerance(before):.0e}: "
+            f"beyond {_tolerance(before):.0e}: "
             + (fault or f"some module is used in a way its forward does not show\n{result}")
         )
     if inplace:
@@ -235,16 +225,16 @@ def _difference_in_float64(
     computes in float32 all the same (``softmax(dtype=torch.float32)``) is held to what that has.
     """
     exact = copy.deepcopy(model).double()
-    inputs = in_float64(inputs)
+    inputs = _duplicate(inputs, lambda t: t.double() if t.is_floating_point() else t)
     try:
         with _float64_by_default():
             with _Types() as made:
-                before = run(exact, inputs)
-            after = run(_fuse(exact, plan, stopped).model, inputs)
-        difference = relative_difference(before, after)
+                before = _run(exact, inputs)
+            after = _run(_fuse(exact, plan, stopped).model, inputs)
+        difference = _relative_difference(before, after)
     except Exception:  # whatever a model that does not run in float64 raises
         return None
-    allowed = max(tolerance(before), *(_TOLERANCE.get(dtype, 0.0) for dtype in made.seen))
+    allowed = max(_tolerance(before), *(_TOLERANCE.get(dtype, 0.0) for dtype in made.seen))
     return difference if difference <= allowed else None
 
 
@@ -280,7 +270,7 @@ def _may_stop(model: nn.Module, inputs: _Inputs, before: list[Any]) -> list[str]
         for path in paths:
             activation: Any = copied.get_submodule(path)
             activation.inplace = path not in stopped
-        return relative_difference(before, run(copied, inputs)) <= tolerance(before)
+        return _relative_difference(before, _run(copied, inputs)) <= _tolerance(before)
 
     return paths if same(paths) else [path for path in paths if same([path])]
 
@@ -323,14 +313,14 @@ def _fuse(model: nn.Module, plan: Plan, stopped: Iterable[str]) -> FusionResult:
     )
 
 
-def run(model: nn.Module, inputs: _Inputs) -> list[Tensor]:
+def _run(model: nn.Module, inputs: _Inputs) -> list[Tensor]:
     """Outputs of ``model`` in evaluation mode, on copies of ``inputs``, as a flat list."""
     args, kwargs = _duplicate(inputs)
     with evaluation(model), torch.no_grad():
         return [t.detach().clone() for t in _tensors(model(*args, **kwargs))]
 
 
-def relative_difference(before: list[Tensor], after: list[Tensor]) -> float:
+def _relative_difference(before: list[Tensor], after: list[Tensor]) -> float:
     """Largest |after − before| of any output, over the largest |before| of that output.
 
     Infinite where an output has another shape: a model that chooses rows has chosen others.
@@ -362,15 +352,9 @@ def _float64_by_default() -> Iterator[None]:
         torch.set_default_dtype(kept)
 
 
-def tolerance(outputs: list[Tensor]) -> float:
+def _tolerance(outputs: list[Tensor]) -> float:
     """Allowed relative difference for the widest tolerance among the outputs' dtypes."""
     return max((_TOLERANCE.get(t.dtype, 0.0) for t in outputs), default=0.0)
-
-
-def in_float64(inputs: _Inputs) -> _Inputs:
-    """Copies of ``inputs``, floating-point tensors as float64."""
-    args, kwargs = _duplicate(inputs, lambda t: t.double() if t.is_floating_point() else t)
-    return args, kwargs
 
 
 def _duplicate(value: Any, convert: Callable[[Tensor], Tensor] = Tensor.clone) -> Any:

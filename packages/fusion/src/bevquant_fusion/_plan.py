@@ -29,10 +29,11 @@ from ._channels import (
     numbers_behind,
     source,
 )
-from ._fold import Fold, NormPaths, Part, Refused, Skipped, layer_problem
+from ._fold import Fold, NormPaths, Part, Refused, layer_problem
 from ._foldable import conv_problem, out_channels
 from ._graph_reader import BATCH_NORM, Reader, reads_values
 from ._products import plain_layers
+from ._result import Skipped
 from ._structure import from_structure
 from ._sums import Sums
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from types import CodeType, FunctionType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,8 @@ from ._fold import Fold
 from ._foldable import bn_problem
 from ._fuse_pair import Norm, as_convolution, norm_of
 from ._plan import from_graph
+from ._result import Removal
 from ._structure import is_chain, is_sparse_chain, remove_member
-
-Removal = Literal["identity", "removed", "rebuilt", "rest", "neutral", "depthwise"]
 
 
 def remove_batch_norms(

@@ -19,8 +19,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bevquant_graph import quiet
 
-from ._fold import Fold, Skipped, layer_problem, norm_paths, tensor_owners
+from ._fold import Fold, layer_problem, norm_paths, tensor_owners
 from ._foldable import fold_problem, has_hooks, is_convolution
+from ._result import Skipped
 
 _BLOCKS = frozenset({"SparseBasicBlock", "SparseBottleneck", "BasicBlock", "Bottleneck"})
 _SPARSE = frozenset({"SparseModule", "SparseBatchNorm", "SparseSyncBatchNorm", "SparseReLU"})

@@ -20,9 +20,10 @@ from torch import Tensor, fx
 
 from bevquant_graph import op_spec
 
-from ._fold import Fold, Part, Refused, Skipped, layer_problem
+from ._fold import Fold, Part, Refused, layer_problem
 from ._foldable import out_channels
 from ._graph_reader import Reader
+from ._result import Skipped
 
 
 class Sums:

@@ -1,0 +1,120 @@
+"""What became of every batch norm of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from torch import nn
+
+Removal = Literal["identity", "removed", "rebuilt", "rest", "neutral", "depthwise"]
+_HOW = {
+    "identity": "now nn.Identity",
+    "removed": "taken out of its SparseSequential",
+    "rebuilt": "deleted, and its call with it",
+    "rest": "now what followed the normalisation",
+    "neutral": "still called, as an exact identity",
+    "depthwise": "now a depthwise 1×1 convolution",
+}
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A batch norm that stays, and why.
+
+    Attributes:
+        bn: Its path in the model.
+        reason: One sentence that names what stands in the way.
+        location: ``file:line`` of the code that calls it, where that is known.
+    """
+
+    bn: str
+    reason: str
+    location: str = ""
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A batch norm that was folded.
+
+    Attributes:
+        conv: Path of the layer that took it, before the rewrite (a ``SparseSequential`` numbers
+            its members anew); the first of several.
+        bn: Path of the batch norm before the rewrite.
+        how: What stands in its place: ``"identity"``; ``"removed"`` (from a
+            ``SparseSequential``); ``"rebuilt"`` (its block's forward is without the call);
+            ``"rest"``: an ``nn.Sequential`` of its own children, as of timm's ``BatchNormAct2d``;
+            ``"neutral"``: its statistics and weights are such that it gives what it gets, because
+            a forward calls ``F.batch_norm`` itself. That holds in evaluation mode;
+            ``"depthwise"``: a depthwise 1×1 convolution, in a sum with convolutions of what it
+            reads; it is its own ``conv``.
+    """
+
+    conv: str
+    bn: str
+    how: Removal
+
+
+@dataclass(frozen=True, eq=False)
+class FusionResult:
+    """What ``fuse_model`` did. ``print(result)`` shows it as a table.
+
+    Attributes:
+        model: The fused model: a copy, or the model itself with ``inplace=True``.
+        fused: Batch norms that are gone.
+        skipped: Batch norms that stay, each with the reason. Every batch norm of the model is in
+            exactly one of the two.
+        not_inplace: Activations of sparse encoders whose ``inplace`` became False, by their path
+            before the rewrite.
+        untraced: Modules whose forward could not be followed, with the reason.
+        max_error: Largest relative difference of any output on the example inputs; in float64
+            where a choice between values (the largest ones, say) came out differently by rounding;
+            None without example inputs.
+        plain: Layers whose forward computed their weight from parameters alone (standardised
+            weights), by their path; they are layers of torch's own over that weight now.
+    """
+
+    model: nn.Module = field(repr=False)
+    fused: tuple[Fused, ...]
+    skipped: tuple[Skipped, ...]
+    not_inplace: tuple[str, ...] = ()
+    untraced: Mapping[str, str] = field(default_factory=dict)
+    max_error: float | None = None
+    plain: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [(f.bn, f"into {f.conv or 'the model'}", _HOW[f.how]) for f in self.fused]
+        rows += [(path, "plain", "its weight was computed from parameters") for path in self.plain]
+        for item in self.skipped:
+            where = f" ({item.location})" if item.location else ""
+            rows.append((item.bn or "the model", "kept", item.reason + where))
+        widths = [max((len(row[i]) for row in rows), default=0) for i in (0, 1)]
+        lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
+        total = f"{len(self.fused)} batch norms folded, {len(self.skipped)} kept"
+        if self.max_error is not None:
+            total += f", outputs within {self.max_error:.1e} of the unfused model"
+        elif self.untraced:
+            total += "; example_inputs would let forwards be followed: " + ", ".join(
+                path or "the model" for path in self.untraced
+            )
+        return "\n".join([*lines, total])
+
+
+def joined(model: nn.Module, parts: Mapping[str, FusionResult]) -> FusionResult:
+    """The account of a model whose parts were folded, by their paths."""
+
+    def at(part: str, path: str) -> str:
+        return f"{part}.{path}" if path else part
+
+    items = parts.items()
+    errors = [r.max_error for r in parts.values() if r.max_error is not None]
+    return FusionResult(
+        model,
+        tuple(replace(f, conv=at(p, f.conv), bn=at(p, f.bn)) for p, r in items for f in r.fused),
+        tuple(replace(s, bn=at(p, s.bn)) for p, r in items for s in r.skipped),
+        not_inplace=tuple(at(p, path) for p, r in items for path in r.not_inplace),
+        untraced={at(p, path): why for p, r in items for path, why in r.untraced.items()},
+        max_error=max(errors, default=None),
+        plain=tuple(at(p, path) for p, r in items for path in r.plain),
+    )
