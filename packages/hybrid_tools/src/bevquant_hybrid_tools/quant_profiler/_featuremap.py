@@ -1,4 +1,4 @@
-"""Compare what two forms of a model compute, operator by operator."""
+"""Two forms of a model, operator by operator: which calls correspond, and how alike they are."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from bevquant_graph import layer_class
+from bevquant_hybrid.nn.intrinsic import ANCHORS, Fused
+from bevquant_hybrid.operators import tensors_in
 from bevquant_hybrid.undisturbed import undisturbed
 from bevquant_hybrid_tools.quant_profiler._calls import (
+    Call,
     is_operator,
     moved,
     named_operators,
     record_calls,
 )
-from bevquant_hybrid_tools.quant_profiler._compared import compare, match_calls, silenced
-from bevquant_hybrid_tools.quant_profiler._measures import measure_of
+from bevquant_hybrid_tools.quant_profiler._compared import Match, compare, measure_of
 from bevquant_hybrid_tools.quant_profiler._tables import curves_page, grid_table, write_text
 
 _HEADER = (
@@ -32,6 +37,7 @@ _NOTE = (
     "* Suffix '(I vs I)' means this layer is Identity in both models\n"
     f"* Suffix '(i)'(i >= 1) means this op is shared i times\n{_RULE}\n"
 )
+_RELUS = (F.relu, F.relu_, F.relu6, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_)
 Devices = torch.device | str | tuple[torch.device | str, torch.device | str] | None
 
 
@@ -75,7 +81,7 @@ def featuremap_similarity(
     """
     measure = measure_of(similarity_func, "featuremap_similarity")
     (model1, inputs1), (model2, inputs2) = _placed(model1, model2, inputs, devices)
-    silent = silenced(model2, model1), silenced(model1, model2)
+    silent = _silenced(model2, model1), _silenced(model1, model2)
     first_is_fused_more = len(silent[1]) > len(silent[0])
     calls = (
         record_calls(model1, inputs1, check_leaf_module=_as_in(model1, model2)),
@@ -83,7 +89,7 @@ def featuremap_similarity(
     )
     fused = model1 if first_is_fused_more else model2
     with undisturbed(fused):
-        matches, alone = match_calls(
+        matches, alone = _match_calls(
             calls[not first_is_fused_more],
             calls[first_is_fused_more],
             silent[first_is_fused_more],
@@ -138,3 +144,142 @@ def _table(rows: list[list[Any]]) -> str:
         counts = ["" if count is None else str(count) for count in (steps, alone)]
         cells.append([str(index), name, str(kind), *numbers, *counts])
     return grid_table(_HEADER, cells)
+
+
+def _silenced(model: nn.Module, other: nn.Module) -> set[str]:
+    """Names that hold an Identity in one model and something else in the other."""
+    modules = dict(other.named_modules(remove_duplicate=False))
+    return {
+        path
+        for path, module in model.named_modules(remove_duplicate=False)
+        if layer_class(module, nn.Identity)
+        and not layer_class(modules.get(path, module), nn.Identity)
+    }
+
+
+def _match_calls(
+    ones: list[Call], others: list[Call], silent: set[str]
+) -> tuple[list[Match], list[str]]:
+    """Match the calls of a model with those of one that is fused less, or as much.
+
+    By name and by how often a module was called before. A fused module stands for all that it
+    took in: what lies in the data flow of the other model around the call of its name, under names
+    that are silent in its own, or as functions.
+
+    Args:
+        ones: Calls of the model that is fused more.
+        others: Calls of the other.
+        silent: Names that hold an Identity in the first model alone.
+
+    Returns:
+        The matches in the order of `ones`, and the names without one.
+    """
+    places = {(call.path, call.repeat): i for i, call in enumerate(others) if call.path}
+    matches, alone = [], []
+    for one in ones:
+        if one.module is None:
+            continue
+        names = (one.path, _anchor_of(one.module))
+        found = (places[n, one.repeat] for n in names if (n, one.repeat) in places)
+        place = next(found, None)
+        if place is None:
+            alone.append(one.path)
+            continue
+        members: list[int] | None = [place]
+        if layer_class(one.module, nn.Identity) is None:
+            members = _Group(one, others, silent).around(place)
+        if members is None:
+            alone.append(one.path)
+            continue
+        given = _given(others, members)
+        matches.append(Match(one, others[place], others[members[-1]], given))
+    return matches, alone
+
+
+def _anchor_of(module: nn.Module) -> str:
+    """Where the layer of a fused module was, as far as that is known."""
+    anchor = module.part("conv") if isinstance(module, Fused) else module
+    return str(getattr(anchor, "anchor_path", ""))
+
+
+class _Group:
+    """The calls that a fused module stands for."""
+
+    def __init__(self, one: Call, others: list[Call], silent: set[str]) -> None:
+        self.others, self.silent = others, silent
+        module: Any = one.module
+        self.name = (one.path, one.repeat)
+        self.adds = bool(getattr(module, "adds", False))
+        relu = module.part("relu") if isinstance(module, Fused) else None
+        self.activates = bool(getattr(module, "activation", None)) or relu is not None
+
+    def around(self, place: int) -> list[int] | None:
+        """Calls in order; None where something that was fused is not to be found."""
+        members = [place]
+        while (before := self._before(members[0])) is not None:
+            members.insert(0, before)
+        if any(layer_class(self.others[i].module) in ANCHORS for i in members):
+            while (behind := self._behind(members)) is not None:
+                members.append(behind)
+        calls = [self.others[i] for i in members]
+        if self.adds and not any(self._is_sum(call) for call in calls):
+            return None
+        if self.activates and not any(self._is_relu(call) for call in calls):
+            return None
+        return members
+
+    def _before(self, place: int) -> int | None:
+        """Of a sum: the layer, or its batch norm, that went into it."""
+        if not self.adds or layer_class(self.others[place].module) in ANCHORS:
+            return None
+        found = (s for s in self.others[place].sources if s is not None and self._is_layer(s))
+        return next(found, None)
+
+    def _is_layer(self, place: int) -> bool:
+        call = self.others[place]
+        if call.path not in self.silent:
+            return False
+        if layer_class(call.module, _BatchNorm):
+            return any(s is not None and self._is_layer(s) for s in call.sources)
+        return layer_class(call.module) in ANCHORS
+
+    def _behind(self, members: list[int]) -> int | None:
+        calls = [self.others[i] for i in members]
+        for reader in calls[-1].readers:
+            if reader < 0:
+                continue
+            call = self.others[reader]
+            if layer_class(call.module) in ANCHORS:
+                continue  # the beginning of another group
+            if call.path:
+                if call.path in self.silent or (call.path, call.repeat) == self.name:
+                    return reader
+            elif self.adds and self._is_sum(call) and not any(map(self._is_sum, calls)):
+                return reader
+            elif self.activates and self._is_relu(call) and not any(map(self._is_relu, calls)):
+                return reader
+        return None
+
+    def _is_sum(self, call: Call) -> bool:
+        if call.module is not None:
+            return call.method in ("add", "add_relu") or bool(getattr(call.module, "adds", False))
+        return getattr(call.function, "__name__", "").strip("_") in ("add", "iadd")
+
+    def _is_relu(self, call: Call) -> bool:
+        if call.module is None:
+            return call.function in _RELUS
+        fused = isinstance(call.module, Fused) and call.module.part("relu") is not None
+        learned = bool(getattr(call.module, "activation", None))
+        return fused or learned or layer_class(call.module, nn.ReLU, nn.ReLU6) is not None
+
+
+def _given(calls: list[Call], members: list[int]) -> tuple[Tensor, ...]:
+    """Tensors that come from outside of a group."""
+    given = []
+    for place in members:
+        call = calls[place]
+        tensors = tensors_in((call.args, call.kwargs))
+        for tensor, source in zip(tensors, call.sources, strict=True):
+            if source not in members or source == place:
+                given.append(tensor)
+    return tuple(given)

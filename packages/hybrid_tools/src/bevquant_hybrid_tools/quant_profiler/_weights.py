@@ -13,8 +13,8 @@ from bevquant_hybrid.nn.qat import SegmentLUT
 from bevquant_hybrid.nn.quantized import FixedPoint
 from bevquant_hybrid.qtensor import as_float
 from bevquant_hybrid_tools.quant_profiler._calls import named_operators
+from bevquant_hybrid_tools.quant_profiler._compared import measure_of
 from bevquant_hybrid_tools.quant_profiler._features import fixed_weight
-from bevquant_hybrid_tools.quant_profiler._measures import measure_of
 from bevquant_hybrid_tools.quant_profiler._tables import grid_table, write_histograms, write_text
 
 
