@@ -2,7 +2,7 @@
 
 from bevquant_sparse._conv import sparse_conv
 from bevquant_sparse._dense import to_dense
-from bevquant_sparse._kernels import conv_forward, use_bevquant_kernels
+from bevquant_sparse._kernels import use_bevquant_kernels
 from bevquant_sparse._layout import WeightLayout, permute_weight
 from bevquant_sparse._modules import (
     get_weight,
@@ -15,6 +15,7 @@ from bevquant_sparse._modules import (
 from bevquant_sparse._pool import sparse_avg_pool, sparse_max_pool
 from bevquant_sparse._rulebook import Rulebook, build_rulebook
 from bevquant_sparse._sparse_tensor import open_shapes, register_sparse_tensor
+from bevquant_sparse._spconv import conv_forward
 
 __all__ = [
     "Rulebook",
