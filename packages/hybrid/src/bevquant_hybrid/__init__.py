@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bevquant_hybrid import _qdq as _qdq  # says how the exporter reads this package's models
 from bevquant_hybrid import (
     dtype,
     functional,
@@ -17,6 +16,7 @@ from bevquant_hybrid import (
     runtime,
     utils,
 )
+from bevquant_hybrid._qdq import _program as _program  # says how exporters read its models
 from bevquant_hybrid._version import __version__
 from bevquant_hybrid.functional import (
     argmax,

@@ -1,4 +1,4 @@
-"""A prepared model as it will be deployed, read as a program."""
+"""A prepared model as it will be deployed, as a program in integers that exporters write."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from bevquant_hybrid._qdq._read_node import NodeReader
 from bevquant_hybrid.nn import qat
 from bevquant_hybrid.nn.qat._parts import Composed
 from bevquant_hybrid.nn.qat._weighted import Weighted, WithBatchNorm
+from bevquant_hybrid.nn.quantized._base import FixedPoint
 from bevquant_hybrid.qtensor import QTensor, as_float
 from bevquant_hybrid.quantization.qconfig import get_default_qat_qconfig
-from bevquant_int8sim.program import Program, Step, arguments
+from bevquant_int8sim.program import PROGRAM_READERS, Program, Step, arguments
 
 Observe = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]
 _CALLER = "export_qdq_onnx"
 
 
-def deployed(model: nn.Module) -> nn.Module:
+def _deployed(model: nn.Module) -> nn.Module:
     """A copy in evaluation mode, in which every fake quantizer rounds and none observes.
 
     What only calibrates becomes a fake quantizer of the scale that it found, and weights get the
@@ -74,7 +75,7 @@ def _is_refused(module: nn.Module) -> bool:
     return isinstance(module, Composed) and not isinstance(module, qat.Softmax)
 
 
-def refuse_uncalibrated(model: nn.Module, graph: Graph) -> None:
+def _refuse_uncalibrated(model: nn.Module, graph: Graph) -> None:
     """Refuse a model whose forward rounds to a scale that was never found.
 
     Raises:
@@ -108,10 +109,14 @@ def read(model: nn.Module, args: Any) -> PreparedProgram:
         ValueError: Converted already, not calibrated, not traceable, or quantized to 16 bits.
     """
     refuse_converted(model, _CALLER)
-    made = deployed(model)
+    made = _deployed(model)
     graph = made.graph if isinstance(made, GraphModule) else trace(made, _CALLER)
-    refuse_uncalibrated(made, graph)
+    _refuse_uncalibrated(made, graph)
     return PreparedProgram(made, graph, args)
+
+
+# Of a converted model `read` says that files are written before converting.
+PROGRAM_READERS |= dict.fromkeys((FakeQuantize, CalibFakeQuantize, FixedPoint), read)
 
 
 class PreparedProgram:
