@@ -219,3 +219,32 @@ def _keep(grad: Tensor, inside: Tensor) -> Tensor:
         if kept is not None:
             return kept
     return torch.where(inside, grad, 0.0)
+
+
+def torch_fake_quantize(
+    inputs: Tensor, amax: Tensor, num_bits: int, unsigned: bool, where: str
+) -> Tensor:
+    """Fake-quantize with torch's own ops, by the full range; `where` begins a message.
+
+    Raises:
+        TypeError: Another type than float32, or an amax with several axes.
+    """
+    if inputs.dtype in (torch.half, torch.bfloat16) or amax.dtype == torch.half:
+        raise TypeError(
+            f"{where}: torch's fake-quantization ops (use_fb_fake_quant) need float32, got "
+            f"{inputs.dtype}: switch autocast off for export"
+        )
+    top = (1 << (num_bits - 1 + int(unsigned))) - 1
+    low = 0 if unsigned else -top - 1
+    if amax.numel() == 1:
+        return torch.fake_quantize_per_tensor_affine(inputs, amax.item() / top, 0, low, top)
+    wide = [i for i, n in enumerate(amax.shape) if n != 1]
+    if len(wide) != 1:
+        raise TypeError(
+            f"{where}: torch's fake-quantization ops (use_fb_fake_quant) allow one axis, the amax "
+            f"has shape {tuple(amax.shape)}"
+        )
+    scale = amax.detach().flatten() / top
+    zero = torch.zeros_like(scale, dtype=torch.int32)
+    axis = wide[0] + inputs.dim() - amax.dim()
+    return torch.fake_quantize_per_channel_affine(inputs, scale, zero, axis, low, top)

@@ -9,11 +9,14 @@ import logging
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ._clip import Clip
-from ._descriptor import kept_axes
-from ._quantizer_state import QuantizerState
+from ._descriptor import Axis, QuantDescriptor, ScaledQuantDescriptor, kept_axes
+from ._fake_quant import torch_fake_quantize
+from .calib._calibrator import Calibrator
+from .calib._histogram_calibrator import HistogramCalibrator
+from .calib._max import MaxCalibrator
 from .tensor_quant import fake_tensor_quant, tensor_quant
 
 __all__ = ["Clip", "TensorQuantizer"]
@@ -21,7 +24,7 @@ __all__ = ["Clip", "TensorQuantizer"]
 _log = logging.getLogger(__name__)
 
 
-class TensorQuantizer(QuantizerState):
+class TensorQuantizer(nn.Module):
     """Quantizes a tensor as its descriptor says; names and behaviour of pytorch-quantization.
 
     A call goes through up to three stages: calibration watches the tensor, clipping cuts it to a
@@ -59,6 +62,194 @@ class TensorQuantizer(QuantizerState):
     These ops use the full range, −128…127, and multiply by a reciprocal: results may differ from
     the default in the last bit, and by one step at ties.
     """
+
+    _amax: Tensor
+    clip: Clip
+
+    def __init__(
+        self,
+        quant_desc: ScaledQuantDescriptor | None = None,
+        disabled: bool = False,
+        if_quant: bool = True,
+        if_clip: bool = False,
+        if_calib: bool = False,
+    ) -> None:
+        super().__init__()
+        desc = QuantDescriptor() if quant_desc is None else quant_desc
+        self._name = desc.name
+        self._num_bits = desc.num_bits
+        self._fake_quant = desc.fake_quant
+        self._axis: Axis = desc.axis
+        self._scale_amax = desc.scale_amax
+        self._learn_amax = desc.learn_amax
+        self._unsigned = desc.unsigned
+        self._narrow_range = desc.narrow_range
+        self._scale: float | Tensor | None = 1.0 if desc.fake_quant else None
+        self._disabled = disabled
+        self._if_quant = if_quant
+        self._if_clip = False
+        self._if_calib = if_calib
+        if desc.amax is not None:
+            self.register_buffer("_amax", torch.tensor(desc.amax))
+        if desc.learn_amax:
+            start = torch.tensor(1.0 if desc.amax is None else desc.amax)
+            self.clip = Clip(-start, start, learn_min=True, learn_max=True)
+        if desc.learn_amax or if_clip:
+            self.enable_clip()
+        self._calibrator: Calibrator | None = self._make_calibrator(desc.calib_method)
+
+    def _make_calibrator(self, method: str | None) -> Calibrator | None:
+        if method is None:
+            return None
+        kinds: dict[str, Any] = {"max": MaxCalibrator, "histogram": HistogramCalibrator}
+        if method not in kinds:
+            raise ValueError(f"unknown calib_method {method!r}: use one of {sorted(kinds)} or None")
+        calibrator: Calibrator = kinds[method](self._num_bits, self._axis, self._unsigned)
+        calibrator.name = self._name
+        return calibrator
+
+    @property
+    def name(self) -> str | None:
+        """What error messages call this quantizer: its path in the model, once known."""
+        return self._name
+
+    @name.setter
+    def name(self, value: str | None) -> None:
+        self._name = value
+        if self._calibrator is not None:
+            self._calibrator.name = value
+
+    @property
+    def num_bits(self) -> int:
+        """Bits of the integer."""
+        return self._num_bits
+
+    @num_bits.setter
+    def num_bits(self, value: int) -> None:
+        self._num_bits = value
+        if self._calibrator is not None:
+            self._calibrator._num_bits = value
+
+    @property
+    def unsigned(self) -> bool:
+        """Whether the integers start at 0."""
+        return self._unsigned
+
+    @unsigned.setter
+    def unsigned(self, value: bool) -> None:
+        self._unsigned = value
+        if self._calibrator is not None:
+            self._calibrator._unsigned = value
+
+    @property
+    def narrow_range(self) -> bool:
+        """Whether the most negative integer is left out."""
+        return self._narrow_range
+
+    @narrow_range.setter
+    def narrow_range(self, value: bool) -> None:
+        self._narrow_range = value
+
+    @property
+    def axis(self) -> Axis:
+        """Axes with a range of their own."""
+        return self._axis
+
+    @property
+    def fake_quant(self) -> bool:
+        """Whether floats on the integer grid come back, not integers."""
+        return self._fake_quant
+
+    @property
+    def scale(self) -> float | Tensor | None:
+        """Scale of the last tensor quantized to integers: integers / scale is the value."""
+        if self._fake_quant:
+            _log.error("Fake quantize mode doesn't use scale explicitly!")
+        if self._scale is None:
+            _log.critical("Accessing scale before quantizing any tensor!")
+        return self._scale
+
+    @property
+    def amax(self) -> Tensor | None:
+        """The range, None while it is dynamic. Set it with a number, list or array."""
+        return self._buffers.get("_amax")
+
+    @amax.setter
+    def amax(self, value: Any) -> None:
+        if value is None:
+            _log.error("Setting amax to None is meaningless.")
+            return
+        new = torch.as_tensor(value).detach().to(torch.float32)
+        old = self.amax
+        if old is None:
+            self.register_buffer("_amax", new.clone())
+        elif old.shape != new.shape:
+            raise TypeError(
+                f"{self._who()}: Changing shape when setting amax is not allowed: it has shape "
+                f"{tuple(old.shape)}, the new one {tuple(new.shape)}"
+            )
+        else:
+            old.data.copy_(new)
+
+    @property
+    def step_size(self) -> Tensor | None:
+        """The distance between two values on the grid, amax / 127 for eight signed bits."""
+        if self.amax is None:
+            _log.error("step_size is undefined under dynamic amax mode!")
+            return None
+        return self.amax / (2.0 ** (self._num_bits - 1 + int(self._unsigned)) - 1.0)
+
+    def disable(self) -> None:
+        """Return inputs untouched from now on."""
+        self._disabled = True
+
+    def enable(self) -> None:
+        """Do what the stages say from now on."""
+        self._disabled = False
+
+    def disable_clip(self) -> None:
+        """Stop clipping, and stop the range from learning."""
+        self._if_clip = False
+        if self._learn_amax:
+            self.clip.clip_value_min.requires_grad_(False)
+            self.clip.clip_value_max.requires_grad_(False)
+
+    def enable_clip(self) -> None:
+        """Clip to the learned range, and let it learn.
+
+        Raises:
+            ValueError: The descriptor does not learn its range.
+        """
+        if not self._learn_amax:
+            raise ValueError(f"{self._who()}: learn_amax is False. Cannot enable clip.")
+        _log.info("Enable `clip` stage for amax learning.")
+        self.clip.clip_value_min.requires_grad_(True)
+        self.clip.clip_value_max.requires_grad_(True)
+        self._if_clip = True
+
+    def disable_calib(self) -> None:
+        """Stop collecting statistics."""
+        self._if_calib = False
+
+    def enable_calib(self) -> None:
+        """Collect statistics from now on.
+
+        Raises:
+            ValueError: There is no calibrator.
+        """
+        if self._calibrator is None:
+            raise ValueError(
+                f"{self._who()}: Calibrator was not created, cannot enable calibration."
+            )
+        self._if_calib = True
+
+    def disable_quant(self) -> None:
+        """Stop quantizing."""
+        self._if_quant = False
+
+    def enable_quant(self) -> None:
+        """Quantize from now on."""
+        self._if_quant = True
 
     def load_calib_amax(self, *args: Any, **kwargs: Any) -> None:
         """Take the range from the calibrator.
@@ -143,7 +334,7 @@ class TensorQuantizer(QuantizerState):
             outputs, self._scale = tensor_quant(inputs, amax, self._num_bits, self._unsigned)
             return outputs
         if self.use_fb_fake_quant:
-            return self._fb_fake_quant(inputs, amax)
+            return torch_fake_quantize(inputs, amax, self._num_bits, self._unsigned, self._who())
         return fake_tensor_quant(inputs, amax, self._num_bits, self._unsigned, self._narrow_range)
 
     def _get_amax(self, inputs: Tensor) -> Tensor:
@@ -164,23 +355,44 @@ class TensorQuantizer(QuantizerState):
         amax = size.amax(reduced, keepdim=True) if reduced else size
         return amax.reshape(()) if amax.numel() == 1 else amax
 
-    def _fb_fake_quant(self, inputs: Tensor, amax: Tensor) -> Tensor:
-        if inputs.dtype in (torch.half, torch.bfloat16) or amax.dtype == torch.half:
-            raise TypeError(
-                f"{self._who()}: torch's fake-quantization ops (use_fb_fake_quant) need float32, "
-                f"got {inputs.dtype}: switch autocast off for export"
-            )
-        top = (1 << (self._num_bits - 1 + int(self._unsigned))) - 1
-        low = 0 if self._unsigned else -top - 1
+    def _who(self) -> str:
+        return self._name or "TensorQuantizer"
+
+    def _short_amax(self, fmt: str = ".4f") -> str:
+        amax = self.amax
+        if amax is None:
+            return "dynamic"
         if amax.numel() == 1:
-            return torch.fake_quantize_per_tensor_affine(inputs, amax.item() / top, 0, low, top)
-        wide = [i for i, n in enumerate(amax.shape) if n != 1]
-        if len(wide) != 1:
-            raise TypeError(
-                f"{self._who()}: torch's fake-quantization ops (use_fb_fake_quant) allow one axis, "
-                f"the amax has shape {tuple(amax.shape)}"
-            )
-        scale = amax.detach().flatten() / top
-        zero = torch.zeros_like(scale, dtype=torch.int32)
-        axis = wide[0] + inputs.dim() - amax.dim()
-        return torch.fake_quantize_per_channel_affine(inputs, scale, zero, axis, low, top)
+            return f"{amax.item():{fmt}}"
+        return f"[{amax.min().item():{fmt}}, {amax.max().item():{fmt}}]({amax.numel()})"
+
+    def extra_repr(self) -> str:
+        """Describe the quantizer in the words of pytorch-quantization."""
+        if self._disabled:
+            return "disabled"
+        words = [
+            f"{'unsigned ' if self._unsigned else ''}{self._num_bits}bit",
+            "narrow" if self._narrow_range else "",
+            "fake" if self._fake_quant else "",
+            "per-tensor" if self._axis is None else f"axis={self._axis}",
+            f"amax={self._short_amax()}",
+            f"*{self._scale_amax}" if self._scale_amax else "",
+            "learned" if self._learn_amax else "",
+            "" if self._calibrator is None else f"calibrator={type(self._calibrator).__name__}",
+            "" if self._scale is None else f"scale={self._scale}",
+            "quant" if self._if_quant else "",
+            "clip" if self._if_clip else "",
+            "calib" if self._if_calib else "",
+        ]
+        return " ".join(word for word in words if word)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        saved = state_dict.get(prefix + "_amax")
+        if saved is not None and self.amax is None:
+            where = self.clip.clip_value_max.device if self._learn_amax else saved.device
+            self.register_buffer("_amax", torch.empty_like(saved, device=where))
+        elif saved is None and self.amax is not None:
+            _log.error("%s: No amax in state_dict.", prefix[:-1])
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
