@@ -13,18 +13,14 @@ from torch import nn
 
 from bevquant_export.sparse._axes import turned
 from bevquant_export.sparse._between import follow
-from bevquant_export.sparse._channel_moves import with_channel_moves
-from bevquant_export.sparse._check_graph import check_rulebooks
 from bevquant_export.sparse._compare import LayerDifference
 from bevquant_export.sparse._graph import Conv, Graph, Node
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._layers import SparseExport, layers_of
 from bevquant_export.sparse._lower_file import portable_bytes
-from bevquant_export.sparse._make_graph import make_graph
+from bevquant_export.sparse._make_graph import sparse_graph
 from bevquant_export.sparse._names import numbered
-from bevquant_export.sparse._observe import observe
 from bevquant_export.sparse._read_proto import graph_of_bytes
-from bevquant_export.sparse._steps import Bodies
 from bevquant_export.sparse._verify import verified, with_note
 from bevquant_export.sparse._write_proto import proto_bytes
 from bevquant_int8sim import IntegerModel, simulate
@@ -183,38 +179,6 @@ def _output_names(integers: IntegerModel, names: Mapping[str, str], dialect: str
     followed = follow(integers, extended=dialect == "portable")
     pairs = zip(followed.results, followed.outputs, strict=True)
     return {reading.tensor: names[value] for value, reading in reversed(list(pairs))}
-
-
-def sparse_graph(
-    rounded: nn.Module,
-    integers: IntegerModel,
-    example_inputs: Any,
-    batches: Iterable[Any],
-    order: str,
-    head_room: float,
-    *,
-    dialect: str = "libspconv",
-    fewer_axes: bool = True,
-) -> Graph:
-    """What a file says of a calibrated encoder's integers, made of its rounded constants.
-
-    Tensors of the graph are named as the program's values. `fewer_axes` says whether a convolution
-    on fewer than three axes becomes one on three.
-
-    Raises:
-        ValueError: Something has no form in a file; its module is named.
-    """
-    extended = dialect == "portable"
-    followed = follow(integers, extended=extended)
-    seen = observe(integers, example_inputs, batches)
-    bodies = Bodies(integers, example_inputs, order)
-    graph = make_graph(
-        followed, seen, rounded, integers.program.values, order, head_room, bodies,
-        fewer_axes=fewer_axes,
-    )  # fmt: skip
-    graph = with_channel_moves(graph, joins=dialect == "libspconv")
-    check_rulebooks(graph)
-    return graph
 
 
 def official_keys(graph: Graph) -> Graph:

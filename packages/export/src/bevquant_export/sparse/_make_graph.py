@@ -1,15 +1,18 @@
-"""From followed operators to the nodes of a file."""
+"""From the integers of a model to the graph of a file, by the operators that are followed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from bevquant_export.sparse._axes import AXES, three_axes
+from bevquant_export.sparse._between import follow
+from bevquant_export.sparse._channel_moves import with_channel_moves
+from bevquant_export.sparse._check_graph import check_rulebooks
 from bevquant_export.sparse._conv_node import affine_node, check_axes, conv_node
 from bevquant_export.sparse._follow import Draft, Followed, place
 from bevquant_export.sparse._forms import TensorForm, agreed_forms
@@ -28,30 +31,38 @@ from bevquant_export.sparse._graph import (
     Steps,
 )
 from bevquant_export.sparse._no_operator import BEHIND_DENSE
-from bevquant_export.sparse._observe import Seen
+from bevquant_export.sparse._observe import Seen, observe
 from bevquant_export.sparse._steps import Bodies
+from bevquant_int8sim import IntegerModel
 from bevquant_sparse import build_rulebook
 
 _STEPS = 127
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 
 
-def make_graph(
-    followed: Followed,
-    seen: Mapping[str, Seen],
-    model: nn.Module,
-    values: Mapping[str, Any],
+def sparse_graph(
+    rounded: nn.Module,
+    integers: IntegerModel,
+    example_inputs: Any,
+    batches: Iterable[Any],
     order: str,
     head_room: float,
-    bodies: Bodies,
     *,
-    fewer_axes: bool,
+    dialect: str = "libspconv",
+    fewer_axes: bool = True,
 ) -> Graph:
-    """The file's nodes; tensors keep the names of the program's values.
+    """What a file says of a calibrated encoder's integers, made of its rounded constants.
+
+    Tensors of the graph are named as the program's values. `fewer_axes` says whether a convolution
+    on fewer than three axes becomes one on three.
 
     Raises:
-        ValueError: Something has no form in the dialect; the module is named.
+        ValueError: Something has no form in a file; its module is named.
     """
+    followed = follow(integers, extended=dialect == "portable")
+    seen = observe(integers, example_inputs, batches)
+    bodies = Bodies(integers, example_inputs, order)
+    values = integers.program.values
     forms = agreed_forms(followed)
     nodes: list[Node] = []
     if forms[followed.input].relu:
@@ -70,7 +81,7 @@ def make_graph(
         if draft.kind == "conv":
             check_axes(draft, fewest=1 if fewer_axes else AXES)
         if draft.kind in ("conv", "linear"):
-            nodes.append(conv_node(draft, forms, size, model, values, head_room, order))
+            nodes.append(conv_node(draft, forms, size, rounded, values, head_room, order))
         elif draft.kind in ("affine", "matrix"):
             read = seen[draft.first or draft.y].largest
             nodes.append(affine_node(draft, forms, size, read, head_room))
@@ -85,13 +96,16 @@ def make_graph(
         else:
             nodes += _tail(draft, size, forms, order)
     shapes = {r.tensor: _shape(seen[r.tensor]) for r in followed.outputs if r.tensor in seen}
-    return Graph(
+    graph = Graph(
         input=followed.input,
         channels=_channels(followed, nodes, bodies),
         nodes=tuple(nodes),
         outputs=tuple(dict.fromkeys(r.tensor for r in followed.outputs)),
         shapes=shapes,
     )
+    graph = with_channel_moves(graph, joins=dialect == "libspconv")
+    check_rulebooks(graph)
+    return graph
 
 
 def _selection(draft: Draft, forms: Mapping[str, TensorForm]) -> Select:

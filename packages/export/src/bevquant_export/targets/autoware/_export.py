@@ -15,9 +15,9 @@ from torch import nn
 
 from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._compare import LayerDifference, frame_of
-from bevquant_export.sparse._export import sparse_graph
 from bevquant_export.sparse._graph import Conv
 from bevquant_export.sparse._half_precision import with_half_constants
+from bevquant_export.sparse._make_graph import sparse_graph
 from bevquant_export.sparse._verify import with_note
 from bevquant_export.targets.autoware._emit import GraphWriter
 from bevquant_export.targets.autoware._join import joined
