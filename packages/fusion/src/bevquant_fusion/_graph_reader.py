@@ -280,6 +280,50 @@ def reads_values(user: fx.Node, node: fx.Node) -> bool:
     return spec.kind != "size" and node in given
 
 
+def only_reader(node: fx.Node) -> fx.Node | None:
+    """The step that reads a value, if there is one alone."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def is_sum(node: fx.Node) -> bool:
+    """Whether a step adds two tensors of one shape, or a tensor and 0, and nothing else."""
+    if node.op != "call_function" or op_spec(node.target).kind != "add" or len(node.args) != 2:
+        return False
+    values = [node.meta.get("val") for node in node.all_input_nodes]
+    shapes = [value.shape for value in values if isinstance(value, Tensor)]
+    two = len(values) == len(shapes) == 2 and shapes[0] == shapes[1]
+    return not node.kwargs and (two or (len(shapes) == 1 and 0 in node.args))
+
+
+def addends(value: fx.Node, user: fx.Node | None = None) -> list[fx.Node]:
+    """The addends of a value that nothing but ``user`` reads; itself where it is no sum.
+
+    Raises:
+        Refused: One of them counts twice.
+    """
+    if not is_sum(value) or (user is not None and only_reader(value) is not user):
+        return [value]
+    found = [node for operand in value.all_input_nodes for node in addends(operand, value)]
+    if len(set(found)) < len(found):
+        raise Refused
+    return found
+
+
+def concatenated(value: fx.Node, user: fx.Node) -> list[list[fx.Node]]:
+    """The addends of every part of the channels of what ``user`` reads.
+
+    Raises:
+        Refused: It is concatenated along another axis.
+    """
+    given: Any = value.args
+    if op_spec(value.target).name != "cat" or only_reader(value) is not user:
+        return [addends(value, user)]
+    axis = given[1] if len(given) > 1 else value.kwargs.get("dim", 0)
+    if axis not in (1, 1 - value.meta["val"].dim()):
+        raise Refused
+    return [addends(item, value) for item in given[0]]
+
+
 def _sizes(shape: Any) -> list[int] | None:
     sizes = [known_size(size) for size in shape]
     return None if None in sizes else sizes
