@@ -9,7 +9,7 @@ from torch import nn
 from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_hybrid._fake_quant._fake_quantize import CalibFakeQuantize, FakeQuantize
-from bevquant_hybrid._fx._boundaries import warn_of_uncollected
+from bevquant_hybrid._fx._calibrated_scales import warn_of_uncollected
 from bevquant_hybrid.march import require_march
 from bevquant_hybrid.nn.qat._base import OutputQuantized
 from bevquant_hybrid.nn.qat._parts import Composed

@@ -11,14 +11,17 @@ from torch.fx import Graph, Node
 
 from bevquant_hybrid._convert import refuse_converted
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize, _WrappedCalibFakeQuantize
-from bevquant_hybrid._fx._boundaries import (
-    BOUNDARY,
+from bevquant_hybrid._fx._calibrated_scales import (
     adopt_scales,
     calibrated_scales,
-    insert_boundaries,
     is_calibration,
 )
-from bevquant_hybrid._fx._float_operators import list_cpu_operators, refuse_float_operators
+from bevquant_hybrid._fx._float_operators import (
+    BOUNDARY,
+    insert_boundaries,
+    list_cpu_operators,
+    refuse_float_operators,
+)
 from bevquant_hybrid._fx._fuse import fuse_graph
 from bevquant_hybrid._fx._graph_module import (
     GraphModuleWithAttr,

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from bevquant_graph import layer_class
 from bevquant_hybrid._fake_quant._fake_quantize import CalibFakeQuantize, FakeQuantize
 from bevquant_hybrid._fake_quant._learned import LearnedFakeQuantize
-from bevquant_hybrid._fx._boundaries import is_calibration
+from bevquant_hybrid._fx._calibrated_scales import is_calibration
 from bevquant_hybrid._fx._placement import keeps_scale
 from bevquant_hybrid._observers._range import FixedScaleObserver
 from bevquant_hybrid._scale_keeping import rule_of

@@ -18,7 +18,8 @@ from bevquant_hybrid._fake_quant._fake_quantize import (
     FakeQuantize,
     _WrappedCalibFakeQuantize,
 )
-from bevquant_hybrid._fx._boundaries import BOUNDARY, insert_boundaries, is_calibration
+from bevquant_hybrid._fx._calibrated_scales import is_calibration
+from bevquant_hybrid._fx._float_operators import BOUNDARY, insert_boundaries
 from bevquant_hybrid._fx._graph_module import (
     GraphModuleWithAttr,
     ObservedGraphModule,

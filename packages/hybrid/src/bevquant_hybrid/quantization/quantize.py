@@ -11,7 +11,7 @@ from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_hybrid._convert import convert_in_place, refuse_converted
 from bevquant_hybrid._fake_quant._fake_quantize import CalibFakeQuantize, FakeQuantize
-from bevquant_hybrid._fx._boundaries import adopt_scales, calibrated_scales
+from bevquant_hybrid._fx._calibrated_scales import adopt_scales, calibrated_scales
 from bevquant_hybrid._fx._graph_module import GraphModuleWithAttr
 from bevquant_hybrid._fx._settings import Settings
 from bevquant_hybrid._fx._tracer import trace
