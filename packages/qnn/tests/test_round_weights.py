@@ -12,7 +12,12 @@ from torch import nn
 
 from bevquant_fusion import fuse_model
 from bevquant_qnn import QuantConfig, quantize_model, round_weights
-from bevquant_quantizers import calibrate, quantization_disabled
+from bevquant_quantizers import (
+    QuantDescriptor,
+    TensorQuantizer,
+    calibrate,
+    quantization_disabled,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")
 
@@ -273,3 +278,17 @@ def test_a_row_of_zeros_stays_zero_whatever_the_others_are_rounded_by():
         assert layer.error < layer.nearest
     assert not models[0][0].weight[1].any()
     assert torch.equal(models[0][0].weight[::2], models[1][0].weight)
+
+
+def test_weights_are_rounded_in_the_range_that_was_learned():
+    torch.manual_seed(3)
+    x = torch.randn(8, 3)
+    model = alone(nn.Linear(3, 2), x)
+    learned = TensorQuantizer(QuantDescriptor(num_bits=4, amax=0.8, learn_amax=True))
+    with torch.no_grad():
+        learned.clip.clip_value_min.fill_(-0.35)
+        learned.clip.clip_value_max.fill_(0.35)
+    model[0]._weight_quantizer = learned
+    round_weights(model, [x])
+    steps = model[0].weight.detach() / (0.35 / 7)
+    assert (steps - steps.round()).abs().max() < 1e-5

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+from bevquant_qnn._freeze import range_in_use
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 from bevquant_sparse import WeightLayout, conv_forward, permute_weight, set_weight
 
@@ -36,9 +37,8 @@ def grid_step(module: Any) -> Tensor:
         ValueError: Ranges that do not number the output channels.
     """
     quantizer, weight = module.weight_quantizer, module.weight_to_quantize().detach()
-    amax = quantizer.amax
-    if amax is None:
-        amax = _largest(weight, quantizer.axis)
+    amax = range_in_use(quantizer, {quantizer: weight})
+    assert amax is not None
     largest = _as_matrix(module, amax.to(weight).expand_as(weight)).double()
     step: Tensor = largest / (2 ** (quantizer.num_bits - 1) - 1)
     if bool((step != step[..., :1]).any()):
@@ -69,13 +69,6 @@ def sampled_patches(module: Any, x: Any, count: int, generator: Generator) -> Te
     if x.dim() == module.weight.dim() - 1:
         x = x[None]
     return _dense_patches(module, x, count, generator)
-
-
-def _largest(weight: Tensor, axis: int | tuple[int, ...] | None) -> Tensor:
-    if axis is None:
-        return weight.abs().amax()
-    kept = {a % weight.dim() for a in ((axis,) if isinstance(axis, int) else axis)}
-    return weight.abs().amax([d for d in range(weight.dim()) if d not in kept], keepdim=True)
 
 
 def _as_matrix(module: Any, weight: Tensor) -> Tensor:
