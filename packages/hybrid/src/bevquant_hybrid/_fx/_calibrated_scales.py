@@ -1,11 +1,13 @@
-"""What calibration found, and a model that takes it over."""
+"""What calibration found, and a model that takes it over, or is deployed with it."""
 
 from __future__ import annotations
 
+import copy
 import warnings
+from typing import Any
 
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from bevquant_hybrid._fake_quant._fake_quantize import (
     CalibFakeQuantize,
@@ -14,7 +16,10 @@ from bevquant_hybrid._fake_quant._fake_quantize import (
 )
 from bevquant_hybrid._fx._float_operators import BOUNDARY
 from bevquant_hybrid._observers._range import FixedScaleObserver
+from bevquant_hybrid.nn import qat
 from bevquant_hybrid.nn.qat._parts import Composed
+from bevquant_hybrid.nn.qat._weighted import Weighted, WithBatchNorm
+from bevquant_hybrid.quantization.qconfig import get_default_qat_qconfig
 
 
 def is_calibration(model: nn.Module) -> bool:
@@ -82,6 +87,73 @@ def _at_new_boundaries(
             if path in scales:
                 found[node.name] = scales[path]
     return found
+
+
+def deployed(model: nn.Module) -> nn.Module:
+    """A copy in evaluation mode, in which every fake quantizer rounds and none observes.
+
+    What only calibrates becomes a fake quantizer of the scale that it found, and weights get the
+    scale of the largest value of each output channel.
+    """
+    made = copy.deepcopy(model).eval()
+    for owner in list(made.modules()):
+        for name, part in list(owner._modules.items()):
+            if isinstance(part, CalibFakeQuantize) and name == "weight_fake_quant":
+                _quantize_weight(owner)
+            elif isinstance(part, CalibFakeQuantize):
+                owner._modules[name] = _of_its_scale(part)
+    for module in made.modules():
+        if isinstance(module, FakeQuantize):
+            module.enable_fake_quant(True)
+            module.enable_observer(False)
+    return made
+
+
+def _of_its_scale(part: CalibFakeQuantize) -> FakeQuantize:
+    if not part.observed:
+        return FakeQuantize(dtype=part.dtype)
+    scale = part.calculate_qparams()[0]
+    return FakeQuantize(observer=FixedScaleObserver, scale=scale, dtype=part.dtype)
+
+
+def _quantize_weight(owner: Any) -> None:
+    qconfig = get_default_qat_qconfig()
+    if not isinstance(owner, Weighted):
+        owner.weight_fake_quant = qconfig.weight()
+        if isinstance(owner, qat.BatchNorm2d | qat.BatchNorm3d | qat.SyncBatchNorm):
+            owner._factor_and_offset()
+        return
+    owner.weight_fake_quant = owner._weight_fake_quant(qconfig)
+    if isinstance(owner, WithBatchNorm):
+        owner.quantized_weight()
+    else:
+        owner.weight_fake_quant.observe(owner.weight)
+
+
+def _has_steps(module: nn.Module) -> bool:
+    """Whether a module has several steps, some of which may never run: no file holds it."""
+    return isinstance(module, Composed) and not isinstance(module, qat.Softmax)
+
+
+def refuse_uncalibrated(model: nn.Module, graph: Graph, caller: str) -> None:
+    """Refuse a model whose forward rounds to a scale that was never found.
+
+    Raises:
+        ValueError: It does; all of its fake quantizers without a scale are listed.
+    """
+    called = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
+    found = {
+        f"{path}.{name}".strip("."): None
+        for path, module in model.named_modules()
+        if path in called and not _has_steps(module)
+        for name, part in module.named_modules()
+        if isinstance(part, FakeQuantize) and not part.observed
+    }
+    if found:
+        raise ValueError(
+            f"{caller}: {', '.join(found)}: no values seen, so that there is no scale; run "
+            "calibration or training batches through the model before it is exported"
+        )
 
 
 def warn_of_uncollected(paths: list[str]) -> None:
