@@ -162,9 +162,9 @@ def test_memory_comes_back_quietly_when_the_interpreter_ends():
     pytest.importorskip("numba", reason="the numba extra is not installed")
     script = (
         "import sys, torch\n"
-        "from bevquant_int8sim import _workspace\n"
-        "sys.kept = torch.from_numpy(_workspace.empty((1 << 20,), 'int8'))\n"
-        "_workspace.also_kept = _workspace.empty((1 << 20,), 'int8')\n"
+        "from bevquant_sparse.runtime import workspace\n"
+        "sys.kept = torch.from_numpy(workspace.empty((1 << 20,), 'int8'))\n"
+        "workspace.also_kept = workspace.empty((1 << 20,), 'int8')\n"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert run.stderr == ""

@@ -238,10 +238,10 @@ def _compiled(
     output: Output,
     kind: str,
 ) -> Tensor:
-    from bevquant_int8sim import _workspace
     from bevquant_int8sim._compiled.packed import pack_weight
     from bevquant_int8sim._compiled.sparse import convolve
-    from bevquant_int8sim._compiled.sparse_plan import plan_for
+    from bevquant_sparse.runtime import workspace
+    from bevquant_sparse.tiles import plan_for
 
     if features.dtype == torch.int16:
         kind += "16"
@@ -252,7 +252,7 @@ def _compiled(
     )
     fused = output.fused(packed.padded_outputs)
     dtype = "int32" if fused is None else "int8"
-    out = torch.from_numpy(_workspace.empty((rulebook.num_out, packed.padded_outputs), dtype))
+    out = torch.from_numpy(workspace.empty((rulebook.num_out, packed.padded_outputs), dtype))
     offsets = None if bias is None else bias.numpy()
     convolve(features.numpy(), packed, offsets, plan_for(rulebook, packed.rows), out.numpy(), fused)
     if packed.padded_outputs != packed.out_channels:

@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from bevquant_sparse._jit import compiled
+from bevquant_sparse.runtime.jit import compiled
 
 # What `linear_keys` returns, beside the first offending row.
 FINE, OUT_OF_RANGE, UNSORTED = 0, 1, 2

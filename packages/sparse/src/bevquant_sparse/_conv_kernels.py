@@ -27,9 +27,9 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from bevquant_sparse._jit import compiled
 from bevquant_sparse._table import Table
-from bevquant_sparse._threads import share
+from bevquant_sparse.runtime.jit import compiled
+from bevquant_sparse.runtime.threads import share
 
 LANES = 16  # floats per vector
 _FLOAT = ir.FloatType()

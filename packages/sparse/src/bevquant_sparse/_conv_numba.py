@@ -24,7 +24,7 @@ from bevquant_sparse._conv_kernels import (
 )
 from bevquant_sparse._shapes import Float
 from bevquant_sparse._table import Table
-from bevquant_sparse._threads import share
+from bevquant_sparse.runtime.threads import share
 
 _CHANNELS_PER_TASK = 48  # of the weight gradient; a multiple of 4 and of 6
 

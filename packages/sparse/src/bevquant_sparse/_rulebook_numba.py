@@ -16,7 +16,7 @@ from torch import Tensor
 from bevquant_sparse import _bitmap
 from bevquant_sparse._geometry import Geometry
 from bevquant_sparse._indices import find_duplicate, refuse_duplicate, refuse_out_of_range
-from bevquant_sparse._threads import share
+from bevquant_sparse.runtime.threads import share
 
 _Array = npt.NDArray[np.int64]
 _GRAIN = 2048

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bevquant_int8sim import _workspace
-from bevquant_int8sim._compiled.jit import compiled
-from bevquant_int8sim._compiled.threads import in_chunks, share
+from bevquant_sparse.runtime import workspace
+from bevquant_sparse.runtime.jit import compiled
+from bevquant_sparse.runtime.threads import in_chunks, share
 
 _TASK = 2048  # pixels
 _ROWS = 1024  # of voxels, in a task
@@ -35,7 +35,7 @@ def pixel_rows(x: Tensor, channels: int) -> Any:
     values, given = x.movedim(1, -1), x.shape[1]
     if given == channels and values.is_contiguous():
         return values.view(-1, channels).numpy()
-    rows = _workspace.empty((*values.shape[:-1], channels), values.numpy().dtype)
+    rows = workspace.empty((*values.shape[:-1], channels), values.numpy().dtype)
     if x.dtype == torch.int8 and x.is_contiguous() and 0 not in x.shape:
         _transpose_all(x.view(len(x), given, -1).numpy(), rows.reshape(len(x), -1, channels))
     else:
@@ -123,7 +123,7 @@ def _interleave(first, stop, x, out):
 def scatter(features: Tensor, indices: Tensor, shape: tuple[int, ...], batch_size: int) -> Tensor:
     """int8 ``[batch, y, x, channels, z]`` of checked operands."""
     channels = features.shape[1]
-    grid = _workspace.empty((batch_size, *shape[:-1], channels, shape[-1]), "int8")
+    grid = workspace.empty((batch_size, *shape[:-1], channels, shape[-1]), "int8")
     flat = grid.reshape(-1)
     in_chunks(lambda first, stop: flat[first:stop].fill(0), flat.size, _BYTES)
     rows, places = features.contiguous().numpy(), indices.contiguous().numpy()

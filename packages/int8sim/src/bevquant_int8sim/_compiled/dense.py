@@ -15,19 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bevquant_int8sim import _workspace
 from bevquant_int8sim._compiled.channels_last import pixel_rows
 from bevquant_int8sim._compiled.dot_product import STEP_CHANNELS
 from bevquant_int8sim._compiled.grid import GridPlan, grid_calls, make_plan
 from bevquant_int8sim._compiled.launch import Call, RepeatedCalls
 from bevquant_int8sim._compiled.packed import PackedWeight, pack_weight
 from bevquant_int8sim._compiled.sparse import sparse_calls
-from bevquant_int8sim._compiled.sparse_plan import SparsePlan, plan_in_order
 from bevquant_int8sim._grid import make_grid
 from bevquant_int8sim._grid_axes import Axis
 from bevquant_int8sim._output import Output
 from bevquant_int8sim._tile_output import Residual
 from bevquant_int8sim._weight_cache import remembered
+from bevquant_sparse.runtime import workspace
+from bevquant_sparse.tiles import SparsePlan, plan_in_order
 
 _LANES = 16
 
@@ -70,7 +70,7 @@ def prepare(
         factor = output.addend_multiplier
         sum_of_both = Residual(added, factor, fused.low, fused.high, at_once=True)
         fused = replace(fused, residual=sum_of_both)
-    out = _workspace.empty((rows, columns), np.int32 if fused is None else np.int8)
+    out = workspace.empty((rows, columns), np.int32 if fused is None else np.int8)
     stages: list[list[Call]] = []
     for group in range(groups):
         part = slice(group * out_channels, (group + 1) * out_channels)
@@ -158,7 +158,7 @@ class Convolution:
         other = 0
         if self.added is not None and addend is not None:
             other, _also_held = self.added(addend)
-        out = torch.from_numpy(_workspace.empty(*self.memory))
+        out = torch.from_numpy(workspace.empty(*self.memory))
         for stage in self.stages:
             stage.run(source, out.data_ptr(), other)
         result = out.as_strided(self.shape, self.strides)

@@ -4,39 +4,18 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import llvmlite
-from numba import cfunc, config, njit
-
-if config.DISABLE_JIT:
-    # Generated code cannot run as Python; callers take the torch path on an ImportError.
-    raise ImportError("NUMBA_DISABLE_JIT is set")
+from numba import cfunc
 
 _GENERATORS = (
     "amx_loops", "dot_product", "epilogue", "ir", "jit", "kernels", "parameters",
     "tile_instructions", "tile_loops",
 )  # fmt: skip
 _SIGNATURE = "void(int64, int64, int64)"
-
-
-def compiled(signature: str) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: compile for `signature` at once, without the GIL, cached where possible.
-
-    A cache folder that cannot be written, is full, or holds damaged files costs the time of
-    compiling, nothing else.
-    """
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        try:
-            return njit(signature, nogil=True, cache=True)(function)
-        except Exception:  # unpickling what is damaged may raise anything
-            return njit(signature, nogil=True)(function)
-
-    return decorate
 
 
 @functools.cache

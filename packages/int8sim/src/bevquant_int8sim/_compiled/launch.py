@@ -14,14 +14,14 @@ import numpy.typing as npt
 import torch
 
 from bevquant_int8sim._compiled.amx_loops import COLUMNS
-from bevquant_int8sim._compiled.crew import drain, new_cell
 from bevquant_int8sim._compiled.dot_product import FLIP
 from bevquant_int8sim._compiled.ir import LANES
 from bevquant_int8sim._compiled.kernels import kernel
 from bevquant_int8sim._compiled.packed import PackedWeight
 from bevquant_int8sim._compiled.parameters import P
-from bevquant_int8sim._compiled.threads import drain_together
 from bevquant_int8sim._tile_output import Requantization
+from bevquant_sparse.runtime.task_board import drain, new_cell
+from bevquant_sparse.runtime.threads import drain_together
 
 _TASKS_A_THREAD = 16  # the last one is all that others may have to wait for
 _SMALLEST = 2_000_000  # products of a task: 5 µs with VNNI
@@ -32,7 +32,7 @@ Work = tuple[int, int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Tasks:
-    """Parts of some works, as `crew.drain` takes them.
+    """Parts of some works, as `task_board.drain` takes them.
 
     Attributes:
         rows: Kernel, first tile, last tile + 1, where the parameters lie.

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_int8sim import _workspace
-from bevquant_int8sim._compiled.jit import compiled
-from bevquant_int8sim._compiled.threads import share
+from bevquant_sparse.runtime import workspace
+from bevquant_sparse.runtime.jit import compiled
+from bevquant_sparse.runtime.threads import share
 
 _Pair = tuple[int, int]
 
@@ -29,7 +29,7 @@ def max_pool(
     """
     pixels = x.movedim(1, -1).contiguous().numpy()
     batch, channels = x.shape[:2]
-    out = _workspace.empty((batch, *windows, channels), "int8")
+    out = workspace.empty((batch, *windows, channels), "int8")
     share(
         lambda row: _max_row(row, pixels, *kernel, *stride, *padding, *dilation, out),
         batch * windows[0],

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bevquant_int8sim import _workspace
 from bevquant_int8sim._compiled.channels_last import pixel_rows
-from bevquant_int8sim._compiled.jit import compiled
-from bevquant_int8sim._compiled.threads import share
+from bevquant_sparse.runtime import workspace
+from bevquant_sparse.runtime.jit import compiled
+from bevquant_sparse.runtime.threads import share
 
 _Between = tuple[Tensor, Tensor, Tensor]
 
@@ -33,7 +33,7 @@ def bilinear(x: Tensor, rows: _Between, columns: _Between, factor: float) -> Ten
     batch, channels = x.shape[:2]
     pixels = pixel_rows(x, channels).reshape(batch, *x.shape[2:], channels)
     sizes = len(rows[2]), len(columns[2])
-    out = _workspace.empty((batch, *sizes, channels), "int8")
+    out = workspace.empty((batch, *sizes, channels), "int8")
     axes = [values.numpy() for axis in (rows, columns) for values in axis]
     share(lambda line: _line(line, pixels, *axes, factor, out), batch * sizes[0])
     return torch.from_numpy(out).movedim(-1, 1)

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from bevquant_int8sim._compiled.jit import compiled
-from bevquant_int8sim._compiled.threads import share
+from bevquant_sparse.runtime.jit import compiled
+from bevquant_sparse.runtime.threads import share
 
 _VALUES = 1 << 16  # of a task
 

@@ -28,8 +28,8 @@ from bevquant_int8sim._compiled.grid import grid_calls, make_plan
 from bevquant_int8sim._compiled.launch import run_calls
 from bevquant_int8sim._compiled.packed import pack_weight
 from bevquant_int8sim._compiled.sparse import convolve, readable_rows
-from bevquant_int8sim._compiled.sparse_plan import SparsePlan
 from bevquant_int8sim._matmul import saturating_operands
+from bevquant_sparse.tiles import SparsePlan
 
 _ROWS, _VOLUME = 20, 2
 _SHAPES = tuple((24, outputs) for outputs in (16, 32, 48, 64))  # one of each width of tile

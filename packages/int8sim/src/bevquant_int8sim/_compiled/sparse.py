@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bevquant_int8sim import _workspace
 from bevquant_int8sim._compiled.launch import Call, kernel_calls, run_calls
 from bevquant_int8sim._compiled.packed import PackedWeight
 from bevquant_int8sim._compiled.parameters import P
-from bevquant_int8sim._compiled.sparse_plan import SparsePlan
 from bevquant_int8sim._tile_output import Requantization
+from bevquant_sparse.runtime import workspace
+from bevquant_sparse.tiles import SparsePlan
 
 
 def readable_rows(rows: npt.NDArray[Any], packed: PackedWeight) -> npt.NDArray[Any]:
@@ -25,7 +25,7 @@ def readable_rows(rows: npt.NDArray[Any], packed: PackedWeight) -> npt.NDArray[A
     if rows.dtype == packed.input_dtype and channels == packed.padded_inputs:
         if rows.strides[1] == rows.itemsize:
             return rows
-    copy = _workspace.empty((len(rows), packed.padded_inputs), packed.input_dtype)
+    copy = workspace.empty((len(rows), packed.padded_inputs), packed.input_dtype)
     copy[:, :channels] = rows
     readable: npt.NDArray[Any] = copy
     return readable

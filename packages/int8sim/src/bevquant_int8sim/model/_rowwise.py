@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_int8sim import _workspace
 from bevquant_int8sim._backends import compiled_module
 from bevquant_int8sim._integers import integer_range
 from bevquant_int8sim._quantize import dequantize, quantize
 from bevquant_int8sim._requantize import requantize
 from bevquant_int8sim._rounding import round_float
 from bevquant_int8sim._scales import along_axis
+from bevquant_sparse.runtime import workspace
 
 
 def quantized(
@@ -135,7 +135,7 @@ def _result(like: Tensor, axis: int, dtype: torch.dtype) -> tuple[Any, Tensor]:
     """Rows to fill, and the tensor shaped as `like` that they are the memory of."""
     shape = like.movedim(axis, -1).shape
     kind = {torch.int8: "int8", torch.float32: "float32"}[dtype]
-    rows = _workspace.empty((math.prod(shape[:-1]), shape[-1]), kind)
+    rows = workspace.empty((math.prod(shape[:-1]), shape[-1]), kind)
     return rows, torch.from_numpy(rows).view(shape).movedim(-1, axis)
 
 

@@ -1,10 +1,10 @@
 """What threads do without Python: wait for a number in memory to change, and take tasks together.
 
 Waking a sleeping thread costs 70 µs and taking Python's lock as much when another thread has it, as
-much as a layer; a number in memory costs 1 µs. A crew shares a board of numbers. Its leader posts
-tasks, opens the board, takes part, closes the board and waits until nobody is inside; a member that
-sees a new turn steps inside, looks whether the board is open, takes tasks until none is left, and
-steps out. So nobody reads what the leader writes for the next turn.
+much as a layer; a number in memory costs 1 µs. The threads of a pool share a board of numbers. The
+leader posts tasks, opens the board, takes part, closes it and waits until nobody is inside; a
+member that sees a new turn steps inside, looks whether the board is open, takes tasks until none is
+left, and steps out. So nobody reads what the leader writes for the next turn.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from bevquant_int8sim._compiled.ir import INT64, load_at, pointer
-from bevquant_int8sim._compiled.jit import compiled
+from bevquant_sparse.runtime.jit import compiled
 
 _PAUSES = 2000  # 40 to 80 µs on today's CPUs
 _LINE = 8  # numbers of a cache line, which no other data shares
-_KERNEL = ir.FunctionType(ir.VoidType(), [INT64, INT64, INT64])
+_INT64 = ir.IntType(64)
+_KERNEL = ir.FunctionType(ir.VoidType(), [_INT64, _INT64, _INT64])
 
 # Bytes from the start of the board.
 TURN = 0
@@ -36,8 +36,13 @@ def new_cell() -> npt.NDArray[np.int64]:
 
 
 def new_board() -> npt.NDArray[np.int64]:
-    """The board of a crew, closed; its first number is the turn."""
+    """The board of a pool, closed; its first number is the turn."""
     return np.zeros(5 * _LINE, np.int64)
+
+
+def _numbers(builder: ir.IRBuilder, address: Any) -> Any:
+    """`address` as a pointer to int64."""
+    return builder.inttoptr(address, _INT64.as_pointer())
 
 
 def _emit_peek(typingctx: Any, address: Any) -> Any:
@@ -46,7 +51,7 @@ def _emit_peek(typingctx: Any, address: Any) -> Any:
             kind = ir.FunctionType(ir.VoidType(), [])
             pause = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause")
             builder.call(pause, [])
-        return builder.load_atomic(pointer(builder, args[0], INT64), "seq_cst", 8)
+        return builder.load_atomic(_numbers(builder, args[0]), "seq_cst", 8)
 
     return types.int64(types.int64), generate
 
@@ -54,9 +59,7 @@ def _emit_peek(typingctx: Any, address: Any) -> Any:
 def _atomic(operation: str) -> Any:
     def emit(typingctx: Any, address: Any, value: Any) -> Any:
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-            return builder.atomic_rmw(
-                operation, pointer(builder, args[0], INT64), args[1], "seq_cst"
-            )
+            return builder.atomic_rmw(operation, _numbers(builder, args[0]), args[1], "seq_cst")
 
         return types.int64(types.int64, types.int64), generate
 
@@ -65,8 +68,10 @@ def _atomic(operation: str) -> Any:
 
 def _emit_call(typingctx: Any, tasks: Any, number: Any, base: Any) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        line = builder.add(args[0], builder.mul(args[1], INT64(32)))
-        address, start, stop, place = (load_at(builder, line, INT64, i, 8) for i in range(4))
+        line = _numbers(builder, builder.add(args[0], builder.mul(args[1], _INT64(32))))
+        address, start, stop, place = (
+            builder.load(builder.gep(line, [_INT64(i)]), align=8) for i in range(4)
+        )
         kernel = builder.inttoptr(address, _KERNEL.as_pointer())
         builder.call(kernel, [start, stop, builder.add(place, args[2])])
         return context.get_dummy_value()

@@ -16,7 +16,7 @@ from threading import Lock, Thread
 
 import torch
 
-from bevquant_int8sim._compiled.crew import (
+from bevquant_sparse.runtime.task_board import (
     TURN,
     changed,
     drain,
@@ -57,7 +57,7 @@ class _Job:
             self._gate.acquire()
 
 
-class _Team:
+class ThreadPool:
     """Threads that take part in the newest job. Who comes late finds nothing left to do."""
 
     def __init__(self, size: int) -> None:
@@ -68,10 +68,10 @@ class _Team:
         self._job: _Job | None = None
         self._asleep: list[Lock] = []
         for number in range(size):
-            Thread(target=self._serve, name=f"bevquant-int8-{number}", daemon=True).start()
+            Thread(target=self._serve, name=f"bevquant-{number}", daemon=True).start()
 
     def run(self, job: _Job) -> None:
-        """Work on `job` together with the team."""
+        """Work on `job` together with the pool."""
         with self._lock:
             self._job = job
             self._turns += 2 - (self._turns + 1) % 2  # to the next odd number
@@ -126,16 +126,16 @@ class _Team:
 
 
 _lock = Lock()
-_teams: dict[tuple[int, int], _Team] = {}
+_pools: dict[tuple[int, int], ThreadPool] = {}
 
 
-def _team(size: int) -> _Team:
-    # Threads do not survive a fork, so a child process gets a team of its own.
+def _pool(size: int) -> ThreadPool:
+    # Threads do not survive a fork, so a child process gets a pool of its own.
     key = (os.getpid(), size)
     with _lock:
-        if key not in _teams:
-            _teams[key] = _Team(size)
-        return _teams[key]
+        if key not in _pools:
+            _pools[key] = ThreadPool(size)
+        return _pools[key]
 
 
 def share(work: Callable[[int], object], count: int) -> None:
@@ -150,7 +150,7 @@ def share(work: Callable[[int], object], count: int) -> None:
             work(index)
         return
     job = _Job(work, count)
-    _team(torch.get_num_threads() - 1).run(job)
+    _pool(torch.get_num_threads() - 1).run(job)
     if job.error is not None:
         raise job.error
 
@@ -161,13 +161,13 @@ def in_chunks(work: Callable[[int, int], object], count: int, chunk: int) -> Non
 
 
 def drain_together(tasks: int, count: int, base: int) -> None:
-    """Run a table of tasks, as `crew.drain` takes them, on ``torch.get_num_threads()`` threads.
+    """Run a table of tasks (see `task_board.drain`) on ``torch.get_num_threads()`` threads.
 
     Python has no part in it but for the first and the last microsecond. While another thread does
     the same, this one works alone.
     """
     threads = torch.get_num_threads()
-    if threads > 1 and _team(threads - 1).drain(tasks, count, base):
+    if threads > 1 and _pool(threads - 1).drain(tasks, count, base):
         return
     counter = new_cell()
     drain(counter.ctypes.data, tasks, count, base)

@@ -12,27 +12,14 @@ and write disjoint places, or run alone.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
-from bevquant_int8sim._compiled.jit import compiled
+from bevquant_sparse._bitmap import _popcount
+from bevquant_sparse.runtime.jit import compiled
 
 WORD = 64  # longest last axis
 _ONE, _Z_BITS = np.uint64(1), 6
-
-
-def _emit_popcount(typingctx: Any, word: Any) -> Any:
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return builder.ctpop(args[0])
-
-    return types.uint64(types.uint64), generate
-
-
-_popcount = intrinsic(_emit_popcount)
 
 
 @compiled("int64(int32[:, ::1], int64[::1], int64[::1])")

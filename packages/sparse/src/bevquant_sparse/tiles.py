@@ -11,14 +11,15 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, replace
 from threading import Lock
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 from numba import types
+from torch import Tensor
 
-from bevquant_int8sim._compiled.jit import compiled
-from bevquant_int8sim._compiled.threads import in_chunks
-from bevquant_sparse import Rulebook
+from bevquant_sparse.runtime.jit import compiled
+from bevquant_sparse.runtime.threads import in_chunks
 
 TILES = 512  # of a task, small enough that a late thread costs little
 # Rows that are sorted together. More would be more alike, fewer nearer in memory: 2 % of the
@@ -48,16 +49,23 @@ class SparsePlan:
     out_rows: npt.NDArray[np.int32]
 
 
-_plans: weakref.WeakKeyDictionary[Rulebook, dict[int, SparsePlan]] = weakref.WeakKeyDictionary()
+class _Rulebook(Protocol):
+    """What is read of a `bevquant_sparse.Rulebook`."""
+
+    @property
+    def neighbours(self) -> Tensor: ...
+
+
+_plans: weakref.WeakKeyDictionary[_Rulebook, dict[int, SparsePlan]] = weakref.WeakKeyDictionary()
 _lock = Lock()
 
 
-def plan_for(rulebook: Rulebook, tile_rows: int) -> SparsePlan:
+def plan_for(rulebook: _Rulebook, tile_rows: int) -> SparsePlan:
     """The plan of `rulebook` for tiles of that many rows, kept as long as the rulebook."""
     with _lock:
         kept = _plans.setdefault(rulebook, {})
     if tile_rows not in kept:
-        planned = getattr(rulebook, "plan", None)  # a PlannedRulebook
+        planned = getattr(rulebook, "plan", None)  # a TiledRulebook
         kept[tile_rows] = (
             _make(rulebook.neighbours.contiguous().numpy(), tile_rows)
             if planned is None

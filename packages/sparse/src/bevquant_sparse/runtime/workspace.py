@@ -49,7 +49,7 @@ class _Pool:
                 self._bytes -= self._blocks.pop(0).nbytes
 
 
-class _Lease:
+class _Buffer:
     """Shows a block to numpy, which keeps this object as long as any array or tensor needs it."""
 
     def __init__(self, pool: _Pool, block: Any) -> None:
@@ -70,7 +70,7 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Any:
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     if nbytes < _SMALLEST:
         return _new(max(nbytes, 1))[:nbytes].view(dtype).reshape(shape)
-    return np.asarray(_Lease(_pool, _pool.take(nbytes)))[:nbytes].view(dtype).reshape(shape)
+    return np.asarray(_Buffer(_pool, _pool.take(nbytes)))[:nbytes].view(dtype).reshape(shape)
 
 
 def _new(nbytes: int) -> Any:

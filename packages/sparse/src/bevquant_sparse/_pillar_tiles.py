@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from bevquant_int8sim._compiled.jit import compiled
-from bevquant_int8sim._compiled.pillars import _popcount
+from bevquant_sparse._bitmap import _popcount
+from bevquant_sparse.runtime.jit import compiled
 
 _Z_BITS, _Z_MASK = 6, 63
 

@@ -1,9 +1,8 @@
-"""Rulebooks that know the tiles of the integer kernels, built from pillars of voxels."""
+"""Rulebooks of which kernels ask tiles alone, built from pillars of voxels."""
 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from bevquant_int8sim import _workspace
-from bevquant_int8sim._compiled.pillar_tiles import count_entries, fill_entries, sort_keys
-from bevquant_int8sim._compiled.pillars import (
+from bevquant_sparse._geometry import Geometry
+from bevquant_sparse._pillar_tiles import count_entries, fill_entries, sort_keys
+from bevquant_sparse._pillars import (
     WORD,
     find_pillars,
     linear_keys,
@@ -23,9 +22,9 @@ from bevquant_int8sim._compiled.pillars import (
     subm_lines,
     voxel_masks,
 )
-from bevquant_int8sim._compiled.sparse_plan import SORTED_ROWS, TILES, SparsePlan
-from bevquant_int8sim._compiled.threads import in_chunks
-from bevquant_sparse import Rulebook, build_rulebook
+from bevquant_sparse.runtime import workspace
+from bevquant_sparse.runtime.threads import in_chunks
+from bevquant_sparse.tiles import SORTED_ROWS, TILES, SparsePlan
 
 _MAX_OFFSETS = 32  # bits of a voxel's mask
 _MAX_PILLARS = 2**25  # with the height, a pillar's number fits 32 bits
@@ -101,40 +100,7 @@ def _remember(indices: Tensor, sizes: tuple[int, ...], pillars: _Pillars) -> Non
         _known[indices] = (indices._version, sizes), pillars
 
 
-class PlannedRulebook(Rulebook):
-    """A rulebook that is asked for tiles; its table of neighbours is built only when read."""
-
-    _arguments: dict[str, Any]
-    _tiles: _Tiles
-
-    def __init__(self, fields: dict[str, Any], arguments: dict[str, Any], tiles: _Tiles) -> None:
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "_arguments", arguments)
-        object.__setattr__(self, "_tiles", tiles)
-
-    @cached_property
-    def neighbours(self) -> Tensor:
-        """As in `Rulebook`."""
-        return build_rulebook(self.in_indices, **self._arguments).neighbours
-
-    @property
-    def kernel_volume(self) -> int:
-        """Number of kernel offsets."""
-        return math.prod(self.kernel_size)
-
-    @cached_property
-    def num_pairs(self) -> int:
-        """As in `Rulebook`."""
-        seen = self._tiles.seen
-        return int(np.unpackbits(seen.view(np.uint8)).sum())
-
-    def plan(self, tile_rows: int) -> SparsePlan:
-        """The tiles of so many rows."""
-        return self._tiles.plan(tile_rows)
-
-
-class _Tiles:
+class Tiles:
     """Voxels by mask, and how to find their neighbours; enough to make plans of any tile size."""
 
     def __init__(
@@ -152,7 +118,7 @@ class _Tiles:
     @cached_property
     def keys(self) -> Any:
         """The voxels, sorted by mask within blocks that lie near each other."""
-        keys = _workspace.empty((len(self.seen),), np.int64)
+        keys = workspace.empty((len(self.seen),), np.int64)
 
         def sort(first: int, stop: int) -> None:
             sort_keys(first, stop, self.seen, keys)
@@ -161,7 +127,13 @@ class _Tiles:
         in_chunks(sort, len(keys), SORTED_ROWS)
         return keys
 
+    @property
+    def num_pairs(self) -> int:
+        """As of a `Rulebook`."""
+        return int(np.unpackbits(self.seen.view(np.uint8)).sum())
+
     def plan(self, tile_rows: int) -> SparsePlan:
+        """The tiles of so many rows."""
         keys, seen = self.keys, self.seen
         num_tiles = -(-len(keys) // tile_rows)
         bounds = np.zeros(num_tiles + 1, np.int32)
@@ -171,9 +143,9 @@ class _Tiles:
             TILES,
         )
         np.cumsum(bounds, out=bounds)
-        offsets = _workspace.empty((int(bounds[-1]),), np.int32)
-        rows = _workspace.empty((int(bounds[-1]), tile_rows), np.int32)
-        out_rows = _workspace.empty((num_tiles * tile_rows,), np.int32)
+        offsets = workspace.empty((int(bounds[-1]),), np.int32)
+        rows = workspace.empty((int(bounds[-1]), tile_rows), np.int32)
+        out_rows = workspace.empty((num_tiles * tile_rows,), np.int32)
         source = self.source
         in_chunks(
             lambda first, stop: fill_entries(
@@ -186,84 +158,48 @@ class _Tiles:
         return SparsePlan(tile_rows, num_tiles, bounds, offsets, rows, out_rows)
 
 
-def planned_rulebook(indices: Tensor, arguments: dict[str, Any]) -> PlannedRulebook | None:
-    """The rulebook, or ``None`` for what pillars cannot hold and for bad input.
+def build_pillars(indices: Tensor, geometry: Geometry) -> tuple[Tensor, Tiles] | None:
+    """Output coordinates and tiles; ``None`` for what pillars cannot hold and bad coordinates.
 
     Args:
         indices: Coordinates.
-        arguments: All other arguments of ``build_rulebook``.
+        geometry: Of a convolution.
     """
-    if indices.device.type != "cpu" or indices.dtype != torch.int32 or not indices.is_contiguous():
-        return None
-    if indices.dim() != 2 or indices.shape[1] != 4 or not len(indices):
-        return None
-    names = ("spatial_shape", "kernel_size", "stride", "padding", "dilation")
-    sizes = [_triple(arguments[name]) for name in names]
-    batch = arguments["batch_size"]
-    if None in sizes or not isinstance(batch, int) or batch < 1:
-        return None
-    shape, kernel, stride, padding, dilation = (s for s in sizes if s is not None)
-    lines = batch * shape[0]
     if (
-        math.prod(kernel) > _MAX_OFFSETS
-        or dilation[2] != 1
-        or shape[2] > WORD
+        indices.device.type != "cpu"
+        or indices.dtype != torch.int32
+        or not indices.is_contiguous()
+        or not len(indices)
         or len(indices) >= _MAX_PILLARS
-        or lines >= 2**31
-        or min(*kernel, *stride, *dilation, *shape) < 1
-        or min(padding) < 0
-        or max(*stride, *padding, *dilation, *shape) >= 2**31
-        or isinstance(arguments["spatial_shape"], int)
+        or geometry.ndim != 3
+        or geometry.transposed
+        or geometry.kernel_volume > _MAX_OFFSETS
+        or max(geometry.in_shape[2], geometry.out_shape[2]) > WORD
+        or geometry.batch_size < 1
+        or geometry.batch_size * geometry.in_shape[0] >= 2**31
+        or geometry.dilation[2] != 1
+        or not (geometry.subm or geometry.dilation == (1, 1, 1))
     ):
         return None
-    if arguments["subm"]:
-        if any(k % 2 == 0 for k in kernel) or stride != (1, 1, 1):
-            return None
-        return _subm(indices, batch, shape, kernel, dilation, arguments)
-    if dilation != (1, 1, 1):
-        return None
-    return _strided(indices, batch, shape, kernel, stride, padding, arguments)
-
-
-def _triple(value: Any) -> tuple[int, int, int] | None:
-    if isinstance(value, int):
-        return (value,) * 3
-    try:
-        first, second, third = (operator.index(v) for v in value)
-    except (TypeError, ValueError):
-        return None
-    return first, second, third
-
-
-def _subm(
-    indices: Tensor,
-    batch: int,
-    shape: tuple[int, ...],
-    kernel: tuple[int, int, int],
-    dilation: tuple[int, int, int],
-    arguments: dict[str, Any],
-) -> PlannedRulebook | None:
-    source = _pillars_of(indices, (batch, *shape))
+    source = _pillars_of(indices, (geometry.batch_size, *geometry.in_shape))
     if source is None:
         return None
+    return (_subm if geometry.subm else _strided)(indices, geometry, source)
+
+
+def _subm(indices: Tensor, geometry: Geometry, source: _Pillars) -> tuple[Tensor, Tiles]:
+    kernel, dilation = geometry.kernel_size, geometry.dilation
     reach = (np.arange(kernel[0], dtype=np.int64) - kernel[0] // 2) * dilation[0]
-    lines = _workspace.empty((source.count, kernel[0] * kernel[1]), np.int32)
-    places, seen = (_workspace.empty((len(indices),), np.uint32) for _ in range(2))
+    lines = workspace.empty((source.count, kernel[0] * kernel[1]), np.int32)
+    places, seen = (workspace.empty((len(indices),), np.uint32) for _ in range(2))
     none = np.empty((0, 4), np.int32)
     height = (kernel[2], 1, kernel[2] // 2)
 
     def work(first: int, stop: int) -> None:
         subm_lines(
-            first,
-            stop,
-            source.pillars,
-            source.row_starts,
-            source.sizes,
-            reach,
-            kernel[1],
-            dilation[1],
-            lines,
-        )
+            first, stop, source.pillars, source.row_starts, source.sizes, reach, kernel[1],
+            dilation[1], lines,
+        )  # fmt: skip
         voxel_masks(
             first, stop, source.pillars, source.masks, source.starts, source.masks, lines,
             *height, source.sizes, places, seen, none,
@@ -271,42 +207,14 @@ def _subm(
 
     _ = source.row_starts  # made before threads ask for it
     in_chunks(work, source.count, _VOXELS)
-    tiles = _Tiles(source, source.names, lines, places, seen, height)
-    padding = tuple(k // 2 * d for k, d in zip(kernel, dilation, strict=True))
-    return _rulebook(
-        indices,
-        indices,
-        batch,
-        shape,
-        shape,
-        kernel,
-        (1, 1, 1),
-        padding,
-        dilation,
-        arguments,
-        tiles,
-    )
+    return indices, Tiles(source, source.names, lines, places, seen, height)
 
 
-def _strided(
-    indices: Tensor,
-    batch: int,
-    shape: tuple[int, ...],
-    kernel: tuple[int, int, int],
-    stride: tuple[int, int, int],
-    padding: tuple[int, int, int],
-    arguments: dict[str, Any],
-) -> PlannedRulebook | None:
-    axes = zip(shape, kernel, stride, padding, strict=True)
-    out_shape = tuple((n + 2 * p - k) // s + 1 for n, k, s, p in axes)
-    if min(out_shape) < 1 or out_shape[2] > WORD:
-        return None
-    source = _pillars_of(indices, (batch, *shape))
-    if source is None:
-        return None
-    out_sizes = np.array([batch, *out_shape], np.int64)
+def _strided(indices: Tensor, geometry: Geometry, source: _Pillars) -> tuple[Tensor, Tiles]:
+    kernel, stride, padding = geometry.kernel_size, geometry.stride, geometry.padding
+    out_sizes = np.array([geometry.batch_size, *geometry.out_shape], np.int64)
     settings = np.array([kernel, stride, padding], np.int64).T.copy()
-    num_lines = batch * out_shape[0]
+    num_lines = geometry.batch_size * geometry.out_shape[0]
     counts = np.zeros((num_lines + 1, 2), np.int64)
     outputs: list[Any] = [
         np.empty(0, np.int64), np.empty(0, np.uint64), np.empty(0, np.int32),
@@ -324,15 +232,15 @@ def _strided(
     np.cumsum(counts, 0, out=counts)
     count, voxels = (int(n) for n in counts[-1])
     outputs[:] = [
-        _workspace.empty((count,), np.int64), _workspace.empty((count,), np.uint64),
-        _workspace.empty((count + 1,), np.int32),
-        _workspace.empty((count, kernel[0] * kernel[1]), np.int32),
+        workspace.empty((count,), np.int64), workspace.empty((count,), np.uint64),
+        workspace.empty((count + 1,), np.int32),
+        workspace.empty((count, kernel[0] * kernel[1]), np.int32),
     ]  # fmt: skip
     in_chunks(walk(True), num_lines, _LINES)
     pillars, masks, starts, lines = outputs
     starts[count] = voxels
-    places, seen = (_workspace.empty((voxels,), np.uint32) for _ in range(2))
-    out_indices = torch.from_numpy(_workspace.empty((voxels, 4), np.int32))
+    places, seen = (workspace.empty((voxels,), np.uint32) for _ in range(2))
+    out_indices = torch.from_numpy(workspace.empty((voxels, 4), np.int32))
     height = (kernel[2], stride[2], padding[2])
     rows = out_indices.numpy()
     in_chunks(
@@ -345,30 +253,5 @@ def _strided(
     )  # fmt: skip
     none = np.empty(0, np.int32)
     found = _Pillars(count, pillars, masks, starts, none, out_sizes)
-    _remember(out_indices, (batch, *out_shape), found)
-    tiles = _Tiles(source, none, lines, places, seen, height)
-    return _rulebook(
-        indices, out_indices, batch, shape, out_shape, kernel, stride, padding, (1, 1, 1),
-        arguments, tiles,
-    )  # fmt: skip
-
-
-def _rulebook(
-    indices: Tensor,
-    out_indices: Tensor,
-    batch: int,
-    shape: tuple[int, ...],
-    out_shape: tuple[int, ...],
-    kernel: tuple[int, ...],
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-    arguments: dict[str, Any],
-    tiles: _Tiles,
-) -> PlannedRulebook:
-    fields = dict(
-        in_indices=indices, out_indices=out_indices, batch_size=batch, in_shape=shape,
-        out_shape=out_shape, kernel_size=kernel, stride=stride, padding=padding, dilation=dilation,
-        output_padding=(0, 0, 0), subm=arguments["subm"], transposed=False,
-    )  # fmt: skip
-    return PlannedRulebook(fields, arguments, tiles)
+    _remember(out_indices, (geometry.batch_size, *geometry.out_shape), found)
+    return out_indices, Tiles(source, none, lines, places, seen, height)

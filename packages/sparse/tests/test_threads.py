@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("numba")
 from bevquant_int8sim import int8_conv2d
-from bevquant_int8sim._compiled import crew
-from bevquant_int8sim._compiled.threads import share
+from bevquant_sparse.runtime import task_board
+from bevquant_sparse.runtime.threads import share
 
 
 @pytest.fixture(params=[1, 2, 4])
@@ -128,12 +128,12 @@ def test_several_threads_run_kernels(threads):
 
 
 def test_a_member_that_comes_late_finds_nothing(threads):
-    board = crew.new_board()
+    board = task_board.new_board()
     address = board.ctypes.data
     rows = np.zeros((0, 4), np.int64)
-    crew.post(address, rows.ctypes.data, 0, 0, 2)
-    assert crew.lead(address) == 1
-    assert crew.serve(address, 0) == 2  # the turn is seen, the board is closed
+    task_board.post(address, rows.ctypes.data, 0, 0, 2)
+    assert task_board.lead(address) == 1
+    assert task_board.serve(address, 0) == 2  # the turn is seen, the board is closed
     board[0] = 3
-    assert crew.serve(address, 2) == 3  # work that is not on the board
-    assert crew.serve(address, 3) == 3
+    assert task_board.serve(address, 2) == 3  # work that is not on the board
+    assert task_board.serve(address, 3) == 3
