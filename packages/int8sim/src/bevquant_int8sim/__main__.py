@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import torch
 
-from bevquant_int8sim import backend_report, choose_backend
+from bevquant_int8sim import backend_report, choose_backend, plan_rulebook
 
 
 def main(names: list[str]) -> int:
@@ -26,6 +26,8 @@ def main(names: list[str]) -> int:
 
         for module in pkgutil.iter_modules(_compiled.__path__, f"{_compiled.__name__}."):
             importlib.import_module(module.name)
+        # What bevquant_sparse compiles for it.
+        plan_rulebook(torch.zeros(1, 4, dtype=torch.int32), (1, 1, 1), 1, subm=True)
     if names == ["auto"]:
         names = [choose_backend("auto", torch.device("cpu"), torch.int8, "auto")]
     try:
