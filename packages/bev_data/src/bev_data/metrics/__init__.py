@@ -25,12 +25,11 @@ from bev_data.metrics._text import (
     measure_tables,
     model_tables,
     nds_title,
-    or_dash,
     points,
     span,
     with_interval,
 )
-from bev_data.tables import aligned_table
+from bev_data.tables import aligned_table, or_dash
 from bevquant_quantizers.documents import record_table
 
 __all__ = [
