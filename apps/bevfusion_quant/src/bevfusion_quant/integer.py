@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-import torch
-
 import bevquant_int8sim
 from bev_data.metrics import AccuracyTally
 from bevfusion.model import PART_PATHS, Batch, BEVFusion, BEVFusionConfig, example_like
@@ -55,20 +53,11 @@ def check_backend(backend: str) -> str:
     Raises:
         InputError: It cannot be used here.
     """
-    name = backend
-    if backend == "auto":
-        name = bevquant_int8sim.choose_backend(
-            "auto", torch.device("cpu"), torch.int8, "--backend auto"
-        )
     try:
-        (status,) = bevquant_int8sim.backend_report(name)
-    except ValueError:
-        why = "it is unknown"
-    else:
-        if status.available:
-            return f"{status.name} ({status.detail})"
-        why = status.detail
-    raise InputError(f"--backend {backend} cannot be used here: {why}: choose --backend auto")
+        status = bevquant_int8sim.usable_backend(backend)
+    except ValueError as error:
+        raise InputError(f"--backend {error}: choose --backend auto") from error
+    return f"{status.name} ({status.detail})"
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,13 +27,7 @@ from bevfusion_quant.integer import (
     simulate_model,
 )
 from bevfusion_quant.options import Place, PtqConfig
-from bevfusion_quant.plan import (
-    apply_plan,
-    before_calibration,
-    planned_layers,
-    read_plan,
-    refuse_in_files,
-)
+from bevfusion_quant.plan import apply_plan, read_plan, refuse_in_files
 from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.run import Clock, new_run, plain
 from bevfusion_quant.saved_run import load_run, read_model_settings, refuse_unfolded, save_model
@@ -119,7 +113,7 @@ def run_ptq(
         with clock.step("quantize", blame="the branch cannot be quantized this way"):
             quantized = quantize_as(fused.model, example, config, plan)
         if plan is not None:
-            apply_plan(quantized.model, before_calibration(plan))
+            apply_plan(quantized.model, plan.before_calibration())
         settings = {"ptq": asdict(config), "command": record.command}
         shards = record.shards(frames, settings, fused.model)
         with clock.step("calibrate", blame="no ranges can be found"):
@@ -132,7 +126,7 @@ def run_ptq(
         result = quantized.result
         if plan is not None:
             apply_plan(quantized.model, plan)
-            result = replace(result, skipped=(*result.skipped, *planned_layers(plan)))
+            result = replace(result, skipped=(*result.skipped, *plan.other_than_int8()))
         rounded = None
         if config.changes_weights:
             with clock.step("round weights", blame="the weights cannot be rounded"):

@@ -8,7 +8,6 @@ from bevfusion_quant.run._folder import (
     RUN_VERSIONS,
     read_digests,
     run_folder,
-    sha256,
     write_digests,
     written_text,
 )
@@ -31,11 +30,10 @@ from bevfusion_quant.run._record import (
     Clock,
     RunRecord,
     new_run,
-    plain,
     return_freed_memory,
     versions,
-    write_json,
 )
+from bevquant_quantizers.documents import plain, sha256, write_json
 
 __all__ = [
     "CONFIG_FILE",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from bevfusion.evaluation import FrameBatches
 from bevfusion.model import BEVFusion, BEVFusionConfig, example_like
 from bevfusion.quantization import relative_change
 from bevquant_export import export_float_onnx, find_target, lint_onnx, note_calibration, open_onnx
+from bevquant_quantizers.documents import sha256
 
 
 def export_files(
@@ -275,8 +275,8 @@ def exported_file(written: Written, layers: tuple[FileLayer, ...]) -> ExportedFi
         runs_on=engine.title,
         build="; ".join(engine.commands(written.path, quantized=quantized)),
         size=written.path.stat().st_size,
-        sha256=_sha256(written.path),
-        companions={p.name: _sha256(p) for p in _companions(written)},
+        sha256=sha256(written.path),
+        companions={p.name: sha256(p) for p in _companions(written)},
         opset=opset,
         inputs=tuple(map(_port, proto.graph.input)),
         outputs=tuple(map(_port, proto.graph.output)),
@@ -311,8 +311,3 @@ def _ranges(written: Written) -> dict[str, float]:
         for path, q in quantizers_on(written.piece.fake_module).items()
         if q.axis is None and q.amax is not None and not path.endswith("_weight_quantizer")
     }
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -40,6 +40,7 @@ from bevfusion.quantization._sensitivity import (
     plan_within,
     refine_within,
     sensitivity_output,
+    study_sensitivity,
 )
 from bevfusion.quantization._sensitivity_table import (
     SensitivityOutcome,
@@ -99,5 +100,6 @@ __all__ = [
     "simulate_detector",
     "simulation_text",
     "stage_table",
+    "study_sensitivity",
     "whole_output",
 ]

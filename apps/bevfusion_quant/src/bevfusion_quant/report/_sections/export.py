@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bev_data.tables import CellParts, Column, Row, Table
+from bev_data.tables import CellParts, Column, Row, Table, or_dash
 from bevfusion.deployment import (
     ExportedFile,
     FileLayer,
@@ -14,7 +14,6 @@ from bevfusion.deployment import (
     set_verdict,
 )
 from bevfusion_quant.report._content import ReportContent
-from bevfusion_quant.report._format import count, fixed, number
 from bevfusion_quant.report._page import Section
 
 ORDER = 80
@@ -48,12 +47,12 @@ def _file(file: ExportedFile) -> dict[str, Any]:
     forms = [layer.form for layer in file.layers]
     exact = forms.count("int8"), forms.count("float16")
     kind = "quantized tensors" if exact[0] else "tensors in the plugin's arithmetic"
-    checks = f"{count(sum(exact))} {kind}, {count(file.different)} values differ"
+    checks = f"{sum(exact):,} {kind}, {file.different:,} values differ"
     if file.different:
-        checks += f", {count(file.unexplained) if file.unexplained else 'none'} but for ties"
+        checks += f", {f'{file.unexplained:,}' if file.unexplained else 'none'} but for ties"
     if not any(exact):
         largest = max((layer.largest for layer in file.layers), default=0.0)
-        checks = f"float, within {number(largest, 2)} of torch"
+        checks = f"float, within {largest:.2g} of torch"
     return {
         "name": file.name,
         "runs_on": file.runs_on,
@@ -79,12 +78,12 @@ def _row(layer: FileLayer) -> Row:
         name,
         layer.op,
         layer.file.removesuffix(".onnx"),
-        fixed(layer.fake_sqnr_db, 1),
-        fixed(layer.integer_sqnr_db, 1),
-        count(layer.integer_steps),
-        count(layer.elements),
-        count(layer.different),
-        count(layer.ties if counted else None),
-        number(layer.largest, 2) if layer.form == "float" else count(layer.largest),
+        or_dash(layer.fake_sqnr_db, ".1f"),
+        or_dash(layer.integer_sqnr_db, ".1f"),
+        or_dash(layer.integer_steps, ",.0f"),
+        or_dash(layer.elements, ",.0f"),
+        or_dash(layer.different, ",.0f"),
+        or_dash(layer.ties if counted else None, ",.0f"),
+        or_dash(layer.largest, ".2g" if layer.form == "float" else ",.0f"),
     )
     return Row(cells, kind="" if layer.is_right else "low wrong")

@@ -7,10 +7,21 @@ from itertools import groupby
 from typing import Any
 
 from bev_data.metrics import AgreementRow
-from bev_data.tables import CellParts, Column, Columns, Row, Table, table_of
+from bev_data.tables import (
+    CellParts,
+    Column,
+    Columns,
+    Row,
+    Table,
+    finite,
+    number_cell,
+    percent,
+    share,
+    table_of,
+)
 from bevfusion_quant.integer import QUERIES, FloatIsland, IntegerStage
 from bevfusion_quant.report._content import ReportContent
-from bevfusion_quant.report._format import finite, fixed, part_of, percent, share
+from bevfusion_quant.report._format import part_of
 from bevfusion_quant.report._page import Section
 from bevquant_int8sim import LayerRow
 
@@ -117,16 +128,16 @@ def _row(index: int, row: LayerRow, most: float, best: float) -> Row:
         name,
         CellParts(text=row.op, value=row.op),
         CellParts(text=row.form, value=row.form),
-        CellParts(text=fixed(row.fake_sqnr_db, 1), value=row.fake_sqnr_db),
-        CellParts(text=fixed(db, 1), value=db, bar=share(db, best)),
-        CellParts(text=fixed(row.fake_cosine, 5), value=row.fake_cosine),
-        CellParts(text=fixed(row.integer_cosine, 5), value=row.integer_cosine),
-        CellParts(text=fixed(steps, 0), value=steps, bar=share(steps, most)),
-        CellParts(text=fixed(row.mean_steps, 4), value=row.mean_steps),
+        number_cell(row.fake_sqnr_db, ".1f"),
+        number_cell(db, ".1f") | CellParts(bar=share(db, best)),
+        number_cell(row.fake_cosine, ".5f"),
+        number_cell(row.integer_cosine, ".5f"),
+        number_cell(steps, ".0f") | CellParts(bar=share(steps, most)),
+        number_cell(row.mean_steps, ".4f"),
         CellParts(text=percent(row.off), value=row.off),
-        CellParts(text=fixed(row.forced_max_steps, 0), value=row.forced_max_steps),
+        number_cell(row.forced_max_steps, ".0f"),
         CellParts(text=percent(row.saturated), value=row.saturated),
-        CellParts(text=fixed(row.peak_bits, 0), value=row.peak_bits),
+        number_cell(row.peak_bits, ".0f"),
     )
     kind = "low" if (row.forced_max_steps or 0) > 1 else ""
     search = f"{row.path} {row.op} {row.form}".lower()
