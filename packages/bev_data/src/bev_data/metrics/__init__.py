@@ -1,6 +1,14 @@
 """Detection metrics from boxes alone: nuScenes' AP, errors and NDS, KITTI's BEV AP, intervals."""
 
-from bev_data.metrics._accuracy import Accuracy, AccuracyTally, ModelAccuracy, Sketch
+from bev_data.metrics._accuracy import (
+    Accuracy,
+    AccuracySummary,
+    AccuracyTally,
+    DifferenceSummary,
+    ModelAccuracy,
+    ModelSummary,
+    Sketch,
+)
 from bev_data.metrics._agreement import AgreementRow, DetectionTally, FoundRow, match
 from bev_data.metrics._bootstrap import (
     Bootstrap,
@@ -37,6 +45,7 @@ __all__ = [
     "ERROR_UNITS",
     "RECALLS",
     "Accuracy",
+    "AccuracySummary",
     "AccuracyTally",
     "AgreementRow",
     "Bootstrap",
@@ -46,9 +55,11 @@ __all__ = [
     "DetectionRules",
     "DetectionTally",
     "Difference",
+    "DifferenceSummary",
     "FoundRow",
     "Interval",
     "ModelAccuracy",
+    "ModelSummary",
     "Sketch",
     "accuracy_notes",
     "accuracy_text",
