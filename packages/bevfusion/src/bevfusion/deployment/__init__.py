@@ -13,7 +13,7 @@ from bevfusion.deployment._bpu import (
     unit_inputs,
 )
 from bevfusion.deployment._check import Figures, beside_layers, join_figures
-from bevfusion.deployment._export import SetExport, export_files
+from bevfusion.deployment._export import SetExport, export_files, export_pieces
 from bevfusion.deployment._files import (
     AUTOWARE_BOXES,
     HEAD,
@@ -26,12 +26,6 @@ from bevfusion.deployment._files import (
     bpu_files,
     nvidia_files,
 )
-from bevfusion.deployment._judge_split import (
-    SplitComparison,
-    SplitStage,
-    judge_split,
-    split_stage_table,
-)
 from bevfusion.deployment._pieces import (
     Piece,
     Written,
@@ -42,18 +36,28 @@ from bevfusion.deployment._pieces import (
 from bevfusion.deployment._result import (
     ExportedFile,
     ExportedSet,
+    ExportSummary,
     FileLayer,
     FilePort,
     SetStage,
 )
 from bevfusion.deployment._split import (
     UNIT_PREFIXES,
+    SplitComparison,
     SplitModel,
+    SplitStage,
+    boundary_table,
     bpu_units,
+    cpu_weights,
+    judge_split,
+    split_stage_table,
+    split_weights,
+    unit_weights,
 )
 from bevfusion.deployment._text import (
     export_text,
     file_box_table,
+    file_layer_table,
     file_size,
     file_stage_table,
     set_verdict,
@@ -68,6 +72,7 @@ __all__ = [
     "STAGE_ENDS",
     "UNIT_PREFIXES",
     "Execute",
+    "ExportSummary",
     "ExportedFile",
     "ExportedSet",
     "Figures",
@@ -87,14 +92,18 @@ __all__ = [
     "beside_bpu_layers",
     "beside_layers",
     "between",
+    "boundary_table",
     "bpu_files",
     "bpu_pieces",
     "bpu_units",
     "compose_plan",
+    "cpu_weights",
     "export_files",
+    "export_pieces",
     "export_text",
     "file_box_table",
     "file_boxes",
+    "file_layer_table",
     "file_size",
     "file_stage_table",
     "join_figures",
@@ -104,8 +113,10 @@ __all__ = [
     "outputs_of",
     "set_verdict",
     "split_stage_table",
+    "split_weights",
     "stage_shapes",
     "unit_inputs",
+    "unit_weights",
     "walk",
     "watching",
     "write_piece",
