@@ -11,6 +11,7 @@ from bevfusion.quantization import (
     layer_table,
     stage_table,
 )
+from bevfusion.quantization import calibrate_detector as calibrate_branch
 from bevfusion_quant.frames import FrameBatches, finding_lines, refuse_poor
 from bevfusion_quant.options import Branch, Method, PtqConfig, free_name
 from bevfusion_quant.ptq._run import EvaluateResult, PtqResult, run_evaluate, run_ptq
@@ -19,7 +20,6 @@ from bevfusion_quant.saved_run import LoadedRun, load_quantized, load_run, read_
 from bevfusion_quant.stages import (
     Stage,
     built_parts,
-    calibrate_branch,
     fuse_branch,
     is_detector,
     quantize_branch,

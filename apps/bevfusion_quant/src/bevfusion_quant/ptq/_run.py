@@ -16,7 +16,15 @@ from bev_data.points import Frame
 from bevfusion.deployment import ExportedSet
 from bevfusion.evaluation import PoorData, accuracy_tally, data_findings
 from bevfusion.model import CONFIGS, BEVFusion, BEVFusionConfig, build_model, example_batch
-from bevfusion.quantization import Judgement, StageRow, judge, relative_change, whole_output
+from bevfusion.quantization import (
+    Judgement,
+    StageRow,
+    calibrate_detector,
+    judge,
+    relative_change,
+    round_detector,
+    whole_output,
+)
 from bevfusion_quant.export import ONNX_FOLDER, export_model, watching
 from bevfusion_quant.frames import FrameBatches, finding_lines
 from bevfusion_quant.integer import (
@@ -33,13 +41,11 @@ from bevfusion_quant.run import Clock, new_run, plain
 from bevfusion_quant.saved_run import load_run, read_model_settings, refuse_unfolded, save_model
 from bevfusion_quant.stages import (
     built_parts,
-    calibrate_branch,
     fill_weights,
     fuse_branch,
     keep_batch_norms,
     quantize_as,
     quantized_parts,
-    round_branch,
 )
 from bevquant_qnn import LayerRow, RoundingResult
 from bevquant_quantizers import CalibrationReport, QuantizerRow
@@ -117,7 +123,7 @@ def run_ptq(
         settings = {"ptq": asdict(config), "command": record.command}
         shards = record.shards(frames, settings, fused.model)
         with clock.step("calibrate", blame="no ranges can be found"):
-            report = calibrate_branch(
+            report = calibrate_detector(
                 quantized.model,
                 batches.head(count),
                 method=config.method,
@@ -130,7 +136,10 @@ def run_ptq(
         rounded = None
         if config.changes_weights:
             with clock.step("round weights", blame="the weights cannot be rounded"):
-                rounded = round_branch(quantized.model, batches.head(count), config)
+                rounded = round_detector(
+                    quantized.model, batches.head(count),
+                    rounding=config.rounding, correct_bias=config.bias_correction,
+                )  # fmt: skip
         low = lower_model(fused.model, quantized.model, batches, sizes, clock, integers)
         with ExitStack() as stack:  # not before: capturing runs the models on what is no frame
             models = {"float": fused.model, "fake": quantized.model} if export else {}

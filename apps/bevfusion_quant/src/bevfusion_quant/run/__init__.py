@@ -12,10 +12,7 @@ from bevfusion_quant.run._folder import (
     written_text,
 )
 from bevfusion_quant.run._read import (
-    AccuracySummary,
     BpuSummary,
-    IntegersSummary,
-    ModelSummary,
     RunSettings,
     RunSummary,
     as_settings,
@@ -42,11 +39,8 @@ __all__ = [
     "RUN_FORMAT",
     "RUN_VERSIONS",
     "SUMMARY_FILE",
-    "AccuracySummary",
     "BpuSummary",
     "Clock",
-    "IntegersSummary",
-    "ModelSummary",
     "RunRecord",
     "RunSettings",
     "RunSummary",

@@ -7,11 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from bev_data.tables import CellParts, Column, Columns, Table, percent, table_of
-from bevfusion.deployment import split_stage_table
+from bevfusion.deployment import boundary_table, split_stage_table
 from bevfusion_quant.bpu_outcome import (
     BPU_UNITS,
     BpuOutcome,
-    boundary_table,
 )
 from bevfusion_quant.report._content import ReportContent
 from bevfusion_quant.report._page import Section

@@ -6,20 +6,22 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from bev_data.metrics import AgreementRow
 from bev_data.tables import (
     CellParts,
     Column,
-    Columns,
     Row,
     Table,
     finite,
     number_cell,
     percent,
     share,
-    table_of,
 )
-from bevfusion_quant.integer import QUERIES, FloatIsland, IntegerStage
+from bevfusion.quantization import (
+    QUERIES,
+    FloatIsland,
+    integer_box_table,
+    integer_stage_table,
+)
 from bevfusion_quant.report._content import ReportContent
 from bevfusion_quant.report._format import part_of
 from bevfusion_quant.report._page import Section
@@ -65,8 +67,8 @@ def section(content: ReportContent) -> Section | None:
         "own_steps": any(row.path.startswith("<") for row in layers),
         "queries": QUERIES
         * any(r.path.startswith("heads.object.prediction_heads") for r in layers),
-        "stages": _stages(simulation.stages),
-        "agreement": _agreement(simulation.agreement) if simulation.agreement else None,
+        "stages": integer_stage_table(simulation),
+        "agreement": integer_box_table(simulation) if simulation.agreement else None,
         "parts": list(dict.fromkeys(parts)),
         "table": _table(layers),
         "islands": list(_islands(simulation.islands)),
@@ -85,28 +87,6 @@ def _departure(layers: Sequence[LayerRow], row: LayerRow) -> dict[str, Any]:
         "forced": row.forced_max_steps,
         "why": row.why,
     }
-
-
-def _stages(stages: Sequence[IntegerStage]) -> Table:
-    columns: Columns = {
-        "Last step of the stage": lambda row: CellParts(text=row.title, note_path=row.layer),
-        "Fake dB": "{fake_sqnr_db:.1f}",
-        "Integer dB": "{integer_sqnr_db:.1f}",
-        "Max steps": "{max_steps:.0f}",
-        "Same input": "{forced_max_steps:.0f}",
-    }
-    return table_of("SQNR against float; largest differences in the stage", stages, columns)
-
-
-def _agreement(rows: Sequence[AgreementRow]) -> Table:
-    columns = {
-        "Within": "{distance:g} m",
-        "Float": "{float_detections:,}",
-        "Integer": "{quantized_detections:,}",
-        "Matched": "{matched:,}",
-        "Mean |\u2060Δscore|": "{score_mean:.4f}",
-    }
-    return table_of("Detections, float against integer, same class", rows, columns)
 
 
 def _table(layers: Sequence[LayerRow]) -> Table:
