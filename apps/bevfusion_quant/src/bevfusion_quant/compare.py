@@ -12,7 +12,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from bev_data.metrics import Accuracy, AccuracyTally, Bootstrap, accuracy_notes, model_tables
+from bev_data.metrics import Accuracy, Bootstrap, accuracy_notes, model_tables
 from bev_data.points import Frame
 from bev_data.tables import Cell, CellParts, Table, plain_table
 from bevfusion.evaluation import accuracy_tally, tally_models
@@ -122,13 +122,15 @@ class Comparison:
 
     def left_out(self) -> list[str]:
         """Which runs were not run in integers though that was asked for; a sentence a reason."""
-        reasons = dict.fromkeys(run.why_not for run in self.runs if run.why_not)
-        return [self._left_for(reason) for reason in reasons]
-
-    def _left_for(self, reason: str) -> str:
-        names = [run.name for run in self.runs if run.why_not == reason]
-        are = "is" if len(names) == 1 else "are"
-        return f"{', '.join(names)} {are} not among the integers: {reason}."
+        left: dict[str, list[str]] = {}
+        for run in self.runs:
+            if run.why_not:
+                left.setdefault(run.why_not, []).append(run.name)
+        are = {why: "is" if len(names) == 1 else "are" for why, names in left.items()}
+        return [
+            f"{', '.join(names)} {are[why]} not among the integers: {why}."
+            for why, names in left.items()
+        ]
 
 
 def _write_page(record: RunRecord, comparison: Comparison, frames: Sequence[str]) -> Path:
@@ -185,6 +187,13 @@ def _settings(comparison: Comparison) -> Table:
     return plain_table("In what the runs differ", heads, rows, form="wide")
 
 
+_TOLD_APART: dict[str, Callable[[ModelSettings], object]] = {
+    "configuration": lambda run: run.config,
+    "set of parts": lambda run: " and ".join(run.parts),
+    "list of cameras": lambda run: run.cameras,
+}
+
+
 def _check_settings(folders: Sequence[Path]) -> list[ModelSettings]:
     """The runs' settings, if the runs can be compared as far as those tell.
 
@@ -208,11 +217,13 @@ def _check_settings(folders: Sequence[Path]) -> list[ModelSettings]:
                 f"--run {folder} holds the {settings.branch} branch alone, without a "
                 "head: it detects nothing that labels could judge; compare detectors"
             )
-        for what, one, other in _differences(found[0], settings):
-            raise InputError(
-                f"--run {folder} is no run of the float model of {folders[0]}: its {what} is "
-                f"{one}, there it is {other}; compare runs of one model"
-            )
+        for what, told in _TOLD_APART.items():
+            one, other = told(settings), told(found[0])
+            if one != other:
+                raise InputError(
+                    f"--run {folder} is no run of the float model of {folders[0]}: its {what} is "
+                    f"{one}, there it is {other}; compare runs of one model"
+                )
     return found
 
 
@@ -253,15 +264,6 @@ def _load_alike(folders: Sequence[Path], batch: Batch) -> tuple[BEVFusion, list[
         quantized.append(run.quantized_model)
     assert first is not None
     return first[0], quantized
-
-
-def _differences(first: ModelSettings, other: ModelSettings) -> list[tuple[str, object, object]]:
-    differ = [
-        ("configuration", other.config, first.config),
-        ("set of parts", " and ".join(other.parts), " and ".join(first.parts)),
-        ("list of cameras", other.cameras, first.cameras),
-    ]
-    return [item for item in differ if item[1] != item[2]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,13 +311,18 @@ def run_compare(
     found = _check_settings(folders)
     clock = Clock()
     told = tuple(
-        _compared(run, str(folder), ran, integers)
+        ComparedRun(
+            run, str(folder), ran,
+            integers=integers is not None and ran.fold,
+            why_not="" if integers is None or ran.fold else _UNFOLDED,
+        )
         for run, folder, ran in zip(names_of(folders), folders, found, strict=True)
-    )
+    )  # fmt: skip
     with new_run("compare", clock, keep=folders, **place) as record:
         sizes = CONFIGS[found[0].config]
         with clock.step("load the runs"):
-            batches = _batches(frames, found[0], cameras)
+            parts = build_model(sizes, found[0].parts)  # makes the batches, and is not run
+            batches = FrameBatches(frames, sizes, parts, cameras or found[0].used_cameras)
             float_model, quantized = _load_alike(folders, batches[0])
         with clock.step("lower to integers"):
             models = _models(float_model, quantized, told, batches, integers)
@@ -329,7 +336,13 @@ def run_compare(
                 if (index + 1) % _TOLD_EVERY == 0:
                     LOG.info("frame %d of %d", index + 1, len(batches))
         with clock.step("judge by labels"):
-            comparison = Comparison(told, _accuracy(tally))
+            accuracy = tally.result()
+        if accuracy is None:
+            raise InputError(
+                "none of the frames has labels, which runs are compared by: give frames of a "
+                "labelled data set (--dataset), or compare layers with bevfusion-quant evaluate"
+            )
+        comparison = Comparison(told, accuracy)
         if not shards.ranks.first:  # the first one writes
             return CompareResult(record.path, comparison, *clock.spent())
         entries = [run.summary() for run in told]
@@ -348,20 +361,6 @@ def run_compare(
     return CompareResult(record.path, comparison, seconds, peak)
 
 
-def _compared(name: str, folder: str, ran: ModelSettings, integers: str | None) -> ComparedRun:
-    why_not = "" if integers is None or ran.fold else _UNFOLDED
-    return ComparedRun(name, folder, ran, integers is not None and ran.fold, why_not)
-
-
-def _batches(
-    frames: Sequence[Frame], ran: ModelSettings, cameras: Sequence[str] | None
-) -> FrameBatches:
-    """The frames as batches, made by a model of the right parts, which is not run."""
-    sizes = CONFIGS[ran.config]
-    model = build_model(sizes, ran.parts)
-    return FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
-
-
 def _models(
     float_model: BEVFusion,
     quantized: Sequence[BEVFusion],
@@ -377,13 +376,3 @@ def _models(
         if "integers" in names:
             models[names["integers"]] = lowered(model, batches[0], backend or "auto")
     return models
-
-
-def _accuracy(tally: AccuracyTally) -> Accuracy:
-    found = tally.result()
-    if found is None:
-        raise InputError(
-            "none of the frames has labels, which runs are compared by: give frames of a labelled "
-            "data set (--dataset), or compare layers with bevfusion-quant evaluate"
-        )
-    return found

@@ -18,6 +18,7 @@ from bevfusion.quantization import (
     Simulation,
     in_integers,
     integer_stages,
+    judge,
     lies_below,
     simulate_detector,
     simulation_text,
@@ -41,6 +42,7 @@ __all__ = [
     "check_backend",
     "in_integers",
     "integer_stages",
+    "judge_models",
     "lower_model",
     "simulate_model",
     "simulation_text",
@@ -137,6 +139,50 @@ def simulate_model(
         return simulation
     with clock.step("save integers"):
         return replace(simulation, saved=(_saved(made.model, folder),))
+
+
+def judge_models(
+    float_model: BEVFusion,
+    quantized_model: BEVFusion,
+    low: Lowered | None,
+    batches: FrameBatches,
+    sizes: BEVFusionConfig,
+    clock: Clock,
+    folder: Path,
+    shards: Shards,
+    *,
+    branch: str,
+    tally: AccuracyTally | None = None,
+) -> tuple[Judgement, Simulation | None]:
+    """Judge both models, and where there is one the integer one, frame by frame.
+
+    Args:
+        float_model: Of which the others were made.
+        quantized_model: The calibrated model.
+        low: From `lower_model`.
+        batches: At least one.
+        sizes: Of the model.
+        clock: Times the steps.
+        folder: Where the first rank writes `integer/`.
+        shards: Keeps what is finished while several ranks work.
+        branch: What the run quantized.
+        tally: Is handed all models' detections.
+    """
+    blame = "" if low is None else "float and integer model cannot be compared"
+    with clock.step("compare", blame=blame):
+        judgement = judge(
+            float_model, quantized_model, batches, sizes, tally, shards,
+            integers=None if low is None else low.layers,
+        )  # fmt: skip
+    if low is None:
+        return judgement, None
+    simulation = simulate_model(
+        low, quantized_model, batches, sizes, judgement, clock, folder,
+        branch=branch,
+        accuracy=tally,
+        shards=shards,
+    )  # fmt: skip
+    return judgement, simulation
 
 
 def _reasons(model: BEVFusion, branch: Branch) -> dict[str, str]:
