@@ -1,4 +1,17 @@
-"""What long functions say of their steps, for a program that times or shows them."""
+"""What long functions say of their steps, for a program that times or shows them.
+
+Example:
+    >>> from contextlib import contextmanager
+    >>> @contextmanager
+    ... def shown(name, blame):
+    ...     print(f"{name} …")
+    ...     yield
+    >>> def long_function(step: Step = untold) -> None:
+    ...     with step("measure", ""):
+    ...         pass
+    >>> long_function(step=shown)
+    measure …
+"""
 
 from __future__ import annotations
 

@@ -115,7 +115,13 @@ def split_weights(
 
 
 def cpu_weights(state: Mapping[str, Tensor], parts: Iterable[str]) -> dict[str, Tensor]:
-    """Those of a model's weights, or of `split_weights`, that belong to parts in float."""
+    """Those of a model's weights, or of `split_weights`, that belong to parts in float.
+
+    Example:
+        >>> state = {"fuser.0.bias": Tensor(), "bpu.bev.0.bias": Tensor(), "decoder.x": Tensor()}
+        >>> list(cpu_weights(state, ["fuser"]))
+        ['decoder.x']
+    """
     graphs = [_GRAPH]
     for part in parts:
         path = PART_PATHS[part]

@@ -279,6 +279,10 @@ def begun_before(checkpoint: Path, identity: dict[str, Any], place: str) -> Chec
 
     Raises:
         InputError: As `read_checkpoint` and `check_identity`.
+
+    Example:
+        >>> begun_before(Path("nowhere") / CHECKPOINT, {}, "--out") is None
+        True
     """
     if not checkpoint.is_file():
         return None
