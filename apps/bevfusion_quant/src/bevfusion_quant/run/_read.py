@@ -12,7 +12,6 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from bev_data.metrics import AccuracySummary
-from bevfusion.deployment import ExportSummary
 from bevfusion.quantization import (
     IntegerLayerSummary,
     SensitivitySummary,
@@ -171,6 +170,21 @@ class _Calibration(msgspec.Struct):
     warnings: list[str]
     quantizers: list[_Quantizer]
     findings: list[_Finding] = []
+
+
+class _File(msgspec.Struct):
+    name: str
+    sha256: str
+    companions: dict[str, str]
+
+
+class ExportSummary(msgspec.Struct):
+    """A set of files."""
+
+    target: str
+    verified: bool
+    failures: list[str]
+    files: list[_File]
 
 
 class _Segment(msgspec.Struct):

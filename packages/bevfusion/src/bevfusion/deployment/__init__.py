@@ -36,7 +36,6 @@ from bevfusion.deployment._pieces import (
 from bevfusion.deployment._result import (
     ExportedFile,
     ExportedSet,
-    ExportSummary,
     FileLayer,
     FilePort,
     SetStage,
@@ -72,7 +71,6 @@ __all__ = [
     "STAGE_ENDS",
     "UNIT_PREFIXES",
     "Execute",
-    "ExportSummary",
     "ExportedFile",
     "ExportedSet",
     "Figures",

@@ -6,8 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from bev_data.metrics import AgreementRow
 from bevquant_quantizers.documents import write_json
 
@@ -227,21 +225,6 @@ class ExportedSet:
             "chain": {"frame": self.frame, "stages": self.stages, "boxes": self.agreement},
         }
         return write_json(self.folder / "manifest.json", content)
-
-
-class _File(msgspec.Struct):
-    name: str
-    sha256: str
-    companions: dict[str, str]
-
-
-class ExportSummary(msgspec.Struct):
-    """What `ExportedSet.summary` says of the files, read back from JSON."""
-
-    target: str
-    verified: bool
-    failures: list[str]
-    files: list[_File]
 
 
 def _in_short(file: ExportedFile) -> dict[str, Any]:
