@@ -6,7 +6,7 @@ import re
 
 from markupsafe import Markup
 
-from bev_data.tables import DASH, finite, or_dash
+from bev_data.tables import DASH, finite
 
 _DARK = re.compile(r"@media \(prefers-color-scheme: dark\) \{ svg \{(.*?)\} \}", re.DOTALL)
 _COLOUR = re.compile(r"(--[\w-]+):(#[0-9a-fA-F]+)")
@@ -16,7 +16,7 @@ _STEMS = {"encoders": 3, "decoder": 2, "heads": 2}
 
 def decibels(value: float | None) -> str:
     """An SQNR."""
-    return or_dash(value, ".1f") + " dB" * (finite(value) is not None)
+    return DASH if finite(value) is None else f"{value:.1f} dB"
 
 
 def seconds(value: float) -> str:
