@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -57,7 +57,9 @@ def load_bpu_run(folder: str | Path) -> LoadedBpuRun:
         if sha256(folder / WEIGHTS) != saved.sha256[WEIGHTS]:
             raise ValueError(f"{WEIGHTS} is not the file that the run wrote")
         told = {field.name: saved.written[field.name] for field in fields(BpuConfig)}
-        config = as_form(told, BpuConfig, where=CONFIG_FILE, what="run's settings")
+        weights = None if told["weights"] is None else Path(told.pop("weights"))
+        form = as_form(told, BpuConfig, where=CONFIG_FILE, what="run's settings")
+        config = replace(form, weights=weights)
         state = read_tensors(folder / WEIGHTS).tensors
         model = build_model(CONFIGS[config.config], built_parts(config.branch))
         wanted = cpu_weights(model.state_dict(), bpu_parts(config.branch))
