@@ -151,7 +151,12 @@ def test_folding_and_placement_are_recorded(runs: Path) -> None:
 
 
 def test_a_loaded_run_computes_the_same(runs: Path) -> None:
-    loaded = load_bpu_run(runs / "a")
+    settings = runs / "a/config.json"
+    written = settings.read_text()
+    settings.write_text(written.replace('"weights": null', '"weights": "w.pth"'))
+    loaded = load_bpu_run(runs / "a")  # whose weights came from a file
+    settings.write_text(written)
+    assert loaded.config.weights == Path("w.pth")
     assert loaded.config.branch == "all"
     batches = FrameBatches([small_frame()], TINY, loaded.units.model)
     with torch.no_grad():

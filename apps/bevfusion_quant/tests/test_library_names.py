@@ -14,8 +14,9 @@ NEW = {
     "bevfusion.model.camera": {"splat"},
     "bevfusion.training": {
         "CHECKPOINT", "Checkpoint", "CompactFrame", "DetectorTrainer", "FrameForm",
-        "PreparedFrames", "Trainer", "check_identity", "compact", "decode_boxes", "identity_of",
-        "in_parts", "losses_table", "make_batch", "one_cycle", "order_of", "run_steps",
+        "PreparedFrames", "Trainer", "begun_before", "check_identity", "compact",
+        "decode_boxes", "identity_of", "in_parts", "losses_table",
+        "make_batch", "one_cycle", "order_of", "run_steps",
         "stored_weights", "take_steps", "untrained_model",
     },
 }  # fmt: skip

@@ -15,7 +15,7 @@ from without_pictures import without_pictures
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.export import nvidia_pieces, write_piece
-from bevfusion_quant.plan import apply_plan, before_calibration, read_plan
+from bevfusion_quant.plan import apply_plan, read_plan
 from bevfusion_quant.ptq import (
     FrameBatches,
     LoadedRun,
@@ -109,7 +109,7 @@ def test_files_hold_int8_and_float_as_planned(runs: Path, wide: LoadedRun, tmp_p
     pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
     onnx = pytest.importorskip("onnx", reason="onnx is not installed")
     model = copy.deepcopy(wide.quantized_model)
-    apply_plan(model, before_calibration(read_plan(runs / "wide/plan.json")))
+    apply_plan(model, read_plan(runs / "wide/plan.json").before_calibration())
     batch = FrameBatches([small_frame()], TINY, model)[0]
     (piece,) = (p for p in nvidia_pieces(wide.float_model, model) if p.file.name == "fuser")
     seen = []

@@ -20,7 +20,7 @@ from bevfusion_quant.cli import main
 from bevfusion_quant.ptq import FrameBatches, load_run
 from bevfusion_quant.report import read_sections
 from bevfusion_quant.review import run_review
-from bevquant_int8sim import IntegerModel, backend_report, simulate
+from bevquant_int8sim import IntegerModel, simulate
 
 TINY = CONFIGS["tiny"]
 LIDAR = "encoders.lidar.backbone"
@@ -194,8 +194,10 @@ def test_frames_and_names(runs: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_kernels_that_this_machine_lacks(
     runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lost = [type(s)(s.name, False, "no such unit") for s in backend_report() if s.name == "vnni"]
-    monkeypatch.setattr("bevquant_int8sim.backend_report", lambda name: lost)
+    def lost(backend: str) -> None:
+        raise ValueError(f"{backend} cannot be used here: no such unit")
+
+    monkeypatch.setattr("bevquant_int8sim.usable_backend", lost)
     message = refused(runs, runs / "a", capsys, "--backend vnni")
     assert "--backend vnni cannot be used here: no such unit" in message
 

@@ -5,8 +5,26 @@ from __future__ import annotations
 from metric_scenes import random_frames
 
 from bev_data.boxes import NUSCENES_CLASSES
-from bev_data.metrics import AccuracyTally, Bootstrap, accuracy_text, measure_tables, model_tables
-from bev_data.tables import CellParts, Column, Row, Table
+from bev_data.metrics import (
+    AccuracySummary,
+    AccuracyTally,
+    Bootstrap,
+    accuracy_text,
+    measure_tables,
+    model_tables,
+)
+from bev_data.tables import (
+    CellParts,
+    Column,
+    Row,
+    Table,
+    finite,
+    number_cell,
+    or_dash,
+    percent,
+    share,
+)
+from bevquant_quantizers.documents import as_form, plain
 
 
 def test_each_place_shows_its_columns() -> None:
@@ -50,3 +68,17 @@ def test_judged_models_as_columns_and_as_rows() -> None:
         assert (across.rows[0].cells[index + 1], across.rows[1].cells[index + 1]) == (first, second)
         assert across.columns[index + 1].title == f"{name} ({labels})"
     assert list(measures.rows[0].cells[1:]) == [row.cells[1] for row in beside.rows]
+    read = as_form(plain(accuracy.summary()), AccuracySummary, where="", what="summary")
+    assert read.labels == accuracy.reference.labels
+    for entry in accuracy.models:
+        assert read.models[entry.model].interval == entry.metrics.interval
+    apart = accuracy.models[1].difference
+    assert apart is not None
+    assert read.models["quantized"].difference.interval == apart.interval
+
+
+def test_a_dash_stands_for_what_is_no_number() -> None:
+    for none in (None, float("nan"), float("inf")):
+        assert (or_dash(none, ".1f"), percent(none), finite(none)) == ("–", "–", None)
+    assert number_cell(-0.25, "+.1f") == CellParts(text="-0.2", value=-0.25)
+    assert (share(3.0, 2.0), share(-1.0, 2.0), share(1.0, 0.0)) == (100.0, 0.0, None)

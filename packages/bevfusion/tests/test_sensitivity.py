@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from bevfusion.quantization import (
     plan_within,
     sensitivity_output,
     sensitivity_text,
+    study_sensitivity,
 )
 from bevquant_qnn import (
     Budget,
@@ -89,6 +91,39 @@ def test_it_is_the_measurement_of_any_model(detector: tuple[BEVFusion, Any]) -> 
     assert {group.precision for group in everything} == {"int8"}
     with pytest.raises(InputError, match="no plan"):
         plan_within(model, made_up().table, Budget(time=1.0))
+
+
+class Frames(list):
+    """Batches as `FrameBatches` has them in one process, where nothing is shared."""
+
+    def share_notes(self, shards: object) -> None:
+        pass
+
+
+def test_a_study_measures_and_plans_in_the_budget(detector: tuple[BEVFusion, Any]) -> None:
+    model, batches = detector
+    steps: list[str] = []
+
+    def step(name: str, blame: str) -> Any:
+        steps.append(name)
+        return nullcontext()
+
+    def study(budget: str) -> SensitivityOutcome:
+        return study_sensitivity(
+            model, Frames(batches), CONFIGS["tiny"],
+            without=False, budget=budget, rounds=0, step=step,
+        )  # fmt: skip
+
+    found = study("time=1.5")
+    assert steps == ["measure", "measure plans"]
+    assert found.plan is not None
+    assert (found.plan.measured, found.refusal) == (True, "")
+    assert found.plan.time is not None
+    assert found.plan.time <= 1.5
+    with pytest.raises(InputError, match=r"budget='time=0\.4': with precisions='int8' the fastest"):
+        study("time=0.4")
+    with pytest.raises(InputError, match="budget='score=200': the largest sqnr"):
+        study("score=200")
 
 
 @pytest.mark.parametrize(

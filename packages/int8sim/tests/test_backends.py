@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from bevquant_int8sim import backend_report, choose_backend, int8_linear
+from bevquant_int8sim import backend_report, choose_backend, int8_linear, usable_backend
 from bevquant_int8sim.__main__ import main
 
 CPU = torch.device("cpu")
@@ -60,6 +60,11 @@ def test_kernels_that_compute_wrong_are_not_used(fresh, caplog):
         assert "wrong results in the self-test" in report[name].detail
         with pytest.raises(ValueError, match=rf"conv: backend='{name}' cannot be used: .* wrong"):
             choose_backend(name, CPU, torch.int8, "conv")
+        with pytest.raises(ValueError, match=f"{name} cannot be used here: .* wrong results"):
+            usable_backend(name)
+    assert usable_backend("auto") == report["torch"] == usable_backend("torch")
+    with pytest.raises(ValueError, match="nope cannot be used here: it is unknown"):
+        usable_backend("nope")
     assert "fail their self-test" in caplog.text
     assert choose_backend("auto", CPU, torch.int8, "conv") == "torch"
 

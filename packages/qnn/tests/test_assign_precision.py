@@ -13,6 +13,7 @@ from torch import nn
 from bevquant_qnn import (
     BIT_OPERATIONS,
     Budget,
+    PlannedGroup,
     PrecisionPlan,
     SensitivityRow,
     SensitivityTable,
@@ -233,3 +234,22 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(measured):
     for wrong in ({}, {"score": 1.0, "time": 1.0}, {"time": math.nan}):
         with pytest.raises(ValueError, match="Budget takes"):
             Budget(**wrong)
+
+
+def test_a_plan_tells_what_it_changes_and_under_what_ranges_are_searched():
+    groups = [(("a", "b"), "int16"), (("c",), "float"), (("d",), "int8"), (("e",), "int4")]
+    plan = PrecisionPlan(tuple(itertools.starmap(PlannedGroup, groups)), time=1.2)
+    first = plan.before_calibration()
+    assert [group.precision for group in first] == ["int8", "float", "int8", "int8"]
+    assert ([g.modules for g in first], first.time) == ([g.modules for g in plan], 1.2)
+    told = {item.path: item.reason for item in plan.other_than_int8()}
+    assert list(told) == ["a", "b", "c", "e"]
+    assert "activations of 16 bits" in told["b"]
+    assert "weights of 4 bits" in told["e"]
+
+
+@pytest.mark.parametrize("text", ["", "time", "time=fast", "time=nan", "cost=1", "1.2"])
+def test_a_budget_that_says_something_else_is_refused(text):
+    assert Budget.parse("score=35") == Budget(score=35.0)
+    with pytest.raises(ValueError, match=r"write time=1\.2, .* or score=35"):
+        Budget.parse(text)

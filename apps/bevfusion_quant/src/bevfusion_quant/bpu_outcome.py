@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from bev_data.metrics import (
     Accuracy,
     accuracy_text,
     agreement_text,
-    or_dash,
 )
-from bev_data.tables import CellParts, Row, Table, table_of
-from bevfusion.deployment import SplitComparison, split_stage_table
+from bevfusion.deployment import SplitComparison, boundary_table, split_stage_table
 from bevfusion.quantization import layer_table
 from bevquant_hybrid.operators import load_support_table
 from bevquant_hybrid.partition import Plan, PlanNode
@@ -81,23 +79,6 @@ class BpuOutcome:
                 unit: estimate_record(estimate) for unit, estimate in self.estimates.items()
             },
         }
-
-
-def boundary_table(plan: Plan) -> Table:
-    """Every crossing between float and integers, with its bytes."""
-    table = table_of(
-        "Bytes of integers across each boundary, in a frame",
-        plan.boundaries,
-        {
-            "Boundary": lambda boundary: CellParts(path=boundary.name),
-            "Kind": "{kind}",
-            "From → to": lambda found: CellParts(arrow=found.source, paths=found.readers),
-            "Bytes": "{transfer_bytes:,}",
-        },
-        kind="classes boundaries",
-    )
-    together = Row(["together", "", "", or_dash(plan.transfer_bytes, ",")])
-    return replace(table, rows=[*table.rows, together])
 
 
 BPU_UNITS = {"camera": "camera", "bev": "bird's-eye view"}

@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-import torch
-
 import bevquant_int8sim
 from bev_data.metrics import AccuracyTally
 from bevfusion.model import PART_PATHS, Batch, BEVFusion, BEVFusionConfig, example_like
@@ -20,6 +18,7 @@ from bevfusion.quantization import (
     Simulation,
     in_integers,
     integer_stages,
+    judge,
     lies_below,
     simulate_detector,
     simulation_text,
@@ -43,6 +42,7 @@ __all__ = [
     "check_backend",
     "in_integers",
     "integer_stages",
+    "judge_models",
     "lower_model",
     "simulate_model",
     "simulation_text",
@@ -55,20 +55,11 @@ def check_backend(backend: str) -> str:
     Raises:
         InputError: It cannot be used here.
     """
-    name = backend
-    if backend == "auto":
-        name = bevquant_int8sim.choose_backend(
-            "auto", torch.device("cpu"), torch.int8, "--backend auto"
-        )
     try:
-        (status,) = bevquant_int8sim.backend_report(name)
-    except ValueError:
-        why = "it is unknown"
-    else:
-        if status.available:
-            return f"{status.name} ({status.detail})"
-        why = status.detail
-    raise InputError(f"--backend {backend} cannot be used here: {why}: choose --backend auto")
+        status = bevquant_int8sim.usable_backend(backend)
+    except ValueError as error:
+        raise InputError(f"--backend {error}: choose --backend auto") from error
+    return f"{status.name} ({status.detail})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +139,50 @@ def simulate_model(
         return simulation
     with clock.step("save integers"):
         return replace(simulation, saved=(_saved(made.model, folder),))
+
+
+def judge_models(
+    float_model: BEVFusion,
+    quantized_model: BEVFusion,
+    low: Lowered | None,
+    batches: FrameBatches,
+    sizes: BEVFusionConfig,
+    clock: Clock,
+    folder: Path,
+    shards: Shards,
+    *,
+    branch: str,
+    tally: AccuracyTally | None = None,
+) -> tuple[Judgement, Simulation | None]:
+    """Judge both models, and where there is one the integer one, frame by frame.
+
+    Args:
+        float_model: Of which the others were made.
+        quantized_model: The calibrated model.
+        low: From `lower_model`.
+        batches: At least one.
+        sizes: Of the model.
+        clock: Times the steps.
+        folder: Where the first rank writes `integer/`.
+        shards: Keeps what is finished while several ranks work.
+        branch: What the run quantized.
+        tally: Is handed all models' detections.
+    """
+    blame = "" if low is None else "float and integer model cannot be compared"
+    with clock.step("compare", blame=blame):
+        judgement = judge(
+            float_model, quantized_model, batches, sizes, tally, shards,
+            integers=None if low is None else low.layers,
+        )  # fmt: skip
+    if low is None:
+        return judgement, None
+    simulation = simulate_model(
+        low, quantized_model, batches, sizes, judgement, clock, folder,
+        branch=branch,
+        accuracy=tally,
+        shards=shards,
+    )  # fmt: skip
+    return judgement, simulation
 
 
 def _reasons(model: BEVFusion, branch: Branch) -> dict[str, str]:

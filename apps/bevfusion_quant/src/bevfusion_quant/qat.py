@@ -19,14 +19,12 @@ from bevfusion.quantization import QatDetectorTrainer, judge
 from bevfusion.training import (
     CHECKPOINT,
     Augmentation,
-    Checkpoint,
     FrameSource,
     PreparedFrames,
-    check_identity,
+    begun_before,
     identity_of,
     in_parts,
     prepare_frames,
-    read_checkpoint,
     take_steps,
 )
 from bevfusion_quant._errors import InputError
@@ -224,7 +222,12 @@ def run_qat(
         used = tuple(cameras or start.used_cameras)
         size, digest = cast("ConfigName", start.config), _digest(start.sha256)
         identity = identity_of(source, config, run=digest, cameras=", ".join(used))
-        begun = _open_checkpoint(checkpoint, identity, resume=resume, overwrite=overwrite)
+        begun = begun_before(checkpoint, identity, "--name") if resume else None
+        if checkpoint.is_file() and not (resume or overwrite):
+            raise InputError(
+                f"{checkpoint} is of a run that was stopped: go on with --resume, begin anew with "
+                "--overwrite, or choose another --name"
+            )
         with clock.step("load the run"):
             loaded = load_run(run)
         # As `train` prepares them: both can share a cache.
@@ -294,29 +297,6 @@ def _sensors(parts: Sequence[str]) -> TrainedBranch:
 def _digest(sha256: Mapping[str, str]) -> str:
     """What tells the run's model from another's."""
     return ", ".join(f"{name} {digest[:16]}" for name, digest in sha256.items())
-
-
-def _open_checkpoint(
-    checkpoint: Path, identity: dict[str, Any], *, resume: bool, overwrite: bool
-) -> Checkpoint | None:
-    """What to go on from, if anything.
-
-    Raises:
-        InputError: There is a checkpoint, and nobody said what to do with it; or it is of another
-            run.
-    """
-    if not checkpoint.is_file():
-        return None
-    if resume:
-        begun = read_checkpoint(checkpoint)
-        check_identity(checkpoint, begun, identity, "--name")
-        return begun
-    if not overwrite:
-        raise InputError(
-            f"{checkpoint} is of a run that was stopped: go on with --resume, begin anew with "
-            "--overwrite, or choose another --name"
-        )
-    return None
 
 
 def write_run(

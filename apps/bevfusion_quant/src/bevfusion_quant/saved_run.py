@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from bev_data.cameras import CAMERA_NAMES
 from bev_data.points import Frame
@@ -174,11 +173,7 @@ def load_run(folder: str | Path) -> LoadedRun:
         example = example_batch(sizes)
         planned, digests = settings.plan is not None, settings.sha256
         apart = FLOAT_FILE in digests
-        for name in (
-            *MODEL_FILES,
-            *([PLAN_FILE] if planned else []),
-            *([FLOAT_FILE] if apart else []),
-        ):
+        for name in (*MODEL_FILES, *[PLAN_FILE] * planned, *[FLOAT_FILE] * apart):
             if digests.get(name) != sha256(folder / name):
                 raise ValueError(f"{name} is not the file that the run wrote")
         state = read_tensors(folder / "weights.safetensors").tensors
@@ -192,7 +187,7 @@ def load_run(folder: str | Path) -> LoadedRun:
         load_ranges(model, folder / "ranges.json")
         model.load_state_dict(state)
         own = read_tensors(folder / FLOAT_FILE).tensors if apart else {}
-        fused.load_state_dict({**_float_part(state, fused.state_dict()), **own})
+        fused.load_state_dict({**{name: state[name] for name in fused.state_dict()}, **own})
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise _refusal(folder, error) from error
     return LoadedRun(settings, fused, model)
@@ -238,10 +233,6 @@ def refuse_unfolded(settings: ModelSettings, run: str | Path, what: str) -> None
             f"{run} cannot be {what}: ptq --no-fold left its batch norms between the convolutions, "
             "where no INT8 engine has them: quantize again without --no-fold"
         )
-
-
-def _float_part(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: state[name] for name in wanted}
 
 
 def _refusal(folder: Path, error: Exception) -> InputError:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
@@ -21,6 +20,7 @@ from bevfusion.quantization import (
     refine_within,
     sensitivity_output,
     sensitivity_text,
+    study_sensitivity,
 )
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
@@ -29,7 +29,7 @@ from bevfusion_quant.options import SensitivityOutput as Output
 from bevfusion_quant.report import write_found
 from bevfusion_quant.run import Clock, RunSettings, new_run, return_freed_memory
 from bevfusion_quant.saved_run import load_run, read_model_settings
-from bevquant_qnn import BIT_OPERATIONS, Budget
+from bevquant_qnn import Budget
 
 __all__ = [
     "KeptScores",
@@ -46,9 +46,6 @@ __all__ = [
     "sensitivity_text",
 ]
 
-# The float model's own scores: nothing is above.
-_BEST = {"sqnr": 144.5, "kl": 0.0, "mAP": 100.0}
-
 
 def parse_budget(text: str) -> Budget:
     """Read "time=1.2" (of the int8 model's) or "score=35" (in the metric's unit).
@@ -60,37 +57,10 @@ def parse_budget(text: str) -> Budget:
         >>> parse_budget("time=1.2").time, parse_budget("score=35").score
         (1.2, 35.0)
     """
-    kind, _, value = text.partition("=")
     try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if kind not in ("time", "score") or not math.isfinite(number):
-        raise InputError(
-            f"--budget {text}: write time=1.2, a multiple of the int8 model's estimated time, or "
-            "score=35, in the metric's unit"
-        )
-    return Budget(time=number) if kind == "time" else Budget(score=number)
-
-
-def check_reachable(budget: Budget, metric: str, precisions: Sequence[str]) -> None:
-    """Refuse before the measurement what no measurement can make possible.
-
-    Raises:
-        InputError: Less time than the fastest plan takes, or a score above any model's.
-    """
-    if budget.time is not None:
-        fastest = min(cost for name, cost in BIT_OPERATIONS.items() if name in precisions)
-        if budget.time < fastest:
-            raise InputError(
-                f"--budget time={budget.time:g}: with --precisions {' '.join(precisions)} the "
-                f"fastest plan takes {fastest:g} of the int8 model's estimated time"
-            )
-    elif budget.score is not None and budget.score > _BEST[metric]:
-        raise InputError(
-            f"--budget score={budget.score:g}: the largest {metric} that a model can have is "
-            f"{_BEST[metric]:g}"
-        )
+        return Budget.parse(text)
+    except ValueError as error:
+        raise InputError(f"--budget {error}") from error
 
 
 # Of activations of 8 bits, by the bits of weights.
@@ -130,7 +100,7 @@ def _naming_options() -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        text = re.sub(r"\b(metric|output|precisions)=(?:'([^']*)')?", _option, str(error))
+        text = re.sub(r"\b(metric|output|precisions|budget)=(?:'([^']*)')?", _option, str(error))
         raise InputError(text.replace("the model is", "the run's model is")) from error
 
 
@@ -194,7 +164,8 @@ def run_sensitivity(
         raise InputError(f"--estimate: it is SQNR that is estimated; measure --metric {metric}")
     if plan_rounds < 0:
         raise InputError(f"--plan-rounds {plan_rounds}: it must not be negative")
-    limit = None if budget is None else parse_budget(budget)
+    if budget is not None:
+        parse_budget(budget)
     ran = read_model_settings(run)
     if ran.for_bpu:
         raise InputError(
@@ -218,61 +189,22 @@ def run_sensitivity(
     with new_run("sensitivity", clock, keep=run, **place) as record:
         with clock.step("load the run"):
             model = load_run(run).quantized_model
-        with _naming_options():
-            path = sensitivity_output(model, metric, output)
-        if limit is not None:
-            check_reachable(limit, metric, precisions)
         sizes = CONFIGS[ran.config]
         batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
         shards = record.shards(frames, {**settings, "without": without}, model)
-        blame = "the sensitivity cannot be measured"
-        with clock.step("measure", blame=blame), _naming_options():
-            table = measure_sensitivity(
-                model,
-                batches,
-                sizes,
-                metric=metric,
-                output=output,
-                precisions=precisions,
-                without=without,
-                estimate=estimate,
-                shards=shards,
-                before_each=return_freed_memory,
-            )
-        batches.share_notes(shards)
-        estimated, refined, refusal = None, None, ""
-        if limit is not None:
-            try:
-                estimated = plan_within(model, table, limit)
-                with clock.step("measure plans", blame="plans cannot be measured"):
-                    refined = refine_within(
-                        model,
-                        batches,
-                        sizes,
-                        estimated,
-                        table,
-                        limit,
-                        output=output,
-                        rounds=plan_rounds,
-                        shards=shards,
-                        before_each=return_freed_memory,
-                    )
-            except InputError as error:  # what was measured is kept all the same
-                refusal = f"--budget {budget}: {error}"
-        outcome = SensitivityOutcome(
-            table,
-            path,
-            tuple(precisions),
-            None if refined is None else refined.plan,
-            budget or "",
-            refusal,
-            estimated,
-            refined,
-        )
+        with _naming_options():
+            outcome = study_sensitivity(
+                model, batches, sizes,
+                metric=metric, output=output, precisions=precisions, without=without,
+                estimate=estimate, budget=budget or "", rounds=plan_rounds, shards=shards,
+                before_each=return_freed_memory, step=clock.step,
+            )  # fmt: skip
+        if outcome.refusal:
+            outcome = replace(outcome, refusal=f"--budget {budget}: {outcome.refusal}")
         if not shards.ranks.first:  # the first one writes
             return SensitivityResult(record.path, outcome, *clock.spent())
-        table.save(record.folder / "sensitivity.json")
-        if refined is not None:
-            refined.plan.save(record.folder / "plan.json")
+        outcome.table.save(record.folder / "sensitivity.json")
+        if outcome.plan is not None:
+            outcome.plan.save(record.folder / "plan.json")
         seconds, peak = write_found(record, settings, ran, run, batches, sensitivity=outcome)
     return SensitivityResult(record.path, outcome, seconds, peak)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from torch import nn
 
 from bevfusion.model import PARTS, Batch, BEVFusion, load_weights, random_weights
 from bevfusion.quantization import first_sparse_conv, fuse_detector, quantize_detector
-from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.options import Branch, Method, PtqConfig, TargetOptions
+from bevfusion_quant.options import Branch, PtqConfig, TargetOptions
 from bevfusion_quant.run import Clock
 from bevquant_fusion import FusionResult, Skipped
-from bevquant_qnn import PrecisionPlan, QuantizeResult, RoundingResult, round_weights
-from bevquant_quantizers import CalibrationReport, calibrate
+from bevquant_qnn import PrecisionPlan, QuantizeResult
 
 LOG = logging.getLogger(__name__)
 FIRST_LAYER = (
@@ -179,63 +175,3 @@ def quantize_as(
         weight_bits=config.weight_bits,
         first_layer=config.quantize_first_layer or planned,
     )
-
-
-def calibrate_branch(
-    model: BEVFusion,
-    batches: Iterable[Batch],
-    *,
-    method: Method = "mse",
-    resume: Path | None = None,
-) -> CalibrationReport:
-    """Find every quantizer's range from the batches, in place.
-
-    Several ranks share the batches, and each gets the ranges of one process, bit for bit.
-
-    Args:
-        model: The quantized model.
-        batches: At least one.
-        method: How ranges are chosen.
-        resume: File that takes what was collected, and that an interrupted run goes on from.
-
-    Raises:
-        ValueError: As `calibrate`; the frame is named where the batches know theirs.
-    """
-    try:
-        return calibrate(model, batches, forward=run_batch, method=method, resume=resume)
-    except ValueError as error:
-        read = list(getattr(batches, "names", {}).values())
-        if not read or not hasattr(error, "__notes__"):  # notes say that a batch was running
-            raise
-        raise ValueError(f"{read[-1][0]}: {error}") from error
-
-
-ROUNDING_FRAMES = 16
-"""Most frames that rounding reads: it holds all of them, and runs each of them for each layer."""
-
-
-def round_branch(model: BEVFusion, batches: FrameBatches, config: PtqConfig) -> RoundingResult:
-    """Round the weights of a calibrated model and correct its biases, in place.
-
-    `bevquant_qnn.round_weights` on the first 16 frames at most.
-
-    Args:
-        model: Calibrated, batch norms folded.
-        batches: The calibration frames.
-        config: Says which of the two.
-
-    Raises:
-        ValueError: A layer's input is NaN or infinite.
-    """
-    return round_weights(
-        model,
-        batches.head(min(len(batches), ROUNDING_FRAMES)),
-        rounding=config.rounding,
-        correct_bias=config.bias_correction,
-        forward=run_batch,
-    )
-
-
-def run_batch(model: nn.Module, batch: Any) -> Any:
-    """What the model makes of a `Batch`."""
-    return model(*batch)

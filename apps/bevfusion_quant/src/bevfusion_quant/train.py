@@ -23,11 +23,10 @@ from bevfusion.training import (
     Augmentation,
     DetectorTrainer,
     FrameSource,
-    check_identity,
+    begun_before,
     identity_of,
     in_parts,
     prepare_frames,
-    read_checkpoint,
     stored_weights,
     take_steps,
     untrained_model,
@@ -217,10 +216,9 @@ def run_train(
     target = usable_device(device)
     identity = identity_of(source, config)
     checkpoint = out / CHECKPOINT
-    _refuse_other_runs(out, resume)
-    begun = read_checkpoint(checkpoint) if resume and checkpoint.is_file() else None
-    if begun is not None:
-        check_identity(checkpoint, begun, identity, "--out")
+    if not resume and any((out / name).exists() for name in (CHECKPOINT, WEIGHTS)):
+        raise InputError(f"{out} holds a run already: go on with --resume, or choose another --out")
+    begun = begun_before(checkpoint, identity, "--out") if resume else None
     out.mkdir(parents=True, exist_ok=True)
     frames = prepare_frames(source, config, cache or out / "frames", workers=workers)
     model = first_model(config).to(target)
@@ -244,10 +242,3 @@ def run_train(
     about = {"command": command, **identity, "held_out": held_out}
     write_tensors(out / WEIGHTS, tensors, {_KEY: json.dumps(about)})
     return TrainResult(out, in_parts(losses), seconds, config.steps - first, held_out)
-
-
-def _refuse_other_runs(out: Path, resume: bool) -> None:
-    if resume or not out.is_dir():
-        return
-    if (out / CHECKPOINT).exists() or (out / WEIGHTS).exists():
-        raise InputError(f"{out} holds a run already: go on with --resume, or choose another --out")

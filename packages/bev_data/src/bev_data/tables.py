@@ -1,13 +1,15 @@
 """The one form of a table: a page draws it, a terminal prints it.
 
 `table_of` makes one of records. `Table.text` is what a terminal prints, `Table.on_page` what a page
-draws, whose cells may be more than text.
+draws, whose cells may be more than text. `or_dash`, `percent` and `plural` are numbers as a reader
+wants them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any, NamedTuple, TypedDict
 
 from bevquant_quantizers.documents import filled, text_table
@@ -20,9 +22,16 @@ __all__ = [
     "Row",
     "Table",
     "aligned_table",
+    "finite",
+    "number_cell",
+    "or_dash",
+    "percent",
     "plain_table",
+    "plural",
+    "share",
     "table_of",
 ]
+DASH = "–"
 
 
 class CellParts(TypedDict, total=False):
@@ -216,6 +225,59 @@ def table_of(
         for one in records
     ]
     return Table(title, heads, rows, form, id, kind)
+
+
+def finite(value: float | None) -> float | None:
+    """The number, or None for NaN and infinity too, which can be neither sorted nor drawn."""
+    return value if value is not None and isfinite(value) else None
+
+
+def or_dash(value: float | None, form: str) -> str:
+    """A number in the given form; a dash for None, NaN and infinity.
+
+    Examples:
+        >>> or_dash(26404.4, ",.0f"), or_dash(None, ".2f"), or_dash(float("nan"), ".4g")
+        ('26,404', '–', '–')
+    """
+    return DASH if value is None or not isfinite(value) else format(value, form)
+
+
+def number_cell(value: float | None, form: str) -> CellParts:
+    """A number in the given form, by which its column is sorted."""
+    return CellParts(text=or_dash(value, form), value=value)
+
+
+def percent(share: float | None) -> str:
+    """A share as per cent, small ones not rounded away.
+
+    Examples:
+        >>> percent(0.0), percent(0.1234), percent(1e-7)
+        ('0 %', '12.3 %', '< 0.001 %')
+    """
+    if share is None or not isfinite(share):
+        return DASH
+    if share == 0:
+        return "0 %"
+    if share < 1e-5:
+        return "< 0.001 %"
+    if share >= 0.01:
+        return f"{share * 100:.1f} %"
+    return f"{float(f'{share * 100:.2g}')!r} %"
+
+
+def plural(number: int | None, thing: str) -> str:
+    """A number of things.
+
+    Examples:
+        >>> plural(1, "step"), plural(None, "step"), plural(1200, "label")
+        ('1 step', '0 steps', '1,200 labels')
+    """
+    return f"{number or 0:,} {thing}{'s' * (number != 1)}"
+
+
+def share(value: float | None, whole: float) -> float | None:
+    """Length of a bar in per cent, as `CellParts` has it."""
+    return None if value is None or whole <= 0 else 100 * min(1.0, max(0.0, value) / whole)
 
 
 def _text(cell: Cell, without: str) -> str:

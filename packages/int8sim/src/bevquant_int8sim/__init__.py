@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from bevquant_int8sim._accumulator import AccumulatorOverflowError
-from bevquant_int8sim._backends import BackendStatus, backend_report, choose_backend
+from bevquant_int8sim._backends import (
+    BackendStatus,
+    backend_report,
+    choose_backend,
+    usable_backend,
+)
 from bevquant_int8sim._conv import (
     int8_conv1d,
     int8_conv2d,
@@ -76,4 +81,5 @@ __all__ = [
     "quantize_bias",
     "requantize",
     "simulate",
+    "usable_backend",
 ]

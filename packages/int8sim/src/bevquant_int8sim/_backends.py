@@ -66,6 +66,30 @@ def backend_report(*names: str) -> tuple[BackendStatus, ...]:
     return tuple(_status(name) for name in _BACKENDS[1:] if not names or name in names)
 
 
+def usable_backend(backend: str) -> BackendStatus:
+    """The backend that a name means for int8 on this CPU, tried.
+
+    Args:
+        backend: As models and layers take it; ``"auto"`` is the fastest that is exact here.
+
+    Raises:
+        ValueError: It cannot be used here, and why.
+
+    Example:
+        >>> usable_backend("torch").available
+        True
+    """
+    name = backend
+    if backend == "auto":
+        name = choose_backend(backend, torch.device("cpu"), torch.int8, "usable_backend")
+    if name not in _BACKENDS:
+        raise ValueError(f"{backend} cannot be used here: it is unknown")
+    status = _status(name)
+    if not status.available:
+        raise ValueError(f"{backend} cannot be used here: {status.detail}")
+    return status
+
+
 def _torch_status() -> BackendStatus:
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     methods = [

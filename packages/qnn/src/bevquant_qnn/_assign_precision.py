@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Self
 
 from torch import nn
 
@@ -36,6 +37,26 @@ class Budget:
 
     score: float | None = None
     time: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the budget that a text says: "time=1.2", or "score=35".
+
+        Raises:
+            ValueError: It says something else.
+
+        Example:
+            >>> Budget.parse("time=1.2")
+            Budget(score=None, time=1.2)
+        """
+        kind, _, value = text.partition("=")
+        try:
+            return cls(**{kind: float(value)})
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{text}: write time=1.2, a multiple of the int8 model's estimated time, or "
+                "score=35, in the metric's unit"
+            ) from error
 
     def __post_init__(self) -> None:
         given = [value for value in (self.score, self.time) if value is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Self
 
 import msgspec
@@ -13,9 +13,15 @@ from torch import nn
 
 from bevquant_qnn._precision import Precision, check_precisions, put, setting_at
 from bevquant_qnn._precision_groups import precision_groups
+from bevquant_qnn._result import SkippedModule
 from bevquant_quantizers.documents import DocumentError, Finite, JsonDocument, parse_json
 
 _SCHEMA = "bevquant-precision/1"
+_REASONS = {
+    "float": "the plan leaves it in float",
+    "int16": "the plan gives it activations of 16 bits, weights of 8",
+    "int4": "the plan gives it weights of 4 bits, activations of 8",
+}
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,27 @@ class PrecisionPlan(JsonDocument):
             if path in group.modules:
                 return group.precision
         raise KeyError(f"the plan holds no layer {path!r}")
+
+    def before_calibration(self) -> Self:
+        """Return the plan under which ranges are searched: 8 bits in place of other integers.
+
+        So every layer of 8 bits gets the range that it has without a plan, by whatever method;
+        wider ranges come from the same values afterwards, when the plan itself is applied.
+        """
+        groups = (
+            group if group.precision == "float" else replace(group, precision="int8")
+            for group in self
+        )
+        return replace(self, groups=tuple(groups))
+
+    def other_than_int8(self) -> tuple[SkippedModule, ...]:
+        """Return the layers that the plan makes other than int8, each with what it gets."""
+        return tuple(
+            SkippedModule(path, _REASONS[group.precision])
+            for group in self
+            if group.precision != "int8"
+            for path in group.modules
+        )
 
     def to_json(self) -> str:
         """Return the plan as JSON text."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor
 
 from bev_data.metrics import AccuracyTally, Bootstrap
 from bev_data.points import Frame
-from bevfusion.deployment import UNIT_PREFIXES
+from bevfusion.deployment import UNIT_PREFIXES, cpu_weights, split_weights, unit_weights
 from bevfusion.evaluation import PoorData, accuracy_tally, data_findings
-from bevfusion.model import CONFIGS, PART_PATHS, BEVFusion, build_model
+from bevfusion.model import CONFIGS, build_model
 from bevfusion.quantization import relative_change, whole_output
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.bpu._prepare import Models, SplitUnits, bpu_parts, compare_forms, for_march
@@ -22,52 +22,15 @@ from bevfusion_quant.bpu_outcome import BpuOutcome
 from bevfusion_quant.frames import FrameBatches, finding_lines
 from bevfusion_quant.options import BpuConfig, Place
 from bevfusion_quant.report import JudgedRun
-from bevfusion_quant.run import Clock, RunRecord, new_run, sha256
+from bevfusion_quant.run import CONFIG_FILE, Clock, RunRecord, new_run, sha256
 from bevfusion_quant.saved_run import read_model_settings
 from bevfusion_quant.stages import built_parts, fill_weights, quantized_parts
 from bevquant_hybrid_tools.account import folded_norms, quantized_modules
 from bevquant_hybrid_tools.forms import Forms
-from bevquant_quantizers.documents import read_tensors, write_tensors, write_whole
+from bevquant_quantizers.documents import as_form, read_tensors, write_tensors, write_whole
 
 WEIGHTS = "weights.safetensors"
-_GRAPH = "bpu."  # before the names of a unit's graph
-
-
-def save_weights(
-    folder: Path, model: BEVFusion, forms: Mapping[str, Forms], branch: str
-) -> dict[str, str]:
-    """Write weights.safetensors.
-
-    The CPU's parts stand under their own names, each unit's fake-quantized graph (folded weights,
-    scales) under "bpu.<unit>.<name>".
-
-    Returns:
-        The sha256 by file name.
-    """
-    tensors = cpu_weights(model.state_dict(), branch)
-    for unit, form in forms.items():
-        state = form.fake_graph.state_dict()
-        tensors |= {f"{_GRAPH}{unit}.{name}": tensor for name, tensor in state.items()}
-    path = folder / WEIGHTS
-    write_tensors(path, tensors, {"format": "pt"})
-    return {WEIGHTS: sha256(path)}
-
-
-def cpu_weights(state: Mapping[str, Tensor], branch: str) -> dict[str, Tensor]:
-    """Those of a model's weights, or of a file's, that belong to parts in float."""
-    graphs = [f"{PART_PATHS[part]}." for part in bpu_parts(branch) if part != "camera"]
-    if "camera" in bpu_parts(branch):
-        camera = PART_PATHS["camera"]
-        graphs += [f"{camera}.backbone.", f"{camera}.neck."]
-    return {
-        name: tensor for name, tensor in state.items() if not name.startswith((_GRAPH, *graphs))
-    }
-
-
-def graph_weights(state: Mapping[str, Tensor], unit: str) -> dict[str, Tensor]:
-    """A unit's graph among a file's weights."""
-    stem = f"{_GRAPH}{unit}."
-    return {name.removeprefix(stem): t for name, t in state.items() if name.startswith(stem)}
+_PACKAGES = ("bevquant-hybrid",)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,31 +56,23 @@ def load_bpu_run(folder: str | Path) -> LoadedBpuRun:
             raise ValueError("it was not made with --target bpu")
         if sha256(folder / WEIGHTS) != saved.sha256[WEIGHTS]:
             raise ValueError(f"{WEIGHTS} is not the file that the run wrote")
-        config = _config(saved.written)
+        told = {field.name: saved.written[field.name] for field in fields(BpuConfig)}
+        weights = None if told["weights"] is None else Path(told.pop("weights"))
+        form = as_form(told, BpuConfig, where=CONFIG_FILE, what="run's settings")
+        config = replace(form, weights=weights)
         state = read_tensors(folder / WEIGHTS).tensors
         model = build_model(CONFIGS[config.config], built_parts(config.branch))
-        wanted = cpu_weights(model.state_dict(), config.branch)
+        wanted = cpu_weights(model.state_dict(), bpu_parts(config.branch))
         model.load_state_dict({**model.state_dict(), **{name: state[name] for name in wanted}})
         with for_march(config.march):
             units = SplitUnits(model, config)
-            forms = units.finished(units.calibrating(), lambda unit: graph_weights(state, unit))
+            forms = units.finished(units.calibrating(), partial(unit_weights, state))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise InputError(
             f"{folder} cannot be loaded as a run for a BPU: {error}: give a folder that "
             "bevfusion-quant ptq --target bpu has written, unchanged"
         ) from error
     return LoadedBpuRun(config, units, forms, units.models(forms))
-
-
-def _config(saved: dict[str, Any]) -> BpuConfig:
-    values = {f.name: saved[f.name] for f in fields(BpuConfig)}
-    for name in ("exclude", "cameras"):
-        values[name] = tuple(values[name])
-    values["weights"] = None if values["weights"] is None else Path(values["weights"])
-    return BpuConfig(**values)
-
-
-_PACKAGES = ("bevquant-hybrid",)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,14 +132,16 @@ def run_bpu(
             change = relative_change(whole_output(model(*first)), wanted)
         warnings = _warnings(outcome, forms, findings)
         settings = {"target": "bpu", **asdict(config)}
-        digests = save_weights(record.folder, model, forms, config.branch)
+        weights_file = record.folder / WEIGHTS
+        graphs = {unit: form.fake_graph for unit, form in forms.items()}
+        write_tensors(weights_file, split_weights(model, graphs, units.parts), {"format": "pt"})
         records = {
             "fusion": folding_record(units, change),
             "quantization": placement_record(forms, outcome),
         }
         seconds, peak = _write(
             record, outcome, batches, settings,
-            decides={"sizes": asdict(sizes), "sha256": digests},
+            decides={"sizes": asdict(sizes), "sha256": {WEIGHTS: sha256(weights_file)}},
             told={"weights": weights, "calibration_frames": count, "warnings": warnings},
             records=records,
         )  # fmt: skip

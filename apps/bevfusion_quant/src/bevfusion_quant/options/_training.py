@@ -4,34 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, TypedDict, cast
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.options._choices import ConfigName, TrainedBranch
 
 if TYPE_CHECKING:
     from bevfusion.training import Augmentation
-
-
-@dataclass(frozen=True, kw_only=True)
-class AugmentationOptions:
-    """How frames are moved.
-
-    Args:
-        flip: Mirror frames along x and y, each in half of the draws.
-        rotation: Turn frames by up to this angle [rad].
-        scale: Scale frames by up to this share.
-    """
-
-    flip: bool = True
-    rotation: float = 0.2
-    scale: float = 0.05
-
-    def augmentation(self) -> Augmentation:
-        """As training takes it."""
-        from bevfusion.training import Augmentation
-
-        return Augmentation(self.flip, self.rotation, self.scale)
 
 
 class _Execution(TypedDict):
@@ -45,10 +24,13 @@ class _Execution(TypedDict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions(AugmentationOptions):
+class TrainingOptions:
     """Augmentation, and how a training run goes about it, which does not change its result.
 
     Args:
+        flip: Mirror frames along x and y, each in half of the draws.
+        rotation: Turn frames by up to this angle [rad].
+        scale: Scale frames by up to this share.
         held_out: Streets, from seed 0, to judge by; of pandaset, 0 for none of the frames from 28
             on, anything else for all.
         resume: Go on from the checkpoint, or begin where there is none.
@@ -58,6 +40,9 @@ class TrainingOptions(AugmentationOptions):
         checkpoint_every: Steps between checkpoints.
     """
 
+    flip: bool = True
+    rotation: float = 0.2
+    scale: float = 0.05
     held_out: int = 100
     resume: bool = False
     device: str = "cpu"
@@ -65,15 +50,16 @@ class TrainingOptions(AugmentationOptions):
     cache: Path | None = None
     checkpoint_every: int = 100
 
+    def augmentation(self) -> Augmentation:
+        """As training takes it."""
+        from bevfusion.training import Augmentation
+
+        return Augmentation(self.flip, self.rotation, self.scale)
+
     def execution(self) -> _Execution:
         """As keywords of `run_train` and `run_qat`."""
-        return {
-            "resume": self.resume,
-            "device": self.device,
-            "workers": self.workers,
-            "cache": self.cache,
-            "checkpoint_every": self.checkpoint_every,
-        }
+        told = {name: getattr(self, name) for name in _Execution.__annotations__}
+        return cast("_Execution", told)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,65 +1,22 @@
-"""Numbers and names as a reader wants them: what templates and tables are written with."""
+"""Names and amounts as a reader wants them, where `bev_data.tables` does not have them."""
 
 from __future__ import annotations
 
-import math
 import re
 
 from markupsafe import Markup
 
-DASH = "–"
+from bev_data.tables import DASH, finite
+
 _DARK = re.compile(r"@media \(prefers-color-scheme: dark\) \{ svg \{(.*?)\} \}", re.DOTALL)
 _COLOUR = re.compile(r"(--[\w-]+):(#[0-9a-fA-F]+)")
 # How many leading parts of a path name where in the model it is, not what it is.
 _STEMS = {"encoders": 3, "decoder": 2, "heads": 2}
 
 
-def finite(value: float | None) -> float | None:
-    """The number, or None for NaN and infinity too."""
-    return value if value is not None and math.isfinite(value) else None
-
-
-def fixed(value: float | None, digits: int) -> str:
-    """A number with that many decimals; a dash where there is none."""
-    return DASH if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
-
-
-def number(value: float | None, digits: int = 4) -> str:
-    """A number to that many significant digits."""
-    return DASH if value is None or not math.isfinite(value) else f"{value:.{digits}g}"
-
-
-def count(value: float | None) -> str:
-    """A count with its thousands apart.
-
-    Examples:
-        >>> count(26404.4)
-        '26,404'
-    """
-    return DASH if value is None or not math.isfinite(value) else f"{value:,.0f}"
-
-
 def decibels(value: float | None) -> str:
     """An SQNR."""
     return DASH if finite(value) is None else f"{value:.1f} dB"
-
-
-def percent(share: float | None) -> str:
-    """A share as per cent, small ones not rounded away.
-
-    Examples:
-        >>> percent(0.0), percent(0.1234), percent(1e-7)
-        ('0 %', '12.3 %', '< 0.001 %')
-    """
-    if share is None or not math.isfinite(share):
-        return DASH
-    if share == 0:
-        return "0 %"
-    if share < 1e-5:
-        return "< 0.001 %"
-    if share >= 0.01:
-        return f"{share * 100:.1f} %"
-    return f"{float(f'{share * 100:.2g}')!r} %"
 
 
 def seconds(value: float) -> str:
@@ -85,16 +42,6 @@ def part_of(path: str) -> str:
     return "head" if first == "heads" else first
 
 
-def plural(number: int | None, thing: str) -> str:
-    """A number of things.
-
-    Examples:
-        >>> plural(1, "step"), plural(None, "step"), plural(1200, "label")
-        ('1 step', '0 steps', '1,200 labels')
-    """
-    return f"{number or 0:,} {thing}{'s' * (number != 1)}"
-
-
 def path_parts(path: str) -> tuple[str, str]:
     """Where in the model a path lies, and what lies there.
 
@@ -110,11 +57,6 @@ def path_parts(path: str) -> tuple[str, str]:
 def breakable(text: str) -> list[str]:
     """A name in pieces between which a line may break: after its dots and low lines."""
     return re.split(r"(?<=[._])(?=.)", text, flags=re.DOTALL)
-
-
-def share(value: float | None, whole: float) -> float | None:
-    """Length of a bar in per cent."""
-    return None if value is None or whole <= 0 else 100 * min(1.0, max(0.0, value) / whole)
 
 
 def setting_text(value: object) -> str:

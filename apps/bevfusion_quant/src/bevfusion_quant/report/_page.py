@@ -18,6 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template, Templa
 from jinja2.ext import Extension
 from markupsafe import Markup
 
+from bev_data.tables import or_dash, percent, plural
 from bevfusion_quant.report import _format
 from bevfusion_quant.run import plain
 from bevquant_quantizers import write_whole
@@ -37,8 +38,8 @@ _SCRIPTS = (
 )  # fmt: skip
 _SCRIPT_OF = {"bpu": "bpu.js"}  # of a single section
 _FILTERS = (
-    "breakable", "count", "decibels", "fixed", "memory", "number", "partition_picture",
-    "path_parts", "percent", "plural", "seconds", "web_address",
+    _format.breakable, _format.decibels, _format.partition_picture, _format.path_parts,
+    _format.web_address, or_dash, percent, plural,
 )  # fmt: skip
 # What filling a template with data that does not fit it raises.
 _UNFIT = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
@@ -176,7 +177,7 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         extensions=[_LinesJoined],
     )
-    environment.filters |= {name: getattr(_format, name) for name in _FILTERS}
+    environment.filters |= {one.__name__: one for one in _FILTERS}
     return environment
 
 

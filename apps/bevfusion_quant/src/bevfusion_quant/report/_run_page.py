@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bev_data.metrics import Accuracy, AgreementRow, or_dash, points, span
+from bev_data.metrics import Accuracy, AgreementRow, points, span
 from bev_data.points import Frame
+from bev_data.tables import finite, or_dash, plural
 from bevfusion.deployment import ExportedSet
 from bevfusion.model import BEVFusionConfig
 from bevfusion.model.head import Detections
@@ -27,7 +28,7 @@ from bevfusion_quant.report._content import (
     ReportStage,
     check,
 )
-from bevfusion_quant.report._format import count, decibels, finite, memory, number, plural, seconds
+from bevfusion_quant.report._format import decibels, memory, seconds
 from bevfusion_quant.report._page import Section, write_page
 from bevfusion_quant.report._sections import run_sections
 from bevfusion_quant.run import PAGE_FILE, RunRecord
@@ -74,7 +75,7 @@ def _figures(content: ReportContent) -> Iterator[Figure]:
         weights = sum(q.is_weight for q in content.quantizers)
         shared = sum(len(q.paths) > 1 for q in content.quantizers)
         note = f"{weights} of weights, {shared} shared"
-        yield _figure("Quantizers", count(len(content.quantizers)), note)
+        yield _figure("Quantizers", f"{len(content.quantizers):,}", note)
     if content.accuracy is not None:
         yield _mean_ap(content.accuracy)
     if content.integers is not None:
@@ -137,7 +138,7 @@ def _bpu(outcome: BpuOutcome) -> Iterator[Figure]:
     """Bytes between BPU and CPU, and the estimate of the BPU's time."""
     boundaries = len(outcome.plan.boundaries)
     note = f"of integers in a frame, {boundaries} boundaries"
-    size = number((outcome.plan.transfer_bytes or 0) / 1e6, 3)
+    size = f"{(outcome.plan.transfer_bytes or 0) / 1e6:.3g}"
     yield _figure("Between BPU and CPU", f"{size} MB", note)
     estimates = outcome.estimates.values()
     total = sum(estimate.seconds for estimate in estimates)

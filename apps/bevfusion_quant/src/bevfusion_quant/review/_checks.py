@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from bev_data.metrics import points, span
 from bevfusion.model import trained_weights
+from bevfusion.quantization import SimulationSummary
 from bevfusion_quant.export import ONNX_FOLDER
 from bevfusion_quant.frames import FIRST_TRAINING_SEED
 from bevfusion_quant.report import LOW_SQNR_DB
 from bevfusion_quant.review._gather import Evidence, Gathered, Measured, frames_text
 from bevfusion_quant.review._headline import HeadlineGroup, HeadlineRow, judged
-from bevfusion_quant.run import BpuSummary, IntegersSummary, sha256
+from bevfusion_quant.run import BpuSummary, sha256
 
 # Options that say where frames come from, with how many values each takes; 0 for any number.
 _SOURCE = {"--points": 0, "--dataset": 1, "--data": 0, "--split": 1, "--data-version": 1}
@@ -184,7 +185,7 @@ def _integers(main: Measured) -> Check:
     return Check(question, told, "missing", command_for("simulate", main))
 
 
-def _simulated(question: str, found: IntegersSummary) -> Check:
+def _simulated(question: str, found: SimulationSummary) -> Check:
     if found.wrong:
         told = f"more than a step off on the same input: {', '.join(found.wrong)}"
         return Check(question, told, "look")

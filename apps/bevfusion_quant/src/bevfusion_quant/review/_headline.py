@@ -6,11 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from bev_data.metrics import Interval, or_dash, points, with_interval
+from bev_data.metrics import (
+    AccuracySummary,
+    Interval,
+    ModelSummary,
+    or_dash,
+    points,
+    with_interval,
+)
 from bev_data.tables import Column, Row, Table
 from bevfusion_quant.options import Branch
 from bevfusion_quant.review._gather import Evidence, Gathered, frames_text
-from bevfusion_quant.run import AccuracySummary, ModelSummary, RunSettings, RunSummary
+from bevfusion_quant.run import RunSettings, RunSummary
 from bevfusion_quant.stages import quantized_parts
 
 COLUMNS = (

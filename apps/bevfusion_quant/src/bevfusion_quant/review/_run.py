@@ -135,15 +135,14 @@ def run_review(
         gathered = gather(Path(run), record.path.parent, qat=qat, bpu=bpu, take=take)
         groups = headline(gathered)
         found = checks(gathered, groups)
-        page = write_review(
-            folder / PAGE_FILE,
-            gathered,
-            groups,
-            found,
-            title=gathered.main.run.folder.resolve().name,
-            command=record.command,
-            versions=versions(*_PACKAGES),
-        )
+        title = gathered.main.run.folder.resolve().name
+        sections = [
+            Section("verdict", "Verdict", _verdict(groups, found)),
+            *_borrowed(gathered),
+            Section("trail", "Reproduce", _trail(gathered, versions(*_PACKAGES), record.command)),
+            Section("sign", "Sign", None),
+        ]
+        page = write_page(folder / PAGE_FILE, title, _head(gathered, title, found), sections)
         if printer is not None:
             print_pdf(page, folder / PDF_FILE, printer)
         read = {"evaluates": str(run), "run_sha256": gathered.main.run.model_digests}
@@ -175,36 +174,6 @@ def _lines(checks: Sequence[Check]) -> Iterator[str]:
         yield f"{MARKS[check.state]:>7}  {check.question} {check.answer}"
         if check.command:
             yield f"{'':9}{check.command}"
-
-
-def write_review(
-    path: Path,
-    gathered: Gathered,
-    groups: Sequence[HeadlineGroup],
-    checks: Sequence[Check],
-    *,
-    title: str,
-    command: str,
-    versions: Mapping[str, str],
-) -> Path:
-    """Write the page to sign.
-
-    Args:
-        path: The file.
-        gathered: What it is made of.
-        groups: The headline table.
-        checks: Questions and answers.
-        title: Its name.
-        command: The command line that makes it again.
-        versions: Of the packages that make it.
-    """
-    sections = [
-        Section("verdict", "Verdict", _verdict(groups, checks)),
-        *_borrowed(gathered),
-        Section("trail", "Reproduce", _trail(gathered, versions, command)),
-        Section("sign", "Sign", None),
-    ]
-    return write_page(path, title, _head(gathered, title, checks), sections)
 
 
 def _head(gathered: Gathered, title: str, checks: Sequence[Check]) -> Section:

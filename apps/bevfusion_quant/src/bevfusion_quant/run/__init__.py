@@ -8,15 +8,11 @@ from bevfusion_quant.run._folder import (
     RUN_VERSIONS,
     read_digests,
     run_folder,
-    sha256,
     write_digests,
     written_text,
 )
 from bevfusion_quant.run._read import (
-    AccuracySummary,
     BpuSummary,
-    IntegersSummary,
-    ModelSummary,
     RunSettings,
     RunSummary,
     as_settings,
@@ -31,11 +27,10 @@ from bevfusion_quant.run._record import (
     Clock,
     RunRecord,
     new_run,
-    plain,
     return_freed_memory,
     versions,
-    write_json,
 )
+from bevquant_quantizers.documents import plain, sha256, write_json
 
 __all__ = [
     "CONFIG_FILE",
@@ -44,11 +39,8 @@ __all__ = [
     "RUN_FORMAT",
     "RUN_VERSIONS",
     "SUMMARY_FILE",
-    "AccuracySummary",
     "BpuSummary",
     "Clock",
-    "IntegersSummary",
-    "ModelSummary",
     "RunRecord",
     "RunSettings",
     "RunSummary",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from bevfusion_quant._errors import InputError
 from bevquant_quantizers.documents import (
     DocumentError,
     read_json,
+    sha256,
     sweep,
     write_folder,
     write_whole,
@@ -117,12 +117,6 @@ def written_text(folder: Path) -> tuple[str, ...]:
     names = sorted(f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir())
     others = ", ".join(name for name in names if name != PAGE_FILE)
     return f"Written to {folder}: {others}", f"Page: {(folder / PAGE_FILE).absolute()}"
-
-
-def sha256(path: Path) -> str:
-    """The digest of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _refuse(target: Path, overwrite: bool) -> None:

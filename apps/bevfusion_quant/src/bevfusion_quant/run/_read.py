@@ -11,7 +11,13 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from bev_data.metrics import Interval
+from bev_data.metrics import AccuracySummary
+from bevfusion.quantization import (
+    IntegerLayerSummary,
+    SensitivitySummary,
+    SimulationSummary,
+    StageSummary,
+)
 from bevfusion_quant.run._folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS
 from bevfusion_quant.run._record import SUMMARY_FILE
 from bevquant_quantizers.documents import as_form, read_json
@@ -144,54 +150,9 @@ def refuse_version(name: str, version: object) -> None:
         )
 
 
-class StageSummary(msgspec.Struct):
-    """The end of one part of the model, against float."""
-
-    stage: str
-    title: str
-    sqnr_db: float | None = None
-    fake_sqnr_db: float | None = None
-    integer_sqnr_db: float | None = None
-
-
 class _Layer(msgspec.Struct):
     layer: str
     sqnr_db: float | None
-
-
-class _IntegerLayer(msgspec.Struct):
-    max_steps: float | None = None
-
-
-class IntegersSummary(msgspec.Struct):
-    """A model in integers beside the quantized one."""
-
-    wrong: list[str]
-    explained: list[str]
-    layers: list[_IntegerLayer]
-    stages: list[StageSummary]
-
-
-class _Difference(msgspec.Struct):
-    mean_ap: float | None = None
-    interval: Interval | None = None
-
-
-class ModelSummary(msgspec.Struct):
-    """One model by the labels; `difference` is from the first."""
-
-    mean_ap: float | None = None
-    interval: Interval | None = None
-    nds: float | None = None
-    missing: list[str] = []
-    difference: _Difference | None = None
-
-
-class AccuracySummary(msgspec.Struct):
-    """Models by the labels of the same frames."""
-
-    labels: int | None = None
-    models: dict[str, ModelSummary] = {}
 
 
 class _Quantizer(msgspec.Struct):
@@ -226,22 +187,6 @@ class ExportSummary(msgspec.Struct):
     files: list[_File]
 
 
-class _SensitivityRow(msgspec.Struct):
-    modules: list[str]
-    alone: dict[str, float]
-
-
-class _SensitivityTable(msgspec.Struct):
-    rows: list[_SensitivityRow]
-
-
-class _Sensitivity(msgspec.Struct):
-    precisions: list[str]
-    unit: str
-    scored: str
-    table: _SensitivityTable
-
-
 class _Segment(msgspec.Struct):
     place: str
     nodes: list[Any]
@@ -260,7 +205,7 @@ class BpuSummary(msgspec.Struct):
     on_cpu: list[Any]
     estimates: dict[str, _Estimate]
     stages: list[StageSummary]
-    layers: list[_IntegerLayer]
+    layers: list[IntegerLayerSummary]
 
 
 class QatSummary(msgspec.Struct):
@@ -286,9 +231,9 @@ class RunSummary(msgspec.Struct):
     stages: list[StageSummary] = []
     accuracy: AccuracySummary | None = None
     calibration: _Calibration | None = None
-    integers: IntegersSummary | None = None
+    integers: SimulationSummary | None = None
     export: ExportSummary | None = None
-    sensitivity: _Sensitivity | None = None
+    sensitivity: SensitivitySummary | None = None
     bpu: BpuSummary | None = None
     qat: QatSummary | None = None
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.metadata
-import json
 import logging
-import math
 import platform
 import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from torch import nn
 from bev_data.points import Frame
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.run._folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS, run_folder
-from bevquant_quantizers.documents import write_whole
+from bevquant_quantizers.documents import write_json
 from bevquant_quantizers.ranks import Shards, current_ranks
 
 LOG = logging.getLogger(__name__)
@@ -70,40 +68,6 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError, TypeError):  # another C library, or none that can be asked
         return
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> Path:
-    """Write JSON that any reader takes: no NaN, no Infinity."""
-    text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False, default=_written)
-    return write_whole(path, text + "\n")
-
-
-def plain(value: Any) -> Any:
-    """Anything that a run or a package reports as JSON has it.
-
-    By field, keys as text; NaN and infinities are None, what JSON does not know is text.
-    """
-    if isinstance(value, str | bool | int) or value is None:
-        return value
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if is_dataclass(value):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
-    if hasattr(value, "_asdict"):
-        value = value._asdict()
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if hasattr(value, "tolist"):
-        return plain(value.tolist())
-    return [plain(item) for item in value] if isinstance(value, Iterable) else str(value)
-
-
-def _written(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    if hasattr(value, "__dataclass_fields__"):
-        return asdict(value)
-    raise TypeError(f"{type(value).__name__} has no place in a summary")
 
 
 @dataclass

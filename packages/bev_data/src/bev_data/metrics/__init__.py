@@ -1,6 +1,14 @@
 """Detection metrics from boxes alone: nuScenes' AP, errors and NDS, KITTI's BEV AP, intervals."""
 
-from bev_data.metrics._accuracy import Accuracy, AccuracyTally, ModelAccuracy, Sketch
+from bev_data.metrics._accuracy import (
+    Accuracy,
+    AccuracySummary,
+    AccuracyTally,
+    DifferenceSummary,
+    ModelAccuracy,
+    ModelSummary,
+    Sketch,
+)
 from bev_data.metrics._agreement import AgreementRow, DetectionTally, FoundRow, match
 from bev_data.metrics._bootstrap import (
     Bootstrap,
@@ -25,12 +33,11 @@ from bev_data.metrics._text import (
     measure_tables,
     model_tables,
     nds_title,
-    or_dash,
     points,
     span,
     with_interval,
 )
-from bev_data.tables import aligned_table
+from bev_data.tables import aligned_table, or_dash
 from bevquant_quantizers.documents import record_table
 
 __all__ = [
@@ -38,6 +45,7 @@ __all__ = [
     "ERROR_UNITS",
     "RECALLS",
     "Accuracy",
+    "AccuracySummary",
     "AccuracyTally",
     "AgreementRow",
     "Bootstrap",
@@ -47,9 +55,11 @@ __all__ = [
     "DetectionRules",
     "DetectionTally",
     "Difference",
+    "DifferenceSummary",
     "FoundRow",
     "Interval",
     "ModelAccuracy",
+    "ModelSummary",
     "Sketch",
     "accuracy_notes",
     "accuracy_text",

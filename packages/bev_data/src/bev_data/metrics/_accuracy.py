@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from bev_data.datasets import labelled_region, scene_name
-from bev_data.metrics._bootstrap import Bootstrap, interval_of_mean_ap
+from bev_data.metrics._bootstrap import Bootstrap, Interval, interval_of_mean_ap
 from bev_data.metrics._evaluate import Difference, difference
 from bev_data.metrics._meter import DetectionMeter
 from bev_data.metrics._result import DetectionMetrics, metrics_of
@@ -84,6 +86,30 @@ class Accuracy:
                 for entry in self.models
             },
         }
+
+
+class DifferenceSummary(msgspec.Struct):
+    """How far a model is from the first, in an `AccuracySummary`."""
+
+    mean_ap: float | None = None
+    interval: Interval | None = None
+
+
+class ModelSummary(msgspec.Struct):
+    """One model in an `AccuracySummary`; `difference` is from the first."""
+
+    mean_ap: float | None = None
+    interval: Interval | None = None
+    nds: float | None = None
+    missing: list[str] = []
+    difference: DifferenceSummary | None = None
+
+
+class AccuracySummary(msgspec.Struct):
+    """What `Accuracy.summary` says of models, read back from JSON."""
+
+    labels: int | None = None
+    models: dict[str, ModelSummary] = {}
 
 
 class AccuracyTally:

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bev_data.tables import Cell, CellParts, Column, Row, Table, aligned_table, plain_table
+from bev_data.tables import (
+    DASH,
+    Cell,
+    CellParts,
+    Column,
+    Row,
+    Table,
+    aligned_table,
+    or_dash,
+    plain_table,
+    plural,
+)
 from bevquant_quantizers.documents import record_table
 
 if TYPE_CHECKING:
@@ -15,7 +26,6 @@ if TYPE_CHECKING:
     from bev_data.metrics._evaluate import Difference
 
 ERROR_UNITS = {"ATE": "m", "ASE": "1 − IoU", "AOE": "rad", "AVE": "m/s"}
-DASH = "–"
 _WIDE, _HIGH = 100.0, 12.0  # of a bar, in its own units
 
 
@@ -37,7 +47,7 @@ def accuracy_notes(accuracy: Accuracy) -> Iterator[str]:
     reference = accuracy.reference
     others = f", {accuracy.unlabelled} more without labels" if accuracy.unlabelled else ""
     objects, frames = (
-        _many(n, what)
+        plural(n, what)
         for n, what in ((reference.labels, "labelled object"), (reference.frames, "frame"))
     )
     yield f"{objects} in {frames}{others}."
@@ -112,10 +122,6 @@ def _without_intervals(accuracy: Accuracy, error_form: str) -> Iterator[tuple[st
         yield (f"BEV AP, IoU {overlap:g}", *(points(row.bev_ap[overlap]) for row in rows))
 
 
-def _many(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"
-
-
 def agreement_text(
     agreement: Sequence[AgreementRow], found: Sequence[FoundRow], other: str = "quantized"
 ) -> str:
@@ -138,11 +144,6 @@ def agreement_text(
         }
         tables.append(record_table(found, columns))
     return "\n\n".join(tables)
-
-
-def or_dash(value: float | None, form: str) -> str:
-    """A number in the given form, a dash for None."""
-    return DASH if value is None else format(value, form)
 
 
 def measure_tables(accuracy: Accuracy) -> tuple[Table, Table]:

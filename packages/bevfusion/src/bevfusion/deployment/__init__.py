@@ -13,7 +13,7 @@ from bevfusion.deployment._bpu import (
     unit_inputs,
 )
 from bevfusion.deployment._check import Figures, beside_layers, join_figures
-from bevfusion.deployment._export import SetExport, export_files
+from bevfusion.deployment._export import SetExport, export_files, export_pieces
 from bevfusion.deployment._files import (
     AUTOWARE_BOXES,
     HEAD,
@@ -25,12 +25,6 @@ from bevfusion.deployment._files import (
     autoware_files,
     bpu_files,
     nvidia_files,
-)
-from bevfusion.deployment._judge_split import (
-    SplitComparison,
-    SplitStage,
-    judge_split,
-    split_stage_table,
 )
 from bevfusion.deployment._pieces import (
     Piece,
@@ -48,12 +42,21 @@ from bevfusion.deployment._result import (
 )
 from bevfusion.deployment._split import (
     UNIT_PREFIXES,
+    SplitComparison,
     SplitModel,
+    SplitStage,
+    boundary_table,
     bpu_units,
+    cpu_weights,
+    judge_split,
+    split_stage_table,
+    split_weights,
+    unit_weights,
 )
 from bevfusion.deployment._text import (
     export_text,
     file_box_table,
+    file_layer_table,
     file_size,
     file_stage_table,
     set_verdict,
@@ -87,14 +90,18 @@ __all__ = [
     "beside_bpu_layers",
     "beside_layers",
     "between",
+    "boundary_table",
     "bpu_files",
     "bpu_pieces",
     "bpu_units",
     "compose_plan",
+    "cpu_weights",
     "export_files",
+    "export_pieces",
     "export_text",
     "file_box_table",
     "file_boxes",
+    "file_layer_table",
     "file_size",
     "file_stage_table",
     "join_figures",
@@ -104,8 +111,10 @@ __all__ = [
     "outputs_of",
     "set_verdict",
     "split_stage_table",
+    "split_weights",
     "stage_shapes",
     "unit_inputs",
+    "unit_weights",
     "walk",
     "watching",
     "write_piece",

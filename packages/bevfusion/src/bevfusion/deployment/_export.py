@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +30,9 @@ from bevfusion.deployment._walk import between, walk
 from bevfusion.evaluation import FrameBatches
 from bevfusion.model import BEVFusion, BEVFusionConfig, example_like
 from bevfusion.quantization import relative_change
+from bevfusion.steps import Step, untold
 from bevquant_export import export_float_onnx, find_target, lint_onnx, note_calibration, open_onnx
+from bevquant_quantizers.documents import sha256
 
 
 def export_files(
@@ -62,10 +63,44 @@ def export_files(
         InputError: The head is quantized, or a file cannot be written.
     """
     pieces = nvidia_pieces(float_model, quantized_model, target)
-    made = SetExport(pieces, quantized_model, batches, config, folder, target=target, cpu=cpu)
-    made.write()
-    made.check()
-    return made.run()
+    return export_pieces(pieces, quantized_model, batches, config, folder, target=target, cpu=cpu)
+
+
+def export_pieces(
+    pieces: Sequence[Piece],
+    model: BEVFusion,
+    batches: FrameBatches,
+    config: BEVFusionConfig,
+    folder: Path,
+    *,
+    calibration: Sequence[str] = (),
+    after_each: Callable[[], None] = lambda: None,
+    step: Step = untold,
+    **how: Any,
+) -> ExportedSet:
+    """Write the files of these pieces, check each by itself and run them one behind the other.
+
+    Args:
+        pieces: In the order of execution; see `nvidia_pieces` and `bpu_pieces`.
+        model: The quantized one, or any form of it.
+        batches: At least one; the first is run, all of them bound the number of voxels.
+        config: Sizes.
+        folder: Made here.
+        calibration: Why the ranges cannot be right, for whoever lints the files.
+        after_each: Called behind each file.
+        step: Called around "write", "check" and "run ONNX files".
+        **how: target, march, cpu and known of `SetExport`.
+
+    Raises:
+        InputError: A file cannot be written.
+    """
+    made = SetExport(pieces, model, batches, config, folder, **how)
+    with step("write ONNX files", ""):
+        made.write(calibration, after_each)
+    with step("check ONNX files", "the ONNX files cannot be checked"):
+        made.check()
+    with step("run ONNX files", "the ONNX files cannot be run one behind the other"):
+        return made.run()
 
 
 class SetExport:
@@ -275,8 +310,8 @@ def exported_file(written: Written, layers: tuple[FileLayer, ...]) -> ExportedFi
         runs_on=engine.title,
         build="; ".join(engine.commands(written.path, quantized=quantized)),
         size=written.path.stat().st_size,
-        sha256=_sha256(written.path),
-        companions={p.name: _sha256(p) for p in _companions(written)},
+        sha256=sha256(written.path),
+        companions={p.name: sha256(p) for p in _companions(written)},
         opset=opset,
         inputs=tuple(map(_port, proto.graph.input)),
         outputs=tuple(map(_port, proto.graph.output)),
@@ -311,8 +346,3 @@ def _ranges(written: Written) -> dict[str, float]:
         for path, q in quantizers_on(written.piece.fake_module).items()
         if q.axis is None and q.amax is not None and not path.endswith("_weight_quantizer")
     }
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bev_data.metrics import AgreementRow
+from bevquant_quantizers.documents import write_json
 
 _EXACT = ("int8", "float16")  # forms that are compared value by value
 
@@ -206,6 +207,40 @@ class ExportedSet:
             "stages": self.stages,
             "agreement": self.agreement,
         }
+
+    def write_manifest(self, **about: Any) -> Path:
+        """Write manifest.json beside the files: what each is, and what checking it gave.
+
+        Args:
+            **about: What else it says of the set: "command", "versions", …
+        """
+        content = {
+            "format": "bevfusion-quant export",
+            "version": 1,
+            "target": self.target,
+            **about,
+            "verified": not self.failures,
+            "failures": self.failures,
+            "files": [_in_short(file) for file in self.files],
+            "chain": {"frame": self.frame, "stages": self.stages, "boxes": self.agreement},
+        }
+        return write_json(self.folder / "manifest.json", content)
+
+
+def _in_short(file: ExportedFile) -> dict[str, Any]:
+    """A file with its layers in short: how many are right, and those that are not equal."""
+    entry = asdict(file)
+    layers = entry.pop("layers")
+    entry["checked"] = {
+        "tensors": len(layers),
+        "wrong": sum(not layer["is_right"] for layer in layers),
+        "different": [
+            {key: layer[key] for key in ("path", "op", "elements", "different", "ties", "largest")}
+            for layer in layers
+            if layer["largest"]
+        ],
+    }
+    return entry
 
 
 def _decibels(value: float | None) -> str:

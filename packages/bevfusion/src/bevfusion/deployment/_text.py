@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bev_data.tables import Columns, Table, table_of
+from bev_data.tables import CellParts, Column, Columns, Row, Table, or_dash, table_of
 from bevfusion.deployment._result import ExportedFile, ExportedSet, FileLayer, FilePort
 
 _SHOWN = 5
@@ -121,3 +121,38 @@ def file_box_table(made: ExportedSet) -> Table:
     }
     title = "Boxes of the integer model and of the files, same class"
     return table_of(title, made.agreement, columns)
+
+
+_LAYERS = (
+    Column("Layer"), Column("Operation", "minor text"), Column("File", "minor text"),
+    Column("Fake dB"), Column("Integer dB"), Column("Integer steps", "minor"),
+    Column("Values", "minor"), Column("ONNX differs"), Column("Ties", "minor"),
+    Column("ONNX steps"),
+)  # fmt: skip
+
+
+def file_layer_table(made: ExportedSet) -> Table:
+    """Every tensor of the files in four executions, and how far the file's is from the model's."""
+    title, rows = "Float, fake-quantized, integer and ONNX", list(map(_row, made.layers))
+    return Table(title, _LAYERS, rows, "long", "export-layers", "dense")
+
+
+def _row(layer: FileLayer) -> Row:
+    """A tensor; what would be allowed, where it is not kept."""
+    name = CellParts(path=layer.path)
+    if not layer.is_right:
+        name["note"] = f"wrong: allowed is {layer.allowed}"
+    counted = layer.different is not None
+    cells = (
+        name,
+        layer.op,
+        layer.file.removesuffix(".onnx"),
+        or_dash(layer.fake_sqnr_db, ".1f"),
+        or_dash(layer.integer_sqnr_db, ".1f"),
+        or_dash(layer.integer_steps, ",.0f"),
+        or_dash(layer.elements, ",.0f"),
+        or_dash(layer.different, ",.0f"),
+        or_dash(layer.ties if counted else None, ",.0f"),
+        or_dash(layer.largest, ".2g" if layer.form == "float" else ",.0f"),
+    )
+    return Row(cells, kind="" if layer.is_right else "low wrong")

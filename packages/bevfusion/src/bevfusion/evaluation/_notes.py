@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from bev_data.points import Frame, Labels
 from bevfusion.model.head import Detections
-from bevquant_quantizers.documents import check_arrays, parse_json
+from bevquant_quantizers.documents import check_arrays, parse_json, plain
 from bevquant_quantizers.ranks import Record
 
 # A voxel has five values and an integer 127 magnitudes; a real frame has thousands of voxels.
@@ -70,21 +69,6 @@ def frame_findings(frame: Frame, voxels: int) -> tuple[PoorData, ...]:
     return tuple(found)
 
 
-def to_text(findings: Sequence[PoorData]) -> str:
-    """The findings as text that `from_text` reads."""
-    return json.dumps([asdict(finding) for finding in findings])
-
-
-def from_text(text: str) -> tuple[PoorData, ...]:
-    """What `to_text` wrote in this run's own files.
-
-    Raises:
-        DocumentError: It is something else.
-    """
-    found: tuple[PoorData, ...] = parse_json(text, tuple[PoorData, ...], what="list of findings")
-    return found
-
-
 _OPTIONAL = ("velocities", "visibility", "num_points")
 _Forms = dict[str, tuple[Any, tuple[int | str, ...]]]
 _FORMS: _Forms = {"frame.name": ("U", ()), "frame.size": ("iu", ())}
@@ -116,7 +100,7 @@ def note_record(note: FrameNote) -> dict[str, np.ndarray[Any, Any]]:
     """The note as named arrays."""
     record = {"frame.name": np.array(note.name), "frame.size": np.array(note.size)}
     if note.findings:
-        record["frame.findings"] = np.array(to_text(note.findings))
+        record["frame.findings"] = np.array(json.dumps(plain(note.findings)))
     if note.labels is not None:
         record["labels.boxes"] = note.labels.boxes
         record["labels.names"] = np.array(note.labels.names, np.str_)
@@ -139,7 +123,8 @@ def note_of(record: Record) -> FrameNote:
         names = tuple(str(name) for name in record["labels.names"])
         rest = (record.get(f"labels.{name}") for name in _OPTIONAL)
         labels = Labels(record["labels.boxes"], names, *rest)
-    findings = from_text(str(record.get("frame.findings", "[]")))
+    told = str(record.get("frame.findings", "[]"))
+    findings: tuple[PoorData, ...] = parse_json(told, tuple[PoorData, ...], what="list of findings")
     return FrameNote(str(record["frame.name"]), int(record["frame.size"]), labels, findings)
 
 

@@ -7,15 +7,23 @@ frames: layers, stages, detections; `MeanAp` is what `bevquant_qnn.sensitivity` 
 
 from bevfusion.quantization._integers import (
     FloatIsland,
+    IntegerLayerSummary,
     IntegerStage,
     SavedPart,
     Simulation,
+    SimulationSummary,
+    StageSummary,
     in_integers,
     integer_stages,
     lies_below,
     simulate_detector,
 )
-from bevfusion.quantization._integers_text import QUERIES, simulation_text
+from bevfusion.quantization._integers_text import (
+    QUERIES,
+    integer_box_table,
+    integer_stage_table,
+    simulation_text,
+)
 from bevfusion.quantization._judge import (
     Comparison,
     Judgement,
@@ -27,10 +35,12 @@ from bevfusion.quantization._judge import (
 )
 from bevfusion.quantization._mean_ap import KeptScores, MeanAp
 from bevfusion.quantization._parts import (
+    calibrate_detector,
     expand_patterns,
     first_sparse_conv,
     fuse_detector,
     quantize_detector,
+    round_detector,
 )
 from bevfusion.quantization._qat import Distiller, QatDetectorTrainer
 from bevfusion.quantization._sensitivity import (
@@ -40,9 +50,11 @@ from bevfusion.quantization._sensitivity import (
     plan_within,
     refine_within,
     sensitivity_output,
+    study_sensitivity,
 )
 from bevfusion.quantization._sensitivity_table import (
     SensitivityOutcome,
+    SensitivitySummary,
     sensitivity_headline,
     sensitivity_plan,
     sensitivity_table,
@@ -63,6 +75,7 @@ __all__ = [
     "Comparison",
     "Distiller",
     "FloatIsland",
+    "IntegerLayerSummary",
     "IntegerStage",
     "Judgement",
     "KeptScores",
@@ -70,16 +83,22 @@ __all__ = [
     "QatDetectorTrainer",
     "SavedPart",
     "SensitivityOutcome",
+    "SensitivitySummary",
     "Simulation",
+    "SimulationSummary",
     "StageMaps",
     "StageProbe",
     "StageRow",
+    "StageSummary",
+    "calibrate_detector",
     "check_precisions",
     "compare_layers",
     "expand_patterns",
     "first_sparse_conv",
     "fuse_detector",
     "in_integers",
+    "integer_box_table",
+    "integer_stage_table",
     "integer_stages",
     "judge",
     "layer_table",
@@ -90,6 +109,7 @@ __all__ = [
     "quantize_detector",
     "refine_within",
     "relative_change",
+    "round_detector",
     "sensitivity_headline",
     "sensitivity_output",
     "sensitivity_plan",
@@ -99,5 +119,6 @@ __all__ = [
     "simulate_detector",
     "simulation_text",
     "stage_table",
+    "study_sensitivity",
     "whole_output",
 ]

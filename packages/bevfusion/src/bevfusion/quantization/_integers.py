@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from torch import nn
 
@@ -195,6 +196,31 @@ class Simulation:
             "labels_found": self.found,
             "saved": self.saved,
         }
+
+
+class StageSummary(msgspec.Struct):
+    """The end of one part of the model against float, read back from the JSON of a summary."""
+
+    stage: str
+    title: str
+    sqnr_db: float | None = None
+    fake_sqnr_db: float | None = None
+    integer_sqnr_db: float | None = None
+
+
+class IntegerLayerSummary(msgspec.Struct):
+    """A step in integers, read back: how far it departs at most."""
+
+    max_steps: float | None = None
+
+
+class SimulationSummary(msgspec.Struct):
+    """What `Simulation.summary` says of the model, read back from JSON."""
+
+    wrong: list[str]
+    explained: list[str]
+    layers: list[IntegerLayerSummary]
+    stages: list[StageSummary]
 
 
 def simulate_detector(

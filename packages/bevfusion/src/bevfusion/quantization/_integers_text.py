@@ -1,4 +1,4 @@
-"""What running in integers gave, as text."""
+"""What running in integers gave, as text and as tables."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bev_data.metrics import agreement_text, record_table
+from bev_data.tables import CellParts, Columns, Table, table_of
 from bevfusion.quantization._integers import Simulation, in_integers
 from bevquant_int8sim import LayerRow
 
@@ -117,3 +118,29 @@ def _short(path: str) -> str:
     """The beginning of a long path is cut, the layer's own name stays."""
     short = path.removeprefix("encoders.").replace(".encoder_layers.", ".")
     return short if len(short) <= _LONGEST else "…" + short[1 - _LONGEST :]
+
+
+def integer_stage_table(simulation: Simulation) -> Table:
+    """Both quantized models against float at the end of each stage, and where they part."""
+    columns: Columns = {
+        "Last step of the stage": lambda row: CellParts(text=row.title, note_path=row.layer),
+        "Fake dB": "{fake_sqnr_db:.1f}",
+        "Integer dB": "{integer_sqnr_db:.1f}",
+        "Max steps": "{max_steps:.0f}",
+        "Same input": "{forced_max_steps:.0f}",
+    }
+    return table_of(
+        "SQNR against float; largest differences in the stage", simulation.stages, columns
+    )
+
+
+def integer_box_table(simulation: Simulation) -> Table:
+    """Boxes of the float model against those of the model in integers."""
+    columns = {
+        "Within": "{distance:g} m",
+        "Float": "{float_detections:,}",
+        "Integer": "{quantized_detections:,}",
+        "Matched": "{matched:,}",
+        "Mean |\u2060Δscore|": "{score_mean:.4f}",
+    }
+    return table_of("Detections, float against integer, same class", simulation.agreement, columns)

@@ -1,4 +1,4 @@
-"""The detector folded and quantized, any of its parts."""
+"""The detector folded, quantized, calibrated and rounded, any of its parts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
+from bevfusion.evaluation import FrameBatches
 from bevfusion.model import PART_PATHS, Batch, BEVFusion, exclude_all_but
 from bevquant_fusion import FusionResult, fuse_model, fuse_parts
-from bevquant_qnn import QuantConfig, QuantizeResult, SkippedModule, quantize_model
+from bevquant_qnn import (
+    QuantConfig,
+    QuantizeResult,
+    RoundingResult,
+    SkippedModule,
+    quantize_model,
+    round_weights,
+)
+from bevquant_quantizers import CalibrationReport, calibrate
 from bevquant_sparse import is_sparse_conv
 
 FOLDED_APART = (
@@ -102,6 +113,60 @@ def quantize_detector(
         if item.reason not in named
     ]
     return replace(result, skipped=tuple(skipped))
+
+
+def calibrate_detector(
+    model: BEVFusion,
+    batches: Iterable[Batch],
+    *,
+    method: str = "mse",
+    resume: Path | None = None,
+) -> CalibrationReport:
+    """Find every quantizer's range from the batches, in place.
+
+    Several ranks share the batches, and each gets the ranges of one process, bit for bit.
+
+    Args:
+        model: The quantized model.
+        batches: At least one.
+        method: How ranges are chosen.
+        resume: File that takes what was collected, and that an interrupted run goes on from.
+
+    Raises:
+        ValueError: As `bevquant_quantizers.calibrate`; of `FrameBatches` the frame is named.
+    """
+    try:
+        return calibrate(model, batches, forward=_run, method=method, resume=resume)
+    except ValueError as error:
+        read = list(getattr(batches, "names", {}).values())
+        if not read or not hasattr(error, "__notes__"):  # notes say that a batch was running
+            raise
+        raise ValueError(f"{read[-1][0]}: {error}") from error
+
+
+ROUNDING_FRAMES = 16
+"""Most frames that rounding reads: it holds all of them, and runs each of them for each layer."""
+
+
+def round_detector(model: BEVFusion, batches: FrameBatches, **how: Any) -> RoundingResult:
+    """Round the weights of a calibrated model and correct its biases, in place.
+
+    `bevquant_qnn.round_weights` on the first 16 frames at most.
+
+    Args:
+        model: Calibrated, batch norms folded.
+        batches: The calibration frames.
+        **how: rounding and correct_bias of `round_weights`.
+
+    Raises:
+        ValueError: A layer's input is NaN or infinite.
+    """
+    frames = batches.head(min(len(batches), ROUNDING_FRAMES))
+    return round_weights(model, frames, forward=_run, **how)
+
+
+def _run(model: nn.Module, batch: Any) -> Any:
+    return model(*batch)
 
 
 def first_sparse_conv(model: nn.Module) -> list[str]:

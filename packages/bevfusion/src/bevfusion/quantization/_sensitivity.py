@@ -12,7 +12,10 @@ from bev_data import InputError
 from bevfusion.evaluation import FrameBatches
 from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
 from bevfusion.quantization._mean_ap import KeptScores, MeanAp
+from bevfusion.quantization._sensitivity_table import SensitivityOutcome
+from bevfusion.steps import Step, untold
 from bevquant_qnn import (
+    BIT_OPERATIONS,
     Budget,
     PlannedGroup,
     PrecisionPlan,
@@ -31,6 +34,7 @@ LOG = logging.getLogger(__name__)
 METRICS = ("sqnr", "kl", "mAP")
 OUTPUTS = ("map", "heatmap")
 _HEATMAP = "heads.object.heatmap_head"
+_BEST = {"sqnr": 144.5, "kl": 0.0, "mAP": 100.0}  # the float model's own: nothing is above
 
 
 class FramesInTurn(Sequence["Batch"]):
@@ -95,6 +99,87 @@ def sensitivity_output(model: BEVFusion, metric: str = "sqnr", output: str | Non
     if metric == "kl" or output == "heatmap":
         return _HEATMAP
     return _HEATMAP if output is None and _is_quantized(model.head) else "decoder.neck"
+
+
+def study_sensitivity(
+    model: BEVFusion,
+    batches: FrameBatches,
+    config: BEVFusionConfig,
+    *,
+    metric: str = "sqnr",
+    output: str | None = None,
+    precisions: Sequence[str] = ("int8",),
+    without: bool = True,
+    estimate: bool = False,
+    budget: str = "",
+    rounds: int = 2,
+    shards: Shards | None = None,
+    before_each: Callable[[], None] = lambda: None,
+    step: Step = untold,
+) -> SensitivityOutcome:
+    """Measure what every group of layers loses, and find the plan in a budget.
+
+    A score that not even the float model reaches on these frames shows when they are measured: then
+    there is no plan, and the outcome's `refusal` says why.
+
+    Args:
+        model: As `measure_sensitivity` takes it, like all but the following.
+        batches: At least one frame.
+        config: Sizes.
+        metric: What scores.
+        output: What "sqnr" and "kl" look at.
+        precisions: At which each group is measured alone.
+        without: Measure each group alone in float, too.
+        estimate: Estimate instead.
+        budget: As `bevquant_qnn.Budget.parse` reads it; "" for no plan.
+        rounds: As `refine_within` takes it.
+        shards: Keeps what is finished while several ranks share the frames.
+        before_each: Called before each frame is made.
+        step: Called around "measure" and "measure plans".
+
+    Raises:
+        InputError: As `measure_sensitivity`, or a budget that no plan of the precisions can keep.
+    """
+    limit = Budget.parse(budget) if budget else None
+    path = sensitivity_output(model, metric, output)
+    if limit is not None:
+        _check_reachable(limit, budget, metric, precisions)
+    sharing: dict[str, Any] = {"output": output, "shards": shards, "before_each": before_each}
+    with step("measure", "the sensitivity cannot be measured"):
+        table = measure_sensitivity(
+            model, batches, config,
+            metric=metric, precisions=precisions, without=without, estimate=estimate, **sharing,
+        )  # fmt: skip
+    batches.share_notes(shards)
+    estimated, refined, refusal = None, None, ""
+    if limit is not None:
+        try:
+            estimated = plan_within(model, table, limit)
+            with step("measure plans", "plans cannot be measured"):
+                refined = refine_within(
+                    model, batches, config, estimated, table, limit, rounds=rounds, **sharing
+                )
+        except InputError as error:  # what was measured is kept all the same
+            refusal = str(error)
+    plan = None if refined is None else refined.plan
+    return SensitivityOutcome(
+        table, path, tuple(precisions), plan, budget, refusal, estimated, refined
+    )
+
+
+def _check_reachable(limit: Budget, text: str, metric: str, precisions: Sequence[str]) -> None:
+    """Refuse before the measurement what no measurement can make possible."""
+    if limit.time is not None:
+        fastest = min(cost for name, cost in BIT_OPERATIONS.items() if name in precisions)
+        if limit.time < fastest:
+            raise InputError(
+                f"budget={text!r}: with precisions={' '.join(precisions)!r} the fastest plan takes "
+                f"{fastest:g} of the int8 model's estimated time"
+            )
+    elif limit.score is not None and limit.score > _BEST[metric]:
+        raise InputError(
+            f"budget={text!r}: the largest {metric} that a model can have is {_BEST[metric]:g}"
+        )
 
 
 def measure_sensitivity(

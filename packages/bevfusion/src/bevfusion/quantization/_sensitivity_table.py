@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from bev_data.metrics import or_dash
 from bev_data.tables import Cell, CellParts, Column, Row, Table
 from bevquant_qnn import PrecisionPlan, RefinedPlan, SensitivityRow, SensitivityTable
@@ -102,6 +104,24 @@ class SensitivityOutcome:
                 "measured_score": start.score,
             },
         }
+
+
+class _Row(msgspec.Struct):
+    modules: list[str]
+    alone: dict[str, float]
+
+
+class _Table(msgspec.Struct):
+    rows: list[_Row]
+
+
+class SensitivitySummary(msgspec.Struct):
+    """What `SensitivityOutcome.summary` says of the layers, read back from JSON."""
+
+    precisions: list[str]
+    unit: str
+    scored: str
+    table: _Table
 
 
 def sensitivity_text(outcome: SensitivityOutcome) -> tuple[str, ...]:

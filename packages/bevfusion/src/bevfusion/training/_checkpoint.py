@@ -269,6 +269,28 @@ def identity_of(source: FrameSource, config: Any, **more: str) -> dict[str, Any]
     return identity
 
 
+def begun_before(checkpoint: Path, identity: dict[str, Any], place: str) -> Checkpoint | None:
+    """What a stopped run left, to go on from with `take_steps`; None where there is no file.
+
+    Args:
+        checkpoint: The file.
+        identity: Of the run that is asked for.
+        place: The option that says where the run lies.
+
+    Raises:
+        InputError: As `read_checkpoint` and `check_identity`.
+
+    Example:
+        >>> begun_before(Path("nowhere") / CHECKPOINT, {}, "--out") is None
+        True
+    """
+    if not checkpoint.is_file():
+        return None
+    begun = read_checkpoint(checkpoint)
+    check_identity(checkpoint, begun, identity, place)
+    return begun
+
+
 def check_identity(
     checkpoint: Path, begun: Checkpoint, identity: dict[str, Any], place: str
 ) -> None:

@@ -7,7 +7,7 @@ what only it can know: that names fit a model, that digests agree.
 
 | file | read | write |
 |---|---|---|
-| JSON, of a typed form | `read_json`, `parse_json`, `JsonDocument` | `write_whole` |
+| JSON, of a typed form | `read_json`, `parse_json`, `JsonDocument` | `write_json`, `write_whole` |
 | safetensors with metadata | `read_tensors` | `write_tensors` |
 | `.npz` | `read_arrays` | `write_arrays` |
 | `.pth` of torch, zip or legacy | `read_checkpoint` | |
@@ -38,11 +38,13 @@ from ._json import (
     Size,
     as_form,
     parse_json,
+    plain,
     read_content,
     read_json,
+    write_json,
 )
 from ._table import filled, record_table, text_table
-from ._write import sweep, write_folder, write_whole
+from ._write import sha256, sweep, write_folder, write_whole
 
 __all__ = [
     "Count",
@@ -57,16 +59,19 @@ __all__ = [
     "filled",
     "pack_arrays",
     "parse_json",
+    "plain",
     "read_arrays",
     "read_checkpoint",
     "read_content",
     "read_json",
     "read_tensors",
     "record_table",
+    "sha256",
     "sweep",
     "text_table",
     "write_arrays",
     "write_folder",
+    "write_json",
     "write_tensors",
     "write_whole",
 ]

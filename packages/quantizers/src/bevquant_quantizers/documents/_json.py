@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
@@ -192,6 +195,44 @@ def _check_bounds(raw: bytes, begin: str) -> None:
 
 
 _NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def plain(value: Any) -> Any:
+    """Anything that a result holds, as JSON has it.
+
+    Dataclasses and named tuples are objects by field, keys are text, arrays and tensors are lists;
+    NaN and infinities are None, and what JSON does not know at all is text.
+
+    Example:
+        >>> plain({0.5: (float("nan"), Path("runs"))})
+        {'0.5': [None, 'runs']}
+    """
+    if isinstance(value, str | bool | int) or value is None:
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    return [plain(item) for item in value] if isinstance(value, Iterable) else str(value)
+
+
+def write_json(path: str | os.PathLike[str], content: Any) -> Path:
+    """Write what `plain` makes of the content, whole or not at all, as any reader takes it.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     read_json(write_json(f"{folder}/found.json", {"sqnr_db": math.inf}))
+        {'sqnr_db': None}
+    """
+    text = json.dumps(plain(content), indent=2, allow_nan=False, ensure_ascii=False)
+    return write_whole(path, text + "\n")
 
 
 class JsonDocument:

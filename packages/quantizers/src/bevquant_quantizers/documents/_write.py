@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import secrets
@@ -110,6 +111,12 @@ def write_folder(
             shutil.rmtree(old, ignore_errors=True)
             if handle >= 0:
                 os.close(handle)
+
+
+def sha256(path: str | os.PathLike[str]) -> str:
+    """The digest of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sweep(folder: Path, name: str | None = None) -> list[Path]:

@@ -6,15 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from bev_data.tables import CellParts, Column, Columns, Table, table_of
-from bevfusion.deployment import split_stage_table
+from bev_data.tables import CellParts, Column, Columns, Table, percent, table_of
+from bevfusion.deployment import boundary_table, split_stage_table
 from bevfusion_quant.bpu_outcome import (
     BPU_UNITS,
     BpuOutcome,
-    boundary_table,
 )
 from bevfusion_quant.report._content import ReportContent
-from bevfusion_quant.report._format import count, fixed, percent
 from bevfusion_quant.report._page import Section
 from bevquant_hybrid_tools.account import plan_segments
 from bevquant_hybrid_tools.forms import BpuEstimate, BpuLayer
@@ -84,8 +82,8 @@ def _estimate(unit: str, estimate: BpuEstimate) -> Table:
     columns: Columns = {
         Column("Layer"): lambda layer: CellParts(path=layer.path),
         Column("Operations", "minor"): "{operations:,.0f}",
-        Column("Bytes", "minor"): lambda layer: count(layer.loaded_bytes + layer.stored_bytes),
-        Column("Estimated µs"): lambda layer: fixed(layer.seconds * 1e6, 1),
+        Column("Bytes", "minor"): lambda layer: f"{layer.loaded_bytes + layer.stored_bytes:,.0f}",
+        Column("Estimated µs"): lambda layer: f"{layer.seconds * 1e6:.1f}",
         Column("Bound by", "text"): lambda layer: layer.bound or "–",
     }
     title, name = f"Estimated time of each layer: {unit}", f"estimate-{unit.split()[0]}"

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from bev_data.tables import CellParts, Column, Row, Table
 from bevfusion.deployment import (
     ExportedFile,
-    FileLayer,
     file_box_table,
+    file_layer_table,
     file_size,
     file_stage_table,
     set_verdict,
 )
 from bevfusion_quant.report._content import ReportContent
-from bevfusion_quant.report._format import count, fixed, number
 from bevfusion_quant.report._page import Section
 
 ORDER = 80
-COLUMNS = (
-    Column("Layer"), Column("Operation", "minor text"), Column("File", "minor text"),
-    Column("Fake dB"), Column("Integer dB"), Column("Integer steps", "minor"),
-    Column("Values", "minor"), Column("ONNX differs"), Column("Ties", "minor"),
-    Column("ONNX steps"),
-)  # fmt: skip
 
 
 def section(content: ReportContent) -> Section | None:
@@ -31,7 +23,6 @@ def section(content: ReportContent) -> Section | None:
     made = content.export
     if made is None:
         return None
-    title, rows = "Float, fake-quantized, integer and ONNX", list(map(_row, made.layers))
     data = {
         "target": made.target,
         "verdict": set_verdict(made),
@@ -39,7 +30,7 @@ def section(content: ReportContent) -> Section | None:
         "files": list(map(_file, made.files)),
         "stages": file_stage_table(made) if made.stages else None,
         "boxes": file_box_table(made) if made.agreement else None,
-        "layers": Table(title, COLUMNS, rows, "long", "export-layers", "dense"),
+        "layers": file_layer_table(made),
     }
     return Section("export", "ONNX files", data)
 
@@ -48,12 +39,12 @@ def _file(file: ExportedFile) -> dict[str, Any]:
     forms = [layer.form for layer in file.layers]
     exact = forms.count("int8"), forms.count("float16")
     kind = "quantized tensors" if exact[0] else "tensors in the plugin's arithmetic"
-    checks = f"{count(sum(exact))} {kind}, {count(file.different)} values differ"
+    checks = f"{sum(exact):,} {kind}, {file.different:,} values differ"
     if file.different:
-        checks += f", {count(file.unexplained) if file.unexplained else 'none'} but for ties"
+        checks += f", {f'{file.unexplained:,}' if file.unexplained else 'none'} but for ties"
     if not any(exact):
         largest = max((layer.largest for layer in file.layers), default=0.0)
-        checks = f"float, within {number(largest, 2)} of torch"
+        checks = f"float, within {largest:.2g} of torch"
     return {
         "name": file.name,
         "runs_on": file.runs_on,
@@ -67,24 +58,3 @@ def _file(file: ExportedFile) -> dict[str, Any]:
         "findings": file.findings,
         "lists": (("Runs in float", file.runs_in_float), ("Notes", file.notes)),
     }  # fmt: skip
-
-
-def _row(layer: FileLayer) -> Row:
-    """A tensor; what would be allowed, where it is not kept."""
-    name = CellParts(path=layer.path)
-    if not layer.is_right:
-        name["note"] = f"wrong: allowed is {layer.allowed}"
-    counted = layer.different is not None
-    cells = (
-        name,
-        layer.op,
-        layer.file.removesuffix(".onnx"),
-        fixed(layer.fake_sqnr_db, 1),
-        fixed(layer.integer_sqnr_db, 1),
-        count(layer.integer_steps),
-        count(layer.elements),
-        count(layer.different),
-        count(layer.ties if counted else None),
-        number(layer.largest, 2) if layer.form == "float" else count(layer.largest),
-    )
-    return Row(cells, kind="" if layer.is_right else "low wrong")

@@ -6,11 +6,24 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from bev_data.metrics import AgreementRow
-from bev_data.tables import CellParts, Column, Columns, Row, Table, table_of
-from bevfusion_quant.integer import QUERIES, FloatIsland, IntegerStage
+from bev_data.tables import (
+    CellParts,
+    Column,
+    Row,
+    Table,
+    finite,
+    number_cell,
+    percent,
+    share,
+)
+from bevfusion.quantization import (
+    QUERIES,
+    FloatIsland,
+    integer_box_table,
+    integer_stage_table,
+)
 from bevfusion_quant.report._content import ReportContent
-from bevfusion_quant.report._format import finite, fixed, part_of, percent, share
+from bevfusion_quant.report._format import part_of
 from bevfusion_quant.report._page import Section
 from bevquant_int8sim import LayerRow
 
@@ -54,8 +67,8 @@ def section(content: ReportContent) -> Section | None:
         "own_steps": any(row.path.startswith("<") for row in layers),
         "queries": QUERIES
         * any(r.path.startswith("heads.object.prediction_heads") for r in layers),
-        "stages": _stages(simulation.stages),
-        "agreement": _agreement(simulation.agreement) if simulation.agreement else None,
+        "stages": integer_stage_table(simulation),
+        "agreement": integer_box_table(simulation) if simulation.agreement else None,
         "parts": list(dict.fromkeys(parts)),
         "table": _table(layers),
         "islands": list(_islands(simulation.islands)),
@@ -74,28 +87,6 @@ def _departure(layers: Sequence[LayerRow], row: LayerRow) -> dict[str, Any]:
         "forced": row.forced_max_steps,
         "why": row.why,
     }
-
-
-def _stages(stages: Sequence[IntegerStage]) -> Table:
-    columns: Columns = {
-        "Last step of the stage": lambda row: CellParts(text=row.title, note_path=row.layer),
-        "Fake dB": "{fake_sqnr_db:.1f}",
-        "Integer dB": "{integer_sqnr_db:.1f}",
-        "Max steps": "{max_steps:.0f}",
-        "Same input": "{forced_max_steps:.0f}",
-    }
-    return table_of("SQNR against float; largest differences in the stage", stages, columns)
-
-
-def _agreement(rows: Sequence[AgreementRow]) -> Table:
-    columns = {
-        "Within": "{distance:g} m",
-        "Float": "{float_detections:,}",
-        "Integer": "{quantized_detections:,}",
-        "Matched": "{matched:,}",
-        "Mean |\u2060Δscore|": "{score_mean:.4f}",
-    }
-    return table_of("Detections, float against integer, same class", rows, columns)
 
 
 def _table(layers: Sequence[LayerRow]) -> Table:
@@ -117,16 +108,16 @@ def _row(index: int, row: LayerRow, most: float, best: float) -> Row:
         name,
         CellParts(text=row.op, value=row.op),
         CellParts(text=row.form, value=row.form),
-        CellParts(text=fixed(row.fake_sqnr_db, 1), value=row.fake_sqnr_db),
-        CellParts(text=fixed(db, 1), value=db, bar=share(db, best)),
-        CellParts(text=fixed(row.fake_cosine, 5), value=row.fake_cosine),
-        CellParts(text=fixed(row.integer_cosine, 5), value=row.integer_cosine),
-        CellParts(text=fixed(steps, 0), value=steps, bar=share(steps, most)),
-        CellParts(text=fixed(row.mean_steps, 4), value=row.mean_steps),
+        number_cell(row.fake_sqnr_db, ".1f"),
+        number_cell(db, ".1f") | CellParts(bar=share(db, best)),
+        number_cell(row.fake_cosine, ".5f"),
+        number_cell(row.integer_cosine, ".5f"),
+        number_cell(steps, ".0f") | CellParts(bar=share(steps, most)),
+        number_cell(row.mean_steps, ".4f"),
         CellParts(text=percent(row.off), value=row.off),
-        CellParts(text=fixed(row.forced_max_steps, 0), value=row.forced_max_steps),
+        number_cell(row.forced_max_steps, ".0f"),
         CellParts(text=percent(row.saturated), value=row.saturated),
-        CellParts(text=fixed(row.peak_bits, 0), value=row.peak_bits),
+        number_cell(row.peak_bits, ".0f"),
     )
     kind = "low" if (row.forced_max_steps or 0) > 1 else ""
     search = f"{row.path} {row.op} {row.form}".lower()

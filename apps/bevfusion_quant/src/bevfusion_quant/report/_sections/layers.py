@@ -5,19 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from bev_data.tables import CellParts, Column, Row, Table
+from bev_data.tables import CellParts, Column, Row, Table, finite, number_cell, percent, share
 from bevfusion_quant.report._content import ReportContent
 from bevfusion_quant.report._encode import rounded
-from bevfusion_quant.report._format import (
-    count,
-    decibels,
-    finite,
-    fixed,
-    number,
-    part_of,
-    percent,
-    share,
-)
+from bevfusion_quant.report._format import decibels, part_of
 from bevfusion_quant.report._page import Section
 from bevquant_qnn import LayerRow
 
@@ -82,10 +73,10 @@ def _row(
 ) -> Row:
     is_low = row.sqnr_db is not None and row.sqnr_db < low
     error = None if row.cosine is None else 1 - row.cosine
-    sqnr = CellParts(text=fixed(row.sqnr_db, 1), value=row.sqnr_db, bar=share(row.sqnr_db, full[0]))
+    sqnr = number_cell(row.sqnr_db, ".1f") | CellParts(bar=share(row.sqnr_db, full[0]))
     if is_low:
         sqnr["title"] = f"{decibels(row.sqnr_db)}, below {low:g} dB"
-    amax = CellParts(text=number(row.input_amax), value=row.input_amax)
+    amax = number_cell(row.input_amax, ".4g")
     card = cards.get(f"{row.layer}._input_quantizer")
     if card is not None and row.input_amax is not None:
         amax |= CellParts(href=f"quantizer-{card}", title="its histogram")
@@ -93,10 +84,10 @@ def _row(
         CellParts(text=str(index + 1), value=index),
         CellParts(path=row.layer, value=row.layer),
         CellParts(text=row.kind, value=row.kind),
-        CellParts(text=count(row.channels), value=row.channels),
-        CellParts(text=count(row.rows), value=row.rows),
+        number_cell(row.channels, ",.0f"),
+        number_cell(row.rows, ",.0f"),
         sqnr,
-        CellParts(text=fixed(row.cosine, 5), value=row.cosine, bar=share(error, full[1])),
+        number_cell(row.cosine, ".5f") | CellParts(bar=share(error, full[1])),
         CellParts(text=percent(row.saturated), value=row.saturated,
                   bar=share(row.saturated, full[2])),
         amax,

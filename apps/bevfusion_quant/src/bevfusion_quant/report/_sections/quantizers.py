@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from bev_data.tables import or_dash, percent
 from bevfusion_quant.report._content import ReportContent
 from bevfusion_quant.report._encode import rounded_or_none
-from bevfusion_quant.report._format import number, part_of, percent
+from bevfusion_quant.report._format import part_of
 from bevfusion_quant.report._page import Section
 from bevquant_quantizers import QuantizerValues
 
@@ -41,13 +42,14 @@ def _card(values: QuantizerValues, method: str) -> dict[str, Any]:
     many = values.amax.size > 1
     beyond = values.beyond / max(values.total, 1)
     spread = high / low if low > 0 else float("inf") if high > 0 else 1.0
+    widest = or_dash(high, ".3g" if many else ".4g")
     facts = [
-        ("range", f"±{number(low, 3)} … ±{number(high, 3)}" if many else f"±{number(high)}"),
+        ("range", f"±{or_dash(low, '.3g')} … ±{widest}" if many else f"±{widest}"),
         ("beyond", percent(beyond)),
         ("zeros", percent(values.zeros / max(values.total, 1))),
     ]
     if many:
-        times = f"×{number(spread, 3)}" if math.isfinite(spread) else "a range of 0"
+        times = f"×{spread:.3g}" if math.isfinite(spread) else "a range of 0"
         facts.append(("spread", f"{times} over {values.amax.size} channels"))
     return {
         "path": path,

@@ -1,28 +1,191 @@
-"""A finished run's model as a set of files, in a run folder of its own."""
+"""A run's model as ONNX files: written, linted, run and held against the integer model."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
 from bev_data.points import Frame
-from bevfusion.deployment import ExportedSet, beside_bpu_layers, bpu_pieces
-from bevfusion.model import CONFIGS, example_batch
-from bevfusion_quant._errors import InputError
-from bevfusion_quant.export._export import ONNX_FOLDER, check_libraries, export_model, export_pieces
+from bevfusion import deployment
+from bevfusion.deployment import (
+    ExportedFile,
+    ExportedSet,
+    FileLayer,
+    FilePart,
+    FilePort,
+    Piece,
+    SetStage,
+    beside_bpu_layers,
+    beside_layers,
+    bpu_files,
+    bpu_pieces,
+    export_text,
+    file_size,
+    nvidia_files,
+    outputs_of,
+    set_verdict,
+    walk,
+    watching,
+    write_piece,
+)
+from bevfusion.model import CONFIGS, BEVFusion, BEVFusionConfig, example_batch, example_like
+from bevfusion_quant._errors import InputError, VerificationError
 from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.options import Place
+from bevfusion_quant.integer import lowered
+from bevfusion_quant.options import ExportTarget, Place
 from bevfusion_quant.plan import PLAN_FILE, read_plan, refuse_in_files
 from bevfusion_quant.report import write_found
-from bevfusion_quant.run import Clock, new_run
+from bevfusion_quant.run import Clock, new_run, return_freed_memory, versions
 from bevfusion_quant.saved_run import ModelSettings, load_run, read_model_settings, refuse_unfolded
 from bevfusion_quant.stages import fuse_branch
 from bevquant_export.targets import CPUS, cpu_at_hand, find_target, targets
+from bevquant_int8sim import LayerRow, compare
+
+__all__ = [
+    "ONNX_FOLDER",
+    "ExportResult",
+    "ExportTarget",
+    "ExportedFile",
+    "ExportedSet",
+    "FileLayer",
+    "FilePart",
+    "FilePort",
+    "SetStage",
+    "bpu_files",
+    "export_model",
+    "export_run",
+    "export_text",
+    "file_size",
+    "missing_libraries",
+    "nvidia_files",
+    "nvidia_pieces",
+    "outputs_of",
+    "refuse_wrong_files",
+    "set_verdict",
+    "walk",
+    "watching",
+    "write_piece",
+]
+
+ONNX_FOLDER = "onnx"
+LIBRARIES = ("onnx", "onnxruntime", "onnxscript")
+_PACKAGES = ("bevquant-export", *LIBRARIES)
 
 
-def export_bpu(
+def missing_libraries() -> str:
+    """What writing and checking files needs and is not installed, or nothing."""
+    return ", ".join(name for name in LIBRARIES if importlib.util.find_spec(name) is None)
+
+
+def _check_libraries() -> None:
+    if missing := missing_libraries():
+        raise InputError(f"export needs {missing}: pip install 'bevfusion-quant[export]'")
+
+
+def export_model(
+    float_model: BEVFusion,
+    quantized_model: BEVFusion,
+    batches: FrameBatches,
+    config: BEVFusionConfig,
+    clock: Clock,
+    folder: Path,
+    *,
+    target: str,
+    layers: Sequence[LayerRow] = (),
+    **how: Any,
+) -> ExportedSet:
+    """Write the set for TensorRT with libspconv, or for ONNX Runtime, to `folder` and check it.
+
+    Args:
+        float_model: The folded model that was quantized.
+        quantized_model: The calibrated one.
+        batches: At least one; the first is run, all of them bound the number of voxels.
+        config: Sizes.
+        clock: Times the steps.
+        folder: Made here; holds the files and manifest.json.
+        target: Name of an engine.
+        layers: Of `bevquant_int8sim.compare`, to stand beside the files' tensors; compared on the
+            first batch where none are given.
+        **how: cpu, known and calibration of `bevfusion.deployment.export_pieces`, `known` by
+            ``"float"`` and ``"fake"``; command, run and settings, for the manifest.
+
+    Raises:
+        InputError: A library is missing, the head is quantized, or a file cannot be written.
+    """
+    _check_libraries()
+    pieces = nvidia_pieces(float_model, quantized_model, target)
+    made = _export_pieces(
+        pieces, quantized_model, batches, config, clock, folder, target=target, **how
+    )
+    if not layers:
+        with clock.step("compare layers", blame="float and integer model cannot be compared"):
+            model = lowered(quantized_model, example_like(config, batches[0]), "auto")
+            layers = compare(float_model, model, [tuple(batches[0])]).rows
+    return replace(made, files=beside_layers(made.files, layers))
+
+
+def nvidia_pieces(
+    float_model: BEVFusion, quantized_model: BEVFusion, target: str = "tensorrt"
+) -> list[Piece]:
+    """`bevfusion.deployment.nvidia_pieces` whose errors name the options of the commands."""
+    told = {
+        "no lidar": "the run has no LiDAR branch, and Autoware's plugin is for sparse "
+        "convolutions: quantize with ptq --branch lidar or lidar-detector",
+        "head": "the run quantizes the head, and a file holds that in float alone: its attention "
+        "and its choice of queries have no integer form; export a run of ptq without "
+        "--quantize-head and of another --branch than head",
+    }
+    return deployment.nvidia_pieces(float_model, quantized_model, target, refusals=told)
+
+
+def _export_pieces(
+    pieces: Sequence[Piece],
+    model: BEVFusion,
+    batches: FrameBatches,
+    config: BEVFusionConfig,
+    clock: Clock,
+    folder: Path,
+    *,
+    command: str = "",
+    run: str = "",
+    settings: Any = None,
+    **how: Any,
+) -> ExportedSet:
+    """Write and check the pieces, and write the manifest."""
+    found = deployment.export_pieces(
+        pieces, model, batches, config, folder,
+        after_each=return_freed_memory, step=clock.step, **how,
+    )  # fmt: skip
+    found.write_manifest(
+        run=run,
+        command=command,
+        settings=settings or {},
+        versions=versions("bevquant-export", "bevquant-hybrid", *LIBRARIES),
+        frames=batches.frame_names,
+    )
+    return found
+
+
+def refuse_wrong_files(made: ExportedSet, text: str) -> None:
+    """End a command where files do not compute what the model does.
+
+    Raises:
+        VerificationError: After `text`, the first of what differs.
+    """
+    if not made.failures:
+        return
+    more = f" and {len(made.failures) - 1} more" if len(made.failures) > 1 else ""
+    raise VerificationError(
+        f"the ONNX files in {made.folder} are not what the model computes: "
+        f"{made.failures[0]}{more}: do not deploy them; the page shows every layer",
+        text,
+    )
+
+
+def _export_bpu(
     frames: Sequence[Frame],
     clock: Clock,
     folder: Path,
@@ -31,19 +194,7 @@ def export_bpu(
     cameras: Sequence[str] | None,
     **given: Any,
 ) -> tuple[ExportedSet, FrameBatches]:
-    """Write and check the set of a run for a BPU.
-
-    Args:
-        frames: At least one.
-        clock: Times the steps.
-        folder: Made here.
-        run: A folder that `run_bpu` wrote.
-        cameras: Names of the cameras to use; those of the run by default.
-        **given: command and settings, for the manifest.
-
-    Raises:
-        InputError: Whatever is wrong with the run or the input.
-    """
+    """Write and check the set of a run for a BPU; `given` is command and settings."""
     from bevfusion_quant.bpu import compare_forms, for_march, load_bpu_run
 
     with clock.step("load the run"):
@@ -53,7 +204,7 @@ def export_bpu(
     with for_march(config.march):
         batches = FrameBatches(frames, sizes, folded, cameras or config.cameras)
         pieces = bpu_pieces(folded, loaded.units.parts, loaded.forms)
-        exported = export_pieces(
+        exported = _export_pieces(
             pieces, folded, batches, sizes, clock, folder,
             target="bpu", march=config.march, run=run, **given,
         )  # fmt: skip
@@ -66,9 +217,6 @@ def export_bpu(
     }
     files = beside_bpu_layers(exported.files, compared.layers, paths)
     return replace(exported, files=files), batches
-
-
-_PACKAGES = ("bevquant-export", "onnx", "onnxruntime", "onnxscript")
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +258,7 @@ def export_run(
         InputError: Whatever is wrong with the run, the target or the input; nothing is written
             then.
     """
-    check_libraries()
+    _check_libraries()
     ran = read_model_settings(run)
     chosen = _target(target, ran, run)
     refuse_unfolded(ran, run, "written as files")
@@ -130,7 +278,7 @@ def export_run(
         folder = record.folder / ONNX_FOLDER
         given: dict[str, Any] = {"command": record.command, "run": str(run), "settings": settings}
         if chosen == "bpu":
-            exported, batches = export_bpu(frames, clock, folder, cameras=cameras, **given)
+            exported, batches = _export_bpu(frames, clock, folder, cameras=cameras, **given)
         else:
             with clock.step("load the run"):
                 loaded = load_run(run)

@@ -1,4 +1,4 @@
-"""The whole job: build or load, fold, quantize, calibrate, compare, write; and again on frames."""
+"""Post-training quantization of BEVFusion or a part of it, whole or step by step."""
 
 from __future__ import annotations
 
@@ -11,45 +11,113 @@ from typing import Any, Unpack
 
 import torch
 
-from bev_data.metrics import Accuracy, AccuracyTally, AgreementRow, Bootstrap, FoundRow
+from bev_data.metrics import (
+    Accuracy,
+    AgreementRow,
+    Bootstrap,
+    DetectionTally,
+    FoundRow,
+    agreement_text,
+    match,
+)
 from bev_data.points import Frame
 from bevfusion.deployment import ExportedSet
 from bevfusion.evaluation import PoorData, accuracy_tally, data_findings
-from bevfusion.model import CONFIGS, BEVFusion, BEVFusionConfig, build_model, example_batch
-from bevfusion.quantization import Judgement, StageRow, judge, relative_change, whole_output
+from bevfusion.model import CONFIGS, build_model, example_batch
+from bevfusion.quantization import (
+    Comparison,
+    StageMaps,
+    StageRow,
+    compare_layers,
+    layer_table,
+    relative_change,
+    round_detector,
+    stage_table,
+    whole_output,
+)
+from bevfusion.quantization import calibrate_detector as calibrate_branch
 from bevfusion_quant.export import ONNX_FOLDER, export_model, watching
-from bevfusion_quant.frames import FrameBatches, finding_lines
-from bevfusion_quant.integer import (
-    Lowered,
-    Simulation,
-    check_backend,
-    lower_model,
-    simulate_model,
-)
-from bevfusion_quant.options import Place, PtqConfig
-from bevfusion_quant.plan import (
-    apply_plan,
-    before_calibration,
-    planned_layers,
-    read_plan,
-    refuse_in_files,
-)
+from bevfusion_quant.frames import FrameBatches, finding_lines, refuse_poor
+from bevfusion_quant.integer import Simulation, check_backend, judge_models, lower_model
+from bevfusion_quant.options import Branch, Method, Place, PtqConfig, free_name
+from bevfusion_quant.plan import apply_plan, read_plan, refuse_in_files
 from bevfusion_quant.report import JudgedRun
-from bevfusion_quant.run import Clock, new_run, plain
-from bevfusion_quant.saved_run import load_run, read_model_settings, refuse_unfolded, save_model
+from bevfusion_quant.run import Clock, new_run, plain, run_folder, written_text
+from bevfusion_quant.saved_run import (
+    LoadedRun,
+    load_quantized,
+    load_run,
+    read_model_settings,
+    read_run_config,
+    refuse_unfolded,
+    save_model,
+)
 from bevfusion_quant.stages import (
+    Stage,
     built_parts,
-    calibrate_branch,
     fill_weights,
     fuse_branch,
+    is_detector,
     keep_batch_norms,
     quantize_as,
+    quantize_branch,
     quantized_parts,
-    round_branch,
+    reads_images,
 )
 from bevquant_qnn import LayerRow, RoundingResult
-from bevquant_quantizers import CalibrationReport, QuantizerRow
-from bevquant_quantizers.ranks import Shards, current_ranks
+from bevquant_quantizers import (
+    CalibrationReport,
+    QuantizerRow,
+    QuantizerValues,
+    watch_quantizers,
+)
+from bevquant_quantizers.ranks import current_ranks
+
+__all__ = [
+    "AgreementRow",
+    "Branch",
+    "Comparison",
+    "DetectionTally",
+    "EvaluateResult",
+    "FoundRow",
+    "FrameBatches",
+    "LayerRow",
+    "LoadedRun",
+    "Method",
+    "PoorData",
+    "PtqConfig",
+    "PtqResult",
+    "QuantizerRow",
+    "QuantizerValues",
+    "Stage",
+    "StageMaps",
+    "StageRow",
+    "agreement_text",
+    "built_parts",
+    "calibrate_branch",
+    "compare_layers",
+    "data_findings",
+    "example_batch",
+    "finding_lines",
+    "free_name",
+    "fuse_branch",
+    "is_detector",
+    "layer_table",
+    "load_quantized",
+    "load_run",
+    "match",
+    "quantize_branch",
+    "quantized_parts",
+    "read_run_config",
+    "reads_images",
+    "refuse_poor",
+    "run_evaluate",
+    "run_folder",
+    "run_ptq",
+    "stage_table",
+    "watch_quantizers",
+    "written_text",
+]
 
 
 @dataclass(frozen=True)
@@ -119,7 +187,7 @@ def run_ptq(
         with clock.step("quantize", blame="the branch cannot be quantized this way"):
             quantized = quantize_as(fused.model, example, config, plan)
         if plan is not None:
-            apply_plan(quantized.model, before_calibration(plan))
+            apply_plan(quantized.model, plan.before_calibration())
         settings = {"ptq": asdict(config), "command": record.command}
         shards = record.shards(frames, settings, fused.model)
         with clock.step("calibrate", blame="no ranges can be found"):
@@ -132,16 +200,19 @@ def run_ptq(
         result = quantized.result
         if plan is not None:
             apply_plan(quantized.model, plan)
-            result = replace(result, skipped=(*result.skipped, *planned_layers(plan)))
+            result = replace(result, skipped=(*result.skipped, *plan.other_than_int8()))
         rounded = None
         if config.changes_weights:
             with clock.step("round weights", blame="the weights cannot be rounded"):
-                rounded = round_branch(quantized.model, batches.head(count), config)
+                rounded = round_detector(
+                    quantized.model, batches.head(count),
+                    rounding=config.rounding, correct_bias=config.bias_correction,
+                )  # fmt: skip
         low = lower_model(fused.model, quantized.model, batches, sizes, clock, integers)
         with ExitStack() as stack:  # not before: capturing runs the models on what is no frame
             models = {"float": fused.model, "fake": quantized.model} if export else {}
             known = {name: stack.enter_context(watching(m)) for name, m in models.items()}
-            judgement, simulation = _judged(
+            judgement, simulation = judge_models(
                 fused.model, quantized.model, low, batches, sizes, clock, folder, shards,
                 branch=config.branch,
             )  # fmt: skip
@@ -234,37 +305,6 @@ def _rounding(result: RoundingResult) -> dict[str, Any]:
     }
 
 
-def _judged(
-    float_model: BEVFusion,
-    quantized_model: BEVFusion,
-    low: Lowered | None,
-    batches: FrameBatches,
-    sizes: BEVFusionConfig,
-    clock: Clock,
-    folder: Path,
-    shards: Shards,
-    *,
-    branch: str,
-    tally: AccuracyTally | None = None,
-) -> tuple[Judgement, Simulation | None]:
-    """Both models, and where there is one the integer one, frame by frame."""
-    blame = "" if low is None else "float and integer model cannot be compared"
-    with clock.step("compare", blame=blame):
-        judgement = judge(
-            float_model, quantized_model, batches, sizes, tally, shards,
-            integers=None if low is None else low.layers,
-        )  # fmt: skip
-    if low is None:
-        return judgement, None
-    simulation = simulate_model(
-        low, quantized_model, batches, sizes, judgement, clock, folder,
-        branch=branch,
-        accuracy=tally,
-        shards=shards,
-    )  # fmt: skip
-    return judgement, simulation
-
-
 @dataclass(frozen=True)
 class EvaluateResult:
     """Where the evaluation lies, its tables, seconds by step, peak memory in MiB.
@@ -326,7 +366,7 @@ def run_evaluate(
         told["command"] = record.command
         shards = record.shards(frames, told, loaded.float_model, model)
         low = lower_model(loaded.float_model, model, batches, sizes, clock, integers)
-        judgement, simulation = _judged(
+        judgement, simulation = judge_models(
             loaded.float_model, model, low, batches, sizes, clock, record.folder, shards,
             branch=ran.branch,
             tally=tally,

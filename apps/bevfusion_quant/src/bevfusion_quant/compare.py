@@ -1,0 +1,378 @@
+"""Several finished runs of one float model, judged by the same labels in one pass."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from bev_data.metrics import Accuracy, Bootstrap, accuracy_notes, model_tables
+from bev_data.points import Frame
+from bev_data.tables import Cell, CellParts, Table, plain_table
+from bevfusion.evaluation import accuracy_tally, tally_models
+from bevfusion.model import CONFIGS, Batch, BEVFusion, build_model
+from bevfusion.quantization import relative_change, whole_output
+from bevfusion_quant._errors import InputError
+from bevfusion_quant.frames import FrameBatches
+from bevfusion_quant.integer import check_backend, lowered
+from bevfusion_quant.options import Place, PtqOptions, TargetOptions
+from bevfusion_quant.report import ReportContent, Section, head, reproduce, setting_text, write_page
+from bevfusion_quant.run import PAGE_FILE, Clock, RunRecord, RunSettings, new_run
+from bevfusion_quant.saved_run import ModelSettings, load_run, read_model_settings
+
+__all__ = [
+    "CompareResult",
+    "ComparedRun",
+    "Comparison",
+    "comparison_text",
+    "names_of",
+    "run_compare",
+]
+
+LOG = logging.getLogger(__name__)
+# Folding moves a heat map by 1e-5 of its largest value, other weights by as much as it is.
+_SAME = 1e-3
+_TOLD_EVERY = 10  # frames between two lines of progress
+_UNFOLDED = "ptq --no-fold left batch norms in place"
+
+# Of a run's settings, what tells it from another run of the same float model.
+_TOLD = {
+    "method": "ranges",
+    "weight_bits": "weight bits",
+    "rounding": "weights rounded",
+    "bias_correction": "biases corrected",
+    "fold": "batch norms folded",
+    "branch": "branch",
+    "quantize_head": "head",
+    "quantize_first_layer": "first layer",
+    "exclude": "left float",
+    "plan": "plan",
+}
+# What else `ptq` can be told beyond any target's options, under its own name.
+_SHARED = {option.name for option in fields(TargetOptions)}
+_OTHERS = {
+    option.name: option.default
+    for option in fields(PtqOptions)
+    if option.name not in _SHARED | _TOLD.keys()
+}
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """One of the runs.
+
+    Attributes:
+        name: Its name in the tables.
+        folder: Where it lies.
+        settings: What its config.json says.
+        integers: Whether it was run in integers too.
+        why_not: Why it was not, where that was asked for.
+    """
+
+    name: str
+    folder: str
+    settings: RunSettings
+    integers: bool
+    why_not: str = ""
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Names of its models in the tables, by form: "quantized", "integers"."""
+        forms = ("quantized", "integers") if self.integers else ("quantized",)
+        return {form: f"{self.name} {form}" for form in forms}
+
+    def told(self) -> dict[str, Any]:
+        """The settings that runs of one model can differ in, under the names of tables."""
+        told = {title: getattr(self.settings, name) for name, title in _TOLD.items()}
+        for name, default in _OTHERS.items():
+            told[name.replace("_", " ")] = self.settings.written.get(name, default)
+        return {**told, "trained by qat": self.settings.qat is not None}
+
+    def summary(self) -> dict[str, Any]:
+        """For summary.json and config.json: where it lies, digests, settings."""
+        apart = ("format", "version", "sizes")
+        written = self.settings.written
+        settings = {key: value for key, value in written.items() if key not in apart}
+        return {"run": self.folder, "name": self.name, **settings}
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Runs side by side.
+
+    Attributes:
+        runs: In the order given.
+        accuracy: Of float, then of each run's models.
+    """
+
+    runs: tuple[ComparedRun, ...]
+    accuracy: Accuracy
+
+    def differing(self) -> list[str]:
+        """Titles of the settings in which the runs differ; of a single run "ranges"."""
+        told = [run.told() for run in self.runs]
+        differ = [title for title in told[0] if any(t[title] != told[0][title] for t in told)]
+        return differ or ["ranges"]
+
+    def left_out(self) -> list[str]:
+        """Which runs were not run in integers though that was asked for; a sentence a reason."""
+        left: dict[str, list[str]] = {}
+        for run in self.runs:
+            if run.why_not:
+                left.setdefault(run.why_not, []).append(run.name)
+        are = {why: "is" if len(names) == 1 else "are" for why, names in left.items()}
+        return [
+            f"{', '.join(names)} {are[why]} not among the integers: {why}."
+            for why, names in left.items()
+        ]
+
+
+def _write_page(record: RunRecord, comparison: Comparison, frames: Sequence[str]) -> Path:
+    """Write report.html: the tables, and how to repeat them.
+
+    Args:
+        record: Of the comparison.
+        comparison: What was found.
+        frames: Names of all frames.
+    """
+    title, settings = record.path.name, comparison.runs[0].settings
+    told = {
+        "runs": ", ".join(run.folder for run in comparison.runs),
+        "weights": settings.weights,
+    }
+    content = ReportContent(
+        title=title, config=settings.config, frames=frames, **record.on_page(told)
+    )
+    data = {
+        "notes": _notes(comparison),
+        "tables": [table.on_page() for table in _tables(comparison)],
+    }
+    again = reproduce(content)
+    sections = [Section("comparison", "Comparison", data), *([] if again is None else [again])]
+    return write_page(record.folder / PAGE_FILE, title, head(content), sections)
+
+
+def comparison_text(comparison: Comparison) -> tuple[str, ...]:
+    """Headline, classes, in what the runs differ, and what to know; a model a line."""
+    tables = (table.text() for table in _tables(comparison))
+    return (*tables, "\n".join(_notes(comparison)))
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    return [*accuracy_notes(comparison.accuracy), *comparison.left_out()]
+
+
+def _tables(comparison: Comparison) -> tuple[Table, Table, Table]:
+    """Every model beside float, class by class, and in what the runs differ."""
+    return (*model_tables(comparison.accuracy), _settings(comparison))
+
+
+def _settings(comparison: Comparison) -> Table:
+    titles = comparison.differing()
+    heads = ("Run", *map(str.capitalize, titles), "Folder")
+    rows: list[Sequence[Cell]] = [
+        (
+            run.name,
+            *(setting_text(run.told()[title]) for title in titles),
+            CellParts(text=run.folder, code=True),
+        )
+        for run in comparison.runs
+    ]
+    return plain_table("In what the runs differ", heads, rows, form="wide")
+
+
+_TOLD_APART: dict[str, Callable[[ModelSettings], object]] = {
+    "configuration": lambda run: run.config,
+    "set of parts": lambda run: " and ".join(run.parts),
+    "list of cameras": lambda run: run.cameras,
+}
+
+
+def _check_settings(folders: Sequence[Path]) -> list[ModelSettings]:
+    """The runs' settings, if the runs can be compared as far as those tell.
+
+    Raises:
+        InputError: No run, one given twice, one for a BPU or without a head, or two of models
+            that differ in sizes, parts or cameras.
+    """
+    if not folders:
+        raise InputError("no runs to compare: name finished runs with --run")
+    found = [read_model_settings(folder) for folder in folders]
+    for folder, settings in zip(folders, found, strict=True):
+        if sum(folder.samefile(other) for other in folders) > 1:
+            raise InputError(f"--run {folder} is given twice: name each run once")
+        if settings.for_bpu:
+            raise InputError(
+                f"--run {folder} is a run for a BPU, whose model is in other parts: judge it with "
+                "bevfusion-quant evaluate"
+            )
+        if "head" not in settings.parts:
+            raise InputError(
+                f"--run {folder} holds the {settings.branch} branch alone, without a "
+                "head: it detects nothing that labels could judge; compare detectors"
+            )
+        for what, told in _TOLD_APART.items():
+            one, other = told(settings), told(found[0])
+            if one != other:
+                raise InputError(
+                    f"--run {folder} is no run of the float model of {folders[0]}: its {what} is "
+                    f"{one}, there it is {other}; compare runs of one model"
+                )
+    return found
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """A name for each run: its folder's, or where that is not the only one the whole path."""
+    often = Counter(folder.resolve().name for folder in folders)
+    return [f.resolve().name if often[f.resolve().name] == 1 else str(f) for f in folders]
+
+
+def _load_alike(folders: Sequence[Path], batch: Batch) -> tuple[BEVFusion, list[BEVFusion]]:
+    """Load the runs one after the other; of the float models the first stays.
+
+    Args:
+        folders: Checked by `_check_settings`.
+        batch: On which the float models must agree, within a thousandth of the heat map's largest
+            value: runs with and without folded batch norms do.
+
+    Returns:
+        One float model, and what the runs made of it, in eval mode.
+
+    Raises:
+        InputError: A run cannot be loaded, or began with other weights.
+    """
+    quantized: list[BEVFusion] = []
+    first: tuple[BEVFusion, Tensor] | None = None
+    for folder in folders:
+        run = load_run(folder)
+        with torch.no_grad():
+            output = whole_output(run.float_model(*batch))
+        first = first or (run.float_model, output)
+        change = relative_change(first[1], output)
+        if not change <= _SAME:
+            raise InputError(
+                f"--run {folder} began with other weights than {folders[0]}: on the first frame "
+                f"their float models' heat maps differ by {change:.2g} of the largest value; "
+                "compare runs of one model"
+            )
+        quantized.append(run.quantized_model)
+    assert first is not None
+    return first[0], quantized
+
+
+@dataclass(frozen=True, eq=False)
+class CompareResult:
+    """Where the comparison lies, what it found, seconds by step, peak memory in MiB."""
+
+    folder: Path
+    comparison: Comparison
+    seconds: dict[str, float]
+    peak_memory_mib: float
+
+
+def run_compare(
+    compared: Sequence[str | Path],
+    frames: Sequence[Frame],
+    *,
+    integers: str | None = None,
+    cameras: Sequence[str] | None = None,
+    bootstrap: Bootstrap | None = None,
+    **place: Unpack[Place],
+) -> CompareResult:
+    """Judge several runs of one float model by the labels of the same frames; write `runs/name`.
+
+    Every frame is made once and run through the float model, each run's fake-quantized model and,
+    where asked for, its integers; detections alone are kept of it. Intervals of the differences to
+    float draw the same scenes for both. All runs' models are held at once, the float model once.
+    Of several ranks each runs its share of the frames.
+
+    Args:
+        compared: Folders that `run_ptq` wrote, or QAT, all from the same float weights.
+        frames: At least one with labels.
+        integers: Kernels to run the models in integers on, such as "auto"; None for no integers.
+            Runs whose batch norms are not folded have none, which is said.
+        cameras: Names of the cameras to use; those of the runs by default.
+        bootstrap: How intervals are found; `Bootstrap()` by default.
+        **place: Where the comparison is written; see `Place`.
+
+    Raises:
+        InputError: Runs that cannot be compared, or whatever is wrong with the frames; nothing is
+            written then.
+    """
+    if integers is not None:
+        check_backend(integers)
+    folders = [Path(folder) for folder in compared]
+    found = _check_settings(folders)
+    clock = Clock()
+    told = tuple(
+        ComparedRun(
+            run, str(folder), ran,
+            integers=integers is not None and ran.fold,
+            why_not="" if integers is None or ran.fold else _UNFOLDED,
+        )
+        for run, folder, ran in zip(names_of(folders), folders, found, strict=True)
+    )  # fmt: skip
+    with new_run("compare", clock, keep=folders, **place) as record:
+        sizes = CONFIGS[found[0].config]
+        with clock.step("load the runs"):
+            parts = build_model(sizes, found[0].parts)  # makes the batches, and is not run
+            batches = FrameBatches(frames, sizes, parts, cameras or found[0].used_cameras)
+            float_model, quantized = _load_alike(folders, batches[0])
+        with clock.step("lower to integers"):
+            models = _models(float_model, quantized, told, batches, integers)
+        digests = [run.settings.sha256 for run in told]
+        decides = {"compares": digests, "integers": integers, "cameras": cameras}
+        shards = record.shards(frames, {**decides, "command": record.command}, float_model)
+        tally = accuracy_tally(sizes, batches, bootstrap)
+        with clock.step("run all models"):
+            decode = float_model.head.decode
+            for index in tally_models("compare", models, decode, batches, tally, shards):
+                if (index + 1) % _TOLD_EVERY == 0:
+                    LOG.info("frame %d of %d", index + 1, len(batches))
+        with clock.step("judge by labels"):
+            accuracy = tally.result()
+        if accuracy is None:
+            raise InputError(
+                "none of the frames has labels, which runs are compared by: give frames of a "
+                "labelled data set (--dataset), or compare layers with bevfusion-quant evaluate"
+            )
+        comparison = Comparison(told, accuracy)
+        if not shards.ranks.first:  # the first one writes
+            return CompareResult(record.path, comparison, *clock.spent())
+        entries = [run.summary() for run in told]
+        settings = {"compares": entries, "config": sizes.name, "cameras": cameras}
+        record.write_settings({"evaluates": [run.folder for run in told], **settings})
+        with clock.step("page"):
+            _write_page(record, comparison, batches.frame_names)
+        seconds, peak = record.write_summary(
+            {
+                **settings,
+                "frames": batches.frame_names,
+                "accuracy": comparison.accuracy.summary(),
+                "notes": comparison.left_out(),
+            }
+        )
+    return CompareResult(record.path, comparison, seconds, peak)
+
+
+def _models(
+    float_model: BEVFusion,
+    quantized: Sequence[BEVFusion],
+    told: Sequence[ComparedRun],
+    batches: FrameBatches,
+    backend: str | None,
+) -> dict[str, Callable[..., Any]]:
+    """What is run on each frame, by its name in the tables."""
+    models: dict[str, Callable[..., Any]] = {"float": float_model}
+    for run, model in zip(told, quantized, strict=True):
+        names = run.models
+        models[names["quantized"]] = model
+        if "integers" in names:
+            models[names["integers"]] = lowered(model, batches[0], backend or "auto")
+    return models

@@ -1,0 +1,30 @@
+"""What long functions say of their steps, for a program that times or shows them.
+
+Example:
+    >>> from contextlib import contextmanager
+    >>> @contextmanager
+    ... def shown(name, blame):
+    ...     print(f"{name} …")
+    ...     yield
+    >>> def long_function(step: Step = untold) -> None:
+    ...     with step("measure", ""):
+    ...         pass
+    >>> long_function(step=shown)
+    measure …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+__all__ = ["Step", "untold"]
+
+Step = Callable[[str, str], AbstractContextManager[None]]
+"""Called around each step of a long function, with its name and with what a ValueError in it means,
+"" where that says enough by itself."""
+
+
+def untold(name: str, blame: str) -> AbstractContextManager[None]:
+    """Nothing is said of the steps: the default."""
+    return nullcontext()
