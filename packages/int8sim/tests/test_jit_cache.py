@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("numba", reason="the numba extra is not installed")
 
 from bevquant_int8sim._compiled import jit
+from bevquant_sparse.runtime import jit as runtime_jit
 
 MODULE = """
 import importlib.util
@@ -51,7 +52,7 @@ def run(tmp_path_factory):
     def call(cache, mode="plain"):
         # -B: bytecode written under the limit would be cut off, and all others would read it.
         done = subprocess.run(
-            [sys.executable, "-B", str(script), mode, jit.__file__],
+            [sys.executable, "-B", str(script), mode, runtime_jit.__file__],
             env=environment | {"NUMBA_CACHE_DIR": str(cache)},
             capture_output=True,
             text=True,
