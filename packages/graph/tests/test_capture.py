@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import re
 from collections import OrderedDict
 from typing import Any, ClassVar
@@ -632,6 +633,21 @@ def test_sizes_that_grow_with_every_stage_are_fixed():
     graph = capture(Windows(), torch.randn(2, 3))
     assert graph.fixed["x"] == {0: 2, 1: 3}
     assert sympy.simplify is simplify
+
+
+class Same(nn.Module):
+    """Padded to a size as by TensorFlow's "same" at every stage of a network."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.shape[1]
+        for _ in range(5):
+            pad = max((math.ceil(size / 2) - 1) * 2 + 3 - size, 0)
+            size = (size + pad - 3) // 2 + 1
+        return nn.functional.pad(x, [0, size])
+
+
+def test_sizes_that_torch_asks_too_much_of_are_fixed():
+    assert capture(Same(), torch.randn(2, 64)).fixed["x"] == {0: 2, 1: 64}
 
 
 def test_sizes_that_broadcast_only_as_in_the_example_are_fixed():
