@@ -120,6 +120,12 @@ def einops_like(net: Any, x: Tensor) -> Tensor:
     return y.reshape(n, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 3, 5, 1).reshape(n, -1, 4 * c)
 
 
+def data_of_values(net: Any, x: Tensor) -> Tensor:
+    y = net.stem(x)
+    y.data.mul_(2)
+    return torch.cat([y, y.data * net.conv.weight.data.sum()], 1)
+
+
 def attention(net: Any, x: Tensor) -> Tensor:
     y = net.stem(x).flatten(2).transpose(1, 2)
     y = y * (y.shape[-1] ** -0.5)
@@ -149,7 +155,7 @@ def a_loop_over_maps(net: Any, x: Tensor) -> Tensor:
 IDIOMS = [
     ratio_of_sizes, lengths_and_text, asserts_with_and, asks_for_gradients, checkpointed,
     slices_written, columns_written, sum_in_place, old_name_read_late, out_argument, masked,
-    nested_output, dropout_and_flatten, einops_like, attention, a_loop_over_maps,
+    nested_output, dropout_and_flatten, einops_like, data_of_values, attention, a_loop_over_maps,
     mapped_mask, joined_with_nothing,
 ]  # fmt: skip
 
