@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import re
 from collections import OrderedDict
 from typing import Any, ClassVar
@@ -119,6 +120,12 @@ def einops_like(net: Any, x: Tensor) -> Tensor:
     return y.reshape(n, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 3, 5, 1).reshape(n, -1, 4 * c)
 
 
+def data_of_values(net: Any, x: Tensor) -> Tensor:
+    y = net.stem(x)
+    y.data.mul_(2)
+    return torch.cat([y, y.data * net.conv.weight.data.sum()], 1)
+
+
 def attention(net: Any, x: Tensor) -> Tensor:
     y = net.stem(x).flatten(2).transpose(1, 2)
     y = y * (y.shape[-1] ** -0.5)
@@ -148,7 +155,7 @@ def a_loop_over_maps(net: Any, x: Tensor) -> Tensor:
 IDIOMS = [
     ratio_of_sizes, lengths_and_text, asserts_with_and, asks_for_gradients, checkpointed,
     slices_written, columns_written, sum_in_place, old_name_read_late, out_argument, masked,
-    nested_output, dropout_and_flatten, einops_like, attention, a_loop_over_maps,
+    nested_output, dropout_and_flatten, einops_like, data_of_values, attention, a_loop_over_maps,
     mapped_mask, joined_with_nothing,
 ]  # fmt: skip
 
@@ -632,6 +639,21 @@ def test_sizes_that_grow_with_every_stage_are_fixed():
     graph = capture(Windows(), torch.randn(2, 3))
     assert graph.fixed["x"] == {0: 2, 1: 3}
     assert sympy.simplify is simplify
+
+
+class Same(nn.Module):
+    """Padded to a size as by TensorFlow's "same" at every stage of a network."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.shape[1]
+        for _ in range(5):
+            pad = max((math.ceil(size / 2) - 1) * 2 + 3 - size, 0)
+            size = (size + pad - 3) // 2 + 1
+        return nn.functional.pad(x, [0, size])
+
+
+def test_sizes_that_torch_asks_too_much_of_are_fixed():
+    assert capture(Same(), torch.randn(2, 64)).fixed["x"] == {0: 2, 1: 64}
 
 
 def test_sizes_that_broadcast_only_as_in_the_example_are_fixed():

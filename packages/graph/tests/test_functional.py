@@ -84,7 +84,17 @@ def an_input(net: Any, x: Tensor) -> Tensor:
     return x
 
 
-IN_ONE_TRACE = [a_slice_that_nobody_else_reads, a_permutation, one_of_several_parts]
+def what_nobody_reads_before_no_grad(net: Any, x: Tensor) -> Tensor:
+    y = net.conv(x)
+    y.softmax(1)
+    with torch.no_grad():
+        return y.mul_(2)
+
+
+IN_ONE_TRACE = [
+    a_slice_that_nobody_else_reads, a_permutation, one_of_several_parts,
+    what_nobody_reads_before_no_grad,
+]  # fmt: skip
 OTHERS = [
     the_whole_is_read, the_whole_is_an_output, parts_overlap, a_part_of_the_part,
     the_same_part_once_more, an_input,

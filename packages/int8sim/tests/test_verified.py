@@ -127,6 +127,12 @@ class Upsampled(nn.Module):
         return larger if self.returned else y, self.second(larger)
 
 
+def test_a_relu_behind_a_resize_is_judged_by_what_it_reads() -> None:
+    x = torch.randn(1, 3, 8)
+    net = nn.Sequential(nn.Conv1d(3, 4, 1), nn.Upsample(13), nn.ReLU(), nn.Conv1d(4, 2, 1))
+    assert [step.op for step in simulate(calibrated(net, x), x).steps][2] == "resize"
+
+
 @pytest.mark.parametrize(("clip", "returned"), [(0.2, False), (1.0, False), (0.2, True)])
 def test_a_resize_reads_clamped_integers(clip: float, returned: bool) -> None:
     """And a resize that is itself off by two steps is found.

@@ -249,8 +249,11 @@ GRIDS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
         (2, 4, 9, 6),
     ),
     "finer than it was": (lambda: [nn.Conv2d(4, 8, 1), nn.AdaptiveAvgPool2d(6)], (2, 4, 4, 5)),
-    "line": (lambda: [nn.Conv1d(4, 8, 3, padding=1), nn.ReLU()], (2, 4, 9)),
-    "volume": (lambda: [nn.Conv3d(4, 8, 3, padding=1), nn.ReLU()], (2, 4, 5, 6, 7)),
+    "line": (lambda: [nn.Conv1d(4, 8, 3, padding=1), nn.Upsample(13), nn.ReLU()], (2, 4, 9)),
+    "volume": (
+        lambda: [nn.Conv3d(4, 8, 3, padding=1), nn.SiLU(), nn.Upsample(scale_factor=2)],
+        (2, 4, 3, 4, 5),
+    ),
     "corners": (
         lambda: [nn.Conv2d(4, 8, 1), nn.Upsample((9, 8), mode="bilinear", align_corners=True)],
         (2, 4, 5, 6),

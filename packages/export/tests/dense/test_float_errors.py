@@ -38,6 +38,10 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor
     "attention": (lambda x: F.scaled_dot_product_attention(x, x, x), _attention),
     "cancelling": (lambda x: (x + 50) * 2 - 100, lambda x: (x + 50) * 2 - 100),
     "moved": (lambda x: F.gelu(x).transpose(1, 2), lambda x: _gelu(x).transpose(1, 2)),
+    "repeated": (
+        lambda x: F.interpolate(F.gelu(x)[None], scale_factor=(2, 1))[0],
+        lambda x: _gelu(x).repeat_interleave(2, 1),
+    ),
 }
 
 

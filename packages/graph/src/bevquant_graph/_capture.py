@@ -191,7 +191,7 @@ def _exported(
     # Imported here: torch's compiler and sympy take as long as torch itself.
     import sympy
     from torch._dynamo import config as dynamo_config
-    from torch.fx.experimental import proxy_tensor
+    from torch.fx.experimental import proxy_tensor, symbolic_shapes
 
     from ._open_sizes import batch_norm_of_rows, elementwise_shapes, open_lengths
 
@@ -208,7 +208,12 @@ def _exported(
         stack.enter_context(mock.patch.object(proxy_tensor, "_extract_tensor_metadata", _nothing))
         stack.enter_context(elementwise_shapes())
         if open_sizes:
-            stack.enter_context(mock.patch.object(sympy, "simplify", _simplified(sympy.simplify)))
+            for holder, name, longest in (
+                (sympy, "simplify", 64),
+                (symbolic_shapes, "bound_sympy", 1024),
+            ):
+                limited = _limited(getattr(holder, name), longest)
+                stack.enter_context(mock.patch.object(holder, name, limited))
             # Asked for at every sum and product of sizes, and each time of all of their terms.
             known = property(lru_cache(maxsize=1 << 14)(vars(sympy.Expr)["is_number"].fget))
             stack.enter_context(mock.patch.object(sympy.Expr, "is_number", known))
@@ -232,20 +237,21 @@ def _exported(
     return program, result
 
 
-_LONGEST = 64  # operations of a size; convolutions, pools and pads make about ten
-
-
 class _Grown(RuntimeError):
-    """A size is a longer term than can be simplified in seconds."""
+    """A size is a longer term than can be computed with in seconds."""
 
 
-def _simplified(simplify: Callable[..., Any]) -> Callable[..., Any]:
-    """As sympy simplifies, but not what would take it minutes: terms nest with every stage."""
+def _limited(compute: Callable[..., Any], longest: int) -> Callable[..., Any]:
+    """As sympy or torch computes, but not what would take it minutes: terms nest with every stage.
+
+    Convolutions, pools and pads make a size of about ten operations; TensorFlow's "same" padding
+    makes it three times as long at every stage.
+    """
 
     def made(term: Any, *args: Any, **kwargs: Any) -> Any:
-        if term.count_ops() > _LONGEST:
+        if term.count_ops() > longest:
             raise _Grown(f"a size is a term of {term.count_ops()} operations")
-        return simplify(term, *args, **kwargs)
+        return compute(term, *args, **kwargs)
 
     return made
 

@@ -69,6 +69,8 @@ class Constants(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name == "__get__" and getattr(func, "__self__", None) is Tensor.data:
+            func, name = Tensor.detach, "detach"  # torch loses track of what ``x.data`` gives
         writes = name in _WRITES or name[-1:] == "_" != name[-2:-1] or "out" in kwargs
         if not writes and name not in _NAMED:
             return func(*args, **kwargs)

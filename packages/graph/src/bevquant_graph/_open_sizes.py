@@ -37,6 +37,7 @@ _NAMES = (
 ).split()
 _BATCH_NORM = _ATEN._native_batch_norm_legit_no_training.default
 _ROLL = _ATEN.roll.default
+_SAMPLE = _ATEN.grid_sampler_2d.default
 _FORMATS = (torch.contiguous_format, torch.channels_last)
 
 
@@ -54,6 +55,7 @@ def elementwise_shapes() -> Iterator[None]:
     if hasattr(torch.ops.bevquant_quantizers, "fake_quantize"):
         target = torch.ops.bevquant_quantizers.fake_quantize.default
         found[target] = _short(target, like)
+    found[_SAMPLE] = like.sampled
     found[_ROLL] = _short(_ROLL, like, whole=True)  # torch asks first whether there are rows
     with mock.patch.dict(table, found):
         yield
@@ -114,6 +116,11 @@ class _Like:
             return None
         empty = [torch.empty(0, dtype=x.dtype, device="meta") for _ in range(2)]
         return made, *(FakeTensor(mode, statistic, device=x.device) for statistic in empty)
+
+    def sampled(self, mode: Any, x: Tensor, grid: Tensor, *_: Any, **__: Any) -> Tensor:
+        """What a map gives at the places of a grid; torch asks a hundred operations for it."""
+        sizes = (*x.shape[:2], *grid.shape[1:3])
+        return FakeTensor(mode, torch.empty(sizes, dtype=x.dtype, device="meta"), device=x.device)
 
     def _order(self, x: Tensor) -> torch.memory_format | None:
         """How the values of `x` lie in memory; asked once for the same symbols."""

@@ -69,6 +69,9 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     """The same program without in-place operations, and without regions."""
     if _inline(program.graph_module):
         _rename_outputs(program)
+    for node in program.graph.nodes:  # where a forward leaves no_grad, torch forgets some readers
+        for read in node.all_input_nodes:
+            read.users.setdefault(node)
     writes = [node for node in program.graph.nodes if _written(node)]
     mapped = any(map(_of_vmap, program.graph.nodes))
     if not writes and not mapped:

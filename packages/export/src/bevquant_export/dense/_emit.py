@@ -294,8 +294,6 @@ class Emitter:
     def _grid(self, step: Step) -> str:
         name, made = step.args[0].name, step.outputs[0]
         x, source = self.read(name), self.source
-        if step.op == "resize" and len(source.shapes[name]) != 4:
-            self._refuse(step)
         # The sizes of a resized tensor are taken from the run where the batch is fixed.
         given = source.constants(step.path, dict(step.kwargs))
         if step.op == "max_pool":

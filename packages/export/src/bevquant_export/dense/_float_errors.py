@@ -103,7 +103,7 @@ class FloatErrors:
         """What a step makes of what was rounded before."""
         call: Any = step.module if step.function is None else step.function
         rounded = self._rounded if step.op == "float" else (lambda value: value)
-        resizes = "upsample" in op_spec(step.function).name
+        resizes = "upsample" in op_spec(step.function).name or step.kwargs.get("mode") == "bilinear"
         read = (lambda value: self._shifted(rounded(value))) if resizes else rounded
         args, kwargs = replaced(
             (step.args, dict(step.kwargs)), lambda ref: read(self._moved[ref.name])
@@ -146,7 +146,8 @@ def _is_call(step: Step) -> bool:
     refs: list[Any] = []
     replaced((step.args, dict(step.kwargs)), refs.append)
     called = step.function is not None or step.module is not None
-    return step.op in ("float", "move") and called and all(isinstance(ref, Ref) for ref in refs)
+    calls = ("float", "move", "max_pool", "resize")
+    return step.op in calls and called and all(isinstance(ref, Ref) for ref in refs)
 
 
 def _deviations(step: Step, x: Tensor, form: Integers, made: object) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
+from bevquant_graph import op_spec
 from bevquant_int8sim.model._execute import geometry
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Demand, Integers
@@ -71,12 +72,12 @@ class ForcedRun:
         self._resized: dict[fx.Node, dict[str | None, list[str]]] = {}
         for node, values in self.values.items():
             reads: dict[str | None, list[str]] = {}
+            resizes = op_spec(node.target).kind == "resize"  # or is a ReLU behind one
             for value in values:
                 step = self.makers[value]
                 operand = step.args[0]
-                integers = (
-                    step.op == "resize" and isinstance(operand, Ref) and operand.name in known
-                )
+                integers = resizes and step.op == "resize" and isinstance(operand, Ref)
+                integers = integers and operand.name in known
                 reads.setdefault(operand.name if integers else None, []).append(value)
             self._resized[node] = reads
         self._spent = spent_nodes(self.graph)
