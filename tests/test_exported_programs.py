@@ -84,7 +84,7 @@ def test_a_program_gives_its_models_integers_and_a_verified_file(
     assert wanted.program.steps  # integers, not one float island
     pairs = zip(*(torch.utils._pytree.tree_leaves(m(IMAGES)) for m in (wanted, got)), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
-    assert len(got.islands) == len(wanted.islands) == 0
+    assert len(got.float_fallbacks) == len(wanted.float_fallbacks) == 0
     file = export_qdq_onnx(model, IMAGES, tmp_path / "net.onnx")
     assert file.verified != "no"
     assert not file.floats

@@ -61,7 +61,7 @@ def models() -> tuple[nn.Module, nn.Module]:
 def test_every_layer_is_an_integer_layer(models: Any) -> None:
     model = simulate(models[1], inputs(frame(0)))
     ops = [step.op for step in model.steps]
-    assert model.islands == ()
+    assert model.float_fallbacks == ()
     assert ops.count("sparse_conv") == 21
     assert ops.count("add") == 8
     assert ops.count("quantize") == 1

@@ -72,7 +72,7 @@ def test_simulation_runs_what_the_plan_says(tmp_path: Path) -> None:
     plan = PrecisionPlan.by_hand(model, {"2": "int16", "4": "float", "6": "int4"})
     through_a_file(model, plan, tmp_path)
     integers = simulate(model, images)
-    assert {island.path for island in integers.islands} == {"4"}
+    assert {fallback.path for fallback in integers.float_fallbacks} == {"4"}
     convs = {step.path: step for step in integers.steps if step.op == "conv"}
     assert set(convs) == {"0", "2", "6"}
     bits = {path: integers.program.values[step.inputs[0]].form.bits for path, step in convs.items()}
@@ -88,7 +88,7 @@ def test_sparse_simulation_runs_what_the_plan_says(tmp_path: Path) -> None:
     plan = PrecisionPlan.by_hand(model, {"layers.2": "int16", "layers.4": "float"})
     through_a_file(model, plan, tmp_path)
     integers = simulate(model, frame)
-    assert {island.path for island in integers.islands} == {"layers.4"}
+    assert {fallback.path for fallback in integers.float_fallbacks} == {"layers.4"}
     with torch.no_grad():
         assert sqnr(model(*frame), integers(*frame)) > 40
 

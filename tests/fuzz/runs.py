@@ -169,9 +169,9 @@ def record() -> Target:
 
 
 def run_evidence() -> Target:
+    from bevfusion_quant.pages import ReportContent, write_report
     from bevfusion_quant.ptq import LayerRow
-    from bevfusion_quant.report import ReportContent, write_report
-    from bevfusion_quant.review import read_evidence
+    from bevfusion_quant.report import read_evidence
     from bevfusion_quant.run import RUN_FORMAT, RUN_VERSIONS, write_digests, write_json
 
     head = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}

@@ -176,7 +176,7 @@ def counts(share: float) -> dict[str, int]:
 _SERVER = multiprocessing.get_context("forkserver")
 _IMPORTED = ["torch", "numba", "onnx", "spconv.pytorch", "bevquant_export", "bevquant_fusion",
              "bevquant_hybrid.quantization", "bevquant_hybrid_tools.suggestion",
-             "bevfusion_quant.datasets", "bevfusion_quant.model", "bevfusion_quant.review",
+             "bevfusion_quant.datasets", "bevfusion_quant.model", "bevfusion_quant.report",
              "bevfusion_quant.train"]  # fmt: skip
 
 
@@ -198,7 +198,7 @@ def worker(name: str, seed: int, start: int, stop: int, out: Connection) -> None
 
 def attack(name: str, count: int, seed: int, show: Callable[[str], None] = print) -> Counter[str]:
     """Run all mutants of a target in workers, a new one after each that died."""
-    tally: Counter[str] = Counter()
+    accumulator: Counter[str] = Counter()
     seen: set[str] = set()
     start, began = 0, time.monotonic()
     while start < count:
@@ -223,7 +223,7 @@ def attack(name: str, count: int, seed: int, show: Callable[[str], None] = print
                 current = said
                 continue
             number, outcome, text = said
-            tally[outcome] += 1
+            accumulator[outcome] += 1
             start = number + 1
             kind = f"{outcome} {text[:60]}"
             if outcome not in ("ok", "clean") and kind not in seen and len(seen) < SHOWN:
@@ -235,17 +235,17 @@ def attack(name: str, count: int, seed: int, show: Callable[[str], None] = print
             if current < start:
                 raise RuntimeError(f"{name}: the worker does not begin")
             outcome = "hang" if stuck else "crash"
-            tally[outcome] += 1
+            accumulator[outcome] += 1
             show(f"  {name} #{current}: {outcome}: exit code {process.exitcode}")
             start = current + 1
-    show(f"{name}: {dict(tally)} in {time.monotonic() - began:.0f} s")
-    return tally
+    show(f"{name}: {dict(accumulator)} in {time.monotonic() - began:.0f} s")
+    return accumulator
 
 
 def table(results: dict[str, Counter[str]]) -> str:
     rows = [["", "mutants", *OUTCOMES]]
-    for name, tally in results.items():
-        rows.append([name, str(tally.total()), *(str(tally[o]) for o in OUTCOMES)])
+    for name, accumulator in results.items():
+        rows.append([name, str(accumulator.total()), *(str(accumulator[o]) for o in OUTCOMES)])
     total = sum(results.values(), Counter())
     rows.append(["together", str(total.total()), *(str(total[o]) for o in OUTCOMES)])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -279,5 +279,5 @@ def main() -> int:
         waiting = {n: pool.submit(attack, n, number, options.seed) for n, number in chosen.items()}
         results = {name: future.result() for name, future in waiting.items()}
     print(table(results))
-    bad = sum(tally[outcome] for tally in results.values() for outcome in OUTCOMES[2:])
+    bad = sum(accumulator[outcome] for accumulator in results.values() for outcome in OUTCOMES[2:])
     return 1 if bad else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bevfusion.quantization import Judgement
+from bevfusion.quantization import QuantizationEvaluation
 from bevfusion_quant.bpu import BpuComparison, BpuEstimate, BpuLayer, BpuOutcome, BpuStage
 from bevquant_hybrid.partition import Plan, PlanNode, number_segments
 from bevquant_hybrid_tools.performance import LayerEstimate, load_chip_figures
@@ -38,10 +38,10 @@ def outcome(evil: str = "plain", violations: tuple[str, ...] = ()) -> BpuOutcome
         for i, name in enumerate(names)
     )
     stages = (BpuStage("neck", "Camera features", 32, 27.0, 0.999, 26.9, 0.998),)
-    judgement = Judgement([], [], [], [], [], None, [], None)
+    evaluation = QuantizationEvaluation([], [], [], [], [], None, [], None)
     layers = tuple(
         LayerEstimate(n, "torch.nn.Conv2d", 2_000_000, 900, 100, 2e-6, 1e-6, "") for n in names
     )
     estimate = BpuEstimate(load_chip_figures("bayes"), 1, layers, violations)
     plan = Plan("bayes", number_segments(nodes))
-    return BpuOutcome(plan, BpuComparison(judgement, rows, stages, (), ()), {"camera": estimate})
+    return BpuOutcome(plan, BpuComparison(evaluation, rows, stages, (), ()), {"camera": estimate})

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from bevfusion.model import PARTS
-from bevfusion_quant.integer import FloatIsland, SavedPart, Simulation, integer_stages
+from bevfusion_quant.integer import FloatPart, SavedPart, Simulation, integer_stages
 from bevquant_int8sim import LayerRow
 
 __all__ = ["float_row", "layer_row", "simulation"]
@@ -36,7 +36,7 @@ def simulation(*layers: LayerRow, **changes: Any) -> Simulation:
     start = Simulation(
         layers=layers,
         stages=integer_stages(layers, PARTS),
-        islands=(FloatIsland("heads.object", "sigmoid", "sigmoid has no integer form", 0.0125),),
+        islands=(FloatPart("heads.object", "sigmoid", "sigmoid has no integer form", 0.0125),),
         agreement=(),
         found=(),
         backend="portable (AVX2)",

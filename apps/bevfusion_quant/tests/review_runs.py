@@ -14,11 +14,11 @@ from bpu_outcome import outcome as bpu_outcome
 from integer_rows import layer_row, simulation
 from metric_scenes import random_frames
 
-from bev_data.metrics import Accuracy, AccuracyTally, Bootstrap
+from bev_data.metrics import Accuracy, AccuracyAccumulator, Bootstrap
 from bevfusion.model.head import NUSCENES_CLASSES
 from bevfusion_quant.export import ExportedFile, ExportedSet, FileLayer, FilePort
+from bevfusion_quant.pages import ReportBoxes, ReportContent, ReportScene, write_report
 from bevfusion_quant.ptq import LayerRow, QuantizerValues
-from bevfusion_quant.report import ReportBoxes, ReportContent, ReportScene, write_report
 from bevfusion_quant.run import (
     RUN_FORMAT,
     RUN_VERSIONS,
@@ -39,13 +39,13 @@ LAYERS = 6
 def accuracy(*models: str, frames: int = 8, worse: float = 0.05) -> Accuracy:
     """Each model a little worse than the one before."""
     found, there = random_frames(3, frames, classes=("car", "bus"))
-    tally = AccuracyTally(NUSCENES_CLASSES, bootstrap=Bootstrap(50))
+    accumulator = AccuracyAccumulator(NUSCENES_CLASSES, bootstrap=Bootstrap(50))
     for step, model in enumerate(models):
         aside = np.float32([worse * step, 0, 0, 0, 0, 0, 0])
         for index, (seen, real) in enumerate(zip(found, there, strict=True)):
             moved = seen._replace(boxes=seen.boxes + aside, labels=3 * seen.labels)
-            tally.add(model, index, f"street_{100 + index}", moved, real)
-    result = tally.result()
+            accumulator.add(model, index, f"street_{100 + index}", moved, real)
+    result = accumulator.result()
     assert result is not None
     return result
 

@@ -13,7 +13,7 @@ from metric_scenes import detections, labels, random_frames
 
 from bev_data.metrics import (
     Accuracy,
-    AccuracyTally,
+    AccuracyAccumulator,
     Bootstrap,
     accuracy_text,
     points,
@@ -21,7 +21,7 @@ from bev_data.metrics import (
 )
 from bev_data.points import Labels
 from bevfusion.model.head import NUSCENES_CLASSES
-from bevfusion_quant.report import ReportContent, write_report
+from bevfusion_quant.pages import ReportContent, write_report
 
 EVIL = "</svg><script>window.hurt=1</script>"
 NAMES = ("float", "quantized", "integer")
@@ -32,15 +32,15 @@ def accuracy() -> Accuracy:
     """Three models, each a little worse than the one before."""
     found, there = random_frames(5, 8, classes=("car", "bus", "pedestrian"))
     kinds = {0: 0, 1: 3, 2: 8}
-    tally = AccuracyTally(NUSCENES_CLASSES, bootstrap=Bootstrap(100))
+    accumulator = AccuracyAccumulator(NUSCENES_CLASSES, bootstrap=Bootstrap(100))
     for worse, name in enumerate(NAMES):
         for index, (seen, real) in enumerate(zip(found, there, strict=True)):
             moved = seen._replace(
                 boxes=seen.boxes + np.float32([0.2 * worse, 0, 0, 0, 0, 0, 0]),
                 labels=np.array([kinds[int(kind)] for kind in seen.labels], np.int64),
             )
-            tally.add(name, index, f"frame {index}{EVIL}", moved, real)
-    result = tally.result()
+            accumulator.add(name, index, f"frame {index}{EVIL}", moved, real)
+    result = accumulator.result()
     assert result is not None
     return result
 
@@ -132,10 +132,10 @@ def test_chromium_draws_it_in_both_schemes_and_on_a_phone(
 
 @pytest.mark.parametrize("there", [labels(), labels((0, 5, "car"))], ids=["none", "not found"])
 def test_nothing_to_show_is_shown_as_nothing(there: Labels, tmp_path: Path) -> None:
-    tally = AccuracyTally(NUSCENES_CLASSES)
+    accumulator = AccuracyAccumulator(NUSCENES_CLASSES)
     for name in NAMES:
-        tally.add(name, 0, "empty", detections(), there)
-    result = tally.result()
+        accumulator.add(name, 0, "empty", detections(), there)
+    result = accumulator.result()
     assert result is not None
     assert "No intervals" in accuracy_text(result)
     page = write_report(tmp_path / "report.html", ReportContent("empty", accuracy=result))

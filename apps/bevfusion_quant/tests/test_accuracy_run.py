@@ -15,7 +15,7 @@ from nuscenes_mini import LIDAR, about_z, ego_at, quaternion, write_mini
 from without_pictures import without_pictures
 
 from bev_data.metrics import (
-    AccuracyTally,
+    AccuracyAccumulator,
     DetectionRules,
     accuracy_text,
     evaluate_detections,
@@ -235,13 +235,13 @@ def test_integers_stand_beside_float_and_quantized(
 
 
 def test_frames_without_labels_are_passed_over() -> None:
-    tally = AccuracyTally(NUSCENES_CLASSES)
-    assert tally.result() is None
+    accumulator = AccuracyAccumulator(NUSCENES_CLASSES)
+    assert accumulator.result() is None
     found, there = detections((0, 5, "car", 0.5)), labels((0, 5, "car"))
-    tally.add("float", 0, "bare", found, None)
-    assert tally.result() is None
-    tally.add("float", 1, "labelled", found, there)
-    got = tally.result()
+    accumulator.add("float", 0, "bare", found, None)
+    assert accumulator.result() is None
+    accumulator.add("float", 1, "labelled", found, there)
+    got = accumulator.result()
     assert (got.unlabelled, got.reference.frames, got.reference.mean_ap) == (1, 1, 1.0)
     assert [sketch.frame for sketch in got.sketches] == ["labelled"]
     assert got.models[0].difference is None
@@ -255,10 +255,10 @@ def test_the_data_set_says_where_labels_are_and_what_is_drawn() -> None:
     found = detections((0, 9, "car", 0.5), (0, -9, "car", 0.9), (9, 9.5, "car", 0.8))
     results = {}
     for kind in ("kitti", "nuscenes", None):
-        tally = AccuracyTally(NUSCENES_CLASSES, dataset=kind)
+        accumulator = AccuracyAccumulator(NUSCENES_CLASSES, dataset=kind)
         for index in range(4):
-            tally.add("float", index, f"scene-{index // 2}_{index}", found, there)
-        results[kind] = tally.result()
+            accumulator.add("float", index, f"scene-{index // 2}_{index}", found, there)
+        results[kind] = accumulator.result()
     ahead = results["kitti"]
     assert (ahead.reference.labels, ahead.reference.classes[0].detections) == (4, 4)
     assert (ahead.reference.mean_ap, ahead.drawn) == (1.0, "frames")

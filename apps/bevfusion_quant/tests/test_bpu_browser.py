@@ -10,7 +10,7 @@ import pytest
 from bpu_outcome import LAYERS, outcome
 from browser_page import values
 
-from bevfusion_quant.report import ReportContent, write_report
+from bevfusion_quant.pages import ReportContent, write_report
 
 EVIL = '<img src=x onerror="window.hurt=1">'
 PICTURE = "document.querySelector('.partition > div').shadowRoot.querySelector('svg')"

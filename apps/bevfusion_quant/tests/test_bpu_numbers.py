@@ -146,7 +146,7 @@ def test_stages_are_what_the_values_say(
             float(torch.cosine_similarity(both[0], both[1], dim=0))
         )
     assert 20 < stages["decoder"].integer_sqnr_db < 60
-    output = comparison.judgement.layers[-1]
+    output = comparison.evaluation.layers[-1]
     assert (output.layer, output.kind) == ("output", "heatmap")
     assert output.sqnr_db == pytest.approx(stages["head"].fake_sqnr_db)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from bpu_outcome import LAYERS, outcome
 
-from bevfusion_quant.report import (
+from bevfusion_quant.pages import (
     ReportContent,
     by_page_scheme,
     partition_picture,

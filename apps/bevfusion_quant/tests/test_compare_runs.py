@@ -27,8 +27,8 @@ from bevfusion_quant.compare import (
     names_of,
     run_compare,
 )
+from bevfusion_quant.pages import read_sections
 from bevfusion_quant.ptq import PtqConfig, run_evaluate, run_ptq
-from bevfusion_quant.report import read_sections
 from bevfusion_quant.run import settings_of
 
 BOOTSTRAP = Bootstrap(resamples=20)
@@ -119,7 +119,7 @@ def test_a_trained_run_is_told_from_the_one_it_began_with() -> None:
     asked = tuple(dataclasses.replace(run, why_not="of this") for run in runs)
     assert Comparison(asked, none).left_out() == ["ptq, qat are not among the integers: of this."]
     assert Comparison(runs, none).differing() == ["trained by qat"]
-    assert [run.told()["trained by qat"] for run in runs] == [False, True]
+    assert [run.shown_settings()["trained by qat"] for run in runs] == [False, True]
 
 
 def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:

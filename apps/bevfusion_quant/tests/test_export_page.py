@@ -20,8 +20,8 @@ from bevfusion_quant.export import (
     refuse_wrong_files,
     set_verdict,
 )
+from bevfusion_quant.pages import ReportContent, write_report
 from bevfusion_quant.ptq import AgreementRow
-from bevfusion_quant.report import ReportContent, write_report
 
 EVIL = '</script><script>hurt()</script><b title="x">'
 
@@ -103,7 +103,7 @@ def test_a_wrong_layer_is_named_everywhere(tmp_path: Path) -> None:
     assert "wrong: allowed is one step on 50 values" in text
     with pytest.raises(VerificationError, match=r"decoder\.1 \(resize\).*do not deploy") as caught:
         refuse_wrong_files(made, "what was printed")
-    assert caught.value.told == "what was printed"
+    assert caught.value.output == "what was printed"
 
 
 def test_findings_of_the_linter_that_are_errors_fail() -> None:

@@ -72,9 +72,9 @@ gc.disable()  # a tenth of what imports and captures take
 from bev_data import InputError
 from bev_data.datasets import register_dataset
 from bevfusion_quant.cli import main
-from bevfusion_quant.report import JudgedRun
+from bevfusion_quant.pages import EvaluatedRun
 
-JudgedRun.draw = lambda *given: None  # pictures are another test's subject
+EvaluatedRun.draw = lambda *given: None  # pictures are another test's subject
 
 def opener(path=None, *, cameras="all"):
     raise InputError(f"nothing at {path} with cameras {cameras}")

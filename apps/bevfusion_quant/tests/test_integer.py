@@ -10,8 +10,8 @@ import pytest
 from integer_rows import float_row, layer_row, simulation
 
 from bevfusion_quant import InputError
-from bevfusion_quant.integer import FloatIsland, SavedPart, check_backend
-from bevfusion_quant.report import ReportContent, write_report
+from bevfusion_quant.integer import FloatPart, SavedPart, check_backend
+from bevfusion_quant.pages import ReportContent, write_report
 from bevfusion_quant.run import write_json
 
 EVIL = 'heads.</script><script>alert("x")</script>'
@@ -52,7 +52,7 @@ def test_float_steps_that_are_equal_in_all_three_have_no_row(tmp_path: Path) -> 
 def test_names_and_reasons_are_escaped(tmp_path: Path) -> None:
     row = layer_row(EVIL, op=EVIL, form=EVIL, why=EVIL, max_steps=5, forced_max_steps=5)
     text = page(
-        tmp_path, row, backend=EVIL, islands=(FloatIsland(EVIL, EVIL, EVIL),),
+        tmp_path, row, backend=EVIL, islands=(FloatPart(EVIL, EVIL, EVIL),),
         saved=(SavedPart(EVIL, EVIL, EVIL),),
     )  # fmt: skip
     assert "<script>alert" not in text

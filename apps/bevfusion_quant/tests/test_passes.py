@@ -12,8 +12,8 @@ from bpu_split import small_frame
 from torch import Tensor, nn
 
 from bevfusion_quant.integer import in_integers
+from bevfusion_quant.pages import EvaluatedRun
 from bevfusion_quant.ptq import PtqConfig, run_evaluate, run_ptq
-from bevfusion_quant.report import JudgedRun
 from bevquant_int8sim.model import _reference
 
 if any(importlib.util.find_spec(name) is None for name in ("spconv", "onnxruntime", "onnxscript")):
@@ -58,7 +58,7 @@ def test_a_frame_is_walked_once_for_all_that_compares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("draw", "write_page"):  # what draws walks no frame
-        monkeypatch.setattr(JudgedRun, name, lambda *_: None)
+        monkeypatch.setattr(EvaluatedRun, name, lambda *_: None)
     frame = small_frame()
     config = PtqConfig(config="tiny", branch="all", method="max", cameras=names(frame))
     with Passes(monkeypatch, len(frame.cameras)) as passes:

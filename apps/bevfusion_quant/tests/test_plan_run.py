@@ -92,7 +92,7 @@ def test_the_simulation_computes_as_planned(wide: LoadedRun) -> None:
     batches = FrameBatches([small_frame()], TINY, wide.quantized_model)
     model = simulate(wide.quantized_model, tuple(batches[0]))
     steps = {step.path: step for step in model.steps if step.path.startswith("decoder")}
-    islands = {island.path for island in model.islands}
+    islands = {fallback.path for fallback in model.float_fallbacks}
     assert set(FLOAT) <= islands
     integer = {path for path, step in steps.items() if step.op.startswith("conv")}
     assert integer & set(FLOAT) == set()

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from bev_data.cameras import Camera
-from bevfusion_quant.ptq import LayerRow, QuantizerValues
-from bevfusion_quant.report import (
+from bevfusion_quant.pages import (
     ReportBoxes,
     ReportContent,
     ReportFigure,
@@ -28,6 +27,7 @@ from bevfusion_quant.report import (
     write_page,
     write_report,
 )
+from bevfusion_quant.ptq import LayerRow, QuantizerValues
 
 EVIL = '</script><script>alert("x")</script>&amp;'
 EXTENT = (-10.0, -10.0, 10.0, 10.0)

@@ -14,14 +14,14 @@ from browser_page import values, wait
 from integer_rows import float_row, layer_row, simulation
 
 from bev_data.cameras import CAMERA_NAMES, Camera
-from bevfusion_quant.ptq import LayerRow, QuantizerValues
-from bevfusion_quant.report import (
+from bevfusion_quant.pages import (
     ReportBoxes,
     ReportContent,
     ReportScene,
     ReportStage,
     write_report,
 )
+from bevfusion_quant.ptq import LayerRow, QuantizerValues
 
 LAYERS = 80
 EXTENT = (-20.0, -20.0, 20.0, 20.0)

@@ -12,7 +12,7 @@ import pytest
 
 from bevfusion_quant import InputError
 from bevfusion_quant.ptq import free_name, run_folder
-from bevfusion_quant.review import run_review
+from bevfusion_quant.report import run_report
 
 OURS = json.dumps({"format": "bevfusion-quant run"})
 
@@ -145,7 +145,7 @@ def test_unusable_names(tmp_path: Path, name: str) -> None:
 
 def test_a_keyword_that_places_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'overwite'"):
-        run_review(tmp_path, runs=tmp_path / "runs", **{"overwite": True})
+        run_report(tmp_path, runs=tmp_path / "runs", **{"overwite": True})
     assert not (tmp_path / "runs").exists()
 
 

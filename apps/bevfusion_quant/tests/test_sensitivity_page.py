@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bevfusion_quant.report import ReportContent, write_report
+from bevfusion_quant.pages import ReportContent, write_report
 from bevfusion_quant.sensitivity import SensitivityOutcome
 from bevquant_qnn import PlannedGroup, PrecisionPlan, SensitivityRow, SensitivityTable
 

@@ -17,9 +17,9 @@ from without_pictures import without_pictures
 from bev_data.points import read_frames
 from bevfusion.model import CONFIGS
 from bevfusion_quant.cli import main
+from bevfusion_quant.pages import read_sections
 from bevfusion_quant.ptq import FrameBatches, load_run
-from bevfusion_quant.report import read_sections
-from bevfusion_quant.review import run_review
+from bevfusion_quant.report import run_report
 from bevquant_int8sim import IntegerModel, simulate
 
 TINY = CONFIGS["tiny"]
@@ -227,7 +227,7 @@ def test_a_simulation_that_is_replaced_stays_when_the_new_one_fails(
 
 
 def test_the_page_to_sign_reads_what_the_commands_wrote(runs: Path, tmp_path: Path) -> None:
-    result = run_review(runs / "a", take=[runs / "one"], runs=tmp_path)
+    result = run_report(runs / "a", take=[runs / "one"], runs=tmp_path)
     assert [evidence.kind for evidence in result.gathered.all] == ["ptq", "simulation"]
     (group,) = result.headline
     assert [row.model for row in group.rows] == ["Float", "PTQ", "PTQ, integers"]

@@ -200,11 +200,11 @@ def test_every_epoch_shows_every_frame_once_in_another_order() -> None:
 def test_streets_that_judge_are_never_trained_on() -> None:
     options = Train(dataset="street", out=Path("runs/x"))
     trained = training_frames(options, size="tiny", with_cameras=False).open()
-    judged = held_out(options, size="tiny", with_cameras=False, count=300).open()
+    evaluated = held_out(options, size="tiny", with_cameras=False, count=300).open()
     assert len(trained) == 1000
-    assert len(judged) == 300
-    assert not set(trained.keys) & set(judged.keys)
-    assert min(trained.keys) > 100 * max(judged.keys)
+    assert len(evaluated) == 300
+    assert not set(trained.keys) & set(evaluated.keys)
+    assert min(trained.keys) > 100 * max(evaluated.keys)
     assert held_out(options, size="tiny", with_cameras=False, count=0) is None
 
 
@@ -214,9 +214,9 @@ def test_pandaset_frames_that_judge_are_never_trained_on(real_data: Path) -> Non
         pytest.skip("no PandaSet sequence among the real data")
     options = Train(dataset="pandaset", data=(folder,), out=Path("runs/x"))
     trained = training_frames(options, size="tiny", with_cameras=False).open()
-    judged = held_out(options, size="tiny", with_cameras=False, count=1).open()
-    assert max(map(int, trained.keys)) < 28 <= min(map(int, judged.keys))
-    assert len(trained) + len(judged) == len(list(folder.glob("frame_*.npz")))
+    evaluated = held_out(options, size="tiny", with_cameras=False, count=1).open()
+    assert max(map(int, trained.keys)) < 28 <= min(map(int, evaluated.keys))
+    assert len(trained) + len(evaluated) == len(list(folder.glob("frame_*.npz")))
 
 
 def test_pandasets_frames_become_batches(real_data: Path) -> None:

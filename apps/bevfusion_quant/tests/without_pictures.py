@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from bevfusion_quant.report import JudgedRun
+from bevfusion_quant.pages import EvaluatedRun
 
 __all__ = ["without_pictures"]
 
@@ -17,5 +17,5 @@ def without_pictures(*, page: bool = False) -> Iterator[None]:
     """For the length of the block, runs write neither: a second each; the page if it is wanted."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("draw",) if page else ("draw", "write_page"):
-            patch.setattr(JudgedRun, name, lambda *given: None)
+            patch.setattr(EvaluatedRun, name, lambda *given: None)
         yield

@@ -8,7 +8,7 @@ from metric_scenes import detections, labels, random_frames
 
 from bev_data import InputError
 from bev_data.boxes import NUSCENES_CLASSES, Detections
-from bev_data.metrics import DetectionMeter, DetectionRules, evaluate_detections, metrics_of
+from bev_data.metrics import DetectionAccumulator, DetectionRules, evaluate_detections, metrics_of
 from bev_data.points import Labels
 
 NOTHING = detections()
@@ -148,9 +148,9 @@ def test_of_equally_near_labels_the_first_is_taken() -> None:
     found = detections((0, 5, "car", 0.5))
     for turns, wanted in (((0.0, 0.7), 0.0), ((0.7, 0.0), 0.7)):
         there = labels((-1, 5, "car", turns[0]), (1, 5, "car", turns[1]))
-        meter = DetectionMeter(NUSCENES_CLASSES, DetectionRules(min_recall=0.0))
-        meter.add(found, there)
-        assert metrics_of(meter).errors["AOE"] == pytest.approx(wanted, abs=1e-6)
+        accumulator = DetectionAccumulator(NUSCENES_CLASSES, DetectionRules(min_recall=0.0))
+        accumulator.add(found, there)
+        assert metrics_of(accumulator).errors["AOE"] == pytest.approx(wanted, abs=1e-6)
 
 
 def test_far_boxes_and_labels_without_points_do_not_count() -> None:
@@ -192,12 +192,12 @@ def test_what_stands_in_a_bicycle_rack_does_not_count() -> None:
 
 
 def test_only_the_labelled_region_counts() -> None:
-    meter = DetectionMeter(NUSCENES_CLASSES)
+    accumulator = DetectionAccumulator(NUSCENES_CLASSES)
     there = labels((0, 5, "car"), (0, -5, "car"))
     found = detections((0, 5, "car", 0.5), (9, -9, "car", 0.9))
-    meter.add(found, there, region=lambda boxes: boxes[:, 1] > 0)
-    assert metrics_of(meter).mean_ap == 1.0
-    assert meter.labels == 1
+    accumulator.add(found, there, region=lambda boxes: boxes[:, 1] > 0)
+    assert metrics_of(accumulator).mean_ap == 1.0
+    assert accumulator.labels == 1
 
 
 @pytest.mark.parametrize("field", ["boxes", "scores", "velocities"])
@@ -230,7 +230,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(InputError, match=r"frame 0: labels\.boxes"):
         evaluate_detections([found], [broken])
     with pytest.raises(InputError, match="a name of its own"):
-        DetectionMeter(("car", "car"))
+        DetectionAccumulator(("car", "car"))
 
 
 @pytest.mark.parametrize(
@@ -273,14 +273,17 @@ def test_the_order_of_frames_and_rows_does_not_matter_without_ties() -> None:
 
 def test_what_is_kept_does_not_grow_with_the_boxes() -> None:
     """1,000 frames of 200 detections take some 20 bytes each, not the boxes' 100."""
-    meter = DetectionMeter(NUSCENES_CLASSES)
+    accumulator = DetectionAccumulator(NUSCENES_CLASSES)
     random = np.random.default_rng(0)
     boxes = np.ones((200, 7), np.float32)
     boxes[:, :2] = random.uniform(-20, 20, (200, 2))
     found = Detections(boxes, random.random(200), random.integers(0, 10, 200), np.zeros((200, 2)))
     for _ in range(50):
-        meter.add(found, EMPTY)
+        accumulator.add(found, EMPTY)
     kept = sum(
-        value.nbytes for frame in meter._kept for value in frame if isinstance(value, np.ndarray)
+        value.nbytes
+        for frame in accumulator._kept
+        for value in frame
+        if isinstance(value, np.ndarray)
     )
     assert kept / 50 / 200 < 20

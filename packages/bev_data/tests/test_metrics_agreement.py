@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bev_data.boxes import Detections
-from bev_data.metrics import DetectionTally, match
+from bev_data.metrics import AgreementAccumulator, match
 from bev_data.points import Labels
 
 CLASSES = ("car", "truck")
@@ -45,35 +45,39 @@ def test_matches_are_one_to_one_of_one_class_and_the_limit_counts() -> None:
 
 
 def test_agreement_counts_by_distance_and_compares_scores() -> None:
-    tally = DetectionTally(CLASSES, EXTENT)
+    accumulator = AgreementAccumulator(CLASSES, EXTENT)
     wanted = detections((0, 0, 0.9, 0), (5, 0, 0.8, 1))
     got = detections((0.3, 0, 0.7, 0), (5, 1.5, 0.75, 1), (9, 9, 0.1, 1))
-    tally.add(wanted, got, None)
-    tally.add(detections(), detections((0, 0, 0.5, 0)), None)
-    near, middle, far = tally.agreement()
+    accumulator.add(wanted, got, None)
+    accumulator.add(detections(), detections((0, 0, 0.5, 0)), None)
+    near, middle, far = accumulator.agreement()
     assert [row.distance for row in (near, middle, far)] == [0.5, 1.0, 2.0]
     assert [row.matched for row in (near, middle, far)] == [1, 1, 2]
     assert (far.float_detections, far.quantized_detections) == (2, 4)
     assert near.score_mean == pytest.approx(0.2, abs=1e-6)
     assert far.score_mean == pytest.approx((0.2 + 0.05) / 2, abs=1e-6)
     assert far.score_max == pytest.approx(0.2, abs=1e-6)
-    assert tally.found() == []
+    assert accumulator.found() == []
 
 
 def test_nothing_matched_has_no_score_difference() -> None:
-    tally = DetectionTally(CLASSES, EXTENT)
-    tally.add(detections(), detections(), None)
-    assert {(r.matched, r.score_mean, r.score_max) for r in tally.agreement()} == {(0, None, None)}
+    accumulator = AgreementAccumulator(CLASSES, EXTENT)
+    accumulator.add(detections(), detections(), None)
+    assert {(r.matched, r.score_mean, r.score_max) for r in accumulator.agreement()} == {
+        (0, None, None)
+    }
 
 
 def test_labels_found_leave_out_what_cannot_be_found() -> None:
-    tally = DetectionTally(CLASSES, EXTENT)
+    accumulator = AgreementAccumulator(CLASSES, EXTENT)
     truth = labels(
         (0, 0, "car"), (3, 0, "car"), (60, 0, "car"), (0, 5, "dog"), (9, 9, "truck"),
         points=[4, 1, 9, 9, 0],
     )  # fmt: skip
-    tally.add(detections((0, 0.8, 0.9, 0), (3, 0, 0.2, 1)), detections((3.1, 0, 0.4, 0)), truth)
-    rows = tally.found()
+    accumulator.add(
+        detections((0, 0.8, 0.9, 0), (3, 0, 0.2, 1)), detections((3.1, 0, 0.4, 0)), truth
+    )
+    rows = accumulator.found()
     assert {row.labels for row in rows} == {2}  # not the far one, the dog, the empty one
     assert [row.found_float for row in rows] == [0, 1, 1]
     assert [row.found_quantized for row in rows] == [1, 1, 1]

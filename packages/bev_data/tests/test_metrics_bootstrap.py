@@ -12,7 +12,7 @@ from bev_data import InputError
 from bev_data.boxes import NUSCENES_CLASSES, Detections
 from bev_data.metrics import (
     Bootstrap,
-    DetectionMeter,
+    DetectionAccumulator,
     DetectionRules,
     compare_detections,
     evaluate_detections,
@@ -28,11 +28,11 @@ FEW = Bootstrap(resamples=200)
 def meter_of(
     found: list[Detections], there: list[Labels], scenes: list[str] | None = None,
     rules: DetectionRules | None = None,
-) -> DetectionMeter:  # fmt: skip
-    meter = DetectionMeter(NUSCENES_CLASSES, rules)
+) -> DetectionAccumulator:  # fmt: skip
+    accumulator = DetectionAccumulator(NUSCENES_CLASSES, rules)
     for index, (seen, real) in enumerate(zip(found, there, strict=True)):
-        meter.add(seen, real, scene=None if scenes is None else scenes[index])
-    return meter
+        accumulator.add(seen, real, scene=None if scenes is None else scenes[index])
+    return accumulator
 
 
 def drawn(seed: int, scenes: int) -> np.ndarray:
@@ -42,12 +42,12 @@ def drawn(seed: int, scenes: int) -> np.ndarray:
     return times
 
 
-def only_draw(meter: DetectionMeter, seed: int) -> tuple[np.ndarray, float]:
+def only_draw(accumulator: DetectionAccumulator, seed: int) -> tuple[np.ndarray, float]:
     """A draw, and the metric on it: the interval of no other."""
-    interval = interval_of_mean_ap(meter, Bootstrap(resamples=1, seed=seed))
+    interval = interval_of_mean_ap(accumulator, Bootstrap(resamples=1, seed=seed))
     assert interval is not None
     assert interval.low == interval.high
-    return drawn(seed, len(meter.scenes)), interval.low
+    return drawn(seed, len(accumulator.scenes)), interval.low
 
 
 @pytest.mark.parametrize("absent", ["left out", "zero"])
@@ -57,11 +57,11 @@ def test_a_draw_is_the_metric_of_the_frames_written_out(absent: str) -> None:
     found[0], there[0] = detections((0, 9.3, "pedestrian", 0.7)), labels((0, 9, "pedestrian"))
     scenes = [f"scene {index // 2}" for index in range(14)]
     rules = DetectionRules(absent=absent)
-    meter = meter_of(found, there, scenes, rules)
-    whole = [row.mean_ap for row in metrics_of(meter).classes]
+    accumulator = meter_of(found, there, scenes, rules)
+    whole = [row.mean_ap for row in metrics_of(accumulator).classes]
     kept = 0
     for seed in range(12):
-        draw, value = only_draw(meter, seed)
+        draw, value = only_draw(accumulator, seed)
         rows = [i for i in range(14) for _ in range(draw[i // 2])]
         wanted = evaluate_detections(
             [found[i] for i in rows], [there[i] for i in rows], rules=rules
@@ -76,9 +76,11 @@ def test_a_draw_is_the_metric_of_the_frames_written_out(absent: str) -> None:
 def test_every_scene_once_is_the_metric_itself() -> None:
     for number in range(4):
         found, there = random_frames(number, 4, ties=True)
-        meter = meter_of(found, there)
+        accumulator = meter_of(found, there)
         once = next(s for s in itertools.count() if (drawn(s, 4) == 1).all())
-        assert only_draw(meter, once)[1] == pytest.approx(metrics_of(meter).mean_ap, abs=1e-12)
+        assert only_draw(accumulator, once)[1] == pytest.approx(
+            metrics_of(accumulator).mean_ap, abs=1e-12
+        )
 
 
 def test_the_interval_holds_the_metric_and_narrows_with_scenes() -> None:
@@ -161,12 +163,12 @@ def test_there_is_no_interval_of_too_little() -> None:
 
 def test_what_cannot_be_compared_is_refused() -> None:
     found, there = random_frames(1, 4)
-    meter = meter_of(found, there)
+    accumulator = meter_of(found, there)
     with pytest.raises(InputError, match="same scenes in the same order"):
-        interval_of_difference(meter, meter_of(found[:3], there[:3]), FEW)
+        interval_of_difference(accumulator, meter_of(found[:3], there[:3]), FEW)
     with pytest.raises(InputError, match="same rules"):
         interval_of_difference(
-            meter, meter_of(found, there, rules=DetectionRules(min_points=2)), FEW
+            accumulator, meter_of(found, there, rules=DetectionRules(min_points=2)), FEW
         )
     with pytest.raises(InputError, match="must not be negative"):
         Bootstrap(resamples=-1)

@@ -6,8 +6,8 @@ from metric_scenes import random_frames
 
 from bev_data.boxes import NUSCENES_CLASSES
 from bev_data.metrics import (
+    AccuracyAccumulator,
     AccuracySummary,
-    AccuracyTally,
     Bootstrap,
     accuracy_text,
     measure_tables,
@@ -50,11 +50,11 @@ def test_each_place_shows_its_columns() -> None:
 
 def test_judged_models_as_columns_and_as_rows() -> None:
     found, there = random_frames(3, 6)
-    tally = AccuracyTally(NUSCENES_CLASSES, bootstrap=Bootstrap(50))
+    accumulator = AccuracyAccumulator(NUSCENES_CLASSES, bootstrap=Bootstrap(50))
     for who in ("float", "quantized"):
         for index, (boxes, labels) in enumerate(zip(found, there, strict=True)):
-            tally.add(who, index, f"frame_{index}", boxes, labels)
-    accuracy = tally.result()
+            accumulator.add(who, index, f"frame_{index}", boxes, labels)
+    accuracy = accumulator.result()
     assert accuracy is not None
     measures, classes = measure_tables(accuracy)
     assert [column.title for column in measures.columns] == ["Measure", "Float", "Quantized"]

@@ -18,7 +18,7 @@ from bevfusion.deployment import (
     bpu_files,
     bpu_pieces,
     compose_plan,
-    judge_split,
+    evaluate_split,
     nvidia_files,
     split_stage_table,
     stage_shapes,
@@ -142,7 +142,7 @@ def test_three_forms_of_a_split_detector_are_judged_stage_by_stage() -> None:
     other = copy.deepcopy(model)
     next(other.decoder["neck"].parameters()).mul_(1.01)
     real, fake, integer = (SplitModel(m, {}, (), run=lambda: None) for m in (model, other, model))
-    found = judge_split([real, fake, integer], InTurn, [batch], TINY)  # type: ignore[arg-type]
+    found = evaluate_split([real, fake, integer], InTurn, [batch], TINY)  # type: ignore[arg-type]
     assert [stage.stage for stage in found.stages] == ["lidar", "decoder"]
     lidar, decoder = found.stages
     assert lidar.fake_sqnr_db is None  # equal
@@ -150,7 +150,7 @@ def test_three_forms_of_a_split_detector_are_judged_stage_by_stage() -> None:
     noise = (wanted - got).double().square().sum() / wanted.double().square().sum()
     assert decoder.fake_sqnr_db == pytest.approx(-10 * float(noise.log10()))
     assert decoder.integer_sqnr_db is None
-    assert found.judgement.layers[-1].sqnr_db == pytest.approx(decoder.fake_sqnr_db)
+    assert found.evaluation.layers[-1].sqnr_db == pytest.approx(decoder.fake_sqnr_db)
     assert split_stage_table(found.stages).text().splitlines()[3].startswith("Decoder")
     shapes = stage_shapes(real, batch)
     assert list(shapes) == ["voxels", "lidar", "decoder"]

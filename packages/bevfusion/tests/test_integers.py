@@ -10,7 +10,7 @@ import pytest
 
 from bevfusion.model import PARTS
 from bevfusion.quantization import (
-    FloatIsland,
+    FloatPart,
     Simulation,
     in_integers,
     integer_stages,
@@ -37,7 +37,7 @@ def float_row(path: str, op: str = "softmax", **changes: Any) -> LayerRow:
 
 
 def simulation(*rows: LayerRow, frame_seconds: tuple[float, ...] = (0.5,)) -> Simulation:
-    left = FloatIsland("heads.object", "sigmoid", "sigmoid has no integer form", 0.0125)
+    left = FloatPart("heads.object", "sigmoid", "sigmoid has no integer form", 0.0125)
     stages = integer_stages(rows, PARTS)
     return Simulation(rows, stages, (left,), (), (), "portable (AVX2)", frame_seconds, ())
 

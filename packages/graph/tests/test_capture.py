@@ -447,12 +447,12 @@ def test_trees_put_together_what_they_took_apart() -> None:
 @pytest.mark.parametrize(
     ("named", "kind"),
     [
-        (torch.ops.aten.permute.default, "move"),
+        (torch.ops.aten.permute.default, "layout_op"),
         (torch.relu_, "relu"),
-        ("reshape", "move"),
+        ("reshape", "layout_op"),
         (nn.Dropout, "identity"),
         (nn.ConvTranspose2d(1, 1, 1), "layer"),
-        (torch.cat, "join"),
+        (torch.cat, "concat"),
         (torch.erf, "float"),
     ],
 )

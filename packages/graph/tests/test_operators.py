@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bevquant_graph import OPERATORS, OpSpec, op_spec
 
 aten = torch.ops.aten
-KEEPING = {"identity", "move", "join", "max_pool", "sparse_pool", "to_dense", "resize"}
+KEEPING = {"identity", "layout_op", "concat", "max_pool", "sparse_pool", "to_dense", "resize"}
 MASK = torch.arange(32).view(1, 4, 2, 4) % 3 == 0
 PLACES = torch.tensor([2, 0])
 
@@ -107,7 +107,7 @@ def test_a_kind_means_the_same_in_every_row(spec: OpSpec) -> None:
     nearest = "bilinear" not in spec.name and "avg" not in spec.name
     assert spec.values is (spec.kind in KEEPING and nearest)
     assert spec.shape is (spec.kind in {"identity", "relu", "add", "norm", "quantize"})
-    single = {"identity", "move", "join", "relu", "norm", "quantize", "to_dense"}
+    single = {"identity", "layout_op", "concat", "relu", "norm", "quantize", "to_dense"}
     assert spec.mixes is (spec.kind not in single)
     kept = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "_unsafe_view",
             "view_as", "reshape_as", "_reshape_alias", "unsafe_split", "unbind"}  # fmt: skip
@@ -122,7 +122,7 @@ def test_a_kind_means_the_same_in_every_row(spec: OpSpec) -> None:
         (torch.ops.aten.add_.Tensor, "add", "add"),
         (torch.erf, "erf", "float"),
         (nn.Conv3d(1, 1, 1), "conv3d", "layer"),
-        (nn.Flatten(), "flatten", "move"),
+        (nn.Flatten(), "flatten", "layout_op"),
         (nn.Dropout, "dropout", "identity"),
         (nn.BatchNorm2d, "batch_norm", "norm"),
         (nn.Softmax, "Softmax", "float"),

@@ -183,7 +183,7 @@ def by_hand(net, image):
 
 def assert_equals_by_hand(net, image, backend="auto"):
     model = simulate(net, image, backend=backend)
-    assert model.islands == ()
+    assert model.float_fallbacks == ()
     result, recorded = model.run(image)
     made, expected = by_hand(net, image)
     for path, wanted in made.items():
@@ -234,8 +234,8 @@ def test_activations_without_integer_form_are_islands():
     )
     quantized = calibrated(net.eval())
     model = simulate(quantized, images(0))
-    assert [island.path for island in model.islands] == ["1", "3"]
-    assert all("no integer form" in island.reason for island in model.islands)
+    assert [fallback.path for fallback in model.float_fallbacks] == ["1", "3"]
+    assert all("no integer form" in fallback.reason for fallback in model.float_fallbacks)
     image = images(3)
     expected = quantized(image).detach()
     assert float((model(image) - expected).abs().max() / expected.abs().max()) < 0.05
@@ -262,20 +262,20 @@ def test_the_share_of_the_operations_in_float_is_told():
     assert counted["4", "float"] == linear
     assert counted["3", "move"] == 0
     total = sum(model.program.operations.values())
-    shares = {island.path: island.share for island in model.islands}
+    shares = {fallback.path: fallback.share for fallback in model.float_fallbacks}
     assert shares == {"1": 96 / total, "4": linear / total}
-    assert f"2 float islands with {100 * (96 + linear) / total:.2g} % of the operations" in repr(
+    assert f"2 float fallbacks with {100 * (96 + linear) / total:.2g} % of the operations" in repr(
         model
     )
     unseen = simulate(quantized, x, verify=False)
-    assert {island.share for island in unseen.islands} == {None}
+    assert {fallback.share for fallback in unseen.float_fallbacks} == {None}
     assert "of the operations" not in repr(unseen)
 
 
 def test_layers_excluded_from_quantization_are_islands():
     quantized = calibrated(float_net(), config=QuantConfig(exclude=("down", "head")))
     model = simulate(quantized, images(0))
-    assert {island.path for island in model.islands} == {"down", "head"}
+    assert {fallback.path for fallback in model.float_fallbacks} == {"down", "head"}
     expected = quantized(images(1)).detach()
     assert torch.allclose(model(images(1)), expected, atol=0.02 * float(expected.abs().max()))
 
@@ -293,9 +293,9 @@ def test_modules_that_cannot_be_followed_are_islands():
         nn.Sequential(nn.Conv2d(3, 4, 3), Branching(), nn.Conv2d(4, 2, 1)).eval()
     )
     model = simulate(quantized, images(0))
-    (island,) = model.islands
-    assert island.path == "1"
-    assert "fake-quantized" in island.reason
+    (fallback,) = model.float_fallbacks
+    assert fallback.path == "1"
+    assert "fake-quantized" in fallback.reason
     expected = quantized(images(2)).detach()
     assert torch.allclose(model(images(2)), expected, atol=0.02 * float(expected.abs().max()))
 
@@ -329,7 +329,7 @@ def test_bilinear_resize_behind_a_relu():
 
     quantized = calibrated(Net().eval())
     model = simulate(quantized, images(0))
-    assert model.islands == ()
+    assert model.float_fallbacks == ()
     expected = quantized(images(1)).detach()
     assert float((model(images(1)) - expected).norm() / expected.norm()) < 0.03
 
@@ -379,7 +379,7 @@ def test_sums_behind_folded_batch_norms_and_sums_are_integers():
     net = nn.Sequential(nn.Conv2d(3, 8, 3), Inverted(), Inverted(), nn.Conv2d(8, 2, 1))
     quantized = calibrated(net.eval())
     model = simulate(quantized, images(0))
-    assert model.islands == ()
+    assert model.float_fallbacks == ()
     adds = [step for step in model.program.steps if step.op == "add"]
     # The first sum is read by the next block's layer and by its sum.
     assert {step.path for step in adds} == {"1.add", "2.add"}

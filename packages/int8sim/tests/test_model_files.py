@@ -74,7 +74,7 @@ def test_loaded_model_computes_the_same(tmp_path):
     loaded = IntegerModel.load(tmp_path / "model")
     assert_same(loaded(X), model(X))
     assert repr(loaded) == repr(model)
-    assert loaded.islands == model.islands
+    assert loaded.float_fallbacks == model.float_fallbacks
     other = torch.randn(3, 3, 16, 16)
     assert_same(loaded(other), model(other))
 

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from bevquant_fusion import fuse_model
 from bevquant_int8sim import SparseOutput, simulate
-from bevquant_int8sim.model import Geometry, Sites
+from bevquant_int8sim.model import Coords, Geometry
 from bevquant_qnn import QuantConfig, freeze, quantize_model
 from bevquant_quantizers import calibrate
 from bevquant_sparse import to_dense, use_bevquant_kernels
@@ -202,7 +202,7 @@ def by_hand(net, features, coords):
 
 def assert_equals_loops(net, inputs, backend="auto"):
     model = simulate(net, frame(0), backend=backend)
-    assert model.islands == ()
+    assert model.float_fallbacks == ()
     _, recorded = model.run(inputs)
     made, _ = by_hand(net, *inputs[:2])
     for path, expected in made.items():
@@ -295,7 +295,7 @@ def test_every_tensor_stays_in_integers_between_layers():
     assert ops.count("quantize") == 1
     assert ops.count("dequantize") == 0
     assert ops.count("sparse_conv") == 4
-    assert model.islands == ()
+    assert model.float_fallbacks == ()
 
 
 def test_values_stand_in_one_order_in_every_process():
@@ -309,14 +309,14 @@ def test_values_stand_in_one_order_in_every_process():
 def test_layers_left_float_are_listed_and_run():
     net = calibrated_net(QuantConfig(exclude=("block.conv1",)), up=False)
     model = simulate(net, frame(0))
-    (island,) = model.islands
-    assert island.path == "block.conv1"
+    (fallback,) = model.float_fallbacks
+    assert fallback.path == "block.conv1"
     coords = frame(0)[1]
     apart = (coords[:, None] - coords[None]).abs()
     pairs = int(((apart[..., 0] == 0) & (apart[..., 1:] <= 1).all(-1)).sum())
     counts = {model.program.operations[s.outputs[0]] for s in model.steps if "block.conv" in s.path}
     assert max(counts) == pairs * 8 * 8
-    assert island.share == max(counts) / sum(model.program.operations.values())
+    assert fallback.share == max(counts) / sum(model.program.operations.values())
     inputs = frame(3)
     expected = net(*inputs).detach()
     noise = (model(*inputs) - expected).square().sum() / expected.square().sum()
@@ -324,11 +324,11 @@ def test_layers_left_float_are_listed_and_run():
 
 
 def test_rulebooks_are_built_once_per_key(monkeypatch):
-    from bevquant_int8sim.model import _sites
+    from bevquant_int8sim.model import _coords
 
     built = []
-    build = _sites.plan_rulebook
-    monkeypatch.setattr(_sites, "plan_rulebook", lambda *a, **k: built.append(1) or build(*a, **k))
+    build = _coords.plan_rulebook
+    monkeypatch.setattr(_coords, "plan_rulebook", lambda *a, **k: built.append(1) or build(*a, **k))
     model = simulate(calibrated_net(), frame(0), verify=False)
     model(*frame(1))
     assert len(built) == 2
@@ -422,7 +422,7 @@ def test_transposed_convolutions_and_dense_ends():
         spconv.SparseConvTranspose3d(8, 6, 2, stride=2),
         spconv.ToDense(),
     )
-    assert model.islands == ()
+    assert model.float_fallbacks == ()
     expected = net(x).detach()
     got = model(x)
     assert got.shape == expected.shape
@@ -433,7 +433,7 @@ def test_sparse_pooling_runs_on_integers():
     net, model, x = simulated(
         spconv.SubMConv3d(5, 8, 3), spconv.SparseMaxPool3d(2, 2), spconv.SubMConv3d(8, 8, 3)
     )
-    assert model.islands == ()
+    assert model.float_fallbacks == ()
     (pool,) = [step for step in model.steps if step.attributes.get("what") == "sparse_max_pool"]
     assert model.program.values[pool.outputs[0]].form.bits == 8
     made, wanted = model(x), net(x)
@@ -443,13 +443,13 @@ def test_sparse_pooling_runs_on_integers():
 
 def test_an_inverse_without_its_convolution_names_the_layer():
     coords = frame(0)[1]
-    sites = Sites(coords, SHAPE, 2)
+    coords = Coords(coords, SHAPE, 2)
     down = Geometry((3,) * 3, (2,) * 3, (1,) * 3, (1,) * 3, (0,) * 3, False, False, False)
     up = dataclasses.replace(down, inverse=True)
     with pytest.raises(ValueError, match="up: nothing to invert under indice_key='down'"):
-        sites.convolved(up, "down", "up")
-    _, lower = sites.convolved(down, "down", "down")
-    assert lower.convolved(up, "down", "up")[1] is sites
+        coords.convolved(up, "down", "up")
+    _, lower = coords.convolved(down, "down", "down")
+    assert lower.convolved(up, "down", "up")[1] is coords
     other = dataclasses.replace(up, kernel_size=(1, 3, 3))
     with pytest.raises(ValueError, match=r"up: its kernel size \(1, 3, 3\) is not the \(3, 3, 3\)"):
         lower.convolved(other, "down", "up")

@@ -67,8 +67,8 @@ def test_with_an_addend(backend, seed, scale):
 def test_with_a_residual(backend, seed, scale):
     acc, multiplier = near_ties(seed)
     residual = torch.from_numpy(np.random.default_rng(seed).integers(-128, 128, (9, CHANNELS)))
-    sites = torch.tensor([[0, 0, 0, i] for i in range(9)], dtype=torch.int32)
-    rulebook = build_rulebook(sites, (1, 1, 9), 1, subm=True)
+    coords = torch.tensor([[0, 0, 0, i] for i in range(9)], dtype=torch.int32)
+    rulebook = build_rulebook(coords, (1, 1, 9), 1, subm=True)
     q = int8_sparse_conv(
         torch.zeros(9, 4, dtype=torch.int8), torch.zeros(1, 4, CHANNELS, dtype=torch.int8), acc,
         rulebook, layout=WeightLayout.VCK, multiplier=multiplier,

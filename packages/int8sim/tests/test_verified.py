@@ -246,7 +246,9 @@ def test_a_number_from_a_tensor_is_taken_where_a_layer_is_quantized() -> None:
     quantized = quantize_model(Frames().eval(), example_inputs=inputs).model
     calibrate(quantized, [inputs])
     model = simulate(quantized, inputs)
-    assert [island.what for island in model.islands if "followed" in island.reason] == []
+    assert [
+        fallback.what for fallback in model.float_fallbacks if "followed" in fallback.reason
+    ] == []
     assert {step.op for step in model.steps if step.path in ("a", "b")} == {"linear"}
     others = torch.randn(5, 8), torch.tensor([1, 0, 0, 0, 1])
     assert model(*others).shape == (2, 8)

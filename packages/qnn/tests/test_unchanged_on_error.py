@@ -50,7 +50,9 @@ class Broken(nn.Module):
         raise ValueError("does not run")
 
 
-@pytest.mark.parametrize("stage", ["replace_layers", "quantize_joins", "observe", "float_layers"])
+@pytest.mark.parametrize(
+    "stage", ["replace_layers", "quantize_functional_ops", "observe", "float_layers"]
+)
 def test_an_error_at_any_stage_leaves_the_model_as_it_was(
     stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

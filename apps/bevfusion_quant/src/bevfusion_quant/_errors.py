@@ -12,9 +12,9 @@ class VerificationError(Exception):
 
     Args:
         message: Which file and layer, and how far off.
-        told: What the run printed.
+        output: What the run printed.
     """
 
-    def __init__(self, message: str, told: str) -> None:
+    def __init__(self, message: str, output: str) -> None:
         super().__init__(message)
-        self.told = told
+        self.output = output

@@ -87,14 +87,14 @@ BPU_UNITS = {"camera": "camera", "bev": "bird's-eye view"}
 def bpu_text(outcome: BpuOutcome) -> Iterator[str]:
     """Titles and tables: layers, stages, detections, accuracy, what runs where, estimate."""
     comparison = outcome.comparison
-    judgement = comparison.judgement
+    evaluation = comparison.evaluation
     yield "Float against fake-quantized, output of each layer on the BPU"
-    yield layer_table(judgement.layers)
+    yield layer_table(evaluation.layers)
     yield "Stages, fake-quantized and integers against float"
     yield split_stage_table(comparison.stages).text()
-    if judgement.agreement:
+    if evaluation.agreement:
         yield "Detections, float against fake-quantized, same class"
-        yield agreement_text(judgement.agreement, judgement.found)
+        yield agreement_text(evaluation.agreement, evaluation.found)
         yield "Detections, float against integers, same class"
         yield agreement_text(comparison.agreement, comparison.found, "integer")
     if outcome.accuracy is not None:

@@ -99,7 +99,7 @@ def _run(arguments: list[str]) -> int:
     except RankError as error:
         return _fail(str(error)) if error.speaks else USAGE_ERROR
     except VerificationError as error:
-        print(error.told, flush=True)
+        print(error.output, flush=True)
         return _fail(str(error), NOT_VERIFIED)
     except (InputError, PointsError, VoxelizeError, DocumentError, LaunchError) as error:
         return _fail(str(error))

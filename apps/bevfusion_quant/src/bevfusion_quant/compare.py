@@ -15,14 +15,14 @@ from torch import Tensor
 from bev_data.metrics import Accuracy, Bootstrap, accuracy_notes, model_tables
 from bev_data.points import Frame
 from bev_data.tables import Cell, CellParts, Table, plain_table
-from bevfusion.evaluation import accuracy_tally, tally_models
+from bevfusion.evaluation import accumulate_models, accuracy_accumulator
 from bevfusion.model import CONFIGS, Batch, BEVFusion, build_model
 from bevfusion.quantization import relative_change, whole_output
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.integer import check_backend, lowered
 from bevfusion_quant.options import Place, PtqOptions, TargetOptions
-from bevfusion_quant.report import ReportContent, Section, head, reproduce, setting_text, write_page
+from bevfusion_quant.pages import ReportContent, Section, head, reproduce, setting_text, write_page
 from bevfusion_quant.run import PAGE_FILE, Clock, RunRecord, RunSettings, new_run
 from bevfusion_quant.saved_run import ModelSettings, load_run, read_model_settings
 
@@ -38,11 +38,11 @@ __all__ = [
 LOG = logging.getLogger(__name__)
 # Folding moves a heat map by 1e-5 of its largest value, other weights by as much as it is.
 _SAME = 1e-3
-_TOLD_EVERY = 10  # frames between two lines of progress
+_PROGRESS_EVERY = 10  # frames between two lines of progress
 _UNFOLDED = "ptq --no-fold left batch norms in place"
 
 # Of a run's settings, what tells it from another run of the same float model.
-_TOLD = {
+_SHOWN = {
     "method": "ranges",
     "weight_bits": "weight bits",
     "rounding": "weights rounded",
@@ -59,7 +59,7 @@ _SHARED = {option.name for option in fields(TargetOptions)}
 _OTHERS = {
     option.name: option.default
     for option in fields(PtqOptions)
-    if option.name not in _SHARED | _TOLD.keys()
+    if option.name not in _SHARED | _SHOWN.keys()
 }
 
 
@@ -87,12 +87,12 @@ class ComparedRun:
         forms = ("quantized", "integers") if self.integers else ("quantized",)
         return {form: f"{self.name} {form}" for form in forms}
 
-    def told(self) -> dict[str, Any]:
+    def shown_settings(self) -> dict[str, Any]:
         """The settings that runs of one model can differ in, under the names of tables."""
-        told = {title: getattr(self.settings, name) for name, title in _TOLD.items()}
+        shown = {title: getattr(self.settings, name) for name, title in _SHOWN.items()}
         for name, default in _OTHERS.items():
-            told[name.replace("_", " ")] = self.settings.written.get(name, default)
-        return {**told, "trained by qat": self.settings.qat is not None}
+            shown[name.replace("_", " ")] = self.settings.written.get(name, default)
+        return {**shown, "trained by qat": self.settings.qat is not None}
 
     def summary(self) -> dict[str, Any]:
         """For summary.json and config.json: where it lies, digests, settings."""
@@ -116,8 +116,8 @@ class Comparison:
 
     def differing(self) -> list[str]:
         """Titles of the settings in which the runs differ; of a single run "ranges"."""
-        told = [run.told() for run in self.runs]
-        differ = [title for title in told[0] if any(t[title] != told[0][title] for t in told)]
+        shown = [run.shown_settings() for run in self.runs]
+        differ = [title for title in shown[0] if any(t[title] != shown[0][title] for t in shown)]
         return differ or ["ranges"]
 
     def left_out(self) -> list[str]:
@@ -142,12 +142,12 @@ def _write_page(record: RunRecord, comparison: Comparison, frames: Sequence[str]
         frames: Names of all frames.
     """
     title, settings = record.path.name, comparison.runs[0].settings
-    told = {
+    shown = {
         "runs": ", ".join(run.folder for run in comparison.runs),
         "weights": settings.weights,
     }
     content = ReportContent(
-        title=title, config=settings.config, frames=frames, **record.on_page(told)
+        title=title, config=settings.config, frames=frames, **record.on_page(shown)
     )
     data = {
         "notes": _notes(comparison),
@@ -179,7 +179,7 @@ def _settings(comparison: Comparison) -> Table:
     rows: list[Sequence[Cell]] = [
         (
             run.name,
-            *(setting_text(run.told()[title]) for title in titles),
+            *(setting_text(run.shown_settings()[title]) for title in titles),
             CellParts(text=run.folder, code=True),
         )
         for run in comparison.runs
@@ -187,7 +187,7 @@ def _settings(comparison: Comparison) -> Table:
     return plain_table("In what the runs differ", heads, rows, form="wide")
 
 
-_TOLD_APART: dict[str, Callable[[ModelSettings], object]] = {
+_COMPARED_APART: dict[str, Callable[[ModelSettings], object]] = {
     "configuration": lambda run: run.config,
     "set of parts": lambda run: " and ".join(run.parts),
     "list of cameras": lambda run: run.cameras,
@@ -217,8 +217,8 @@ def _check_settings(folders: Sequence[Path]) -> list[ModelSettings]:
                 f"--run {folder} holds the {settings.branch} branch alone, without a "
                 "head: it detects nothing that labels could judge; compare detectors"
             )
-        for what, told in _TOLD_APART.items():
-            one, other = told(settings), told(found[0])
+        for what, read in _COMPARED_APART.items():
+            one, other = read(settings), read(found[0])
             if one != other:
                 raise InputError(
                     f"--run {folder} is no run of the float model of {folders[0]}: its {what} is "
@@ -310,7 +310,7 @@ def run_compare(
     folders = [Path(folder) for folder in compared]
     found = _check_settings(folders)
     clock = Clock()
-    told = tuple(
+    read_runs = tuple(
         ComparedRun(
             run, str(folder), ran,
             integers=integers is not None and ran.fold,
@@ -325,29 +325,29 @@ def run_compare(
             batches = FrameBatches(frames, sizes, parts, cameras or found[0].used_cameras)
             float_model, quantized = _load_alike(folders, batches[0])
         with clock.step("lower to integers"):
-            models = _models(float_model, quantized, told, batches, integers)
-        digests = [run.settings.sha256 for run in told]
+            models = _models(float_model, quantized, read_runs, batches, integers)
+        digests = [run.settings.sha256 for run in read_runs]
         decides = {"compares": digests, "integers": integers, "cameras": cameras}
         shards = record.shards(frames, {**decides, "command": record.command}, float_model)
-        tally = accuracy_tally(sizes, batches, bootstrap)
+        accumulator = accuracy_accumulator(sizes, batches, bootstrap)
         with clock.step("run all models"):
             decode = float_model.head.decode
-            for index in tally_models("compare", models, decode, batches, tally, shards):
-                if (index + 1) % _TOLD_EVERY == 0:
+            for index in accumulate_models("compare", models, decode, batches, accumulator, shards):
+                if (index + 1) % _PROGRESS_EVERY == 0:
                     LOG.info("frame %d of %d", index + 1, len(batches))
         with clock.step("judge by labels"):
-            accuracy = tally.result()
+            accuracy = accumulator.result()
         if accuracy is None:
             raise InputError(
                 "none of the frames has labels, which runs are compared by: give frames of a "
                 "labelled data set (--dataset), or compare layers with bevfusion-quant evaluate"
             )
-        comparison = Comparison(told, accuracy)
+        comparison = Comparison(read_runs, accuracy)
         if not shards.ranks.first:  # the first one writes
             return CompareResult(record.path, comparison, *clock.spent())
-        entries = [run.summary() for run in told]
+        entries = [run.summary() for run in read_runs]
         settings = {"compares": entries, "config": sizes.name, "cameras": cameras}
-        record.write_settings({"evaluates": [run.folder for run in told], **settings})
+        record.write_settings({"evaluates": [run.folder for run in read_runs], **settings})
         with clock.step("page"):
             _write_page(record, comparison, batches.frame_names)
         seconds, peak = record.write_summary(
@@ -364,13 +364,13 @@ def run_compare(
 def _models(
     float_model: BEVFusion,
     quantized: Sequence[BEVFusion],
-    told: Sequence[ComparedRun],
+    read_runs: Sequence[ComparedRun],
     batches: FrameBatches,
     backend: str | None,
 ) -> dict[str, Callable[..., Any]]:
     """What is run on each frame, by its name in the tables."""
     models: dict[str, Callable[..., Any]] = {"float": float_model}
-    for run, model in zip(told, quantized, strict=True):
+    for run, model in zip(read_runs, quantized, strict=True):
         names = run.models
         models[names["quantized"]] = model
         if "integers" in names:

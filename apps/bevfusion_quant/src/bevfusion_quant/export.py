@@ -36,8 +36,8 @@ from bevfusion_quant._errors import InputError, VerificationError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.integer import lowered
 from bevfusion_quant.options import ExportTarget, Place
+from bevfusion_quant.pages import write_found
 from bevfusion_quant.plan import PLAN_FILE, read_plan, refuse_in_files
-from bevfusion_quant.report import write_found
 from bevfusion_quant.run import Clock, new_run, return_freed_memory, versions
 from bevfusion_quant.saved_run import ModelSettings, load_run, read_model_settings, refuse_unfolded
 from bevfusion_quant.stages import fuse_branch
@@ -131,14 +131,14 @@ def nvidia_pieces(
     float_model: BEVFusion, quantized_model: BEVFusion, target: str = "tensorrt"
 ) -> list[Piece]:
     """`bevfusion.deployment.nvidia_pieces` whose errors name the options of the commands."""
-    told = {
+    refusals = {
         "no lidar": "the run has no LiDAR branch, and Autoware's plugin is for sparse "
         "convolutions: quantize with ptq --branch lidar or lidar-detector",
         "head": "the run quantizes the head, and a file holds that in float alone: its attention "
         "and its choice of queries have no integer form; export a run of ptq without "
         "--quantize-head and of another --branch than head",
     }
-    return deployment.nvidia_pieces(float_model, quantized_model, target, refusals=told)
+    return deployment.nvidia_pieces(float_model, quantized_model, target, refusals=refusals)
 
 
 def _export_pieces(

@@ -19,7 +19,7 @@ from bevfusion_quant._errors import InputError, VerificationError
 from bevfusion_quant.options import FrameOptions
 
 Found = TypeVar("Found")
-_TOLD = 8
+_LISTED = 8
 
 
 class FrameBatches(evaluation.FrameBatches):
@@ -82,12 +82,12 @@ def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequen
     if len(options.data) > 1:
         raise InputError(f"--dataset {options.dataset} is one folder, not {len(options.data)}")
     cameras = "available" if options.incomplete == "skip" else "all"
-    told = {
+    stated = {
         "cameras": cameras if with_cameras else "none",
         "split": options.split,
         "version": options.data_version,
     }
-    settings = {name: value for name, value in told.items() if value and name in reads}
+    settings = {name: value for name, value in stated.items() if value and name in reads}
     try:
         frames = open_dataset(options.dataset, next(iter(options.data), None), **settings)
     except InputError as error:
@@ -227,12 +227,12 @@ def _half(
 
 def finding_lines(findings: Sequence[PoorData]) -> tuple[str, ...]:
     """The first of them, one a line; one wrong frame may spoil every tensor."""
-    told = tuple(map(str, findings[:_TOLD]))
-    more = len(findings) - _TOLD
-    return (*told, f"{more} more tensors: the page names them") if more > 0 else told
+    listed = tuple(map(str, findings[:_LISTED]))
+    more = len(findings) - _LISTED
+    return (*listed, f"{more} more tensors: the page names them") if more > 0 else listed
 
 
-def refuse_poor(findings: Sequence[PoorData], told: str) -> None:
+def refuse_poor(findings: Sequence[PoorData], output: str) -> None:
     """End the command where the calibration cannot be right.
 
     Raises:
@@ -244,5 +244,5 @@ def refuse_poor(findings: Sequence[PoorData], told: str) -> None:
         raise VerificationError(
             f"the calibration cannot be right: {poor[0]}{more}: do not deploy this model, or say "
             "--allow-poor-calibration",
-            told,
+            output,
         )

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import cast
 
 import bevquant_int8sim
-from bev_data.metrics import AccuracyTally
+from bev_data.metrics import AccuracyAccumulator
 from bevfusion.model import PART_PATHS, Batch, BEVFusion, BEVFusionConfig, example_like
 from bevfusion.quantization import (
     QUERIES,
-    FloatIsland,
+    FloatPart,
     IntegerStage,
-    Judgement,
+    QuantizationEvaluation,
     SavedPart,
     Simulation,
+    evaluate_quantized,
     in_integers,
     integer_stages,
-    judge,
     lies_below,
     simulate_detector,
     simulation_text,
@@ -34,15 +34,15 @@ from bevquant_quantizers.ranks import Shards, current_ranks
 __all__ = [
     "QUERIES",
     "Backend",
-    "FloatIsland",
+    "FloatPart",
     "IntegerStage",
     "Lowered",
     "SavedPart",
     "Simulation",
     "check_backend",
+    "evaluate_models",
     "in_integers",
     "integer_stages",
-    "judge_models",
     "lower_model",
     "simulate_model",
     "simulation_text",
@@ -69,7 +69,8 @@ class Lowered:
     Attributes:
         model: The integer model.
         backend: Its kernels, and the instructions they use.
-        layers: With the float and the fake-quantized model; `judge` gives it the frames.
+        layers: With the float and the fake-quantized model; `evaluate_quantized`
+            gives it the frames.
     """
 
     model: IntegerModel
@@ -105,22 +106,22 @@ def simulate_model(
     quantized_model: BEVFusion,
     batches: FrameBatches,
     config: BEVFusionConfig,
-    judgement: Judgement,
+    evaluation: QuantizationEvaluation,
     clock: Clock,
     folder: Path,
     *,
     branch: str,
-    accuracy: AccuracyTally | None = None,
+    accuracy: AccuracyAccumulator | None = None,
     shards: Shards | None = None,
 ) -> Simulation:
     """Run the integer model (`bevfusion.quantization.simulate_detector`), and save it.
 
     Args:
-        made: From `lower_model`, its layers compared by `judge`.
+        made: From `lower_model`, its layers compared by `evaluate_quantized`.
         quantized_model: The calibrated model.
         batches: At least one.
         config: Sizes.
-        judgement: Of the same models on the same batches.
+        evaluation: Of the same models on the same batches.
         clock: Times the steps.
         folder: Where the first rank writes `integer/`.
         branch: What the run quantized; says why the rest is float.
@@ -129,7 +130,7 @@ def simulate_model(
     """
     with clock.step("run in integers", blame="the integer model cannot run on these frames"):
         simulation = simulate_detector(
-            made.model, made.layers, quantized_model, batches, config, judgement,
+            made.model, made.layers, quantized_model, batches, config, evaluation,
             backend=made.backend,
             reasons=_reasons(quantized_model, cast(Branch, branch)),
             accuracy=accuracy,
@@ -141,7 +142,7 @@ def simulate_model(
         return replace(simulation, saved=(_saved(made.model, folder),))
 
 
-def judge_models(
+def evaluate_models(
     float_model: BEVFusion,
     quantized_model: BEVFusion,
     low: Lowered | None,
@@ -152,8 +153,8 @@ def judge_models(
     shards: Shards,
     *,
     branch: str,
-    tally: AccuracyTally | None = None,
-) -> tuple[Judgement, Simulation | None]:
+    accumulator: AccuracyAccumulator | None = None,
+) -> tuple[QuantizationEvaluation, Simulation | None]:
     """Judge both models, and where there is one the integer one, frame by frame.
 
     Args:
@@ -166,23 +167,23 @@ def judge_models(
         folder: Where the first rank writes `integer/`.
         shards: Keeps what is finished while several ranks work.
         branch: What the run quantized.
-        tally: Is handed all models' detections.
+        accumulator: Is handed all models' detections.
     """
     blame = "" if low is None else "float and integer model cannot be compared"
     with clock.step("compare", blame=blame):
-        judgement = judge(
-            float_model, quantized_model, batches, sizes, tally, shards,
+        evaluation = evaluate_quantized(
+            float_model, quantized_model, batches, sizes, accumulator, shards,
             integers=None if low is None else low.layers,
         )  # fmt: skip
     if low is None:
-        return judgement, None
+        return evaluation, None
     simulation = simulate_model(
-        low, quantized_model, batches, sizes, judgement, clock, folder,
+        low, quantized_model, batches, sizes, evaluation, clock, folder,
         branch=branch,
-        accuracy=tally,
+        accuracy=accumulator,
         shards=shards,
     )  # fmt: skip
-    return judgement, simulation
+    return evaluation, simulation
 
 
 def _reasons(model: BEVFusion, branch: Branch) -> dict[str, str]:

@@ -57,8 +57,9 @@ def refuse_in_files(plan: PrecisionPlan, where: str | Path) -> None:
     """
     wide = [group for group in plan if group.precision not in _IN_FILES]
     if wide:
-        told = "; ".join(f"{', '.join(group.modules)} ({group.precision})" for group in wide)
+        wide_groups = "; ".join(f"{', '.join(group.modules)} ({group.precision})" for group in wide)
         raise InputError(
-            f"{where} cannot be written as ONNX files, which hold int8 and float alone: {told}: "
+            f"{where} cannot be written as ONNX files, which hold int8 and float alone: "
+            f"{wide_groups}: "
             "make a plan with sensitivity --precisions int8, and quantize again with ptq --plan"
         )

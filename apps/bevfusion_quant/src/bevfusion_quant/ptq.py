@@ -13,16 +13,16 @@ import torch
 
 from bev_data.metrics import (
     Accuracy,
+    AgreementAccumulator,
     AgreementRow,
     Bootstrap,
-    DetectionTally,
     FoundRow,
     agreement_text,
     match,
 )
 from bev_data.points import Frame
 from bevfusion.deployment import ExportedSet
-from bevfusion.evaluation import PoorData, accuracy_tally, data_findings
+from bevfusion.evaluation import PoorData, accuracy_accumulator, data_findings
 from bevfusion.model import CONFIGS, build_model, example_batch
 from bevfusion.quantization import (
     Comparison,
@@ -38,10 +38,10 @@ from bevfusion.quantization import (
 from bevfusion.quantization import calibrate_detector as calibrate_branch
 from bevfusion_quant.export import ONNX_FOLDER, export_model, watching
 from bevfusion_quant.frames import FrameBatches, finding_lines, refuse_poor
-from bevfusion_quant.integer import Simulation, check_backend, judge_models, lower_model
+from bevfusion_quant.integer import Simulation, check_backend, evaluate_models, lower_model
 from bevfusion_quant.options import Branch, Method, Place, PtqConfig, free_name
+from bevfusion_quant.pages import EvaluatedRun
 from bevfusion_quant.plan import apply_plan, read_plan, refuse_in_files
-from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.run import Clock, new_run, plain, run_folder, written_text
 from bevfusion_quant.saved_run import (
     LoadedRun,
@@ -74,10 +74,10 @@ from bevquant_quantizers import (
 from bevquant_quantizers.ranks import current_ranks
 
 __all__ = [
+    "AgreementAccumulator",
     "AgreementRow",
     "Branch",
     "Comparison",
-    "DetectionTally",
     "EvaluateResult",
     "FoundRow",
     "FrameBatches",
@@ -212,19 +212,19 @@ def run_ptq(
         with ExitStack() as stack:  # not before: capturing runs the models on what is no frame
             models = {"float": fused.model, "fake": quantized.model} if export else {}
             known = {name: stack.enter_context(watching(m)) for name, m in models.items()}
-            judgement, simulation = judge_models(
+            evaluation, simulation = evaluate_models(
                 fused.model, quantized.model, low, batches, sizes, clock, folder, shards,
                 branch=config.branch,
             )  # fmt: skip
         del low  # the integer model is saved, and read no more
         findings = data_findings(batches, count, report)
         poor = [str(finding) for finding in findings if finding.poor]
-        tables, told = judgement.summary(), _warnings(report, findings)
-        outcome = partial(PtqResult, record.path, **tables, warnings=told, findings=findings)
+        tables, warned = evaluation.summary(), _warnings(report, findings)
+        outcome = partial(PtqResult, record.path, **tables, warnings=warned, findings=findings)
         if not shards.ranks.first:  # the first one writes
             seconds, peak = clock.spent()
             return outcome(seconds=seconds, peak_memory_mib=peak, simulation=simulation)
-        folding_error = relative_change(whole_output(unfolded), whole_output(judgement.wanted))
+        folding_error = relative_change(whole_output(unfolded), whole_output(evaluation.wanted))
         exported = None
         if export is not None:
             exported = export_model(
@@ -257,12 +257,12 @@ def run_ptq(
         )
         for quantizer in records["calibration"]["quantizers"]:
             del quantizer["findings"]  # which are told above, with names of frames
-        judged = JudgedRun(
-            record, sizes, batches, judgement, records,
+        evaluated = EvaluatedRun(
+            record, sizes, batches, evaluation, records,
             simulation=simulation,
             exported=exported,
         )  # fmt: skip
-        judged.draw(quantized_parts(config.branch)[-1])
+        evaluated.draw(quantized_parts(config.branch)[-1])
         with clock.step("write"):
             digests = save_model(folder, quantized.model, fused.model, plan)
             record.write_settings(
@@ -273,9 +273,9 @@ def run_ptq(
                     **({"poor_calibration": poor} if poor else {}),
                 }
             )
-        judged.write_page(asdict(config))
+        evaluated.write_page(asdict(config))
         read = enumerate(batches.listed())
-        seconds, peak = judged.write_summary(
+        seconds, peak = evaluated.write_summary(
             {
                 "branch": config.branch,
                 "frames": [{**frame, "calibration": index < count} for index, frame in read],
@@ -361,19 +361,19 @@ def run_evaluate(
         ran, model = loaded.settings, loaded.quantized_model
         sizes = CONFIGS[ran.config]
         batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
-        tally = accuracy_tally(sizes, batches, bootstrap)
-        told = {"evaluates": str(run), "cameras": cameras, "integers": integers}
-        told["command"] = record.command
-        shards = record.shards(frames, told, loaded.float_model, model)
+        accumulator = accuracy_accumulator(sizes, batches, bootstrap)
+        stated = {"evaluates": str(run), "cameras": cameras, "integers": integers}
+        stated["command"] = record.command
+        shards = record.shards(frames, stated, loaded.float_model, model)
         low = lower_model(loaded.float_model, model, batches, sizes, clock, integers)
-        judgement, simulation = judge_models(
+        evaluation, simulation = evaluate_models(
             loaded.float_model, model, low, batches, sizes, clock, record.folder, shards,
             branch=ran.branch,
-            tally=tally,
+            accumulator=accumulator,
         )  # fmt: skip
         with clock.step("judge by labels"):
-            accuracy = tally.result()
-        tables = judgement.summary()
+            accuracy = accumulator.result()
+        tables = evaluation.summary()
         made = partial(
             EvaluateResult,
             record.path,
@@ -390,11 +390,11 @@ def run_evaluate(
             "weights": ran.weights,
             "cameras": cameras,
         }
-        judged = JudgedRun(
-            record, sizes, batches, judgement, simulation=simulation, accuracy=accuracy
+        evaluated = EvaluatedRun(
+            record, sizes, batches, evaluation, simulation=simulation, accuracy=accuracy
         )
-        judged.draw(quantized_parts(ran.branch)[-1])
+        evaluated.draw(quantized_parts(ran.branch)[-1])
         record.write_settings({"run_sha256": ran.sha256, **settings})
-        judged.write_page(settings)
-        seconds, peak = judged.write_summary({"evaluates": str(run), "accuracy": None})
+        evaluated.write_page(settings)
+        seconds, peak = evaluated.write_summary({"evaluates": str(run), "accuracy": None})
     return made(seconds=seconds, peak_memory_mib=peak)

@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from bev_data.metrics import Accuracy
 from bev_data.points import Frame
-from bevfusion.evaluation import accuracy_tally, tally_models
+from bevfusion.evaluation import accumulate_models, accuracy_accumulator
 from bevfusion.model import CONFIGS, BEVFusion
-from bevfusion.quantization import QatDetectorTrainer, judge
+from bevfusion.quantization import QatDetectorTrainer, evaluate_quantized
 from bevfusion.training import (
     CHECKPOINT,
     Augmentation,
@@ -30,8 +30,8 @@ from bevfusion.training import (
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import ConfigName, Place, QatOptions, TrainedBranch
+from bevfusion_quant.pages import EvaluatedRun
 from bevfusion_quant.plan import PLAN_FILE, read_plan
-from bevfusion_quant.report import JudgedRun
 from bevfusion_quant.run import Clock, RunRecord, new_run
 from bevfusion_quant.saved_run import (
     LoadedRun,
@@ -108,8 +108,8 @@ def trainer_for(
     config: QatConfig, model: BEVFusion, teacher: BEVFusion | None, frames: PreparedFrames
 ) -> QatDetectorTrainer:
     """What trains the calibrated model, in place, as the configuration says."""
-    told = {name: getattr(config, name) for name in _TRAINED_BY}
-    return QatDetectorTrainer(model, frames, teacher=teacher, **told)
+    training = {name: getattr(config, name) for name in _TRAINED_BY}
+    return QatDetectorTrainer(model, frames, teacher=teacher, **training)
 
 
 _TRAINED_BY = (
@@ -260,7 +260,7 @@ def run_qat(
                 quiet=not ranks.first,
             )  # fmt: skip
         model = trainer.finish()
-        told = {
+        training = {
             "run": str(run),
             "run_sha256": start.sha256,
             **identity,
@@ -268,10 +268,10 @@ def run_qat(
             "losses": [dict(zip(trainer.terms, part, strict=True)) for part in in_parts(losses)],
         }
         accuracy = write_run(
-            record, loaded, model, told, clock, run=Path(run),
+            record, loaded, model, training, clock, run=Path(run),
             cameras=used,
             shown=shown,
-            judged=judge_by is not None,
+            evaluated=judge_by is not None,
         )  # fmt: skip
     if ranks.first:
         checkpoint.unlink(missing_ok=True)
@@ -303,13 +303,13 @@ def write_run(
     record: RunRecord,
     start: LoadedRun,
     model: BEVFusion,
-    told: dict[str, Any],
+    training: dict[str, Any],
     clock: Clock,
     *,
     run: Path,
     cameras: Sequence[str],
     shown: Sequence[Frame],
-    judged: bool,
+    evaluated: bool,
 ) -> Accuracy | None:
     """Write what `ptq` writes: model, settings, summary, page, pictures.
 
@@ -320,12 +320,12 @@ def write_run(
         record: Of the new run.
         start: The run that training began from.
         model: Trained, ranges constant, on the CPU in eval mode.
-        told: What was done, kept under `qat`.
+        training: What was done, kept under `qat`.
         clock: Times the steps.
         run: Folder of the run that training began from, for its plan.
         cameras: Names of the cameras that were used.
         shown: Frames; the first is drawn.
-        judged: Whether all of them are judged by their labels.
+        evaluated: Whether all of them are judged by their labels.
 
     Returns:
         How well the models find what is labelled, if they were judged.
@@ -334,28 +334,30 @@ def write_run(
     sizes, branch = CONFIGS[ran.config], ran.branch
     batches = FrameBatches(shown, sizes, model, cameras)
     accuracy = None
-    if judged:
-        tally = accuracy_tally(sizes, batches)
+    if evaluated:
+        accumulator = accuracy_accumulator(sizes, batches)
         models = {"float": start.float_model, "quantized": model}
         with clock.step("judge by labels"):
-            found = tally_models("held out", models, model.head.decode, batches, tally)
+            found = accumulate_models("held out", models, model.head.decode, batches, accumulator)
             quiet = not current_ranks().first
             for _ in tqdm(found, desc="held out", total=len(batches), disable=quiet):
                 pass
-            accuracy = tally.result()
+            accuracy = accumulator.result()
     with clock.step("compare"):
-        judgement = judge(start.float_model, model, batches.head(1), sizes)
+        evaluation = evaluate_quantized(start.float_model, model, batches.head(1), sizes)
     if not current_ranks().first:
         return accuracy
-    judged_run = JudgedRun(record, sizes, batches, judgement, accuracy=accuracy)
-    judged_run.draw(quantized_parts(branch)[-1])
+    evaluated_run = EvaluatedRun(record, sizes, batches, evaluation, accuracy=accuracy)
+    evaluated_run.draw(quantized_parts(branch)[-1])
     with clock.step("write"):
         plan = None if ran.plan is None else read_plan(run / PLAN_FILE)
         digests = save_model(record.folder, model, start.float_model, plan)
-        record.write_settings({**ran.written, "cameras": cameras, "sha256": digests, "qat": told})
+        record.write_settings(
+            {**ran.written, "cameras": cameras, "sha256": digests, "qat": training}
+        )
     settings = {
-        key: value for key, value in told["settings"].items() if key not in ("run", "cameras")
+        key: value for key, value in training["settings"].items() if key not in ("run", "cameras")
     }
-    judged_run.write_page({"trained from": told["run"], "weights": ran.weights, **settings})
-    judged_run.write_summary({"branch": branch, "qat": told, "accuracy": None})
+    evaluated_run.write_page({"trained from": training["run"], "weights": ran.weights, **settings})
+    evaluated_run.write_summary({"branch": branch, "qat": training, "accuracy": None})
     return accuracy

@@ -195,7 +195,7 @@ def load_run(folder: str | Path) -> LoadedRun:
 
 def _config(settings: ModelSettings) -> PtqConfig:
     """What decided how the model was quantized, as far as it is no file."""
-    told = {
+    given_values = {
         **settings.written,
         "branch": settings.branch,
         "quantize_first_layer": settings.quantize_first_layer,
@@ -203,7 +203,7 @@ def _config(settings: ModelSettings) -> PtqConfig:
         "weights": None,
         "plan": None,
     }
-    return as_form(told, PtqConfig, where=CONFIG_FILE, what="run's settings")
+    return as_form(given_values, PtqConfig, where=CONFIG_FILE, what="run's settings")
 
 
 def frames_for_run(options: FrameOptions, settings: ModelSettings) -> Sequence[Frame]:

@@ -26,7 +26,7 @@ from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import Place
 from bevfusion_quant.options import SensitivityOutput as Output
-from bevfusion_quant.report import write_found
+from bevfusion_quant.pages import write_found
 from bevfusion_quant.run import Clock, RunSettings, new_run, return_freed_memory
 from bevfusion_quant.saved_run import load_run, read_model_settings
 from bevquant_qnn import Budget
@@ -67,12 +67,14 @@ def parse_budget(text: str) -> Budget:
 _OWN = {8: "int8", 4: "int4"}
 
 
-def precisions_of(settings: RunSettings, asked: Sequence[str], run: str | Path) -> tuple[str, ...]:
+def precisions_of(
+    settings: RunSettings, requested: Sequence[str], run: str | Path
+) -> tuple[str, ...]:
     """Those asked for, or the run's own: "int8", or of a run with weights of 4 bits "int4".
 
     Args:
         settings: Of the run.
-        asked: At which to measure; empty for the run's own.
+        requested: At which to measure; empty for the run's own.
         run: Where it lies, for the message.
 
     Raises:
@@ -91,7 +93,7 @@ def precisions_of(settings: RunSettings, asked: Sequence[str], run: str | Path) 
             f"{run}: weights of {bits} bits are none of the precisions of a plan, which are int4, "
             "int8 and int16: measure a run of 8 or 4 bits"
         )
-    return tuple(asked) or (_OWN[bits],)
+    return tuple(requested) or (_OWN[bits],)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 
 from bev_data.cameras import CAMERA_NAMES
 from bevfusion import training
-from bevfusion.evaluation import judge_detector
+from bevfusion.evaluation import evaluate_detector
 from bevfusion.model import CONFIGS, BEVFusion, read_state_dict
 from bevfusion.training import *  # noqa: F403
 from bevfusion.training import (
@@ -238,7 +238,7 @@ def run_train(
     if judge_by is not None:
         sizes = CONFIGS[config.config]
         batches = FrameBatches(judge_by.open(), sizes, model, config.cameras)
-        held_out = {"frames": judge_by.describe, **judge_detector(model, batches, sizes)}
+        held_out = {"frames": judge_by.describe, **evaluate_detector(model, batches, sizes)}
     about = {"command": command, **identity, "held_out": held_out}
     write_tensors(out / WEIGHTS, tensors, {_KEY: json.dumps(about)})
     return TrainResult(out, in_parts(losses), seconds, config.steps - first, held_out)

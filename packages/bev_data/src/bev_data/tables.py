@@ -153,9 +153,9 @@ class Table:
         Args:
             without: Beginning of modules' paths that is left out.
         """
-        told = self._shown("terminal")
-        heads = [_small(column.title) for column in told.columns]
-        rows = [[_text(cell, without) for cell in row.cells] for row in told.rows]
+        shown = self._shown("terminal")
+        heads = [_small(column.title) for column in shown.columns]
+        rows = [[_text(cell, without) for cell in row.cells] for row in shown.rows]
         return aligned_table(heads, rows)
 
     def on_page(self) -> Table:
@@ -288,8 +288,8 @@ def _text(cell: Cell, without: str) -> str:
         return cell["path"].removeprefix(without) + (f" +{more}" if more else "")
     if "paths" in cell:
         return f"{cell['arrow']} → {', '.join(cell['paths'])}"
-    told = cell.get("text", "")
-    return f"{told} ({cell['interval']})" if cell.get("interval") else told
+    shown = cell.get("text", "")
+    return f"{shown} ({cell['interval']})" if cell.get("interval") else shown
 
 
 def _small(head: str) -> str:

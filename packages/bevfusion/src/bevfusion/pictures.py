@@ -1,6 +1,7 @@
 """A comparison as PNG files: a frame and its maps from above, layers one after the other.
 
-Needs matplotlib: ``pip install 'bevfusion[pictures]'``. `bevfusion.quantization.judge` gives what
+Needs matplotlib: ``pip install 'bevfusion[pictures]'``. `bevfusion.quantization.evaluate_quantized`
+gives what
 is drawn.
 """
 

@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-__all__ = ["Step", "untold"]
+__all__ = ["Step", "silent_step"]
 
 Step = Callable[[str, str], AbstractContextManager[None]]
 """Called around each step of a long function, with its name and with what a ValueError in it means,
 "" where that says enough by itself."""
 
 
-def untold(name: str, blame: str) -> AbstractContextManager[None]:
+def silent_step(name: str, blame: str) -> AbstractContextManager[None]:
     """Nothing is said of the steps: the default."""
     return nullcontext()

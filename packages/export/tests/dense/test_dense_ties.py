@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bevquant_export import compare_qdq_onnx, export_qdq_onnx, find_target
-from bevquant_export.dense._ties import Ties, products_at
+from bevquant_export.dense._rounding_boundary import RoundingBoundary, products_at
 from bevquant_int8sim import simulate
 from bevquant_int8sim.program import Step
 from bevquant_qnn import QuantAdd, QuantConfig, quantize_model
@@ -78,7 +78,7 @@ def test_openvino_counts_levels_from_the_lowest_value(
     values = {layer.args[0].name: np.array([0.0, 1.0]).reshape(1, 2, 1, 1)}
     first, border = np.zeros((1, 4), int), np.array([0.5])
     for name, ties in ("onnxruntime", 0), ("openvino", openvino):
-        found = Ties(integers.program, values, {}, find_target(name).form)
+        found = RoundingBoundary(integers.program, values, {}, find_target(name).form)
         assert found.count(layer.outputs[0], first, border, (1, 1, 1, 1)) == ties
 
 
@@ -94,10 +94,10 @@ def test_openvino_rounds_a_product_before_its_bias(
     integers = simulate(model, image)
     (layer, *_) = (step for step in integers.steps if step.op == "conv")
     values = {layer.args[0].name: np.array([100.0, 0.0]).reshape(1, 2, 1, 1)}
-    found = Ties(integers.program, values, {}, find_target("openvino").form)
+    found = RoundingBoundary(integers.program, values, {}, find_target("openvino").form)
     at = np.zeros((1, 4), int), np.array([100.5]), (1, 1, 1, 1)
     assert found.count(layer.outputs[0], *at) == ties
-    unknown = Ties(integers.program, {}, {}, find_target("openvino").form)
+    unknown = RoundingBoundary(integers.program, {}, {}, find_target("openvino").form)
     assert unknown.count(layer.outputs[0], *at) == 0
 
 
@@ -121,7 +121,7 @@ def test_a_sum_on_a_border_is_a_tie() -> None:
     (step,) = (step for step in integers.steps if step.op == "add")
     a, b = np.array([[1.0, 1.0, 1.0]]), np.array([[1.0, 2.0, 3.0]])
     values = dict(zip((ref.name for ref in step.args), (a, b), strict=True))
-    found = Ties(integers.program, values, {}, find_target("onnxruntime").form)
+    found = RoundingBoundary(integers.program, values, {}, find_target("onnxruntime").form)
     places, borders = np.array([[0, 0], [0, 1], [0, 2]]), np.full(3, 1.5)
     assert found.count(step.outputs[0], places, borders, (1, 3)) == 1
 

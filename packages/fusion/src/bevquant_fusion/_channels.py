@@ -42,7 +42,7 @@ def keeps_channels(node: fx.Node) -> bool:
         return same
     if "dropout" in spec.name:
         return made.args[2] is False
-    return spec.kind in ("identity", "move", "join") or _averages(spec)
+    return spec.kind in ("identity", "layout_op", "concat") or _averages(spec)
 
 
 def numbered(node: fx.Node, axis: int) -> Tensor:

@@ -115,7 +115,7 @@ def capture(
                         model, inputs, leaves, shares, constants, values=values is not None,
                         open_sizes=open_sizes,
                     )  # fmt: skip
-                if constants.asked and constants.written:  # a counter: no constant
+                if constants.used and constants.written:  # a counter: no constant
                     constants.withdraw()
                     continue
                 if numbers and _fixes_numbers(program, leaves):
@@ -153,7 +153,7 @@ def capture(
     took = perf_counter() - start
     if check:
         graph.check(example_inputs)
-    remember(model, state, graph, took, by_values=values is not None or constants.asked)
+    remember(model, state, graph, took, by_values=values is not None or constants.used)
     return graph
 
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 __all__ = ["Constants"]
 
 _LARGEST = 1 << 12  # elements of a tensor that is computed beside
-_ASKED = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
+_CONVERSIONS = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
 _COMPUTED = frozenset(
     "__getitem__ select unbind __iter__ squeeze unsqueeze view reshape flatten to long int float "
     "double bool type clone detach neg __neg__ abs round floor ceil clamp clip sqrt exp log "
@@ -31,7 +31,7 @@ _COMPUTED = frozenset(
     "any all sum prod max min amax amin mean".split()
 )
 _SIZED = frozenset("zeros ones empty full arange linspace".split())
-_NAMED = _COMPUTED | _SIZED | frozenset(_ASKED)
+_NAMED = _COMPUTED | _SIZED | frozenset(_CONVERSIONS)
 _OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
 _WRITES = frozenset(["__setitem__", *(f"__i{name}__" for name in _OPERATORS)])
 
@@ -43,7 +43,7 @@ class Constants(TorchFunctionMode):
         model: As it is outside of the trace.
 
     Attributes:
-        asked: Whether anybody has asked: the graph is then that of these numbers.
+        used: Whether anybody has asked: the graph is then that of these numbers.
         written: Whether the forward writes to one of them, which the next frame then finds changed.
     """
 
@@ -51,12 +51,12 @@ class Constants(TorchFunctionMode):
         super().__init__()
         self._real = {name: value.detach() for name, value in _tensors(model)}
         self._known: dict[int, tuple[Tensor, Tensor]] = {}  # also holds what the id is of
-        self.asked = self.written = False
+        self.used = self.written = False
 
     def withdraw(self) -> None:
         """Answer nobody from now on."""
         self._real.clear()
-        self.asked = self.written = False
+        self.used = self.written = False
 
     def begin(self, model: nn.Module) -> Constants:
         """The tensors that stand for the model's in the trace."""
@@ -79,12 +79,12 @@ class Constants(TorchFunctionMode):
         given = [value for value in leaves if isinstance(value, Tensor)]
         known = [id(value) in self._known for value in given]
         if any(known) and name in _SIZED:
-            self.asked = True
+            self.used = True
             with _disable_current_modes():
                 args, kwargs = map_aggregate((args, kwargs), self._number)
             return func(*args, **kwargs)
-        if known and all(known) and name in _ASKED:
-            self.asked = True
+        if known and all(known) and name in _CONVERSIONS:
+            self.used = True
             return self._beside(func, args, kwargs)
         made = func(*args, **kwargs)
         if writes:

@@ -179,13 +179,13 @@ def open_lengths(model: nn.Module, shares: list[_Scope]) -> Iterator[None]:
     meant: list[tuple[_Scope, str, Any]] = [(scope, "len", _length) for scope in found]
     meant += [(scope, "int", _Integer) for scope in shares]
 
-    def noted(asked: Callable[[Any], int]) -> Callable[[Any], int]:
+    def noted(convert: Callable[[Any], int]) -> Callable[[Any], int]:
         def integer(number: Any) -> int:
             frame = sys._getframe(1)
             if _takes_integers(frame) and _is_share(number):
                 shares.append(frame.f_globals)
                 raise ValueError("int(…) takes a share of an open number")
-            return asked(number)
+            return convert(number)
 
         return integer
 

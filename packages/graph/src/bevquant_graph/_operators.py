@@ -26,8 +26,8 @@ class OpSpec:
         name: The operator, in ATen's word.
         kind: What it is for a reader of graphs:
             ``"identity"`` the very same tensor, or a copy;
-            ``"move"`` values as they are, in another shape, order or selection;
-            ``"join"`` several tensors side by side;
+            ``"layout_op"`` values as they are, in another shape, order or selection;
+            ``"concat"`` several tensors side by side;
             ``"relu"``, ``"add"``, ``"max_pool"``, ``"avg_pool"``, ``"resize"``;
             ``"layer"`` products with a weight;
             ``"norm"`` a batch norm of fixed statistics;
@@ -70,21 +70,21 @@ OPERATORS: dict[str, OpSpec] = {
     **_rows(
         "view reshape flatten unflatten squeeze unsqueeze _unsafe_view view_as reshape_as "
         "_reshape_alias unsafe_split unbind",
-        "move", values=True, order=True, mixes=False, modules=("Flatten", "Unflatten"),
+        "layout_op", values=True, order=True, mixes=False, modules=("Flatten", "Unflatten"),
     ),
     **_rows(
         "permute transpose t movedim moveaxis swapaxes swapdims mT T roll flip pixel_shuffle "
         "pixel_unshuffle channel_shuffle slice select split split_with_sizes chunk tensor_split "
         "expand expand_as broadcast_to repeat repeat_interleave tile narrow index_select index "
         "gather take_along_dim masked_select unfold getitem",
-        "move", values=True, mixes=False,
+        "layout_op", values=True, mixes=False,
         modules=("PixelShuffle", "PixelUnshuffle", "ChannelShuffle"),
     ),
     **_rows(
-        "pad constant_pad_nd", "move", values=True, mixes=False,
+        "pad constant_pad_nd", "layout_op", values=True, mixes=False,
         modules=tuple(f"{p}Pad{d}" for p in ("Zero", "Constant") for d in _DIMS),
     ),
-    **_rows("cat concat concatenate stack hstack vstack", "join", values=True, mixes=False),
+    **_rows("cat concat concatenate stack hstack vstack", "concat", values=True, mixes=False),
     **_rows("relu relu6 hardtanh", "relu", shape=True, mixes=False, modules=("ReLU", "ReLU6")),
     **_rows("add", "add", shape=True),
     **_rows(

@@ -126,7 +126,7 @@ def _copy_views(graph: fx.Graph) -> None:
         if str(node.target) not in NUMBERS:
             continue
         (value,) = node.args
-        if value.op == "call_function" and op_spec(value.target).kind == "move":
+        if value.op == "call_function" and op_spec(value.target).kind == "layout_op":
             with graph.inserting_before(node):
                 copy = graph.call_function(torch.ops.aten.clone.default, (value,))
             copy.meta = dict(value.meta)

@@ -182,8 +182,8 @@ def estimate_by_layer(
         for layer in estimate_layers(on_bpu, march)
         if not layer.operator.endswith("Stub")
     ]
-    told = [str(v) for v in find_violations([c for c in on_bpu if c.input_dtypes], march)]
-    return tuple(layers), tuple(told)
+    violations = [str(v) for v in find_violations([c for c in on_bpu if c.input_dtypes], march)]
+    return tuple(layers), tuple(violations)
 
 
 def _single(shapes: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:

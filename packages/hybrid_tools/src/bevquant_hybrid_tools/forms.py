@@ -178,8 +178,8 @@ def finished_forms(
             fake.load_state_dict(state)
         set_fake_quantize(fake, FakeQuantState.VALIDATION)
         integers = convert_fx(fake)
-    told = dict.fromkeys(str(item.message) for item in caught)
-    return Forms(fused.eval(), fake, integers, tuple(told), prefix, tuple(on_cpu))
+    messages = dict.fromkeys(str(item.message) for item in caught)
+    return Forms(fused.eval(), fake, integers, tuple(messages), prefix, tuple(on_cpu))
 
 
 def _hybrid(on_cpu: Iterable[str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bevquant_int8sim._accumulator import AccumulatorOverflowError
+from bevquant_int8sim._add_concat import int8_add, int8_concat
 from bevquant_int8sim._backends import (
     BackendStatus,
     backend_report,
@@ -24,7 +25,6 @@ from bevquant_int8sim._elementwise import (
     lookup_table,
 )
 from bevquant_int8sim._fixed_point import fixed_point_multiplier
-from bevquant_int8sim._join import int8_add, int8_concat
 from bevquant_int8sim._plan_rulebook import plan_rulebook
 from bevquant_int8sim._pool import int8_avg_pool, int8_max_pool
 from bevquant_int8sim._quantize import dequantize, quantize, quantize_bias
@@ -33,6 +33,7 @@ from bevquant_int8sim._resize import int8_resize
 from bevquant_int8sim._sparse_conv import int8_sparse_conv
 from bevquant_int8sim._to_dense import int8_to_dense
 from bevquant_int8sim.model import (
+    FloatFallback,
     IntegerModel,
     Island,
     LayerComparison,
@@ -47,6 +48,7 @@ from bevquant_int8sim.model import (
 __all__ = [
     "AccumulatorOverflowError",
     "BackendStatus",
+    "FloatFallback",
     "IntegerModel",
     "Island",
     "LayerComparison",

@@ -37,7 +37,7 @@ from bevquant_int8sim.model._form import Form, Integers, TensorType
 from bevquant_int8sim.model._grid_operations import grid_call, module_call
 from bevquant_int8sim.model._load import from_document
 from bevquant_int8sim.model._program import (
-    Island,
+    FloatFallback,
     Program,
     Ref,
     SparseRef,
@@ -52,9 +52,9 @@ from bevquant_int8sim.model._save import to_document
 
 __all__ = [
     "PROGRAM_READERS",
+    "FloatFallback",
     "Form",
     "Integers",
-    "Island",
     "Program",
     "Ref",
     "SparseRef",

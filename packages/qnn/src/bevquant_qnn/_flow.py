@@ -11,9 +11,9 @@ from torch import fx, nn
 from bevquant_qnn._add import QuantAdd
 from bevquant_qnn._concat import QuantConcat
 from bevquant_qnn._float_parts import PRODUCTS
-from bevquant_qnn._join_calls import Target
+from bevquant_qnn._functional_calls import Target
+from bevquant_qnn._functional_ops import Followed, FunctionalOp
 from bevquant_qnn._kinds import is_batch_norm, is_library_module, is_quantized
-from bevquant_qnn._place_joins import Followed, Join
 from bevquant_qnn._steps import Steps
 from bevquant_quantizers import TensorQuantizer
 
@@ -40,7 +40,7 @@ class Flow:
 
     Attributes:
         reads: In order of execution.
-        joins: (output, operand) of quantized concatenations: the output holds the operand's
+        ops: (output, operand) of quantized concatenations: the output holds the operand's
             values unchanged.
         names: What produced each tensor, in words.
         unfolded: (batch norm, convolution): paths of a batch norm that reads a quantized
@@ -61,7 +61,7 @@ class Flow:
         return self.names.get(tensor, "a tensor")
 
 
-def follow(found: Followed, placed: Iterable[tuple[Join, nn.Module, Target]]) -> Flow:
+def follow(found: Followed, placed: Iterable[tuple[FunctionalOp, nn.Module, Target]]) -> Flow:
     """Read off which quantizer gets which tensor.
 
     Args:
@@ -79,10 +79,12 @@ def follow(found: Followed, placed: Iterable[tuple[Join, nn.Module, Target]]) ->
 
 
 class _Reader:
-    def __init__(self, found: Followed, placed: Iterable[tuple[Join, nn.Module, Target]]) -> None:
+    def __init__(
+        self, found: Followed, placed: Iterable[tuple[FunctionalOp, nn.Module, Target]]
+    ) -> None:
         self.flow, self.same = Flow(), found.same
         self.entered: set[object] = set()
-        self.placed = {(join.steps, join.node): (join, child, t) for join, child, t in placed}
+        self.placed = {(op.steps, op.node): (op, child, t) for op, child, t in placed}
 
     def tensor(self, steps: Steps, node: fx.Node) -> object:
         """What stands for a tensor; it is named after what made it."""
@@ -103,7 +105,7 @@ class _Reader:
     def step(self, steps: Steps, node: fx.Node) -> None:
         values = steps.read(node)
         if (steps, node) in self.placed:
-            self.join(*self.placed[steps, node])
+            self.functional(*self.placed[steps, node])
         for call in steps.calls(node):
             module = call.module
             entering = [v for v in values if call not in steps.calls(v)]
@@ -141,18 +143,16 @@ class _Reader:
             if (path, product) not in self.flow.products:
                 self.flow.products.append((path, product))
 
-    def join(self, join: Join, child: nn.Module, target: Target) -> None:
-        """Reads of a join by the child that it is sent to."""
-        assert join.node is not None
-        operands = [v for v in join.operands if join.steps.is_tensor(v)]
+    def functional(self, op: FunctionalOp, child: nn.Module, target: Target) -> None:
+        """Reads of a functional operation by the child that it is sent to."""
+        assert op.node is not None
+        operands = [v for v in op.operands if op.steps.is_tensor(v)]
         quantizer = child if isinstance(child, TensorQuantizer) else _input_quantizer(child)
         assert quantizer is not None
-        chosen: list[Any] = operands if target.operand is None else [join.operands[target.operand]]
-        self.flow.reads += [
-            Read(quantizer, self.tensor(join.steps, v), v, join.node) for v in chosen
-        ]
+        chosen: list[Any] = operands if target.operand is None else [op.operands[target.operand]]
+        self.flow.reads += [Read(quantizer, self.tensor(op.steps, v), v, op.node) for v in chosen]
         if isinstance(child, QuantConcat):
-            self.joined(join.steps, join.node, chosen)
+            self.joined(op.steps, op.node, chosen)
 
     def joined(self, steps: Steps, node: fx.Node, operands: Iterable[fx.Node]) -> None:
         whole = self.tensor(steps, node)

@@ -1,4 +1,4 @@
-"""Following a model on example inputs: its captured graph, and where its forwards join tensors."""
+"""Following a model on examples: its captured graph, and what its forwards add or concatenate."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torch import Tensor, fx, nn
 from bevquant_graph import CaptureError, Graph, arguments, capture, flatten
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._example import evaluation, fresh, run
+from bevquant_qnn._functional_calls import FunctionalCall, Recorder, functional_class, plan_of
+from bevquant_qnn._functional_ops import Followed, FunctionalOp, may_hold_functional_ops
 from bevquant_qnn._holders import activation_quantizers
-from bevquant_qnn._join_calls import JoinCall, Recorder, join_class, plan_of
 from bevquant_qnn._kinds import is_quantized, is_table
-from bevquant_qnn._place_joins import Followed, Join, may_join
 from bevquant_qnn._steps import Call, Steps
 from bevquant_quantizers import TensorQuantizer
 
@@ -36,12 +36,12 @@ def observe(
 
     Args:
         model: The model, its layers replaced already.
-        config: Modules that are left out are not looked into for joins.
+        config: Modules that are left out are not looked into for functional operations.
         example_inputs: A tuple of positional inputs, a dict of named ones, or one input.
         graph: The model's graph, where there is one.
 
     Returns:
-        Its steps and joins. Training flags and quantizer states are as before.
+        Its steps and functional operations. Training flags and quantizer states are as before.
     """
     found = Followed()
     paths = {module: path for path, module in model.named_modules()}
@@ -62,7 +62,8 @@ class _Observer:
         watched = [
             m
             for m in root.modules()
-            if may_join(m, ahead=True) and self.config.excluded_by(self.paths[m]) is None
+            if may_hold_functional_ops(m, ahead=True)
+            and self.config.excluded_by(self.paths[m]) is None
         ]
         recorder, outputs = _recorded(root, watched, given, Recorder())
         opaque: dict[nn.Module, str] = {}
@@ -78,7 +79,7 @@ class _Observer:
             self.found.parts.append(steps)
             within = {m for module in opaque for m in module.modules()}
             recorder.seen = [event for event in recorder.seen if event.module not in within]
-            self.joins(steps, recorder, watched, given, outputs)
+            self.note_ops(steps, recorder, watched, given, outputs)
         for module, reason in opaque.items():
             self.found.unfollowed[self.paths[module]] = f"{type(module).__name__}.forward: {reason}"
         inside = {m: list(_children(m)) for m in opaque}
@@ -86,20 +87,18 @@ class _Observer:
             self.inside(root, given, inside, steps)
         return steps
 
-    def joins(
+    def note_ops(
         self, steps: Steps, recorder: Recorder, watched: list[nn.Module], given: Any, outputs: Any
     ) -> None:
-        joins = _matched(steps, recorder)
+        ops = _matched(steps, recorder)
         suspects = {
-            (join.call.module, join.site)
-            for join, event in joins
-            if event.inplace and join.node is not None and not join.planned
-            and any(steps.is_sparse(v) for v in join.operands if isinstance(v, fx.Node))
+            (op.call.module, op.site)
+            for op, event in ops
+            if event.inplace and op.node is not None and not op.planned
+            and any(steps.is_sparse(v) for v in op.operands if isinstance(v, fx.Node))
         }  # fmt: skip
         hidden = _hidden(steps.root, watched, given, outputs, suspects)
-        self.found.joins += [
-            replace(join, hidden=(join.call.module, join.site) in hidden) for join, _ in joins
-        ]
+        self.found.ops += [replace(op, hidden=(op.call.module, op.site) in hidden) for op, _ in ops]
 
     def inside(
         self,
@@ -204,12 +203,12 @@ def _captured(root: nn.Module, given: Any) -> Graph:
 def _recorded(
     model: nn.Module, watched: Iterable[nn.Module], given: Any, recorder: Recorder
 ) -> tuple[Recorder, list[Any]]:
-    """Run the model once and note the joins in the forwards of some modules."""
+    """Run the model once and note the functional operations in the forwards of some modules."""
     own = [(module, type(module)) for module in watched if "forward" not in vars(module)]
     args, kwargs = _fresh(given)
     try:
         for module, cls in own:
-            module.__class__ = join_class(cls, plan_of(module), recorder)
+            module.__class__ = functional_class(cls, plan_of(module), recorder)
         result = run(model, args, kwargs)
     finally:
         for module, cls in own:
@@ -249,19 +248,19 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool(((one == other) | (one != one)).all())
 
 
-def _matched(steps: Steps, recorder: Recorder) -> list[tuple[Join, JoinCall]]:
-    """Which step of the graph each join is: by call, kind and line, and in the same order."""
+def _matched(steps: Steps, recorder: Recorder) -> list[tuple[FunctionalOp, FunctionalCall]]:
+    """Which step of the graph each operation is: by call, kind and line, in the same order."""
     nodes: dict[Any, list[fx.Node]] = defaultdict(list)
     all_nodes: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in steps.nodes:
-        kind = _join_kind(steps, node)
+        kind = _functional_kind(steps, node)
         calls = steps.calls(node)
         line = _line(node)
         if kind is not None:
             nodes[calls[-1], kind, line].append(node)
             all_nodes[calls[-1], kind].append(node)
-    events: dict[Any, list[JoinCall]] = defaultdict(list)
-    whole: dict[Any, list[JoinCall]] = defaultdict(list)
+    events: dict[Any, list[FunctionalCall]] = defaultdict(list)
+    whole: dict[Any, list[FunctionalCall]] = defaultdict(list)
     for event in recorder.seen:
         call = Call(event.module, event.call)
         keys = [(call, event.kind, line) for line in event.lines]
@@ -277,7 +276,7 @@ def _matched(steps: Steps, recorder: Recorder) -> list[tuple[Join, JoinCall]]:
             where |= {id(e): n for e, n in zip(seen, all_nodes[of_call], strict=True)}
     return [
         (
-            Join(
+            FunctionalOp(
                 Call(e.module, e.call), e.kind, e.site, e.occurrence, steps, where.get(id(e)),
                 e.planned, product=e.product,
             ),
@@ -287,7 +286,7 @@ def _matched(steps: Steps, recorder: Recorder) -> list[tuple[Join, JoinCall]]:
     ]  # fmt: skip
 
 
-def _join_kind(steps: Steps, node: fx.Node) -> str | None:
+def _functional_kind(steps: Steps, node: fx.Node) -> str | None:
     spec = steps.spec(node)
     if spec.kind == "add":
         two = len(node.args) == 2 and not node.kwargs

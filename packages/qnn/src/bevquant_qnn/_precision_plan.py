@@ -90,13 +90,13 @@ class PrecisionPlan(JsonDocument):
             )
         planned = []
         for group in groups:
-            asked = {precisions[path] for path in group.modules if path in precisions}
-            if len(asked) > 1:
+            requested = {precisions[path] for path in group.modules if path in precisions}
+            if len(requested) > 1:
                 raise ValueError(
                     f"PrecisionPlan.by_hand: {', '.join(group.modules)} share a quantizer, so they "
-                    f"have one precision, not {' and '.join(sorted(asked))}"
+                    f"have one precision, not {' and '.join(sorted(requested))}"
                 )
-            planned.append(PlannedGroup(group.modules, asked.pop() if asked else default))
+            planned.append(PlannedGroup(group.modules, requested.pop() if requested else default))
         return cls(tuple(planned))
 
     def __iter__(self) -> Iterator[PlannedGroup]:

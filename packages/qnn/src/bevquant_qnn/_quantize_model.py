@@ -15,11 +15,11 @@ from bevquant_graph import CaptureError, Graph, as_module, capture, refuse_unusa
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._float_parts import float_layers
 from bevquant_qnn._flow import Flow, follow
+from bevquant_qnn._functional_ops import Followed, quantize_functional_ops
 from bevquant_qnn._held_weight import held_layers
 from bevquant_qnn._holders import activation_quantizers
 from bevquant_qnn._kinds import is_quantized
 from bevquant_qnn._observe import observe
-from bevquant_qnn._place_joins import Followed, quantize_joins
 from bevquant_qnn._replace import put_back, replace_layers
 from bevquant_qnn._result import QuantizedModule, QuantizeResult, SkippedModule
 from bevquant_qnn._share import share_quantizers
@@ -154,7 +154,7 @@ def _quantized(
     left = [note.path for note in unused.values()]
     replaced = [r for r in replaced if not any(f"{r.path}.".startswith(f"{p}.") for p in left)]
     skipped = [*skipped, *unused.values()]
-    joined, passed_over, placed = quantize_joins(model, config, found, observed, kept)
+    joined, passed_over, placed = quantize_functional_ops(model, config, found, observed, kept)
     held = set(held_layers(model))
     skipped = [note for note in skipped if note.path not in held]
     flow = follow(found, placed)

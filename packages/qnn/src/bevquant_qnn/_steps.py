@@ -176,10 +176,10 @@ class Steps:
         if spec.kind in ("identity", "quantize") or spec.name in _CASTS:
             return inputs[0]
         if self.source is None:
-            keeps = spec.kind == "move" and spec.name not in _SELECTIONS
+            keeps = spec.kind == "layout_op" and spec.name not in _SELECTIONS
             hands_on = spec.name in ("features", "replace_feature") or _makes_sparse(node)
             return inputs[0] if keeps or hands_on else None
-        if spec.kind != "move" or len(_tensors(node)) > 1:
+        if spec.kind != "layout_op" or len(_tensors(node)) > 1:
             return None
         value, before = node.meta["val"], inputs[0].meta["val"]
         if not isinstance(value, Tensor) or not isinstance(before, Tensor):

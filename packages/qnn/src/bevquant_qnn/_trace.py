@@ -15,13 +15,13 @@ from typing import Any
 from torch import fx, nn
 
 from bevquant_graph import is_sparse_tensor, quiet
-from bevquant_qnn._join_calls import CALLS, Site, plan_of, site_of
+from bevquant_qnn._functional_calls import CALLS, Site, plan_of, site_of
+from bevquant_qnn._functional_ops import Followed, FunctionalOp, may_hold_functional_ops
 from bevquant_qnn._kinds import is_library_module, is_plain_chain, is_quantized
-from bevquant_qnn._place_joins import Followed, Join, may_join
 from bevquant_qnn._steps import Steps
 from bevquant_quantizers import TensorQuantizer
 
-_JOIN = "bevquant_join"
+_FUNCTIONAL = "bevquant_join"
 _TRACE = fx.Tracer.trace.__code__
 
 
@@ -49,7 +49,7 @@ class _Parts:
         if graph is not None:
             steps = Steps(self.paths, graph, root)
             self.found.parts.append(steps)
-            self.found.joins += _joins(steps)
+            self.found.ops += _functional_ops(steps)
             self.reached |= {call.module for node in steps.nodes for call in steps.calls(node)}
             self.reached -= set(unknown)
         self.below(root)
@@ -98,7 +98,7 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 class _Tracer(fx.Tracer):
-    """`torch.fx` as it is, that stops at layers and notes where a forward joins tensors."""
+    """`torch.fx` as it is, that stops at layers and notes where a forward adds or concatenates."""
 
     proxy_buffer_attributes = True
 
@@ -139,7 +139,7 @@ class _Tracer(fx.Tracer):
                 frame = frame.f_back  # type: ignore[assignment]
             own = [f for f in frames if not _is_fx(f.f_globals.get("__name__", ""))]
             if own:
-                node.meta[_JOIN] = site_of(own), _in_place(own[0])
+                node.meta[_FUNCTIONAL] = site_of(own), _in_place(own[0])
         return node
 
 
@@ -161,23 +161,23 @@ def _in_place(frame: Any) -> bool:
     return False
 
 
-def _joins(steps: Steps) -> list[Join]:
+def _functional_ops(steps: Steps) -> list[FunctionalOp]:
     found = []
     passes: Counter[tuple[Any, Site]] = Counter()
     for node in steps.nodes:
-        if _JOIN not in node.meta:
+        if _FUNCTIONAL not in node.meta:
             continue
-        site, in_place = node.meta[_JOIN]
+        site, in_place = node.meta[_FUNCTIONAL]
         call = steps.calls(node)[-1]
         kind = _NAMES[node.target if node.op == "call_method" else node.target.__name__]
         two = len(node.args) == 2 and not node.kwargs and all(map(steps.is_tensor, node.args))
-        joins = may_join(call.module, ahead=True)
-        if (kind == "add" and not two) or "out" in node.kwargs or not joins:
+        ops = may_hold_functional_ops(call.module, ahead=True)
+        if (kind == "add" and not two) or "out" in node.kwargs or not ops:
             continue
         in_place = in_place or node.target == "add_"
         planned = {item.site: item.targets for item in plan_of(call.module)}.get(site, ())
         number = passes[call, site]
         passes[call, site] += 1
         done = number < len(planned) and planned[number] is not None
-        found.append(Join(call, kind, site, number, steps, node, done, in_place))
+        found.append(FunctionalOp(call, kind, site, number, steps, node, done, in_place))
     return found

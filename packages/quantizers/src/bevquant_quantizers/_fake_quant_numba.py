@@ -199,7 +199,7 @@ def _empty(shape: torch.Size, order: list[int], dtype: type) -> tuple[Tensor, An
     return torch.from_numpy(array).permute(own), array
 
 
-class _Lease:
+class _Buffer:
     """Shows a block to numpy, which keeps this object as long as any array or tensor needs it."""
 
     def __init__(self, block: Any) -> None:
@@ -220,7 +220,7 @@ def _memory(shape: tuple[int, ...], dtype: type) -> Any:
     nbytes = size * np.dtype(dtype).itemsize
     if not _SMALLEST <= nbytes <= _LARGEST:
         return np.empty(shape, dtype)
-    return np.asarray(_Lease(_take(nbytes)))[:nbytes].view(dtype).reshape(shape)
+    return np.asarray(_Buffer(_take(nbytes)))[:nbytes].view(dtype).reshape(shape)
 
 
 def _take(nbytes: int) -> Any:

@@ -179,8 +179,8 @@ def _read(path: str | os.PathLike[str]) -> dict[str, tuple[_Entry, Tensor | None
         problems += [f"{name} is listed twice" for name in entry.names if name in entries]
         entries.update(dict.fromkeys(entry.names, (entry, amax)))
     if problems:
-        told = "\n  ".join(problems)
-        raise DocumentError(f"{os.fspath(path)} is damaged; nothing was loaded:\n  {told}")
+        listed = "\n  ".join(problems)
+        raise DocumentError(f"{os.fspath(path)} is damaged; nothing was loaded:\n  {listed}")
     return entries
 
 

@@ -113,9 +113,9 @@ def layout_of(module: object) -> WeightLayout:
         >>> layout_of(nn.Conv2d(1, 1, 3)).name
         'KCRS'
     """
-    said = getattr(module, "weight_layout", None)
-    if isinstance(said, WeightLayout):
-        return said
+    declared = getattr(module, "weight_layout", None)
+    if isinstance(declared, WeightLayout):
+        return declared
     base = _known_base(type(module))
     layout = None if base is None else known_layout(base)
     if base is not None and layout is not None:
@@ -160,9 +160,9 @@ def _reads_as_matrix(module: object) -> bool:
     The weight's shape says ``[out, 1, …, 1, in]`` all the same: its memory is read the other way.
     A module that took over such a weight says so by a ``reads_as_matrix`` attribute.
     """
-    said = getattr(module, "reads_as_matrix", None)
-    if isinstance(said, bool):
-        return said
+    declared = getattr(module, "reads_as_matrix", None)
+    if isinstance(declared, bool):
+        return declared
     base = _known_base(type(module))
     return (
         base is not None

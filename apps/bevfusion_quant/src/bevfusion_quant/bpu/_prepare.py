@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from bev_data.metrics import AccuracyTally
+from bev_data.metrics import AccuracyAccumulator
 from bevfusion.deployment import (
     UNIT_PREFIXES,
     SplitComparison,
     SplitModel,
     bpu_units,
     compose_plan,
-    judge_split,
+    evaluate_split,
     stage_shapes,
     unit_inputs,
 )
@@ -218,9 +218,9 @@ def compare_forms(
     forms: Mapping[str, Forms],
     batches: FrameBatches,
     config: BEVFusionConfig,
-    accuracy: AccuracyTally | None = None,
+    accuracy: AccuracyAccumulator | None = None,
 ) -> SplitComparison:
-    """`bevfusion.deployment.judge_split` of the three models.
+    """`bevfusion.deployment.evaluate_split` of the three models.
 
     Args:
         models: Float, fake-quantized, integers.
@@ -229,4 +229,4 @@ def compare_forms(
         config: Sizes.
         accuracy: Is handed the models' detections, as "float", "quantized" and "integer".
     """
-    return judge_split(models, partial(FormsComparison, forms), batches, config, accuracy)
+    return evaluate_split(models, partial(FormsComparison, forms), batches, config, accuracy)

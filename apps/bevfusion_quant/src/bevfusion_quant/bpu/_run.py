@@ -10,10 +10,10 @@ from typing import Any, Unpack
 
 import torch
 
-from bev_data.metrics import AccuracyTally, Bootstrap
+from bev_data.metrics import AccuracyAccumulator, Bootstrap
 from bev_data.points import Frame
 from bevfusion.deployment import UNIT_PREFIXES, cpu_weights, split_weights, unit_weights
-from bevfusion.evaluation import PoorData, accuracy_tally, data_findings
+from bevfusion.evaluation import PoorData, accuracy_accumulator, data_findings
 from bevfusion.model import CONFIGS, build_model
 from bevfusion.quantization import relative_change, whole_output
 from bevfusion_quant._errors import InputError
@@ -21,7 +21,7 @@ from bevfusion_quant.bpu._prepare import Models, SplitUnits, bpu_parts, compare_
 from bevfusion_quant.bpu_outcome import BpuOutcome
 from bevfusion_quant.frames import FrameBatches, finding_lines
 from bevfusion_quant.options import BpuConfig, Place
-from bevfusion_quant.report import JudgedRun
+from bevfusion_quant.pages import EvaluatedRun
 from bevfusion_quant.run import CONFIG_FILE, Clock, RunRecord, new_run, sha256
 from bevfusion_quant.saved_run import read_model_settings
 from bevfusion_quant.stages import built_parts, fill_weights, quantized_parts
@@ -56,9 +56,9 @@ def load_bpu_run(folder: str | Path) -> LoadedBpuRun:
             raise ValueError("it was not made with --target bpu")
         if sha256(folder / WEIGHTS) != saved.sha256[WEIGHTS]:
             raise ValueError(f"{WEIGHTS} is not the file that the run wrote")
-        told = {field.name: saved.written[field.name] for field in fields(BpuConfig)}
-        weights = None if told["weights"] is None else Path(told.pop("weights"))
-        form = as_form(told, BpuConfig, where=CONFIG_FILE, what="run's settings")
+        entries = {field.name: saved.written[field.name] for field in fields(BpuConfig)}
+        weights = None if entries["weights"] is None else Path(entries.pop("weights"))
+        form = as_form(entries, BpuConfig, where=CONFIG_FILE, what="run's settings")
         config = replace(form, weights=weights)
         state = read_tensors(folder / WEIGHTS).tensors
         model = build_model(CONFIGS[config.config], built_parts(config.branch))
@@ -128,7 +128,7 @@ def run_bpu(
         findings = data_findings(batches, count)
         outcome = _outcome(units, forms, batches, clock)
         with clock.step("check folding"), torch.no_grad():
-            wanted = whole_output(outcome.comparison.judgement.wanted)
+            wanted = whole_output(outcome.comparison.evaluation.wanted)
             change = relative_change(whole_output(model(*first)), wanted)
         warnings = _warnings(outcome, forms, findings)
         settings = {"target": "bpu", **asdict(config)}
@@ -142,7 +142,7 @@ def run_bpu(
         seconds, peak = _write(
             record, outcome, batches, settings,
             decides={"sizes": asdict(sizes), "sha256": {WEIGHTS: sha256(weights_file)}},
-            told={"weights": weights, "calibration_frames": count, "warnings": warnings},
+            entries={"weights": weights, "calibration_frames": count, "warnings": warnings},
             records=records,
         )  # fmt: skip
     return BpuResult(
@@ -183,8 +183,8 @@ def run_bpu_evaluate(
             batches = FrameBatches(frames, sizes, units.model, cameras or config.cameras)
             with clock.step("read and voxelize"):
                 units.run(units.fused, batches.head(1))
-            tally = accuracy_tally(sizes, batches, bootstrap)
-            outcome = _outcome(units, loaded.forms, batches, clock, tally)
+            accumulator = accuracy_accumulator(sizes, batches, bootstrap)
+            outcome = _outcome(units, loaded.forms, batches, clock, accumulator)
         settings = {
             **{"target": "bpu", "evaluates": str(run), "config": config.config},
             **{"branch": config.branch, "march": config.march, "weights": config.weights},
@@ -194,7 +194,7 @@ def run_bpu_evaluate(
         seconds, peak = _write(
             record, outcome, batches, settings,
             decides={"run_sha256": read_model_settings(run).sha256},
-            told={"evaluates": str(run), "accuracy": None, "warnings": warnings},
+            entries={"evaluates": str(run), "accuracy": None, "warnings": warnings},
         )  # fmt: skip
     return BpuResult(record.path, outcome, (), seconds, peak, holds_model=False)
 
@@ -204,9 +204,9 @@ def _outcome(
     forms: Mapping[str, Forms],
     batches: FrameBatches,
     clock: Clock,
-    tally: AccuracyTally | None = None,
+    accumulator: AccuracyAccumulator | None = None,
 ) -> BpuOutcome:
-    """Plan, estimate and comparison; with a tally, accuracy by labels."""
+    """Plan, estimate and comparison; with an accumulator, accuracy by labels."""
     with clock.step("partition"):
         plan = units.plan(forms)
     with clock.step("estimate"):
@@ -217,12 +217,12 @@ def _outcome(
             forms,
             batches,
             CONFIGS[units.config.config],
-            tally,
+            accumulator,
         )
-    if tally is None:
+    if accumulator is None:
         return BpuOutcome(plan, comparison, estimates)
     with clock.step("judge by labels"):
-        accuracy = tally.result()
+        accuracy = accumulator.result()
     return BpuOutcome(plan, comparison, estimates, accuracy)
 
 
@@ -230,8 +230,8 @@ def _warnings(
     outcome: BpuOutcome, forms: Mapping[str, Forms] | None = None, findings: Sequence[PoorData] = ()
 ) -> tuple[str, ...]:
     """What to look at: of the forms and the frames where this run made them, and of the plan."""
-    told = [text for form in (forms or {}).values() for text in form.warnings]
-    return (*told, *finding_lines(findings), *outcome.plan.warnings, *outcome.violations)
+    entries = [text for form in (forms or {}).values() for text in form.warnings]
+    return (*entries, *finding_lines(findings), *outcome.plan.warnings, *outcome.violations)
 
 
 def _write(
@@ -241,22 +241,22 @@ def _write(
     settings: Mapping[str, Any],
     *,
     decides: Mapping[str, Any],
-    told: Mapping[str, Any],
+    entries: Mapping[str, Any],
     records: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, float], float]:
     """Pictures, plan, settings, page and summary; `decides` is what the page does not say."""
-    judged = JudgedRun(
-        record, CONFIGS[settings["config"]], batches, outcome.comparison.judgement,
+    evaluated = EvaluatedRun(
+        record, CONFIGS[settings["config"]], batches, outcome.comparison.evaluation,
         records or {},
         bpu=outcome,
         accuracy=outcome.accuracy,
     )  # fmt: skip
-    judged.draw(quantized_parts(settings["branch"])[-1])
+    evaluated.draw(quantized_parts(settings["branch"])[-1])
     outcome.plan.save(record.folder / "plan.json")
     write_whole(record.folder / "partition.svg", outcome.picture)
     record.write_settings({**settings, **decides})
-    judged.write_page(settings)
-    return judged.write_summary({"target": "bpu", "branch": settings["branch"], **told})
+    evaluated.write_page(settings)
+    return evaluated.write_summary({"target": "bpu", "branch": settings["branch"], **entries})
 
 
 def folding_record(units: SplitUnits, change: float) -> dict[str, Any]:

@@ -20,8 +20,8 @@ def finished_text(parts: Iterable[str], result: Any, warnings: Sequence[str] = (
     from bevfusion_quant.run import written_text
 
     steps = ", ".join(f"{name} {spent:.1f} s" for name, spent in result.seconds.items())
-    told = "".join(f"\nwarning: {text}" for text in warnings)
-    end = f"{told}\n{steps}\npeak memory {result.peak_memory_mib:,.0f} MiB"
+    warning_lines = "".join(f"\nwarning: {text}" for text in warnings)
+    end = f"{warning_lines}\n{steps}\npeak memory {result.peak_memory_mib:,.0f} MiB"
     return joined([*parts, end, *written_text(result.folder)])
 
 

@@ -73,6 +73,6 @@ def _text(result: QatResult) -> str:
     from bevfusion_quant.ptq import written_text
 
     table = losses_table(result.terms, result.losses)
-    judged = [] if result.accuracy is None else [accuracy_text(result.accuracy)]
+    evaluated = [] if result.accuracy is None else [accuracy_text(result.accuracy)]
     took = f"{result.steps} steps in {result.seconds['train']:,.0f} s"
-    return joined([table, *judged, took, *written_text(result.folder)])
+    return joined([table, *evaluated, took, *written_text(result.folder)])

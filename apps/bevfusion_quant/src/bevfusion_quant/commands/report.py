@@ -41,9 +41,9 @@ class Report(RunOptions):
     def execute(self, command: str) -> str:
         """Run it and answer what to print."""
         from bevfusion_quant.ptq import written_text
-        from bevfusion_quant.review import review_text, run_review
+        from bevfusion_quant.report import report_text, run_report
 
-        result = run_review(
+        result = run_report(
             self.run,
             qat=self.qat,
             bpu=self.bpu,
@@ -52,4 +52,4 @@ class Report(RunOptions):
             browser=self.browser,
             **self.place(command),
         )
-        return joined([*review_text(result), *written_text(result.folder)])
+        return joined([*report_text(result), *written_text(result.folder)])

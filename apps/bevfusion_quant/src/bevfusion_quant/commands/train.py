@@ -59,12 +59,12 @@ class Train(TrainingOptions, TrainOptions, FrameOptions):
 
 def _text(result: TrainResult) -> str:
     """The losses along the run, and how good the weights are where that was asked."""
-    from bevfusion.evaluation import judged_text
+    from bevfusion.evaluation import evaluation_text
     from bevfusion.training import losses_table
     from bevfusion_quant.train import WEIGHTS
 
     table = losses_table(("heatmap", "class", "box"), result.losses)
     found = result.held_out
-    judged = [] if found is None else [f"Held out: {found['frames']}, {judged_text(found)}"]
+    evaluated = [] if found is None else [f"Held out: {found['frames']}, {evaluation_text(found)}"]
     took = f"{result.steps} steps in {result.seconds:,.0f} s"
-    return joined([table, *judged, took, f"Weights: {result.folder / WEIGHTS}"])
+    return joined([table, *evaluated, took, f"Weights: {result.folder / WEIGHTS}"])

@@ -287,9 +287,11 @@ def config_from(form: type[Config], options: DataclassInstance, **decided: Any) 
         options: Of a command, whose class has the fields of `form` too.
         decided: Fields of which the options leave the value open, or that they do not have.
     """
-    told = {one.name: getattr(options, one.name) for one in fields(options)}
+    given_values = {one.name: getattr(options, one.name) for one in fields(options)}
     own = {one.name for one in fields(form)}
-    return form(**{**{name: value for name, value in told.items() if name in own}, **decided})
+    return form(
+        **{**{name: value for name, value in given_values.items() if name in own}, **decided}
+    )
 
 
 _LARGEST = {"seed": 2**63 - 1, "resample_seed": 2**63 - 1, "resamples": 100_000, "workers": 1024}

@@ -58,8 +58,8 @@ class TrainingOptions:
 
     def execution(self) -> _Execution:
         """As keywords of `run_train` and `run_qat`."""
-        told = {name: getattr(self, name) for name in _Execution.__annotations__}
-        return cast("_Execution", told)
+        values = {name: getattr(self, name) for name in _Execution.__annotations__}
+        return cast("_Execution", values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,35 +1,28 @@
-"""One self-contained page on which a reviewer judges a quantized model."""
+"""One page to sign: a run, what was measured of it, what is missing, where each figure is from."""
 
-from bevfusion_quant.report._content import (
-    LOW_SQNR_DB,
-    ReportBoxes,
-    ReportContent,
-    ReportFigure,
-    ReportScene,
-    ReportStage,
+from bevfusion_quant.report._checks import Check
+from bevfusion_quant.report._gather import Evidence, Gathered, Measured, gather, read_evidence
+from bevfusion_quant.report._headline import HeadlineGroup, HeadlineRow
+from bevfusion_quant.report._run import (
+    ReportResult,
+    find_browser,
+    print_pdf,
+    report_text,
+    run_report,
 )
-from bevfusion_quant.report._format import by_page_scheme, partition_picture, setting_text
-from bevfusion_quant.report._page import PAGE_DATA, Section, read_sections, write_page
-from bevfusion_quant.report._run_page import JudgedRun, head, write_found, write_report
-from bevfusion_quant.report._sections.reproduce import section as reproduce
 
 __all__ = [
-    "LOW_SQNR_DB",
-    "PAGE_DATA",
-    "JudgedRun",
-    "ReportBoxes",
-    "ReportContent",
-    "ReportFigure",
-    "ReportScene",
-    "ReportStage",
-    "Section",
-    "by_page_scheme",
-    "head",
-    "partition_picture",
-    "read_sections",
-    "reproduce",
-    "setting_text",
-    "write_found",
-    "write_page",
-    "write_report",
+    "Check",
+    "Evidence",
+    "Gathered",
+    "HeadlineGroup",
+    "HeadlineRow",
+    "Measured",
+    "ReportResult",
+    "find_browser",
+    "gather",
+    "print_pdf",
+    "read_evidence",
+    "report_text",
+    "run_report",
 ]

@@ -59,8 +59,8 @@ def run_folder(
         )
     target = runs / name
     if target.exists() and any(run.exists() and target.samefile(run) for run in keep):
-        told = "the run that is read" if len(keep) == 1 else "one of the runs that are compared"
-        raise InputError(f"{target} is {told}, and would be replaced: choose another --name")
+        role = "the run that is read" if len(keep) == 1 else "one of the runs that are compared"
+        raise InputError(f"{target} is {role}, and would be replaced: choose another --name")
     _refuse(target, overwrite)
     if not current_ranks().first:
         yield runs / f".{name}.not-here"

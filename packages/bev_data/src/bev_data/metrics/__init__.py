@@ -1,15 +1,16 @@
 """Detection metrics from boxes alone: nuScenes' AP, errors and NDS, KITTI's BEV AP, intervals."""
 
+from bev_data.metrics._accumulator import DetectionAccumulator
 from bev_data.metrics._accuracy import (
     Accuracy,
+    AccuracyAccumulator,
     AccuracySummary,
-    AccuracyTally,
     DifferenceSummary,
     ModelAccuracy,
     ModelSummary,
     Sketch,
 )
-from bev_data.metrics._agreement import AgreementRow, DetectionTally, FoundRow, match
+from bev_data.metrics._agreement import AgreementAccumulator, AgreementRow, FoundRow, match
 from bev_data.metrics._bootstrap import (
     Bootstrap,
     Interval,
@@ -22,7 +23,6 @@ from bev_data.metrics._evaluate import (
     compare_detections,
     evaluate_detections,
 )
-from bev_data.metrics._meter import DetectionMeter
 from bev_data.metrics._result import ClassMetrics, DetectionMetrics, metrics_of
 from bev_data.metrics._rules import ERRORS, DetectionRules
 from bev_data.metrics._text import (
@@ -45,15 +45,15 @@ __all__ = [
     "ERROR_UNITS",
     "RECALLS",
     "Accuracy",
+    "AccuracyAccumulator",
     "AccuracySummary",
-    "AccuracyTally",
+    "AgreementAccumulator",
     "AgreementRow",
     "Bootstrap",
     "ClassMetrics",
-    "DetectionMeter",
+    "DetectionAccumulator",
     "DetectionMetrics",
     "DetectionRules",
-    "DetectionTally",
     "Difference",
     "DifferenceSummary",
     "FoundRow",
@@ -80,3 +80,7 @@ __all__ = [
     "span",
     "with_interval",
 ]
+
+# Their former names.
+AccuracyTally, DetectionTally = AccuracyAccumulator, AgreementAccumulator
+DetectionMeter = DetectionAccumulator

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from bev_data.datasets import labelled_region, scene_name
+from bev_data.metrics._accumulator import DetectionAccumulator
 from bev_data.metrics._bootstrap import Bootstrap, Interval, interval_of_mean_ap
 from bev_data.metrics._evaluate import Difference, difference
-from bev_data.metrics._meter import DetectionMeter
 from bev_data.metrics._result import DetectionMetrics, metrics_of
 from bev_data.metrics._rules import DetectionRules
 
@@ -112,7 +112,7 @@ class AccuracySummary(msgspec.Struct):
     models: dict[str, ModelSummary] = {}
 
 
-class AccuracyTally:
+class AccuracyAccumulator:
     """Takes the models' detections frame by frame, and holds a few bytes for each.
 
     Args:
@@ -133,7 +133,7 @@ class AccuracyTally:
         self._classes = tuple(classes)
         self._rules, self._bootstrap = rules or DetectionRules(), bootstrap or Bootstrap()
         self._dataset, self._region = dataset, labelled_region(dataset)
-        self._meters: dict[str, DetectionMeter] = {}
+        self._accumulators: dict[str, DetectionAccumulator] = {}
         self._sketches: dict[int, Sketch] = {}
         self._unlabelled: dict[str, int] = {}
 
@@ -149,35 +149,37 @@ class AccuracyTally:
             found: What the model found.
             labels: What there is; None for a frame that nobody labelled.
         """
-        meter = self._meters.get(model)
-        if meter is None:
-            meter = self._meters[model] = DetectionMeter(self._classes, self._rules)
+        accumulator = self._accumulators.get(model)
+        if accumulator is None:
+            accumulator = self._accumulators[model] = DetectionAccumulator(
+                self._classes, self._rules
+            )
             self._unlabelled[model] = 0
         if labels is None:
             self._unlabelled[model] += 1
             return
         scene = scene_name(self._dataset, name)
-        meter.add(found, labels, scene=scene, region=self._region)
-        if meter.frames <= SKETCHES:
+        accumulator.add(found, labels, scene=scene, region=self._region)
+        if accumulator.frames <= SKETCHES:
             sketch = self._sketches.setdefault(index, Sketch(name, labels, {}))
             sketch.found[model] = found
 
     def result(self) -> Accuracy | None:
         """What was measured; None where no frame had labels."""
-        meters = list(self._meters.items())
-        if not meters or not meters[0][1].frames:
+        accumulators = list(self._accumulators.items())
+        if not accumulators or not accumulators[0][1].frames:
             return None
-        reference = meters[0][1]
+        reference = accumulators[0][1]
         models = []
-        for index, (name, meter) in enumerate(meters):
-            interval = interval_of_mean_ap(meter, self._bootstrap)
+        for index, (name, accumulator) in enumerate(accumulators):
+            interval = interval_of_mean_ap(accumulator, self._bootstrap)
             apart = None
             if index:
-                apart = difference(meter, reference, bootstrap=self._bootstrap)
-            models.append(ModelAccuracy(name, metrics_of(meter, interval), apart))
+                apart = difference(accumulator, reference, bootstrap=self._bootstrap)
+            models.append(ModelAccuracy(name, metrics_of(accumulator, interval), apart))
         return Accuracy(
             tuple(models),
-            self._unlabelled[meters[0][0]],
+            self._unlabelled[accumulators[0][0]],
             "frames" if scene_name(self._dataset, "a_b") is None else "scenes",
             self._bootstrap,
             self._rules,

@@ -89,7 +89,7 @@ def match(
 
 
 @dataclass
-class DetectionTally:
+class AgreementAccumulator:
     """Counts over frames; `agreement` and `found` are the tables.
 
     Args:

@@ -14,7 +14,7 @@ from bev_data._errors import InputError
 from bev_data.metrics._curve import RECALLS, first_recall
 
 if TYPE_CHECKING:
-    from bev_data.metrics._meter import ClassRecord, DetectionMeter
+    from bev_data.metrics._accumulator import ClassRecord, DetectionAccumulator
     from bev_data.metrics._rules import DetectionRules
 
 Floats = npt.NDArray[np.float64]
@@ -54,7 +54,7 @@ class Interval:
     scenes: int
 
 
-def interval_of_mean_ap(meter: DetectionMeter, bootstrap: Bootstrap) -> Interval | None:
+def interval_of_mean_ap(accumulator: DetectionAccumulator, bootstrap: Bootstrap) -> Interval | None:
     """Of one model's mean average precision; None for fewer than two scenes or no labels.
 
     Efron's percentile interval: scenes are drawn with replacement, all of a scene's frames
@@ -62,11 +62,11 @@ def interval_of_mean_ap(meter: DetectionMeter, bootstrap: Bootstrap) -> Interval
     A class that has labels, but none in a draw, keeps there its average precision over all scenes:
     leaving it out would move the mean by what it is better or worse than the others.
     """
-    return _interval(_drawn(meter, bootstrap), len(meter.scenes), bootstrap)
+    return _interval(_drawn(accumulator, bootstrap), len(accumulator.scenes), bootstrap)
 
 
 def interval_of_difference(
-    model: DetectionMeter, reference: DetectionMeter, bootstrap: Bootstrap
+    model: DetectionAccumulator, reference: DetectionAccumulator, bootstrap: Bootstrap
 ) -> Interval | None:
     """Of `model`'s mean average precision less `reference`'s, on the same draws for both.
 
@@ -94,9 +94,9 @@ def _interval(values: Floats, scenes: int, bootstrap: Bootstrap) -> Interval | N
     return Interval(float(low), float(high), bootstrap.level, scenes)
 
 
-def _drawn(meter: DetectionMeter, bootstrap: Bootstrap) -> Floats:
+def _drawn(accumulator: DetectionAccumulator, bootstrap: Bootstrap) -> Floats:
     """Mean average precision of every draw, float64 [resamples]; NaN without any label."""
-    scenes, records = len(meter.scenes), meter.records()
+    scenes, records = len(accumulator.scenes), accumulator.records()
     if scenes < 2:
         return np.zeros(0)
     random = np.random.default_rng(bootstrap.seed)
@@ -104,7 +104,7 @@ def _drawn(meter: DetectionMeter, bootstrap: Bootstrap) -> Floats:
     for start in range(0, bootstrap.resamples, PIECE):
         count = min(PIECE, bootstrap.resamples - start)
         times = random.multinomial(scenes, np.full(scenes, 1 / scenes), size=count)
-        pieces.append(mean_aps(records, times, meter.rules))
+        pieces.append(mean_aps(records, times, accumulator.rules))
     return np.concatenate([np.zeros(0), *pieces])
 
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from bev_data._errors import InputError
 from bev_data.boxes import NUSCENES_CLASSES
+from bev_data.metrics._accumulator import DetectionAccumulator
 from bev_data.metrics._bootstrap import (
     Bootstrap,
     Interval,
     interval_of_difference,
     interval_of_mean_ap,
 )
-from bev_data.metrics._meter import DetectionMeter
 from bev_data.metrics._result import DetectionMetrics, metrics_of
 
 if TYPE_CHECKING:
@@ -70,8 +70,10 @@ def evaluate_detections(
         >>> metrics.average_precision, metrics.errors["ATE"]
         ({0.5: 0.0, 1.0: 1.0, 2.0: 1.0, 4.0: 1.0}, 0.75)
     """
-    meter = _meter(predictions, labels, classes, rules, scenes)
-    return metrics_of(meter, None if bootstrap is None else interval_of_mean_ap(meter, bootstrap))
+    accumulator = _accumulated(predictions, labels, classes, rules, scenes)
+    return metrics_of(
+        accumulator, None if bootstrap is None else interval_of_mean_ap(accumulator, bootstrap)
+    )
 
 
 def compare_detections(
@@ -101,33 +103,35 @@ def compare_detections(
     Raises:
         InputError: As `evaluate_detections`.
     """
-    meters = [_meter(p, labels, classes, rules, scenes) for p in (predictions, reference)]
-    return difference(*meters, bootstrap=bootstrap or Bootstrap())
+    accumulators = [
+        _accumulated(p, labels, classes, rules, scenes) for p in (predictions, reference)
+    ]
+    return difference(*accumulators, bootstrap=bootstrap or Bootstrap())
 
 
 def difference(
-    model: DetectionMeter, reference: DetectionMeter, *, bootstrap: Bootstrap
+    model: DetectionAccumulator, reference: DetectionAccumulator, *, bootstrap: Bootstrap
 ) -> Difference:
     """The same of two meters."""
     interval = interval_of_difference(model, reference, bootstrap)
-    first, second = (metrics_of(meter).mean_ap for meter in (model, reference))
+    first, second = (metrics_of(accumulator).mean_ap for accumulator in (model, reference))
     return Difference(None if first is None or second is None else first - second, interval)
 
 
-def _meter(
+def _accumulated(
     predictions: Sequence[Detections],
     labels: Sequence[Labels],
     classes: Sequence[str],
     rules: DetectionRules | None,
     scenes: Sequence[str] | None,
-) -> DetectionMeter:
+) -> DetectionAccumulator:
     if len(predictions) != len(labels) or (scenes is not None and len(scenes) != len(labels)):
         named = "" if scenes is None else f", {len(scenes)} scene names"
         raise InputError(
             f"metrics: {len(predictions)} frames of detections, {len(labels)} of labels{named}: "
             "give one of each for every frame"
         )
-    meter = DetectionMeter(classes, rules)
+    accumulator = DetectionAccumulator(classes, rules)
     for index, (found, there) in enumerate(zip(predictions, labels, strict=True)):
-        meter.add(found, there, scene=None if scenes is None else scenes[index])
-    return meter
+        accumulator.add(found, there, scene=None if scenes is None else scenes[index])
+    return accumulator

@@ -20,7 +20,7 @@ from bev_data.metrics._match import undefined_errors
 from bev_data.metrics._rules import ERRORS
 
 if TYPE_CHECKING:
-    from bev_data.metrics._meter import ClassRecord, DetectionMeter
+    from bev_data.metrics._accumulator import ClassRecord, DetectionAccumulator
     from bev_data.metrics._rules import DetectionRules
 
 MEAN_AP_WEIGHT = 5
@@ -86,19 +86,21 @@ class DetectionMetrics:
 
     def summary(self) -> dict[str, Any]:
         """Everything but the curves, for JSON."""
-        told: dict[str, Any] = {k: v for k, v in vars(self).items() if k != "classes"}
-        told["classes"] = [
+        entries: dict[str, Any] = {k: v for k, v in vars(self).items() if k != "classes"}
+        entries["classes"] = [
             {k: v for k, v in vars(row).items() if k != "precision"} for row in self.classes
         ]
-        return told
+        return entries
 
 
-def metrics_of(meter: DetectionMeter, interval: Interval | None = None) -> DetectionMetrics:
-    """All metrics of what a meter has seen."""
-    rules = meter.rules
+def metrics_of(
+    accumulator: DetectionAccumulator, interval: Interval | None = None
+) -> DetectionMetrics:
+    """All metrics of what an accumulator has seen."""
+    rules = accumulator.rules
     rows = tuple(
-        _of_class(name, record, rules, meter.velocities_known)
-        for name, record in zip(meter.classes, meter.records(), strict=True)
+        _of_class(name, record, rules, accumulator.velocities_known)
+        for name, record in zip(accumulator.classes, accumulator.records(), strict=True)
     )
     by_distance = {d: _mean(row.average_precision[d] for row in rows) for d in rules.distances}
     errors = {error: _mean(row.errors[error] for row in rows) for error in ERRORS}
@@ -110,8 +112,8 @@ def metrics_of(meter: DetectionMeter, interval: Interval | None = None) -> Detec
         nds = (MEAN_AP_WEIGHT * mean_ap + scores) / (MEAN_AP_WEIGHT + len(known))
     return DetectionMetrics(
         rows,
-        meter.frames,
-        meter.labels,
+        accumulator.frames,
+        accumulator.labels,
         mean_ap,
         by_distance,
         errors,

@@ -64,9 +64,9 @@ def accuracy_notes(accuracy: Accuracy) -> Iterator[str]:
         how = {"left out": "left out of every mean", "zero": "counted as 0"}[accuracy.rules.absent]
         yield f"No labels of {', '.join(reference.absent)}: {how}."
     reasons = {"AVE": "velocities are not labelled", "AAE": "boxes have no attributes"}
-    told = [f"{name} ({reasons[name]})" for name in reference.missing if name in reasons]
-    if told and reference.mean_ap is not None:
-        yield f"NDS is without {' and '.join(told)}, so not comparable with nuScenes' tables."
+    left_out = [f"{name} ({reasons[name]})" for name in reference.missing if name in reasons]
+    if left_out and reference.mean_ap is not None:
+        yield f"NDS is without {' and '.join(left_out)}, so not comparable with nuScenes' tables."
 
 
 def nds_title(accuracy: Accuracy) -> str:

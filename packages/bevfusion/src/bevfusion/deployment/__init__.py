@@ -48,7 +48,7 @@ from bevfusion.deployment._split import (
     boundary_table,
     bpu_units,
     cpu_weights,
-    judge_split,
+    evaluate_split,
     split_stage_table,
     split_weights,
     unit_weights,
@@ -96,6 +96,7 @@ __all__ = [
     "bpu_units",
     "compose_plan",
     "cpu_weights",
+    "evaluate_split",
     "export_files",
     "export_pieces",
     "export_text",
@@ -105,7 +106,6 @@ __all__ = [
     "file_size",
     "file_stage_table",
     "join_figures",
-    "judge_split",
     "nvidia_files",
     "nvidia_pieces",
     "outputs_of",
@@ -119,3 +119,5 @@ __all__ = [
     "watching",
     "write_piece",
 ]
+
+judge_split = evaluate_split  # its former name

@@ -16,7 +16,7 @@ from bevfusion.deployment._files import HEAD
 from bevfusion.deployment._pieces import Piece, Written, outputs_of
 from bevfusion.deployment._result import ExportedFile, FileLayer, SetStage
 from bevfusion.deployment._walk import STAGE_ENDS, Execute, between, file_boxes, walk
-from bevfusion.evaluation import detection_tally
+from bevfusion.evaluation import agreement_accumulator
 from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
 from bevfusion.quantization import STAGE_TITLES, relative_change
 from bevquant_export import check_tensors, compare_qdq_onnx, load_sparse_onnx, open_onnx
@@ -201,8 +201,8 @@ def set_stages(
     }
     made = {"fake": dict(known["fake"])}
     for name, run in runs.items():
-        asked = between(files) if name == "float" else None
-        _, made[name] = walk(files, run, batch, model, known=known.get(name), wanted=asked)
+        needed = between(files) if name == "float" else None
+        _, made[name] = walk(files, run, batch, model, known=known.get(name), wanted=needed)
     stages = []
     for tensor, stage in STAGE_ENDS.items():
         if tensor in made["float"]:
@@ -239,6 +239,6 @@ def box_agreement(
     """Boxes of the integer model against those of the files; the former stand first in each row."""
     if HEAD.partition(".")[0] not in model.parts or "score" not in onnx:
         return ()
-    tally = detection_tally(config)
-    tally.add(file_boxes(model, integers), file_boxes(model, onnx), None)
-    return tuple(tally.agreement())
+    accumulator = agreement_accumulator(config)
+    accumulator.add(file_boxes(model, integers), file_boxes(model, onnx), None)
+    return tuple(accumulator.agreement())

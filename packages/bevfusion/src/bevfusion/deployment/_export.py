@@ -30,7 +30,7 @@ from bevfusion.deployment._walk import between, walk
 from bevfusion.evaluation import FrameBatches
 from bevfusion.model import BEVFusion, BEVFusionConfig, example_like
 from bevfusion.quantization import relative_change
-from bevfusion.steps import Step, untold
+from bevfusion.steps import Step, silent_step
 from bevquant_export import export_float_onnx, find_target, lint_onnx, note_calibration, open_onnx
 from bevquant_quantizers.documents import sha256
 
@@ -75,7 +75,7 @@ def export_pieces(
     *,
     calibration: Sequence[str] = (),
     after_each: Callable[[], None] = lambda: None,
-    step: Step = untold,
+    step: Step = silent_step,
     **how: Any,
 ) -> ExportedSet:
     """Write the files of these pieces, check each by itself and run them one behind the other.

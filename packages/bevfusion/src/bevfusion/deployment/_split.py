@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.ao.quantization import DeQuantStub, QuantStub
 
-from bev_data.metrics import AccuracyTally, AgreementRow, FoundRow
+from bev_data.metrics import AccuracyAccumulator, AgreementRow, FoundRow
 from bev_data.tables import CellParts, Row, Table, or_dash, table_of
-from bevfusion.evaluation import FrameBatches, ModelTallies
+from bevfusion.evaluation import FrameBatches, ModelAccumulators
 from bevfusion.model import PART_PATHS, Batch, BEVFusion, BEVFusionConfig
-from bevfusion.quantization import STAGE_TITLES, Judgement, StageProbe, whole_output
+from bevfusion.quantization import STAGE_TITLES, QuantizationEvaluation, StageProbe, whole_output
 from bevquant_qnn import LayerRow, PairSums
 
 Note = Callable[[str, Tensor], None]
@@ -241,7 +241,7 @@ class SplitModel(nn.Module):
         return self._run_graph(self.graphs[unit], tell, *inputs)
 
 
-JudgeStage = Callable[[Tensor, Tensor, Tensor], None]
+CompareStage = Callable[[Tensor, Tensor, Tensor], None]
 """Takes a stage's float values, the fake-quantized ones and those of the integers."""
 
 
@@ -263,14 +263,14 @@ class SplitComparison:
     """Everything that was compared.
 
     Attributes:
-        judgement: Float against fake-quantized.
+        evaluation: Float against fake-quantized.
         layers: Operators of the units in the order of execution, as whoever compared them has them.
         stages: Of the model, in order.
         agreement: Detections, float against integers; empty without a head.
         found: Labelled objects that both find.
     """
 
-    judgement: Judgement
+    evaluation: QuantizationEvaluation
     layers: tuple[Any, ...]
     stages: tuple[SplitStage, ...]
     agreement: tuple[AgreementRow, ...]
@@ -293,7 +293,7 @@ class _Stage:
     def __init__(self, name: str) -> None:
         self.fake, self.integers = StageProbe(name, ""), PairSums()
 
-    def judge(self, wanted: Tensor, fake: Tensor, got: Tensor) -> None:
+    def compare(self, wanted: Tensor, fake: Tensor, got: Tensor) -> None:
         self.fake.add(wanted, fake.dequantize())
         self.integers.add(wanted, got.dequantize())
 
@@ -305,12 +305,12 @@ class _Stage:
         )
 
 
-def judge_split(
+def evaluate_split(
     models: Sequence[SplitModel],
-    comparing: Callable[[Mapping[str, JudgeStage]], Comparison],
+    comparing: Callable[[Mapping[str, CompareStage]], Comparison],
     batches: FrameBatches,
     config: BEVFusionConfig,
-    accuracy: AccuracyTally | None = None,
+    accuracy: AccuracyAccumulator | None = None,
 ) -> SplitComparison:
     """Run three forms of a split detector side by side on every batch.
 
@@ -323,8 +323,8 @@ def judge_split(
         accuracy: Is handed the models' detections, as "float", "quantized" and "integer".
     """
     stages = {name: _Stage(name) for name in STAGE_TITLES}
-    comparison = comparing({name: stage.judge for name, stage in stages.items()})
-    tallies, model = ModelTallies(config, accuracy), models[0].model
+    comparison = comparing({name: stage.compare for name, stage in stages.items()})
+    accumulators, model = ModelAccumulators(config, accuracy), models[0].model
     whole, first, shape = PairSums(), None, torch.Size()
     for index, batch in enumerate(batches):
         wanted, fake, got = comparison.run([_on(batch, split) for split in models])
@@ -334,7 +334,7 @@ def judge_split(
             outputs = {"float": wanted, "quantized": fake, "integer": got}
             found = {who: model.head.decode(output)[0] for who, output in outputs.items()}
             name, labels = batches.names[index][0], batches.frame_labels(index)
-            tallies.add(index, name, found, labels)
+            accumulators.add(index, name, found, labels)
         first = wanted if first is None else first
     layers = tuple(comparison.layers())
     table = [
@@ -347,19 +347,19 @@ def judge_split(
     kind = "heatmap" if isinstance(first, dict) else "bird's-eye view"
     cells = shape.numel() / shape[1]
     table.append(LayerRow("output", kind, shape[1], cells, whole.sqnr_db, whole.cosine, None, None))
-    seen, reached = tallies.first, [stage for stage in stages.values() if stage.fake.channels]
-    judgement = Judgement(
+    seen, reached = accumulators.first, [stage for stage in stages.values() if stage.fake.channels]
+    evaluation = QuantizationEvaluation(
         table,
         [stage.fake.result() for stage in reached],
         [],
-        *tallies.rows("quantized"),
+        *accumulators.rows("quantized"),
         (seen["float"], seen["quantized"]) if seen else None,
-        tallies.float_detections,
+        accumulators.float_detections,
         first,
     )
-    agreement, both = tallies.rows("integer")
+    agreement, both = accumulators.rows("integer")
     rows = tuple(stage.row() for stage in reached)
-    return SplitComparison(judgement, layers, rows, tuple(agreement), tuple(both))
+    return SplitComparison(evaluation, layers, rows, tuple(agreement), tuple(both))
 
 
 def _on(batch: Batch, model: SplitModel) -> Callable[[Note], Any]:

@@ -35,14 +35,14 @@ def set_verdict(made: ExportedSet) -> str:
         f"quantized tensors are equal to the {model} model's",
         f"tensors are equal to what the plugin's arithmetic makes of the {model} model",
     )
-    said = [
+    notes = [
         _equality([layer for layer in made.layers if layer.form == form], text, made)
         for form, text in zip(_EXACT, texts, strict=True)
     ]
     floats = [layer.largest for layer in made.layers if layer.form == "float"]
     if floats:
-        said.append(f"Floats agree with torch's within {max(floats):.1g}.")
-    return "Verified: " + " ".join(filter(None, said))
+        notes.append(f"Floats agree with torch's within {max(floats):.1g}.")
+    return "Verified: " + " ".join(filter(None, notes))
 
 
 def _equality(layers: list[FileLayer], text: str, made: ExportedSet) -> str:

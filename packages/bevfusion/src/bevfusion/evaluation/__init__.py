@@ -4,6 +4,15 @@ Of the processes that a launcher started each runs its share of the frames, and 
 of one, bit for bit (`bevquant_quantizers.ranks`).
 """
 
+from bevfusion.evaluation._accumulate import (
+    ModelAccumulators,
+    accumulate_models,
+    accuracy_accumulator,
+    agreement_accumulator,
+    detection_rules,
+    evaluate_detector,
+    evaluation_text,
+)
 from bevfusion.evaluation._batches import FrameBatches, data_findings
 from bevfusion.evaluation._notes import (
     FrameNote,
@@ -14,31 +23,27 @@ from bevfusion.evaluation._notes import (
     note_of,
     note_record,
 )
-from bevfusion.evaluation._tally import (
-    ModelTallies,
-    accuracy_tally,
-    detection_rules,
-    detection_tally,
-    judge_detector,
-    judged_text,
-    tally_models,
-)
 
 __all__ = [
     "FrameBatches",
     "FrameNote",
-    "ModelTallies",
+    "ModelAccumulators",
     "PoorData",
-    "accuracy_tally",
+    "accumulate_models",
+    "accuracy_accumulator",
+    "agreement_accumulator",
     "data_findings",
     "detection_rules",
-    "detection_tally",
     "detections_of",
     "detections_record",
+    "evaluate_detector",
+    "evaluation_text",
     "frame_findings",
-    "judge_detector",
-    "judged_text",
     "note_of",
     "note_record",
-    "tally_models",
 ]
+
+# Their former names.
+ModelTallies, tally_models = ModelAccumulators, accumulate_models
+accuracy_tally, detection_tally = accuracy_accumulator, agreement_accumulator
+judge_detector, judged_text = evaluate_detector, evaluation_text

@@ -123,8 +123,10 @@ def note_of(record: Record) -> FrameNote:
         names = tuple(str(name) for name in record["labels.names"])
         rest = (record.get(f"labels.{name}") for name in _OPTIONAL)
         labels = Labels(record["labels.boxes"], names, *rest)
-    told = str(record.get("frame.findings", "[]"))
-    findings: tuple[PoorData, ...] = parse_json(told, tuple[PoorData, ...], what="list of findings")
+    findings_text = str(record.get("frame.findings", "[]"))
+    findings: tuple[PoorData, ...] = parse_json(
+        findings_text, tuple[PoorData, ...], what="list of findings"
+    )
     return FrameNote(str(record["frame.name"]), int(record["frame.size"]), labels, findings)
 
 

@@ -187,9 +187,11 @@ def check_sizes(config: BEVFusionConfig, parts: tuple[str, ...]) -> None:
         _expect(config, "head.map_size", config.head.map_size, "the decoder's map", cells)
 
 
-def _expect(config: BEVFusionConfig, name: str, said: object, source: str, got: object) -> None:
-    if said != got:
-        raise InputError(f"config {config.name!r}: {name} is {said}, {source} {got}: make them one")
+def _expect(config: BEVFusionConfig, name: str, stated: object, source: str, got: object) -> None:
+    if stated != got:
+        raise InputError(
+            f"config {config.name!r}: {name} is {stated}, {source} {got}: make them one"
+        )
 
 
 def example_batch(config: BEVFusionConfig) -> Batch:

@@ -293,21 +293,21 @@ def _source_layout(
         name: {key for key, shape in shapes[name].items() if tuple(given[name].shape) == shape}
         for name in convs
     }
-    said = f"with --weight-layout ({', '.join(LAYOUTS)}; mit-bevfusion's files are RSCK)"
+    hint = f"with --weight-layout ({', '.join(LAYOUTS)}; mit-bevfusion's files are RSCK)"
     if layout == "auto":
         votes = [keys for keys in fits.values() if keys]
         common = set.intersection(*votes) if votes else {"RSCK"}
         if not common:
             raise InputError(
                 f"the sparse weights' shapes do not agree on one layout: say how the file stores "
-                f"them {said}"
+                f"them {hint}"
             )
         open_names = [name for name, keys in fits.items() if len(keys) > 1]
         if open_names:
             raise InputError(
                 f"the shape of {open_names[0]} ({list(given[open_names[0]].shape)}) fits more "
                 f"than one weight layout ({', '.join(sorted(fits[open_names[0]]))}), so it cannot "
-                f"be told from the file: say it {said}"
+                f"be told from the file: say it {hint}"
             )
         layout = common.pop()
     misfits = [

@@ -1,12 +1,22 @@
 """The detector quantized: parts folded and quantized, compared with float, trained on.
 
-`fuse_detector` and `quantize_detector` take it to fake quantization, `judge` compares both on
+`fuse_detector` and `quantize_detector` take it to fake quantization, `evaluate_quantized`
+compares both on
 frames: layers, stages, detections; `MeanAp` is what `bevquant_qnn.sensitivity` may score by, and
 `QatDetectorTrainer` trains with the rounding in place.
 """
 
+from bevfusion.quantization._evaluate import (
+    Comparison,
+    QuantizationEvaluation,
+    compare_layers,
+    evaluate_quantized,
+    layer_table,
+    short_names,
+    stage_table,
+)
 from bevfusion.quantization._integers import (
-    FloatIsland,
+    FloatPart,
     IntegerLayerSummary,
     IntegerStage,
     SavedPart,
@@ -23,15 +33,6 @@ from bevfusion.quantization._integers_text import (
     integer_box_table,
     integer_stage_table,
     simulation_text,
-)
-from bevfusion.quantization._judge import (
-    Comparison,
-    Judgement,
-    compare_layers,
-    judge,
-    layer_table,
-    short_names,
-    stage_table,
 )
 from bevfusion.quantization._mean_ap import KeptScores, MeanAp
 from bevfusion.quantization._parts import (
@@ -74,13 +75,13 @@ __all__ = [
     "STAGE_TITLES",
     "Comparison",
     "Distiller",
-    "FloatIsland",
+    "FloatPart",
     "IntegerLayerSummary",
     "IntegerStage",
-    "Judgement",
     "KeptScores",
     "MeanAp",
     "QatDetectorTrainer",
+    "QuantizationEvaluation",
     "SavedPart",
     "SensitivityOutcome",
     "SensitivitySummary",
@@ -93,6 +94,7 @@ __all__ = [
     "calibrate_detector",
     "check_precisions",
     "compare_layers",
+    "evaluate_quantized",
     "expand_patterns",
     "first_sparse_conv",
     "fuse_detector",
@@ -100,7 +102,6 @@ __all__ = [
     "integer_box_table",
     "integer_stage_table",
     "integer_stages",
-    "judge",
     "layer_table",
     "lies_below",
     "measure_sensitivity",
@@ -122,3 +123,5 @@ __all__ = [
     "study_sensitivity",
     "whole_output",
 ]
+
+Judgement, judge = QuantizationEvaluation, evaluate_quantized  # their former names

@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 from torch import nn
 
-from bev_data.metrics import AccuracyTally, AgreementRow, FoundRow
-from bevfusion.evaluation import FrameBatches, ModelTallies, detections_of, detections_record
+from bev_data.metrics import AccuracyAccumulator, AgreementRow, FoundRow
+from bevfusion.evaluation import FrameBatches, ModelAccumulators, detections_of, detections_record
 from bevfusion.model import PART_PATHS, BEVFusion, BEVFusionConfig
 from bevfusion.model.head import Detections
-from bevfusion.quantization._judge import Judgement
+from bevfusion.quantization._evaluate import QuantizationEvaluation
 from bevfusion.quantization._stage_maps import STAGE_TITLES
-from bevquant_int8sim import IntegerModel, Island, LayerComparison, LayerRow, LayerTable
+from bevquant_int8sim import FloatFallback, IntegerModel, LayerComparison, LayerRow, LayerTable
 from bevquant_quantizers.ranks import Shards, in_order
 from bevquant_sparse import is_sparse_conv
 
@@ -122,7 +122,7 @@ class SavedPart:
 
 
 @dataclass(frozen=True)
-class FloatIsland:
+class FloatPart:
     """Something computed in float: the module, its class or the function's name, and why.
 
     `share` is that of the model's operations, 0 to 1; None where they were not counted.
@@ -153,7 +153,7 @@ class Simulation:
 
     layers: tuple[LayerRow, ...]
     stages: tuple[IntegerStage, ...]
-    islands: tuple[FloatIsland, ...]
+    islands: tuple[FloatPart, ...]
     agreement: tuple[AgreementRow, ...]
     found: tuple[FoundRow, ...]
     backend: str
@@ -229,66 +229,66 @@ def simulate_detector(
     quantized_model: BEVFusion,
     batches: FrameBatches,
     config: BEVFusionConfig,
-    judgement: Judgement,
+    evaluation: QuantizationEvaluation,
     *,
     backend: str = "",
     reasons: Mapping[str, str] | None = None,
-    accuracy: AccuracyTally | None = None,
+    accuracy: AccuracyAccumulator | None = None,
     shards: Shards | None = None,
 ) -> Simulation:
     """Run the integer model on the frames; several ranks share them.
 
     Args:
         model: From `bevquant_int8sim.simulate`.
-        comparison: Of it with the float model; `judge` gave it the frames.
+        comparison: Of it with the float model; `evaluate_quantized` gave it the frames.
         quantized_model: The calibrated model.
         batches: At least one.
         config: Sizes.
-        judgement: Of the float and the quantized model on the same batches.
+        evaluation: Of the float and the quantized model on the same batches.
         backend: Its kernels, in words.
         reasons: Why parts stay float, by their names, and "excluded" why single layers do.
         accuracy: Is handed the integer model's detections, as "integer".
         shards: Keeps what is finished while several ranks work.
     """
-    tallies, seconds = ModelTallies(config), []
+    accumulators, seconds = ModelAccumulators(config), []
 
     def run(index: int) -> dict[str, Any]:
         batch = batches[index]
         start = time.perf_counter()
         output = model(*batch)
         record = {"seconds": np.array(time.perf_counter() - start)}
-        if judgement.float_detections:
+        if evaluation.float_detections:
             record |= detections_record("integer", quantized_model.head.decode(output)[0])
         return record
 
     for index, record in in_order("integers", len(batches), run, shards):
         seconds.append(round(float(record["seconds"]), 3))
-        if judgement.float_detections:  # at once: outputs of many frames are too large
-            found = {"float": judgement.float_detections[index]}
+        if evaluation.float_detections:  # at once: outputs of many frames are too large
+            found = {"float": evaluation.float_detections[index]}
             found["integer"] = detections_of("integer", record)
             name, labels = batches.names[index][0], batches.frame_labels(index)
-            tallies.add(index, name, found, labels)
+            accumulators.add(index, name, found, labels)
             if accuracy is not None:
                 accuracy.add("integer", index, name, found["integer"], labels)
-    agreement, both = tallies.rows("integer")
+    agreement, both = accumulators.rows("integer")
     layers = comparison.table().rows
     return Simulation(
         layers,
         integer_stages(layers, quantized_model.parts),
-        float_islands(model.islands, quantized_model, reasons or {}),
+        float_parts(model.float_fallbacks, quantized_model, reasons or {}),
         tuple(agreement),
         tuple(both),
         backend,
         tuple(seconds),
         (),
-        tallies.first.get("integer"),
+        accumulators.first.get("integer"),
     )
 
 
-def float_islands(
-    islands: Sequence[Island], model: BEVFusion, reasons: Mapping[str, str]
-) -> tuple[FloatIsland, ...]:
-    """The islands with the reason that lies furthest back.
+def float_parts(
+    islands: Sequence[FloatFallback], model: BEVFusion, reasons: Mapping[str, str]
+) -> tuple[FloatPart, ...]:
+    """The float fallbacks with the reason that lies furthest back.
 
     Of a part without any quantizer that is the choice not to quantize it; of a convolution or
     linear layer in a quantized part, that it was left out.
@@ -301,19 +301,19 @@ def float_islands(
     left = {PART_PATHS[part]: why for part, why in reasons.items() if part in PART_PATHS}
     known = dict(model.named_modules())
     found = []
-    for island in islands:
-        reason = island.reason
-        part = next((path for path in left if lies_below(island.path, path)), None)
+    for fallback in islands:
+        reason = fallback.reason
+        part = next((path for path in left if lies_below(fallback.path, path)), None)
         if part is not None:
             reason = left[part]
-        elif _could_be_quantized(known.get(island.path), island.what):
+        elif _could_be_quantized(known.get(fallback.path), fallback.what):
             reason = reasons.get("excluded", "it was left without quantizers")
-        found.append(FloatIsland(island.path, island.what, reason, island.share))
+        found.append(FloatPart(fallback.path, fallback.what, reason, fallback.share))
     return tuple(found)
 
 
 def _could_be_quantized(module: nn.Module | None, what: str) -> bool:
-    """Whether the island is the module itself, of a kind that gets quantizers."""
+    """Whether the float fallback is the module itself, of a kind that gets quantizers."""
     if module is None or hasattr(module, "_input_quantizer"):
         return False
     kinds = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d, nn.Linear)

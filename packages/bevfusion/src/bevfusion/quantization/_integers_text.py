@@ -29,7 +29,7 @@ def simulation_text(simulation: Simulation, *, layers: bool, reasons_in: str = "
     if layers:
         computed = [row for row in simulation.layers if in_integers(row)]
         floats = len(simulation.layers) - len(computed)
-        counted = [island.share for island in simulation.islands if island.share is not None]
+        counted = [fallback.share for fallback in simulation.islands if fallback.share is not None]
         much = f" with {100 * sum(counted):.2g} % of the operations" if counted else ""
         steps = f"\nand {_counted(floats, 'step')} in float{much}; {reasons_in} says why"
         more = steps if floats else ""

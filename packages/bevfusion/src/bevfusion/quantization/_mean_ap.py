@@ -10,7 +10,7 @@ import numpy as np
 
 from bev_data import InputError
 from bev_data.datasets import labelled_region
-from bev_data.metrics import DetectionMeter, metrics_of
+from bev_data.metrics import DetectionAccumulator, metrics_of
 from bevfusion.evaluation import FrameBatches, detection_rules, detections_of, detections_record
 from bevfusion.model import BEVFusion, BEVFusionConfig
 from bevfusion.model.head import Detections
@@ -114,12 +114,12 @@ class MeanAp:
             InputError: No label counts.
         """
         self._batches.share_notes(self._shards)
-        meter = DetectionMeter(self._classes, self._rules)
+        accumulator = DetectionAccumulator(self._classes, self._rules)
         for index, detections in enumerate(found):
             labels = self._batches.frame_labels(index)
             if labels is not None:
-                meter.add(detections, labels, region=self._region)
-        mean_ap = metrics_of(meter).mean_ap
+                accumulator.add(detections, labels, region=self._region)
+        mean_ap = metrics_of(accumulator).mean_ap
         if mean_ap is None:
             raise InputError(self.advice["none counts"])
         return 100 * mean_ap

@@ -89,7 +89,7 @@ def quantize_detector(
     Raises:
         InputError: A part that the model does not have.
     """
-    model, told = copy.deepcopy(fused), reasons or {}
+    model, given_reasons = copy.deepcopy(fused), reasons or {}
     quantized = tuple(parts)
     apart = exclude_all_but(quantized, model.parts)
     first = [] if first_layer else first_sparse_conv(model)
@@ -102,11 +102,11 @@ def quantize_detector(
     # One line for a part that stays float, not one for each of its layers.
     named = {f"excluded by {pattern!r}" for pattern in apart}
     skipped = [
-        SkippedModule(PART_PATHS[part], told.get(part, "not among the parts to quantize"))
+        SkippedModule(PART_PATHS[part], given_reasons.get(part, "not among the parts to quantize"))
         for part in model.parts
         if part not in quantized
     ]
-    why = told.get("first layer", "the first sparse convolution: fp16, as NVIDIA has it")
+    why = given_reasons.get("first layer", "the first sparse convolution: fp16, as NVIDIA has it")
     skipped += [
         SkippedModule(item.path, why) if item.path in first else item
         for item in result.skipped

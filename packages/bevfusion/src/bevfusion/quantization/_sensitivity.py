@@ -13,7 +13,7 @@ from bevfusion.evaluation import FrameBatches
 from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
 from bevfusion.quantization._mean_ap import KeptScores, MeanAp
 from bevfusion.quantization._sensitivity_table import SensitivityOutcome
-from bevfusion.steps import Step, untold
+from bevfusion.steps import Step, silent_step
 from bevquant_qnn import (
     BIT_OPERATIONS,
     Budget,
@@ -44,20 +44,20 @@ class FramesInTurn(Sequence["Batch"]):
         batches: All of them.
         before_each: Called before each is made: what a recorded run held is of no use to frames
             with other numbers of voxels, and may be given back to the system.
-        told: Say of each when it is made.
+        reported: Say of each when it is made.
     """
 
     def __init__(
-        self, batches: FrameBatches, before_each: Callable[[], None], *, told: bool = True
+        self, batches: FrameBatches, before_each: Callable[[], None], *, reported: bool = True
     ) -> None:
-        self._batches, self._before_each, self._told = batches, before_each, told
+        self._batches, self._before_each, self._reported = batches, before_each, reported
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __getitem__(self, index: int) -> Batch:  # type: ignore[override]
         self._before_each()
-        if self._told:
+        if self._reported:
             LOG.info("frame %d of %d", index + 1, len(self))
         return self._batches[index]
 
@@ -115,7 +115,7 @@ def study_sensitivity(
     rounds: int = 2,
     shards: Shards | None = None,
     before_each: Callable[[], None] = lambda: None,
-    step: Step = untold,
+    step: Step = silent_step,
 ) -> SensitivityOutcome:
     """Measure what every group of layers loses, and find the plan in a budget.
 
@@ -311,7 +311,7 @@ def refine_within(
         return refine_plan(
             model,
             plan,
-            FramesInTurn(batches, before_each, told=False),
+            FramesInTurn(batches, before_each, reported=False),
             table,
             budget,
             metric=task,

@@ -173,7 +173,7 @@ def _bars(outcome: SensitivityOutcome, row: SensitivityRow) -> dict[str, object]
     largest = max(
         (outcome.table.loss(other, name) for other in outcome.table for name in losses), default=0.0
     )
-    told = ", ".join(f"{name} {outcome.share(row, name):.1%}" for name in losses)
+    share_text = ", ".join(f"{name} {outcome.share(row, name):.1%}" for name in losses)
     blocks = [
         {
             "kind": name,
@@ -185,7 +185,7 @@ def _bars(outcome: SensitivityOutcome, row: SensitivityRow) -> dict[str, object]
         for index, (name, loss) in enumerate(losses.items())
     ]
     high = len(losses) * (_HIGH + _GAP) - _GAP
-    return {"height": high, "label": f"Share of loss: {told}", "blocks": blocks}
+    return {"height": high, "label": f"Share of loss: {share_text}", "blocks": blocks}
 
 
 def sensitivity_headline(outcome: SensitivityOutcome) -> str:

@@ -83,7 +83,7 @@ class StageProbe:
         """Forget the frame before."""
         self.frame_sums, self.draws = PairSums(), draws
 
-    def judge(self, wanted: Tensor, got: Tensor) -> None:
+    def compare(self, wanted: Tensor, got: Tensor) -> None:
         """One batch, whose sums stand apart."""
         self.frame_sums.add(wanted, got)
         self.channels = wanted.shape[1]
@@ -93,7 +93,7 @@ class StageProbe:
 
     def add(self, wanted: Tensor, got: Tensor) -> None:
         """One batch, where this process runs all of them."""
-        self.judge(wanted, got)
+        self.compare(wanted, got)
         self.add_sums(self.frame_sums.as_sums(), self.channels)
         self.start(draws=False)
 

@@ -311,7 +311,7 @@ def check_identity(
     )
     keys = [key for key in {**new, **old} if old.get(key) != new.get(key)]
     if keys:
-        told = "; ".join(f"{key} was {old.get(key)!r}, now {new.get(key)!r}" for key in keys)
+        changes = "; ".join(f"{key} was {old.get(key)!r}, now {new.get(key)!r}" for key in keys)
         raise InputError(
-            f"{checkpoint} is of another run: {told}: give the same settings, or another {place}"
+            f"{checkpoint} is of another run: {changes}: give the same settings, or another {place}"
         )

@@ -141,7 +141,7 @@ def run_steps(
     with torch.random.fork_rng(), stop_on_signals() as stop, bar:
         for number in range(len(losses), steps):
             losses.append(step(number))
-            bar.set_postfix_str(_told(losses, terms), refresh=False)
+            bar.set_postfix_str(_loss_text(losses, terms), refresh=False)
             bar.update()
             if stop.asked and not quiet:
                 save(number + 1)
@@ -175,7 +175,7 @@ def losses_table(terms: Sequence[str], parts: Sequence[tuple[float, ...]]) -> st
     return aligned_table(("part of the run", *terms, "loss"), rows)
 
 
-def _told(losses: list[list[float]], terms: Sequence[str]) -> str:
+def _loss_text(losses: list[list[float]], terms: Sequence[str]) -> str:
     """The loss of the last steps, in all and by term."""
     means = np.mean(losses[-SHOWN:], axis=0)
     each = ", ".join(f"{name} {value:.3f}" for name, value in zip(terms, means, strict=True))

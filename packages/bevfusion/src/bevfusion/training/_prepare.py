@@ -133,8 +133,8 @@ def _claim(folder: Path, form: dict[str, object]) -> None:
         raise InputError(f"{error}: remove the folder") from error
     if found != form:
         differ = [key for key in form if found.get(key) != form[key]]
-        told = ", ".join(f"{key} {found.get(key)!r}, not {form[key]!r}" for key in differ)
-        raise InputError(f"{folder} holds other frames ({told}): choose another --cache")
+        differences = ", ".join(f"{key} {found.get(key)!r}, not {form[key]!r}" for key in differ)
+        raise InputError(f"{folder} holds other frames ({differences}): choose another --cache")
 
 
 def _make_in_processes(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_export.dense._graph import Graph
-from bevquant_export.dense._moves import sliced
+from bevquant_export.dense._layout_ops import sliced
 from bevquant_export.dense._source import Source
 from bevquant_export.sparse.portable._body import FLOAT
 from bevquant_int8sim.program import Ref, Step

@@ -16,8 +16,8 @@ from torch import Tensor
 from bevquant_export.dense._float_errors import FloatErrors
 from bevquant_export.dense._graph import Array
 from bevquant_export.dense._profile import profile_of
-from bevquant_export.dense._runnable import lifted
-from bevquant_export.dense._ties import Ties
+from bevquant_export.dense._rounding_boundary import RoundingBoundary
+from bevquant_export.dense._runnable import upgraded_opset
 from bevquant_export.dense._written import QdqFile, TensorDifference
 from bevquant_int8sim.program import Program, Step
 
@@ -77,7 +77,7 @@ class CutFile:
         self._doubts: dict[str, tuple[str, Array, Array, tuple[int, ...]]] = {}
         self.floats: dict[str, Array] = {}
         self._program = program
-        self._ties = Ties(program, self._values, {}, self._profile)
+        self._boundary = RoundingBoundary(program, self._values, {}, self._profile)
         names: dict[str, list[str]] = defaultdict(list)
         for value, tensor in file.integers.items():
             names[tensor].append(value)
@@ -88,7 +88,9 @@ class CutFile:
             reads = [name for name in names if name in ports]
             makes = {made[name]: name for name in names if made[name] in ports}
             if makes or outputs:
-                values = {v for t in makes.values() for n in names[t] for v in self._ties.reads(n)}
+                values = {
+                    v for t in makes.values() for n in names[t] for v in self._boundary.reads(n)
+                }
                 missing = {*reads, *makes.values()}
                 needs = (*missing, *values)
                 self._pieces.append(_Piece(part, reads, makes, missing, needs))
@@ -134,11 +136,11 @@ class CutFile:
 
     def in_doubt(self) -> set[str]:
         """What is rounded where values are a step off, and no ties without what functions lose."""
-        return {read for doubt in self._doubts.values() for read in self._ties.reads(doubt[0])}
+        return {read for doubt in self._doubts.values() for read in self._boundary.reads(doubt[0])}
 
     def count_again(self, floats: FloatErrors) -> None:
         """Count ties behind floats whose errors are known now."""
-        ties = Ties(self._program, floats.values, floats.errors, self._profile)
+        ties = RoundingBoundary(self._program, floats.values, floats.errors, self._profile)
         for tensor, doubt in self._doubts.items():
             if row := self._rows[tensor]:
                 self._rows[tensor] = replace(row, ties=max(row.ties, ties.count(*doubt)))
@@ -181,8 +183,8 @@ class CutFile:
         apart = np.abs(want - made)
         near = apart == 1
         where = places[near], (want + made)[near] * 0.5, value.shape
-        ties = self._ties.count(name, *where)
-        if ties < len(where[0]) and self._ties.rounds_floats(name):
+        ties = self._boundary.count(name, *where)
+        if ties < len(where[0]) and self._boundary.rounds_floats(name):
             self._doubts[tensor] = name, *where
         largest = int(apart.max(initial=0))
         return TensorDifference(
@@ -204,7 +206,7 @@ def forced(content: bytes, tensors: tuple[str, ...]) -> tuple[Any, dict[str, str
     import onnx
     from onnx import TensorProto, helper
 
-    proto = lifted(onnx.load_model_from_string(content))
+    proto = upgraded_opset(onnx.load_model_from_string(content))
     graph = proto.graph
     made = {name: f"{name}.made" for name in tensors}
     for node in graph.node:

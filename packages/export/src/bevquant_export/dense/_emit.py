@@ -11,9 +11,9 @@ from torch import Tensor
 
 from bevquant_export.dense._aten import as_layer
 from bevquant_export.dense._floats import float_operation
-from bevquant_export.dense._graph import Graph, Held
+from bevquant_export.dense._graph import Graph, TensorState
 from bevquant_export.dense._grid import average_pool, max_pool, resize
-from bevquant_export.dense._moves import keeps_scale, moved
+from bevquant_export.dense._layout_ops import keeps_scale, moved
 from bevquant_export.dense._numbers import Numbers
 from bevquant_export.dense._program_of import location
 from bevquant_export.dense._source import Source
@@ -30,7 +30,7 @@ _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 def emit(
     source: Source, graph: Graph, inputs: dict[str, str], *, integer_sums: bool = False
-) -> dict[str, Held]:
+) -> dict[str, TensorState]:
     """Add every step of the program.
 
     Args:
@@ -48,9 +48,9 @@ def emit(
     emitter = Emitter(source, graph, inputs, integer_sums)
     for step in source.program.steps:
         emitter.add(step)
-    for name in names_in(source.program.result):  # sites among them
+    for name in names_in(source.program.result):  # coordinates among them
         emitter.give(name)
-    return emitter.held
+    return emitter.states
 
 
 def _is_float(constant: Step) -> bool:
@@ -73,8 +73,8 @@ class Emitter:
         self.integer_sums = integer_sums
         self.source = source
         self.graph = graph
-        self.held = {name: Held(tensor) for name, tensor in inputs.items()}
-        self.several: dict[str, list[Held]] = {}
+        self.states = {name: TensorState(tensor) for name, tensor in inputs.items()}
+        self.several: dict[str, list[TensorState]] = {}
         self._constants: dict[str, Step] = {}  # written where something reads them
         self._called: Step  # as the program has it
         self.numbers = Numbers(source, graph, self.read)
@@ -88,7 +88,7 @@ class Emitter:
             self.voxels.host(step)
             return
         if step.op == "sites":
-            self.voxels.sites(step)
+            self.voxels.voxel_set(step)
             return
         if step.op == "constant":
             self._constants[made] = step
@@ -99,7 +99,7 @@ class Emitter:
         placed = step.attributes.get("what") == "index_put"  # which reads places, too
         for name in step.inputs:
             constant = self._constants.get(name)
-            if constant is None or name in self.held:
+            if constant is None or name in self.states:
                 continue
             if placed or _is_float(constant):
                 self._write(constant)
@@ -107,15 +107,15 @@ class Emitter:
 
     def give(self, name: str) -> None:
         """Write what the model returns and no step reads: coordinates, constants."""
-        if name in self._constants and name not in self.held:
+        if name in self._constants and name not in self.states:
             self._write(self._constants[name])
         for found in (name, f"{name}.indices"):
             self._write_coords(found)
 
     def _write_coords(self, name: str) -> None:
-        coords = self.voxels.indices(name) if name not in self.held else None
+        coords = self.voxels.indices(name) if name not in self.states else None
         if coords is not None:
-            self.held[name] = Held(coords)
+            self.states[name] = TensorState(coords)
 
     def _values(self) -> dict[str, Tensor]:
         return {name: step.tensors["value"] for name, step in self._constants.items()}
@@ -123,36 +123,40 @@ class Emitter:
     def _write(self, step: Step) -> None:
         made = step.outputs[0]
         if self._is_member(step):
-            self.held[made] = self.several[step.args[0].name][step.args[1]]
+            self.states[made] = self.several[step.args[0].name][step.args[1]]
             return
         before = len(self.graph.nodes)
         result = self._result(step)
         form = self.source.form(made)
         if isinstance(result, list):
-            self.several[made] = [self._finished(step, Held(part), form) for part in result]
-            self.held.update({f"{made}[{i}]": h for i, h in enumerate(self.several[made])})
+            self.several[made] = [self._finished(step, TensorState(part), form) for part in result]
+            self.states.update({f"{made}[{i}]": h for i, h in enumerate(self.several[made])})
         else:
-            held = Held(result, low=self._least(step, form)) if isinstance(result, str) else result
-            held = self._finished(step, held, form)
-            self.held[made] = unflattened(self.graph, step, held, self.source)
+            state = (
+                TensorState(result, low=self._least(step, form))
+                if isinstance(result, str)
+                else result
+            )
+            state = self._finished(step, state, form)
+            self.states[made] = unflattened(self.graph, step, state, self.source)
         if step.attributes.get("on_cpu"):
             self._leave_on_cpu(step, before)
 
     def _leave_on_cpu(self, step: Step, before: int) -> None:
         """List the step's nodes that read quantized tensors."""
-        read = {self.held[name].name for name in step.inputs if name in self.held}
+        read = {self.states[name].name for name in step.inputs if name in self.states}
         added = [node for node in self.graph.nodes[before:] if read.intersection(node.input)]
         self.graph.on_cpu += [node for node in added if node not in self.graph.on_cpu]
 
-    def _finished(self, step: Step, held: Held, form: Any) -> Held:
+    def _finished(self, step: Step, state: TensorState, form: Any) -> TensorState:
         return self.graph.finished(
-            step.path, held, form, step.attributes,
+            step.path, state, form, step.attributes,
             kept=self._is_kept(step, form), block=block_of(self.graph, step),
         )  # fmt: skip
 
     def _least(self, step: Step, form: Any) -> int | None:
         """What no integer of the result lies below, as none of what it is moved or chosen from."""
-        first = self.held.get(step.inputs[0]) if step.inputs else None
+        first = self.states.get(step.inputs[0]) if step.inputs else None
         chosen = keeps_scale(step) and step.attributes.get("what") not in ("pad", "clamp")
         if first is None or not chosen or self.source.form(step.inputs[0]) != form:
             return None
@@ -162,7 +166,7 @@ class Emitter:
         """Whether the result has its input's scale, and the runtime wants no pair to say so."""
         if self.graph.profile.repeats or not step.inputs or not keeps_scale(step):
             return False
-        first = self.held.get(step.inputs[0])
+        first = self.states.get(step.inputs[0])
         return first is not None and isinstance(form, Integers) and first.form == form
 
     def _is_member(self, step: Step) -> bool:
@@ -171,19 +175,19 @@ class Emitter:
             step.attributes.get("what") == "getitem" and isinstance(step.args[1], int)
         )
 
-    def _result(self, step: Step) -> str | Held | list[str]:
+    def _result(self, step: Step) -> str | TensorState | list[str]:
         """What the operator of a step makes, before it is brought into its form."""
         graph, path = self.graph, step.path
         if step.op == "sparse_conv":
-            return self.voxels.convolution(step, self.held[step.args[0].name])
-        if step.op == "requantize" and (held := self.voxels.requantized(step)) is not None:
-            return held
+            return self.voxels.convolution(step, self.states[step.args[0].name])
+        if step.op == "requantize" and (state := self.voxels.requantized(step)) is not None:
+            return state
         if step.op in ("quantize", "requantize", "dequantize", "relu"):
-            return self.held[step.args[0].name]
+            return self.states[step.args[0].name]
         if step.op == "constant":
             return self._constant(step)
         if step.op in ("conv", "conv_transpose", "linear"):
-            x, form = self.held[step.args[0].name], self.source.form(step.outputs[0])
+            x, form = self.states[step.args[0].name], self.source.form(step.outputs[0])
             return weighted_layer(graph, step, x, form, self.source)
         if step.op == "add":
             return graph.node("Add", path, [self._addend(step, ref.name) for ref in step.args])
@@ -196,15 +200,15 @@ class Emitter:
             return rows
         made = None
         floats = self._reads_floats(step)
-        if floats or (step.attributes["what"] != "pad" and self._all_held(step)):
+        if floats or (step.attributes["what"] != "pad" and self._all_states(step)):
             joins = step.attributes["what"] in ("cat", "concat")
             made = moved(graph, step, self._joined(step) if joins else self.read, self.source)
         if made is None and step.op == "float" and floats:
             made = self._float(step, lambda: self._listed(step))
         return self._float(step, lambda: self._torch_form(step)) if made is None else made
 
-    def _all_held(self, step: Step) -> bool:
-        known = (self.held, self.several)
+    def _all_states(self, step: Step) -> bool:
+        known = (self.states, self.several)
         return all(any(n in k for k in known) for n in step.inputs if n not in self.source.hosts)
 
     def _reads_floats(self, step: Step) -> bool:
@@ -248,7 +252,7 @@ class Emitter:
 
         def read(name: str) -> str:
             self.read(name)
-            return self.graph.finished(step.path, self.held[name], form, {}).name
+            return self.graph.finished(step.path, self.states[name], form, {}).name
 
         return read
 
@@ -259,10 +263,10 @@ class Emitter:
                 f"export_qdq_onnx: the tuple {name.partition(':')[0]!r} is read as a whole, which "
                 "cannot be written; unpack it in the forward, as in `a, b = x.chunk(2)`"
             )
-        if name not in self.held and name in self._constants:
+        if name not in self.states and name in self._constants:
             self._write(self._constants[name])
         self._write_coords(name)
-        return self.held[name].name
+        return self.states[name].name
 
     def _join(self, step: Step) -> str | None:
         """A `QuantAdd` or `QuantConcat` that is computed in float; ``None`` for other modules.
@@ -276,11 +280,11 @@ class Emitter:
         if not isinstance(operands, Ref | list | tuple):
             return None
         refs = [operands] if isinstance(operands, Ref) else operands
-        held = [h for ref in refs for h in self.several.get(ref.name) or [self.held[ref.name]]]
+        state = [h for ref in refs for h in self.several.get(ref.name) or [self.states[ref.name]]]
         if is_active(module.input_quantizer):
             form = integers_of(module.input_quantizer, step.path)
-            held = [graph.finished(step.path, each, form, {}) for each in held]
-        names = [each.name for each in held]
+            state = [graph.finished(step.path, each, form, {}) for each in state]
+        names = [each.name for each in state]
         if isinstance(module, QuantAdd):
             return graph.node("Add", step.path, names)
         axis = module.dim % len(self.source.shapes[step.outputs[0]])
@@ -288,8 +292,8 @@ class Emitter:
 
     def _constant(self, step: Step) -> str:
         value = step.tensors["value"].cpu()
-        held = (value.float() if value.is_floating_point() else value).numpy()
-        return self.graph.constant(step.path or "constant", held, held.dtype)
+        state = (value.float() if value.is_floating_point() else value).numpy()
+        return self.graph.constant(step.path or "constant", state, state.dtype)
 
     def _grid(self, step: Step) -> str:
         name, made = step.args[0].name, step.outputs[0]
@@ -314,7 +318,7 @@ class Emitter:
         """What `write` makes; its products of integers and float weights are the CPU's."""
         before = len(self.graph.nodes)
         made = write()
-        operands = [self.held[name].name for name in step.inputs if name in self.held]
+        operands = [self.states[name].name for name in step.inputs if name in self.states]
         bare = not isinstance(self.source.form(step.outputs[0]), Integers)
         if bare and any(self.graph.is_quantized(name) for name in operands):
             added = self.graph.nodes[before:]

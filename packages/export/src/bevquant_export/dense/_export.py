@@ -176,7 +176,7 @@ def export_qdq_onnx(
         inputs=shapes_in,
         outputs=shapes_out,
         integers={n: h.integers or h.flat for n, h in made.items() if h.integers or h.flat},
-        floats=tuple(f"{i.path}: {i.what}: {i.reason}" for i in source.program.islands),
+        floats=tuple(f"{i.path}: {i.what}: {i.reason}" for i in source.program.float_fallbacks),
         notes=(*graph.notes, *fixed),
         run_on_cpu=on_cpu if chosen.name == "horizon" else (),
         sum_ranges=dict(source.sum_ranges),
@@ -231,7 +231,7 @@ def _members(source: Source, value: Any, where: str) -> Iterator[tuple[str, str]
         yield value.name, where
     elif isinstance(value, SparseRef):
         yield value.features, f"{where}_features"
-        yield f"{value.sites}.indices", f"{where}_indices"
+        yield f"{value.coords}.indices", f"{where}_indices"
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _members(source, item, f"{where}_{key}")

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from bevquant_export.dense._graph import Array
 from bevquant_export.dense._program_of import QdqProgram, inputs_of
-from bevquant_export.dense._ties import LAYERS, UNIT, per_channel
+from bevquant_export.dense._rounding_boundary import LAYERS, UNIT, per_channel
 from bevquant_graph import op_spec, refilled
 from bevquant_int8sim.program import Integers, Program, Ref, Step, replaced
 
@@ -155,7 +155,7 @@ def _deviations(step: Step, x: Tensor, form: Integers, made: object) -> Tensor:
 
     .. math:: \sqrt n\, 2^{-24} \sum_i |x_i w_i|
 
-    which is a fourth of what `Ties` allows a sum of n products; the bias is one of these.
+    which is a fourth of what `RoundingBoundary` allows a sum of n products, the bias one of them.
 
     Args:
         step: A convolution, a transposed one or a linear layer.

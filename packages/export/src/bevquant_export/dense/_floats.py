@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bevquant_export.dense._aten import NAMED, instances, softmax
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._grid import average_pool
-from bevquant_export.dense._moves import reshaped
+from bevquant_export.dense._layout_ops import reshaped
 from bevquant_export.dense._source import Source
 from bevquant_graph import layer_class, zero_padding
 from bevquant_int8sim.program import Ref, Step, grid_call, is_active, module_call

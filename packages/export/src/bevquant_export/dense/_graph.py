@@ -30,7 +30,7 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Held:
+class TensorState:
     """A tensor of the file.
 
     Attributes:
@@ -153,47 +153,49 @@ class Graph:
     # Quantization
 
     def finished(
-        self, path: str, held: Held | str, form: Any, attributes: Mapping[str, Any],
+        self, path: str, state: TensorState | str, form: Any, attributes: Mapping[str, Any],
         *, kept: bool = False, block: int = 0,
-    ) -> Held:  # fmt: skip
+    ) -> TensorState:  # fmt: skip
         """What a step stores, given what its operator makes.
 
         Args:
             path: Module of the step.
-            held: The operator's result, or a tensor that is to be held in another form.
+            state: The operator's result, or a tensor that is to be held in another form.
             form: Form of the result.
             attributes: Of the step: ``relu``, ``ceiling`` (in units of the form).
             kept: The result lies on the form's grid already, and gets no pair.
             block: Side of the block of pixels that the result's channels still have to become.
         """
-        held = Held(held) if isinstance(held, str) else held
+        state = TensorState(state) if isinstance(state, str) else state
         if block and not (self.profile.integer_relu and isinstance(form, Integers)):
-            held, block = Held(self.pixels(path, held.name, block)), 0
+            state, block = TensorState(self.pixels(path, state.name, block)), 0
         relu, ceiling = bool(attributes.get("relu")), attributes.get("ceiling")
         if not isinstance(form, Integers):
-            return Held(self._limited(path, held.name, ceiling)) if relu else held
+            return TensorState(self._limited(path, state.name, ceiling)) if relu else state
         if self.profile.integer_relu:
             least = 0 if relu else form.low if form.narrow else None
-            same = held.form in (None, form)
-            known = held.low if same or held.low == 0 else None  # 0 is 0 in every scale
+            same = state.form in (None, form)
+            known = state.low if same or state.low == 0 else None  # 0 is 0 in every scale
             # A Clip that repeats a range is left out.
             low = None if known is not None and least is not None and known >= least else least
-            if held.form == form:
+            if state.form == form:
                 if low is None and ceiling is None:
-                    return held
-                made = self.dequantized(path, self.clipped(path, held.integers, low, ceiling), form)
+                    return state
+                made = self.dequantized(
+                    path, self.clipped(path, state.integers, low, ceiling), form
+                )
             else:
-                made = self.quantized(path, held.name, form, low, ceiling, block=block)
+                made = self.quantized(path, state.name, form, low, ceiling, block=block)
             bounds = [bound for bound in (known, least) if bound is not None]
             return replace(made, low=max(bounds, default=None))
-        if held.form == form and not relu:
-            return held
+        if state.form == form and not relu:
+            return state
         if form.narrow and not relu:
             self._note_narrow(path)
-        name = held.name
+        name = state.name
         if relu:
             name = self._limited(path, name, None if ceiling is None else ceiling * form.scale)
-        return Held(name, form=form) if kept else self.quantized(path, name, form)
+        return TensorState(name, form=form) if kept else self.quantized(path, name, form)
 
     def _limited(self, path: str, name: str, ceiling: float | None) -> str:
         if ceiling is None:
@@ -213,14 +215,14 @@ class Graph:
             self.notes.append(note)
 
     def quantized(
-        self, path: str, held: str, form: Integers, low: int | None = None, high: int | None = None,
+        self, path: str, name: str, form: Integers, low: int | None = None, high: int | None = None,
         *, block: int = 0,
-    ) -> Held:  # fmt: skip
+    ) -> TensorState:  # fmt: skip
         """QuantizeLinear and DequantizeLinear behind `held`.
 
         Integers are clipped where asked, and `block`² channels become pixels.
         """
-        q = self.node("QuantizeLinear", path, [held, *self._scale(path, form)])
+        q = self.node("QuantizeLinear", path, [name, *self._scale(path, form)])
         q = self.clipped(path, q, low, high)
         return self.dequantized(path, self.pixels(path, q, block) if block else q, form)
 
@@ -228,7 +230,7 @@ class Graph:
         """Channels as pixels of square blocks, the block's pixels innermost among channels."""
         return self.node("DepthToSpace", path, [name], blocksize=block, mode="CRD")
 
-    def dequantized(self, path: str, q: str, form: Integers) -> Held:
+    def dequantized(self, path: str, q: str, form: Integers) -> TensorState:
         """DequantizeLinear behind integers.
 
         Raises:
@@ -237,7 +239,7 @@ class Graph:
         self._check(path, form)
         made = self.node("DequantizeLinear", path, [q, *self._scale(path, form)])
         self._dequantized.add(made)
-        return Held(made, q, form)
+        return TensorState(made, q, form)
 
     def is_quantized(self, name: str) -> bool:
         """Whether the tensor comes from a DequantizeLinear, pooled and moved perhaps."""

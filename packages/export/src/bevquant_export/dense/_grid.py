@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from bevquant_export.dense._graph import Graph
-from bevquant_export.dense._moves import sliced
+from bevquant_export.dense._layout_ops import sliced
 from bevquant_export.dense._source import Source
 
 

@@ -20,7 +20,7 @@ from bevquant_export.targets._cpu import cpu_at_hand, cpu_of
 _ATTRIBUTES = {"ReduceSum": "axes", "Split": "split", "Squeeze": "axes", "Unsqueeze": "axes"}
 
 
-def lifted(proto: Any) -> Any:
+def upgraded_opset(proto: Any) -> Any:
     """A model of operator set 11 in set 13: scales per channel get the axis that they run along.
 
     Set 11 has no axis, and onnxruntime reads such scales along axis 1. Axes of a sum and the like,
@@ -231,7 +231,7 @@ def lift_horizon_onnx(path: str | os.PathLike[str]) -> Any:
         >>> lift_horizon_onnx(file.path).opset_import[0].version
         13
     """
-    return lifted(load_model(path))
+    return upgraded_opset(load_model(path))
 
 
 def open_onnx(

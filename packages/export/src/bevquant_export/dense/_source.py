@@ -35,7 +35,7 @@ class Source:
         ranges: Accumulators that a sum reads to their largest absolute value in the run.
         sum_ranges: Ranges that sums' operands have in the program itself (`IntegerModel`).
         integer: What the program was read from, to run it again.
-        grids: Of sparse tensors among the inputs, by the name of their sites: grid and frames.
+        grids: Of sparse tensors among the inputs, by their coordinates' name: grid and frames.
             Their coordinates are the input ``<features>.indices``.
         sparse: Whether there are voxels among its tensors.
     """

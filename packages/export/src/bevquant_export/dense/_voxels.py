@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bevquant_export.dense._graph import Held
+from bevquant_export.dense._graph import TensorState
 from bevquant_export.dense._numbers import Numbers, refuse
 from bevquant_export.sparse._axes import with_axes
 from bevquant_export.sparse.portable._body import DOUBLE, FLOAT, INT32, UINT8
-from bevquant_export.sparse.portable._sites import Sites, Surroundings
+from bevquant_export.sparse.portable._voxel_sets import Surroundings, VoxelSet
 from bevquant_export.targets._cpu import stored_weights
 from bevquant_int8sim.program import Integers, Ref, Step, replaced
 
@@ -63,42 +63,43 @@ class Voxels:
     def __init__(self, numbers: Numbers, inputs: Mapping[str, str]) -> None:
         self.numbers, self.source, self.graph = numbers, numbers.source, numbers.graph
         self.read = numbers.read
-        self._sites: dict[str, Sites] = {}
-        self._parts: dict[str, Sites] = {}  # coordinates, grid and batch size, by their own names
+        self._voxel_sets: dict[str, VoxelSet] = {}
+        # Coordinates, grid and batch size, by their own names.
+        self._parts: dict[str, VoxelSet] = {}
         self._missing: dict[str, int] = {}  # axes to three, by what made the voxels
         self._unchecked: set[str] = set()  # who gave voxels that may occur twice
         self._sums: dict[str, str] = {}  # int32, of layers whose readers want several forms
         self._surroundings: Surroundings | None = None
-        for features, sites in self.source.program.sparse_inputs.items():
-            grid, frames = self.source.grids[sites]
+        for features, voxel_set in self.source.program.sparse_inputs.items():
+            grid, frames = self.source.grids[voxel_set]
             coords = inputs[f"{features}.indices"]
-            self._given(sites, coords, grid, self.graph.numbers([frames]), features)
+            self._given(voxel_set, coords, grid, self.graph.numbers([frames]), features)
 
     def indices(self, name: str) -> str | None:
-        """Coordinates, int32 ``[voxels, 4]``, where a value is those of sites."""
-        sites = self._parts.get(name) or self._sites.get(name.removesuffix(".indices"))
-        if sites is None or name in self._sites:
+        """Coordinates, int32 ``[voxels, 4]``, where a value is the coordinates of voxels."""
+        voxel_set = self._parts.get(name) or self._voxel_sets.get(name.removesuffix(".indices"))
+        if voxel_set is None or name in self._voxel_sets:
             return None
-        coords = self.graph.node("Cast", "coords", [sites.voxels], to=INT32)
-        missing = self._missing_axes(sites)
+        coords = self.graph.node("Cast", "coords", [voxel_set.voxels], to=INT32)
+        missing = self._missing_axes(voxel_set)
         if not missing:
             return coords
         kept = self.graph.numbers([0, *range(1 + missing, 1 + _AXES)])
         return self.graph.node("Gather", "coords", [coords, kept], axis=1)
 
     def host(self, step: Step) -> None:
-        """Note a step that computes sites or asks for a part of them."""
+        """Note a step that computes coordinates or asks for a part of them."""
         made, first = step.outputs[0], step.args[0] if step.args else None
-        sites = self._sites.get(first.name) if isinstance(first, Ref) else None
-        if sites is None:
+        voxel_set = self._voxel_sets.get(first.name) if isinstance(first, Ref) else None
+        if voxel_set is None:
             return
         what = step.attributes.get("what")
         if what == "getattr":
-            self._parts[made] = sites
+            self._parts[made] = voxel_set
         elif what == "convolved_sites":
-            self._sites[made] = self._walked(step, sites, step.args[1], step.args[2:])[1]
+            self._voxel_sets[made] = self._walked(step, voxel_set, step.args[1], step.args[2:])[1]
 
-    def sites(self, step: Step) -> None:
+    def voxel_set(self, step: Step) -> None:
         """Coordinates that a model has as a tensor."""
         indices, shape, batch = step.args
         hosts = self.source.hosts
@@ -134,12 +135,12 @@ class Voxels:
             refuse(path, "a grid of fewer than three axes, computed from voxels, has no form")
         coords = self.graph.node("Cast", path, [coords], to=INT32)
         coords = with_axes(self.graph, path, coords, 1 + len(grid), 1)
-        sites = self._surroundings.given((1,) * missing + grid, coords, name, open)
-        self._missing[sites.maker] = missing
-        self._sites[name] = sites
-        self._unchecked.add(sites.maker)
+        voxel_set = self._surroundings.given((1,) * missing + grid, coords, name, open)
+        self._missing[voxel_set.maker] = missing
+        self._voxel_sets[name] = voxel_set
+        self._unchecked.add(voxel_set.maker)
 
-    def convolution(self, step: Step, x: Held) -> Held | str:
+    def convolution(self, step: Step, x: TensorState) -> TensorState | str:
         """A quantized sparse convolution."""
         graph, path, attributes = self.graph, step.path, step.attributes
         if len(step.args) > 2 or attributes["transposed"]:
@@ -173,7 +174,7 @@ class Voxels:
             return self._scaled(path, sums, step.tensors["multiplier"])
         return self._rounded(step, sums, form)
 
-    def requantized(self, step: Step) -> Held | None:
+    def requantized(self, step: Step) -> TensorState | None:
         """One form of a layer that has several."""
         sums, form = self._sums.get(step.args[0].name), self.source.form(step.outputs[0])
         return None if sums is None else self._rounded(step, sums, form)
@@ -221,17 +222,17 @@ class Voxels:
 
     def _dense(self, step: Step, x: str) -> str:
         """Voxels on their grid, ``[batch, channels, …]``, zero where there is none."""
-        sites = self._parts.get(step.args[1].name)
-        if sites is None:
+        voxel_set = self._parts.get(step.args[1].name)
+        if voxel_set is None:
             refuse(step.path, "dense() of coordinates that no sparse tensor has")
-        if sites.open:
+        if voxel_set.open:
             refuse(step.path, "dense() on a grid that is computed from voxels has no form")
         assert self._surroundings is not None
         (made,) = self.graph.call(
-            "ScatterDense", [x, sites.voxels, self._surroundings.batch_size],
-            f"{step.path}.dense" if step.path else "dense", {"spatial_shape": sites.grid},
+            "ScatterDense", [x, voxel_set.voxels, self._surroundings.batch_size],
+            f"{step.path}.dense" if step.path else "dense", {"spatial_shape": voxel_set.grid},
         )  # fmt: skip
-        if not (missing := self._missing_axes(sites)):
+        if not (missing := self._missing_axes(voxel_set)):
             return made
         channels, *grid = self.source.shapes[step.outputs[0]][1:]
         assert len(grid) == _AXES - missing
@@ -242,23 +243,23 @@ class Voxels:
     # Parts
 
     def _walk(self, step: Step, key: str | None, geometry: tuple[Any, ...]) -> str | None:
-        """The table of neighbours of a step on sites; its own sites become known."""
-        sites = self._sites.get(step.args[1].name)
-        if sites is None:
+        """The table of neighbours of a step on coordinates; its own coordinates become known."""
+        voxel_set = self._voxel_sets.get(step.args[1].name)
+        if voxel_set is None:
             refuse(step.path, "its voxels are made by something that has no form")
-        rows, made = self._walked(step, sites, key, geometry)
+        rows, made = self._walked(step, voxel_set, key, geometry)
         if len(step.outputs) > 1:
-            self._sites[step.outputs[1]] = made
+            self._voxel_sets[step.outputs[1]] = made
         return rows
 
     def _walked(
-        self, step: Step, sites: Sites, key: str | None, geometry: tuple[Any, ...]
-    ) -> tuple[str | None, Sites]:
+        self, step: Step, voxel_set: VoxelSet, key: str | None, geometry: tuple[Any, ...]
+    ) -> tuple[str | None, VoxelSet]:
         *sizes, _, subm, transposed, inverse = geometry
         if transposed:
             refuse(step.path, "a sparse convolution that is transposed has no form")
         name = step.path or step.outputs[0]
-        missing = self._missing_axes(sites)
+        missing = self._missing_axes(voxel_set)
         kernel, stride, padding, dilation = (
             (1 - (i == _PADDING),) * missing + tuple(given) for i, given in enumerate(sizes)
         )
@@ -266,33 +267,33 @@ class Voxels:
             name, kernel, stride, padding, dilation, bool(subm), bool(inverse), key or ""
         )
         if window.keeps_rows:
-            return None, sites
-        sites = self._distinct(sites)
+            return None, voxel_set
+        voxel_set = self._distinct(voxel_set)
         assert self._surroundings is not None
         try:
-            rows, made = self._surroundings.convolved(sites, window)
+            rows, made = self._surroundings.convolved(voxel_set, window)
         except ValueError as error:
             raise ValueError(f"export_qdq_onnx: {error}") from error
         self._missing[made.maker] = missing
         return rows, made
 
-    def _distinct(self, sites: Sites) -> Sites:
+    def _distinct(self, voxel_set: VoxelSet) -> VoxelSet:
         """The same, each given voxel once: what convolutions read, and nothing else has to be."""
-        if sites.maker not in self._unchecked:
-            return sites
+        if voxel_set.maker not in self._unchecked:
+            return voxel_set
         assert self._surroundings is not None
-        self._unchecked.remove(sites.maker)
-        found = self._surroundings.map_of(sites)[2]
-        name = f"{sites.maker} checked"
-        (once,) = self.graph.call("DistinctCoords", [sites.voxels, found], name)
-        checked = replace(sites, voxels=once)
-        for known in (self._sites, self._parts):
-            known.update({key: checked for key, held in known.items() if held is sites})
+        self._unchecked.remove(voxel_set.maker)
+        found = self._surroundings.map_of(voxel_set)[2]
+        name = f"{voxel_set.maker} checked"
+        (once,) = self.graph.call("DistinctCoords", [voxel_set.voxels, found], name)
+        checked = replace(voxel_set, voxels=once)
+        for known in (self._voxel_sets, self._parts):
+            known.update({key: checked for key, state in known.items() if state is voxel_set})
         return checked
 
-    def _missing_axes(self, sites: Sites) -> int:
+    def _missing_axes(self, voxel_set: VoxelSet) -> int:
         """How many axes its grid has fewer than three."""
-        return self._missing[sites.maker]
+        return self._missing[voxel_set.maker]
 
     def _gathered(
         self, path: str, x: str, rows: str | None, sizes: Sequence[int], dtype: Any, absent: float
@@ -318,7 +319,7 @@ class Voxels:
             "Mul", path, [self.graph.node("Cast", path, [sums], to=DOUBLE), factors]
         )
 
-    def _rounded(self, step: Step, sums: str, form: Integers) -> Held:
+    def _rounded(self, step: Step, sums: str, form: Integers) -> TensorState:
         """Sums as integers of the form, with those of their values."""
         graph, path, zero = self.graph, step.path, self.graph.profile.zero
         low = 0 if step.attributes.get("relu") else form.low
@@ -327,8 +328,8 @@ class Voxels:
         ends = [graph.constant(f"float64_{n}", n, np.float64) for n in (low, form.high)]
         q = graph.node("Clip", path, [q, *ends])
         q = graph.node("Add", path, [q, graph.constant(f"float64_{zero}", zero, np.float64)])
-        held = graph.dequantized(path, graph.node("Cast", path, [q], to=UINT8), form)
-        return Held(held.name, held.integers, form, low=low)
+        state = graph.dequantized(path, graph.node("Cast", path, [q], to=UINT8), form)
+        return TensorState(state.name, state.integers, form, low=low)
 
     def _check_sums(self, step: Step, matrix: Any, bias: Tensor | None) -> None:
         largest = np.abs(matrix).sum(0, dtype=np.int64) * 256

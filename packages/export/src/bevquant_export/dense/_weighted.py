@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from bevquant_export.dense._graph import Array, Graph, Held
-from bevquant_export.dense._moves import reshaped
+from bevquant_export.dense._graph import Array, Graph, TensorState
+from bevquant_export.dense._layout_ops import reshaped
 from bevquant_export.dense._source import Source
 from bevquant_export.targets._cpu import stored_weights
 from bevquant_int8sim.program import Integers, Step
@@ -70,7 +70,7 @@ def _as_convolution(step: Step, block: int) -> Step:
     return replace(step, op="conv", tensors=tensors, attributes={**step.attributes, **settings})
 
 
-def weighted_layer(graph: Graph, step: Step, x: Held, form: Any, source: Source) -> str:
+def weighted_layer(graph: Graph, step: Step, x: TensorState, form: Any, source: Source) -> str:
     """The layer's nodes up to its float result, which a ReLU or a quantizer follows.
 
     Where `block_of` is not 0 the result's channels still have to become pixels.
@@ -89,8 +89,8 @@ def weighted_layer(graph: Graph, step: Step, x: Held, form: Any, source: Source)
     if step.op == "linear":
         return _linear(graph, step, x, weight, bias, source)
     in_float = _is_float(graph, step, weight)
-    held = graph.float_operand(path, x.name) if in_float else x.name
-    inputs = [held, _weight(graph, step, weight), *([bias] if bias else [])]
+    state = graph.float_operand(path, x.name) if in_float else x.name
+    inputs = [state, _weight(graph, step, weight), *([bias] if bias else [])]
     settings: dict[str, Any] = {
         "strides": list(attributes["stride"]),
         "dilations": list(attributes["dilation"]),
@@ -111,7 +111,9 @@ def weighted_layer(graph: Graph, step: Step, x: Held, form: Any, source: Source)
     return made
 
 
-def _linear(graph: Graph, step: Step, x: Held, weight: _Weight, bias: str, source: Source) -> str:
+def _linear(
+    graph: Graph, step: Step, x: TensorState, weight: _Weight, bias: str, source: Source
+) -> str:
     """Gemm, whose operands have two axes."""
     rank = len(source.shapes[step.args[0].name])
     name = x.name
@@ -125,17 +127,17 @@ def _linear(graph: Graph, step: Step, x: Held, weight: _Weight, bias: str, sourc
     return graph.node("Gemm", step.path, inputs, transB=1)
 
 
-def unflattened(graph: Graph, step: Step, held: Held, source: Source) -> Held:
+def unflattened(graph: Graph, step: Step, state: TensorState, source: Source) -> TensorState:
     """The result of a linear layer with the axes of its input."""
     if step.op != "linear" or len(source.shapes[step.args[0].name]) == 2:
-        return held
-    name = reshaped(graph, step.path, held.name, source.target(step.path, step.outputs[0]))
-    if held.form is None or not graph.profile.repeats:
-        return Held(name, form=held.form, flat=held.integers)
-    return graph.quantized(step.path, name, held.form)
+        return state
+    name = reshaped(graph, step.path, state.name, source.target(step.path, step.outputs[0]))
+    if state.form is None or not graph.profile.repeats:
+        return TensorState(name, form=state.form, flat=state.integers)
+    return graph.quantized(step.path, name, state.form)
 
 
-def _scales(step: Step, x: Held, form: Any) -> Array:
+def _scales(step: Step, x: TensorState, form: Any) -> Array:
     """Value of one step of each output channel's weight, float64."""
     if "weight_scale" in step.tensors:
         given: Array = step.tensors["weight_scale"].double().cpu().numpy()
@@ -199,7 +201,7 @@ def _float_weight(graph: Graph, path: str, weight: _Weight) -> str:
     return graph.constant(f"{path}.weight", (split * scales).reshape(integers.shape))
 
 
-def _with_room_for_bias(graph: Graph, step: Step, x: Held, weight: _Weight) -> _Weight:
+def _with_room_for_bias(graph: Graph, step: Step, x: TensorState, weight: _Weight) -> _Weight:
     """The weight in steps so large that int32 holds the bias in steps of the sums.
 
     A channel without weights, or with tiny ones, has a bias of more than 2³⁰ steps otherwise.
@@ -230,7 +232,7 @@ def _rounds_bias(graph: Graph, step: Step) -> bool:
     return floats and graph.profile.integer_bias and step.op != "conv_transpose"
 
 
-def _bias(graph: Graph, step: Step, x: Held, scales: Array) -> str:
+def _bias(graph: Graph, step: Step, x: TensorState, scales: Array) -> str:
     """The bias as the profile wants it; empty where there is none."""
     if "bias" not in step.tensors:
         return ""

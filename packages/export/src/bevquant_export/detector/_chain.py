@@ -110,7 +110,7 @@ class FrameCheck:
 
 
 @dataclass(eq=False)
-class _Held:
+class _MapForms:
     """A map in the whole model.
 
     Attributes:
@@ -121,17 +121,17 @@ class _Held:
 
     def integers(self) -> Any:
         """The one form in which all read it; None where some read floats, or what a ReLU leaves."""
-        (demand, *others) = self.forms
-        plain = not others and demand.plain and not isinstance(demand.form, str)
-        return demand.form if plain else None
+        (required, *others) = self.forms
+        plain = not others and required.plain and not isinstance(required.form, str)
+        return required.form if plain else None
 
     def as_float(self) -> Tensor:
         """Floats of which every reader makes what it has in the whole model."""
-        for demand, value in self.forms.items():
-            if isinstance(demand.form, str):
+        for required, value in self.forms.items():
+            if isinstance(required.form, str):
                 return value
-        demand, value = next(iter(self.forms.items()))
-        return dequantize(value, demand.form.scale)
+        required, value = next(iter(self.forms.items()))
+        return dequantize(value, required.form.scale)
 
 
 class WholeRun:
@@ -152,20 +152,20 @@ class WholeRun:
         source = whole.source
         assert source is not None
         nodes = {node.name: node for node in source.graph.operations}
-        self.maps = {name: _Held() for name in parts.maps}
-        wanted: dict[str, tuple[_Held, Any]] = {}
+        self.maps = {name: _MapForms() for name in parts.maps}
+        wanted: dict[str, tuple[_MapForms, Any]] = {}
         for name, of_whole in parts.maps.items():
             node: Any = nodes[of_whole.name]
             while node not in source.held and op_spec(node.target).kind == "identity":
                 node = node.args[0]
-            for demand, value in source.held.get(node, {}).items():
-                wanted[value] = self.maps[name], demand
+            for required, value in source.held.get(node, {}).items():
+                wanted[value] = self.maps[name], required
 
         def see(step: Any, given: Any, made: Any) -> None:
             for name, value in zip(step.outputs, made, strict=False):
                 if name in wanted:
-                    held, demand = wanted[name]
-                    held.forms[demand] = value
+                    forms_of, required = wanted[name]
+                    forms_of.forms[required] = value
 
         self.returned = by_name(whole.run(inputs, record=False, observe=see)[0])
         args, kwargs = arguments(inputs)
@@ -184,17 +184,17 @@ class WholeRun:
         """
         share = _HALF + _FLOAT if half else _FLOAT
         different = 0
-        for demand, wanted in self.maps[name].forms.items():
+        for required, wanted in self.maps[name].forms.items():
             value = given.double()
-            if demand.relu:
-                value = value.clamp(0, demand.ceiling)
-            if isinstance(demand.form, str):
+            if required.relu:
+                value = value.clamp(0, required.ceiling)
+            if isinstance(required.form, str):
                 apart, unit = (value - wanted.double()).abs(), 1.0
                 explained = share * value.abs() + (_SMALLEST_HALF if half else 0.0)
                 wrong = int((apart > explained).sum())
             else:
-                unit = demand.form.scale
-                form = demand.form
+                unit = required.form.scale
+                form = required.form
                 made = quantize(
                     value.float(), unit, bits=form.bits, narrow_range=form.narrow, name=name
                 )
@@ -215,7 +215,7 @@ class WholeRun:
 
     def own_maps(self) -> dict[str, Tensor]:
         """Maps of which every reader makes what it has in the whole model."""
-        return {name: held.as_float() for name, held in self.maps.items()}
+        return {name: forms_of.as_float() for name, forms_of in self.maps.items()}
 
     def check_sparse(self, parts: Parts, made: Mapping[str, Any]) -> None:
         """Demand of the sparse part the whole model's bits, in what is returned.
@@ -234,7 +234,7 @@ class WholeRun:
         Raises:
             ValueError: A result is another one.
         """
-        if any(len(held.forms) > 1 for held in self.maps.values()):
+        if any(len(forms_of.forms) > 1 for forms_of in self.maps.values()):
             return  # floats beside integers, which were rounded from sums: not the same bits
         for name in parts.of_dense:
             _refuse_unequal(name, self.returned[name], made[name])

@@ -122,11 +122,11 @@ def rules_table(rules: Sequence[Rule]) -> str:
 
 def as_json(items: Sequence[Finding | Rule]) -> str:
     """A list of objects with the fields of `Finding` or `Rule`."""
-    told = [
+    rows = [
         asdict(item) | ({"targets": _targets(item)} if isinstance(item, Rule) else {})
         for item in items
     ]
-    return json.dumps(told, indent=2, ensure_ascii=False)
+    return json.dumps(rows, indent=2, ensure_ascii=False)
 
 
 def layers_table(matches: Sequence[LayerMatch], against: bool) -> str:
@@ -134,16 +134,16 @@ def layers_table(matches: Sequence[LayerMatch], against: bool) -> str:
     lines = ["PREDICTED " + ("ENGINE    " if against else "") + "LAYER"]
     for match in matches:
         item = match.predicted
-        told = f"{item.runs:<10}"
+        rows = f"{item.runs:<10}"
         if against:
-            told += f"{_engine(match):<10}"
+            rows += f"{_engine(match):<10}"
         mark = "" if match.agrees is not False else "  ← other than predicted"
-        lines.append(f"{told}{quoted(item.name, plain=True)} ({quoted(item.op, plain=True)}){mark}")
+        lines.append(f"{rows}{quoted(item.name, plain=True)} ({quoted(item.op, plain=True)}){mark}")
         more = "; ".join((item.reason, *(f"reformat: {text}" for text in item.reformats)))
-        lines += _indented(more, len(told) + 2)
+        lines += _indented(more, len(rows) + 2)
     counts = Counter(match.predicted.runs for match in matches if not match.predicted.into)
-    told = ", ".join(f"{count} in {runs}" for runs, count in sorted(counts.items()))
-    lines.append(f"predicted kernels: {told or 'none'}")
+    rows = ", ".join(f"{count} in {runs}" for runs, count in sorted(counts.items()))
+    lines.append(f"predicted kernels: {rows or 'none'}")
     if against:
         known = [match for match in matches if match.agrees is not None]
         wrong = sum(match.agrees is False for match in known)
@@ -156,12 +156,12 @@ def layers_table(matches: Sequence[LayerMatch], against: bool) -> str:
 
 def layers_json(matches: Sequence[LayerMatch]) -> str:
     """A list of objects: the prediction's fields, and ``engine`` with the layer's or null."""
-    told = [
+    rows = [
         asdict(m.predicted)
         | {"engine": None if m.layer is None else asdict(m.layer), "agrees": m.agrees}
         for m in matches
     ]
-    return json.dumps(told, indent=2, ensure_ascii=False)
+    return json.dumps(rows, indent=2, ensure_ascii=False)
 
 
 def _engine(match: LayerMatch) -> str:

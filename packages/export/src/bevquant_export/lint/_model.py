@@ -142,11 +142,11 @@ def _versions(model: onnx.ModelProto, graphs: list[Graph]) -> Iterator[Finding]:
         if entry.domain in ("", "ai.onnx") and not 1 <= entry.version <= newest:
             known = f"ONNX has 1 to {newest} here"
             yield VERSIONS.found("file", f"operator set {entry.version} is imported; {known}")
-    told: set[str] = set()
+    reported: set[str] = set()
     for graph in graphs:
         for node in graph.nodes:
-            if node.domain not in graph.opsets and node.domain not in told:
-                told.add(node.domain)
+            if node.domain not in graph.opsets and node.domain not in reported:
+                reported.add(node.domain)
                 domain = quoted(node.domain or "ai.onnx")
                 yield VERSIONS.found(node.name, f"its domain {domain} is not imported")
 

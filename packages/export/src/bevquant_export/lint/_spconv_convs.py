@@ -178,7 +178,9 @@ def _misfits(node: Node, dims: list[int]) -> str:
         ("out_channels", node.integer("out_channels", dims[0]), dims[0]),
         ("in_channels", node.integer("in_channels", dims[4]), dims[4]),
     )
-    return " and ".join(f"{name} {said}" for name, said, real in stated if said != real)
+    return " and ".join(
+        f"{name} {stated_as}" for name, stated_as, real in stated if stated_as != real
+    )
 
 
 def _attributes(node: Node) -> Iterator[Finding]:

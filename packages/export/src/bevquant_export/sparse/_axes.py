@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bevquant_export.sparse._graph import Conv, Graph, Move, Node, Pool, Scatter, Steps
+from bevquant_export.sparse._graph import Conv, Graph, LayoutOp, Node, Pool, Scatter, Steps
 
 AXES = 3
 _OTHER = {"xyz": "zyx", "zyx": "xyz"}
@@ -29,7 +29,7 @@ def three_axes(sizes: tuple[int, ...], fill: int, order: str) -> tuple[int, ...]
     return (*missing, *sizes) if order == "zyx" else (*sizes, *missing)
 
 
-def lifted(coords: Tensor, grid: tuple[int, ...]) -> Tensor:
+def with_three_axes(coords: Tensor, grid: tuple[int, ...]) -> Tensor:
     """Coordinates ``[rows, 1 + ndim]`` of a model as a file of that grid takes them."""
     missing = AXES + 1 - coords.shape[1]
     if missing <= 0:
@@ -40,7 +40,7 @@ def lifted(coords: Tensor, grid: tuple[int, ...]) -> Tensor:
 
 
 def lowered_to(columns: int, coords: Tensor, grid: tuple[int, ...]) -> Tensor:
-    """The inverse of `lifted`: coordinates of a file as `columns` of the model."""
+    """The inverse of `with_three_axes`: coordinates of a file as `columns` of the model."""
     missing = coords.shape[1] - columns
     if missing <= 0:
         return coords
@@ -50,7 +50,7 @@ def lowered_to(columns: int, coords: Tensor, grid: tuple[int, ...]) -> Tensor:
 
 
 def with_axes(graph: Any, path: str, coords: str, columns: int, before: int) -> str:
-    """As `lifted`, by nodes: int32 coordinates of so many columns, zeros before one of them."""
+    """As `with_three_axes`, by nodes: int32 coordinates of so many columns."""
     missing = AXES + 1 - columns
     if not missing:
         return coords
@@ -97,8 +97,8 @@ def turned(graph: Graph) -> Graph:
             else:
                 own = f"{node.y} turned"
                 nodes.append(replace(turned_node, y=own))
-                nodes.append(Move(path=node.path, op="Transpose", x=own, y=node.y, dims=_TURN))
-        elif isinstance(node, Move) and node.x in back:
+                nodes.append(LayoutOp(path=node.path, op="Transpose", x=own, y=node.y, dims=_TURN))
+        elif isinstance(node, LayoutOp) and node.x in back:
             nodes.append(replace(node, dims=tuple(_TURN[dim] for dim in node.dims)))
         else:
             nodes.append(node)
@@ -106,7 +106,7 @@ def turned(graph: Graph) -> Graph:
 
 
 def _transposes(node: Node) -> bool:
-    return isinstance(node, Move) and node.op == "Transpose" and len(node.dims) == len(_TURN)
+    return isinstance(node, LayoutOp) and node.op == "Transpose" and len(node.dims) == len(_TURN)
 
 
 def _turned_conv(node: Conv) -> Conv:

@@ -83,7 +83,7 @@ def names_in(value: Any) -> Iterator[str]:
     if isinstance(value, list | tuple):
         for item in value:
             yield from names_in(item)
-    elif hasattr(value, "sites"):
+    elif hasattr(value, "coords"):
         yield value.features
     elif isinstance(getattr(value, "name", None), str):
         yield value.name

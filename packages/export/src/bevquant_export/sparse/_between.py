@@ -97,9 +97,9 @@ class _FollowerBetween(Follower):
         self.makers = {name: step for step in self.program.steps for name in step.outputs}
         self.loose: dict[str, Step] = {}  # what is made between layers
         self.causes: dict[str, Step] = {}  # of these, the step that has no operator
-        self.lies: dict[str, str] = {}  # sites to a tensor that lies there
+        self.lies: dict[str, str] = {}  # coordinates to a tensor that lies there
         self.places: dict[str, str] = {}  # coordinates to a tensor that lies there
-        self.sites = ""  # of the reader at hand
+        self.coordinates = ""  # of the reader at hand
         # A number that the forward counts with, as in range(batch_size), is a constant by now.
         made = [step for step in self.program.steps if step.op == "sites"]
         self.one_batch = any(isinstance(step.args[2], int) for step in made)
@@ -113,27 +113,27 @@ class _FollowerBetween(Follower):
     def _step(self, step: Step) -> None:
         what, made = step.attributes.get("what"), step.outputs
         if step.op == "host":
-            sites = getattr(step.args[0], "name", "") if step.args else ""
-            if what == "getattr" and step.args[1] == "indices" and sites in self.lies:
-                self.places[made[0]] = self.lies[sites]
+            coordinates = getattr(step.args[0], "name", "") if step.args else ""
+            if what == "getattr" and step.args[1] == "indices" and coordinates in self.lies:
+                self.places[made[0]] = self.lies[coordinates]
         elif step.op == "sparse_conv" or is_float_conv(step) or what == _POOL:
-            self.sites = step.args[1].name
+            self.coordinates = step.args[1].name
             if what == _POOL:
                 self._draft("pool", step, 1)
-                _, sites, _, *settings = step.args
-                self.lies[self.pooled[sites.name, tuple(settings)]] = made[0]
+                _, coordinates, _, *settings = step.args
+                self.lies[self.pooled[coordinates.name, tuple(settings)]] = made[0]
             else:
                 super()._step(step)
                 self.lies[made[1]] = made[0]
-            self._note_given(self.sites)
-            self.sites = ""
+            self._note_given(self.coordinates)
+            self.coordinates = ""
         elif what == "to_dense":
-            self.sites = step.args[1].name  # its coordinates stand for their sites
-            if self.sites not in self.places:
+            self.coordinates = step.args[1].name  # its indices stand for their voxels
+            if self.coordinates not in self.places:
                 super()._unfollowed(step)
-            self.lies[self.sites] = self.places[self.sites]
+            self.lies[self.coordinates] = self.places[self.coordinates]
             super()._step(step)
-            self.sites = ""
+            self.coordinates = ""
         elif step.op in ("sites", "constant") or self._reads_map(step):
             super()._step(step)
         elif any(self._is_loose(name) or name in self.of_coords for name in step.inputs):
@@ -156,12 +156,12 @@ class _FollowerBetween(Follower):
         for name in step.outputs:
             self.loose[name], self.causes[name] = step, cause
 
-    def _note_given(self, sites: str) -> None:
-        """Sites of the input: their coordinates are the file's."""
-        maker = self.makers.get(sites)
-        if sites in self.lies or (maker is not None and maker.op != "sites"):
+    def _note_given(self, coordinates: str) -> None:
+        """Coordinates of the input are the file's."""
+        maker = self.makers.get(coordinates)
+        if coordinates in self.lies or (maker is not None and maker.op != "sites"):
             return
-        self.lies[sites] = self.input
+        self.lies[coordinates] = self.input
         name = maker.args[0].name if maker is not None else ""
         while name:
             self.places[name] = self.input
@@ -169,47 +169,47 @@ class _FollowerBetween(Follower):
             same = step is not None and step.attributes.get("what") in _SAME
             name = getattr(step.args[0], "name", "") if step is not None and same else ""
 
-    def _makes(self, sites: str) -> Step | None:
-        """The step that makes sites of coordinates that the forward computes."""
-        step = self.makers.get(sites)
-        if not sites or sites in self.lies or step is None or step.op != "sites":
+    def _makes(self, coordinates: str) -> Step | None:
+        """The step that makes voxels of coordinates that the forward computes."""
+        step = self.makers.get(coordinates)
+        if not coordinates or coordinates in self.lies or step is None or step.op != "sites":
             return None
         coords = step.args[0].name
         if coords in self.places:
-            self.lies[sites] = self.places[coords]
+            self.lies[coordinates] = self.places[coords]
             return None
         closure = self._closure(coords)
         return step if closure.tensors or closure.places else None
 
     def _operand(self, arg: Any, step: Step) -> Reading:
-        made = self._makes(self.sites)
+        made = self._makes(self.coordinates)
         return super()._operand(arg, step) if made is None else self._placed(arg.name, made, step)
 
     def _result(self, name: str) -> Reading:
-        self.sites = self.returned.get(name, "")
-        made = self._makes(self.sites)
+        self.coordinates = self.returned.get(name, "")
+        made = self._makes(self.coordinates)
         return super()._result(name) if made is None else self._placed(name, made, None)
 
-    def _placed(self, name: str, sites: Step, reader: Step | None) -> Reading:
+    def _placed(self, name: str, coordinates: Step, reader: Step | None) -> Reading:
         """Features on voxels that the forward makes."""
         by = "the model's result" if reader is None else place(reader)
         form, value, relu = self.program.values[name].form, name, False
         while value in self.makers and self.makers[value].op == "quantize":
             relu = relu or bool(self.makers[value].attributes.get("relu"))
             value = self.makers[value].args[0].name
-        y = value if value not in self.holds else f"{value} on {sites.outputs[0]}"
+        y = value if value not in self.holds else f"{value} on {coordinates.outputs[0]}"
         if all(draft.y != y for draft in self.drafts):
-            grid = sites.args[1]
+            grid = coordinates.args[1]
             if not all(isinstance(size, int) for size in grid):
                 raise ValueError(
                     f"export_sparse_onnx: {self._where(by)} stands on voxels of a grid that is "
                     f"computed from values, which a file fixes. {REMEDY}"
                 )
-            coords = sites.args[0].name
+            coords = coordinates.args[0].name
             self._between(value, y, by, coords, tuple(grid))
             if y == value:  # whoever reads it, or its coordinates, has them made
                 self.holds[value], self.holds[name] = (y, False), (y, relu)
-                self.lies[sites.outputs[0]] = self.places[coords] = y
+                self.lies[coordinates.outputs[0]] = self.places[coords] = y
         return Reading(y, relu, form, by)
 
     def _tensor(self, name: str, by: str) -> tuple[str, bool]:
@@ -240,7 +240,7 @@ class _FollowerBetween(Follower):
         )
         between = Between(
             frozenset(found.steps), tuple(found.tensors), found.places, value, coords, grid,
-            self.lies.get(self.sites, ""), found.frames or self.one_batch,
+            self.lies.get(self.coordinates, ""), found.frames or self.one_batch,
             self.causes.get(value, step),
         )  # fmt: skip
         self.drafts.append(Draft("steps", step, reads, y, between=between))
@@ -275,11 +275,11 @@ class _FollowerBetween(Follower):
 
 
 def _sparse_results(value: Any) -> Iterator[tuple[str, str]]:
-    """Features and sites of every sparse tensor that is returned."""
+    """Features and coordinates of every sparse tensor that is returned."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):
         for item in value:
             yield from _sparse_results(item)
-    elif hasattr(value, "sites"):
-        yield value.features, value.sites
+    elif hasattr(value, "coords"):
+        yield value.features, value.coords

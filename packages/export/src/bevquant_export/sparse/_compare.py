@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevquant_export.sparse._axes import lifted, lowered_to
+from bevquant_export.sparse._axes import lowered_to, with_three_axes
 from bevquant_export.sparse._between import follow
-from bevquant_export.sparse._channel_moves import MOVED, moves_channels
+from bevquant_export.sparse._channel_permutations import PERMUTED, permutes_channels
 from bevquant_export.sparse._graph import Add, Conv, Node, Relu, Select, Steps
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._load import SparseOnnxModel
@@ -87,7 +87,7 @@ def compared(
     if reversed_axes:
         coords = _reversed(coords)
     grid = file.grid or ()
-    coords = lifted(coords, grid)
+    coords = with_three_axes(coords, grid)
 
     def of_model(indices: Tensor, columns: int, grid: tuple[int, ...]) -> Tensor:
         """Coordinates of the file in the model's columns."""
@@ -97,7 +97,7 @@ def compared(
     reference, wanted, places = reference_of(integers, inputs)
     summed = _only_summed(file.nodes)
     summed |= {node.x for node in file.nodes if isinstance(node, Select)}
-    parted = {node.path.removesuffix(MOVED) for node in file.nodes if moves_channels(node)}
+    parted = {node.path.removesuffix(PERMUTED) for node in file.nodes if permutes_channels(node)}
     before_relu = {node.x for node in file.nodes if isinstance(node, Relu)}
     rows: list[LayerDifference] = []
     shown: dict[str, int] = {}
@@ -105,7 +105,7 @@ def compared(
     def is_compared(node: Node) -> bool:
         # What reads moved channels is compared.
         layer = isinstance(node, Conv | Add | Relu) and node.y not in before_relu
-        return layer and not moves_channels(node)
+        return layer and not permutes_channels(node)
 
     grids = {file.graph.input: grid}
     for node in file.nodes:
@@ -285,7 +285,7 @@ def _named(refs: Any, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(refs, list | tuple):
         for item, other in zip(refs, value, strict=True):
             yield from _named(item, other)
-    elif hasattr(refs, "sites"):
+    elif hasattr(refs, "coords"):
         yield refs.features, value
     elif isinstance(getattr(refs, "name", None), str):
         yield refs.name, value

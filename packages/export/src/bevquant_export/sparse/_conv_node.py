@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bevquant_export.sparse._axes import AXES, three_axes
 from bevquant_export.sparse._beginning import is_float_conv
-from bevquant_export.sparse._channel_moves import MOVED, row_conv
+from bevquant_export.sparse._channel_permutations import PERMUTED, row_conv
 from bevquant_export.sparse._follow import Draft, place
 from bevquant_export.sparse._forms import TensorForm
 from bevquant_export.sparse._graph import Conv
@@ -128,14 +128,14 @@ def _on_rows(
     voxels: int,
     largest: float = 0.0,
 ) -> Conv:
-    """A 1×1×1 convolution, whose voxels `with_channel_moves` states."""
+    """A 1×1×1 convolution, whose voxels `with_channel_permutations` states."""
     path, x = draft.step.path, draft.reads[0].tensor
     integer = draft.kind == "linear"
     matrix, ranges = weight
     half = None if bias is None else to_half(bias, f"export_sparse_onnx: {path}.bias").cpu()
     amax = forms[x].amax or largest or None
     node = row_conv(
-        path if integer else path + MOVED, x, draft.y, matrix, half, ranges,
+        path if integer else path + PERMUTED, x, draft.y, matrix, half, ranges,
         input_range=amax, output_bound=voxels,
     )  # fmt: skip
     return replace(

@@ -16,7 +16,7 @@ from bevquant_export.sparse._beginning import (
     is_float_conv,
     names_in,
 )
-from bevquant_export.sparse._channel_moves import Selections
+from bevquant_export.sparse._channel_permutations import Selections
 from bevquant_export.sparse._no_operator import REMEDY, location, no_operator
 from bevquant_export.sparse._steps import Between
 from bevquant_int8sim import IntegerModel
@@ -54,7 +54,7 @@ class Draft:
     """An operator to be written: a conv, an add, a scatter, a permute or a reshape.
 
     Also a concat, and a fold (a sum over groups of channels), which libspconv has as convolutions
-    of kernel 1×1×1 (`with_channel_moves`), a linear layer on the rows of voxels, an affine map
+    of kernel 1×1×1 (`with_channel_permutations`), a linear layer on rows of voxels, an affine map
     of each channel, ``x · factor + shift``, with both numbers in `constants`, and the product with
     a matrix, ``[out_channels, in_channels]`` in `constants`. Where it is two steps, `first` is what
     the first one makes. In portable files alone a pool, and steps: what `between` says.

@@ -93,8 +93,8 @@ class _OneRange(_Operation):
     @property
     def stated_ranges(self) -> Mapping[str, float]:
         """One for all that it reads and makes."""
-        said = self.input_range
-        return {} if said is None else dict.fromkeys((*self.inputs, self.y), said)
+        stated = self.input_range
+        return {} if stated is None else dict.fromkeys((*self.inputs, self.y), stated)
 
     def in_floats(self) -> Self:
         """As it is in fp16."""
@@ -161,8 +161,8 @@ class Conv(_Unary):
     @property
     def stated_ranges(self) -> Mapping[str, float]:
         """Of what it reads."""
-        said = self.input_range if self.precision == "int8" else None
-        return {} if said is None else {self.x: said}
+        stated = self.input_range if self.precision == "int8" else None
+        return {} if stated is None else {self.x: stated}
 
     def in_floats(self) -> Self:
         """As it is in fp16."""
@@ -197,8 +197,8 @@ class Add(_Operation):
     def stated_ranges(self) -> Mapping[str, float]:
         """Of its operands."""
         given = {self.x: self.range_x, self.other: self.range_other}
-        said = given if self.precision == "int8" else {}
-        return {name: amax for name, amax in said.items() if amax is not None}
+        stated = given if self.precision == "int8" else {}
+        return {name: amax for name, amax in stated.items() if amax is not None}
 
     def in_floats(self) -> Self:
         """As it is in fp16."""
@@ -376,7 +376,7 @@ class Scatter(_Unary):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Move(_Unary):
+class LayoutOp(_Unary):
     """``"Transpose"`` (`dims` is the permutation) or ``"Reshape"`` (`dims` is the new shape)."""
 
     op: str
@@ -388,7 +388,7 @@ class Move(_Unary):
         return self.op.lower()
 
 
-Node = Conv | Add | Relu | Concat | Fold | Select | Pool | Steps | Scatter | Move
+Node = Conv | Add | Relu | Concat | Fold | Select | Pool | Steps | Scatter | LayoutOp
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -18,7 +18,7 @@ from bevquant_export.sparse._graph import Conv, Graph, Node, first_on_input
 from bevquant_export.sparse._names import numbered
 from bevquant_export.sparse._ranges import tensor_ranges
 from bevquant_export.sparse._read_proto import read_graph
-from bevquant_export.sparse._run import Floats, FrameRun, Held, Integers, See
+from bevquant_export.sparse._run import Floats, FrameRun, Integers, See, TensorState
 from bevquant_export.sparse._steps import session_run, silent_session
 from bevquant_export.sparse._voxels import Voxels
 from bevquant_export.sparse.portable._lower import Lowered
@@ -104,7 +104,7 @@ class SparseOnnxModel:
         """
         found: dict[str, Recorded] = {}
 
-        def see(node: Node, made: Held, indices: Tensor | None) -> None:
+        def see(node: Node, made: TensorState, indices: Tensor | None) -> None:
             found[node.name] = _recorded(node, made)
 
         outputs = self.watch(
@@ -205,11 +205,11 @@ def _single(outputs: tuple[Tensor | SparseOutput, ...]) -> Output:
     return outputs[0] if len(outputs) == 1 else outputs
 
 
-def _ignore(node: Node, made: Held, indices: Tensor | None) -> None:
+def _ignore(node: Node, made: TensorState, indices: Tensor | None) -> None:
     pass
 
 
-def _recorded(node: Node, made: Held) -> Recorded:
+def _recorded(node: Node, made: TensorState) -> Recorded:
     """The form that the file holds: integers, or floats of whatever is rounded later."""
     place = node.path or node.name
     if isinstance(made, Integers):
@@ -263,8 +263,8 @@ class _OnnxruntimeRun:
         made["coords"] = feed["coords"]
         for layer in self._lowered.layers:
             value = torch.from_numpy(made[layer.tensor])
-            held = Floats(value) if layer.amax is None else Integers(value, layer.amax / _STEPS)
-            see(self._nodes[layer.node.name], held, torch.from_numpy(made[layer.coords]))
+            state = Floats(value) if layer.amax is None else Integers(value, layer.amax / _STEPS)
+            see(self._nodes[layer.node.name], state, torch.from_numpy(made[layer.coords]))
         return tuple(_output(layer, made, batch_size) for layer in self._lowered.results)
 
 

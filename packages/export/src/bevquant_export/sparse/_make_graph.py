@@ -11,7 +11,7 @@ from torch import nn
 
 from bevquant_export.sparse._axes import AXES, three_axes
 from bevquant_export.sparse._between import follow
-from bevquant_export.sparse._channel_moves import with_channel_moves
+from bevquant_export.sparse._channel_permutations import with_channel_permutations
 from bevquant_export.sparse._check_graph import check_rulebooks
 from bevquant_export.sparse._conv_node import affine_node, check_axes, conv_node
 from bevquant_export.sparse._follow import Draft, Followed, place
@@ -22,7 +22,7 @@ from bevquant_export.sparse._graph import (
     Conv,
     Fold,
     Graph,
-    Move,
+    LayoutOp,
     Node,
     Pool,
     Relu,
@@ -103,7 +103,7 @@ def sparse_graph(
         outputs=tuple(dict.fromkeys(r.tensor for r in followed.outputs)),
         shapes=shapes,
     )
-    graph = with_channel_moves(graph, joins=dialect == "libspconv")
+    graph = with_channel_permutations(graph, joins=dialect == "libspconv")
     check_rulebooks(graph)
     return graph
 
@@ -265,7 +265,7 @@ def _tail(draft: Draft, seen: Seen, forms: Mapping[str, TensorForm], order: str)
             format=order, output_shape=(1, seen.made[1], *grid),
         )  # fmt: skip
         dims = (1, *seen.made[1:])
-        reshape = Move(path=step.path, op="Reshape", x=made_in, y=draft.y, dims=dims)
+        reshape = LayoutOp(path=step.path, op="Reshape", x=made_in, y=draft.y, dims=dims)
         return [scatter, reshape] if flat else [scatter]
     if draft.kind == "permute":
         dims, op = _permutation(draft, len(seen.read)), "Transpose"
@@ -279,7 +279,7 @@ def _tail(draft: Draft, seen: Seen, forms: Mapping[str, TensorForm], order: str)
             f"export_sparse_onnx: {place(draft.step)} moves the batch axis from {seen.read} to "
             f"{seen.made}; keep it first"
         )
-    return [Move(path=step.path, op=op, x=x.tensor, y=draft.y, dims=dims)]
+    return [LayoutOp(path=step.path, op=op, x=x.tensor, y=draft.y, dims=dims)]
 
 
 def _permutation(draft: Draft, rank: int) -> tuple[int, ...]:

@@ -13,17 +13,17 @@ def tensor_ranges(graph: Graph) -> Mapping[str, float]:
     Raises:
         ValueError: An int8 tensor has no int8 reader, or its readers disagree; they are named.
     """
-    said: dict[str, dict[str, float]] = {}
+    stated: dict[str, dict[str, float]] = {}
     for node in graph.nodes:
         for name, amax in node.stated_ranges.items():
-            said.setdefault(name, {})[node.name] = amax
+            stated.setdefault(name, {})[node.name] = amax
     behind = {node.x: node.y for node in graph.nodes if isinstance(node, Relu)}
     found: dict[str, float] = {}
     for node in graph.nodes:
         if not node.makes_int8:
             continue
         tensor = behind.get(node.y, node.y)
-        readers = said.get(tensor, {})
+        readers = stated.get(tensor, {})
         if len(set(readers.values())) != 1:
             what = ", ".join(f"{name} {amax:g}" for name, amax in readers.items())
             raise ValueError(

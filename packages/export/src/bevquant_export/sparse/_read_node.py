@@ -12,7 +12,7 @@ from bevquant_export.sparse._graph import (
     Concat,
     Conv,
     Fold,
-    Move,
+    LayoutOp,
     Node,
     Pool,
     Relu,
@@ -124,7 +124,7 @@ def read_node(proto: NodeProto, tensors: Mapping[str, Tensor], name: str) -> Nod
         raise ValueError(f"{name}: {op} needs the attribute dims")
     if op == "Transpose" and sorted(dims) != list(range(len(dims))):
         raise ValueError(f"{name}: dims {dims} is no permutation")
-    return Move(op=op, dims=tuple(int(d) for d in dims), **settings)
+    return LayoutOp(op=op, dims=tuple(int(d) for d in dims), **settings)
 
 
 def _tensor(wanted: str, tensors: Mapping[str, Tensor], name: str) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bevquant_export.sparse._channel_moves import moves_channels
+from bevquant_export.sparse._channel_permutations import permutes_channels
 from bevquant_export.sparse._constants import ConvConstants
 from bevquant_export.sparse._graph import (
     Add,
@@ -19,7 +19,7 @@ from bevquant_export.sparse._graph import (
     Conv,
     Fold,
     Graph,
-    Move,
+    LayoutOp,
     Node,
     Pool,
     Relu,
@@ -150,10 +150,10 @@ class Sum:
         return int8_add(self.a, self.b, *factors, relu=self.relu, name=name)
 
 
-Held = Floats | Integers | Accumulators | Sum
+TensorState = Floats | Integers | Accumulators | Sum
 
 
-See = Callable[[Node, Held, Tensor | None], None]
+See = Callable[[Node, TensorState, Tensor | None], None]
 
 
 class FrameRun:
@@ -180,35 +180,35 @@ class FrameRun:
         self.ranges = ranges
         self.backend = backend
         self.see = see
-        self.held: dict[str, Held] = {}
+        self.states: dict[str, TensorState] = {}
         self.voxels: dict[str, Voxels] = {}
         self._strided: dict[str, tuple[Rulebook, Voxels]] = {}
         self._before_relu = {node.x for node in graph.nodes if isinstance(node, Relu)}
 
     def run(self, features: Tensor, voxels: Voxels) -> tuple[Tensor | SparseOutput, ...]:
         """The outputs of the graph."""
-        self.held[self.graph.input] = Floats(features)
+        self.states[self.graph.input] = Floats(features)
         self.voxels[self.graph.input] = voxels
         last = {name: i for i, node in enumerate(self.graph.nodes) for name in node.inputs}
         for number, node in enumerate(self.graph.nodes):
-            self.held[node.y] = self._step(node)
+            self.states[node.y] = self._step(node)
             voxels_made = self.voxels.get(node.y)
             indices = None if voxels_made is None else voxels_made.indices
-            self.see(node, self.held[node.y], indices)
+            self.see(node, self.states[node.y], indices)
             for name in set(node.inputs):
                 if last[name] == number and name not in self.graph.outputs:
-                    del self.held[name]
+                    del self.states[name]
         return tuple(self._output(name) for name in self.graph.outputs)
 
     def _output(self, name: str) -> Tensor | SparseOutput:
-        values = self.held[name].floats()
+        values = self.states[name].floats()
         voxels = self.voxels.get(name)
         if voxels is None:
             return values
         shape = list(voxels.spatial_shape)
         return SparseOutput(values, voxels.indices, shape, voxels.batch_size)
 
-    def _step(self, node: Node) -> Held:
+    def _step(self, node: Node) -> TensorState:
         if isinstance(node, Conv):
             return self._conv(node)
         if isinstance(node, Add):
@@ -217,13 +217,13 @@ class FrameRun:
             return self._concat(node)
         if isinstance(node, Fold):
             self.voxels[node.y] = self._on_voxels(node, node.x)
-            x = self.held[node.x].floats()
+            x = self.states[node.x].floats()
             folded = x.reshape(len(x), node.channels, x.shape[1] // node.channels).sum(2)
             return self._stored(Floats(folded), node.y, node.name)
         if isinstance(node, Select):
             self.voxels[node.y] = self._on_voxels(node, node.x)
             channels = torch.tensor(node.channels)
-            made = self.held[node.x].selected(channels, node.activation == "ReLU")
+            made = self.states[node.x].selected(channels, node.activation == "ReLU")
             return self._stored(made, node.y, node.name)
         if isinstance(node, Pool):
             return self._pool(node)
@@ -231,15 +231,15 @@ class FrameRun:
             return self._steps(node)
         if isinstance(node, Scatter):
             return self._scatter(node)
-        if isinstance(node, Move):
-            return Floats(self._move(node))
+        if isinstance(node, LayoutOp):
+            return Floats(self._layout_op(node))
         self.voxels[node.y] = self._on_voxels(node, node.x)
-        summed = self.held[node.x]
+        summed = self.states[node.x]
         if isinstance(summed, Sum):
             return self._stored(replace(summed, relu=True), node.y, node.name)
         return self._stored(Floats(summed.floats().clamp(min=0)), node.y, node.name)
 
-    def _stored(self, made: Held, tensor: str, name: str) -> Held:
+    def _stored(self, made: TensorState, tensor: str, name: str) -> TensorState:
         """`made` as the file holds the tensor."""
         if self.ranges is None or tensor not in self.ranges:
             return made
@@ -258,7 +258,7 @@ class FrameRun:
                 f"{len(second.indices)})"
             )
 
-    def _conv(self, node: Conv) -> Held:
+    def _conv(self, node: Conv) -> TensorState:
         pairs, made = convolved(self._on_voxels(node, node.x), node, self._strided)
         self.voxels[node.y] = made
         if self.graph.bounded:
@@ -267,13 +267,15 @@ class FrameRun:
         relu = node.activation == "ReLU"
         layout = WeightLayout.KRSC
         if self.ranges is None or node.precision != "int8":
-            x = self.held[node.x].floats()
-            if moves_channels(node):  # as torch.mm of the model; products are rounded by themselves
+            x = self.states[node.x].floats()
+            if permutes_channels(
+                node
+            ):  # as torch.mm of the model; products are rounded by themselves
                 out = torch.mm(x, constants.weight.flatten(1).t()) + constants.bias
             else:
                 out = sparse_conv(x, constants.weight, constants.bias, pairs, layout=layout)
             return self._stored(Floats(out.clamp_(min=0) if relu else out), node.y, node.name)
-        q = self.held[node.x].integers(constants.input_scale, node.name)
+        q = self.states[node.x].integers(constants.input_scale, node.name)
         scale = constants.weight_scale * constants.input_scale
         target = self.ranges.get(node.y)
         out = int8_sparse_conv(
@@ -291,19 +293,19 @@ class FrameRun:
             return Accumulators(out, scale, relu)
         return Integers(out, target / _STEPS)
 
-    def _pool(self, node: Pool) -> Held:
+    def _pool(self, node: Pool) -> TensorState:
         pairs, self.voxels[node.y] = convolved(self._on_voxels(node, node.x), node, self._strided)
-        x = self.held[node.x]
+        x = self.states[node.x]
         if self.ranges is None or node.input_range is None:
             return self._stored(Floats(sparse_max_pool(x.floats(), pairs)), node.y, node.name)
         scale = node.input_range / _STEPS
         q = sparse_max_pool(x.integers(scale, node.name).float(), pairs)
         return Integers(q.to(torch.int8), scale)
 
-    def _steps(self, node: Steps) -> Held:
+    def _steps(self, node: Steps) -> TensorState:
         inputs = []
         for name, amax in zip(node.xs, node.ranges, strict=True):
-            x = self.held[name]
+            x = self.states[name]
             if amax and self.ranges is not None:
                 x = Integers(x.integers(amax / _STEPS, node.name), amax / _STEPS)
             inputs.append(x.floats())
@@ -322,14 +324,14 @@ class FrameRun:
             self.voxels[node.y] = self._on_voxels(node, node.inputs[node.on])
         return self._stored(Floats(made[0]), node.y, node.name)
 
-    def _add(self, node: Add) -> Held:
+    def _add(self, node: Add) -> TensorState:
         first = self._on_voxels(node, node.x)
         second = self._on_voxels(node, node.other)
         self._check_same(node, first, second)
         self.voxels[node.y] = first
-        x, other = self.held[node.x], self.held[node.other]
+        x, other = self.states[node.x], self.states[node.other]
         if self.ranges is None or node.precision != "int8":
-            made: Held = Floats(x.floats() + other.floats())
+            made: TensorState = Floats(x.floats() + other.floats())
         else:
             scale_x = float(node.range_x or 0.0) / _STEPS
             scale_other = float(node.range_other or 0.0) / _STEPS
@@ -338,26 +340,26 @@ class FrameRun:
         # A sum that a Relu reads is rounded once, behind it.
         return made if node.y in self._before_relu else self._stored(made, node.y, node.name)
 
-    def _concat(self, node: Concat) -> Held:
+    def _concat(self, node: Concat) -> TensorState:
         places = [self._on_voxels(node, name) for name in node.xs]
         for place in places[1:]:
             self._check_same(node, places[0], place)
         self.voxels[node.y] = places[0]
-        given = [self.held[name] for name in node.xs]
+        given = [self.states[name] for name in node.xs]
         if self.ranges is None or node.input_range is None:
-            made: Held = Floats(torch.cat([x.floats() for x in given], 1))
+            made: TensorState = Floats(torch.cat([x.floats() for x in given], 1))
             return self._stored(made, node.y, node.name)
         scale = node.input_range / _STEPS
         return Integers(torch.cat([x.integers(scale, node.name) for x in given], 1), scale)
 
-    def _scatter(self, node: Scatter) -> Held:
+    def _scatter(self, node: Scatter) -> TensorState:
         voxels = self._on_voxels(node, node.x)
-        values = self.held[node.x].floats()
+        values = self.states[node.x].floats()
         dense = to_dense(values, voxels.indices, voxels.spatial_shape, voxels.batch_size)
         return Floats(dense)
 
-    def _move(self, node: Move) -> Tensor:
-        x = self.held[node.x].floats()
+    def _layout_op(self, node: LayoutOp) -> Tensor:
+        x = self.states[node.x].floats()
         if node.op == "Transpose":
             return x.permute(node.dims)
         return x.reshape(x.shape[0], *node.dims[1:])

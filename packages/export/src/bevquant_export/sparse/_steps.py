@@ -86,8 +86,8 @@ class Bodies:
     @cached_property
     def frames(self) -> int:
         """Of the example."""
-        sites = (host for host in self.source.hosts.values() if hasattr(host, "batch_size"))
-        return int(next(sites).batch_size)
+        voxel_set = (host for host in self.source.hosts.values() if hasattr(host, "batch_size"))
+        return int(next(voxel_set).batch_size)
 
     def write(self, between: Between, places: Sequence[str], *, relu: bool) -> bytes:
         """The function, serialized.
@@ -103,7 +103,7 @@ class Bodies:
         from onnx import helper, numpy_helper
 
         from bevquant_export.dense._emit import Emitter
-        from bevquant_export.dense._graph import Graph, Held
+        from bevquant_export.dense._graph import Graph, TensorState
         from bevquant_export.dense._profile import profile_of
 
         source, path = self.source, between.cause.path
@@ -115,17 +115,17 @@ class Bodies:
         if between.frames and tensors:
             tensors[0] = self._checked(graph, tensors[0])
         for name, made in zip(between.tensors, tensors, strict=True):
-            emitter.held[name] = Held(made)
+            emitter.states[name] = TensorState(made)
         there = dict(zip(places, voxels, strict=True))
         for value, place in between.places.items():
-            emitter.held[value] = Held(self._columns(graph, there[place], value))
+            emitter.states[value] = TensorState(self._columns(graph, there[place], value))
         try:
             for step in source.program.steps:
                 if step.op in ("constant", "host") or step.outputs[0] in between.steps:
                     emitter.add(step)
         except ValueError as error:
-            said = str(error).removeprefix("export_qdq_onnx: ")
-            raise ValueError(f"export_sparse_onnx: {said}") from error
+            message = str(error).removeprefix("export_qdq_onnx: ")
+            raise ValueError(f"export_sparse_onnx: {message}") from error
         result = emitter.read(between.value)
         if source.dtypes.get(between.value) == torch.float64:
             result = graph.node("Cast", path, [result], to=FLOAT)
@@ -133,7 +133,7 @@ class Bodies:
             result = graph.node("Relu", path, [result])
         outputs = [graph.node("Identity", path, [result])]
         if between.coords:
-            outputs.append(self._lifted(graph, emitter.read(between.coords), between))
+            outputs.append(self._with_three_axes(graph, emitter.read(between.coords), between))
         if graph.functions or graph.opset != OPSET:
             raise ValueError(
                 f"export_sparse_onnx: {path or 'the forward'} computes between its layers what "
@@ -164,7 +164,7 @@ class Bodies:
         kind = helper.np_dtype_to_tensor_dtype(dtype)
         return str(graph.node("Cast", "", [voxels], to=kind))
 
-    def _lifted(self, graph: Any, coords: str, between: Between) -> str:
+    def _with_three_axes(self, graph: Any, coords: str, between: Between) -> str:
         """The way back: zeros along the axes that the grid lacks."""
         path, columns = between.cause.path, self.source.shapes[between.coords][1]
         coords = graph.node("Cast", path, [coords], to=INT32)
@@ -199,10 +199,10 @@ def session_run(session: Any, names: list[str] | None, feed: Mapping[str, Any]) 
     try:
         made: list[Any] = session.run(names, feed)
     except Exception as error:  # onnxruntime's own, of several types without a public base
-        said = next((text for rule, text in _RULES.items() if rule in str(error)), None)
-        if said is None:
+        message = next((text for rule, text in _RULES.items() if rule in str(error)), None)
+        if message is None:
             raise
-        raise ValueError(f"onnxruntime: {said}") from error
+        raise ValueError(f"onnxruntime: {message}") from error
     return made
 
 

@@ -12,7 +12,7 @@ from bevquant_export.sparse._graph import (
     Conv,
     Fold,
     Graph,
-    Move,
+    LayoutOp,
     Node,
     Pool,
     Scatter,
@@ -83,7 +83,7 @@ def _initializer(name: str, value: Tensor) -> TensorProto:
 
 def operator_of(node: Node) -> str:
     """Name of a node's operator in the dialect."""
-    if isinstance(node, Move):
+    if isinstance(node, LayoutOp):
         return node.op
     return {Conv: "SparseConvolution", Scatter: "ScatterDense"}.get(type(node), type(node).__name__)
 
@@ -146,7 +146,7 @@ def node_attributes(node: Node) -> dict[str, Any]:
             "format": node.format,
             "output_shape": list(node.output_shape),
         }
-    return {"dims": list(node.dims)} if isinstance(node, Move) else {}
+    return {"dims": list(node.dims)} if isinstance(node, LayoutOp) else {}
 
 
 def _conv_attributes(node: Conv) -> dict[str, Any]:

@@ -78,8 +78,8 @@ def stored_weights(integers: NDArray[Any], weights: str) -> tuple[NDArray[Any], 
 
 def cpu_of(model: Any) -> str:
     """Which CPUs a model says that it is for; ``"any"`` where it says nothing."""
-    said = [entry.value for entry in model.metadata_props if entry.key == CPU_KEY]
-    return said[0] if len(said) == 1 and said[0] in CPUS else "any"
+    values = [entry.value for entry in model.metadata_props if entry.key == CPU_KEY]
+    return values[0] if len(values) == 1 and values[0] in CPUS else "any"
 
 
 def _product() -> Any:

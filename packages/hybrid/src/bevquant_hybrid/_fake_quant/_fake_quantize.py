@@ -31,14 +31,14 @@ def _accepted(cls: type[Any]) -> set[str] | None:
     return None
 
 
-def strangers(settings: Iterable[str], *classes: Any) -> str:
+def unknown_settings(settings: Iterable[str], *classes: Any) -> str:
     """Say which settings none of some classes takes, and what they do take; ``""`` if all are.
 
     Example:
         >>> from bevquant_hybrid.quantization import MinMaxObserver
-        >>> strangers(["dtype"], MinMaxObserver)
+        >>> unknown_settings(["dtype"], MinMaxObserver)
         ''
-        >>> strangers(["dtipe"], MinMaxObserver).partition(";")[0]
+        >>> unknown_settings(["dtipe"], MinMaxObserver).partition(";")[0]
         "MinMaxObserver takes no 'dtipe' (nearest: dtype)"
     """
     known: set[str] = set()
@@ -68,7 +68,7 @@ def made_observer(owner: str, observer: Any, settings: Mapping[str, Any]) -> Any
     try:
         return observer(**settings)
     except TypeError as error:
-        unknown = strangers(settings, observer)
+        unknown = unknown_settings(settings, observer)
         if not unknown:
             raise
         raise TypeError(f"{owner}: {unknown}") from error

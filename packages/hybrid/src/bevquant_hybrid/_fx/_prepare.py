@@ -99,7 +99,7 @@ def prepare(
         fused = fuse(model, names, caller)
     if not hybrid:
         replace_functions(fused.graph, fused)
-    names.warn_of_strangers(fused)
+    names.warn_of_unknown_names(fused)
     settings = Settings(fused, qconfig_dict)
     placement = Placement(fused.graph, fused, settings, names, hybrid, march, strip)
     if strip and Kind.QUANT not in placement.kinds.values():
@@ -252,7 +252,7 @@ def _warn_of_missing_qconfigs(placement: Placement) -> None:
     if not placement.settings.any:
         return
     for node in placement.kinds:
-        if has_weight(placement.module(node)) and placement.settings.says_nothing_of(
+        if has_weight(placement.module(node)) and placement.settings.has_no_setting_for(
             placement.path(node)
         ):
             warnings.warn(

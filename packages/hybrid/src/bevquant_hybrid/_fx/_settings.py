@@ -90,7 +90,7 @@ class Settings:
         found = self._of.get(path, _UNSET)
         return None if found is _UNSET else found
 
-    def says_nothing_of(self, path: str) -> bool:
+    def has_no_setting_for(self, path: str) -> bool:
         """Whether no setting reaches a module (None is a setting)."""
         return self._of.get(path, _UNSET) is _UNSET
 
@@ -159,7 +159,7 @@ class Names:
         self.names = tuple(given.get("module_name", ()))
         self.types = tuple(given.get("module_type", ()))
 
-    def warn_of_strangers(self, root: nn.Module) -> None:
+    def warn_of_unknown_names(self, root: nn.Module) -> None:
         """Warn of every name and class that the model does not have."""
         known = [path for path, _ in root.named_modules(remove_duplicate=False)]
         _warn_of_unknown_names("hybrid_dict", self.names, known, stacklevel=5)

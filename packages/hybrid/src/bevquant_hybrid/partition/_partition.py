@@ -14,7 +14,7 @@ from bevquant_hybrid._fx._settings import anchor_path_of, class_of
 from bevquant_hybrid._fx._tracer import number_nodes
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
 from bevquant_hybrid.operators import load_support_table, row_of_function, row_of_module
-from bevquant_hybrid.partition._placement import place_operator, read_wishes
+from bevquant_hybrid.partition._placement import place_operator, requested_placement
 from bevquant_hybrid.partition._plan import Plan, PlanNode, number_segments
 from bevquant_hybrid.qtensor import QTensor
 from bevquant_hybrid.undisturbed import undisturbed
@@ -208,7 +208,7 @@ def partition(
     Raises:
         ValueError: If the march or a key of ``hybrid_dict`` is unknown, or its value is no list.
     """
-    names, types = read_wishes(hybrid_dict)
+    names, types = requested_placement(hybrid_dict)
     inputs = example_inputs
     if inputs is not None and not isinstance(inputs, tuple):
         inputs = tuple(inputs) if isinstance(inputs, list) else (inputs,)

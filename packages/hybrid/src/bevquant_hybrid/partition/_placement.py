@@ -40,7 +40,7 @@ def place_operator(operator: str, march: str) -> Listed:
     return Listed(group[0][column], group[1])
 
 
-def read_wishes(
+def requested_placement(
     hybrid_dict: Mapping[str, Iterable[Any]] | None,
 ) -> tuple[tuple[str, ...], tuple[type[nn.Module], ...]]:
     """Names and classes of a `hybrid_dict`.

@@ -30,7 +30,7 @@ from bevquant_hybrid._fx._graph_module import (
 from bevquant_hybrid._fx._placement import Kind, Placement
 from bevquant_hybrid._fx._prepare import _copied, _stays, _unprepared, prepare
 from bevquant_hybrid._fx._settings import Names, Settings, anchor_path_of
-from bevquant_hybrid.partition._placement import read_wishes
+from bevquant_hybrid.partition._placement import requested_placement
 from bevquant_hybrid.quantization.fake_quantize import FakeQuantState, set_fake_quantize
 from bevquant_hybrid.quantization.qconfig import (
     get_default_qat_out_qconfig,
@@ -200,8 +200,8 @@ class Trials:
     def _placement(
         self, fused: GraphModuleWithAttr, names: Iterable[str], settings: Settings
     ) -> Placement:
-        wishes = Names({"module_name": [*names]})
-        return Placement(fused.graph, fused, settings, wishes, True, self._march)
+        requests = Names({"module_name": [*names]})
+        return Placement(fused.graph, fused, settings, requests, True, self._march)
 
 
 def _is_qat(module: nn.Module) -> bool:
@@ -245,10 +245,10 @@ def measured_form(
     _refuse_other_placement(made, trials, names, march)
     if is_calibration(made):
         floats = () if made.hybrid else names  # in a hybrid model the names say it
-        wishes = qconfig_dict if qconfig_dict is not None else _as_calibrated(made, floats)
+        requests = qconfig_dict if qconfig_dict is not None else _as_calibrated(made, floats)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # all was said when the model was prepared
-            made = prepare(made, wishes, made.hybrid, {"module_name": [*names]}, "suggest_cpu")
+            made = prepare(made, requests, made.hybrid, {"module_name": [*names]}, "suggest_cpu")
     elif qconfig_dict is not None:
         raise ValueError(
             "suggest_cpu: qconfig_dict is for calibrated models; this one is prepared for training "
@@ -268,7 +268,7 @@ def measured_form(
 def _names(trials: Trials, hybrid_dict: Mapping[str, Iterable[Any]] | None) -> tuple[str, ...]:
     if hybrid_dict is None:
         return trials.kept_float()
-    names, classes = read_wishes(hybrid_dict)
+    names, classes = requested_placement(hybrid_dict)
     return tuple(dict.fromkeys([*names, *trials.names_of_classes(classes)]))
 
 

@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch.ao.quantization import QConfig
 
-from bevquant_hybrid._fake_quant._fake_quantize import CalibFakeQuantize, FakeQuantize, strangers
+from bevquant_hybrid._fake_quant._fake_quantize import (
+    CalibFakeQuantize,
+    FakeQuantize,
+    unknown_settings,
+)
 from bevquant_hybrid._fake_quant._learned import LSQFakeQuantize, PACTFakeQuantize
 from bevquant_hybrid.dtype import as_quant_dtype, qint8, qint16
 from bevquant_hybrid.quantization.observer import (
@@ -85,7 +89,7 @@ def _checked(what: str, cls: Any, settings: dict[str, Any], given: Any) -> Calla
             f"{what}: observer={merged['observer']!r}: expected a class such as MSEObserver; by "
             "name, observers are chosen in get_default_qconfig(activation_observer=…)"
         )
-    unknown = strangers(merged, cls, merged["observer"])
+    unknown = unknown_settings(merged, cls, merged["observer"])
     if unknown:
         raise TypeError(f"{what}: {unknown}")
     if "dtype" in merged:

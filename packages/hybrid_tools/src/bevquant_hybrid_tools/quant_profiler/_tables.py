@@ -189,10 +189,10 @@ def _curve(
             runs.append([])
             continue
         runs[-1].append(f"{x(i):.1f},{y(value):.1f}")
-        told = html.escape(f"{names[i]}: {series} {value:.7g}")
+        bar_label = html.escape(f"{names[i]}: {series} {value:.7g}")
         points.append(
             f'<circle cx="{x(i):.1f}" cy="{y(value):.1f}" r="3" fill="{colour}">'
-            f"<title>{told}</title></circle>"
+            f"<title>{bar_label}</title></circle>"
         )
     lines = [
         f'<polyline points="{" ".join(run)}" fill="none" stroke="{colour}"/>' for run in runs if run

@@ -13,7 +13,7 @@ import numpy as np
 from bevquant_sparse.runtime.jit import compiled
 from bevquant_sparse.runtime.threads import share
 
-__all__ = ["float_gaps", "float_lines", "integer_lines", "largest_steps", "taught_lines"]
+__all__ = ["float_gaps", "float_lines", "integer_lines", "largest_steps", "teacher_forced_lines"]
 
 _VALUES = 1 << 16  # of a block
 
@@ -44,27 +44,29 @@ def integer_lines(
     return lines
 
 
-def taught_lines(
-    taught: Any, integer: Any, scale: float, low: float, high: float, fields: int
+def teacher_forced_lines(
+    teacher_forced: Any, integer: Any, scale: float, low: float, high: float, fields: int
 ) -> Any:
     """A line for each block of flat float32 and int8 on the same inputs; all of it is counted."""
-    lines = np.zeros((-(-len(taught) // _VALUES), fields))
+    lines = np.zeros((-(-len(teacher_forced) // _VALUES), fields))
 
     def run(i: int) -> None:
-        first, stop = i * _VALUES, min((i + 1) * _VALUES, len(taught))
-        _taught(first, stop, taught, integer, scale, low, high, lines[i])
+        first, stop = i * _VALUES, min((i + 1) * _VALUES, len(teacher_forced))
+        _teacher_forced(first, stop, teacher_forced, integer, scale, low, high, lines[i])
 
     share(run, len(lines))
     return lines
 
 
-def largest_steps(taught: Any, integer: Any, scale: float, low: float, high: float) -> float:
-    """``max |integer − clamp(rint(taught / scale))|`` of flat float32 and int8; inf with NaN."""
-    found = np.zeros(-(-len(taught) // _VALUES))
+def largest_steps(
+    teacher_forced: Any, integer: Any, scale: float, low: float, high: float
+) -> float:
+    """``max |integer − clamp(rint(teacher_forced / scale))|`` of flat float32 and int8; inf with NaN."""
+    found = np.zeros(-(-len(teacher_forced) // _VALUES))
 
     def run(i: int) -> None:
-        first, stop = i * _VALUES, min((i + 1) * _VALUES, len(taught))
-        found[i] = _steps(first, stop, taught, integer, scale, low, high)
+        first, stop = i * _VALUES, min((i + 1) * _VALUES, len(teacher_forced))
+        found[i] = _steps(first, stop, teacher_forced, integer, scale, low, high)
 
     share(run, len(found))
     return float(found.max(initial=0))
@@ -87,11 +89,11 @@ def float_gaps(wanted: Any, got: Any) -> tuple[float, float, float, float]:
 
 
 @compiled("float64(int64, int64, float32[::1], int8[::1], float64, float64, float64)")
-def _steps(first, stop, taught, integer, scale, low, high):
+def _steps(first, stop, teacher_forced, integer, scale, low, high):
     most = np.float64(0)
     unknown = 0
     for i in range(first, stop):
-        raw = np.rint(np.float64(taught[i]) / scale)
+        raw = np.rint(np.float64(teacher_forced[i]) / scale)
         unknown += raw != raw
         apart = abs(np.float64(integer[i]) - min(max(raw, low), high))
         most = max(most, apart)
@@ -161,11 +163,11 @@ def _integers(first, stop, wanted, fake, integer, scale, low, high, line):
 
 
 @compiled("void(int64, int64, float32[::1], int8[::1], float64, float64, float64, float64[::1])")
-def _taught(first, stop, taught, integer, scale, low, high, line):
+def _teacher_forced(first, stop, teacher_forced, integer, scale, low, high, line):
     total = most = 0.0
     off = saturated = 0
     for i in range(first, stop):
-        raw = np.rint(np.float64(taught[i]) / scale)
+        raw = np.rint(np.float64(teacher_forced[i]) / scale)
         clamped = min(max(raw, low), high)
         saturated += raw != clamped
         apart = abs(np.float64(integer[i]) - clamped)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from bevquant_int8sim.model._compare import LayerComparison, compare
+from bevquant_int8sim.model._coords import Coords, Geometry, SparseOutput
 from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._integer_model import IntegerModel, Recorded
 from bevquant_int8sim.model._layer_table import LayerRow, LayerTable
-from bevquant_int8sim.model._program import Island, Step
+from bevquant_int8sim.model._program import FloatFallback, Island, Step
 from bevquant_int8sim.model._simulate import simulate
-from bevquant_int8sim.model._sites import Geometry, Sites, SparseOutput
 
 __all__ = [
+    "Coords",
+    "FloatFallback",
     "Geometry",
     "IntegerModel",
     "Integers",
@@ -19,7 +21,6 @@ __all__ = [
     "LayerRow",
     "LayerTable",
     "Recorded",
-    "Sites",
     "SparseOutput",
     "Step",
     "compare",

@@ -170,13 +170,13 @@ class LayerComparison(ForcedRun):
             tensors = [tensor_of(v) for v in (wanted, fake, forced)]
             if value not in made or any(t is None for t in tensors):
                 continue
-            reference, free, taught = (t for t in tensors if t is not None)
+            reference, free, teacher_forced = (t for t in tensors if t is not None)
             sums, got = self.sums[value], made[value]
             form = self.model.program.values[value].form
             if not isinstance(form, Integers):
                 sums.add_floats(reference, free, self.as_float(value, got))
             else:
-                sums.add_integers(reference, free, taught, got, form)
+                sums.add_integers(reference, free, teacher_forced, got, form)
 
 
 def _op(step: Step) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bevquant_int8sim._add_concat import rounded_sum
 from bevquant_int8sim._conv import (
     int8_conv1d,
     int8_conv2d,
@@ -16,16 +17,15 @@ from bevquant_int8sim._conv import (
     int8_linear,
 )
 from bevquant_int8sim._integers import integer_range
-from bevquant_int8sim._join import rounded_sum
 from bevquant_int8sim._quantize import dequantize, quantize
 from bevquant_int8sim._requantize import requantize
 from bevquant_int8sim._rounding import round_float
 from bevquant_int8sim._sparse_conv import int8_sparse_conv
-from bevquant_int8sim.model._fast_program import sorted_sites
+from bevquant_int8sim.model._coords import Coords, Geometry
+from bevquant_int8sim.model._fast_program import sorted_coords
 from bevquant_int8sim.model._grid_operations import average, average_pool
 from bevquant_int8sim.model._program import Step
 from bevquant_int8sim.model._rowwise import add, dequantized, quantized, requantized
-from bevquant_int8sim.model._sites import Geometry, Sites
 from bevquant_sparse import WeightLayout
 
 __all__ = ["DTYPES", "OPERATION_NAMES", "accumulators", "execute", "makes_accumulators"]
@@ -135,8 +135,8 @@ def _add(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
     return (add(list(args), factors, 1.0, axis, low, high),)
 
 
-def _sorted_sites(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Any, ...]:
-    return sorted_sites(*args)
+def _sorted_coords(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Any, ...]:
+    return sorted_coords(*args)
 
 
 def _avg_pool(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
@@ -155,15 +155,15 @@ def _avg_pool(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]
     return (q.clamp_(low, attributes["high"]).to(dtype),)
 
 
-def _sites(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Sites]:
+def _coords(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Coords]:
     indices, spatial_shape, batch_size = args
-    return (Sites(indices, spatial_shape, batch_size),)
+    return (Coords(indices, spatial_shape, batch_size),)
 
 
-def _sparse_conv(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor, Sites]:
-    features, sites, *residual = args
+def _sparse_conv(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor, Coords]:
+    features, coords, *residual = args
     attributes = step.attributes
-    rulebook, out_sites = sites.convolved(geometry(step), attributes["indice_key"], step.path)
+    rulebook, out_coords = coords.convolved(geometry(step), attributes["indice_key"], step.path)
     out = int8_sparse_conv(
         features,
         step.tensors["weight"],
@@ -180,7 +180,7 @@ def _sparse_conv(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tens
         name=step.path,
         **step.rounding,
     )
-    return out, out_sites
+    return out, out_coords
 
 
 def _dense(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
@@ -303,8 +303,8 @@ _OPERATIONS: dict[str, Callable[[Step, Any, Any, str], Any]] = {
     "relu": _relu,
     "resize": _call,
     "requantize": _requantize,
-    "sites": _sites,
-    "sorted_sites": _sorted_sites,
+    "sites": _coords,
+    "sorted_sites": _sorted_coords,
     "sparse_conv": _sparse_conv,
 }
 

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bevquant_int8sim.model._coords import Coords, dense
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._program import Program, Ref, Step, Value, names_in, replaced
-from bevquant_int8sim.model._sites import Sites, dense
 
 # Steps that treat every row alike.
 _ROW_BY_ROW = frozenset({"quantize", "requantize", "dequantize", "relu", "add"})
@@ -166,16 +166,16 @@ def sort_rows(program: Program) -> Program:
 
 
 class _Rows:
-    """Values with one row per voxel of some sites, and whether their order stays hidden.
+    """Values with one row per voxel of some coordinates, and whether their order stays hidden.
 
     Attributes:
         features: Names of these values.
         hidden: Whether nothing but `to_dense` and the sparse layers reads them.
     """
 
-    def __init__(self, program: Program, sites: str) -> None:
+    def __init__(self, program: Program, coords: str) -> None:
         self.program = program
-        self.sites = {sites}
+        self.coords = {coords}
         self.features: set[str] = set()
         self.metadata: set[str] = set()
         while self._grow():
@@ -183,7 +183,7 @@ class _Rows:
         self.hidden = self._is_hidden()
 
     def _grow(self) -> bool:
-        size = len(self.sites) + len(self.features) + len(self.metadata)
+        size = len(self.coords) + len(self.features) + len(self.metadata)
         for step in self.program.steps:
             if step.op == "sparse_conv":
                 self._grow_by_convolution(step)
@@ -191,21 +191,21 @@ class _Rows:
                 (*step.inputs, *step.outputs)
             ):
                 self.features.update((*step.inputs, *step.outputs))
-            elif step.op == "host" and self.sites.intersection(step.inputs):
+            elif step.op == "host" and self.coords.intersection(step.inputs):
                 self.metadata.update(step.outputs)
-        return size < len(self.sites) + len(self.features) + len(self.metadata)
+        return size < len(self.coords) + len(self.features) + len(self.metadata)
 
     def _grow_by_convolution(self, step: Step) -> None:
-        features, sites, *residual = (ref.name for ref in step.args)
-        if sites in self.sites:
+        features, coords, *residual = (ref.name for ref in step.args)
+        if coords in self.coords:
             self.features.add(features)
             if step.attributes["subm"]:
-                self.sites.add(step.outputs[1])
-        if step.outputs[1] in self.sites:
+                self.coords.add(step.outputs[1])
+        if step.outputs[1] in self.coords:
             self.features.update((step.outputs[0], *residual))
 
     def _is_hidden(self) -> bool:
-        touched = self.sites | self.features | self.metadata
+        touched = self.coords | self.features | self.metadata
         if touched.intersection(names_in(self.program.result)):
             return False
         for step in self.program.steps:
@@ -225,10 +225,10 @@ class _Rows:
 
         Others may lie row by row on coordinates that the forward made of these, in their order.
         """
-        features, sites, *residual = (ref.name for ref in step.args)
+        features, coords, *residual = (ref.name for ref in step.args)
         made = self.features.intersection((step.outputs[0], *residual))
-        reads = features in self.features and sites not in self.sites
-        return not reads and (not made or step.outputs[1] in self.sites)
+        reads = features in self.features and coords not in self.coords
+        return not reads and (not made or step.outputs[1] in self.coords)
 
 
 def _goes_back(step: Step) -> bool:
@@ -240,8 +240,8 @@ def _goes_back(step: Step) -> bool:
 
 def _with_sorting(program: Program, entry: Step, features: set[str]) -> Program:
     """Sort behind the entry of the coordinates, and the features before anything reads them."""
-    sites, order = entry.outputs[0], f"{entry.outputs[0]}.order"
-    first = replace(entry, op="sorted_sites", outputs=(sites, order))
+    coords, order = entry.outputs[0], f"{entry.outputs[0]}.order"
+    first = replace(entry, op="sorted_sites", outputs=(coords, order))
     values = {**program.values, order: Value("host", order)}
     takes, renamed = [], {}
     for name in sorted(features):
@@ -266,10 +266,10 @@ def _with_sorting(program: Program, entry: Step, features: set[str]) -> Program:
     return replace(program, steps=(first, *takes, *rest), values=values)
 
 
-def sorted_sites(
+def sorted_coords(
     indices: Tensor, spatial_shape: list[int], batch_size: int
-) -> tuple[Sites, Tensor | None]:
-    """Sites in the order of their coordinates, and the row that each one had.
+) -> tuple[Coords, Tensor | None]:
+    """Coordinates in ascending order, and the row that each one had.
 
     Coordinates of a form or a size that has no keys of 64 bits stay as they are, and the order is
     ``None``; coordinates out of range or repeated are left for the rulebook to name.
@@ -279,10 +279,10 @@ def sorted_sites(
     fits = indices.device.type == "cpu" and indices.dtype in (torch.int32, torch.int64)
     fits = fits and indices.dim() == 2 and indices.shape[1] == len(sizes)
     if not fits or not len(indices) or float(np.prod(sizes, dtype=float)) * 2.0**bits >= 2.0**62:
-        return Sites(indices, spatial_shape, batch_size), None
+        return Coords(indices, spatial_shape, batch_size), None
     rows = indices.numpy()
     if (rows < 0).any() or (rows >= np.array(sizes)).any():
-        return Sites(indices, spatial_shape, batch_size), None
+        return Coords(indices, spatial_shape, batch_size), None
     keys = rows[:, 0].astype(np.int64)
     for column, size in enumerate(sizes[1:], start=1):
         keys = keys * size + rows[:, column]
@@ -290,9 +290,9 @@ def sorted_sites(
     packed = np.sort(keys << bits | np.arange(len(keys)))
     keys = packed >> bits
     if (keys[1:] == keys[:-1]).any():
-        return Sites(indices, spatial_shape, batch_size), None
+        return Coords(indices, spatial_shape, batch_size), None
     order = torch.from_numpy(packed & ((1 << bits) - 1))
-    return Sites(indices[order], spatial_shape, batch_size), order
+    return Coords(indices[order], spatial_shape, batch_size), order
 
 
 def take_rows(features: Tensor, order: Tensor | None) -> Tensor:

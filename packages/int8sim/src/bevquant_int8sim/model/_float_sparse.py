@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bevquant_int8sim.model._sites import Geometry, Sites
+from bevquant_int8sim.model._coords import Coords, Geometry
 from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import WeightLayout, sparse_conv
 
 
 class FloatSparseConv(nn.Module):
-    """act(conv(x, w) + b) on features and sites instead of a library's sparse tensor.
+    """act(conv(x, w) + b) on features and coordinates instead of a library's sparse tensor.
 
     Args:
         weight: float ``[volume, in_channels, out_channels]``.
@@ -44,9 +44,9 @@ class FloatSparseConv(nn.Module):
         self.activation, self.alpha = activation, alpha
         self.quantizer = quantizer
 
-    def forward(self, features: Tensor, sites: Sites) -> tuple[Tensor, Sites]:
-        """Features and sites of the output."""
-        rulebook, out_sites = sites.convolved(self.geometry, self.key, "a float convolution")
+    def forward(self, features: Tensor, coords: Coords) -> tuple[Tensor, Coords]:
+        """Features and coordinates of the output."""
+        rulebook, out_coords = coords.convolved(self.geometry, self.key, "a float convolution")
         if self.quantizer is not None:
             features = self.quantizer(features)
         out = sparse_conv(features, self.weight, self.bias, rulebook, layout=WeightLayout.VCK)
@@ -56,4 +56,4 @@ class FloatSparseConv(nn.Module):
             out = functional.leaky_relu(out, self.alpha)
         elif self.activation == "Sigmoid":
             out = torch.sigmoid(out)
-        return out, out_sites
+        return out, out_coords

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop
 from bevquant_graph import op_spec
 from bevquant_int8sim.model._execute import geometry
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
-from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Demand, Integers
+from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Integers, RequiredType
 from bevquant_int8sim.model._integer_model import IntegerModel, exhausted
 from bevquant_int8sim.model._program import Ref, Step
 from bevquant_int8sim.model._reference import GraphRun, Returned, spent_nodes, tensor_of
@@ -61,8 +61,8 @@ class ForcedRun:
         self.values: dict[fx.Node, list[str]] = {}
         placed: set[str] = set()
         for node, forms in source.held.items():
-            for demand, value in forms.items():
-                if not demand.relu and value in known and value not in placed:
+            for required, value in forms.items():
+                if not required.relu and value in known and value not in placed:
                     placed.add(value)
                     self.values.setdefault(node, []).append(value)
         self.placed = [step.outputs[0] for step in model.steps if step.outputs[0] in placed]
@@ -182,8 +182,8 @@ class ForcedRun:
         it.
         """
         forms = self.source.held.get(node, {})
-        single = [demand.form for demand in forms] if len(forms) == 1 else []
-        values = (forms.get(Demand(form)) for form in (FLOAT, ACCUMULATORS, *single))
+        single = [required.form for required in forms] if len(forms) == 1 else []
+        values = (forms.get(RequiredType(form)) for form in (FLOAT, ACCUMULATORS, *single))
         return [value for value in values if value]
 
     @contextmanager

@@ -59,7 +59,7 @@ Form = Integers | TensorType | str
 
 
 @dataclass(frozen=True)
-class Demand:
+class RequiredType:
     """What a reader wants of a tensor: a form, and whether behind a ReLU.
 
     Attributes:
@@ -77,10 +77,10 @@ class Demand:
         """Whether the tensor itself is wanted, not what a ReLU makes of it."""
         return not self.relu
 
-    def behind_relu(self, ceiling: float | None) -> Demand:
+    def behind_relu(self, ceiling: float | None) -> RequiredType:
         """What a ReLU's reader wants of the ReLU's input."""
         known = [c for c in (ceiling, self.ceiling) if c is not None]
-        return Demand(self.form, True, min(known) if known else None)
+        return RequiredType(self.form, True, min(known) if known else None)
 
     def top(self) -> float | None:
         """The ceiling in units of the form."""

@@ -1,7 +1,7 @@
 """The values of a captured graph under the names that a program has for them.
 
 Tensors, constants and numbers keep their nodes' names; a sparse tensor is taken apart into features
-and sites, which are named by where their coordinates come from.
+and coordinates, which are named by where they come from.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, fx
 
 from bevquant_graph import OPAQUE, Graph, op_spec
+from bevquant_int8sim.model._coords import Geometry, convolved_coords
 from bevquant_int8sim.model._form import Form
 from bevquant_int8sim.model._operation import Operation
 from bevquant_int8sim.model._program import Ref, SparseRef
-from bevquant_int8sim.model._sites import Geometry, convolved_sites
 from bevquant_quantizers import TensorQuantizer
 
 __all__ = ["GraphValues", "is_coords", "nested"]
@@ -44,7 +44,7 @@ class GraphValues:
         self._hosts: set[str] = set()
         self._refs: dict[fx.Node, Any] = {}
         self._values: dict[fx.Node, Any] = {}  # of nodes that no input reaches
-        self._sites: dict[fx.Node, str] = {}  # coordinates (as computed first) to their sites
+        self._coords: dict[fx.Node, str] = {}  # coordinates (as computed first) to their name
         self._taken: set[str] = set()
 
     # Names and values
@@ -73,16 +73,16 @@ class GraphValues:
             self._fixed[name] = self.graph.fixed.get(path, {})
             self._refs[node] = Ref(name)
             if path.endswith(".features"):
-                sites = f"{name}.sites"
-                self.sparse_inputs[name] = sites
-                self._hosts.add(sites)
+                coords = f"{name}.sites"
+                self.sparse_inputs[name] = coords
+                self._hosts.add(coords)
             if path.endswith((".indices", ".batch_size")) and self.sparse_inputs:
-                # A sparse input is one argument: what it consists of is read from its sites.
+                # A sparse input is one argument: what it consists of is read from its coordinates.
                 owner = path.rpartition(".")[0]
                 if f"{owner}.sites" in self._hosts:
-                    self._refs[node] = self._site_part(f"{owner}.sites", path.rpartition(".")[2])
+                    self._refs[node] = self._coords_part(f"{owner}.sites", path.rpartition(".")[2])
                     if path.endswith(".indices"):
-                        self._sites[node] = f"{owner}.sites"
+                        self._coords[node] = f"{owner}.sites"
                     continue
             if isinstance(node.meta.get("val"), Tensor):
                 self._keep(node, Operation("input", path, name))
@@ -128,7 +128,7 @@ class GraphValues:
             return value
         if value not in self._refs:
             self._refs[value] = (
-                self._site_part(self._sites_at(value, None, None), "indices")
+                self._coords_part(self._coords_at(value, None, None), "indices")
                 if is_coords(value)
                 else self._constant(value)
             )
@@ -181,74 +181,74 @@ class GraphValues:
             node = node.args[0]
         return node
 
-    def _site_part(self, sites: str, part: str) -> Ref:
-        name = self._unique(f"{sites}.{part}")
+    def _coords_part(self, coords: str, part: str) -> Ref:
+        name = self._unique(f"{coords}.{part}")
         self._hosts.add(name)
         self.operations.append(
-            Operation("host", "", name, (Ref(sites), part), {}, getattr, "getattr")
+            Operation("host", "", name, (Ref(coords), part), {}, getattr, "getattr")
         )
         return Ref(name)
 
-    def _sites_at(self, indices: Any, shape: Any, batch_size: Any) -> str:
-        """Name of the sites at these coordinates; made here if they come as a plain tensor."""
+    def _coords_at(self, indices: Any, shape: Any, batch_size: Any) -> str:
+        """Name of these coordinates; made here if they come as a plain tensor."""
         first = self._first(indices)
-        if first not in self._sites:
+        if first not in self._coords:
             if is_coords(first):
-                return self._sites_behind(first.args[0])
+                return self._coords_behind(first.args[0])
             if op_spec(first.target).kind == "rulebook":
-                return self._sites_behind(first)
-            sites = self._unique(f"{first.name}.sites")
-            self._hosts.add(sites)
+                return self._coords_behind(first)
+            coords = self._unique(f"{first.name}.sites")
+            self._hosts.add(coords)
             args = (self._ref(indices), self._resolved(list(shape)), self._ref(batch_size))
-            self.operations.append(Operation("sites", "", sites, args=args))
-            self._sites[first] = sites
-        return self._sites[first]
+            self.operations.append(Operation("sites", "", coords, args=args))
+            self._coords[first] = coords
+        return self._coords[first]
 
-    def _sites_behind(self, rulebook: Any) -> str:
-        """Sites that a strided rulebook makes, where no convolution has made them yet."""
+    def _coords_behind(self, rulebook: Any) -> str:
+        """Coordinates that a strided rulebook makes, where no convolution has made them yet."""
         indices, shape, batch_size = rulebook.args[:3]
-        before = self._sites_at(indices, shape, batch_size)
+        before = self._coords_at(indices, shape, batch_size)
         out = _coords_of(rulebook)
-        sites = self._unique(f"{out.name}.sites")
-        self._hosts.add(sites)
+        coords = self._unique(f"{out.name}.sites")
+        self._hosts.add(coords)
         args = (Ref(before), self._key(rulebook), *_geometry_of(rulebook).numbers())
         self.operations.append(
-            Operation("host", "", sites, args, {}, convolved_sites, "convolved_sites")
+            Operation("host", "", coords, args, {}, convolved_coords, "convolved_sites")
         )
-        self._sites[out] = sites
-        return sites
+        self._coords[out] = coords
+        return coords
 
     def _key(self, node: fx.Node) -> str | None:
         key = getattr(self.graph.module(node), "indice_key", None)
         return None if key is None else str(key)
 
     def _walk(self, neighbours: Any) -> tuple[Geometry, str, Any]:
-        """Geometry of a table of neighbours, sites that it reads, coordinates that it makes."""
+        """Geometry of a table of neighbours, the coordinates that it reads and makes."""
         if neighbours.target is operator.getitem:
             rulebook = neighbours.args[0]
             indices, shape, batch_size = rulebook.args[:3]
-            sites = self._sites_at(indices, shape, batch_size)
-            return _geometry_of(rulebook), sites, _coords_of(rulebook)
+            coords = self._coords_at(indices, shape, batch_size)
+            return _geometry_of(rulebook), coords, _coords_of(rulebook)
         name = op_spec(neighbours.target).name.rpartition(":")[2]
         if name == "inverse_rulebook":
             forward = neighbours.args[0].args[0]
             geometry = replace(_geometry_of(forward), inverse=True, transposed=False)
-            sites = self._sites[_coords_of(forward)]
-            return geometry, sites, self._first(neighbours.args[1])
+            coords = self._coords[_coords_of(forward)]
+            return geometry, coords, self._first(neighbours.args[1])
         indices = neighbours.args[0]
         shape, batch_size = neighbours.args[1:3] if name == "subm_rulebook" else (None, None)
         geometry = _geometry_of(neighbours)
-        return geometry, self._sites_at(indices, shape, batch_size), self._first(indices)
+        return geometry, self._coords_at(indices, shape, batch_size), self._first(indices)
 
     # What is returned
 
     def _sparse_output(self, tree: Any) -> SparseRef:
-        """A sparse tensor among the results, by features and sites."""
+        """A sparse tensor among the results, by features and coordinates."""
         features, indices, shape, batch_size = (
             nested(getattr(tree, part), self.graph.outputs, self._sparse_output)
             for part in ("features", "indices", "spatial_shape", "batch_size")
         )
-        return SparseRef(self._ref(features).name, self._sites_at(indices, shape, batch_size))
+        return SparseRef(self._ref(features).name, self._coords_at(indices, shape, batch_size))
 
 
 def is_coords(node: fx.Node) -> bool:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from bevquant_graph import arguments, is_sparse_tensor
 from bevquant_int8sim._backends import check_backend
+from bevquant_int8sim.model._coords import Coords, SparseOutput, coords_of
 from bevquant_int8sim.model._execute import execute
 from bevquant_int8sim.model._fast_program import dequantize_late, fuse_residuals, sort_rows
 from bevquant_int8sim.model._form import ACCUMULATORS, Form, Integers
-from bevquant_int8sim.model._program import Island, Program, Ref, Step, names_in, replaced
+from bevquant_int8sim.model._program import FloatFallback, Program, Ref, Step, names_in, replaced
 from bevquant_int8sim.model._signature import bind
-from bevquant_int8sim.model._sites import Sites, SparseOutput, sites_of
 from bevquant_int8sim.model._traced_source import Source
 from bevquant_quantizers.documents import text_table
 
@@ -90,9 +90,14 @@ class IntegerModel:
         return self.program.steps
 
     @property
-    def islands(self) -> tuple[Island, ...]:
+    def islands(self) -> tuple[FloatFallback, ...]:
+        """The former name of `float_fallbacks`."""
+        return self.float_fallbacks
+
+    @property
+    def float_fallbacks(self) -> tuple[FloatFallback, ...]:
         """Everything that is computed in float, why, and how much of the operations it is."""
-        return self.program.islands
+        return self.program.float_fallbacks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run on one set of inputs, structured like the example inputs.
@@ -163,13 +168,13 @@ class IntegerModel:
         values: dict[str, Any] = dict(program.constants)
         shapes: dict[str, tuple[int, ...]] = {}
         for name, value in bind(program.signature, args, kwargs).items():
-            sites = program.sparse_inputs.get(name)
-            if (sites is not None) != is_sparse_tensor(value):
-                expected = "sparse tensor" if sites is not None else "tensor"
+            coords = program.sparse_inputs.get(name)
+            if (coords is not None) != is_sparse_tensor(value):
+                expected = "sparse tensor" if coords is not None else "tensor"
                 raise TypeError(f"input {name}: expected a {expected}, got {type(value).__name__}")
             values[name] = value
-            if sites is not None:
-                values[name], values[sites] = value.features, sites_of(value)
+            if coords is not None:
+                values[name], values[coords] = value.features, coords_of(value)
             if isinstance(values[name], Tensor):
                 shapes[name] = tuple(values[name].shape)
         order = zip(program.steps, self._plain[program], self._spent[program], strict=True)
@@ -275,9 +280,9 @@ def _given(values: Any, known: Mapping[str, Any]) -> Any:
     def read(ref: Any) -> Any:
         if isinstance(ref, Ref):
             return known[ref.name]
-        sites: Sites = known[ref.sites]
+        coords: Coords = known[ref.coords]
         return SparseOutput(
-            known[ref.features], sites.indices, sites.spatial_shape, sites.batch_size
+            known[ref.features], coords.indices, coords.spatial_shape, coords.batch_size
         )
 
     return replaced(values, read)
@@ -318,11 +323,11 @@ def program_table(program: Program) -> str:
     """One line per step that computes: operation, module, result, why it is in float."""
     rows = [("op", "module", "result", "note")]
     rows += [_row(step, program) for step in program.steps if step.op not in ("host", "constant")]
-    islands = program.islands
-    title = f"IntegerModel: {len(rows) - 1} steps, {len(islands)} float island"
-    title += "s" * (len(islands) != 1)
-    if islands and program.operations:
-        share = sum(island.share or 0 for island in islands)
+    float_fallbacks = program.float_fallbacks
+    title = f"IntegerModel: {len(rows) - 1} steps, {len(float_fallbacks)} float fallback"
+    title += "s" * (len(float_fallbacks) != 1)
+    if float_fallbacks and program.operations:
+        share = sum(fallback.share or 0 for fallback in float_fallbacks)
         title += f" with {100 * share:.2g} % of the operations"
     return f"{title}\n{indent(text_table(rows), '  ')}"
 

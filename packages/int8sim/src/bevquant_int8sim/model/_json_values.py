@@ -25,7 +25,7 @@ def to_json(value: Any) -> Any:
     if isinstance(value, Ref):
         return {"$ref": value.name}
     if isinstance(value, SparseRef):
-        return {"$sparse": [value.features, value.sites]}
+        return {"$sparse": [value.features, value.coords]}
     if isinstance(value, slice):
         return {"$slice": [to_json(v) for v in (value.start, value.stop, value.step)]}
     if isinstance(value, EllipsisType):

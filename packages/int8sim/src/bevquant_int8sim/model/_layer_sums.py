@@ -36,15 +36,15 @@ def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tuple(values[start : start + _BLOCK] for values in flat)
 
 
-def largest_steps(taught: Tensor, integer: Tensor, form: Integers) -> float:
-    """``max |q − clamp(round(x / s))|`` over all values; infinite or NaN with a NaN in `taught`."""
+def largest_steps(teacher_forced: Tensor, integer: Tensor, form: Integers) -> float:
+    """``max |q − clamp(round(x / s))|`` over all values; infinite or NaN with a NaN in it."""
     if not integer.numel():
         return 0.0
-    kernels = _kernels(taught) if integer.dtype == torch.int8 else None
+    kernels = _kernels(teacher_forced) if integer.dtype == torch.int8 else None
     if kernels is not None:
-        flat = _flat(taught, integer)
+        flat = _flat(teacher_forced, integer)
         return float(kernels.largest_steps(*flat, form.scale, float(form.low), float(form.high)))
-    raw = (taught.double() / form.scale).round_().clamp_(form.low, form.high)
+    raw = (teacher_forced.double() / form.scale).round_().clamp_(form.low, form.high)
     return float((integer.double() - raw).abs().max())
 
 
@@ -96,27 +96,32 @@ class LayerSums:
             self._add([line + [0.0] * (len(FIELDS) - len(line))])
 
     def add_integers(
-        self, reference: Tensor, fake: Tensor, taught: Tensor, integer: Tensor, form: Integers
+        self,
+        reference: Tensor,
+        fake: Tensor,
+        teacher_forced: Tensor,
+        integer: Tensor,
+        form: Integers,
     ) -> None:
         """Add one batch's output that is held in integers.
 
         Args:
             reference: Of the float model.
             fake: Of the fake-quantized one.
-            taught: Of the fake-quantized one, given the integer model's inputs.
+            teacher_forced: Of the fake-quantized one, given the integer model's inputs.
             integer: Of the integer model.
             form: What `integer` stands for.
         """
         self.values += reference.numel()
         self.holds_integers = True
-        kernels = _kernels(reference, fake, taught) if integer.dtype == torch.int8 else None
+        kernels = _kernels(reference, fake, teacher_forced) if integer.dtype == torch.int8 else None
         if kernels is not None:
             given = form.scale, float(form.low), float(form.high), len(FIELDS)
             self._add(kernels.integer_lines(*_flat(reference, fake, integer), *given))
             # Sums of integers, the same in any order: these two lie alike in memory.
-            self._add(kernels.taught_lines(*_flat(taught, integer), *given))
+            self._add(kernels.teacher_forced_lines(*_flat(teacher_forced, integer), *given))
             return
-        for some in blocks(reference, fake, taught, integer):
+        for some in blocks(reference, fake, teacher_forced, integer):
             wanted, free, forced, made = (values.double() for values in some)
             self._add([_integer_line(wanted, free, forced, made, form)])
 
@@ -212,10 +217,10 @@ def _float_line(wanted: Tensor, fake: Tensor, integer: Tensor) -> list[float]:
 
 
 def _integer_line(
-    wanted: Tensor, fake: Tensor, taught: Tensor, made: Tensor, form: Integers
+    wanted: Tensor, fake: Tensor, teacher_forced: Tensor, made: Tensor, form: Integers
 ) -> list[float]:
     expected = (fake / form.scale).round_().clamp_(form.low, form.high)
-    raw = (taught / form.scale).round_()
+    raw = (teacher_forced / form.scale).round_()
     clamped = raw.clamp(form.low, form.high)
     free, forced = (made - expected).abs_(), (made - clamped).abs_()
     line = _float_line(wanted, expected * form.scale, made * form.scale)

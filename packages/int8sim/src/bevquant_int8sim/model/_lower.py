@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Demand, Form, Integers
+from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form, Integers, RequiredType
 from bevquant_int8sim.model._operation import (
-    Demands,
     Operation,
     Operations,
+    RequiredTypes,
     addend_form,
-    find_demands,
+    find_required_types,
 )
 from bevquant_int8sim.model._program import Program, Ref, SparseRef, Step, Value, replaced
 from bevquant_int8sim.model._quantized_layer import Layer
@@ -26,7 +26,7 @@ _NAMED_MOVES = ("max_pool", "resize")
 
 def lower(
     operations: Operations, addends: Mapping[str, Integers] | None = None
-) -> tuple[Program, dict[fx.Node, dict[Demand, str]]]:
+) -> tuple[Program, dict[fx.Node, dict[RequiredType, str]]]:
     """The program, and the values that hold each node's tensor, by form.
 
     Every tensor is made in the forms in which it is wanted, and nothing else.
@@ -36,37 +36,37 @@ def lower(
         addends: Layers' results that sums read as integers of these forms, and not as accumulators.
     """
     addends = addends or {}
-    lowering = _Lowering(operations, find_demands(operations, addends), addends)
+    lowering = _Lowering(operations, find_required_types(operations, addends), addends)
     program = lowering.run()
-    held: dict[fx.Node, dict[Demand, str]] = {}
-    for (source, demand), value in lowering.have.items():
-        held.setdefault(operations.nodes[source], {})[demand] = value
+    held: dict[fx.Node, dict[RequiredType, str]] = {}
+    for (source, required), value in lowering.have.items():
+        held.setdefault(operations.nodes[source], {})[required] = value
     return program, held
 
 
 class _Lowering:
     def __init__(
-        self, operations: Operations, demands: Demands, addends: Mapping[str, Integers]
+        self, operations: Operations, required_types: RequiredTypes, addends: Mapping[str, Integers]
     ) -> None:
         self.all = operations
-        self.demands = demands
+        self.required_types = required_types
         self.addends = addends
         self.steps: list[Step] = []
         self.values: dict[str, Value] = {}
-        self.have: dict[tuple[str, Demand], str] = {}
+        self.have: dict[tuple[str, RequiredType], str] = {}
         self._natural = {o.output: o.natural for o in operations.operations}
         self._made_by = {o.output: o for o in operations.operations}
 
     def run(self) -> Program:
-        for host in sorted(self.all.hosts & self.demands.hosts):
+        for host in sorted(self.all.hosts & self.required_types.hosts):
             self.values[host] = Value("sites" if host.endswith(".sites") else "host", host)
         for operation in self.all.operations:
-            demands = self.demands.of.get(operation.output, ())
+            required_types = self.required_types.of.get(operation.output, ())
             if operation.kind in ("host", "sites"):
-                if operation.output in self.demands.hosts:
+                if operation.output in self.required_types.hosts:
                     self._host(operation)
-            elif demands:
-                getattr(self, f"_{operation.kind}")(operation, demands)
+            elif required_types:
+                getattr(self, f"_{operation.kind}")(operation, required_types)
         return Program(
             signature=self.all.signature,
             sparse_inputs=self.all.sparse_inputs,
@@ -78,17 +78,17 @@ class _Lowering:
 
     # Values
 
-    def _new(self, source: str, demand: Demand) -> str:
-        form = demand.form
+    def _new(self, source: str, required: RequiredType) -> str:
+        form = required.form
         kind = _OUT[8 if form.bits <= 8 else 16] if isinstance(form, Integers) else form
-        name = f"{source}:{kind}" + ("+relu" if demand.relu else "")
+        name = f"{source}:{kind}" + ("+relu" if required.relu else "")
         while name in self.values:
             name += "'"
-        self.values[name] = Value(form, source, demand.relu)
+        self.values[name] = Value(form, source, required.relu)
         return name
 
-    def _keep(self, source: str, demand: Demand, value: str) -> None:
-        self.have[source, demand] = value
+    def _keep(self, source: str, required: RequiredType, value: str) -> None:
+        self.have[source, required] = value
 
     def _any(self, source: str) -> str:
         return next(value for (name, _), value in self.have.items() if name == source)
@@ -98,8 +98,10 @@ class _Lowering:
 
         def read(ref: Ref | SparseRef) -> Ref | SparseRef:
             if isinstance(ref, SparseRef):
-                return SparseRef(self.have[ref.features, Demand(FLOAT)], ref.sites)
-            return ref if ref.name in self.all.hosts else Ref(self.have[ref.name, Demand(FLOAT)])
+                return SparseRef(self.have[ref.features, RequiredType(FLOAT)], ref.coords)
+            return (
+                ref if ref.name in self.all.hosts else Ref(self.have[ref.name, RequiredType(FLOAT)])
+            )
 
         return replaced(values, read)
 
@@ -111,7 +113,7 @@ class _Lowering:
             return (
                 ref
                 if known
-                else Ref(self.have.get((ref.name, Demand(FLOAT)), "") or self._any(ref.name))
+                else Ref(self.have.get((ref.name, RequiredType(FLOAT)), "") or self._any(ref.name))
             )
 
         self.steps.append(
@@ -126,20 +128,20 @@ class _Lowering:
             )
         )
 
-    def _input(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
+    def _input(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         self.values[operation.output] = Value(FLOAT, operation.output)
-        self._from_float(operation, operation.output, demands)
+        self._from_float(operation, operation.output, required_types)
 
-    def _constant(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
+    def _constant(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         assert operation.tensor is not None
-        value = self._new(operation.output, Demand(FLOAT))
+        value = self._new(operation.output, RequiredType(FLOAT))
         tensors = {"value": operation.tensor}
         self.steps.append(Step("constant", operation.path, (), (value,), tensors=tensors))
-        self._from_float(operation, value, demands)
+        self._from_float(operation, value, required_types)
 
-    def _float(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
-        value = self._new(operation.output, Demand(FLOAT))
-        outputs = (value, operation.sites) if operation.sites else (value,)
+    def _float(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
+        value = self._new(operation.output, RequiredType(FLOAT))
+        outputs = (value, operation.coords) if operation.coords else (value,)
         self.steps.append(
             Step(
                 "float",
@@ -153,120 +155,128 @@ class _Lowering:
                 reason=operation.reason,
             )
         )
-        self._from_float(operation, value, demands)
+        self._from_float(operation, value, required_types)
 
-    def _from_float(self, operation: Operation, value: str, demands: tuple[Demand, ...]) -> None:
+    def _from_float(
+        self, operation: Operation, value: str, required_types: tuple[RequiredType, ...]
+    ) -> None:
         """Everything wanted of a tensor that comes about as floats."""
         source = operation.output
-        self._keep(source, Demand(FLOAT), value)
-        for demand in demands:
-            if demand == Demand(FLOAT):
+        self._keep(source, RequiredType(FLOAT), value)
+        for required in required_types:
+            if required == RequiredType(FLOAT):
                 continue
-            made = self._new(source, demand)
-            if isinstance(demand.form, Integers):
-                attributes = {**_integers(demand.form), **_limits(demand)}
+            made = self._new(source, required)
+            if isinstance(required.form, Integers):
+                attributes = {**_integers(required.form), **_limits(required)}
                 step = Step(
                     "quantize", operation.path, (Ref(value),), (made,), attributes=attributes
                 )
             else:
                 step = Step(
                     "float", operation.path, (Ref(value),), (made,),
-                    attributes={"what": "relu", **_limits(demand)},
+                    attributes={"what": "relu", **_limits(required)},
                     function=torch.relu, reason="its input and its readers are float",
                 )  # fmt: skip
             self.steps.append(step)
-            self._keep(source, demand, made)
+            self._keep(source, required, made)
 
-    def _quantizer(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
+    def _quantizer(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         form = operation.natural
         assert isinstance(form, Integers)
-        value = self.have[operation.args[0].name, Demand(form)]
-        self._keep(operation.output, Demand(form), value)
-        for demand in demands:
-            if demand != Demand(form):
-                self._converted(operation, value, form.scale, demand, same=demand.form == form)
+        value = self.have[operation.args[0].name, RequiredType(form)]
+        self._keep(operation.output, RequiredType(form), value)
+        for required in required_types:
+            if required != RequiredType(form):
+                self._converted(operation, value, form.scale, required, same=required.form == form)
 
     def _converted(
         self,
         operation: Operation,
         value: str,
         scale: Any,
-        demand: Demand,
+        required: RequiredType,
         *,
         same: bool = False,
         axis: int = -1,
         relu: bool = False,
     ) -> None:
         """One more form of a tensor that comes about as integers of this scale."""
-        made = self._new(operation.output, demand)
-        attributes: dict[str, Any] = {**_limits(demand, relu), "axis": axis}
+        made = self._new(operation.output, required)
+        attributes: dict[str, Any] = {**_limits(required, relu), "axis": axis}
         scale = torch.as_tensor(scale, dtype=torch.float64)
         tensors = {}
         if same:
             op = "relu"
-        elif isinstance(demand.form, Integers):
-            op, attributes = "requantize", {**attributes, **_integers(demand.form)}
-            tensors = {"multiplier": scale / demand.form.scale}
+        elif isinstance(required.form, Integers):
+            op, attributes = "requantize", {**attributes, **_integers(required.form)}
+            tensors = {"multiplier": scale / required.form.scale}
         else:
             op, tensors = "dequantize", {"scale": scale}
         self.steps.append(
             Step(op, operation.path, (Ref(value),), (made,), attributes=attributes, tensors=tensors)
         )
-        self._keep(operation.output, demand, made)
+        self._keep(operation.output, required, made)
 
-    def _layer(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
+    def _layer(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         layer = operation.layer
         assert layer is not None
-        single = demands[0] if len(demands) == 1 and _fusable(demands[0].form) else None
-        made = self._new(operation.output, single or Demand(ACCUMULATORS))
+        single = (
+            required_types[0]
+            if len(required_types) == 1 and _fusable(required_types[0].form)
+            else None
+        )
+        made = self._new(operation.output, single or RequiredType(ACCUMULATORS))
         form: Form = ACCUMULATORS if single is None else single.form
         self.steps.append(
             Step(
                 layer.op,
                 operation.path,
                 self._layer_args(operation, layer),
-                (made, operation.sites) if operation.sites else (made,),
+                (made, operation.coords) if operation.coords else (made,),
                 attributes={
                     **layer.settings,
                     "what": operation.what,
-                    **_limits(single or Demand(ACCUMULATORS), single is not None and layer.relu),
+                    **_limits(
+                        single or RequiredType(ACCUMULATORS), single is not None and layer.relu
+                    ),
                     "out": _out(form),
                     "narrow": isinstance(form, Integers) and form.narrow,
                 },
                 tensors=_layer_tensors(layer, form),
             )
         )
-        self._keep(operation.output, single or Demand(ACCUMULATORS), made)
-        for demand in demands:
-            if single is None and demand.form != ACCUMULATORS:
+        self._keep(operation.output, single or RequiredType(ACCUMULATORS), made)
+        for required in required_types:
+            if single is None and required.form != ACCUMULATORS:
                 axis = layer.settings.get("channel_axis", -1)
-                self._converted(operation, made, layer.scale, demand, axis=axis, relu=layer.relu)
+                self._converted(operation, made, layer.scale, required, axis=axis, relu=layer.relu)
 
     def _layer_args(self, operation: Operation, layer: Layer) -> tuple[Any, ...]:
-        x = self.have[operation.args[0].name, Demand(layer.input)]
+        x = self.have[operation.args[0].name, RequiredType(layer.input)]
         return (Ref(x), *operation.args[1:])
 
-    def _relu(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
+    def _relu(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         source = operation.args[0].name
-        for demand in demands:
-            value = self.have[source, demand.behind_relu(operation.ceiling)]
-            self._keep(operation.output, demand, value)
+        for required in required_types:
+            value = self.have[source, required.behind_relu(operation.ceiling)]
+            self._keep(operation.output, required, value)
 
-    def _add(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
+    def _add(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         refs, tensors, axis = [], {}, -1
         for index, operand in enumerate(operation.args):
             maker = self._made_by[operand.name]
-            wanted = addend_form(maker, self.addends)
-            scale: Any = wanted.scale if isinstance(wanted, Integers) else None
+            form = addend_form(maker, self.addends)
+            scale: Any = form.scale if isinstance(form, Integers) else None
             if scale is None and maker.layer is not None:
                 scale = maker.layer.scale
                 axis = maker.layer.settings.get("channel_axis", -1)
-            refs.append(Ref(self.have[operand.name, Demand(wanted)]))
+            refs.append(Ref(self.have[operand.name, RequiredType(form)]))
             tensors[f"scale{index}"] = torch.as_tensor(scale, dtype=torch.float64)
-        for demand in demands:
-            made = self._new(operation.output, demand)
-            form = demand.form
-            attributes = {**_limits(demand), "axis": axis, "out": _out(form)}
+        for required in required_types:
+            made = self._new(operation.output, required)
+            form = required.form
+            attributes = {**_limits(required), "axis": axis, "out": _out(form)}
             if isinstance(form, Integers):
                 attributes |= _integers(form)
             self.steps.append(
@@ -279,16 +289,16 @@ class _Lowering:
                     tensors=tensors,
                 )
             )
-            self._keep(operation.output, demand, made)
+            self._keep(operation.output, required, made)
 
-    def _average(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
+    def _average(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         source = operation.args[0].name
         natural = self._natural[source]
         assert isinstance(natural, Integers)
-        for demand in demands:
-            made = self._new(operation.output, demand)
-            form = demand.form
-            attributes = {**_limits(demand), "scale": natural.scale, "out": _out(form)}
+        for required in required_types:
+            made = self._new(operation.output, required)
+            form = required.form
+            attributes = {**_limits(required), "scale": natural.scale, "out": _out(form)}
             if isinstance(form, Integers):
                 multiplier = natural.scale / form.scale
                 attributes |= {"multiplier": multiplier, "low": form.low, "high": form.high}
@@ -296,34 +306,34 @@ class _Lowering:
                 Step(
                     "avg_pool",
                     operation.path,
-                    (Ref(self.have[source, Demand(natural)]),),
+                    (Ref(self.have[source, RequiredType(natural)]),),
                     (made,),
                     kwargs=self._float_args(operation.kwargs),
                     attributes=attributes,
                 )
             )
-            self._keep(operation.output, demand, made)
+            self._keep(operation.output, required, made)
 
-    def _move(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
-        if operation.output not in self.demands.follows:
-            self._from_float(operation, self._moved(operation, Demand(FLOAT)), demands)
+    def _move(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
+        if operation.output not in self.required_types.follows:
+            self._from_float(operation, self._moved(operation, RequiredType(FLOAT)), required_types)
             return
-        for demand in demands:
-            through = Demand(demand.form) if operation.linear else demand
+        for required in required_types:
+            through = RequiredType(required.form) if operation.linear else required
             if (operation.output, through) not in self.have:
                 self._keep(operation.output, through, self._moved(operation, through))
-            if through != demand:
-                self._limited(operation, self.have[operation.output, through], demand)
+            if through != required:
+                self._limited(operation, self.have[operation.output, through], required)
 
-    def _moved(self, operation: Operation, demand: Demand) -> str:
+    def _moved(self, operation: Operation, required: RequiredType) -> str:
         """The move in one form."""
-        made = self._new(operation.output, demand)
+        made = self._new(operation.output, required)
 
         def read(ref: Ref) -> Ref:
             if ref.name in self.all.hosts:
                 return ref
             moved = ref.name in operation.moved
-            return Ref(self.have[ref.name, demand if moved else Demand(FLOAT)])
+            return Ref(self.have[ref.name, required if moved else RequiredType(FLOAT)])
 
         self.steps.append(
             Step(
@@ -339,12 +349,12 @@ class _Lowering:
         )
         return made
 
-    def _limited(self, operation: Operation, value: str, demand: Demand) -> None:
+    def _limited(self, operation: Operation, value: str, required: RequiredType) -> None:
         """A ReLU as a step of its own, in the form of its input."""
-        made = self._new(operation.output, demand)
-        limits = _limits(demand)
+        made = self._new(operation.output, required)
+        limits = _limits(required)
         self.steps.append(Step("relu", operation.path, (Ref(value),), (made,), attributes=limits))
-        self._keep(operation.output, demand, made)
+        self._keep(operation.output, required, made)
 
 
 def _fusable(form: Form) -> bool:
@@ -352,10 +362,10 @@ def _fusable(form: Form) -> bool:
     return not isinstance(form, Integers) or form.bits in (8, 16)
 
 
-def _limits(demand: Demand, relu: bool = False) -> dict[str, Any]:
+def _limits(required: RequiredType, relu: bool = False) -> dict[str, Any]:
     """Attributes of a step that stores what a ReLU makes of its result."""
-    limits: dict[str, Any] = {"relu": demand.relu or relu}
-    return limits if demand.ceiling is None else limits | {"ceiling": demand.top()}
+    limits: dict[str, Any] = {"relu": required.relu or relu}
+    return limits if required.ceiling is None else limits | {"ceiling": required.top()}
 
 
 def _out(form: Form) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Demand, Form, Integers
+from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form, Integers, RequiredType
 from bevquant_int8sim.model._program import names_in
 from bevquant_int8sim.model._quantized_layer import Layer
 
@@ -40,7 +40,7 @@ class Operation:
         tensor: Value of a constant.
         reason: Why it is computed in float.
         moved: Names of the tensors that a move passes on; its other arguments are host values.
-        sites: Name of the sites made, for sparse layers.
+        coords: Name of the coordinates made, for sparse layers.
         ceiling: Upper limit of a ReLU6.
         linear: A move that mixes values: a ReLU behind it cannot be done before it.
     """
@@ -58,7 +58,7 @@ class Operation:
     tensor: Tensor | None = None
     reason: str = ""
     moved: tuple[str, ...] = ()
-    sites: str = ""
+    coords: str = ""
     ceiling: float | None = None
     linear: bool = False
 
@@ -70,9 +70,9 @@ class Operations:
     Attributes:
         operations: In order of execution.
         signature: Arguments of the model, with `Ref`s.
-        sparse_inputs: Features to sites of sparse inputs.
+        sparse_inputs: Features to coordinates of sparse inputs.
         result: What the model returns, with `Ref`s and `SparseRef`s.
-        hosts: Names of what is no tensor: sites, sizes, numbers.
+        hosts: Names of what is no tensor: coordinates, sizes, numbers.
         nodes: Names of tensors to the nodes of the graph.
         fixed: Inputs to the sizes, by axis, that the forward fixes.
     """
@@ -87,22 +87,24 @@ class Operations:
 
 
 @dataclass(frozen=True, eq=False)
-class Demands:
+class RequiredTypes:
     """What must be made.
 
     Attributes:
         of: Tensor to the forms in which it is wanted, in a fixed order.
-        hosts: Sites, sizes and numbers that are read.
+        hosts: Coordinates, sizes and numbers that are read.
         follows: Moves that are done in the form in which their result is wanted; the others are
             done on floats.
     """
 
-    of: Mapping[str, tuple[Demand, ...]]
+    of: Mapping[str, tuple[RequiredType, ...]]
     hosts: frozenset[str]
     follows: frozenset[str]
 
 
-def find_demands(operations: Operations, addends: Mapping[str, Integers] | None = None) -> Demands:
+def find_required_types(
+    operations: Operations, addends: Mapping[str, Integers] | None = None
+) -> RequiredTypes:
     """Walk the operations backwards from the model's result.
 
     Args:
@@ -126,30 +128,30 @@ class _Walk:
     def __init__(self, operations: Operations, addends: Mapping[str, Integers]) -> None:
         self.all = operations
         self.addends = addends
-        self.wanted: dict[str, dict[Demand, None]] = {}
-        self.asked: set[str] = set()
+        self.required: dict[str, dict[RequiredType, None]] = {}
+        self.size_read: set[str] = set()
         self.hosts: set[str] = set()
         self.follows = _followers(operations.operations)
         self._natural = {o.output: o.natural for o in operations.operations}
         self._made_by = {o.output: o for o in operations.operations}
 
-    def run(self) -> Demands:
-        self._read(self.all.result, Demand(FLOAT))
+    def run(self) -> RequiredTypes:
+        self._read(self.all.result, RequiredType(FLOAT))
         self.hosts.update(o.output for o in self.all.operations if o.what == "require")
         for operation in reversed(self.all.operations):
             self._visit(operation)
-        of = {name: tuple(forms) for name, forms in self.wanted.items()}
-        return Demands(of, frozenset(self.hosts), frozenset(self.follows))
+        of = {name: tuple(forms) for name, forms in self.required.items()}
+        return RequiredTypes(of, frozenset(self.hosts), frozenset(self.follows))
 
-    def _read(self, values: Any, demand: Demand) -> None:
+    def _read(self, values: Any, required: RequiredType) -> None:
         for name in names_in(values):
             if name in self.all.hosts:
                 self.hosts.add(name)
             else:
-                self._want(name, demand)
+                self._require(name, required)
 
-    def _want(self, name: str, demand: Demand) -> None:
-        self.wanted.setdefault(name, {})[demand] = None
+    def _require(self, name: str, required: RequiredType) -> None:
+        self.required.setdefault(name, {})[required] = None
 
     def _visit(self, operation: Operation) -> None:
         name = operation.output
@@ -157,11 +159,15 @@ class _Walk:
             if name in self.hosts:
                 self._visit_host(operation)
             return
-        if not self.wanted.get(name) and (name in self.asked or operation.sites in self.hosts):
-            self._want(name, Demand(FLOAT))  # only its size, or its sites, are asked for
-        demands = self.wanted.get(name)
-        if demands:
-            self._visit_tensor(operation, tuple(demands))
+        if not self.required.get(name) and (
+            name in self.size_read or operation.coords in self.hosts
+        ):
+            self._require(
+                name, RequiredType(FLOAT)
+            )  # only its size, or its coordinates, are asked for
+        required_types = self.required.get(name)
+        if required_types:
+            self._visit_tensor(operation, tuple(required_types))
 
     def _visit_host(self, operation: Operation) -> None:
         reads = operation.what == "getattr" and operation.args[-1] in METADATA
@@ -170,40 +176,40 @@ class _Walk:
             if name in self.all.hosts:
                 self.hosts.add(name)
             elif asks:
-                self.asked.add(name)
+                self.size_read.add(name)
             else:
-                self._want(name, Demand(FLOAT))
+                self._require(name, RequiredType(FLOAT))
 
-    def _visit_tensor(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
+    def _visit_tensor(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         kind = operation.kind
         if kind == "quantizer":
-            self._read(operation.args[0], Demand(operation.natural))
+            self._read(operation.args[0], RequiredType(operation.natural))
         elif kind == "layer":
             assert operation.layer is not None
-            self._read(operation.args[0], Demand(operation.layer.input))
-            self._read(operation.args[1:], Demand(FLOAT))
+            self._read(operation.args[0], RequiredType(operation.layer.input))
+            self._read(operation.args[1:], RequiredType(FLOAT))
         elif kind == "relu":
-            for demand in demands:
-                self._read(operation.args[0], demand.behind_relu(operation.ceiling))
+            for required in required_types:
+                self._read(operation.args[0], required.behind_relu(operation.ceiling))
         elif kind == "average":
-            self._read(operation.args[0], Demand(self._natural[operation.args[0].name]))
-            self._read(operation.kwargs, Demand(FLOAT))
+            self._read(operation.args[0], RequiredType(self._natural[operation.args[0].name]))
+            self._read(operation.kwargs, RequiredType(FLOAT))
         elif kind == "add":
             for operand, form in zip(operation.args, self._operand_forms(operation), strict=True):
-                self._read(operand, Demand(form))
+                self._read(operand, RequiredType(form))
         elif kind == "move":
-            self._visit_move(operation, demands)
+            self._visit_move(operation, required_types)
         else:
-            self._read((operation.args, operation.kwargs), Demand(FLOAT))
+            self._read((operation.args, operation.kwargs), RequiredType(FLOAT))
 
-    def _visit_move(self, operation: Operation, demands: tuple[Demand, ...]) -> None:
-        passed = demands if operation.output in self.follows else (Demand(FLOAT),)
+    def _visit_move(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
+        passed = required_types if operation.output in self.follows else (RequiredType(FLOAT),)
         if operation.linear:
-            passed = tuple(dict.fromkeys(Demand(demand.form) for demand in passed))
+            passed = tuple(dict.fromkeys(RequiredType(required.form) for required in passed))
         for name in names_in((operation.args, operation.kwargs)):
             if name in operation.moved:
-                for demand in passed:
-                    self._want(name, demand)
+                for required in passed:
+                    self._require(name, required)
             else:
                 self._read_name(name)
 
@@ -211,7 +217,7 @@ class _Walk:
         if name in self.all.hosts:
             self.hosts.add(name)
         else:
-            self._want(name, Demand(FLOAT))
+            self._require(name, RequiredType(FLOAT))
 
     def _operand_forms(self, operation: Operation) -> list[Any]:
         return [addend_form(self._made_by[o.name], self.addends) for o in operation.args]

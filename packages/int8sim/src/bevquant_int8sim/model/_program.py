@@ -26,10 +26,10 @@ class Ref:
 
 @dataclass(frozen=True)
 class SparseRef:
-    """A sparse tensor: its features and its sites, by name."""
+    """A sparse tensor: its features and its coordinates, by name."""
 
     features: str
-    sites: str
+    coords: str
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Island:
+class FloatFallback:
     """Something that is computed in float.
 
     Attributes:
@@ -119,6 +119,9 @@ class Island:
     share: float | None = field(default=None, compare=False)
 
 
+Island = FloatFallback  # its former name
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """Steps in order of execution, and the values between them.
@@ -126,7 +129,8 @@ class Program:
     Attributes:
         signature: Arguments of a call: nested containers of `Ref`s and constants, as
             ``(positional, keyword)``.
-        sparse_inputs: Inputs that are sparse tensors: name of the features to name of the sites.
+        sparse_inputs: Inputs that are sparse tensors: name of the features to that of the
+            coordinates.
         fixed: Sizes that the forward fixes: input to axis to size.
         steps: In order.
         values: Every value by name.
@@ -149,13 +153,13 @@ class Program:
     operations: dict[str, int] = field(default_factory=dict)
 
     @property
-    def islands(self) -> tuple[Island, ...]:
+    def float_fallbacks(self) -> tuple[FloatFallback, ...]:
         """Everything that is computed in float, in order, each once."""
-        found: dict[Island, int] = {}
+        found: dict[FloatFallback, int] = {}
         for step in self.steps:
             if step.reason:
-                island = Island(step.path, str(step.attributes["what"]), step.reason)
-                found[island] = found.get(island, 0) + self.operations.get(step.outputs[0], 0)
+                fallback = FloatFallback(step.path, str(step.attributes["what"]), step.reason)
+                found[fallback] = found.get(fallback, 0) + self.operations.get(step.outputs[0], 0)
         total = sum(self.operations.values())
         return tuple(replace(i, share=n / total if total else None) for i, n in found.items())
 
@@ -165,19 +169,19 @@ def rounded(program: Program, rounding: str, arithmetic: str) -> Program:
 
     Half to even and float64 are what steps do that say nothing. Operators have a rounding alone.
     """
-    said = {} if rounding == "half_even" else {"rounding": rounding}
-    said |= {} if arithmetic == "float64" else {"arithmetic": arithmetic}
+    stated = {} if rounding == "half_even" else {"rounding": rounding}
+    stated |= {} if arithmetic == "float64" else {"arithmetic": arithmetic}
 
     def with_rounding(step: Step) -> Step:
         if step.op == "operator" and "rounding" in step.attributes:  # it says it always
             return replace(step, attributes={**step.attributes, "rounding": rounding})
         if step.op in _ROUNDS:
-            return replace(step, attributes={**step.attributes, **said})
-        if step.op == "resize" and "rounding" in said and step.kwargs["mode"] == "bilinear":
+            return replace(step, attributes={**step.attributes, **stated})
+        if step.op == "resize" and "rounding" in stated and step.kwargs["mode"] == "bilinear":
             return replace(step, kwargs={**step.kwargs, "rounding": rounding})
         return step
 
-    if not said and all(step.op != "operator" for step in program.steps):
+    if not stated and all(step.op != "operator" for step in program.steps):
         return program
     return replace(program, steps=tuple(map(with_rounding, program.steps)))
 
@@ -187,7 +191,7 @@ def names_in(value: Any) -> list[str]:
     if isinstance(value, Ref):
         return [value.name]
     if isinstance(value, SparseRef):
-        return [value.features, value.sites]
+        return [value.features, value.coords]
     if isinstance(value, Mapping):
         return [name for item in value.values() for name in names_in(item)]
     if isinstance(value, list | tuple):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from bevquant_graph import layer_class, own_code, zero_padding
 from bevquant_int8sim._quantize import quantize, quantize_bias
+from bevquant_int8sim.model._coords import Geometry
 from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._quantizers import (
     SMALLEST_AMAX,
@@ -20,7 +21,6 @@ from bevquant_int8sim.model._quantizers import (
     is_active,
     unsupported,
 )
-from bevquant_int8sim.model._sites import Geometry
 from bevquant_qnn import QuantSparseConvolution
 from bevquant_quantizers import TensorQuantizer, fake_quantize
 from bevquant_sparse import WeightLayout, permute_weight

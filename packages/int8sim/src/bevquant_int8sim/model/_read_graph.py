@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from bevquant_graph import OPAQUE, REQUIRE, Graph, OpSpec, op_spec
+from bevquant_int8sim.model._coords import dense, pooled
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form, Integers
 from bevquant_int8sim.model._graph_values import GraphValues, is_coords, nested
@@ -22,7 +23,6 @@ from bevquant_int8sim.model._operation import Operation, Operations
 from bevquant_int8sim.model._program import Ref
 from bevquant_int8sim.model._quantized_layer import quantized_layer
 from bevquant_int8sim.model._quantizers import integers_of, is_active, unsupported
-from bevquant_int8sim.model._sites import dense, pooled
 from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import WeightLayout, permute_weight
 
@@ -57,7 +57,7 @@ class _Reader(GraphValues):
             if not (node in self._constants or spec.kind == "rulebook" or is_coords(node)):
                 self._refs[node] = self._visit(node, spec)
         leaves = [self._ref(value) for value in self.graph.outputs]
-        result = nested(self.graph.result, leaves, self._sparse_output)  # may add sites
+        result = nested(self.graph.result, leaves, self._sparse_output)  # may add coordinates
         return Operations(
             operations=tuple(self.operations),
             signature=nested(
@@ -206,7 +206,7 @@ class _Reader(GraphValues):
         )  # fmt: skip
         return (made,) if "_with_indices" in str(node.target) else made
 
-    def _read_join(self, node: fx.Node, spec: OpSpec) -> Any:
+    def _read_concat(self, node: fx.Node, spec: OpSpec) -> Any:
         args = self._resolved(node.args)
         parts = args[0]
         if not all(self._is_tensor(ref) for ref in parts):
@@ -218,7 +218,7 @@ class _Reader(GraphValues):
             function=node.target, moved=tuple(ref.name for ref in parts), natural=natural,
         )  # fmt: skip
 
-    def _read_move(self, node: fx.Node, spec: OpSpec) -> Any:
+    def _read_layout_op(self, node: fx.Node, spec: OpSpec) -> Any:
         args, kwargs = self._resolved(node.args), self._resolved(node.kwargs)
         x = args[0]
         if isinstance(x, tuple):  # of an operation with several results, of which one is followed
@@ -283,14 +283,14 @@ class _Reader(GraphValues):
     def _read_sparse_layer(self, node: fx.Node, spec: OpSpec) -> Any:
         module = self.graph.module(node)
         layer = self._layer_of(node)
-        geometry, sites, out = self._walk(node.args[3])
+        geometry, coords, out = self._walk(node.args[3])
         x = self._ref(node.args[0])
         made = self._name(node)
         behind = f"{made}.sites"
         if not isinstance(layer, str) and self._is_input_of(x, layer.input):
             result = self._tensor(
-                node, "layer", made, args=(x, Ref(sites)), what=type(module).__name__,
-                layer=replace(layer, relu=False), natural=ACCUMULATORS, sites=behind,
+                node, "layer", made, args=(x, Ref(coords)), what=type(module).__name__,
+                layer=replace(layer, relu=False), natural=ACCUMULATORS, coords=behind,
             )  # fmt: skip
         else:
             weight = self._constant_value(node.args[1])
@@ -304,19 +304,19 @@ class _Reader(GraphValues):
             )  # fmt: skip
             reason = layer if isinstance(layer, str) and layer else "it is not quantized"
             result = self._float(
-                node, (x, Ref(sites)), {}, reason, module=step, what=type(module).__name__,
-                output=made, sites=behind,
+                node, (x, Ref(coords)), {}, reason, module=step, what=type(module).__name__,
+                output=made, coords=behind,
             )  # fmt: skip
         self._hosts.add(behind)
-        self._sites[out] = behind
+        self._coords[out] = behind
         return result
 
     def _read_sparse_pool(self, node: fx.Node, spec: OpSpec) -> Any:
-        geometry, sites, out = self._walk(node.args[1])
-        self._sites_at(out, None, None)
+        geometry, coords, out = self._walk(node.args[1])
+        self._coords_at(out, None, None)
         x = self._ref(node.args[0])
         kind = spec.name.rpartition(":")[2]
-        args = (x, Ref(sites), kind, self._key(node), *geometry.numbers())
+        args = (x, Ref(coords), kind, self._key(node), *geometry.numbers())
         if kind == "max_pool":
             return self._tensor(
                 node, "move", args=args, what="sparse_max_pool", function=pooled,
@@ -330,8 +330,8 @@ class _Reader(GraphValues):
     def _read_to_dense(self, node: fx.Node, spec: OpSpec) -> Any:
         features, indices, shape, batch_size = node.args[:4]
         x = self._ref(features)
-        sites = self._sites_at(indices, shape, batch_size)
-        parts = [self._site_part(sites, p) for p in ("indices", "spatial_shape", "batch_size")]
+        coords = self._coords_at(indices, shape, batch_size)
+        parts = [self._coords_part(coords, p) for p in ("indices", "spatial_shape", "batch_size")]
         return self._tensor(
             node, "move", args=(x, *parts), what="to_dense", function=dense, moved=(x.name,),
             natural=_settled(self.natural[x.name]),

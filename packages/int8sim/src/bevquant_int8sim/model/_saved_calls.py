@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bevquant_graph import layer_class
+from bevquant_int8sim.model._coords import Geometry, convolved_coords, dense, pooled
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._grid_operations import max_pool, require, resize
 from bevquant_int8sim.model._method import Method
 from bevquant_int8sim.model._opaque_call import OpaqueCall
 from bevquant_int8sim.model._operation import METADATA
 from bevquant_int8sim.model._quantizers import is_active
-from bevquant_int8sim.model._sites import Geometry, convolved_sites, dense, pooled
 
 # Attributes that a saved program may read.
 READABLE = METADATA | {"indices", "spatial_shape", "batch_size", "T", "mT", "dtype"}
@@ -42,7 +42,7 @@ _METHODS = frozenset(
     "unbind unflatten unsqueeze view".split()
 )
 _NAMED: dict[str, Callable[..., Any]] = {
-    "convolved_sites": convolved_sites,
+    "convolved_sites": convolved_coords,
     "getattr": getattr,
     "pooled": pooled,
     "require": require,

@@ -53,7 +53,8 @@ def simulate(
     from a layer to its readers, and where these want several forms the int32 accumulators are kept
     and requantized for each. A ReLU is part of the step before it, identities vanish, reshaping and
     concatenation move the integers as they are. What has no integer form runs in torch's float32
-    between dequantization and quantization and is listed in `IntegerModel.islands` with the reason.
+    between dequantization and quantization and is listed in
+    `IntegerModel.float_fallbacks` with the reason.
 
     Args:
         model: In evaluation mode, calibrated; frozen or not. It is not changed, and later changes

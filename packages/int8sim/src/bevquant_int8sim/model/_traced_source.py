@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from bevquant_graph import Graph
-from bevquant_int8sim.model._form import Demand
+from bevquant_int8sim.model._form import RequiredType
 
 __all__ = ["Source"]
 
@@ -23,4 +23,4 @@ class Source:
     """
 
     graph: Graph
-    held: Mapping[fx.Node, Mapping[Demand, str]]
+    held: Mapping[fx.Node, Mapping[RequiredType, str]]

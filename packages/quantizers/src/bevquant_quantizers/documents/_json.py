@@ -128,7 +128,7 @@ def parse_json(
     except UnicodeDecodeError as error:
         raise DocumentError(f"{begin}: it is not UTF-8") from error
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
-        raise DocumentError(f"{begin}: {_told(str(error))}") from error
+        raise DocumentError(f"{begin}: {_message_of(str(error))}") from error
     _check_bounds(raw, begin)
     return value
 
@@ -142,7 +142,7 @@ def as_form(value: Any, form: type[T] | Any, *, where: str, what: str) -> T | An
     try:
         return msgspec.convert(value, form)
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise DocumentError(f"{where} is not {a(what)}: {_told(str(error))}") from error
+        raise DocumentError(f"{where} is not {a(what)}: {_message_of(str(error))}") from error
 
 
 def _check_head(found: Mapping[str, msgspec.Raw], head: Mapping[str, Any], remedy: str) -> None:
@@ -150,9 +150,9 @@ def _check_head(found: Mapping[str, msgspec.Raw], head: Mapping[str, Any], remed
         allowed = wanted if isinstance(wanted, tuple) else (wanted,)
         value = msgspec.json.decode(found[key]) if key in found else None
         if not any(type(value) is type(one) and value == one for one in allowed):
-            told = " or ".join(map(repr, allowed))
+            choices = " or ".join(map(repr, allowed))
             then = f"; {remedy}" if remedy else ""
-            raise ValueError(f"{key} {_short(value)}, expected {told}{then}")
+            raise ValueError(f"{key} {_short(value)}, expected {choices}{then}")
 
 
 def a(what: str) -> str:
@@ -160,7 +160,7 @@ def a(what: str) -> str:
     return f"{'an' if what[:1].lower() in 'aeiou.' else 'a'} {what}"
 
 
-def _told(message: str) -> str:
+def _message_of(message: str) -> str:
     """Msgspec's message with the field first: "at quantizers[…].amax: expected `float`, …"."""
     match = _FIELD.match(message)
     if match is None:

@@ -67,7 +67,7 @@ def launched_place(environment: Mapping[str, str], program: str = "") -> Place |
     else:
         return None
     given = {name: environment[name] for name in names if name in environment}
-    told = ", ".join(f"{name}={value}" for name, value in given.items())
+    stated = ", ".join(f"{name}={value}" for name, value in given.items())
     try:
         rank, world = int(given[names[0]]), int(given[names[1]])
         local_rank = int(given.get(names[2], 0))
@@ -75,8 +75,8 @@ def launched_place(environment: Mapping[str, str], program: str = "") -> Place |
         rank, world, local_rank = -1, 0, 0
     if not 0 <= rank < world:
         raise LaunchError(
-            f"the environment has {told}: expected {names[0]} from 0 to {names[1]} − 1; start with "
-            f"{launcher}, or unset them for one process"
+            f"the environment has {stated}: expected {names[0]} from 0 to {names[1]} − 1; start "
+            f"with {launcher}, or unset them for one process"
         )
     if world == 1:
         return None
@@ -141,10 +141,10 @@ def launched(
     try:
         yield current_ranks()
     except BaseException as error:
-        told = _ending(error, current_ranks(), line, expected)
-        if told is error:
+        stated = _ending(error, current_ranks(), line, expected)
+        if stated is error:
             raise
-        raise told from error
+        raise stated from error
     else:
         line.close()
     finally:
@@ -196,7 +196,7 @@ def _ending(
         ending = line.ending or line.wait(_NEWS_OF_ALL if interrupted else _NEWS)
         if ending is not None:
             line.close(f"ended with rank {ending.rank}")
-            return ranks.told(ending)
+            return ranks.error_of(ending)
     line.close("interrupted" if interrupted else str(error) or type(error).__name__)
     silent = not ranks.first and (interrupted or isinstance(error, expected))
     return RankError(str(error), speaks=False) if silent else error

@@ -60,7 +60,7 @@ class Ending(NamedTuple):
         return 1 if self.text is None else world
 
 
-class _Said(msgspec.Struct):
+class _Message(msgspec.Struct):
     rank: int
     done: bool
     text: str | None
@@ -149,12 +149,12 @@ class Line:
         ended = False
         with peer, reader, suppress(OSError, ValueError):
             for line in reader:
-                said = parse_json(line, _Said, where="a rank's line", what="message")
-                if said.done:
+                parsed = parse_json(line, _Message, where="a rank's line", what="message")
+                if parsed.done:
                     ended = True
                     continue
-                ended |= said.rank == rank
-                self._learn(Ending(said.rank, said.text))
+                ended |= parsed.rank == rank
+                self._learn(Ending(parsed.rank, parsed.text))
         if not ended:
             self._learn(Ending(rank, None))
 
@@ -264,9 +264,9 @@ class Ranks:
         """
         ending = None if self.line is None else self.line.ending
         if ending is not None:
-            raise self.told(ending)
+            raise self.error_of(ending)
 
-    def told(self, ending: Ending) -> RankError:
+    def error_of(self, ending: Ending) -> RankError:
         """The message of the one rank that speaks: the first, or the next where it has died."""
         goes_on = "" if self.line is None else self.line.goes_on
         return RankError(

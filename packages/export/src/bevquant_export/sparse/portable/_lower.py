@@ -15,7 +15,7 @@ from bevquant_export.sparse._graph import (
     Conv,
     Fold,
     Graph,
-    Move,
+    LayoutOp,
     Node,
     Pool,
     Relu,
@@ -27,10 +27,16 @@ from bevquant_export.sparse._graph import (
 from bevquant_export.sparse._ranges import tensor_ranges
 from bevquant_export.sparse.portable._body import FLOAT, INT32, INT64
 from bevquant_export.sparse.portable._emit import Emitter
-from bevquant_export.sparse.portable._held import Accumulators, Floats, Held, Integers, Sum
 from bevquant_export.sparse.portable._outputs import LayerOutput, Outputs, Shape
-from bevquant_export.sparse.portable._sites import Sites, Surroundings
+from bevquant_export.sparse.portable._tensor_state import (
+    Accumulators,
+    Floats,
+    Integers,
+    Sum,
+    TensorState,
+)
 from bevquant_export.sparse.portable._voxel_functions import scatter_name
+from bevquant_export.sparse.portable._voxel_sets import Surroundings, VoxelSet
 from bevquant_export.sparse.portable._weights import float_matrix, integer_matrix
 
 if TYPE_CHECKING:
@@ -67,8 +73,8 @@ class _Lowering:
         self.ranges = tensor_ranges(graph)
         self.emitter = Emitter()
         self.surroundings = Surroundings(self.emitter)
-        self.held: dict[str, Held] = {}
-        self.sites: dict[str, Sites] = {}
+        self.states: dict[str, TensorState] = {}
+        self.voxel_set: dict[str, VoxelSet] = {}
         self.shapes: dict[str, Shape] = {}
         self.outputs = Outputs(self.emitter)
         self.before_relu = {node.x for node in graph.nodes if isinstance(node, Relu)}
@@ -83,8 +89,8 @@ class _Lowering:
         for node in self.graph.nodes:
             self._step(node)
             if all_layers and isinstance(node, Conv | Add | Relu):
-                held, sites = self.held[node.y], self.sites[node.y]
-                shown.append(self.outputs.layer(node, held, sites, self.shapes[node.y]))
+                state, voxel_set = self.states[node.y], self.voxel_set[node.y]
+                shown.append(self.outputs.layer(node, state, voxel_set, self.shapes[node.y]))
         results = tuple(self._result(name) for name in self.graph.outputs)
         inputs = [
             helper.make_tensor_value_info("features", FLOAT, self.shapes[self.graph.input]),
@@ -98,44 +104,44 @@ class _Lowering:
         node = next(n for n in self.graph.nodes if n.y == tensor)
         name = "output" if len(names) == 1 else f"output{names.index(tensor)}"
         name = name if tensor.isdecimal() else tensor
-        held, sites = self.held[tensor], self.sites.get(tensor)
-        return self.outputs.result(name, node, held, sites, self.shapes[tensor])
+        state, voxel_set = self.states[tensor], self.voxel_set.get(tensor)
+        return self.outputs.result(name, node, state, voxel_set, self.shapes[tensor])
 
     def _input(self) -> None:
         graph = self.graph
         first = first_on_input(graph)
         if first is None:
             raise ValueError("no convolution reads the input, so its grid is unknown")
-        sites = self.surroundings.given(first.input_spatial_shape)
-        found = self.surroundings.map_of(sites)[2]
+        voxel_set = self.surroundings.given(first.input_spatial_shape)
+        found = self.surroundings.map_of(voxel_set)[2]
         checked = self.emitter.call("DistinctVoxels", ["features", found], "features checked")[0]
-        self.sites[graph.input] = sites
+        self.voxel_set[graph.input] = voxel_set
         self.shapes[graph.input] = ("voxels", graph.channels or getattr(first, "in_channels", 0))
-        self.held[graph.input] = Floats(emitter=self.emitter, name="features", tensor=checked)
+        self.states[graph.input] = Floats(emitter=self.emitter, name="features", tensor=checked)
 
     def _step(self, node: Node) -> None:
         if isinstance(node, Conv):
-            self.held[node.y] = self._conv(node)
+            self.states[node.y] = self._conv(node)
         elif isinstance(node, Add):
-            self.held[node.y] = self._add(node)
+            self.states[node.y] = self._add(node)
         elif isinstance(node, Relu):
-            self.held[node.y] = self._relu(node)
+            self.states[node.y] = self._relu(node)
         elif isinstance(node, Concat):
-            self.held[node.y] = self._concat(node)
+            self.states[node.y] = self._concat(node)
         elif isinstance(node, Fold):
-            self.held[node.y] = self._fold(node)
+            self.states[node.y] = self._fold(node)
         elif isinstance(node, Select):
-            self.held[node.y] = self._select(node)
+            self.states[node.y] = self._select(node)
         elif isinstance(node, Pool):
-            self.held[node.y] = self._pool(node)
+            self.states[node.y] = self._pool(node)
         elif isinstance(node, Steps):
-            self.held[node.y] = self._steps(node)
+            self.states[node.y] = self._steps(node)
         elif isinstance(node, Scatter):
-            self.held[node.y] = self._scatter(node)
+            self.states[node.y] = self._scatter(node)
         else:
-            self.held[node.y] = self._move(node)
+            self.states[node.y] = self._layout_op(node)
 
-    def _stored(self, made: Held, tensor: str, node: Node) -> Held:
+    def _stored(self, made: TensorState, tensor: str, node: Node) -> TensorState:
         """`made` as the file holds the tensor."""
         if tensor not in self.ranges:
             return made
@@ -146,17 +152,17 @@ class _Lowering:
     def _floats(self, node: Node, tensor: str) -> Floats:
         return Floats(emitter=self.emitter, name=node.name, path=node.path, tensor=tensor)
 
-    def _on_voxels(self, node: Node, name: str) -> Sites:
-        if name not in self.sites:
+    def _on_voxels(self, node: Node, name: str) -> VoxelSet:
+        if name not in self.voxel_set:
             raise ValueError(f"{node.name} reads {name!r}, a dense grid; it works on voxels")
-        return self.sites[name]
+        return self.voxel_set[name]
 
-    def _conv(self, node: Conv) -> Held:
+    def _conv(self, node: Conv) -> TensorState:
         rows, made = self.surroundings.convolved(self._distinct(node), node)
-        self.sites[node.y] = made
+        self.voxel_set[node.y] = made
         self.shapes[node.y] = (made.rows, node.out_channels)
         name, emitter = node.name, self.emitter
-        x = self.held[node.x]
+        x = self.states[node.x]
         relu = node.activation == "ReLU"
         bias = emitter.constant(f"{name}.bias", node.bias.numpy())
         if node.precision != "int8" or node.input_range is None:
@@ -184,7 +190,7 @@ class _Lowering:
         )
         return self._stored(summed, node.y, node)
 
-    def _on_same_voxels(self, node: Node, *names: str) -> Sites:
+    def _on_same_voxels(self, node: Node, *names: str) -> VoxelSet:
         first, *others = (self._on_voxels(node, name) for name in names)
         for other in others:
             if other is not first:
@@ -194,11 +200,11 @@ class _Lowering:
                 )
         return first
 
-    def _concat(self, node: Concat) -> Held:
-        sites = self.sites[node.y] = self._on_same_voxels(node, *node.xs)
+    def _concat(self, node: Concat) -> TensorState:
+        voxel_set = self.voxel_set[node.y] = self._on_same_voxels(node, *node.xs)
         channels = sum(int(self.shapes[name][1]) for name in node.xs)
-        self.shapes[node.y] = (sites.rows, channels)
-        given, amax = [self.held[name] for name in node.xs], node.input_range
+        self.shapes[node.y] = (voxel_set.rows, channels)
+        given, amax = [self.states[name] for name in node.xs], node.input_range
         read = [x.floats() if amax is None else x.integers(amax) for x in given]
         joined = self.emitter.standard("Concat", read, node.name, {"axis": 1}, path=node.path)
         if amax is None:
@@ -206,45 +212,49 @@ class _Lowering:
         emitter, name, path = self.emitter, node.name, node.path
         return Integers(emitter=emitter, name=name, path=path, tensor=joined, amax=amax)
 
-    def _fold(self, node: Fold) -> Held:
-        sites = self.sites[node.y] = self._on_voxels(node, node.x)
-        self.shapes[node.y] = (sites.rows, node.channels)
+    def _fold(self, node: Fold) -> TensorState:
+        voxel_set = self.voxel_set[node.y] = self._on_voxels(node, node.x)
+        self.shapes[node.y] = (voxel_set.rows, node.channels)
         name, emitter, path = node.name, self.emitter, node.path
         per_channel = int(self.shapes[node.x][1]) // node.channels
         sizes = emitter.constant(
             f"{name}.shape", np.array((0, node.channels, per_channel), np.int64)
         )
-        x = self.held[node.x].floats()
+        x = self.states[node.x].floats()
         split = emitter.standard("Reshape", [x, sizes], f"{name}.split", path=path)
         axes = emitter.constant(f"{name}.axes", np.array([2], np.int64))
         settings = {"keepdims": 0}
         summed = emitter.standard("ReduceSum", [split, axes], name, settings, path=path)
         return self._stored(self._floats(node, summed), node.y, node)
 
-    def _select(self, node: Select) -> Held:
-        sites = self.sites[node.y] = self._on_voxels(node, node.x)
-        self.shapes[node.y] = (sites.rows, len(node.channels))
+    def _select(self, node: Select) -> TensorState:
+        voxel_set = self.voxel_set[node.y] = self._on_voxels(node, node.x)
+        self.shapes[node.y] = (voxel_set.rows, len(node.channels))
         relu = node.activation == "ReLU"
-        made = self.held[node.x].selected(node.channels, relu, node.name, node.path)
+        made = self.states[node.x].selected(node.channels, relu, node.name, node.path)
         return self._stored(made, node.y, node)
 
-    def _distinct(self, node: Conv | Pool) -> Sites:
+    def _distinct(self, node: Conv | Pool) -> VoxelSet:
         """The voxels that a layer reads, each once: those of `Steps` are checked where one does."""
-        sites = self._on_voxels(node, node.x)
-        if sites.maker not in self.unchecked:
-            return sites
-        self.unchecked.remove(sites.maker)
-        found = self.surroundings.map_of(sites)[2]
-        (once,) = self.emitter.call("DistinctCoords", [sites.voxels, found], f"{node.name}.once")
-        checked = replace(sites, voxels=once)
-        self.sites |= {name: checked for name, held in self.sites.items() if held is sites}
+        voxel_set = self._on_voxels(node, node.x)
+        if voxel_set.maker not in self.unchecked:
+            return voxel_set
+        self.unchecked.remove(voxel_set.maker)
+        found = self.surroundings.map_of(voxel_set)[2]
+        (once,) = self.emitter.call(
+            "DistinctCoords", [voxel_set.voxels, found], f"{node.name}.once"
+        )
+        checked = replace(voxel_set, voxels=once)
+        self.voxel_set |= {
+            name: checked for name, state in self.voxel_set.items() if state is voxel_set
+        }
         return checked
 
-    def _pool(self, node: Pool) -> Held:
+    def _pool(self, node: Pool) -> TensorState:
         rows, made = self.surroundings.convolved(self._distinct(node), node)
-        self.sites[node.y] = made
+        self.voxel_set[node.y] = made
         self.shapes[node.y] = (made.rows, self.shapes[node.x][1])
-        x, amax = self.held[node.x], node.input_range
+        x, amax = self.states[node.x], node.input_range
         read = x.floats() if amax is None else x.integers(amax)
         function = "MaxPool" if amax is None else "IntegerMaxPool"
         (pooled,) = self.emitter.call(function, [read, rows], node.name, path=node.path)
@@ -253,11 +263,11 @@ class _Lowering:
         emitter, name, path = self.emitter, node.name, node.path
         return Integers(emitter=emitter, name=name, path=path, tensor=pooled, amax=amax)
 
-    def _steps(self, node: Steps) -> Held:
+    def _steps(self, node: Steps) -> TensorState:
         from onnx import FunctionProto
 
         inputs = [
-            self.held[x].values_of(amax) for x, amax in zip(node.xs, node.ranges, strict=True)
+            self.states[x].values_of(amax) for x, amax in zip(node.xs, node.ranges, strict=True)
         ]
         inputs += [self._on_voxels(node, name).voxels for name in node.places]
         made = self.emitter.call_own(
@@ -266,20 +276,20 @@ class _Lowering:
         )  # fmt: skip
         rows = f"rows of {node.name}"
         if node.grid:
-            sites = self.surroundings.given(node.grid, made[1], node.name)
-            self.sites[node.y], rows = sites, sites.rows
-            self.unchecked.add(sites.maker)
+            voxel_set = self.surroundings.given(node.grid, made[1], node.name)
+            self.voxel_set[node.y], rows = voxel_set, voxel_set.rows
+            self.unchecked.add(voxel_set.maker)
         elif node.on >= 0:
-            self.sites[node.y] = self._on_voxels(node, node.inputs[node.on])
-            rows = self.sites[node.y].rows
+            self.voxel_set[node.y] = self._on_voxels(node, node.inputs[node.on])
+            rows = self.voxel_set[node.y].rows
         self.shapes[node.y] = (rows, node.channels)
         return self._stored(self._floats(node, made[0]), node.y, node)
 
-    def _add(self, node: Add) -> Held:
-        self.sites[node.y] = self._on_same_voxels(node, node.x, node.other)
+    def _add(self, node: Add) -> TensorState:
+        self.voxel_set[node.y] = self._on_same_voxels(node, node.x, node.other)
         self.shapes[node.y] = self.shapes[node.x]
-        x, other = self.held[node.x], self.held[node.other]
-        made: Held
+        x, other = self.states[node.x], self.states[node.other]
+        made: TensorState
         if node.precision != "int8" or node.range_x is None or node.range_other is None:
             inputs = [x.floats(), other.floats()]
             tensor = self.emitter.standard("Add", inputs, node.name, path=node.path)
@@ -297,42 +307,42 @@ class _Lowering:
         # A sum that a Relu reads is rounded once, behind it.
         return made if node.y in self.before_relu else self._stored(made, node.y, node)
 
-    def _relu(self, node: Relu) -> Held:
-        self.sites[node.y] = self._on_voxels(node, node.x)
+    def _relu(self, node: Relu) -> TensorState:
+        self.voxel_set[node.y] = self._on_voxels(node, node.x)
         self.shapes[node.y] = self.shapes[node.x]
-        summed = self.held[node.x]
+        summed = self.states[node.x]
         if isinstance(summed, Sum):
             return self._stored(summed.behind_relu(node.name, node.path), node.y, node)
         tensor = self.emitter.standard("Relu", [summed.floats()], node.name, path=node.path)
         return self._stored(self._floats(node, tensor), node.y, node)
 
-    def _scatter(self, node: Scatter) -> Held:
-        sites = self._on_voxels(node, node.x)
-        inputs = [self.held[node.x].floats(), sites.voxels, "batch_size"]
+    def _scatter(self, node: Scatter) -> TensorState:
+        voxel_set = self._on_voxels(node, node.x)
+        inputs = [self.states[node.x].floats(), voxel_set.voxels, "batch_size"]
         turn = self._turn_behind(node)
         if turn is not None:
             self.turned.add(turn.y)
         name = scatter_name((0, 1, 2) if turn is None else tuple(d - 2 for d in turn.dims[2:]))
-        settings = {"spatial_shape": sites.grid}
+        settings = {"spatial_shape": voxel_set.grid}
         tensor = self.emitter.call(name, inputs, node.name, settings, path=node.path)[0]
-        self.shapes[node.y] = ("batch", self.shapes[node.x][1], *sites.grid)
+        self.shapes[node.y] = ("batch", self.shapes[node.x][1], *voxel_set.grid)
         return self._floats(node, tensor)
 
-    def _turn_behind(self, node: Scatter) -> Move | None:
+    def _turn_behind(self, node: Scatter) -> LayoutOp | None:
         """The Transpose of the grid's axes that alone reads what a Scatter makes."""
         readers = [other for other in self.graph.nodes if node.y in other.inputs]
         if node.y in self.graph.outputs or len(readers) != 1:
             return None
         (reader,) = readers
-        if not isinstance(reader, Move) or reader.op != "Transpose":
+        if not isinstance(reader, LayoutOp) or reader.op != "Transpose":
             return None
         of_the_grid = sorted(reader.dims) == list(range(5)) and reader.dims[:2] == (0, 1)
         return reader if of_the_grid else None
 
-    def _move(self, node: Move) -> Held:
-        if node.x in self.sites:
+    def _layout_op(self, node: LayoutOp) -> TensorState:
+        if node.x in self.voxel_set:
             raise ValueError(f"{node.name} reads {node.x!r}, voxels; it works on a dense grid")
-        shape, x = self.shapes[node.x], self.held[node.x].floats()
+        shape, x = self.shapes[node.x], self.states[node.x].floats()
         if node.op == "Transpose":
             if len(node.dims) != len(shape) or node.dims[0] != 0:
                 raise ValueError(f"{node.name}: dims {node.dims} of {len(shape)} axes, batch first")
@@ -349,7 +359,7 @@ class _Lowering:
         return self._floats(node, tensor)
 
 
-def _reshaped(node: Move, shape: Shape) -> tuple[int, ...]:
+def _reshaped(node: LayoutOp, shape: Shape) -> tuple[int, ...]:
     """Sizes of a frame behind a reshape."""
     sizes = [int(size) for size in shape[1:]]
     dims = list(node.dims[1:])

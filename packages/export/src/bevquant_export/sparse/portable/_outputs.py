@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from bevquant_export.sparse._graph import Node
 from bevquant_export.sparse.portable._body import FLOAT, INT8, INT32
 from bevquant_export.sparse.portable._emit import Emitter
-from bevquant_export.sparse.portable._held import Held, Integers
-from bevquant_export.sparse.portable._sites import Sites
+from bevquant_export.sparse.portable._tensor_state import Integers, TensorState
+from bevquant_export.sparse.portable._voxel_sets import VoxelSet
 
 Shape = tuple[int | str, ...]
 
@@ -45,30 +45,34 @@ class Outputs:
         self.emitter = emitter
         self._coords = {"input": "coords"}
 
-    def layer(self, node: Node, held: Held, sites: Sites, shape: Shape) -> LayerOutput:
+    def layer(
+        self, node: Node, state: TensorState, voxel_set: VoxelSet, shape: Shape
+    ) -> LayerOutput:
         """What a node on voxels made, under its name: int8 where it is held so, else floats."""
-        amax = held.amax if isinstance(held, Integers) else None
+        amax = state.amax if isinstance(state, Integers) else None
         if amax is None:
-            self._give(held.floats(), node.name, FLOAT, shape)
+            self._give(state.floats(), node.name, FLOAT, shape)
         else:
-            (made,) = self.emitter.call("Int8", [held.integers(amax)], f"{node.name}.signed")
+            (made,) = self.emitter.call("Int8", [state.integers(amax)], f"{node.name}.signed")
             self._give(made, node.name, INT8, shape)
-        if sites.maker not in self._coords:
-            self._coords[sites.maker] = self._voxels(sites, f"{sites.maker}.coords")
-        return LayerOutput(node, node.name, amax, self._coords[sites.maker], sites.grid)
+        if voxel_set.maker not in self._coords:
+            self._coords[voxel_set.maker] = self._voxels(voxel_set, f"{voxel_set.maker}.coords")
+        return LayerOutput(node, node.name, amax, self._coords[voxel_set.maker], voxel_set.grid)
 
     def result(
-        self, name: str, node: Node, held: Held, sites: Sites | None, shape: Shape
+        self, name: str, node: Node, state: TensorState, voxel_set: VoxelSet | None, shape: Shape
     ) -> LayerOutput:
         """A result of the graph in floats, and its voxels where it is sparse."""
-        self._give(held.floats(), name, FLOAT, shape)
-        if sites is None:
+        self._give(state.floats(), name, FLOAT, shape)
+        if voxel_set is None:
             return LayerOutput(node, name, None, "", ())
-        return LayerOutput(node, name, None, self._voxels(sites, f"{name}.coords"), sites.grid)
+        return LayerOutput(
+            node, name, None, self._voxels(voxel_set, f"{name}.coords"), voxel_set.grid
+        )
 
-    def _voxels(self, sites: Sites, name: str) -> str:
-        cast = self.emitter.standard("Cast", [sites.voxels], f"{name}.int32", {"to": INT32})
-        self._give(cast, name, INT32, (sites.rows, 4))
+    def _voxels(self, voxel_set: VoxelSet, name: str) -> str:
+        cast = self.emitter.standard("Cast", [voxel_set.voxels], f"{name}.int32", {"to": INT32})
+        self._give(cast, name, INT32, (voxel_set.rows, 4))
         return name
 
     def _give(self, tensor: str, name: str, kind: int, shape: Sequence[int | str]) -> None:

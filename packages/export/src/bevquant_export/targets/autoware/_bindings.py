@@ -108,8 +108,8 @@ def _ports(model: onnx.ModelProto, stages: Mapping[str, Any]) -> Iterator[Findin
 def _bounds(props: Mapping[str, str]) -> Iterator[Finding]:
     """Voxels of layers, as far as the file says."""
     try:
-        said = json.loads(props.get("bevquant_voxel_bounds", "{}"))
-        large = {str(k): int(v) for k, v in said.items() if int(v) > MOST_VOXELS}
+        stated = json.loads(props.get("bevquant_voxel_bounds", "{}"))
+        large = {str(k): int(v) for k, v in stated.items() if int(v) > MOST_VOXELS}
     except (ValueError, TypeError, AttributeError, RecursionError, OverflowError):
         return
     for name, count in large.items():

@@ -197,13 +197,13 @@ class _Contract:
 
     def _again(self, node: Node, geometry: dict[str, list[int]]) -> Iterator[Finding]:
         subm = node.integer("subm")
-        told = {k: v for k, v in geometry.items() if not (subm and k in ("padding", "stride"))}
-        key = self._sites(node.input(0)), json.dumps([told, subm])
+        settings = {k: v for k, v in geometry.items() if not (subm and k in ("padding", "stride"))}
+        key = self._coords_of(node.input(0)), json.dumps([settings, subm])
         first = self.made.setdefault(key, node.name)
         if first != node.name:
             yield REPEATED.found(node.name, f"{quoted(first)} makes the same pairs")
 
-    def _sites(self, name: str) -> str:
+    def _coords_of(self, name: str) -> str:
         """The tensor that first held these voxels: a submanifold layer hands them on."""
         maker = self.graph.producer(name, _PAIR_OP)
         seen = set()
@@ -216,7 +216,7 @@ class _Contract:
         return name
 
     def _chain(self, node: Node, geometry: dict[str, list[int]]) -> Iterator[Finding]:
-        name = self._sites(node.input(0))
+        name = self._coords_of(node.input(0))
         before = self._made_by(name)
         grid = geometry.get("spatial_shape")
         if before is None or grid is None:

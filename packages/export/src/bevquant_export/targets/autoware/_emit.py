@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bevquant_export.sparse._graph import Add, Conv, Graph, Move, Node, Relu, Scatter
+from bevquant_export.sparse._graph import Add, Conv, Graph, LayoutOp, Node, Relu, Scatter
 from bevquant_export.targets.autoware._plugin import DOMAIN, MOST_VOXELS, SLOTS, quantized_weight
 
 if TYPE_CHECKING:
@@ -79,10 +79,13 @@ class GraphWriter:
         )
         bounds = {n.path: n.output_bound for n in self.graph.nodes if isinstance(n, Conv)}
         columns = ",".join(map(str, self.permutation))
-        said = {"bevquant_voxel_bounds": json.dumps(bounds), "rulebook_coors_permutation": columns}
+        properties = {
+            "bevquant_voxel_bounds": json.dumps(bounds),
+            "rulebook_coors_permutation": columns,
+        }
         if self.rulebook_inputs:
-            said["rulebook_stages"] = json.dumps(self.stages, separators=(",", ":"))
-        helper.set_model_props(proto, said)
+            properties["rulebook_stages"] = json.dumps(self.stages, separators=(",", ":"))
+        helper.set_model_props(proto, properties)
         return proto
 
     def _entry(self) -> None:
@@ -131,8 +134,8 @@ class GraphWriter:
             self.coords[node.y] = self.coords[node.x]
         elif isinstance(node, Scatter):
             self._scatter(node)
-        elif isinstance(node, Move):
-            self._move(node)
+        elif isinstance(node, LayoutOp):
+            self._layout_op(node)
 
     def _conv(self, node: Conv) -> None:
         from onnx import TensorProto
@@ -252,7 +255,7 @@ class GraphWriter:
         filled = self._node("ScatterND", [empty, places, self.names[node.x]], [f"{base}.filled"])
         self.names[node.y] = self._node("Transpose", [filled], [base], perm=[0, 4, 1, 2, 3])
 
-    def _move(self, node: Move) -> None:
+    def _layout_op(self, node: LayoutOp) -> None:
         made = self._unique(f"{node.path or node.name}.{node.op.lower()}")
         x = self.names[node.x]
         if node.op == "Transpose":

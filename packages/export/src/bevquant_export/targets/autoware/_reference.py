@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bevquant_export.lint._read import load_model
 from bevquant_export.sparse._compare import LayerDifference, counted
-from bevquant_export.sparse._graph import Add, Conv, Graph, Move, Relu, Scatter
+from bevquant_export.sparse._graph import Add, Conv, Graph, LayoutOp, Relu, Scatter
 from bevquant_export.sparse._reference import Made
 from bevquant_export.sparse._voxels import Voxels, convolved
 from bevquant_export.targets.autoware._plugin import (
@@ -228,13 +228,13 @@ def _rulebooks(model: Any, coors: Array) -> dict[str, Array]:
 
     from onnx import helper
 
-    said = {p.key: p.value for p in model.metadata_props}
-    if "rulebook_stages" not in said:
+    properties = {p.key: p.value for p in model.metadata_props}
+    if "rulebook_stages" not in properties:
         return {}
-    columns = [int(n) for n in said["rulebook_coors_permutation"].split(",")]
+    columns = [int(n) for n in properties["rulebook_coors_permutation"].split(",")]
     rows = np.column_stack([np.zeros(len(coors), np.int32), coors[:, columns]]).astype(np.int32)
     feeds: dict[str, Array] = {}
-    for stage in json.loads(said["rulebook_stages"]):
+    for stage in json.loads(properties["rulebook_stages"]):
         base = stage.pop("onnx_base")
         node = helper.make_node(
             "GetIndicePairsImplicitGemm", ["i"], [*SLOTS, "n"], domain=DOMAIN,
@@ -357,7 +357,7 @@ def _simulated(
             here = voxels[node.x]
             held[node.y] = to_dense(x, here.indices, here.spatial_shape, 1)
         else:
-            assert isinstance(node, Move)
+            assert isinstance(node, LayoutOp)
             turns = node.op == "Transpose"
             held[node.y] = x.permute(node.dims) if turns else x.reshape(1, *node.dims[1:])
     nowhere = torch.empty(0)

@@ -1,0 +1,376 @@
+"""A run as a page, as pictures and as a summary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bev_data.metrics import Accuracy, AgreementRow, points, span
+from bev_data.points import Frame
+from bev_data.tables import finite, or_dash, plural
+from bevfusion.deployment import ExportedSet
+from bevfusion.model import BEVFusionConfig
+from bevfusion.model.head import Detections
+from bevfusion.quantization import QuantizationEvaluation
+from bevfusion_quant.bpu_outcome import BpuOutcome
+from bevfusion_quant.frames import FrameBatches
+from bevfusion_quant.integer import Simulation
+from bevfusion_quant.pages._content import (
+    ReportBoxes,
+    ReportContent,
+    ReportFigure,
+    ReportScene,
+    ReportStage,
+    check,
+)
+from bevfusion_quant.pages._format import decibels, memory, seconds
+from bevfusion_quant.pages._page import Section, write_page
+from bevfusion_quant.pages._sections import run_sections
+from bevfusion_quant.run import PAGE_FILE, RunRecord
+from bevfusion_quant.saved_run import ModelSettings
+
+Figure = dict[str, Any]
+
+
+def head(content: ReportContent) -> Section:
+    """Title, what was compared, headline figures, the command."""
+    about = [content.config and f"config {content.config}"]
+    frames = list(content.frames)
+    if frames:
+        named = ", ".join(frames[:3]) + (" …" if len(frames) > 3 else "")
+        about.append(f"{plural(len(frames), 'frame')}: {named}")
+    data = {
+        "title": content.title,
+        "about": " · ".join(a for a in about if a),
+        "low": content.low_sqnr_db,
+        "stages": [
+            {"name": stage.name, "sqnr_db": stage.sqnr_db, "cosine": stage.cosine}
+            for stage in content.stages
+        ],
+        "figures": list(_figures(content)),
+        "command": content.command,
+    }
+    return Section("head_run", content.title, data)
+
+
+def _figure(label: str, value: str, note: str = "", low: bool = False) -> Figure:
+    """A figure and a note below it, whose end may be made a link: `link`, to the id `href`."""
+    return {"label": label, "value": value, "note": note, "low": low, "href": "", "link": ""}
+
+
+def _figures(content: ReportContent) -> Iterator[Figure]:
+    output = next((row for row in content.layers if row.layer == "output"), None)
+    if output is not None:
+        known = finite(output.cosine)
+        cosine = "" if known is None else f"cosine {known:.5f}"
+        yield _figure("SQNR of the output", decibels(output.sqnr_db), cosine)
+    if content.layers:
+        yield _low_layers(content)
+    if content.quantizers:
+        weights = sum(q.is_weight for q in content.quantizers)
+        shared = sum(len(q.paths) > 1 for q in content.quantizers)
+        note = f"{weights} of weights, {shared} shared"
+        yield _figure("Quantizers", f"{len(content.quantizers):,}", note)
+    if content.accuracy is not None:
+        yield _mean_ap(content.accuracy)
+    if content.integers is not None:
+        yield _departure(content.integers)
+    if content.bpu is not None:
+        yield from _bpu(content.bpu)
+    for more in content.figures:
+        yield _figure(more.label, more.value, more.note)
+    if "total" in content.seconds:
+        yield _figure("Time", seconds(content.seconds["total"]))
+    if content.peak_memory_mib is not None:
+        yield _figure("Peak memory", memory(content.peak_memory_mib))
+
+
+def _low_layers(content: ReportContent) -> Figure:
+    """How many are low, and the layer of lowest SQNR, linked to its row."""
+    known = [
+        (decibel, index)
+        for index, row in enumerate(content.layers)
+        if (decibel := finite(row.sqnr_db)) is not None
+    ]
+    low = sum(decibel < content.low_sqnr_db for decibel, _ in known)
+    figure = _figure(
+        f"Layers below {content.low_sqnr_db:g} dB", f"{low} of {len(content.layers)}", low=bool(low)
+    )
+    if known:
+        decibel, index = min(known)
+        short = ".".join(content.layers[index].layer.split(".")[-3:])
+        worst = f"worst {decibels(decibel)} at "
+        figure |= {"note": worst, "href": f"layer-{index}", "link": short}
+    return figure
+
+
+def _mean_ap(accuracy: Accuracy) -> Figure:
+    """Mean average precision of the last model, against the first."""
+    first, last = accuracy.models[0], accuracy.models[-1]
+    note = f"{first.model} {points(first.metrics.mean_ap)}"
+    if last.difference is not None and last.difference.mean_ap is not None:
+        note += f"; difference {100 * last.difference.mean_ap:+.2f}"
+        if last.difference.interval is not None:
+            note += f" ({span(last.difference.interval, signed=True)})"
+    return _figure(f"mAP, {last.model}, of 100", points(last.metrics.mean_ap), note)
+
+
+def _departure(simulation: Simulation) -> Figure:
+    """Where integer and fake-quantized results part."""
+    first, layers = simulation.first_departure, simulation.layers
+    most = max((row.forced_max_steps or 0 for row in layers), default=0)
+    title, low = "Integer against fake-quantized, same inputs", bool(simulation.wrong)
+    if first is None:
+        note = "no layer departs by more than one step"
+        return _figure(title, plural(most, "step"), note, low)
+    short = ".".join(first.path.split(".")[-3:])
+    figure = _figure(title, plural(most, "step"), "departs first: ", low)
+    after = f", up to {first.max_steps} steps"
+    return {**figure, "href": f"integer-{layers.index(first)}", "link": short, "after": after}
+
+
+def _bpu(outcome: BpuOutcome) -> Iterator[Figure]:
+    """Bytes between BPU and CPU, and the estimate of the BPU's time."""
+    boundaries = len(outcome.plan.boundaries)
+    note = f"of integers in a frame, {boundaries} boundaries"
+    size = f"{(outcome.plan.transfer_bytes or 0) / 1e6:.3g}"
+    yield _figure("Between BPU and CPU", f"{size} MB", note)
+    estimates = outcome.estimates.values()
+    total = sum(estimate.seconds for estimate in estimates)
+    chip = next(iter(estimates)).figures.chip
+    note = f"one core of {chip}; from public figures, no measurement"
+    yield _figure("Estimated on the BPU", f"{total * 1e3:,.1f} ms", note)
+
+
+def write_report(path: Path | str, content: ReportContent) -> Path:
+    """Write the page, whole or not at all; the same content gives the same bytes.
+
+    The file holds its style, scripts, pictures and numbers; its content security policy forbids
+    every request and every script but its own. Whatever the content names is escaped.
+
+    Args:
+        path: The file to write; a file already there is replaced.
+        content: What to show.
+
+    Returns:
+        `path`.
+
+    Raises:
+        ValueError: Arrays of the wrong shape, maps of one stage that differ in shape, two stages of
+            one name; nothing is written then.
+
+    Examples:
+        >>> import tempfile
+        >>> from bevfusion_quant.pages import ReportContent
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     page = write_report(Path(folder) / "report.html", ReportContent("demo"))
+        ...     page.read_text(encoding="utf-8")[:15]
+        '<!doctype html>'
+    """
+    check(content)
+    return write_page(path, content.title, head(content), run_sections(content))
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluatedRun:
+    """A run whose models were judged frame by frame, as it is drawn and written down.
+
+    Args:
+        record: Of the run.
+        config: Sizes.
+        batches: The frames; the first is shown.
+        evaluation: What was measured.
+        records: `fusion`, `quantization` and `calibration`, as far as the run did them.
+        simulation: What running in integers gave, if the run did that.
+        bpu: Of a run for a BPU: what runs where, and how it compares.
+        accuracy: How well the models find what is labelled.
+        exported: The ONNX files that the run wrote.
+    """
+
+    record: RunRecord
+    config: BEVFusionConfig
+    batches: FrameBatches
+    evaluation: QuantizationEvaluation
+    records: Mapping[str, Any] = field(default_factory=dict)
+    simulation: Simulation | None = None
+    bpu: BpuOutcome | None = None
+    accuracy: Accuracy | None = None
+    exported: ExportedSet | None = None
+
+    def draw(self, stage: str) -> None:
+        """bev.png (the frame, and one stage in float, quantized and their difference), layers.png.
+
+        Args:
+            stage: Of `evaluation.stages`, by name.
+        """
+        from bevfusion.pictures import bev_picture, layer_picture
+
+        with self.record.step("draw"):
+            maps = next(maps for maps in self.evaluation.stages if maps.row.stage == stage)
+            points, kind = _scene_points(self.batches.first_frame)
+            points = points[_inside(points, self.config.lidar.point_cloud_range)]
+            bev_picture(self.record.folder, self.config.lidar, points, kind, maps)
+            layer_picture(self.record.folder, self.evaluation.layers)
+
+    def write_page(self, settings: Mapping[str, object]) -> None:
+        """report.html.
+
+        Args:
+            settings: What decides the result; without `weights` they were random.
+        """
+        evaluation = self.evaluation
+        with self.record.step("page"):
+            content = ReportContent(
+                title=self.record.path.name,
+                config=self.config.name,
+                frames=self.batches.frame_names,
+                figures=[_weights(settings), *_agreement_figures(evaluation.agreement)],
+                scene=_scene(self.config, self.batches, evaluation, self.simulation),
+                stages=_stages(self.config, evaluation),
+                layers=evaluation.layers,
+                quantizers=evaluation.values,
+                integers=self.simulation,
+                bpu=self.bpu,
+                accuracy=self.accuracy,
+                export=self.exported,
+                **self.record.on_page(settings),
+                **self.records,
+            )
+            write_report(self.record.folder / PAGE_FILE, content)
+
+    def write_summary(self, entries: Mapping[str, Any]) -> tuple[dict[str, float], float]:
+        """summary.json: what is told, then all that was found.
+
+        Returns:
+            Seconds by step, and the peak memory in MiB.
+        """
+        found: dict[str, Any] = {"integers": self.simulation, "export": self.exported}
+        found |= {"bpu": self.bpu, "accuracy": self.accuracy}
+        summaries = {name: value.summary() for name, value in found.items() if value is not None}
+        tables = {**self.records, **self.evaluation.summary()}
+        listed = {"frames": self.batches.listed()}
+        return self.record.write_summary({**listed, **entries, **tables, **summaries})
+
+
+def write_found(
+    record: RunRecord,
+    settings: Mapping[str, Any],
+    ran: ModelSettings,
+    run: str | Path,
+    batches: FrameBatches,
+    **found: Any,
+) -> tuple[dict[str, float], float]:
+    """Settings, page and summary of a command that asked one thing of a finished run.
+
+    Args:
+        record: Of the folder that is written.
+        settings: What decides the result.
+        ran: The settings of the run.
+        run: Where it lies.
+        batches: The frames.
+        found: What was found, by the field of `ReportContent` that takes it.
+
+    Returns:
+        Seconds by step, and the peak memory in MiB.
+    """
+    record.write_settings({"evaluates": str(run), "run_sha256": ran.sha256, **settings})
+    frames = batches.frame_names
+    with record.step("page"):
+        page = ReportContent(
+            title=record.path.name,
+            config=ran.config,
+            frames=frames,
+            **found,
+            **record.on_page(settings),
+        )
+        write_report(record.folder / PAGE_FILE, page)
+    summaries = {name: value.summary() for name, value in found.items()}
+    return record.write_summary({**settings, "frames": frames, **summaries})
+
+
+def _scene_points(frame: Frame) -> tuple[npt.NDArray[np.float32], str]:
+    """Points of a frame, float32 [n, 3] in metres, or its voxels' mean points; and which."""
+    if frame.points is not None:
+        return frame.points[:, :3], "points"
+    assert frame.voxels is not None
+    return frame.voxels.features[:, :3], "voxels"
+
+
+def _inside(points: npt.NDArray[np.float32], limits: tuple[float, ...]) -> npt.NDArray[np.bool_]:
+    low, high = np.array(limits[:3]), np.array(limits[3:])
+    within = (points >= low) & (points < high)
+    inside: npt.NDArray[np.bool_] = np.logical_and.reduce(within, axis=1)
+    return inside
+
+
+def _scene(
+    config: BEVFusionConfig,
+    batches: FrameBatches,
+    evaluation: QuantizationEvaluation,
+    simulation: Simulation | None,
+) -> ReportScene:
+    frame = batches.first_frame
+    points, kind = _scene_points(frame)
+    labels = frame.labels
+    found = evaluation.detections
+    integers = None if simulation is None else simulation.detections
+    classes = config.head.classes
+    return ReportScene(
+        name=frame.name,
+        points=points[_inside(points, config.lidar.point_cloud_range)],
+        extent=config.lidar.extent,
+        kind=kind,
+        labels=None if labels is None else ReportBoxes(labels.boxes, labels.names),
+        float_detections=None if found is None else _boxes(found[0], classes),
+        quantized_detections=None if found is None else _boxes(found[1], classes),
+        integer_detections=None if integers is None else _boxes(integers, classes),
+        cameras=batches.used_cameras(frame),
+    )
+
+
+def _boxes(found: Detections, classes: Sequence[str]) -> ReportBoxes:
+    return ReportBoxes(found.boxes, [classes[n] for n in found.labels], found.scores)
+
+
+def _stages(config: BEVFusionConfig, evaluation: QuantizationEvaluation) -> list[ReportStage]:
+    return [
+        ReportStage(
+            name=maps.row.stage,
+            title=maps.row.title,
+            float_map=maps.float_map,
+            quantized_map=maps.quantized_map,
+            difference_map=maps.difference_map,
+            extent=None if maps.is_image else config.lidar.extent,
+            quantity=maps.quantity,
+            difference_quantity=maps.difference_quantity,
+            sqnr_db=maps.row.sqnr_db,
+            cosine=maps.row.cosine,
+        )
+        for maps in evaluation.stages
+    ]
+
+
+def _weights(settings: Mapping[str, object]) -> ReportFigure:
+    source = settings.get("weights")
+    if source is not None:
+        return ReportFigure("Weights", Path(str(source)).name)
+    return ReportFigure(
+        "Weights", "random", "errors grow from layer to layer as they do in no trained model"
+    )
+
+
+def _agreement_figures(rows: Sequence[AgreementRow]) -> list[ReportFigure]:
+    return [
+        ReportFigure(
+            f"Detections within {row.distance:g} m",
+            f"{row.matched / row.float_detections:.1%}" if row.float_detections else "–",
+            f"{row.matched} of the float model's {row.float_detections}, same class; scores differ "
+            f"by {or_dash(row.score_mean, '.4f')} on average",
+        )
+        for row in rows[-1:]
+    ]

@@ -1,0 +1,275 @@
+"""Everything that is measured on a float and a quantized model, and its tables for the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import nn
+
+import bevquant_int8sim
+import bevquant_qnn
+from bev_data.metrics import AccuracyAccumulator, AgreementRow, FoundRow, record_table
+from bevfusion.evaluation import (
+    FrameBatches,
+    ModelAccumulators,
+    detections_of,
+    detections_record,
+    note_of,
+    note_record,
+)
+from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
+from bevfusion.model.head import Detections
+from bevfusion.quantization._stage_maps import StageMaps, StageRow, stage_probes, whole_output
+from bevquant_qnn import LayerComparison, LayerRow
+from bevquant_quantizers import QuantizerRow, QuantizerValues, watching_quantizers
+from bevquant_quantizers.ranks import Record, Shards, in_order
+
+Pair = Callable[[int, Any, Any], None]
+
+
+class Comparison(NamedTuple):
+    """Rows of the layer table, the stages, and both models' output for the first batch.
+
+    The outputs are None in a process that another one spared the first batch.
+    """
+
+    rows: list[LayerRow]
+    stages: list[StageMaps]
+    wanted: Any
+    got: Any
+
+
+def compare_layers(
+    float_model: nn.Module,
+    quantized_model: nn.Module,
+    batches: Iterable[Batch],
+    each: Pair | None = None,
+) -> Comparison:
+    """`bevquant_qnn.compare_layers` of a detector, with its stages.
+
+    Args:
+        float_model: The folded float model.
+        quantized_model: The calibrated model made from it.
+        batches: At least one; every batch is run through both models.
+        each: Called with the batch's index and both models' output, batch after batch.
+
+    Returns:
+        Rows pooled over all batches. The row `output` is the bird's-eye view that the model
+        answers, or the head's heatmap.
+    """
+    comparison = DetectorComparison(float_model, quantized_model)
+    with comparison.watching():
+        for index, batch in enumerate(batches):
+            record, wanted, got = comparison.run(index, batch)
+            comparison.add(record)
+            if each is not None:
+                each(index, wanted, got)
+    return comparison.result()
+
+
+class DetectorComparison:
+    """`compare_layers` frame by frame: what one frame gave is a record, and records are added up.
+
+    Args:
+        float_model: The folded float model.
+        quantized_model: The calibrated model made from it.
+        integers: The comparison of both with the integer model, which then goes on beside them and
+            reads what their layers return.
+
+    Attributes:
+        quantizers: What each quantizer was handed in the first batch; empty in a process that
+            another one spared that.
+    """
+
+    def __init__(
+        self,
+        float_model: nn.Module,
+        quantized_model: nn.Module,
+        integers: bevquant_int8sim.LayerComparison | None = None,
+    ) -> None:
+        self.quantizers: list[QuantizerValues] = []
+        self._quantized, self._stages = quantized_model, stage_probes(quantized_model)
+        self._layers = LayerComparison(
+            float_model,
+            quantized_model,
+            output=whole_output,
+            watch={stage.path: stage.compare for stage in self._stages},
+            beside=integers,
+        )
+        self.watching = self._layers.watching
+        self._kind = ""
+        self._first: tuple[Any, Any] = (None, None)
+
+    def run(self, index: int, batch: Batch) -> tuple[dict[str, Any], Any, Any]:
+        """Run both models on a batch; a record of arrays, and the two outputs."""
+        first = index == 0
+        for stage in self._stages:
+            stage.start(draws=first)
+        with ExitStack() as stack:
+            if first:
+                self.quantizers = stack.enter_context(watching_quantizers(self._quantized))
+            record, wanted, got = self._layers.run(batch)
+        if first:
+            self._first = wanted, got
+        record |= {
+            "stages.sums": np.array([s.frame_sums.as_sums() for s in self._stages], np.float64),
+            "stages.channels": np.array([s.channels for s in self._stages], np.int64),
+            "heatmap": np.array(isinstance(wanted, dict)),
+        }
+        return record, wanted, got
+
+    def add(self, record: Record) -> None:
+        """Add a frame's record; frames come in their order."""
+        self._layers.add(record)
+        for stage, sums, channels in zip(
+            self._stages, record["stages.sums"], record["stages.channels"], strict=True
+        ):
+            stage.add_sums(sums, int(channels))
+        self._kind = "heatmap" if record["heatmap"] else "bird's-eye view"
+
+    def result(self) -> Comparison:
+        """Rows and stages over the frames added.
+
+        Raises:
+            ValueError: None were.
+        """
+        *rows, output = self._layers.rows()
+        stages = [stage.result() for stage in self._stages]
+        return Comparison([*rows, replace(output, kind=self._kind)], stages, *self._first)
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizationEvaluation:
+    """How far the quantized model is from the float one.
+
+    Attributes:
+        layers: The layer table, pooled over all frames.
+        stages: Maps of the first frame and figures over all frames, stage by stage.
+        values: What each quantizer saw on the first frame; empty but on the first rank.
+        agreement: How well the detections agree; empty without a head.
+        found: How many labelled objects both find; empty without a head or labels.
+        detections: Float and quantized ones of the first frame; None without a head.
+        float_detections: The float model's, frame by frame; empty without a head.
+        wanted: The float model's output for the first frame; None but on the first rank.
+    """
+
+    layers: list[LayerRow]
+    stages: list[StageMaps]
+    values: list[QuantizerValues]
+    agreement: list[AgreementRow]
+    found: list[FoundRow]
+    detections: tuple[Detections, Detections] | None
+    float_detections: list[Detections]
+    wanted: Any
+
+    @property
+    def quantizers(self) -> list[QuantizerRow]:
+        """What each quantizer saw, as one line."""
+        return [QuantizerRow.of(values) for values in self.values]
+
+    @property
+    def stage_rows(self) -> list[StageRow]:
+        """The stages without their maps."""
+        return [stage.row for stage in self.stages]
+
+    def summary(self) -> dict[str, Any]:
+        """The tables, for summary.json."""
+        return {
+            "layers": self.layers,
+            "stages": self.stage_rows,
+            "agreement": self.agreement,
+            "labels_found": self.found,
+            "quantizers": self.quantizers,
+        }
+
+
+_MODELS = ("float", "quantized")
+
+
+def evaluate_quantized(
+    float_model: BEVFusion,
+    quantized_model: BEVFusion,
+    batches: FrameBatches,
+    config: BEVFusionConfig,
+    accuracy: AccuracyAccumulator | None = None,
+    shards: Shards | None = None,
+    integers: bevquant_int8sim.LayerComparison | None = None,
+) -> QuantizationEvaluation:
+    """Compare layers, stages and detections over all batches; watch the quantizers on the first.
+
+    Several ranks share the batches and each gets the tables, the bits of one process.
+
+    Args:
+        float_model: The folded float model.
+        quantized_model: The calibrated model made from it.
+        batches: At least one.
+        config: Sizes.
+        accuracy: Is handed both models' detections, as "float" and "quantized".
+        shards: Keeps what is finished while several ranks work.
+        integers: Of the two models with the integer one; gets the batches too, in the same walk.
+    """
+    accumulators = ModelAccumulators(config, accuracy)
+    has_head = "head" in float_model.parts
+    comparison = DetectorComparison(float_model, quantized_model, integers)
+
+    def run(index: int) -> dict[str, Any]:
+        record, *outputs = comparison.run(index, batches[index])
+        record |= note_record(batches.note(index))
+        if has_head:
+            for who, output in zip(_MODELS, outputs, strict=True):
+                record |= detections_record(who, float_model.head.decode(output)[0])
+        return record
+
+    with comparison.watching():
+        for index, record in in_order("compare", len(batches), run, shards, anew=1):
+            comparison.add(record)
+            note = note_of(record)
+            batches.learn(index, note)
+            if has_head:
+                found = {who: detections_of(who, record) for who in _MODELS}
+                accumulators.add(index, note.name, found, note.labels)
+    rows, stages, wanted, _ = comparison.result()
+    agreement, labels_found = accumulators.rows("quantized")
+    first = accumulators.first
+    return QuantizationEvaluation(
+        rows,
+        stages,
+        comparison.quantizers,
+        agreement,
+        labels_found,
+        (first["float"], first["quantized"]) if first else None,
+        accumulators.float_detections,
+        wanted,
+    )
+
+
+def layer_table(rows: Sequence[LayerRow]) -> str:
+    """The per-layer table as text of at most 100 columns."""
+    named = [replace(row, layer=name) for row, name in zip(rows, short_names(rows), strict=True)]
+    return bevquant_qnn.layer_table(named)
+
+
+def stage_table(rows: Sequence[StageRow]) -> str:
+    """One line for each stage."""
+    columns = {
+        "stage": "{title}",
+        "channels": "{channels}",
+        "SQNR dB": "{sqnr_db:.1f}",
+        "cosine": "{cosine:.6f}",
+    }
+    return record_table(rows, columns)
+
+
+def short_names(rows: Sequence[LayerRow]) -> list[str]:
+    """Layer names without what they all begin with."""
+    paths = [row.layer for row in rows if row.layer != "output"]
+    lidar = "encoders.lidar.backbone."
+    prefix = lidar if all(path.startswith(lidar) for path in paths) else "encoders."
+    return [
+        f"output ({row.kind})" if row.layer == "output" else row.layer.removeprefix(prefix)
+        for row in rows
+    ]

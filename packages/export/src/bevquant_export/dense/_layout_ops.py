@@ -1,0 +1,326 @@
+"""Operations that move values and leave them as they are, to places that a mask tells too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from bevquant_export.dense._graph import Graph
+from bevquant_export.dense._source import Source
+from bevquant_export.sparse.portable._body import FLOAT
+from bevquant_int8sim.program import Ref, Step, names_in
+
+
+def placed(
+    graph: Graph, step: Step, read: Callable[[str], str], args: Any, kwargs: Any, source: Source
+) -> str | None:
+    """`index_put`: the axes that are indexed in front, ScatterND, and the axes back.
+
+    Places are one mask, of any number of axes, or indices; in front of the indexed axes and behind
+    them may be others (`canvas[:, mask] = rows`), none between. Values are written, not added.
+
+    Returns:
+        The tensor made; None where this has no form.
+    """
+    given = dict(zip(("x", "indices", "values", "accumulate"), args, strict=False)) | kwargs
+    x, values = given["x"], given["values"]
+    if not isinstance(x, Ref) or not isinstance(values, Ref) or given.get("accumulate"):
+        return None
+    rank, path = len(source.shapes[x.name]), step.path
+    entries = [(axis, entry) for axis, entry in enumerate(given["indices"]) if entry is not None]
+    first, refs = entries[0][0], [entry for _, entry in entries]
+    masks = [source.dtype(ref.name) == torch.bool for ref in refs]
+    axes = len(source.shapes[refs[0].name]) if masks == [True] else len(refs)
+    named, behind = source.named(x.name), list(range(first + axes, rank))
+    order = [*range(first, first + axes), *range(first), *behind]
+    around = [named[axis] for axis in order[axes:]]
+    together = [axis for axis, _ in entries] == list(range(first, first + len(refs)))
+    fixed = masks == [True] or not (any(masks) or source.free)
+    if not together or not fixed or any(isinstance(size, str) for size in around):
+        return None
+    made = _placed_by_mask if masks == [True] else _indexed
+    rows, shape, spread = made(graph, path, refs, read, source)
+    parts = [graph.numbers(around[:first]), shape, graph.numbers(around[first:])]
+    wanted = graph.node("Concat", path, parts, axis=0)
+    updates = graph.node("Expand", path, [read(values.name), wanted])
+    end = first + spread
+    turned = [*range(first, end), *range(first), *range(end, end + len(behind))]
+    inputs = [
+        _transposed(graph, path, read(x.name), order),
+        rows,
+        _transposed(graph, path, updates, turned),
+    ]
+    written = graph.node("ScatterND", path, inputs)
+    return _transposed(graph, path, written, [order.index(axis) for axis in range(rank)])
+
+
+def _placed_by_mask(
+    graph: Graph, path: str, refs: list[Ref], read: Callable[[str], str], source: Source
+) -> tuple[str, str, int]:
+    """Places of a mask, one a row; the shape of their tensor, as a tensor; how many axes it has."""
+    found = graph.node("NonZero", path, [read(refs[0].name)])
+    rows = graph.node("Transpose", path, [found], perm=[1, 0])
+    shape = graph.node("Shape", path, [found])
+    return rows, graph.node("Gather", path, [shape, graph.numbers([1])], axis=0), 1
+
+
+def _indexed(
+    graph: Graph, path: str, refs: list[Ref], read: Callable[[str], str], source: Source
+) -> tuple[str, str, int]:
+    """The same of indices, one tensor an axis."""
+    spread = np.broadcast_shapes(*(source.shapes[ref.name] for ref in refs))
+    shape, one = graph.numbers(list(spread)), graph.numbers([*spread, 1])
+    wide = [graph.node("Expand", path, [read(ref.name), shape]) for ref in refs]
+    parts = [graph.node("Reshape", path, [name, one]) for name in wide]
+    return graph.node("Concat", path, parts, axis=-1), shape, len(spread)
+
+
+def _transposed(graph: Graph, path: str, name: str, order: list[int]) -> str:
+    same = order == sorted(order)
+    return name if same else graph.node("Transpose", path, [name], perm=order)
+
+
+_LAST = 2**31 - 1  # any end behind the last element
+_RESHAPES = set(
+    "view reshape flatten unflatten squeeze unsqueeze Flatten Unflatten clone contiguous".split()
+)
+_PERMUTES = set("permute transpose movedim swapaxes t".split())
+_PARTS = set("split chunk unbind".split())
+_OTHERS = set("getitem narrow select pad expand pixel_shuffle PixelShuffle repeat tile".split())
+_SHUFFLES = set("pixel_unshuffle channel_shuffle".split())
+_PADDINGS = {"constant": "constant", "replicate": "edge", "reflect": "reflect"}
+
+
+def keeps_scale(step: Step) -> bool:
+    """Whether a step's result is made of its first input's integers, as they are or clamped."""
+    if step.op == "resize":
+        return bool(step.kwargs["mode"] == "nearest")
+    what = step.attributes.get("what")
+    moves = _RESHAPES | _PERMUTES | _PARTS | _OTHERS | _SHUFFLES | {"clamp"}
+    return step.op in ("max_pool", "relu") or (step.op in ("move", "float") and what in moves)
+
+
+def moved(
+    graph: Graph, step: Step, read: Callable[[str], str], source: Source
+) -> str | list[str] | None:
+    """Nodes of a step that moves values: the tensor made, or several.
+
+    ``None`` where the operation is not known.
+    """
+    what, path, output = str(step.attributes["what"]), step.path, step.outputs[0]
+    fixed = what in _RESHAPES
+    if source.counts(step) and not fixed:
+        return None
+    args = source.constants(path, step.args, sizes=fixed)
+    kwargs = source.constants(path, dict(step.kwargs), sizes=fixed)
+    first = args[0]
+    if what in _RESHAPES:
+        x = read(first.name)
+        if source.shapes[first.name] == source.shapes[output]:
+            return x
+        return reshaped(graph, path, x, source.target(path, output, first.name))
+    if what in _PERMUTES:
+        return _permuted(graph, step, read(first.name), args, kwargs, source)
+    if what in _PARTS:
+        return _parts(graph, step, read(first.name), args, kwargs, source)
+    if what in ("cat", "concat", "concatenate"):
+        given = {**dict(zip(("tensors", "dim"), args, strict=False)), **kwargs}
+        names = [read(ref.name) for ref in given["tensors"]]
+        if source.dtype(output).is_floating_point:  # whole numbers among them become floats
+            whole = [not source.dtype(ref.name).is_floating_point for ref in given["tensors"]]
+            names = [
+                graph.node("Cast", path, [name], to=FLOAT) if cast else name
+                for name, cast in zip(names, whole, strict=True)
+            ]
+        rank = len(source.shapes[output])
+        axis = int(given.get("dim", given.get("axis", 0))) % rank
+        return graph.node("Concat", path, names, axis=axis)
+    if what == "stack":
+        return _stacked(graph, step, read, args, kwargs, source)
+    if what in ("getitem", "narrow", "select") and isinstance(first, Ref):
+        masked = _masked(graph, step, read, args, source) if what == "getitem" else None
+        return masked or _sliced(graph, step, read(first.name), args, kwargs, source)
+    if what == "pad":
+        return _padded(graph, step, read(first.name), args, kwargs, source)
+    if what == "expand":
+        # 1 leaves a free size as it is; every other size is said.
+        shape = [1 if isinstance(n, str) else n for n in source.named(output)]
+        return graph.node("Expand", path, [read(first.name), graph.numbers(shape)])
+    if what in ("pixel_shuffle", "PixelShuffle"):
+        factor = math.isqrt(source.shapes[first.name][1] // source.shapes[output][1])
+        return graph.pixels(path, read(first.name), factor)
+    if what in _SHUFFLES and len(args) == 2:
+        return _shuffled(graph, step, read(first.name), int(args[1]), source)
+    if what in ("repeat", "tile") and len(args) > 1:
+        return _repeated(graph, step, read(first.name), args[1:], source)
+    if what == "index_put":
+        return placed(graph, step, read, args, kwargs, source)
+    return None
+
+
+def reshaped(graph: Graph, path: str, name: str, target: list[int]) -> str:
+    """A Reshape to these sizes."""
+    return graph.node("Reshape", path, [name, graph.numbers(target)])
+
+
+def _called(step: Step, value: Any, args: Any, kwargs: Any) -> Any:
+    """What torch itself makes of a tensor in the place of the first argument."""
+    function: Any = step.module if step.function is None else step.function
+    return function(value, *args[1:], **kwargs)
+
+
+def _permuted(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, source: Source) -> str:
+    # Strides of a tensor with two elements along every axis tell the axes apart.
+    rank = len(source.shapes[args[0].name])
+    strides = _called(step, torch.empty([2] * rank, device="meta"), args, kwargs).stride()
+    order = [rank - 1 - int(math.log2(stride)) for stride in strides]
+    return graph.node("Transpose", step.path, [x], perm=order)
+
+
+def _parts(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, source: Source) -> list[str]:
+    shape, path = source.shapes[args[0].name], step.path
+    made = source.shapes[step.outputs[0]]
+    probe = _called(step, torch.empty(shape, device="meta"), args, kwargs)
+    drops = len(made[0]) < len(shape)
+    given = {**dict(zip(("x", "size", "dim"), args, strict=False)), **kwargs}
+    axis = int(given.get("dim", given.get("size", 0) if drops else 0)) % len(shape)
+    if isinstance(source.named(args[0].name)[axis], str):
+        raise ValueError(
+            f"export_qdq_onnx: {path or 'the model'}: {step.attributes['what']} along an axis "
+            "whose size is free in the file; the number of parts would be that of the example"
+        )
+    names, start = [], 0
+    for part in probe:
+        length = 1 if drops else part.shape[axis]
+        name = sliced(graph, path, x, {axis: (start, start + length, 1)})
+        if drops:
+            name = reshaped(graph, path, name, _without(source, path, args[0].name, {axis}))
+        names.append(name)
+        start += length
+    return names
+
+
+def _masked(
+    graph: Graph, step: Step, read: Callable[[str], str], args: Any, source: Source
+) -> str | None:
+    """What a mask leaves of one axis, such as the pillars of one frame, or of the first ones."""
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    masks = [(axis, i) for axis, i in enumerate(index) if isinstance(i, Ref)]
+    if len(masks) != 1 or any(i != slice(None) for i in index if not isinstance(i, Ref)):
+        return None
+    ((axis, mask),) = masks
+    if source.dtype(mask.name) != torch.bool:
+        return None
+    # Compress says the same, but TensorRT has no importer of it.
+    places = graph.node("NonZero", step.path, [read(mask.name)])
+    if len(source.shapes[mask.name]) != 1:
+        if axis:
+            return None
+        places = graph.node("Transpose", step.path, [places], perm=[1, 0])
+        return graph.node("GatherND", step.path, [read(args[0].name), places])
+    places = reshaped(graph, step.path, places, [-1])
+    return graph.node("Gather", step.path, [read(args[0].name), places], axis=axis)
+
+
+def _sliced(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, source: Source) -> str | None:
+    first, what = args[0].name, step.attributes["what"]
+    shape = source.shapes[first]
+    index = args[1:]
+    if what == "getitem":
+        index = index[0] if isinstance(index[0], tuple) else (index[0],)
+    else:
+        names = ("dim", "start", "length") if what == "narrow" else ("dim", "index")
+        given = {**dict(zip(names, index, strict=False)), **kwargs}
+        axis = int(given["dim"]) % len(shape)
+        at = given.get("start", given.get("index"))
+        part = at if what == "select" else slice(at, at + given["length"])
+        index = (*[slice(None)] * axis, part)
+    if any(not isinstance(i, int | slice) and i is not Ellipsis for i in index):
+        return None
+    missing = len(shape) - sum(i is not Ellipsis for i in index)
+    if Ellipsis in index:
+        at = index.index(Ellipsis)
+        index = (*index[:at], *[slice(None)] * missing, *index[at + 1 :])
+    cuts, dropped = {}, set()
+    free = [isinstance(size, str) for size in source.named(first)]
+    for axis, i in enumerate(index):
+        if isinstance(i, int):
+            start = i if free[axis] else i % shape[axis]
+            cuts[axis] = (start, start + 1 if start != -1 else _LAST, 1)
+            dropped.add(axis)
+        elif i != slice(None):
+            # From the end of an axis of any length as it was said, in ONNX as in Python.
+            bounds = (i.start or 0, i.stop, i.step or 1)
+            start, stop, stride = bounds if free[axis] else i.indices(shape[axis])
+            cuts[axis] = (start, _LAST if i.stop is None else stop, stride)
+    name = sliced(graph, step.path, x, cuts) if cuts else x
+    if not dropped:
+        return name
+    return reshaped(graph, step.path, name, source.target(step.path, step.outputs[0]))
+
+
+def sliced(graph: Graph, path: str, x: str, cuts: dict[int, tuple[int, int, int]]) -> str:
+    """A Slice, axis by axis from, to and by which stride."""
+    starts, stops, strides = ([cut[i] for cut in cuts.values()] for i in range(3))
+    inputs = [graph.numbers(values) for values in (starts, stops, list(cuts), strides)]
+    return graph.node("Slice", path, [x, *inputs])
+
+
+def _without(source: Source, path: str, name: str, dropped: set[int]) -> list[int]:
+    target = source.target(path, name)
+    return [size for axis, size in enumerate(target) if axis not in dropped]
+
+
+def _stacked(
+    graph: Graph, step: Step, read: Callable[[str], str], args: Any, kwargs: Any, source: Source
+) -> str:
+    given = {**dict(zip(("tensors", "dim"), args, strict=False)), **kwargs}
+    axis = int(given.get("dim", 0)) % len(source.shapes[step.outputs[0]])
+    names = []
+    for name in names_in(given["tensors"]):
+        target = source.target(step.path, name)
+        target.insert(axis, 1)
+        names.append(reshaped(graph, step.path, read(name), target))
+    return graph.node("Concat", step.path, names, axis=axis)
+
+
+def _padded(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, source: Source) -> str | None:
+    given = {**dict(zip(("x", "pad", "mode", "value"), args, strict=False)), **kwargs}
+    mode = _PADDINGS.get(given.get("mode", "constant"))
+    if mode is None:
+        return None
+    widths = given.get("pad", ())
+    rank = len(source.shapes[args[0].name])
+    low, high = [0] * rank, [0] * rank
+    for i in range(len(widths) // 2):
+        low[rank - 1 - i], high[rank - 1 - i] = int(widths[2 * i]), int(widths[2 * i + 1])
+    value = float(given.get("value") or 0.0)
+    filler = [graph.constant(f"float_{value:g}", value)] if value else []
+    return graph.node("Pad", step.path, [x, graph.numbers([*low, *high]), *filler], mode=mode)
+
+
+def _shuffled(graph: Graph, step: Step, x: str, count: int, source: Source) -> str:
+    """Channels in groups that change places, or pixels that become channels."""
+    path, target = step.path, source.target(step.path, step.outputs[0])
+    batch, channels, height, width = source.target(path, step.args[0].name)
+    if step.attributes["what"] == "channel_shuffle":
+        split, order = [batch, count, channels // count, height, width], [0, 2, 1, 3, 4]
+    else:
+        split = [batch, channels, height // count, count, width // count, count]
+        order = [0, 1, 3, 5, 2, 4]
+    x = reshaped(graph, path, x, split)
+    return reshaped(graph, path, graph.node("Transpose", path, [x], perm=order), target)
+
+
+def _repeated(graph: Graph, step: Step, x: str, args: Any, source: Source) -> str:
+    times = list(args[0] if isinstance(args[0], list | tuple) else args)
+    shape = source.shapes[step.args[0].name]
+    if len(times) > len(shape):
+        target = source.target(step.path, step.args[0].name)
+        x = reshaped(graph, step.path, x, [1] * (len(times) - len(shape)) + target)
+    times = [1] * (len(shape) - len(times)) + times
+    return graph.node("Tile", step.path, [x, graph.numbers(times)])

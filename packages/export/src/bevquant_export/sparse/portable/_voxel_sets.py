@@ -1,0 +1,222 @@
+"""Sets of voxels of a graph, and the nodes that find them and their neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from bevquant_export.sparse.portable._emit import Settings
+from bevquant_sparse import build_rulebook
+
+Sizes = tuple[int, ...]
+
+
+class Calls(Protocol):
+    """Where calls of functions are added: the model under construction."""
+
+    def call(
+        self,
+        function: str,
+        inputs: Sequence[str],
+        name: str,
+        settings: Settings | None = None,
+        *,
+        made: int = 1,
+    ) -> list[str]:
+        """The tensors that a function makes; see `Emitter`."""
+
+
+class Window(Protocol):
+    """What voxels a convolution or pooling reads; see `Conv`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kernel_size(self) -> Sizes: ...
+    @property
+    def stride(self) -> Sizes: ...
+    @property
+    def padding(self) -> Sizes: ...
+    @property
+    def dilation(self) -> Sizes: ...
+    @property
+    def subm(self) -> bool: ...
+    @property
+    def inverse(self) -> bool: ...
+    @property
+    def rulebook(self) -> str: ...
+
+
+@dataclass(frozen=True, eq=False)
+class VoxelSet:
+    """Voxels of one resolution.
+
+    Attributes:
+        voxels: Tensor int64 ``[rows, 4]``.
+        grid: Spatial shape.
+        maker: Node that made them, for names.
+        known: Tables of neighbours by geometry, with the voxels of the result.
+        map: Pillar map, once it is there: pillars, cells, each voxel's own cell.
+        open: Tensor int64 ``[3]`` that holds the spatial shape where it is no constant; `grid` is
+            then that of the example. Empty where it is one.
+    """
+
+    voxels: str
+    grid: Sizes
+    maker: str
+    known: dict[object, tuple[str, VoxelSet]] = field(default_factory=dict)
+    map: list[str] = field(default_factory=list)
+    open: str = ""
+
+    @property
+    def shape(self) -> Sizes | str:
+        """The spatial shape as functions take it."""
+        return self.open or self.grid
+
+    @property
+    def rows(self) -> str:
+        """Name of their number, for shapes."""
+        return "voxels" if self.maker == "input" else f"voxels of {self.maker}"
+
+    @property
+    def column(self) -> int:
+        """The axis along which pillars run: the shortest, of several the last."""
+        return min(range(3), key=lambda axis: (self.grid[axis], -axis))
+
+
+class Surroundings:
+    """Neighbours of convolutions; what several of them need is written once.
+
+    Args:
+        emitter: Takes the nodes.
+        batch_size: Tensor that holds the number of frames, int64 ``[1]``.
+        behind: Of a grid that is a tensor, the one behind a convolution of these padding.
+    """
+
+    def __init__(
+        self,
+        emitter: Calls,
+        batch_size: str = "batch_size",
+        behind: Callable[[str, Window, Sizes], str] | None = None,
+    ) -> None:
+        self.emitter, self.batch_size, self.behind = emitter, batch_size, behind
+        self._strided: dict[str, tuple[Window, Sizes, VoxelSet, VoxelSet]] = {}
+
+    def given(
+        self, grid: Sizes, coords: str = "coords", maker: str = "input", open: str = ""
+    ) -> VoxelSet:
+        """Voxels at coordinates, checked to lie in the grid."""
+        name = "voxels" if maker == "input" else f"{maker}.voxels"
+        settings: Settings = {"spatial_shape": open or grid}
+        (voxels,) = self.emitter.call("CheckedVoxels", [coords, self.batch_size], name, settings)
+        return VoxelSet(voxels, grid, maker, open=open)
+
+    def map_of(self, voxel_set: VoxelSet) -> list[str]:
+        """Tensors of the pillar map."""
+        if not voxel_set.map:
+            made = self.emitter.call(
+                f"PillarMap{voxel_set.column}",
+                [voxel_set.voxels, self.batch_size],
+                f"{voxel_set.maker}.map",
+                {"spatial_shape": voxel_set.shape},
+                made=3,
+            )
+            voxel_set.map.extend(made)
+        return voxel_set.map
+
+    def convolved(self, voxel_set: VoxelSet, conv: Window) -> tuple[str, VoxelSet]:
+        """Table of rows that a convolution reads, and the voxels of its output.
+
+        Raises:
+            ValueError: The convolution cannot be: its node is named.
+        """
+        if conv.inverse:
+            return self._inverse(voxel_set, conv)
+        # A 1×1×1 kernel of stride 1 without padding moves nothing, whatever its kind: rows stay.
+        ones = (1, 1, 1)
+        still = conv.kernel_size == conv.stride == ones and not any(conv.padding)
+        subm = conv.subm or still
+        key = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, subm)
+        padding, grid = _geometry(voxel_set, conv, subm=subm)
+        if key not in voxel_set.known:
+            voxel_set.known[key] = self._forward(voxel_set, conv, padding, grid, subm=subm)
+        rows, made = voxel_set.known[key]
+        if not conv.subm and conv.rulebook:
+            self._strided[conv.rulebook] = conv, padding, voxel_set, made
+        return rows, made
+
+    def _forward(
+        self, voxel_set: VoxelSet, conv: Window, padding: Sizes, grid: Sizes, *, subm: bool
+    ) -> tuple[str, VoxelSet]:
+        settings: Settings = {
+            "kernel_size": conv.kernel_size,
+            "stride": conv.stride,
+            "padding": padding,
+            "dilation": conv.dilation,
+        }
+        made = voxel_set
+        if not subm:
+            open = ""
+            if voxel_set.open:
+                assert self.behind is not None
+                open = self.behind(voxel_set.open, conv, padding)
+            (voxels,) = self.emitter.call(
+                "StridedVoxels",
+                [voxel_set.voxels, self.batch_size],
+                f"{conv.name}.voxels",
+                {**settings, "output_spatial_shape": open or grid},
+            )
+            made = VoxelSet(voxels, grid, conv.name, open=open)
+        pillars, cells, _ = self.map_of(voxel_set)
+        (rows,) = self.emitter.call(
+            f"Neighbours{voxel_set.column}",
+            [made.voxels, pillars, cells],
+            f"{conv.name}.rows",
+            {**settings, "spatial_shape": voxel_set.shape},
+        )
+        return rows, made
+
+    def _inverse(self, voxel_set: VoxelSet, conv: Window) -> tuple[str, VoxelSet]:
+        if conv.rulebook not in self._strided:
+            raise ValueError(
+                f"{conv.name}: nothing to invert: no strided convolution before it has the "
+                f"rulebook {conv.rulebook!r}"
+            )
+        partner, padding, before, behind = self._strided[conv.rulebook]
+        if partner.kernel_size != conv.kernel_size:
+            raise ValueError(f"{conv.name}: its kernel is not that of the one it inverts")
+        if behind is not voxel_set:
+            raise ValueError(
+                f"{conv.name} inverts {partner.name}, but does not read the voxels that it made"
+            )
+        key = ("inverse", conv.rulebook, partner.name)
+        if key not in voxel_set.known:
+            pillars, cells, _ = self.map_of(voxel_set)
+            (rows,) = self.emitter.call(
+                f"InverseNeighbours{voxel_set.column}",
+                [before.voxels, pillars, cells],
+                f"{conv.name}.rows",
+                {
+                    "spatial_shape": voxel_set.shape,
+                    "kernel_size": partner.kernel_size,
+                    "stride": partner.stride,
+                    "padding": padding,
+                    "dilation": partner.dilation,
+                },
+            )
+            voxel_set.known[key] = rows, before
+        return voxel_set.known[key]
+
+
+def _geometry(voxel_set: VoxelSet, conv: Window, *, subm: bool) -> tuple[Sizes, Sizes]:
+    """Padding and grid of the output: those of the rulebook, which checks them too."""
+    nothing = torch.zeros(0, 4, dtype=torch.int32)
+    sizes = (conv.kernel_size, conv.stride, conv.padding, conv.dilation)
+    try:
+        rulebook = build_rulebook(nothing, voxel_set.grid, *sizes, subm=subm, batch_size=1)
+    except ValueError as error:
+        raise ValueError(f"{conv.name}: {error}") from error
+    return tuple(rulebook.padding), tuple(rulebook.out_shape)

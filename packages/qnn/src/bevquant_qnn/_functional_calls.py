@@ -1,0 +1,362 @@
+"""Additions, concatenations and products of a forward, sent to children while the forward runs.
+
+A module whose functional operations are quantized keeps its author's forward. Its class becomes a
+subclass of the same name, whose forward runs the author's under a `TorchFunctionMode`. The mode
+sees every call of a torch function; of those that the forward itself makes (no child module's
+forward lies between), it knows an addition (a product) by its place: functions, lines and columns
+from the call up to the forward, and how often that place was passed before in this call of the
+module. Places that the example did not show stay float. A place that is passed more or fewer times
+than then is an error, since nobody could say which of its quantizers is meant.
+
+While the forward runs, the children that these operations are sent to are out of its sight, for a
+forward that goes through its own children (as DenseNet's blocks do) must not meet them.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import inspect
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import _symbolic_trace
+from torch.overrides import TorchFunctionMode
+
+from bevquant_qnn._held_weight import PRODUCT_CALLS, HeldWeight, Product, product_of
+
+_ADDS = frozenset({torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__})
+_CATS = frozenset({torch.cat, torch.concat, torch.concatenate})
+_ADDS_AND_CATS = _ADDS | _CATS
+_ALL = _ADDS_AND_CATS | PRODUCT_CALLS.keys()
+_BASE, _PLAN = "_bevquant_float_class", "_bevquant_joins"
+_CHILDREN = "_bevquant_join_children"
+
+
+class Place(NamedTuple):
+    """Where a function is: its name, line and column."""
+
+    function: str
+    line: int
+    column: int
+
+
+Site = tuple[Place, ...]
+"""The places from a call, innermost first, up to the forward that makes it."""
+
+
+class Target(NamedTuple):
+    """The child that a functional operation is sent to.
+
+    Attributes:
+        name: Its name in the module.
+        operand: 0 or 1 where the child is the quantizer of that operand of an addition; None where
+            it computes the functional operation.
+    """
+
+    name: str
+    operand: int | None = None
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """One place of a forward that adds or concatenates.
+
+    Attributes:
+        site: Where it is.
+        targets: What is done, pass by pass within one call of the module; None leaves it float.
+        counts: How many passes the calls that were seen had.
+    """
+
+    site: Site
+    targets: tuple[Target | None, ...]
+    counts: frozenset[int]
+
+
+Plan = tuple[CallSite, ...]
+
+
+class FunctionalCall(NamedTuple):
+    """An operation that was seen: by which module, in which call of it, where, the how many-th."""
+
+    module: nn.Module
+    call: int
+    kind: str
+    site: Site
+    occurrence: int
+    lines: tuple[tuple[str, int], ...]
+    inplace: bool
+    planned: bool
+    product: Product | None = None
+
+
+@dataclass(eq=False)
+class Recorder:
+    """Notes the functional operations of the modules whose class was made with it.
+
+    Attributes:
+        seen: In order of execution.
+        calls: How often each module was called.
+        apart: Places of in-place additions that make a new tensor instead, to see who minds.
+    """
+
+    seen: list[FunctionalCall] = field(default_factory=list)
+    calls: Counter[nn.Module] = field(default_factory=Counter)
+    apart: set[tuple[nn.Module, Site]] = field(default_factory=set)
+
+
+class _FunctionalMode(TorchFunctionMode):
+    """Entered for one call of `module`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: dict[Site, CallSite],
+        children: dict[str, nn.Module],
+        note: Recorder | None,
+    ) -> None:
+        super().__init__()
+        self.module, self.plan, self.note = module, plan, note
+        self.frame: FrameType | None = None
+        self.passes: Counter[Site] = Counter()
+        self.children = children
+        held = any(isinstance(child, HeldWeight) for child in children.values())
+        self.functions = _ALL if held or note is not None else _ADDS_AND_CATS
+        if note is not None:
+            self.call = note.calls[module]
+            note.calls[module] += 1
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in self.functions:  # every function of torch comes here, so this is quick
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
+        kind = _kind(func, args, kwargs)
+        if kind is None:
+            return func(*args, **kwargs)
+        frames = _frames_between(sys._getframe(1), self.frame)
+        if not frames:
+            return func(*args, **kwargs)
+        site = site_of(frames)
+        occurrence = self.passes[site]
+        self.passes[site] += 1
+        planned = self.plan.get(site)
+        target = None
+        if planned is not None:
+            if occurrence >= len(planned.targets):
+                raise ValueError(self.other_form(planned, occurrence + 1))
+            target = planned.targets[occurrence]
+        inplace = func is Tensor.add_ or func is Tensor.__iadd__
+        product = product_of(func, args, kwargs) if kind == "product" else None
+        if self.note is not None and (target is None or target.operand is not None):
+            lines = tuple((f.f_code.co_filename, f.f_lineno) for f in reversed(frames))
+            self.note.seen.append(
+                FunctionalCall(
+                    self.module, self.call, kind, site, occurrence, lines, inplace,
+                    target is not None, product and product._replace(x=None),
+                )
+            )  # fmt: skip
+            if inplace and (self.module, site) in self.note.apart:
+                return torch.add(*args)
+        if target is None:
+            return func(*args, **kwargs)
+        self.refuse_checkpoint(frames)
+        child: Any = self.children[target.name]
+        if product is not None:
+            return self.product(child, product, planned)
+        if kind == "cat":
+            return child(*_operands(args, kwargs))
+        if target.operand is None:
+            return child(*args)
+        operands = [child(a) if i == target.operand else a for i, a in enumerate(args)]
+        return func(*operands)
+
+    def product(self, child: HeldWeight, product: Product, planned: CallSite | None) -> Any:
+        """What a product's layer makes of its input, if the product is still that layer's."""
+        if not child.is_layer_of(product):
+            place = "" if planned is None else f" in {planned.site[0].function}"
+            raise ValueError(
+                f"{type(self.module).__name__}: the product{place} has other parameters or "
+                "settings in this call than in the example, so it is not what was quantized; "
+                "quantize the model with example_inputs of the form it is called with"
+            )
+        return child(product.x)
+
+    def refuse_checkpoint(self, frames: list[FrameType]) -> None:
+        """What a checkpoint computes a second time, in the backward, would not be quantized."""
+        again = self.module.training or torch.is_grad_enabled()
+        if again and any(f.f_globals.get("__name__") == "torch.utils.checkpoint" for f in frames):
+            raise ValueError(
+                f"{type(self.module).__name__} computes a quantized addition or concatenation "
+                f"({_where(frames)}) inside torch.utils.checkpoint, which computes it again "
+                "without the quantizer; switch checkpointing off in this module, or leave the "
+                "join float by an exclude pattern"
+            )
+
+    def finish(self) -> None:
+        """Refuse a call in which a place was passed another number of times than was seen."""
+        for site, count in self.passes.items():
+            planned = self.plan.get(site)
+            if planned is not None and count not in planned.counts and self.note is None:
+                raise ValueError(self.other_form(planned, count))
+
+    def other_form(self, planned: CallSite, count: int) -> str:
+        place = planned.site[0]
+        seen = " or ".join(map(str, sorted(planned.counts)))
+        return (
+            f"{type(self.module).__name__}: the addition or concatenation in {place.function}, "
+            f"line {place.line}, runs {count} times in this call and ran {seen} times in the "
+            "example, so which quantizer is whose cannot be told; quantize the model with "
+            "example_inputs of the form it is called with"
+        )
+
+
+def functional_class(base: type[Any], plan: Plan, recorder: Recorder | None = None) -> type[Any]:
+    """The class of a module of class `base` whose functional operations go where `plan` says.
+
+    It keeps the name of `base`, and modules of it are copied and pickled by `base` and `plan`.
+
+    Args:
+        base: The author's class, or one made here: its author's class is taken.
+        plan: An empty one with no recorder gives the author's class back.
+        recorder: For a class that notes functional operations, too.
+    """
+    author: Any = getattr(base, _BASE, base)
+    if recorder is not None:
+        return _made(author, plan, recorder)
+    made: type[Any] = _kept(author, plan) if plan else author
+    return made
+
+
+def plan_of(module: nn.Module) -> Plan:
+    """The functional operations that a module's class sends to children already."""
+    plan: Plan = getattr(type(module), _PLAN, ())
+    return plan
+
+
+def _made(base: type[Any], plan: Plan, recorder: Recorder | None) -> type[Any]:
+    places = {item.site: item for item in plan}
+    names = {target.name for item in plan for target in item.targets if target is not None}
+
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        outer = self.__dict__.get(_CHILDREN)  # of a call that is under way
+        # In torch.export, `_modules` is a copy, and an attribute the child under its path.
+        there = self.__dict__["_modules"]
+        own = [name for name in there if name in names] if outer is None else []
+        children = outer or {name: getattr(self, name) for name in own}
+        hidden = {name: there.pop(name) for name in own}
+        self.__dict__[_CHILDREN] = children
+        mode = _FunctionalMode(self, places, children, recorder)
+        mode.frame = sys._getframe()
+        try:
+            with mode:
+                result = base.forward(self, *args, **kwargs)
+        finally:
+            mode.frame = None  # or the frame and the mode would keep each other alive
+            if outer is None:
+                del self.__dict__[_CHILDREN]
+                there.update(hidden)
+        mode.finish()
+        return result
+
+    forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
+    kept = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    # torch.compile cannot ask for frames; it runs these forwards as they are.
+    eager = torch.compiler.disable(forward)
+    made = {**kept, _BASE: base, _PLAN: plan, "forward": eager, "__reduce_ex__": _reduce}
+    return type(base.__name__, (base,), made)
+
+
+@cache
+def _kept(base: Any, plan: Plan) -> type[Any]:
+    return _made(base, plan, None)
+
+
+# One code object for the forwards of all classes made here.
+_FORWARD = next(
+    c for c in _made.__code__.co_consts if isinstance(c, CodeType) and c.co_name == "forward"
+)
+CALLS = frozenset({nn.Module._call_impl.__code__, _FORWARD})
+"""Code between a module's own forward and whoever calls it."""
+
+
+def _reduce(self: nn.Module, protocol: Any) -> Any:
+    """As the author's class is reduced, and the plan on top."""
+    base, plan = getattr(type(self), _BASE), plan_of(self)
+    make, args, *rest = base.__reduce_ex__(self, protocol)
+    if make is copyreg.__newobj__:  # type: ignore[attr-defined]
+        args = (base, *args[1:])
+    return (_restored, (make, args, plan), *rest)
+
+
+def _restored(make: Any, args: tuple[Any, ...], plan: Plan) -> nn.Module:
+    module: nn.Module = make(*args)
+    module.__class__ = functional_class(type(module), plan)
+    return module
+
+
+def _frames_between(frame: FrameType | None, forward: FrameType | None) -> list[FrameType]:
+    """Frames from a call up to the forward that is asked for.
+
+    None where a child's forward is nearer, or a function of which the author said
+    ``torch.fx.wrap(name)``: that it is one step, and nobody is to look inside.
+    """
+    found = []
+    while frame is not None and frame.f_code not in CALLS:
+        found.append(frame)
+        name, frame = frame.f_code.co_name, frame.f_back
+        if (
+            frame is not None
+            and (id(frame.f_globals), name) in _symbolic_trace._wrapped_fns_to_patch
+        ):
+            return []
+    return found if frame is not None and frame is forward else []
+
+
+def site_of(frames: list[FrameType]) -> Site:
+    """The places of frames, innermost first.
+
+    A function made inside of the forward is the last: whether it is called at once or by way of
+    `torch.utils.checkpoint` makes no difference to what it computes.
+    """
+    places: list[Place] = []
+    for frame in frames:
+        place = Place(frame.f_code.co_qualname, *_position(frame.f_code, frame.f_lasti))
+        places.append(place)
+        if "<locals>" in place.function and place.function.startswith(
+            frames[-1].f_code.co_qualname
+        ):
+            break
+    return tuple(places)
+
+
+@cache
+def _position(code: CodeType, instruction: int) -> tuple[int, int]:
+    """Line and column of an instruction, which are the same in every version of Python."""
+    line, _, column, _ = list(code.co_positions())[instruction // 2]
+    return line or 0, column or 0
+
+
+def _kind(func: Any, args: tuple[Any, ...], kwargs: Any) -> str | None:
+    if func in _ADDS:
+        two = len(args) == 2 and not kwargs and all(isinstance(a, Tensor) for a in args)
+        return "add" if two else None
+    if func in PRODUCT_CALLS:
+        return "product"
+    return "cat" if func in _CATS and "out" not in kwargs else None
+
+
+def _operands(args: tuple[Any, ...], kwargs: Any) -> list[Tensor]:
+    return list(args[0] if args else kwargs["tensors"])
+
+
+def _where(frames: list[FrameType]) -> str:
+    return f"{frames[0].f_code.co_filename}:{frames[0].f_lineno}"

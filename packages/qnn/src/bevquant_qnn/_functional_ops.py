@@ -1,0 +1,373 @@
+"""Putting quantizers on what forwards add, concatenate and multiply, whatever their class."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from torch import fx, nn
+
+from bevquant_graph import PASSED_OVER
+from bevquant_qnn._add import QuantAdd
+from bevquant_qnn._concat import QuantConcat
+from bevquant_qnn._config import QuantConfig
+from bevquant_qnn._float_parts import float_functions
+from bevquant_qnn._functional_calls import CallSite, Site, Target, functional_class, plan_of
+from bevquant_qnn._held_weight import PRODUCT_CALLS, Product, holds_weight
+from bevquant_qnn._kinds import ends_in_conv, is_library_module, is_quantized, is_table
+from bevquant_qnn._result import QuantizedModule, SkippedModule
+from bevquant_qnn._steps import Call, Steps
+from bevquant_qnn._takeover import attach_quantizer
+from bevquant_quantizers import TensorQuantizer
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionalOp:
+    """An addition or a concatenation in a module's own forward.
+
+    Attributes:
+        call: The call of the module that makes it.
+        kind: ``"add"``, ``"cat"`` or ``"product"``.
+        site: Where in the forward it is made, and `occurrence` the how many-th time in this call.
+        steps: What the model computes, `node` the step; None where it is in none.
+        planned: It has its quantizer already.
+        hidden: It changes a tensor in place that is read under another name.
+        product: What is multiplied, of a product.
+    """
+
+    call: Call
+    kind: str
+    site: Site
+    occurrence: int
+    steps: Steps
+    node: fx.Node | None
+    planned: bool = False
+    hidden: bool = False
+    product: Product | None = None
+
+    @property
+    def operands(self) -> list[object]:
+        """What is added or concatenated."""
+        assert self.node is not None
+        if self.kind != "cat":
+            return list(self.node.args[: 2 if self.kind == "add" else 1])
+        given = self.node.args[0] if self.node.args else self.node.kwargs.get("tensors")
+        return list(given) if isinstance(given, list | tuple) else [given]
+
+    @property
+    def dim(self) -> object:
+        """The axis of a concatenation."""
+        assert self.node is not None
+        dim = self.node.args[1] if len(self.node.args) > 1 else self.node.kwargs.get("dim", 0)
+        return self.node.kwargs.get("axis", dim)
+
+
+@dataclass
+class Followed:
+    """What a model computes, as far as it could be followed.
+
+    Attributes:
+        parts: The steps of the model, or of its parts.
+        ops: Additions and concatenations of its own forwards.
+        unfollowed: Path to the reason, of modules whose own forward could not be followed.
+        same: Tensors of several parts that are one: (steps, node) to what stands for it.
+    """
+
+    parts: list[Steps] = field(default_factory=list)
+    ops: list[FunctionalOp] = field(default_factory=list)
+    unfollowed: dict[str, str] = field(default_factory=dict)
+    same: dict[object, object] = field(default_factory=dict)
+
+
+def may_hold_functional_ops(module: nn.Module, *, ahead: bool = False) -> bool:
+    """Tell whether the module's forward may join tensors that quantized layers make or read.
+
+    That is one of the author's, around such layers, and those of spconv's tables.
+
+    Args:
+        module: Whose forward.
+        ahead: Products that are not quantized yet count as layers, and so does a module that is
+            nothing but its forward: it may join what the layers around it make.
+    """
+    if ahead and is_bare(module):
+        return True
+
+    def is_layer(child: nn.Module) -> bool:
+        return is_quantized(child) or (
+            ahead and holds_weight(child) and not is_library_module(child)
+        )
+
+    return is_table(module) or (
+        not is_library_module(module)
+        and not is_quantized(module)
+        and any(map(is_layer, module.modules()))
+    )
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Tell whether the module is a forward of the author's and holds nothing: ``Concat(dim)``."""
+    held = (module.children(), module.parameters(), module.buffers())
+    return not is_library_module(module) and all(next(iter(of), None) is None for of in held)
+
+
+def quantize_functional_ops(
+    model: nn.Module,
+    config: QuantConfig,
+    found: Followed,
+    observed: bool,
+    kept: Collection[nn.Module] = (),
+) -> tuple[
+    list[QuantizedModule], list[SkippedModule], list[tuple[FunctionalOp, nn.Module, Target]]
+]:
+    """Quantize what the forward of every module of the model adds, concatenates and multiplies.
+
+    - An addition of sparse tensors or their features becomes `self.quant_add(a, b)`.
+    - A dense addition behind a convolution gets `self.residual_quantizer` on the other operand,
+      the one with fewer layers before it: TensorRT then adds inside the convolution.
+    - A product with a parameter that the forward applies by a function, as `F.conv2d`, instead of
+      calling a layer goes through a quantized layer over that parameter.
+    - A concatenation fed by or read by quantized layers becomes `self.quant_concat(…)`. One that
+      nothing reads stays float, unless a part of the model hands on what its layers made.
+
+    The forward stays its author's (`_functional_calls`); the module's class keeps its name.
+
+    Args:
+        model: Its layers are replaced already.
+        config: What to quantize.
+        found: What the model computes.
+        observed: Whether example inputs were given.
+        kept: Layers that the settings leave float.
+
+    Returns:
+        What was added, what stays float, and for each operation that has a child now, which.
+    """
+    done: list[QuantizedModule] = []
+    skipped: list[SkippedModule] = []
+    placed: list[tuple[FunctionalOp, nn.Module, Target]] = []
+    own: dict[nn.Module, list[FunctionalOp]] = defaultdict(list)
+    for op in found.ops:
+        own[op.call.module].append(op)
+    for path, module in list(model.named_modules()):
+        products = [op for op in own[module] if op.kind == "product"]
+        placer = _Placer(path, module, products, config, kept)
+        placer.place()
+        done += placer.done
+        placed += placer.placed
+    if not (config.quantize_add or config.quantize_concat):
+        return done, skipped, placed
+    for path, module in list(model.named_modules()):
+        if not may_hold_functional_ops(module) and not own[module]:
+            continue
+        pattern = config.excluded_by(path)
+        reason = found.unfollowed.get(path) if pattern is None else f"it is excluded by {pattern!r}"
+        if is_table(module) and reason is None and not observed:
+            reason = "without example inputs nobody knows what it is given"
+        if reason is not None:
+            hint = "Call" if observed else "Pass example_inputs, or call"
+            reason = (
+                f"additions and concatenations in its own forward, if any, stay float: {reason}. "
+                f"{hint} QuantAdd and QuantConcat there yourself if it has some"
+            )
+            skipped.append(SkippedModule(path, reason))
+            continue
+        ops = [op for op in own[module] if op.kind != "product"]
+        placer = _Placer(path, module, ops, config, kept)
+        placer.place()
+        done += placer.done
+        functions = {
+            name: None
+            for steps in found.parts
+            for name in float_functions(steps, module, products=not observed)
+        }
+        if functions:
+            called = ", ".join(functions)
+            reason = f"its own forward calls {called}: without a quantized form, so in float"
+            skipped.append(SkippedModule(path, reason))
+        skipped += placer.skipped
+        placed += placer.placed
+    return done, skipped, placed
+
+
+class _Placer:
+    """Decides on the functional operations of one module and adds children that compute them."""
+
+    def __init__(
+        self,
+        path: str,
+        module: nn.Module,
+        ops: list[FunctionalOp],
+        config: QuantConfig,
+        kept: Collection[nn.Module],
+    ) -> None:
+        self._path, self._module, self._config = path, module, config
+        self._functional_ops, self._kept, self._bare = ops, kept, is_bare(module)
+        self._targets: dict[tuple[Site, int], Target] = {}
+        self.done: list[QuantizedModule] = []
+        self.skipped: list[SkippedModule] = []
+
+    def place(self) -> None:
+        first: dict[tuple[Site, int], FunctionalOp] = {}
+        for op in self._functional_ops:
+            if self._bare and op.steps.lengths[self._module] > 1:
+                self._pass_over(op, "is that of a module which is called several times")
+            elif not op.planned:
+                first.setdefault((op.site, op.occurrence), op)
+        for op in first.values():
+            if op.product is not None and op.node is not None:
+                self._product(op, op.product)
+        for op in first.values():
+            if op.kind == "add" and self._config.quantize_add:
+                self._add(op)
+        for op in first.values():
+            if op.kind == "cat" and self._config.quantize_concat:
+                self._concat(op)
+        if self._targets:
+            self._module.__class__ = functional_class(type(self._module), self._plan())
+
+    @property
+    def placed(self) -> Iterator[tuple[FunctionalOp, nn.Module, Target]]:
+        """The functional operations that have a child now, in every call."""
+        for op in self._functional_ops:
+            target = self._targets.get((op.site, op.occurrence))
+            if target is not None and op.node is not None:
+                yield op, self._module.get_submodule(target.name), target
+
+    def _plan(self) -> tuple[CallSite, ...]:
+        known = {item.site: item for item in plan_of(self._module)}
+        passes: dict[Site, Counter[tuple[Steps, Call]]] = defaultdict(Counter)
+        for op in self._functional_ops:
+            passes[op.site][op.steps, op.call] += 1
+        for site in dict.fromkeys(site for site, _ in self._targets):
+            most = max(passes[site].values())
+            before = known[site].targets if site in known else ()
+            targets = [self._targets.get((site, i)) for i in range(most)]
+            both = [t or (before[i] if i < len(before) else None) for i, t in enumerate(targets)]
+            known[site] = CallSite(site, tuple(both), frozenset(passes[site].values()))
+        return tuple(known.values())
+
+    def _product(self, op: FunctionalOp, product: Product) -> None:
+        names = product.names_in(self._module)
+        if names is None or not op.steps.is_tensor(op.operands[0]):
+            return
+        kind = PRODUCT_CALLS[product.function]
+        linear = issubclass(kind, nn.Linear)
+        holder = names[0].rpartition(".")[0]
+        owner = self._module.get_submodule(holder)
+        left = self._config.excluded_by(self._full(holder) if holder else self._path)
+        if owner in self._kept or left or (linear and not self._config.quantize_linear):
+            return
+        name = self._new_name("quant_linear" if linear else "quant_conv")
+        if self._allowed(name):
+            child = kind.of(
+                self._module, product, names,
+                quant_desc_input=self._config.input_descriptor(),
+                quant_desc_weight=self._config.weight_descriptor(0),
+            )  # fmt: skip
+            self._attach(op, Target(name), child, f"product with {self._full(names[0])}")
+
+    def _add(self, op: FunctionalOp) -> None:
+        node, steps = op.node, op.steps
+        if node is None:
+            self._pass_over(op, "is not found among what the model's outputs are made of")
+            return
+        left, right = op.operands
+        if not (steps.is_tensor(left) and steps.is_tensor(right)):
+            return
+        assert isinstance(left, fx.Node)
+        assert isinstance(right, fx.Node)
+        if steps.is_sparse(left) or steps.is_sparse(right):
+            if op.hidden:
+                self._pass_over(op, "changes a tensor that is read under another name")
+                return
+            name = self._new_name("quant_add")
+            if self._allowed(name):
+                child = QuantAdd(quant_desc_input=self._config.input_descriptor())
+                self._attach(op, Target(name), child, "addition")
+            return
+        if any(isinstance(steps.module(value), TensorQuantizer) for value in (left, right)):
+            return
+        operand = self._residual(op, left, right)
+        if operand is None:
+            self._pass_over(op, "is not behind a quantized convolution")
+            return
+        name = self._new_name("residual_quantizer")
+        if self._allowed(name):
+            quantizer = TensorQuantizer(self._config.input_descriptor())
+            self._attach(op, Target(name, operand), quantizer, "residual input")
+
+    def _residual(self, op: FunctionalOp, left: fx.Node, right: fx.Node) -> int | None:
+        """Which operand is the residual: behind no convolution, or with fewer layers before it."""
+        steps = op.steps
+        around = self._around(op)
+        behind = [
+            any(ends_in_conv(child) for child in steps.producers(value, around))
+            for value in (left, right)
+        ]
+        if not all(behind):
+            return behind.index(False) if any(behind) else None
+        depths = steps.depths(around)
+        return 1 if depths.get(left, 0) >= depths.get(right, 0) else 0
+
+    def _concat(self, op: FunctionalOp) -> None:
+        node, steps = op.node, op.steps
+        if node is None:
+            self._pass_over(op, "is not found among what the model's outputs are made of")
+            return
+        operands, dim = op.operands, op.dim
+        nodes = [operand for operand in operands if isinstance(operand, fx.Node)]
+        if not any(steps.is_tensor(operand) for operand in nodes):
+            return
+        if node.meta.get(PASSED_OVER):
+            self._pass_over(op, "joins one tensor with nothing")
+            return
+        if len(nodes) < len(operands) or not isinstance(dim, int):
+            self._pass_over(op, "has operands or an axis that are only known when it runs")
+            return
+        computed = any(steps.computes(steps.origin(value), op.call) for value in nodes)
+        if not steps.is_read(node) and (computed or not self._path):
+            self._pass_over(op, "is an output of the model, or places, that no layer reads")
+            return
+        outer = self._around(op)
+        readers = steps.readers(node, outer)
+        feeders = [child for value in nodes for child in steps.producers(value, outer)]
+        around = (m for child in (*readers, *feeders) for m in child.modules())
+        if not is_table(self._module) and not any(map(is_quantized, around)):
+            self._pass_over(op, "is neither fed nor read by a quantized layer")
+            return
+        name = self._new_name("quant_concat")
+        if self._allowed(name):
+            child = QuantConcat(dim, quant_desc_input=self._config.input_descriptor())
+            self._attach(op, Target(name), child, "concatenation")
+
+    def _around(self, op: FunctionalOp) -> Call:
+        """The call whose layers make and read what is joined: of a bare module, its caller's."""
+        assert op.node is not None
+        calls = [c for c in op.steps.calls(op.node) if c != op.call]
+        calls = [c for c in calls if not is_bare(c.module)]
+        return calls[-1] if self._bare and calls else op.call
+
+    def _new_name(self, base: str) -> str:
+        names = (base if index == 0 else f"{base}_{index}" for index in count())
+        return next(name for name in names if not hasattr(self._module, name))
+
+    def _attach(self, op: FunctionalOp, target: Target, child: nn.Module, was: str) -> None:
+        attach_quantizer(self._module, target.name, child)
+        self._targets[op.site, op.occurrence] = target
+        self.done.append(QuantizedModule(self._full(target.name), type(child).__name__, was))
+
+    def _allowed(self, name: str) -> bool:
+        pattern = self._config.excluded_by(self._full(name))
+        if pattern is not None:
+            self.skipped.append(SkippedModule(self._full(name), f"excluded by {pattern!r}"))
+        return pattern is None
+
+    def _pass_over(self, op: FunctionalOp, reason: str) -> None:
+        kind = "concatenation" if op.kind == "cat" else "addition"
+        place = "" if op.node is None else op.steps.location(op.node)
+        place = place or f"line {op.site[-1].line}"
+        self.skipped.append(SkippedModule(self._path, f"{kind} ({place}) {reason}: left float"))
+
+    def _full(self, name: str) -> str:
+        return f"{self._path}.{name}" if self._path else name
