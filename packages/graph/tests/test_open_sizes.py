@@ -94,6 +94,14 @@ def test_batch_norms_have_torchs_own_sizes_strides_and_types() -> None:
     layouts_kept(Applied(nn.BatchNorm2d(3), layouts).eval())
 
 
+def test_samples_of_maps_have_torchs_own_sizes_strides_and_types() -> None:
+    def sampled(x: Tensor) -> Tensor:
+        return nn.functional.grid_sample(x, x[:, :2, 1:].permute(0, 2, 3, 1), align_corners=False)
+
+    layouts = [LAYOUTS[n] for n in ("rows", "channels last", "gaps", "repeated")]
+    layouts_kept(Applied(sampled, layouts).eval())
+
+
 class Classifier(nn.Module):
     """An activation in place, and a view of what it wrote: the head of a MobileNet."""
 

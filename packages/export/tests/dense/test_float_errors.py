@@ -80,6 +80,23 @@ def test_errors_reach_what_rounding_does_and_little_further(
     assert off.mean() < error.mean() < 60 * off.mean()
 
 
+def test_errors_of_a_norm_reach_those_of_sums_made_one_by_one(calibrated: Fixture) -> None:
+    x = torch.randn(4, 4096, 6)
+    model = calibrated(Between(lambda y: F.group_norm(y, 1), 8), x)
+    integers = simulate(model, x)
+    (step,) = (step for step in integers.steps if step.op == "float")
+    errors = FloatErrors(integers.program, {*step.inputs, *step.outputs}, half=False)
+    errors.run(integers, x)
+    given = errors.values[step.inputs[0]].reshape(4, -1)
+    apart = given - np.cumsum(given, 1)[:, -1:] / np.float32(given.shape[1])
+    variance = np.cumsum(apart * apart, 1)[:, -1:] / np.float32(given.shape[1])
+    wanted = F.group_norm(torch.from_numpy(given).double().view(4, 4096, 8), 1).numpy()
+    off = np.abs((apart / np.sqrt(variance + np.float32(1e-5))).reshape(wanted.shape) - wanted)
+    error = errors.errors[step.outputs[0]]
+    assert np.mean(off <= error) > 0.995
+    assert off.mean() < error.mean() < 60 * off.mean()
+
+
 class Resized(nn.Module):
     """An image that is made fit for a layer."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -19,6 +19,12 @@ from bevquant_int8sim.program import Integers, Program, Ref, Step, replaced
 _RUNS = 6
 _UNITS = 2  # a function's own steps each round
 _DEVIATIONS = 4.0
+# Of norms: how many values one variance is summed from.
+_TERMS: dict[str, Callable[..., int]] = {
+    "group_norm": lambda x, groups, *_: x[0].numel() // groups,
+    "instance_norm": lambda x, *_: x[0, 0].numel(),
+    "layer_norm": lambda x, shape, *_: math.prod(shape),
+}
 
 
 class FloatErrors:
@@ -31,7 +37,8 @@ class FloatErrors:
     .. math:: x\,(1 + 2 u r), \quad r \text{ uniform in } [-1, 1)
 
     with u = 2⁻¹¹ in half precision and 2⁻²⁴ else, constants and what follows behind alike, in six
-    runs one after the other. The places that a resize reads at are rounded, too. The error is four
+    runs one after the other. The places that a resize reads at are rounded, too, and what a norm
+    makes by √n·2⁻²⁴, as the n terms of its variance may be summed up one by one. The error is four
     times the root mean square of what that moves. Integers stand still before they are rounded so:
     each piece of a file is given them. What layers make of them in float is moved by the spread of
     their sums (`_deviations`), which no rounding of the result finds where its terms cancel. The
@@ -109,6 +116,8 @@ class FloatErrors:
             (step.args, dict(step.kwargs)), lambda ref: read(self._moved[ref.name])
         )
         result = rounded(call(*args, **kwargs))
+        if terms := _TERMS.get(op_spec(step.function).name):
+            result = self._rounded(result, math.sqrt(terms(*args)) * UNIT)
         return (result,) if len(step.outputs) == 1 else tuple(result)
 
     def _summed(self, step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -133,13 +142,13 @@ class FloatErrors:
             value = value + _UNITS * UNIT * (last + 1) * noise * step
         return value
 
-    def _rounded(self, value: Any) -> Any:
+    def _rounded(self, value: Any, unit: float | None = None) -> Any:
         if isinstance(value, list | tuple):
-            return refilled(type(value), [self._rounded(item) for item in value])
+            return refilled(type(value), [self._rounded(item, unit) for item in value])
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
         noise = torch.rand(value.shape, generator=self._random).to(value.device)
-        return value * (1 + self._unit * (2 * noise - 1))
+        return value * (1 + (unit or self._unit) * (2 * noise - 1))
 
 
 def _is_call(step: Step) -> bool:
