@@ -61,7 +61,7 @@ def teacher_forced_lines(
 def largest_steps(
     teacher_forced: Any, integer: Any, scale: float, low: float, high: float
 ) -> float:
-    """``max |integer − clamp(rint(teacher_forced / scale))|`` of flat float32 and int8; inf with NaN."""
+    """``max |integer − clamp(rint(teacher_forced / scale))|`` of flat arrays; inf with NaN."""
     found = np.zeros(-(-len(teacher_forced) // _VALUES))
 
     def run(i: int) -> None:
