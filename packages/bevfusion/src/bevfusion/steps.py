@@ -6,7 +6,7 @@ Example:
     ... def shown(name, blame):
     ...     print(f"{name} …")
     ...     yield
-    >>> def long_function(step: Step = untold) -> None:
+    >>> def long_function(step: Step = silent_step) -> None:
     ...     with step("measure", ""):
     ...         pass
     >>> long_function(step=shown)

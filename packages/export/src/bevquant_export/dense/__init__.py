@@ -2,9 +2,9 @@
 
 `_read_model` lowers a model and runs it, which gives a `_source.Source`. `_emit` writes its steps
 one by one into a `_graph.Graph`: layers of integers by `_weighted`, what moves values by
-`_layout_ops`, pooling by `_grid`, floats by `_floats` and `_aten` or else `_torch_form`, voxels by `_voxels`.
-`_export` makes the model of that. `_compare` holds it against the program, cut (`_cut`) at every
-quantized tensor.
+`_layout_ops`, pooling by `_grid`, floats by `_floats` and `_aten` or else `_torch_form`, voxels by
+`_voxels`. `_export` makes the model of that. `_compare` holds it against the program, cut (`_cut`)
+at every quantized tensor.
 """
 
 from __future__ import annotations
