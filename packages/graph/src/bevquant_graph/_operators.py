@@ -145,7 +145,7 @@ def op_spec(target: object) -> OpSpec:
     Example:
         >>> import torch
         >>> op_spec(torch.ops.aten.permute.default).kind, op_spec("permute").values
-        ('move', True)
+        ('layout_op', True)
         >>> op_spec(torch.nn.MaxPool2d).kind, op_spec(torch.relu_).kind, op_spec(torch.erf).kind
         ('max_pool', 'relu', 'float')
     """
