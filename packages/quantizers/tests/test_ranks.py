@@ -327,7 +327,7 @@ def test_all_hear_of_a_death_and_one_speaks(lines: list[Line]) -> None:
     ranks.goes_on("run it again")
     with pytest.raises(Exception, match=r"rank 1 of 3 has died.*; run it again") as raised:
         ranks.gather({})
-    assert [Ranks(r, 3, lines[r]).told(heard[0]).speaks for r in (0, 2)] == [True, False]
+    assert [Ranks(r, 3, lines[r]).error_of(heard[0]).speaks for r in (0, 2)] == [True, False]
     assert raised.value.speaks
     for line in (lines[0], lines[2]):
         line.close()
@@ -336,7 +336,7 @@ def test_all_hear_of_a_death_and_one_speaks(lines: list[Line]) -> None:
 def test_the_next_rank_speaks_for_a_dead_first(lines: list[Line]) -> None:
     die(lines[0])
     assert [line.wait(10) for line in lines[1:]] == [(0, None)] * 2
-    assert [Ranks(r, 3, lines[r]).told(lines[r].ending).speaks for r in (1, 2)] == [True, False]
+    assert [Ranks(r, 3, lines[r]).error_of(lines[r].ending).speaks for r in (1, 2)] == [True, False]
     for line in lines[1:]:
         line.close()
 
@@ -345,5 +345,5 @@ def test_last_words_are_passed_on_and_an_end_in_order_is_none(lines: list[Line])
     lines[2].close()
     lines[1].close("frame 7: no points")
     assert lines[0].wait(10) == (1, "frame 7: no points")
-    assert "rank 1 of 3: frame 7: no points" in str(Ranks(0, 3, lines[0]).told(lines[0].ending))
+    assert "rank 1 of 3: frame 7: no points" in str(Ranks(0, 3, lines[0]).error_of(lines[0].ending))
     lines[0].close()
