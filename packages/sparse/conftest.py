@@ -2,6 +2,9 @@
 
 from importlib.util import find_spec
 
-_NEED_NUMBA = "bitmap conv_kernels conv_numba conv_plan conv_tile jit rulebook_numba".split()
 _PACKAGE = "src/bevquant_sparse"
-collect_ignore = [] if find_spec("numba") else [f"{_PACKAGE}/_{name}.py" for name in _NEED_NUMBA]
+_NEED_NUMBA = (
+    "_bitmap", "_conv_kernels", "_conv_numba", "_pillar_tiles", "_pillars", "_rulebook_numba",
+    "_rulebook_pillars", "runtime/jit", "runtime/task_board", "runtime/threads", "tiles",
+)  # fmt: skip
+collect_ignore = [] if find_spec("numba") else [f"{_PACKAGE}/{name}.py" for name in _NEED_NUMBA]

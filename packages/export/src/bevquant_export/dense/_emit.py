@@ -88,7 +88,7 @@ class Emitter:
             self.voxels.host(step)
             return
         if step.op == "sites":
-            self.voxels.voxel_set(step)
+            self.voxels.place(step)
             return
         if step.op == "constant":
             self._constants[made] = step
@@ -280,11 +280,11 @@ class Emitter:
         if not isinstance(operands, Ref | list | tuple):
             return None
         refs = [operands] if isinstance(operands, Ref) else operands
-        state = [h for ref in refs for h in self.several.get(ref.name) or [self.states[ref.name]]]
+        read = [s for ref in refs for s in self.several.get(ref.name) or [self.states[ref.name]]]
         if is_active(module.input_quantizer):
             form = integers_of(module.input_quantizer, step.path)
-            state = [graph.finished(step.path, each, form, {}) for each in state]
-        names = [each.name for each in state]
+            read = [graph.finished(step.path, each, form, {}) for each in read]
+        names = [each.name for each in read]
         if isinstance(module, QuantAdd):
             return graph.node("Add", step.path, names)
         axis = module.dim % len(self.source.shapes[step.outputs[0]])
@@ -292,8 +292,8 @@ class Emitter:
 
     def _constant(self, step: Step) -> str:
         value = step.tensors["value"].cpu()
-        state = (value.float() if value.is_floating_point() else value).numpy()
-        return self.graph.constant(step.path or "constant", state, state.dtype)
+        array = (value.float() if value.is_floating_point() else value).numpy()
+        return self.graph.constant(step.path or "constant", array, array.dtype)
 
     def _grid(self, step: Step) -> str:
         name, made = step.args[0].name, step.outputs[0]

@@ -99,7 +99,7 @@ class Voxels:
         elif what == "convolved_sites":
             self._voxel_sets[made] = self._walked(step, voxel_set, step.args[1], step.args[2:])[1]
 
-    def voxel_set(self, step: Step) -> None:
+    def place(self, step: Step) -> None:
         """Coordinates that a model has as a tensor."""
         indices, shape, batch = step.args
         hosts = self.source.hosts
@@ -288,7 +288,7 @@ class Voxels:
         (once,) = self.graph.call("DistinctCoords", [voxel_set.voxels, found], name)
         checked = replace(voxel_set, voxels=once)
         for known in (self._voxel_sets, self._parts):
-            known.update({key: checked for key, state in known.items() if state is voxel_set})
+            known.update({key: checked for key, value in known.items() if value is voxel_set})
         return checked
 
     def _missing_axes(self, voxel_set: VoxelSet) -> int:

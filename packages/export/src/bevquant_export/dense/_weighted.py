@@ -89,8 +89,8 @@ def weighted_layer(graph: Graph, step: Step, x: TensorState, form: Any, source: 
     if step.op == "linear":
         return _linear(graph, step, x, weight, bias, source)
     in_float = _is_float(graph, step, weight)
-    state = graph.float_operand(path, x.name) if in_float else x.name
-    inputs = [state, _weight(graph, step, weight), *([bias] if bias else [])]
+    read = graph.float_operand(path, x.name) if in_float else x.name
+    inputs = [read, _weight(graph, step, weight), *([bias] if bias else [])]
     settings: dict[str, Any] = {
         "strides": list(attributes["stride"]),
         "dilations": list(attributes["dilation"]),

@@ -86,8 +86,8 @@ class Bodies:
     @cached_property
     def frames(self) -> int:
         """Of the example."""
-        voxel_set = (host for host in self.source.hosts.values() if hasattr(host, "batch_size"))
-        return int(next(voxel_set).batch_size)
+        tensors = (host for host in self.source.hosts.values() if hasattr(host, "batch_size"))
+        return int(next(tensors).batch_size)
 
     def write(self, between: Between, places: Sequence[str], *, relu: bool) -> bytes:
         """The function, serialized.

@@ -74,7 +74,7 @@ class _Lowering:
         self.emitter = Emitter()
         self.surroundings = Surroundings(self.emitter)
         self.states: dict[str, TensorState] = {}
-        self.voxel_set: dict[str, VoxelSet] = {}
+        self.voxel_sets: dict[str, VoxelSet] = {}
         self.shapes: dict[str, Shape] = {}
         self.outputs = Outputs(self.emitter)
         self.before_relu = {node.x for node in graph.nodes if isinstance(node, Relu)}
@@ -89,7 +89,7 @@ class _Lowering:
         for node in self.graph.nodes:
             self._step(node)
             if all_layers and isinstance(node, Conv | Add | Relu):
-                state, voxel_set = self.states[node.y], self.voxel_set[node.y]
+                state, voxel_set = self.states[node.y], self.voxel_sets[node.y]
                 shown.append(self.outputs.layer(node, state, voxel_set, self.shapes[node.y]))
         results = tuple(self._result(name) for name in self.graph.outputs)
         inputs = [
@@ -104,7 +104,7 @@ class _Lowering:
         node = next(n for n in self.graph.nodes if n.y == tensor)
         name = "output" if len(names) == 1 else f"output{names.index(tensor)}"
         name = name if tensor.isdecimal() else tensor
-        state, voxel_set = self.states[tensor], self.voxel_set.get(tensor)
+        state, voxel_set = self.states[tensor], self.voxel_sets.get(tensor)
         return self.outputs.result(name, node, state, voxel_set, self.shapes[tensor])
 
     def _input(self) -> None:
@@ -115,7 +115,7 @@ class _Lowering:
         voxel_set = self.surroundings.given(first.input_spatial_shape)
         found = self.surroundings.map_of(voxel_set)[2]
         checked = self.emitter.call("DistinctVoxels", ["features", found], "features checked")[0]
-        self.voxel_set[graph.input] = voxel_set
+        self.voxel_sets[graph.input] = voxel_set
         self.shapes[graph.input] = ("voxels", graph.channels or getattr(first, "in_channels", 0))
         self.states[graph.input] = Floats(emitter=self.emitter, name="features", tensor=checked)
 
@@ -153,13 +153,13 @@ class _Lowering:
         return Floats(emitter=self.emitter, name=node.name, path=node.path, tensor=tensor)
 
     def _on_voxels(self, node: Node, name: str) -> VoxelSet:
-        if name not in self.voxel_set:
+        if name not in self.voxel_sets:
             raise ValueError(f"{node.name} reads {name!r}, a dense grid; it works on voxels")
-        return self.voxel_set[name]
+        return self.voxel_sets[name]
 
     def _conv(self, node: Conv) -> TensorState:
         rows, made = self.surroundings.convolved(self._distinct(node), node)
-        self.voxel_set[node.y] = made
+        self.voxel_sets[node.y] = made
         self.shapes[node.y] = (made.rows, node.out_channels)
         name, emitter = node.name, self.emitter
         x = self.states[node.x]
@@ -201,7 +201,7 @@ class _Lowering:
         return first
 
     def _concat(self, node: Concat) -> TensorState:
-        voxel_set = self.voxel_set[node.y] = self._on_same_voxels(node, *node.xs)
+        voxel_set = self.voxel_sets[node.y] = self._on_same_voxels(node, *node.xs)
         channels = sum(int(self.shapes[name][1]) for name in node.xs)
         self.shapes[node.y] = (voxel_set.rows, channels)
         given, amax = [self.states[name] for name in node.xs], node.input_range
@@ -213,7 +213,7 @@ class _Lowering:
         return Integers(emitter=emitter, name=name, path=path, tensor=joined, amax=amax)
 
     def _fold(self, node: Fold) -> TensorState:
-        voxel_set = self.voxel_set[node.y] = self._on_voxels(node, node.x)
+        voxel_set = self.voxel_sets[node.y] = self._on_voxels(node, node.x)
         self.shapes[node.y] = (voxel_set.rows, node.channels)
         name, emitter, path = node.name, self.emitter, node.path
         per_channel = int(self.shapes[node.x][1]) // node.channels
@@ -228,7 +228,7 @@ class _Lowering:
         return self._stored(self._floats(node, summed), node.y, node)
 
     def _select(self, node: Select) -> TensorState:
-        voxel_set = self.voxel_set[node.y] = self._on_voxels(node, node.x)
+        voxel_set = self.voxel_sets[node.y] = self._on_voxels(node, node.x)
         self.shapes[node.y] = (voxel_set.rows, len(node.channels))
         relu = node.activation == "ReLU"
         made = self.states[node.x].selected(node.channels, relu, node.name, node.path)
@@ -245,14 +245,14 @@ class _Lowering:
             "DistinctCoords", [voxel_set.voxels, found], f"{node.name}.once"
         )
         checked = replace(voxel_set, voxels=once)
-        self.voxel_set |= {
-            name: checked for name, state in self.voxel_set.items() if state is voxel_set
+        self.voxel_sets |= {
+            name: checked for name, known in self.voxel_sets.items() if known is voxel_set
         }
         return checked
 
     def _pool(self, node: Pool) -> TensorState:
         rows, made = self.surroundings.convolved(self._distinct(node), node)
-        self.voxel_set[node.y] = made
+        self.voxel_sets[node.y] = made
         self.shapes[node.y] = (made.rows, self.shapes[node.x][1])
         x, amax = self.states[node.x], node.input_range
         read = x.floats() if amax is None else x.integers(amax)
@@ -277,16 +277,16 @@ class _Lowering:
         rows = f"rows of {node.name}"
         if node.grid:
             voxel_set = self.surroundings.given(node.grid, made[1], node.name)
-            self.voxel_set[node.y], rows = voxel_set, voxel_set.rows
+            self.voxel_sets[node.y], rows = voxel_set, voxel_set.rows
             self.unchecked.add(voxel_set.maker)
         elif node.on >= 0:
-            self.voxel_set[node.y] = self._on_voxels(node, node.inputs[node.on])
-            rows = self.voxel_set[node.y].rows
+            self.voxel_sets[node.y] = self._on_voxels(node, node.inputs[node.on])
+            rows = self.voxel_sets[node.y].rows
         self.shapes[node.y] = (rows, node.channels)
         return self._stored(self._floats(node, made[0]), node.y, node)
 
     def _add(self, node: Add) -> TensorState:
-        self.voxel_set[node.y] = self._on_same_voxels(node, node.x, node.other)
+        self.voxel_sets[node.y] = self._on_same_voxels(node, node.x, node.other)
         self.shapes[node.y] = self.shapes[node.x]
         x, other = self.states[node.x], self.states[node.other]
         made: TensorState
@@ -308,7 +308,7 @@ class _Lowering:
         return made if node.y in self.before_relu else self._stored(made, node.y, node)
 
     def _relu(self, node: Relu) -> TensorState:
-        self.voxel_set[node.y] = self._on_voxels(node, node.x)
+        self.voxel_sets[node.y] = self._on_voxels(node, node.x)
         self.shapes[node.y] = self.shapes[node.x]
         summed = self.states[node.x]
         if isinstance(summed, Sum):
@@ -340,7 +340,7 @@ class _Lowering:
         return reader if of_the_grid else None
 
     def _layout_op(self, node: LayoutOp) -> TensorState:
-        if node.x in self.voxel_set:
+        if node.x in self.voxel_sets:
             raise ValueError(f"{node.name} reads {node.x!r}, voxels; it works on a dense grid")
         shape, x = self.shapes[node.x], self.states[node.x].floats()
         if node.op == "Transpose":
