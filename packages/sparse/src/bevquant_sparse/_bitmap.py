@@ -33,7 +33,7 @@ def linear_keys(indices, sizes, keys):
     ascending = True
     for row in range(indices.shape[0]):
         key = 0
-        for column in range(5):
+        for column in range(indices.shape[1]):
             value = indices[row, column]
             if value < 0 or value >= sizes[column]:
                 return 4 * row + OUT_OF_RANGE

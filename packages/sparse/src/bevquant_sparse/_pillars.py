@@ -22,24 +22,6 @@ WORD = 64  # longest last axis
 _ONE, _Z_BITS = np.uint64(1), 6
 
 
-@compiled("int64(int32[:, ::1], int64[::1], int64[::1])")
-def linear_keys(indices, sizes, keys):
-    """Fill ``keys``; 0 where they ascend, 1 where they do not, 2 where a voxel is outside."""
-    previous = -1
-    ascending = True
-    for row in range(indices.shape[0]):
-        key = 0
-        for column in range(4):
-            value = indices[row, column]
-            if value < 0 or value >= sizes[column]:
-                return 2
-            key = key * sizes[column] + value
-        keys[row] = key
-        ascending = ascending and key > previous
-        previous = key
-    return 0 if ascending else 1
-
-
 @compiled("int64(int64[::1], int64, int64[::1], uint64[::1], int32[::1])")
 def find_pillars(keys, depth, pillars, masks, starts):
     """Fill key without the last axis, mask and first rank of each pillar; returns their number.

@@ -120,6 +120,23 @@ class Rulebook:
         """The part that kernels read."""
         return Table(self.neighbours, self.num_in, self.subm)
 
+    @classmethod
+    def identity(cls, indices: Tensor, spatial_shape: Sequence[int], batch_size: int) -> Rulebook:
+        """That of a 1×…×1 kernel which moves nothing: every row meets itself, unchecked.
+
+        Args:
+            indices: int32 ``[rows, 1 + ndim]``.
+            spatial_shape: Grid in voxels.
+            batch_size: Number of samples.
+        """
+        shape = tuple(spatial_shape)
+        ones, zeros = (1,) * len(shape), (0,) * len(shape)
+        return cls(
+            in_indices=indices, out_indices=indices, neighbours=identity_rulebook(indices),
+            batch_size=batch_size, in_shape=shape, out_shape=shape, kernel_size=ones, stride=ones,
+            padding=zeros, dilation=ones, output_padding=zeros, subm=True, transposed=False,
+        )  # fmt: skip
+
     def inverse(self) -> Rulebook:
         """The rulebook of the inverse convolution: in and out exchanged, the same offsets.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bevquant_sparse._geometry import Geometry, is_open, make_geometry, whole_numbers
-from bevquant_sparse._rulebook import Rulebook, build_from_geometry, identity_rulebook
+from bevquant_sparse._rulebook import Rulebook, build_from_geometry
 
 
 def describe(module: Any) -> str:
@@ -27,7 +27,8 @@ def rulebook_for(module: Any, x: Any, backend: str) -> tuple[Rulebook, dict[Any,
     if getattr(module, "inverse", False) and (kept is not None or not _keeps_grid(module, x)):
         return _inverse(module, x, kept), indice_dict
     if _keeps_grid(module, x):
-        return _identity(x, len(x.spatial_shape)), indice_dict
+        shape = whole_numbers(x.spatial_shape)
+        return Rulebook.identity(x.indices, shape, x.batch_size), indice_dict
     if kept is not None:
         _check_reuse(module, x, kept)
         return kept, indice_dict
@@ -113,26 +114,6 @@ def _keeps_grid(module: Any, x: Any) -> bool:
         all(k == 1 for k in settings["kernel_size"])
         and all(s == 1 for s in settings["stride"])
         and (subm or not any(settings["padding"] + settings["output_padding"]))
-    )
-
-
-def _identity(x: Any, ndim: int) -> Rulebook:
-    shape = whole_numbers(x.spatial_shape)
-    ones, zeros = (1,) * ndim, (0,) * ndim
-    return Rulebook(
-        in_indices=x.indices,
-        out_indices=x.indices,
-        neighbours=identity_rulebook(x.indices),
-        batch_size=x.batch_size,
-        in_shape=shape,
-        out_shape=shape,
-        kernel_size=ones,
-        stride=ones,
-        padding=zeros,
-        dilation=ones,
-        output_padding=zeros,
-        subm=True,
-        transposed=False,
     )
 
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from bevquant_sparse._bitmap import OUT_OF_RANGE, UNSORTED, linear_keys
 from bevquant_sparse._geometry import Geometry
 from bevquant_sparse._pillar_tiles import count_entries, fill_entries, sort_keys
 from bevquant_sparse._pillars import (
     WORD,
     find_pillars,
-    linear_keys,
     list_outputs,
     subm_lines,
     voxel_masks,
@@ -67,11 +67,11 @@ def _pillars_of(indices: Tensor, sizes: tuple[int, ...]) -> _Pillars | None:
         return found
     rows = indices.numpy()
     keys = np.empty(len(rows), np.int64)
-    state = linear_keys(rows, np.array(sizes, np.int64), keys)
+    state = linear_keys(rows, np.array(sizes, np.int64), keys) & 3
     names = np.empty(0, np.int32)
-    if state == 2:
+    if state == OUT_OF_RANGE:
         return None
-    if state == 1:
+    if state == UNSORTED:
         bits = len(rows).bit_length()
         if math.prod(sizes) << bits >= 2**63:
             return None

@@ -92,7 +92,8 @@ class Coords:
 
     def _built(self, geometry: Geometry) -> tuple[Rulebook, Coords]:
         if geometry.keeps_rows:
-            return self._identity(), self
+            indices = self.indices.to(torch.int32)
+            return Rulebook.identity(indices, self.spatial_shape, self.batch_size), self
         rulebook = plan_rulebook(
             self.indices,
             self.spatial_shape,
@@ -110,27 +111,6 @@ class Coords:
         coords = Coords(rulebook.out_indices, rulebook.out_shape, self.batch_size)
         coords._origins = dict(self._origins)
         return rulebook, coords
-
-    def _identity(self) -> Rulebook:
-        rows = torch.arange(len(self.indices), dtype=torch.int32, device=self.indices.device)
-        shape, rank = tuple(self.spatial_shape), len(self.spatial_shape)
-        ones, zeros = (1,) * rank, (0,) * rank
-        indices = self.indices.to(torch.int32)
-        return Rulebook(
-            in_indices=indices,
-            out_indices=indices,
-            neighbours=rows.unsqueeze(1),
-            batch_size=self.batch_size,
-            in_shape=shape,
-            out_shape=shape,
-            kernel_size=ones,
-            stride=ones,
-            padding=zeros,
-            dilation=ones,
-            output_padding=zeros,
-            subm=True,
-            transposed=False,
-        )
 
     def _inverse(self, geometry: Geometry, key: str | None, name: str) -> tuple[Rulebook, Coords]:
         if key is None or key not in self._origins:
