@@ -67,7 +67,7 @@ def int8(generator, *shape):
 
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("count", [1, 17, 333])
-@pytest.mark.parametrize("channels", [(16, 32), (32, 64), (64, 32), (128, 96), (192, 128)])
+@pytest.mark.parametrize("channels", [(32, 64), (64, 32), (128, 96), (192, 128)])
 def test_sums_of_voxels_are_those_of_int64(emulated, channels, count, stride):
     generator = np.random.default_rng(count)
     rulebook = voxels(generator, count, stride)
@@ -116,7 +116,7 @@ def test_results_are_those_of_the_other_backends(emulated, name):
         ((64, 64), {"padding": 1}),
         ((128, 32), {"padding": 1, "stride": 2}),
         ((32, 96), {"multiplier": 1e-3, "relu": True}),
-        ((16, 32), {"padding": 2, "dilation": 2, "multiplier": 1e-3}),
+        ((32, 32), {"padding": 2, "dilation": 2, "multiplier": 1e-3}),
         ((128, 128), {"padding": 1, "groups": 2, "multiplier": 1e-3}),
         ((80, 48), {"padding": 1}),  # goes to VNNI
     ],
@@ -142,7 +142,7 @@ def test_transposed_grids(emulated):
 @given(
     seed=st.integers(0, 2**32 - 1),
     count=st.integers(1, 80),
-    channels=st.tuples(st.sampled_from([16, 32, 64, 128]), st.sampled_from([32, 64, 96])),
+    channels=st.tuples(st.sampled_from([32, 64, 128, 192]), st.sampled_from([32, 64, 96])),
 )
 def test_any_voxels(emulated, seed, count, channels):
     generator = np.random.default_rng(seed)
@@ -189,8 +189,8 @@ def test_the_self_test_passes_and_can_fail(emulated, monkeypatch, forget_backend
     ("size", "channels", "kind"),
     [
         (3, (64, 64), "amx"),
-        (3, (16, 32), "amx"),
-        (3, (16, 16), "vnni"),
+        (3, (32, 32), "amx"),
+        (3, (16, 32), "vnni"),  # a quarter of a tile, and what it would gain is lost in padding
         (3, (80, 64), "vnni"),
         (3, (5, 32), "vnni"),
         (3, (64, 48), "vnni"),

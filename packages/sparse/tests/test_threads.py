@@ -132,8 +132,8 @@ def test_a_member_that_comes_late_finds_nothing(threads):
     address = board.ctypes.data
     rows = np.zeros((0, 4), np.int64)
     task_board.post(address, rows.ctypes.data, 0, 0, 2)
-    assert task_board.lead(address) == 1
-    assert task_board.serve(address, 0) == 2  # the turn is seen, the board is closed
+    assert task_board.lead(address, 10) == 1
+    assert task_board.serve(address, 0, 10) == 2  # the turn is seen, the board is closed
     board[0] = 3
-    assert task_board.serve(address, 2) == 3  # work that is not on the board
-    assert task_board.serve(address, 3) == 3
+    assert task_board.serve(address, 2, 10) == 3  # work that is not on the board
+    assert task_board.serve(address, 3, 10) == 3

@@ -1,26 +1,31 @@
 """The loops of the AMX kernels, in LLVM IR: blocks of 32 rows × 32 output channels in four tiles.
 
-Layout. The input rows that a tile of 32 output rows reads are copied side by side into a block
-``[entry, 32, channels]`` (tiles are read at one distance between rows, and voxels lie anywhere).
-Weights lie as ``[offset, pair, step, channels of a step / 4, 32, 4]``: what `multiply` takes, for
-two tiles of 16 output channels. A step has 16, 32 or 64 channels; a pair is 32 output channels.
+Layout. The input rows that a tile of 32 output rows reads are copied into a block ``[entry, step,
+32, channels of a step]`` (a tile register is read at one distance between rows, and voxels lie
+anywhere). Weights lie as ``[offset, pair, step, channels of a step / 4, 32, 4]``: what `multiply`
+takes, for two tiles of 16 output channels. A step has 32 or 64 channels; a pair is 32 output
+channels.
 
-Order. Copy once, then for every pair: the accumulators begin with the bias (read at a distance of
-0, the same to every row), take all offsets and all steps, and go through memory of 4 KiB to the
-epilogue that all kernels have. All eight tiles are in use: two of inputs and two of weights give
-four products, so that each is read for two products, and one instruction has 16 · 16 · 64 of them.
+Order. For every pair: the accumulators begin with the bias (read at a distance of 0, the same to
+every row), take all offsets and all steps, and go through memory of 4 KiB to the epilogue that all
+kernels have. All eight tiles are in use: two of inputs and two of weights give four products, so
+that each is read for two products, and one instruction has 16 · 16 · 64 of them.
+
+Why it is fast. While the first pair multiplies one entry, the rows of the third one behind it are
+copied: four products keep AMX busy for 64 cycles, and copying 32 rows takes about as many of the
+loads and stores, if little else is to be done for a row. So the addresses of sixteen rows are
+computed in vectors, and rows of one or two steps are written out. What is left is the second cache:
+weights, and inputs from the second pair on, come from there.
 
 Assumed: at most `BLOCK` bytes of input rows for a tile of the plan, which `packed` sees to; a
-stack that has room for them. Nothing need be aligned. Products are int8 times int8, both signed, so
-that inputs are taken as they are; a sum that fits int32 is exact.
-
-Not run by those who wrote it on a CPU that has these instructions: checked bit for bit against
-their definition, and for what LLVM makes of them.
+stack that has room for them. Rows of inputs need not be aligned. Products are int8 times int8, both
+signed, so that inputs are taken as they are; a sum that fits int32 is exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
@@ -35,77 +40,109 @@ from bevquant_int8sim._compiled.ir import (
     INT32,
     INT64,
     INTS,
+    LANES,
     add_bytes,
     load_at,
     pointer,
-    row_address,
+    splat,
 )
 from bevquant_int8sim._compiled.parameters import P
 from bevquant_int8sim._compiled.tile_instructions import TILE_BYTES, TILE_ROWS
-from bevquant_int8sim._compiled.tile_loops import fetch_early, present
+from bevquant_int8sim._compiled.tile_loops import fetch_early
 
 ROWS = COLUMNS = 2 * TILE_ROWS
 BLOCK = 512 * 1024  # bytes of copied input rows: 27 offsets of 512 channels, and 125 of 128
 _SUMS_STRIDE = COLUMNS * 4
-_QUARTER = ir.VectorType(BYTE, 16)
+_AHEAD = 3  # entries that are copied before they are multiplied
+_ADDRESSES = ir.VectorType(INT64, LANES)
+_HALF_LINE, _LINE = (ir.VectorType(BYTE, size) for size in (TILE_BYTES // 2, TILE_BYTES))
 
 _Parameters = dict[P, Any]
-_Source = Callable[[Any, Any], Any]  # (entry, row of the tile) → address of the input row
-_Offset = Callable[[Any], Any]  # entry → kernel offset
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """What a tile of output rows multiplies.
+
+    Attributes:
+        entries: Number of entries: of kernel offsets that some row sees.
+        offset: Entry → kernel offset.
+        sources: Entry, half → addresses of the input rows of the first or the last 16 rows.
+    """
+
+    entries: Any
+    offset: Callable[[Any], Any]
+    sources: Callable[[Any, int], Any]
+
+
+_MakeTile = Callable[[ir.IRBuilder, _Parameters, Any], _Tile]
 
 
 def sparse_loop() -> Any:
     """Intrinsic ``(first tile, last tile + 1, address of the parameters)`` over tiles of a plan."""
 
-    def tile(builder: ir.IRBuilder, p: _Parameters, t: Any) -> tuple[Any, _Source, _Offset]:
+    def make(builder: ir.IRBuilder, p: _Parameters, t: Any) -> _Tile:
         first, stop = (
             builder.sext(load_at(builder, p[P.BOUNDS], INT32, i, 4), INT64)
             for i in (t, builder.add(t, INT64(1)))
         )
 
-        def source(entry: Any, row: Any) -> Any:
-            names = add_bytes(builder, p[P.ROWS], builder.add(first, entry), 4 * ROWS)
-            return present(builder, p, names, row)
-
         def offset(entry: Any) -> Any:
             here = load_at(builder, p[P.OFFSETS], INT32, builder.add(first, entry), 4)
             return builder.sext(here, INT64)
 
-        return builder.sub(stop, first), source, offset
+        def sources(entry: Any, half: int) -> Any:
+            names = add_bytes(builder, p[P.ROWS], builder.add(first, entry), 4 * ROWS)
+            rows = load_at(builder, names, INTS, half, 4)
+            present = builder.icmp_signed(">=", rows, ir.Constant(INTS, None))
+            absent = splat(builder, p[P.ABSENT])
+            return builder.select(present, _addresses(builder, p, rows), absent)
 
-    return _loop(tile)
+        return _Tile(builder.sub(stop, first), offset, sources)
+
+    return _loop(make)
 
 
 def grid_loop() -> Any:
     """Intrinsic ``(first tile, last tile + 1, address of the parameters)`` over a dense grid."""
 
-    def tile(builder: ir.IRBuilder, p: _Parameters, t: Any) -> tuple[Any, _Source, _Offset]:
+    def make(builder: ir.IRBuilder, p: _Parameters, t: Any) -> _Tile:
         names = add_bytes(builder, p[P.ROWS], t, 4 * ROWS)
 
-        def source(entry: Any, row: Any) -> Any:
-            origin = row_address(builder, p[P.INPUT], p[P.INPUT_STRIDE], names, row)
-            return builder.add(origin, load_at(builder, p[P.DELTAS], INT64, entry, 8))
+        def sources(entry: Any, half: int) -> Any:
+            origins = _addresses(builder, p, load_at(builder, names, INTS, half, 4))
+            delta = load_at(builder, p[P.DELTAS], INT64, entry, 8)
+            return builder.add(origins, splat(builder, delta))
 
-        return p[P.VOLUME], source, lambda entry: entry
+        return _Tile(p[P.VOLUME], lambda entry: entry, sources)
 
-    return _loop(tile)
+    return _loop(make)
 
 
-def _loop(
-    tile: Callable[[ir.IRBuilder, _Parameters, Any], tuple[Any, _Source, _Offset]],
-) -> Any:
+def _addresses(builder: ir.IRBuilder, p: _Parameters, rows: Any) -> Any:
+    """Of 16 input rows; factors that LLVM knows for int32 take one instruction and not three."""
+    stride = splat(builder, builder.trunc(p[P.INPUT_STRIDE], INT32))
+    far = builder.mul(builder.sext(rows, _ADDRESSES), builder.sext(stride, _ADDRESSES))
+    return builder.add(splat(builder, p[P.INPUT]), far)
+
+
+def _loop(make: _MakeTile) -> Any:
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         first, stop, address = args
         p = {name: load_at(builder, address, INT64, int(name), 8) for name in P}
-        block, sums = _memory(builder, BLOCK), _memory(builder, ROWS * _SUMS_STRIDE)
+        sums = _memory(builder, ROWS * _SUMS_STRIDE)
+        copier = _Copier(builder, p)
         tiles.configure(builder, p[P.TILES])
         with cgutils.for_range_slice(builder, first, stop, INT64(1), intp=INT64) as (t, _):
             out_rows = add_bytes(builder, p[P.OUT_ROWS], t, 4 * ROWS)
             fetch_early(builder, p, out_rows, ROWS)
-            entries, source, offset = tile(builder, p, t)
-            _copy(builder, p, block, entries, source)
+            tile = make(builder, p, t)
+            few = builder.icmp_signed("<", tile.entries, INT64(_AHEAD))
+            early = builder.select(few, tile.entries, INT64(_AHEAD))
+            with cgutils.for_range(builder, early, intp=INT64) as entry:
+                copier.copy(tile, entry.index)
             with cgutils.for_range(builder, p[P.PAIRS], intp=INT64) as pairs:
-                _multiply(builder, p, pairs.index, block, entries, offset, sums)
+                _multiply(builder, p, pairs.index, tile, copier, sums)
                 columns = _columns(builder, p, pairs.index)
                 emit_epilogue(builder, columns, sums, out_rows, ROWS, 2)
         tiles.release(builder)
@@ -128,70 +165,82 @@ def _memory(builder: ir.IRBuilder, size: int) -> Any:
     return builder.ptrtoint(made, INT64)
 
 
-def _row_bytes(builder: ir.IRBuilder, p: _Parameters) -> Any:
-    return builder.mul(p[P.STEPS], p[P.STEP_BYTES])
+class _Copier:
+    """Copies the input rows of entries into the block, at whose start address `block` is."""
 
+    def __init__(self, builder: ir.IRBuilder, p: _Parameters) -> None:
+        self._builder, self._steps = builder, p[P.STEPS]
+        self.row_bytes = builder.mul(p[P.STEPS], p[P.STEP_BYTES])
+        self.block, self._places = _memory(builder, BLOCK), _memory(builder, 8 * ROWS)
 
-def _copy(builder: ir.IRBuilder, p: _Parameters, block: Any, entries: Any, source: _Source) -> None:
-    """The input rows of a tile, side by side."""
-    size = _row_bytes(builder, p)
-    wide = builder.icmp_signed("==", p[P.STEP_BYTES], INT64(TILE_BYTES))
-    with (
-        cgutils.for_range(builder, entries, intp=INT64) as entry,
-        cgutils.for_range(builder, INT64(ROWS), intp=INT64) as row,
-    ):
-        number = builder.add(builder.mul(entry.index, INT64(ROWS)), row.index)
-        there, here = source(entry.index, row.index), add_bytes(builder, block, number, size)
-        with builder.if_else(wide) as (by_lines, by_quarters):
-            with by_lines:
-                _copy_row(builder, there, here, size, INTS, TILE_BYTES)
-            with by_quarters:
-                _copy_row(builder, there, here, size, _QUARTER, TILE_BYTES // 4)
+    def entry(self, entry: Any) -> Any:
+        """Where an entry's rows begin."""
+        builder = self._builder
+        return add_bytes(builder, self.block, builder.mul(entry, INT64(ROWS)), self.row_bytes)
 
+    def copy(self, tile: _Tile, entry: Any) -> None:
+        """Copy the rows of an entry, by one of four forms."""
+        builder, here = self._builder, self.entry(entry)
+        for half in range(2):
+            sources = tile.sources(entry, half)
+            to = builder.gep(pointer(builder, self._places, _ADDRESSES), [INT64(half)])
+            builder.store(sources, to, align=TILE_BYTES)
+        end = builder.append_basic_block("copied")
+        for kind, steps in ((_HALF_LINE, 1), (_LINE, 1), (_LINE, 2)):
+            fits = builder.icmp_signed("==", self.row_bytes, INT64(kind.count * steps))
+            with builder.if_then(fits):
+                for row in range(ROWS):
+                    for step in range(steps):
+                        self._copy(here, INT64(row), INT64(step), kind)
+                builder.branch(end)
+                builder.position_at_end(builder.append_basic_block("unreachable"))
+        with (
+            cgutils.for_range(builder, INT64(ROWS), intp=INT64) as row,
+            cgutils.for_range(builder, self._steps, intp=INT64) as step,
+        ):
+            self._copy(here, row.index, step.index, _LINE)
+        builder.branch(end)
+        builder.position_at_end(end)
 
-def _copy_row(
-    builder: ir.IRBuilder, there: Any, here: Any, size: Any, kind: Any, width: int
-) -> None:
-    with cgutils.for_range(builder, builder.udiv(size, INT64(width)), intp=INT64) as part:
-        value = load_at(builder, there, kind, part.index)
-        place = builder.gep(pointer(builder, here, kind), [part.index])
-        builder.store(value, place, align=1)
+    def _copy(self, here: Any, row: Any, step: Any, kind: Any) -> None:
+        builder, size = self._builder, kind.count
+        value = load_at(builder, load_at(builder, self._places, INT64, row, 8), kind, step)
+        to = add_bytes(builder, add_bytes(builder, here, step, ROWS * size), row, size)
+        builder.store(value, pointer(builder, to, kind), align=size)
 
 
 def _multiply(
-    builder: ir.IRBuilder,
-    p: _Parameters,
-    pair: Any,
-    block: Any,
-    entries: Any,
-    offset: _Offset,
-    sums: Any,
+    builder: ir.IRBuilder, p: _Parameters, pair: Any, tile: _Tile, copier: _Copier, sums: Any
 ) -> None:
     """The sums of a pair to the memory at `sums`: tiles 0 to 3, of inputs in 4, 5 and weights 6, 7.
 
     Tiles 0 and 1 are the first 16 rows, 0 and 2 the first 16 columns.
     """
-    step_bytes, size = p[P.STEP_BYTES], _row_bytes(builder, p)
-    half = builder.mul(size, INT64(TILE_ROWS))
-    blocks_of_step = builder.mul(step_bytes, INT64(COLUMNS))
+    step_bytes = p[P.STEP_BYTES]
+    half = builder.mul(step_bytes, INT64(TILE_ROWS))
+    whole = builder.mul(step_bytes, INT64(COLUMNS))  # bytes of a step: of 32 rows or columns
+    to_copy = builder.select(builder.icmp_signed("==", pair, INT64(0)), tile.entries, INT64(0))
     first = add_bytes(builder, p[P.INIT], pair, COLUMNS * 4)
     for number in range(4):
         tiles.load(builder, number, add_bytes(builder, first, number % 2, TILE_BYTES), INT64(0))
-    with cgutils.for_range(builder, entries, intp=INT64) as entry:
-        place = builder.add(builder.mul(offset(entry.index), p[P.PAIRS]), pair)
-        weights = add_bytes(builder, p[P.WEIGHT], builder.mul(place, p[P.STEPS]), blocks_of_step)
-        rows = add_bytes(builder, block, builder.mul(entry.index, INT64(ROWS)), size)
+    with cgutils.for_range(builder, tile.entries, intp=INT64) as entry:
+        place = builder.add(builder.mul(tile.offset(entry.index), p[P.PAIRS]), pair)
+        weights = add_bytes(builder, p[P.WEIGHT], builder.mul(place, p[P.STEPS]), whole)
+        rows = copier.entry(entry.index)
         with cgutils.for_range(builder, p[P.STEPS], intp=INT64) as step:
-            upper = add_bytes(builder, rows, step.index, step_bytes)
-            left = add_bytes(builder, weights, step.index, blocks_of_step)
-            tiles.load(builder, 4, upper, size)
+            upper = add_bytes(builder, rows, step.index, whole)
+            left = add_bytes(builder, weights, step.index, whole)
+            tiles.load(builder, 4, upper, step_bytes)
             tiles.load(builder, 6, left, INT64(_SUMS_STRIDE))
             tiles.load(builder, 7, builder.add(left, INT64(TILE_BYTES)), INT64(_SUMS_STRIDE))
             tiles.multiply(builder, 0, 4, 6)
             tiles.multiply(builder, 1, 4, 7)
-            tiles.load(builder, 5, builder.add(upper, half), size)
+            tiles.load(builder, 5, builder.add(upper, half), step_bytes)
             tiles.multiply(builder, 2, 5, 6)
             tiles.multiply(builder, 3, 5, 7)
+        later = builder.add(entry.index, INT64(_AHEAD))
+        with builder.if_then(builder.icmp_signed("<", later, to_copy)):
+            copier.copy(tile, later)
     for number in range(4):
         corner = number // 2 * TILE_ROWS * _SUMS_STRIDE + number % 2 * TILE_BYTES
         tiles.store(builder, number, builder.add(sums, INT64(corner)), INT64(_SUMS_STRIDE))

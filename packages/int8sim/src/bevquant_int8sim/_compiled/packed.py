@@ -114,7 +114,7 @@ def pack_weight(weight: npt.NDArray[np.int8], kind: str) -> PackedWeight:
 
 def _fits_tiles(volume: int, in_channels: int, out_channels: int) -> bool:
     """Whether whole tiles hold the layer: nothing is padded, and a tile's inputs fit the block."""
-    steps_fit = in_channels in (16, 32) or (in_channels > 0 and in_channels % TILE_BYTES == 0)
+    steps_fit = in_channels == 32 or (in_channels > 0 and in_channels % TILE_BYTES == 0)
     rows_fit = volume * amx_loops.ROWS * in_channels <= amx_loops.BLOCK
     return steps_fit and rows_fit and out_channels > 0 and out_channels % amx_loops.COLUMNS == 0
 

@@ -31,9 +31,9 @@ from bevquant_int8sim._compiled.sparse import convolve, readable_rows
 from bevquant_int8sim._matmul import saturating_operands
 from bevquant_sparse.tiles import SparsePlan
 
-_ROWS, _VOLUME = 20, 2
+_ROWS, _VOLUME = 20, 5  # more offsets than AMX copies ahead
 _SHAPES = tuple((24, outputs) for outputs in (16, 32, 48, 64))  # one of each width of tile
-_AMX_SHAPES = (16, 32), (32, 64), (64, 32), (128, 64)  # each step, one and several, pairs likewise
+_AMX_SHAPES = (32, 64), (64, 32), (128, 64), (192, 32)  # each way to copy rows, one pair and two
 
 
 def kernels_are_exact(kind: str) -> bool:

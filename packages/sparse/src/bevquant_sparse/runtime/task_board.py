@@ -9,6 +9,8 @@ left, and steps out. So nobody reads what the leader writes for the next turn.
 
 from __future__ import annotations
 
+import functools
+import time
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from numba.extending import intrinsic
 
 from bevquant_sparse.runtime.jit import compiled
 
-_PAUSES = 2000  # 40 to 80 µs on today's CPUs
+_PATIENCE = 200e-6  # seconds: as long as Python takes between two layers, and some more
 _LINE = 8  # numbers of a cache line, which no other data shares
 _INT64 = ir.IntType(64)
 _KERNEL = ir.FunctionType(ir.VoidType(), [_INT64, _INT64, _INT64])
@@ -91,9 +93,24 @@ def _wait(address, seen, pauses):
     return 0
 
 
+@functools.cache
+def patience() -> int:
+    """How many looks at a number fill `_PATIENCE`.
+
+    Measured once: the pause between two looks takes 10 to 140 cycles, by the CPU.
+    """
+    cell, looks = new_cell(), 1000
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        _wait(cell.ctypes.data, 0, looks)
+        seconds.append(time.perf_counter() - start)
+    return max(looks, int(_PATIENCE / min(seconds) * looks))
+
+
 def changed(cell: npt.NDArray[np.int64], seen: int) -> bool:
-    """Whether the cell's number is, or within tens of microseconds becomes, another than `seen`."""
-    return bool(_wait(cell.ctypes.data, seen, _PAUSES))
+    """Whether the cell's number is, or within `_PATIENCE` becomes, another than `seen`."""
+    return bool(_wait(cell.ctypes.data, seen, patience()))
 
 
 @compiled("void(int64, int64, int64, int64)")
@@ -139,22 +156,22 @@ def settled(board, pauses):
     return 0
 
 
-@compiled("int64(int64)")
-def lead(board):
+@compiled("int64(int64, int64)")
+def lead(board, pauses):
     """Take tasks from a posted board, close it; whether all are done, as `settled`."""
     _drain_board(board)
-    return settled(board, _PAUSES)
+    return settled(board, pauses)
 
 
-@compiled("int64(int64, int64)")
-def serve(board, seen):
-    """Take part in whatever is posted, until tens of microseconds have passed in vain.
+@compiled("int64(int64, int64, int64)")
+def serve(board, seen, pauses):
+    """Take part in whatever is posted, until so many looks at the board were in vain.
 
     Returns the last turn that was seen; an odd one other than `seen` stands for work that is not on
     the board, and is returned at once.
     """
     waited = 0
-    while waited < _PAUSES:
+    while waited < pauses:
         turn = _peek(board + TURN)
         if turn == seen:
             waited += 1

@@ -23,6 +23,7 @@ from bevquant_sparse.runtime.task_board import (
     lead,
     new_board,
     new_cell,
+    patience,
     post,
     serve,
     settled,
@@ -97,7 +98,7 @@ class ThreadPool:
                 asleep, self._asleep = self._asleep, []
             for gate in asleep:
                 gate.release()
-            done = lead(self._address)
+            done = lead(self._address, patience())
         finally:
             while not done:  # a member has lost its CPU, or an error came
                 time.sleep(0)
@@ -109,7 +110,7 @@ class ThreadPool:
         gate, seen = Lock(), 0
         gate.acquire()
         while True:
-            before, seen = seen, serve(self._address, seen)
+            before, seen = seen, serve(self._address, seen, patience())
             if seen % 2 and seen != before:
                 with self._lock:
                     job = self._job

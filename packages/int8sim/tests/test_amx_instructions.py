@@ -1,0 +1,80 @@
+"""The AMX kernels on a CPU that has the instructions: the same integers as without them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("numba", reason="the numba extra is not installed")
+
+from bevquant_int8sim import backend_report, int8_conv2d, int8_sparse_conv
+from bevquant_sparse import WeightLayout, build_rulebook
+
+pytestmark = pytest.mark.skipif(
+    not backend_report("amx")[0].available, reason="AMX's instructions cannot be used here"
+)
+
+
+def int8(generator, *shape):
+    """Extremes, and what lies between."""
+    some = generator.choice(np.array([-128, -127, 127, 0, -1]), shape)
+    any_ = generator.integers(-128, 128, shape)
+    return torch.from_numpy(np.where(generator.random(shape) < 0.5, some, any_).astype(np.int8))
+
+
+def frame(count, inputs, outputs, seed):
+    """A layer's operands and its sums by torch."""
+    generator = np.random.default_rng(seed)
+    cells = torch.from_numpy(generator.permutation(24 * 24 * 8)[:count])
+    indices = torch.stack(torch.unravel_index(cells, (1, 24, 24, 8)), 1).int()
+    rulebook = build_rulebook(indices, (24, 24, 8), 3, subm=True, batch_size=1, tiles=True)
+    x, w = int8(generator, count, inputs), int8(generator, 27, inputs, outputs)
+    return x, w, rulebook
+
+
+def sums(x, w, rulebook, backend, **settings):
+    return int8_sparse_conv(
+        x, w, None, rulebook, layout=WeightLayout.VCK, backend=backend, **settings
+    )
+
+
+@pytest.mark.parametrize("outputs", [32, 64, 96, 128])
+@pytest.mark.parametrize("inputs", [32, 64, 128, 192, 256])
+@pytest.mark.parametrize("count", [1, 31, 4000])
+def test_voxels(count, inputs, outputs):
+    operands = frame(count, inputs, outputs, count + inputs + outputs)
+    assert torch.equal(sums(*operands, "amx"), sums(*operands, "torch"))
+    requantized = {"multiplier": 1e-4, "relu": True}
+    assert torch.equal(
+        sums(*operands, "amx", **requantized), sums(*operands, "torch", **requantized)
+    )
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("inputs", [32, 64, 128, 192, 512])
+@pytest.mark.parametrize("outputs", [32, 96, 256])
+def test_pixels(inputs, outputs, kernel):
+    generator = np.random.default_rng(inputs + outputs)
+    x = int8(generator, 2, inputs, 19, 23)
+    w = int8(generator, outputs, inputs, kernel, kernel)
+    settings = {"padding": kernel // 2, "multiplier": 1e-4}
+    made = [int8_conv2d(x, w, backend=backend, **settings) for backend in ("amx", "torch")]
+    assert torch.equal(*made)
+
+
+def test_beside_other_users_of_the_tiles():
+    """oneDNN configures the same registers for its own products, in the same threads."""
+    operands = [frame(2000, inputs, 64, inputs) for inputs in (32, 64, 128)]
+    expected = [sums(*o, "torch") for o in operands]
+    a = torch.randint(-1, 2, (256, 256)).bfloat16()  # whose sums bfloat16 holds
+    product = (a.float() @ a.float()).bfloat16()
+
+    def work(number):
+        same = torch.equal(a @ a, product)
+        return same and torch.equal(sums(*operands[number % 3], "amx"), expected[number % 3])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(60)))
