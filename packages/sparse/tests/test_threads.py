@@ -128,12 +128,12 @@ def test_several_threads_run_kernels(threads):
 
 
 def test_a_member_that_comes_late_finds_nothing(threads):
-    board = task_board.new_board()
+    board = task_board.new_board(2)
     address = board.ctypes.data
     rows = np.zeros((0, 4), np.int64)
     task_board.post(address, rows.ctypes.data, 0, 0, 2)
     assert task_board.lead(address, 10) == 1
-    assert task_board.serve(address, 0, 10) == 2  # the turn is seen, the board is closed
+    assert task_board.serve(address, 1, 0, 10) == 2  # the turn is seen, the board is closed
     board[0] = 3
-    assert task_board.serve(address, 2, 10) == 3  # work that is not on the board
-    assert task_board.serve(address, 3, 10) == 3
+    assert task_board.serve(address, 1, 2, 10) == 3  # work that is not on the board
+    assert task_board.serve(address, 1, 3, 10) == 3

@@ -20,7 +20,7 @@ from bevquant_int8sim._grid_axes import (
     transposed_size,
 )
 from bevquant_int8sim._output import make_output, with_addend
-from bevquant_int8sim._prepared import Memo
+from bevquant_int8sim._prepared import Memo, layouts
 
 Ints = int | Sequence[int]
 Padding = int | Sequence[int] | Sequence[Sequence[int]]
@@ -179,7 +179,7 @@ def _convolution(
     **output: Any,
 ) -> Tensor:
     given = (stride, padding, dilation, groups, backend, addend_multiplier, *output.items())
-    memo = Memo(x, addend, weight, bias, multiplier, given)
+    memo = Memo(layouts(x, addend), weight, bias, multiplier, given)
     if memo.prepared is not None:
         return memo.prepared(x, addend)
     _check_shapes(x, weight, bias, ndim, groups, 1, name)
@@ -255,7 +255,7 @@ def int8_conv_transpose2d(
         [[[[1, 10, 2, 20]]]]
     """
     given = (stride, padding, output_padding, dilation, groups, backend, *output.items())
-    memo = Memo(x, None, weight, bias, multiplier, given)
+    memo = Memo(layouts(x, None), weight, bias, multiplier, given)
     if memo.prepared is not None:
         return memo.prepared(x, None)
     _check_shapes(x, weight, bias, 2, groups, 0, name)

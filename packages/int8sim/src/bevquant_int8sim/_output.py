@@ -81,7 +81,7 @@ class Output:
         plain = (self.rounding, self.arithmetic) == ("half_even", "float64")
         if self.multiplier is None or self.out_dtype != torch.int8 or not plain:
             return None
-        from bevquant_int8sim._tile_output import Requantization, Residual
+        from bevquant_int8sim._tile_output import Requantization, Residual, full_rows
 
         factors = np.ones(padded_outputs)
         values = self.multiplier.cpu().numpy()
@@ -90,9 +90,8 @@ class Output:
         start = 0 if self.relu else low
         if self.residual is None:
             return Requantization(factors, start, high)
-        missing = padded_outputs - self.residual.shape[1]
-        rows = torch.nn.functional.pad(self.residual, (0, missing)) if missing else self.residual
-        added = Residual(rows.contiguous().numpy(), self.sum_multiplier, start, high)
+        rows = full_rows(self.residual, padded_outputs)
+        added = Residual(rows, self.sum_multiplier, start, high)
         return Requantization(factors, low, high, added)
 
 

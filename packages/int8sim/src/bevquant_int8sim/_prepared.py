@@ -1,7 +1,8 @@
 """Convolutions that were run before with the same operands: checked, packed and laid out once.
 
-A network calls each of its layers with the same weight, bias, multiplier and settings and with
-inputs of one shape. Only the places of its inputs and outputs in memory are new.
+A network calls each of its layers with the same weight, bias, multiplier and settings, and with
+inputs of one shape or of one number of channels. Only their places in memory, or their rows, are
+new.
 """
 
 from __future__ import annotations
@@ -15,15 +16,23 @@ from bevquant_int8sim._weight_cache import remembered
 
 _SHAPES = 8  # that a weight's calls are kept for
 
-Prepared = Callable[[Tensor, Tensor | None], Tensor]
+Prepared = Callable[..., Tensor]
+
+
+def layouts(x: Tensor, addend: Tensor | None) -> Hashable:
+    """What an input and an addend have in common with others that are served alike."""
+    if not isinstance(x, Tensor) or not isinstance(addend, Tensor | None):
+        return None  # which the checks refuse
+    return tuple(
+        None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (x, addend)
+    )
 
 
 class Memo:
     """What is kept of a call.
 
     Args:
-        x: The input; other tensors of its shape, type and layout in memory are served alike.
-        addend: So are others in the place of this one.
+        inputs: What other inputs have in common that are served alike; ``None`` keeps nothing.
         weight: What is kept lives as long as it does, unchanged.
         bias: Known again only as this very tensor, unchanged; so is `multiplier`.
         multiplier: A tensor, a number or ``None``.
@@ -35,8 +44,7 @@ class Memo:
 
     def __init__(
         self,
-        x: Tensor,
-        addend: Tensor | None,
+        inputs: Hashable,
         weight: Tensor,
         bias: Tensor | None,
         multiplier: Tensor | float | None,
@@ -45,21 +53,16 @@ class Memo:
         self._held = (bias, multiplier)
         self._kept: dict[Hashable, tuple[Any, Any, Prepared]] | None = None
         self.prepared: Prepared | None = None
-        if not isinstance(addend, Tensor | None) or any(
-            not isinstance(t, Tensor) for t in (x, weight)
-        ):
-            return  # which the checks refuse
-        tensors = [t for t in (x, weight, *self._held) if isinstance(t, Tensor)]
-        if len(tensors) < 2 or any(t.is_inference() for t in tensors[1:]):
+        if inputs is None or not isinstance(weight, Tensor):
+            return
+        tensors = [t for t in self._held if isinstance(t, Tensor)]
+        if weight.is_inference() or any(t.is_inference() for t in tensors):
             return  # their writes are not counted
         if any(isinstance(setting, Tensor) for setting in settings):
             return  # nor are those of numbers that are tensors
-        inputs = tuple(
-            None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (x, addend)
-        )
         # What is kept holds the tensors, so that no other one gets their number.
         operands = tuple(id(t) if isinstance(t, Tensor) else t for t in self._held)
-        self._versions = tuple(t._version for t in tensors[2:])
+        self._versions = tuple(t._version for t in tensors)
         self._key = (inputs, operands, settings)
         kept = remembered(weight, "prepared", dict)
         try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,9 +19,13 @@ from bevquant_int8sim._backends import choose_backend
 from bevquant_int8sim._integers import check_integer_tensor
 from bevquant_int8sim._matmul import exact_matmul
 from bevquant_int8sim._output import Output, make_output
+from bevquant_int8sim._prepared import Memo
 from bevquant_int8sim._scales import checked_scale
 from bevquant_int8sim._weight_cache import remembered
 from bevquant_sparse import Rulebook, WeightLayout, permute_weight
+
+if TYPE_CHECKING:
+    from bevquant_int8sim._compiled.sparse import SparseLayer
 
 _BLOCK_VALUES = 2**24  # gathered values of a block
 
@@ -95,6 +101,10 @@ def int8_sparse_conv(
         >>> q.flatten().tolist()
         [16, 10, 100]
     """
+    given = (layout, sum_multiplier, relu, out_dtype, narrow_range, rounding, arithmetic, backend)
+    memo = Memo(_channels_of(features, residual, rulebook), weight, bias, multiplier, given)
+    if memo.prepared is not None and _rows_fit(features, residual, rulebook):
+        return memo.prepared(features, rulebook, residual)
     check_integer_tensor(name, "features", features, (torch.int8, torch.int16))
     check_integer_tensor(name, "weight", weight, (torch.int8,))
     _check_weight(features, weight, rulebook, layout, name)
@@ -117,9 +127,16 @@ def int8_sparse_conv(
             output, residual, sum_multiplier, features, rulebook, channels, name
         )
     chosen = choose_backend(backend, features.device, features.dtype, name)
-    fits = _fits_int32(features, weight, layout, bias)
+    sums = remembered(
+        weight, ("sums", layout.out_axis), lambda: sums_of_sizes(weight, layout.out_axis)
+    )
+    safe = proves_safe(largest_sum(sums, bias, -torch.iinfo(features.dtype).min))
+    fits = safe or _values_fit(features, sums, bias)
     if fits and chosen != "torch" and 0 not in (*features.shape, rulebook.num_out, channels):
-        return _compiled(features, weight, bias, rulebook, layout, output, chosen)
+        layer = _compiled(weight, bias, rulebook, layout, output, features.dtype, chosen)
+        if safe:
+            memo.keep(layer)
+        return layer(features, rulebook, residual)
     matrix = _as_matrices(weight, rulebook, layout)
     acc = _accumulated(features, matrix, bias, rulebook, fits_int32=fits)
     if not fits:
@@ -196,14 +213,26 @@ def _check_bias(bias: Tensor, features: Tensor, channels: int, name: str) -> Non
         )
 
 
-def _fits_int32(
-    features: Tensor, weight: Tensor, layout: WeightLayout, bias: Tensor | None
-) -> bool:
-    """Whether a bound shows that no sum leaves int32: by the input's type, else by its values."""
-    axis = layout.out_axis
-    sums = remembered(weight, ("sums", axis), lambda: sums_of_sizes(weight, axis))
-    if proves_safe(largest_sum(sums, bias, -torch.iinfo(features.dtype).min)):
-        return True
+def _channels_of(features: Tensor, residual: Tensor | None, rulebook: Rulebook) -> Hashable:
+    """What frames have in common that a layer treats alike; ``None`` for what is refused."""
+    if not isinstance(rulebook, Rulebook):
+        return None
+    tensors = [t for t in (features, residual) if t is not None]
+    if not all(isinstance(t, Tensor) and t.dim() for t in tensors):
+        return None
+    inputs = tuple((t.shape[1:], t.dtype, t.device) for t in tensors)
+    return inputs, rulebook.kernel_size, rulebook.in_indices.device
+
+
+def _rows_fit(features: Tensor, residual: Tensor | None, rulebook: Rulebook) -> bool:
+    """Whether there is a row for each voxel, of which there are some."""
+    outputs = rulebook.num_out
+    added = outputs if residual is None else len(residual)
+    return bool(0 < len(features) == rulebook.num_in and 0 < outputs == added)
+
+
+def _values_fit(features: Tensor, sums: Tensor, bias: Tensor | None) -> bool:
+    """Whether these features show that no sum leaves int32."""
     largest = int(features.long().abs().max()) if features.numel() else 0
     return proves_safe(largest_sum(sums, bias, largest))
 
@@ -230,31 +259,22 @@ def _accumulated(
 
 
 def _compiled(
-    features: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     rulebook: Rulebook,
     layout: WeightLayout,
     output: Output,
+    dtype: torch.dtype,
     kind: str,
-) -> Tensor:
+) -> SparseLayer:
     from bevquant_int8sim._compiled.packed import pack_weight
-    from bevquant_int8sim._compiled.sparse import convolve
-    from bevquant_sparse.runtime import workspace
-    from bevquant_sparse.tiles import plan_for
+    from bevquant_int8sim._compiled.sparse import SparseLayer
 
-    if features.dtype == torch.int16:
+    if dtype == torch.int16:
         kind += "16"
     packed = remembered(
         weight,
         (kind, layout),
         lambda: pack_weight(_as_matrices(weight, rulebook, layout).numpy(), kind),
     )
-    fused = output.fused(packed.padded_outputs)
-    dtype = "int32" if fused is None else "int8"
-    out = torch.from_numpy(workspace.empty((rulebook.num_out, packed.padded_outputs), dtype))
-    offsets = None if bias is None else bias.numpy()
-    convolve(features.numpy(), packed, offsets, plan_for(rulebook, packed.rows), out.numpy(), fused)
-    if packed.padded_outputs != packed.out_channels:
-        out = out[:, : packed.out_channels].contiguous()
-    return output.finish(out) if fused is None else out
+    return SparseLayer(packed, None if bias is None else bias.numpy(), output)

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 _NEAR_TIE = 2.0**-13
 _LARGE = 2.0**90  # times an accumulator, this stays far below the largest float32
@@ -90,3 +92,11 @@ class Requantization:
         if residual is not None:
             residual = replace(residual, rows=residual.rows[:, columns.start :])
         return Requantization(factors, self.low, self.high, residual)
+
+
+def full_rows(residual: Tensor, columns: int) -> npt.NDArray[Any]:
+    """int8 rows, with zeros behind them up to that many columns."""
+    missing = columns - residual.shape[1]
+    rows = torch.nn.functional.pad(residual, (0, missing)) if missing else residual
+    values: npt.NDArray[Any] = rows.contiguous().numpy()
+    return values

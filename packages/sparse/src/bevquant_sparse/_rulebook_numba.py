@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
 from threading import Lock
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 from bevquant_sparse import _bitmap
 from bevquant_sparse._geometry import Geometry
 from bevquant_sparse._indices import find_duplicate, refuse_duplicate, refuse_out_of_range
-from bevquant_sparse.runtime.threads import share
+from bevquant_sparse.runtime.threads import in_parts
 
 _Array = npt.NDArray[np.int64]
 _GRAIN = 2048
@@ -74,12 +73,6 @@ def _give_back(cells: npt.NDArray[np.uint64]) -> None:
         _idle.append(cells)
         _idle.sort(key=lambda kept: -kept.shape[0])
         del _idle[_KEPT:]
-
-
-def _for_chunks(count: int, work: Callable[[int, int], object]) -> None:
-    chunks = max(1, min(torch.get_num_threads(), count // _GRAIN))
-    bounds = [count * i // chunks for i in range(chunks + 1)]
-    share(lambda chunk: work(bounds[chunk], bounds[chunk + 1]), chunks)
 
 
 def _four_axes(values: tuple[int, ...], fill: int) -> tuple[int, ...]:
@@ -144,7 +137,7 @@ def _subm(indices: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
                 start, stop, rows, sizes, lines, width, step, marked, order, table
             )
 
-    _for_chunks(len(rows), fill)
+    in_parts(fill, len(rows), _GRAIN)
     _bitmap.clear_rows(keys, marked)
     _give_back(cells)
     return indices, neighbours
@@ -164,17 +157,20 @@ def _strided(indices: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
     shape = np.array(geometry.out_shape, np.int64)
     out_indices = torch.empty((total, geometry.ndim + 1), dtype=torch.int32)
     coordinates = out_indices.numpy()
-    _for_chunks(
-        count, lambda start, stop: _bitmap.list_outputs(start, stop, shape, cells, coordinates)
+    in_parts(
+        lambda start, stop: _bitmap.list_outputs(start, stop, shape, cells, coordinates),
+        count,
+        _GRAIN,
     )
     neighbours = torch.empty((total, geometry.kernel_volume), dtype=torch.int32)
     table = neighbours.numpy()
-    _for_chunks(total, lambda start, stop: table[start:stop].fill(-1))
-    _for_chunks(
-        len(rows),
+    in_parts(lambda start, stop: table[start:stop].fill(-1), total, _GRAIN)
+    in_parts(
         lambda start, stop: _bitmap.scatter_inputs(
             start, stop, rows, out_volume, order, counts, out_keys, offsets, cells, table
         ),
+        len(rows),
+        _GRAIN,
     )
     cells[: 2 * count] = 0
     _give_back(cells)

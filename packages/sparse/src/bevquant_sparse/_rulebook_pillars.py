@@ -23,8 +23,8 @@ from bevquant_sparse._pillars import (
     voxel_masks,
 )
 from bevquant_sparse.runtime import workspace
-from bevquant_sparse.runtime.threads import in_chunks
-from bevquant_sparse.tiles import SORTED_ROWS, TILES, SparsePlan
+from bevquant_sparse.runtime.threads import in_chunks, in_parts
+from bevquant_sparse.tiles import PART_ROWS, SORTED_ROWS, SparsePlan
 
 _MAX_OFFSETS = 32  # bits of a voxel's mask
 _MAX_PILLARS = 2**25  # with the height, a pillar's number fits 32 bits
@@ -137,23 +137,23 @@ class Tiles:
         keys, seen = self.keys, self.seen
         num_tiles = -(-len(keys) // tile_rows)
         bounds = np.zeros(num_tiles + 1, np.int32)
-        in_chunks(
+        in_parts(
             lambda first, stop: count_entries(first, stop, keys, seen, tile_rows, bounds),
             num_tiles,
-            TILES,
+            PART_ROWS // tile_rows,
         )
         np.cumsum(bounds, out=bounds)
         offsets = workspace.empty((int(bounds[-1]),), np.int32)
         rows = workspace.empty((int(bounds[-1]), tile_rows), np.int32)
         out_rows = workspace.empty((num_tiles * tile_rows,), np.int32)
         source = self.source
-        in_chunks(
+        in_parts(
             lambda first, stop: fill_entries(
                 first, stop, keys, seen, self.places, self.lines, source.masks, source.starts,
                 source.names, self.names, *self.kernel, tile_rows, bounds, offsets, rows, out_rows,
             ),
             num_tiles,
-            TILES,
+            PART_ROWS // tile_rows,
         )  # fmt: skip
         return SparsePlan(tile_rows, num_tiles, bounds, offsets, rows, out_rows)
 
@@ -206,7 +206,7 @@ def _subm(indices: Tensor, geometry: Geometry, source: _Pillars) -> tuple[Tensor
         )  # fmt: skip
 
     _ = source.row_starts  # made before threads ask for it
-    in_chunks(work, source.count, _VOXELS)
+    in_parts(work, source.count, _VOXELS)
     return indices, Tiles(source, source.names, lines, places, seen, height)
 
 
@@ -228,7 +228,7 @@ def _strided(indices: Tensor, geometry: Geometry, source: _Pillars) -> tuple[Ten
         )  # fmt: skip
 
     _ = source.row_starts
-    in_chunks(walk(False), num_lines, _LINES)
+    in_parts(walk(False), num_lines, _LINES)
     np.cumsum(counts, 0, out=counts)
     count, voxels = (int(n) for n in counts[-1])
     outputs[:] = [
@@ -236,14 +236,14 @@ def _strided(indices: Tensor, geometry: Geometry, source: _Pillars) -> tuple[Ten
         workspace.empty((count + 1,), np.int32),
         workspace.empty((count, kernel[0] * kernel[1]), np.int32),
     ]  # fmt: skip
-    in_chunks(walk(True), num_lines, _LINES)
+    in_parts(walk(True), num_lines, _LINES)
     pillars, masks, starts, lines = outputs
     starts[count] = voxels
     places, seen = (workspace.empty((voxels,), np.uint32) for _ in range(2))
     out_indices = torch.from_numpy(workspace.empty((voxels, 4), np.int32))
     height = (kernel[2], stride[2], padding[2])
     rows = out_indices.numpy()
-    in_chunks(
+    in_parts(
         lambda first, stop: voxel_masks(
             first, stop, pillars, masks, starts, source.masks, lines, *height, out_sizes,
             places, seen, rows,

@@ -19,9 +19,9 @@ from numba import types
 from torch import Tensor
 
 from bevquant_sparse.runtime.jit import compiled
-from bevquant_sparse.runtime.threads import in_chunks
+from bevquant_sparse.runtime.threads import in_chunks, in_parts
 
-TILES = 512  # of a task, small enough that a late thread costs little
+PART_ROWS = 4096  # of a part of the work, small enough that a late thread costs little
 # Rows that are sorted together. More would be more alike, fewer nearer in memory: 2 % of the
 # convolutions' time between the best and the worst from 4,096 rows on.
 SORTED_ROWS = 16384
@@ -108,20 +108,20 @@ def _tiles(
     out_rows = np.full(num_tiles * tile_rows, -1, np.int32)
     out_rows[: len(order)] = order
     bounds = np.zeros(num_tiles + 1, np.int32)
-    in_chunks(
+    in_parts(
         lambda start, stop: _count(start, stop, neighbours, out_rows, tile_rows, bounds),
         num_tiles,
-        TILES,
+        PART_ROWS // tile_rows,
     )
     np.cumsum(bounds, out=bounds)
     offsets = np.empty(bounds[-1], np.int32)
     rows = np.empty((bounds[-1], tile_rows), np.int32)
-    in_chunks(
+    in_parts(
         lambda start, stop: _fill(
             start, stop, neighbours, out_rows, tile_rows, bounds, offsets, rows
         ),
         num_tiles,
-        TILES,
+        PART_ROWS // tile_rows,
     )
     return SparsePlan(tile_rows, num_tiles, bounds, offsets, rows, out_rows)
 

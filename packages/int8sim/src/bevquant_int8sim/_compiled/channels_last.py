@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bevquant_sparse.runtime import workspace
 from bevquant_sparse.runtime.jit import compiled
-from bevquant_sparse.runtime.threads import in_chunks, share
+from bevquant_sparse.runtime.threads import in_parts, share
 
 _TASK = 2048  # pixels
 _ROWS = 1024  # of voxels, in a task
@@ -125,9 +125,9 @@ def scatter(features: Tensor, indices: Tensor, shape: tuple[int, ...], batch_siz
     channels = features.shape[1]
     grid = workspace.empty((batch_size, *shape[:-1], channels, shape[-1]), "int8")
     flat = grid.reshape(-1)
-    in_chunks(lambda first, stop: flat[first:stop].fill(0), flat.size, _BYTES)
+    in_parts(lambda first, stop: flat[first:stop].fill(0), flat.size, _BYTES)
     rows, places = features.contiguous().numpy(), indices.contiguous().numpy()
-    in_chunks(
+    in_parts(
         lambda first, stop: _scatter(first, stop, rows, places, *shape, flat), len(rows), _ROWS
     )
     return torch.from_numpy(grid)

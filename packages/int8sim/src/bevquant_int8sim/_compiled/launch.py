@@ -51,12 +51,12 @@ def cut(works: Sequence[Work], threads: int) -> Tasks:
     if threads > 1:
         size = max(_SMALLEST, size // (_TASKS_A_THREAD * threads))
     rows = []
-    for address, tiles, products, place in works:
+    for kernel_at, tiles, products, place in works:
         parts = max(1, min(tiles, products // size))
         for part in range(parts):
-            rows.append((address, tiles * part // parts, tiles * (part + 1) // parts, place))
+            rows.append((kernel_at, tiles * part // parts, tiles * (part + 1) // parts, place))
     table = np.array(rows, np.int64)
-    return Tasks(table, table.ctypes.data, threads)
+    return Tasks(table, address(table), threads)
 
 
 def run_tasks(tasks: Tasks, base: int = 0) -> None:
@@ -81,7 +81,8 @@ class Call:
         parameters: int64, by `P`.
         tiles: Number of tiles.
         products: Multiplications in all.
-        held: What the parameters point to.
+        held: What the parameters point to, but for
+        arrays: Inputs, outputs and what is added.
     """
 
     kernel: int
@@ -89,10 +90,97 @@ class Call:
     tiles: int
     products: int
     held: tuple[Any, ...]
+    arrays: tuple[Any, ...]
 
     def work(self, place: int) -> Work:
         """The call with its parameters at `place`."""
         return self.kernel, self.tiles, self.products, place
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """A call of a layer's kernel for a group of output channels, without its inputs and outputs.
+
+    Attributes:
+        kernel: As of a `Call`.
+        parameters: int64, by `P`; those of inputs and outputs are 0.
+        first: First output channel.
+        products: Of an input row.
+        held: What the parameters point to.
+    """
+
+    kernel: int
+    parameters: npt.NDArray[np.int64]
+    first: int
+    products: int
+    held: tuple[Any, ...]
+
+    def on(
+        self,
+        tables: dict[P, npt.NDArray[Any]],
+        num_tiles: int,
+        seen: int,
+        inputs: npt.NDArray[Any],
+        out: npt.NDArray[Any],
+        added: npt.NDArray[Any] | None,
+    ) -> Call:
+        """The call on these arrays; the arguments are those of `kernel_calls`."""
+        p = self.parameters.copy()
+        for place, value in tables.items():
+            p[place] = address(value)
+        p[P.INPUT], p[P.INPUT_STRIDE] = address(inputs), inputs.strides[0]
+        p[P.OUT] = address(out) + self.first * out.itemsize
+        p[P.OUT_STRIDE] = out.strides[0]
+        if added is not None:
+            p[P.RESIDUAL] = address(added) + self.first
+            p[P.RESIDUAL_STRIDE] = added.strides[0]
+        held, arrays = (self.held, tables), (inputs, out, added)
+        return Call(self.kernel, p, num_tiles, seen * self.products, held, arrays)
+
+
+def address(array: npt.NDArray[Any]) -> int:
+    """Where an array's memory begins; ``array.ctypes`` takes three times as long."""
+    place: int = array.__array_interface__["data"][0]
+    return place
+
+
+def layer_calls(
+    job: str,
+    packed: PackedWeight,
+    init: npt.NDArray[np.int32],
+    output: Requantization | None,
+) -> list[LayerCall]:
+    """A call for each group of output channels.
+
+    Args:
+        job: ``"sparse"`` or ``"grid"``.
+        packed: The weight.
+        init: int32 ``[padded outputs]``: what accumulators begin with.
+        output: How accumulators become int8, or ``None``.
+    """
+    limits = None if output is None else output.limits()
+    singles = None if output is None else output.singles()
+    calls = []
+    for group in packed.groups:
+        p = np.zeros(len(P), np.int64)
+        p[P.ABSENT], p[P.FLIP] = address(packed.absent), address(FLIP)
+        p[P.VOLUME], p[P.STEPS] = packed.volume, packed.steps
+        if packed.kind == "amx":
+            p[P.TILES], p[P.STEP_BYTES] = address(packed.tiles), packed.step_channels
+            p[P.PAIRS] = group.vectors * LANES // COLUMNS
+        p[P.WEIGHT], p[P.INIT] = address(group.weight), address(init[group.first :])
+        if job == "sparse" and group.offset_init is not None:
+            p[P.OFFSET_INIT] = address(group.offset_init)
+        multiplier = None
+        if output is not None and limits is not None and singles is not None:
+            multiplier = output.multiplier
+            p[P.MULTIPLIER] = address(multiplier[group.first :])
+            p[P.LIMITS], p[P.SINGLES] = address(limits), address(singles[group.first :])
+        loop = kernel(packed.kind, job, packed.rows, group.vectors)
+        products = packed.padded_inputs * group.vectors * LANES
+        held = (packed, init, multiplier, limits, singles)
+        calls.append(LayerCall(loop.address, p, group.first, products, held))
+    return calls
 
 
 def kernel_calls(
@@ -106,50 +194,25 @@ def kernel_calls(
     out: npt.NDArray[Any],
     output: Requantization | None,
 ) -> list[Call]:
-    """A call for each group of output channels.
+    """`layer_calls` on inputs and outputs.
 
     Args:
-        job: ``"sparse"`` or ``"grid"``.
+        job: As there.
         tables: The lists that say which inputs meet which outputs.
         num_tiles: Number of tiles.
         seen: Input rows that all tiles together multiply.
         inputs: ``[rows, at least the padded inputs]`` as the kernel reads them.
-        packed: The weight.
-        init: int32 ``[padded outputs]``: what accumulators begin with.
+        packed: As there.
+        init: As there.
         out: ``[rows, at least the padded outputs]``: int32, or int8 where `output` is given.
-        output: How accumulators become int8, or ``None``.
+        output: As there.
     """
-    limits = None if output is None else output.limits()
-    singles = None if output is None else output.singles()
-    calls = []
-    for group in packed.groups:
-        p = np.zeros(len(P), np.int64)
-        for place, value in tables.items():
-            p[place] = value.ctypes.data
-        p[P.INPUT], p[P.INPUT_STRIDE] = inputs.ctypes.data, inputs.strides[0]
-        p[P.ABSENT], p[P.FLIP] = packed.absent.ctypes.data, FLIP.ctypes.data
-        p[P.VOLUME], p[P.STEPS] = packed.volume, packed.steps
-        if packed.kind == "amx":
-            p[P.TILES], p[P.STEP_BYTES] = packed.tiles.ctypes.data, packed.step_channels
-            p[P.PAIRS] = group.vectors * LANES // COLUMNS
-        p[P.WEIGHT] = group.weight.ctypes.data
-        p[P.INIT] = init[group.first :].ctypes.data
-        if job == "sparse" and group.offset_init is not None:
-            p[P.OFFSET_INIT] = group.offset_init.ctypes.data
-        p[P.OUT] = out.ctypes.data + group.first * out.itemsize
-        p[P.OUT_STRIDE] = out.strides[0]
-        if output is not None and limits is not None and singles is not None:
-            p[P.MULTIPLIER] = output.multiplier[group.first :].ctypes.data
-            p[P.LIMITS] = limits.ctypes.data
-            p[P.SINGLES] = singles[group.first :].ctypes.data
-            if output.residual is not None:
-                p[P.RESIDUAL] = output.residual.rows.ctypes.data + group.first
-                p[P.RESIDUAL_STRIDE] = output.residual.rows.strides[0]
-        loop = kernel(packed.kind, job, packed.rows, group.vectors)
-        products = seen * packed.padded_inputs * group.vectors * 16
-        held = (tables, inputs, packed, init, out, output, limits, singles)
-        calls.append(Call(loop.address, p, num_tiles, products, held))
-    return calls
+    residual = None if output is None else output.residual
+    added = None if residual is None else residual.rows
+    return [
+        call.on(tables, num_tiles, seen, inputs, out, added)
+        for call in layer_calls(job, packed, init, output)
+    ]
 
 
 def threads_for(products: int) -> int:
@@ -160,7 +223,7 @@ def threads_for(products: int) -> int:
 def run_calls(calls: Sequence[Call]) -> None:
     """Run all calls on all of torch's threads; they write disjoint places."""
     threads = threads_for(sum(call.products for call in calls))
-    works = [call.work(call.parameters.ctypes.data) for call in calls]
+    works = [call.work(address(call.parameters)) for call in calls]
     run_tasks(cut(works, threads))
 
 
@@ -190,7 +253,7 @@ class RepeatedCalls:
         size = self._table.strides[0]
         self._works = [call.work(row * size) for row, call in enumerate(calls)]
         self._products = sum(call.products for call in calls)
-        self._held = [tuple(_without(call.held, inputs, out)) for call in calls]
+        self._held = [call.held for call in calls]
         self._tasks: dict[int, Tasks] = {}
 
     def run(self, inputs: int, out: int, added: int = 0) -> None:
@@ -205,15 +268,3 @@ class RepeatedCalls:
         if tasks is None:
             tasks = self._tasks[threads] = cut(self._works, threads)
         run_tasks(tasks, table.ctypes.data)
-
-
-def _without(held: Any, *arrays: npt.NDArray[Any]) -> list[Any]:
-    """What calls need, but for these arrays' memory."""
-
-    def shares(value: Any) -> bool:
-        return isinstance(value, np.ndarray) and any(
-            np.may_share_memory(value, array) for array in arrays
-        )
-
-    kept = [v.multiplier if isinstance(v, Requantization) else v for v in held]
-    return [value for value in kept if not shares(value)]

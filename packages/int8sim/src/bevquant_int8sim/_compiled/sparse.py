@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from bevquant_int8sim._compiled.launch import Call, kernel_calls, run_calls
+from bevquant_int8sim._compiled.launch import Call, kernel_calls, layer_calls, run_calls
 from bevquant_int8sim._compiled.packed import PackedWeight
 from bevquant_int8sim._compiled.parameters import P
-from bevquant_int8sim._tile_output import Requantization
+from bevquant_int8sim._output import Output
+from bevquant_int8sim._tile_output import Requantization, full_rows
+from bevquant_sparse import Rulebook
 from bevquant_sparse.runtime import workspace
-from bevquant_sparse.tiles import SparsePlan
+from bevquant_sparse.tiles import SparsePlan, plan_for
 
 
 def readable_rows(rows: npt.NDArray[Any], packed: PackedWeight) -> npt.NDArray[Any]:
@@ -57,15 +62,19 @@ def sparse_calls(
         out: ``[num_out, at least the padded outputs]``: int32, or int8 where `output` is given.
         output: How accumulators become int8.
     """
-    tables = {
+    init = first_sums(packed, bias)
+    return kernel_calls("sparse", *_walk(plan), rows, packed, init, out, output)
+
+
+def _walk(plan: SparsePlan) -> tuple[dict[P, npt.NDArray[Any]], int, int]:
+    """The tables of a plan, its number of tiles and of input rows that these see."""
+    tables: dict[P, npt.NDArray[Any]] = {
         P.BOUNDS: plan.bounds,
         P.OFFSETS: plan.offsets,
         P.ROWS: plan.rows,
         P.OUT_ROWS: plan.out_rows,
     }
-    seen = int(plan.bounds[-1]) * packed.rows
-    init = first_sums(packed, bias)
-    return kernel_calls("sparse", tables, plan.num_tiles, seen, rows, packed, init, out, output)
+    return tables, plan.num_tiles, int(plan.bounds[-1]) * plan.tile_rows
 
 
 def convolve(
@@ -78,3 +87,37 @@ def convolve(
 ) -> None:
     """Convolve int8 or int16 `rows` into `out`; the arguments are those of `sparse_calls`."""
     run_calls(sparse_calls(readable_rows(rows, packed), packed, bias, plan, out, output))
+
+
+class SparseLayer:
+    """A convolution made ready for any rulebook of its kernel.
+
+    Args:
+        packed: The weight.
+        bias: int32 ``[out_channels]``, or ``None``.
+        output: What becomes of the accumulators, a residual included.
+    """
+
+    def __init__(
+        self, packed: PackedWeight, bias: npt.NDArray[np.int32] | None, output: Output
+    ) -> None:
+        fused = output.fused(packed.padded_outputs)
+        self._packed = packed
+        self._calls = layer_calls("sparse", packed, first_sums(packed, bias), fused)
+        self._fused, self._output = fused is not None, replace(output, residual=None)
+
+    def __call__(self, features: Tensor, rulebook: Rulebook, residual: Tensor | None) -> Tensor:
+        """Convolve checked features, and add `residual`."""
+        packed = self._packed
+        plan = plan_for(rulebook, packed.rows)
+        rows = readable_rows(features.numpy(), packed)
+        kind = np.int8 if self._fused else np.int32
+        made = workspace.empty((rulebook.num_out, packed.padded_outputs), kind)
+        added = None
+        if self._fused and residual is not None:
+            added = full_rows(residual, packed.padded_outputs)
+        run_calls([call.on(*_walk(plan), rows, made, added) for call in self._calls])
+        out = torch.from_numpy(made)
+        if packed.padded_outputs != packed.out_channels:
+            out = out[:, : packed.out_channels].contiguous()
+        return out if self._fused else replace(self._output, residual=residual).finish(out)

@@ -5,6 +5,9 @@ much as a layer; a number in memory costs 1 µs. The threads of a pool share a b
 leader posts tasks, opens the board, takes part, closes it and waits until nobody is inside; a
 member that sees a new turn steps inside, looks whether the board is open, takes tasks until none is
 left, and steps out. So nobody reads what the leader writes for the next turn.
+
+Each thread has a lane of neighbouring tasks, and takes those of other lanes when its own is empty:
+what one layer writes is then mostly in the cache of the thread that the next layer reads it in.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ _KERNEL = ir.FunctionType(ir.VoidType(), [_INT64, _INT64, _INT64])
 
 # Bytes from the start of the board.
 TURN = 0
-_OPEN, _INSIDE, _COUNTER, _TASKS, _COUNT, _BASE = 64, 128, 192, 256, 264, 272
+_OPEN, _INSIDE, _TASKS, _COUNT, _BASE, _LANES, _COUNTERS = 64, 128, 192, 200, 208, 216, 256
 
 
 def new_cell() -> npt.NDArray[np.int64]:
@@ -37,9 +40,11 @@ def new_cell() -> npt.NDArray[np.int64]:
     return np.zeros(_LINE, np.int64)
 
 
-def new_board() -> npt.NDArray[np.int64]:
-    """The board of a pool, closed; its first number is the turn."""
-    return np.zeros(5 * _LINE, np.int64)
+def new_board(threads: int) -> npt.NDArray[np.int64]:
+    """The board of so many threads, the leader among them, closed; its first number is the turn."""
+    board = np.zeros(_COUNTERS // 8 + threads * _LINE, np.int64)
+    board[_LANES // 8] = threads
+    return board
 
 
 def _numbers(builder: ir.IRBuilder, address: Any) -> Any:
@@ -121,7 +126,7 @@ def drain(counter, tasks, count, base):
         counter: Address of the number of the next task.
         tasks: Address of int64 rows: kernel, its first and second argument, and its third less
             `base`.
-        count: Number of rows.
+        count: Number of rows, or of the last one to be taken and one.
         base: Added to each row's last number.
     """
     number = _add(counter, 1)
@@ -133,17 +138,23 @@ def drain(counter, tasks, count, base):
 @compiled("void(int64, int64, int64, int64, int64)")
 def post(board, tasks, count, base, turn):
     """Open a board, closed and empty, with tasks as of `drain`."""
-    _swap(board + _COUNTER, 0)
     _swap(board + _TASKS, tasks)
     _swap(board + _COUNT, count)
     _swap(board + _BASE, base)
+    for lane in range(_peek(board + _LANES)):
+        _swap(board + _COUNTERS + 64 * lane, count * lane // _peek(board + _LANES))
     _swap(board + _OPEN, 1)
     _swap(board + TURN, turn)
 
 
-@compiled("void(int64)")
-def _drain_board(board):
-    drain(board + _COUNTER, _peek(board + _TASKS), _peek(board + _COUNT), _peek(board + _BASE))
+@compiled("void(int64, int64)")
+def _drain_board(board, own):
+    """Take the tasks of one's own lane, then what is left of the others'."""
+    lanes, count = _peek(board + _LANES), _peek(board + _COUNT)
+    for distance in range(lanes):
+        lane = (own + distance) % lanes
+        stop = count * (lane + 1) // lanes
+        drain(board + _COUNTERS + 64 * lane, _peek(board + _TASKS), stop, _peek(board + _BASE))
 
 
 @compiled("int64(int64, int64)")
@@ -159,13 +170,13 @@ def settled(board, pauses):
 @compiled("int64(int64, int64)")
 def lead(board, pauses):
     """Take tasks from a posted board, close it; whether all are done, as `settled`."""
-    _drain_board(board)
+    _drain_board(board, 0)
     return settled(board, pauses)
 
 
-@compiled("int64(int64, int64, int64)")
-def serve(board, seen, pauses):
-    """Take part in whatever is posted, until so many looks at the board were in vain.
+@compiled("int64(int64, int64, int64, int64)")
+def serve(board, lane, seen, pauses):
+    """Take part in whatever is posted, in a lane from 1 on, until so many looks were in vain.
 
     Returns the last turn that was seen; an odd one other than `seen` stands for work that is not on
     the board, and is returned at once.
@@ -181,7 +192,7 @@ def serve(board, seen, pauses):
         seen = turn
         _add(board + _INSIDE, 1)
         if _peek(board + _OPEN) == 1:
-            _drain_board(board)
+            _drain_board(board, lane)
         _add(board + _INSIDE, -1)
         waited = 0
     return seen

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from itertools import chain, pairwise
 from itertools import count as counter
 from threading import Lock, Thread
 
@@ -29,20 +30,23 @@ from bevquant_sparse.runtime.task_board import (
     settled,
 )
 
+_PARTS = 3  # of a thread, so that one that comes late costs little
+
 
 class _Job:
-    """Calls that any number of threads take from."""
+    """Calls that so many threads take from, each of them first from a lane of its own."""
 
-    def __init__(self, work: Callable[[int], object], count: int) -> None:
+    def __init__(self, work: Callable[[int], object], count: int, threads: int) -> None:
         self.error: BaseException | None = None
-        self._work, self._count = work, count
-        self._tickets, self._finished = counter(), counter(1)
+        self._work, self._count, self._finished = work, count, counter(1)
+        bounds = [count * lane // threads for lane in range(threads + 1)]
+        self._lanes = [iter(range(*ends)) for ends in pairwise(bounds)]
         self._done, self._gate = new_cell(), Lock()
         self._gate.acquire()
 
-    def take_part(self) -> None:
+    def take_part(self, lane: int) -> None:
         """Make calls until none is left; after an error the rest are only counted."""
-        while (index := next(self._tickets)) < self._count:
+        for index in chain(*self._lanes[lane:], *self._lanes[:lane]):
             try:
                 if self.error is None:
                     self._work(index)
@@ -63,13 +67,15 @@ class ThreadPool:
 
     def __init__(self, size: int) -> None:
         self._lock, self._leading = Lock(), Lock()
-        self._board = new_board()
+        self._board = new_board(size + 1)
         self._address = self._board.ctypes.data
         self._turns = 0
         self._job: _Job | None = None
         self._asleep: list[Lock] = []
         for number in range(size):
-            Thread(target=self._serve, name=f"bevquant-{number}", daemon=True).start()
+            Thread(
+                target=self._serve, args=(number + 1,), name=f"bevquant-{number}", daemon=True
+            ).start()
 
     def run(self, job: _Job) -> None:
         """Work on `job` together with the pool."""
@@ -80,7 +86,7 @@ class ThreadPool:
             asleep, self._asleep = self._asleep, []
         for gate in asleep:
             gate.release()
-        job.take_part()
+        job.take_part(0)
         job.wait()
         with self._lock:
             if self._job is job:
@@ -106,16 +112,16 @@ class ThreadPool:
             self._leading.release()
         return True
 
-    def _serve(self) -> None:
+    def _serve(self, lane: int) -> None:
         gate, seen = Lock(), 0
         gate.acquire()
         while True:
-            before, seen = seen, serve(self._address, seen, patience())
+            before, seen = seen, serve(self._address, lane, seen, patience())
             if seen % 2 and seen != before:
                 with self._lock:
                     job = self._job
                 if job is not None:
-                    job.take_part()
+                    job.take_part(lane)
                 del job
                 continue
             with self._lock:
@@ -150,15 +156,21 @@ def share(work: Callable[[int], object], count: int) -> None:
         for index in range(count):
             work(index)
         return
-    job = _Job(work, count)
+    job = _Job(work, count, torch.get_num_threads())
     _pool(torch.get_num_threads() - 1).run(job)
     if job.error is not None:
         raise job.error
 
 
 def in_chunks(work: Callable[[int, int], object], count: int, chunk: int) -> None:
-    """Call ``work(first, stop)`` for parts of ``0 … count`` on all of torch's threads."""
+    """Call ``work(first, stop)`` for parts of ``0 … count`` of that size, as `share` does."""
     share(lambda i: work(i * chunk, min((i + 1) * chunk, count)), -(-count // chunk))
+
+
+def in_parts(work: Callable[[int, int], object], count: int, smallest: int) -> None:
+    """The same for few parts, each of at least about `smallest`: every one costs Python's time."""
+    parts = max(1, min(count // smallest, _PARTS * torch.get_num_threads()))
+    share(lambda i: work(count * i // parts, count * (i + 1) // parts), parts)
 
 
 def drain_together(tasks: int, count: int, base: int) -> None:
