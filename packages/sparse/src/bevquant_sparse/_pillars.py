@@ -87,18 +87,18 @@ def subm_lines(first, stop, pillars, row_starts, sizes, reach, width, step, line
 
 
 @compiled(
-    "void(int64, int64, boolean, int64[::1], uint64[::1], int64[::1], int64[::1], int64[::1],"
-    " int64[:, ::1], int64[:, ::1], int64[::1], uint64[::1], int32[::1], int32[:, ::1])"
+    "void(int64, int64, int64[::1], uint64[::1], int64[::1], int64[::1], int64[::1],"
+    " int64[:, ::1], int64[::1], int64[:, ::1], int64[::1], uint64[::1], int32[:, ::1])"
 )
 def list_outputs(
-    first, stop, fill, pillars, masks, row_starts, sizes, out_sizes, kernel, counts,
-    out_pillars, out_masks, out_starts, lines,
+    first, stop, pillars, masks, row_starts, sizes, out_sizes, kernel, begins, counts,
+    out_pillars, out_masks, lines,
 ):  # fmt: skip
     """Pillars that a strided convolution makes in lines ``first … stop`` of the output.
 
-    ``kernel`` holds size, stride and padding of the three axes. The first call counts pillars and
-    voxels of each line into ``counts[line + 1]``; the second, with ``fill`` and the counts summed
-    up, writes the pillars and the input pillars each of them sees.
+    ``kernel`` holds size, stride and padding of the three axes. A line's pillars, and the input
+    pillars each of them sees, are written from ``begins[line]`` on; how many there are, and how
+    many voxels, to ``counts[line + 1]``.
     """
     size1, stride1, padding1 = kernel[0, 0], kernel[0, 1], kernel[0, 2]
     size2, stride2, padding2 = kernel[1, 0], kernel[1, 1], kernel[1, 2]
@@ -117,25 +117,23 @@ def list_outputs(
             cursors[i] = row_starts[row] if inside else 0
             ends[i] = row_starts[row + 1] if inside else 0
             bases[i] = row * sizes[2]
-        num_pillars, num_voxels = 0, 0
-        if fill:
-            num_pillars, num_voxels = counts[line, 0], counts[line, 1]
+        place, num_voxels = begins[line], 0
         least = 0
         while True:
-            place = out_sizes[2]  # of the next output that some pillar reaches
+            x = out_sizes[2]  # of the next output that some pillar reaches
             for i in range(size1):
                 cursor = cursors[i]
                 while cursor < ends[i]:
-                    x = pillars[cursor] - bases[i]
-                    candidate = max(least, -((size2 - 1 - padding2 - x) // stride2))
-                    if candidate * stride2 - padding2 <= x:
-                        place = min(place, candidate)
+                    seen = pillars[cursor] - bases[i]
+                    candidate = max(least, -((size2 - 1 - padding2 - seen) // stride2))
+                    if candidate * stride2 - padding2 <= seen:
+                        x = min(x, candidate)
                         break
                     cursor += 1  # before the window, or between two
                 cursors[i] = cursor
-            if place >= out_sizes[2]:
+            if x >= out_sizes[2]:
                 break
-            start = place * stride2 - padding2
+            start = x * stride2 - padding2
             union = types.uint64(0)
             for i in range(size1):
                 cursor = cursors[i]
@@ -158,17 +156,37 @@ def list_outputs(
                     window = union << types.uint64(-shift)
                 mask |= types.uint64((window & pattern) != 0) << types.uint64(z)
             if mask != 0:
-                if fill:
-                    out_pillars[num_pillars] = line * out_sizes[2] + place
-                    out_masks[num_pillars] = mask
-                    out_starts[num_pillars] = num_voxels
-                    for i in range(size1 * size2):
-                        lines[num_pillars, i] = found[i]
-                num_pillars += 1
+                out_pillars[place] = line * out_sizes[2] + x
+                out_masks[place] = mask
+                for i in range(size1 * size2):
+                    lines[place, i] = found[i]
+                place += 1
                 num_voxels += types.int64(_popcount(mask))
-            least = place + 1
-        if not fill:
-            counts[line + 1, 0], counts[line + 1, 1] = num_pillars, num_voxels
+            least = x + 1
+        counts[line + 1, 0], counts[line + 1, 1] = place - begins[line], num_voxels
+
+
+@compiled(
+    "void(int64, int64, int64[::1], int64[:, ::1], int64[::1], uint64[::1], int32[:, ::1],"
+    " int64[::1], uint64[::1], int32[::1], int32[:, ::1])"
+)
+def close_gaps(
+    first, stop, begins, counts, pillars, masks, lines,
+    out_pillars, out_masks, out_starts, out_lines,
+):  # fmt: skip
+    """What `list_outputs` wrote for lines ``first … stop``, line behind line.
+
+    ``counts`` is summed up: pillars and voxels before each line.
+    """
+    for line in range(first, stop):
+        start, voxels = counts[line, 0], counts[line, 1]
+        for i in range(counts[line + 1, 0] - start):
+            source, place = begins[line] + i, start + i
+            out_pillars[place], out_masks[place] = pillars[source], masks[source]
+            out_starts[place] = voxels
+            voxels += types.int64(_popcount(masks[source]))
+            for j in range(lines.shape[1]):
+                out_lines[place, j] = lines[source, j]
 
 
 @compiled(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +16,7 @@ from bevquant_sparse._geometry import Geometry
 from bevquant_sparse._pillar_tiles import count_entries, fill_entries, sort_keys
 from bevquant_sparse._pillars import (
     WORD,
+    close_gaps,
     find_pillars,
     list_outputs,
     subm_lines,
@@ -216,28 +216,36 @@ def _strided(indices: Tensor, geometry: Geometry, source: _Pillars) -> tuple[Ten
     settings = np.array([kernel, stride, padding], np.int64).T.copy()
     num_lines = geometry.batch_size * geometry.out_shape[0]
     counts = np.zeros((num_lines + 1, 2), np.int64)
-    outputs: list[Any] = [
-        np.empty(0, np.int64), np.empty(0, np.uint64), np.empty(0, np.int32),
-        np.empty((0, kernel[0] * kernel[1]), np.int32),
-    ]  # fmt: skip
-
-    def walk(fill: bool) -> Callable[[int, int], None]:
-        return lambda first, stop: list_outputs(
-            first, stop, fill, source.pillars, source.masks, source.row_starts, source.sizes,
-            out_sizes, settings, counts, *outputs,
-        )  # fmt: skip
-
-    _ = source.row_starts
-    in_parts(walk(False), num_lines, _LINES)
+    begins = _begins(source, geometry)
+    offsets = kernel[0] * kernel[1]
+    found = (
+        workspace.empty((int(begins[-1]),), np.int64),
+        workspace.empty((int(begins[-1]),), np.uint64),
+        workspace.empty((int(begins[-1]), offsets), np.int32),
+    )
+    in_parts(
+        lambda first, stop: list_outputs(
+            first, stop, source.pillars, source.masks, source.row_starts, source.sizes, out_sizes,
+            settings, begins, counts, *found,
+        ),
+        num_lines,
+        _LINES,
+    )  # fmt: skip
     np.cumsum(counts, 0, out=counts)
     count, voxels = (int(n) for n in counts[-1])
-    outputs[:] = [
-        workspace.empty((count,), np.int64), workspace.empty((count,), np.uint64),
+    pillars, masks, starts, lines = (
+        workspace.empty((count,), np.int64),
+        workspace.empty((count,), np.uint64),
         workspace.empty((count + 1,), np.int32),
-        workspace.empty((count, kernel[0] * kernel[1]), np.int32),
-    ]  # fmt: skip
-    in_parts(walk(True), num_lines, _LINES)
-    pillars, masks, starts, lines = outputs
+        workspace.empty((count, offsets), np.int32),
+    )
+    in_parts(
+        lambda first, stop: close_gaps(
+            first, stop, begins, counts, *found, pillars, masks, starts, lines
+        ),
+        num_lines,
+        _LINES,
+    )
     starts[count] = voxels
     places, seen = (workspace.empty((voxels,), np.uint32) for _ in range(2))
     out_indices = torch.from_numpy(workspace.empty((voxels, 4), np.int32))
@@ -252,6 +260,22 @@ def _strided(indices: Tensor, geometry: Geometry, source: _Pillars) -> tuple[Ten
         _VOXELS,
     )  # fmt: skip
     none = np.empty(0, np.int32)
-    found = _Pillars(count, pillars, masks, starts, none, out_sizes)
-    _remember(out_indices, (geometry.batch_size, *geometry.out_shape), found)
+    made = _Pillars(count, pillars, masks, starts, none, out_sizes)
+    _remember(out_indices, (geometry.batch_size, *geometry.out_shape), made)
     return out_indices, Tiles(source, none, lines, places, seen, height)
+
+
+def _begins(source: _Pillars, geometry: Geometry) -> Any:
+    """Where each line of the output may begin, so that none reaches the next; one entry more.
+
+    An input pillar is seen from at most ⌈size / stride⌉ outputs of each line that sees its own.
+    """
+    size, stride, padding = geometry.kernel_size, geometry.stride, geometry.padding
+    height, lines = geometry.in_shape[0], geometry.out_shape[0]
+    row = np.arange(lines)[:, None] * stride[0] - padding[0] + np.arange(size[0])
+    inside = (row >= 0) & (row < height)
+    rows = np.where(inside, row, 0) + np.arange(geometry.batch_size)[:, None, None] * height
+    starts = source.row_starts
+    seen = ((starts[rows + 1] - starts[rows]) * inside).sum(-1).reshape(-1)
+    most = np.minimum(seen * -(-size[1] // stride[1]), geometry.out_shape[1])
+    return np.concatenate([[0], most.cumsum()])
