@@ -19,11 +19,11 @@ from bevfusion_quant.bpu import BpuConfig
 from bevfusion_quant.commands.ptq import Ptq
 from bevfusion_quant.commands.qat import Qat
 from bevfusion_quant.commands.train import Train
+from bevfusion_quant.options._choices import unknown_name
 from bevfusion_quant.ptq import PtqConfig, is_detector
 from bevfusion_quant.qat import QatConfig
 from bevfusion_quant.sensitivity import sensitivity_output
 from bevfusion_quant.train import TRAINED_BRANCHES, TrainConfig
-from bevquant_hybrid.march import KNOWN
 from bevquant_int8sim import backend_report
 from bevquant_qnn import PlannedGroup, round_weights
 from bevquant_quantizers import calibrate
@@ -73,7 +73,8 @@ def test_names_of_other_packages_are_theirs() -> None:
     assert get_args(options.SensitivityOutput) == ("map", "heatmap")
     backends = {status.name for status in backend_report()}
     assert named(options.Backend) == {"auto", *backends}
-    assert named(options.MarchName) <= set(KNOWN)
+    refusal = unknown_name(get_type_hints(Ptq, include_extras=True)["march"], "nope")
+    assert named(options.MarchName) == set(refusal.rpartition(" of ")[2].split(", "))
     assert set(get_args(options.WeightLayout)) - {"auto"} <= set(WeightLayout.__members__)
 
 

@@ -24,6 +24,7 @@ from bevfusion.model import (
 )
 from bevfusion.quantization import (
     MeanAp,
+    calibrate_detector,
     compare_layers,
     expand_patterns,
     fuse_detector,
@@ -66,6 +67,19 @@ def test_the_first_sparse_convolution_may_stay(fused: BEVFusion) -> None:
     told = {item.reason: item.path for item in made.skipped}
     assert told["so did another"] == "decoder"
     assert expand_patterns(fused, ["conv_input.0"]) == (told["a user said so"],)
+
+
+def test_settings_of_layers_and_of_the_calibration_are_handed_on(fused: BEVFusion) -> None:
+    model: Any = quantize_detector(fused, BATCH, ["decoder"], weight_bits=4, num_bits=7).model
+    reports = [
+        calibrate_detector(model, [BATCH], method="percentile", percentile=share)
+        for share in (50.0, 100.0)
+    ]
+    for half, whole in zip(*(report.quantizers for report in reports), strict=True):
+        assert half.names == whole.names
+        weighs = half.names[0].endswith("_weight_quantizer")
+        assert model.get_submodule(half.names[0]).num_bits == (4 if weighs else 7)
+        assert weighs or half.amax < whole.amax
 
 
 def test_layers_and_stages_beside_float(fused: BEVFusion) -> None:

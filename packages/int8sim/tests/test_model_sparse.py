@@ -15,6 +15,7 @@ from torch import fx, nn
 from bevquant_fusion import fuse_model
 from bevquant_int8sim import SparseOutput, simulate
 from bevquant_int8sim.model import Coords, Geometry
+from bevquant_int8sim.model._coords import pooled
 from bevquant_qnn import QuantConfig, freeze, quantize_model
 from bevquant_quantizers import calibrate
 from bevquant_sparse import to_dense, use_bevquant_kernels
@@ -439,6 +440,13 @@ def test_sparse_pooling_runs_on_integers():
     made, wanted = model(x), net(x)
     assert torch.equal(made.indices, wanted.indices)
     assert (made.features - wanted.features).abs().max() < 5e-3 * wanted.features.abs().max()
+
+
+def test_a_pooling_that_nobody_has_is_no_average():
+    features, indices, _ = frame(0)
+    window = Geometry((2,) * 3, (2,) * 3, (0,) * 3, (1,) * 3, (0,) * 3, False, False, False)
+    with pytest.raises(ValueError, match="'median' is no pooling over voxels: expected one of max"):
+        pooled(features, Coords(indices, SHAPE, 2), "median", None, *window.numbers())
 
 
 def test_an_inverse_without_its_convolution_names_the_layer():

@@ -141,8 +141,7 @@ def quantize_branch(
         branch: Which part gets quantizers; of `all` and of detectors every part, the head only
             `with_head`.
         with_head: Quantize the head too; says nothing for a single part.
-        **how: method, exclude, weight_bits and first_layer of
-            `bevfusion.quantization.quantize_detector`.
+        **how: method, exclude and whatever else `bevfusion.quantization.quantize_detector` takes.
     """
     parts = quantized_parts(branch, with_head=with_head)
     why = {part: why_float(part, branch) for part in fused.parts}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch.nn import functional as F
 
 from bevquant_export import export_qdq_onnx, lift_horizon_onnx, lint_onnx
 from bevquant_export.dense import _torch_form
+from bevquant_export.dense._graph import Graph
+from bevquant_export.dense._profile import profile_of
 from bevquant_int8sim import simulate
 
 Fixture = Callable[..., Any]
@@ -62,6 +65,19 @@ def test_functions_of_floats_are_torchs(
     (made,), _ = run(file, x, optimised=False)
     torch.testing.assert_close(made, want, rtol=1e-4, atol=1e-5)
     export_qdq_onnx(model, x, tmp_path / "mapper.onnx", "horizon")
+
+
+@pytest.mark.parametrize("opset", [11, 13, 17, 18])
+def test_axes_of_every_reduction_are_where_its_operator_set_has_them(opset: int) -> None:
+    latest = onnx.defs.get_all_schemas()
+    operators = sorted({s.name for s in latest if s.name.startswith("Reduce") and not s.domain})
+    assert {"ReduceSum", "ReduceMin", "ReduceL2"} <= set(operators)
+    graph = Graph(profile_of("onnxruntime"), opset)
+    for operator in operators:
+        graph.node(operator, "", ["x"], axes=[1], keepdims=0)
+        node, schema = graph.nodes[-1], onnx.defs.get_schema(operator, opset, "")
+        assert len(node.input) == 1 + ("axes" not in schema.attributes)
+        assert {a.name for a in node.attribute} <= set(schema.attributes)
 
 
 MASKS: dict[str, Callable[[Tensor], dict[str, Any]]] = {

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -69,9 +68,9 @@ def quantize_detector(
     *,
     method: str = "mse",
     exclude: Iterable[str] = (),
-    weight_bits: int = 8,
     first_layer: bool = True,
     reasons: Mapping[str, str] | None = None,
+    **settings: Any,
 ) -> QuantizeResult:
     """A copy of the folded model with quantizers in some of its parts, not calibrated yet.
 
@@ -81,10 +80,10 @@ def quantize_detector(
         parts: What gets quantizers: any of `bevfusion.model.PARTS` that the model has.
         method: "max" puts running-maximum calibrators on activations, others histograms.
         exclude: Paths or globs to leave float, in full or below the part, such as `conv_input.*`.
-        weight_bits: Of every quantized weight; activations have 8.
         first_layer: Quantize the first sparse convolution too, which NVIDIA deploys in fp16.
         reasons: Why a part stays float, by its name, and "first layer" why that does: what the
             result's `skipped` tells, a line for each.
+        **settings: weight_bits and whatever else `bevquant_qnn.QuantConfig` has.
 
     Raises:
         InputError: A part that the model does not have.
@@ -94,9 +93,9 @@ def quantize_detector(
     apart = exclude_all_but(quantized, model.parts)
     first = [] if first_layer else first_sparse_conv(model)
     config = QuantConfig(
-        weight_bits=weight_bits,
         input_calibrator="max" if method == "max" else "histogram",
         exclude=(*expand_patterns(model, exclude), *apart, *first),
+        **settings,
     )
     result = quantize_model(model, config, example_inputs=tuple(example))
     # One line for a part that stays float, not one for each of its layers.
@@ -115,13 +114,7 @@ def quantize_detector(
     return replace(result, skipped=tuple(skipped))
 
 
-def calibrate_detector(
-    model: BEVFusion,
-    batches: Iterable[Batch],
-    *,
-    method: str = "mse",
-    resume: Path | None = None,
-) -> CalibrationReport:
+def calibrate_detector(model: BEVFusion, batches: Iterable[Batch], **how: Any) -> CalibrationReport:
     """Find every quantizer's range from the batches, in place.
 
     Several ranks share the batches, and each gets the ranges of one process, bit for bit.
@@ -129,14 +122,13 @@ def calibrate_detector(
     Args:
         model: The quantized model.
         batches: At least one.
-        method: How ranges are chosen.
-        resume: File that takes what was collected, and that an interrupted run goes on from.
+        **how: method, resume and whatever else `bevquant_quantizers.calibrate` takes.
 
     Raises:
         ValueError: As `bevquant_quantizers.calibrate`; of `FrameBatches` the frame is named.
     """
     try:
-        return calibrate(model, batches, forward=_run, method=method, resume=resume)
+        return calibrate(model, batches, forward=_run, **how)
     except ValueError as error:
         read = list(getattr(batches, "names", {}).values())
         if not read or not hasattr(error, "__notes__"):  # notes say that a batch was running

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -168,22 +169,12 @@ def softmax(
     return graph.node("Transpose", path, [made], perm=order)
 
 
-def _mean(graph: Graph, step: Step, read: Read, source: Source) -> str | None:
+def _reduced(graph: Graph, step: Step, read: Read, source: Source, operator: str) -> str | None:
     found = _axes(step, source)
     if found is None:
         return None
     x, (axes, keep) = read(step.args[0].name), found
-    return graph.node("ReduceMean", step.path, [x], axes=axes, keepdims=keep)
-
-
-def _sum(graph: Graph, step: Step, read: Read, source: Source) -> str | None:
-    found = _axes(step, source)
-    if found is None:
-        return None
-    x, (axes, keep) = read(step.args[0].name), found
-    if graph.profile.opset < 13:
-        return graph.node("ReduceSum", step.path, [x], axes=axes, keepdims=keep)
-    return graph.node("ReduceSum", step.path, [x, graph.numbers(axes)], keepdims=keep)
+    return graph.node(operator, step.path, [x], axes=axes, keepdims=keep)
 
 
 def _axes(step: Step, source: Source) -> tuple[list[int], int] | None:
@@ -355,6 +346,6 @@ NAMED: dict[str, Callable[[Graph, Step, Read, Source], str | None]] = {
     "layer_norm": _layer_norm,
     "scaled_dot_product_attention": _attention,
     **dict.fromkeys(("matmul", "bmm", "mm"), _matmul),
-    "mean": _mean,
-    "sum": _sum,
+    "mean": partial(_reduced, operator="ReduceMean"),
+    "sum": partial(_reduced, operator="ReduceSum"),
 }

@@ -31,7 +31,6 @@ from bevquant_quantizers import write_whole
 
 _MARCHES = ("bernoulli2", "bayes", "bayes-e")
 Shape = tuple[int | str, ...]
-_IR_VERSIONS = {11: 6, 13: 7, 16: 8, 18: 8}
 # TensorProto's numbers.
 _TYPES = {torch.float32: 1, torch.bool: 9, torch.int32: 6, torch.int64: 7, torch.float64: 11}
 
@@ -283,6 +282,7 @@ def _assemble(
         for place, node in enumerate(graph.nodes):
             node.name = f"{node.op_type}_{place}"
     used = {name for node in graph.nodes for name in node.input}
+    opset = helper.make_opsetid("", graph.opset)
     proto = helper.make_model(
         helper.make_graph(
             graph.nodes,
@@ -293,11 +293,8 @@ def _assemble(
         ),
         producer_name="bevquant_export",
         functions=_functions(graph),
-        opset_imports=[
-            helper.make_opsetid("", graph.opset),
-            *([helper.make_opsetid(VOXELS, 1)] if graph.functions else []),
-        ],
-        ir_version=_IR_VERSIONS[graph.opset],
+        opset_imports=[opset, *([helper.make_opsetid(VOXELS, 1)] if graph.functions else [])],
+        ir_version=helper.find_min_ir_version_for([opset]),
     )
     if graph.profile.weight == "int8":
         helper.set_model_props(proto, {CPU_KEY: "vnni"})

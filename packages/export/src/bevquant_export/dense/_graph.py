@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from bevquant_export.sparse.portable._emit import Settings
 
 FIRST_SHAPE_OF_PART = 15  # operator set whose Shape has a start and an end
-_AXES_AS_INPUT = ("ReduceMax", "ReduceMean")  # from operator set 18 on
+_AXES_AS_INPUT = {"ReduceSum": 13}  # from that operator set on; of other reductions 18
 
 # Operators whose result a runtime holds in the integers of their input.
 _KEEP = set(
@@ -85,7 +85,8 @@ class Graph:
         """Add a node of the module at `path`; returns the name of what it makes."""
         from onnx import helper
 
-        if operator in _AXES_AS_INPUT and self.opset >= 18 and "axes" in attributes:
+        reduces = operator.startswith("Reduce") and "axes" in attributes
+        if reduces and self.opset >= _AXES_AS_INPUT.get(operator, 18):
             inputs = [*inputs, self.numbers(attributes.pop("axes"))]
         name = self.unique(f"{path}.{operator}" if path else operator)
         output = f"{name}.out"

@@ -23,6 +23,8 @@ __all__ = [
     "pooled",
 ]  # fmt: skip
 
+_POOLS = {"max_pool": sparse_max_pool, "avg_pool": sparse_avg_pool}  # by the operator's name
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -154,9 +156,11 @@ def convolved_coords(coords: Coords, key: str | None, *geometry: Any) -> Coords:
 
 
 def pooled(features: Tensor, coords: Coords, kind: str, key: str | None, *geometry: Any) -> Tensor:
-    """Largest or average features over the voxels of each window; integers stay integers."""
+    """One of `_POOLS` over the voxels of each window; integers stay integers."""
     rulebook, _ = coords.convolved(Geometry(*geometry), key, "a pooling")
-    pool = sparse_max_pool if kind == "max_pool" else sparse_avg_pool
+    pool = _POOLS.get(kind)
+    if pool is None:
+        raise ValueError(f"{kind!r} is no pooling over voxels: expected one of {', '.join(_POOLS)}")
     if features.is_floating_point():
         return pool(features, rulebook)
     made: Tensor = pool(features.double(), rulebook).to(features.dtype)

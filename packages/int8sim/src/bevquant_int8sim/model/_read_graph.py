@@ -317,14 +317,14 @@ class _Reader(GraphValues):
         x = self._ref(node.args[0])
         kind = spec.name.rpartition(":")[2]
         args = (x, Ref(coords), kind, self._key(node), *geometry.numbers())
-        if kind == "max_pool":
+        if spec.values:
             return self._tensor(
-                node, "move", args=args, what="sparse_max_pool", function=pooled,
+                node, "move", args=args, what=f"sparse_{kind}", function=pooled,
                 moved=(x.name,), natural=_settled(self.natural[x.name]),
             )  # fmt: skip
         return self._float(
-            node, args, {}, "averages over voxels have no integer form", function=pooled,
-            what="sparse_avg_pool",
+            node, args, {}, f"{kind} over voxels has no integer form", function=pooled,
+            what=f"sparse_{kind}",
         )  # fmt: skip
 
     def _read_to_dense(self, node: fx.Node, spec: OpSpec) -> Any:
