@@ -1,10 +1,10 @@
 """The loops of the AMX kernels, in LLVM IR: blocks of 32 rows × 32 output channels in four tiles.
 
-Layout. The input rows that a tile of 32 output rows reads are copied into a block ``[entry, step,
-32, channels of a step]`` (a tile register is read at one distance between rows, and voxels lie
-anywhere). Weights lie as ``[offset, pair, step, channels of a step / 4, 32, 4]``: what `multiply`
-takes, for two tiles of 16 output channels. A step has 32 or 64 channels; a pair is 32 output
-channels.
+Layout. A tile register is read at one distance between rows, and voxels lie anywhere: the input
+rows that a tile of 32 output rows reads are copied into a block ``[entry, step, 32, channels of a
+step]``, but for those of a grid that follow each other. Weights lie as ``[offset, pair, step,
+channels of a step / 4, 32, 4]``: what `multiply` takes, for two tiles of 16 output channels. A step
+has 32 or 64 channels; a pair is 32 output channels.
 
 Order. For every pair: the accumulators begin with the bias (read at a distance of 0, the same to
 every row), take all offsets and all steps, and go through memory of 4 KiB to the epilogue that all
@@ -68,11 +68,13 @@ class _Tile:
         entries: Number of entries: of kernel offsets that some row sees.
         offset: Entry → kernel offset.
         sources: Entry, half → addresses of the input rows of the first or the last 16 rows.
+        side_by_side: Whether an entry's input rows follow each other in memory.
     """
 
     entries: Any
     offset: Callable[[Any], Any]
     sources: Callable[[Any, int], Any]
+    side_by_side: Any
 
 
 _MakeTile = Callable[[ir.IRBuilder, _Parameters, Any], _Tile]
@@ -98,7 +100,7 @@ def sparse_loop() -> Any:
             absent = splat(builder, p[P.ABSENT])
             return builder.select(present, _addresses(builder, p, rows), absent)
 
-        return _Tile(builder.sub(stop, first), offset, sources)
+        return _Tile(builder.sub(stop, first), offset, sources, ir.IntType(1)(0))
 
     return _loop(make)
 
@@ -114,7 +116,9 @@ def grid_loop() -> Any:
             delta = load_at(builder, p[P.DELTAS], INT64, entry, 8)
             return builder.add(origins, splat(builder, delta))
 
-        return _Tile(p[P.VOLUME], lambda entry: entry, sources)
+        first, last = (load_at(builder, names, INT32, row, 4) for row in (0, ROWS - 1))
+        follow = builder.icmp_signed("==", builder.sub(last, first), INT32(ROWS - 1))
+        return _Tile(p[P.VOLUME], lambda entry: entry, sources, follow)
 
     return _loop(make)
 
@@ -137,12 +141,15 @@ def _loop(make: _MakeTile) -> Any:
             out_rows = add_bytes(builder, p[P.OUT_ROWS], t, 4 * ROWS)
             fetch_early(builder, p, out_rows, ROWS)
             tile = make(builder, p, t)
-            few = builder.icmp_signed("<", tile.entries, INT64(_AHEAD))
-            early = builder.select(few, tile.entries, INT64(_AHEAD))
+            copied = builder.select(tile.side_by_side, INT64(0), tile.entries)
+            few = builder.icmp_signed("<", copied, INT64(_AHEAD))
+            early = builder.select(few, copied, INT64(_AHEAD))
             with cgutils.for_range(builder, early, intp=INT64) as entry:
                 copier.copy(tile, entry.index)
             with cgutils.for_range(builder, p[P.PAIRS], intp=INT64) as pairs:
-                _multiply(builder, p, pairs.index, tile, copier, sums)
+                begins = builder.icmp_signed("==", pairs.index, INT64(0))
+                to_copy = builder.select(begins, copied, INT64(0))
+                _multiply(builder, p, pairs.index, tile, copier, to_copy, sums)
                 columns = _columns(builder, p, pairs.index)
                 emit_epilogue(builder, columns, sums, out_rows, ROWS, 2)
         tiles.release(builder)
@@ -210,32 +217,41 @@ class _Copier:
 
 
 def _multiply(
-    builder: ir.IRBuilder, p: _Parameters, pair: Any, tile: _Tile, copier: _Copier, sums: Any
+    builder: ir.IRBuilder,
+    p: _Parameters,
+    pair: Any,
+    tile: _Tile,
+    copier: _Copier,
+    to_copy: Any,
+    sums: Any,
 ) -> None:
     """The sums of a pair to the memory at `sums`: tiles 0 to 3, of inputs in 4, 5 and weights 6, 7.
 
-    Tiles 0 and 1 are the first 16 rows, 0 and 2 the first 16 columns.
+    Tiles 0 and 1 are the first 16 rows, 0 and 2 the first 16 columns. Entries from `_AHEAD` to
+    `to_copy` are copied on the way.
     """
-    step_bytes = p[P.STEP_BYTES]
-    half = builder.mul(step_bytes, INT64(TILE_ROWS))
+    step_bytes, as_they_lie = p[P.STEP_BYTES], tile.side_by_side
     whole = builder.mul(step_bytes, INT64(COLUMNS))  # bytes of a step: of 32 rows or columns
-    to_copy = builder.select(builder.icmp_signed("==", pair, INT64(0)), tile.entries, INT64(0))
+    stride = builder.select(as_they_lie, p[P.INPUT_STRIDE], step_bytes)
+    next_step = builder.select(as_they_lie, step_bytes, whole)
+    half = builder.mul(stride, INT64(TILE_ROWS))
     first = add_bytes(builder, p[P.INIT], pair, COLUMNS * 4)
     for number in range(4):
         tiles.load(builder, number, add_bytes(builder, first, number % 2, TILE_BYTES), INT64(0))
     with cgutils.for_range(builder, tile.entries, intp=INT64) as entry:
         place = builder.add(builder.mul(tile.offset(entry.index), p[P.PAIRS]), pair)
         weights = add_bytes(builder, p[P.WEIGHT], builder.mul(place, p[P.STEPS]), whole)
-        rows = copier.entry(entry.index)
+        source = builder.extract_element(tile.sources(entry.index, 0), INT32(0))
+        rows = builder.select(as_they_lie, source, copier.entry(entry.index))
         with cgutils.for_range(builder, p[P.STEPS], intp=INT64) as step:
-            upper = add_bytes(builder, rows, step.index, whole)
+            upper = add_bytes(builder, rows, step.index, next_step)
             left = add_bytes(builder, weights, step.index, whole)
-            tiles.load(builder, 4, upper, step_bytes)
+            tiles.load(builder, 4, upper, stride)
             tiles.load(builder, 6, left, INT64(_SUMS_STRIDE))
             tiles.load(builder, 7, builder.add(left, INT64(TILE_BYTES)), INT64(_SUMS_STRIDE))
             tiles.multiply(builder, 0, 4, 6)
             tiles.multiply(builder, 1, 4, 7)
-            tiles.load(builder, 5, builder.add(upper, half), step_bytes)
+            tiles.load(builder, 5, builder.add(upper, half), stride)
             tiles.multiply(builder, 2, 5, 6)
             tiles.multiply(builder, 3, 5, 7)
         later = builder.add(entry.index, INT64(_AHEAD))

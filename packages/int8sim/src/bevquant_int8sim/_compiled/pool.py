@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bevquant_sparse.runtime import workspace
 from bevquant_sparse.runtime.jit import compiled
-from bevquant_sparse.runtime.threads import share
+from bevquant_sparse.runtime.threads import in_parts
 
 _Pair = tuple[int, int]
 
@@ -30,30 +30,39 @@ def max_pool(
     pixels = x.movedim(1, -1).contiguous().numpy()
     batch, channels = x.shape[:2]
     out = workspace.empty((batch, *windows, channels), "int8")
-    share(
-        lambda row: _max_row(row, pixels, *kernel, *stride, *padding, *dilation, out),
+    in_parts(
+        lambda first, stop: _max_rows(
+            first, stop, pixels, *kernel, *stride, *padding, *dilation, out
+        ),
         batch * windows[0],
+        _ROWS,
     )
     return torch.from_numpy(out).movedim(-1, 1)
 
 
+_ROWS = 4  # of windows, in a part of the work
+
+
 @compiled(
-    "void(int64, int8[:, :, :, ::1], int64, int64, int64, int64, int64, int64, int64, int64, "
-    "int8[:, :, :, ::1])"
+    "void(int64, int64, int8[:, :, :, ::1], int64, int64, int64, int64, int64, int64, int64, "
+    "int64, int8[:, :, :, ::1])"
 )
-def _max_row(row, x, kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, step_h, step_w, out):
-    b, i = row // out.shape[1], row % out.shape[1]
-    for j in range(out.shape[2]):
-        best: Any = out[b, i, j]
-        best[:] = -128
-        for u in range(kernel_h):
-            r = i * stride_h - pad_h + u * step_h
-            if r < 0 or r >= x.shape[1]:
-                continue
-            for v in range(kernel_w):
-                c = j * stride_w - pad_w + v * step_w
-                if c < 0 or c >= x.shape[2]:
+def _max_rows(
+    first, stop, x, kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, step_h, step_w, out
+):
+    for row in range(first, stop):
+        b, i = row // out.shape[1], row % out.shape[1]
+        for j in range(out.shape[2]):
+            best: Any = out[b, i, j]
+            best[:] = -128
+            for u in range(kernel_h):
+                r = i * stride_h - pad_h + u * step_h
+                if r < 0 or r >= x.shape[1]:
                     continue
-                seen = x[b, r, c]
-                for channel in range(len(best)):
-                    best[channel] = max(best[channel], seen[channel])
+                for v in range(kernel_w):
+                    c = j * stride_w - pad_w + v * step_w
+                    if c < 0 or c >= x.shape[2]:
+                        continue
+                    seen = x[b, r, c]
+                    for channel in range(len(best)):
+                        best[channel] = max(best[channel], seen[channel])
