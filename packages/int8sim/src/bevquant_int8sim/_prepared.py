@@ -50,25 +50,32 @@ class Memo:
         multiplier: Tensor | float | None,
         settings: tuple[Any, ...],
     ) -> None:
-        self._held = (bias, multiplier)
+        self._held, self._settings = (bias, multiplier), settings
         self._kept: dict[Hashable, tuple[Any, Any, Prepared]] | None = None
         self.prepared: Prepared | None = None
         if inputs is None or not isinstance(weight, Tensor):
             return
-        tensors = [t for t in self._held if isinstance(t, Tensor)]
-        if weight.is_inference() or any(t.is_inference() for t in tensors):
-            return  # their writes are not counted
-        if any(isinstance(setting, Tensor) for setting in settings):
-            return  # nor are those of numbers that are tensors
-        # What is kept holds the tensors, so that no other one gets their number.
-        operands = tuple(id(t) if isinstance(t, Tensor) else t for t in self._held)
-        self._versions = tuple(t._version for t in tensors)
-        self._key = (inputs, operands, settings)
+        operands: list[Any] = []
+        versions: list[int] = []
+        for operand in self._held:
+            if isinstance(operand, Tensor):
+                if operand.is_inference():
+                    return  # its writes are not counted
+                # What is kept holds the tensors, so that no other one gets their number.
+                operands.append(id(operand))
+                versions.append(operand._version)
+            else:
+                operands.append(operand)
+        if weight.is_inference():
+            return
+        self._versions = versions
+        self._key: Hashable = (inputs, *operands, settings)
         kept = remembered(weight, "prepared", dict)
         try:
             entry = kept.get(self._key)
         except TypeError:
-            self._key = (inputs, operands, _without_lists(settings))
+            settings = _without_lists(settings)
+            self._key = (inputs, *operands, settings)
             try:
                 entry = kept.get(self._key)
             except TypeError:
@@ -79,8 +86,8 @@ class Memo:
 
     def keep(self, prepared: Prepared) -> None:
         """Keep what runs the call; it must not refer to the weight."""
-        if self._kept is None:
-            return
+        if self._kept is None or any(isinstance(setting, Tensor) for setting in self._settings):
+            return  # writes to numbers that are tensors are not counted
         if len(self._kept) >= _SHAPES:
             self._kept.clear()
         self._kept[self._key] = (self._held, self._versions, prepared)

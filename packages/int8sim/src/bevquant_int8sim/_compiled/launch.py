@@ -61,12 +61,12 @@ def cut(works: Sequence[Work], threads: int) -> Tasks:
 
 def run_tasks(tasks: Tasks, base: int = 0) -> None:
     """Run every task once; `base` is added to where each task's parameters lie."""
-    address, count = tasks.address, len(tasks.rows)
+    count = len(tasks.rows)
     if tasks.threads == 1:
         counter = new_cell()
-        drain(counter.ctypes.data, address, count, base)
+        drain(address(counter), tasks.address, count, base)
     else:
-        drain_together(address, count, base)
+        drain_together(tasks.address, count, base)
 
 
 _WORTH_SHARING = 4_000_000  # products below which another thread costs more than it brings
@@ -227,6 +227,9 @@ def run_calls(calls: Sequence[Call]) -> None:
     run_tasks(cut(works, threads))
 
 
+_INPUT, _OUT, _RESIDUAL = int(P.INPUT), int(P.OUT), int(P.RESIDUAL)  # numpy is slow to take P
+
+
 class RepeatedCalls:
     """Calls that write disjoint places, as a table of parameters in which three addresses change.
 
@@ -259,12 +262,12 @@ class RepeatedCalls:
     def run(self, inputs: int, out: int, added: int = 0) -> None:
         """Make the calls on memory of the same shape and layout at other addresses."""
         table = self._table.copy()
-        table[:, P.INPUT] += inputs
-        table[:, P.OUT] += out
+        table[:, _INPUT] += inputs
+        table[:, _OUT] += out
         if self._adds:
-            table[:, P.RESIDUAL] += added
+            table[:, _RESIDUAL] += added
         threads = threads_for(self._products)
         tasks = self._tasks.get(threads)
         if tasks is None:
             tasks = self._tasks[threads] = cut(self._works, threads)
-        run_tasks(tasks, table.ctypes.data)
+        run_tasks(tasks, address(table))

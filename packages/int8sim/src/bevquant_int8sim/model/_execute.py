@@ -211,9 +211,13 @@ def _dense_settings(step: Step) -> dict[str, Any]:
         "out_dtype": DTYPES[attributes["out"]],
         "narrow_range": attributes["narrow"],
         "name": step.path,
-        **{name: attributes[name] for name in names if name in attributes},
+        **{name: _hashable(attributes[name]) for name in names if name in attributes},
         **step.rounding,
     }
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(_hashable(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def _result_shape(step: Step, x: Tensor) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from textwrap import indent
 from typing import Any
@@ -99,6 +100,7 @@ class IntegerModel:
         """Everything that is computed in float, why, and how much of the operations it is."""
         return self.program.float_fallbacks
 
+    @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run on one set of inputs, structured like the example inputs.
 
@@ -163,7 +165,6 @@ class IntegerModel:
 
         return exhausted(self.walk(inputs), see), found
 
-    @torch.no_grad()
     def _walk(self, program: Program, args: Any, kwargs: Mapping[str, Any], *, keep: bool) -> Walk:
         values: dict[str, Any] = dict(program.constants)
         shapes: dict[str, tuple[int, ...]] = {}
@@ -184,7 +185,8 @@ class IntegerModel:
             else:
                 given, named = tuple([values[name] for name in plain]), {}
             try:
-                made = execute(step, given, named, self.backend)
+                with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
+                    made = execute(step, given, named, self.backend)
                 values.update(zip(step.outputs, made, strict=True))
             except Exception as error:
                 if isinstance(error, RuntimeError):  # torch's own, of shapes that do not fit
@@ -263,6 +265,9 @@ class IntegerModel:
 
     def __repr__(self) -> str:
         return program_table(self.program)
+
+
+_AS_IT_IS = nullcontext()
 
 
 def exhausted(walk: Generator[Any, None, Any], see: Callable[..., None] | None = None) -> Any:
