@@ -200,7 +200,7 @@ def test_what_is_written_is_what_was_found(runs: Path, result: SensitivityResult
     assert (told["scored"], told["unit"]) == ("the decoder's map", "dB")
     assert len(summary["frames"]) == 2
     assert json.loads((runs / "a/config.json").read_text())["plan"] is None
-    with pytest.raises(InputError, match="it is an evaluation of"):
+    with pytest.raises(InputError, match="it has figures of .* and no model"):
         load_run(folder)
 
 
