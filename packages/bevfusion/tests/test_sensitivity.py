@@ -120,10 +120,11 @@ def test_a_study_measures_and_plans_in_the_budget(detector: tuple[BEVFusion, Any
     def study(budget: str) -> SensitivityOutcome:
         return study_sensitivity(
             model, Frames(batches), CONFIGS["tiny"],
-            without=False, budget=budget, rounds=0, step=step,
+            precisions=("int8", "int8"), without=False, budget=budget, rounds=0, step=step,
         )  # fmt: skip
 
     found = study("time=1.5")
+    assert found.precisions == ("int8",)
     assert steps == ["measure", "measure plans"]
     assert found.plan is not None
     assert (found.plan.measured, found.refusal) == (True, "")
