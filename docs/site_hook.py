@@ -234,7 +234,9 @@ def api_pages() -> dict[str, str]:
             if shown or constants:
                 text.append(f"## {module.path}" if module is not package else "## Names")
             if constants:
-                text.append("Constants: " + ", ".join(f"`{c}`" for c in constants) + ".")
+                text.append(
+                    "Constants and aliases: " + ", ".join(f"`{c}`" for c in constants) + "."
+                )
             text += shown
         pages[name] = "\n\n".join(text) + "\n"
     return pages

@@ -231,7 +231,7 @@ def test_the_command_says_what_it_cannot_train_on(
 
 
 @pytest.mark.parametrize(
-    ("command", "again"), [("train", "again with --resume to go on"), ("ptq", "again to start over")]
+    ("command", "again"), [("train", "again with --resume to go on"), ("ptq", "again to start")]
 )
 def test_who_is_interrupted_hears_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, again: str
