@@ -266,6 +266,16 @@ def on_config(config: Any) -> Any:
     return config
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """No line of a page ends within an option's name, as it could after a hyphen."""
+    name = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+
+    def whole(code: re.Match[str]) -> str:
+        return name.sub(r'<span class="option">\g<0></span>', code[0])
+
+    return re.sub(r"<code>.*?</code>", whole, html, flags=re.DOTALL)
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Adds the generated pages."""
     from mkdocs.structure.files import File

@@ -392,7 +392,7 @@ def _break(made: MadeUpRuns, run: Path, what: str) -> dict[str, Any]:
         ("bpu", "--bpu .*second is of kind ptq: give one of bpu"),
         ("float weights", "its weights is 'v.pth', that of .* is 'w.pth'"),
         ("digests", "does not say the digests of its files"),
-        ("another page", "--take .*report is a report: name folders of evaluate, simulate"),
+        ("another page", "--take .*report is of kind report: name folders of evaluate, simulate"),
         ("twice", "--take names two of a kind"),
     ],
 )
