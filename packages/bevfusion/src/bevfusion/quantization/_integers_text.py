@@ -35,8 +35,8 @@ def simulation_text(simulation: Simulation, *, layers: bool, reasons_in: str = "
         floats = len(simulation.layers) - len(computed)
         counted = [fallback.share for fallback in simulation.islands if fallback.share is not None]
         much = f" with {100 * sum(counted):.2g} % of the arithmetic" if counted else ""
-        islands = f"\nand {_counted(floats, 'operation')} in float{much}; {reasons_in} says why"
-        parts.insert(0, f"{_layer_table(computed)}{islands if floats else ''}\n{_LEGEND}")
+        rest = f"\nand {_counted(floats, 'operation')} in float{much}; {reasons_in} says why"
+        parts.insert(0, f"{_layer_table(computed)}{rest if floats else ''}\n{_LEGEND}")
     if simulation.agreement:
         detections = agreement_text(simulation.agreement, simulation.found, "integer")
         parts += ["Detections, float against integer, same class", detections]
