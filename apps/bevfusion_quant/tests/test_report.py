@@ -160,7 +160,9 @@ def test_every_section_of_a_full_report(tmp_path: Path) -> None:
         assert said in text, said
     assert "calibration frames all" in re.sub(r"\s+", " ", text)
     page = written(tmp_path, replace(full(), layers=(layer("encoders.camera.a.layer1.0.conv1"),)))
-    assert "camera.a.layer1.0.conv1" in page.text
+    assert "camera.a.layer1.0.conv1" in "".join(page.text)
+    link = '<a href="#layer-0">camera.<wbr>a.<wbr>layer1.<wbr>0.<wbr>conv1</a>'
+    assert link in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_ids_are_unique_and_links_lead_somewhere(tmp_path: Path) -> None:
