@@ -234,7 +234,9 @@ def api_pages() -> dict[str, str]:
             if shown or constants:
                 text.append(f"## {module.path}" if module is not package else "## Names")
             if constants:
-                text.append("Constants: " + ", ".join(f"`{c}`" for c in constants) + ".")
+                text.append(
+                    "Constants and aliases: " + ", ".join(f"`{c}`" for c in constants) + "."
+                )
             text += shown
         pages[name] = "\n\n".join(text) + "\n"
     return pages
@@ -262,6 +264,16 @@ def on_config(config: Any) -> Any:
     handler = config["plugins"]["mkdocstrings"].config["handlers"]["python"]
     handler["paths"] = [str(path) for path in SOURCES.values()]
     return config
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """No line of a page ends within an option's name, as it could after a hyphen."""
+    name = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+
+    def whole(code: re.Match[str]) -> str:
+        return name.sub(r'<span class="option">\g<0></span>', code[0])
+
+    return re.sub(r"<code>.*?</code>", whole, html, flags=re.DOTALL)
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -65,6 +65,8 @@ def test_every_headline_figure_is_on_the_page(accuracy: Accuracy, page: Path) ->
     for entry in accuracy.models[1:]:
         assert f"{100 * entry.difference.mean_ap:+.2f}<" in section
         assert span(entry.difference.interval, signed=True) in section
+    assert "up to the range of their class, 30 to 50 m, and with 1 LiDAR point or more" in section
+    assert "No counted labels of" in section
     assert "left out of every mean" in section
     head = text[: text.index('<section id="accuracy"')]
     assert f">{points(accuracy.models[-1].metrics.mean_ap)}<" in head

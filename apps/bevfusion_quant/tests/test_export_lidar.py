@@ -139,7 +139,7 @@ def refused(
 def test_what_is_refused(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot be loaded as a run" in refused(runs, "", capsys, "absent")
     message = refused(runs, "", capsys, "files")
-    assert f"evaluation of {runs / 'a'}" in message
+    assert f"figures of {runs / 'a'} and no model" in message
     message = refused(runs, "--target bpu", capsys)
     assert "--target bpu" in message
     assert "ptq --target bpu" in message

@@ -57,13 +57,21 @@ def test_ties_are_told_apart_from_what_is_wrong(tmp_path: Path) -> None:
     assert "each on the border of two steps" in set_verdict(told)
     text = page(tmp_path, told)
     assert "3 values differ, none but for ties" in text
-    assert "3 values differ, 3 but for ties" in page(tmp_path, made)
+    assert "2 quantized tensors, 3 values differ, 3 but for ties" in page(tmp_path, made)
+    assert "1 value differs" in page(tmp_path, exported(different=1))
     assert '<td>3</td><td class="minor">3</td><td>1</td>' in text
 
 
 def page(tmp_path: Path, made: ExportedSet | None) -> str:
     path = write_report(tmp_path / "report.html", ReportContent("run", export=made))
     return path.read_text(encoding="utf-8")
+
+
+def test_floats_agree_within_what_is_said() -> None:
+    made = exported()
+    head = replace(made.files[1].layers[0], largest=1.4e-6)
+    told = replace(made, files=(made.files[0], replace(made.files[1], layers=(head,))))
+    assert "Floats agree with torch's within 1.4e-06." in set_verdict(told)
 
 
 def test_without_files_nothing_of_them_is_on_the_page(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_the_page_says_who_departs_where_and_by_what_kernels(tmp_path: Path) -> 
     assert "Wrong on the same input" in text
     assert "portable (AVX2)" in text
     assert "not saved: a file cannot hold splat" in text
-    assert "sigmoid has no integer form (1.2 % of the operations)" in text
+    assert "sigmoid has no integer form (1.2 % of the arithmetic)" in text
 
 
 def test_float_steps_that_are_equal_in_all_three_have_no_row(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_float_steps_that_are_equal_in_all_three_have_no_row(tmp_path: Path) -> 
     text = page(tmp_path, equal, float_row("fuser.0"), AGREES)
     assert 'id="integer-0"' not in text
     assert 'id="integer-1"' in text
-    assert ">2 steps</output>" in text
+    assert ">2 operations</output>" in text
 
 
 def test_names_and_reasons_are_escaped(tmp_path: Path) -> None:

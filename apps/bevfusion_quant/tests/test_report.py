@@ -112,7 +112,11 @@ def full() -> ReportContent:
         config="tiny",
         command="bevfusion-quant ptq --name run",
         versions={"torch": "2.13"},
-        settings={"method": "mse", "exclude": ()},
+        settings={
+            "exclude": (),
+            "calibration_frames": 0,
+            "augmentation": {"flip": True, "scale": 0.1},
+        },
         frames=("a", "b"),
         seconds={"calibrate": 1.5, "total": 3.0},
         peak_memory_mib=500.0,
@@ -149,10 +153,16 @@ def test_every_section_of_a_full_report(tmp_path: Path) -> None:
     text = " ".join(page.text)
     for said in (
         "bevfusion-quant ptq --name run", "25.0 dB", "1 of 3", "worst 12.0 dB", "few frames",
+        "flip yes, scale 0.1",
         "saturates", "two readers", "a softmax stays float", "NDS", "500 MiB", "×3 over 2 channels",
         "shared by 2 readers",
     ):  # fmt: skip
         assert said in text, said
+    assert "calibration frames all" in re.sub(r"\s+", " ", text)
+    page = written(tmp_path, replace(full(), layers=(layer("encoders.camera.a.layer1.0.conv1"),)))
+    assert "camera.a.layer1.0.conv1" in "".join(page.text)
+    link = '<a href="#layer-0">camera.<wbr>a.<wbr>layer1.<wbr>0.<wbr>conv1</a>'
+    assert link in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_ids_are_unique_and_links_lead_somewhere(tmp_path: Path) -> None:

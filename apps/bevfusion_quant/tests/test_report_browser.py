@@ -254,7 +254,7 @@ def test_steps_in_integers_sort_worst_first_and_show_what_is_off(tab: Any) -> No
     click(tab, "#integer-low")
     assert shown(tab, "#integer-table tbody tr") == 1
     assert "±3" in tab.find_element("css selector", f"#integer-{LAYERS} .name").text
-    assert tab.find_element("id", "integer-shown").text == f"1 of {LAYERS + 2} steps"
+    assert tab.find_element("id", "integer-shown").text == f"1 of {LAYERS + 2} operations"
     click(tab, "#integer-low")
     type_into(tab, "integer-search", "softmax")
     assert shown(tab, "#integer-table tbody tr") == 1

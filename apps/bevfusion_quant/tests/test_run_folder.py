@@ -143,6 +143,12 @@ def test_unusable_names(tmp_path: Path, name: str) -> None:
         write(tmp_path, name)
 
 
+def test_a_file_in_the_place_of_all_runs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("mine")
+    with pytest.raises(InputError, match=r"--runs .*runs: it is a file.*choose another"):
+        write(tmp_path / "runs", "x")
+
+
 def test_a_keyword_that_places_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'overwite'"):
         run_report(tmp_path, runs=tmp_path / "runs", **{"overwite": True})

@@ -145,7 +145,7 @@ def refused(
 def test_what_is_no_run(runs: Path, spoiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot be loaded as a run" in refused(runs, runs / "absent", capsys)
     message = refused(runs, runs / "one", capsys)
-    assert f"evaluation of {runs / 'a'}" in message
+    assert f"figures of {runs / 'a'} and no model" in message
     config = json.loads((spoiled / "config.json").read_text())
     (spoiled / "config.json").write_text(json.dumps({**config, "version": 99}))
     assert "schema is version 99" in refused(runs, spoiled, capsys)

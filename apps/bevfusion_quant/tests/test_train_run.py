@@ -170,6 +170,8 @@ def test_another_runs_folder_is_refused(tmp_path: Path) -> None:
         train(tmp_path / "run", config(steps=1))
     with pytest.raises(InputError, match=r"steps was 1, now 2; lr was 0\.002, now 0\.01"):
         train(tmp_path / "run", config(steps=2, lr=0.01), resume=True)
+    with pytest.raises(InputError, match=r"--out .*weights\.safetensors: it is a file"):
+        train(tmp_path / "run" / "weights.safetensors", config(steps=1))
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -226,3 +228,17 @@ def test_the_command_says_what_it_cannot_train_on(
     words = ["train", "--points", str(tmp_path / "bare.pcd.bin"), "--branch", "lidar"]
     assert main([*words, "--workers", "0", "--out", str(tmp_path / "run")]) == 2
     assert "no labels" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "again"), [("train", "again with --resume to go on"), ("ptq", "again to start")]
+)
+def test_who_is_interrupted_hears_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, again: str
+) -> None:
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bevfusion_quant.cli._run", interrupted)
+    assert main([command]) == 2
+    assert again in capsys.readouterr().err

@@ -77,13 +77,13 @@ WRONG = layer_row("fuser.1", max_steps=90, forced_max_steps=80)
         ([AGREES], ["agree within one step everywhere", "every layer agrees within one step"]),
         (
             [AGREES, DEPARTS],
-            [r"encoders.lidar.b .*departs first: up to 7 steps.* 3.4 %.*same input up to 1 step\.",
+            [r"lidar.b .*by more than one step: by up to 7 .* 3.4 %.*input by up to 1 step\.",
              "every layer agrees within one step"],
         ),
         ([TOLD], ["departs first", r"fuser.0 is 3 steps off: bias rounded to ±2.5 steps"]),
         ([TOLD, WRONG], ["fuser.0.* departs", r"WRONG.*fuser.1 \(80 steps\)", "fuser.0 is"]),
         ([layer_row("heads.object.x", max_steps=9, forced_max_steps=0)],
-         ["same input none", "every layer agrees", "choice of queries"]),
+         ["same input by no step", "every layer agrees", "choice of queries"]),
     ],
 )  # fmt: skip
 def test_the_verdict_names_who_departs_and_why(rows: list, said: list[str]) -> None:
@@ -98,7 +98,8 @@ def test_the_text_lists_layers_in_integers_and_counts_the_others() -> None:
     text = simulation_text(simulation(*rows, frame_seconds=(0.5,) * 9), layers=True)
     assert "lidar.a" in text
     assert re.search(r"^f +conv", text, re.MULTILINE)
-    assert "and 1 step in float with 1.2 % of the operations; `islands` says why" in text
+    assert "and 1 operation in float with 1.2 % of the arithmetic; `islands` says why" in text
+    assert "\nmax, mean: steps between integer and fake-quantized output" in text
     assert "portable (AVX2)" in text
     assert "0.50, 0.50 …" in text
     long = layer_row("encoders.lidar." + "deep." * 20 + "conv")

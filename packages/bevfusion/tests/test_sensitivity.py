@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,7 +57,15 @@ def test_the_text_has_the_worst_first() -> None:
     share = (1 - 10**-0.05) / (1 - 10 ** (-0.05 * GROUPS))
     assert f"{share:.1%}" in lines[2]
     assert "+1.0" in lines[2]
-    assert plan.startswith("Plan for time=1.2: 3 float, 37 int8; estimated time 1.2")
+    assert plan.startswith("Plan for time=1.2: 3 float, 37 int8; estimated time 1.2 times int8's")
+
+
+def test_a_gain_that_rounds_to_nothing_has_no_minus() -> None:
+    outcome = made_up()
+    rows = tuple(replace(row, without=18.999) for row in outcome.table)
+    _, table, _ = sensitivity_text(replace(outcome, table=replace(outcome.table, rows=rows)))
+    assert "+0.0" in table
+    assert "-0.0" not in table
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +120,11 @@ def test_a_study_measures_and_plans_in_the_budget(detector: tuple[BEVFusion, Any
     def study(budget: str) -> SensitivityOutcome:
         return study_sensitivity(
             model, Frames(batches), CONFIGS["tiny"],
-            without=False, budget=budget, rounds=0, step=step,
+            precisions=("int8", "int8"), without=False, budget=budget, rounds=0, step=step,
         )  # fmt: skip
 
     found = study("time=1.5")
+    assert found.precisions == ("int8",)
     assert steps == ["measure", "measure plans"]
     assert found.plan is not None
     assert (found.plan.measured, found.refusal) == (True, "")

@@ -43,9 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _sigterm_as_interrupt():
             return _run(given)
     except KeyboardInterrupt:
-        return _fail(
-            "interrupted: nothing half-written is left; run the command again to start over"
-        )
+        again = "with --resume to go on" if given[:1] in (["train"], ["qat"]) else "to start over"
+        return _fail(f"interrupted: nothing half-written is left; run the command again {again}")
     except BrokenPipeError:
         # The reader of our output has gone; writing the rest, or a message, would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -49,9 +49,10 @@ def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequen
             the choice, cameras that the street's car lacks, no frames left.
     """
     if bool(options.points) == (options.dataset is not None):
+        given = "frames given twice" if options.points else "no frames given"
         raise InputError(
-            "no frames given, or given twice: name LiDAR files with --points, or a data set with "
-            "--dataset (street needs no files)"
+            f"{given}: name LiDAR files with --points, or a data set with --dataset (street needs "
+            "no files)"
         )
     if options.cameras and not with_cameras:
         raise InputError(

@@ -143,7 +143,8 @@ def read_model_settings(folder: str | Path) -> ModelSettings:
         written = read_written(folder)
         refuse_version("its schema is", written.get("version", 1))
         if "evaluates" in written:
-            raise ValueError(f"it is an evaluation of {written['evaluates']}, which has the model")
+            run = written["evaluates"]
+            raise ValueError(f"it has figures of {run} and no model, which is there: --run {run}")
         settings = as_settings(ModelSettings, written)
         if settings.config not in CONFIGS:
             raise ValueError(f"its sizes {settings.config!r} are unknown")

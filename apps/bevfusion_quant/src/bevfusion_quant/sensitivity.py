@@ -93,7 +93,7 @@ def precisions_of(
             f"{run}: weights of {bits} bits are none of the precisions of a plan, which are int4, "
             "int8 and int16: measure a run of 8 or 4 bits"
         )
-    return tuple(requested) or (_OWN[bits],)
+    return tuple(dict.fromkeys(requested)) or (_OWN[bits],)
 
 
 @contextmanager
@@ -163,7 +163,9 @@ def run_sensitivity(
         with _naming_options():
             check_precisions(precisions)
     if estimate and metric != "sqnr":
-        raise InputError(f"--estimate: it is SQNR that is estimated; measure --metric {metric}")
+        raise InputError(
+            f"--estimate: it estimates sqnr alone; leave it out with --metric {metric}"
+        )
     if plan_rounds < 0:
         raise InputError(f"--plan-rounds {plan_rounds}: it must not be negative")
     if budget is not None:

@@ -216,6 +216,8 @@ def run_train(
     target = usable_device(device)
     identity = identity_of(source, config)
     checkpoint = out / CHECKPOINT
+    if out.is_file():
+        raise InputError(f"--out {out}: it is a file, not a folder; choose another")
     if not resume and any((out / name).exists() for name in (CHECKPOINT, WEIGHTS)):
         raise InputError(f"{out} holds a run already: go on with --resume, or choose another --out")
     begun = begun_before(checkpoint, identity, "--out") if resume else None

@@ -70,7 +70,7 @@ def replace_layers(
             kept.add(module)
         reason = reason or _refusal(module)
         if isinstance(parent, nn.MultiheadAttention):
-            reason = f"its {_name(parent)} stays float, and reads its weight without calling it"
+            reason = f"read by its {_name(parent)}, which stays float, and never called"
         if reason is not None:
             skipped.append(SkippedModule(path, reason))
             continue

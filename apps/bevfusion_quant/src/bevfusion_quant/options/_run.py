@@ -86,8 +86,8 @@ class PtqOptions(TargetOptions):
         rounding: How weights are rounded: each to the nearest, or (gptq) so that every layer's
             output comes out right on the calibration frames.
         bias_correction: Add to biases what rounding shifts the layers' outputs by on average.
-        fold: Fold batch norms into convolutions first; a run without has no form in integers and
-            in files.
+        fold: Whether batch norms are folded into convolutions first; a run without has no form in
+            integers and in files.
     """
 
     quantize_head: bool = False

@@ -28,7 +28,7 @@ class TrainingOptions:
     """Augmentation, and how a training run goes about it, which does not change its result.
 
     Args:
-        flip: Mirror frames along x and y, each in half of the draws.
+        flip: Whether frames are mirrored along x and y, each in half of the draws.
         rotation: Turn frames by up to this angle [rad].
         scale: Scale frames by up to this share.
         held_out: Streets, from seed 0, to judge by; of pandaset, 0 for none of the frames from 28

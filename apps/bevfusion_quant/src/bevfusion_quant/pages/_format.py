@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from markupsafe import Markup
 
@@ -63,6 +64,8 @@ def setting_text(value: object) -> str:
     """A setting as a cell."""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {setting_text(part)}" for name, part in value.items()) or DASH
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value)) or DASH
     return DASH if value is None else str(value)

@@ -103,7 +103,7 @@ def _low_layers(content: ReportContent) -> Figure:
     )
     if known:
         decibel, index = min(known)
-        short = ".".join(content.layers[index].layer.split(".")[-3:])
+        short = content.layers[index].layer.removeprefix("encoders.")
         worst = f"worst {decibels(decibel)} at "
         figure |= {"note": worst, "href": f"layer-{index}", "link": short}
     return figure
@@ -128,8 +128,8 @@ def _departure(simulation: Simulation) -> Figure:
     if first is None:
         note = "no layer departs by more than one step"
         return _figure(title, plural(most, "step"), note, low)
-    short = ".".join(first.path.split(".")[-3:])
-    figure = _figure(title, plural(most, "step"), "departs first: ", low)
+    short = first.path.removeprefix("encoders.")
+    figure = _figure(title, plural(most, "step"), "first beyond one step: ", low)
     after = f", up to {first.max_steps} steps"
     return {**figure, "href": f"integer-{layers.index(first)}", "link": short, "after": after}
 

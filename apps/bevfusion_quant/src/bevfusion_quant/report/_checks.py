@@ -142,7 +142,7 @@ def _loss(row: HeadlineRow) -> tuple[str, str]:
     if interval.low < -TOLERATED:
         many = f"{100 * TOLERATED:g} point"
         return (
-            f"{answer}: a loss of more than {many} is not ruled out, which takes more frames",
+            f"{answer}: a loss of more than {many} is not ruled out: judge more frames",
             "look",
         )
     return answer, "good"
@@ -191,7 +191,9 @@ def _simulated(question: str, found: SimulationSummary) -> Check:
         return Check(question, answer, "look")
     many = len(found.layers)
     known = f", but for {len(found.explained)} with a known reason" * bool(found.explained)
-    return Check(question, f"within one step on the same input, {many} steps of the model{known}")
+    return Check(
+        question, f"within one step on the same input, {many} operations of the model{known}"
+    )
 
 
 def _on_chip(question: str, found: BpuSummary) -> Check:
@@ -286,7 +288,7 @@ def _trained(gathered: Gathered, groups: Sequence[HeadlineGroup]) -> Iterator[Ch
     """Of the run that stands beside; a run that is itself trained on answers above."""
     if gathered.main.run.kind != "ptq":
         return
-    question = "What does training it on bring?"
+    question = "What does training it further bring?"
     if gathered.qat is None:
         answer = "no run of qat stands beside (--qat)"
         yield Check(question, answer, "missing", command_for("qat", gathered.main))
@@ -304,7 +306,7 @@ def _partition(gathered: Gathered) -> Check:
     on_bpu = sum(len(segment.nodes) for segment in found.segments if segment.place == "BPU")
     broken = [text for estimate in found.estimates.values() for text in estimate.violations]
     answer = (
-        f"{on_bpu} operators on {found.march}, {len(found.on_cpu)} on its CPU, "
+        f"{on_bpu} operators on the BPU ({found.march}), {len(found.on_cpu)} on the CPU, "
         f"{found.transfer_bytes:,} bytes between them in a frame"
     )
     if broken:

@@ -292,7 +292,7 @@ def gather(
     for evidence in given:
         if evidence.kind not in _TAKEN:
             raise InputError(
-                f"--take {evidence.folder} is a {evidence.kind}: name folders of evaluate, "
+                f"--take {evidence.folder} is of kind {evidence.kind}: name folders of evaluate, "
                 "simulate, sensitivity, export or compare"
             )
         if evidence.kind == "comparison" or any(_is_of(evidence.settings, m) for m in models):
@@ -327,9 +327,9 @@ def _read_model(folder: Path, option: str, kinds: tuple[str, ...]) -> Evidence:
     evidence = read_evidence(folder)
     if evidence.kind not in kinds:
         of = evidence.settings.evaluates
-        what_it_is = f"{evidence.kind} of {of}" if of else f"run of kind {evidence.kind}"
+        what_it_is = f"{evidence.kind} of {of}" if of else evidence.kind
         hint = f"give {option} {of}" if of else f"give one of {', '.join(kinds)}"
-        raise InputError(f"{option} {folder} is a {what_it_is}: {hint}")
+        raise InputError(f"{option} {folder} is of kind {what_it_is}: {hint}")
     if not evidence.model_digests:
         raise InputError(
             f"{option} {folder} does not say the digests of its files, so nothing can be told to "

@@ -65,6 +65,8 @@ def run_folder(
     if not current_ranks().first:
         yield runs / f".{name}.not-here"
         return
+    if runs.exists() and not runs.is_dir():
+        raise InputError(f"--runs {runs}: it is a file, not a folder of runs; choose another")
     made = _missing_parents(runs)
     try:
         runs.mkdir(parents=True, exist_ok=True)

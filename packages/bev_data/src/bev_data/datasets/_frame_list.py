@@ -22,7 +22,7 @@ def one_folder(kind: str, path: object) -> Path:
     if not isinstance(path, (str, os.PathLike)):
         raise InputError(f"a data set of kind {kind!r} is one folder, not several paths")
     if not Path(path).is_dir():
-        raise InputError(f"{path}: no such folder")
+        raise InputError(f"{path}: no such folder; give the one that holds the data set")
     return Path(path)
 
 

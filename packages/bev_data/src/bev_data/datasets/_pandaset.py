@@ -69,7 +69,9 @@ def pandaset(
     check_which(cameras)
     files = {file.stem.removeprefix("frame_"): file for file in sorted(path.glob("frame_*.npz"))}
     if not files:
-        raise InputError(f"{path}: holds no frame_NN.npz")
+        raise InputError(
+            f"{path}: holds no frame_NN.npz; give the folder of a sequence in compact form"
+        )
     calibration: dict[str, Any] = {}
     folder = path / "camera"
     lacking: dict[str, str] = {}

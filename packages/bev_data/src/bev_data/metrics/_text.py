@@ -51,6 +51,9 @@ def accuracy_notes(accuracy: Accuracy) -> Iterator[str]:
         for n, what in ((reference.labels, "labelled object"), (reference.frames, "frame"))
     )
     yield f"{objects} in {frames}{others}."
+    ranges, fewest = accuracy.rules.class_ranges.values(), accuracy.rules.min_points
+    seen = f", and with {plural(fewest, 'LiDAR point')} or more" if fewest else ""
+    yield f"Counted: up to the range of their class, {min(ranges):g} to {max(ranges):g} m{seen}."
     interval = reference.interval
     if interval is None:
         yield "No intervals: they need resamples, two scenes or more, and labels."
@@ -62,7 +65,7 @@ def accuracy_notes(accuracy: Accuracy) -> Iterator[str]:
         )
     if reference.absent:
         how = {"left out": "left out of every mean", "zero": "counted as 0"}[accuracy.rules.absent]
-        yield f"No labels of {', '.join(reference.absent)}: {how}."
+        yield f"No counted labels of {', '.join(reference.absent)}: {how}."
     reasons = {"AVE": "velocities are not labelled", "AAE": "boxes have no attributes"}
     left_out = [f"{name} ({reasons[name]})" for name in reference.missing if name in reasons]
     if left_out and reference.mean_ap is not None:

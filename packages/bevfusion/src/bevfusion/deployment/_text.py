@@ -41,7 +41,7 @@ def set_verdict(made: ExportedSet) -> str:
     ]
     floats = [layer.largest for layer in made.layers if layer.form == "float"]
     if floats:
-        notes.append(f"Floats agree with torch's within {max(floats):.1g}.")
+        notes.append(f"Floats agree with torch's within {max(floats):.2g}.")
     return "Verified: " + " ".join(filter(None, notes))
 
 

@@ -14,6 +14,10 @@ QUERIES = (
     "Behind the head's choice of queries the models may look at different places of the map; "
     "their figures there say little."
 )
+_LEGEND = (
+    "max, mean: steps between integer and fake-quantized output; off: share of values that differ; "
+    "same: max on the same input"
+)
 _LONGEST = 46
 
 
@@ -30,10 +34,9 @@ def simulation_text(simulation: Simulation, *, layers: bool, reasons_in: str = "
         computed = [row for row in simulation.layers if in_integers(row)]
         floats = len(simulation.layers) - len(computed)
         counted = [fallback.share for fallback in simulation.islands if fallback.share is not None]
-        much = f" with {100 * sum(counted):.2g} % of the operations" if counted else ""
-        steps = f"\nand {_counted(floats, 'step')} in float{much}; {reasons_in} says why"
-        more = steps if floats else ""
-        parts.insert(0, _layer_table(computed) + more)
+        much = f" with {100 * sum(counted):.2g} % of the arithmetic" if counted else ""
+        rest = f"\nand {_counted(floats, 'operation')} in float{much}; {reasons_in} says why"
+        parts.insert(0, f"{_layer_table(computed)}{rest if floats else ''}\n{_LEGEND}")
     if simulation.agreement:
         detections = agreement_text(simulation.agreement, simulation.found, "integer")
         parts += ["Detections, float against integer, same class", detections]
@@ -51,9 +54,9 @@ def _verdict(simulation: Simulation) -> list[str]:
     text = "Integer and fake-quantized results agree within one step everywhere."
     if first is not None:
         text = (
-            f"{first.path} ({first.op}) departs first: up to {_counted(first.max_steps, 'step')} "
-            f"from the fake-quantized result, {100 * (first.off or 0):.2g} % of its values differ; "
-            f"on the same input {_up_to(first.forced_max_steps)}."
+            f"{first.path} ({first.op}) departs first by more than one step: by up to "
+            f"{first.max_steps} from the fake-quantized result, {100 * (first.off or 0):.2g} % of "
+            f"its values differ; on the same input by {_up_to(first.forced_max_steps)}."
         )
     lines = [text]
     if simulation.wrong:
@@ -75,7 +78,7 @@ def _named(rows: Sequence[LayerRow]) -> str:
 
 
 def _up_to(steps: int | None) -> str:
-    return f"up to {_counted(steps, 'step')}" if steps else "none"
+    return f"up to {_counted(steps, 'step')}" if steps else "no step"
 
 
 def _counted(number: int | None, thing: str) -> str:
@@ -85,8 +88,8 @@ def _counted(number: int | None, thing: str) -> str:
 def _stage_table(simulation: Simulation) -> str:
     columns = {
         "stage": "{title}",
-        "int": "{integers}",
-        "float": "{floats}",
+        "in int": "{integers}",
+        "in float": "{floats}",
         "fake dB": "{fake_sqnr_db:.2f}",
         "int dB": "{integer_sqnr_db:.2f}",
         "max steps": "{max_steps:.0f}",
@@ -99,7 +102,7 @@ def _stage_table(simulation: Simulation) -> str:
 def _layer_table(rows: Sequence[LayerRow]) -> str:
     columns = {
         "layer": "{path}",
-        "step": "{op}",
+        "operation": "{op}",
         "fake dB": "{fake_sqnr_db:.1f}",
         "int dB": "{integer_sqnr_db:.1f}",
         "cosine": "{integer_cosine:.4f}",
@@ -123,7 +126,7 @@ def _short(path: str) -> str:
 def integer_stage_table(simulation: Simulation) -> Table:
     """Both quantized models against float at the end of each stage, and where they part."""
     columns: Columns = {
-        "Last step of the stage": lambda row: CellParts(text=row.title, note_path=row.layer),
+        "Last layer of the stage": lambda row: CellParts(text=row.title, note_path=row.layer),
         "Fake dB": "{fake_sqnr_db:.1f}",
         "Integer dB": "{integer_sqnr_db:.1f}",
         "Max steps": "{max_steps:.0f}",

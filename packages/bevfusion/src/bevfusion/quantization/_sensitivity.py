@@ -141,14 +141,15 @@ def study_sensitivity(
         InputError: As `measure_sensitivity`, or a budget that no plan of the precisions can keep.
     """
     limit = Budget.parse(budget) if budget else None
+    chosen = tuple(dict.fromkeys(precisions))
     path = sensitivity_output(model, metric, output)
     if limit is not None:
-        _check_reachable(limit, budget, metric, precisions)
+        _check_reachable(limit, budget, metric, chosen)
     sharing: dict[str, Any] = {"output": output, "shards": shards, "before_each": before_each}
     with step("measure", "the sensitivity cannot be measured"):
         table = measure_sensitivity(
             model, batches, config,
-            metric=metric, precisions=precisions, without=without, estimate=estimate, **sharing,
+            metric=metric, precisions=chosen, without=without, estimate=estimate, **sharing,
         )  # fmt: skip
     batches.share_notes(shards)
     estimated, refined, refusal = None, None, ""
@@ -162,9 +163,7 @@ def study_sensitivity(
         except InputError as error:  # what was measured is kept all the same
             refusal = str(error)
     plan = None if refined is None else refined.plan
-    return SensitivityOutcome(
-        table, path, tuple(precisions), plan, budget, refusal, estimated, refined
-    )
+    return SensitivityOutcome(table, path, chosen, plan, budget, refusal, estimated, refined)
 
 
 def _check_reachable(limit: Budget, text: str, metric: str, precisions: Sequence[str]) -> None:
@@ -174,7 +173,7 @@ def _check_reachable(limit: Budget, text: str, metric: str, precisions: Sequence
         if limit.time < fastest:
             raise InputError(
                 f"budget={text!r}: with precisions={' '.join(precisions)!r} the fastest plan takes "
-                f"{fastest:g} of the int8 model's estimated time"
+                f"{fastest:g} times the int8 model's estimated time; give that much or more"
             )
     elif limit.score is not None and limit.score > _BEST[metric]:
         raise InputError(

@@ -160,7 +160,7 @@ def _cells(outcome: SensitivityOutcome, row: SensitivityRow) -> list[Cell]:
     for name in outcome.precisions:
         cells += [format(row.alone[name], form), f"{outcome.share(row, name):.1%}"]
     if outcome.table.quantized_score is not None:
-        cells.append(or_dash(outcome.gain(row), f"+{form}"))
+        cells.append(or_dash(outcome.gain(row), f"+z{form}"))
     chosen = outcome.chosen(row)
     if chosen is not None:
         cells.append(CellParts(text=chosen, badge=f"precision {chosen}"))
@@ -213,10 +213,10 @@ def sensitivity_plan(outcome: SensitivityOutcome) -> str:
     score = or_dash(plan.score, _DIGITS[outcome.table.metric])
     how = "measured" if plan.measured else "estimated"
     text = (
-        f"Plan for {outcome.budget}: {chosen}; estimated time {or_dash(plan.time, '.3g')} of "
-        f"int8, {how} score {score} {outcome.unit}"
+        f"Plan for {outcome.budget}: {chosen}; estimated time {or_dash(plan.time, '.3g')} "
+        f"times int8's, {how} score {score} {outcome.unit}"
     )
     if outcome.refined is not None:
         first = or_dash(outcome.refined.start.score, _DIGITS[outcome.table.metric])
-        text += f", the best of {outcome.refined.tried} measured; the first had {first}"
+        text += f", the best of {outcome.refined.tried} measured; the search began at {first}"
     return text

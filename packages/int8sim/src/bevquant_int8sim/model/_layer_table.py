@@ -101,8 +101,8 @@ class LayerTable:
         if first is None:
             return "integer and fake-quant results agree within one step everywhere"
         return (
-            f"{first.path} departs first: up to {first.max_steps} steps from the fake-quant "
-            f"result, {100 * (first.off or 0):.2f} % of its values differ"
+            f"{first.path} departs first by more than one step: by up to {first.max_steps} from "
+            f"the fake-quant result, {100 * (first.off or 0):.2f} % of its values differ"
         )
 
 

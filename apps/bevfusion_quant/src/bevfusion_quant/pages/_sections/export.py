@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bev_data.tables import plural
 from bevfusion.deployment import (
     ExportedFile,
     file_box_table,
@@ -38,8 +39,11 @@ def section(content: ReportContent) -> Section | None:
 def _file(file: ExportedFile) -> dict[str, Any]:
     forms = [layer.form for layer in file.layers]
     exact = forms.count("int8"), forms.count("float16")
-    kind = "quantized tensors" if exact[0] else "tensors in the plugin's arithmetic"
-    checks = f"{sum(exact):,} {kind}, {file.different:,} values differ"
+    kind, where = (
+        ("quantized tensor", "") if exact[0] else ("tensor", " in the plugin's arithmetic")
+    )
+    checks = f"{plural(sum(exact), kind)}{where}, {plural(file.different, 'value')} differ"
+    checks += "s" * (file.different == 1)
     if file.different:
         checks += f", {f'{file.unexplained:,}' if file.unexplained else 'none'} but for ties"
     if not any(exact):

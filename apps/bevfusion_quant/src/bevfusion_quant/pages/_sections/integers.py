@@ -31,7 +31,7 @@ ORDER = 50
 COLUMNS = (
     Column("#", "minor", "order", "order of execution"),
     Column("Layer", "name", "layer", "path in the model", is_text=True),
-    Column("Step", "minor", "kind", "what it computes", is_text=True),
+    Column("Operation", "minor", "kind", "what it computes", is_text=True),
     Column("Output", "minor", "form", "how the output is held", is_text=True),
     Column("Fake dB", "minor", "fake", "SQNR of the fake-quantized output against float"),
     Column("Integer dB", "", "sqnr", "SQNR of the integer output against float"),
@@ -94,7 +94,7 @@ def _table(layers: Sequence[LayerRow]) -> Table:
     most = max((row.max_steps or 0 for row in layers), default=0)
     best = max((finite(row.integer_sqnr_db) or 0 for row in layers), default=0.0)
     rows = [_row(i, row, float(most), best) for i, row in enumerate(layers) if _tells(row)]
-    title = "Float, fake-quantized and integer results of each step"
+    title = "Float, fake-quantized and integer results of each operation"
     return Table(title, COLUMNS, rows, "sorted", "integer-table", "dense")
 
 
@@ -138,5 +138,5 @@ def _float_parts(islands: Sequence[FloatPart]) -> Iterator[dict[str, Any]]:
         for fallback in group:
             members.setdefault(fallback.path, []).append(fallback.what)
         counted = [fallback.share for fallback in group if fallback.share is not None]
-        much = f" ({100 * sum(counted):.2g} % of the operations)" if counted else ""
+        much = f" ({100 * sum(counted):.2g} % of the arithmetic)" if counted else ""
         yield {"reason": f"{reason}{much}", "members": list(members.items())}

@@ -19,7 +19,10 @@ def section(content: ReportContent) -> Section | None:
 
 
 def _tables(content: ReportContent) -> Iterator[Table]:
-    settings = {k.replace("_", " "): setting_text(v) for k, v in content.settings.items()}
+    told = {**content.settings}
+    if told.get("calibration_frames") == 0:
+        told["calibration_frames"] = "all"
+    settings = {k.replace("_", " "): setting_text(v) for k, v in told.items()}
     for title, pairs in ("Settings", settings), ("Versions", content.versions):
         if pairs:
             yield plain_table(title, ("", ""), pairs.items(), "")

@@ -3,7 +3,7 @@ function startTables() {
   startTable("layer", "layers", "sqnr", "ascending", (row) => {
     pickLayer(Number(row.id.slice(6)));
   }, () => markHidden());
-  startTable("integer", "steps", "most", "descending", () => {}, () => {});
+  startTable("integer", "operations", "most", "descending", () => {}, () => {});
 }
 
 function startTable(name, things, worst, direction, point, filtered) {
