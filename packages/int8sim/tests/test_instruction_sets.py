@@ -23,10 +23,15 @@ sys.path.insert(0, sys.argv[1])
 import test_instruction_sets as here
 print(json.dumps(here.results()))
 """
-FEATURES = {
-    "AVX2": "+avx,+avx2,+fma,+sse4.2,+popcnt,+bmi,+bmi2",
-    "AVX-VNNI": "+avx,+avx2,+fma,+sse4.2,+popcnt,+bmi,+bmi2,+avxvnni",
-    "generic vectors": "+sse4.2,+popcnt",
+_AVX2 = "+avx,+avx2,+fma,+sse4.2,+popcnt,+bmi,+bmi2"
+_AVX512 = _AVX2 + ",+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512cd,+avx512vnni"
+CPUS = {  # name, features, what the kernels of VNNI and those for any CPU are then compiled to
+    "AVX2": ("x86-64", _AVX2, None, "AVX2"),
+    "AVX-VNNI": ("x86-64", _AVX2 + ",+avxvnni", "AVX-VNNI", "AVX2"),
+    "generic vectors": ("x86-64", "+sse4.2,+popcnt", None, "generic vectors"),
+    # Inputs get 128 added one by one there, and line by line here.
+    "AMD": ("znver4", _AVX512, "AVX512-VNNI", "AVX-512 BW"),
+    "Intel": ("icelake-server", _AVX512, "AVX512-VNNI", "AVX-512 BW"),
 }
 
 
@@ -43,7 +48,7 @@ def results():
             continue
         found[status.name] = [status.available, status.detail]
         digest = hashlib.sha256()
-        for in_channels, out_channels in [(5, 16), (16, 32), (7, 48), (33, 130), (64, 64)]:
+        for in_channels, out_channels in [(5, 16), (16, 32), (33, 130), (64, 64), (72, 48)]:
             x, w = (
                 torch.from_numpy(generator.integers(-128, 128, shape).astype(np.int8))
                 for shape in ((300, in_channels), (27, in_channels, out_channels))
@@ -73,30 +78,28 @@ def results():
 
 @pytest.mark.bits
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86's instructions")
-@pytest.mark.parametrize("instructions", FEATURES)
-def test_other_cpus_compute_the_same(instructions):
+@pytest.mark.parametrize("cpu", CPUS)
+def test_other_cpus_compute_the_same(cpu):
     pytest.importorskip("numba", reason="the numba extra is not installed")
     from llvmlite import binding
 
+    name, features, vnni, portable = CPUS[cpu]
     host = binding.get_host_cpu_features()
-    if not all(host.get(name) for name in FEATURES[instructions].replace("+", "").split(",")):
-        pytest.skip(f"this CPU cannot run {instructions}")
-    environment = os.environ | {
-        "NUMBA_CPU_NAME": "x86-64",
-        "NUMBA_CPU_FEATURES": FEATURES[instructions],
-    }
+    if not all(host.get(feature) for feature in features.replace("+", "").split(",")):
+        pytest.skip(f"this CPU cannot run {cpu}")
+    environment = os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
     folder = os.path.dirname(__file__)
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, folder], env=environment, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
     theirs, ours = json.loads(run.stdout), results()
-    assert theirs["vnni"][0] == (instructions == "AVX-VNNI")
-    kind = "vnni" if instructions == "AVX-VNNI" else "portable"
-    assert theirs[kind][:2] == [True, instructions]
-    if ours[kind][0]:
-        assert theirs[kind][2] == ours[kind][2]
-    assert theirs["portable"][2] == ours["portable"][2]
+    assert theirs["vnni"][0] == (vnni is not None)
+    assert theirs["portable"] == [True, portable, ours["portable"][2]]
+    if vnni is not None:
+        assert theirs["vnni"][1] == vnni
+        if ours["vnni"][0]:
+            assert theirs["vnni"][2] == ours["vnni"][2]
 
 
 PRODUCTS = """

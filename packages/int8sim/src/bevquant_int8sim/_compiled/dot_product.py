@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from bevquant_int8sim._compiled.ir import INT32, INTS, LANES, cpu_features, function, load_at, splat
+from bevquant_int8sim._compiled.ir import (
+    INT32,
+    INTS,
+    LANES,
+    cpu_features,
+    cpu_name,
+    function,
+    load_at,
+    splat,
+)
 
 STEP_CHANNELS = {"amx": 4, "vnni": 4, "portable": 2, "portable16": 2}
 FLIP = np.full(64, 0x80, np.uint8)  # adds 128 to every byte
@@ -41,6 +50,15 @@ def instruction_set(kind: str) -> str | None:
     return "AVX2" if "avx2" in features else "generic vectors"
 
 
+def flips_lines(kind: str) -> bool:
+    """Whether whole lines of inputs are to get 128 added before `dot` takes them one by one.
+
+    Intel's CPUs execute an exclusive or of 512 bits where they execute ``vpdpbusd``, and one for
+    every broadcast input takes an eighth of the products' time; AMD's have other places for it.
+    """
+    return kind == "vnni" and is_wide() and not cpu_name().startswith("znver")
+
+
 def input_bytes(kind: str) -> int:
     """Bytes of an input channel."""
     return 2 if kind == "portable16" else 1
@@ -49,7 +67,8 @@ def input_bytes(kind: str) -> int:
 def load_inputs(builder: ir.IRBuilder, kind: str, address: Any, step: Any, flip: Any) -> Any:
     """The channels of a step of the row at `address`, as `dot` takes them.
 
-    `flip` is `FLIP` from memory, as 16 lanes that LLVM does not know: it would flip a known number
+    `flip` is ``None`` for a row that was flipped, or `FLIP` from memory, as 16 lanes that LLVM does
+    not know: it would flip a known number
     before it is broadcast, which takes the ports of the products, and its optimizer does not end
     on a constant for CPUs such as Zen 5.
     """
@@ -59,7 +78,7 @@ def load_inputs(builder: ir.IRBuilder, kind: str, address: Any, step: Any, flip:
         wide = builder.sext(narrow, ir.VectorType(ir.IntType(16), 2 * LANES))
         return builder.bitcast(wide, INTS)
     inputs = splat(builder, load_at(builder, address, INT32, step))
-    if kind == "vnni":
+    if kind == "vnni" and flip is not None:
         return builder.xor(inputs, flip)
     return inputs
 

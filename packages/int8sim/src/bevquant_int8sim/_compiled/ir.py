@@ -23,6 +23,16 @@ def cpu_features() -> set[str]:
     return {name[1:] for name in features.split(",") if name.startswith("+")}
 
 
+def cpu_name() -> str:
+    """LLVM's name of the CPU that numba compiles for."""
+    return config.CPU_NAME or _host_name()
+
+
+@cache
+def _host_name() -> str:
+    return str(binding.get_host_cpu_name())
+
+
 @cache
 def _host_features() -> str:
     """What LLVM says of this CPU: a millisecond, and asked for with every weight."""

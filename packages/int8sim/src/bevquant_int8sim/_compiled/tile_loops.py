@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from bevquant_int8sim._compiled.dot_product import dot, load_inputs
+from bevquant_int8sim._compiled.dot_product import dot, flips_lines, load_inputs
 from bevquant_int8sim._compiled.epilogue import emit_epilogue
 from bevquant_int8sim._compiled.ir import (
     INT32,
@@ -145,7 +145,8 @@ def _multiply(
 ) -> None:
     """Add one offset's products: all steps of the input rows at `sources`.
 
-    Few steps are written out: a loop would cost as much as they do.
+    Few steps are written out: a loop would cost as much as they do. Whole lines of inputs may be
+    flipped first, see `flips_lines`.
     """
     step_bytes = len(sums[0]) * LANES * 4
     size = builder.mul(p[P.STEPS], INT64(step_bytes))
@@ -157,10 +158,41 @@ def _multiply(
                 _multiply_step(builder, kind, p, weights, INT64(step), sources, sums)
             builder.branch(end)
             builder.position_at_end(builder.append_basic_block("unreachable"))
-    with cgutils.for_range(builder, p[P.STEPS], intp=INT64) as loop:
-        _multiply_step(builder, kind, p, weights, loop.index, sources, sums)
+    done = INT64(0)
+    if flips_lines(kind):
+        lines = builder.udiv(p[P.STEPS], INT64(LANES))
+        with cgutils.for_range(builder, lines, intp=INT64) as loop:
+            _multiply_line(builder, kind, p, weights, loop.index, sources, sums)
+        done = builder.mul(lines, INT64(LANES))
+    with cgutils.for_range_slice(builder, done, p[P.STEPS], INT64(1), intp=INT64) as (step, _):
+        _multiply_step(builder, kind, p, weights, step, sources, sums)
     builder.branch(end)
     builder.position_at_end(end)
+
+
+def _multiply_line(
+    builder: ir.IRBuilder,
+    kind: str,
+    p: dict[P, Any],
+    weights: Any,
+    line: Any,
+    sources: list[Any],
+    sums: _Registers,
+) -> None:
+    """The same for the sixteen steps of a line of each row, which are flipped at once."""
+    size = LANES * 4
+    block = cgutils.alloca_once(builder, ir.ArrayType(INTS, len(sources)))
+    flipped = [
+        add_bytes(builder, builder.ptrtoint(block, INT64), r, size) for r in range(len(sources))
+    ]
+    flip = load_at(builder, p[P.FLIP], INTS)
+    for source, place in zip(sources, flipped, strict=True):
+        inputs = builder.xor(load_at(builder, source, INTS, line), flip)
+        builder.store(inputs, pointer(builder, place, INTS), align=1)
+    first = builder.mul(line, INT64(size * len(sums[0]) * LANES))
+    here = builder.add(weights, first)
+    with cgutils.for_range(builder, INT64(LANES), intp=INT64) as loop:
+        _multiply_step(builder, kind, p, here, loop.index, flipped, sums, are_flipped=True)
 
 
 def _multiply_step(
@@ -171,11 +203,14 @@ def _multiply_step(
     step: Any,
     sources: list[Any],
     sums: _Registers,
+    *,
+    are_flipped: bool = False,
 ) -> None:
     vectors = len(sums[0])
     line = add_bytes(builder, weights, step, vectors * LANES * 4)
     columns = [load_at(builder, line, INTS, b, 4) for b in range(vectors)]
     for source, places in zip(sources, sums, strict=True):
-        wide = load_inputs(builder, kind, source, step, load_at(builder, p[P.FLIP], INTS))
+        flip = None if are_flipped else load_at(builder, p[P.FLIP], INTS)
+        wide = load_inputs(builder, kind, source, step, flip)
         for column, place in zip(columns, places, strict=True):
             builder.store(dot(builder, kind, builder.load(place), wide, column), place)
