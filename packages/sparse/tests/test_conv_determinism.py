@@ -90,13 +90,13 @@ def gathered(x, w, sources):
 @pytest.mark.parametrize("rows", [1, 2, 7, 255, 257, 1777])
 def test_products_do_not_depend_on_threads(rows, dtype, restore_threads):
     generator = torch.Generator().manual_seed(rows)
-    for inner, columns in [(1, 1), (3, 33), (5, 16), (64, 128), (128, 77)]:
+    for inner, columns in [(1, 1), (3, 33), (5, 16), (64, 128), (128, 77), (256, 96), (300, 130)]:
         x = torch.randn(rows, inner, generator=generator, dtype=dtype)
         w = torch.randn(inner, columns, generator=generator, dtype=dtype)
         g = torch.randn(rows, columns, generator=generator, dtype=dtype)
         every = torch.arange(rows)
         results = []
-        for threads in (1, 2, 4):
+        for threads in (1, 2, 4, 6):
             torch.set_num_threads(threads)
             results.append(
                 [
@@ -105,8 +105,7 @@ def test_products_do_not_depend_on_threads(rows, dtype, restore_threads):
                     _conv_matmul.column_sum(g),
                 ]
             )
-        assert equal(results[0], results[1])
-        assert equal(results[0], results[2])
+        assert all(equal(results[0], other) for other in results[1:])
         for got, want in zip(results[0], (x @ w, x.t() @ g, g.sum(0)), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
@@ -150,22 +149,29 @@ def test_trap_37_products_do_not_depend_on_addresses(rows, dtype, restore_thread
 
 
 @pytest.mark.bits
-def test_trap_37_a_blas_gets_one_shape_at_aligned_addresses(monkeypatch):
-    seen, real = set(), _conv_matmul._convolve_1x1
+def test_trap_37_a_blas_gets_one_shape_at_aligned_addresses(monkeypatch, restore_threads):
+    seen, real = set(), _conv_matmul._multiply
 
-    def watch(batch, kernel, out):
-        assert batch.data_ptr() % 64 == kernel.data_ptr() % 64 == out.data_ptr() % 64 == 0
-        assert batch.shape[0] >= 2
-        assert batch.shape[1] <= 256
-        seen.add((batch.shape[1:], kernel.shape))
-        real(batch, kernel, out)
+    def watch(left, right, out):
+        assert left.data_ptr() % 64 == right.data_ptr() % 64 == out.data_ptr() % 64 == 0
+        assert left.shape[0] >= max(2, torch.get_num_threads())
+        assert left.shape[2] <= 256
+        seen.add((left.shape[1:], right.shape[1:]))
+        real(left, right, out)
 
-    monkeypatch.setattr(_conv_matmul, "_convolve_1x1", watch)
+    monkeypatch.setattr(_conv_matmul, "_multiply", watch)
     for rows in (1, 255, 256, 700, 5000):
+        torch.set_num_threads(1 + rows % 5)
         x, g = at_address(torch.randn(rows, 5), 4), at_address(torch.randn(rows, 7), 12)
         gathered(x, at_address(torch.randn(5, 7), 20), torch.arange(rows))
         _conv_matmul.matmul_transposed(x, g)
     assert len(seen) == 2
+
+
+def test_what_a_buffer_held_before_adds_nothing():
+    x, g = torch.randn(5000, 3), torch.rand(5000, 4) + 1
+    x[:4096] = torch.inf  # in places that the last rows, which are fewer, use again
+    assert (_conv_matmul.matmul_transposed(x, g) == torch.inf).all()
 
 
 @pytest.mark.bits

@@ -1,15 +1,14 @@
 """Matrix products whose bits depend on their operands alone, not on threads or addresses.
 
-A BLAS picks its code by the shape, by the alignment of its operands, by the number of threads, and
-cuts long sums into pieces as it likes; each of these changes the rounding. So it is left none of
-these choices:
+A BLAS picks its code by the shape, by the alignment of its operands, by the number of threads (MKL
+on Intel's CPUs even for a product that one thread computes), and cuts long sums into pieces as it
+likes; each of these changes the rounding. So it is left none of these choices:
 
 - Every product is cut into items of one fixed shape: 256 rows, zeros behind the last one.
 - Operands are copied to buffers of their own, each at a multiple of 64 bytes.
-- Each item is one sequential GEMM on one thread. torch's native convolution does that with a 1×1
-  kernel (a parallel loop over the batch, a GEMM inside), so it is the loop used; it gets two items
-  at least, as it hands a lone one to the BLAS with all threads.
-- No sum within a GEMM is longer than 256 terms, which is less than any BLAS cuts; longer ones are
+- Items are multiplied as a batch (`torch.bmm`) of at least as many as there are threads, and of two
+  at least: each is then one sequential product on one thread, where fewer would be cut.
+- No sum within an item is longer than 256 terms, which is less than any BLAS cuts; longer ones are
   put together here, in order.
 
 Which BLAS and which instructions it uses still shows in the last bit, as everywhere in torch: for
@@ -29,7 +28,6 @@ from bevquant_sparse._shapes import Float, Int
 _ROWS = 256  # rows of an item: enough to amortise the call, few enough to balance the threads
 _ITEMS = 16  # that are gathered and multiplied together: few enough to stay in the cache
 _TERMS = 256  # terms of a sum that the BLAS adds
-_GROUPS = 4  # items that a transposed product is cut into, by columns
 _ALIGNMENT = 64  # bytes: a cache line and the widest vector
 
 
@@ -44,8 +42,8 @@ class GatheredProduct:
     def __init__(self, x: Float[Tensor, "num_rows k"], columns: int) -> None:
         self.x = x
         if x.device.type == "cpu":
-            items = max(_ITEMS, torch.get_num_threads())
-            self.gathered = _buffer(x, items * _ROWS, _TERMS)
+            self.fewest = max(2, torch.get_num_threads())
+            self.gathered = _buffer(x, max(_ITEMS, self.fewest) * _ROWS, _TERMS)
             most = self._rows(min(max(x.shape[1], 1), _TERMS))
             self.made = [x.new_empty(most * columns) for _ in range(2)]
 
@@ -58,7 +56,7 @@ class GatheredProduct:
             yield slice(count), x.index_select(0, sources) @ w
             return
         terms = [slice(start, start + _TERMS) for start in range(0, len(w), _TERMS)]
-        kernels = [_buffer(w, w.shape[1], len(w[part])).copy_(w[part].t()) for part in terms]
+        kernels = [_buffer(w, *w[part].shape).copy_(w[part]) for part in terms]
         step = self._rows(min(len(w), _TERMS))
         for start in range(0, count, step):
             rows = slice(start, min(start + step, count))
@@ -72,16 +70,13 @@ class GatheredProduct:
         return self.gathered.numel() // terms // _ROWS * _ROWS
 
     def _times(self, sources: Tensor, x: Tensor, kernel: Tensor, made: Tensor) -> Tensor:
-        count, (columns, terms) = len(sources), kernel.shape
-        items = max(2, -(-count // _ROWS))
+        count, (terms, columns) = len(sources), kernel.shape
+        items = max(self.fewest, -(-count // _ROWS))
         batch = self.gathered.view(-1)[: items * _ROWS * terms]
         torch.index_select(x, 0, sources, out=batch[: count * terms].view(count, terms))
         batch[count * terms :] = 0
-        out = made[: items * _ROWS * columns].view(items, _ROWS, 1, columns)
-        batch = batch.view(items, _ROWS, 1, terms)
-        _convolve_1x1(
-            _channels_first(batch), kernel.view(columns, terms, 1, 1), _channels_first(out)
-        )
+        out = made[: items * _ROWS * columns].view(items, _ROWS, columns)
+        _multiply(batch.view(items, _ROWS, terms), kernel.expand(items, terms, columns), out)
         return out.view(-1, columns)[:count]
 
 
@@ -92,24 +87,25 @@ def matmul_transposed(
     (rows, m), n = x.shape, g.shape[1]
     if x.device.type != "cpu" or 0 in (rows, m, n):
         return x.t() @ g
+    parts = -(-rows // _TERMS)
+    items = max(2, torch.get_num_threads(), min(parts, _ITEMS))
     lanes = _ALIGNMENT // x.element_size()
-    width = -(-n // (_GROUPS * lanes)) * lanes
-    batch = _buffer(g, _GROUPS * _TERMS, width).zero_().view(_GROUPS, _TERMS, width)
-    kernel = _buffer(x, m, _TERMS).zero_()
-    total = g.new_zeros(_GROUPS, m, width)
-    part = g.new_empty(_GROUPS, m, 1, width)
-    for start in range(0, rows, _TERMS):
-        count = min(_TERMS, rows - start)
-        if count < _TERMS:
-            kernel[:, count:] = 0
-            batch[:, count:] = 0
-        kernel[:, :count] = x[start : start + count].t()
-        for group in range(_GROUPS):
-            columns = g[start : start + count, group * width : (group + 1) * width]
-            batch[group, :count, : columns.shape[1]] = columns
-        _convolve_1x1(batch.view(_GROUPS, _TERMS, 1, width), kernel.view(m, _TERMS, 1, 1), part)
-        total.add_(part.view(_GROUPS, m, width))
-    return total.permute(1, 0, 2).reshape(m, _GROUPS * width)[:, :n]
+    width = -(-n // lanes) * lanes
+    left = _buffer(x, items * m, _TERMS).zero_().view(items, m, _TERMS)
+    right = _buffer(g, items * _TERMS, width).zero_().view(items, _TERMS, width)
+    made, total = g.new_empty(items, m, width), g.new_zeros(m, width)
+    for first in range(0, parts, items):
+        some = range(first, min(first + items, parts))
+        for place, part in enumerate(some):
+            start = part * _TERMS
+            count = min(_TERMS, rows - start)
+            left[place, :, :count] = x[start : start + count].t()
+            right[place, :count, :n] = g[start : start + count]
+            left[place, :, count:], right[place, count:] = 0, 0
+        _multiply(left, right, made)
+        for product in made[: len(some)]:
+            total += product
+    return total[:, :n]
 
 
 def column_sum(g: Float[Tensor, "rows n"]) -> Float[Tensor, " n"]:
@@ -127,11 +123,5 @@ def _buffer(like: Tensor, rows: int, columns: int) -> Tensor:
     return raw[skip : skip + rows * columns].view(rows, columns)
 
 
-def _channels_first(values: Tensor) -> Tensor:
-    return values.permute(0, 3, 1, 2)
-
-
-def _convolve_1x1(batch: Tensor, kernel: Tensor, out: Tensor) -> None:
-    torch.ops.aten._slow_conv2d_forward.output(
-        batch, kernel, [1, 1], None, [1, 1], [0, 0], output=out
-    )
+def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    torch.bmm(left, right, out=out)
