@@ -29,9 +29,9 @@ def backend(request):
 @pytest.fixture
 def forget_backends():
     """Which backends were tried is forgotten before and after; whenever it is called, too."""
-    _backends._status.cache_clear()
-    yield _backends._status.cache_clear
-    _backends._status.cache_clear()
+    _backends._known.clear()
+    yield _backends._known.clear
+    _backends._known.clear()
 
 
 @pytest.fixture(scope="session")

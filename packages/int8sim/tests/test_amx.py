@@ -44,9 +44,9 @@ def emulated():
             dot_product, "instruction_set", lambda kind: "emulated" if kind == "amx" else real(kind)
         )
         patch.setattr(self_test, "_has_leave", lambda: True)
-        _backends._status.cache_clear()
+        _backends._known.clear()
         yield errors
-    _backends._status.cache_clear()
+    _backends._known.clear()
     kernels.kernel.cache_clear()
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -78,3 +81,24 @@ def test_beside_other_users_of_the_tiles():
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(60)))
+
+
+ASKED_AT_ONCE = """
+from concurrent.futures import ThreadPoolExecutor
+
+from bevquant_int8sim import backend_report
+
+with ThreadPoolExecutor(4) as pool:
+    print(set(pool.map(lambda _: backend_report("amx")[0], range(4))))
+"""
+
+
+def test_threads_that_ask_at_once_get_an_answer(tmp_path):
+    """The trial's child, forked while others compiled, waited for their lock until it was ended."""
+    run = subprocess.run(
+        [sys.executable, "-c", ASKED_AT_ONCE],
+        env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.stdout.strip() == str({backend_report("amx")[0]}), run.stderr

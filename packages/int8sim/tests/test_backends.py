@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -48,6 +50,24 @@ def test_a_report_of_some_tries_these_alone(fresh):
     assert [status.name for status in backend_report("torch")] == ["torch"]
     with pytest.raises(ValueError, match="'auto': expected some of amx, vnni, portable, torch"):
         backend_report("auto")
+
+
+def test_threads_that_ask_at_once_wait_for_one_trial(fresh):
+    self_test = pytest.importorskip(
+        "bevquant_int8sim._compiled.self_test", reason="numba is not installed"
+    )
+    tried = []
+
+    def trial(kind):
+        tried.append(kind)
+        time.sleep(0.05)
+        return True
+
+    fresh.setattr(self_test, "kernels_are_exact", trial)
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(lambda _: backend_report("portable"), range(4)))
+    assert len(found) == 1
+    assert tried == ["portable", "portable16"]
 
 
 def test_kernels_that_compute_wrong_are_not_used(fresh, caplog):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any
 
 import torch
@@ -100,8 +100,20 @@ def _torch_status() -> BackendStatus:
     return BackendStatus("torch", True, "; ".join(methods))
 
 
-@functools.cache
+_known: dict[str, BackendStatus] = {}
+_trying = RLock()
+
+
 def _status(kind: str) -> BackendStatus:
+    """What was found; one thread tries a backend, others wait for it."""
+    if kind not in _known:
+        with _trying:
+            if kind not in _known:
+                _known[kind] = _tried(kind)
+    return _known[kind]
+
+
+def _tried(kind: str) -> BackendStatus:
     if kind == "torch":
         return _torch_status()
     try:

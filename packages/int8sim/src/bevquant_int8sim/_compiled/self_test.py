@@ -6,7 +6,9 @@ without VNNI) give other sums here.
 Linux gives a process the 8 KiB of AMX's tile registers when it asks (``arch_prctl``,
 ``ARCH_REQ_XCOMP_PERM``, component 18; Documentation/arch/x86/xstate.rst); without leave, as under
 some sandboxes, the first tile instruction ends the process, and so would a CPU or a compiler that
-does less than it says. The test of these kernels is therefore run in a forked child first.
+does less than it says. The test of these kernels is therefore run in a forked child first. A fork
+takes one thread along, and with it what others hold locked, for ever: the thread that forks takes
+numba's lock before, which it then has in the child too.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+from numba.core.compiler_lock import global_compiler_lock
 
 from bevquant_int8sim._compiled.grid import grid_calls, make_plan
 from bevquant_int8sim._compiled.launch import run_calls
@@ -116,16 +119,17 @@ def _ended(trial: Callable[[], bool]) -> int | None:
     """How a child ends that makes the trial: 0 if it succeeds, −n by signal n, ``None`` never."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # that there are other threads
-        child = os.fork()
-    if child == 0:
-        _try_and_exit(trial)
+        with global_compiler_lock:
+            child = os.fork()
+            if child == 0:
+                _try_and_exit(trial)
     limit = time.monotonic() + _PATIENCE
     while time.monotonic() < limit:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.002)
-    os.kill(child, signal.SIGKILL)  # a lock, held by a thread that the child does not have
+    os.kill(child, signal.SIGKILL)  # another lock that a thread held which the child lacks
     os.waitpid(child, 0)
     return None
 
