@@ -17,6 +17,7 @@ pytest.importorskip("numba", reason="the numba extra is not installed")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from amx_emulation import emulate
+from extremes import int8
 
 from bevquant_int8sim import (
     BackendStatus,
@@ -56,13 +57,6 @@ def voxels(generator, count, stride):
     return build_rulebook(
         indices, (8, 8, 8), 3, stride=stride, padding=1, subm=stride == 1, batch_size=1
     )
-
-
-def int8(generator, *shape):
-    """Extremes, and what lies between."""
-    some = generator.choice(np.array([-128, -127, 127, 0, -1]), shape)
-    any_ = generator.integers(-128, 128, shape)
-    return torch.from_numpy(np.where(generator.random(shape) < 0.5, some, any_).astype(np.int8))
 
 
 @pytest.mark.parametrize("stride", [1, 2])

@@ -13,19 +13,14 @@ import torch
 
 pytest.importorskip("numba", reason="the numba extra is not installed")
 
+from extremes import int8
+
 from bevquant_int8sim import backend_report, int8_conv2d, int8_sparse_conv
 from bevquant_sparse import WeightLayout, build_rulebook
 
 pytestmark = pytest.mark.skipif(
     not backend_report("amx")[0].available, reason="AMX's instructions cannot be used here"
 )
-
-
-def int8(generator, *shape):
-    """Extremes, and what lies between."""
-    some = generator.choice(np.array([-128, -127, 127, 0, -1]), shape)
-    any_ = generator.integers(-128, 128, shape)
-    return torch.from_numpy(np.where(generator.random(shape) < 0.5, some, any_).astype(np.int8))
 
 
 def frame(count, inputs, outputs, seed):

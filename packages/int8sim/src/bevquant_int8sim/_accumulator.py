@@ -38,6 +38,17 @@ def proves_safe(bound: int) -> bool:
     return bound < _LIMIT
 
 
+def fits_by_type(x: Tensor, sums: Tensor, bias: Tensor | None) -> bool:
+    """Whether no input of the type of `x` can make a sum that leaves int32."""
+    return proves_safe(largest_sum(sums, bias, -torch.iinfo(x.dtype).min))
+
+
+def fits_by_values(x: Tensor, sums: Tensor, bias: Tensor | None) -> bool:
+    """Whether these inputs cannot."""
+    largest = int(x.long().abs().max()) if x.numel() else 0
+    return proves_safe(largest_sum(sums, bias, largest))
+
+
 def check_accumulators(
     acc: Tensor, name: str, channel_axis: int = -1, remedy: str = _REMEDY
 ) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bevquant_int8sim._accumulator import (
     check_accumulators,
-    largest_sum,
-    proves_safe,
+    fits_by_type,
+    fits_by_values,
     sums_of_sizes,
 )
 from bevquant_int8sim._backends import choose_backend
@@ -84,7 +84,8 @@ def run_dense(
         ("sums", view),
         lambda: sums_of_sizes(weight.permute(0, 3, 1, 2).flatten(0, 1), 0),
     )
-    fits = _fits_int32(x, sums, bias)
+    safe = fits_by_type(x, sums, bias)
+    fits = safe or fits_by_values(x, sums, bias)
     if fits and chosen != "torch":
         from bevquant_int8sim._compiled.dense import prepare
 
@@ -92,7 +93,7 @@ def run_dense(
         if x.dtype == torch.int16:
             chosen += "16"
         prepared = prepare(x, (owner, view), shape, make, bias, phases, kernel, output, chosen)
-        if memo is not None and _fits_by_type(x, sums, bias):
+        if memo is not None and safe:
             memo.keep(prepared)
         return prepared(x, output.addend)
     acc = _accumulated(x, weight, bias, phases, kernel, fits_int32=fits)
@@ -152,18 +153,6 @@ def _sums_of_nothing(
     sizes = [axis.out_size for axis in phases[0]]
     acc = x.new_zeros(len(x), *sizes, weight.shape[0] * weight.shape[3], dtype=torch.int32)
     return (acc if bias is None else acc + bias).movedim(-1, 1)
-
-
-def _fits_int32(x: Tensor, sums: Tensor, bias: Tensor | None) -> bool:
-    """Whether a bound shows that no sum leaves int32: by the input's type, else by its values."""
-    if _fits_by_type(x, sums, bias):
-        return True
-    largest = int(x.long().abs().max()) if x.numel() else 0
-    return proves_safe(largest_sum(sums, bias, largest))
-
-
-def _fits_by_type(x: Tensor, sums: Tensor, bias: Tensor | None) -> bool:
-    return proves_safe(largest_sum(sums, bias, -torch.iinfo(x.dtype).min))
 
 
 def _joined_shape(weight: Tensor) -> tuple[int, int, int, int]:

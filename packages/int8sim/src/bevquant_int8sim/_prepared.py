@@ -74,7 +74,7 @@ class Memo:
         try:
             entry = kept.get(self._key)
         except TypeError:
-            settings = _without_lists(settings)
+            settings = without_lists(settings)
             self._key = (inputs, *operands, settings)
             try:
                 entry = kept.get(self._key)
@@ -93,7 +93,8 @@ class Memo:
         self._kept[self._key] = (self._held, self._versions, prepared)
 
 
-def _without_lists(value: Any) -> Any:
+def without_lists(value: Any) -> Any:
+    """The value with tuples for lists, which have no hash."""
     if isinstance(value, list | tuple):
-        return tuple(_without_lists(item) for item in value)
+        return tuple(without_lists(item) for item in value)
     return value

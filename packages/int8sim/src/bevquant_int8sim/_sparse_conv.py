@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bevquant_int8sim._accumulator import (
     check_accumulators,
-    largest_sum,
-    proves_safe,
+    fits_by_type,
+    fits_by_values,
     sums_of_sizes,
 )
 from bevquant_int8sim._backends import choose_backend
@@ -130,8 +130,8 @@ def int8_sparse_conv(
     sums = remembered(
         weight, ("sums", layout.out_axis), lambda: sums_of_sizes(weight, layout.out_axis)
     )
-    safe = proves_safe(largest_sum(sums, bias, -torch.iinfo(features.dtype).min))
-    fits = safe or _values_fit(features, sums, bias)
+    safe = fits_by_type(features, sums, bias)
+    fits = safe or fits_by_values(features, sums, bias)
     if fits and chosen != "torch" and 0 not in (*features.shape, rulebook.num_out, channels):
         layer = _compiled(weight, bias, rulebook, layout, output, features.dtype, chosen)
         if safe:
@@ -229,12 +229,6 @@ def _rows_fit(features: Tensor, residual: Tensor | None, rulebook: Rulebook) -> 
     outputs = rulebook.num_out
     added = outputs if residual is None else len(residual)
     return bool(0 < len(features) == rulebook.num_in and 0 < outputs == added)
-
-
-def _values_fit(features: Tensor, sums: Tensor, bias: Tensor | None) -> bool:
-    """Whether these features show that no sum leaves int32."""
-    largest = int(features.long().abs().max()) if features.numel() else 0
-    return proves_safe(largest_sum(sums, bias, largest))
 
 
 def _accumulated(

@@ -42,7 +42,7 @@ class GatheredProduct:
     def __init__(self, x: Float[Tensor, "num_rows k"], columns: int) -> None:
         self.x = x
         if x.device.type == "cpu":
-            self.fewest = max(2, torch.get_num_threads())
+            self.fewest = _fewest()
             self.gathered = _buffer(x, max(_ITEMS, self.fewest) * _ROWS, _TERMS)
             most = self._rows(min(max(x.shape[1], 1), _TERMS))
             self.made = [x.new_empty(most * columns) for _ in range(2)]
@@ -88,7 +88,7 @@ def matmul_transposed(
     if x.device.type != "cpu" or 0 in (rows, m, n):
         return x.t() @ g
     parts = -(-rows // _TERMS)
-    items = max(2, torch.get_num_threads(), min(parts, _ITEMS))
+    items = max(_fewest(), min(parts, _ITEMS))
     lanes = _ALIGNMENT // x.element_size()
     width = -(-n // lanes) * lanes
     left = _buffer(x, items * m, _TERMS).zero_().view(items, m, _TERMS)
@@ -113,6 +113,11 @@ def column_sum(g: Float[Tensor, "rows n"]) -> Float[Tensor, " n"]:
     if g.device.type != "cpu":
         return g.sum(0)
     return matmul_transposed(g.new_ones(g.shape[0], 1), g)[0]
+
+
+def _fewest() -> int:
+    """Items of a batch, so that no BLAS cuts one of them."""
+    return max(2, torch.get_num_threads())
 
 
 def _buffer(like: Tensor, rows: int, columns: int) -> Tensor:

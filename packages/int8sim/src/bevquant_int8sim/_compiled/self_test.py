@@ -30,7 +30,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from bevquant_int8sim._compiled.grid import grid_calls, make_plan
 from bevquant_int8sim._compiled.launch import run_calls
 from bevquant_int8sim._compiled.packed import pack_weight
-from bevquant_int8sim._compiled.sparse import convolve, readable_rows
+from bevquant_int8sim._compiled.sparse import readable_rows, sparse_calls
 from bevquant_int8sim._matmul import saturating_operands
 from bevquant_sparse.tiles import SparsePlan
 
@@ -79,7 +79,7 @@ def _sparse_is_exact(kind: str, channels: int, outputs: int) -> bool:
         out_rows,
     )
     out = np.empty((_ROWS, outputs), np.int32)
-    convolve(x, packed, None, plan, out)
+    run_calls(sparse_calls(readable_rows(x, packed), packed, None, plan, out))
     return bool((out == _expected(x, w, pairs)).all())
 
 

@@ -77,18 +77,6 @@ def _walk(plan: SparsePlan) -> tuple[dict[P, npt.NDArray[Any]], int, int]:
     return tables, plan.num_tiles, int(plan.bounds[-1]) * plan.tile_rows
 
 
-def convolve(
-    rows: npt.NDArray[Any],
-    packed: PackedWeight,
-    bias: npt.NDArray[np.int32] | None,
-    plan: SparsePlan,
-    out: npt.NDArray[Any],
-    output: Requantization | None = None,
-) -> None:
-    """Convolve int8 or int16 `rows` into `out`; the arguments are those of `sparse_calls`."""
-    run_calls(sparse_calls(readable_rows(rows, packed), packed, bias, plan, out, output))
-
-
 class SparseLayer:
     """A convolution made ready for any rulebook of its kernel.
 

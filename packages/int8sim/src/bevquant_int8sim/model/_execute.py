@@ -17,6 +17,7 @@ from bevquant_int8sim._conv import (
     int8_linear,
 )
 from bevquant_int8sim._integers import integer_range
+from bevquant_int8sim._prepared import without_lists
 from bevquant_int8sim._quantize import dequantize, quantize
 from bevquant_int8sim._requantize import requantize
 from bevquant_int8sim._rounding import round_float
@@ -211,13 +212,9 @@ def _dense_settings(step: Step) -> dict[str, Any]:
         "out_dtype": DTYPES[attributes["out"]],
         "narrow_range": attributes["narrow"],
         "name": step.path,
-        **{name: _hashable(attributes[name]) for name in names if name in attributes},
+        **{name: without_lists(attributes[name]) for name in names if name in attributes},
         **step.rounding,
     }
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(_hashable(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def _result_shape(step: Step, x: Tensor) -> tuple[int, ...]:

@@ -126,7 +126,7 @@ def drain(counter, tasks, count, base):
         counter: Address of the number of the next task.
         tasks: Address of int64 rows: kernel, its first and second argument, and its third less
             `base`.
-        count: Number of rows, or of the last one to be taken and one.
+        count: Number of the row to stop before.
         base: Added to each row's last number.
     """
     number = _add(counter, 1)
