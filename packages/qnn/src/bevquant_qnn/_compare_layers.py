@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bevquant_qnn._attention import QuantMultiheadAttention
 from bevquant_qnn._layer_inputs import call
 from bevquant_qnn._lockstep import Leader, lead
-from bevquant_qnn._pair_sums import PairSums
+from bevquant_qnn._pair_sums import PairSums, flat, kernels_for
 from bevquant_qnn._snapshots import UnknownValue, tensors
 from bevquant_quantizers.documents import record_table
 
@@ -142,7 +142,10 @@ class _Probe:
         for value in args:
             x = self.output(value)
             self.batch.inputs += x.numel()
-            if x.numel():
+            kernels = kernels_for(x)
+            if kernels is not None:
+                self.batch.beyond += kernels.count_beyond(*flat(x), amax)
+            elif x.numel():
                 low, high = x.aminmax()
                 if float(high) > amax or float(low) < -amax:
                     self.batch.beyond += int(torch.count_nonzero(x.abs() > amax))

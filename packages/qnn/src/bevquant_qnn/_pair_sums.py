@@ -5,12 +5,34 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 # Values that are converted to float64 at a time: they stay in the cache.
 PIECE = 1 << 16
+_SMALL = 1 << 18  # values for which the kernels are not loaded
+
+
+def kernels_for(*tensors: Tensor) -> Any:
+    """The compiled kernels; None without numba, for few values, and for other than float32."""
+    small = tensors[0].numel() < _SMALL
+    if small or any(t.dtype != torch.float32 or t.device.type != "cpu" for t in tensors):
+        return None
+    try:
+        from bevquant_qnn import _pair_sums_numba
+    except ImportError:
+        return None
+    return _pair_sums_numba
+
+
+def flat(*tensors: Tensor) -> list[Any]:
+    """Values of tensors of one shape as flat arrays, in the order of memory where that is one."""
+    one = len({tensor.stride() for tensor in tensors}) == 1
+    if one and torch.ops.aten.is_non_overlapping_and_dense(tensors[0]):
+        return [t.detach().as_strided((t.numel(),), (1,)).numpy() for t in tensors]
+    return [tensor.detach().reshape(-1).numpy() for tensor in tensors]
 
 
 @dataclass
@@ -32,6 +54,10 @@ class PairSums:
 
     def add(self, wanted: Tensor, got: Tensor) -> None:
         """Add one pair of equal shape."""
+        kernels = kernels_for(wanted, got)
+        if kernels is not None:
+            self.add_sums(kernels.pair_lines(*flat(wanted, got)).sum(0))
+            return
         first, second = wanted.reshape(-1), got.reshape(-1)
         for start in range(0, first.numel(), PIECE):
             f, q = (values[start : start + PIECE].double() for values in (first, second))

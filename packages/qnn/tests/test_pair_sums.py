@@ -1,0 +1,68 @@
+"""Sums over pairs of tensors: the compiled pass and torch's against numpy's in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bevquant_qnn import PairSums
+from bevquant_qnn import _pair_sums as pair_sums
+
+SHAPES = {"large": (2, 24, 90, 101), "a cell": (1, 1, 1, 1), "none": (0, 4)}
+
+
+def _pair(shape: tuple[int, ...], order: str) -> tuple[Tensor, Tensor]:
+    wanted = torch.randn(shape) * torch.logspace(-3, 3, shape[-1])
+    got = wanted + 0.01 * torch.randn(shape)
+    if len(shape) == 4 and order != "planes":
+        got = got.contiguous(memory_format=torch.channels_last)
+        if order == "rows":
+            wanted = wanted.contiguous(memory_format=torch.channels_last)
+    return wanted, got
+
+
+def _expected(wanted: Tensor, got: Tensor) -> list[float]:
+    w, g = (x.contiguous().numpy().astype(np.float64).ravel() for x in (wanted, got))
+    return [float(v) for v in ((w * w).sum(), (g * g).sum(), (w * g).sum(), ((g - w) ** 2).sum())]
+
+
+@pytest.mark.parametrize("order", ["planes", "rows", "one of each"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("compiled", [True, False])
+def test_all_ways_give_the_sums(
+    monkeypatch: pytest.MonkeyPatch, compiled: bool, shape: tuple[int, ...], order: str
+) -> None:
+    if compiled:
+        pytest.importorskip("numba")
+    monkeypatch.setattr(pair_sums, "_SMALL", 0 if compiled else 1 << 60)
+    pair = _pair(shape, order)
+    assert (pair_sums.kernels_for(*pair) is not None) == compiled
+    sums = PairSums()
+    sums.add(*pair)
+    assert sums.as_sums() == pytest.approx(_expected(*pair), rel=1e-12)
+
+
+@pytest.mark.bits
+def test_threads_do_not_change_the_bits() -> None:
+    pytest.importorskip("numba")
+    pair, threads, found = _pair(SHAPES["large"], "planes"), torch.get_num_threads(), set()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            sums = PairSums()
+            sums.add(*pair)
+            found.add(sums.as_sums())
+    finally:
+        torch.set_num_threads(threads)
+    assert len(found) == 1
+
+
+def test_values_beyond_a_range_are_counted() -> None:
+    pytest.importorskip("numba")
+    values = torch.randn(3, 1 << 17)
+    values[0, :4] = torch.tensor([1.5, -1.5, float("inf"), float("nan")])  # its bound is within
+    kernels = pair_sums.kernels_for(values)
+    expected = int((values.abs() > 1.5).sum())
+    assert kernels.count_beyond(*pair_sums.flat(values), 1.5) == expected > 1000
