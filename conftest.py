@@ -20,6 +20,9 @@ with suppress(ImportError):  # not every package's tests ask for it
     settings.load_profile("bevquant")
 
 
+gc.disable()  # until all is imported and collected
+
+
 def pytest_addoption(parser):
     """`--first-cases`, by which the isolated sessions of a change are short."""
     parser.addoption(
@@ -51,6 +54,7 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 10)
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -17,11 +17,20 @@ import torch
 from bevquant_int8sim import backend_report, int8_conv2d, int8_sparse_conv
 from bevquant_sparse import WeightLayout, build_rulebook
 
+# Forks one process for each CPU, which would otherwise import torch and its compiler anew.
 SCRIPT = """
-import json, sys
+import json, os, sys
+import torch._dynamo.convert_frame
+
 sys.path.insert(0, sys.argv[1])
-import test_instruction_sets as here
-print(json.dumps(here.results()))
+for cpu, settings in json.loads(sys.argv[2]).items():
+    child = os.fork()
+    if child == 0:
+        os.environ.update(settings)
+        import test_instruction_sets as here
+        print(json.dumps({cpu: here.results()}))
+        break
+    os.waitpid(child, 0)
 """
 _AVX2 = "+avx,+avx2,+fma,+sse4.2,+popcnt,+bmi,+bmi2"
 _AVX512 = _AVX2 + ",+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512cd,+avx512vnni"
@@ -76,24 +85,36 @@ def results():
     return found
 
 
-@pytest.mark.bits
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86's instructions")
-@pytest.mark.parametrize("cpu", CPUS)
-def test_other_cpus_compute_the_same(cpu):
+@pytest.fixture(scope="module")
+def of_others():
+    """By CPU, the results of all that this one can run, and what went wrong."""
     pytest.importorskip("numba", reason="the numba extra is not installed")
     from llvmlite import binding
 
-    name, features, vnni, portable = CPUS[cpu]
     host = binding.get_host_cpu_features()
-    if not all(host.get(feature) for feature in features.replace("+", "").split(",")):
+    settings = {
+        cpu: {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
+        for cpu, (name, features, _, _) in CPUS.items()
+        if all(host.get(feature) for feature in features.replace("+", "").split(","))
+    }
+    words = [sys.executable, "-c", SCRIPT, os.path.dirname(__file__), json.dumps(settings)]
+    run = subprocess.run(words, capture_output=True, text=True)
+    found = {cpu: None for cpu in settings}
+    for line in run.stdout.splitlines():
+        found |= json.loads(line)
+    return found, run.stderr
+
+
+@pytest.mark.bits
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86's instructions")
+@pytest.mark.parametrize("cpu", CPUS)
+def test_other_cpus_compute_the_same(of_others, cpu):
+    found, error = of_others
+    if cpu not in found:
         pytest.skip(f"this CPU cannot run {cpu}")
-    environment = os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
-    folder = os.path.dirname(__file__)
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, folder], env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    theirs, ours = json.loads(run.stdout), results()
+    theirs, ours = found[cpu], results()
+    assert theirs is not None, error
+    _, _, vnni, portable = CPUS[cpu]
     assert theirs["vnni"][0] == (vnni is not None)
     assert theirs["portable"] == [True, portable, ours["portable"][2]]
     if vnni is not None:

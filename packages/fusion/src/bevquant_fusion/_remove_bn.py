@@ -18,7 +18,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from bevquant_graph import Graph, replace_modules
@@ -96,14 +96,13 @@ def remove_batch_norms(
 
 def norm_at(model: nn.Module, fold: Fold) -> Norm:
     """The numbers of a fold's batch norm."""
-
-    def at(path: str) -> Tensor:
-        found: Tensor = operator.attrgetter(path)(model)
-        return found
-
     paths = fold.norm
-    weight, bias = (None if p is None else at(p) for p in (paths.weight, paths.bias))
-    return Norm(at(paths.mean), at(paths.var), paths.eps, weight, bias)
+    mean, var = operator.attrgetter(paths.mean, paths.var)(model)
+    weight, bias = (
+        None if path is None else operator.attrgetter(path)(model)
+        for path in (paths.weight, paths.bias)
+    )
+    return Norm(mean, var, paths.eps, weight, bias)
 
 
 def neutralise(norm: Norm) -> bool:

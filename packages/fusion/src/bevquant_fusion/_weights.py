@@ -64,15 +64,16 @@ def scale_and_bias(
             "channels"
         )
 
-    def exact(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(device=device, dtype=torch.float64)
-
-    scale = (exact(var) + eps).rsqrt()
+    scale = (_exact(var, device) + eps).rsqrt()
     if gamma is not None:
-        scale = scale * exact(gamma)
-    shift = -exact(mean) if bias is None else exact(bias) - exact(mean)
-    shifted = shift * scale
-    return scale, shifted if beta is None else shifted + exact(beta)
+        scale = scale * _exact(gamma, device)
+    mean = _exact(mean, device)
+    shifted = (-mean if bias is None else _exact(bias, device) - mean) * scale
+    return scale, shifted if beta is None else shifted + _exact(beta, device)
+
+
+def _exact(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.detach().to(device=device, dtype=torch.float64)
 
 
 def fuse_conv_bn_weights(

@@ -42,7 +42,7 @@ from ._tidy import inside
 
 __all__ = ["State", "recalled", "remember", "state_of"]
 
-_KEPT = 32
+_KEPT = 128
 _HOOKS = re.compile(r"_\w*hooks\w*")  # attributes of a module: number to hook
 _SMALL = 1 << 16  # bytes of a tensor that is written down
 _NAMED = (type, types.BuiltinFunctionType, types.ModuleType, types.CodeType)

@@ -68,21 +68,15 @@ def grad_weight(
     g = _padded(grad_out, LANES)
     grad = x.new_zeros(plan.volume, x.shape[1], g.shape[1])
     channels = range(0, x.shape[1], _CHANNELS_PER_TASK)
+    pairs = (plan.num_blocks, plan.bounds, plan.in_rows, plan.out_rows)
+    arrays = (x.numpy(), g.numpy(), grad.numpy())
     tasks = [
-        (offset, first, column, width)
-        for column, width in _column_groups(g.shape[1])
+        (offset, first, min(first + _CHANNELS_PER_TASK, x.shape[1]), *pairs, *arrays, *group)
+        for group in _column_groups(g.shape[1])
         for first in channels
         for offset in range(plan.volume)
     ]
-    arrays = (x.numpy(), g.numpy(), grad.numpy())
-
-    def task(number: int) -> None:
-        offset, first, column, width = tasks[number]
-        stop = min(first + _CHANNELS_PER_TASK, x.shape[1])
-        pairs = (plan.num_blocks, plan.bounds, plan.in_rows, plan.out_rows)
-        outer_products(offset, first, stop, *pairs, *arrays, column, width)
-
-    share(task, len(tasks))
+    share(lambda number: outer_products(*tasks[number]), len(tasks))
     return grad[:, :in_channels, :out_channels].contiguous()
 
 
@@ -102,17 +96,13 @@ def _convolve(
     ]
     out = x.new_empty(num_rows, columns)
     x_array, bias_array, out_array = x.numpy(), offset.contiguous().numpy(), out.numpy()
-    arrays = [(column, width, packed.numpy()) for column, width, packed in groups]
-
-    def task(number: int) -> None:
-        block, group = divmod(number, len(arrays))
-        column, width, w = arrays[group]
-        convolve_block(
-            block, plan.block_rows, plan.bounds, plan.in_rows, plan.out_rows,
-            x_array, w, bias_array, out_array, column, width,
-        )  # fmt: skip
-
-    share(task, plan.num_blocks * len(arrays))
+    rows = (plan.block_rows, plan.bounds, plan.in_rows, plan.out_rows)
+    tasks = [
+        (block, *rows, x_array, packed.numpy(), bias_array, out_array, column, width)
+        for block in range(plan.num_blocks)
+        for column, width, packed in groups
+    ]
+    share(lambda number: convolve_block(*tasks[number]), len(tasks))
     return out[:, :out_channels].contiguous() if missing else out
 
 
