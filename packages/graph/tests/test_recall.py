@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bevquant_graph import capture
+from bevquant_graph import _recall, capture
 
 
 class Scaled(nn.Module):
@@ -235,7 +235,10 @@ def test_shared_parameters_are_another_structure(exports: list[nn.Module]) -> No
     assert len(exports) == 2
 
 
-def test_the_oldest_structures_are_let_go(exports: list[nn.Module]) -> None:
+def test_the_oldest_structures_are_let_go(
+    exports: list[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_recall, "_KEPT", 32)
     for width in range(1, 35):
         capture(nn.Linear(4, width), EXAMPLE)
     capture(nn.Linear(4, 1), EXAMPLE)
