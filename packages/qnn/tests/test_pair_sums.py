@@ -59,10 +59,13 @@ def test_threads_do_not_change_the_bits() -> None:
     assert len(found) == 1
 
 
-def test_values_beyond_a_range_are_counted() -> None:
-    pytest.importorskip("numba")
+@pytest.mark.parametrize("compiled", [True, False])
+def test_values_beyond_a_range_are_counted(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    if compiled:
+        pytest.importorskip("numba")
+    monkeypatch.setattr(pair_sums, "_SMALL", 0 if compiled else 1 << 60)
     values = torch.randn(3, 1 << 17)
     values[0, :4] = torch.tensor([1.5, -1.5, float("inf"), float("nan")])  # its bound is within
-    kernels = pair_sums.kernels_for(values)
-    expected = int((values.abs() > 1.5).sum())
-    assert kernels.count_beyond(*pair_sums.flat(values), 1.5) == expected > 1000
+    expected = int((values.numpy() > 1.5).sum() + (values.numpy() < -1.5).sum())
+    assert pair_sums.count_beyond(values, 1.5) == expected > 1000
+    assert pair_sums.count_beyond(torch.empty(0), 1.5) == 0

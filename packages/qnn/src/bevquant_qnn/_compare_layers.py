@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bevquant_qnn._attention import QuantMultiheadAttention
 from bevquant_qnn._layer_inputs import call
 from bevquant_qnn._lockstep import Leader, lead
-from bevquant_qnn._pair_sums import PairSums, flat, kernels_for
+from bevquant_qnn._pair_sums import PairSums, count_beyond
 from bevquant_qnn._snapshots import UnknownValue, tensors
 from bevquant_quantizers.documents import record_table
 
@@ -142,13 +142,7 @@ class _Probe:
         for value in args:
             x = self.output(value)
             self.batch.inputs += x.numel()
-            kernels = kernels_for(x)
-            if kernels is not None:
-                self.batch.beyond += kernels.count_beyond(*flat(x), amax)
-            elif x.numel():
-                low, high = x.aminmax()
-                if float(high) > amax or float(low) < -amax:
-                    self.batch.beyond += int(torch.count_nonzero(x.abs() > amax))
+            self.batch.beyond += count_beyond(x, amax)
 
     def amax(self) -> float | None:
         amax = getattr(getattr(self.reader, "_input_quantizer", None), "_amax", None)

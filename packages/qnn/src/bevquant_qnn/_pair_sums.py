@@ -35,6 +35,14 @@ def flat(*tensors: Tensor) -> list[Any]:
     return [tensor.detach().reshape(-1).numpy() for tensor in tensors]
 
 
+def count_beyond(values: Tensor, amax: float) -> int:
+    """How many values are larger than `amax` in magnitude; NaN is not."""
+    kernels = kernels_for(values)
+    if kernels is not None:
+        return int(kernels.count_beyond(*flat(values), amax))
+    return int(torch.count_nonzero(values.abs() > amax))
+
+
 @dataclass
 class PairSums:
     """Σ float², Σ quantized², Σ float · quantized and Σ (quantized − float)², in float64.

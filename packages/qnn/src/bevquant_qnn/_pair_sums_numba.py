@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bevquant_sparse.runtime.jit import compiled
-from bevquant_sparse.runtime.threads import share
+from bevquant_sparse.runtime.threads import in_chunks
 
 __all__ = ["count_beyond", "pair_lines"]
 
@@ -24,11 +24,10 @@ def pair_lines(wanted: Any, got: Any) -> Any:
     """``Σ w², Σ g², Σ w·g, Σ (g − w)²``, float64, for each block of two flat float32 arrays."""
     lines = np.zeros((-(-len(wanted) // _VALUES), 4))
 
-    def run(i: int) -> None:
-        first, stop = i * _VALUES, min((i + 1) * _VALUES, len(wanted))
-        _pairs(first, stop, wanted, got, lines[i])
+    def run(first: int, stop: int) -> None:
+        _pairs(first, stop, wanted, got, lines[first // _VALUES])
 
-    share(run, len(lines))
+    in_chunks(run, len(wanted), _VALUES)
     return lines
 
 
@@ -36,10 +35,10 @@ def count_beyond(values: Any, amax: float) -> int:
     """How many of a flat float32 array are larger than `amax`, or smaller than its negative."""
     counts = np.zeros(-(-len(values) // _VALUES), np.int64)
 
-    def run(i: int) -> None:
-        counts[i] = _beyond(i * _VALUES, min((i + 1) * _VALUES, len(values)), values, amax)
+    def run(first: int, stop: int) -> None:
+        counts[first // _VALUES] = _beyond(first, stop, values, amax)
 
-    share(run, len(counts))
+    in_chunks(run, len(values), _VALUES)
     return int(counts.sum())
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bevquant_sparse.runtime.jit import compiled
-from bevquant_sparse.runtime.threads import share
+from bevquant_sparse.runtime.threads import in_chunks
 
 __all__ = ["float_gaps", "float_lines", "integer_lines", "largest_steps", "teacher_forced_lines"]
 
@@ -22,11 +22,10 @@ def float_lines(wanted: Any, fake: Any, integer: Any, fields: int) -> Any:
     """A line for each block of three flat float32 arrays."""
     lines = np.zeros((-(-len(wanted) // _VALUES), fields))
 
-    def run(i: int) -> None:
-        first, stop = i * _VALUES, min((i + 1) * _VALUES, len(wanted))
-        _floats(first, stop, wanted, fake, integer, lines[i])
+    def run(first: int, stop: int) -> None:
+        _floats(first, stop, wanted, fake, integer, lines[first // _VALUES])
 
-    share(run, len(lines))
+    in_chunks(run, len(wanted), _VALUES)
     return lines
 
 
@@ -36,11 +35,10 @@ def integer_lines(
     """A line for each block of two flat float32 arrays and one of int8, run free."""
     lines = np.zeros((-(-len(wanted) // _VALUES), fields))
 
-    def run(i: int) -> None:
-        first, stop = i * _VALUES, min((i + 1) * _VALUES, len(wanted))
-        _integers(first, stop, wanted, fake, integer, scale, low, high, lines[i])
+    def run(first: int, stop: int) -> None:
+        _integers(first, stop, wanted, fake, integer, scale, low, high, lines[first // _VALUES])
 
-    share(run, len(lines))
+    in_chunks(run, len(wanted), _VALUES)
     return lines
 
 
@@ -50,11 +48,12 @@ def teacher_forced_lines(
     """A line for each block of flat float32 and int8 on the same inputs; all of it is counted."""
     lines = np.zeros((-(-len(teacher_forced) // _VALUES), fields))
 
-    def run(i: int) -> None:
-        first, stop = i * _VALUES, min((i + 1) * _VALUES, len(teacher_forced))
-        _teacher_forced(first, stop, teacher_forced, integer, scale, low, high, lines[i])
+    def run(first: int, stop: int) -> None:
+        _teacher_forced(
+            first, stop, teacher_forced, integer, scale, low, high, lines[first // _VALUES]
+        )
 
-    share(run, len(lines))
+    in_chunks(run, len(teacher_forced), _VALUES)
     return lines
 
 
@@ -64,11 +63,10 @@ def largest_steps(
     """``max |integer − clamp(rint(teacher_forced / scale))|`` of flat arrays; inf with NaN."""
     found = np.zeros(-(-len(teacher_forced) // _VALUES))
 
-    def run(i: int) -> None:
-        first, stop = i * _VALUES, min((i + 1) * _VALUES, len(teacher_forced))
-        found[i] = _steps(first, stop, teacher_forced, integer, scale, low, high)
+    def run(first: int, stop: int) -> None:
+        found[first // _VALUES] = _steps(first, stop, teacher_forced, integer, scale, low, high)
 
-    share(run, len(found))
+    in_chunks(run, len(teacher_forced), _VALUES)
     return float(found.max(initial=0))
 
 
@@ -79,11 +77,10 @@ def float_gaps(wanted: Any, got: Any) -> tuple[float, float, float, float]:
     """
     lines = np.zeros((-(-len(wanted) // _VALUES), 4))
 
-    def run(i: int) -> None:
-        first, stop = i * _VALUES, min((i + 1) * _VALUES, len(wanted))
-        _gaps(first, stop, wanted, got, lines[i])
+    def run(first: int, stop: int) -> None:
+        _gaps(first, stop, wanted, got, lines[first // _VALUES])
 
-    share(run, len(lines))
+    in_chunks(run, len(wanted), _VALUES)
     most, top = (float(lines[:, i].max(initial=0)) for i in (0, 2))
     return most, float(lines[:, 1].sum()), top, float(lines[:, 3].sum())
 
