@@ -113,7 +113,7 @@ def test_results_are_those_of_the_other_backends(emulated, name):
         ((32, 96), {"multiplier": 1e-3, "relu": True}),
         ((32, 32), {"padding": 2, "dilation": 2, "multiplier": 1e-3}),
         ((128, 128), {"padding": 1, "groups": 2, "multiplier": 1e-3}),
-        ((80, 48), {"padding": 1}),  # goes to VNNI
+        ((80, 48), {"padding": 1}),  # goes to VNNI, for its 48 outputs
     ],
 )
 def test_dense_grids(emulated, channels, settings):
@@ -122,6 +122,43 @@ def test_dense_grids(emulated, channels, settings):
     x, w = int8(generator, 2, channels[0], 7, 9), int8(generator, channels[1], inner, 3, 3)
     made, expected = (int8_conv2d(x, w, backend=b, **settings) for b in ("amx", "torch"))
     assert not emulated
+    assert torch.equal(made, expected)
+
+
+@pytest.mark.parametrize(
+    ("channels", "kernel", "settings"),
+    [
+        ((3, 64), (7, 7), {"padding": 3, "stride": 2, "multiplier": 1e-3}),
+        ((4, 32), (3, 6), {}),  # in the input's own memory
+        ((16, 32), (3, 3), {"padding": 1, "stride": (1, 2)}),
+        ((80, 64), (1, 1), {"multiplier": 1e-3}),
+        ((80, 64), (3, 3), {"padding": 1}),
+        ((40, 32), (2, 3), {"padding": 2, "dilation": (3, 1)}),
+        ((48, 32), (2, 3), {"dilation": 2}),  # pixels apart: each alone
+    ],
+)
+def test_lines_of_pixels_fill_tiles(emulated, channels, kernel, settings):
+    from amx_emulation import ran
+
+    generator = np.random.default_rng(1)
+    x, w = int8(generator, 2, channels[0], 9, 11), int8(generator, *channels[::-1], *kernel)
+    x = x.contiguous(memory_format=torch.channels_last)
+    ran.clear()
+    made, expected = (int8_conv2d(x, w, backend=b, **settings) for b in ("amx", "torch"))
+    assert not emulated
+    assert "tdpbssd" in ran
+    assert torch.equal(made, expected)
+
+
+@pytest.mark.parametrize("channels", [(3, 32), (12, 32)])
+def test_lines_that_fill_less_than_half_go_to_vnni(emulated, channels):
+    from amx_emulation import ran
+
+    generator = np.random.default_rng(1)
+    x, w = int8(generator, 1, channels[0], 9, 11), int8(generator, *channels[::-1], 3, 1)
+    ran.clear()
+    made, expected = (int8_conv2d(x, w, backend=b) for b in ("amx", "torch"))
+    assert "tdpbssd" not in ran
     assert torch.equal(made, expected)
 
 

@@ -16,6 +16,8 @@ from bevquant_int8sim import (
     int8_linear,
     requantize,
 )
+from bevquant_int8sim._grid import make_grid
+from bevquant_int8sim._grid_axes import conv_axis
 
 CONVS = {1: int8_conv1d, 2: int8_conv2d, 3: int8_conv3d}
 
@@ -363,3 +365,16 @@ def test_a_weight_that_is_no_tensor_is_named(call):
     x = torch.ones((1,) * (2 + {int8_conv1d: 1, int8_conv3d: 3}.get(call, 2)), dtype=torch.int8)
     with pytest.raises(TypeError, match="weight must be a tensor of int8, got NoneType"):
         call(x, None, bias)
+
+
+@pytest.mark.parametrize("behind", [0, 1, 5, 40])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_outputs_at_the_end_of_memory_go_by_lists(behind, stride):
+    axes = tuple(conv_axis(size, 3, stride, (1, 1), 1, "conv") for size in (5, 6))
+    grid = make_grid(2, axes, (3, 3), behind)
+    seen = make_grid(2, axes, (3, 3)).whole
+    last = grid.in_rows + grid.deltas.max() + behind
+    assert (grid.whole == (seen & (last < 2 * 5 * 6))).all()
+    moved = grid.neighbours[seen[~grid.whole]]
+    assert (moved == grid.in_rows[seen & ~grid.whole, None] + grid.deltas).all()
+    assert len(moved) == (seen & ~grid.whole).sum()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ class Grid:
     Attributes:
         in_rows: int64 ``[outputs]``: the pixel at the distance 0, which may lie outside.
         out_rows: int64 ``[outputs]``: the pixel of the output.
-        whole: bool ``[outputs]``: every kernel element sees a pixel.
+        whole: bool ``[outputs]``: every kernel element sees a pixel, as many as asked for follow.
         deltas: int64 ``[offsets]``: distance to the pixel that each kernel element sees.
         neighbours: int32 ``[outputs that are not whole, offsets]``: the pixels seen, −1 for none.
         taps: int64 ``[offsets]``: number of the kernel element, row-major over its axes.
@@ -33,8 +34,11 @@ class Grid:
 
 
 @functools.lru_cache(maxsize=64)
-def make_grid(batch: int, axes: tuple[Axis, ...], kernel: tuple[int, ...]) -> Grid:
-    """The pixels of the outputs that `axes` describe."""
+def make_grid(batch: int, axes: tuple[Axis, ...], kernel: tuple[int, ...], behind: int = 0) -> Grid:
+    """The pixels of the outputs that `axes` describe.
+
+    An output is `whole` if in memory so many pixels lie `behind` the last that it sees.
+    """
     in_rows = out_rows = np.arange(batch, dtype=np.int64)
     deltas = taps = np.zeros(1, np.int64)
     inside: npt.NDArray[np.bool_] = np.ones((batch, 1), np.bool_)  # [outputs, offsets], by axis
@@ -52,6 +56,9 @@ def make_grid(batch: int, axes: tuple[Axis, ...], kernel: tuple[int, ...]) -> Gr
         joined = inside[:, None, :, None] & fits[None, :, None, :]
         inside = joined.reshape(len(in_rows), len(deltas))
     whole = np.asarray(inside.all(1))
+    if behind and len(deltas):
+        pixels = batch * math.prod(axis.size for axis in axes)
+        whole &= in_rows + deltas.max() + behind < pixels
     partly = in_rows[~whole, None] + deltas
     neighbours = np.where(inside[~whole], partly, -1).astype(np.int32)
     return Grid(in_rows, out_rows, whole, deltas, neighbours, taps)

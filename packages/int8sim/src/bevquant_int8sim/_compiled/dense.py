@@ -2,6 +2,9 @@
 
 Outputs whose kernel lies within the input see every offset at fixed distances; those at the border
 go through lists of pairs, in which what lies outside is absent. Neither needs a padded copy.
+
+Where the channels of a pixel do not fill the tiles of AMX, those of all pixels that a line of the
+kernel sees may: they follow each other in memory.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,7 +23,12 @@ from bevquant_int8sim._compiled.channels_last import pixel_rows
 from bevquant_int8sim._compiled.dot_product import STEP_CHANNELS
 from bevquant_int8sim._compiled.grid import GridPlan, grid_calls, make_plan
 from bevquant_int8sim._compiled.launch import Call, RepeatedCalls
-from bevquant_int8sim._compiled.packed import PackedWeight, pack_weight
+from bevquant_int8sim._compiled.packed import (
+    PackedWeight,
+    fits_tiles,
+    pack_weight,
+    tile_channels,
+)
 from bevquant_int8sim._compiled.sparse import sparse_calls
 from bevquant_int8sim._grid import make_grid
 from bevquant_int8sim._grid_axes import Axis
@@ -77,20 +86,24 @@ def prepare(
         calls: list[Call] = []
         for axes in phases:
             packed = _packed(owner, make, group, axes, kernel, kind)
-            whole, border = _plans(x.shape[0], axes, kernel, packed.rows)
-            arguments = (
-                pixels[:, group * in_channels :],
-                packed,
-                None if bias is None else bias[part].numpy(),
-            )
+            line = None
+            if kind == "amx" and packed.kind != kind and groups == 1:
+                line = _line(axes, packed, pixels.shape[1])
+            wide = packed if line is None else _packed(owner, make, group, axes, kernel, kind, line)
+            behind = 0 if line is None else line.behind
+            whole, border = _plans(x.shape[0], axes, kernel, wide.rows, packed.rows, behind)
+            rows = pixels[:, group * in_channels :]
+            offset = None if bias is None else bias[part].numpy()
             results = (
                 out[:, part.start :],
                 None if fused is None else fused.part(part, packed.padded_outputs),
             )
             if whole is not None:
-                calls += grid_calls(*arguments, whole, *results)
+                if line is not None:
+                    whole = replace(whole, deltas=whole.deltas[:: line.taps])
+                calls += grid_calls(rows, wide, offset, whole, *results)
             if border is not None:
-                calls += sparse_calls(*arguments, border, *results)
+                calls += sparse_calls(rows, packed, offset, border, *results)
         # What a group writes behind its own channels, the next one writes over.
         if group and out_channels % _LANES == 0:
             stages[-1] += calls
@@ -165,6 +178,48 @@ class Convolution:
         return result if self.output is None else self.output.finish(result, 1)
 
 
+@dataclass(frozen=True)
+class _Line:
+    """Kernel elements that see pixels in a row, taken as one with the channels of them all.
+
+    Attributes:
+        taps: How many these are.
+        pixel: Channels of a pixel in memory.
+        channels: What is read from the first one on; weights of zero meet what lies behind.
+    """
+
+    taps: int
+    pixel: int
+    channels: int
+
+    @property
+    def behind(self) -> int:
+        """Pixels that are read behind the last one seen."""
+        return -(-self.channels // self.pixel) - self.taps
+
+    def joined(self, weight: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
+        """A weight ``[volume, in channels, out channels]`` with these for its input channels."""
+        volume, inputs, outputs = weight.shape
+        wide = np.zeros((volume, self.pixel, outputs), np.int8)
+        wide[:, :inputs] = weight
+        lines = wide.reshape(volume // self.taps, -1, outputs)
+        return np.pad(lines, ((0, 0), (0, self.channels - lines.shape[1]), (0, 0)))
+
+
+def _line(axes: tuple[Axis, ...], packed: PackedWeight, pixel: int) -> _Line | None:
+    """The line that fills AMX's tiles where a pixel alone does not, if it fills more than half."""
+    if not packed.volume:
+        return None
+    first, taps = axes[-1].deltas[0], len(axes[-1].deltas)
+    if axes[-1].deltas != tuple(range(first, first + taps)):
+        taps = 1
+    channels = tile_channels(taps * pixel)
+    fills = 2 * taps * packed.in_channels > channels
+    if fills and fits_tiles(packed.volume // taps, channels, packed.out_channels):
+        return _Line(taps, pixel, channels)
+    return None
+
+
 def _packed(
     owner: tuple[Tensor, Hashable],
     make: Callable[[], Tensor],
@@ -172,30 +227,38 @@ def _packed(
     axes: tuple[Axis, ...],
     kernel: tuple[int, ...],
     kind: str,
+    line: _Line | None = None,
 ) -> PackedWeight:
     """The elements of the kernel that outputs of these axes see, packed once."""
     taps = np.zeros(1, np.int64)
     for axis, size in zip(axes, kernel, strict=True):
         taps = (taps[:, None] * size + np.array(axis.taps, np.int64)).reshape(-1)
     chosen = torch.from_numpy(taps)
-    packed: PackedWeight = remembered(
-        owner[0],
-        (kind, owner[1], group, tuple(axis.taps for axis in axes)),
-        lambda: pack_weight(make()[group].index_select(0, chosen).numpy(), kind),
-    )
+
+    def pack() -> PackedWeight:
+        weight = make()[group].index_select(0, chosen).numpy()
+        return pack_weight(weight if line is None else line.joined(weight), kind)
+
+    key = (kind, owner[1], group, tuple(axis.taps for axis in axes), line)
+    packed: PackedWeight = remembered(owner[0], key, pack)
     return packed
 
 
 @functools.lru_cache(maxsize=256)
 def _plans(
-    batch: int, axes: tuple[Axis, ...], kernel: tuple[int, ...], tile_rows: int
+    batch: int,
+    axes: tuple[Axis, ...],
+    kernel: tuple[int, ...],
+    whole_rows: int,
+    border_rows: int,
+    behind: int,
 ) -> tuple[GridPlan | None, SparsePlan | None]:
-    """Outputs that see every offset, and those that do not."""
-    grid = make_grid(batch, axes, kernel)
+    """Outputs that see every offset, and those that do not, in tiles of so many rows."""
+    grid = make_grid(batch, axes, kernel, behind)
     whole, border = grid.whole, ~grid.whole
     inner = outer = None
     if whole.any():
-        inner = make_plan(grid.in_rows[whole], grid.out_rows[whole], grid.deltas, tile_rows)
+        inner = make_plan(grid.in_rows[whole], grid.out_rows[whole], grid.deltas, whole_rows)
     if border.any():
-        outer = plan_in_order(grid.neighbours, grid.out_rows[border].astype(np.int32), tile_rows)
+        outer = plan_in_order(grid.neighbours, grid.out_rows[border].astype(np.int32), border_rows)
     return inner, outer

@@ -90,7 +90,7 @@ def pack_weight(weight: npt.NDArray[np.int8], kind: str) -> PackedWeight:
     """Pack a weight ``[volume, in_channels, out_channels]``."""
     volume, in_channels, out_channels = weight.shape
     if kind == "amx":
-        if _fits_tiles(volume, in_channels, out_channels):
+        if fits_tiles(volume, in_channels, out_channels):
             return _pack_tiles(weight)
         kind = "vnni"
     per_step = STEP_CHANNELS[kind]
@@ -112,9 +112,15 @@ def pack_weight(weight: npt.NDArray[np.int8], kind: str) -> PackedWeight:
     )
 
 
-def _fits_tiles(volume: int, in_channels: int, out_channels: int) -> bool:
+def tile_channels(channels: int) -> int:
+    """The fewest input channels, but not fewer, that fill one step of 32 or steps of 64."""
+    half = TILE_BYTES // 2
+    return half if channels <= half else -(-channels // TILE_BYTES) * TILE_BYTES
+
+
+def fits_tiles(volume: int, in_channels: int, out_channels: int) -> bool:
     """Whether whole tiles hold the layer: nothing is padded, and a tile's inputs fit the block."""
-    steps_fit = in_channels == 32 or (in_channels > 0 and in_channels % TILE_BYTES == 0)
+    steps_fit = in_channels > 0 and in_channels == tile_channels(in_channels)
     rows_fit = volume * amx_loops.ROWS * in_channels <= amx_loops.BLOCK
     return steps_fit and rows_fit and out_channels > 0 and out_channels % amx_loops.COLUMNS == 0
 
