@@ -1,8 +1,10 @@
 """Work shared among threads: every call once, whoever comes late, fails or forks."""
 
+import ctypes
 import gc
 import os
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 pytest.importorskip("numba")
 from bevquant_int8sim import int8_conv2d
 from bevquant_sparse.runtime import task_board
-from bevquant_sparse.runtime.threads import share
+from bevquant_sparse.runtime.threads import drain_together, share
 
 
 @pytest.fixture(params=[1, 2, 4])
@@ -127,12 +129,38 @@ def test_several_threads_run_kernels(threads):
     assert not wrong
 
 
+@pytest.mark.parametrize("pause", [0, 1e-3])  # longer than a member looks for work
+def test_a_stage_begins_when_the_one_before_is_done(threads, pause):
+    done = []
+
+    @ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)
+    def kernel(stage, number, place):
+        assert place == 7
+        if number < 0:
+            time.sleep(pause)
+        done.append((stage, number))
+
+    address = ctypes.cast(kernel, ctypes.c_void_p).value
+    sizes = [5, 1, 3, 0, 4, 1, 2] * 4
+    stages = [[(s, i if n > 1 else -1) for i in range(n)] for s, n in enumerate(sizes)]
+    rows = np.array([(address, *task, 5) for stage in stages for task in stage], np.int64)
+    stops = np.cumsum(sizes)
+    for _ in range(3):
+        done.clear()
+        drain_together(rows.ctypes.data, stops, 2)
+        first = 0
+        for stage, stop in zip(stages, stops, strict=True):
+            assert sorted(done[first:stop]) == stage
+            first = stop
+        assert len(done) == first
+
+
 def test_a_member_that_comes_late_finds_nothing(threads):
     board = task_board.new_board(2)
     address = board.ctypes.data
     rows = np.zeros((0, 4), np.int64)
-    task_board.post(address, rows.ctypes.data, 0, 0, 2)
-    assert task_board.lead(address, 10) == 1
+    stops = np.zeros(1, np.int64)
+    assert task_board.lead(address, rows.ctypes.data, stops.ctypes.data, 0, 1, 0, 2, 10) == 1
     assert task_board.serve(address, 1, 0, 10) == 2  # the turn is seen, the board is closed
     board[0] = 3
     assert task_board.serve(address, 1, 2, 10) == 3  # work that is not on the board

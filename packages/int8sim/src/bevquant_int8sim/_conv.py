@@ -181,7 +181,7 @@ def _convolution(
     given = (stride, padding, dilation, groups, backend, addend_multiplier, *output.items())
     memo = Memo(layouts(x, addend), weight, bias, multiplier, given)
     if memo.prepared is not None:
-        return memo.prepared(x, addend)
+        return memo.run(x, addend)
     _check_shapes(x, weight, bias, ndim, groups, 1, name)
     channels = weight.shape[0]
     check_bias(bias, channels, name)
@@ -257,7 +257,7 @@ def int8_conv_transpose2d(
     given = (stride, padding, output_padding, dilation, groups, backend, *output.items())
     memo = Memo(layouts(x, None), weight, bias, multiplier, given)
     if memo.prepared is not None:
-        return memo.prepared(x, None)
+        return memo.run(x, None)
     _check_shapes(x, weight, bias, 2, groups, 0, name)
     channels = weight.shape[1] * groups
     check_bias(bias, channels, name)

@@ -7,7 +7,9 @@ new.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
@@ -19,13 +21,28 @@ _SHAPES = 8  # that a weight's calls are kept for
 Prepared = Callable[..., Tensor]
 
 
-def layouts(x: Tensor, addend: Tensor | None) -> Hashable:
-    """What an input and an addend have in common with others that are served alike."""
-    if not isinstance(x, Tensor) or not isinstance(addend, Tensor | None):
+Run = tuple[Prepared, tuple[Any, ...], Tensor]
+"""What ran, on which inputs, and what it made."""
+
+_watching: ContextVar[list[Run] | None] = ContextVar("_watching", default=None)
+
+
+@contextmanager
+def watched() -> Iterator[list[Run]]:
+    """See in a list which calls were run again."""
+    runs: list[Run] = []
+    token = _watching.set(runs)
+    try:
+        yield runs
+    finally:
+        _watching.reset(token)
+
+
+def layouts(*inputs: Tensor | None) -> Hashable:
+    """What inputs have in common with others that are served alike."""
+    if not all(isinstance(x, Tensor | None) for x in inputs):
         return None  # which the checks refuse
-    return tuple(
-        None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (x, addend)
-    )
+    return tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in inputs)
 
 
 class Memo:
@@ -39,7 +56,7 @@ class Memo:
         settings: Everything else that the result depends on.
 
     Attributes:
-        prepared: What runs the call again, also on another input; ``None`` the first time.
+        prepared: What `run` runs again, also on another input; ``None`` the first time.
     """
 
     def __init__(
@@ -83,6 +100,15 @@ class Memo:
         self._kept = kept
         if entry is not None and entry[1] == self._versions:
             self.prepared = entry[2]
+
+    def run(self, *inputs: Any) -> Tensor:
+        """Run it again."""
+        assert self.prepared is not None
+        made = self.prepared(*inputs)
+        runs = _watching.get()
+        if runs is not None:
+            runs.append((self.prepared, inputs, made))
+        return made
 
     def keep(self, prepared: Prepared) -> None:
         """Keep what runs the call; it must not refer to the weight."""

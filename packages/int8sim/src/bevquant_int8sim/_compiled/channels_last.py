@@ -17,7 +17,7 @@ from bevquant_sparse.runtime import workspace
 from bevquant_sparse.runtime.jit import compiled
 from bevquant_sparse.runtime.threads import in_parts, share
 
-_TASK = 2048  # pixels, at the least
+_SHARE = 1 << 20  # bytes written by a task: below, another thread costs more than it brings
 _ROWS = 1024  # of voxels, in a task
 _BYTES = 1 << 20  # that a task fills with zeros
 _WORD = 4  # bytes of a number
@@ -65,16 +65,18 @@ def planes(x: Tensor) -> Tensor:
 
 
 def _transpose_all(x: Any, out: Any) -> None:
+    size = max(_BLOCK, _SHARE // out.shape[2])
     if out.shape[2] == _WORD and sys.byteorder == "little":  # a pixel is one number
         transpose, x, out = _interleave, x.view(np.uint8), out.view(np.uint32)[..., 0]
     else:
         transpose = _transpose[1]
+    tasks = -(-x.shape[2] // size)
 
-    def image(given: Any, filled: Any) -> None:
-        in_parts(lambda a, b: transpose(a, b, given, filled), given.shape[1], _TASK)
+    def run(index: int) -> None:
+        b, first = index // tasks, index % tasks * size
+        transpose(first, min(first + size, x.shape[2]), x[b], out[b])
 
-    for index in range(len(x)):
-        image(x[index], out[index])
+    share(run, len(x) * tasks)
 
 
 def _for_sizes(function: Any) -> dict[int, Any]:

@@ -109,13 +109,12 @@ def prepare(
             stages[-1] += calls
         else:
             stages.append(calls)
-    repeats = [RepeatedCalls(calls, pixels, out, added) for calls in stages]
     batch, height = x.shape[0], len(out) // x.shape[0]
     inner = [int(np.prod(sizes[axis + 1 :])) * columns for axis in range(len(sizes))]
     return Convolution(
-        repeats,
-        source=_Rows(x, pixels.shape[1]),
-        added=None if output.addend is None else _Rows(output.addend, columns),
+        RepeatedCalls.of(stages, pixels, out, added),
+        source=Rows(x, pixels.shape[1]),
+        added=None if output.addend is None else Rows(output.addend, columns),
         memory=(out.shape, out.dtype),
         shape=(batch, total, *sizes),
         strides=(height * columns, 1, *inner),
@@ -123,21 +122,24 @@ def prepare(
     )
 
 
-class _Rows:
+class Rows:
     """Pixel rows of tensors of one shape and layout: their own memory, or a copy of it.
 
     Args:
         x: Such a tensor.
         channels: Of a row.
+
+    Attributes:
+        own: Whether it is their own memory.
     """
 
     def __init__(self, x: Tensor, channels: int) -> None:
         self._channels = channels
-        self._own = pixel_rows(x, channels).ctypes.data == x.data_ptr()
+        self.own = pixel_rows(x, channels).ctypes.data == x.data_ptr()
 
     def __call__(self, x: Tensor) -> tuple[int, Any]:
         """Their address, and what must be held as long as it is used."""
-        if self._own:
+        if self.own:
             return x.data_ptr(), x
         rows = pixel_rows(x, self._channels)
         return rows.ctypes.data, rows
@@ -148,7 +150,7 @@ class Convolution:
     """A convolution laid out for inputs of one shape and layout.
 
     Attributes:
-        stages: Calls that follow each other.
+        calls: On the input's rows, the result and the addend's rows.
         source: Finds the input's pixels.
         added: Finds the addend's, or ``None``.
         memory: Shape and type of what is written: rows of pixels.
@@ -157,9 +159,9 @@ class Convolution:
         output: What is still to be done with accumulators.
     """
 
-    stages: list[RepeatedCalls]
-    source: _Rows
-    added: _Rows | None
+    calls: RepeatedCalls
+    source: Rows
+    added: Rows | None
     memory: tuple[tuple[int, int], Any]
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -167,15 +169,22 @@ class Convolution:
 
     def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
         """Convolve an input of that shape and layout, and add `addend` as there."""
-        source, _held = self.source(x)
-        other = 0
+        out = self.new()
+        read = [self.source(x)]
         if self.added is not None and addend is not None:
-            other, _also_held = self.added(addend)
-        out = torch.from_numpy(workspace.empty(*self.memory))
-        for stage in self.stages:
-            stage.run(source, out.data_ptr(), other)
-        result = out.as_strided(self.shape, self.strides)
+            read.append(self.added(addend))
+        (source, _), *others = read
+        self.calls.run([source, out.data_ptr(), *(place for place, _ in others)])
+        result = self.seen(out)
         return result if self.output is None else self.output.finish(result, 1)
+
+    def new(self) -> Tensor:
+        """Memory for what is written."""
+        return torch.from_numpy(workspace.empty(*self.memory))
+
+    def seen(self, out: Tensor) -> Tensor:
+        """What was written, as the result's shape."""
+        return out.as_strided(self.shape, self.strides)
 
 
 @dataclass(frozen=True)

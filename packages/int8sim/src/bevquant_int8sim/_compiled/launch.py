@@ -5,8 +5,9 @@ Threads take tasks from a table in memory until none is left, without Python in 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -36,37 +37,45 @@ class Tasks:
 
     Attributes:
         rows: Kernel, first tile, last tile + 1, where the parameters lie.
+        stops: The row before which each stage of works ends.
         address: Of the rows.
         threads: How many threads the works were cut for.
     """
 
     rows: npt.NDArray[np.int64]
+    stops: npt.NDArray[np.int64]
     address: int
     threads: int
 
 
-def cut(works: Sequence[Work], threads: int) -> Tasks:
-    """Cut works, which write disjoint places, into tasks for that many threads."""
-    size = max(1, sum(products for _, _, products, _ in works))
-    if threads > 1:
-        size = max(_SMALLEST, size // (_TASKS_A_THREAD * threads))
-    rows = []
-    for kernel_at, tiles, products, place in works:
-        parts = max(1, min(tiles, products // size))
-        for part in range(parts):
-            rows.append((kernel_at, tiles * part // parts, tiles * (part + 1) // parts, place))
-    table = np.array(rows, np.int64)
-    return Tasks(table, address(table), threads)
+def cut(stages: Sequence[Sequence[Work]]) -> Tasks:
+    """Cut works into tasks for torch's threads.
+
+    Those of a stage write disjoint places; it begins when the one before is done.
+    """
+    rows, stops, most = [], [], 1
+    for works in stages:
+        size = max(1, sum(products for _, _, products, _ in works))
+        threads = torch.get_num_threads() if size > _WORTH_SHARING else 1
+        most = max(most, threads)
+        if threads > 1:
+            size = max(_SMALLEST, size // (_TASKS_A_THREAD * threads))
+        for kernel_at, tiles, products, place in works:
+            parts = max(1, min(tiles, products // size))
+            for part in range(parts):
+                rows.append((kernel_at, tiles * part // parts, tiles * (part + 1) // parts, place))
+        stops.append(len(rows))
+    table = np.array(rows, np.int64).reshape(-1, 4)
+    return Tasks(table, np.array(stops), address(table), most)
 
 
 def run_tasks(tasks: Tasks, base: int = 0) -> None:
     """Run every task once; `base` is added to where each task's parameters lie."""
-    count = len(tasks.rows)
     if tasks.threads == 1:
         counter = new_cell()
-        drain(address(counter), tasks.address, count, base)
+        drain(address(counter), tasks.address, len(tasks.rows), base)
     else:
-        drain_together(tasks.address, count, base)
+        drain_together(tasks.address, tasks.stops, base)
 
 
 _WORTH_SHARING = 4_000_000  # products below which another thread costs more than it brings
@@ -215,59 +224,75 @@ def kernel_calls(
     ]
 
 
-def threads_for(products: int) -> int:
-    """Threads that so many products are worth."""
-    return torch.get_num_threads() if products > _WORTH_SHARING else 1
-
-
 def run_calls(calls: Sequence[Call]) -> None:
     """Run all calls on all of torch's threads; they write disjoint places."""
-    threads = threads_for(sum(call.products for call in calls))
-    works = [call.work(address(call.parameters)) for call in calls]
-    run_tasks(cut(works, threads))
+    run_tasks(cut([[call.work(address(call.parameters)) for call in calls]]))
 
 
-_INPUT, _OUT, _RESIDUAL = int(P.INPUT), int(P.OUT), int(P.RESIDUAL)  # numpy is slow to take P
+_PLACES = [int(P.INPUT), int(P.OUT), int(P.RESIDUAL)]
+_NONE = -1  # the array of a residual that is not there
 
 
+@dataclass(frozen=True, eq=False)
 class RepeatedCalls:
-    """Calls that write disjoint places, as a table of parameters in which three addresses change.
+    """Calls as a table of parameters, in which the places of some arrays are filled in.
 
-    Args:
-        calls: The calls, made for these arrays, whose memory is not needed afterwards.
-        inputs: The array whose memory they read.
-        out: The array that they write.
-        added: The residual's rows, or ``None``.
+    Attributes:
+        table: int64 ``[calls, parameters]``; of arrays, what their places are added to.
+        arrays: ``[calls, 3]``: number of the array that a call reads, writes and adds.
+        stages: How many of the calls belong to each; a stage begins when the one before is done.
+        works: Address of the kernel, tiles and products of each call.
+        held: What the parameters point to.
     """
 
-    def __init__(
-        self,
-        calls: Sequence[Call],
+    table: npt.NDArray[np.int64]
+    arrays: npt.NDArray[np.int64]
+    stages: tuple[int, ...]
+    works: tuple[tuple[int, int, int], ...]
+    held: tuple[Any, ...]
+    _tasks: dict[int, Tasks] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        stages: Sequence[Sequence[Call]],
         inputs: npt.NDArray[Any],
         out: npt.NDArray[Any],
         added: npt.NDArray[Any] | None = None,
-    ) -> None:
-        self._table = np.stack([call.parameters for call in calls])
-        self._table[:, P.INPUT] -= inputs.ctypes.data
-        self._table[:, P.OUT] -= out.ctypes.data
-        if added is not None:
-            self._table[:, P.RESIDUAL] -= added.ctypes.data
-        self._adds = added is not None
-        size = self._table.strides[0]
-        self._works = [call.work(row * size) for row, call in enumerate(calls)]
-        self._products = sum(call.products for call in calls)
-        self._held = [call.held for call in calls]
-        self._tasks: dict[int, Tasks] = {}
+    ) -> RepeatedCalls:
+        """Calls that were made for arrays which take the numbers 0 to 2, and are not needed."""
+        calls = [call for stage in stages for call in stage]
+        table = np.stack([call.parameters for call in calls])
+        arrays = np.tile([0, 1, _NONE if added is None else 2], (len(calls), 1))
+        table[:, _PLACES] -= [address(inputs), address(out), 0 if added is None else address(added)]
+        works = tuple((call.kernel, call.tiles, call.products) for call in calls)
+        sizes = tuple(len(stage) for stage in stages)
+        return cls(table, arrays, sizes, works, tuple(call.held for call in calls))
 
-    def run(self, inputs: int, out: int, added: int = 0) -> None:
-        """Make the calls on memory of the same shape and layout at other addresses."""
-        table = self._table.copy()
-        table[:, _INPUT] += inputs
-        table[:, _OUT] += out
-        if self._adds:
-            table[:, _RESIDUAL] += added
-        threads = threads_for(self._products)
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[RepeatedCalls, Sequence[int]]]) -> RepeatedCalls:
+        """One after the other, with the numbers that the arrays of each have among those of all."""
+        numbers = [np.array([*given, _NONE])[part.arrays] for part, given in parts]
+        return cls(
+            np.concatenate([part.table for part, _ in parts]),
+            np.concatenate(numbers),
+            tuple(size for part, _ in parts for size in part.stages),
+            tuple(work for part, _ in parts for work in part.works),
+            tuple(part.held for part, _ in parts),
+        )
+
+    def run(self, places: Sequence[int]) -> None:
+        """Make the calls on arrays of the same shapes and layouts, which lie at these addresses."""
+        table = self.table.copy()
+        table[:, _PLACES] += np.array([*places, 0])[self.arrays]
+        threads = torch.get_num_threads()
         tasks = self._tasks.get(threads)
         if tasks is None:
-            tasks = self._tasks[threads] = cut(self._works, threads)
+            tasks = self._tasks[threads] = self._cut()
         run_tasks(tasks, address(table))
+
+    def _cut(self) -> Tasks:
+        size = self.table.strides[0]
+        works = [(*work, row * size) for row, work in enumerate(self.works)]
+        ends = [0, *itertools.accumulate(self.stages)]
+        return cut([works[first:stop] for first, stop in itertools.pairwise(ends)])

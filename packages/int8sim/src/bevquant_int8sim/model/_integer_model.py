@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bevquant_graph import arguments, is_sparse_tensor
 from bevquant_int8sim._backends import check_backend
+from bevquant_int8sim.model._chains import convolutions
 from bevquant_int8sim.model._coords import Coords, SparseOutput, coords_of
 from bevquant_int8sim.model._execute import execute
 from bevquant_int8sim.model._fast_program import dequantize_late, fuse_residuals, sort_rows
@@ -84,6 +85,7 @@ class IntegerModel:
         self._overwrites = any(step.op in ("float", "host") for step in program.steps)
         self._spent = {p: _last_uses(p) for p in (program, self._fast)}
         self._plain = {p: [_plain_names(step) for step in p.steps] for p in (program, self._fast)}
+        self._convolutions = convolutions(self._fast)
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -109,7 +111,21 @@ class IntegerModel:
             ValueError: Inputs that a step cannot take (its module is named), or another value
                 where the traced model had a constant.
         """
-        return exhausted(self._walk(self._fast, args, kwargs, keep=False))
+        values, shapes = self._begin(self._fast, args, kwargs)
+
+        def by_step(number: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+            return self._execute(self._fast, number, values, shapes)
+
+        number = 0
+        while number < len(self._fast.steps):
+            row = self._convolutions.get(number)
+            if row is None:
+                by_step(number)
+                number += 1
+            else:
+                row.run(values, self.backend, by_step)
+                number = row.numbers.stop
+        return self._end(self._fast, values, shapes)
 
     def walk(self, inputs: Any) -> Walk:
         """Run step by step, as fast as the caller asks for the next one.
@@ -130,7 +146,10 @@ class IntegerModel:
             ValueError: As of a call.
         """
         args, kwargs = arguments(inputs)
-        return self._walk(self.program, args, kwargs, keep=True)
+        values, shapes = self._begin(self.program, args, kwargs)
+        for number, step in enumerate(self.program.steps):
+            yield step, *self._execute(self.program, number, values, shapes, keep=True)
+        return self._end(self.program, values, shapes)
 
     def run(
         self, inputs: Any, *, record: bool = True, observe: Observer | None = None
@@ -165,7 +184,10 @@ class IntegerModel:
 
         return exhausted(self.walk(inputs), see), found
 
-    def _walk(self, program: Program, args: Any, kwargs: Mapping[str, Any], *, keep: bool) -> Walk:
+    def _begin(
+        self, program: Program, args: Any, kwargs: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+        """Constants and inputs by name, and the shapes of the inputs."""
         values: dict[str, Any] = dict(program.constants)
         shapes: dict[str, tuple[int, ...]] = {}
         for name, value in bind(program.signature, args, kwargs).items():
@@ -178,33 +200,51 @@ class IntegerModel:
                 values[name], values[coords] = value.features, coords_of(value)
             if isinstance(values[name], Tensor):
                 shapes[name] = tuple(values[name].shape)
-        order = zip(program.steps, self._plain[program], self._spent[program], strict=True)
-        for step, plain, spent in order:
-            if plain is None:
-                given, named = _given(step.args, values), _given(step.kwargs, values)
-            else:
-                given, named = tuple([values[name] for name in plain]), {}
-            try:
-                with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
-                    made = execute(step, given, named, self.backend)
-                values.update(zip(step.outputs, made, strict=True))
-            except Exception as error:
-                if isinstance(error, RuntimeError):  # torch's own, of shapes that do not fit
-                    _check_fixed(program, shapes, error)
-                # What a file may say is checked when it is read; how torch's own functions take
-                # their constants only shows here.
-                own = step.function is None and step.module is None
-                may_be_input = own and not shapes.keys().isdisjoint(step.inputs)
-                known = (ValueError, TypeError) if may_be_input else ValueError
-                if not program.origin or isinstance(error, known):
-                    raise
-                raise ValueError(
-                    f"{program.origin}: {step.path or 'the model'} ({step.operator or step.op}) "
-                    f"does not compute on these inputs: {error}; save the model again if it should"
-                ) from error
-            yield step, given, self._kept(made) if keep else made
-            for name in spent:
-                del values[name]
+        return values, shapes
+
+    def _execute(
+        self,
+        program: Program,
+        number: int,
+        values: dict[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        keep: bool = False,
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Run a step on `values`, and forget there what is read no more; its inputs and outputs."""
+        step, plain = program.steps[number], self._plain[program][number]
+        if plain is None:
+            given, named = _given(step.args, values), _given(step.kwargs, values)
+        else:
+            given, named = tuple([values[name] for name in plain]), {}
+        try:
+            with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
+                made = execute(step, given, named, self.backend)
+            values.update(zip(step.outputs, made, strict=True))
+        except Exception as error:
+            if isinstance(error, RuntimeError):  # torch's own, of shapes that do not fit
+                _check_fixed(program, shapes, error)
+            # What a file may say is checked when it is read; how torch's own functions take
+            # their constants only shows here.
+            own = step.function is None and step.module is None
+            may_be_input = own and not shapes.keys().isdisjoint(step.inputs)
+            known = (ValueError, TypeError) if may_be_input else ValueError
+            if not program.origin or isinstance(error, known):
+                raise
+            raise ValueError(
+                f"{program.origin}: {step.path or 'the model'} ({step.operator or step.op}) "
+                f"does not compute on these inputs: {error}; save the model again if it should"
+            ) from error
+        if keep:
+            made = self._kept(made)
+        for name in self._spent[program][number]:
+            del values[name]
+        return given, made
+
+    def _end(
+        self, program: Program, values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+    ) -> Any:
+        """What a call returns."""
         _check_fixed(program, shapes)  # a layer that cannot take them has said so by now
         return _given(program.result, values)
 

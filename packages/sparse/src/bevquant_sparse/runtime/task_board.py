@@ -4,7 +4,8 @@ Waking a sleeping thread costs 70 µs and taking Python's lock as much when anot
 much as a layer; a number in memory costs 1 µs. The threads of a pool share a board of numbers. The
 leader posts tasks, opens the board, takes part, closes it and waits until nobody is inside; a
 member that sees a new turn steps inside, looks whether the board is open, takes tasks until none is
-left, and steps out. So nobody reads what the leader writes for the next turn.
+left, and steps out. So nobody reads what the leader writes for the next turn. Stages of tasks, each
+of which needs what the one before made, are posted one after the other without Python in between.
 
 Each thread has a lane of neighbouring tasks, and takes those of other lanes when its own is empty:
 what one layer writes is then mostly in the cache of the thread that the next layer reads it in.
@@ -32,7 +33,8 @@ _KERNEL = ir.FunctionType(ir.VoidType(), [_INT64, _INT64, _INT64])
 
 # Bytes from the start of the board.
 TURN = 0
-_OPEN, _INSIDE, _TASKS, _COUNT, _BASE, _LANES, _COUNTERS = 64, 128, 192, 200, 208, 216, 256
+_OPEN, _INSIDE, _TASKS, _COUNT, _BASE, _LANES, _ASLEEP = 64, 128, 192, 200, 208, 216, 256
+_COUNTERS = 320
 
 
 def new_cell() -> npt.NDArray[np.int64]:
@@ -45,6 +47,11 @@ def new_board(threads: int) -> npt.NDArray[np.int64]:
     board = np.zeros(_COUNTERS // 8 + threads * _LINE, np.int64)
     board[_LANES // 8] = threads
     return board
+
+
+def set_asleep(board: npt.NDArray[np.int64], members: int) -> None:
+    """Say how many threads no longer look at the board."""
+    board[_ASLEEP // 8] = members
 
 
 def _numbers(builder: ir.IRBuilder, address: Any) -> Any:
@@ -167,11 +174,38 @@ def settled(board, pauses):
     return 0
 
 
-@compiled("int64(int64, int64)")
-def lead(board, pauses):
-    """Take tasks from a posted board, close it; whether all are done, as `settled`."""
-    _drain_board(board, 0)
-    return settled(board, pauses)
+@compiled("int64(int64, int64, int64, int64, int64, int64, int64, int64)")
+def lead(board, tasks, stops, stage, stages, base, turn, pauses):
+    """Post the tasks of stage after stage on a board, and take part.
+
+    Args:
+        board: Address of the board, closed and empty.
+        tasks: Address of the rows of all stages, as of `drain`.
+        stops: Address of int64: for each stage, the number of the row to stop before.
+        stage: The one to begin with.
+        stages: How many there are.
+        base: As of `drain`.
+        turn: That stage 0 has; each has the next even number.
+        pauses: How often to look, as in `settled`.
+
+    Returns:
+        The stage to go on with, `stages` if all are done; threads asleep are to be woken before.
+        Negative, once one is inside for too long: then it has to leave before that stage begins.
+    """
+    while stage < stages:
+        first = 0 if stage == 0 else _peek(stops + 8 * (stage - 1))
+        here, count = tasks + 32 * first, _peek(stops + 8 * stage) - first
+        if count == 1:
+            _call(here, 0, base)
+        else:
+            if _peek(board + _ASLEEP) > 0:
+                return stage
+            post(board, here, count, base, turn + 2 * stage)
+            _drain_board(board, 0)
+            if not settled(board, pauses):
+                return -stage - 1
+        stage += 1
+    return stages
 
 
 @compiled("int64(int64, int64, int64, int64)")

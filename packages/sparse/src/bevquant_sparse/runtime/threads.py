@@ -15,6 +15,8 @@ from itertools import chain, pairwise
 from itertools import count as counter
 from threading import Lock, Thread
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from bevquant_sparse.runtime.task_board import (
@@ -25,8 +27,8 @@ from bevquant_sparse.runtime.task_board import (
     new_board,
     new_cell,
     patience,
-    post,
     serve,
+    set_asleep,
     settled,
 )
 
@@ -83,34 +85,44 @@ class ThreadPool:
             self._job = job
             self._turns += 2 - (self._turns + 1) % 2  # to the next odd number
             self._board[TURN] = self._turns
-            asleep, self._asleep = self._asleep, []
-        for gate in asleep:
-            gate.release()
+        self._wake()
         job.take_part(0)
         job.wait()
         with self._lock:
             if self._job is job:
                 self._job = None  # what it refers to may be large
 
-    def drain(self, tasks: int, count: int, base: int) -> bool:
-        """Drain a table of tasks together; False if another thread's table is being drained."""
+    def drain(self, tasks: int, stops: npt.NDArray[np.int64], base: int) -> bool:
+        """Drain stages of tasks together; False if another thread's are being drained."""
         if not self._leading.acquire(blocking=False):
             return False
-        done = 0
+        stage, stages, address = 0, len(stops), stops.ctypes.data
         try:
             with self._lock:
-                self._turns += 2 - self._turns % 2  # to the next even number
-                post(self._address, tasks, count, base, self._turns)
-                asleep, self._asleep = self._asleep, []
-            for gate in asleep:
-                gate.release()
-            done = lead(self._address, patience())
+                turn = self._turns + 2 - self._turns % 2  # the next even number
+                self._turns = turn + 2 * (stages - 1)
+            while stage < stages:
+                self._wake()
+                stage = lead(self._address, tasks, address, stage, stages, base, turn, patience())
+                if stage < 0:
+                    self._leave()
+                    stage = -stage
         finally:
-            while not done:  # a member has lost its CPU, or an error came
-                time.sleep(0)
-                done = settled(self._address, 1)
+            self._leave()  # an error may have come
             self._leading.release()
         return True
+
+    def _leave(self) -> None:
+        """Wait for a member that lost its CPU to leave the board."""
+        while not settled(self._address, 1):
+            time.sleep(0)
+
+    def _wake(self) -> None:
+        with self._lock:
+            asleep, self._asleep = self._asleep, []
+            set_asleep(self._board, 0)
+        for gate in asleep:
+            gate.release()
 
     def _serve(self, lane: int) -> None:
         gate, seen = Lock(), 0
@@ -128,6 +140,7 @@ class ThreadPool:
                 idle = int(self._board[TURN]) == seen
                 if idle:
                     self._asleep.append(gate)
+                    set_asleep(self._board, len(self._asleep))
             if idle:
                 gate.acquire()
 
@@ -173,14 +186,18 @@ def in_parts(work: Callable[[int, int], object], count: int, smallest: int) -> N
     share(lambda i: work(count * i // parts, count * (i + 1) // parts), parts)
 
 
-def drain_together(tasks: int, count: int, base: int) -> None:
-    """Run a table of tasks (see `task_board.drain`) on ``torch.get_num_threads()`` threads.
+def drain_together(tasks: int, stops: npt.NDArray[np.int64], base: int) -> None:
+    """Run tables of tasks (see `task_board.drain`) on ``torch.get_num_threads()`` threads.
 
     Python has no part in it but for the first and the last microsecond. While another thread does
     the same, this one works alone.
+
+    Args:
+        tasks: Address of the rows of all stages.
+        stops: The row before which each stage ends; it begins when the one before is done.
+        base: Added to where each task's parameters lie.
     """
     threads = torch.get_num_threads()
-    if threads > 1 and _pool(threads - 1).drain(tasks, count, base):
-        return
-    counter = new_cell()
-    drain(counter.ctypes.data, tasks, count, base)
+    if threads == 1 or not _pool(threads - 1).drain(tasks, stops, base):
+        counter = new_cell()
+        drain(counter.ctypes.data, tasks, int(stops[-1]), base)
