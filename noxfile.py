@@ -90,15 +90,20 @@ def test_folders(*members: str) -> list[str]:
     return [str(p / name) for p in paths for name in ("tests", "src")]
 
 
-def pytest(session: nox.Session, *folders: str) -> None:
+def pytest(session: nox.Session, *folders: str, **settings: str) -> None:
     """Run tests on two processes, whose waiting threads leave the cores to each other.
 
     Tests of a file run in one process: what they share, such as a run of the app, is made once.
+
+    Args:
+        session: Its `posargs` are handed on.
+        folders: What is run where these name no file.
+        settings: Of the environment.
     """
     named = any(Path(argument.split("::")[0]).exists() for argument in session.posargs)
     chosen = [*session.posargs, *(() if named else folders)]
     # Compiled modules are kept: tests start many processes, each of which imports torch.
-    env = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONDONTWRITEBYTECODE": ""}
+    env = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONDONTWRITEBYTECODE": "", **settings}
     by_file = ["--dist", "loadfile", "--no-loadscope-reorder"]  # in the order of conftest.py
     session.run("pytest", *WORKERS, *by_file, *chosen, env=env)
 
@@ -113,9 +118,15 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Doctests, unit, property, parity and end-to-end tests of every package together."""
+    """Doctests, unit, property, parity and end-to-end tests of every package together.
+
+    Each of the two processes has half of the cores: threads that take turns on a core make the run
+    a fifth longer. On two cores that is one thread, but in the tests that are about threads, which
+    set their own number; whole runs of the app on all cores are what `isolated` has.
+    """
     install(session, everything(), "pytorch-quantization")
-    pytest(session, *test_folders(), "tests")
+    share = str(max(1, (os.cpu_count() or 1) // 2))
+    pytest(session, *test_folders(), "tests", OMP_NUM_THREADS=share)
 
 
 @nox.session
