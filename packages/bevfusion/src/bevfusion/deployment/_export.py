@@ -214,15 +214,23 @@ class SetExport:
     def _examples(self) -> Mapping[str, Any]:
         """Small inputs to capture with; what sums read in eight bits has its range on the frame."""
         pieces, batch = self._pieces.values(), self._batches[0]
+        few = {LIDAR: _few_voxels(*self._inputs[LIDAR])} if LIDAR in self._pieces else {}
         read = {t for p in pieces if p.kind == "int8" for t in p.file.inputs.values()}
         if not read or find_target(self._target).fastest(self._cpu).get("integer_sums"):
-            return {}
+            return few
         example = example_like(self._config, batch)
         found, _ = walk(self._files, self._fake, example, self._model, wanted=read)
-        return {name: _middle_of(args) for name, args in found.items() if name != LIDAR}
+        return few | {name: _middle_of(args) for name, args in found.items() if name != LIDAR}
 
 
-_EXAMPLE_CELLS = 64
+_EXAMPLE_CELLS, _EXAMPLE_VOXELS = 64, 2048
+
+
+def _few_voxels(features: Tensor, coords: Tensor, batch_size: int) -> tuple[Tensor, Tensor, int]:
+    """Voxels in the middle of a list of them, which lie beside each other."""
+    first = max(len(coords) - _EXAMPLE_VOXELS, 0) // 2
+    few = slice(first, first + _EXAMPLE_VOXELS)
+    return features[few].contiguous(), coords[few].contiguous(), batch_size
 
 
 def _middle_of(maps: tuple[Any, ...]) -> tuple[Any, ...]:
