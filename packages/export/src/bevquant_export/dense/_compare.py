@@ -89,7 +89,7 @@ def compare_qdq_onnx(
     integer = program_of(
         model, args, file.sum_ranges or False, verify=False
     )  # it was, before the file was written
-    content, run_in = file.path.read_bytes(), partial(session, at_once=AT_ONCE)
+    content, run_in = file.path.read_bytes(), partial(session, lean=True, at_once=AT_ONCE)
     rows, _, _ = compared(file, content, integer, args, run_in, outputs=False)
     return rows
 

@@ -81,7 +81,7 @@ def _with_tensor(graph: Any, node: Any, name: str) -> None:
         node.attribute.remove(attribute)
 
 
-def session(proto: Any, runner: str, *, lean: bool = False, at_once: int = 0) -> Any:
+def session(proto: Any, runner: str, *, lean: bool = False, at_once: int = 1) -> Any:
     """What runs a model on the CPU, with onnxruntime's ``get_inputs`` and ``run``.
 
     Args:
@@ -90,7 +90,7 @@ def session(proto: Any, runner: str, *, lean: bool = False, at_once: int = 0) ->
             ``"openvino"``.
         lean: Whether onnxruntime takes as many threads as torch, and keeps no memory from run to
             run, where its arena grows by doubling.
-        at_once: So many sessions share torch's threads, each of them `lean`.
+        at_once: How many lean sessions share these threads.
 
     Raises:
         ImportError: It is not installed; the extra that installs it is named.
@@ -106,8 +106,8 @@ def session(proto: Any, runner: str, *, lean: bool = False, at_once: int = 0) ->
         ) from error
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    if lean or at_once:
-        options.intra_op_num_threads = max(torch.get_num_threads() // max(at_once, 1), 1)
+    if lean:
+        options.intra_op_num_threads = max(torch.get_num_threads() // at_once, 1)
         options.enable_cpu_mem_arena = False
     if runner == "plain":
         level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -201,7 +201,8 @@ def any_session(proto: Any, runner: str, *, at_once: int) -> tuple[Any, str]:
             return session(proto, runner), f"openvino {version('openvino')}"
         runner = "plain"
     if find_spec("onnxruntime") is not None:
-        return session(proto, runner, at_once=at_once), f"onnxruntime {version('onnxruntime')}"
+        made = session(proto, runner, lean=True, at_once=at_once)
+        return made, f"onnxruntime {version('onnxruntime')}"
     return _Reference(proto), f"onnx.reference {version('onnx')}"
 
 
