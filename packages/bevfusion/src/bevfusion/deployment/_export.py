@@ -28,7 +28,7 @@ from bevfusion.deployment._pieces import (
 from bevfusion.deployment._result import ExportedFile, ExportedSet, FileLayer, FilePort
 from bevfusion.deployment._walk import between, walk
 from bevfusion.evaluation import FrameBatches
-from bevfusion.model import BEVFusion, BEVFusionConfig, example_like
+from bevfusion.model import BEVFusion, BEVFusionConfig
 from bevfusion.quantization import relative_change
 from bevfusion.steps import Step, silent_step
 from bevquant_export import export_float_onnx, find_target, lint_onnx, note_calibration, open_onnx
@@ -212,32 +212,38 @@ class SetExport:
         return self._pieces[file.name].fake(args)
 
     def _examples(self) -> Mapping[str, Any]:
-        """Small inputs to capture with; what sums read in eight bits has its range on the frame."""
-        pieces, batch = self._pieces.values(), self._batches[0]
-        read = {t for p in pieces if p.kind == "int8" for t in p.file.inputs.values()}
-        if not read or find_target(self._target).fastest(self._cpu).get("integer_sums"):
-            return {}
-        example = example_like(self._config, batch)
-        found, _ = walk(self._files, self._fake, example, self._model, wanted=read)
-        return {name: _middle_of(args) for name, args in found.items() if name != LIDAR}
+        """Parts of the inputs to capture with; what sums read in eight bits needs all of them."""
+        sums = find_target(self._target).fastest(self._cpu).get("integer_sums")
+        take: dict[str, Callable[..., Any]] = {"sparse": _few_voxels}
+        take |= {} if sums else {"int8": _middle_of}
+        return {
+            name: take[piece.kind](*self._inputs[name])
+            for name, piece in self._pieces.items()
+            if piece.kind in take
+        }
 
 
-_EXAMPLE_CELLS = 64
+_EXAMPLE_CELLS, _EXAMPLE_VOXELS = 64, 2048
 
 
-def _middle_of(maps: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What lies in the middle of maps [frames, channels, x, y]: parts between maps take any size.
+def _few_voxels(features: Tensor, coords: Tensor, batch_size: int) -> tuple[Tensor, Tensor, int]:
+    """Voxels in the middle of a list of them, which lie beside each other."""
+    first = max(len(coords) - _EXAMPLE_VOXELS, 0) // 2
+    few = slice(first, first + _EXAMPLE_VOXELS)
+    return features[few].contiguous(), coords[few].contiguous(), batch_size
 
-    Other inputs, and maps of several sizes, are left as they are.
+
+def _middle_of(*maps: Tensor) -> tuple[Tensor, ...]:
+    """The middle of the first of maps [frames, (cameras,) channels, x, y]: parts take any size.
+
+    Maps of several sizes keep theirs.
     """
-    grids = {value.shape[2:] if value.dim() == 4 else None for value in maps}
-    if len(grids) != 1 or None in grids:
-        return maps
-    for axis in (2, 3):
-        size = maps[0].shape[axis]
+    grids = {value.shape[-2:] for value in maps}
+    for axis, size in enumerate(next(iter(grids)), start=-2) if len(grids) == 1 else ():
         cells = min(_EXAMPLE_CELLS, size)
         maps = tuple(value.narrow(axis, (size - cells) // 2, cells) for value in maps)
-    return tuple(value.contiguous() for value in maps)
+    first = (value[(slice(1),) * (value.dim() - 3)] for value in maps)
+    return tuple(value.contiguous() for value in first)
 
 
 def _voxels(batches: FrameBatches) -> list[tuple[Any, ...]]:

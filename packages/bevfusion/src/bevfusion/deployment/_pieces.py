@@ -224,8 +224,8 @@ def write_piece(
         target: Name of an engine.
         march: Of a BPU.
         cpu: Where files for a CPU shall run: "vnni" or "any".
-        example: Smaller inputs, on which an int8 piece is captured; the file is held against its
-            integers on `args`.
+        example: Smaller inputs, on which an int8 or sparse piece is captured; the file is held
+            against its integers on `args`.
 
     Raises:
         InputError: The exporter refuses it.
@@ -238,7 +238,7 @@ def write_piece(
         if engine.name == "autoware":  # what follows the plugin's part is TensorRT's
             engine = find_target(engine.family)
         if piece.kind == "sparse":
-            return _sparse(piece, args, frames, path, engine, cpu)
+            return _sparse(piece, args, frames, path, engine, cpu, example)
         if piece.kind == "float":
             return _float(piece, args, path, engine)
         more = {"march": march} if engine.name == "horizon" else engine.fastest(cpu)
@@ -250,11 +250,8 @@ def write_piece(
 def _quantized(
     piece: Piece, args: tuple[Any, ...], path: Path, engine: Any, more: Any, example: Any
 ) -> Written:
-    model: Any = piece.fake_module
-    if piece.lower is not None and example is not None:
-        model = piece.lower(model, example)
     made = engine.write(
-        model,
+        _to_write(piece, example),
         args,
         path,
         input_names=list(piece.file.inputs),
@@ -270,6 +267,13 @@ def _quantized(
         notes=tuple(made.notes),
         returned=_tensors(made.returned),
     )
+
+
+def _to_write(piece: Piece, example: Any) -> Any:
+    """The integers that the example makes of a piece, or without one the piece itself."""
+    if piece.lower is None or example is None:
+        return piece.fake_module
+    return piece.lower(piece.fake_module, example)
 
 
 def _tensors(made: Any) -> tuple[Tensor, ...]:
@@ -324,6 +328,7 @@ def _sparse(
     path: Path,
     engine: Any,
     cpu: str,
+    example: Any,
 ) -> Written:
     dialect = engine.sparse
     if not dialect:
@@ -333,7 +338,7 @@ def _sparse(
         )
     more = find_target(dialect).fastest(cpu)
     made = export_sparse_onnx(
-        piece.fake_module, args, path, dialect=dialect, batches=frames, **more
+        _to_write(piece, example), args, path, dialect=dialect, batches=frames, **more
     )
     bounds = [layer.output_bound for layer in made.layers if layer.output_bound is not None]
     floats = tuple(

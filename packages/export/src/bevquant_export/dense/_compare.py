@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from bevquant_export.dense._cut import CutFile
+from bevquant_export.dense._cut import AT_ONCE, CutFile
 from bevquant_export.dense._float_errors import FloatErrors
 from bevquant_export.dense._graph import Array
 from bevquant_export.dense._half import in_half
@@ -87,7 +89,8 @@ def compare_qdq_onnx(
     integer = program_of(
         model, args, file.sum_ranges or False, verify=False
     )  # it was, before the file was written
-    rows, _, _ = compared(file, file.path.read_bytes(), integer, args, session, outputs=False)
+    content, run_in = file.path.read_bytes(), partial(session, lean=True, at_once=AT_ONCE)
+    rows, _, _ = compared(file, content, integer, args, run_in, outputs=False)
     return rows
 
 
@@ -122,18 +125,20 @@ def compared(
         inputs = {
             n: v.astype(np.float16) if v.dtype == np.float32 else v for n, v in inputs.items()
         }
-    cut = CutFile(file, content, integer.program, inputs, run_in, outputs=outputs)
-    cut.hold(inputs_of(integer.program, args))
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        cut = CutFile(file, content, integer.program, inputs, run_in, pool, outputs=outputs)
+        cut.hold(inputs_of(integer.program, args))
 
-    def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
-        named = _named(step.outputs[0], made[0])
-        cut.hold(named)
-        for name, value in named:
-            if name in file.integers:
-                cut.compare(step, name, value.cpu().numpy())
+        def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
+            named = _named(step.outputs[0], made[0])
+            cut.hold(named)
+            for name, value in named:
+                if name in file.integers:
+                    # The model's maps have channels last, the file's do not.
+                    cut.compare(step, name, value.cpu().contiguous().numpy())
 
-    returned = integer.run(args, observe=see)
-    cut.finish()
+        returned = integer.run(args, observe=see)
+        cut.finish()
     if wanted := cut.in_doubt():
         errors = FloatErrors(integer.program, wanted, half=profile.half)
         errors.run(integer, args)
@@ -167,7 +172,7 @@ def verified(
 
     def run_in(proto: Any, runner: str) -> Any:
         nonlocal ran
-        made, ran = any_session(proto, runner)
+        made, ran = any_session(proto, runner, at_once=AT_ONCE)
         return made
 
     try:

@@ -5,8 +5,9 @@ So a difference is found where it arises, and nowhere behind it.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,11 @@ from bevquant_export.dense._rounding_boundary import RoundingBoundary
 from bevquant_export.dense._runnable import upgraded_opset
 from bevquant_export.dense._written import QdqFile, TensorDifference
 from bevquant_int8sim.program import Program, Step
+
+AT_ONCE = 2
+"""Pieces that run at once, each on its share of the threads: what lies between their nodes is held
+twice, so more would cost more memory than time."""
+_WAITING = 4  # with those that run: the model goes no further ahead of its file
 
 
 @dataclass(eq=False)
@@ -44,8 +50,9 @@ class _Piece:
 class CutFile:
     """A file cut at its quantized tensors, beside the model as that runs.
 
-    A piece runs as soon as the model has made all that it reads and makes, and what no piece needs
-    any more is given back: at no time are all tensors of a model in memory.
+    A piece runs as soon as the model has made all that it reads and makes, on another thread while
+    the model goes on, and what no piece needs any more is given back: at no time are all tensors
+    of a model in memory.
 
     Args:
         file: What is said of the file.
@@ -53,6 +60,7 @@ class CutFile:
         program: That it was written from.
         inputs: Of the file.
         run_in: Makes a session, as `session`.
+        pool: Runs pieces, each on one thread of it.
         outputs: Run what makes outputs in float too.
 
     Attributes:
@@ -66,10 +74,12 @@ class CutFile:
         program: Program,
         inputs: Mapping[str, Array],
         run_in: Callable[..., Any],
+        pool: Executor,
         *,
         outputs: bool,
     ) -> None:
-        self._file, self._inputs, self._run_in = file, inputs, run_in
+        self._file, self._inputs, self._run_in, self._pool = file, inputs, run_in, pool
+        self._running: deque[Future[None]] = deque()
         self._profile = profile_of(file.profile)
         self._rows: dict[str, TensorDifference | None] = {}
         self._found: dict[str, tuple[Step, str, Array]] = {}
@@ -114,7 +124,7 @@ class CutFile:
             for piece in [piece for piece in self._pieces if tensor in piece.missing]:
                 piece.missing.remove(tensor)
                 if not piece.missing:
-                    self._run(piece)
+                    self._start(piece)
 
     def finish(self) -> None:
         """Run what reads no cut tensor.
@@ -128,7 +138,8 @@ class CutFile:
                     f"compare_qdq_onnx: {self._file.path.name} has {missing[0]!r}, which the model "
                     "does not make; compare it with the model that it was written from"
                 )
-            self._run(piece)
+            self._start(piece)
+        self._wait(0)
 
     def rows(self) -> tuple[TensorDifference, ...]:
         """Each tensor, in the order of the model."""
@@ -145,8 +156,17 @@ class CutFile:
             if row := self._rows[tensor]:
                 self._rows[tensor] = replace(row, ties=max(row.ties, ties.count(*doubt)))
 
-    def _run(self, piece: _Piece) -> None:
+    def _start(self, piece: _Piece) -> None:
         self._pieces.remove(piece)
+        self._running.append(self._pool.submit(self._run, piece))
+        self._wait(_WAITING)
+
+    def _wait(self, most: int) -> None:
+        """Until no more than `most` pieces have to end, in their order, errors too."""
+        while len(self._running) > most:
+            self._running.popleft().result()
+
+    def _run(self, piece: _Piece) -> None:
         running = self._run_in(piece.proto, self._profile.runner)
         taken = {port.name for port in running.get_inputs()}
         given = {name: value for name, value in self._inputs.items() if name in taken}
@@ -175,9 +195,7 @@ class CutFile:
         value = np.atleast_1d(value)
         # A linear layer's result has two axes in some files, and its own behind a Reshape.
         got = got.reshape(value.shape)
-        # In the order of the file's memory: the model's has channels last.
-        differs = np.not_equal(self._stored(value), got, out=np.empty(got.shape, np.bool_))
-        index = np.unravel_index(np.flatnonzero(differs), got.shape)
+        index = np.unravel_index(np.flatnonzero(self._stored(value) != got), got.shape)
         places = np.stack(index, axis=1)
         want, made = value[index].astype(np.int32), got[index].astype(np.int32) - self._profile.zero
         apart = np.abs(want - made)

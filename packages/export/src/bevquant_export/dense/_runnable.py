@@ -81,7 +81,7 @@ def _with_tensor(graph: Any, node: Any, name: str) -> None:
         node.attribute.remove(attribute)
 
 
-def session(proto: Any, runner: str, *, lean: bool = False) -> Any:
+def session(proto: Any, runner: str, *, lean: bool = False, at_once: int = 1) -> Any:
     """What runs a model on the CPU, with onnxruntime's ``get_inputs`` and ``run``.
 
     Args:
@@ -90,6 +90,7 @@ def session(proto: Any, runner: str, *, lean: bool = False) -> Any:
             ``"openvino"``.
         lean: Whether onnxruntime takes as many threads as torch, and keeps no memory from run to
             run, where its arena grows by doubling.
+        at_once: How many lean sessions share these threads.
 
     Raises:
         ImportError: It is not installed; the extra that installs it is named.
@@ -106,7 +107,7 @@ def session(proto: Any, runner: str, *, lean: bool = False) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     if lean:
-        options.intra_op_num_threads = torch.get_num_threads()
+        options.intra_op_num_threads = max(torch.get_num_threads() // at_once, 1)
         options.enable_cpu_mem_arena = False
     if runner == "plain":
         level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -187,8 +188,8 @@ class _Reference:
         return list(self._evaluator.run(names, feed))
 
 
-def any_session(proto: Any, runner: str) -> tuple[Any, str]:
-    """What runs a model here, and its name.
+def any_session(proto: Any, runner: str, *, at_once: int) -> tuple[Any, str]:
+    """What runs a model here beside others, as of `session`, and its name.
 
     OpenVINO's files run in onnxruntime where it is not installed, and where neither is, all run in
     ONNX's reference. A file for CPUs that sum exactly runs as it is written on others.
@@ -200,7 +201,8 @@ def any_session(proto: Any, runner: str) -> tuple[Any, str]:
             return session(proto, runner), f"openvino {version('openvino')}"
         runner = "plain"
     if find_spec("onnxruntime") is not None:
-        return session(proto, runner), f"onnxruntime {version('onnxruntime')}"
+        made = session(proto, runner, lean=True, at_once=at_once)
+        return made, f"onnxruntime {version('onnxruntime')}"
     return _Reference(proto), f"onnx.reference {version('onnx')}"
 
 

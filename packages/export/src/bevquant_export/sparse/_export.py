@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from bevquant_export.sparse._axes import turned
@@ -33,7 +34,7 @@ ORDERS = ("xyz", "zyx")
 
 
 def export_sparse_onnx(
-    model: nn.Module,
+    model: nn.Module | IntegerModel,
     example_inputs: Any,
     path: str | os.PathLike[str],
     *,
@@ -58,7 +59,9 @@ def export_sparse_onnx(
             three axes (one cell of height is stated for pillars), residual additions, ReLU,
             inverse convolutions, ``dense()`` with permute and reshape; on the rows of voxels
             quantized linear layers, batch norms that nothing folds, sums and products with
-            float16 constants, concatenated channels. It is not changed.
+            float16 constants, concatenated channels. It is not changed. Or what `simulate` made of
+            `with_half_constants` of it, on inputs that may be fewer voxels than the example's,
+            which saves a second capture.
         example_inputs: What one call takes; run once, for the sizes in the file.
         path: The file; it appears whole or not at all.
         dialect: ``"libspconv"``, or ``"portable"``: the same file in standard operators, which
@@ -117,15 +120,39 @@ def export_sparse_onnx(
             raise ValueError(f"export_sparse_onnx: {name}={value!r}: expected 'xyz' or 'zyx'")
     if not head_room >= 1:
         raise ValueError(f"export_sparse_onnx: head_room={head_room}: expected 1 or more")
-    if not isinstance(model, nn.Module):
+    if isinstance(model, IntegerModel):
+        rounded, integers = _source_of(model), model
+    elif isinstance(model, nn.Module):
+        rounded = with_half_constants(model)
+        integers = simulate(rounded, example_inputs, verify=verify)
+    else:
         raise TypeError(f"export_sparse_onnx: expected a module, got {type(model).__name__}")
-    rounded = with_half_constants(model)
-    integers = simulate(rounded, example_inputs, verify=verify)
     return write_sparse(
         rounded, integers, example_inputs, path, dialect=dialect, model_order=model_order,
         order=order, batches=batches, head_room=head_room, all_layers=all_layers, weights=weights,
         verify=verify,
     )[0]  # fmt: skip
+
+
+def _source_of(integers: IntegerModel) -> nn.Module:
+    """The module that an integer model was made of.
+
+    Raises:
+        ValueError: It is not known, or has other constants than a file holds.
+    """
+    if integers.source is None:
+        raise ValueError(
+            "export_sparse_onnx: the integer model was loaded from a folder; give the calibrated "
+            "model"
+        )
+    module = integers.source.graph.model
+    own, held = module.state_dict(), with_half_constants(module).state_dict()
+    if own.keys() != held.keys() or not all(map(torch.equal, own.values(), held.values())):
+        raise ValueError(
+            "export_sparse_onnx: the integer model has constants that float16 does not hold; give "
+            "the calibrated model, or what simulate makes of with_half_constants(model)"
+        )
+    return module
 
 
 def write_sparse(
