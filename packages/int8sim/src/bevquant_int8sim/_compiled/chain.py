@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from bevquant_int8sim._compiled.dense import Convolution, Rows
+from bevquant_int8sim._compiled.dense import Convolution
 from bevquant_int8sim._compiled.launch import RepeatedCalls
 from bevquant_sparse.runtime import workspace
 
@@ -33,12 +33,6 @@ class Link:
     convolution: Convolution
     reads: tuple[int, ...]
 
-    @property
-    def rows(self) -> tuple[Rows, ...]:
-        """How each of these is read."""
-        both = (self.convolution.source, self.convolution.added)
-        return tuple(rows for rows in both if rows is not None)
-
 
 class Chain:
     """Convolutions that follow each other.
@@ -55,7 +49,7 @@ class Chain:
         self._reads = [
             (rows, value)
             for link in links
-            for rows, value in zip(link.rows, link.reads, strict=True)
+            for rows, value in zip(link.convolution.rows, link.reads, strict=True)
             if value < given
         ]
         outside = iter(range(len(self._reads)))
@@ -119,5 +113,4 @@ def lie_well(convolution: Convolution, made: Sequence[bool]) -> bool:
         made: Of each value that it reads, whether a link makes it. One that is given may be copied
             before the first link begins.
     """
-    rows = Link(convolution, ()).rows
-    return all(r.own or not inside for r, inside in zip(rows, made, strict=True))
+    return all(rows.own or not inside for rows, inside in zip(convolution.rows, made, strict=True))

@@ -178,6 +178,11 @@ class Convolution:
         result = self.seen(out)
         return result if self.output is None else self.output.finish(result, 1)
 
+    @property
+    def rows(self) -> tuple[Rows, ...]:
+        """How its input is read, and what it adds, if anything."""
+        return (self.source,) if self.added is None else (self.source, self.added)
+
     def new(self) -> Tensor:
         """Memory for what is written."""
         return torch.from_numpy(workspace.empty(*self.memory))
