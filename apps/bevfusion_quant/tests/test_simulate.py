@@ -209,7 +209,7 @@ def test_an_interrupt_leaves_run_and_folder_as_they_were(
         assert list(runs.glob(".simulate.*"))  # the folder to be is there
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bevquant_int8sim.LayerComparison", interrupted)
+    monkeypatch.setattr("bevfusion_quant.integer.LayerComparison", interrupted)
     assert "interrupted: nothing half-written is left" in refused(runs, runs / "a", capsys)
     assert not list(runs.glob(".*"))
 

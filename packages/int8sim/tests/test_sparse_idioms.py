@@ -15,7 +15,7 @@ pytest.importorskip("spconv.pytorch", reason="the spconv extra is not installed"
 import spconv.pytorch as spconv
 
 from bevquant_fusion import fuse_model
-from bevquant_int8sim import IntegerModel, simulate
+from bevquant_int8sim import IntegerModel, compare, simulate
 from bevquant_int8sim.model import _fast_program
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import calibrate
@@ -101,8 +101,13 @@ def test_a_call_that_sorts_voxels_without_their_features_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_fast_program, "take_rows", lambda features, order: features)
-    with pytest.raises(ValueError, match="result 0 of a call, which joins steps and sorts"):
-        simulate(quantized(TwoSweeps, sweeps), sweeps(0))
+    model, refusal = quantized(TwoSweeps, sweeps), "result 0 of a call, which joins steps and sorts"
+    with pytest.raises(ValueError, match=refusal):
+        simulate(model, sweeps(0))
+    unseen = simulate(model, sweeps(0), verify=False)
+    with pytest.raises(ValueError, match=refusal):
+        compare(model, unseen, [sweeps(0)], verify=True)
+    assert compare(model, unseen, [sweeps(0)]).rows
 
 
 class Scales(nn.Module):

@@ -97,6 +97,7 @@ def test_a_step_with_other_integers_is_named() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 8, 8)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Conv2d(4, 4, 1))
+    right = copy.deepcopy(net)
     net = calibrated(net, x)
     from bevquant_int8sim.model import _simulate
 
@@ -108,11 +109,16 @@ def test_a_step_with_other_integers_is_named() -> None:
         step.tensors["weight"][0, 0, 0, 0] += 20
         return program, held
 
+    named = r"simulate: 2 \(conv\) differs by \d+ steps"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_simulate, "lower", wrong)
-        with pytest.raises(ValueError, match=r"simulate: 2 \(conv\) differs by \d+ steps"):
+        with pytest.raises(ValueError, match=named):
             simulate(net, x)
-        simulate(net, x, verify=False)
+        model = simulate(net, x, verify=False)
+    with pytest.raises(ValueError, match=named):
+        compare(right, model, [x], verify=True)
+    assert compare(right, model, [x]).wrong
+    assert not compare(right, simulate(net, x, verify=False), [x], verify=True).wrong
 
 
 class Upsampled(nn.Module):

@@ -96,9 +96,10 @@ def lower_model(
         return None
     used = check_backend(backend)
     with clock.step("lower to integers"):
-        # Every frame is compared behind this, step by step.
-        model = lowered(quantized_model, example_like(config, batches[0]), backend)
-        return Lowered(model, used, bevquant_int8sim.LayerComparison(float_model, model))
+        example = example_like(config, batches[0])
+        model = lowered(quantized_model, example, backend, verify=False)
+        # Every frame is compared behind this, step by step; the first one verifies.
+        return Lowered(model, used, LayerComparison(float_model, model, verify=True))
 
 
 def simulate_model(
@@ -195,14 +196,16 @@ def _reasons(model: BEVFusion, branch: Branch) -> dict[str, str]:
     return {**left, "excluded": "it was left without quantizers, as --exclude said"}
 
 
-def lowered(quantized_model: BEVFusion, batch: Batch, backend: str) -> IntegerModel:
-    """The whole model in integers.
+def lowered(
+    quantized_model: BEVFusion, batch: Batch, backend: str, *, verify: bool = True
+) -> IntegerModel:
+    """The whole model in integers, verified on the batch but where a comparison does so.
 
     Raises:
         InputError: Nothing in it computes in integers, or ranges are missing.
     """
     try:
-        model = simulate(quantized_model, tuple(batch), backend=backend)
+        model = simulate(quantized_model, tuple(batch), backend=backend, verify=verify)
     except ValueError as error:
         raise InputError(
             f"the run cannot be simulated in integers: {error}: calibrate again with "

@@ -19,6 +19,7 @@ from bevquant_int8sim.model._layer_table import LayerTable
 from bevquant_int8sim.model._program import Step
 from bevquant_int8sim.model._reference import Returned, layer_calls, tensor_of
 from bevquant_int8sim.model._simulate import simulate
+from bevquant_int8sim.model._verify import StepBounds, check_results
 
 __all__ = ["LayerComparison", "compare"]
 
@@ -26,7 +27,11 @@ _LAYERS = frozenset("sparse_conv conv conv_transpose linear".split())
 
 
 def compare(
-    float_model: nn.Module, model: nn.Module | IntegerModel, batches: Iterable[Any]
+    float_model: nn.Module,
+    model: nn.Module | IntegerModel,
+    batches: Iterable[Any],
+    *,
+    verify: bool = False,
 ) -> LayerTable:
     """Compare three executions of one model on the same batches.
 
@@ -39,14 +44,17 @@ def compare(
         float_model: The folded float model that was quantized, in evaluation mode.
         model: The calibrated model, or an integer model that `simulate` made of it.
         batches: Inputs; each a tuple of positional ones, a dict of named ones, or one input.
+        verify: Refuse what `simulate` refuses, on the first batch; for an integer model that was
+            made with ``verify=False``.
 
     Returns:
         A row per layer. `print` it; `LayerTable.first_departure` names the layer where the integer
         result leaves the fake-quantized one.
 
     Raises:
-        ValueError: No batches, an integer model that was loaded from a file, or a float model that
-            lacks a layer of the calibrated one.
+        ValueError: No batches, an integer model that was loaded from a file, a float model that
+            lacks a layer of the calibrated one, or with `verify` a step that departs from the
+            fake-quantized model by more than rounding explains.
     """
     all_batches = iter(batches)
     first = next(all_batches, None)
@@ -54,7 +62,7 @@ def compare(
         raise ValueError("compare: there are no batches; give at least one")
     if isinstance(model, nn.Module):
         model = simulate(model, first, verify=False)  # it is compared here
-    comparison = LayerComparison(float_model, model)
+    comparison = LayerComparison(float_model, model, verify=verify)
     for batch in chain([first], all_batches):
         comparison.add(comparison.measure(batch))
     return comparison.table()
@@ -69,6 +77,7 @@ class LayerComparison(ForcedRun):
     Args:
         float_model: The folded float model that was quantized, in evaluation mode.
         model: The integer model that `simulate` made of the calibrated one.
+        verify: As `compare` takes it: the first call of `measure` verifies.
 
     Raises:
         ValueError: An integer model that was loaded from a file, or a float model that lacks a
@@ -88,9 +97,12 @@ class LayerComparison(ForcedRun):
         ()
     """
 
-    def __init__(self, float_model: nn.Module, model: IntegerModel) -> None:
+    def __init__(
+        self, float_model: nn.Module, model: IntegerModel, *, verify: bool = False
+    ) -> None:
         super().__init__(model)
         self.float_model = float_model
+        self._bounds = StepBounds(self) if verify else None
         self.sums: dict[str, LayerSums] = {}  # of the batch that is run
         self._totals: dict[str, LayerSums] = {}
         self._added = 0
@@ -118,12 +130,19 @@ class LayerComparison(ForcedRun):
                 reasons of their own, step by step beside this: what a layer (its path, and which
                 of its calls, from 0) returned there, None where it is not called. These layers,
                 `layers` names them, are then not computed again.
+
+        Raises:
+            ValueError: Where it is to verify, what `simulate` raises.
         """
         self.sums = {
             value: LayerSums(sums.path, sums.op, sums.form, sums.why)
             for value, sums in self._totals.items()
         }
-        self.follow(batch, self.float_model, self.source.graph.model, returned=returned)
+        calibrated = self.source.graph.model
+        results = self.follow(batch, self.float_model, calibrated, returned=returned)
+        if self._bounds is not None:
+            check_results(self.model, batch, *results)
+            self._bounds = None
         numbers = [sums.numbers() for sums in self.sums.values()]
         return {
             "sums": np.array([sums for sums, _ in numbers], np.float64),
@@ -172,6 +191,8 @@ class LayerComparison(ForcedRun):
                 continue
             reference, free, teacher_forced = (t for t in tensors if t is not None)
             sums, got = self.sums[value], made[value]
+            if self._bounds is not None:
+                self._bounds.hold(value, got, teacher_forced)
             form = self.model.program.values[value].form
             if not isinstance(form, Integers):
                 sums.add_floats(reference, free, self.as_float(value, got))
