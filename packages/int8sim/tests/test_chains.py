@@ -154,3 +154,20 @@ def test_sums_that_may_overflow_are_checked_each_time(quantized):
         assert same(model(0 * x), model.run((0 * x,))[0])
     with pytest.raises(AccumulatorOverflowError, match="stem"):
         model(x)
+
+
+def test_a_thread_meets_the_groups_of_a_place_one_behind_the_other(monkeypatch):
+    launch = pytest.importorskip("bevquant_int8sim._compiled.launch")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    groups = [(1, 960, 10**8, 0), (2, 960, 10**8, 8)]
+    border = (3, 480, 10**7, 16)
+    tasks = launch.cut([[*groups, border], groups[:1]])
+    layer, (end, _) = tasks.rows[: tasks.stops[0]], tasks.stops
+    for kernel, tiles, *_ in (*groups, border):
+        starts, stops = layer[layer[:, 0] == kernel, 1:3].T.tolist()
+        assert starts == [0, *stops[:-1]]
+        assert stops[-1] == tiles
+    first, second = (layer[layer[:, 0] != border[0]][number::2] for number in (0, 1))
+    assert len(first) > 4
+    assert first[:, 1:3].tolist() == second[:, 1:3].tolist()
+    assert set(tasks.rows[end:, 0]) == {1}

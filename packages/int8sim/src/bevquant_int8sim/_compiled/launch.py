@@ -51,7 +51,9 @@ class Tasks:
 def cut(stages: Sequence[Sequence[Work]]) -> Tasks:
     """Cut works into tasks for torch's threads.
 
-    Those of a stage write disjoint places; it begins when the one before is done.
+    Those of a stage write disjoint places; it begins when the one before is done. Its tasks go
+    through all works side by side: groups of output channels read the same inputs and write to the
+    same rows, so that a thread finds both in its cache.
     """
     rows, stops, most = [], [], 1
     for works in stages:
@@ -60,10 +62,14 @@ def cut(stages: Sequence[Sequence[Work]]) -> Tasks:
         most = max(most, threads)
         if threads > 1:
             size = max(_SMALLEST, size // (_TASKS_A_THREAD * threads))
+        tasks = []
         for kernel_at, tiles, products, place in works:
             parts = max(1, min(tiles, products // size))
-            for part in range(parts):
-                rows.append((kernel_at, tiles * part // parts, tiles * (part + 1) // parts, place))
+            ends = [tiles * part // parts for part in range(parts + 1)]
+            for part, (first, stop) in enumerate(itertools.pairwise(ends)):
+                tasks.append((part / parts, (kernel_at, first, stop, place)))
+        tasks.sort(key=lambda task: task[0])
+        rows += [row for _, row in tasks]
         stops.append(len(rows))
     table = np.array(rows, np.int64).reshape(-1, 4)
     return Tasks(table, np.array(stops), address(table), most)
