@@ -127,3 +127,9 @@ def keyframe_info(real_data: Path) -> dict:
         content = _NumbersOnly(file).load()
     (info,) = content["data_list"]
     return {**info, "folder": found[0].parent, "classes": list(content["metainfo"]["categories"])}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish():
+    gc.collect()
+    gc.freeze()
