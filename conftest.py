@@ -57,6 +57,13 @@ def pytest_collection_finish():
     gc.enable()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish():
+    """Look for garbage once at the end: pytest does so five times, and Python as it stops."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     """The same random weights in every order of the tests.
@@ -127,9 +134,3 @@ def keyframe_info(real_data: Path) -> dict:
         content = _NumbersOnly(file).load()
     (info,) = content["data_list"]
     return {**info, "folder": found[0].parent, "classes": list(content["metainfo"]["categories"])}
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish():
-    gc.collect()
-    gc.freeze()
