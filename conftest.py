@@ -69,7 +69,7 @@ def _seed():
     """The same random weights in every order of the tests.
 
     By the generator itself: `torch.manual_seed` notes for each kind of device that is not in use
-    who called it, line by line, which took as long as all else that pytest does for a test.
+    who called it, line by line: two fifths of what pytest took for a test.
     """
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_available():
