@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ __all__ = ["TINY", "Split", "small_frame", "split"]
 TINY = CONFIGS["tiny"]
 
 
+@cache
 def small_frame(seed: int = 0) -> Any:
     """A street seen by few beams: the model is the tiny one, the scan is quick to make."""
     return street_frame(seed, size="tiny", beams=8, sweeps=1, azimuth_steps=200, cameras="tiny")

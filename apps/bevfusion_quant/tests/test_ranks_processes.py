@@ -38,8 +38,9 @@ KILLED = WATCHED % "os.kill(os.getpid(), signal.SIGKILL)"
 NOT_AGAIN = WATCHED % "raise SystemExit('frame 1 was run again')"
 # Starts processes that have imported what a run imports, which would take each 4 s of CPU time.
 STARTER = """
-import gc, json, os, sys
+import atexit, gc, json, os, sys
 gc.disable()  # a tenth of what imports and captures take
+atexit.register(gc.freeze)  # nor is garbage looked for as a process ends: half a second of each
 import sympy, spconv.pytorch, torch, torch.distributed, torch._dynamo.convert_frame, torch.export
 import bev_scenes, bevfusion.pictures, bevfusion_quant.ptq, bevfusion_quant.commands.ptq
 

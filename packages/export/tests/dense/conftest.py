@@ -23,11 +23,6 @@ Calibrated = Callable[..., nn.Module]
 Run = Callable[..., tuple[list[Tensor], Counter[str]]]
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def calibrated() -> Calibrated:
     """Fold, quantize and calibrate a float net on one input."""

@@ -24,11 +24,6 @@ from bevquant_hybrid.quantization import (
 PROFILES = ("tensorrt", "onnxruntime", "horizon")
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.fixture(scope="session")
 def export() -> Any:
     """The package that writes the files."""
