@@ -33,6 +33,7 @@ from ._signature import (
     rebuild,
     refilled,
 )
+from ._symbolic import trace_around
 from ._tidy import PASSED_OVER, REQUIRE
 
 __all__ = [
@@ -69,5 +70,6 @@ __all__ = [
     "registered_once",
     "replace_modules",
     "running",
+    "trace_around",
     "zero_padding",
 ]
