@@ -30,6 +30,8 @@ from ._signature import (
     flatten,
     is_sparse_tensor,
     leaf_names,
+    leaves,
+    map_leaves,
     rebuild,
     refilled,
 )
@@ -57,6 +59,8 @@ __all__ = [
     "is_sparse_tensor",
     "layer_class",
     "leaf_names",
+    "leaves",
+    "map_leaves",
     "module_of",
     "named_results",
     "nodes_behind",

@@ -9,8 +9,6 @@ from torch import fx, nn
 
 from ._quiet import quiet
 
-__all__ = ["trace_around"]
-
 
 def trace_around(
     root: nn.Module,

@@ -15,8 +15,6 @@ import numpy as np
 from bevquant_sparse.runtime.jit import compiled
 from bevquant_sparse.runtime.threads import lines_of
 
-__all__ = ["count_beyond", "pair_lines"]
-
 
 def pair_lines(wanted: Any, got: Any) -> Any:
     """``Σ w², Σ g², Σ w·g, Σ (g − w)²``, float64, for each block of two flat float32 arrays."""
