@@ -87,6 +87,15 @@ def _no_shown_value():
     vars(builtins).pop("_", None)
 
 
+@pytest.fixture(params=[1, 2, 3])
+def threads(request):
+    """Torch's threads: one, as many as cores, more than those and an odd number."""
+    usual = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(usual)
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """The folder of real frames, where it is at hand."""

@@ -9,12 +9,14 @@ from torch import nn
 
 from bevquant_hybrid import mapper
 from bevquant_hybrid.march import March, set_march
+from bevquant_hybrid.operators import load_support_table
 from bevquant_hybrid.quantization import (
     QuantStub,
     get_default_qat_qconfig,
     prepare_qat_fx,
 )
 from bevquant_hybrid.utils.onnx_helper import export_to_onnx
+from bevquant_quantizers import hb_mapper
 
 onnx = pytest.importorskip("onnx")
 
@@ -47,6 +49,15 @@ def test_what_the_user_put_there_is_listed_by_its_name_in_the_file(tmp_path) -> 
     pool = next(name for name in names if name.startswith("MaxPool"))
     assert f'run_on_cpu: "{pool}"' in settings
     assert 'march: "bayes-e"' in settings
+
+
+def test_exporters_know_the_marches_of_the_mapper(monkeypatch) -> None:
+    table = load_support_table().marches
+    assert hb_mapper.marches() == mapper.marches() == tuple(n for n in table if table[n].hb_mapper)
+    assert "bayes-e" in mapper.marches()
+    assert "nash-e" not in mapper.marches()
+    monkeypatch.setattr("bevquant_quantizers.plugins.entry_points", lambda **_: [])
+    assert hb_mapper.marches() == ()
 
 
 def test_the_mapper_runs_where_there_is_one(tmp_path, monkeypatch) -> None:

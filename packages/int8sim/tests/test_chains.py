@@ -70,14 +70,6 @@ def same(made, expected):
     return all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
 
 
-@pytest.fixture(params=[1, 2, 3])
-def threads(request):
-    usual = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(usual)
-
-
 def test_called_again_and_again(quantized, backend, threads):
     net, x = quantized
     model = simulate(net, (x,), backend=backend)

@@ -17,14 +17,6 @@ from bevquant_sparse.runtime import task_board
 from bevquant_sparse.runtime.threads import drain_together, share
 
 
-@pytest.fixture(params=[1, 2, 4])
-def threads(request):
-    usual = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(usual)
-
-
 @pytest.mark.parametrize("count", [0, 1, 2, 1000])
 def test_every_call_once(threads, count):
     for _ in range(20):

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from bev_scenes._solids import Material, SceneObject, Shape, Solid
+from bev_scenes._solids import STILL, Material, Pair, Rng, SceneObject, Shape, Solid
 
 _TUBE, _BALL = Shape.CYLINDER, Shape.ELLIPSOID
 
 
-def pedestrian(
-    rng: np.random.Generator,
-    x: float,
-    y: float,
-    yaw: float,
-    velocity: tuple[float, float] = (0.0, 0.0),
-) -> SceneObject:
+def pedestrian(rng: Rng, x: float, y: float, yaw: float, velocity: Pair = STILL) -> SceneObject:
     """A person on foot, in mid-stride where moving."""
     height = float(rng.uniform(1.55, 1.9))
-    stride = float(rng.uniform(0.08, 0.24)) if velocity != (0.0, 0.0) else 0.02
+    stride = float(rng.uniform(0.08, 0.24)) if velocity != STILL else 0.02
     trousers, shirt = float(rng.uniform(0.4, 1.3)), float(rng.uniform(0.5, 2.2))
     leg, hip = 0.47 * height, 0.09
     torso = height - leg - 0.25
@@ -46,7 +38,7 @@ def pedestrian(
     return SceneObject("pedestrian", x, y, yaw, (0.7, 0.65, height), solids, velocity, True)
 
 
-def rider_solids(rng: np.random.Generator, saddle: float) -> tuple[Solid, ...]:
+def rider_solids(rng: Rng, saddle: float) -> tuple[Solid, ...]:
     """The rider of a two-wheeler, seated `saddle` metres above the ground."""
     shirt = float(rng.uniform(0.6, 2.2))
     return (

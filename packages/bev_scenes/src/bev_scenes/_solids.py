@@ -9,6 +9,10 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+Rng = np.random.Generator
+Pair = tuple[float, float]
+STILL = (0.0, 0.0)  # a velocity
+
 
 class Shape(IntEnum):
     """Shape of a solid; every one stands upright and turns about the vertical alone."""
@@ -44,7 +48,7 @@ class Material(IntEnum):
 
 
 # Material -> (share of the light sent back at normal incidence, chance that a beam is lost).
-REFLECTIVITY: dict[Material, tuple[float, float]] = {
+REFLECTIVITY: dict[Material, Pair] = {
     Material.ASPHALT: (0.07, 0.02),
     Material.MARKING: (0.38, 0.01),
     Material.CONCRETE: (0.16, 0.01),
@@ -87,7 +91,7 @@ class Solid:
     material: Material
     yaw: float = 0.0
     gain: float = 1.0
-    taper: tuple[float, float] = (0.0, 0.0)
+    taper: Pair = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -111,15 +115,15 @@ class SceneObject:
     yaw: float
     size: tuple[float, float, float]
     solids: tuple[Solid, ...]
-    velocity: tuple[float, float] = (0.0, 0.0)
+    velocity: Pair = STILL
     labelled: bool = False
 
-    def at(self, time: float) -> tuple[float, float]:
+    def at(self, time: float) -> Pair:
         """Position in the world [m] at `time` [s]; the velocity is constant."""
         return self.x + self.velocity[0] * time, self.y + self.velocity[1] * time
 
 
-def unit(angle: float) -> tuple[float, float]:
+def unit(angle: float) -> Pair:
     """Cosine and sine, rounded to 12 decimals.
 
     Mathematical libraries differ in the last bit; rounded far above it, all machines agree, and

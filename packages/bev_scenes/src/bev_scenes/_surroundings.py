@@ -2,51 +2,33 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from bev_scenes._solids import Material, SceneObject, Shape, Solid
+from bev_scenes._solids import Material, Rng, SceneObject, Shape, Solid
 
 _BOX, _TUBE, _BALL = Shape.BOX, Shape.CYLINDER, Shape.ELLIPSOID
 
 
-def building(
-    rng: np.random.Generator, x: float, y: float, yaw: float, length: float, depth: float
-) -> SceneObject:
+def building(rng: Rng, x: float, y: float, yaw: float, length: float, depth: float) -> SceneObject:
     """A house with its front towards −y of its own frame, with bays, balconies and steps."""
     storeys = int(rng.integers(2, 6))
     height = 3.0 * storeys + 0.6
     front = -depth / 2
     gain = float(rng.uniform(0.6, 1.7))
-    solids = [Solid(_BOX, (0, 0, height / 2 - 1), (length, depth, height + 2), Material.FACADE,
-                    gain=gain)]  # fmt: skip
-    solids.append(
-        Solid(_BOX, (0, front, height), (length + 0.3, 0.7, 0.35), Material.WALL, gain=gain)
-    )
     door = float(rng.uniform(-0.35, 0.35)) * length
-    solids.append(Solid(_BOX, (door, front - 0.4, 0.15), (1.8, 0.9, 0.5), Material.CONCRETE))
-    for place in (-0.3, 0.3):
+    whole, edge = (length, depth, height + 2), (length + 0.3, 0.7, 0.35)
+    solids = [
+        Solid(_BOX, (0, 0, height / 2 - 1), whole, Material.FACADE, gain=gain),
+        Solid(_BOX, (0, front, height), edge, Material.WALL, gain=gain),
+        Solid(_BOX, (door, front - 0.4, 0.15), (1.8, 0.9, 0.5), Material.CONCRETE),
+    ]
+    for place in (-0.3 * length, 0.3 * length):
         style = rng.random()
-        if style < 0.3:  # bay window from the ground up
-            solids.append(
-                Solid(
-                    _BOX,
-                    (place * length, front - 0.35, 1.5 * storeys),
-                    (2.2, 0.8, 3.0 * storeys - 0.5),
-                    Material.WALL,
-                    gain=gain,
-                )
-            )
-        elif style < 0.65:  # balconies
-            for storey in range(1, storeys):
-                solids.append(
-                    Solid(
-                        _BOX,
-                        (place * length, front - 0.55, 3.0 * storey + 0.45),
-                        (2.8, 1.1, 1.0),
-                        Material.METAL,
-                        gain=0.7,
-                    )
-                )
+        if style < 0.3:
+            centre, bay = (place, front - 0.35, 1.5 * storeys), (2.2, 0.8, 3.0 * storeys - 0.5)
+            solids.append(Solid(_BOX, centre, bay, Material.WALL, gain=gain))
+        elif style < 0.65:
+            balcony = (2.8, 1.1, 1.0)
+            levels = [(place, front - 0.55, 3.0 * k + 0.45) for k in range(1, storeys)]
+            solids += [Solid(_BOX, at, balcony, Material.METAL, gain=0.7) for at in levels]
     solids.append(Solid(_BOX, (door, front - 0.01, 1.25), (1.1, 0.06, 2.3), Material.WOOD))
     if rng.random() < 0.65:
         rise = float(rng.uniform(1.8, 3.6))
@@ -58,7 +40,7 @@ def building(
     return SceneObject("building", x, y, yaw, (length, depth, height), tuple(solids))
 
 
-def tree(rng: np.random.Generator, x: float, y: float) -> SceneObject:
+def tree(rng: Rng, x: float, y: float) -> SceneObject:
     """A street tree: trunk, a few boughs of foliage."""
     trunk = float(rng.uniform(2.0, 3.2))
     thick = float(rng.uniform(0.22, 0.5))
@@ -72,19 +54,12 @@ def tree(rng: np.random.Generator, x: float, y: float) -> SceneObject:
             trunk + reach * float(rng.uniform(0.5, 0.7 if bough == 0 else 1.4)),
         )
         wide = 2 * reach * float(rng.uniform(0.55, 0.95))
-        solids.append(
-            Solid(
-                _BALL,
-                centre,
-                (wide, wide, wide * 0.85),
-                Material.FOLIAGE,
-                gain=float(rng.uniform(0.7, 1.4)),
-            )
-        )
+        gain = float(rng.uniform(0.7, 1.4))
+        solids.append(Solid(_BALL, centre, (wide, wide, wide * 0.85), Material.FOLIAGE, gain=gain))
     return SceneObject("tree", x, y, 0.0, (2 * reach, 2 * reach, trunk + 2 * reach), tuple(solids))
 
 
-def hedge(rng: np.random.Generator, x: float, y: float, yaw: float, length: float) -> SceneObject:
+def hedge(rng: Rng, x: float, y: float, yaw: float, length: float) -> SceneObject:
     """A hedge that a beam enters a little."""
     height = float(rng.uniform(0.8, 1.5))
     solid = Solid(_BOX, (0, 0, height / 2), (length, 0.8, height), Material.FOLIAGE)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from bevquant_export import export_qdq_onnx
 from bevquant_int8sim import simulate
 from bevquant_qnn import QuantConfig, quantize_model
+from bevquant_quantizers import hb_mapper
 
 Fixture = Callable[..., Any]
 
@@ -117,7 +118,6 @@ def test_hb_mapper_takes_no_inputs_of_integers(
         ({"profile": "ncnn"}, "expected one of .*'tensorrt10', 'tensorrt', 'tensorrt11'"),
         ({"weights": "int8"}, "weights='int8' with profile='tensorrt'"),
         ({"integer_sums": True}, "integer_sums=True with profile='tensorrt'"),
-        ({"profile": "horizon", "march": "nash"}, "march='nash': expected one of"),
         ({"input_names": ["a", "b"]}, r"input_names=\['a', 'b'\]: expected 1 different"),
         ({"output_names": [""]}, r"output_names=\[''\]: expected 1 different"),
     ],
@@ -128,6 +128,20 @@ def test_arguments_are_checked(
     with pytest.raises(ValueError, match=message):
         export_qdq_onnx(model, x, tmp_path / "net.onnx", **settings)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_march_is_one_that_hb_mapper_has(
+    model: nn.Module, x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hb_mapper, "marches", lambda: ("bayes", "other"))
+    with pytest.raises(ValueError, match=r"march='nash': expected one of \('bayes', 'other'\)"):
+        export_qdq_onnx(model, x, tmp_path / "net.onnx", "horizon", march="nash")
+    assert list(tmp_path.iterdir()) == []
+    # Where no package says which there are, hb_mapper does.
+    monkeypatch.setattr(hb_mapper, "marches", lambda: ())
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "horizon", march="nash")
+    assert file.settings is not None
+    assert 'march: "nash"' in file.settings.read_text()
 
 
 def test_a_missing_folder_is_named(model: nn.Module, x: Tensor, tmp_path: Path) -> None:

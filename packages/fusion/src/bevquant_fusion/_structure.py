@@ -10,14 +10,13 @@ example inputs, and for the inside of modules that cannot be captured.
 from __future__ import annotations
 
 import copy
-import traceback
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from bevquant_graph import quiet
+from bevquant_graph import trace_around
 
 from ._fold import Fold, layer_problem, norm_paths, tensor_owners
 from ._foldable import fold_problem, has_hooks, is_convolution
@@ -73,7 +72,7 @@ def activations(model: nn.Module) -> list[tuple[str, bool]]:
 class _Tracer(fx.Tracer):
     """`torch.fx` as it is, that stops at layers, sparse modules and modules with hooks."""
 
-    def __init__(self, unknown: set[nn.Module]) -> None:
+    def __init__(self, unknown: Container[nn.Module]) -> None:
         super().__init__()
         self._unknown = unknown
 
@@ -133,20 +132,13 @@ class _Reader:
 
     def traced(self, path: str, module: nn.Module) -> fx.Graph | None:
         """The forward by `torch.fx`; modules that it cannot follow are one node each."""
-        unknown: set[nn.Module] = set()
-        while True:
-            try:
-                with quiet():
-                    return _Tracer(unknown).trace(module)
-            except Exception as error:
-                frames = [f for f, _ in traceback.walk_tb(error.__traceback__)]
-                owners = [f.f_locals.get("self") for f in reversed(frames)]
-                failed = next((m for m in owners if m in self.names and m is not module), None)
-                reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-                if not isinstance(failed, nn.Module) or failed in unknown:
-                    self.untraced[path] = f"{type(module).__name__}.forward: {reason}"
-                    return None
-                unknown.add(failed)
+        unknown: dict[nn.Module, Exception] = {}
+        graph = trace_around(module, _Tracer, unknown)
+        if graph is None:
+            error = unknown[module]
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            self.untraced[path] = f"{type(module).__name__}.forward: {reason}"
+        return graph
 
     def block(self, module: nn.Module) -> fx.Graph | None:
         """The layers of a residual block in the order of their names, if its code has it."""

@@ -30,9 +30,12 @@ from ._signature import (
     flatten,
     is_sparse_tensor,
     leaf_names,
+    leaves,
+    map_leaves,
     rebuild,
     refilled,
 )
+from ._symbolic import trace_around
 from ._tidy import PASSED_OVER, REQUIRE
 
 __all__ = [
@@ -56,6 +59,8 @@ __all__ = [
     "is_sparse_tensor",
     "layer_class",
     "leaf_names",
+    "leaves",
+    "map_leaves",
     "module_of",
     "named_results",
     "nodes_behind",
@@ -69,5 +74,6 @@ __all__ = [
     "registered_once",
     "replace_modules",
     "running",
+    "trace_around",
     "zero_padding",
 ]

@@ -39,9 +39,6 @@ from ._recall import recalled, remember, state_of
 from ._signature import Arguments, Tree, arguments, flatten, rebuild
 from ._tidy import NUMBERS, fixed_number, functional, tidy
 
-__all__ = ["capture"]
-
-
 tracing_config: Any = functorch_config
 
 

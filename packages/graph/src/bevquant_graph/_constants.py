@@ -18,8 +18,6 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["Constants"]
-
 _LARGEST = 1 << 12  # elements of a tensor that is computed beside
 _CONVERSIONS = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
 _COMPUTED = frozenset(

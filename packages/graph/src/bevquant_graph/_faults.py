@@ -15,17 +15,6 @@ from torch import Tensor, nn
 
 from ._signature import flatten
 
-__all__ = [
-    "CaptureError",
-    "all_finite",
-    "first_fault",
-    "forward_line",
-    "is_authors",
-    "refuse_unusable",
-    "running",
-    "where",
-]
-
 
 class CaptureError(ValueError):
     """A forward that cannot be captured: where, what was met, and what to do.

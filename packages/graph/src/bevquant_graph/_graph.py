@@ -18,8 +18,6 @@ from ._quiet import evaluation
 from ._signature import Tree, arguments, flatten, leaf_names, rebuild
 from ._tidy import NUMBERS, SHELL, fixed_number, inside
 
-__all__ = ["Graph", "author_line"]
-
 
 class Graph:
     """The operations of a model, functional: no operation changes a value that another made.

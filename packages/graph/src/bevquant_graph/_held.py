@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["replace_modules"]
-
 _OWN = frozenset(("_modules", "_parameters", "_buffers"))
 
 

@@ -8,8 +8,6 @@ from torch import nn
 
 from bevquant_sparse import is_sparse_conv, library_name
 
-__all__ = ["is_library_class", "layer_class", "own_code", "zero_padding"]
-
 # Whose classes are known layers: what is written there is what the class is known to compute.
 _LIBRARIES = (
     "torch.nn.modules.",

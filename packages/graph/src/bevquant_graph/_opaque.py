@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 from ._signature import Tree, flatten, rebuild
 
-__all__ = ["OPAQUE", "Opaque", "opaque_call", "opaque_modules", "recorded"]
-
 
 @dataclass(eq=False)
 class Opaque:

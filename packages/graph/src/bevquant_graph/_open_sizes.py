@@ -27,8 +27,6 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ._faults import is_authors
 
-__all__ = ["batch_norm_of_rows", "elementwise_shapes", "open_lengths"]
-
 _ATEN = torch.ops.aten
 # Of one tensor, the rest numbers; of floating point each gives the type that it reads.
 _NAMES = (

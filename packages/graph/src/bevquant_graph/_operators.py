@@ -15,8 +15,6 @@ from torch import nn
 
 from ._layer_class import layer_class
 
-__all__ = ["OPERATORS", "OpSpec", "op_spec"]
-
 
 @dataclass(frozen=True)
 class OpSpec:

@@ -21,8 +21,6 @@ from ._graph import Graph
 from ._opaque import OPAQUE
 from ._signature import Constant, Leaf, Nested, Sparse, Tree
 
-__all__ = ["named_results", "nodes_behind", "part_of"]
-
 _SIZE = torch.ops.aten.sym_size.int
 
 

@@ -35,8 +35,6 @@ from ._program_modules import (
 )
 from ._tidy import NO_VALUE
 
-__all__ = ["as_module", "module_of"]
-
 _REMEDY = "give the eager model and its example inputs instead of the exported program"
 # Overloads by the functions that they are, so that additions and concatenations look like any.
 _FUNCTIONS: dict[Any, Any] = {

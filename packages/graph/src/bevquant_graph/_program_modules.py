@@ -15,11 +15,6 @@ from torch.fx import traceback
 
 from ._operators import op_spec
 
-__all__ = [
-    "Part", "Plan", "Step", "Value", "call_arguments", "freed", "full_name", "item", "layer_of",
-    "library_class", "named", "root_class",
-]  # fmt: skip
-
 _LAYERS = ("layer", "norm", "max_pool", "avg_pool", "relu", "identity")
 
 

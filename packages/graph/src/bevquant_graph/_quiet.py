@@ -12,8 +12,6 @@ from unittest import mock
 import torch
 from torch import nn
 
-__all__ = ["evaluation", "quiet"]
-
 _LOGGERS = ("torch", "torch.__trace", "torch.export", "torch._export", "torch.fx")
 
 

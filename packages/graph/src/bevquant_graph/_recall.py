@@ -40,8 +40,6 @@ from ._graph import Graph
 from ._signature import Arguments, Tree, flatten
 from ._tidy import inside
 
-__all__ = ["State", "recalled", "remember", "state_of"]
-
 _KEPT = 128
 _HOOKS = re.compile(r"_\w*hooks\w*")  # attributes of a module: number to hook
 _SMALL = 1 << 16  # bytes of a tensor that is written down

@@ -14,8 +14,6 @@ from functools import cache, partial
 from typing import Any
 from unittest import mock
 
-__all__ = ["registered_once"]
-
 _MOST = 4  # tables of decompositions: that of none, and that of torch.onnx
 # Decompositions to what their operators held before and hold meanwhile.
 _known: dict[Any, tuple[list[Any], list[Any]]] = {}

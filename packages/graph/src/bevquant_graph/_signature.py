@@ -16,20 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "Arguments",
-    "Constant",
-    "Leaf",
-    "Nested",
-    "Sparse",
-    "Tree",
-    "arguments",
-    "flatten",
-    "is_sparse_tensor",
-    "leaf_names",
-    "rebuild",
-]
-
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
@@ -181,6 +167,36 @@ def refilled(kind: type[Any], members: Iterable[Any]) -> Any:
         (Found(boxes=1, scores=2), (1, 2))
     """
     return kind(*members) if hasattr(kind, "_fields") else kind(members)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """What nested lists, tuples and mappings hold, in their order.
+
+    Example:
+        >>> list(leaves([1, {"a": (2, 3)}]))
+        [1, 2, 3]
+    """
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+    """The value with other `leaves`, in lists and tuples of its classes, and in dictionaries.
+
+    Example:
+        >>> map_leaves(str, [1, {"a": (2, 3)}])
+        ['1', {'a': ('2', '3')}]
+    """
+    if isinstance(value, Mapping):
+        return {key: map_leaves(change, item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return refilled(type(value), [map_leaves(change, item) for item in value])
+    return change(value)
 
 
 def leaf_names(module: nn.Module, inputs: Tree) -> list[str]:

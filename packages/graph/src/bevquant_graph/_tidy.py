@@ -14,7 +14,6 @@ from __future__ import annotations
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,18 +22,7 @@ from torch.export import ExportedProgram
 
 from ._operators import op_spec
 from ._registrations import registered_once
-
-__all__ = [
-    "NO_VALUE",
-    "NUMBERS",
-    "PASSED_OVER",
-    "REQUIRE",
-    "SHELL",
-    "fixed_number",
-    "functional",
-    "inside",
-    "tidy",
-]
+from ._signature import leaves
 
 REQUIRE = torch.ops.aten._assert_scalar.default
 """Demands that a number taken out of a tensor is what it was in the example."""
@@ -151,16 +139,8 @@ def _written(node: fx.Node) -> tuple[fx.Node, ...]:
             value = node.kwargs.get(
                 argument.name, node.args[index] if index < len(node.args) else None
             )
-            found += [v for v in _flat(value) if isinstance(v, fx.Node)]
+            found += [v for v in leaves(value) if isinstance(v, fx.Node)]
     return tuple(found)
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _flat(item)
-    else:
-        yield value
 
 
 def _out_of_place(target: Any) -> Any:
@@ -186,7 +166,7 @@ def _is_plain(node: fx.Node) -> bool:
 
 def _storages(node: fx.Node) -> set[int]:
     """The memory of a tensor, or of the tensors of a list."""
-    tensors = [v for v in _flat(node.meta.get("val")) if isinstance(v, Tensor)]
+    tensors = [v for v in leaves(node.meta.get("val")) if isinstance(v, Tensor)]
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 

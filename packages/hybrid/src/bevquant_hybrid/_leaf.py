@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.fx import Proxy, _symbolic_trace
 
+from bevquant_graph import leaves
+
 LEAF_MARK = "_bevquant_hybrid_leaf"  # attribute of classes that are one node
 
 Wrapped = TypeVar("Wrapped", bound=Any)
@@ -63,7 +65,7 @@ def wrap(skip_compile: bool = False) -> Callable[[Wrapped], Wrapped]:
 def _as_node(function: Any) -> Any:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        proxy = _first_proxy((*args, *kwargs.values()))
+        proxy = next((v for v in leaves((args, kwargs)) if isinstance(v, Proxy)), None)
         if proxy is None:
             return function(*args, **kwargs)
         if args and isinstance(args[0], nn.Module):
@@ -113,18 +115,3 @@ class MethodCall(nn.Module):
     def extra_repr(self) -> str:
         """Print the method."""
         return str(self.function.__qualname__)
-
-
-def _first_proxy(values: Any) -> Proxy | None:
-    for value in values:
-        if isinstance(value, Proxy):
-            return value
-        if isinstance(value, list | tuple):
-            found = _first_proxy(value)
-            if found is not None:
-                return found
-        if isinstance(value, dict):
-            found = _first_proxy(value.values())
-            if found is not None:
-                return found
-    return None

@@ -5,55 +5,23 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
-from bevquant_quantizers.documents import write_whole
+from bevquant_hybrid.operators import load_support_table
+from bevquant_quantizers.hb_mapper import write_config
 
-__all__ = ["makertbin", "write_config"]
-
-_TEMPLATE = """\
-model_parameters:
-  onnx_model: "{onnx}"
-  march: "{march}"
-  output_model_file_prefix: "{prefix}"
-input_parameters:
-  input_type_rt: "featuremap"
-  input_type_train: "featuremap"
-  input_layout_train: "NCHW"
-  input_layout_rt: "NCHW"
-  norm_type: "no_preprocess"
-calibration_parameters:
-  calibration_type: "load"
-{run_on_cpu}compiler_parameters:
-  compile_mode: "latency"
-  debug: false
-  optimize_level: "O3"
-"""
+__all__ = ["makertbin", "marches", "write_config"]
 
 
-def write_config(onnx_file: str | os.PathLike[str], march: str, run_on_cpu: Sequence[str]) -> Path:
-    """Write the settings that ``hb_mapper makertbin`` needs next to an ONNX file.
-
-    Args:
-        onnx_file: The file; its name without suffix is that of the settings and of the binary.
-        march: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"``.
-        run_on_cpu: Names of nodes that a BPU could run but shall not.
-
-    Returns:
-        The path of the YAML file.
+def marches() -> tuple[str, ...]:
+    """The marches that hb_mapper compiles for: those whose row in the support table says so.
 
     Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> print(write_config(folder / "qat.onnx", "bayes", ["Conv_32"]).read_text()[:42])
-        model_parameters:
-          onnx_model: "qat.onnx"
+        >>> marches()
+        ('bernoulli2', 'bayes', 'bayes-e')
     """
-    path = Path(onnx_file)
-    nodes = f'  run_on_cpu: "{";".join(run_on_cpu)}"\n' if run_on_cpu else ""
-    text = _TEMPLATE.format(onnx=path.name, march=march, prefix=path.stem, run_on_cpu=nodes)
-    return write_whole(path.with_suffix(".yaml"), text, parents=True)
+    found = load_support_table().marches.values()
+    return tuple(march.name for march in found if march.hb_mapper)
 
 
 def makertbin(config: str | os.PathLike[str]) -> None:

@@ -30,16 +30,9 @@ class QuantAdd(InputDefault, nn.Module):
         tensor([3., 4.])
     """
 
-    _input_quantizer: TensorQuantizer
-
     def __init__(self, *, quant_desc_input: QuantDescriptor | None = None) -> None:
         super().__init__()
         self._input_quantizer = TensorQuantizer(self._input_descriptor(quant_desc_input))
-
-    @property
-    def input_quantizer(self) -> TensorQuantizer:
-        """The quantizer of both operands."""
-        return self._input_quantizer
 
     def forward(self, a: Any, b: Any) -> Any:
         """Add two dense tensors, or two sparse tensors over the same voxels.

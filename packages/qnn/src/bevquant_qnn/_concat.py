@@ -31,17 +31,10 @@ class QuantConcat(InputDefault, nn.Module):
         tensor([[1., 3.]])
     """
 
-    _input_quantizer: TensorQuantizer
-
     def __init__(self, dim: int = 1, *, quant_desc_input: QuantDescriptor | None = None) -> None:
         super().__init__()
         self.dim = dim
         self._input_quantizer = TensorQuantizer(self._input_descriptor(quant_desc_input))
-
-    @property
-    def input_quantizer(self) -> TensorQuantizer:
-        """The quantizer of every operand."""
-        return self._input_quantizer
 
     def forward(self, *inputs: Any) -> Any:
         """Concatenate tensors given one by one or as one list.

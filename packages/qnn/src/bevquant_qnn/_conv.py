@@ -7,20 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from bevquant_qnn._weighted import QuantWeighted
-from bevquant_quantizers import QuantDescriptor
 
 
 class _QuantConvNd(QuantWeighted):
-    def __init__(
-        self,
-        *args: Any,
-        quant_desc_input: QuantDescriptor | None = None,
-        quant_desc_weight: QuantDescriptor | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self._add_quantizers(quant_desc_input, quant_desc_weight)
-
     def forward(self, input: Tensor) -> Tensor:
         """Convolve the fake-quantized input with the fake-quantized weight; the bias is float."""
         # torch's own _conv_forward pads by padding_mode, which upstream leaves out for

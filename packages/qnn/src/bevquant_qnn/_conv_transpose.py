@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from bevquant_qnn._descriptors import Axis
 from bevquant_qnn._weighted import QuantWeighted
-from bevquant_quantizers import QuantDescriptor
 
 _FUNCTIONS: dict[int, Callable[..., Tensor]] = {
     1: F.conv_transpose1d,
@@ -21,16 +20,6 @@ _FUNCTIONS: dict[int, Callable[..., Tensor]] = {
 
 class _QuantConvTransposeNd(QuantWeighted):
     groups: int
-
-    def __init__(
-        self,
-        *args: Any,
-        quant_desc_input: QuantDescriptor | None = None,
-        quant_desc_weight: QuantDescriptor | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self._add_quantizers(quant_desc_input, quant_desc_weight)
 
     @classmethod
     def weight_axis(cls, module: nn.Module) -> Axis:

@@ -6,7 +6,7 @@ weight, both collected by a `MaxCalibrator` until a `QuantConfig` says otherwise
 
 from __future__ import annotations
 
-from bevquant_quantizers import QuantDescriptor
+from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 
 Axis = int | tuple[int, ...] | None
 
@@ -26,16 +26,23 @@ def check_fake_quant(descriptor: QuantDescriptor, owner: str, argument: str) -> 
 
 
 class InputDefault:
-    """Mixin: the input's descriptor where a constructor is given none, class by class.
+    """Mixin: the input's quantizer, and its descriptor where a constructor is given none.
 
-    As in pytorch-quantization, what is set on a class holds for its subclasses too, for modules
-    that are built from then on. `quantize_model` goes by its `QuantConfig` alone.
+    Each class has a default. As in pytorch-quantization, what is set on a class holds for its
+    subclasses too, for modules that are built from then on. `quantize_model` goes by its
+    `QuantConfig` alone.
 
     Attributes:
         default_quant_desc_input: ``None`` for 8 bit per tensor.
     """
 
     default_quant_desc_input: QuantDescriptor | None = None
+    _input_quantizer: TensorQuantizer
+
+    @property
+    def input_quantizer(self) -> TensorQuantizer:
+        """The quantizer of every tensor that comes in, as upstream names it."""
+        return self._input_quantizer
 
     @classmethod
     def set_default_quant_desc_input(cls, value: QuantDescriptor) -> None:
@@ -61,6 +68,12 @@ class WeightDefault(InputDefault):
     """
 
     default_quant_desc_weight: QuantDescriptor | None = None
+    _weight_quantizer: TensorQuantizer
+
+    @property
+    def weight_quantizer(self) -> TensorQuantizer:
+        """The quantizer of the weight, as upstream names it."""
+        return self._weight_quantizer
 
     @classmethod
     def set_default_quant_desc_weight(cls, value: QuantDescriptor) -> None:

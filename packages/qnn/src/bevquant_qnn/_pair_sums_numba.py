@@ -13,33 +13,17 @@ from typing import Any
 import numpy as np
 
 from bevquant_sparse.runtime.jit import compiled
-from bevquant_sparse.runtime.threads import in_chunks
-
-__all__ = ["count_beyond", "pair_lines"]
-
-_VALUES = 1 << 16  # of a block
+from bevquant_sparse.runtime.threads import lines_of
 
 
 def pair_lines(wanted: Any, got: Any) -> Any:
     """``Σ w², Σ g², Σ w·g, Σ (g − w)²``, float64, for each block of two flat float32 arrays."""
-    lines = np.zeros((-(-len(wanted) // _VALUES), 4))
-
-    def run(first: int, stop: int) -> None:
-        _pairs(first, stop, wanted, got, lines[first // _VALUES])
-
-    in_chunks(run, len(wanted), _VALUES)
-    return lines
+    return lines_of(_pairs, 4, wanted, got)
 
 
 def count_beyond(values: Any, amax: float) -> int:
     """How many of a flat float32 array are larger than `amax`, or smaller than its negative."""
-    counts = np.zeros(-(-len(values) // _VALUES), np.int64)
-
-    def run(first: int, stop: int) -> None:
-        counts[first // _VALUES] = _beyond(first, stop, values, amax)
-
-    in_chunks(run, len(values), _VALUES)
-    return int(counts.sum())
+    return int(lines_of(_beyond, 1, values, amax).sum())
 
 
 @compiled("void(int64, int64, float32[::1], float32[::1], float64[::1])")
@@ -54,9 +38,9 @@ def _pairs(first, stop, wanted, got, line):
     line[0], line[1], line[2], line[3] = signal, energy, dot, noise
 
 
-@compiled("int64(int64, int64, float32[::1], float64)")
-def _beyond(first, stop, values, amax):
+@compiled("void(int64, int64, float32[::1], float64, float64[::1])")
+def _beyond(first, stop, values, amax, line):
     count = 0
     for i in range(first, stop):
         count += abs(np.float64(values[i])) > amax
-    return count
+    line[0] = count

@@ -22,18 +22,12 @@ class QuantPool(InputDefault, nn.Module):
     """
 
     float_class: type[nn.Module]
-    _input_quantizer: TensorQuantizer
 
     def __init__(
         self, *args: Any, quant_desc_input: QuantDescriptor | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         self._add_quantizer(quant_desc_input)
-
-    @property
-    def input_quantizer(self) -> TensorQuantizer:
-        """The quantizer of the input, as upstream names it."""
-        return self._input_quantizer
 
     @classmethod
     def from_float(

@@ -54,8 +54,6 @@ class QuantSparseConvolution(WeightDefault, FitsBias, nn.Module):
     bias: Tensor | None
     weight_layout: WeightLayout
     reads_as_matrix: bool
-    _input_quantizer: TensorQuantizer
-    _weight_quantizer: TensorQuantizer
 
     def __new__(cls, module: nn.Module, **_: Any) -> Self:
         base = next((b for b in type(module).__mro__ if b.__name__ == "SparseModule"), None)
@@ -105,16 +103,6 @@ class QuantSparseConvolution(WeightDefault, FitsBias, nn.Module):
     ) -> Self:
         """Return the quantized form of `module`: the constructor, under the dense modules' name."""
         return cls(module, quant_desc_input=quant_desc_input, quant_desc_weight=quant_desc_weight)
-
-    @property
-    def input_quantizer(self) -> TensorQuantizer:
-        """The quantizer of the input features."""
-        return self._input_quantizer
-
-    @property
-    def weight_quantizer(self) -> TensorQuantizer:
-        """The quantizer of the weight, in the layout `weight_layout`."""
-        return self._weight_quantizer
 
     def weight_to_quantize(self) -> Tensor:
         """Return the weight in `weight_layout`, as the convolution reads it."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dis
 import sys
-import traceback
 from collections import Counter
+from collections.abc import Container
 from typing import Any
 
 from torch import fx, nn
 
-from bevquant_graph import is_sparse_tensor, quiet
+from bevquant_graph import is_sparse_tensor, trace_around
 from bevquant_qnn._functional_calls import CALLS, Site, plan_of, site_of
 from bevquant_qnn._functional_ops import Followed, FunctionalOp, may_hold_functional_ops
 from bevquant_qnn._kinds import is_library_module, is_plain_chain, is_quantized
@@ -41,11 +41,11 @@ class _Parts:
         self.reached: set[nn.Module] = set()
 
     def follow(self, root: nn.Module) -> None:
-        unknown: dict[nn.Module, str] = {}
+        unknown: dict[nn.Module, Exception] = {}
         graph = None
         if not isinstance(root, nn.ModuleList | nn.ModuleDict):
-            graph = _graph(root, unknown)
-        self.found.unfollowed |= {self.paths[m]: reason for m, reason in unknown.items()}
+            graph = trace_around(root, _Tracer, unknown)
+        self.found.unfollowed |= {self.paths[m]: _reason(m, e) for m, e in unknown.items()}
         if graph is not None:
             steps = Steps(self.paths, graph, root)
             self.found.parts.append(steps)
@@ -60,23 +60,6 @@ class _Parts:
                 self.below(child)
             elif not _is_leaf(child) and next(child.children(), None) is not None:
                 self.follow(child)
-
-
-def _graph(root: nn.Module, unknown: dict[nn.Module, str]) -> fx.Graph | None:
-    """The forward of `root`; modules inside that cannot be followed are one node each."""
-    inside = set(root.modules())
-    while True:
-        try:
-            with quiet():
-                return _Tracer(unknown).trace(root)
-        except Exception as error:
-            frames = [f for f, _ in traceback.walk_tb(error.__traceback__)]
-            owners = [f.f_locals.get("self") for f in reversed(frames)]
-            modules = [m for m in owners if isinstance(m, nn.Module) and m in inside]
-            failed = next((m for m in modules if m not in unknown), root)
-            unknown[failed] = _reason(failed, error)
-            if failed is root:
-                return None
 
 
 def _reason(module: nn.Module, error: Exception) -> str:
@@ -102,7 +85,7 @@ class _Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, unknown: dict[nn.Module, str]) -> None:
+    def __init__(self, unknown: Container[nn.Module]) -> None:
         super().__init__()
         self._unknown = unknown
         self._called: nn.Module | None = None

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor, nn
 
 from bevquant_graph import layer_class
 from bevquant_qnn._bias_ranges import FitsBias
-from bevquant_qnn._descriptors import (
-    Axis,
-    WeightDefault,
-)
+from bevquant_qnn._descriptors import Axis, WeightDefault
 from bevquant_qnn._takeover import attach_quantizer, no_source, take_over
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 
@@ -20,27 +17,31 @@ class QuantWeighted(WeightDefault, FitsBias, nn.Module):
     """Mixin: `_input_quantizer`, `_weight_quantizer` and `from_float`.
 
     A class that uses it is also a subclass of its float torch class, named by `float_class`.
+
+    Args:
+        *args: As that class of torch.
+        quant_desc_input: Descriptor of the input quantizer.
+        quant_desc_weight: Descriptor of the weight quantizer.
+        **kwargs: As that class of torch.
     """
 
     float_class: type[nn.Module]
     weight: Tensor
-    _input_quantizer: TensorQuantizer
-    _weight_quantizer: TensorQuantizer
+
+    def __init__(
+        self,
+        *args: Any,
+        quant_desc_input: QuantDescriptor | None = None,
+        quant_desc_weight: QuantDescriptor | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._add_quantizers(quant_desc_input, quant_desc_weight)
 
     @classmethod
     def weight_axis(cls, module: nn.Module) -> Axis:
         """Axis (or axes) of the weight that number the output channels."""
         return 0
-
-    @property
-    def input_quantizer(self) -> TensorQuantizer:
-        """The quantizer of the input, as upstream names it."""
-        return self._input_quantizer
-
-    @property
-    def weight_quantizer(self) -> TensorQuantizer:
-        """The quantizer of the weight, as upstream names it."""
-        return self._weight_quantizer
 
     @classmethod
     def from_float(

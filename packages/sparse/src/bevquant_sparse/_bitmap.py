@@ -26,6 +26,14 @@ _ONE, _TWO, _THREE, _SIX = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(6
 _SIXTY_ONE, _LOW, _SIXTY_FOUR = np.uint64(61), np.uint64(63), np.uint64(64)
 
 
+@compiled("uint64(uint64)")
+def gray_rank(mask):
+    """Rank of a mask of up to 32 bits in the Gray code: how many masks come before it."""
+    for shift in (1, 2, 4, 8, 16):
+        mask ^= mask >> types.uint64(shift)
+    return mask
+
+
 @compiled("int64(int32[:, ::1], int64[::1], int64[::1])")
 def linear_keys(indices, sizes, keys):
     """Fill ``keys``; returns ``4 · row + OUT_OF_RANGE``, ``UNSORTED`` or ``FINE``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from bevquant_sparse._bitmap import _popcount
+from bevquant_sparse._bitmap import _popcount, gray_rank
 from bevquant_sparse.runtime.jit import compiled
 
 _Z_BITS, _Z_MASK = 6, 63
@@ -15,9 +15,7 @@ _Z_BITS, _Z_MASK = 6, 63
 def sort_keys(first, stop, seen, keys):
     """Rank of each voxel's mask in the Gray code, then its number."""
     for rank in range(first, stop):
-        code = types.uint64(seen[rank])
-        for shift in (1, 2, 4, 8, 16):
-            code ^= code >> types.uint64(shift)
+        code = gray_rank(types.uint64(seen[rank]))
         keys[rank] = types.int64((code << types.uint64(31)) | types.uint64(rank))
 
 

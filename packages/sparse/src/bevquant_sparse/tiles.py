@@ -18,6 +18,7 @@ import numpy.typing as npt
 from numba import types
 from torch import Tensor
 
+from bevquant_sparse._bitmap import gray_rank
 from bevquant_sparse.runtime.jit import compiled
 from bevquant_sparse.runtime.threads import in_chunks, in_parts
 
@@ -134,9 +135,18 @@ def _sort_keys(start, stop, neighbours, keys):
         mask = types.uint64(0)
         for offset in range(used):
             mask |= types.uint64(neighbours[row, offset] >= 0) << types.uint64(offset)
-        for shift in (1, 2, 4, 8, 16):
-            mask ^= mask >> types.uint64(shift)
-        keys[row] = types.int64((mask << types.uint64(31)) | types.uint64(row))
+        keys[row] = types.int64((gray_rank(mask) << types.uint64(31)) | types.uint64(row))
+
+
+@compiled("void(int64, int32[:, ::1], int32[::1], int64, int32[::1])")
+def _see(tile, neighbours, out_rows, tile_rows, every):
+    """Make of each offset a negative number where none of the tile's rows has it."""
+    every[:] = -1
+    for r in range(tile * tile_rows, (tile + 1) * tile_rows):
+        row = out_rows[r]
+        if row >= 0:
+            for offset in range(neighbours.shape[1]):
+                every[offset] &= neighbours[row, offset]
 
 
 @compiled("void(int64, int64, int32[:, ::1], int32[::1], int64, int32[::1])")
@@ -144,12 +154,7 @@ def _count(start, stop, neighbours, out_rows, tile_rows, bounds):
     volume = neighbours.shape[1]
     every = np.empty(volume, np.int32)
     for tile in range(start, stop):
-        every[:] = -1
-        for r in range(tile * tile_rows, (tile + 1) * tile_rows):
-            row = out_rows[r]
-            if row >= 0:
-                for offset in range(volume):
-                    every[offset] &= neighbours[row, offset]  # negative as long as all are
+        _see(tile, neighbours, out_rows, tile_rows, every)
         present = 0
         for offset in range(volume):
             present += every[offset] >= 0
@@ -163,12 +168,7 @@ def _fill(start, stop, neighbours, out_rows, tile_rows, bounds, offsets, rows):
     volume = neighbours.shape[1]
     every = np.empty(volume, np.int32)
     for tile in range(start, stop):
-        every[:] = -1
-        for r in range(tile * tile_rows, (tile + 1) * tile_rows):
-            row = out_rows[r]
-            if row >= 0:
-                for offset in range(volume):
-                    every[offset] &= neighbours[row, offset]
+        _see(tile, neighbours, out_rows, tile_rows, every)
         entry = bounds[tile]
         for offset in range(volume):
             if every[offset] >= 0:

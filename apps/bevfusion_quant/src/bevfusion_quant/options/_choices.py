@@ -1,16 +1,19 @@
 """The names that options take.
 
-What packages can add, engines and kinds of data, are entry points, whose names are read without
-importing any of them. Other names belong to code that imports torch, for which `--help` does not
-wait: the help tells those known here, any name is taken, and before anything is read `unknown_name`
-asks the owner. tests/test_choices.py holds what the help tells to the owners.
+What packages can add, engines and kinds of data, are entry points, and marches a table: their names
+are read without importing any of them. Other names belong to code that imports torch, for which
+`--help` does not wait: the help tells those known here, any name is taken, and before anything is
+read `unknown_name` asks the owner. tests/test_choices.py holds what the help tells to the owners.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args, get_type_hints
 
 from tyro.constructors import PrimitiveConstructorSpec
@@ -44,6 +47,15 @@ def _installed(group: str) -> _Owned:
     Any name is taken: a program may have registered one, and the registry refuses what it lacks.
     """
     return _known(dict.fromkeys(entry.name for entry in entry_points(group=group)))
+
+
+def _marches_with_figures() -> Iterable[str]:
+    """The marches of which `bevquant_hybrid_tools` has figures, from its table, for the help."""
+    package = find_spec("bevquant_hybrid_tools")
+    assert package is not None  # a dependency
+    assert package.origin is not None
+    table = Path(package.origin).parent / "performance" / "figures.toml"
+    return tomllib.loads(table.read_text(encoding="utf-8"))
 
 
 def unknown_name(hint: Any, value: Any) -> str:
@@ -131,7 +143,7 @@ else:
     Method = Annotated[str, _known(("mse", "max", "entropy", "percentile"), _methods)]
     Rounding = Annotated[str, _known(("nearest", "gptq"), _roundings)]
     Precision = Annotated[str, _known(("int4", "int8", "int16"), _precisions)]
-    MarchName = Annotated[str, _known(("bayes", "bernoulli2", "bayes-e"), _marches)]
+    MarchName = Annotated[str, _known(_marches_with_figures(), _marches)]
     Backend = Annotated[str, _known(("auto", "amx", "vnni", "portable", "torch"))]
     Cpu = Annotated[str, _known(("vnni", "any"), _cpus)]
 

@@ -27,9 +27,8 @@ from bevquant_export.sparse.portable._body import OPSET
 from bevquant_export.targets._cpu import CPU_KEY
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import Ref, SparseRef
-from bevquant_quantizers import write_whole
+from bevquant_quantizers import hb_mapper, write_whole
 
-_MARCHES = ("bernoulli2", "bayes", "bayes-e")
 Shape = tuple[int | str, ...]
 # TensorProto's numbers.
 _TYPES = {torch.float32: 1, torch.bool: 9, torch.int32: 6, torch.int64: 7, torch.float64: 11}
@@ -106,7 +105,8 @@ def export_qdq_onnx(
             eight bits first, with their range on `args`, and both run in integers: the file then
             holds what ``simulate(integer_sums=True)`` computes. Not needed where the model has a
             `QuantAdd`.
-        march: For horizon: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"``.
+        march: For horizon: one that hb_mapper has, such as ``"bayes"``; `bevquant_hybrid`, where it
+            is installed, knows them.
         verify: Hold the integer model against `model`, and the file against the integer model, on
             `args` before the file gets its name: in onnxruntime, or in ONNX's own reference where
             it is not installed. The file's metadata says by what (``verified``); False writes it
@@ -136,8 +136,9 @@ def export_qdq_onnx(
         ({'input': (1, 3, 4, 4)}, {'output': (1, 4, 2, 2)})
     """
     chosen = profile_of(profile, weights)
-    if march not in _MARCHES:
-        raise ValueError(f"export_qdq_onnx: march={march!r}: expected one of {_MARCHES}")
+    known = hb_mapper.marches() if chosen.name == "horizon" else ()
+    if known and march not in known:
+        raise ValueError(f"export_qdq_onnx: march={march!r}: expected one of {known}")
     if integer_sums and not chosen.integer_relu:
         raise ValueError(
             f"export_qdq_onnx: integer_sums=True with profile={profile!r}: expected 'onnxruntime'; "
@@ -188,7 +189,7 @@ def export_qdq_onnx(
     write_whole(target, proto.SerializeToString(deterministic=True))
     if chosen.name != "horizon":
         return file
-    return replace(file, settings=_write_settings(target, march, on_cpu))
+    return replace(file, settings=hb_mapper.write_config(target, march, on_cpu))
 
 
 def _named_inputs(source: Source, wanted: Sequence[str] | None) -> dict[str, str]:
@@ -334,36 +335,3 @@ def _with_scales(graph: Graph) -> Iterator[Any]:
         if node.op_type == "DequantizeLinear":
             node.input[1:] = made[node.input[0]]
         yield node
-
-
-def _write_settings(onnx_file: Path, march: str, run_on_cpu: Sequence[str]) -> Path:
-    """Write ``<file>.yaml``: ranges are those of the file, inputs are floats in NCHW order.
-
-    Args:
-        onnx_file: The file, named in the settings.
-        march: One of `_MARCHES`.
-        run_on_cpu: Nodes that stay in float although their inputs are quantized.
-    """
-    names = [f'  run_on_cpu: "{";".join(run_on_cpu)}"'] if run_on_cpu else []
-    lines = [
-        "model_parameters:",
-        f'  onnx_model: "{onnx_file.name}"',
-        f'  march: "{march}"',
-        f'  output_model_file_prefix: "{onnx_file.stem}"',
-        "input_parameters:",
-        '  input_type_rt: "featuremap"',
-        '  input_type_train: "featuremap"',
-        '  input_layout_train: "NCHW"',
-        '  input_layout_rt: "NCHW"',
-        '  norm_type: "no_preprocess"',
-        "calibration_parameters:",
-        '  calibration_type: "load"',
-        *names,
-        "compiler_parameters:",
-        '  compile_mode: "latency"',
-        "  debug: false",
-        '  optimize_level: "O3"',
-    ]
-    path = onnx_file.with_suffix(".yaml")
-    write_whole(path, ("\n".join(lines) + "\n").encode())
-    return path

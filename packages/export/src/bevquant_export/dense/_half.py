@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bevquant_graph import map_leaves
+
 LARGEST_HALF = 65504.0
 _FLOAT, _HALF = 1, 10
 _PAIRS = {"QuantizeLinear", "DequantizeLinear"}
@@ -68,13 +70,12 @@ def half_typed(proto: Any) -> Any:
 
 def in_half(args: Any) -> Any:
     """Inputs with every float tensor rounded to float16, in float32."""
-    if isinstance(args, Tensor):
-        return args.half().float() if args.dtype == torch.float32 else args
-    if isinstance(args, dict):
-        return {key: in_half(item) for key, item in args.items()}
-    if isinstance(args, list | tuple):
-        return type(args)([in_half(item) for item in args])
-    return args
+
+    def rounded(value: Any) -> Any:
+        is_float = isinstance(value, Tensor) and value.dtype == torch.float32
+        return value.half().float() if is_float else value
+
+    return map_leaves(rounded, args)
 
 
 class _Typing:

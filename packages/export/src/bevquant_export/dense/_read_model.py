@@ -17,7 +17,7 @@ from bevquant_export.dense._program_of import (
     program_of,
 )
 from bevquant_export.dense._source import Shape, Source
-from bevquant_graph import refilled
+from bevquant_graph import map_leaves
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import Program, Ref, Step, names_in
 
@@ -95,7 +95,7 @@ def read_model(
     if sparse or _chooses_rows(integer):
         wider, wider_hosts = _free_sizes(integer, shapes, hosts)
     if dynamic_batch:
-        double = _doubled(args)
+        double = map_leaves(_doubled, args)
         try:
             wider, wider_hosts = _run(integer, double, {}, {})
         except (RuntimeError, ValueError) as error:
@@ -163,13 +163,7 @@ def _largest(
 
 
 def _doubled(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return torch.cat([value, value]) if value.dim() else value
-    if isinstance(value, Mapping):
-        return {key: _doubled(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return refilled(type(value), [_doubled(item) for item in value])
-    return value
+    return torch.cat([value, value]) if isinstance(value, Tensor) and value.dim() else value
 
 
 # Which sizes follow the number of voxels, or what a mask chose: the captured graph says it.

@@ -5,10 +5,11 @@ What a model computes with the coordinates of voxels alone is nothing of a file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from bevquant_graph import leaves
 from bevquant_int8sim.model import Step
 
 
@@ -78,12 +79,8 @@ def coord_inputs(program: Any, made: set[str]) -> set[str]:
 
 def names_in(value: Any) -> Iterator[str]:
     """Values in the nested containers of a program's result; of sparse tensors the features."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from names_in(item)
-    elif hasattr(value, "coords"):
-        yield value.features
-    elif isinstance(getattr(value, "name", None), str):
-        yield value.name
+    for leaf in leaves(value):
+        if hasattr(leaf, "coords"):
+            yield leaf.features
+        elif isinstance(getattr(leaf, "name", None), str):
+            yield leaf.name

@@ -17,6 +17,7 @@ from bevquant_export.sparse._beginning import Beginning, beginning, is_float_con
 from bevquant_export.sparse._follow import Draft, Followed, Follower, Reading, place
 from bevquant_export.sparse._no_operator import REMEDY, is_unfollowed, location, no_operator
 from bevquant_export.sparse._steps import Between
+from bevquant_graph import leaves
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.model import Step
 
@@ -276,10 +277,4 @@ class _FollowerBetween(Follower):
 
 def _sparse_results(value: Any) -> Iterator[tuple[str, str]]:
     """Features and coordinates of every sparse tensor that is returned."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _sparse_results(item)
-    elif hasattr(value, "coords"):
-        yield value.features, value.coords
+    return ((leaf.features, leaf.coords) for leaf in leaves(value) if hasattr(leaf, "coords"))

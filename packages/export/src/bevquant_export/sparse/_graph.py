@@ -7,12 +7,17 @@ floats.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 Sizes = tuple[int, ...]
+# What a node that computes in floats says; each class has some of these.
+_FLOAT: dict[str, Any] = {
+    **dict.fromkeys(("precision", "output_precision"), "fp16"),
+    **dict.fromkeys(("input_range", "weight_ranges", "range_x", "range_other")),
+}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -48,7 +53,8 @@ class _Operation:
 
     def in_floats(self) -> Self:
         """The node that computes in fp16 and says no ranges."""
-        return self
+        own = {one.name for one in fields(self)}
+        return replace(self, **{name: value for name, value in _FLOAT.items() if name in own})
 
     def channels_made(self, read: Sequence[int]) -> int | None:
         """Channels of the result; 0 where they are not known, None where it lies on no voxels.
@@ -95,10 +101,6 @@ class _OneRange(_Operation):
         """One for all that it reads and makes."""
         stated = self.input_range
         return {} if stated is None else dict.fromkeys((*self.inputs, self.y), stated)
-
-    def in_floats(self) -> Self:
-        """As it is in fp16."""
-        return replace(self, output_precision="fp16", input_range=None)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -164,12 +166,6 @@ class Conv(_Unary):
         stated = self.input_range if self.precision == "int8" else None
         return {} if stated is None else {self.x: stated}
 
-    def in_floats(self) -> Self:
-        """As it is in fp16."""
-        return replace(
-            self, precision="fp16", output_precision="fp16", input_range=None, weight_ranges=None
-        )
-
     def channels_made(self, read: Sequence[int]) -> int:
         """Those of its weight."""
         _expect_equal(self.name, [*read, self.in_channels])
@@ -199,12 +195,6 @@ class Add(_Operation):
         given = {self.x: self.range_x, self.other: self.range_other}
         stated = given if self.precision == "int8" else {}
         return {name: amax for name, amax in stated.items() if amax is not None}
-
-    def in_floats(self) -> Self:
-        """As it is in fp16."""
-        return replace(
-            self, precision="fp16", output_precision="fp16", range_x=None, range_other=None
-        )
 
     def channels_made(self, read: Sequence[int]) -> int:
         """As many as it reads."""
@@ -241,10 +231,6 @@ class Concat(_OneRange):
         """What it reads."""
         return self.xs
 
-    def in_floats(self) -> Self:
-        """As it is in fp16."""
-        return replace(self, precision="fp16", output_precision="fp16", input_range=None)
-
     def channels_made(self, read: Sequence[int]) -> int:
         """All that it reads."""
         return sum(read)
@@ -257,10 +243,6 @@ class Fold(_Unary):
     kind: ClassVar[str] = "fold"
     channels: int
     output_precision: str
-
-    def in_floats(self) -> Self:
-        """Its result in fp16."""
-        return replace(self, output_precision="fp16")
 
     def channels_made(self, read: Sequence[int]) -> int:
         """As it says, if what it reads divides by them."""
@@ -358,7 +340,7 @@ class Steps(_Operation):
 
     def in_floats(self) -> Self:
         """As it is in fp16."""
-        return replace(self, output_precision="fp16", ranges=(0.0,) * len(self.xs))
+        return replace(super().in_floats(), ranges=(0.0,) * len(self.xs))
 
     def channels_made(self, read: Sequence[int]) -> int:
         """As it says."""

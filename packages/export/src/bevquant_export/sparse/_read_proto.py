@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bevquant_export.sparse._check_graph import check_graph
 from bevquant_export.sparse._graph import Graph, Node
-from bevquant_export.sparse._read_node import EXTENSIONS, OPERATORS, read_node
+from bevquant_export.sparse._node_attributes import EXTENSIONS, OPERATORS, read_node
 from bevquant_export.sparse.portable._record import is_portable, portable_graph
 
 if TYPE_CHECKING:

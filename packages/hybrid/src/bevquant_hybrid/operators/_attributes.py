@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevquant_graph import leaves
 from bevquant_hybrid.operators._call import DTYPES, Value
 from bevquant_hybrid.operators._table import Operator
 
@@ -43,14 +44,9 @@ _OTHER: Any = object()
 
 def tensors_in(value: Any) -> Iterator[Any]:
     """Every tensor, and everything that has a shape and a dtype like one, inside ``value``."""
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Tensor) or (hasattr(value, "shape") and hasattr(value, "dtype")):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
+    for leaf in leaves(value):
+        if isinstance(leaf, Tensor) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            yield leaf
 
 
 def shape_of(value: Any) -> tuple[int, ...]:

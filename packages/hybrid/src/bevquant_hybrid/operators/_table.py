@@ -113,6 +113,7 @@ class March:
         placement: Column of the list that says where a mapper runs operators.
         partial: Whether the column holds a part of the public table alone: nothing is said then of
             operators that it does not hold.
+        hb_mapper: Whether hb_mapper compiles for it.
     """
 
     name: str
@@ -122,6 +123,7 @@ class March:
     limits: tuple[Limit, ...]
     placement: str
     partial: bool = False
+    hb_mapper: bool = False
 
 
 @dataclass(frozen=True)
@@ -220,8 +222,10 @@ def build_table(files: Mapping[str, Mapping[str, Any]], marches: dict[str, March
 def _march(name: str, data: Mapping[str, Any]) -> March:
     limits = tuple(_limit(name, limit, ()) for limit in data["limits"])
     column = data["column"]
-    where = data.get("placement", column)
-    return March(name, data["title"], data["chips"], column, limits, where, "partial" in data)
+    return March(
+        name, data["title"], data["chips"], column, limits, data.get("placement", column),
+        partial=data.get("partial", False), hb_mapper=data.get("hb_mapper", False),
+    )  # fmt: skip
 
 
 def _support(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.ao.nn import quantized as torch_quantized
 from torch.overrides import TorchFunctionMode
 
-from bevquant_graph import refilled
+from bevquant_graph import map_leaves
 from bevquant_hybrid.nn.qat import OutputQuantized, Weighted
 from bevquant_hybrid.nn.quantized import FLOAT_OPERATIONS, Arithmetic, FixedPoint
 from bevquant_hybrid.operators import tensors_in
@@ -188,26 +188,18 @@ def get_module_called_count(
 
 def moved(value: Any, device: torch.device) -> Any:
     """Tensors on a device, whatever holds them."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {name: moved(item, device) for name, item in value.items()}
-    if isinstance(value, tuple | list):
-        return refilled(type(value), [moved(item, device) for item in value])
-    return value
+    return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def copied(value: Any) -> Any:
     """A value whose tensors no later operation changes."""
-    if isinstance(value, QTensor):
-        return value.like(payload(value).detach().clone())
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {name: copied(item) for name, item in value.items()}
-    if isinstance(value, tuple | list):
-        return refilled(type(value), [copied(item) for item in value])
-    return value
+
+    def alone(leaf: Any) -> Any:
+        if isinstance(leaf, QTensor):
+            return leaf.like(payload(leaf).detach().clone())
+        return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(alone, value)
 
 
 class _Recorder(TorchFunctionMode):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevquant_graph import layer_class, refilled
+from bevquant_graph import layer_class, map_leaves
 from bevquant_hybrid.dtype import qinfo
 from bevquant_hybrid.operators import tensors_in
 from bevquant_hybrid.qtensor import QTensor, along, as_float
@@ -223,13 +223,7 @@ def _replay(call: Call, inputs: tuple[Tensor, ...]) -> Any:
 
 def _with(value: Any, tensors: Iterator[Tensor]) -> Any:
     """A structure with other tensors, in the order of `tensors_in`."""
-    if isinstance(value, Tensor):
-        return next(tensors)
-    if isinstance(value, dict):
-        return {name: _with(item, tensors) for name, item in value.items()}
-    if isinstance(value, tuple | list):
-        return refilled(type(value), [_with(item, tensors) for item in value])
-    return value
+    return map_leaves(lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _in_form_of(old: Tensor, new: Tensor) -> Tensor:

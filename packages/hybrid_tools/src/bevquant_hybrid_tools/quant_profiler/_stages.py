@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.ao.nn import quantized as torch_quantized
 from torch.fx import Node
 
-from bevquant_graph import refilled
+from bevquant_graph import map_leaves
 from bevquant_hybrid.compilation import forward_arguments, record_results
 from bevquant_hybrid.nn.quantized import Arithmetic
 from bevquant_hybrid.qtensor import QTensor, along, as_float
@@ -135,7 +135,7 @@ def _stage(node: Node, trained: _Run, integers: _Run, steps: dict[str, Tensor]) 
     if module is not None:
         method = f".{node.target}" if node.op == "call_method" else ""
         operator = f"{type(module).__name__}{method}"
-    args, kwargs = _quantized(trained.given[node.name])
+    args, kwargs = map_leaves(_quantized, trained.given[node.name])
     if node.op == "call_method" and owner:
         args = (integers.module.get_submodule(owner), *args[1:])
     forced = getattr(integers, node.op)(node.target, args, kwargs)
@@ -162,14 +162,10 @@ def _owner(node: Node, run: _Run) -> str:
 
 
 def _quantized(value: Any) -> Any:
-    """Values of a QAT model as the converted one has them: integers."""
+    """A value of a QAT model as the converted one has it: integers."""
     if isinstance(value, QTensor):
         axis = value.q_per_channel_axis()
         return QTensor(value.int_repr(), value.scale, value.dtype, axis)
-    if isinstance(value, list | tuple):
-        return refilled(type(value), [_quantized(item) for item in value])
-    if isinstance(value, dict):
-        return {name: _quantized(item) for name, item in value.items()}
     return value
 
 

@@ -21,8 +21,7 @@ from bevquant_int8sim._compiled.kernels import kernel
 from bevquant_int8sim._compiled.packed import PackedWeight
 from bevquant_int8sim._compiled.parameters import P
 from bevquant_int8sim._tile_output import Requantization
-from bevquant_sparse.runtime.task_board import drain, new_cell
-from bevquant_sparse.runtime.threads import drain_together
+from bevquant_sparse.runtime.threads import address, drain_together
 
 _TASKS_A_THREAD = 16  # the last one is all that others may have to wait for
 _SMALLEST = 2_000_000  # products of a task: 5 µs with VNNI
@@ -39,13 +38,17 @@ class Tasks:
         rows: Kernel, first tile, last tile + 1, where the parameters lie.
         stops: The row before which each stage of works ends.
         address: Of the rows.
-        threads: How many threads the works were cut for.
+        alone: Whether they are too small for a second thread.
     """
 
     rows: npt.NDArray[np.int64]
     stops: npt.NDArray[np.int64]
     address: int
-    threads: int
+    alone: bool
+
+    def run(self, base: int = 0) -> None:
+        """Run every task once; `base` is added to where each task's parameters lie."""
+        drain_together(self.address, self.stops, base, alone=self.alone)
 
 
 def cut(stages: Sequence[Sequence[Work]]) -> Tasks:
@@ -55,12 +58,12 @@ def cut(stages: Sequence[Sequence[Work]]) -> Tasks:
     through all works side by side: groups of output channels read the same inputs and write to the
     same rows, so that a thread finds both in its cache.
     """
-    rows, stops, most = [], [], 1
+    rows, stops, alone = [], [], True
     for works in stages:
         size = max(1, sum(products for _, _, products, _ in works))
         threads = torch.get_num_threads() if size > _WORTH_SHARING else 1
-        most = max(most, threads)
         if threads > 1:
+            alone = False
             size = max(_SMALLEST, size // (_TASKS_A_THREAD * threads))
         tasks = []
         for kernel_at, tiles, products, place in works:
@@ -72,16 +75,7 @@ def cut(stages: Sequence[Sequence[Work]]) -> Tasks:
         rows += [row for _, row in tasks]
         stops.append(len(rows))
     table = np.array(rows, np.int64).reshape(-1, 4)
-    return Tasks(table, np.array(stops), address(table), most)
-
-
-def run_tasks(tasks: Tasks, base: int = 0) -> None:
-    """Run every task once; `base` is added to where each task's parameters lie."""
-    if tasks.threads == 1:
-        counter = new_cell()
-        drain(address(counter), tasks.address, len(tasks.rows), base)
-    else:
-        drain_together(tasks.address, tasks.stops, base)
+    return Tasks(table, np.array(stops), address(table), alone)
 
 
 _WORTH_SHARING = 4_000_000  # products below which another thread costs more than it brings
@@ -151,12 +145,6 @@ class LayerCall:
             p[P.RESIDUAL_STRIDE] = added.strides[0]
         held, arrays = (self.held, tables), (inputs, out, added)
         return Call(self.kernel, p, num_tiles, seen * self.products, held, arrays)
-
-
-def address(array: npt.NDArray[Any]) -> int:
-    """Where an array's memory begins; ``array.ctypes`` takes three times as long."""
-    place: int = array.__array_interface__["data"][0]
-    return place
 
 
 def layer_calls(
@@ -232,7 +220,7 @@ def kernel_calls(
 
 def run_calls(calls: Sequence[Call]) -> None:
     """Run all calls on all of torch's threads; they write disjoint places."""
-    run_tasks(cut([[call.work(address(call.parameters)) for call in calls]]))
+    cut([[call.work(address(call.parameters)) for call in calls]]).run()
 
 
 _PLACES = [int(P.INPUT), int(P.OUT), int(P.RESIDUAL)]
@@ -295,7 +283,7 @@ class RepeatedCalls:
         tasks = self._tasks.get(threads)
         if tasks is None:
             tasks = self._tasks[threads] = self._cut()
-        run_tasks(tasks, address(table))
+        tasks.run(address(table))
 
     def _cut(self) -> Tasks:
         size = self.table.strides[0]

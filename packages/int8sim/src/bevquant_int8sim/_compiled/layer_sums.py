@@ -11,62 +11,35 @@ from typing import Any
 import numpy as np
 
 from bevquant_sparse.runtime.jit import compiled
-from bevquant_sparse.runtime.threads import in_chunks
+from bevquant_sparse.runtime.threads import lines_of
 
 __all__ = ["float_gaps", "float_lines", "integer_lines", "largest_steps", "teacher_forced_lines"]
-
-_VALUES = 1 << 16  # of a block
 
 
 def float_lines(wanted: Any, fake: Any, integer: Any, fields: int) -> Any:
     """A line for each block of three flat float32 arrays."""
-    lines = np.zeros((-(-len(wanted) // _VALUES), fields))
-
-    def run(first: int, stop: int) -> None:
-        _floats(first, stop, wanted, fake, integer, lines[first // _VALUES])
-
-    in_chunks(run, len(wanted), _VALUES)
-    return lines
+    return lines_of(_floats, fields, wanted, fake, integer)
 
 
 def integer_lines(
     wanted: Any, fake: Any, integer: Any, scale: float, low: float, high: float, fields: int
 ) -> Any:
     """A line for each block of two flat float32 arrays and one of int8, run free."""
-    lines = np.zeros((-(-len(wanted) // _VALUES), fields))
-
-    def run(first: int, stop: int) -> None:
-        _integers(first, stop, wanted, fake, integer, scale, low, high, lines[first // _VALUES])
-
-    in_chunks(run, len(wanted), _VALUES)
-    return lines
+    return lines_of(_integers, fields, wanted, fake, integer, scale, low, high)
 
 
 def teacher_forced_lines(
     teacher_forced: Any, integer: Any, scale: float, low: float, high: float, fields: int
 ) -> Any:
     """A line for each block of flat float32 and int8 on the same inputs; all of it is counted."""
-    lines = np.zeros((-(-len(teacher_forced) // _VALUES), fields))
-
-    def run(first: int, stop: int) -> None:
-        _teacher_forced(
-            first, stop, teacher_forced, integer, scale, low, high, lines[first // _VALUES]
-        )
-
-    in_chunks(run, len(teacher_forced), _VALUES)
-    return lines
+    return lines_of(_teacher_forced, fields, teacher_forced, integer, scale, low, high)
 
 
 def largest_steps(
     teacher_forced: Any, integer: Any, scale: float, low: float, high: float
 ) -> float:
     """``max |integer − clamp(rint(teacher_forced / scale))|`` of flat arrays; inf with NaN."""
-    found = np.zeros(-(-len(teacher_forced) // _VALUES))
-
-    def run(first: int, stop: int) -> None:
-        found[first // _VALUES] = _steps(first, stop, teacher_forced, integer, scale, low, high)
-
-    in_chunks(run, len(teacher_forced), _VALUES)
+    found = lines_of(_steps, 1, teacher_forced, integer, scale, low, high)
     return float(found.max(initial=0))
 
 
@@ -75,18 +48,13 @@ def float_gaps(wanted: Any, got: Any) -> tuple[float, float, float, float]:
 
     A NaN or an infinity that the other lacks is an infinite gap.
     """
-    lines = np.zeros((-(-len(wanted) // _VALUES), 4))
-
-    def run(first: int, stop: int) -> None:
-        _gaps(first, stop, wanted, got, lines[first // _VALUES])
-
-    in_chunks(run, len(wanted), _VALUES)
+    lines = lines_of(_gaps, 4, wanted, got)
     most, top = (float(lines[:, i].max(initial=0)) for i in (0, 2))
     return most, float(lines[:, 1].sum()), top, float(lines[:, 3].sum())
 
 
-@compiled("float64(int64, int64, float32[::1], int8[::1], float64, float64, float64)")
-def _steps(first, stop, teacher_forced, integer, scale, low, high):
+@compiled("void(int64, int64, float32[::1], int8[::1], float64, float64, float64, float64[::1])")
+def _steps(first, stop, teacher_forced, integer, scale, low, high, line):
     most = np.float64(0)
     unknown = 0
     for i in range(first, stop):
@@ -94,7 +62,7 @@ def _steps(first, stop, teacher_forced, integer, scale, low, high):
         unknown += raw != raw
         apart = abs(np.float64(integer[i]) - min(max(raw, low), high))
         most = max(most, apart)
-    return np.inf if unknown else most
+    line[0] = np.inf if unknown else most
 
 
 @compiled("void(int64, int64, float32[::1], float32[::1], float64[::1])")

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from bevquant_export.sparse._check_graph import check_graph
 from bevquant_export.sparse._graph import Graph, Node
-from bevquant_export.sparse._read_node import read_node
-from bevquant_export.sparse._write_proto import node_attributes, operator_of
+from bevquant_export.sparse._node_attributes import node_attributes, operator_of, read_node
 from bevquant_export.sparse.portable._body import DOMAIN
 from bevquant_export.sparse.portable._lower import Lowered, lowered
 from bevquant_export.sparse.portable._weights import read_half, read_weight

@@ -10,7 +10,13 @@ from torch.ao.quantization import QConfig
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
 from bevquant_hybrid._observers._range import FixedScaleObserver
 from bevquant_hybrid.dtype import qint16
-from bevquant_hybrid.nn.qat._base import module_path, name_place, remember_qconfig, take_over
+from bevquant_hybrid.nn.qat._base import (
+    float_layer,
+    module_path,
+    name_place,
+    remember_qconfig,
+    take_over,
+)
 
 
 class Composed(nn.Module):
@@ -18,8 +24,14 @@ class Composed(nn.Module):
 
     The parts become fixed-point ones when the model is converted; the forward stays, since both
     kinds of part hand on quantized tensors.
+
+    Attributes:
+        float_class: What it is the QAT form of.
+        settings: Attributes that it has from there.
     """
 
+    float_class: type[nn.Module]
+    settings: tuple[str, ...] = ()
     qconfig: Any
     qualified_name: str
     optional: dict[str, str]  # parts that not every call needs, and what a call needs them for
@@ -31,13 +43,15 @@ class Composed(nn.Module):
             """A part."""
 
     @classmethod
-    def of(cls, source: nn.Module, qconfig: Any) -> Self:
-        """Begin the QAT form of a float module.
+    def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
+        """Take over a float module.
 
         Raises:
-            ValueError: No qconfig.
+            TypeError: It is of another class than `float_class`, or has code of its own.
+            ValueError: No qconfig with an activation, or settings that a BPU does not execute.
         """
-        path = module_path(source)
+        qconfig = qconfig or getattr(source, "qconfig", None)
+        source, path = float_layer(source, cls.float_class), module_path(source)
         if qconfig is None:
             raise ValueError(f"{path} ({type(source).__name__}): no qconfig; set one for it")
         self = cls.__new__(cls)
@@ -47,7 +61,14 @@ class Composed(nn.Module):
         self.optional = {}
         self.training = source.training
         remember_qconfig(self, source, qconfig)
+        for name in cls.settings:
+            setattr(self, name, getattr(source, name))
+        self.make_parts(source)
         return self
+
+    def make_parts(self, source: Any) -> None:
+        """Add the parts that a float module's form is made of."""
+        raise NotImplementedError
 
     def part(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from bevquant_hybrid._integer_ops import split_mask
 from bevquant_hybrid._quant_stub import QuantStub as FloatQuantStub
 from bevquant_hybrid.nn._arithmetic import FloatFunctional as FloatArithmetic
-from bevquant_hybrid.nn.qat._base import float_layer, module_path
 from bevquant_hybrid.nn.qat._parts import Composed, linear_of
 from bevquant_hybrid.nn.qat.functional_modules import FloatFunctional
 from bevquant_hybrid.nn.qat.linear import Linear
@@ -31,6 +30,8 @@ class MultiheadAttention(Composed):
     projections are layers of their own, with parameters split off the float module's.
     """
 
+    float_class = nn.MultiheadAttention
+    settings = ("embed_dim", "num_heads", "head_dim", "dropout", "batch_first")
     embed_dim: int
     num_heads: int
     head_dim: int
@@ -41,16 +42,8 @@ class MultiheadAttention(Composed):
     add_zero_attn: bool
     bias_k: None
 
-    @classmethod
-    def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
-        """Take over a float module.
-
-        Raises:
-            ValueError: No qconfig with an activation, or settings that a BPU does not execute.
-        """
-        qconfig = qconfig or getattr(source, "qconfig", None)
-        path = module_path(source)
-        source = float_layer(source, nn.MultiheadAttention)
+    def make_parts(self, source: Any) -> None:
+        """Projections, products, the mask's parts and the softmax."""
         refused = {
             "add_bias_kv=True": source.bias_k is not None,
             "add_zero_attn=True": source.add_zero_attn,
@@ -59,13 +52,10 @@ class MultiheadAttention(Composed):
         for setting, found in refused.items():
             if found:
                 raise ValueError(
-                    f"{path} (MultiheadAttention): {setting}: a BPU takes add_bias_kv=False, "
-                    "add_zero_attn=False and keys and values as wide as the queries "
-                    f"({source.embed_dim}); change that, or run it on the CPU (hybrid_dict)"
+                    f"{self.qualified_name} (MultiheadAttention): {setting}: a BPU takes "
+                    "add_bias_kv=False, add_zero_attn=False and keys and values as wide as the "
+                    f"queries ({source.embed_dim}); change that, or run it on the CPU (hybrid_dict)"
                 )
-        self = cls.of(source, qconfig)
-        for name in ("embed_dim", "num_heads", "head_dim", "dropout", "batch_first"):
-            setattr(self, name, getattr(source, name))
         self.kdim = self.vdim = source.embed_dim
         self.add_zero_attn, self.bias_k = False, None
         biases = [None] * 3 if source.in_proj_bias is None else source.in_proj_bias.chunk(3)
@@ -80,7 +70,6 @@ class MultiheadAttention(Composed):
         self.part("mask_add", FloatFunctional, FloatArithmetic(), needed_for="a float mask")
         self.part("average", FloatFunctional, FloatArithmetic(), needed_for="need_weights=True")
         self.part("softmax", Softmax, nn.Softmax(-1))
-        return self
 
     def to_float(self) -> nn.Module:
         """Return a float module with these parameters."""

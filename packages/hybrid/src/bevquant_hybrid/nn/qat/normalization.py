@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -10,7 +10,7 @@ from bevquant_hybrid.nn._arithmetic import FloatFunctional as FloatArithmetic
 from bevquant_hybrid.nn._layer_norm import InverseNorm
 from bevquant_hybrid.nn._layer_norm import LayerNorm as AnyAxesLayerNorm
 from bevquant_hybrid.nn._layer_norm import Normalize as FloatNormalize
-from bevquant_hybrid.nn.qat._base import OutputQuantized, float_layer
+from bevquant_hybrid.nn.qat._base import OutputQuantized
 from bevquant_hybrid.nn.qat._parts import Composed, of_16_bits
 from bevquant_hybrid.nn.qat.conv2d import Conv2d
 from bevquant_hybrid.nn.qat.functional_modules import FloatFunctional
@@ -34,19 +34,13 @@ class GroupNorm(Composed):
     the float module's.
     """
 
+    float_class = nn.GroupNorm
+    settings = ("num_groups", "num_channels")
     num_groups: int
     num_channels: int
 
-    @classmethod
-    def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
-        """Take over a float module.
-
-        Raises:
-            ValueError: No qconfig with an activation.
-        """
-        source = float_layer(source, nn.GroupNorm)
-        self = cls.of(source, qconfig or getattr(source, "qconfig", None))
-        self.num_groups, self.num_channels = source.num_groups, source.num_channels
+    def make_parts(self, source: Any) -> None:
+        """The norm of every group, and the convolution."""
         norm = AnyAxesLayerNorm(1, source.eps, elementwise_affine=False, dim=-1)
         self.part("norm", LayerNorm, norm)
         if source.weight is None:
@@ -59,7 +53,6 @@ class GroupNorm(Composed):
             if source.bias is not None:
                 affine.bias = nn.Parameter(source.bias.detach().clone())
             self.part("affine", Conv2d, affine)
-        return self
 
     def to_float(self) -> nn.Module:
         """Return a float module with these parameters."""
@@ -84,24 +77,17 @@ class GroupNorm(Composed):
 class Normalize(Composed):
     """x·f(Σx²) with the table f = 1/max(√x, ε): squares, their sum and f in 16 bits."""
 
+    float_class = FloatNormalize
+    settings = ("dim",)
     dim: Any
 
-    @classmethod
-    def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
-        """Take over a float module.
-
-        Raises:
-            ValueError: No qconfig with an activation.
-        """
-        source = float_layer(source, FloatNormalize)
-        self = cls.of(source, qconfig or getattr(source, "qconfig", None))
-        self.dim = source.dim
+    def make_parts(self, source: Any) -> None:
+        """Squares, their sum, the table and the product."""
         inner = of_16_bits(self.qconfig)
         self.part("square", FloatFunctional, FloatArithmetic(), qconfig=inner)
         self.part("sum", FloatFunctional, FloatArithmetic(), qconfig=inner)
         self.part("inverse", SegmentLUT, InverseNorm(source.eps), qconfig=inner)
         self.part("mul", FloatFunctional, FloatArithmetic())
-        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize."""

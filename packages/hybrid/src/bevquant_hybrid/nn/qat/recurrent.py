@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bevquant_hybrid.nn._arithmetic import FloatFunctional as FloatArithmetic
-from bevquant_hybrid.nn.qat._base import float_layer, quantized_input
+from bevquant_hybrid.nn.qat._base import quantized_input
 from bevquant_hybrid.nn.qat._parts import Composed, linear_of
 from bevquant_hybrid.nn.qat.functional_modules import FloatFunctional
 from bevquant_hybrid.nn.qat.linear import Linear
@@ -27,19 +27,13 @@ class LSTMCell(Composed):
     the float cell.
     """
 
+    float_class = nn.LSTMCell
+    settings = ("input_size", "hidden_size")
     input_size: int
     hidden_size: int
 
-    @classmethod
-    def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
-        """Take over a float cell.
-
-        Raises:
-            ValueError: No qconfig with an activation.
-        """
-        source = float_layer(source, nn.LSTMCell)
-        self = cls.of(source, qconfig or getattr(source, "qconfig", None))
-        self.input_size, self.hidden_size = source.input_size, source.hidden_size
+    def make_parts(self, source: Any) -> None:
+        """Both products, sums, tables and products of gates."""
         biases = (source.bias_ih, source.bias_hh) if source.bias else (None, None)
         self.part("input_proj", Linear, linear_of(source.weight_ih, biases[0]))
         self.part("hidden_proj", Linear, linear_of(source.weight_hh, biases[1]))
@@ -49,7 +43,6 @@ class LSTMCell(Composed):
             self.part(name, SegmentLUT, nn.Sigmoid())
         for name in ("candidate", "squashed"):
             self.part(name, SegmentLUT, nn.Tanh())
-        return self
 
     def to_float(self) -> nn.Module:
         """Return a float cell that shares these parameters."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from bevquant_hybrid._observers._range import FixedScaleObserver
 from bevquant_hybrid.dtype import qint16
 from bevquant_hybrid.nn._arithmetic import FloatFunctional as FloatArithmetic
 from bevquant_hybrid.nn._functions import Exp, Reciprocal
-from bevquant_hybrid.nn.qat._base import float_layer, quantized_input, scaling_qconfig
+from bevquant_hybrid.nn.qat._base import quantized_input, scaling_qconfig
 from bevquant_hybrid.nn.qat._parts import Composed, of_16_bits
 from bevquant_hybrid.nn.qat.functional_modules import FloatFunctional
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
@@ -33,26 +33,19 @@ class Softmax(Composed):
     and the scale of the module's qconfig.
     """
 
+    float_class = nn.Softmax
+    settings = ("dim",)
     dim: int | None
 
-    @classmethod
-    def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
-        """Take over a float softmax.
-
-        Raises:
-            ValueError: No qconfig with an activation.
-        """
-        source = float_layer(source, nn.Softmax)
-        qconfig = scaling_qconfig(source, qconfig)
-        self = cls.of(source, qconfig)
-        self.dim = source.dim
+    def make_parts(self, source: Any) -> None:
+        """Difference, exponential, sum, reciprocal and product."""
+        qconfig = scaling_qconfig(source, self.qconfig)
         inner = of_16_bits(qconfig)
         self.part("sub", FloatFunctional, FloatArithmetic(), qconfig=inner)
         self.part("exp", SegmentLUT, Exp(), qconfig=_of_exponential(qconfig))
         self.part("sum", FloatFunctional, FloatArithmetic(), qconfig=inner)
         self.part("reciprocal", SegmentLUT, Reciprocal(), qconfig=inner)
         self.part("mul", FloatFunctional, FloatArithmetic())
-        return self
 
     def forward(self, x: Tensor, excluded: Tensor | None = None) -> Tensor:
         """Normalize.
