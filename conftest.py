@@ -59,8 +59,12 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def _seed():
-    """The same random weights in every order of the tests."""
+    """The same random weights and number of threads in every order of the tests."""
     torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
@@ -77,10 +81,8 @@ def _no_shown_value():
 @pytest.fixture(params=[1, 2, 3])
 def threads(request):
     """Torch's threads: one, as many as cores, more than those and an odd number."""
-    usual = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(usual)
+    return request.param
 
 
 @pytest.fixture(scope="session")
