@@ -66,7 +66,7 @@ def pytest_sessionfinish():
 
 @pytest.fixture(autouse=True)
 def _seed():
-    """The same random weights in every order of the tests.
+    """The same random weights and number of threads in every order of the tests.
 
     By the generator itself: `torch.manual_seed` notes for each kind of device that is not in use
     who called it, line by line: two fifths of what pytest took for a test.
@@ -74,6 +74,10 @@ def _seed():
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)
+    threads = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
@@ -90,10 +94,8 @@ def _no_shown_value():
 @pytest.fixture(params=[1, 2, 3])
 def threads(request):
     """Torch's threads: one, as many as cores, more than those and an odd number."""
-    usual = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(usual)
+    return request.param
 
 
 @pytest.fixture(scope="session")

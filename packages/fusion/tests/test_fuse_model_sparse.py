@@ -351,11 +351,7 @@ def test_fused_models_without_bevquant_kernels_say_what_to_do(spconv, cloud, ran
     model = randomise(
         spconv.SparseSequential(spconv.SubMConv3d(4, 4, 3, bias=False), nn.BatchNorm1d(4))
     )
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    try:
-        with warnings.catch_warnings(), pytest.raises(ValueError, match="use_bevquant_kernels"):
-            fuse_model(model, cloud(4))
-    finally:
-        torch.set_num_threads(threads)
+    with warnings.catch_warnings(), pytest.raises(ValueError, match="use_bevquant_kernels"):
+        fuse_model(model, cloud(4))
     assert len(model) == 2

@@ -296,17 +296,13 @@ def test_any_number_of_threads_gives_the_same(backend, threads, random_voxels):
     indices = random_voxels(generator, 1, shape, 4000)
     x = torch.from_numpy(numbers(generator, (4000, 16), "random"))
     w = torch.from_numpy(numbers(generator, (3, 3, 3, 16, 80), "random"))
-    usual = torch.get_num_threads()
     results = []
-    try:
-        for count in (1, threads):
-            torch.set_num_threads(count)
-            rulebook = build_rulebook(indices, shape, batch_size=1, **SUBM)
-            results.append(
-                int8_sparse_conv(x, w, None, rulebook, layout=WeightLayout.RSCK, backend=backend)
-            )
-    finally:
-        torch.set_num_threads(usual)
+    for count in (1, threads):
+        torch.set_num_threads(count)
+        rulebook = build_rulebook(indices, shape, batch_size=1, **SUBM)
+        results.append(
+            int8_sparse_conv(x, w, None, rulebook, layout=WeightLayout.RSCK, backend=backend)
+        )
     assert torch.equal(*results)
 
 

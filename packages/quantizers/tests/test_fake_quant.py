@@ -97,18 +97,14 @@ def test_same_bits_at_any_number_of_threads(numel):
     y = fake_quantize(leaf, 1.5, backend="torch")
     y.backward(x)
     expected = torch.stack([y.detach(), leaf.grad])
-    before = torch.get_num_threads()
-    try:
-        found = []
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            leaf = x.clone().requires_grad_()
-            y = fake_quantize(leaf, 1.5)
-            y.backward(x)
-            found.append(torch.stack([y.detach(), leaf.grad]))
-            found.append(torch.stack([fake_quantize(x, 1.5), leaf.grad]))
-    finally:
-        torch.set_num_threads(before)
+    found = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        leaf = x.clone().requires_grad_()
+        y = fake_quantize(leaf, 1.5)
+        y.backward(x)
+        found.append(torch.stack([y.detach(), leaf.grad]))
+        found.append(torch.stack([fake_quantize(x, 1.5), leaf.grad]))
     assert all(same_bits(expected, each) for each in found)
 
 

@@ -15,10 +15,7 @@ from bevquant_quantizers._threads import run_parts
 
 @pytest.fixture
 def three_threads():
-    before = torch.get_num_threads()
     torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("three_threads")

@@ -29,10 +29,7 @@ def spconv():
 @pytest.fixture
 def one_thread():
     """spconv's CPU kernels race with more: it is an oracle on one thread only."""
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=["torch", "numba"])

@@ -12,13 +12,6 @@ from bevquant_sparse import WeightLayout, _conv_matmul, build_rulebook, sparse_c
 BACKENDS = ("torch", "numba")
 
 
-@pytest.fixture
-def restore_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 def scene(seed=0, voxels=6000, shape=(40, 40, 20)):
     generator = torch.Generator().manual_seed(seed)
     cells = torch.randperm(shape[0] * shape[1] * shape[2], generator=generator)[:voxels]
@@ -54,7 +47,7 @@ def test_trap_20_forward_and_backward_never_race(backend):
 @pytest.mark.parametrize("channels", [(5, 16), (16, 33), (3, 130), (64, 64)])
 @pytest.mark.parametrize("shape", [(40, 40, 20), (20, 20, 20)], ids=["sparse", "crowded"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_trap_20_same_bits_at_any_thread_count(backend, shape, channels, restore_threads):
+def test_trap_20_same_bits_at_any_thread_count(backend, shape, channels):
     if backend == "numba":
         pytest.importorskip("numba", reason="the numba extra is not installed")
     indices = scene(shape=shape)
@@ -68,7 +61,7 @@ def test_trap_20_same_bits_at_any_thread_count(backend, shape, channels, restore
 
 
 @pytest.mark.bits
-def test_trap_20_same_bits_in_float64(restore_threads):
+def test_trap_20_same_bits_in_float64():
     rulebook = build_rulebook(scene(voxels=1500), (40, 40, 20), 3, 2, 1, subm=False, batch_size=1)
     results = []
     for threads in (1, 2):
@@ -88,7 +81,7 @@ def gathered(x, w, sources):
 @pytest.mark.bits
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rows", [1, 2, 7, 255, 257, 1777])
-def test_products_do_not_depend_on_threads(rows, dtype, restore_threads):
+def test_products_do_not_depend_on_threads(rows, dtype):
     generator = torch.Generator().manual_seed(rows)
     for inner, columns in [(1, 1), (3, 33), (5, 16), (64, 128), (128, 77), (256, 96), (300, 130)]:
         x = torch.randn(rows, inner, generator=generator, dtype=dtype)
@@ -121,7 +114,7 @@ def at_address(value, skip):
 @pytest.mark.bits
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rows", [3, 256, 1777])
-def test_trap_37_products_do_not_depend_on_addresses(rows, dtype, restore_threads):
+def test_trap_37_products_do_not_depend_on_addresses(rows, dtype):
     generator = torch.Generator().manual_seed(rows)
     size = torch.finfo(dtype).bits // 8
     for inner, columns in [(1, 1), (5, 16), (64, 33), (300, 8)]:
@@ -149,7 +142,7 @@ def test_trap_37_products_do_not_depend_on_addresses(rows, dtype, restore_thread
 
 
 @pytest.mark.bits
-def test_trap_37_a_blas_gets_one_shape_at_aligned_addresses(monkeypatch, restore_threads):
+def test_trap_37_a_blas_gets_one_shape_at_aligned_addresses(monkeypatch):
     seen, real = set(), _conv_matmul._multiply
 
     def watch(left, right, out):

@@ -140,17 +140,13 @@ def test_same_bits_at_any_thread_count(pool):
     indices, generator = scene(density=0.5)
     rulebook = build_rulebook(indices, SHAPE, 3, 2, 1, subm=False, batch_size=2)
     features = torch.randn(len(indices), 64, generator=generator)
-    threads = torch.get_num_threads()
     results = []
-    try:
-        for count in (1, 2, 2):
-            torch.set_num_threads(count)
-            leaf = features.clone().requires_grad_()
-            out = pool(leaf, rulebook)
-            out.backward(out.detach() * 0.3)
-            results.append((out.detach(), leaf.grad))
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 2, 2):
+        torch.set_num_threads(count)
+        leaf = features.clone().requires_grad_()
+        out = pool(leaf, rulebook)
+        out.backward(out.detach() * 0.3)
+        results.append((out.detach(), leaf.grad))
     for out, grad in results[1:]:
         assert torch.equal(out, results[0][0])
         assert torch.equal(grad, results[0][1])

@@ -192,19 +192,13 @@ def test_same_at_any_thread_count_and_for_concurrent_callers(kind, backend, rand
     shape = (40, 50, 60)
     indices = random_voxels(5, 2, shape, 15_000)
     arguments = {"kernel_size": 3} if kind == "subm" else {"kernel_size": 3, "stride": 2}
-    threads = torch.get_num_threads()
-    try:
-        books = []
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            books.append(build(indices, shape, 2, kind, arguments, backend))
-        with ThreadPoolExecutor(4) as pool:
-            calls = [
-                pool.submit(build, indices, shape, 2, kind, arguments, backend) for _ in range(8)
-            ]
-            books += [call.result() for call in calls]
-    finally:
-        torch.set_num_threads(threads)
+    books = []
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        books.append(build(indices, shape, 2, kind, arguments, backend))
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(build, indices, shape, 2, kind, arguments, backend) for _ in range(8)]
+        books += [call.result() for call in calls]
     for book in books[1:]:
         assert torch.equal(book.neighbours, books[0].neighbours)
         assert torch.equal(book.out_indices, books[0].out_indices)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -87,7 +87,7 @@ class _Lowering:
         self._input()
         shown = []
         for node in self.graph.nodes:
-            self._step(node)
+            self.states[node.y] = _STEPS[type(node)](self, node)
             if all_layers and isinstance(node, Conv | Add | Relu):
                 state, voxel_set = self.states[node.y], self.voxel_sets[node.y]
                 shown.append(self.outputs.layer(node, state, voxel_set, self.shapes[node.y]))
@@ -118,28 +118,6 @@ class _Lowering:
         self.voxel_sets[graph.input] = voxel_set
         self.shapes[graph.input] = ("voxels", graph.channels or getattr(first, "in_channels", 0))
         self.states[graph.input] = Floats(emitter=self.emitter, name="features", tensor=checked)
-
-    def _step(self, node: Node) -> None:
-        if isinstance(node, Conv):
-            self.states[node.y] = self._conv(node)
-        elif isinstance(node, Add):
-            self.states[node.y] = self._add(node)
-        elif isinstance(node, Relu):
-            self.states[node.y] = self._relu(node)
-        elif isinstance(node, Concat):
-            self.states[node.y] = self._concat(node)
-        elif isinstance(node, Fold):
-            self.states[node.y] = self._fold(node)
-        elif isinstance(node, Select):
-            self.states[node.y] = self._select(node)
-        elif isinstance(node, Pool):
-            self.states[node.y] = self._pool(node)
-        elif isinstance(node, Steps):
-            self.states[node.y] = self._steps(node)
-        elif isinstance(node, Scatter):
-            self.states[node.y] = self._scatter(node)
-        else:
-            self.states[node.y] = self._layout_op(node)
 
     def _stored(self, made: TensorState, tensor: str, node: Node) -> TensorState:
         """`made` as the file holds the tensor."""
@@ -369,3 +347,17 @@ def _reshaped(node: LayoutOp, shape: Shape) -> tuple[int, ...]:
     if math.prod(dims) != math.prod(sizes) or min(dims, default=1) < 1:
         raise ValueError(f"{node.name}: dims {node.dims} for a frame of {tuple(sizes)}")
     return tuple(dims)
+
+
+_STEPS: dict[type[Node], Callable[[_Lowering, Any], TensorState]] = {
+    Conv: _Lowering._conv,
+    Add: _Lowering._add,
+    Relu: _Lowering._relu,
+    Concat: _Lowering._concat,
+    Fold: _Lowering._fold,
+    Select: _Lowering._select,
+    Pool: _Lowering._pool,
+    Steps: _Lowering._steps,
+    Scatter: _Lowering._scatter,
+    LayoutOp: _Lowering._layout_op,
+}
