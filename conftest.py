@@ -3,6 +3,7 @@
 import _codecs
 import builtins
 import gc
+import logging
 import os
 import pickle
 from contextlib import suppress
@@ -10,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 with suppress(ImportError):  # not every package's tests ask for it
     from hypothesis import settings
@@ -51,6 +51,11 @@ def pytest_collection_finish():
 
     And it is looked for less often: tracing a model makes millions of objects that live a while.
     """
+    # For each of a test's three phases pytest puts its two handlers on every logger that does not
+    # propagate, of which torch has forty; from those that do it hears all the same.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 10)
@@ -71,6 +76,8 @@ def _seed():
     By the generator itself: `torch.manual_seed` notes for each kind of device that is not in use
     who called it, line by line: two fifths of what pytest took for a test.
     """
+    import torch  # not by the process that hands tests out
+
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)

@@ -1,4 +1,4 @@
-"""A browser, where one is at hand."""
+"""What several files of tests share: streets, runs, and a browser where one is at hand."""
 
 from __future__ import annotations
 
@@ -6,13 +6,33 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bev_scenes import street_frame
+
 # Modules beside the tests, which several of them share.
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _streets_once() -> Iterator[None]:
+    """A street that several commands look at is rendered once a process: most of a second each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bev_scenes._frame.street_frame", cache(street_frame))
+        yield
+
+
+@pytest.fixture(scope="session")
+def made_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the processes of a session keep the runs that they share."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "made_runs"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="session")

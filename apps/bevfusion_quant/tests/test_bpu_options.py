@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import spconv_at_hand  # noqa: F401
-from bpu_split import split
+from bpu_split import Split, split
 from torch import nn
 
 from bevfusion_quant import InputError
@@ -18,6 +19,11 @@ from bevquant_hybrid.march import get_march, set_march
 from bevquant_hybrid.qtensor import as_float
 
 CAMERA = "encoders.camera"
+
+
+@cache
+def branch_alone(branch: str) -> Split:
+    return split(branch=branch)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +36,7 @@ CAMERA = "encoders.camera"
     ],
 )  # fmt: skip
 def test_a_branch_alone(branch: str, segments: list[str], boundaries: list[str]) -> None:
-    one = split(branch=branch)
+    one = branch_alone(branch)
     plan = one.units.plan(one.forms)
     assert [segment.place for segment in plan.segments] == segments
     assert [boundary.name for boundary in plan.boundaries] == boundaries
@@ -70,7 +76,7 @@ def test_excluded_layers_run_on_the_cpu_in_float() -> None:
 
 
 def test_methods_set_different_ranges() -> None:
-    one, layer = split(branch="camera"), "backbone.layer1.0.conv1"
+    one, layer = branch_alone("camera"), "backbone.layer1.0.conv1"
     steps = {}
     for method in ("percentile", "max", "mse", "entropy"):
         units = SplitUnits(one.model, replace(one.units.config, method=method))

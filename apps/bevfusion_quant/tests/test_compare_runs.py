@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import spconv_at_hand  # noqa: F401
 from bpu_split import small_frame
+from decoder_runs import copied_run
 from safetensors.torch import load_file, save_file
 from without_pictures import without_pictures
 
 from bev_data.metrics import Bootstrap
-from bevfusion.model import trained_weights
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.compare import (
@@ -28,7 +28,7 @@ from bevfusion_quant.compare import (
     run_compare,
 )
 from bevfusion_quant.pages import read_sections
-from bevfusion_quant.ptq import PtqConfig, run_evaluate, run_ptq
+from bevfusion_quant.ptq import run_evaluate
 from bevfusion_quant.run import settings_of
 
 BOOTSTRAP = Bootstrap(resamples=20)
@@ -41,12 +41,10 @@ def frames() -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(made_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    with without_pictures():
-        for name, settings in SETTINGS.items():
-            config = PtqConfig("tiny", "decoder", weights=trained_weights("tiny"), **settings)
-            run_ptq(frames()[:1], config, runs=folder, name=name)
+    for name, settings in SETTINGS.items():
+        copied_run(made_runs, folder / name, **settings)
     return folder
 
 

@@ -67,8 +67,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 SERVE = """
-import contextlib, gc, io, json, sys
-gc.disable()  # a tenth of what imports and captures take
+import atexit, contextlib, gc, io, json, sys
+gc.disable(); atexit.register(gc.freeze)  # a tenth of what imports and captures take
 from bev_data import InputError
 from bev_data.datasets import register_dataset
 from bevfusion_quant.cli import main

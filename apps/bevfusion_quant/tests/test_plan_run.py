@@ -10,8 +10,10 @@ import pytest
 import spconv_at_hand  # noqa: F401
 import torch
 from bpu_split import TINY, small_frame
+from decoder_runs import copied_run
 from without_pictures import without_pictures
 
+from bevfusion.model import trained_weights
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.export import nvidia_pieces, write_piece
@@ -39,19 +41,20 @@ WIDE = "decoder.backbone.blocks.1.3"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(made_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The decoder as it is, and by a plan made from it."""
     folder = tmp_path_factory.mktemp("runs")
-    frames = [small_frame()]
+    copied_run(made_runs, folder / "a")
     with without_pictures():
-        run_ptq(frames, PtqConfig("tiny", "decoder"), runs=folder, name="a")
         chosen = {**dict.fromkeys(FLOAT, "float"), WIDE: "int16"}
         plan = PrecisionPlan(
             tuple(PlannedGroup(paths, chosen.get(paths[0], "int8")) for paths in GROUPS)
         )
         plan.save(folder / "wide.json")
-        config = PtqConfig("tiny", "decoder", plan=folder / "wide.json")
-        run_ptq(frames, config, runs=folder, name="wide")
+        config = PtqConfig(
+            "tiny", "decoder", weights=trained_weights("tiny"), plan=folder / "wide.json"
+        )
+        run_ptq([small_frame()], config, runs=folder, name="wide")
     return folder
 
 

@@ -13,6 +13,7 @@ import pytest
 import spconv_at_hand  # noqa: F401
 import torch
 from bpu_split import TINY, small_frame
+from decoder_runs import copied_run
 from torch import Tensor, nn
 from without_pictures import without_pictures
 
@@ -46,13 +47,11 @@ def frame() -> Any:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(made_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The decoder with each of the switches."""
     folder = tmp_path_factory.mktemp("runs")
-    with without_pictures():
-        for name, settings in SETTINGS.items():
-            config = PtqConfig("tiny", "decoder", **settings)
-            run_ptq([frame()], config, runs=folder, name=name)
+    for name, settings in SETTINGS.items():
+        copied_run(made_runs, folder / name, **settings)
     return folder
 
 

@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("numba", reason="the numba extra is not installed")
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 from extremes import int8
 
@@ -79,6 +82,7 @@ def test_beside_other_users_of_the_tiles():
 
 
 ASKED_AT_ONCE = """
+import atexit, gc; gc.disable(); atexit.register(gc.freeze)  # a quarter of the CPU time
 from concurrent.futures import ThreadPoolExecutor
 
 from bevquant_int8sim import backend_report

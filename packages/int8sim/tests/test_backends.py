@@ -109,6 +109,7 @@ def test_unknown_backends_name_the_layer():
 
 
 WITHOUT = """
+import atexit, gc; gc.disable(); atexit.register(gc.freeze)  # a quarter of the CPU time
 import torch
 from bevquant_int8sim import backend_report, int8_conv2d
 
