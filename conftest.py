@@ -101,6 +101,8 @@ def _no_shown_value():
 @pytest.fixture(params=[1, 2, 3])
 def threads(request):
     """Torch's threads: one, as many as cores, more than those and an odd number."""
+    import torch
+
     torch.set_num_threads(request.param)
     return request.param
 
