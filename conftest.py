@@ -74,7 +74,7 @@ def _seed():
     """The same random weights and number of threads in every order of the tests.
 
     By the generator itself: `torch.manual_seed` notes for each kind of device that is not in use
-    who called it, line by line: two fifths of what pytest took for a test.
+    who called it, line by line, for every test anew.
     """
     import torch  # not by the process that hands tests out
 
@@ -100,7 +100,7 @@ def _no_shown_value():
 
 @pytest.fixture(params=[1, 2, 3])
 def threads(request):
-    """Torch's threads: one, as many as cores, more than those and an odd number."""
+    """Torch's threads: one, two, and an odd number."""
     import torch
 
     torch.set_num_threads(request.param)

@@ -103,8 +103,7 @@ def pytest(session: nox.Session, *folders: str, **settings: str) -> None:
     named = any(Path(argument.split("::")[0]).exists() for argument in session.posargs)
     chosen = [*session.posargs, *(() if named else folders)]
     # Compiled modules are kept: tests start many processes, each of which imports torch.
-    # Freed maps are kept for the next layer, as in the app's own process: whole models take 1.5 %
-    # less CPU time.
+    # Freed maps are kept for the next layer, as in the app's own process.
     malloc = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
     env = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONDONTWRITEBYTECODE": "", **malloc, **settings}
     by_file = ["--dist", "loadfile", "--no-loadscope-reorder"]  # in the order of conftest.py
@@ -124,8 +123,8 @@ def tests(session: nox.Session) -> None:
     """Doctests, unit, property, parity and end-to-end tests of every package together.
 
     Each of the two processes has half of the cores: threads that take turns on a core cost 6 to 9 %
-    of the CPU time. On two cores that is one thread, but in the tests that are about threads, which
-    set their own number; whole runs of the app on all cores are what `isolated` has.
+    of the CPU time (Intel Xeon). On two cores that is one thread, but in the tests that are about
+    threads, which set their own number; whole runs of the app on all cores are what `isolated` has.
     """
     install(session, everything(), "pytorch-quantization")
     share = str(max(1, (os.cpu_count() or 1) // 2))

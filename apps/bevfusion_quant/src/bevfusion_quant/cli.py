@@ -166,7 +166,7 @@ def _look_for_garbage_less_often() -> None:
     """
     if "torch" not in sys.modules:
         gc.set_threshold(2000, 20, 50)
-        atexit.register(gc.freeze)  # not once more as the process ends: 0.5 to 1.6 s
+        atexit.register(gc.freeze)  # not once more as the process ends
 
 
 @contextmanager
