@@ -78,6 +78,8 @@ def sort_order(indices: Tensor) -> Tensor:
     """Rows in the order of their voxels, which the kernels then find side by side."""
     b, x, y, z = indices.long().unbind(1)
     key = ((b * float_bench.GRID[0] + x) * float_bench.GRID[1] + y) * float_bench.GRID[2] + z
+    if key.is_cuda:
+        return key.argsort()
     bits = len(key).bit_length()
     packed = torch.from_numpy(np.sort(((key << bits) | torch.arange(len(key))).numpy()))
     return packed & ((1 << bits) - 1)

@@ -60,7 +60,7 @@ def test_pools_and_gradients(pool):
     features = torch.randn(3000, 8, generator=generator, dtype=torch.float64)
     results = []
     for rulebook, device in ((cpu, "cpu"), (cuda, "cuda"), (cuda, "cuda")):
-        leaf = features.to(device).requires_grad_()
+        leaf = features.to(device, copy=True).requires_grad_()
         out = pool(leaf, rulebook)
         out.square().sum().backward()
         results.append([out.detach().cpu(), leaf.grad.cpu()])
