@@ -26,7 +26,7 @@ def count_beyond(values: Any, amax: float) -> int:
     return int(lines_of(_beyond, 1, values, amax).sum())
 
 
-@compiled("void(int64, int64, float32[::1], float32[::1], float64[::1])")
+@compiled("void(int64, int64, float32[::1], float32[::1], float64[::1])", any_order=True)
 def _pairs(first, stop, wanted, got, line):
     signal = energy = dot = noise = 0.0
     for i in range(first, stop):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ._jit import jit
+from ._threads import run_parts
 
 # Without their sign bit float32 values order as integers do, and whatever is not finite lies at
 # or above this one. An integer maximum vectorises where one that must respect NaN does not.
@@ -73,22 +74,48 @@ def count_magnitudes(
     return largest, zeros
 
 
+def count_signed(values: Any, amax: Any, span: float, counts: Any) -> tuple[int, int]:
+    """`count_values` of `_watch`, on all of torch's threads."""
+    flat, after = values.reshape(-1), values.shape[2]
+
+    def part(first: int, stop: int) -> tuple[int, int, Any]:
+        return _count_part(first, stop, flat, after, amax, span, len(counts))
+
+    parts = run_parts(part, flat.size)
+    for _, _, found in parts:
+        counts += found[:-1]
+    return sum(int(beyond) for beyond, *_ in parts), sum(int(zeros) for _, zeros, _ in parts)
+
+
 @jit
-def count_signed(values: Any, amax: Any, span: float, counts: Any) -> Any:
-    """`count_values` of `_watch`."""
-    bins = len(counts)
+def _count_part(
+    first: Any, stop: Any, flat: Any, after: Any, amax: Any, span: float, bins: Any
+) -> Any:
+    """Values beyond and zeros among ``first … stop``, and the histogram with one bin for the rest.
+
+    Four partial histograms and a block of indices, as `count_magnitudes` has them.
+    """
+    parts = np.zeros((4, bins + 1), np.int32)
+    index = np.empty(1024, np.int32)
     per_unit = bins / (2.0 * span)
+    last, rest = np.float64(bins - 1), np.float64(bins)
     beyond = zeros = 0
-    for i in range(values.shape[0]):
-        for channel in range(values.shape[1]):
-            limit = amax[channel]
-            for k in range(values.shape[2]):
-                x = float(values[i, channel, k])
-                if x == 0.0:
-                    zeros += 1
-                if abs(x) > limit:
-                    beyond += 1
-                place = (x + span) * per_unit
-                if 0.0 <= place <= bins:
-                    counts[min(int(place), bins - 1)] += 1
-    return beyond, zeros
+    start = first
+    while start < stop:
+        row = start // after
+        block = flat[start : min(start + 1024, (row + 1) * after, stop)]
+        limit = amax[row % len(amax)]
+        for i in range(len(block)):
+            x = np.float64(block[i])
+            zeros += x == 0.0
+            beyond += abs(x) > limit
+            place = (x + span) * per_unit
+            near = place if place > 0.0 else 0.0
+            near = near if near < last else last
+            near = near if place >= 0.0 else rest
+            near = near if place <= rest else rest
+            index[i] = np.int32(near)
+        for i in range(len(block)):
+            parts[i & 3, index[i]] += 1
+        start += len(block)
+    return beyond, zeros, parts[0] + parts[1] + parts[2] + parts[3]

@@ -186,8 +186,7 @@ def count_values(
     if has_numba():
         from ._counts_numba import count_signed
 
-        beyond, zeros = count_signed(values, amax, span, counts)
-        return int(beyond), int(zeros)
+        return count_signed(values, amax, span, counts)
     bins = len(counts)
     with np.errstate(invalid="ignore"):
         places = (values.ravel().astype(np.float64) + span) * (bins / (2.0 * span))

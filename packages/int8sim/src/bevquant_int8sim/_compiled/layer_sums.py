@@ -1,7 +1,9 @@
 """The sums of a row, and gaps, in one pass over memory on all of torch's threads; needs numba.
 
 Each block of values writes a line of its own, in the order of `FIELDS`, so that the sums do not
-depend on the number of threads.
+depend on the number of threads. What is counted in steps is counted in integers: branches, and
+floats whose order matters, would keep a loop from working on several values at a time. A NaN is
+clamped to the lowest integer, and what is added up beside it is NaN.
 """
 
 from __future__ import annotations
@@ -55,13 +57,14 @@ def float_gaps(wanted: Any, got: Any) -> tuple[float, float, float, float]:
 
 @compiled("void(int64, int64, float32[::1], int8[::1], float64, float64, float64, float64[::1])")
 def _steps(first, stop, teacher_forced, integer, scale, low, high, line):
-    most = np.float64(0)
+    most = np.int32(0)
     unknown = 0
     for i in range(first, stop):
         raw = np.rint(np.float64(teacher_forced[i]) / scale)
         unknown += raw != raw
-        apart = abs(np.float64(integer[i]) - min(max(raw, low), high))
-        most = max(most, apart)
+        clamped = raw if raw > low else low
+        clamped = clamped if clamped < high else high
+        most = max(most, abs(np.int32(integer[i]) - np.int32(clamped)))
     line[0] = np.inf if unknown else most
 
 
@@ -82,7 +85,9 @@ def _gaps(first, stop, wanted, got, line):
     line[0], line[1], line[2], line[3] = most, energy, top, power
 
 
-@compiled("void(int64, int64, float32[::1], float32[::1], float32[::1], float64[::1])")
+@compiled(
+    "void(int64, int64, float32[::1], float32[::1], float32[::1], float64[::1])", any_order=True
+)
 def _floats(first, stop, wanted, fake, integer, line):
     power = fake_power = integer_power = fake_dot = integer_dot = 0.0
     fake_error = integer_error = 0.0
@@ -101,20 +106,25 @@ def _floats(first, stop, wanted, fake, integer, line):
 
 @compiled(
     "void(int64, int64, float32[::1], float32[::1], int8[::1], float64, float64, float64, "
-    "float64[::1])"
+    "float64[::1])",
+    any_order=True,
 )
 def _integers(first, stop, wanted, fake, integer, scale, low, high, line):
     power = fake_power = integer_power = fake_dot = integer_dot = 0.0
-    fake_error = integer_error = total = most = 0.0
-    off = 0
+    fake_error = integer_error = 0.0
+    total = off = unknown = 0
+    most = np.int32(0)
     for i in range(first, stop):
-        made = np.float64(integer[i])
-        expected = min(max(np.rint(np.float64(fake[i]) / scale), low), high)
-        apart = abs(made - expected)
+        raw = np.rint(np.float64(fake[i]) / scale)
+        unknown += raw != raw
+        expected = raw if raw > low else low
+        expected = expected if expected < high else high
+        made = np.int32(integer[i])
+        apart = abs(made - np.int32(expected))
         total += apart
         off += apart > 0
         most = max(most, apart)
-        w, f, q = np.float64(wanted[i]), expected * scale, made * scale
+        w, f, q = np.float64(wanted[i]), expected * scale, np.float64(made) * scale
         power += w * w
         fake_power += f * f
         integer_power += q * q
@@ -125,18 +135,24 @@ def _integers(first, stop, wanted, fake, integer, scale, low, high, line):
     line[0], line[1], line[2] = power, fake_power, integer_power
     line[3], line[4], line[5], line[6] = fake_dot, integer_dot, fake_error, integer_error
     line[7], line[8], line[12] = total, off, most
+    if unknown:
+        line[1], line[3], line[5], line[7] = np.nan, np.nan, np.nan, np.nan
 
 
 @compiled("void(int64, int64, float32[::1], int8[::1], float64, float64, float64, float64[::1])")
 def _teacher_forced(first, stop, teacher_forced, integer, scale, low, high, line):
-    total = most = 0.0
-    off = saturated = 0
+    total = off = saturated = unknown = 0
+    most = np.int32(0)
     for i in range(first, stop):
         raw = np.rint(np.float64(teacher_forced[i]) / scale)
-        clamped = min(max(raw, low), high)
+        unknown += raw != raw
+        clamped = raw if raw > low else low
+        clamped = clamped if clamped < high else high
         saturated += raw != clamped
-        apart = abs(np.float64(integer[i]) - clamped)
+        apart = abs(np.int32(integer[i]) - np.int32(clamped))
         total += apart
         off += apart > 0
         most = max(most, apart)
     line[9], line[10], line[11], line[13] = total, off, saturated, most
+    if unknown:
+        line[9] = np.nan

@@ -12,17 +12,23 @@ if config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set")
 
 
-def compiled(signature: str) -> Callable[[Callable[..., Any]], Any]:
+def compiled(signature: str, *, any_order: bool = False) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: compile for ``signature`` at once, without the GIL, cached where possible.
 
     numba's cache sees changes of the function's own file only: code that is generated for it lies
     there too.
+
+    Args:
+        signature: numba's.
+        any_order: Sums of floats may be added up in any order, several values at a time: their last
+            bits are then those of this CPU's vectors.
     """
+    options = {"nogil": True, "fastmath": {"reassoc"} if any_order else False}
 
     def decorate(function: Callable[..., Any]) -> Any:
         try:
-            return njit(signature, nogil=True, cache=True)(function)
+            return njit(signature, cache=True, **options)(function)
         except Exception:  # no writable place for a cache, or a damaged one: unpickling raises any
-            return njit(signature, nogil=True)(function)
+            return njit(signature, **options)(function)
 
     return decorate
