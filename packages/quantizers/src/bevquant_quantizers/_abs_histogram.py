@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ._jit import use_numba
+from ._memory_order import as_it_lies
 from ._threads import run_parts
 
 # Loading numba for less than this is not worth it.
@@ -194,7 +195,7 @@ def _one_pass(x: Tensor, bins: int, upper: float, shift: int, max_bins: int) -> 
     """
     from . import _counts_numba as kernels
 
-    values = x.detach().reshape(-1).numpy()
+    values = as_it_lies(x).numpy()
     bits = values.view(np.int32)
     if values.size >= _LARGEST_PASS:
         return None
@@ -236,7 +237,7 @@ def _value(bits: int) -> float:
 
 
 def _torch_histogram(x: Tensor, bins: int, upper: float, shift: int, max_bins: int) -> AbsHistogram:
-    a = x.reshape(-1).abs()
+    a = as_it_lies(x).abs()
     nans = infs = 0
     largest = float(a.max()) if a.numel() else 0.0
     if not math.isfinite(largest):

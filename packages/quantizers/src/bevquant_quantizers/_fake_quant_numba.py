@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ._jit import jit
+from ._memory_order import memory_order
 from ._steps import integer_bounds, refuse_negative, scales
 from ._stream_numba import LANES, keep_stream, quantize_stream
 from ._threads import run_parts
@@ -119,7 +120,7 @@ def one_pass(
     Ours is dense float32 on the CPU with one range, or one range an index of a single axis. With
     `packed` the mask may be one bit a value, 16 in an int16, where x is large and contiguous.
     """
-    order = _memory_order(x)
+    order = memory_order(x)
     dense = x.detach().permute(order)
     if (
         x.dtype != torch.float32
@@ -185,11 +186,6 @@ def one_pass(
     if options[1] and any(negative):
         refuse_negative(x)
     return y, inside
-
-
-def _memory_order(x: Tensor) -> list[int]:
-    """Axes from the widest stride to the narrowest: channels_last is dense memory too."""
-    return sorted(range(x.dim()), key=lambda axis: -x.stride()[axis])
 
 
 def _empty(shape: torch.Size, order: list[int], dtype: type) -> tuple[Tensor, Any]:
@@ -271,7 +267,7 @@ def unpack(inside: Tensor) -> Tensor:
 
 def keep(grad: Tensor, inside: Tensor) -> Tensor | None:
     """Return the float32 gradient where `inside`, zero elsewhere; None where strides differ."""
-    order = _memory_order(grad)
+    order = memory_order(grad)
     dense, mask = grad.permute(order), inside.permute(order)
     if not (dense.is_contiguous() and mask.is_contiguous()):
         return None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ._jit import has_numba
+from ._memory_order import as_it_lies, memory_order
 
 # Few enough that a bin spans several steps of values already quantized: no moiré in the pictures.
 BINS = 80
@@ -143,7 +144,7 @@ def _count(values: QuantizerValues) -> Callable[[nn.Module, tuple[Tensor, ...]],
         x = args[0].detach()
         if not x.numel():
             return
-        low, high = x.aminmax()
+        low, high = as_it_lies(x).aminmax()
         values.widen(max(-float(low), float(high)))
         beyond, zeros = count_values(
             _by_channel(x, cast(Tensor, module._amax)), values.amax, values.reach, values.counts
@@ -159,10 +160,11 @@ def _by_channel(x: Tensor, amax: Tensor) -> npt.NDArray[np.float32]:
     """The values as [before, channels, after], the channels those that have a range each."""
     axis = next((i for i, n in enumerate(amax.shape) if n > 1), None)
     if axis is None:
-        return x.float().reshape(1, 1, -1).numpy()
-    axis += x.ndim - amax.ndim
-    channels = x.shape[axis]
-    before = math.prod(x.shape[:axis])
+        return as_it_lies(x).float().reshape(1, 1, -1).numpy()
+    order = memory_order(x)
+    axis = order.index(axis + x.ndim - amax.ndim)
+    x = x.permute(order)
+    before, channels = math.prod(x.shape[:axis]), x.shape[axis]
     return x.float().reshape(before, channels, -1).numpy()
 
 
