@@ -141,34 +141,47 @@ def fuse_parts(
     """
     model, parts = copy.deepcopy(model), tuple(parts)
     results = {}
-    for path, inputs in _part_inputs(model, example_inputs, parts).items():
+    for path, (inputs, before) in _part_calls(model, example_inputs, parts, unchecked).items():
         given = None if path in unchecked else inputs
-        results[path] = fuse_model(model.get_submodule(path), example_inputs=given)
+        results[path] = _fused(model.get_submodule(path), given, False, None, before)
         model.set_submodule(path, results[path].model)
     if not results:
         raise ValueError(f"fuse_parts: the model runs none of {', '.join(parts)}: name its modules")
     return joined(model.eval(), results)
 
 
-def _part_inputs(
-    model: nn.Module, example_inputs: tuple[Any, ...], parts: Iterable[str]
-) -> dict[str, tuple[Any, ...]]:
-    """What each part is called with, in the order of the calls."""
-    seen: dict[str, tuple[Any, ...]] = {}
+def _part_calls(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...],
+    parts: Iterable[str],
+    unchecked: Collection[str],
+) -> dict[str, tuple[tuple[Any, ...], list[Tensor] | None]]:
+    """What each part is first called with, and what it then returns, in the order of the calls."""
+    seen: dict[str, tuple[tuple[Any, ...], list[Tensor] | None]] = {}
     known = dict(model.named_modules())
-    with ExitStack() as stack, torch.no_grad():
+
+    def note(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if path not in seen:
+                seen[path] = args, None if path in unchecked else _kept(output)
+
+        return hook
+
+    with ExitStack() as stack, evaluation(model), torch.no_grad():
         for path in known.keys() & set(parts):
-            hook = known[path].register_forward_pre_hook(
-                lambda module, args, path=path: seen.setdefault(path, args) and None
-            )
-            stack.callback(hook.remove)
+            stack.callback(known[path].register_forward_hook(note(path)).remove)
         model(*example_inputs)
     return seen
 
 
 def _fused(
-    model: nn.Module, example_inputs: Any, inplace: bool, graph: Graph | None
+    model: nn.Module,
+    example_inputs: Any,
+    inplace: bool,
+    graph: Graph | None,
+    before: list[Tensor] | None = None,
 ) -> FusionResult:
+    """`fuse_model`; `before` is what the model was seen to return where it is part of another."""
     if graph is not None and graph.model is not model:
         raise ValueError(
             f"graph: expected one captured from this {type(model).__name__}, got one of another "
@@ -189,8 +202,10 @@ def _fused(
         stopped = [path for path, alone in activations(model) if alone]
         return _fuse(model if inplace else copy.deepcopy(model), plan, stopped)
     inputs: _Inputs = arguments(example_inputs)
-    with running(model, "fuse_model", "Give inputs that it takes; it is as it was before"):
-        before = _run(model, inputs)
+    seen = before is not None
+    if before is None:
+        with running(model, "fuse_model", "Give inputs that it takes; it is as it was before"):
+            before = _run(model, inputs)
     stopped = _may_stop(model, inputs, before)
     result = _fuse(copy.deepcopy(model), plan, stopped)
     try:
@@ -203,6 +218,8 @@ def _fused(
     difference = _relative_difference(before, after)
     exact: float | None = difference
     if not difference <= _tolerance(before):
+        if seen:  # the model may have written to the inputs afterwards
+            return _fused(model, example_inputs, inplace, graph)
         exact = _difference_in_float64(model, inputs, plan, stopped)
     if exact is None:
         fault = first_fault(model, lambda: _run(model, inputs))
@@ -318,7 +335,11 @@ def _run(model: nn.Module, inputs: _Inputs) -> list[Tensor]:
     """Outputs of ``model`` in evaluation mode, on copies of ``inputs``, as a flat list."""
     args, kwargs = _duplicate(inputs)
     with evaluation(model), torch.no_grad():
-        return [t.detach().clone() for t in _tensors(model(*args, **kwargs))]
+        return _kept(model(*args, **kwargs))
+
+
+def _kept(output: Any) -> list[Tensor]:
+    return [t.detach().clone() for t in _tensors(output)]
 
 
 def _relative_difference(before: list[Tensor], after: list[Tensor]) -> float:
