@@ -43,8 +43,31 @@ def test_each_part_is_folded_and_told_by_its_full_path() -> None:
     torch.testing.assert_close(result.model(x), wanted)
     assert isinstance(result.model.stem[1], nn.Identity)
     assert isinstance(net.stem[1], nn.BatchNorm2d)
-    assert not net.stem._forward_pre_hooks
-    assert not result.model.stem._forward_pre_hooks
+    assert not net.stem._forward_hooks
+    assert not result.model.stem._forward_hooks
+
+
+class Overwrites(nn.Module):
+    """Writes to what its part was called with, as in-place activations behind a part do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = block(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x * 3
+        y = self.stem(kept)
+        kept.zero_()
+        return y
+
+
+def test_a_part_whose_input_is_overwritten_later_is_compared_on_what_it_holds_then() -> None:
+    torch.manual_seed(0)
+    net, x = Overwrites().double().eval(), torch.randn(2, 2, 9, 9, dtype=torch.float64)
+    result = fuse_parts(net, (x,), ["stem"])
+    assert result.max_error is not None
+    assert result.max_error < 1e-10
+    torch.testing.assert_close(result.model(x), net(x))
 
 
 def test_parts_that_never_run_are_refused() -> None:

@@ -119,6 +119,23 @@ def test_the_peak_is_that_of_the_tensor_alone(form):
 
 
 @pytest.mark.parametrize("by", ["numba", "torch"])
+@pytest.mark.parametrize("spoiled", [1, 2])  # what runs free, what is taught
+def test_of_what_is_no_number_no_mean_is_made(monkeypatch, by, spoiled):
+    if by == "torch":
+        without_numba(monkeypatch)
+    else:
+        pytest.importorskip("numba")
+    tensors = [t.clone() for t in maps(channels_last=False)]
+    tensors[spoiled][1, 3, 4, 5] = torch.nan
+    sums = _layer_sums.LayerSums("p", "conv", "int8")
+    sums.add_integers(*tensors, FORM)
+    means = sums.sums["free_total"], sums.sums["forced_total"]
+    assert [math.isnan(mean) for mean in means] == [spoiled == 1, spoiled == 2]
+    assert math.isnan(sums.sums["fake_error"]) == (spoiled == 1)
+    assert not math.isnan(sums.sums["integer_error"])
+
+
+@pytest.mark.parametrize("by", ["numba", "torch"])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_the_largest_difference_in_steps(monkeypatch, by, channels_last):
     if by == "torch":

@@ -113,6 +113,15 @@ def test_half_double_and_strided_inputs():
     assert abs_histogram(x.requires_grad_(), 64).counts.requires_grad is False
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_map_whose_channels_lie_side_by_side_gives_the_same_histogram(backend):
+    x = torch.randn(2, 24, 60, 50)
+    wanted = abs_histogram(x, bins=512, backend=backend)
+    got = abs_histogram(x.to(memory_format=torch.channels_last), bins=512, backend=backend)
+    assert torch.equal(got.counts, wanted.counts)
+    assert (got.max, got.zeros, got.upper) == (wanted.max, wanted.zeros, wanted.upper)
+
+
 def test_refuses_bad_arguments():
     x = torch.ones(3)
     for arguments in ({"bins": 0}, {"bins": 64, "max_bins": 32}, {"shift": -1}):

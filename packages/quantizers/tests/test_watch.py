@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,3 +77,21 @@ def test_each_channel_has_its_range_and_beside_infinity_nothing_is_in_a_bin() ->
     x[0, 0, 1] = torch.inf
     (seen,) = watch_quantizers(layer, lambda m: m(x))
     assert (seen.zeros, seen.total, seen.counts.sum()) == (1, x.numel(), 0)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("axis", [None, 1])
+@pytest.mark.usefixtures("with_and_without_numba")
+def test_many_values_are_counted_alike_as_they_lie(axis: int | None, layout: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(3, 8, 131, 67, generator=generator).relu().to(memory_format=layout)
+    layer = Range(1.5) if axis is None else Range([0.25 * i for i in range(1, 9)])
+    layer._amax = layer._amax.reshape(() if axis is None else (8, 1, 1))
+    (seen,) = watch_quantizers(layer, lambda m: m(x))
+    assert seen.largest == float(x.max())
+    assert (seen.total, seen.zeros) == (x.numel(), int((x == 0).sum()))
+    assert seen.beyond == int((x > layer._amax).sum())
+    # numpy has its histogram from edges in float32 of float32 values.
+    expected = np.histogram(x.double().numpy(), seen.edges)[0]
+    assert np.abs(seen.counts - expected).sum() <= 8
+    assert seen.counts.sum() == x.numel()

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bevquant_fusion import norm_as_convolution
 from bevquant_graph import OPAQUE, Graph, flatten, layer_class, op_spec, rebuild
-from bevquant_qnn import QuantAdd, QuantConcat
+from bevquant_qnn import QuantAdd, QuantConcat, QuantMaxPool2d
 
 Returned = Callable[[str, int], Tensor | None]
 """Path of a layer and which of its calls, from 0 → what it returned in a run beside this one."""
@@ -149,8 +149,8 @@ def _channels_last(x: Any) -> Any:
 
 
 _LAYERS = frozenset({"layer", "sparse_layer", "quantize"})
-_PLAIN = (nn.ReLU, nn.ReLU6, nn.MaxPool2d, QuantAdd, QuantConcat)
-"""Modules that return the one tensor that they compute."""
+_PLAIN = frozenset({nn.ReLU, nn.ReLU6, nn.MaxPool2d, QuantMaxPool2d, QuantAdd, QuantConcat})
+"""Classes that return the one tensor that they compute; what is derived from them may not."""
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
@@ -158,9 +158,9 @@ def layer_calls(graph: Graph, model: nn.Module) -> dict[fx.Node, tuple[str, int]
     """Nodes that are what the call of a layer or quantizer returns: its path, which of its calls.
 
     Layers are told by their class (`bevquant_graph.layer_class`); ReLUs, max pools and the sums and
-    concatenations of `quantize_model` go with them. Of one whose call hands on more than a tensor, and of one that has several paths, by which its calls cannot be told apart, there
-    is none; nor behind attention, for which torch has a fused form that no graph has, with other
-    last bits.
+    concatenations of `quantize_model` go with them. Of one whose call hands on more than a tensor,
+    and of one that has several paths, by which its calls cannot be told apart, there is none; nor
+    behind attention, for which torch has a fused form that no graph has, with other last bits.
 
     Args:
         graph: The graph.
@@ -190,9 +190,8 @@ def layer_calls(graph: Graph, model: nn.Module) -> dict[fx.Node, tuple[str, int]
 
 
 def _returns(node: fx.Node, module: nn.Module) -> bool:
-    if isinstance(module, _PLAIN):
-        return True
-    return op_spec(node.target).kind in _LAYERS and layer_class(module) is not None
+    layer = op_spec(node.target).kind in _LAYERS and layer_class(module) is not None
+    return layer or type(module) in _PLAIN
 
 
 def tensor_of(value: Any) -> Tensor | None:
