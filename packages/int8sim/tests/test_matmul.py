@@ -96,3 +96,14 @@ def test_operands_at_which_saturation_shows():
     assert (b.T == a[:5]).all()
     (one,), _ = _matmul.saturating_operands(1, 3, 1)
     assert set(one) == {127}
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16])
+@pytest.mark.parametrize("columns", [1, 3, 5, 6, 8, 20, 64])
+def test_rows_by_words_are_those_rows(columns, dtype):
+    info = torch.iinfo(dtype)
+    x = torch.randint(info.min, info.max + 1, (40, columns), dtype=dtype)
+    rows = torch.randint(0, 40, (99,))
+    assert torch.equal(_matmul.taken_by_words(x, rows), x[rows])
+    assert torch.equal(_matmul.gathered(x, rows), x[rows])
+    assert _matmul.taken_by_words(x, rows[:0]).shape == (0, columns)

@@ -17,7 +17,7 @@ from bevquant_int8sim._accumulator import (
 )
 from bevquant_int8sim._backends import choose_backend
 from bevquant_int8sim._integers import check_integer_tensor
-from bevquant_int8sim._matmul import exact_matmul
+from bevquant_int8sim._matmul import exact_matmul, gathered
 from bevquant_int8sim._output import Output, make_output
 from bevquant_int8sim._prepared import Memo
 from bevquant_int8sim._scales import checked_scale
@@ -247,7 +247,7 @@ def _accumulated(
         block = max(1, _BLOCK_VALUES // (volume * in_channels))
         for start in range(0, rulebook.num_out, block):
             rows = rulebook.neighbours[start : start + block].long() + 1  # row 0 holds zeros
-            columns = padded.index_select(0, rows.view(-1)).view(rows.shape[0], -1)
+            columns = gathered(padded, rows.view(-1)).view(rows.shape[0], -1)
             acc[start : start + block] = exact_matmul(columns, matrix, fits_int32=fits_int32)
     return acc if bias is None else acc.add_(bias.to(dtype))
 

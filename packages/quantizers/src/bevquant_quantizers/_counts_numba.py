@@ -78,7 +78,7 @@ def count_signed(values: Any, amax: Any, span: float, counts: Any) -> tuple[int,
     """`count_values` of `_watch`, on all of torch's threads."""
     flat, after = values.reshape(-1), values.shape[2]
 
-    def part(first: int, stop: int) -> tuple[int, int, Any]:
+    def part(first: int, stop: int) -> Any:
         return _count_part(first, stop, flat, after, amax, span, len(counts))
 
     parts = run_parts(part, flat.size)

@@ -112,7 +112,9 @@ def _floats(first, stop, wanted, fake, integer, line):
 def _integers(first, stop, wanted, fake, integer, scale, low, high, line):
     power = fake_power = integer_power = fake_dot = integer_dot = 0.0
     fake_error = integer_error = 0.0
-    total = off = unknown = 0
+    total: Any = 0
+    off: Any = 0
+    unknown = 0
     most = np.int32(0)
     for i in range(first, stop):
         raw = np.rint(np.float64(fake[i]) / scale)
@@ -141,7 +143,9 @@ def _integers(first, stop, wanted, fake, integer, scale, low, high, line):
 
 @compiled("void(int64, int64, float32[::1], int8[::1], float64, float64, float64, float64[::1])")
 def _teacher_forced(first, stop, teacher_forced, integer, scale, low, high, line):
-    total = off = saturated = unknown = 0
+    total: Any = 0
+    off: Any = 0
+    saturated = unknown = 0
     most = np.int32(0)
     for i in range(first, stop):
         raw = np.rint(np.float64(teacher_forced[i]) / scale)
