@@ -118,4 +118,4 @@ def _count_part(
         for i in range(len(block)):
             parts[i & 3, index[i]] += 1
         start += len(block)
-    return beyond, zeros, parts[0] + parts[1] + parts[2] + parts[3]
+    return beyond, zeros, parts.astype(np.int64).sum(0)
