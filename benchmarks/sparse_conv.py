@@ -138,6 +138,10 @@ class Encoder(nn.Module):
 
 
 def spconv_engine(conv: Any, x: Any, shift: Tensor | None) -> Any:
+    if not x.features.is_cuda:  # a build for CUDA takes another one by itself, which has no CPU
+        from spconv.core import ConvAlgo
+
+        conv.algo = ConvAlgo.Native
     y = conv(x)
     return y if shift is None else y.replace_feature(y.features + shift)
 
