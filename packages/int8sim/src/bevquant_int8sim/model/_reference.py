@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bevquant_fusion import norm_as_convolution
 from bevquant_graph import OPAQUE, Graph, flatten, layer_class, op_spec, rebuild
-from bevquant_qnn import QuantAdd, QuantConcat, QuantMaxPool2d
+from bevquant_qnn import QuantAdd, QuantConcat
 
 Returned = Callable[[str, int], Tensor | None]
 """Path of a layer and which of its calls, from 0 → what it returned in a run beside this one."""
@@ -149,8 +149,8 @@ def _channels_last(x: Any) -> Any:
 
 
 _LAYERS = frozenset({"layer", "sparse_layer", "quantize"})
-_PLAIN = frozenset({nn.ReLU, nn.ReLU6, nn.MaxPool2d, QuantMaxPool2d, QuantAdd, QuantConcat})
-"""Classes that return the one tensor that they compute; what is derived from them may not."""
+_PLAIN = nn.ReLU, nn.ReLU6, nn.MaxPool2d, QuantAdd, QuantConcat
+"""Classes that return the one tensor that they compute."""
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
@@ -190,8 +190,9 @@ def layer_calls(graph: Graph, model: nn.Module) -> dict[fx.Node, tuple[str, int]
 
 
 def _returns(node: fx.Node, module: nn.Module) -> bool:
-    layer = op_spec(node.target).kind in _LAYERS and layer_class(module) is not None
-    return layer or type(module) in _PLAIN
+    if layer_class(module, *_PLAIN) is not None:
+        return True
+    return op_spec(node.target).kind in _LAYERS and layer_class(module) is not None
 
 
 def tensor_of(value: Any) -> Tensor | None:
