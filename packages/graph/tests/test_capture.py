@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import math
 import re
+import warnings
 from collections import OrderedDict
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bevquant_graph import CaptureError, arguments, capture, flatten, op_spec, rebuild
+from bevquant_sparse import use_bevquant_kernels
 
 
 class Output(OrderedDict[str, Any]):
@@ -728,3 +730,18 @@ def test_what_an_author_checks_of_a_tensor_is_no_operation():
     graph = capture(Checked(), torch.randn(2, 3, 4))
     assert [str(node.target) for node in graph.operations] == ["aten.relu.default"]
     graph.check(torch.randn(2, 3, 5))
+
+
+def test_where_spconvs_own_kernels_stop_it_says_whose_run() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecations in spconv's own import
+        spconv = pytest.importorskip("spconv.pytorch", reason="the spconv extra is not installed")
+    indices = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 2]], dtype=torch.int32)
+    x = spconv.SparseConvTensor(torch.randn(2, 4), indices, [4, 4, 4], 1)
+    net = spconv.SparseSequential(spconv.SubMConv3d(4, 4, 3, bias=True)).eval()
+    with pytest.raises(AssertionError) as caught:
+        capture(net, x)
+    assert "in 0 (SubMConv3d" in caught.value.__notes__[0]
+    assert "call bevquant_sparse.use_bevquant_kernels(model)" in caught.value.__notes__[0]
+    use_bevquant_kernels(net)
+    assert len(list(capture(net, x).operations)) >= 2

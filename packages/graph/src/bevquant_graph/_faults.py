@@ -68,6 +68,12 @@ def _frames(error: BaseException | None) -> Iterator[tuple[Any, int]]:
         error = error.__cause__ or error.__context__
 
 
+_SPCONV = (
+    ". On a CPU spconv's own kernels refuse a bias, and what its builds for CUDA choose has no form "
+    "for CPUs: call bevquant_sparse.use_bevquant_kernels(model) first"
+)
+
+
 @contextmanager
 def running(model: nn.Module, who: str, advice: str) -> Iterator[None]:
     """While a model runs: an error of its own gets a note with module, file, line and advice."""
@@ -76,6 +82,10 @@ def running(model: nn.Module, who: str, advice: str) -> Iterator[None]:
     except Exception as error:
         path, place = where(error, model)
         module = model.get_submodule(path)
+        if any(
+            frame.f_globals.get("__name__") == "spconv.pytorch.conv" for frame, _ in _frames(error)
+        ):
+            advice += _SPCONV
         error.add_note(
             f"{who}: the model does not run on these example_inputs: {type(error).__name__} in "
             f"{described(path, module, place)}. {advice}"
