@@ -69,8 +69,8 @@ def _frames(error: BaseException | None) -> Iterator[tuple[Any, int]]:
 
 
 _SPCONV = (
-    ". On a CPU spconv's own kernels refuse a bias, and what its builds for CUDA choose has no form "
-    "for CPUs: call bevquant_sparse.use_bevquant_kernels(model) first"
+    ". On a CPU spconv's own kernels refuse a bias, and what its builds for CUDA choose has no "
+    "form for CPUs: call bevquant_sparse.use_bevquant_kernels(model) first"
 )
 
 
