@@ -47,12 +47,30 @@ def test_each_part_is_folded_and_told_by_its_full_path() -> None:
     assert not result.model.stem._forward_hooks
 
 
+class Frozen(nn.Module):
+    """A batch norm as arithmetic on its buffers."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        for name in ("weight", "running_var"):
+            self.register_buffer(name, torch.rand(channels) + 0.5)
+        for name in ("bias", "running_mean"):
+            self.register_buffer(name, torch.randn(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.weight * (self.running_var + 1e-5).rsqrt()
+        shift = self.bias - self.running_mean * scale
+        return x * scale.view(1, -1, 1, 1) + shift.view(1, -1, 1, 1)
+
+
 class Overwrites(nn.Module):
     """Writes to what its part was called with, as in-place activations behind a part do."""
 
-    def __init__(self) -> None:
+    def __init__(self, frozen: bool) -> None:
         super().__init__()
         self.stem = block(2, 4)
+        if frozen:
+            self.stem[1] = Frozen(4)
 
     def forward(self, x: Tensor) -> Tensor:
         kept = x * 3
@@ -61,10 +79,12 @@ class Overwrites(nn.Module):
         return y
 
 
-def test_a_part_whose_input_is_overwritten_later_is_compared_on_what_it_holds_then() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_part_whose_input_is_overwritten_is_compared_on_what_it_holds_then(frozen: bool) -> None:
     torch.manual_seed(0)
-    net, x = Overwrites().double().eval(), torch.randn(2, 2, 9, 9, dtype=torch.float64)
+    net, x = Overwrites(frozen).double().eval(), torch.randn(2, 2, 9, 9, dtype=torch.float64)
     result = fuse_parts(net, (x,), ["stem"])
+    assert [(item.conv, item.bn) for item in result.fused] == [("stem.0", "stem.1")]
     assert result.max_error is not None
     assert result.max_error < 1e-10
     torch.testing.assert_close(result.model(x), net(x))

@@ -219,7 +219,7 @@ def _fused(
     exact: float | None = difference
     if not difference <= _tolerance(before):
         if seen:  # the model may have written to the inputs afterwards
-            return _fused(model, example_inputs, inplace, graph)
+            return _fused(model, example_inputs, inplace, None)
         exact = _difference_in_float64(model, inputs, plan, stopped)
     if exact is None:
         fault = first_fault(model, lambda: _run(model, inputs))
