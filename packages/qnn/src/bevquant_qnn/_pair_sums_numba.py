@@ -29,7 +29,8 @@ def count_beyond(values: Any, amax: float) -> int:
 @compiled("void(int64, int64, float32[::1], float32[::1], float64[::1])", any_order=True)
 def _pairs(first, stop, wanted, got, line):
     signal = energy = dot = noise = 0.0
-    for i in range(first, stop):
+    wanted, got = wanted[first:stop], got[first:stop]
+    for i in range(len(got)):
         w, g = np.float64(wanted[i]), np.float64(got[i])
         signal += w * w
         energy += g * g
@@ -41,6 +42,7 @@ def _pairs(first, stop, wanted, got, line):
 @compiled("void(int64, int64, float32[::1], float64, float64[::1])")
 def _beyond(first, stop, values, amax, line):
     count = 0
-    for i in range(first, stop):
+    values = values[first:stop]
+    for i in range(len(values)):
         count += abs(np.float64(values[i])) > amax
     line[0] = count

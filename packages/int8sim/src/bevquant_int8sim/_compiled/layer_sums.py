@@ -2,8 +2,9 @@
 
 Each block of values writes a line of its own, in the order of `FIELDS`, so that the sums do not
 depend on the number of threads. What is counted in steps is counted in integers: branches, and
-floats whose order matters, would keep a loop from working on several values at a time. A NaN is
-clamped to the lowest integer, and what is added up beside it is NaN.
+floats whose order matters, would keep a loop from working on several values at a time (and so would
+indices that need not begin at 0, see `compiled`). A NaN is clamped to the lowest integer, and what
+is added up beside it is NaN.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def float_gaps(wanted: Any, got: Any) -> tuple[float, float, float, float]:
 def _steps(first, stop, teacher_forced, integer, scale, low, high, line):
     most = np.int32(0)
     unknown = 0
-    for i in range(first, stop):
+    teacher_forced, integer = teacher_forced[first:stop], integer[first:stop]
+    for i in range(len(integer)):
         raw = np.rint(np.float64(teacher_forced[i]) / scale)
         unknown += raw != raw
         clamped = raw if raw > low else low
@@ -71,7 +73,8 @@ def _steps(first, stop, teacher_forced, integer, scale, low, high, line):
 @compiled("void(int64, int64, float32[::1], float32[::1], float64[::1])")
 def _gaps(first, stop, wanted, got, line):
     most = energy = top = power = 0.0
-    for i in range(first, stop):
+    wanted, got = wanted[first:stop], got[first:stop]
+    for i in range(len(got)):
         w, q = np.float64(wanted[i]), np.float64(got[i])
         if not (w == q or (w != w and q != q)):
             apart = abs(w - q)
@@ -91,7 +94,8 @@ def _gaps(first, stop, wanted, got, line):
 def _floats(first, stop, wanted, fake, integer, line):
     power = fake_power = integer_power = fake_dot = integer_dot = 0.0
     fake_error = integer_error = 0.0
-    for i in range(first, stop):
+    wanted, fake, integer = wanted[first:stop], fake[first:stop], integer[first:stop]
+    for i in range(len(integer)):
         w, f, q = np.float64(wanted[i]), np.float64(fake[i]), np.float64(integer[i])
         power += w * w
         fake_power += f * f
@@ -116,7 +120,8 @@ def _integers(first, stop, wanted, fake, integer, scale, low, high, line):
     off: Any = 0
     unknown = 0
     most = np.int32(0)
-    for i in range(first, stop):
+    wanted, fake, integer = wanted[first:stop], fake[first:stop], integer[first:stop]
+    for i in range(len(integer)):
         raw = np.rint(np.float64(fake[i]) / scale)
         unknown += raw != raw
         expected = raw if raw > low else low
@@ -147,7 +152,8 @@ def _teacher_forced(first, stop, teacher_forced, integer, scale, low, high, line
     off: Any = 0
     saturated = unknown = 0
     most = np.int32(0)
-    for i in range(first, stop):
+    teacher_forced, integer = teacher_forced[first:stop], integer[first:stop]
+    for i in range(len(integer)):
         raw = np.rint(np.float64(teacher_forced[i]) / scale)
         unknown += raw != raw
         clamped = raw if raw > low else low

@@ -60,7 +60,8 @@ def _by_rows(work: Any, rows: int, channels: int) -> None:
 @compiled("void(int64, int64, float32[::1], float64, float64, float64, int8[::1], uint8[::1])")
 def _quantize(first, stop, x, scale, low, high, out, clean):
     nans = 0
-    for i in range(first, stop):
+    x, out = x[first:stop], out[first:stop]
+    for i in range(len(x)):
         value = np.float64(x[i]) / scale
         nans += value != value
         value = np.rint(value)
@@ -87,30 +88,33 @@ def _for_inputs(signature: str) -> Any:
 )
 def _add(first, stop, a, a_stride, a_factor, b, b_stride, b_factor, factor, low, high, out):
     for row in range(first, stop):
-        at, bt = row * a_stride, row * b_stride
-        for c in range(out.shape[1]):
-            value = (a[at + c] * a_factor[c] + b[bt + c] * b_factor[c]) * factor
+        made = out[row]
+        left, right = a[row * a_stride :][: len(made)], b[row * b_stride :][: len(made)]
+        for c in range(len(made)):
+            value = (left[c] * a_factor[c] + right[c] * b_factor[c]) * factor
             value = np.rint(value)
             value = low if value < low else value
             value = high if value > high else value
-            out[row, c] = np.int8(np.int32(value))
+            made[c] = np.int8(np.int32(value))
 
 
 @_for_inputs("void(int64, int64, IN[::1], int64, float64[::1], float64, float64, int8[:, ::1])")
 def _requantize(first, stop, acc, stride, factor, low, high, out):
     for row in range(first, stop):
-        at = row * stride
-        for c in range(out.shape[1]):
-            value = np.rint(acc[at + c] * factor[c])
+        made = out[row]
+        given = acc[row * stride :][: len(made)]
+        for c in range(len(made)):
+            value = np.rint(given[c] * factor[c])
             value = low if value < low else value
             value = high if value > high else value
-            out[row, c] = np.int8(np.int32(value))
+            made[c] = np.int8(np.int32(value))
 
 
 @_for_inputs("void(int64, int64, IN[::1], int64, float64[::1], float64, float32[:, ::1])")
 def _dequantize(first, stop, acc, stride, factor, low, out):
     for row in range(first, stop):
-        at = row * stride
-        for c in range(out.shape[1]):
-            value = np.float32(acc[at + c] * factor[c])
-            out[row, c] = low if value < low else value
+        made = out[row]
+        given = acc[row * stride :][: len(made)]
+        for c in range(len(made)):
+            value = np.float32(given[c] * factor[c])
+            made[c] = low if value < low else value

@@ -18,6 +18,10 @@ def compiled(signature: str, *, any_order: bool = False) -> Callable[[Callable[.
     numba's cache sees changes of the function's own file only: code that is generated for it lies
     there too.
 
+    Write inner loops as ``part = x[first:stop]`` and ``for i in range(len(part))``. An index that
+    numba does not know to be 0 or more is taken from the end where it is negative, which costs a
+    choice for each value and makes a gather of each vector's load: a quarter of the speed.
+
     Args:
         signature: numba's.
         any_order: Sums of floats may be added up in any order, several values at a time: their last
