@@ -58,7 +58,9 @@ def quantize(
     low, high = integer_range(bits, narrow_range, f"{name}: bits")
     divisor = checked_scale(scale, f"{name}: scale")
     divisor = along_axis(divisor, values, axis, f"{name}: scale")
-    q = round_float(values.detach().to(torch.float64) / divisor, rounding)
+    # In place: memory that is new costs more than the arithmetic.
+    q = values.detach().to(torch.float64, copy=True).div_(divisor)
+    q = q.round_() if rounding == "half_even" else round_float(q, rounding)
     if bool(q.isnan().any()):
         raise ValueError(f"{name}: values contain NaN, which no integer stands for")
     return q.clamp_(low, high).to(holding_dtype(bits))

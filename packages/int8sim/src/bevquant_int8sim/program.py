@@ -2,7 +2,8 @@
 
 ``simulate(model, example).program`` is a `Program`: `Step`s in order over named `Value`s, each held
 as `Integers`, as accumulators or as floats. A step's arguments hold `Ref`s in nested containers;
-`names_in` lists them and `replaced` puts values in their place.
+`names_in` lists them and `replaced` puts values in their place. Maps lie channels last in memory;
+`contiguous` turns them.
 
 A package may make programs of its own: steps ``"operator"`` call operators of torch's registry on
 values of a `TensorType` and on the program's `constants`, `rounded` gives all steps another
@@ -48,6 +49,7 @@ from bevquant_int8sim.model._program import (
     rounded,
 )
 from bevquant_int8sim.model._quantizers import integers_of, is_active
+from bevquant_int8sim.model._rowwise import contiguous
 from bevquant_int8sim.model._save import to_document
 
 __all__ = [
@@ -62,6 +64,7 @@ __all__ = [
     "TensorType",
     "Value",
     "arguments",
+    "contiguous",
     "from_document",
     "grid_call",
     "integers_of",

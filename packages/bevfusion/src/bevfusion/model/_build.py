@@ -82,6 +82,10 @@ def _ready(model: BEVFusion) -> BEVFusion:
         from bevquant_sparse import use_bevquant_kernels
 
         use_bevquant_kernels(model)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
+            # Maps then lie channels last too, as oneDNN's and the integer kernels read them.
+            module.to(memory_format=torch.channels_last)
     return model.eval()
 
 

@@ -121,8 +121,7 @@ def _fan_in(module: nn.Module, weight: Tensor) -> float:
 def _fit(norm: Any, inputs: tuple[Tensor]) -> None:
     """Take mean and variance of the values about to be normalised."""
     (x,) = inputs
-    axes = [axis for axis in range(x.ndim) if axis != 1]
-    variance, mean = torch.var_mean(x, axes, unbiased=False)
+    mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
     # A channel that is constant on this batch (one voxel, or nothing but zeros) keeps a spread
     # comparable to the others, so that it does not blow up on the next one.
     floor = variance.mean() * 1e-3

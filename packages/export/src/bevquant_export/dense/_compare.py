@@ -21,7 +21,7 @@ from bevquant_export.dense._runnable import any_session, session
 from bevquant_export.dense._written import QdqFile, TensorDifference
 from bevquant_graph import is_sparse_tensor
 from bevquant_int8sim import IntegerModel
-from bevquant_int8sim.program import Step
+from bevquant_int8sim.program import Step, contiguous
 
 _FEW = 4
 _FLOAT = 2.0**-10  # of an output's largest value: float32 functions of the same integers
@@ -135,7 +135,7 @@ def compared(
             for name, value in named:
                 if name in file.integers:
                     # The model's maps have channels last, the file's do not.
-                    cut.compare(step, name, value.cpu().contiguous().numpy())
+                    cut.compare(step, name, contiguous(value.cpu()).numpy())
 
         returned = integer.run(args, observe=see)
         cut.finish()

@@ -14,6 +14,7 @@ from torch import Tensor
 from bevquant_int8sim._backends import compiled_module
 from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._layer_table import LayerRow
+from bevquant_int8sim.model._rowwise import contiguous
 
 __all__ = ["FIELDS", "LayerSums", "float_gaps", "largest_steps"]
 
@@ -205,9 +206,7 @@ def _flat(*tensors: Tensor) -> list[Any]:
     one = {tensor.stride() for tensor in tensors if tensor.numel() > 1}
     if len(one) == 1 and torch.ops.aten.is_non_overlapping_and_dense(tensors[0]):
         return [t.detach().as_strided((t.numel(),), (1,)).numpy() for t in tensors]
-    from bevquant_int8sim._compiled.channels_last import planes
-
-    return [planes(tensor.detach()).reshape(-1).numpy() for tensor in tensors]
+    return [contiguous(tensor.detach()).reshape(-1).numpy() for tensor in tensors]
 
 
 def _float_line(wanted: Tensor, fake: Tensor, integer: Tensor) -> list[float]:

@@ -100,6 +100,13 @@ def add(
     return round_float(total * factor, "half_even").clamp_(low, high).to(dtype)
 
 
+def contiguous(x: Tensor) -> Tensor:
+    """``x.contiguous()``, a few times as fast for maps that lie channels last on a CPU."""
+    on_cpu = x.device.type == "cpu"
+    kernels = compiled_module("channels_last", x.numel()) if on_cpu else None
+    return x.contiguous() if kernels is None else kernels.planes(x)
+
+
 def _kernels(x: Tensor) -> Any:
     return compiled_module("rowwise", x.numel()) if x.device.type == "cpu" else None
 
