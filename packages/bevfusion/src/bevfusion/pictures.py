@@ -66,9 +66,10 @@ def save(drawn: Figure, path: Path) -> Path:
     """Write the figure as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    FigureCanvasAgg(drawn)
-    # No date or version in the file: the same run writes the same bytes.
-    drawn.savefig(path, dpi=130, metadata={"Software": None})
+    drawn.set_dpi(130)
+    # No date or version in the file: the same run writes the same bytes. `Figure.savefig` would
+    # draw twice, the first time to lay out what drawing lays out by itself.
+    FigureCanvasAgg(drawn).print_png(path, metadata={"Software": None})
     return path
 
 
