@@ -79,6 +79,26 @@ def test_loaded_model_computes_the_same(tmp_path):
     assert_same(loaded(other), model(other))
 
 
+def test_float_weights_that_lie_channels_last_do_too(tmp_path):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(64, 8, 3), nn.Conv2d(64, 64, 3)
+
+        def forward(self, x):
+            return {"a": self.a(x), "b": self.b(x)}
+
+    x = torch.randn(1, 64, 24, 24, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    net = Two().eval()
+    net.b.to(memory_format=torch.channels_last)
+    quantized = quantize_model(net, QuantConfig(exclude=("b",)), example_inputs=x).model
+    calibrate(quantized, [x], method="max")
+    model = simulate(quantized, x)
+    model.save(tmp_path / "model")
+    assert_same(IntegerModel.load(tmp_path / "model")(x), model(x))
+
+
 def test_saving_again_replaces_what_was_saved(saved):
     before = {p.name for p in saved.parent.iterdir()}
     model_of().save(saved)

@@ -71,11 +71,13 @@ class Lowered:
         backend: Its kernels, and the instructions they use.
         layers: With the float and the fake-quantized model; `evaluate_quantized`
             gives it the frames.
+        layer_frames: How many, from the first on; None for all.
     """
 
     model: IntegerModel
     backend: str
     layers: LayerComparison
+    layer_frames: int | None = None
 
 
 def lower_model(
@@ -85,8 +87,11 @@ def lower_model(
     config: BEVFusionConfig,
     clock: Clock,
     backend: str | None,
+    layer_frames: int | None = None,
 ) -> Lowered | None:
     """Lower the calibrated model for `simulate_model`; nothing where `backend` is None.
+
+    `layer_frames` says on how many frames its layers shall be compared; None for all.
 
     Raises:
         InputError: No layer of the model is quantized, one has no range, or the backend is not
@@ -99,7 +104,8 @@ def lower_model(
         example = example_like(config, batches[0])
         model = lowered(quantized_model, example, backend, verify=False)
         # Every frame is compared behind this, step by step; the first one verifies.
-        return Lowered(model, used, LayerComparison(float_model, model, verify=True))
+        layers = LayerComparison(float_model, model, verify=True)
+        return Lowered(model, used, layers, layer_frames)
 
 
 def simulate_model(
@@ -136,6 +142,7 @@ def simulate_model(
             reasons=_reasons(quantized_model, cast(Branch, branch)),
             accuracy=accuracy,
             shards=shards,
+            layer_frames=made.layer_frames,
         )  # fmt: skip
     if not current_ranks().first:
         return simulation
@@ -175,6 +182,7 @@ def evaluate_models(
         evaluation = evaluate_quantized(
             float_model, quantized_model, batches, sizes, accumulator, shards,
             integers=None if low is None else low.layers,
+            integer_frames=None if low is None else low.layer_frames,
         )  # fmt: skip
     if low is None:
         return evaluation, None

@@ -36,6 +36,7 @@ from bevfusion.quantization import (
     whole_output,
 )
 from bevfusion.quantization import calibrate_detector as calibrate_branch
+from bevfusion_quant._errors import InputError
 from bevfusion_quant.export import ONNX_FOLDER, export_model, watching
 from bevfusion_quant.frames import FrameBatches, finding_lines, refuse_poor
 from bevfusion_quant.integer import Simulation, check_backend, evaluate_models, lower_model
@@ -329,6 +330,7 @@ def run_evaluate(
     *,
     cameras: Sequence[str] | None = None,
     integers: str | None = None,
+    layer_frames: int | None = None,
     bootstrap: Bootstrap | None = None,
     **place: Unpack[Place],
 ) -> EvaluateResult:
@@ -344,6 +346,8 @@ def run_evaluate(
         cameras: Names of the cameras to use; those of the run by default.
         integers: Kernels to run the model in integers on, such as "auto"; None for float and
             fake-quantized alone.
+        layer_frames: On how many of the frames, from the first on, every operation in integers is
+            compared with float and fake-quantized; on all by default.
         bootstrap: How the intervals of the mean average precision are found; `Bootstrap()` by
             default.
         **place: Where the evaluation is written; see `Place`.
@@ -354,6 +358,8 @@ def run_evaluate(
     if integers is not None:
         check_backend(integers)
         refuse_unfolded(read_model_settings(run), run, "run in integers")
+    if layer_frames is not None and layer_frames < 1:
+        raise InputError(f"layer_frames={layer_frames}: compare layers on one frame or more")
     clock = Clock()
     with new_run("evaluate", clock, keep=run, **place) as record:
         with clock.step("load the run"):
@@ -362,10 +368,11 @@ def run_evaluate(
         sizes = CONFIGS[ran.config]
         batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
         accumulator = accuracy_accumulator(sizes, batches, bootstrap)
-        stated = {"evaluates": str(run), "cameras": cameras, "integers": integers}
+        stated: dict[str, Any] = {"evaluates": str(run), "cameras": cameras}
+        stated |= {"integers": integers, "layer_frames": layer_frames}
         stated["command"] = record.command
         shards = record.shards(frames, stated, loaded.float_model, model)
-        low = lower_model(loaded.float_model, model, batches, sizes, clock, integers)
+        low = lower_model(loaded.float_model, model, batches, sizes, clock, integers, layer_frames)
         evaluation, simulation = evaluate_models(
             loaded.float_model, model, low, batches, sizes, clock, record.folder, shards,
             branch=ran.branch,

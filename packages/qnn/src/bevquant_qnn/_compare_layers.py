@@ -254,22 +254,30 @@ class LayerComparison:
             self._hooks.attach(stack)
             yield
 
-    def run(self, batch: Any) -> tuple[dict[str, np.ndarray[Any, Any]], Any, Any]:
-        """Run both models on a batch; a record of arrays, and the two outputs."""
+    def run(
+        self, batch: Any, *, alone: bool = False
+    ) -> tuple[dict[str, np.ndarray[Any, Any]], Any, Any]:
+        """Run both models on a batch; a record of arrays, and the two outputs.
+
+        Args:
+            batch: Inputs.
+            alone: Without the comparison beside.
+        """
         float_model, quantized_model = self._models
+        beside = None if alone else self._beside
         hooks = self._hooks
-        hooks.start()
+        hooks.start(shares=beside is not None)
         quantized = partial(call, quantized_model, batch)
         record: dict[str, np.ndarray[Any, Any]] = {}
         with lead(partial(call, float_model, batch)) as leader:
             hooks.leaders = [leader]
-            if self._beside is None:
+            if beside is None:
                 got = quantized()
             else:
                 with lead(quantized) as follower:
                     hooks.leaders.append(follower)
                     given = tuple(batch) if isinstance(batch, tuple) else batch
-                    found = self._beside.measure(given, hooks.returned())
+                    found = beside.measure(given, hooks.returned())
                     record = {_BESIDE + name: values for name, values in found.items()}
                     got = follower.result()
             wanted = leader.result()
@@ -292,8 +300,8 @@ class LayerComparison:
             [*reached, self._whole], record["layers.sums"], record["layers.counts"], strict=True
         ):
             probe.total.add(sums, counts)
-        if self._beside is not None:
-            names = (name for name in record if name.startswith(_BESIDE))
+        names = [name for name in record if name.startswith(_BESIDE)]
+        if self._beside is not None and names:
             self._beside.add({name.removeprefix(_BESIDE): record[name] for name in names})
 
     def rows(self) -> list[LayerRow]:
@@ -340,11 +348,12 @@ class _Hooks:
                 )
         self.order: list[int] = []
         self._output, self._watch, self._shared = output, watch, shared
+        self._shares = False
         self._calls: Counter[tuple[int, str]] = Counter()
 
-    def start(self) -> None:
-        """Forget the batch before."""
-        self.order = []
+    def start(self, *, shares: bool) -> None:
+        """Forget the batch before; whether what the layers of `shared` return is asked for."""
+        self.order, self._shares = [], shares
         self._calls.clear()
         for probe in self.probes:
             probe.batch = _Counts()
@@ -380,6 +389,8 @@ class _Hooks:
 
     def _share(self, side: int, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if not self._shares:
+                return
             number = self._calls[side, path]
             self._calls[side, path] += 1
             self.leaders[side].hand_out((path, number), self._output(output))

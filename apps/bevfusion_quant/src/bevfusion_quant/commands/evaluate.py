@@ -28,7 +28,9 @@ class Evaluate(RunOptions, BootstrapOptions, FrameOptions):
         """Run it and answer what to print."""
         return self._execute(command, integers=None)
 
-    def _execute(self, command: str, *, integers: Backend | None) -> str:
+    def _execute(
+        self, command: str, *, integers: Backend | None, layer_frames: int | None = None
+    ) -> str:
         from bevfusion_quant.ptq import run_evaluate
         from bevfusion_quant.saved_run import frames_for_run, read_model_settings
 
@@ -41,6 +43,7 @@ class Evaluate(RunOptions, BootstrapOptions, FrameOptions):
                 frames,
                 cameras=cameras,
                 integers=integers,
+                layer_frames=layer_frames,
                 bootstrap=bootstrap,
                 **self.place(command),
             )
@@ -59,6 +62,11 @@ class Evaluate(RunOptions, BootstrapOptions, FrameOptions):
                 f"--backend {integers}: the integers of a run for a BPU take the kernels "
                 "that fit them; leave it out"
             )
+        if layer_frames is not None:
+            raise InputError(
+                f"--layer-frames {layer_frames}: the forms of a run for a BPU are compared on "
+                "every frame; leave it out"
+            )
         return bpu_run_text(
             run_bpu_evaluate(
                 self.run, frames, cameras=cameras, bootstrap=bootstrap, **self.place(command)
@@ -73,10 +81,13 @@ class Simulate(Evaluate):
     Args:
         name: The simulation's folder in --runs; by default simulate, simulate-2, …
         backend: Kernels to run on; auto takes the fastest that is exact here.
+        layer_frames: On how many frames, from the first on, each operation is compared with float
+            and fake-quantized: half of the time or more. Boxes and labels are judged on all.
     """
 
     backend: Backend = "auto"
+    layer_frames: int | None = None
 
     def execute(self, command: str) -> str:
         """Run it and answer what to print."""
-        return self._execute(command, integers=self.backend)
+        return self._execute(command, integers=self.backend, layer_frames=self.layer_frames)

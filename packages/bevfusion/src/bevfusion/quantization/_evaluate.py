@@ -79,6 +79,7 @@ class DetectorComparison:
         quantized_model: The calibrated model made from it.
         integers: The comparison of both with the integer model, which then goes on beside them and
             reads what their layers return.
+        integer_frames: On how many of the first frames it does; None for all.
 
     Attributes:
         quantizers: What each quantizer was handed in the first batch; empty in a process that
@@ -90,7 +91,9 @@ class DetectorComparison:
         float_model: nn.Module,
         quantized_model: nn.Module,
         integers: bevquant_int8sim.LayerComparison | None = None,
+        integer_frames: int | None = None,
     ) -> None:
+        self._integer_frames = integer_frames
         self.quantizers: list[QuantizerValues] = []
         self._quantized, self._stages = quantized_model, stage_probes(quantized_model)
         self._layers = LayerComparison(
@@ -112,7 +115,9 @@ class DetectorComparison:
         with ExitStack() as stack:
             if first:
                 self.quantizers = stack.enter_context(watching_quantizers(self._quantized))
-            record, wanted, got = self._layers.run(batch)
+            some = self._integer_frames
+            alone = some is not None and index >= some
+            record, wanted, got = self._layers.run(batch, alone=alone)
         if first:
             self._first = wanted, got
         record |= {
@@ -198,6 +203,7 @@ def evaluate_quantized(
     accuracy: AccuracyAccumulator | None = None,
     shards: Shards | None = None,
     integers: bevquant_int8sim.LayerComparison | None = None,
+    integer_frames: int | None = None,
 ) -> QuantizationEvaluation:
     """Compare layers, stages and detections over all batches; watch the quantizers on the first.
 
@@ -211,10 +217,11 @@ def evaluate_quantized(
         accuracy: Is handed both models' detections, as "float" and "quantized".
         shards: Keeps what is finished while several ranks work.
         integers: Of the two models with the integer one; gets the batches too, in the same walk.
+        integer_frames: How many it gets, from the first on; None for all.
     """
     accumulators = ModelAccumulators(config, accuracy)
     has_head = "head" in float_model.parts
-    comparison = DetectorComparison(float_model, quantized_model, integers)
+    comparison = DetectorComparison(float_model, quantized_model, integers, integer_frames)
 
     def run(index: int) -> dict[str, Any]:
         record, *outputs = comparison.run(index, batches[index])

@@ -149,6 +149,8 @@ class Simulation:
         frame_seconds: Of the integer model alone, frame by frame; the first one warms up.
         saved: The integer model in the run folder, or why it is not there.
         detections: Of the integer model on the first frame; None without a head.
+        layer_frames: How many of the frames, from the first on, the layers were compared on; None
+            for all.
     """
 
     layers: tuple[LayerRow, ...]
@@ -160,6 +162,16 @@ class Simulation:
     frame_seconds: tuple[float, ...]
     saved: tuple[SavedPart, ...]
     detections: Detections | None = None
+    layer_frames: int | None = None
+
+    @property
+    def compared_on(self) -> str:
+        """On which frames the layers were compared, where not on all."""
+        frames = len(self.frame_seconds)
+        if self.layer_frames is None or self.layer_frames >= frames:
+            return ""
+        first = "the first" if self.layer_frames == 1 else f"the first {self.layer_frames}"
+        return f"Layers were compared on {first} of {frames} frames, boxes on all."
 
     @property
     def _table(self) -> LayerTable:
@@ -189,6 +201,7 @@ class Simulation:
             "wrong": [row.path for row in self.wrong],
             "explained": [row.path for row in self.explained],
             "frame_seconds": self.frame_seconds,
+            "layer_frames": self.layer_frames,
             "stages": self.stages,
             "layers": self.layers,
             "islands": self.islands,
@@ -235,6 +248,7 @@ def simulate_detector(
     reasons: Mapping[str, str] | None = None,
     accuracy: AccuracyAccumulator | None = None,
     shards: Shards | None = None,
+    layer_frames: int | None = None,
 ) -> Simulation:
     """Run the integer model on the frames; several ranks share them.
 
@@ -249,6 +263,7 @@ def simulate_detector(
         reasons: Why parts stay float, by their names, and "excluded" why single layers do.
         accuracy: Is handed the integer model's detections, as "integer".
         shards: Keeps what is finished while several ranks work.
+        layer_frames: How many batches `comparison` was given, from the first on; None for all.
     """
     accumulators, seconds = ModelAccumulators(config), []
 
@@ -282,6 +297,7 @@ def simulate_detector(
         tuple(seconds),
         (),
         accumulators.first.get("integer"),
+        layer_frames,
     )
 
 

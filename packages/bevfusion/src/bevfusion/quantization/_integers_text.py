@@ -36,7 +36,8 @@ def simulation_text(simulation: Simulation, *, layers: bool, reasons_in: str = "
         counted = [fallback.share for fallback in simulation.islands if fallback.share is not None]
         much = f" with {100 * sum(counted):.2g} % of the arithmetic" if counted else ""
         rest = f"\nand {_counted(floats, 'operation')} in float{much}; {reasons_in} says why"
-        parts.insert(0, f"{_layer_table(computed)}{rest if floats else ''}\n{_LEGEND}")
+        lines = [_layer_table(computed) + (rest if floats else ""), _LEGEND, simulation.compared_on]
+        parts.insert(0, "\n".join(filter(None, lines)))
     if simulation.agreement:
         detections = agreement_text(simulation.agreement, simulation.found, "integer")
         parts += ["Detections, float against integer, same class", detections]

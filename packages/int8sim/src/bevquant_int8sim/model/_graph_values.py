@@ -140,7 +140,8 @@ class GraphValues:
             return tensor
         path = self.graph.constant_path(node) or self.graph.path(node)
         name = self._unique((path or node.name).replace(".", "_"))
-        kept = tensor.detach()
+        # As a file holds it: in which order a convolution adds up hangs on how its weight lies.
+        kept = tensor.detach().contiguous()
         return self._keep(node, Operation("constant", path, name, tensor=kept))
 
     def _keep(self, node: fx.Node, operation: Operation) -> Ref:

@@ -64,6 +64,7 @@ def section(content: ReportContent) -> Section | None:
         "explained": [_departure(layers, row) for row in simulation.explained],
         "backend": simulation.backend,
         "seconds": simulation.frame_seconds,
+        "compared_on": simulation.compared_on,
         "own_steps": any(row.path.startswith("<") for row in layers),
         "queries": QUERIES
         * any(r.path.startswith("heads.object.prediction_heads") for r in layers),
