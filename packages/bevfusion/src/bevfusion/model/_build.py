@@ -85,7 +85,8 @@ def _ready(model: BEVFusion) -> BEVFusion:
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
             # Maps then lie channels last too, as oneDNN's and the integer kernels read them.
-            module.to(memory_format=torch.channels_last)
+            weight = module.weight
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
     return model.eval()
 
 
