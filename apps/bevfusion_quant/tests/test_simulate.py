@@ -83,13 +83,13 @@ def test_layers_are_compared_on_as_many_frames_as_asked(
     given = f"simulate --run {runs}/a --points {runs}/frame.npz {runs}/other.npz --runs {runs}"
     with without_pictures(page=True):
         assert main(f"{given} --layer-frames 1 --name first".split()) == 0
-    assert "Layers were compared on the first of 2 frames, boxes on all." in capsys.readouterr().out
+    assert "Operations were compared on the first of 2 frames, boxes on all." in capsys.readouterr().out
     made, alone = summary(runs / "first"), summary(runs / "one")
     assert made["integers"]["layers"] == alone["integers"]["layers"]
     assert made["layers"] != alone["layers"]  # float against fake-quantized: on all
     assert len(made["integers"]["frame_seconds"]) == 2
     page = (runs / "first" / "report.html").read_text(encoding="utf-8")
-    assert "Layers were compared on the first of 2 frames" in page
+    assert "Operations were compared on the first of 2 frames" in page
     assert main(f"{given} --layer-frames 0 --name none".split()) == 2
     assert "layer_frames=0: compare layers on one frame or more" in capsys.readouterr().err
 

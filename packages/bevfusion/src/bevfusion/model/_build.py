@@ -82,10 +82,10 @@ def _ready(model: BEVFusion) -> BEVFusion:
         from bevquant_sparse import use_bevquant_kernels
 
         use_bevquant_kernels(model)
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
-            # Maps then lie channels last too, as oneDNN's and the integer kernels read them.
-            weight = module.weight
+    for weight in model.parameters():
+        if weight.dim() == 4:
+            # Of a dense convolution: maps then lie channels last too, as oneDNN and the integer
+            # kernels read them.
             weight.data = weight.data.contiguous(memory_format=torch.channels_last)
     return model.eval()
 

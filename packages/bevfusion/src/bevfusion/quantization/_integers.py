@@ -166,12 +166,12 @@ class Simulation:
 
     @property
     def compared_on(self) -> str:
-        """On which frames the layers were compared, where not on all."""
+        """On which frames the operations were compared, where not on all."""
         frames = len(self.frame_seconds)
         if self.layer_frames is None or self.layer_frames >= frames:
             return ""
         first = "the first" if self.layer_frames == 1 else f"the first {self.layer_frames}"
-        return f"Layers were compared on {first} of {frames} frames, boxes on all."
+        return f"Operations were compared on {first} of {frames} frames, boxes on all."
 
     @property
     def _table(self) -> LayerTable:
