@@ -83,7 +83,8 @@ def test_layers_are_compared_on_as_many_frames_as_asked(
     given = f"simulate --run {runs}/a --points {runs}/frame.npz {runs}/other.npz --runs {runs}"
     with without_pictures(page=True):
         assert main(f"{given} --layer-frames 1 --name first".split()) == 0
-    assert "Operations were compared on the first of 2 frames, boxes on all." in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Operations were compared on the first of 2 frames, boxes on all." in printed
     made, alone = summary(runs / "first"), summary(runs / "one")
     assert made["integers"]["layers"] == alone["integers"]["layers"]
     assert made["layers"] != alone["layers"]  # float against fake-quantized: on all
