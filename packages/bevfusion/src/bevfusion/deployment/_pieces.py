@@ -48,6 +48,11 @@ class Piece:
     lower: Callable[[nn.Module, tuple[Any, ...]], Callable[..., Any]] | None = None
     prefix: str = ""
 
+    @property
+    def quantizes_outputs(self) -> bool:
+        """Whether it ends with the quantizer of whoever reads it."""
+        return isinstance(self.fake_module, ReadPart)
+
     def in_float(self, args: tuple[Any, ...]) -> Sequence[Tensor]:
         """Outputs of the float model."""
         return outputs_of(self.float_module, args)

@@ -84,23 +84,28 @@ def _needed(files: Sequence[FilePart], wanted: Iterable[str], known: Mapping[str
 def watching(model: BEVFusion) -> Iterator[dict[str, Tensor]]:
     """Take what lies between the files from the model's own next run: `known`, for `walk`.
 
-    That is what a file makes by the very operations of the model: the pooled map and the encoder's.
-    What reads the pooled map reads it in another order of memory there, and rounds otherwise.
+    Of a model of `build_model`, whose dense weights lie channels last, these are what the files'
+    parts make, bit for bit, in whichever order of memory they are handed on.
     """
     found: dict[str, Tensor] = {}
 
-    def keep(name: str, value: Tensor) -> None:
+    def keep(name: str, value: Any) -> None:
         if name not in found:
-            found[name] = value.contiguous()
+            found[name] = (value[0] if isinstance(value, tuple | list) else value).contiguous()
 
+    built: Any = model
+    makers: dict[str, Any] = {}
     with ExitStack() as stack:
         if "camera" in model.parts:
-            reader: Any = model.camera["vtransform"].downsample
-            hook = reader.register_forward_pre_hook(lambda _, args: keep(POOLED, args[0]))
+            makers["camera"] = view = built.camera["vtransform"]
+            hook = view.downsample.register_forward_pre_hook(lambda _, args: keep(POOLED, args))
             stack.callback(hook.remove)
         if "lidar" in model.parts:
-            encoder = model.lidar["backbone"]
-            hook = encoder.register_forward_hook(lambda _, __, made: keep("lidar", made))
+            makers["lidar"] = built.lidar["backbone"]
+        if "decoder" in model.parts:
+            makers["middle"] = built.decoder["neck"]
+        for name, module in makers.items():
+            hook = module.register_forward_hook(lambda _, __, made, name=name: keep(name, made))
             stack.callback(hook.remove)
         yield found
 
