@@ -82,8 +82,7 @@ class Simulate(Evaluate):
         name: The simulation's folder in --runs; by default simulate, simulate-2, …
         backend: Kernels to run on; auto takes the fastest that is exact here.
         layer_frames: On how many frames, from the first on, each operation is compared with float
-            and fake-quantized; all by default. On the others boxes and labels alone are judged, in
-            half of the time.
+            and fake-quantized; all by default. A frame without takes half of the time.
     """
 
     backend: Backend = "auto"
