@@ -71,13 +71,11 @@ class Lowered:
         backend: Its kernels, and the instructions they use.
         layers: With the float and the fake-quantized model; `evaluate_quantized`
             gives it the frames.
-        layer_frames: How many, from the first on; None for all.
     """
 
     model: IntegerModel
     backend: str
     layers: LayerComparison
-    layer_frames: int | None = None
 
 
 def lower_model(
@@ -87,11 +85,8 @@ def lower_model(
     config: BEVFusionConfig,
     clock: Clock,
     backend: str | None,
-    layer_frames: int | None = None,
 ) -> Lowered | None:
     """Lower the calibrated model for `simulate_model`; nothing where `backend` is None.
-
-    `layer_frames` says on how many frames its layers shall be compared; None for all.
 
     Raises:
         InputError: No layer of the model is quantized, one has no range, or the backend is not
@@ -104,8 +99,7 @@ def lower_model(
         example = example_like(config, batches[0])
         model = lowered(quantized_model, example, backend, verify=False)
         # Every frame is compared behind this, step by step; the first one verifies.
-        layers = LayerComparison(float_model, model, verify=True)
-        return Lowered(model, used, layers, layer_frames)
+        return Lowered(model, used, LayerComparison(float_model, model, verify=True))
 
 
 def simulate_model(
@@ -142,7 +136,6 @@ def simulate_model(
             reasons=_reasons(quantized_model, cast(Branch, branch)),
             accuracy=accuracy,
             shards=shards,
-            layer_frames=made.layer_frames,
         )  # fmt: skip
     if not current_ranks().first:
         return simulation
@@ -162,6 +155,7 @@ def evaluate_models(
     *,
     branch: str,
     accumulator: AccuracyAccumulator | None = None,
+    layer_frames: int | None = None,
 ) -> tuple[QuantizationEvaluation, Simulation | None]:
     """Judge both models, and where there is one the integer one, frame by frame.
 
@@ -176,13 +170,15 @@ def evaluate_models(
         shards: Keeps what is finished while several ranks work.
         branch: What the run quantized.
         accumulator: Is handed all models' detections.
+        layer_frames: On how many frames, from the first on, layers in integers are compared; None
+            for all.
     """
     blame = "" if low is None else "float and integer model cannot be compared"
     with clock.step("compare", blame=blame):
         evaluation = evaluate_quantized(
             float_model, quantized_model, batches, sizes, accumulator, shards,
             integers=None if low is None else low.layers,
-            integer_frames=None if low is None else low.layer_frames,
+            integer_frames=layer_frames,
         )  # fmt: skip
     if low is None:
         return evaluation, None

@@ -368,15 +368,20 @@ def run_evaluate(
         sizes = CONFIGS[ran.config]
         batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
         accumulator = accuracy_accumulator(sizes, batches, bootstrap)
-        stated: dict[str, Any] = {"evaluates": str(run), "cameras": cameras}
-        stated |= {"integers": integers, "layer_frames": layer_frames}
-        stated["command"] = record.command
+        stated: dict[str, Any] = {
+            "evaluates": str(run),
+            "cameras": cameras,
+            "integers": integers,
+            "layer_frames": layer_frames,
+            "command": record.command,
+        }
         shards = record.shards(frames, stated, loaded.float_model, model)
-        low = lower_model(loaded.float_model, model, batches, sizes, clock, integers, layer_frames)
+        low = lower_model(loaded.float_model, model, batches, sizes, clock, integers)
         evaluation, simulation = evaluate_models(
             loaded.float_model, model, low, batches, sizes, clock, record.folder, shards,
             branch=ran.branch,
             accumulator=accumulator,
+            layer_frames=layer_frames,
         )  # fmt: skip
         with clock.step("judge by labels"):
             accuracy = accumulator.result()

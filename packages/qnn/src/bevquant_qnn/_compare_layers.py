@@ -266,7 +266,7 @@ class LayerComparison:
         float_model, quantized_model = self._models
         beside = None if alone else self._beside
         hooks = self._hooks
-        hooks.start(shares=beside is not None)
+        hooks.start()
         quantized = partial(call, quantized_model, batch)
         record: dict[str, np.ndarray[Any, Any]] = {}
         with lead(partial(call, float_model, batch)) as leader:
@@ -348,12 +348,11 @@ class _Hooks:
                 )
         self.order: list[int] = []
         self._output, self._watch, self._shared = output, watch, shared
-        self._shares = False
         self._calls: Counter[tuple[int, str]] = Counter()
 
-    def start(self, *, shares: bool) -> None:
-        """Forget the batch before; whether what the layers of `shared` return is asked for."""
-        self.order, self._shares = [], shares
+    def start(self) -> None:
+        """Forget the batch before."""
+        self.order = []
         self._calls.clear()
         for probe in self.probes:
             probe.batch = _Counts()
@@ -389,8 +388,8 @@ class _Hooks:
 
     def _share(self, side: int, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not self._shares:
-                return
+            if len(self.leaders) == 1:
+                return  # no comparison beside asks for it
             number = self._calls[side, path]
             self._calls[side, path] += 1
             self.leaders[side].hand_out((path, number), self._output(output))

@@ -18,18 +18,17 @@ from bevquant_sparse.runtime.threads import lines_of
 
 def pair_lines(wanted: Any, got: Any) -> Any:
     """``Σ w², Σ g², Σ w·g, Σ (g − w)²``, float64, for each block of two flat float32 arrays."""
-    return lines_of(_pairs, 4, wanted, got)
+    return lines_of(_pairs, 4, (wanted, got))
 
 
 def count_beyond(values: Any, amax: float) -> int:
     """How many of a flat float32 array are larger than `amax`, or smaller than its negative."""
-    return int(lines_of(_beyond, 1, values, amax).sum())
+    return int(lines_of(_beyond, 1, (values,), amax).sum())
 
 
-@compiled("void(int64, int64, float32[::1], float32[::1], float64[::1])", any_order=True)
-def _pairs(first, stop, wanted, got, line):
+@compiled("void(float32[::1], float32[::1], float64[::1])", any_order=True)
+def _pairs(wanted, got, line):
     signal = energy = dot = noise = 0.0
-    wanted, got = wanted[first:stop], got[first:stop]
     for i in range(len(got)):
         w, g = np.float64(wanted[i]), np.float64(got[i])
         signal += w * w
@@ -39,10 +38,9 @@ def _pairs(first, stop, wanted, got, line):
     line[0], line[1], line[2], line[3] = signal, energy, dot, noise
 
 
-@compiled("void(int64, int64, float32[::1], float64, float64[::1])")
-def _beyond(first, stop, values, amax, line):
+@compiled("void(float32[::1], float64, float64[::1])")
+def _beyond(values, amax, line):
     count = 0
-    values = values[first:stop]
     for i in range(len(values)):
         count += abs(np.float64(values[i])) > amax
     line[0] = count

@@ -141,8 +141,7 @@ class SetExport:
         self._folder, self._target, self._march, self._cpu = folder, target, march, cpu
         self._tensors: dict[str, Mapping[str, Tensor]] = dict(known or {})
         if "fake" in self._tensors:  # some are handed on quantized, which they are not in the model
-            ended = [piece.file.outputs.values() for piece in pieces if piece.quantizes_outputs]
-            read = {name for outputs in ended for name in outputs}
+            read = {t for p in pieces if p.quantizes_outputs for t in p.file.outputs.values()}
             given = self._tensors["fake"].items()
             self._tensors["fake"] = {name: value for name, value in given if name not in read}
         self._inputs: dict[str, tuple[Any, ...]] = {}

@@ -248,7 +248,6 @@ def simulate_detector(
     reasons: Mapping[str, str] | None = None,
     accuracy: AccuracyAccumulator | None = None,
     shards: Shards | None = None,
-    layer_frames: int | None = None,
 ) -> Simulation:
     """Run the integer model on the frames; several ranks share them.
 
@@ -263,7 +262,6 @@ def simulate_detector(
         reasons: Why parts stay float, by their names, and "excluded" why single layers do.
         accuracy: Is handed the integer model's detections, as "integer".
         shards: Keeps what is finished while several ranks work.
-        layer_frames: How many batches `comparison` was given, from the first on; None for all.
     """
     accumulators, seconds = ModelAccumulators(config), []
 
@@ -297,7 +295,7 @@ def simulate_detector(
         tuple(seconds),
         (),
         accumulators.first.get("integer"),
-        layer_frames,
+        comparison.batches,
     )
 
 

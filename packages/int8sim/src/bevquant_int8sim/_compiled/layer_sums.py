@@ -2,9 +2,8 @@
 
 Each block of values writes a line of its own, in the order of `FIELDS`, so that the sums do not
 depend on the number of threads. What is counted in steps is counted in integers: branches, and
-floats whose order matters, would keep a loop from working on several values at a time (and so would
-indices that need not begin at 0, see `compiled`). A NaN is clamped to the lowest integer, and what
-is added up beside it is NaN.
+floats whose order matters, would keep a loop from working on several values at a time. A NaN is
+clamped to the lowest integer, and what is added up beside it is NaN.
 """
 
 from __future__ import annotations
@@ -21,28 +20,28 @@ __all__ = ["float_gaps", "float_lines", "integer_lines", "largest_steps", "teach
 
 def float_lines(wanted: Any, fake: Any, integer: Any, fields: int) -> Any:
     """A line for each block of three flat float32 arrays."""
-    return lines_of(_floats, fields, wanted, fake, integer)
+    return lines_of(_floats, fields, (wanted, fake, integer))
 
 
 def integer_lines(
     wanted: Any, fake: Any, integer: Any, scale: float, low: float, high: float, fields: int
 ) -> Any:
     """A line for each block of two flat float32 arrays and one of int8, run free."""
-    return lines_of(_integers, fields, wanted, fake, integer, scale, low, high)
+    return lines_of(_integers, fields, (wanted, fake, integer), scale, low, high)
 
 
 def teacher_forced_lines(
     teacher_forced: Any, integer: Any, scale: float, low: float, high: float, fields: int
 ) -> Any:
     """A line for each block of flat float32 and int8 on the same inputs; all of it is counted."""
-    return lines_of(_teacher_forced, fields, teacher_forced, integer, scale, low, high)
+    return lines_of(_teacher_forced, fields, (teacher_forced, integer), scale, low, high)
 
 
 def largest_steps(
     teacher_forced: Any, integer: Any, scale: float, low: float, high: float
 ) -> float:
     """``max |integer − clamp(rint(teacher_forced / scale))|`` of flat arrays; inf with NaN."""
-    found = lines_of(_steps, 1, teacher_forced, integer, scale, low, high)
+    found = lines_of(_steps, 1, (teacher_forced, integer), scale, low, high)
     return float(found.max(initial=0))
 
 
@@ -51,16 +50,15 @@ def float_gaps(wanted: Any, got: Any) -> tuple[float, float, float, float]:
 
     A NaN or an infinity that the other lacks is an infinite gap.
     """
-    lines = lines_of(_gaps, 4, wanted, got)
+    lines = lines_of(_gaps, 4, (wanted, got))
     most, top = (float(lines[:, i].max(initial=0)) for i in (0, 2))
     return most, float(lines[:, 1].sum()), top, float(lines[:, 3].sum())
 
 
-@compiled("void(int64, int64, float32[::1], int8[::1], float64, float64, float64, float64[::1])")
-def _steps(first, stop, teacher_forced, integer, scale, low, high, line):
+@compiled("void(float32[::1], int8[::1], float64, float64, float64, float64[::1])")
+def _steps(teacher_forced, integer, scale, low, high, line):
     most = np.int32(0)
     unknown = 0
-    teacher_forced, integer = teacher_forced[first:stop], integer[first:stop]
     for i in range(len(integer)):
         raw = np.rint(np.float64(teacher_forced[i]) / scale)
         unknown += raw != raw
@@ -70,10 +68,9 @@ def _steps(first, stop, teacher_forced, integer, scale, low, high, line):
     line[0] = np.inf if unknown else most
 
 
-@compiled("void(int64, int64, float32[::1], float32[::1], float64[::1])")
-def _gaps(first, stop, wanted, got, line):
+@compiled("void(float32[::1], float32[::1], float64[::1])")
+def _gaps(wanted, got, line):
     most = energy = top = power = 0.0
-    wanted, got = wanted[first:stop], got[first:stop]
     for i in range(len(got)):
         w, q = np.float64(wanted[i]), np.float64(got[i])
         if not (w == q or (w != w and q != q)):
@@ -88,13 +85,10 @@ def _gaps(first, stop, wanted, got, line):
     line[0], line[1], line[2], line[3] = most, energy, top, power
 
 
-@compiled(
-    "void(int64, int64, float32[::1], float32[::1], float32[::1], float64[::1])", any_order=True
-)
-def _floats(first, stop, wanted, fake, integer, line):
+@compiled("void(float32[::1], float32[::1], float32[::1], float64[::1])", any_order=True)
+def _floats(wanted, fake, integer, line):
     power = fake_power = integer_power = fake_dot = integer_dot = 0.0
     fake_error = integer_error = 0.0
-    wanted, fake, integer = wanted[first:stop], fake[first:stop], integer[first:stop]
     for i in range(len(integer)):
         w, f, q = np.float64(wanted[i]), np.float64(fake[i]), np.float64(integer[i])
         power += w * w
@@ -109,18 +103,16 @@ def _floats(first, stop, wanted, fake, integer, line):
 
 
 @compiled(
-    "void(int64, int64, float32[::1], float32[::1], int8[::1], float64, float64, float64, "
-    "float64[::1])",
+    "void(float32[::1], float32[::1], int8[::1], float64, float64, float64, float64[::1])",
     any_order=True,
 )
-def _integers(first, stop, wanted, fake, integer, scale, low, high, line):
+def _integers(wanted, fake, integer, scale, low, high, line):
     power = fake_power = integer_power = fake_dot = integer_dot = 0.0
     fake_error = integer_error = 0.0
     total: Any = 0
     off: Any = 0
     unknown = 0
     most = np.int32(0)
-    wanted, fake, integer = wanted[first:stop], fake[first:stop], integer[first:stop]
     for i in range(len(integer)):
         raw = np.rint(np.float64(fake[i]) / scale)
         unknown += raw != raw
@@ -146,13 +138,12 @@ def _integers(first, stop, wanted, fake, integer, scale, low, high, line):
         line[1], line[3], line[5], line[7] = np.nan, np.nan, np.nan, np.nan
 
 
-@compiled("void(int64, int64, float32[::1], int8[::1], float64, float64, float64, float64[::1])")
-def _teacher_forced(first, stop, teacher_forced, integer, scale, low, high, line):
+@compiled("void(float32[::1], int8[::1], float64, float64, float64, float64[::1])")
+def _teacher_forced(teacher_forced, integer, scale, low, high, line):
     total: Any = 0
     off: Any = 0
     saturated = unknown = 0
     most = np.int32(0)
-    teacher_forced, integer = teacher_forced[first:stop], integer[first:stop]
     for i in range(len(integer)):
         raw = np.rint(np.float64(teacher_forced[i]) / scale)
         unknown += raw != raw

@@ -83,6 +83,9 @@ class LayerComparison(ForcedRun):
         ValueError: An integer model that was loaded from a file, or a float model that lacks a
             layer of the calibrated one.
 
+    Attributes:
+        batches: Whose records were added, how many.
+
     Example:
         >>> import copy
         >>> from bevquant_qnn import quantize_model
@@ -105,7 +108,7 @@ class LayerComparison(ForcedRun):
         self._bounds = StepBounds(self) if verify else None
         self.sums: dict[str, LayerSums] = {}  # of the batch that is run
         self._totals: dict[str, LayerSums] = {}
-        self._added = 0
+        self.batches = 0
         for value in self.placed:
             step, form = self.makers[value], model.program.values[value].form
             kind = f"int{form.bits}" if isinstance(form, Integers) else str(form)
@@ -161,11 +164,11 @@ class LayerComparison(ForcedRun):
                 f"compare: a record of {len(record['sums'])} steps, where this model has "
                 f"{len(self._totals)}: add records of the same model"
             )
-        if not self._added:
+        if not self.batches:
             steps = (step.outputs[0] for step in self.model.steps)
             counts = (int(count) for count in record["operations"])
             self.model.program.operations.update(zip(steps, counts, strict=True))
-        self._added += 1
+        self.batches += 1
         for total, *numbers in zip(
             self._totals.values(), record["sums"], record["counts"], strict=True
         ):

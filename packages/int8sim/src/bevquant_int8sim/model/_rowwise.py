@@ -102,13 +102,12 @@ def add(
 
 def contiguous(x: Tensor) -> Tensor:
     """``x.contiguous()``, a few times as fast for maps that lie channels last on a CPU."""
-    on_cpu = x.device.type == "cpu"
-    kernels = compiled_module("channels_last", x.numel()) if on_cpu else None
+    kernels = _kernels(x, "channels_last")
     return x.contiguous() if kernels is None else kernels.planes(x)
 
 
-def _kernels(x: Tensor) -> Any:
-    return compiled_module("rowwise", x.numel()) if x.device.type == "cpu" else None
+def _kernels(x: Tensor, name: str = "rowwise") -> Any:
+    return compiled_module(name, x.numel()) if x.device.type == "cpu" else None
 
 
 def _flat(x: Tensor) -> Tensor | None:

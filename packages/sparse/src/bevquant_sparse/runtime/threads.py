@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 from itertools import count as counter
 from threading import Lock, Thread
@@ -215,21 +215,22 @@ def drain_together(
 
 
 def lines_of(
-    kernel: Callable[..., object], fields: int, values: npt.NDArray[Any], *rest: Any
+    kernel: Callable[..., object], fields: int, arrays: Sequence[npt.NDArray[Any]], *settings: Any
 ) -> npt.NDArray[np.float64]:
     """A line of `fields` numbers of each block of values: sums that no number of threads changes.
 
     Args:
-        kernel: ``kernel(first, stop, values, *rest, line)`` fills the line, zeros at first, of the
-            values ``first … stop``.
+        kernel: ``kernel(*blocks, *settings, line)`` fills the line, zeros at first, of one block of
+            each array.
         fields: Of a line.
-        values: A flat array.
-        rest: What the kernel takes besides.
+        arrays: Flat, all of one length.
+        settings: What the kernel takes besides.
     """
-    lines = np.zeros((-(-len(values) // _BLOCK), fields))
+    count = len(arrays[0])
+    lines = np.zeros((-(-count // _BLOCK), fields))
 
     def run(first: int, stop: int) -> None:
-        kernel(first, stop, values, *rest, lines[first // _BLOCK])
+        kernel(*(values[first:stop] for values in arrays), *settings, lines[first // _BLOCK])
 
-    in_chunks(run, len(values), _BLOCK)
+    in_chunks(run, count, _BLOCK)
     return lines
