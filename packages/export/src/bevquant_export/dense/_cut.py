@@ -24,8 +24,7 @@ from bevquant_int8sim.program import Program, Step
 
 AT_ONCE = 2
 """Pieces that run at once, each on its share of the threads: what lies between their nodes is held
-twice, so more would cost more memory than time."""
-_WAITING = 4  # with those that run: the model goes no further ahead of its file
+twice, so more would cost more memory than time. The model goes no further ahead of its file."""
 
 
 @dataclass(eq=False)
@@ -159,7 +158,7 @@ class CutFile:
     def _start(self, piece: _Piece) -> None:
         self._pieces.remove(piece)
         self._running.append(self._pool.submit(self._run, piece))
-        self._wait(_WAITING)
+        self._wait(AT_ONCE)
 
     def _wait(self, most: int) -> None:
         """Until no more than `most` pieces have to end, in their order, errors too."""
