@@ -39,6 +39,8 @@ FLOATS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax before the end": lambda x: torch.softmax(x, 2),
     "repeat": lambda x: x.sigmoid().repeat(1, 1, 1, 2),
     "layer norm": lambda x: F.layer_norm(x, (6, 6)),
+    "logit": lambda x: torch.logit(x.sigmoid(), 1e-3),
+    "at most, where NaN is not": lambda x: torch.where(x.sqrt() <= 1, 1.0, 2.0) * x,
     "reflect": lambda x: F.pad(x.sigmoid(), (1, 1, 2, 0), mode="reflect"),
 }
 

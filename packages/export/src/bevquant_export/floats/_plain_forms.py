@@ -31,6 +31,7 @@ numbers that runtimes would take:
   drops the rest.
 - ``upsample_trilinear3d``: bilinear in height and width, then along depth.
 - ``x >= y``: greater or equal, by two operators.
+- ``logit(x, eps)``: log(z / (1 − z)), z = x clipped to [ε, 1 − ε]; torch's exporter compares.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class PlainForms(TorchFunctionMode):
             self._forms |= {
                 "einsum": _einsum, "clamp": _clamp, "clamp_min": _at_least, "clamp_max": _at_most,
                 **{name: partial(form, whole=True) for name, form in _QUOTIENTS.items()},
-                "upsample_trilinear3d": _trilinear,
+                "upsample_trilinear3d": _trilinear, "logit": _logit,
                 "ge": partial(_or_equal, torch.gt), "le": partial(_or_equal, torch.lt),
             }  # fmt: skip
 
@@ -380,6 +381,11 @@ def _at_least(x: Tensor, min: Any) -> Tensor | None:
 
 def _at_most(x: Tensor, max: Any) -> Tensor | None:
     return _clamp(x, max=max)
+
+
+def _logit(x: Tensor, eps: float | None = None) -> Tensor:
+    within = x if eps is None else x.clamp(eps, 1 - eps)
+    return torch.log(within / (1 - within))
 
 
 def _or_equal(compare: Callable[..., Tensor], x: Any, y: Any) -> Tensor:
