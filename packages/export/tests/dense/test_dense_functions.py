@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,22 @@ FLOATS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax before the end": lambda x: torch.softmax(x, 2),
     "repeat": lambda x: x.sigmoid().repeat(1, 1, 1, 2),
     "layer norm": lambda x: F.layer_norm(x, (6, 6)),
+    "random slope": F.rrelu,
+    "divisor": lambda x: F.avg_pool2d(x, (2, 3), padding=1, divisor_override=5),
+    "divisor in space": lambda x: F.avg_pool3d(x, 2, 1, divisor_override=3),
+    "products so far": lambda x: (1 - x.sigmoid()).cumprod(1),
+    "products so far, backwards": lambda x: x.flip(-1).cumprod(-1),
+    "third": lambda x: x.kthvalue(3, dim=1)[0],
+    "median": lambda x: x.median(-1, keepdim=True)[0] - x.median(),
+    "median, of NaN": lambda x: x.sqrt().median(1, keepdim=True)[0].nan_to_num(7.0) * x,
+    "places": lambda x: torch.bucketize(x, torch.linspace(-1, 1, 5)) * x,
+    "places of NaN": lambda x: torch.bucketize(x.sqrt(), torch.linspace(0, 1, 5), right=True) + x,
+    "places in lists": lambda x: torch.searchsorted(x.sort(-1)[0], x.round(), side="right") + x,
+    "distances": lambda x: torch.cdist(x[:, 0], x[:, 1]) + torch.cdist(x[:, 2], x[:, 3], 1.0),
+    "other distances": lambda x: torch.cdist(x, x + 1, math.inf) + torch.cdist(x, x + 2, 3.0),
+    "signs": lambda x: torch.copysign(x.exp(), x) + torch.copysign(x, -1.0),
+    "corner": lambda x: x.tril(-1) + 2 * x.triu(2),
+    "threshold": lambda x: F.threshold(x, 0.1, -0.2) + F.hardshrink(x),
     "logit": lambda x: torch.logit(x.sigmoid(), 1e-3),
     "at most, where NaN is not": lambda x: torch.where(x.sqrt() <= 1, 1.0, 2.0) * x,
     "reflect": lambda x: F.pad(x.sigmoid(), (1, 1, 2, 0), mode="reflect"),

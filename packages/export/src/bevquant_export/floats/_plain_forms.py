@@ -7,6 +7,9 @@
 - ``floor_divide``, ``div(…, rounding_mode="floor")`` and ``remainder`` of floats: by ``fmod``,
   which is exact, as torch computes them. The quotient that torch's exporter rounds down may have
   been rounded up to the next whole number: a point in the voxel beside its own.
+- ``avg_pool`` with a divisor of its own: the mean, zeros of the padding included, times what the
+  kernel has values, over the divisor. torch's exporter leaves the divisor out.
+- ``copysign``, ``rrelu`` in evaluation (a LeakyReLU of the mean slope): by their formulas.
 - ``fold`` (col2im): a permutation where patches lie side by side, else a transposed convolution
   with kernels of zeros and a one. Col2Im is of operator set 18, and TensorRT has none.
 - ``index_add``, ``index_put`` and ``scatter_reduce`` that sum or take means, in place too: a
@@ -14,7 +17,8 @@
   with a matrix of zeros and ones (`_scatter_sums`).
 - ``hstack``, ``vstack``, ``dstack`` and ``column_stack``: a ``cat`` of what `torch.atleast_1d` and
   its like make of the tensors. torch's exporter asks for the rank of each in the file.
-- ``hypot``, ``fmax`` and ``fmin``, ``cross``: by their formulas.
+- ``hypot``, ``fmax`` and ``fmin``, ``cross``: by their formulas; ranks, places in a list, products
+  so far and distances: `_axis_forms`.
 - ``inverse`` of up to four rows, and ``linalg.solve`` for matrices by it: camera geometry inverts
   intrinsics and poses. A⁻¹ = adj(A) / det(A), adj(A)ᵢⱼ = (−1)ⁱ⁺ʲ det(A without row j and column i),
   with determinants expanded along their first row (Laplace): as exact as an LU decomposition where
@@ -30,7 +34,8 @@ numbers that runtimes would take:
 - ``clamp``, ``remainder`` and ``floor_divide`` of whole numbers: comparisons, and a division that
   drops the rest.
 - ``upsample_trilinear3d``: bilinear in height and width, then along depth.
-- ``x >= y``: greater or equal, by two operators.
+- ``x >= y``: greater or equal, by two operators; ``threshold`` and ``hardshrink`` by it.
+- ``tril`` and ``triu``: zeros where a column's number less the row's is too large or small.
 - ``logit(x, eps)``: log(z / (1 − z)), z = x clipped to [ε, 1 − ε]; torch's exporter compares.
 """
 
@@ -46,6 +51,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from bevquant_export.floats._axis_forms import AXIS_FORMS
 from bevquant_export.floats._scatter_sums import ORDERED_SUMS, SCATTER_SUMS
 
 _FIRST_GRID_SAMPLE = 16  # operator set
@@ -69,7 +75,9 @@ class PlainForms(TorchFunctionMode):
             "col2im": _fold, "inverse": _inverse, "linalg_inv": _inverse, "linalg_solve": _solve,
             "cross": _cross, "linalg_cross": _linalg_cross, "hypot": _hypot,
             "fmax": partial(_known_of, torch.maximum), "fmin": partial(_known_of, torch.minimum),
-            **_QUOTIENTS, **_STACKS,
+            "avg_pool2d": partial(_avg_pool, torch.nn.functional.avg_pool2d, 2),
+            "avg_pool3d": partial(_avg_pool, torch.nn.functional.avg_pool3d, 3),
+            "copysign": _copysign, "rrelu": _rrelu, **_QUOTIENTS, **_STACKS, **AXIS_FORMS,
         }  # fmt: skip
         sums = ORDERED_SUMS if scatter_sums else SCATTER_SUMS
         self._forms |= sums
@@ -82,6 +90,8 @@ class PlainForms(TorchFunctionMode):
                 "einsum": _einsum, "clamp": _clamp, "clamp_min": _at_least, "clamp_max": _at_most,
                 **{name: partial(form, whole=True) for name, form in _QUOTIENTS.items()},
                 "upsample_trilinear3d": _trilinear, "logit": _logit,
+                "tril": partial(_part_of, torch.lt, 1), "triu": partial(_part_of, torch.gt, -1),
+                "threshold": _threshold, "hardshrink": _hardshrink,
                 "ge": partial(_or_equal, torch.gt), "le": partial(_or_equal, torch.lt),
             }  # fmt: skip
 
@@ -136,6 +146,37 @@ def _hypot(x: Tensor, y: Tensor) -> Tensor:
 def _known_of(choose: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
     """The one of two that is a number, or the one that is chosen."""
     return torch.where(x != x, y, torch.where(y != y, x, choose(x, y)))
+
+
+def _copysign(x: Tensor, y: Any) -> Tensor:
+    size = x.abs()
+    if not isinstance(y, Tensor):
+        return size * math.copysign(1.0, y)
+    return torch.where(_negative(y), -size, size)
+
+
+def _rrelu(
+    x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *more: Any
+) -> Tensor | None:
+    return None if training else torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
+
+
+def _avg_pool(
+    pool: Callable[..., Tensor],
+    axes: int,
+    x: Tensor,
+    kernel: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor | None:
+    if divisor_override is None or ceil_mode:  # windows that are cut count what is in them
+        return None
+    sizes = [kernel] * axes if isinstance(kernel, int) else list(kernel)
+    values = math.prod(sizes * (axes // len(sizes)))
+    return pool(x, kernel, stride or None, padding) * (values / divisor_override)
 
 
 def _stacked(raised: Callable[..., Any], axis: int, tensors: Sequence[Tensor]) -> Tensor:
@@ -381,6 +422,20 @@ def _at_least(x: Tensor, min: Any) -> Tensor | None:
 
 def _at_most(x: Tensor, max: Any) -> Tensor | None:
     return _clamp(x, max=max)
+
+
+def _threshold(x: Tensor, threshold: float, value: float) -> Tensor:
+    return torch.where(_or_equal(torch.lt, x, threshold), value, x)
+
+
+def _hardshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
+    return torch.where(_or_equal(torch.lt, x.abs(), lambd), 0.0, x)
+
+
+def _part_of(compare: Callable[..., Tensor], one: int, x: Tensor, diagonal: int = 0) -> Tensor:
+    rows, columns = (torch.arange(x.shape[axis], device=x.device) for axis in (-2, -1))
+    kept = compare(columns[None] - rows[:, None], diagonal + one)
+    return torch.where(kept, x, torch.zeros_like(x))
 
 
 def _logit(x: Tensor, eps: float | None = None) -> Tensor:
