@@ -243,6 +243,14 @@ GRIDS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
         (2, 4, 9, 9),
     ),
     "counted": (lambda: [nn.Conv2d(4, 8, 1), nn.AvgPool2d(3, 1, 1)], (2, 4, 9, 9)),
+    "counted over the edge": (
+        lambda: [nn.Conv2d(4, 8, 1), nn.AvgPool2d(3, 2, 1, ceil_mode=True)],
+        (2, 4, 8, 10),
+    ),
+    "over the edge": (
+        lambda: [nn.Conv2d(4, 8, 1), nn.AvgPool2d((3, 2), 2, ceil_mode=True)],
+        (2, 4, 8, 9),
+    ),
     "adaptive": (lambda: [nn.Conv2d(4, 8, 1), nn.AdaptiveAvgPool2d((3, 1))], (2, 4, 9, 5)),
     "windows of several sizes": (
         lambda: [nn.Conv2d(4, 8, 1), nn.AdaptiveAvgPool2d((4, 2))],
@@ -260,6 +268,16 @@ GRIDS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
     ),
     "grown": (lambda: [nn.Conv2d(4, 8, 1), nn.Upsample((7, 9), mode="bilinear")], (2, 4, 5, 6)),
 }
+
+
+def test_a_window_that_would_begin_in_the_padding_is_refused(
+    calibrated: Fixture, tmp_path: Path
+) -> None:
+    x = torch.randn(2, 4, 5, 5)
+    net = nn.Sequential(nn.Conv2d(4, 8, 1), nn.AvgPool2d(2, 2, 1, ceil_mode=True), nn.ReLU())
+    with pytest.raises(ValueError, match=r"export_qdq_onnx: 1: .* less padding"):
+        export_qdq_onnx(calibrated(net, x), x, tmp_path / "net.onnx")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")

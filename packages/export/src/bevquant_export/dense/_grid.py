@@ -34,21 +34,27 @@ def average_pool(
         shapes: Of the input and of the output.
 
     Raises:
-        ValueError: Windows that hang over the padding.
+        ValueError: ONNX has another number of windows, where the last one would begin in padding.
     """
     rank = len(shapes[0]) - 2
     if given.get("kernel_size") is None:
         return _adaptive(graph, path, x, shapes)
-    padded = any(_each(given["padding"], rank)) and given["count_include_pad"]
-    if given["ceil_mode"] and padded:
-        raise ValueError(
-            f"export_qdq_onnx: {path}: an average with ceil_mode and counted padding is another "
-            "one in ONNX; set ceil_mode=False or count_include_pad=False"
-        )
+    windows, ceil_mode = _windows(given, rank), int(given["ceil_mode"])
+    if ceil_mode and given["count_include_pad"] and any(windows["pads"]):
+        # torch counts the padding, ONNX what hangs over it too.
+        pads = windows["pads"][:rank]
+        sizes = zip(*(shape[2:] for shape in shapes), *windows.values(), strict=False)
+        if any(-(-(n + 2 * p - k) // s) + 1 != made for n, made, k, s, p in sizes):
+            raise ValueError(
+                f"export_qdq_onnx: {path}: an average with ceil_mode whose last window would begin "
+                "in the padding is another one in ONNX; set ceil_mode=False or less padding"
+            )
+        ends = [0, 0, *pads]
+        x = graph.node("Pad", path, [x, graph.numbers([*ends, *ends])], mode="constant")
+        windows["pads"] = [0] * 2 * rank
     return graph.node(
-        "AveragePool", path, [x],
-        ceil_mode=int(given["ceil_mode"]), count_include_pad=int(given["count_include_pad"]),
-        **_windows(given, rank),
+        "AveragePool", path, [x], ceil_mode=ceil_mode,
+        count_include_pad=int(given["count_include_pad"]) * (1 - ceil_mode), **windows,
     )  # fmt: skip
 
 
