@@ -1,0 +1,205 @@
+"""What operator set 11 lacks, by operators that it has.
+
+Operator set 11 has no GridSample, Einsum and GreaterOrEqual, and neither Clip nor Mod of whole
+numbers that runtimes would take:
+
+- ``grid_sample``: the values at 2ⁿ corners (one for ``"nearest"``), gathered, times their weights.
+- ``einsum``: a sum, a product value by value, or one of matrices between permutations; of several
+  tensors two at a time, as they stand.
+- ``clamp``, ``remainder`` and ``floor_divide`` of whole numbers: comparisons, and a division that
+  drops the rest.
+- ``upsample_trilinear3d``: bilinear in height and width, then along depth.
+- ``x >= y``: greater or equal, by two operators; ``threshold`` and ``hardshrink`` by it.
+- ``tril`` and ``triu``: zeros where a column's number less the row's is too large or small.
+- ``logit(x, eps)``: log(z / (1 − z)), z = x clipped to [ε, 1 − ε]; torch's exporter compares.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FIRST_GRID_SAMPLE = 16  # operator set
+_ZEROS, _BORDER, _REFLECTION = 0, 1, 2
+
+
+def _grid_sample(x: Tensor, grid: Tensor, mode: int, padding: int, corners: bool) -> Tensor | None:
+    """Values of x ``[batch, channels, *space]`` at a grid ``[batch, *outputs, axes]``."""
+    if mode not in (0, 1):  # bicubic
+        return None
+    choices: list[list[tuple[Tensor, list[Tensor]]]] = []
+    for axis, size in enumerate(reversed(x.shape[2:])):
+        at = _source_place(grid[..., axis], size, padding, corners)
+        low = at.floor()
+        places = [(at.round(), [])] if mode == 1 else [(low, [low + 1 - at]), (low + 1, [at - low])]
+        choices.append([])
+        for place, shares in places:
+            # Once each: onnxscript loses the limits of a value that is clipped several times.
+            inside = place.clamp(0, size - 1)
+            seen = [(inside == place).to(x.dtype)] if padding == _ZEROS else []
+            choices[-1].append((inside.long(), [*shares, *seen]))
+    values, total = x.flatten(2), None
+    for corner in itertools.product(*choices):
+        index, weight, step = None, None, 1
+        for (inside, shares), size in zip(corner, reversed(x.shape[2:]), strict=True):
+            for one in shares:
+                weight = one if weight is None else weight * one
+            part = inside * step
+            index, step = part if index is None else index + part, step * size
+        assert index is not None
+        rows = index.flatten(1)[:, None].expand(-1, x.shape[1], -1)
+        taken = values.gather(2, rows)
+        if weight is not None:
+            taken = taken * weight.flatten(1)[:, None]
+        total = taken if total is None else total + taken
+    assert total is not None
+    return total.reshape(-1, x.shape[1], *grid.shape[1:-1])
+
+
+def _source_place(at: Tensor, size: int, padding: int, corners: bool) -> Tensor:
+    """−1…1 as places of pixels; those beyond the border folded back or held."""
+    at = (at + 1) * ((size - 1) / 2) if corners else ((at + 1) * size - 1) / 2
+    if padding == _REFLECTION:
+        low, span = (0.0, size - 1.0) if corners else (-0.5, float(size))
+        if span == 0:
+            return torch.zeros_like(at)
+        away = (at - low).abs()
+        away = away - (away / (2 * span)).floor() * (2 * span)
+        at = torch.minimum(away, 2 * span - away) + low
+    return at if padding == _ZEROS else at.clamp(0, size - 1)
+
+
+def _trilinear(x: Tensor, size: Any, corners: bool, scales: Any = None, *more: Any) -> Tensor:
+    """Each slice of ``[batch, channels, depth, height, width]``, then each line of depth."""
+    bilinear = torch.ops.aten.upsample_bilinear2d.default
+    given = (scales, *more) if more or scales is None or isinstance(scales, float) else scales
+    deep, high, wide = given if len(given) == 3 else (None, None, None)
+    if size is None:
+        size = [int(n * scale) for n, scale in zip(x.shape[2:], given, strict=True)]
+    slices = bilinear(x.flatten(1, 2), list(size[1:]), corners, high, wide)
+    lines = slices.reshape(*x.shape[:3], -1)
+    made: Tensor = bilinear(lines, [size[0], lines.shape[-1]], corners, deep, None)
+    return made.reshape(*made.shape[:3], *slices.shape[-2:])
+
+
+def _einsum(equation: str, *operands: Any, path: Any = None) -> Tensor | None:
+    if len(operands) == 1 and not isinstance(operands[0], Tensor):
+        operands = tuple(operands[0])
+    given, arrow, out = equation.replace(" ", "").partition("->")
+    terms = given.split(",")
+    once = all(len(set(term)) == len(term) for term in terms)
+    if "." in equation or not once or len(terms) != len(operands):
+        return None
+    if not arrow:
+        out = "".join(sorted(label for label in set(given) - {","} if given.count(label) == 1))
+    if len(terms) > 2:
+        read = dict.fromkeys(terms[0] + terms[1])
+        kept = "".join(label for label in read if label in "".join([*terms[2:], out]))
+        pair = _einsum(f"{terms[0]},{terms[1]}->{kept}", *operands[:2])
+        others = f"{','.join([kept, *terms[2:]])}->{out}"
+        return None if pair is None else _einsum(others, pair, *operands[2:])
+    rest = [set("".join(terms[:k] + terms[k + 1 :]) + out) for k in range(len(terms))]
+    summed = [_summed(x, t, keep) for x, t, keep in zip(operands, terms, rest, strict=True)]
+    if len(summed) == 1:
+        x, term = summed[0]
+        return x.permute([term.index(label) for label in out])
+    (a, left), (b, right) = summed
+    shared = [label for label in left if label in right]
+    if any(a.shape[left.index(label)] != b.shape[right.index(label)] for label in shared):
+        return None
+    batch = [label for label in shared if label in out]
+    inner = [label for label in shared if label not in out]
+    rows, columns = ([n for n in term if n not in shared] for term in (left, right))
+    sizes = dict(zip(left, a.shape, strict=True)) | dict(zip(right, b.shape, strict=True))
+
+    if not inner:
+        # No sum: of products of matrices as small as 1×1 onnxscript's optimizer drops the shapes.
+        spread = [
+            x.permute([term.index(label) for label in out if label in term]).reshape(
+                [sizes[label] if label in term else 1 for label in out]
+            )
+            for x, term in ((a, left), (b, right))
+        ]
+        return spread[0] * spread[1]
+
+    def matrices(x: Tensor, term: str, one: Sequence[str], other: Sequence[str]) -> Tensor:
+        x = x.permute([term.index(label) for label in (*batch, *one, *other)])
+        ends = [math.prod(sizes[label] for label in labels) for labels in (one, other)]
+        return x.reshape([*(sizes[label] for label in batch), *ends])
+
+    product = matrices(a, left, rows, inner) @ matrices(b, right, inner, columns)
+    order = [*batch, *rows, *columns]
+    product = product.reshape([sizes[label] for label in order])
+    return product.permute([order.index(label) for label in out])
+
+
+def _summed(x: Tensor, term: str, keep: set[str]) -> tuple[Tensor, str]:
+    """Without the axes that nothing else has."""
+    axes = [axis for axis, label in enumerate(term) if label not in keep]
+    kept = "".join(label for label in term if label in keep)
+    return (x.sum(axes) if axes else x), kept
+
+
+def _clamp(x: Tensor, min: Any = None, max: Any = None) -> Tensor | None:
+    if x.is_floating_point():
+        return None
+    for limit, is_beyond in ((min, torch.lt), (max, torch.gt)):
+        if limit is not None:
+            x = torch.where(is_beyond(x, limit), limit, x)
+    return x
+
+
+def _at_least(x: Tensor, min: Any) -> Tensor | None:
+    return _clamp(x, min=min)
+
+
+def _at_most(x: Tensor, max: Any) -> Tensor | None:
+    return _clamp(x, max=max)
+
+
+def _threshold(x: Tensor, threshold: float, value: float) -> Tensor:
+    return torch.where(_or_equal(torch.lt, x, threshold), value, x)
+
+
+def _hardshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
+    return torch.where(_or_equal(torch.lt, x.abs(), lambd), 0.0, x)
+
+
+def _part_of(compare: Callable[..., Tensor], one: int, x: Tensor, diagonal: int = 0) -> Tensor:
+    rows, columns = (torch.arange(x.shape[axis], device=x.device) for axis in (-2, -1))
+    kept = compare(columns[None] - rows[:, None], diagonal + one)
+    return torch.where(kept, x, torch.zeros_like(x))
+
+
+def _logit(x: Tensor, eps: float | None = None) -> Tensor:
+    within = x if eps is None else x.clamp(eps, 1 - eps)
+    return torch.log(within / (1 - within))
+
+
+def _or_equal(compare: Callable[..., Tensor], x: Any, y: Any) -> Tensor:
+    same: Tensor = x == y
+    return compare(x, y) | same
+
+
+GRID_SAMPLES: MappingProxyType[str, Callable[..., Tensor | None]] = MappingProxyType(
+    dict.fromkeys(("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), _grid_sample)
+)
+"""Of every operator set before the one that has it."""
+
+OLD_SET_FORMS: MappingProxyType[str, Callable[..., Tensor | None]] = MappingProxyType(
+    {
+        "einsum": _einsum, "clamp": _clamp, "clamp_min": _at_least, "clamp_max": _at_most,
+        "upsample_trilinear3d": _trilinear, "logit": _logit,
+        "tril": partial(_part_of, torch.lt, 1), "triu": partial(_part_of, torch.gt, -1),
+        "threshold": _threshold, "hardshrink": _hardshrink,
+        "ge": partial(_or_equal, torch.gt), "le": partial(_or_equal, torch.lt),
+    }
+)  # fmt: skip
+"""Name of a function of torch → the same in operator set 11; None where it cannot be."""
