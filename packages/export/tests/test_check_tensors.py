@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bevquant_export import LayerDifference, TensorDifference, check_tensors
@@ -67,6 +69,17 @@ def test_sparse_layers_are_exact_up_to_floats_that_differ() -> None:
 
 def test_without_floats_no_integer_may_differ() -> None:
     assert [c.is_right for c in check_tensors([layer("conv0", "int8", 1, 1)])] == [False]
+
+
+@pytest.mark.parametrize(
+    ("different", "largest", "right"), [(10, 3, True), (11, 1, False), (1, 4, False)]
+)
+def test_behind_functions_of_floats_a_few_integers_may(
+    different: int, largest: float, right: bool
+) -> None:
+    row = layer("conv1", "int8", different, largest)
+    rows = [layer("conv0", "int8", 0, 0), replace(row, behind_functions=True), row]
+    assert [check.is_right for check in check_tensors(rows)] == [True, right, False]
 
 
 def test_no_value_may_differ_in_one_arithmetic() -> None:

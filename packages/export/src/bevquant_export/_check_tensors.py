@@ -53,10 +53,10 @@ def check_tensors(
     """Judge what comparing a file with its model gave, such as ``QdqFile.differences``.
 
     Of a dense file, ties may differ by a step; behind averages and functions in float, so may a few
-    values (`TensorDifference.allowed`). Of a sparse file integers are equal up to the first layer
-    whose float32 sums came out otherwise (within 1/1000 of its largest value); behind that, one
-    value in a hundred may be up to 3 steps off, and floats behind such integers a tenth of the
-    largest value.
+    values (`TensorDifference.allowed`). Of a sparse file integers are equal up to functions of
+    floats and the first layer whose float32 sums came out otherwise (within 1/1000 of its largest
+    value); behind these, one value in a hundred may be up to 3 steps off, and floats behind such
+    integers a tenth of the largest value.
 
     Args:
         differences: In the order of the file: what lies behind floats hangs on those before.
@@ -84,7 +84,8 @@ def check_tensors(
             op = "output" if row.node == "output" else "sparse_conv"
             checks.append(_layer(row, "float16", row.largest, "nothing", row.different == 0, op))
         else:
-            checks.append(_sparse(row, floats_differ, integers_differ))
+            floats = floats_differ or row.behind_functions
+            checks.append(_sparse(row, floats, integers_differ))
             floats_differ |= row.form != "int8" and row.different > 0
             integers_differ |= row.form == "int8" and row.different > 0
     return tuple(checks)

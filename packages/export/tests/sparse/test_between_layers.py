@@ -260,3 +260,30 @@ def test_only_what_functions_of_floats_make_may_be_rounded_otherwise(bits, diffe
     pair = Made(made, None, voxels), Made(want, None, voxels)
     assert counted("output", "", *pair, slack=2.0**-18).different == different
     assert counted("output", "", *pair).different == 2
+
+
+def test_layers_behind_functions_of_floats_are_told(nets, tmp_path):
+    """Activation, then batch norm: both run in floats, and no two runtimes sum alike."""
+
+    class Leaky(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.aside, self.last = subm(nets, 5, 8), subm(nets, 5, 6), subm(nets, 8, 6)
+            self.act, self.norm = nn.LeakyReLU(), nn.BatchNorm1d(8)
+
+        def forward(self, features, coords, batch_size):
+            given = nets.spconv.SparseConvTensor(features, coords, list(nets.GRID), batch_size)
+            x = self.stem(given)
+            x = x.replace_feature(self.norm(self.act(x.features)))
+            return self.last(x), self.aside(given)
+
+    torch.manual_seed(0)
+    model = Leaky().eval()
+    nn.init.uniform_(model.norm.running_mean), nn.init.uniform_(model.norm.running_var, 0.5, 2)
+    frame = nets.frame(0)
+    written = export_sparse_onnx(
+        nets.calibrated(model, [frame]), frame, tmp_path / "a.onnx", dialect="portable"
+    )
+    rows = compare_sparse_onnx(load_sparse_onnx(written.path), written.integer_model, frame)
+    told = {row.path: row.behind_functions for row in rows if row.path}
+    assert told == {"stem.0": False, "last.0": True, "aside.0": False}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,8 @@ class LayerDifference:
             make, by more than 2⁻¹⁸ of `size`: no two runtimes have the same exp to the last bit.
         largest: Largest difference: in steps of int8, else in value.
         size: Largest magnitude that the integer model has there.
+        behind_functions: Whether it reads what functions of floats made, at first or second hand:
+            of what lies between two integers they may round to either, as runtimes sum otherwise.
     """
 
     node: str
@@ -46,6 +48,7 @@ class LayerDifference:
     different: int
     largest: float
     size: float = 0.0
+    behind_functions: bool = False
 
 
 def compare_sparse_onnx(
@@ -112,6 +115,10 @@ def compared(
         stated = node.grid if isinstance(node, Steps) else getattr(node, "output_spatial_shape", ())
         grids[node.y] = stated or next((grids[x] for x in node.inputs if x in grids), ())
     paths = Counter(node.path for node in file.nodes if is_compared(node))
+    behind: set[str] = set()
+    for node in file.nodes:
+        if isinstance(node, Steps) or not behind.isdisjoint(node.inputs):
+            behind.add(node.y)
 
     def see(node: Node, made: Any, indices: Tensor | None) -> None:
         if is_compared(node):
@@ -124,7 +131,8 @@ def compared(
             value = made.values if isinstance(made, Integers) else made.floats()
             shown[node.path] = shown.get(node.path, 0) + 1
             which = shown[node.path], paths[node.path]
-            rows.append(_difference(node, Made(value, scale, indices), turned, reference, which))
+            row = _difference(node, Made(value, scale, indices), turned, reference, which)
+            rows.append(replace(row, behind_functions=node.y in behind))
 
     outputs = file.watch(features, coords, batch_size, see)
     computed = {node.y for node in file.nodes if isinstance(node, Steps)}
