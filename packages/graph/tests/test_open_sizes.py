@@ -136,3 +136,16 @@ def test_torch_traces_again_only_where_memory_is_shared(net: nn.Module, again: b
     assert traced.called is again
     x = torch.randn(2, 3, 8, 8)
     assert torch.equal(graph.replay(x), net(x))
+
+
+class Frees(nn.Module):
+    """As reversible blocks give their inputs' memory back, which torch cannot with open sizes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x.shape[0], torch.SymInt):
+            raise RuntimeError("set_storage_offset() called on tensor with symbolic shape")
+        return x.relu()
+
+
+def test_where_torch_takes_no_open_sizes_they_are_the_examples() -> None:
+    assert capture(Frees(), torch.randn(2, 3)).fixed["x"] == {0: 2, 1: 3}

@@ -398,9 +398,10 @@ def _counts(error: BaseException) -> bool:
 def _by_sizes(error: BaseException | None) -> bool:
     """Whether open sizes are in the way: they have no solution, or a message names one.
 
-    As ``points[..., :2] / points[..., 2:3]``, whose last size may be any where it is open.
+    As ``points[..., :2] / points[..., 2:3]``, whose last size may be any where it is open, and
+    tensors whose memory a reversible block gives back.
     """
-    if error is not None and not _counts(error) and re.search(r"\bs\d+\b", str(error)):
+    if error is not None and not _counts(error) and _SIZES.search(str(error)):
         return True
     while error is not None:
         if isinstance(error, _Grown):
@@ -410,6 +411,9 @@ def _by_sizes(error: BaseException | None) -> bool:
                 return True
         error = error.__cause__
     return False
+
+
+_SIZES = re.compile(r"\bs\d+\b|\bsymbolic shape\b")
 
 
 def _met(error: Exception) -> str:
