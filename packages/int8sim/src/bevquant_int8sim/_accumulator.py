@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 _LIMIT = 2**31
+_PIECE = 1 << 20  # values
 _REMEDY = "use fewer bits for its input or its weight, or split the layer's input channels"
 
 
@@ -14,9 +15,14 @@ class AccumulatorOverflowError(ValueError):
 
 
 def sums_of_sizes(weight: Tensor, channel_axis: int) -> Tensor:
-    """Σ|w| of each output channel, int64; `channel_axis` numbers the channels."""
-    rest = [a for a in range(weight.dim()) if a != channel_axis % weight.dim()]
-    return weight.to(torch.int64).abs().sum(rest)
+    """Σ|w| of each output channel, int64; `channel_axis` numbers the channels.
+
+    A few channels at a time: int64 takes eight times the memory of a weight.
+    """
+    channels = weight.movedim(channel_axis, 0)
+    few = max(1, len(channels) * _PIECE // max(weight.numel(), 1))
+    rest = tuple(range(1, weight.dim()))
+    return torch.cat([part.to(torch.int64).abs().sum(rest) for part in channels.split(few)])
 
 
 def largest_sum(sums: Tensor, bias: Tensor | None, largest_input: int) -> int:

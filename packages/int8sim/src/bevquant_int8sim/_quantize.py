@@ -9,6 +9,7 @@ from bevquant_int8sim._integers import check_integer_tensor, holding_dtype, inte
 from bevquant_int8sim._rounding import check_rounding, round_float
 from bevquant_int8sim._scales import along_axis, checked_scale, single_scale
 
+_PIECE = 1 << 20  # values
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
@@ -58,12 +59,21 @@ def quantize(
     low, high = integer_range(bits, narrow_range, f"{name}: bits")
     divisor = checked_scale(scale, f"{name}: scale")
     divisor = along_axis(divisor, values, axis, f"{name}: scale")
-    # In place: memory that is new costs more than the arithmetic.
-    q = values.detach().to(torch.float64, copy=True).div_(divisor)
-    q = q.round_() if rounding == "half_even" else round_float(q, rounding)
-    if bool(q.isnan().any()):
-        raise ValueError(f"{name}: values contain NaN, which no integer stands for")
-    return q.clamp_(low, high).to(holding_dtype(bits))
+    made = torch.empty_like(values.detach(), dtype=holding_dtype(bits))
+    # A piece at a time and in place: memory that is new costs more than the arithmetic.
+    pieces = values.numel() // _PIECE if values.device.type == "cpu" else 1
+    whole = values.detach(), divisor.expand_as(values), made
+    for part, step, integers in (
+        zip(*(tensor.tensor_split(pieces) for tensor in whole), strict=True)
+        if pieces > 1
+        else [whole]
+    ):
+        q = part.to(torch.float64, copy=True).div_(step)
+        q = q.round_() if rounding == "half_even" else round_float(q, rounding)
+        if bool(q.isnan().any()):
+            raise ValueError(f"{name}: values contain NaN, which no integer stands for")
+        integers.copy_(q.clamp_(low, high))
+    return made
 
 
 def dequantize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from bevquant_int8sim._compiled import amx_loops
 from bevquant_int8sim._compiled.dot_product import STEP_CHANNELS, input_bytes
@@ -15,6 +16,7 @@ from bevquant_int8sim._compiled.ir import LANES
 from bevquant_int8sim._compiled.kernels import column_groups, tile_rows
 from bevquant_int8sim._compiled.tile_instructions import TILE_BYTES, TILE_ROWS, configuration
 
+_LARGE = 1 << 20  # values
 _OFFSET = 128  # what is added to the inputs of vpdpbusd
 
 
@@ -96,7 +98,7 @@ def pack_weight(weight: npt.NDArray[np.int8], kind: str) -> PackedWeight:
     per_step = STEP_CHANNELS[kind]
     steps, vectors = max(1, -(-in_channels // per_step)), -(-out_channels // LANES)
     wide = np.zeros((volume, steps * per_step, vectors * LANES), np.int8)
-    wide[:, :in_channels, :out_channels] = weight
+    wide[:, :in_channels, :out_channels] = _laid_out(weight, np.int8)
     blocks = wide.reshape(volume, steps, per_step, vectors, LANES).transpose(0, 1, 3, 4, 2)
     sums = wide.sum(1, dtype=np.int32) * -_OFFSET if kind == "vnni" else None
     groups = []
@@ -104,12 +106,22 @@ def pack_weight(weight: npt.NDArray[np.int8], kind: str) -> PackedWeight:
         part = blocks[:, :, first : first + count]
         columns = slice(first * LANES, (first + count) * LANES)
         init = None if sums is None else np.ascontiguousarray(sums[:, columns])
-        dtype = np.int8 if kind == "vnni" else np.int16
-        packed = np.ascontiguousarray(part, dtype)
+        packed = _laid_out(part, np.int8 if kind == "vnni" else np.int16)
         groups.append(ColumnGroup(first * LANES, count, packed, init))
     return PackedWeight(
         kind, volume, in_channels, out_channels, steps, tile_rows(vectors), tuple(groups), per_step
     )
+
+
+def _laid_out(view: npt.NDArray[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """A view in the order of its axes: large ones by torch, in a sixth of numpy's time.
+
+    Not small ones, which the self-test of kernels has in a process of its own, where torch's
+    threads are not.
+    """
+    if view.size >= _LARGE:
+        view = torch.from_numpy(view).contiguous().numpy()
+    return np.ascontiguousarray(view, dtype)
 
 
 def tile_channels(channels: int) -> int:
@@ -130,7 +142,7 @@ def _pack_tiles(weight: npt.NDArray[np.int8]) -> PackedWeight:
     step = min(in_channels, TILE_BYTES)
     steps, pairs = in_channels // step, out_channels // amx_loops.COLUMNS
     blocks = weight.reshape(volume, steps, step // 4, 4, pairs, amx_loops.COLUMNS)
-    packed = np.ascontiguousarray(blocks.transpose(0, 4, 1, 2, 5, 3))
+    packed = _laid_out(blocks.transpose(0, 4, 1, 2, 5, 3), np.int8)
     group = ColumnGroup(0, out_channels // LANES, packed, None)
     rows = amx_loops.ROWS
     return PackedWeight("amx", volume, in_channels, out_channels, steps, rows, (group,), step)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bevquant_graph import arguments, flatten
+from bevquant_int8sim._accumulator import sums_of_sizes
 from bevquant_int8sim.model._forced import ForcedRun, place
 from bevquant_int8sim.model._form import ACCUMULATORS, Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
@@ -165,8 +166,9 @@ class StepBounds:
         form, read = values[step.outputs[0]].form, values[step.args[0].name].form
         unit = tensors["scale"] if "scale" in tensors else tensors["multiplier"]
         largest = float(unit.max()) * (form.scale if isinstance(form, Integers) else 1.0)
-        weight = tensors["weight"].double().abs().movedim(_CHANNELS.get(step.op, 0), 0)
-        products = float(weight.flatten(1).sum(1).max()) if weight.numel() else 0.0
+        weight = tensors["weight"]
+        sums = sums_of_sizes(weight, _CHANNELS.get(step.op, 0))
+        products = int(sums.max()) if weight.numel() else 0
         top = read.high if isinstance(read, Integers) else 0
         return largest * (("bias" in tensors) / 2 + _SUM * products * top)
 
