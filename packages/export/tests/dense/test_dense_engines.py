@@ -339,3 +339,17 @@ def test_what_overflows_half_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"weight: the value 100000 overflows float16"):
         export_float_onnx(net, torch.ones(1, 4), tmp_path / "net.onnx", half=True)
     assert list(tmp_path.iterdir()) == []
+
+
+@EXACT
+@pytest.mark.parametrize("ceil_mode", [False, True])
+def test_openvino_averages_padding_as_zeros(
+    ceil_mode: bool, calibrated: Fixture, tmp_path: Path
+) -> None:
+    pytest.importorskip("openvino", reason="openvino is not installed")
+    pool = nn.AvgPool2d(3, 2, 1, ceil_mode=ceil_mode)
+    net = nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU(), pool, nn.Conv2d(8, 4, 1))
+    model = calibrated(net, images())
+    file = export_qdq_onnx(model, images(), tmp_path / "net.onnx", "openvino")
+    assert [row.op for row in file.differences] == ["quantize", "conv", "avg_pool"]
+    assert all(row.unexplained == 0 for row in file.differences)

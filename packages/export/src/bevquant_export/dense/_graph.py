@@ -262,11 +262,16 @@ class Graph:
         """The tensor as the operand of an average that is read in float.
 
         OpenVINO averages the integers in front of a DequantizeLinear, once for all readers, and
-        where one of these quantizes the average, the others may be given it rounded. A Max with
-        what nothing lies below, of which it knows no integer form, holds it off.
+        where one of these quantizes the average, the others may be given it rounded.
         """
-        if self.profile.runner != "openvino" or not self.is_quantized(name):
-            return name
+        held = self.profile.runner == "openvino" and self.is_quantized(name)
+        return self.held_off(path, name) if held else name
+
+    def held_off(self, path: str, name: str) -> str:
+        """The tensor apart from what makes it, for OpenVINO, which fuses more than it may.
+
+        A Max with what nothing lies below, of which it knows no integer form.
+        """
         lowest = self.constant("lowest_float32", np.finfo(np.float32).min)
         return self.node("Max", path, [name, lowest])
 

@@ -40,22 +40,25 @@ def average_pool(
     if given.get("kernel_size") is None:
         return _adaptive(graph, path, x, shapes)
     windows, ceil_mode = _windows(given, rank), int(given["ceil_mode"])
-    if ceil_mode and given["count_include_pad"] and any(windows["pads"]):
-        # torch counts the padding, ONNX what hangs over it too.
-        pads = windows["pads"][:rank]
+    counted = int(given["count_include_pad"] and any(windows["pads"]))
+    openvino = graph.profile.runner == "openvino"
+    if counted and (ceil_mode or openvino):
+        # torch counts the padding, ONNX what hangs over it too; OpenVINO counts integers of 0,
+        # which stand for less than nothing where the zero point is another.
+        counted, pads = 0, windows["pads"][:rank]
         sizes = zip(*(shape[2:] for shape in shapes), *windows.values(), strict=False)
-        if any(-(-(n + 2 * p - k) // s) + 1 != made for n, made, k, s, p in sizes):
+        if ceil_mode and any(-(-(n + 2 * p - k) // s) + 1 != m for n, m, k, s, p in sizes):
             raise ValueError(
                 f"export_qdq_onnx: {path}: an average with ceil_mode whose last window would begin "
                 "in the padding is another one in ONNX; set ceil_mode=False or less padding"
             )
         ends = [0, 0, *pads]
         x = graph.node("Pad", path, [x, graph.numbers([*ends, *ends])], mode="constant")
+        x = graph.held_off(path, x) if openvino else x
         windows["pads"] = [0] * 2 * rank
     return graph.node(
-        "AveragePool", path, [x], ceil_mode=ceil_mode,
-        count_include_pad=int(given["count_include_pad"]) * (1 - ceil_mode), **windows,
-    )  # fmt: skip
+        "AveragePool", path, [x], ceil_mode=ceil_mode, count_include_pad=counted, **windows
+    )
 
 
 def _adaptive(graph: Graph, path: str, x: str, shapes: tuple[Any, Any]) -> str:
