@@ -270,16 +270,6 @@ GRIDS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
 }
 
 
-def test_a_window_that_would_begin_in_the_padding_is_refused(
-    calibrated: Fixture, tmp_path: Path
-) -> None:
-    x = torch.randn(2, 4, 5, 5)
-    net = nn.Sequential(nn.Conv2d(4, 8, 1), nn.AvgPool2d(2, 2, 1, ceil_mode=True), nn.ReLU())
-    with pytest.raises(ValueError, match=r"export_qdq_onnx: 1: .* less padding"):
-        export_qdq_onnx(calibrated(net, x), x, tmp_path / "net.onnx")
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @pytest.mark.parametrize("profile", ["tensorrt", "onnxruntime", "horizon"])
 @pytest.mark.parametrize("name", GRIDS)
@@ -303,6 +293,16 @@ def test_layers_over_grids_have_torchs_geometry(
         assert d.largest <= mixes, d
         # Weights of a half and a quarter put many averages on half a step.
         assert d.different <= (0.1 if mixes else 0) * d.elements, d
+
+
+def test_a_window_that_would_begin_in_the_padding_is_refused(
+    calibrated: Fixture, tmp_path: Path
+) -> None:
+    x = torch.randn(2, 4, 5, 5)
+    net = nn.Sequential(nn.Conv2d(4, 8, 1), nn.AvgPool2d(2, 2, 1, ceil_mode=True), nn.ReLU())
+    with pytest.raises(ValueError, match=r"export_qdq_onnx: 1: .* less padding"):
+        export_qdq_onnx(calibrated(net, x), x, tmp_path / "net.onnx")
+    assert not list(tmp_path.iterdir())
 
 
 class Attending(nn.Module):

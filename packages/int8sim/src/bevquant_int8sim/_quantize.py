@@ -63,11 +63,8 @@ def quantize(
     # A piece at a time and in place: memory that is new costs more than the arithmetic.
     pieces = values.numel() // _PIECE if values.device.type == "cpu" else 1
     whole = values.detach(), divisor.expand_as(values), made
-    for part, step, integers in (
-        zip(*(tensor.tensor_split(pieces) for tensor in whole), strict=True)
-        if pieces > 1
-        else [whole]
-    ):
+    split = (tensor.tensor_split(pieces) if pieces > 1 else (tensor,) for tensor in whole)
+    for part, step, integers in zip(*split, strict=True):
         q = part.to(torch.float64, copy=True).div_(step)
         q = q.round_() if rounding == "half_even" else round_float(q, rounding)
         if bool(q.isnan().any()):

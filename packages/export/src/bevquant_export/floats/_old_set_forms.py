@@ -6,8 +6,8 @@ numbers that runtimes would take:
 - ``grid_sample``: the values at 2ⁿ corners (one for ``"nearest"``), gathered, times their weights.
 - ``einsum``: a sum, a product value by value, or one of matrices between permutations; of several
   tensors two at a time, as they stand.
-- ``clamp``, ``remainder`` and ``floor_divide`` of whole numbers: comparisons, and a division that
-  drops the rest.
+- ``clamp`` of whole numbers: comparisons. Their ``remainder`` and ``floor_divide``, by a division
+  that drops the rest, stand with those of floats in `_plain_forms`.
 - ``upsample_trilinear3d``: bilinear in height and width, then along depth.
 - ``x >= y``: greater or equal, by two operators; ``threshold`` and ``hardshrink`` by it.
 - ``tril`` and ``triu``: zeros where a column's number less the row's is too large or small.

@@ -37,8 +37,9 @@ class LayerDifference:
             make, by more than 2⁻¹⁸ of `size`: no two runtimes have the same exp to the last bit.
         largest: Largest difference: in steps of int8, else in value.
         size: Largest magnitude that the integer model has there.
-        behind_functions: Whether it reads what functions of floats made, at first or second hand:
-            of what lies between two integers they may round to either, as runtimes sum otherwise.
+        behind_functions: Whether it reads, at first or second hand, what the model computes between
+            its layers: functions of floats among that may round what lies between two integers to
+            either, as no two runtimes sum alike.
     """
 
     node: str
