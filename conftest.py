@@ -19,6 +19,7 @@ with suppress(ImportError):  # not every package's tests ask for it
     settings.register_profile("bevquant", deadline=None)
     settings.load_profile("bevquant")
 
+pytest_plugins = ["limits"]
 
 gc.disable()  # until all is imported and collected
 

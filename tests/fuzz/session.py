@@ -41,7 +41,7 @@ from fuzz.kernels import changed_argument, kernels
 from fuzz.mutate import Rng
 from fuzz.target import Files
 
-SECONDS, GIBIBYTES, STUCK = 10.0, 2, 60.0
+SECONDS, GIBIBYTES, STUCK = 10.0, 2, 600.0
 SHOWN = 12  # kinds of what is wrong, for each target
 OF_A_KERNEL = 1000
 READERS = {**models.READERS, **frames.READERS, **runs.READERS}
@@ -88,7 +88,7 @@ class Mutants:
 
     def __init__(self, name: str, seed: int) -> None:
         self.name, self.seed = name, seed
-        signal.signal(signal.SIGALRM, _alarm)
+        signal.signal(signal.SIGPROF, _alarm)
         self.call = kernels()[name.removeprefix("kernel ")] if name.startswith("kernel ") else None
         self.target = None if self.call else READERS[name][1]()
         self.types = self.target is None or self.target.types
@@ -101,13 +101,13 @@ class Mutants:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         try:
             work = self._prepared(rng)
-            signal.setitimer(signal.ITIMER_REAL, SECONDS)
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     work()
             finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.setitimer(signal.ITIMER_PROF, 0)
             outcome, said = "ok", ""
         except Hang:
             return "hang", ""

@@ -54,7 +54,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     with webdriver.Chrome(options=options, service=Service(driver_path)) as driver:
-        driver.set_script_timeout(30)
+        driver.set_script_timeout(300)
         yield driver
 
 

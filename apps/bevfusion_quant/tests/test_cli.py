@@ -303,7 +303,7 @@ def test_signal_in_the_middle(here: Path, number: signal.Signals) -> None:
                 break
         assert list(Path("runs").iterdir())
         run.send_signal(number)
-        out, err = run.communicate(timeout=60)
+        out, err = run.communicate(timeout=600)
     finally:
         run.kill()
     assert run.returncode == 2

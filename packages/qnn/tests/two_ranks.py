@@ -17,7 +17,7 @@ class Together:
 
     def __init__(self):
         self.rank = threading.local()
-        self.barrier = threading.Barrier(2, timeout=30)
+        self.barrier = threading.Barrier(2, timeout=300)
         self.posted = [None, None]
 
     def is_available(self):

@@ -90,7 +90,7 @@ def merged(rank):
 
 def main():
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     rank, folder = dist.get_rank(), Path(sys.argv[1])
     found = {
         "mse": whole(False, "mse"),

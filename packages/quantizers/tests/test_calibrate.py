@@ -420,7 +420,7 @@ calibrate(Block(), make_batches(400), forward, resume=sys.argv[2], progress=Fals
     arguments = [sys.executable, "-c", script, str(Path(__file__).parent), str(path)]
     process = subprocess.Popen(arguments)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while not path.exists() and time.monotonic() < deadline:
             assert process.poll() is None
             time.sleep(0.02)

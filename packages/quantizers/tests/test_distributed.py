@@ -33,7 +33,7 @@ def found(tmp_path_factory):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -79,7 +79,7 @@ class Together:
         with self._news:
             sent[self._own.rank] = self.on_the_way(message)
             self._news.notify_all()
-            self._news.wait_for(lambda: len(sent) == world or self._failed, timeout=20)
+            self._news.wait_for(lambda: len(sent) == world or self._failed, timeout=300)
         if len(sent) < world:
             raise RuntimeError("connection closed by peer")
         return [sent[rank] for rank in range(world)]
@@ -294,7 +294,7 @@ class Store:
         self._values.put(value.encode())
 
     def get(self, key: str) -> bytes:
-        value = self._values.get(timeout=10)
+        value = self._values.get(timeout=300)
         self._values.put(value)
         return value
 
