@@ -235,7 +235,7 @@ def _hz_scale(b: Builder) -> None:
 
 
 def _bare_quantizer(b: Builder) -> None:
-    b.add("Identity", ["r0q.q"], "odd")
+    b.add("Cast", ["r0q.q"], "odd", to=int(FLOAT))
     b.outputs["odd"] = [1, 4, 4, 4]
 
 

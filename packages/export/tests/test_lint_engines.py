@@ -137,6 +137,30 @@ def test_a_list_of_names_tells_no_types(file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (["conv1.Conv + conv1.Relu", "out.Conv"], "--profilingVerbosity=detailed"),
+        ([layer("backbone.stem.Conv", "Row major Half")], "none of the file's layers"),
+        ([], "no layer"),
+    ],
+    ids=["names", "another engine", "empty"],
+)
+def test_nothing_to_compare_is_no_success(
+    layers: list[object],
+    message: str,
+    file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "layers.json"
+    path.write_text(json.dumps({"Layers": layers}))
+    assert main([str(file), "--target", "tensorrt11", "--against", str(path), "--json"]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert json.loads(printed.out)  # the prediction is still there
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "no JSON"),

@@ -66,6 +66,11 @@ def _other_channels(model: onnx.ModelProto) -> None:
     dims[1].dim_value += 1
 
 
+def _negative_batch(model: onnx.ModelProto) -> None:
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = -1
+
+
 def _huge_input(model: onnx.ModelProto) -> None:
     model.graph.input[0].type.tensor_type.shape.dim[2].dim_value = 2**62
 
@@ -163,6 +168,9 @@ BREAK: list[tuple[str, Callable[[onnx.ModelProto], object]]] = [
     ("ONX018", lambda m: _conv(m, kernel_shape=[3, 3])),
     ("ONX018", lambda m: _conv(m, group=0)),
     ("ONX018", lambda m: _conv(m, group=3)),
+    ("ONX021", lambda m: setattr(m.graph.output[0].type.tensor_type, "elem_type", 7)),
+    ("ONX022", _negative_batch),
+    ("ONX023", lambda m: _conv(m, auto_pad=3)),
 ]
 
 
@@ -272,8 +280,9 @@ def test_subgraphs_see_the_names_around_them(tmp_path: Path) -> None:
     model = good()
     body = helper.make_graph([helper.make_node("Relu", ["a"], ["t"], name="in")], "then", [], [])
     body.output.add(name="t")
+    model.graph.initializer.append(numpy_helper.from_array(np.asarray(True), "yes"))
     model.graph.node.append(
-        helper.make_node("If", ["c"], ["z"], name="if", then_branch=body, else_branch=body)
+        helper.make_node("If", ["yes"], ["z"], name="if", then_branch=body, else_branch=body)
     )
     assert lint(model, tmp_path) == []
     model.graph.node[-1].attribute[0].g.node[0].input[0] = "nowhere"

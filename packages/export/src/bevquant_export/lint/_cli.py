@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from bevquant_export.lint._engine_layers import LayerMatch, match_layers, read_engine_layers
+from bevquant_export.lint._engine_layers import (
+    LayerMatch,
+    match_layers,
+    nothing_compared,
+    read_engine_layers,
+)
 from bevquant_export.lint._lint import lint_onnx, rules
 from bevquant_export.lint._predict import predict_layers
 from bevquant_export.lint._rule import Finding, Rule, quoted
@@ -26,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Words after the command's name; those of the process if None.
 
     Returns:
-        0 without errors (warnings do not count), 1 with errors, 2 for a file that cannot be read.
+        0 without errors (warnings do not count), 1 with errors, 2 for a file that cannot be read,
+        or an engine's layers without anything to compare.
 
     Raises:
         SystemExit: With 2 for wrong usage, with 0 after ``--help``.
@@ -34,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bevquant-lint",
         description="Find what a target will refuse, misread or run slowly in an ONNX file.",
-        epilog="Exits 1 on errors, 2 on wrong usage or an unreadable file, else 0.",
+        epilog="Exits 1 on errors, 2 on wrong usage, an unreadable file or an engine's layers that "
+        "cannot be compared, else 0.",
     )
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="the ONNX file")
     parser.add_argument("--target", choices=target_names(), help="what the file is for")
@@ -45,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--against", type=Path, metavar="LAYERS.json",
-        help="show the prediction beside what trtexec --exportLayerInfo wrote",
+        help="show the prediction beside what trtexec --exportLayerInfo wrote for an engine built "
+        "with --profilingVerbosity=detailed",
     )  # fmt: skip
     parser.add_argument("--rules", action="store_true", help="list the rules and stop")
     given = parser.parse_args(arguments)
@@ -69,15 +77,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _layers(file: Path, target: str, against: Path | None, as_text: bool) -> int:
-    """Predicted layers, beside an engine's; 1 where the engine runs one otherwise."""
+    """Predicted layers, beside an engine's; 1 where the engine runs one otherwise.
+
+    2 where a file cannot be read, or the engine's layers have nothing to compare with.
+    """
+    read = file
     try:
         predicted = predict_layers(file, target)
+        read = against or file
         engine = None if against is None else read_engine_layers(against)
     except (OSError, ValueError) as error:
-        print(f"bevquant-lint: cannot read {file}: {error}", file=sys.stderr)
+        print(f"bevquant-lint: cannot read {read}: {error}", file=sys.stderr)
         return 2
     matches = match_layers(predicted, engine or ())
     print(layers_json(matches) if as_text else layers_table(matches, engine is not None))
+    nothing = None if engine is None else nothing_compared(matches, engine)
+    if nothing is not None:
+        print(f"bevquant-lint: {against} cannot be compared: {nothing}", file=sys.stderr)
+        return 2
     return int(any(match.agrees is False for match in matches))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bevquant_export.lint._predict import LayerPrediction
+from bevquant_export.lint._rule import quoted
 
 _MOST_BYTES = 256 * 2**20
 _WORDS = {"int8": "int8", "half": "fp16", "fp16": "fp16", "float": "float32", "fp32": "float32"}
@@ -99,6 +100,26 @@ def _types(ports: Any) -> Iterator[str]:
         if isinstance(text, str):
             words = text.lower().replace("-", " ").split()
             yield next((_WORDS[word] for word in reversed(words) if word in _WORDS), text)
+
+
+def nothing_compared(matches: Sequence[LayerMatch], layers: Sequence[EngineLayer]) -> str | None:
+    """Why an engine's layers tell nothing about a prediction, with a remedy; None where they do."""
+    if any(match.agrees is not None for match in matches):
+        return None
+    if not layers:
+        return "the list has no layer; export it of the engine that was built from this file"
+    if not any(match.layer is not None for match in matches):
+        shown = ", ".join(quoted(layer.name) for layer in layers[:2])
+        return (
+            f"none of the file's layers is among the engine's {len(layers)} ({shown}"
+            f"{', …' if len(layers) > 2 else ''}); export the list of the engine that was built "
+            "from this file (trtexec --onnx=FILE --profilingVerbosity=detailed "
+            "--exportLayerInfo=LAYERS.json)"
+        )
+    return (
+        "the engine's layers have names alone, without types; build the engine with "
+        "--profilingVerbosity=detailed and export the list again (--exportLayerInfo=LAYERS.json)"
+    )
 
 
 def match_layers(

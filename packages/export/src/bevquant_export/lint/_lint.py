@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bevquant_export.lint import _calibration, _graph, _model, _qdq, _read, _tensors
+from bevquant_export.lint import _calibration, _graph, _model, _qdq, _read, _shapes, _tensors
 from bevquant_export.lint._rule import Finding, Rule
 from bevquant_export.targets._cpu import CPUS, cpu_of
 from bevquant_export.targets._registry import find_target, target_names, targets
@@ -24,6 +24,7 @@ _SHARED: tuple[Rule, ...] = (
     *(_graph.DEEP, _graph.REPEATED_ATTRIBUTE),
     *(_model.VERSIONS, _model.UNKNOWN_OP, _model.LEAKED, _model.UNREAD),
     *(_model.WINDOWS, _model.CHANNELS, _model.SIZES),
+    *(_shapes.SHAPES, _shapes.FREE, _shapes.FORM),
     *_qdq.RULES,
     _calibration.POOR,
 )
@@ -99,8 +100,29 @@ def _findings(model: onnx.ModelProto, path: Path, target: Target, cpu: str) -> I
             graphs.append(item)
         else:
             yield item
-    for graph in graphs:
-        yield from _graph.check_structure(graph)
-    yield from _model.check_model(model, graphs, target, path.parent)
+    shared = [finding for graph in graphs for finding in _graph.check_structure(graph)]
+    shared += _model.check_model(model, graphs, target, path.parent)
+    yield from shared
+    yield from _shapes.free_sizes(graphs)
+    if target.kind == "dense":
+        yield from _shaped(model, graphs, target, path.parent, shared)
     yield from _calibration.check_calibration(model)
     yield from target.lint(LintFile(path, model, graphs, cpu))
+
+
+def _shaped(
+    model: onnx.ModelProto,
+    graphs: list[_graph.Graph],
+    target: Target,
+    folder: Path,
+    shared: list[Finding],
+) -> Iterator[Finding]:
+    """Shapes and types, where the structure stands by which they are inferred."""
+    if any(f.severity == "error" and f.id != _model.CHANNELS.id for f in shared):
+        return
+    wrong = list(_shapes.check_forms(model, graphs, target))
+    yield from wrong
+    told = {finding.node for finding in shared}
+    for finding in () if wrong else _shapes.check_shapes(model, graphs, target, folder):
+        if finding.node not in told:
+            yield finding

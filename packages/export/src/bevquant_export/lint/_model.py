@@ -123,7 +123,8 @@ def _sizes(graphs: list[Graph]) -> Iterator[Finding]:
             if not value.type.HasField("tensor_type"):
                 continue
             dims = [d.dim_value for d in value.type.tensor_type.shape.dim[:65]]
-            if any(not 0 <= d < 2**31 for d in dims) or math.prod(d or 1 for d in dims) > 2**40:
+            # A negative size is a free one (`FREE`).
+            if max(dims, default=0) >= 2**31 or math.prod(max(d, 1) for d in dims) > 2**40:
                 shown = ", ".join(map(str, dims[:8]))
                 yield SIZES.found(value.name or "value", f"dimensions [{shown}] are impossible")
 
