@@ -61,7 +61,7 @@ def quantized(
 ) -> nn.Module:
     """A calibrated copy: weights of `bits`, activations of 8."""
     settings = QuantConfig(weight_bits=bits, **config)
-    result = quantize_model(copy.deepcopy(model), settings, images[:2]).model
+    result = quantize_model(model, settings, images[:2]).model
     calibrate(result, images[:CALIBRATION].split(64), method=method, progress=False)
     return result
 

@@ -17,7 +17,6 @@ rows (least squares of logarithms). 1 is linear. `--short` leaves the largest ro
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
 import sys
@@ -104,7 +103,7 @@ def frames(count: int) -> Costs:
 
     example = torch.randn(1, 8, 32, 32)
     folded = fuse_model(residual_net(10), example).model
-    model = quantize_model(copy.deepcopy(folded), example_inputs=example).model
+    model = quantize_model(folded, example_inputs=example).model
     generator = torch.Generator().manual_seed(0)
 
     def batches() -> Iterator[Tensor]:

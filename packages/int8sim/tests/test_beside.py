@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 
 import numpy as np
@@ -64,7 +63,7 @@ def image(seed=0):
 def models():
     torch.manual_seed(3)
     net = Net().eval()
-    quantized = quantize_model(copy.deepcopy(net), example_inputs=image()).model
+    quantized = quantize_model(net, example_inputs=image()).model
     calibrate(quantized, [image()])
     return net, simulate(quantized, image())
 
@@ -159,7 +158,7 @@ class Attends(nn.Module):
 def test_nothing_is_taken_behind_attention():
     """Outside of a graph torch computes it fused, and what follows has other last bits."""
     net = Attends().eval()
-    quantized = quantize_model(copy.deepcopy(net), example_inputs=image()).model
+    quantized = quantize_model(net, example_inputs=image()).model
     calibrate(quantized, [image()])
     layers = LayerComparison(net, simulate(quantized, image())).layers
     assert {"before", "before._input_quantizer"} <= layers

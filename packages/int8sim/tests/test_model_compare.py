@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 
@@ -37,7 +36,7 @@ def images(seed):
 def models():
     torch.manual_seed(3)
     net = Net().eval()
-    quantized = quantize_model(copy.deepcopy(net), example_inputs=images(0)).model
+    quantized = quantize_model(net, example_inputs=images(0)).model
     calibrate(quantized, [images(0)], method="mse")
     return net, quantized
 
@@ -56,7 +55,7 @@ def test_a_batch_norm_that_became_a_convolution_is_compared_with_the_batch_norm(
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.BatchNorm2d(8)).eval()
     net[2].running_mean.uniform_(-1, 1)
     nn.init.normal_(net[2].weight)
-    quantized = quantize_model(copy.deepcopy(net), example_inputs=images(0)).model
+    quantized = quantize_model(net, example_inputs=images(0)).model
     calibrate(quantized, [images(0)])
     table = compare(net, quantized, [images(0)])
     assert table.rows[-1].path == "2"
@@ -91,7 +90,7 @@ class Deep(nn.Module):
 
 def test_memory_does_not_grow_with_depth():
     net = Deep().eval()
-    quantized = quantize_model(copy.deepcopy(net), example_inputs=images(0)).model
+    quantized = quantize_model(net, example_inputs=images(0)).model
     calibrate(quantized, [images(0)])
     held = []
 
@@ -159,7 +158,7 @@ def test_coarse_biases_are_the_reason_given():
     net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval()
     with torch.no_grad():
         net[0].weight.mul_(1e-4).add_(1.0)
-    quantized = quantize_model(copy.deepcopy(net), example_inputs=images(0)).model
+    quantized = quantize_model(net, example_inputs=images(0)).model
     calibrate(quantized, [images(0)], method="max")
     quantized[0]._input_quantizer.amax.mul_(2000.0)
     quantized[0]._weight_quantizer.amax = quantized[0].weight.detach().abs().amax((1, 2, 3), True)
@@ -189,7 +188,7 @@ class Overwrites(nn.Module):
 def test_what_is_overwritten_later_is_compared_as_it_was():
     torch.manual_seed(0)
     net = Overwrites().eval()
-    quantized = quantize_model(copy.deepcopy(net), example_inputs=images(0)).model
+    quantized = quantize_model(net, example_inputs=images(0)).model
     for name in ("_input_quantizer", "_weight_quantizer"):
         quantized.float_conv._modules[name].disable()
     calibrate(quantized, [images(0)], method="max")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from fractions import Fraction
 from typing import NamedTuple
@@ -65,7 +64,7 @@ def images(seed, batch=2):
 
 
 def calibrated(net, x=None, config=None, method="mse"):
-    quantized = quantize_model(copy.deepcopy(net), config, example_inputs=images(0)).model
+    quantized = quantize_model(net, config, example_inputs=images(0)).model
     calibrate(quantized, [images(0) if x is None else x], method=method)
     return quantized
 

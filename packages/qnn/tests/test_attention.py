@@ -36,7 +36,7 @@ def masks(queries: int, keys: int, batch: int, heads: int):
 def test_without_quantizers_it_attends_as_torch_does(batch_first, width, settings) -> None:
     given = dict(batch_first=batch_first, kdim=width, vdim=width, **settings)
     plain = nn.MultiheadAttention(8, 2, **given).eval()
-    attention = qnn.quantize_model(copy.deepcopy(plain)).model
+    attention = qnn.quantize_model(plain).model
     query, key = torch.randn(3, 3, 8), torch.randn(3, 3, width or 8)
     with quantization_disabled(attention):
         for mask in masks(3, 3, 3, 2):
@@ -62,7 +62,7 @@ class Coder(nn.Module):
 def test_readers_of_one_tensor_share_a_quantizer_and_names_stay() -> None:
     model, x = Coder().eval(), torch.randn(2, 4, 8)
     parameters = dict(model.named_parameters())
-    result = qnn.quantize_model(model, example_inputs=x)
+    result = qnn.quantize_model(model, example_inputs=x, inplace=True)
     assert dict(model.named_parameters()) == parameters
     own, cross = model.encoder.layers[0].self_attn, model.cross
     assert own.q_proj._input_quantizer is own.v_proj._input_quantizer
@@ -85,7 +85,7 @@ def test_readers_of_one_tensor_share_a_quantizer_and_names_stay() -> None:
 
 def test_weights_are_trained_through_the_quantizers() -> None:
     model, x = Coder(), torch.randn(2, 4, 8)
-    qnn.quantize_model(model, example_inputs=x)
+    qnn.quantize_model(model, example_inputs=x, inplace=True)
     calibrate(model.eval(), [x])
     model.train()(x).square().sum().backward()
     packed = model.cross.in_proj_weight
@@ -98,7 +98,7 @@ def test_weights_are_trained_through_the_quantizers() -> None:
 
 def test_rounding_writes_into_the_packed_weight() -> None:
     model, x = Coder().eval(), torch.randn(2, 4, 8)
-    qnn.quantize_model(model, qnn.QuantConfig(weight_bits=4), x)
+    qnn.quantize_model(model, qnn.QuantConfig(weight_bits=4), x, inplace=True)
     calibrate(model, [x])
     before = model.cross.in_proj_weight.detach().clone()
     done = {layer.path for layer in qnn.round_weights(model, [x]).layers}
@@ -124,7 +124,7 @@ class Borrowed(nn.Module):
 
 def test_one_whose_weights_a_function_reads_stays_float() -> None:
     model, x = Borrowed().eval(), torch.randn(4, 2, 8)
-    result = qnn.quantize_model(model, example_inputs=x)
+    result = qnn.quantize_model(model, example_inputs=x, inplace=True)
     assert [item.path for item in result.quantized] == ["stem"]
     assert type(model.attend) is nn.MultiheadAttention
     assert "reads its weight" in next(s.reason for s in result.skipped if s.path == "attend")

@@ -43,7 +43,7 @@ class Neck(nn.Module):
 @pytest.mark.parametrize("observed", [True, False])
 def test_they_join_what_the_layers_around_them_make(observed):
     model, x = Neck().eval(), torch.randn(1, 3, 8, 8)
-    result = qnn.quantize_model(model, example_inputs=x if observed else None)
+    result = qnn.quantize_model(model, example_inputs=x if observed else None, inplace=True)
     added = [(q.path, q.kind) for q in result.quantized if q.path.count(".")]
     assert added == [
         ("join.quant_concat", "QuantConcat"), ("sum.residual_quantizer", "TensorQuantizer"),
@@ -54,7 +54,7 @@ def test_they_join_what_the_layers_around_them_make(observed):
     calibrate(model, [x])
     assert 0 < (model(x) - wanted).abs().max() < 0.05 * wanted.abs().max()
     paths = [name for name, _ in model.named_modules()]
-    qnn.quantize_model(model, example_inputs=x)
+    qnn.quantize_model(model, example_inputs=x, inplace=True)
     assert [name for name, _ in model.named_modules()] == paths
 
 

@@ -66,7 +66,9 @@ def _net():
 
 def _quantized(**settings):
     model = _net()
-    result = qnn.quantize_model(model, qnn.QuantConfig(**settings), torch.randn(1, 2, 4, 4))
+    result = qnn.quantize_model(
+        model, qnn.QuantConfig(**settings), torch.randn(1, 2, 4, 4), inplace=True
+    )
     return model, result, [item.path for item in result.quantized]
 
 
@@ -86,7 +88,7 @@ def test_a_container_stands_for_everything_below_it():
 def test_pattern_that_names_nothing_is_refused_before_anything_changes():
     model = _net()
     with pytest.raises(ValueError, match=r"exclude=\['conv2'\]"):
-        qnn.quantize_model(model, qnn.QuantConfig(exclude=("conv2",)))
+        qnn.quantize_model(model, qnn.QuantConfig(exclude=("conv2",)), inplace=True)
     assert type(model.conv1) is nn.Conv2d
 
 
@@ -111,7 +113,7 @@ def test_descriptors_follow_the_settings():
 def test_excluding_what_would_be_added(nets):
     config = qnn.QuantConfig(exclude=("deep.0.residual_quantizer", "neck.quant_concat"))
     model = nets.ResNetFPN()
-    result = qnn.quantize_model(model, config, torch.randn(1, 3, 64, 64))
+    result = qnn.quantize_model(model, config, torch.randn(1, 3, 64, 64), inplace=True)
     assert not hasattr(model.deep[0], "residual_quantizer")
     assert hasattr(model.deep[1], "residual_quantizer")
     assert {"deep.0.residual_quantizer", "neck.quant_concat"} <= {i.path for i in result.skipped}

@@ -90,7 +90,7 @@ def test_optional_tensors_without_joins_leave_no_doubt() -> None:
     x = torch.randn(1, 3, 4, 4)
     assert qnn.quantize_model(Optional(False), example_inputs=(x, x[None])).skipped == ()
     joins = Optional(True)
-    result = qnn.quantize_model(joins, example_inputs=(x, x))
+    result = qnn.quantize_model(joins, example_inputs=(x, x), inplace=True)
     assert "is an output of the model" in notes(result, "")
     assert joins(x).shape == x.shape
     assert joins(x, x).shape == (1, 6, 4, 4)
@@ -109,7 +109,7 @@ def test_calls_that_differ_in_their_options_are_both_followed() -> None:
 
     model, x = Twice(), torch.randn(1, 3, 4, 4)
     wanted = model(x)
-    result = qnn.quantize_model(model, example_inputs=x)
+    result = qnn.quantize_model(model, example_inputs=x, inplace=True)
     assert notes(result, "inner") == ""
     assert "residual_quantizer" in [item.path for item in result.quantized]
     for module in model.modules():
@@ -138,7 +138,7 @@ def test_a_batch_norm_that_no_layer_takes_is_a_quantized_depthwise_convolution()
         nn.init.normal_(norm.weight)
     x = torch.randn(2, 3, 8, 8).double()
     expected = model(x)
-    result = qnn.quantize_model(model, qnn.QuantConfig(exclude=("6",)), x)
+    result = qnn.quantize_model(model, qnn.QuantConfig(exclude=("6",)), x, inplace=True)
     found = {item.path: (item.kind, item.was) for item in result.quantized}
     assert found["2"] == ("QuantConv2d", "BatchNorm2d")
     assert found["4.norm"] == ("QuantConv2d", "NormAct")
@@ -151,9 +151,9 @@ def test_a_batch_norm_that_no_layer_takes_is_a_quantized_depthwise_convolution()
 
 def test_batch_norms_that_train_or_normalise_rows_stay() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.BatchNorm2d(4))
-    result = qnn.quantize_model(model, example_inputs=torch.randn(2, 3, 4, 4))
+    result = qnn.quantize_model(model, example_inputs=torch.randn(2, 3, 4, 4), inplace=True)
     assert type(model[2]) is nn.BatchNorm2d
     assert notes(result, "2") == "BatchNorm2d stays float: it is in training mode"
     rows = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.BatchNorm1d(4)).eval()
-    qnn.quantize_model(rows, example_inputs=torch.randn(2, 3))
+    qnn.quantize_model(rows, example_inputs=torch.randn(2, 3), inplace=True)
     assert type(rows[2]) is nn.BatchNorm1d

@@ -11,7 +11,7 @@ from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 
 
 def _calibrated(model, x):
-    qnn.quantize_model(model, example_inputs=x)
+    qnn.quantize_model(model, example_inputs=x, inplace=True)
     activations = [m for m in model.modules() if isinstance(m, TensorQuantizer) and m.axis is None]
     for quantizer in activations:
         quantizer.enable_calib()
@@ -56,7 +56,7 @@ def test_afterwards_nothing_depends_on_data_or_calibrates():
 )
 def test_weight_range_is_what_was_used_before(layer, shape):
     model = nn.Sequential(layer)
-    qnn.quantize_model(model)
+    qnn.quantize_model(model, inplace=True)
     model[0].input_quantizer.amax = 1.0
     before = model[0].quantized_weight()
     qnn.freeze(model)
@@ -77,7 +77,7 @@ def test_sparse_weight_range_follows_the_reading_of_one_by_one_kernels(spconv):
 def test_trap_07_every_unusable_range_is_listed_and_nothing_changes():
     layers = [nn.Linear(2, 2) for _ in range(6)]
     model = nn.Sequential(*layers)
-    qnn.quantize_model(model)
+    qnn.quantize_model(model, inplace=True)
     for index, amax in enumerate([None, float("nan"), 0.0, float("inf"), -1.0, 1.0]):
         if amax is not None:
             model[index].input_quantizer.amax = amax
@@ -110,7 +110,7 @@ def test_one_unusable_channel_among_others_is_enough(value, reason, channel):
 
 def test_disabled_quantizers_are_left_alone():
     model = nn.Sequential(nn.Linear(2, 2))
-    qnn.quantize_model(model)
+    qnn.quantize_model(model, inplace=True)
     model[0].input_quantizer.disable()
     assert qnn.freeze(model) == ("0._weight_quantizer",)
     assert model[0].input_quantizer._disabled

@@ -105,7 +105,7 @@ def _function(self, x):
 def test_residual_quantizer_sits_on_the_identity_however_it_is_added(forward, observed):
     block = _dense_block(forward).eval()
     float_block, x = copy.deepcopy(block), torch.randn(2, 4, 6, 6)
-    result = qnn.quantize_model(block, example_inputs=x if observed else None)
+    result = qnn.quantize_model(block, example_inputs=x if observed else None, inplace=True)
     assert isinstance(block.residual_quantizer, TensorQuantizer)
     assert block.residual_quantizer is block.first._input_quantizer
     assert block.second._input_quantizer is not block.first._input_quantizer
@@ -123,7 +123,7 @@ def test_residual_quantizer_sits_on_the_identity_however_it_is_added(forward, ob
 
 def test_identity_is_the_shallower_of_two_convolution_branches(nets):
     block = nets.Bottleneck(4, 4, 8).eval()
-    qnn.quantize_model(block, example_inputs=torch.randn(1, 4, 6, 6))
+    qnn.quantize_model(block, example_inputs=torch.randn(1, 4, 6, 6), inplace=True)
     seen = []
     block.residual_quantizer.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     x = torch.randn(1, 4, 6, 6)
@@ -144,7 +144,7 @@ class _PlainAdd(nn.Module):
 
 def test_additions_of_parameters_constants_and_sizes_are_no_residuals():
     model = _PlainAdd()
-    result = qnn.quantize_model(model, example_inputs=torch.randn(1, 3, 4, 4))
+    result = qnn.quantize_model(model, example_inputs=torch.randn(1, 3, 4, 4), inplace=True)
     assert [item.path for item in result.quantized] == ["conv"]
     assert type(model) is _PlainAdd
 
@@ -186,19 +186,19 @@ class _Caller(nn.Module):
 
 def test_module_called_with_an_option_keeps_its_forward():
     model, x = _Caller().eval(), torch.randn(1, 3, 4, 4)
-    result = qnn.quantize_model(model, example_inputs=x)
+    result = qnn.quantize_model(model, example_inputs=x, inplace=True)
     assert "inner.residual_quantizer" in [item.path for item in result.quantized]
     assert model(x).abs().max().item() == 0
     assert model.inner(x, scale=2.0).abs().max().item() > 0
     alone = _Optional().eval()
-    qnn.quantize_model(alone, example_inputs=x)
+    qnn.quantize_model(alone, example_inputs=x, inplace=True)
     assert hasattr(alone, "residual_quantizer")
 
 
 def test_settings_switch_additions_and_concatenations_off(nets):
     config = qnn.QuantConfig(quantize_add=False, quantize_concat=False)
     model = nets.ResNetFPN()
-    qnn.quantize_model(model, config, torch.randn(1, 3, 64, 64))
+    qnn.quantize_model(model, config, torch.randn(1, 3, 64, 64), inplace=True)
     names = [name.rpartition(".")[2] for name, _ in model.named_modules()]
     assert not {"residual_quantizer", "quant_add", "quant_concat"} & set(names)
 
@@ -217,7 +217,7 @@ def test_sparse_add_and_concat_by_any_spelling(spconv, cloud):
             return self.c(z.replace_feature(torch.cat((z.features, y.features), dim=1)))
 
     model = Joins().eval()
-    result = qnn.quantize_model(model, example_inputs=cloud(3))
+    result = qnn.quantize_model(model, example_inputs=cloud(3), inplace=True)
     assert [(i.path, i.kind) for i in result.quantized][3:] == [
         ("quant_add", "QuantAdd"),
         ("quant_add_1", "QuantAdd"),
@@ -262,7 +262,7 @@ def test_block_that_assigns_features_as_in_spconv_1(spconv, cloud):
     made = cloud(3)
     block = SparseBasicBlock().eval()
     x = _OldSparseTensor(made.features, made.indices, made.spatial_shape, made.batch_size)
-    result = qnn.quantize_model(block, example_inputs=x)
+    result = qnn.quantize_model(block, example_inputs=x, inplace=True)
     assert [item.path for item in result.quantized] == ["conv1", "conv2", "quant_add"]
     assert block.quant_add._input_quantizer is block.conv1._input_quantizer
     before = x.features.clone()
@@ -301,7 +301,7 @@ class _Around(nn.Module):
 def test_forward_that_counts_a_list_is_followed_with_example_inputs():
     model, x = _Around().eval(), torch.randn(1, 3, 4, 4)
     reference = model(x)
-    result = qnn.quantize_model(model, example_inputs=x)
+    result = qnn.quantize_model(model, example_inputs=x, inplace=True)
     assert [i.path for i in result.quantized][-2:] == ["neck.quant_concat", "neck.quant_concat_1"]
     assert result.skipped == ()
     for got, expected in zip(model(x), reference, strict=True):
@@ -320,7 +320,7 @@ def test_forward_that_counts_a_list_is_followed_with_example_inputs():
 
 def test_forward_that_counts_a_list_is_reported_without_example_inputs():
     model = nn.ModuleDict({"neck": _CountingNeck()})
-    result = qnn.quantize_model(model)
+    result = qnn.quantize_model(model, inplace=True)
     assert "Pass example_inputs" in next(i.reason for i in result.skipped if i.path == "neck")
     assert type(model["neck"]) is _CountingNeck
     # Where the module around says how many there are, that is enough.
@@ -353,7 +353,7 @@ def test_sparse_addition_in_place_is_replaced_only_where_the_result_is_used(spco
         use_bevquant_kernels(block)
         with torch.no_grad():
             reference = block(x).features
-        result = qnn.quantize_model(block, example_inputs=x)
+        result = qnn.quantize_model(block, example_inputs=x, inplace=True)
         assert hasattr(block, "quant_add") == replaced
         notes = [i.reason for i in result.skipped]
         assert replaced == (not any("read under another name" in note for note in notes))

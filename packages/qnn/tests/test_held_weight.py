@@ -80,7 +80,7 @@ HELD = [
 def test_products_with_parameters_are_quantized_where_they_are(net):
     model, x = net
     names, parameters = list(model.state_dict()), list(model.parameters())
-    result = qnn.quantize_model(model, example_inputs=x)
+    result = qnn.quantize_model(model, example_inputs=x, inplace=True)
     assert [(q.path, q.kind) for q in result.quantized][:5] == HELD
     assert result.quantized[5].path == "residual_quantizer"  # behind such a convolution, too
     noted = {note.path for note in result.skipped}
@@ -94,7 +94,7 @@ def test_products_with_parameters_are_quantized_where_they_are(net):
 def test_what_they_compute_is_fake_quantized(net):
     model, x = net
     wanted = model(x)
-    qnn.quantize_model(model, example_inputs=x)
+    qnn.quantize_model(model, example_inputs=x, inplace=True)
     calibrate(model, [x])
     pads = model.pads
     padded = F.pad(pads.quant_conv._input_quantizer(x), (0, 1, 0, 1))
@@ -109,7 +109,7 @@ def test_what_they_compute_is_fake_quantized(net):
 
 def test_their_weights_are_trained(net):
     model, x = net
-    qnn.quantize_model(model, example_inputs=x)
+    qnn.quantize_model(model, example_inputs=x, inplace=True)
     calibrate(model, [x])
     model.train()(x).square().sum().backward()
     for weight in (model.pads.weight, model.attention.qkv.weight, model.matrix):
@@ -118,7 +118,7 @@ def test_their_weights_are_trained(net):
 
 def test_a_call_with_other_settings_is_refused(net):
     model, x = net
-    qnn.quantize_model(model, example_inputs=x)
+    qnn.quantize_model(model, example_inputs=x, inplace=True)
     model.pads.stride = (1, 1)
     with pytest.raises(ValueError, match=r"PaddingConv: the product in .* other parameters or set"):
         model(x)
@@ -176,7 +176,9 @@ class Twice(nn.Module):
 
 def test_each_pass_of_a_line_has_its_layer():
     model = Twice().eval()
-    result = qnn.quantize_model(model, example_inputs=(torch.randn(1, 3, 4), torch.randn(1, 3, 4)))
+    result = qnn.quantize_model(
+        model, example_inputs=(torch.randn(1, 3, 4), torch.randn(1, 3, 4)), inplace=True
+    )
     assert [q.path for q in result.quantized] == ["stem", "quant_conv", "quant_conv_1"]
     quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
     assert len(quantizers) == 6

@@ -49,7 +49,7 @@ class Branching(nn.Module):
 
 def test_a_way_that_the_example_did_not_take_stays_float():
     model, x = Branching().eval(), images()
-    qnn.quantize_model(model, example_inputs=x)
+    qnn.quantize_model(model, example_inputs=x, inplace=True)
     assert model.residual_quantizer is model.a._input_quantizer
     seen = []
     model.residual_quantizer.register_forward_hook(lambda *call: seen.append(call[1]))
@@ -89,7 +89,7 @@ class Chain(nn.Module):
 
 def test_a_loop_of_another_length_is_refused():
     model, x = Chain().eval(), images()
-    qnn.quantize_model(model, example_inputs=x)
+    qnn.quantize_model(model, example_inputs=x, inplace=True)
     assert isinstance(model.residual_quantizer_1, TensorQuantizer)
     assert model.residual_quantizer_1 is model.convs[1]._input_quantizer
     for depth in (1, 3):
@@ -100,7 +100,7 @@ def test_a_loop_of_another_length_is_refused():
 
 def test_modules_are_copied_and_pickled_and_stay_what_they_are():
     model, x = nn.Sequential(Branching(), Branching()).eval(), images()
-    qnn.quantize_model(model, example_inputs=x)
+    qnn.quantize_model(model, example_inputs=x, inplace=True)
     wanted = model(x)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(twin(x), wanted)
@@ -124,7 +124,7 @@ def test_sums_of_children_are_not_the_parents():
             return self.conv(x) + self.inner(x)
 
     model, x = Outer().eval(), images()
-    result = qnn.quantize_model(model, example_inputs=x)
+    result = qnn.quantize_model(model, example_inputs=x, inplace=True)
     assert [item.path for item in result.quantized] == ["conv", "residual_quantizer"]
     quantizer = model.residual_quantizer
     assert torch.equal(model(x), model.conv(x) + quantizer(x + x.relu()))
@@ -132,7 +132,7 @@ def test_sums_of_children_are_not_the_parents():
 
 def test_the_graph_of_a_quantized_model_shows_the_quantizers():
     model, x = nn.Sequential(Branching(), Branching()).eval(), images()
-    qnn.quantize_model(model, example_inputs=x)
+    qnn.quantize_model(model, example_inputs=x, inplace=True)
     for module in model.modules():
         if isinstance(module, TensorQuantizer) and module.axis is None:
             module.amax = 3.0
@@ -144,7 +144,7 @@ def test_the_graph_of_a_quantized_model_shows_the_quantizers():
 
 def test_a_compiled_model_adds_as_the_model_does():
     model, x = nn.Sequential(conv(), Branching(), nn.ReLU()).eval(), images()
-    qnn.quantize_model(model, example_inputs=x)
+    qnn.quantize_model(model, example_inputs=x, inplace=True)
     for module in model.modules():
         if isinstance(module, TensorQuantizer) and module.axis is None:
             module.amax = 0.5
@@ -153,7 +153,7 @@ def test_a_compiled_model_adds_as_the_model_does():
 
 def test_gradients_reach_both_operands():
     model, x = Branching(), images().requires_grad_()
-    qnn.quantize_model(model, example_inputs=x.detach())
+    qnn.quantize_model(model, example_inputs=x.detach(), inplace=True)
     model.train()(x).sum().backward()
     assert (x.grad != 0).all()
     assert (model.a.weight.grad != 0).any()
@@ -173,7 +173,7 @@ class Checkpointed(nn.Module):
 
 def test_a_quantized_sum_in_a_checkpoint_is_refused_in_training():
     model, x = Checkpointed().eval(), images()
-    qnn.quantize_model(model, example_inputs=x)
+    qnn.quantize_model(model, example_inputs=x, inplace=True)
     assert hasattr(model, "residual_quantizer")
     with pytest.raises(ValueError, match=r"Checkpointed computes .* inside torch.utils.checkpoint"):
         model.train()(x)
@@ -183,11 +183,13 @@ def test_a_graph_that_is_there_already_is_read():
     model, x = nn.Sequential(Branching(), Branching()).eval(), images()
     twin = copy.deepcopy(model)
     result = qnn.quantize_model(model, example_inputs=x, graph=capture(model, x))
-    other = qnn.quantize_model(twin, example_inputs=x)
+    other = qnn.quantize_model(twin, example_inputs=x, inplace=True)
     assert result.quantized == other.quantized
     assert result.shared == other.shared
     with pytest.raises(ValueError, match="a graph of another Sequential"):
-        qnn.quantize_model(twin, example_inputs=x, graph=capture(nn.Sequential(conv()), x))
+        qnn.quantize_model(
+            twin, example_inputs=x, graph=capture(nn.Sequential(conv()), x), inplace=True
+        )
 
 
 class Dense(nn.ModuleDict):
@@ -268,7 +270,7 @@ class Gate(nn.Module):
 def test_parts_of_what_cannot_be_captured_are_followed_by_themselves(whole):
     model = Gate().eval() if whole else nn.Sequential(conv(), Gate()).eval()
     gate = model if whole else model[1]
-    result = qnn.quantize_model(model, example_inputs=images())
+    result = qnn.quantize_model(model, example_inputs=images(), inplace=True)
     # Both read what the stem makes, and so does the sum inside the left branch.
     shared = gate.right._input_quantizer
     assert gate.left.a._input_quantizer is shared

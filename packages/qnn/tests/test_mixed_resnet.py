@@ -31,7 +31,7 @@ HAND_LISTS = {
 def measured(trained):
     images, _ = trained.images(32, test=False)
     exact = fuse_model(trained.resnet20(), images[:2]).model
-    model = quantize_model(copy.deepcopy(exact), example_inputs=images[:2]).model
+    model = quantize_model(exact, example_inputs=images[:2]).model
     calibrate(model, [images])
     table = sensitivity(model, [images], precisions=("int8", "int16"), without=False)
     return exact, model, table

@@ -136,8 +136,10 @@ def test_a_program_brings_its_inputs_and_keeps_its_parameters() -> None:
     program = export(
         nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), (torch.ones(1, 4),)
     )
-    result = quantize_model(program)
-    assert [m.path for m in result.quantized] == ["0", "2"]
+    copied = quantize_model(program)
+    assert [m.path for m in copied.quantized] == ["0", "2"]
+    assert copied.model.get_parameter("0.weight") is not program.state_dict["0.weight"]
+    result = quantize_model(program, inplace=True)
     assert result.model.get_parameter("0.weight") is program.state_dict["0.weight"]
 
 

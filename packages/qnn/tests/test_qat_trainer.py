@@ -31,7 +31,7 @@ def calibrated() -> Models:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = nn.Sequential(nn.Conv2d(2, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 1)).eval()
-    quantized = quantize_model(copy.deepcopy(net), QuantConfig(weight_bits=4), SAMPLES[0]).model
+    quantized = quantize_model(net, QuantConfig(weight_bits=4), SAMPLES[0]).model
     calibrate(quantized, list(SAMPLES))
     return net, quantized
 

@@ -16,7 +16,7 @@ FLOWS = pytest.mark.parametrize("observed", [True, False], ids=["observed", "sta
 
 
 def _quantize(model, x, observed, config=None):
-    return qnn.quantize_model(model, config, x if observed else None)
+    return qnn.quantize_model(model, config, x if observed else None, inplace=True)
 
 
 def _groups(result):
@@ -53,7 +53,7 @@ def test_every_convolution_is_accounted_for(nets):
     float_layers = {
         path for path, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.MaxPool2d)
     }
-    result = qnn.quantize_model(model, example_inputs=torch.randn(1, 3, 64, 64))
+    result = qnn.quantize_model(model, example_inputs=torch.randn(1, 3, 64, 64), inplace=True)
     assert float_layers <= {item.path for item in result.quantized}
     assert not any(type(m) is nn.Conv2d for m in model.modules())
 
@@ -63,7 +63,7 @@ def test_bottleneck_prints_as_the_listing(nets):
     for name in ("bn1", "bn2", "bn3"):
         setattr(block, name, nn.Identity())
     block.downsample[1] = nn.Identity()
-    qnn.quantize_model(block, example_inputs=torch.randn(1, 64, 4, 4))
+    qnn.quantize_model(block, example_inputs=torch.randn(1, 64, 4, 4), inplace=True)
 
     def layer(name, ends, arguments, indent=2):
         pad = " " * indent
@@ -178,7 +178,7 @@ def test_observation_works_under_inference_mode_and_on_inference_tensors(nets):
 def test_example_that_does_not_fit_is_an_error_that_says_what_became_of_the_model():
     model = nn.Sequential(nn.Conv2d(3, 4, 1))
     with pytest.raises(RuntimeError, match="to have 3 channels") as caught:
-        qnn.quantize_model(model, example_inputs=torch.randn(1, 5, 4, 4))
+        qnn.quantize_model(model, example_inputs=torch.randn(1, 5, 4, 4), inplace=True)
     assert "does not run on these example_inputs" in caught.value.__notes__[0]
     assert "as it was before" in caught.value.__notes__[0]
     assert type(model[0]) is nn.Conv2d
@@ -211,7 +211,7 @@ def test_a_layer_used_twice_joins_the_tensors_it_reads():
 
     model = Twice()
     inputs = (torch.randn(1, 3, 4, 4), torch.randn(1, 3, 4, 4))
-    result = qnn.quantize_model(model, example_inputs=inputs)
+    result = qnn.quantize_model(model, example_inputs=inputs, inplace=True)
     assert model.again is model.shared
     assert model.x._input_quantizer is model.y._input_quantizer
     assert [item.path for item in result.quantized] == ["shared", "x", "y"]
@@ -232,7 +232,7 @@ def test_quantizing_twice_changes_nothing(nets, observed):
 def test_parameters_stay_the_optimizers(nets):
     model = nets.ResNetFPN()
     before = {id(p) for p in model.parameters()}
-    qnn.quantize_model(model, example_inputs=torch.randn(1, 3, 64, 64))
+    qnn.quantize_model(model, example_inputs=torch.randn(1, 3, 64, 64), inplace=True)
     assert {id(p) for p in model.parameters()} == before
 
 
@@ -240,7 +240,7 @@ def test_trap_15_dense_quantization_aware_training_learns(nets):
     model = nets.ResNetFPN()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     x = torch.randn(2, 3, 32, 32)
-    qnn.quantize_model(model, example_inputs=x)
+    qnn.quantize_model(model, example_inputs=x, inplace=True)
     goal = [torch.randn_like(y) for y in model(x)]
     weights = {n: p.detach().clone() for n, p in model.named_parameters() if p.dim() == 4}
     losses = []
@@ -258,7 +258,7 @@ def test_trap_15_dense_quantization_aware_training_learns(nets):
 
 def test_deepcopy_and_state_dict_keep_sharing(nets):
     model, x = nets.ResNetFPN().eval(), torch.randn(1, 3, 64, 64)
-    qnn.quantize_model(model, example_inputs=x)
+    qnn.quantize_model(model, example_inputs=x, inplace=True)
     for index, module in enumerate(m for m in model.modules() if isinstance(m, TensorQuantizer)):
         if module.axis is None:
             module.amax = 1.0 + index
@@ -269,7 +269,7 @@ def test_deepcopy_and_state_dict_keep_sharing(nets):
     names = ("deep.1.residual_quantizer._amax", "deep.1.conv1._input_quantizer._amax")
     assert state[names[0]].item() == state[names[1]].item()
     fresh = nets.ResNetFPN().eval()
-    qnn.quantize_model(fresh)
+    qnn.quantize_model(fresh, inplace=True)
     fresh.load_state_dict(state)
     for other in (twin, fresh):
         assert all(map(torch.equal, other(x), model(x)))
@@ -349,7 +349,7 @@ def test_a_layer_not_reached_is_reported(nets):
 
 def test_a_single_layer_is_returned_quantized():
     layer = nn.Linear(2, 2)
-    result = qnn.quantize_model(layer, example_inputs=torch.randn(1, 2))
+    result = qnn.quantize_model(layer, example_inputs=torch.randn(1, 2), inplace=True)
     assert isinstance(result.model, qnn.QuantLinear)
     assert result.model.weight is layer.weight
 
@@ -359,7 +359,7 @@ def test_upstream_quantizers_are_adopted_with_their_ranges(upstream):
     theirs[0]._input_quantizer.amax = 3.0
     expected = copy.deepcopy(theirs)
     x = torch.randn(1, 3, 4, 4)
-    result = qnn.quantize_model(theirs, example_inputs=x)
+    result = qnn.quantize_model(theirs, example_inputs=x, inplace=True)
     assert isinstance(theirs[0]._input_quantizer, TensorQuantizer)
     assert theirs[0]._input_quantizer.amax.item() == 3.0
     assert [i.path for i in result.quantized] == [
@@ -381,7 +381,7 @@ def test_ranges_that_meet_are_widened():
 
     both = Both()
     model[0].input_quantizer.amax, model[1].input_quantizer.amax = 1.0, 3.0
-    qnn.quantize_model(both, example_inputs=torch.randn(1, 2))
+    qnn.quantize_model(both, example_inputs=torch.randn(1, 2), inplace=True)
     assert model[0].input_quantizer is model[1].input_quantizer
     assert model[0].input_quantizer.amax.item() == 3.0
 
@@ -400,7 +400,7 @@ def test_statistics_collected_before_are_merged():
         layer.input_quantizer.enable_calib()
         layer(torch.tensor([[0.5, largest]]))
         layer.input_quantizer.disable_calib()
-    qnn.quantize_model(model, example_inputs=torch.randn(1, 2))
+    qnn.quantize_model(model, example_inputs=torch.randn(1, 2), inplace=True)
     model.a.input_quantizer.load_calib_amax()
     assert model.b.input_quantizer.amax.item() == 5.0
 
@@ -424,7 +424,7 @@ def test_observation_leaves_no_trace(nets):
     model, x = nets.ResNetFPN(), torch.randn(1, 3, 64, 64)
     statistics = {k: v.clone() for k, v in model.state_dict().items() if "running" in k}
     copied = x.clone()
-    qnn.quantize_model(model, example_inputs=x)
+    qnn.quantize_model(model, example_inputs=x, inplace=True)
     assert model.training
     assert torch.equal(x, copied)
     state = model.state_dict()
@@ -455,7 +455,7 @@ class Computed(nn.Module):
 def test_layers_whose_weight_is_read_without_a_call_stay_float():
     model = Computed().eval()
     qkv = model.qkv
-    result = qnn.quantize_model(model, example_inputs=torch.randn(2, 4))
+    result = qnn.quantize_model(model, example_inputs=torch.randn(2, 4), inplace=True)
     assert [item.path for item in result.quantized] == ["stem", "head"]
     assert model.qkv is qkv
     (note,) = [item for item in result.skipped if item.path == "qkv"]

@@ -190,7 +190,7 @@ def test_a_sparse_net_loses_less(sparse_nets):
     coordinates = (torch.rand(1, 16, 16, 17) < 0.1).nonzero().int()
     frame = (torch.randn(len(coordinates), 5), coordinates, 1)
     net = sparse_nets.SparseEncoder().eval()
-    exact = quantize_model(copy.deepcopy(net), example_inputs=frame).model
+    exact = quantize_model(net, example_inputs=frame).model
     model = quantize_model(net, QuantConfig(weight_bits=4), frame).model
     calibrate(model, [frame])
     with quantization_disabled(exact):
@@ -259,7 +259,7 @@ def test_a_trained_net_comes_back_from_4_bit_weights(trained):
     images, _ = trained.images(12, test=False)
     held_out, _ = trained.images(32, test=True)
     exact = fuse_model(trained.resnet20(), images[:2]).model
-    model = quantize_model(copy.deepcopy(exact), QuantConfig(weight_bits=4), images[:2]).model
+    model = quantize_model(exact, QuantConfig(weight_bits=4), images[:2]).model
     calibrate(model, [images])
     before = noise(model, exact, held_out)
     round_weights(model, [images])

@@ -79,14 +79,14 @@ def encoder(sparse_nets):
 
 
 def test_tree_is_the_listing(encoder, scene):
-    qnn.quantize_model(encoder, example_inputs=scene)
+    qnn.quantize_model(encoder, example_inputs=scene, inplace=True)
     assert repr(encoder).splitlines() == _expected_tree()
 
 
 @pytest.mark.parametrize("observed", [True, False], ids=["observed", "static"])
 def test_block_input_identity_and_sum_share_one_quantizer(encoder, scene, observed):
     reference = encoder(*scene)
-    result = qnn.quantize_model(encoder, example_inputs=scene if observed else None)
+    result = qnn.quantize_model(encoder, example_inputs=scene if observed else None, inplace=True)
     blocks = [layer[i] for layer in encoder.encoder_layers for i in (0, 1)]
     for block in blocks:
         assert block.conv1._input_quantizer is block.quant_add._input_quantizer
@@ -107,7 +107,7 @@ def test_trap_19_sparse_convolutions_that_fx_cannot_trace_are_quantized(encoder,
 
 def test_trap_16_residual_does_not_see_the_quantization_of_conv1(encoder, scene):
     """With conv1's quantizer off and the sum's on, both read the block's own input."""
-    qnn.quantize_model(encoder, example_inputs=scene)
+    qnn.quantize_model(encoder, example_inputs=scene, inplace=True)
     block = encoder.encoder_layers[0][0]
     seen = {}
     block.conv1.register_forward_pre_hook(lambda _, args: seen.update(conv=args[0].features))
@@ -121,7 +121,7 @@ def test_trap_16_residual_does_not_see_the_quantization_of_conv1(encoder, scene)
 def test_trap_15_sparse_quantization_aware_training_learns(encoder, scene):
     optimizer = torch.optim.Adam(encoder.parameters(), 0.01)
     parameters = {id(p) for p in encoder.parameters()}
-    qnn.quantize_model(encoder, example_inputs=scene)
+    qnn.quantize_model(encoder, example_inputs=scene, inplace=True)
     assert {id(p) for p in encoder.parameters()} == parameters
     encoder.train()
     goal = torch.randn_like(encoder(*scene))
@@ -138,28 +138,28 @@ def test_trap_15_sparse_quantization_aware_training_learns(encoder, scene):
 
 
 def test_deepcopy_and_state_dict(encoder, scene, sparse_nets):
-    qnn.quantize_model(encoder, example_inputs=scene)
+    qnn.quantize_model(encoder, example_inputs=scene, inplace=True)
     twin = copy.deepcopy(encoder)
     block = twin.encoder_layers[0][0]
     assert block.conv1._input_quantizer is block.quant_add._input_quantizer
     assert block.conv1._input_quantizer is not encoder.encoder_layers[0][0].conv1._input_quantizer
     fresh = sparse_nets.SparseEncoder().eval()
-    qnn.quantize_model(fresh)
+    qnn.quantize_model(fresh, inplace=True)
     fresh.load_state_dict(encoder.state_dict())
     for other in (twin, fresh):
         assert torch.equal(other(*scene), encoder(*scene))
 
 
 def test_quantizing_twice_changes_nothing(encoder, scene):
-    qnn.quantize_model(encoder, example_inputs=scene)
+    qnn.quantize_model(encoder, example_inputs=scene, inplace=True)
     tree = repr(encoder)
-    assert qnn.quantize_model(encoder, example_inputs=scene).quantized == ()
+    assert qnn.quantize_model(encoder, example_inputs=scene, inplace=True).quantized == ()
     assert repr(encoder) == tree
 
 
 def test_excluded_sparse_convolution_stays_float(encoder, scene):
     path = "encoder_layers.encoder_layer1.0.conv1"
-    result = qnn.quantize_model(encoder, qnn.QuantConfig(exclude=(path,)), scene)
+    result = qnn.quantize_model(encoder, qnn.QuantConfig(exclude=(path,)), scene, inplace=True)
     assert type(encoder.get_submodule(path)).__name__ == "SubMConv3d"
     assert [(i.path, i.reason) for i in result.skipped] == [(path, f"excluded by {path!r}")]
     assert torch.isfinite(encoder(*scene)).all()
@@ -168,7 +168,7 @@ def test_excluded_sparse_convolution_stays_float(encoder, scene):
 def test_sparse_input_of_the_example_pass_keeps_its_rulebooks(spconv, sparse_nets, cloud):
     block, x = sparse_nets.SparseBasicBlock(3, "k").eval(), cloud(3)
     features = x.features.clone()
-    qnn.quantize_model(block, example_inputs=x)
+    qnn.quantize_model(block, example_inputs=x, inplace=True)
     assert x.indice_dict == {}
     assert torch.equal(x.features, features)
 
@@ -186,7 +186,7 @@ def test_tables_of_sparse_tensors_are_quantized_as_what_they_compute(spconv, clo
             return self.last(self.join([self.add(made), made[0]]))
 
     model, x = Tables().eval(), cloud(4)
-    result = qnn.quantize_model(model, example_inputs=x)
+    result = qnn.quantize_model(model, example_inputs=x, inplace=True)
     paths = [item.path for item in result.quantized]
     assert {"add.quant_add", "add.quant_add_1", "join.quant_concat"} <= set(paths)
     assert type(model.add).__name__ == "AddTable"

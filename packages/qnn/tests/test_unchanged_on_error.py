@@ -67,7 +67,7 @@ def test_an_error_at_any_stage_leaves_the_model_as_it_was(
 
     monkeypatch.setattr(module, stage, late)
     with pytest.raises(RuntimeError, match="late"):
-        qnn.quantize_model(net, example_inputs=x)
+        qnn.quantize_model(net, example_inputs=x, inplace=True)
     assert state(net) == before
     assert torch.equal(net(x), wanted)
 
@@ -76,7 +76,7 @@ def test_a_model_that_does_not_run_is_as_it_was() -> None:
     net = nn.Sequential(Block(), nn.Conv2d(4, 4, 1), Broken())
     before = state(net)
     with pytest.raises(ValueError, match="does not run") as caught:
-        qnn.quantize_model(net, example_inputs=torch.randn(1, 4, 6, 6))
+        qnn.quantize_model(net, example_inputs=torch.randn(1, 4, 6, 6), inplace=True)
     assert state(net) == before
     assert "as it was before" in "".join(caught.value.__notes__)
 
@@ -85,7 +85,7 @@ def test_a_model_that_does_not_run_is_as_it_was() -> None:
 def test_residual_blocks_that_take_further_arguments(options: dict[str, Any]) -> None:
     net, x = Net(**options).eval(), torch.randn(1, 4, 6, 6)
     wanted = copy.deepcopy(net)(x)
-    result = qnn.quantize_model(net, example_inputs=x)
+    result = qnn.quantize_model(net, example_inputs=x, inplace=True)
     with quantization_disabled(net):
         torch.testing.assert_close(net(x), wanted)
     added = {item.path for item in result.quantized}

@@ -8,6 +8,7 @@ Graph of Sequential: 2 operations
 """
 
 from ._capture import capture
+from ._copies import copied
 from ._faults import (
     CaptureError,
     all_finite,
@@ -51,6 +52,7 @@ __all__ = [
     "arguments",
     "as_module",
     "capture",
+    "copied",
     "evaluation",
     "first_fault",
     "flatten",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -161,6 +162,15 @@ class Graph:
         call = opaque_call(str(node.args[1]))
         return self.opaque[call.key.rpartition(":")[0]], call
 
+    def of_copy(self, model: nn.Module) -> Graph:
+        """The same operations over the tensors of a copy of the model.
+
+        Raises:
+            AttributeError: `model` does not have all of the tensors.
+        """
+        program = bound(self.program, model)
+        return Graph(model, program, self.inputs, self.result, self.opaque)
+
     # Running
 
     def replay(self, *args: Any, **kwargs: Any) -> Any:
@@ -296,6 +306,27 @@ class Graph:
         count = sum(1 for _ in self.operations)
         opaque = f", {len(self.opaque)} modules not followed" if self.opaque else ""
         return f"Graph of {type(self.model).__name__}: {count} operations{opaque}"
+
+
+def bound(program: Any, model: nn.Module) -> ExportedProgram:
+    """A program over the parameters and buffers that a model has under the program's names.
+
+    Raises:
+        AttributeError: The model does not have all of them.
+    """
+
+    def tensor(name: str) -> Any:
+        owner, _, last = inside(name).rpartition(".")
+        return getattr(model.get_submodule(owner), last)
+
+    made = copy.copy(program)
+    buffers = program.graph_signature.buffers  # some of which are among its constants
+    made._state_dict = {name: tensor(name) for name in program._state_dict}
+    made._constants = {
+        name: tensor(name) if name in buffers else value
+        for name, value in program._constants.items()
+    }
+    return made  # type: ignore[no-any-return]
 
 
 def author_line(node: fx.Node) -> str:

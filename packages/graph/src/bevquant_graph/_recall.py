@@ -36,9 +36,8 @@ from weakref import WeakKeyDictionary, ref
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from ._graph import Graph
+from ._graph import Graph, bound
 from ._signature import Arguments, Tree, flatten
-from ._tidy import inside
 
 _KEPT = 128
 _HOOKS = re.compile(r"_\w*hooks\w*")  # attributes of a module: number to hook
@@ -147,21 +146,9 @@ def _bound(known: _Followed | None, model: nn.Module, state: State) -> Graph | N
     if known is None or state.alone:
         return None
     _PROGRAMS.move_to_end(state.structure)
-    program: Any = known.program
-    made = copy.copy(program)
-    made._state_dict = {name: _tensor(model, name) for name in program._state_dict}
-    buffers = program.graph_signature.buffers
-    made._constants = program._constants | {
-        name: _tensor(model, name) for name in program._constants if name in buffers
-    }
-    graph = Graph(model, made, known.inputs, known.result, {})
+    graph = Graph(model, bound(known.program, model), known.inputs, known.result, {})
     _LAST[model] = state, ref(graph)
     return graph
-
-
-def _tensor(model: nn.Module, name: str) -> Any:
-    owner, _, last = inside(name).rpartition(".")
-    return getattr(model.get_submodule(owner), last)
 
 
 def state_of(model: nn.Module, given: Arguments, open_sizes: bool) -> State | None:

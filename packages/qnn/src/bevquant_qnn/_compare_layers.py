@@ -190,12 +190,11 @@ def compare_layers(
         LookupError: The float model does not call a layer that the quantized one calls.
 
     Example:
-        >>> import copy
         >>> from bevquant_quantizers import calibrate
         >>> from bevquant_qnn import quantize_model
         >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
         >>> image = torch.randn(1, 3, 8, 8)
-        >>> quantized = quantize_model(copy.deepcopy(net), example_inputs=image).model
+        >>> quantized = quantize_model(net, example_inputs=image).model
         >>> report = calibrate(quantized, [image])
         >>> rows = compare_layers(net, quantized, [image])
         >>> [(row.layer, row.channels, row.rows) for row in rows]
@@ -343,8 +342,8 @@ class _Hooks:
                 # Its hook would wait for itself.
                 raise ValueError(
                     f"compare_layers: {path!r} ({type(module).__name__}) is one object in both "
-                    "models: quantize_model changes the model that it is given; give it "
-                    "copy.deepcopy(model), and compare that with the model itself"
+                    "models, as quantize_model(model, inplace=True) leaves them; quantize without "
+                    "inplace=True and compare its result with the model"
                 )
         self.order: list[int] = []
         self._output, self._watch, self._shared = output, watch, shared

@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bevquant_fusion import norms_to_convolutions
-from bevquant_graph import CaptureError, Graph, as_module, capture, refuse_unusable
+from bevquant_graph import CaptureError, Graph, as_module, capture, copied, refuse_unusable
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._float_parts import float_layers
 from bevquant_qnn._flow import Flow, follow
@@ -32,14 +32,16 @@ def quantize_model(
     model: nn.Module | ExportedProgram,
     config: QuantConfig | None = None,
     example_inputs: Any = None,
+    inplace: bool = False,
     *,
     graph: Graph | None = None,
 ) -> QuantizeResult:
-    """Replace a model's layers by quantized ones and give every tensor one range.
+    """Replace the layers of a copy by quantized ones and give every tensor one range.
 
     1. Layers that already carry pytorch-quantization's quantizers are adopted, ranges included.
-    2. Convolutions, linear layers, pooling and sparse convolutions are replaced in place. The
-       parameters stay the same objects, so an optimizer made before keeps working.
+    2. Convolutions, linear layers, pooling and sparse convolutions are replaced. With
+       ``inplace=True`` the parameters stay the same objects, so an optimizer made before keeps
+       working.
        A batch norm in evaluation mode that no layer can take (before an activation, say) becomes a
        quantized depthwise 1×1 convolution first, where example inputs show it.
     3. A forward that applies a parameter by a function (a convolution that pads by itself, an
@@ -57,15 +59,16 @@ def quantize_model(
     (`bevquant_fusion.fuse_model`) unless training with them is meant.
 
     Args:
-        model: The float model. It is changed in place and returned; where this raises, it is as it
-            was. Of an exported program its module (`bevquant_graph.module_of`) is quantized and
-            returned: paths, parameter names and parameter objects are the program's. Fold batch
-            norms with ``fuse_model(program)`` and pass its model.
+        model: The float model; it stays as it is. Of an exported program its module
+            (`bevquant_graph.module_of`) is quantized: paths and parameter names are the program's.
+            Fold batch norms with ``fuse_model(program)`` and pass its model.
         config: Settings; `QuantConfig()` by default.
         example_inputs: A tuple of positional inputs, a dict of named ones, or a single input. The
             model is captured on them, in evaluation mode without gradients. Recommended: what
             really runs is followed then, and modules that cannot be captured are followed child
             by child. A program brings its own.
+        inplace: Change ``model`` itself instead of a copy: no second set of weights in memory, and
+            parameters are the same objects. Where this raises, the model is as it was.
         graph: ``capture(model, example_inputs)``, where that was done already.
 
     Returns:
@@ -74,7 +77,8 @@ def quantize_model(
 
     Raises:
         ValueError: An exclude pattern names no module of the model, or `graph` is that of another
-            model or comes without `example_inputs`.
+            model or comes without `example_inputs`. Or the model cannot be copied; pass
+            ``inplace=True``.
 
     Example:
         >>> import torch
@@ -83,7 +87,7 @@ def quantize_model(
         >>> result = quantize_model(net, example_inputs=torch.ones(1, 3, 8, 8))
         >>> [item.path for item in result.quantized]
         ['0', '2']
-        >>> net[0]
+        >>> result.model[0]
         QuantConv2d(
           3, 8, kernel_size=(3, 3), stride=(1, 1)
           (_input_quantizer): TensorQuantizer(8bit fake per-tensor amax=dynamic \
@@ -102,6 +106,9 @@ calibrator=MaxCalibrator scale=1.0 quant)
         )
     refuse_unusable(module, "quantize_model")
     _check_patterns(module, config)
+    if not inplace:
+        module = copied(module, "quantize_model")
+        graph = None if graph is None else graph.of_copy(module)
     with unchanged_on_error(module):
         norms, graph = _norm_layers(module, config, example_inputs, graph)
         result, _ = _quantized(module, config, example_inputs, graph)

@@ -55,7 +55,8 @@ class QuantizeResult:
     """The quantized model and an account of every decision.
 
     Attributes:
-        model: The model; the very object that was given, unless that was itself a layer.
+        model: The quantized model: a copy. With ``inplace=True`` the object that was given, unless
+            that was itself a layer.
         quantized: Modules replaced or added, in model order.
         shared: Groups of readers that hold one quantizer.
         skipped: What stays float, with the reason.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -88,21 +87,21 @@ def quantize_detector(
     Raises:
         InputError: A part that the model does not have.
     """
-    model, given_reasons = copy.deepcopy(fused), reasons or {}
+    given_reasons = reasons or {}
     quantized = tuple(parts)
-    apart = exclude_all_but(quantized, model.parts)
-    first = [] if first_layer else first_sparse_conv(model)
+    apart = exclude_all_but(quantized, fused.parts)
+    first = [] if first_layer else first_sparse_conv(fused)
     config = QuantConfig(
         input_calibrator="max" if method == "max" else "histogram",
-        exclude=(*expand_patterns(model, exclude), *apart, *first),
+        exclude=(*expand_patterns(fused, exclude), *apart, *first),
         **settings,
     )
-    result = quantize_model(model, config, example_inputs=tuple(example))
+    result = quantize_model(fused, config, example_inputs=tuple(example))
     # One line for a part that stays float, not one for each of its layers.
     named = {f"excluded by {pattern!r}" for pattern in apart}
     skipped = [
         SkippedModule(PART_PATHS[part], given_reasons.get(part, "not among the parts to quantize"))
-        for part in model.parts
+        for part in fused.parts
         if part not in quantized
     ]
     why = given_reasons.get("first layer", "the first sparse convolution: fp16, as NVIDIA has it")

@@ -87,12 +87,11 @@ class LayerComparison(ForcedRun):
         batches: Whose records were added, how many.
 
     Example:
-        >>> import copy
         >>> from bevquant_qnn import quantize_model
         >>> from bevquant_quantizers import calibrate
         >>> image = torch.randn(1, 3, 8, 8)
         >>> net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
-        >>> quantized = quantize_model(copy.deepcopy(net), example_inputs=image).model
+        >>> quantized = quantize_model(net, example_inputs=image).model
         >>> _ = calibrate(quantized, [image])
         >>> comparison = LayerComparison(net, simulate(quantized, image))
         >>> comparison.add(comparison.measure(image))

@@ -1,0 +1,116 @@
+"""A deep copy of a model that runs with its own modules only."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from ._faults import described
+
+
+def copied(model: nn.Module, who: str) -> nn.Module:
+    """Return a deep copy of a model: parameters, buffers, attributes and hooks.
+
+    ``copy.deepcopy`` takes functions as they are. A hook or an attribute that is a closure over
+    modules or tensors of the model becomes a closure over those of the copy.
+
+    Args:
+        model: It stays as it is.
+        who: The function that copies, for the message. It has an argument ``inplace``.
+
+    Raises:
+        ValueError: Something in the model cannot be copied (a lock, an open file, a tensor that
+            autograd computed). Module, attribute and remedy are named.
+
+    Example:
+        >>> import torch
+        >>> net = nn.Sequential(nn.Linear(2, 2))
+        >>> copied(net, "quantize_model")[0].weight is net[0].weight
+        False
+    """
+    memo: dict[int, Any] = {}
+    try:
+        made = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ValueError(
+            f"{who}: {_uncopyable(model)} cannot be copied ({type(error).__name__}: {error}). "
+            "Remove it, or pass inplace=True to change the model itself"
+        ) from error
+    held = [*model.modules(), *model.parameters(), *model.buffers()]
+    twins = {id(item): memo[id(item)] for item in held if id(item) in memo}
+    for module in made.modules():
+        _rebind(vars(module), twins)
+    return made
+
+
+def _rebind(attributes: dict[str, Any], twins: dict[int, Any]) -> None:
+    """Replace closures over originals by closures over their copies, in attributes and hooks."""
+    for container in (attributes, *attributes.values()):
+        if not isinstance(container, dict | list):
+            continue
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, value in list(items):
+            if isinstance(value, types.FunctionType):
+                container[key] = _function(value, twins)
+
+
+def _function(function: Any, twins: dict[int, Any]) -> Callable[..., Any]:
+    """The function over the copies; itself where it refers to none of the originals."""
+
+    def twin(value: Any) -> Any:
+        if isinstance(value, types.FunctionType):
+            return _function(value, twins)
+        return twins.get(id(value), value)
+
+    twins[id(function)] = function  # a closure may hold itself
+    cells = function.__closure__ or ()
+    values = [(cell, twin(cell.cell_contents)) for cell in cells if _filled(cell)]
+    new = {id(c): types.CellType(value) for c, value in values if value is not c.cell_contents}
+    defaults = tuple(map(twin, function.__defaults__ or ()))
+    same = all(a is b for a, b in zip(defaults, function.__defaults__ or (), strict=True))
+    if not new and same:
+        return function  # type: ignore[no-any-return]
+    made = types.FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        defaults or None,
+        tuple(new.get(id(cell), cell) for cell in cells),
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(function.__dict__)
+    twins[id(function)] = made
+    return made
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:  # a name that is assigned later
+        return False
+    return True
+
+
+def _uncopyable(model: nn.Module) -> str:
+    """What of a model cannot be copied, in words."""
+    for path, module in model.named_modules():
+        for name, value in _own(module):
+            memo = {id(other): other for other in model.modules()}
+            try:
+                copy.deepcopy(value, memo)
+            except Exception:
+                return f"attribute {name!r} ({type(value).__name__}) of {described(path, module)}"
+    return f"{type(model).__name__}"
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Parameters, buffers and attributes of a module, without its children."""
+    yield from module._parameters.items()
+    yield from module._buffers.items()
+    for name, value in vars(module).items():
+        if name not in ("_parameters", "_buffers", "_modules"):
+            yield name, value
