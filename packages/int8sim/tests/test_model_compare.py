@@ -216,3 +216,48 @@ def test_refusals(models, tmp_path):
     simulate(quantized, images(0)).save(tmp_path / "model")
     with pytest.raises(ValueError, match="loaded from a file"):
         compare(net, IntegerModel.load(tmp_path / "model"), [images(0)])
+
+
+class Chosen(nn.Module):
+    """Values decide which rows remain."""
+
+    def __init__(self, choose):
+        super().__init__()
+        self.first, self.score, self.head = nn.Linear(8, 16), nn.Linear(16, 1), nn.Linear(16, 4)
+        self.choose = choose
+
+    def forward(self, x):
+        x = self.first(x).relu()
+        return self.head(self.choose(x, self.score(x)[:, 0])).sigmoid()
+
+
+CHOICES = {
+    "mask": lambda x, score: x[score.sigmoid() > 0.5],
+    "nonzero": lambda x, score: x[(score > 0).nonzero()[:, 0]],
+    "index_select": lambda x, score: x.index_select(0, torch.where(score > 0)[0]),
+    "turned": lambda x, score: x.t()[:, score > 0].t(),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_runs_that_keep_other_rows_are_counted_and_compared_on_the_same_inputs(choice):
+    torch.manual_seed(0)
+    net = Chosen(CHOICES[choice]).eval()
+    x, *batches = torch.randn(4, 3000, 8)
+    quantized = quantize_model(copy.deepcopy(net), example_inputs=x).model
+    calibrate(quantized, [x])
+    table = compare(net, simulate(quantized, x), batches, verify=True)
+    assert table.wrong == ()
+    rows = {row.path: row for row in table.rows}
+    assert rows["first"].kept is None
+    assert rows["first"].values == 3 * 3000 * 16
+    in_float = [len(net(batch)) for batch in batches]
+    fake = [len(quantized(batch)) for batch in batches]
+    differ = [i for i in range(3) if in_float[i] != fake[i]]
+    assert differ
+    head = rows["head"]
+    assert head.kept[:2] == (sum(in_float[i] for i in differ), sum(fake[i] for i in differ))
+    assert head.values == 4 * sum(in_float[i] for i in range(3) if i not in differ)
+    assert "keep different ones" in str(table)
+    assert f"{head.kept[0]:,} / {head.kept[1]:,}" in str(table)
+    assert json.loads(table.to_json())["rows"][-1]["kept"] is not None

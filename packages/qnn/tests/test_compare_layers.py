@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bevquant_qnn import LayerComparison, compare_layers, layer_table, quantize_model
+from bevquant_qnn import LayerComparison, compare_layers, layer_table, quantize_model, sensitivity
 from bevquant_quantizers import calibrate
 from bevquant_quantizers.ranks import pack, unpack
 
@@ -190,3 +190,40 @@ def test_outputs_without_a_tensor_are_named_and_may_be_read_otherwise() -> None:
         compare_layers(*models, [batch([2.0])])
     rows = compare_layers(*models, [batch([2.0])], output=lambda x: getattr(x, "value", x))
     assert rows[-1].sqnr_db == pytest.approx(20 * math.log10(2))
+
+
+class Chosen(nn.Module):
+    """Values decide which rows remain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.score, self.head = nn.Linear(8, 16), nn.Linear(16, 1), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        return self.head(x[self.score(x)[:, 0] > 0])
+
+
+def test_rows_that_one_model_alone_keeps_are_counted_and_not_compared() -> None:
+    torch.manual_seed(0)
+    net, (x, other) = Chosen().eval(), torch.randn(2, 3000, 8)
+    quantized = quantize_model(copy.deepcopy(net), example_inputs=x).model
+    calibrate(quantized, [x])
+    kept = len(net(other)), len(quantized(other))
+    assert kept[0] != kept[1]
+    rows = {row.layer: row for row in compare_layers(net, quantized, [other])}
+    assert rows["first"].kept is None
+    assert rows["head"].kept == rows["output"].kept == kept
+    assert rows["head"].sqnr_db is None
+    assert str(kept) in layer_table(list(rows.values()))
+
+
+@pytest.mark.parametrize("metric", ["sqnr", "kl"])
+def test_sensitivity_refuses_outputs_of_other_rows(metric: str) -> None:
+    torch.manual_seed(0)
+    net, x = Chosen().eval(), torch.randn(3000, 8)
+    quantized = quantize_model(net, example_inputs=x).model
+    calibrate(quantized, [x])
+    with pytest.raises(ValueError, match="values decide which rows remain"):
+        sensitivity(quantized, [x], metric)
+    assert len(sensitivity(quantized, [x], metric, outputs=["score"]).rows) == 3

@@ -287,3 +287,26 @@ def test_layers_behind_functions_of_floats_are_told(nets, tmp_path):
     rows = compare_sparse_onnx(load_sparse_onnx(written.path), written.integer_model, frame)
     told = {row.path: row.behind_functions for row in rows if row.path}
     assert told == {"stem.0": False, "last.0": True, "aside.0": False}
+
+
+def test_a_pool_whose_voxels_nothing_reads(nets, tmp_path):
+    spconv = nets.spconv
+
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = spconv.SparseConv3d(5, 8, 3, 2, padding=1)
+            self.pool = spconv.SparseMaxPool3d(3, 2, padding=1)
+
+        def forward(self, features, coords, batch_size):
+            x = spconv.SparseConvTensor(features, coords, list(nets.GRID), batch_size)
+            return self.pool(self.stem(x)).features
+
+    torch.manual_seed(0)
+    model, frame = nets.calibrated(Pooled().eval(), [nets.frame(0)]), nets.frame(1)
+    file = export_sparse_onnx(
+        model, nets.frame(0), tmp_path / "pooled.onnx", dialect="portable", model_order="zyx"
+    )
+    rows = compare_sparse_onnx(load_sparse_onnx(file.path), model, frame)
+    assert rows[-1].node == "output"
+    assert [row.different for row in rows] == [0] * len(rows)

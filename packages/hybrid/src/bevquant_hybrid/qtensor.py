@@ -251,6 +251,23 @@ def as_float(x: Tensor) -> Tensor:
     return x.dequantize() if isinstance(x, QTensor) else x
 
 
+def of_each(value: Any, part: Callable[[Tensor], Any]) -> Any:
+    """Return a value with `part` taken of each tensor in its lists, tuples and dictionaries.
+
+    Example:
+        >>> of_each(torch.ones(2, 1).max(0), Tensor.neg).values
+        tensor([-1.])
+    """
+    if isinstance(value, Tensor | QTensor):
+        return part(value)
+    if isinstance(value, dict):
+        return type(value)((name, of_each(item, part)) for name, item in value.items())
+    if isinstance(value, list | tuple):
+        items = [of_each(item, part) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
 def along(scale: Tensor, dims: int, axis: int) -> Tensor:
     """Return the scale shaped to broadcast along `axis` of a tensor with `dims` axes."""
     if scale.dim() > 1:

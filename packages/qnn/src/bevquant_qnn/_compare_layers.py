@@ -32,7 +32,9 @@ class LayerRow:
     `sqnr_db` is 10·log10(Σ float² / Σ (quant − float)²), None where the two are equal or the float
     output is all zero; `cosine` the cosine of the two outputs seen as vectors, None where one is
     zero; `saturated` the share of the layer's input values beyond its range; `rows` the mean
-    number of active voxels (cells or pixels, for dense maps) in a batch.
+    number of active voxels (cells or pixels, for dense maps) in a batch. `kept` is None, or where
+    values decide which rows remain (``x[score > 0.5]``) and the two models keep different numbers:
+    the rows of the float and of the quantized output in those batches, which are not compared.
     """
 
     layer: str
@@ -43,6 +45,7 @@ class LayerRow:
     cosine: float | None
     saturated: float | None
     input_amax: float | None
+    kept: tuple[int, int] | None = None
 
 
 def layer_table(rows: Sequence[object]) -> str:
@@ -56,6 +59,8 @@ def layer_table(rows: Sequence[object]) -> str:
         "saturated %": "{saturated:100*.3f}",
         "input amax": "{input_amax:.4g}",
     }
+    if any(getattr(row, "kept", None) for row in rows):
+        columns["rows kept (float, quantized)"] = "{kept}"
     return record_table(rows, columns)
 
 
@@ -101,20 +106,24 @@ class _Counts:
     batches: int = 0
     beyond: int = 0
     inputs: int = 0
+    kept_float: int = 0
+    kept: int = 0
 
     def as_record(self) -> tuple[tuple[float, ...], tuple[int, ...]]:
         counts = self.channels, self.rows, self.batches, self.beyond, self.inputs
-        return self.sums.as_sums(), counts
+        return self.sums.as_sums(), (*counts, self.kept_float, self.kept)
 
     def add(self, sums: Any, counts: Any) -> None:
         """Add what `as_record` gave."""
         self.sums.add_sums(sums)
         self.channels, *others = (int(count) for count in counts)
-        rows, batches, beyond, inputs = others
+        rows, batches, beyond, inputs, kept_float, kept = others
         self.rows += rows
         self.batches += batches
         self.beyond += beyond
         self.inputs += inputs
+        self.kept_float += kept_float
+        self.kept += kept
 
 
 @dataclass(eq=False)
@@ -129,10 +138,15 @@ class _Probe:
     total: _Counts = field(default_factory=_Counts)
 
     def judge(self, wanted: Tensor, got: Tensor, *, channels_last: bool = False) -> None:
-        self.batch.sums.add(wanted, got)
         last = channels_last or got.dim() < 2
         self.batch.channels = got.shape[-1 if last else 1] if got.dim() else 1
-        self.batch.rows += got.numel() // max(self.batch.channels, 1)
+        rows = got.numel() // max(self.batch.channels, 1)
+        if wanted.shape == got.shape:
+            self.batch.sums.add(wanted, got)
+        else:  # values decide which rows remain
+            self.batch.kept_float += wanted.numel() // max(self.batch.channels, 1)
+            self.batch.kept += rows
+        self.batch.rows += rows
         self.batch.batches += 1
 
     def count(self, module: nn.Module, args: Any) -> None:
@@ -159,6 +173,7 @@ class _Probe:
             cosine=total.sums.cosine,
             saturated=total.beyond / total.inputs if total.inputs else None,
             input_amax=self.amax(),
+            kept=(total.kept_float, total.kept) if total.kept_float or total.kept else None,
         )
 
 

@@ -78,8 +78,25 @@ def _noise(score: float, of_float: float) -> float:
     return 10 ** (-score / 10) - 10 ** (-of_float / 10)
 
 
-def _powers(output: Any, reference: Any, batch: Any) -> tuple[float, float]:
+def _pairs(output: Any, reference: Any) -> list[tuple[Tensor, Tensor]]:
+    """Outputs of a trial and of the float model.
+
+    Raises:
+        ValueError: They have other shapes.
+    """
     pairs = list(zip(floats_of(output), floats_of(reference), strict=True))
+    for q, f in pairs:
+        if q.shape != f.shape:
+            raise ValueError(
+                f"sensitivity: an output has shape {tuple(f.shape)} in float and {tuple(q.shape)} "
+                "quantized: values decide which rows remain, so that rows cannot be compared; "
+                "name modules before that selection in outputs, or give a metric of your own"
+            )
+    return pairs
+
+
+def _powers(output: Any, reference: Any, batch: Any) -> tuple[float, float]:
+    pairs = _pairs(output, reference)
     signal = math.fsum(float(f.double().square().sum()) for _, f in pairs)
     noise = math.fsum(float((q.double() - f.double()).square().sum()) for q, f in pairs)
     return signal, noise
@@ -96,7 +113,7 @@ def _decibel(powers: Sequence[tuple[float, float]]) -> float:
 
 def _divergence(output: Any, reference: Any, batch: Any) -> tuple[float, int]:
     total, count = [], 0
-    for q, f in zip(floats_of(output), floats_of(reference), strict=True):
+    for q, f in _pairs(output, reference):
         axis = 1 if f.dim() > 1 else 0
         p, log_q = f.double().log_softmax(axis), q.double().log_softmax(axis)
         total.append(float((p.exp() * (p - log_q)).sum()))

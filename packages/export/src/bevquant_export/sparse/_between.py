@@ -105,11 +105,12 @@ class _FollowerBetween(Follower):
         made = [step for step in self.program.steps if step.op == "sites"]
         self.one_batch = any(isinstance(step.args[2], int) for step in made)
         self.returned = dict(_sparse_results(self.program.result))
-        self.pooled = {
-            (step.args[0].name, step.args[1:]): step.outputs[0]
-            for step in self.program.steps
-            if step.attributes.get("what") == "convolved_sites"
-        }
+        self.pooled: dict[tuple[str, tuple[Any, ...]], list[str]] = {}  # of coordinates and window
+        for step in self.program.steps:
+            if step.attributes.get("what") == "convolved_sites":
+                self.pooled.setdefault((step.args[0].name, step.args[1:]), []).append(
+                    step.outputs[0]
+                )
 
     def _step(self, step: Step) -> None:
         what, made = step.attributes.get("what"), step.outputs
@@ -122,7 +123,9 @@ class _FollowerBetween(Follower):
             if what == _POOL:
                 self._draft("pool", step, 1)
                 _, coordinates, _, *settings = step.args
-                self.lies[self.pooled[coordinates.name, tuple(settings)]] = made[0]
+                # None where no layer and no result reads the pool's coordinates.
+                for name in self.pooled.get((coordinates.name, tuple(settings)), ()):
+                    self.lies[name] = made[0]
             else:
                 super()._step(step)
                 self.lies[made[1]] = made[0]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from bevquant_int8sim import IntegerModel
-from bevquant_int8sim.model import Step
+from bevquant_int8sim.model import Geometry, Step
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +49,10 @@ def reference_of(
             places[step.outputs[0]] = made[1].indices
             if hasattr(given[1], "indices") and step.inputs:
                 stands(step.inputs[0], given[1].indices)
+        elif step.attributes.get("what") in ("sparse_max_pool", "sparse_avg_pool"):
+            _, coords, _, key, *geometry = given
+            behind = coords.convolved(Geometry(*geometry), key, step.path)[1]
+            places[step.outputs[0]] = behind.indices
         elif step.outputs:
             # Conversions and sums keep the rows of what they read.
             known = [places[name] for name in step.inputs if name in places]

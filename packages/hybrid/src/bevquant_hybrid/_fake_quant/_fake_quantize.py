@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from bevquant_hybrid._fake_quant._function import fake_quantize, is_written
 from bevquant_hybrid._observers._min_max import CalibObserver, MovingAverageMinMaxObserver
 from bevquant_hybrid._observers._range import FixedScaleObserver, RangeObserver
 from bevquant_hybrid.dtype import QuantDType
-from bevquant_hybrid.qtensor import QTensor, calling_module, payload
+from bevquant_hybrid.qtensor import QTensor, calling_module, of_each, payload
 
 
 def _accepted(cls: type[Any]) -> set[str] | None:
@@ -72,6 +72,22 @@ def made_observer(owner: str, observer: Any, settings: Mapping[str, Any]) -> Any
         if not unknown:
             raise
         raise TypeError(f"{owner}: {unknown}") from error
+
+
+def _observed(x: Any) -> Tensor:
+    """The values that an observer sees: a tensor, or all tensors of a container, as one."""
+    if isinstance(x, Tensor | QTensor):
+        return payload(x).detach()
+    parts: list[Tensor] = []
+    _of_floats(x, lambda part: parts.append(part.detach().reshape(-1)))
+    return torch.cat(parts) if parts else torch.empty(0)
+
+
+def _of_floats(x: Any, part: Callable[[Tensor], Any]) -> Any:
+    """A value with `part` taken of its tensors; of a container's, those of integers stay."""
+    if isinstance(x, Tensor | QTensor):
+        return part(payload(x))
+    return of_each(x, lambda t: part(payload(t)) if payload(t).is_floating_point() else t)
 
 
 class FakeQuantize(FakeQuantizeBase):
@@ -190,14 +206,14 @@ class FakeQuantize(FakeQuantizeBase):
         """The scale that values are rounded with, without gradient."""
         return self.scale.detach()
 
-    def observe(self, x: Tensor) -> None:
-        """Let the observer see a tensor and take its scale.
+    def observe(self, x: Any) -> None:
+        """Let the observer see a tensor, or all tensors of a container, and take its scale.
 
         Raises:
             ValueError: The observer finds no range in it; the message names the module.
         """
         try:
-            self.activation_post_process(x.detach())
+            self.activation_post_process(_observed(x))
         except ValueError as error:
             raise ValueError(f"{calling_module()}: {error}") from error
         if self.activation_post_process.observed:
@@ -216,12 +232,18 @@ class FakeQuantize(FakeQuantizeBase):
             member.scale = scale.to(member.scale.device)
             member.zero_point = zero_point.to(member.scale.device)
 
-    def forward(self, x: Tensor) -> QTensor:
-        """Return the tensor, rounded where that is enabled, with its scale."""
-        x = payload(x)
-        if not is_written() and bool(self.observer_enabled[0]):
+    def forward(self, x: Any) -> Any:
+        """Return the tensor, rounded where that is enabled, with its scale.
+
+        Tensors of a container, as `torch.chunk` makes it, have one scale; indices stay as they are.
+        """
+        if self._looks():
             self.observe(x)
-        return self.marked(x)
+        return _of_floats(x, self.marked)
+
+    def _looks(self) -> bool:
+        """Whether a call observes."""
+        return not is_written() and bool(self.observer_enabled[0])
 
     def marked(self, x: Tensor) -> QTensor:
         """Round a tensor where that is enabled, and give it the scale."""
@@ -310,14 +332,16 @@ class CalibFakeQuantize(FakeQuantizeBase):
         """Return the tensor."""
         return x
 
-    def forward(self, x: Tensor) -> QTensor:
+    def forward(self, x: Any) -> Any:
         """Count where that is enabled; return the values as they are."""
-        x = payload(x)
         if not is_written() and bool(self.observer_enabled[0]):
             try:
-                self.activation_post_process(x.detach())
+                self.activation_post_process(_observed(x))
             except ValueError as error:
                 raise ValueError(f"{calling_module()}: {error}") from error
+        return _of_floats(x, self._passed)
+
+    def _passed(self, x: Tensor) -> QTensor:
         return QTensor(x, torch.ones(1, device=x.device), self.dtype, on_grid=False)
 
 
@@ -328,7 +352,6 @@ class _WrappedCalibFakeQuantize(torch.nn.Module):
         super().__init__()
         self.activation_post_process = fake_quant
 
-    def forward(self, x: Tensor) -> QTensor:
+    def forward(self, x: Any) -> Any:
         """Fake-quantize."""
-        quantized: QTensor = self.activation_post_process(x)
-        return quantized
+        return self.activation_post_process(x)

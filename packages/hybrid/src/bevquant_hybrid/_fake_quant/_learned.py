@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
-from bevquant_hybrid._fake_quant._function import is_written
 from bevquant_hybrid._observers._range import scale_of, smallest_scale
-from bevquant_hybrid.qtensor import QTensor, along, payload
+from bevquant_hybrid.qtensor import along
 
 
 def _round_through(x: Tensor) -> Tensor:
@@ -21,14 +20,8 @@ def _round_through(x: Tensor) -> Tensor:
 class LearnedFakeQuantize(FakeQuantize):
     """Base: the first tensor observed, or a scale set, starts the parameter; training moves it."""
 
-    def forward(self, x: Tensor) -> QTensor:
-        """Return the tensor, rounded where that is enabled, with its scale."""
-        x = payload(x)
-        if is_written():
-            return self.marked(x)
-        if bool(self.observer_enabled[0]) and not self.observed:
-            self.observe(x)
-        return self.marked(x)
+    def _looks(self) -> bool:
+        return super()._looks() and not self.observed
 
 
 class LSQFakeQuantize(LearnedFakeQuantize):

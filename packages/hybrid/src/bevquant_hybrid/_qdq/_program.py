@@ -109,15 +109,15 @@ class PreparedProgram:
         sums: dict[str, Tensor] = {}
 
         def see(node: Node, given: tuple[Any, ...], result: Any) -> None:
-            parts = _dequantized(given, result)
+            parts = _converted(given, result)
             for step in self._steps.get(node, ()):
                 name = step.outputs[0]
                 if name == node.name:
                     value = held(result)
                 elif name.endswith(SUM):
                     value = sums[name] = self._sum(node, given)
-                elif step.op == "dequantize":
-                    value = next(parts)
+                elif step.op in ("quantize", "dequantize"):
+                    value = held(next(parts))
                 else:
                     continue
                 read = tuple(sums.get(getattr(ref, "name", "")) for ref in step.args)
@@ -135,11 +135,17 @@ class PreparedProgram:
         return owner.compute(as_float(given[0]))[0]
 
 
-def _dequantized(given: tuple[Any, ...], result: Any) -> Iterator[Tensor]:
-    """What a stub makes of a container's quantized tensors."""
+def _converted(given: tuple[Any, ...], result: Any) -> Iterator[Tensor]:
+    """What a boundary makes of a container's tensors that were not in its form yet."""
     for value, made in zip(tree_leaves(given[:1]), tree_leaves(result), strict=False):
-        if isinstance(value, QTensor):
+        if isinstance(value, QTensor) != isinstance(made, QTensor):
             yield made
+
+
+def _is_quantized(value: Any, alone: bool) -> bool:
+    """Whether a boundary quantizes a value: of a container, no indices."""
+    plain = isinstance(value, Tensor) and not isinstance(value, QTensor)
+    return plain and (alone or value.is_floating_point())
 
 
 class _Followed(Interpreter):
@@ -251,6 +257,11 @@ class _NodeReader:
         if node.target is operator.getitem and isinstance(args[0], list | tuple | dict):
             self.refs[node] = args[0][args[1]]
             return
+        if node.target is getattr and isinstance(args[0], list) and isinstance(given[0], tuple):
+            # A field of a named tuple, as `x.max(1).values`.
+            index = next(i for i, part in enumerate(given[0]) if part is result)
+            self.refs[node] = args[0][index]
+            return
         module = self._module(node)
         owner = node.args[0] if node.op == "call_method" and module else None
         path = str(owner.target) if isinstance(owner, Node) else ""
@@ -262,8 +273,16 @@ class _NodeReader:
         found = self._described(node, call, module)
         if isinstance(found, list) and isinstance(found[0], Step):
             self._add(node, found, result, path)
-            found = Ref(node.name)
+            found = self._made(node.name, result, path)
         self.refs[node] = found
+
+    def _made(self, name: str, result: Any, path: str) -> Any:
+        """A value, or the values of a tuple: as exporters name them."""
+        if not isinstance(result, list | tuple):
+            return Ref(name)
+        parts = {f"{name}[{index}]": part for index, part in enumerate(result)}
+        self.values.update({n: Value(form_of(part, path), name) for n, part in parts.items()})
+        return [Ref(part) for part in parts]
 
     def _module(self, node: Node) -> nn.Module | None:
         """The module that a node calls, or whose method it calls."""
@@ -277,7 +296,7 @@ class _NodeReader:
     def _described(self, node: Node, call: Call, module: nn.Module | None) -> Any:
         """Steps of a call, or the value that it hands on."""
         if node.op == "get_attr":
-            return [call.step("constant", "constant", (), tensors={"value": call.result})]
+            return [call.step("constant", "constant", (), tensors={"value": call.result.detach()})]
         if not has_tensor(call.result):
             return [call.step("host", "host", call.args)]
         self._refuse_overwriting(node, call, module)
@@ -314,9 +333,8 @@ class _NodeReader:
         if isinstance(module, qat.DeQuantStub):
             return self._dequantized(node, call, module)
         if isinstance(module, qat.QuantStub | FakeQuantizeBase | _WrappedCalibFakeQuantize):
-            if isinstance(call.given[0], QTensor):
-                return call.args[0]
-            return [call.step("quantize", "quantize", call.args)]
+            alone = isinstance(call.given[0], Tensor)
+            return self._of_parts(node, call, "quantize", lambda v: _is_quantized(v, alone))
         if isinstance(module, Weighted):
             return weighted(call, module)
         if isinstance(module, _NORMS) and module.weight_fake_quant is not None:
@@ -327,28 +345,35 @@ class _NodeReader:
 
     def _dequantized(self, node: Node, call: Call, stub: qat.DeQuantStub) -> Any:
         """Floats, of every tensor in a container."""
-        steps: list[Step] = []
-
-        def of(ref: Any, value: Any) -> Any:
-            if isinstance(value, list | tuple):
-                parts = ref
-                if isinstance(ref, Ref):
-                    parts = [Ref(f"{ref.name}[{i}]") for i in range(len(value))]
-                return [of(r, v) for r, v in zip(parts, value, strict=True)]
-            if isinstance(value, dict):
-                return {key: of(ref[key], part) for key, part in value.items()}
-            if not isinstance(value, QTensor):
-                return ref
-            name = f"{node.name}_{len(steps)}" if has_parts else node.name
-            steps.append(call.step("dequantize", "dequantize", (ref,), output=name))
-            return Ref(name)
-
-        has_parts = not isinstance(call.given[0], Tensor)
-        made = of(call.args[0], call.given[0])
-        self._add(node, steps, None, call.path)
+        made = self._of_parts(node, call, "dequantize", lambda value: isinstance(value, QTensor))
         if stub.forced:
             self._forced.update(names_in(made))
         return made
+
+    def _of_parts(self, node: Node, call: Call, op: str, wanted: Callable[[Any], bool]) -> Any:
+        """A step for each wanted tensor in a container; what the others are stays."""
+        steps: list[Step] = []
+        results: list[Any] = []
+
+        def of(ref: Any, value: Any, made: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return [of(*each) for each in zip(ref, value, made, strict=True)]
+            if isinstance(value, dict):
+                return {key: of(ref[key], part, made[key]) for key, part in value.items()}
+            if not wanted(value):
+                return ref
+            name = f"{node.name}_{len(steps)}" if has_parts else node.name
+            steps.append(call.step(op, op, (ref,), output=name))
+            results.append(made)
+            return Ref(name)
+
+        has_parts = not isinstance(call.given[0], Tensor)
+        found = of(call.args[0], call.given[0], call.result)
+        self._add(node, steps, None, call.path)
+        for step, result in zip(steps, results, strict=True):
+            name = step.outputs[0]
+            self.values[name] = Value(form_of(result, call.path), node.name)
+        return found
 
     def _add(self, node: Node, steps: list[Step], result: Any, path: str) -> None:
         self.steps[node] = steps

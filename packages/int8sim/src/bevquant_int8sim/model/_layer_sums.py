@@ -83,9 +83,13 @@ class LayerSums:
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FIELDS, 0.0))
     peak: int | None = None
     holds_integers: bool = False
+    forced_values: int = 0
+    kept: list[int] = field(default_factory=lambda: [0, 0, 0])
 
     def add_floats(self, reference: Tensor, fake: Tensor, integer: Tensor) -> None:
         """Add one batch's float, fake-quant and integer output, all as floats."""
+        if self._differ(reference, fake, integer):
+            return
         self.values += reference.numel()
         kernels = _kernels(reference, fake, integer)
         if kernels is not None:
@@ -113,8 +117,12 @@ class LayerSums:
             integer: Of the integer model.
             form: What `integer` stands for.
         """
-        self.values += reference.numel()
         self.holds_integers = True
+        if self._differ(reference, fake, integer):
+            self._add_forced(teacher_forced, integer, form)
+            return
+        self.values += reference.numel()
+        self.forced_values += integer.numel()
         kernels = _kernels(reference, fake, teacher_forced) if integer.dtype == torch.int8 else None
         if kernels is not None:
             given = form.scale, float(form.low), float(form.high), len(FIELDS)
@@ -125,6 +133,30 @@ class LayerSums:
         for some in blocks(reference, fake, teacher_forced, integer):
             wanted, free, forced, made = (values.double() for values in some)
             self._add([_integer_line(wanted, free, forced, made, form)])
+
+    def _differ(self, *made: Tensor) -> bool:
+        """Whether values decide how many rows remain, and each run keeps others: count them."""
+        if len({tensor.shape for tensor in made}) == 1:
+            return False
+        one_rank = len({tensor.dim() for tensor in made}) == 1
+        axis = 0
+        while one_rank and len({tensor.shape[axis] for tensor in made}) == 1:
+            axis += 1
+        for run, tensor in enumerate(made):
+            self.kept[run] += tensor.shape[axis] if one_rank else tensor.numel()
+        return True
+
+    def _add_forced(self, teacher_forced: Tensor, integer: Tensor, form: Integers) -> None:
+        """Add what is left to compare: results on the same inputs."""
+        if teacher_forced.shape != integer.shape:
+            return
+        self.forced_values += integer.numel()
+        for some in blocks(teacher_forced, integer):
+            forced, made = (values.double() for values in some)
+            *_, total, off, beyond, _, largest = _integer_line(forced, forced, forced, made, form)
+            line = dict.fromkeys(FIELDS, 0.0)
+            line |= {"forced_total": total, "forced_off": off, "forced_largest": largest}
+            self._add([list((line | {"saturated": beyond}).values())])
 
     def _add(self, lines: Any) -> None:
         for name, values in zip(FIELDS, np.asarray(lines).T, strict=True):
@@ -144,14 +176,17 @@ class LayerSums:
             self.peak = max(self.peak or 0, bits)
 
     def numbers(self) -> tuple[list[float], list[int]]:
-        """Everything added so far: the sums in the order of FIELDS, and three counts."""
+        """Everything added so far: the sums in the order of FIELDS, and the counts."""
         peak = -1 if self.peak is None else self.peak
-        return [self.sums[name] for name in FIELDS], [self.values, peak, int(self.holds_integers)]
+        counts = [self.values, peak, int(self.holds_integers), self.forced_values, *self.kept]
+        return [self.sums[name] for name in FIELDS], counts
 
     def merge(self, sums: Any, counts: Any) -> None:
         """Add what `numbers` of other batches gave."""
-        values, peak, holds_integers = (int(count) for count in counts)
+        values, peak, holds_integers, forced, *kept = (int(count) for count in counts)
         self.values += values
+        self.forced_values += forced
+        self.kept = [before + more for before, more in zip(self.kept, kept, strict=True)]
         if peak >= 0:
             self.peak = max(self.peak or 0, peak)
         self.holds_integers |= bool(holds_integers)
@@ -159,10 +194,10 @@ class LayerSums:
 
     def row(self) -> LayerRow:
         """The row over everything added so far."""
-        exact, count = self.holds_integers, max(self.values, 1)
+        exact = self.holds_integers
 
-        def mean(name: str) -> float | None:
-            return self.sums[name] / count if exact else None
+        def mean(name: str, count: int) -> float | None:
+            return self.sums[name] / max(count, 1) if exact else None
 
         forced = int(self.sums["forced_largest"])
         return LayerRow(
@@ -175,13 +210,14 @@ class LayerSums:
             fake_cosine=self._cosine("fake"),
             integer_cosine=self._cosine("integer"),
             max_steps=int(self.sums["free_largest"]) if exact else None,
-            mean_steps=mean("free_total"),
-            off=mean("free_off"),
+            mean_steps=mean("free_total", self.values),
+            off=mean("free_off", self.values),
             forced_max_steps=forced if exact else None,
-            forced_mean_steps=mean("forced_total"),
-            saturated=mean("saturated"),
+            forced_mean_steps=mean("forced_total", self.forced_values),
+            saturated=mean("saturated", self.forced_values),
             peak_bits=self.peak,
             why=self.why if forced > 1 else "",
+            kept=(self.kept[0], self.kept[1], self.kept[2]) if any(self.kept) else None,
         )
 
     def _sqnr(self, name: str) -> float | None:

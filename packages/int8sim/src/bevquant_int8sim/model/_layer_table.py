@@ -38,6 +38,9 @@ class LayerRow:
         saturated: Share of values beyond the output's range.
         peak_bits: Bits, sign included, of the largest accumulator; ``None`` where there is none.
         why: What explains a difference of more than one step on the same inputs.
+        kept: Rows of the float, the fake-quant and the integer result, in the batches where their
+            numbers differ because values decide which rows remain (``x[score > 0.5]``). Such
+            results are compared on the same inputs alone; ``None`` where no batch has them.
     """
 
     path: str
@@ -56,6 +59,7 @@ class LayerRow:
     saturated: float | None
     peak_bits: int | None
     why: str
+    kept: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,16 @@ class LayerTable:
         return f"{text_table(rows, right=range(3, len(head) - 1))}\n{self._verdict()}"
 
     def _verdict(self) -> str:
+        chosen = next((row for row in self.rows if row.kept), None)
+        if chosen is None:
+            return self._departure()
+        return (
+            f"{self._departure()}\nfrom {chosen.path} on, values decide which rows remain: the "
+            "float, fake-quant and integer model keep different ones, which are compared on the "
+            "same inputs alone"
+        )
+
+    def _departure(self) -> str:
         first = self.first_departure
         if first is None:
             return "integer and fake-quant results agree within one step everywhere"
@@ -122,5 +136,9 @@ def _cells(row: LayerRow) -> tuple[str, ...]:
         text(row.forced_max_steps, ".0f"),
         text(row.saturated, ".2f", 100),
         text(row.peak_bits, ".0f"),
-        row.why,
+        "; ".join(filter(None, (row.why, _kept(row)))),
     )
+
+
+def _kept(row: LayerRow) -> str:
+    return "" if row.kept is None else "keeps {:,} / {:,} / {:,} rows".format(*row.kept)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bevquant_hybrid._fake_quant._fake_quantize import CalibFakeQuantize, FakeQuantize
 from bevquant_hybrid._observers._range import FixedScaleObserver
 from bevquant_hybrid.nn.qat._base import OfFloat, module_path, quantized_output, take_over
-from bevquant_hybrid.qtensor import QTensor, as_float
+from bevquant_hybrid.qtensor import QTensor, as_float, of_each
 
 __all__ = ["DeQuantStub", "QuantStub", "mark_forced", "take_marks_out"]
 
@@ -125,14 +125,9 @@ class DeQuantStub(nn.Module):
 
     def forward(self, x: Any) -> Any:
         """Dequantize."""
-        if isinstance(x, Tensor | QTensor):
-            marks = self.forced and torch.onnx.is_in_onnx_export()
-            marks = marks and not torch.compiler.is_exporting()
-            return mark_forced(as_float(x)) if marks else as_float(x)
-        if isinstance(x, dict):
-            return type(x)((name, self.forward(value)) for name, value in x.items())
-        if isinstance(x, tuple) and hasattr(x, "_fields"):
-            return type(x)(*(self.forward(value) for value in x))
-        if isinstance(x, list | tuple):
-            return type(x)(self.forward(value) for value in x)
-        return x
+        return of_each(x, self._of_tensor)
+
+    def _of_tensor(self, x: Tensor) -> Tensor:
+        marks = self.forced and torch.onnx.is_in_onnx_export()
+        marks = marks and not torch.compiler.is_exporting()
+        return mark_forced(as_float(x)) if marks else as_float(x)

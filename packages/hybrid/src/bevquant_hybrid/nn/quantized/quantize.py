@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bevquant_hybrid.nn.qat.stubs import DeQuantStub
 from bevquant_hybrid.nn.quantized._base import FixedPoint
-from bevquant_hybrid.qtensor import QTensor
+from bevquant_hybrid.qtensor import QTensor, of_each
 
 __all__ = ["DeQuantize", "Quantize", "is_fixed_point"]
 
@@ -21,9 +21,11 @@ class Quantize(FixedPoint):
     already (``quant.scale.fill_(1.0)``).
     """
 
-    def forward(self, x: Tensor) -> QTensor:
-        """Quantize; a quantized value stays as it is."""
-        return x if isinstance(x, QTensor) else self.quantized(x)
+    def forward(self, x: Any) -> Any:
+        """Quantize; quantized values stay as they are, and so do integers of a container."""
+        if isinstance(x, Tensor | QTensor):
+            return x if isinstance(x, QTensor) else self.quantized(x)
+        return of_each(x, lambda t: self.forward(t) if t.is_floating_point() else t)
 
 
 def is_fixed_point(module: Any) -> bool:
