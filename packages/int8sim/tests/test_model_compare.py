@@ -244,7 +244,7 @@ def test_runs_that_keep_other_rows_are_counted_and_compared_on_the_same_inputs(c
     torch.manual_seed(0)
     net = Chosen(CHOICES[choice]).eval()
     x, *batches = torch.randn(4, 3000, 8)
-    quantized = quantize_model(copy.deepcopy(net), example_inputs=x).model
+    quantized = quantize_model(net, example_inputs=x).model
     calibrate(quantized, [x])
     table = compare(net, simulate(quantized, x), batches, verify=True)
     assert table.wrong == ()
