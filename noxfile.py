@@ -247,28 +247,55 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Build every wheel, install the wheels alone, run the cross-package tests against them."""
+    """Run the install page's lines in clean environments, and the tests against built wheels."""
+    fresh = Path(session.create_tmp()) / "fresh"
+    fusion = [str(MEMBERS[member]) for member in ("sparse", "graph", "fusion")]
+    for tool, what, shown in (
+        (("uv", "pip"), [f"{ROOT}[cpu,onnxruntime]"], ["bevfusion-quant", "--version"]),
+        (("uv", "pip"), fusion[-1:], ["python", "-c", "import bevquant_fusion"]),
+        (("python", "-m", "pip"), fusion, ["python", "-c", "import bevquant_fusion"]),
+    ):
+        shutil.rmtree(fresh, ignore_errors=True)
+        session.run("python", "-m", "venv", str(fresh), silent=True)
+        found = {
+            **environment(),
+            "VIRTUAL_ENV": str(fresh),
+            "PATH": f"{fresh / 'bin'}:{os.environ['PATH']}",
+        }
+        session.run(
+            *tool, "install", "-q", "-c", "constraints.txt", *what, env=found, external=True
+        )
+        session.run(*shown, env=found, external=True)
     install(session, {}, "build", "pytest", "pytest-xdist", "pytest-randomly")
     dist = Path(session.create_tmp()) / "dist"
     shutil.rmtree(dist, ignore_errors=True)
-    for member in in_order(dict.fromkeys(MEMBERS, "")):
-        session.run(
-            "python", "-m", "build", "--no-isolation", "--outdir", str(dist), str(MEMBERS[member])
-        )
-    built = [str(wheel) for wheel in sorted(dist.glob("*.whl"))]
+    session.run("python", "-m", "build", "--no-isolation", "--wheel", "--outdir", str(dist), ".")
+    (wheel,) = dist.glob("*.whl")
     # The extras that examples of the READMEs use.
-    session.install(
-        "-c",
-        "constraints.txt",
-        *built,
-        "spconv",
-        "onnxruntime",
-        "onnxscript",
-        "torchao",
-        "pyyaml",
-        env=environment(),
-    )
+    extras = f"{wheel}[cpu,onnxruntime,pt2e,yaml]"
+    session.install("-c", "constraints.txt", extras, env=environment())
     session.run("pytest", "tests", *session.posargs)
+
+
+@nox.session
+@nox.parametrize(
+    ("python", "torch"),
+    [("3.11", "2.8.0"), *((version, "") for version in ("3.11", "3.12", "3.13", "3.14"))],
+    ids=["floor", "3.11", "3.12", "3.13", "3.14"],
+)
+def compat(session: nox.Session, torch: str) -> None:
+    """The floor and the newest of torch, and newer Pythons, without this repository's pins.
+
+    Run by a weekly workflow: each asks for a Python and a torch of its own. spconv has no wheels
+    for Python 3.14, so sparse models are left out there.
+    """
+    sparse = "" if session.python == "3.14" else "cpu,"
+    wanted = f"torch=={torch}" if torch else "torch"
+    session.install(wanted, f"{ROOT}[{sparse}onnxruntime]", env=environment())
+    session.install(
+        "pytest", "pytest-xdist", "pytest-randomly", "hypothesis", "jaxtyping", "beartype"
+    )
+    pytest(session, *test_folders("sparse", "graph", "fusion", "quantizers", "qnn", "int8sim"))
 
 
 @nox.session

@@ -342,7 +342,7 @@ def main() -> None:
     features, indices = load_frame()
     warnings.simplefilter("ignore")
     if importlib.util.find_spec("spconv") is None:
-        skip("spconv is not installed; pip install 'bevquant-sparse[cpu,numba]'")
+        skip("spconv is not installed; pip install spconv numba")
     import spconv
     import spconv.pytorch
 

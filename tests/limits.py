@@ -16,10 +16,12 @@ from __future__ import annotations
 import faulthandler
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,8 @@ _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _PROC = Path("/proc")
 
 
-def cpu_seconds() -> float:
-    """CPU time of this process and its descendants, living and waited for, in seconds."""
+def family() -> dict[int, float]:
+    """This process and its descendants, living and waited for: CPU time in seconds."""
     times: dict[int, tuple[int, int]] = {}  # process to its parent and its ticks
     for folder in _PROC.glob("[0-9]*"):
         try:
@@ -41,12 +43,12 @@ def cpu_seconds() -> float:
         except OSError:  # it ended meanwhile
             continue
         times[int(folder.name)] = int(fields[1]), sum(map(int, fields[11:15]))
-    family, grown = {os.getpid()}, True
+    members, grown = {os.getpid()}, True
     while grown:
-        children = {process for process, (parent, _) in times.items() if parent in family}
-        grown = not children <= family
-        family |= children
-    return sum(times[process][1] for process in family if process in times) / _TICKS
+        children = {process for process, (parent, _) in times.items() if parent in members}
+        grown = not children <= members
+        members |= children
+    return {process: times[process][1] / _TICKS for process in members if process in times}
 
 
 class Watchdog:
@@ -84,10 +86,10 @@ class Watchdog:
         """Return when the test is over; most are within the first period."""
         if self._is_over(test, period):
             return
-        first = last = cpu_seconds()
+        first = last = sum(family().values())
         since = time.monotonic()
         while not self._is_over(test, period):
-            used = cpu_seconds()
+            used = sum(family().values())
             if used - last > 0.1:  # a process that waits polls now and then
                 last, since = used, time.monotonic()
             if used - first > CPU_SECONDS:
@@ -98,6 +100,9 @@ class Watchdog:
     def _end(self, reason: str) -> None:
         print(f"\nended: {reason}", file=self._stderr, flush=True)
         faulthandler.dump_traceback(file=self._stderr)
+        for process in family().keys() - {os.getpid()}:  # they would run on without their parent
+            with suppress(OSError):
+                os.kill(process, signal.SIGKILL)
         os._exit(1)
 
     def _is_over(self, test: str | None, seconds: float) -> bool:

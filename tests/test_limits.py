@@ -41,8 +41,10 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no
     ("body", "said"),
     [
         ("import threading; threading.Event().wait()", "waits: no CPU time used for 2 s"),
-        ("\n    while True: pass", r"used \d+ s of CPU time"),
-        ("import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])",
+        ("while True: pass", r"used \d+ s of CPU time"),
+        ("import pathlib, subprocess, sys\n"
+         "    child = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
+         "    pathlib.Path('child').write_text(str(child.pid)); child.wait()",
          r"used \d+ s of CPU time"),
     ],
 )  # fmt: skip
@@ -51,13 +53,15 @@ def test_ended_test_is_named_and_all_others_run(tmp_path: Path, body: str, said:
     code, text = run_of(
         tmp_path,
         "--max-worker-restart", "4",
-        test_a=f"def test_before(): pass\ndef test_bad(): {body}\n{others}",
+        test_a=f"def test_before(): pass\ndef test_bad():\n    {body}\n{others}",
         test_b=others,
     )  # fmt: skip
     assert code == 1, text
     assert re.search(r"1 failed, 7 passed, 1 skipped", text), text
     assert re.search(rf"ended: test_a.py::test_bad {said}", text), text
     assert "never ran" not in text
+    if (tmp_path / "child").exists():
+        assert not Path("/proc", (tmp_path / "child").read_text()).exists()
 
 
 def test_crash_is_one_failure(tmp_path: Path) -> None:

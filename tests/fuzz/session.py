@@ -4,7 +4,7 @@
 
 Each mutant is made from a good file (or good arguments) by a generator of its own, seeded with the
 seed, the target's name and its number, so that any one can be made again. Workers, one process for
-thousands of mutants, read them one by one; a mutant has 10 seconds and 2 GiB. It ends as
+thousands of mutants, read them one by one; a mutant has 10 s of CPU time and 2 GiB. It ends as
 
 - ok: what was changed does not matter to the reader, or is another valid value;
 - clean: a ValueError (for kernels also TypeError) that a `raise` of the project gives a message;

@@ -6,6 +6,7 @@
 """
 
 from bevfusion_quant._errors import InputError, VerificationError
+from bevfusion_quant._version import __version__ as __version__
 
 __all__ = [
     "InputError",

@@ -16,6 +16,8 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from bevfusion_quant._version import __version__
+
 if TYPE_CHECKING:
     from bevfusion_quant.commands import Command
 
@@ -59,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    if arguments == ["--version"]:
+        print(f"bevfusion-quant {__version__}")
+        return 0
     import tyro
 
     from bevfusion_quant.commands import Command

@@ -8,4 +8,5 @@ in which results are printed and drawn.
 
 from bev_data._errors import InputError
 
+__version__ = "0.2.0"
 __all__ = ["InputError"]

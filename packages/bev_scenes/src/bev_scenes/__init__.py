@@ -15,6 +15,7 @@ from bev_scenes._scan import Scan, scan_street
 from bev_scenes._solids import Material, SceneObject, Shape, Solid
 from bev_scenes._street import EgoPath, Street, build_street
 
+__version__ = "0.2.0"
 __all__ = [
     "RIGS",
     "SIZES",

@@ -7,4 +7,5 @@ targets, losses and batches; `bevfusion.evaluation` runs models on frames and co
 
 from bevfusion import evaluation, model, training
 
+__version__ = "0.2.0"
 __all__ = ["evaluation", "model", "training"]

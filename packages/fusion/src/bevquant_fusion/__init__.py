@@ -6,6 +6,7 @@ from ._remove_bn import norm_as_convolution, norms_to_convolutions
 from ._result import Fused, FusionResult, Skipped
 from ._weights import fuse_conv_bn_weights, fuse_linear_bn_weights, fuse_sparse_conv_bn_weights
 
+__version__ = "0.2.0"
 __all__ = [
     "Fused",
     "FusionResult",

@@ -39,6 +39,7 @@ from ._signature import (
 from ._symbolic import trace_around
 from ._tidy import PASSED_OVER, REQUIRE
 
+__version__ = "0.2.0"
 __all__ = [
     "OPAQUE",
     "OPERATORS",

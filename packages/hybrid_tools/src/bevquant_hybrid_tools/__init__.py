@@ -7,6 +7,7 @@ from bevquant_hybrid_tools._visualize import visualize_model, visualize_partitio
 from bevquant_hybrid_tools.performance import perf_model
 from bevquant_hybrid_tools.suggestion import CpuMove, CpuSuggestion, suggest_cpu
 
+__version__ = "0.2.0"
 __all__ = [
     "CpuMove",
     "CpuSuggestion",

@@ -45,6 +45,7 @@ from bevquant_int8sim.model import (
     simulate,
 )
 
+__version__ = "0.2.0"
 __all__ = [
     "AccumulatorOverflowError",
     "BackendStatus",

@@ -57,6 +57,7 @@ from bevquant_qnn._sensitivity_table import SensitivityRow, SensitivityTable
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 from bevquant_qnn._training_ranges import LearnedRange, RangeTracker, learn_ranges, track_ranges
 
+__version__ = "0.2.0"
 __all__ = [
     "BIT_OPERATIONS",
     "Budget",

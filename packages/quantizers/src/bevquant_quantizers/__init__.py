@@ -24,6 +24,7 @@ from .documents import DocumentError, JsonDocument, write_whole
 from .nn import TensorQuantizer
 from .tensor_quant import QuantDescriptor
 
+__version__ = "0.2.0"
 __all__ = [
     "CalibrationFinding",
     "CalibrationReport",

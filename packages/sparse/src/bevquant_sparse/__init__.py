@@ -17,6 +17,7 @@ from bevquant_sparse._rulebook import Rulebook, build_rulebook
 from bevquant_sparse._sparse_tensor import open_shapes, register_sparse_tensor
 from bevquant_sparse._spconv import conv_forward
 
+__version__ = "0.2.0"
 __all__ = [
     "Rulebook",
     "WeightLayout",

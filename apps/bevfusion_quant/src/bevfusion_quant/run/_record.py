@@ -33,8 +33,8 @@ LOG = logging.getLogger(__name__)
 SUMMARY_FILE = "summary.json"
 _HEAD = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}
 PACKAGES = (
-    "bevfusion-quant", "bevquant-sparse", "bevquant-fusion", "bevquant-quantizers", "bevquant-qnn",
-    "bevquant-int8sim", "torch", "numpy", "numba", "spconv",
+    "bevquant", "bevfusion-quant", "bevquant-sparse", "bevquant-fusion", "bevquant-quantizers",
+    "bevquant-qnn", "bevquant-int8sim", "torch", "numpy", "numba", "spconv",
 )  # fmt: skip
 
 

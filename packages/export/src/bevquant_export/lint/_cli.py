@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from bevquant_export._version import __version__
 from bevquant_export.lint._engine_layers import (
     LayerMatch,
     match_layers,
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "with --profilingVerbosity=detailed",
     )  # fmt: skip
     parser.add_argument("--rules", action="store_true", help="list the rules and stop")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     given = parser.parse_args(arguments)
     if given.rules:
         target = None if given.target is None else find_target(given.target)
