@@ -450,3 +450,80 @@ def test_a_choice_that_rounding_turns_is_judged_in_float64(randomise):
     wrong = randomise(UsesTheMiddleOfAChain()).float()
     with pytest.raises(ValueError, match="differ from the model's by"):
         fuse_model(wrong, torch.randn(2, 3, 5, 5))
+
+
+class Levels(nn.Module):
+    """Levels that share a convolution and have norms of their own, as RTMDet's head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(3)
+        )
+        for level in self.levels:
+            level[0] = self.levels[0][0]
+
+    def forward(self, *maps):
+        return [level(x) for level, x in zip(self.levels, maps, strict=True)]
+
+
+class Again(nn.Module):
+    """One convolution behind the other, the same, each with its norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.first, self.second = (
+            nn.Conv2d(3, 3, 1),
+            nn.BatchNorm2d(3),
+            nn.BatchNorm2d(3),
+        )
+
+    def forward(self, x):
+        return self.second(self.conv(self.first(self.conv(x))))
+
+
+class Function(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bn = nn.Parameter(torch.randn(4, 3, 1, 1)), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        return self.bn(nn.functional.conv2d(x, self.weight))
+
+
+class Arithmetic(nn.BatchNorm2d):
+    def forward(self, x):
+        scale = (self.running_var + self.eps).rsqrt() * self.weight
+        return (x - self.running_mean[:, None, None]) * scale[:, None, None]
+
+
+@pytest.mark.parametrize(
+    ("net", "count", "reason"),
+    [
+        (Levels(), 3, "levels.0.0 is shared: it is called 3 times, and serves 3 batch norms"),
+        (Again(), 1, "conv is shared: it is called 2 times, and serves 2 batch norms"),
+        (Function(), 1, "a product by a function"),
+        (nn.Sequential(nn.Conv2d(3, 4, 1), Arithmetic(4)), 1, "computes something else than F.b"),
+    ],
+)
+def test_reasons_are_what_was_seen(net, count, reason):
+    result = fuse_model(net.eval(), tuple(torch.randn(1, 3, 4, 4) for _ in range(count)))
+    assert not result.fused
+    assert all(reason in item.reason for item in result.skipped)
+    assert result.skipped
+
+
+def test_the_batch_norm_that_changed_is_named():
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+            self.parts[1].running_var.fill_(9.0)
+
+        def forward(self, x):
+            if float(x.sum()) > 1e9:  # so that it is not captured
+                return x
+            return self.parts[1](self.parts[0](x) + 1)
+
+    with pytest.raises(ValueError, match=r"another result is parts\.1, folded into parts\.0"):
+        fuse_model(Hidden().eval(), torch.randn(1, 3, 4, 4))

@@ -273,7 +273,7 @@ WHY = {
     "cd_bn": "is shared: it is called 2 times",
     "e_bn": "e is shared: it is called 2 times",
     "f_bn": "e is shared: it is called 2 times",
-    "g_bn": "follows pad(), not a convolution",
+    "g_bn": "follows pad(), which probably mixes",
     "h_bn": "normalises another axis than that of the channels h makes",
 }
 
@@ -576,7 +576,8 @@ def test_between_a_norm_and_its_layer_channels_are_followed_one_by_one(randomise
     assert result.max_error < 1e-14
     kept = fuse_model(randomise(NotBetween()), torch.randn(2, 4, 6, 6).double())
     assert {s.bn: s.reason for s in kept.skipped} == {
-        "zeros": "follows avg_pool2d(), not a convolution or linear layer",
+        "zeros": "follows avg_pool2d(), which probably mixes channels, or adds values of its own "
+        "as padding does: the channels of conv could not be followed through it",
         "seen": "point's output is also read by slice()",
         "relu": "follows relu(), not a convolution or linear layer",
     }

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ._foldable import conv_problem, out_channels
+from ._ranges import other_readers
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,12 @@ def layer_problem(
         )
     own = {f"{conv}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)}
     tied = tied_to(owners, own)
-    return None if tied is None else f"{tied[0]} is tied to {tied[1]}"
+    if tied is not None:
+        return f"{tied[0]} is tied to {tied[1]}"
+    others = other_readers(model, module)
+    if others:
+        return f"{conv} shares the quantizer of its weight with {', '.join(others)}"
+    return None
 
 
 def tensor_owners(model: nn.Module) -> dict[str, list[str]]:

@@ -22,7 +22,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from bevquant_graph import is_library_class, replace_modules
-from bevquant_sparse import WeightLayout, get_weight, is_sparse_conv, layout_of
+from bevquant_sparse import WeightLayout, get_weight, layout_of
+
+from ._ranges import children_problem, is_sparse
 
 DENSE = (
     nn.Conv1d,
@@ -38,7 +40,7 @@ _RANKS: dict[type[nn.Module], int] = {nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
 
 def is_convolution(module: object) -> bool:
     """Whether batch norm can be folded into modules of this class."""
-    return isinstance(module, DENSE) or is_sparse_conv(module)
+    return isinstance(module, DENSE) or is_sparse(module)
 
 
 def fold_problem(conv: nn.Module, bn: nn.Module) -> str | None:
@@ -84,7 +86,10 @@ def conv_problem(conv: nn.Module, *, own_forward: bool = False) -> str | None:
         value: Any = getattr(conv, attribute, None)
         if value is not None and getattr(value, "name", "") != "None_":
             return f"{name} applies an activation of its own ({attribute}={value})"
-    if is_sparse_conv(conv):
+    problem = None if own_forward else children_problem(conv)
+    if problem is not None:
+        return problem
+    if is_sparse(conv):
         try:
             weight = get_weight(conv, layout_of(conv))
         except (TypeError, ValueError) as error:
@@ -98,7 +103,7 @@ def conv_problem(conv: nn.Module, *, own_forward: bool = False) -> str | None:
 
 def out_channels(conv: nn.Module) -> int:
     """Channels that ``conv`` makes."""
-    if is_sparse_conv(conv):
+    if is_sparse(conv):
         return WeightLayout.KRSC.channels(get_weight(conv, WeightLayout.KRSC))[1]
     layer: Any = conv
     return int(layer.out_features if isinstance(conv, nn.Linear) else layer.out_channels)
@@ -111,7 +116,7 @@ def _pair_problem(conv: Any, bn: Any) -> str | None:
             f"{type(conv).__name__} makes {made} channels but {type(bn).__name__} normalises "
             f"{expected}"
         )
-    rank = 1 if is_sparse_conv(conv) or isinstance(conv, nn.Linear) else conv.weight.ndim - 2
+    rank = 1 if is_sparse(conv) or isinstance(conv, nn.Linear) else conv.weight.ndim - 2
     wanted = next((r for cls, r in _RANKS.items() if isinstance(bn, cls)), 1)
     if rank != wanted and not isinstance(bn, nn.SyncBatchNorm):
         return f"{type(bn).__name__} does not fit the output of {type(conv).__name__}"

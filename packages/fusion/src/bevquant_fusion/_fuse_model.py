@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -223,10 +224,10 @@ def _fused(
         exact = _difference_in_float64(model, inputs, plan, stopped)
     if exact is None:
         fault = first_fault(model, lambda: _run(model, inputs))
+        fault = fault or f"{_changed_norm(model, result, inputs)}\n{result}"
         raise ValueError(
             f"the fused model's outputs differ from the model's by {difference:.2e} (relative), "
-            f"beyond {_tolerance(before):.0e}: "
-            + (fault or f"some module is used in a way its forward does not show\n{result}")
+            f"beyond {_tolerance(before):.0e}: {fault}"
         )
     if inplace:
         result = _fuse(model, plan, stopped)
@@ -254,6 +255,37 @@ def _difference_in_float64(
         return None
     allowed = max(_tolerance(before), *(_TOLERANCE.get(dtype, 0.0) for dtype in made.seen))
     return difference if difference <= allowed else None
+
+
+def _changed_norm(model: nn.Module, result: FusionResult, inputs: _Inputs) -> str:
+    """Which fold changed what its batch norm returns, as far as both models tell."""
+    seen: list[dict[str, list[Tensor]]] = []
+    for run in (model, result.model):
+        known, made = dict(run.named_modules()), dict[str, list[Tensor]]()
+        with ExitStack() as stack:
+            for fold in result.fused:
+                if fold.how in ("identity", "rest", "neutral") and fold.bn in known:
+                    note = partial(_note, made, fold.bn)
+                    stack.callback(known[fold.bn].register_forward_hook(note).remove)
+            _run(run, inputs)
+        seen.append(made)
+    before, after = seen
+    layers = {fold.bn: fold.conv for fold in result.fused}
+    for bn, wanted in before.items():
+        if bn in after and not _relative_difference(wanted, after[bn]) <= _tolerance(wanted):
+            return (
+                f"the first batch norm with another result is {bn}, folded into {layers[bn]}. "
+                "No module computes at random; probably a forward uses one of the two, or their "
+                "parameters, otherwise than by calling them"
+            )
+    return (
+        "no folded batch norm has another result, and no module computes at random; probably a "
+        "forward reads what a layer makes, or its parameters, before the batch norm"
+    )
+
+
+def _note(made: dict[str, list[Tensor]], path: str, _: Any, __: Any, output: Any) -> None:
+    made.setdefault(path, _kept(output))
 
 
 class _Types(TorchFunctionMode):

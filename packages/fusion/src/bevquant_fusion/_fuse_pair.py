@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -10,16 +11,18 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bevquant_graph import all_finite
-from bevquant_sparse import WeightLayout, get_weight, is_sparse_conv, set_weight
+from bevquant_sparse import WeightLayout, get_weight, set_weight
 
 from ._fold import Part
 from ._foldable import fold_problem
+from ._ranges import is_sparse, scale_ranges, unchanged_on_error
 from ._weights import (
     absorb_norm,
     fuse_conv_bn_weights,
     fuse_linear_bn_weights,
     fuse_sparse_conv_bn_weights,
     scale_and_bias,
+    scale_of,
 )
 
 ConvT = TypeVar("ConvT", bound=nn.Module)
@@ -39,8 +42,9 @@ def fuse_conv_bn(conv: ConvT, bn: nn.Module) -> ConvT:
     """Return a copy of ``conv`` that computes ``bn(conv(x))``.
 
     ``W' = W·γ/√(σ² + ε)``, ``b' = (b − μ)·γ/√(σ² + ε) + β``, in float64, rounded once. The copy
-    is of the same class, quantized subclasses included, always has a bias, and keeps dtype,
-    device, mode and ``requires_grad``.
+    is of the same class, always has a bias, and keeps dtype, device, mode and ``requires_grad``.
+    A quantized layer's range of the weight is folded too, ``amax' = amax·|γ|/√(σ² + ε)`` per
+    output channel, so that its integers stay.
 
     Args:
         conv: ``Conv1d/2d/3d``, ``ConvTranspose1d/2d/3d`` (any groups) or ``Linear`` (for inputs
@@ -50,7 +54,8 @@ def fuse_conv_bn(conv: ConvT, bn: nn.Module) -> ConvT:
     Raises:
         ValueError: The two cannot be folded: training mode, no running statistics, lazy and not
             initialised, another number of channels, hooks, parametrizations, an activation in
-            the convolution, weights that would overflow their dtype.
+            the convolution, weights that would overflow their dtype, one range for a quantized
+            weight whose channels are scaled differently.
         TypeError: ``conv`` is a sparse convolution.
 
     Example:
@@ -60,7 +65,7 @@ def fuse_conv_bn(conv: ConvT, bn: nn.Module) -> ConvT:
         >>> torch.allclose(fused(x), bn(conv(x)), atol=1e-5), conv.bias is None
         (True, True)
     """
-    if is_sparse_conv(conv):
+    if is_sparse(conv):
         raise TypeError(f"{type(conv).__name__} is a sparse convolution; use fuse_sparse_conv_bn")
     return _folded_copy(conv, bn)
 
@@ -94,7 +99,7 @@ def fuse_sparse_conv_bn(conv: ConvT, bn: nn.Module) -> ConvT:
         >>> fuse_sparse_conv_bn(Sparse1(), bn).weight[0, 0, 0, 0].tolist()
         [2.0, 3.0]
     """
-    if not is_sparse_conv(conv):
+    if not is_sparse(conv):
         raise TypeError(
             f"{type(conv).__name__} is not a known sparse convolution; use fuse_conv_bn, or "
             "register_layout of bevquant_sparse for a class of your own"
@@ -106,11 +111,21 @@ def fold_into(conv: nn.Module, norm: Norm) -> None:
     """Fold ``norm`` into ``conv`` in place; that they fit was asked before.
 
     Raises:
-        ValueError: The folded weight is not finite; nothing was changed.
+        ValueError: The folded weight is not finite, or the range of a quantized weight cannot
+            follow; nothing was changed.
     """
+    with unchanged_on_error(conv):
+        scale_ranges(conv, scale_of(*norm))
+        _fold_weights(conv, norm)
+    settle = getattr(conv, "settle_ranges", None)  # as bevquant_quantizers.calibrate calls it
+    if settle is not None:
+        settle()
+
+
+def _fold_weights(conv: nn.Module, norm: Norm) -> None:
     layer: Any = conv
     bias: Tensor | None = layer.bias
-    if is_sparse_conv(conv):
+    if is_sparse(conv):
         weight, new_bias = fuse_sparse_conv_bn_weights(
             get_weight(conv, WeightLayout.RSCK),
             None if bias is None else bias.reshape(-1),
@@ -139,20 +154,17 @@ def fold_parts(layers: list[tuple[nn.Module, Part]], norm: Norm, *, ahead: bool 
     Raises:
         ValueError: A folded weight is not finite; nothing was changed.
     """
-    before: list[Any] = [(layer, layer.weight, layer.bias) for layer, _ in layers]
-    try:
-        for (layer, weight, bias), (_, part) in zip(before, layers, strict=True):
-            own = _picked(norm, part)
+    with ExitStack() as stack:
+        for conv, _ in layers:
+            stack.enter_context(unchanged_on_error(conv))
+        for conv, part in layers:
+            own, layer = _picked(norm, part), cast(Any, conv)
             if not ahead:
                 fold_into(layer, own)
                 continue
             groups = getattr(layer, "groups", 1)
-            layer.weight, layer.bias = absorb_norm(weight, bias, own, groups)
+            layer.weight, layer.bias = absorb_norm(layer.weight, layer.bias, own, groups)
             _check_finite(layer, layer.weight, layer.bias)
-    except ValueError:
-        for layer, weight, bias in before:
-            layer.weight, layer.bias = weight, bias
-        raise
 
 
 def _picked(norm: Norm, part: Part) -> Norm:

@@ -12,12 +12,12 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bevquant_graph import Graph, layer_class, op_spec
-from bevquant_sparse import is_sparse_conv
 
 from ._channels import distinct, is_float, keeps_channels, known_size, numbers_behind, source
 from ._fold import NormPaths, Part, Refused, tensor_owners, tied_to
 from ._foldable import DENSE, bn_problem, has_hooks, is_convolution
 from ._products import reads_bias
+from ._ranges import is_sparse
 
 BATCH_NORM = torch.ops.aten.batch_norm.default
 _SHAPE_OF_SECOND = ("reshape_as", "view_as", "expand_as")
@@ -140,7 +140,7 @@ class Reader:
     def channel_axis(self, conv: str, node: fx.Node) -> int:
         """The axis of channels in what a layer reads or makes."""
         module, axes = self.modules[conv], int(node.meta["val"].dim())
-        if is_sparse_conv(module) or isinstance(module, nn.Linear):
+        if is_sparse(module) or isinstance(module, nn.Linear):
             return axes - 1
         weight: Any = module.weight
         return axes - (int(weight.dim()) - 2) - 1
@@ -155,7 +155,7 @@ class Reader:
             return True
         module: Any = self.modules[conv]
         dense = "linear" if isinstance(module, nn.Linear) else None
-        if dense is None and not is_sparse_conv(module):
+        if dense is None and not is_sparse(module):
             dense = f"conv{'_transpose' * module.transposed}{module.weight.dim() - 2}d"
         weight, bias, *rest = *made.args[1:], None, None
         if op_spec(made.target).name != dense or not isinstance(weight, fx.Node):
@@ -171,7 +171,7 @@ class Reader:
     def takes_norm(self, layer: str, made: fx.Node, value: fx.Node) -> bool:
         """Whether a dense layer applies its weight to a value, and pads no zeros."""
         module: Any = self.modules[layer]
-        if is_sparse_conv(module) or not self.applies_weights(layer, made):
+        if is_sparse(module) or not self.applies_weights(layer, made):
             return False
         if made.args[0] is not value or getattr(module, "transposed", False):
             return False
@@ -180,7 +180,7 @@ class Reader:
 
     def would_read_bias(self, conv: str, made: fx.Node) -> bool:
         """Whether a layer without a bias hands the one that it is given to its product."""
-        own = {n for n in self.layers[conv] if self.graph.call(n)[1] == self.graph.call(made)[1]}
+        own = {n for n in self.layers[conv] if self.call(conv, n) == self.call(conv, made)}
         read = {v for n in own for v in n.all_input_nodes} - own
         given = [v for v in read if is_float(v) and not self.graph.constant_path(v)]
         sizes = _sizes(given[0].meta["val"].shape) if len(given) == 1 else None
@@ -209,13 +209,25 @@ class Reader:
         if others:
             raise Refused(f"{part.layer}'s output is also read by {', '.join(others)}")
 
-    def refuse_sharing(self, conv: str, norms: list[fx.Node], ends: list[fx.Node]) -> None:
+    def call(self, conv: str, node: fx.Node) -> tuple[str, int]:
+        """Which call of a layer a node is part of: the path it was called by, and the number."""
+        path = next(
+            p for p in reversed(self.graph.stack(node)) if self.names[self.modules[p]] == conv
+        )
+        return self.graph.call(node, path)
+
+    def refuse_sharing(self, conv: str, ends: list[fx.Node]) -> None:
+        """Refuse a layer that is called elsewhere too, takes several tensors, or shares its own."""
         nodes = self.layers[conv]
-        calls = {self.graph.call(n)[1] for n in nodes}
-        if calls != {self.graph.call(n)[1] for n in ends}:
-            raise Refused(f"{conv} is shared: it is called {len(calls)} times")
+        calls = {self.call(conv, node) for node in nodes}
+        if calls != {self.call(conv, node) for node in ends}:
+            norms = [path for path, own in self.norms.items() if self.follows(own, conv)]
+            served = (
+                f", and serves {len(norms)} batch norms ({', '.join(norms)})" if norms[1:] else ""
+            )
+            raise Refused(f"{conv} is shared: it is called {len(calls)} times{served}")
         for call in calls:
-            own = {n for n in nodes if self.graph.call(n)[1] == call}
+            own = {node for node in nodes if self.call(conv, node) == call}
             given = {
                 value
                 for node in own
@@ -223,11 +235,20 @@ class Reader:
                 if value not in own and is_float(value) and not self.graph.constant_path(value)
             }
             if len(given) > 1:
-                raise Refused(f"{conv} takes {len(given)} tensors, so its output is a sum")
+                raise Refused(
+                    f"{conv} takes {len(given)} tensors in a call; a batch norm "
+                    "can be folded where a layer multiplies one alone"
+                )
         for name, _ in self.modules[conv].named_parameters(recurse=False):
             others = [n for n in self.readers[f"{conv}.{name}".lstrip(".")] if n not in nodes]
             if others:
                 raise Refused(f"{conv}.{name} is read by {self.describe(others[0])}, too")
+
+    def follows(self, norms: list[fx.Node], conv: str) -> bool:
+        """Whether a batch norm reads what a layer makes."""
+        return any(
+            node.op != "placeholder" and self.layer(node) == conv for node in self.behind(norms)[0]
+        )
 
     def refuse_hooks(self, made: fx.Node, norm: fx.Node) -> None:
         """Hooks of the modules that the value leaves or enters on its way see it."""

@@ -107,6 +107,9 @@ def plan_fusion(model: nn.Module, graph: Graph | None, failure: str = "") -> Pla
     )
 
 
+_PRODUCTS = ("conv", "linear", "matmul", "mm", "addmm", "bmm", "einsum")
+
+
 def _never_called(path: str, untraced: Mapping[str, str], graph: Graph | None) -> str:
     if path in untraced:
         return f"cannot be followed: {untraced[path]}"
@@ -120,7 +123,9 @@ def _never_called(path: str, untraced: Mapping[str, str], graph: Graph | None) -
             )
     if graph is None:
         return "is never called by the forward of the model, as far as it can be read"
-    return "is never called by the forward of the model"
+    if path in graph.called:
+        return "is called, but computes something else than F.batch_norm; give it torch's forward"
+    return "is never called by the forward of the model in evaluation mode on the example inputs"
 
 
 def from_graph(
@@ -196,7 +201,7 @@ class _Planner(Reader):
             if self.layer(node) is None:
                 if node.op == "placeholder":
                     raise Refused("normalises an input of the model")
-                raise Refused(f"follows {self.describe(node)}, not a convolution or linear layer")
+                raise Refused(self.no_layer(node))
         layers = {self.layer(node) for node in ends}
         if len(layers) != 1:
             shared = f"is shared: it is called {len(norms)} times, and" if norms[1:] else "reads"
@@ -204,10 +209,10 @@ class _Planner(Reader):
         conv = str(next(iter(layers)))
         own = all(self.applies_weights(conv, node) for node in ends)
         marks = {n: numbered(n, self.channel_axis(conv, n)) for n in ends}
-        self.follow(marks, inside)
+        self.follow(conv, marks, inside)
         part = self.taken(conv, norms, marks)
         self.refuse_other_readers(part, norms, inside, marks)
-        self.refuse_sharing(conv, norms, ends)
+        self.refuse_sharing(conv, ends)
         made = len(part.channels)
         problem = layer_problem(self.model, self.owners, conv, made, own_forward=own)
         if problem is not None:
@@ -220,14 +225,26 @@ class _Planner(Reader):
         parts = () if part.channels == tuple(range(made)) else (part,)
         return Fold(conv, path, numbers, caller, rest, indexed, parts)
 
-    def follow(self, marks: dict[fx.Node, Tensor], inside: set[fx.Node]) -> None:
+    def no_layer(self, node: fx.Node) -> str:
+        """Why a value that no layer made takes no batch norm."""
+        if op_spec(node.target).name.startswith(_PRODUCTS):
+            return (
+                f"follows {self.describe(node)}, a product by a function; make it a layer "
+                "(nn.Conv2d, nn.Linear) to fold into it"
+            )
+        return f"follows {self.describe(node)}, not a convolution or linear layer"
+
+    def follow(self, conv: str, marks: dict[fx.Node, Tensor], inside: set[fx.Node]) -> None:
         """Number the values between a layer and a batch norm by the layer's channels."""
         for node in self.operations:
             if node in inside and node not in marks and keeps_channels(node) and is_float(node):
                 found = numbers_behind(node, marks)
                 if found is None or not distinct(found).all():
                     name = self.describe(source(node))
-                    raise Refused(f"follows {name}, not a convolution or linear layer")
+                    raise Refused(
+                        f"follows {name}, which probably mixes channels, or adds values of its own "
+                        f"as padding does: the channels of {conv} could not be followed through it"
+                    )
                 marks[node] = found
 
     def taken(self, conv: str, norms: list[fx.Node], marks: dict[fx.Node, Tensor]) -> Part:
@@ -271,7 +288,7 @@ class _Planner(Reader):
         parts = []
         try:
             for layer, nodes in ends.items():
-                self.refuse_sharing(layer, norms, nodes)
+                self.refuse_sharing(layer, nodes)
                 self.refuse_hooks(norms[0], nodes[0])
                 (channels,) = takes[layer] if len(takes[layer]) == 1 else (None,)
                 made = out_channels(self.modules[layer])
@@ -367,5 +384,5 @@ class _Planner(Reader):
         layer = None if made.op != "call_function" else self.layer(made)
         if layer is None or len(node.users) != 1 or not self.applies_weights(layer, made):
             return None
-        self.refuse_sharing(layer, [node], [made])
+        self.refuse_sharing(layer, [made])
         return layer if self.channel_axis(layer, made) == 1 else None

@@ -20,6 +20,7 @@ from bevquant_graph import Graph, op_spec
 
 from ._fold import layer_problem, tensor_owners
 from ._foldable import conv_problem, out_channels
+from ._ranges import children_problem
 
 _STOCK = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 _NAMES = {"conv1d", "conv2d", "conv3d", "linear"}
@@ -46,6 +47,7 @@ def plain_layers(model: nn.Module, graph: Graph) -> tuple[str, ...]:
         and path in inside
         and isinstance(module, _STOCK)
         and conv_problem(module) is not None
+        and children_problem(module) is None
         and layer_problem(model, owners, path, out_channels(module), own_forward=True) is None
         and set(readers[path]) <= set(inside[path])
         and _applies_constants(path, inside[path], graph)

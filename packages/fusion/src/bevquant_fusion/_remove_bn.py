@@ -22,12 +22,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from bevquant_graph import Graph, replace_modules
-from bevquant_sparse import is_sparse_conv
 
 from ._fold import Fold
 from ._foldable import bn_problem
 from ._fuse_pair import Norm, as_convolution, norm_of
 from ._plan import from_graph
+from ._ranges import is_sparse
 from ._result import Removal
 from ._structure import is_chain, is_sparse_chain, remove_member
 
@@ -58,7 +58,7 @@ def remove_batch_norms(
             removal[fold] = "neutral"
         elif fold.rest:
             removal[fold] = "rest"
-        elif not once or not is_sparse_conv(modules[fold.conv]):
+        elif not once or not is_sparse(modules[fold.conv]):
             removal[fold] = "identity"
         elif is_sparse_chain(modules[parent]) and not fold.indexed:
             chains.setdefault(parent, []).append(fold)

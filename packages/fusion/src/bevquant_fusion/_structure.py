@@ -180,10 +180,15 @@ class _Reader:
         if others:
             return f"{path}'s output is also read by {', '.join(others)}"
         if len(self.calls[path]) > 1:
-            return f"{path} is shared: it is called {len(self.calls[path])} times"
+            return (
+                f"{path} is shared: it is called {len(self.calls[path])} times{self.served(path)}"
+            )
         given = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, fx.Node)]
         if len(given) > 1:
-            return f"{path} takes {len(given)} tensors, so its output is a sum"
+            return (
+                f"{path} takes {len(given)} tensors in a call; a batch norm can be folded where a "
+                "layer multiplies one alone"
+            )
         norm = self.modules[bn]
         problem = fold_problem(module, norm)
         if problem is not None:
@@ -196,6 +201,15 @@ class _Reader:
                 if other.op == "get_attr" and str(other.target).startswith(f"{prefix}."):
                     return f"{other.target} is read by a forward itself"
         return None
+
+    def served(self, conv: str) -> str:
+        """The batch norms that read what a layer makes, in words; "" where there is one."""
+        norms = [
+            path
+            for path in self.calls
+            if isinstance(self.modules[path], _BatchNorm) and self.producer(path)[0] == conv
+        ]
+        return f", and serves {len(norms)} batch norms ({', '.join(norms)})" if norms[1:] else ""
 
     def readers(self, node: fx.Node) -> list[fx.Node]:
         found = []

@@ -64,12 +64,18 @@ def scale_and_bias(
             "channels"
         )
 
-    scale = (_exact(var, device) + eps).rsqrt()
-    if gamma is not None:
-        scale = scale * _exact(gamma, device)
+    scale = scale_of(mean.to(device), var, eps, gamma, beta)
     mean = _exact(mean, device)
     shifted = (-mean if bias is None else _exact(bias, device) - mean) * scale
     return scale, shifted if beta is None else shifted + _exact(beta, device)
+
+
+def scale_of(
+    mean: Tensor, var: Tensor, eps: float, gamma: Tensor | None, beta: Tensor | None
+) -> Tensor:
+    """γ/√(σ² + ε) of each channel, in float64 on the device of ``mean``."""
+    scale = (_exact(var, mean.device) + eps).rsqrt()
+    return scale if gamma is None else scale * _exact(gamma, mean.device)
 
 
 def _exact(tensor: Tensor, device: torch.device) -> Tensor:

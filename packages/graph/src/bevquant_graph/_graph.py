@@ -121,11 +121,18 @@ class Graph:
         """Path of the module whose forward computes the node."""
         return self.stack(node)[-1]
 
-    def call(self, node: fx.Node) -> tuple[str, int]:
-        """Path of that module, and which of its calls it was, from 0."""
-        keys = [key for key in (node.meta.get("nn_module_stack") or {}) if SHELL in key]
+    def call(self, node: fx.Node, path: str | None = None) -> tuple[str, int]:
+        """Path of that module, and which of its calls it was, from 0.
+
+        Args:
+            node: The node.
+            path: One of `stack`, the innermost by default.
+        """
+        path = self.path(node) if path is None else path
+        entries = (node.meta.get("nn_module_stack") or {}).items()
+        keys = [key for key, (own, _) in entries if SHELL in key and inside(own) == path]
         count = re.search(r"@(\d+)$", keys[-1]) if keys else None
-        return self.path(node), int(count.group(1)) if count else 0
+        return path, int(count.group(1)) if count else 0
 
     def module(self, node: fx.Node) -> nn.Module:
         """The module whose forward computes the node."""

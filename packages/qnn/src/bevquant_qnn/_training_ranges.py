@@ -43,6 +43,13 @@ class LearnedRange(TensorQuantizer):
         # An optimizer's step may have gone beyond zero.
         return super()._get_amax(inputs).clamp(min=SMALLEST)
 
+    def scale_range(self, factor: Tensor, inputs: Tensor) -> Tensor:
+        """As `TensorQuantizer.scale_range`, of the range in use."""
+        learned = self._parameters.get("_amax")
+        if learned is not None:
+            learned.data.clamp_(min=SMALLEST)
+        return super().scale_range(factor, inputs)
+
     def extra_repr(self) -> str:
         """Say that the range is learned."""
         words = super().extra_repr()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ._clip import Clip
 from ._descriptor import Axis, QuantDescriptor, ScaledQuantDescriptor, kept_axes
 from ._fake_quant import torch_fake_quantize
+from ._scale_range import scale_range
 from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
 from .calib._max import MaxCalibrator
@@ -303,6 +304,33 @@ class TensorQuantizer(nn.Module):
         start = self.amax.max().to(self.clip.clip_value_max)
         self.clip.clip_value_min.data.copy_(-start)
         self.clip.clip_value_max.data.copy_(start)
+
+    def scale_range(self, factor: Tensor, inputs: Tensor) -> Tensor:
+        """Multiply the range as the tensor is multiplied: integers stay, up to their sign.
+
+        amax' = |f|·amax; the ends of a learned clip likewise. A dynamic range needs nothing. What
+        the calibrator has seen is forgotten.
+
+        Args:
+            factor: f, of as many axes as `inputs`, to which it broadcasts.
+            inputs: The tensor before the multiplication, as the quantizer reads it.
+
+        Returns:
+            The tensor to multiply: `inputs`, or where a factor is negative `inputs` without what
+            lies above the range.
+
+        Raises:
+            ValueError: One range holds values with different factors, or an integer has no opposite
+                (−128). Nothing was changed.
+
+        Example:
+            >>> quantizer = TensorQuantizer(QuantDescriptor(axis=0))
+            >>> quantizer.amax = [[1.0], [2.0]]
+            >>> _ = quantizer.scale_range(torch.tensor([[3.0], [-0.5]]), torch.ones(2, 4))
+            >>> quantizer.amax.flatten()
+            tensor([3., 1.])
+        """
+        return scale_range(self, factor, inputs)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Calibrate, clip and quantize, as far as these stages are on.
