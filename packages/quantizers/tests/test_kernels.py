@@ -91,7 +91,7 @@ def test_without_numba_torch_serves(monkeypatch):
     wanted = fake_quantize(x, 1.0)
     monkeypatch.setattr(_jit, "has_numba", lambda: False)
     assert torch.equal(fake_quantize(x, 1.0), wanted)
-    with pytest.raises(ValueError, match="pip install"):
+    with pytest.raises(ImportError, match="pip install"):
         fake_quantize(x, 1.0, backend="numba")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +42,7 @@ from bevfusion_quant.saved_run import ModelSettings, load_run, read_model_settin
 from bevfusion_quant.stages import fuse_branch
 from bevquant_export.targets import CPUS, cpu_at_hand, find_target, targets
 from bevquant_int8sim import LayerRow, compare
+from bevquant_quantizers.plugins import importable
 
 __all__ = [
     "ONNX_FOLDER",
@@ -77,7 +77,7 @@ _PACKAGES = ("bevquant-export", *LIBRARIES)
 
 def missing_libraries() -> str:
     """What writing and checking files needs and is not installed, or nothing."""
-    return ", ".join(name for name in LIBRARIES if importlib.util.find_spec(name) is None)
+    return ", ".join(name for name in LIBRARIES if not importable(name))
 
 
 def _check_libraries() -> None:

@@ -6,7 +6,6 @@ The LiDAR's points from above and behind, and the six cameras.
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -51,8 +50,12 @@ def draw_scene(folder: Path, seed: int = 0) -> tuple[Path, Path]:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    if find_spec("matplotlib") is None:
-        raise ImportError("drawing a scene needs matplotlib: pip install 'bev-scenes[poster]'")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "drawing a scene needs matplotlib: pip install 'bev-scenes[poster]'"
+        ) from error
     # Rendered at twice the size that is shown: the mean of four rays smooths every edge.
     frame = street_frame(seed, cameras=RIGS["nuscenes"].resized(1280, 720))
     return _lidar(frame, folder / "scene_lidar.png"), _cameras(frame, folder / "scene_cameras.png")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.abc
 import re
 import sys
 from pathlib import Path
@@ -14,7 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bevquant_export import compare_float_onnx, export_float_onnx, lint_onnx
+from bevquant_export import (
+    compare_float_onnx,
+    export_float_onnx,
+    export_qdq_onnx,
+    lint_onnx,
+)
 from bevquant_export.floats import _torch_exporter
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import calibrate
@@ -177,6 +183,59 @@ def test_a_missing_library_is_named_with_its_extra(
     with pytest.raises(ImportError, match=re.escape(f"bevquant-export[{extra}]")):
         export_float_onnx(nn.ReLU().eval(), torch.ones(1), tmp_path / "net.onnx")
     assert list(tmp_path.iterdir()) == []
+
+
+class _Scaled(nn.Module):
+    """A division by numbers of points that torch's exporter writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        return self.layer(x / n.type_as(x).view(-1, 1))
+
+
+class _Refused(importlib.abc.MetaPathFinder):
+    """Import hooks refuse a package where it is not installed, or not allowed."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name.split(".")[0] in ("onnxscript", "onnxruntime"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_a_missing_library_is_no_missing_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.rand(2, 8), torch.tensor([3, 5])
+    model = quantize_model(_Scaled().eval(), example_inputs=x).model
+    calibrate(model, [x])
+    for library in ("onnxscript", "onnxruntime"):
+        for name in [name for name in sys.modules if name.split(".")[0] == library]:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [_Refused(), *sys.meta_path])
+    reason = r"type_as .*'onnxscript'\): pip install .*\[float\]"
+    with pytest.raises(ImportError, match=reason) as told:
+        export_qdq_onnx(model, x, tmp_path / "net.onnx", "onnxruntime")
+    assert "replace it" not in str(told.value)
+    # What torch's exporter does not write is written, and ONNX's reference checks it.
+    layer, rows = nn.Sequential(nn.Linear(8, 8)).eval(), torch.rand(2, 8)
+    model = quantize_model(layer, example_inputs=rows).model
+    calibrate(model, [rows])
+    assert export_qdq_onnx(model, rows, tmp_path / "plain.onnx", "onnxruntime").path.exists()
+
+
+def test_a_package_that_the_exporter_needs_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exported(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("conversion failed") from ModuleNotFoundError(
+            "No module named 'onnx_ir'"
+        )
+
+    monkeypatch.setattr(torch.onnx, "export", exported)
+    with pytest.raises(ImportError, match=r"'onnx_ir'\): pip install 'bevquant-export\[float\]'"):
+        export_float_onnx(nn.ReLU().eval(), torch.ones(1), tmp_path / "net.onnx")
 
 
 def test_torchs_table_is_read_once_and_everybody_gets_a_copy() -> None:

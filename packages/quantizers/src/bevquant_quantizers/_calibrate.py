@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +33,7 @@ from ._steps import SMALLEST_AMAX
 from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
 from .calib._search import METHODS
+from .plugins import importable
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -340,11 +340,11 @@ def _progress_bar(
         initial: Batches done before.
 
     Raises:
-        ValueError: `show` is True and tqdm is not installed.
+        ImportError: `show` is True and tqdm is not installed.
     """
-    installed = importlib.util.find_spec("tqdm") is not None
+    installed = importable("tqdm")
     if show and not installed:
-        raise ValueError(
+        raise ImportError(
             "progress=True needs tqdm: pip install 'bevquant-quantizers[progress]', or leave "
             "progress at None"
         )

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+
+from bevquant_quantizers.plugins import importable
 
 
 @cache
 def has_numba() -> bool:
     """Say whether numba can be imported, without importing it."""
-    return importlib.util.find_spec("numba") is not None
+    return importable("numba")
 
 
 def use_numba(backend: str, worthwhile: bool) -> bool:
     """Decide for numba: where it is asked for, or for "auto" where installed and worthwhile.
 
     Raises:
-        ValueError: An unknown backend, or numba asked for and not installed.
+        ImportError: numba is asked for and not installed.
+        ValueError: An unknown backend.
     """
     if backend not in ("auto", "numba", "torch"):
         raise ValueError(f"backend must be 'auto', 'numba' or 'torch', got {backend!r}")
     if backend == "numba" and not has_numba():
-        raise ValueError(
+        raise ImportError(
             "backend='numba' needs numba: pip install 'bevquant-quantizers[numba]', or use 'auto'"
         )
     return backend == "numba" or (backend == "auto" and worthwhile and has_numba())

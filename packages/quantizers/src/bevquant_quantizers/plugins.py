@@ -1,11 +1,25 @@
-"""What installed packages bring as entry points: targets, data sets."""
+"""Optional packages, and what installed ones bring as entry points: targets, data sets."""
 
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["installed", "load"]
+__all__ = ["importable", "installed", "load"]
+
+
+def importable(package: str) -> bool:
+    """Whether an optional package is installed; nothing is imported.
+
+    Example:
+        >>> importable("torch"), importable("no_such_package")
+        (True, False)
+    """
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):  # an import hook refuses it, or a module without a spec
+        return False
 
 
 def installed(*groups: str, own: str) -> list[EntryPoint]:

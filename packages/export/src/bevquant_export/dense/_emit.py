@@ -231,7 +231,13 @@ class Emitter:
             return torch_form(
                 self.graph, self._called, self.read, number, self.source, self._values()
             )
-        except (ImportError, ValueError) as error:
+        except ImportError as error:
+            raise ImportError(
+                f"export_qdq_onnx: {step.path or 'the model'}: {step.attributes['what']} is "
+                "written by torch's exporter, which needs a package that is missing "
+                f"({error.__cause__ or error}): pip install 'bevquant-export[float]'"
+            ) from error
+        except ValueError as error:
             self._refuse(step, str(error).removeprefix("export_float_onnx: "))
 
     def _addend(self, step: Step, name: str) -> str:

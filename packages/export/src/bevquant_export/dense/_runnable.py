@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from bevquant_export.lint._read import load_model
 from bevquant_export.targets._cpu import cpu_at_hand, cpu_of
+from bevquant_quantizers.plugins import importable
 
 _ATTRIBUTES = {"ReduceSum": "axes", "Split": "split", "Squeeze": "axes", "Unsqueeze": "axes"}
 
@@ -197,10 +197,10 @@ def any_session(proto: Any, runner: str, *, at_once: int) -> tuple[Any, str]:
     if cpu_of(proto) == "vnni" and cpu_at_hand() == "any":
         runner = "plain"
     if runner == "openvino":
-        if find_spec("openvino") is not None:
+        if importable("openvino"):
             return session(proto, runner), f"openvino {version('openvino')}"
         runner = "plain"
-    if find_spec("onnxruntime") is not None:
+    if importable("onnxruntime"):
         made = session(proto, runner, lean=True, at_once=at_once)
         return made, f"onnxruntime {version('onnxruntime')}"
     return _Reference(proto), f"onnx.reference {version('onnx')}"

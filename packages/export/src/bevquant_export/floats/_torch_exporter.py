@@ -46,7 +46,7 @@ def exported(
         scatter_sums: Whether the engine has scatters that sum.
 
     Raises:
-        ImportError: onnxscript is not installed.
+        ImportError: onnxscript, or a package that it needs, is not installed.
         ValueError: torch's exporter cannot write the module; its reason is named.
     """
     try:
@@ -71,6 +71,11 @@ def exported(
                 optimize=True, dynamic_shapes=dynamic_shapes,
             )  # fmt: skip
     except Exception as error:
+        if isinstance(_origin(error), ImportError):
+            raise ImportError(
+                f"export_float_onnx: a package of torch's exporter is missing ({_origin(error)}): "
+                "pip install 'bevquant-export[float]'"
+            ) from error
         raise ValueError(
             f"export_float_onnx: torch's exporter cannot write {type(module).__name__}: "
             f"{_reason(error)}; replace what it names by operations that ONNX has"
@@ -94,10 +99,16 @@ def _forms(read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return own
 
 
-def _reason(error: BaseException) -> str:
-    """The first line of the error that all others came from."""
+def _origin(error: BaseException) -> BaseException:
+    """The error that all others came from."""
     while error.__cause__ is not None:
         error = error.__cause__
+    return error
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the error that all others came from."""
+    error = _origin(error)
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
 
 

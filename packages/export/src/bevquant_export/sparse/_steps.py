@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch import Tensor
 from bevquant_export.sparse._axes import AXES, with_axes
 from bevquant_export.sparse._no_operator import REMEDY
 from bevquant_export.sparse.portable._body import DOMAIN, DOUBLE, FLOAT, INT32, INT64, OPSET
+from bevquant_quantizers.plugins import importable
 
 if TYPE_CHECKING:
     from onnx import FunctionProto
@@ -237,7 +237,7 @@ def _runner(body: bytes, dtypes: tuple[torch.dtype, ...], made: int) -> tuple[An
     ]
     graph = helper.make_graph(list(function.node), "steps", ports, results)
     model = helper.make_model(graph, opset_imports=list(function.opset_import), ir_version=8)
-    if find_spec("onnxruntime") is None:
+    if not importable("onnxruntime"):
         from onnx.reference import ReferenceEvaluator
 
         return ReferenceEvaluator(model), names

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from bevquant_export.sparse._load import SparseOnnxModel
 from bevquant_export.sparse._read_proto import graph_of_bytes
 from bevquant_export.targets._cpu import cpu_at_hand
 from bevquant_int8sim import IntegerModel
+from bevquant_quantizers.plugins import importable
 
 _KEY = "verified"
 _VOXELS = 300
@@ -25,7 +25,7 @@ _VOXELS = 300
 
 def runtime(dialect: str) -> str:
     """What runs a file of a dialect here: onnxruntime, or our own kernels."""
-    portable = dialect == "portable" and find_spec("onnxruntime") is not None
+    portable = dialect == "portable" and importable("onnxruntime")
     return "onnxruntime" if portable else "bevquant"
 
 
