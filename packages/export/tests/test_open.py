@@ -12,7 +12,12 @@ onnx = pytest.importorskip("onnx", reason="onnx is not installed")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 from onnx import TensorProto, helper  # noqa: E402
 
-from bevquant_export import export_qdq_onnx, open_onnx  # noqa: E402
+from bevquant_export import (  # noqa: E402
+    compare_qdq_onnx,
+    export_qdq_onnx,
+    lift_horizon_onnx,
+    open_onnx,
+)
 from bevquant_int8sim import simulate  # noqa: E402
 from bevquant_qnn import quantize_model  # noqa: E402
 from bevquant_quantizers import calibrate  # noqa: E402
@@ -59,3 +64,54 @@ def test_a_file_that_is_not_loaded_is_named(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "odd.onnx")
     with pytest.raises(ValueError, match=r"plain does not load odd\.onnx"):
         open_onnx(tmp_path / "odd.onnx")
+
+
+def horizon_file(folder: Path) -> tuple[object, torch.Tensor, object]:
+    torch.manual_seed(0)
+    x = torch.rand(1, 3, 6, 6)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.ConvTranspose2d(4, 2, 2), nn.Softmax(1))
+    model = quantize_model(net.eval(), example_inputs=x).model
+    calibrate(model, [x])
+    return model, x, export_qdq_onnx(model, x, folder / "net.onnx", "horizon", **NAMES)
+
+
+def first(proto: object, op: str) -> object:
+    return next(node for node in proto.graph.node if node.op_type == op)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda m: first(m, "QuantizeLinear").ClearField("input"),
+        lambda m: first(m, "QuantizeLinear").input.__delitem__(slice(1, None)),
+        lambda m: first(m, "Constant").ClearField("output"),
+        lambda m: first(m, "Constant").ClearField("attribute"),
+        lambda m: first(m, "Softmax").ClearField("input"),
+    ],
+    ids=["no inputs", "no scale", "no output", "no value", "no softmax"],
+)
+def test_every_reader_names_a_damaged_file(tmp_path: Path, damage: object) -> None:
+    model, x, file = horizon_file(tmp_path)
+    proto = onnx.load(file.path)
+    damage(proto)
+    onnx.save(proto, file.path)
+    for read in (
+        lift_horizon_onnx,
+        lambda path: open_onnx(path, "horizon"),
+        lambda path: compare_qdq_onnx(file, model, x),
+    ):
+        with pytest.raises(ValueError, match=r"net\.onnx"):
+            read(file.path)
+
+
+def test_other_operator_sets_stay_as_they_are(tmp_path: Path) -> None:
+    model = half_sum(TensorProto.FLOAT)
+    model.opset_import[0].version = 8
+    model.opset_import.insert(0, helper.make_opsetid("ai.onnx.ml", 1))
+    onnx.save(model, tmp_path / "old.onnx")
+    assert lift_horizon_onnx(tmp_path / "old.onnx") == model
+
+
+def test_an_input_that_is_missing_is_named() -> None:
+    with pytest.raises(ValueError, match="reads a, b; b not given, got a"):
+        open_onnx(half_sum(TensorProto.FLOAT))({"a": torch.ones(1)})

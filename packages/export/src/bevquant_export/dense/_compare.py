@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,9 @@ from bevquant_export.dense._graph import Array
 from bevquant_export.dense._half import in_half
 from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._program_of import QdqProgram, inputs_of, integer_model, program_of
-from bevquant_export.dense._runnable import any_session, session
+from bevquant_export.dense._runnable import any_session, session, upgraded_opset
 from bevquant_export.dense._written import QdqFile, TensorDifference
+from bevquant_export.lint._read import load_model, reading
 from bevquant_graph import is_sparse_tensor
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import Step, contiguous
@@ -70,7 +70,7 @@ def compare_qdq_onnx(
 
     Raises:
         ImportError: onnxruntime is not installed.
-        ValueError: The model has other tensors than the file.
+        ValueError: The file is damaged, or the model has other tensors than it.
 
     Example:
         >>> import tempfile, torch
@@ -89,8 +89,16 @@ def compare_qdq_onnx(
     integer = program_of(
         model, args, file.sum_ranges or False, verify=False
     )  # it was, before the file was written
-    content, run_in = file.path.read_bytes(), partial(session, lean=True, at_once=AT_ONCE)
-    rows, _, _ = compared(file, content, integer, args, run_in, outputs=False)
+    with reading(file.path, "compare_qdq_onnx"):
+        upgraded_opset(load_model(file.path, external_data=False))
+    content = file.path.read_bytes()
+
+    def run_in(proto: Any, runner: str) -> Any:
+        with reading(file.path, "compare_qdq_onnx"):
+            return session(proto, runner, lean=True, at_once=AT_ONCE)
+
+    with reading(file.path, "compare_qdq_onnx", LookupError, AttributeError):
+        rows, _, _ = compared(file, content, integer, args, run_in, outputs=False)
     return rows
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bevquant_export.lint._read import load_model
+from bevquant_export.lint._read import load_model, reading
 from bevquant_export.targets._cpu import cpu_at_hand, cpu_of
 from bevquant_quantizers.plugins import importable
 
@@ -27,11 +27,12 @@ def upgraded_opset(proto: Any) -> Any:
     and lengths of parts, are attributes there and tensors here. A softmax flattens there, all axes
     from its own on, and does not here.
     """
-    if proto.opset_import[0].version >= 13:
+    imports = [entry for entry in proto.opset_import if entry.domain in ("", "ai.onnx")]
+    if [entry.version for entry in imports] != [11]:
         return proto
     from onnx import helper, numpy_helper
 
-    proto.opset_import[0].version = 13
+    imports[0].version = 13
     values = {c.name: c for c in proto.graph.initializer}
     values |= {n.output[0]: n.attribute[0].t for n in proto.graph.node if n.op_type == "Constant"}
     transposed = {n.input[1] for n in proto.graph.node if n.op_type == "ConvTranspose"}
@@ -220,6 +221,9 @@ def lift_horizon_onnx(path: str | os.PathLike[str]) -> Any:
     Returns:
         An ``onnx.ModelProto``, in memory.
 
+    Raises:
+        ValueError: It is no such file, or damaged; the file is named.
+
     Example:
         >>> import tempfile, torch
         >>> from bevquant_export import export_qdq_onnx
@@ -233,7 +237,8 @@ def lift_horizon_onnx(path: str | os.PathLike[str]) -> Any:
         >>> lift_horizon_onnx(file.path).opset_import[0].version
         13
     """
-    return upgraded_opset(load_model(path))
+    with reading(path, "lift_horizon_onnx"):
+        return upgraded_opset(load_model(path))
 
 
 def open_onnx(
@@ -251,7 +256,7 @@ def open_onnx(
 
     Returns:
         Called with tensors, arrays or integers by name; names that the file does not read are
-        passed over.
+        passed over, one that is missing is a ValueError.
 
     Raises:
         ImportError: The engine is not installed; the extra that installs it is named.
@@ -283,7 +288,12 @@ def open_onnx(
     taken = [port.name for port in running.get_inputs()]
 
     def run(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        given = {name: _array(inputs[name]) for name in taken}
+        if missing := [port for port in taken if port not in inputs]:
+            raise ValueError(
+                f"open_onnx: {name} reads {', '.join(taken)}; {', '.join(missing)} not given, got "
+                f"{', '.join(inputs) or 'nothing'}"
+            )
+        given = {port: _array(inputs[port]) for port in taken}
         given = {n: v.astype(np.float16) if n in halves else v for n, v in given.items()}
         made = map(torch.from_numpy, running.run(names, given))
         floats = (value.float() if value.dtype == torch.float16 else value for value in made)

@@ -18,7 +18,7 @@ from bevquant_export.floats._ports import called, tensors_in
 from bevquant_export.floats._ports import input_names as named_inputs
 from bevquant_export.floats._ports import output_names as named_outputs
 from bevquant_export.floats._torch_exporter import OPSET, exported
-from bevquant_export.lint._read import load_model
+from bevquant_export.lint._read import load_model, reading
 from bevquant_quantizers import TensorQuantizer, write_whole
 
 __all__ = ["FloatDifference", "FloatFile", "compare_float_onnx", "export_float_onnx"]
@@ -189,7 +189,7 @@ def compare_float_onnx(
 
     Raises:
         ImportError: onnxruntime is not installed.
-        ValueError: The module has other outputs than the file.
+        ValueError: The module has other outputs than the file, or the file is damaged.
 
     Example:
         >>> import tempfile, torch
@@ -205,7 +205,9 @@ def compare_float_onnx(
             f"{len(file.outputs)}; compare it with the module that it was written from"
         )
     given = dict(zip(file.inputs, tensors_in(args), strict=True))
-    return _differences(load_model(file.path), given, dict(zip(file.outputs, wanted, strict=True)))
+    with reading(file.path, "compare_float_onnx"):
+        proto, results = load_model(file.path), dict(zip(file.outputs, wanted, strict=True))
+        return _differences(proto, given, results)
 
 
 def _differences(

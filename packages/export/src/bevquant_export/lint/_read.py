@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +77,28 @@ def load_model(path: str | os.PathLike[str], *, external_data: bool = True) -> o
         except Exception as error:  # whatever onnx raises, its weights cannot be had
             raise ValueError(f"{os.fspath(path)}: its weights cannot be read: {error}") from error
     return found
+
+
+@contextmanager
+def reading(path: str | os.PathLike[str], caller: str, *kinds: type[Exception]) -> Iterator[None]:
+    """While the content of a file is used: what goes wrong is a ValueError that names the file.
+
+    A damaged graph has no node where one is expected, or no input; any class of error follows, or
+    `kinds` alone where a model runs too.
+    """
+    try:
+        yield
+    except (ImportError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        named = isinstance(error, ValueError) and Path(path).name in str(error)
+        if named or not isinstance(error, kinds or Exception):
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(
+            f"{caller}: {os.fspath(path)} is not a file that can be used ({reason}); export it "
+            "again, or let bevquant-lint name the node that is damaged"
+        ) from error
 
 
 def _decoded(data: bytes) -> onnx.ModelProto | Finding:
