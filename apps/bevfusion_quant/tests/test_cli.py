@@ -27,6 +27,7 @@ from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.commands.demo import Demo
 from bevfusion_quant.commands.ptq import Ptq
+from bevfusion_quant.frames import as_options
 from bevfusion_quant.options import check_options
 from bevfusion_quant.ptq import FrameBatches
 
@@ -84,9 +85,28 @@ def test_bad_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "empty" in refused(capsys, here, "--points", "empty.bin")
     assert "cut.npz" in refused(capsys, here, "--points", "cut.npz")
     assert "no such file" in refused(capsys, here, "--points", "absent.bin")
+    message = refused(capsys, here, "--points", "goood")
+    assert "no such file or folder" in message
+    assert "good.npz" in message
     assert "holds no frames" in refused(capsys, here, "--points", "folder")
     assert "unknown extension" in refused(capsys, here, "--points", "cloud.ply")
     assert "absent.bin" in refused(capsys, here, "--points", "good.npz", "absent.bin")
+
+
+def test_messages_name_the_options_of_the_command(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cloud(2000)[:, :4].round().tofile("own.bin")
+    message = refused(capsys, here, "--points", "own.bin")
+    assert "--columns 4" in message
+    assert "columns=" not in message
+    np.savez("cloud.npz", cloud=cloud(2000) * np.float32([1, 1, 1, 200, 1]))
+    assert "say --key" in refused(capsys, here, "--points", "cloud.npz")
+    message = refused(capsys, here, "--points", "cloud.npz", "--key", "cloud")
+    assert "set --intensity-scale" in message
+    assert as_options("/data/key=3/a.npz: say key=") == "/data/key=3/a.npz: say --key"
+    told = refused(capsys, here, "--dataset", "street", "--intensity-scale", "2")
+    assert "--intensity-scale: --dataset street does not read it" in told
 
 
 def test_a_bad_second_frame_leaves_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

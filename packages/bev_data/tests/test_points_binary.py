@@ -65,7 +65,7 @@ def test_fifth_column_that_is_no_ring_is_a_time_lag(tmp_path):
 def test_said_explicitly_nothing_is_guessed(tmp_path):
     zeros = np.zeros((20, 4), np.float32)
     path = written(tmp_path, zeros)
-    with pytest.raises(PointsError, match=r"can be read as .* and as .*columns=4 or 5"):
+    with pytest.raises(PointsError, match=r"can be read as .* and as .*columns=4 or columns=5"):
         read_points(path)
     assert len(read_points(path, columns=4, dtype="float32")) == 20
     assert len(read_points(path, columns=4, dtype="float16")) == 40
@@ -86,6 +86,21 @@ def test_intensity_scale_replaces_the_format_s(tmp_path):
     )
     with pytest.raises(PointsError, match=r"intensity × 2000.*not 0\.\.255"):
         read_points(path, intensity_scale=2000.0)
+
+
+def test_four_columns_with_intensities_to_255_are_read_as_the_message_says(tmp_path):
+    points = kitti(200)
+    points[:, 3] = np.round(points[:, 3] * 255)
+    path = written(tmp_path, points)
+    with pytest.raises(PointsError, match="0..255 already are read with columns=4"):
+        read_points(path)
+    for said in ({"columns": 4}, {"columns": 4, "dtype": "float32"}, {"intensity_scale": 1.0}):
+        np.testing.assert_array_equal(read_points(path, **said).points[:, 3], points[:, 3])
+    points[:, 3] *= 257  # 16 bits
+    path = written(tmp_path, points)
+    with pytest.raises(PointsError, match="fit no layout"):
+        read_points(path, columns=4)
+    assert read_points(path, intensity_scale=1 / 257).points[:, 3].max() <= 255.5
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4, 7, 12, 16, 18, 19])

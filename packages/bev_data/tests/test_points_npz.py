@@ -3,9 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bev_data.points import PointsError, read_points
+from bev_data.points import PointsError, read_points, save_tensor
 
 ROWS = np.arange(20, dtype=np.float32).reshape(4, 5)
+ROWS[:, 4] /= 40  # seconds
 
 
 def test_points_under_the_default_and_another_key(tmp_path):
@@ -34,6 +35,41 @@ def test_intensity_scale(tmp_path):
     np.savez(tmp_path / "a.npz", points=ROWS)
     scaled = read_points(tmp_path / "a.npz", intensity_scale=2.0).points
     np.testing.assert_array_equal(scaled[:, 3], ROWS[:, 3] * 2)
+
+
+@pytest.mark.parametrize("kind", ["npz", "tensor", "bin"])
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        (4, [1.5e9, 1.5e9 + 0.1], "fifth column reaches 1.5e.09: neither a ring number"),
+        (4, [-20.5, 0.0], "fifth column reaches 20.5"),
+        (3, [0.0, 65535.0], r"spans 0\.\.6.*set intensity_scale="),
+        (3, [-1.0, 100.0], r"spans -1\.\.100, not 0\.\.255"),
+    ],
+)
+def test_every_format_has_one_rule(tmp_path, kind, column, values, message):
+    rows = np.tile(np.float32([5.5, -1.5, 0.5, 30.0, 0.05]), (2, 1))
+    rows[:, column] = values
+    path = tmp_path / f"a.{kind}"
+    save = {"npz": lambda: np.savez(path, points=rows), "bin": lambda: rows.tofile(path)}
+    save.get(kind, lambda: save_tensor(path, rows))()
+    with pytest.raises(PointsError, match=rf"a\.{kind}: .*{message}"):
+        read_points(path, columns=5, dtype="float32")
+
+
+def test_rings_and_intensities_of_0_to_1_are_converted_as_in_a_bin(tmp_path):
+    rows = np.tile(np.float32([5.5, -1.5, 0.5, 30.0, 31.0]), (2, 1))
+    np.savez(tmp_path / "ring.npz", points=rows)
+    assert not read_points(tmp_path / "ring.npz").points[:, 4].any()
+    for largest, made in ((1.0, 255.0), (200.0, 200.0)):
+        rows[:, 3] = [0.0, largest]
+        np.savez(tmp_path / "a.npz", points=rows[:, :4])
+        rows[:, :4].tofile(tmp_path / "a.bin")
+        for read in (
+            read_points(tmp_path / "a.npz"),
+            read_points(tmp_path / "a.bin", columns=4, dtype="float32"),
+        ):
+            assert read.points[:, 3].tolist() == [0.0, made]
 
 
 def test_missing_key_names_what_there_is(tmp_path):

@@ -46,6 +46,7 @@ def test_type_that_the_format_lacks(tmp_path):
 @pytest.mark.parametrize("columns", [4, 5])
 def test_points(tmp_path, dtype, columns):
     rows = np.arange(20, dtype=dtype).reshape(4, 5)[:, :columns]
+    rows[:, 4:] /= 40  # seconds
     save_tensor(tmp_path / "points.tensor", rows)
     frame = read_points(tmp_path / "points.tensor")
     np.testing.assert_array_equal(frame.points[:, :columns], rows.astype(np.float32))

@@ -90,6 +90,7 @@ def _run(arguments: list[str]) -> int:
     from bev_data.voxelize import VoxelizeError
     from bevfusion_quant._errors import InputError, VerificationError
     from bevfusion_quant.commands import check_processes
+    from bevfusion_quant.frames import as_options
     from bevfusion_quant.options import check_options
     from bevquant_quantizers.documents import DocumentError
     from bevquant_quantizers.ranks import LaunchError, RankError, launched
@@ -106,7 +107,9 @@ def _run(arguments: list[str]) -> int:
     except VerificationError as error:
         print(error.output, flush=True)
         return _fail(str(error), NOT_VERIFIED)
-    except (InputError, PointsError, VoxelizeError, DocumentError, LaunchError) as error:
+    except PointsError as error:
+        return _fail(as_options(str(error)))
+    except (InputError, VoxelizeError, DocumentError, LaunchError) as error:
         return _fail(str(error))
     return 0
 

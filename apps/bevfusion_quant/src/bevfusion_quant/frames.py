@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from inspect import Parameter, signature
 from types import MappingProxyType
@@ -36,6 +37,25 @@ class FrameBatches(evaluation.FrameBatches):
     )
 
 
+OF_POINTS = ("columns", "dtype", "intensity_scale", "key", "nonfinite")
+"""Options of files of points: keywords of `bev_data.points.read_points`, which bear their names."""
+
+
+def as_options(message: str) -> str:
+    """A reader's message with the command's options in place of its keywords.
+
+    Example:
+        >>> as_options("a.bin: say columns=4 and dtype='float32', or set intensity_scale=")
+        'a.bin: say --columns 4 and --dtype float32, or set --intensity-scale'
+    """
+    keyword = rf"(?<![\w/.=-])({'|'.join(OF_POINTS)})=('?)([\w.]*)\2"
+
+    def option(found: re.Match[str]) -> str:
+        return f"--{found[1].replace('_', '-')} {found[3]}".rstrip()
+
+    return re.sub(keyword, option, message)
+
+
 def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequence[Frame]:
     """Open what `--points` or `--dataset` names.
 
@@ -61,7 +81,7 @@ def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequen
         )
     reads = {} if options.dataset is None else _of_kind(options.dataset, _parameters)
     _refuse_options_of_others(options, reads)
-    reading = {"columns": options.columns, "dtype": options.dtype, "nonfinite": options.nonfinite}
+    reading = {name: getattr(options, name) for name in OF_POINTS}
     if options.dataset is None:
         from bev_data.points import read_frames
 
@@ -157,10 +177,10 @@ def _refuse_options_of_others(options: FrameOptions, reads: Mapping[str, Paramet
         "--split": options.split is not None and "split" not in reads,
         "--data-version": options.data_version is not None and "version" not in reads,
         "--incomplete": options.incomplete != "refuse" and not reads_cameras,
-        "--columns": options.columns is not None and not reads_files,
-        "--dtype": options.dtype is not None and not reads_files,
-        "--nonfinite": options.nonfinite != "raise" and not reads_files,
     }
+    for option in fields(options):
+        if option.name in OF_POINTS and getattr(options, option.name) != option.default:
+            misplaced[f"--{option.name.replace('_', '-')}"] = not reads_files
     wrong = [name for name, is_wrong in misplaced.items() if is_wrong]
     if wrong:
         raise InputError(f"{', '.join(wrong)}: {source} does not read it; leave it out")

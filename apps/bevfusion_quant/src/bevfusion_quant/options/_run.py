@@ -196,8 +196,11 @@ class FrameOptions:
         incomplete: What to do with frames of which images are missing.
         cameras: Names of the cameras to use, in this order; mit-bevfusion's six by default (KITTI:
             CAM_FRONT).
-        columns: Columns of a .bin, 4 or 5, where the file leaves it open.
+        columns: Columns of a .bin, 4 or 5, where the file leaves it open. With 4, intensities of
+            0..255 are taken as they are.
         dtype: Number type of a .bin, where the file leaves it open.
+        intensity_scale: Factor that makes a file's intensities 0..255, such as 1 or 0.00389.
+        key: Name of the array of points in a .npz.
         nonfinite: What to do with NaN and Inf points.
     """
 
@@ -212,6 +215,8 @@ class FrameOptions:
     cameras: tuple[str, ...] = ()
     columns: Literal[4, 5] | None = None
     dtype: Literal["float32", "float16"] | None = None
+    intensity_scale: float | None = None
+    key: str = "points"
     nonfinite: Literal["raise", "drop"] = "raise"
 
 

@@ -6,13 +6,14 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from bev_data.points._binary import read_binary
+from bev_data.points._binary import points_of, read_binary
 from bev_data.points._errors import PointsError
 from bev_data.points._frame import Frame, Labels, VoxelData, rows_of
 from bev_data.points._nvidia_tensor import find_sibling, load_tensor, read_voxels
@@ -24,8 +25,8 @@ def read_npz(
 ) -> tuple[npt.NDArray[np.float32], Labels | None]:
     """Points [points, 5] float32 and labels of a `.npz` file; nothing is ever unpickled.
 
-    Columns x, y, z, intensity and, as a fifth, the time lag in seconds (0 where absent). The
-    intensity is taken as 0..255 already; `intensity_scale` multiplies it. Arrays `boxes` [M, 7]
+    Columns x, y, z, intensity and, as a fifth, the time lag in seconds (0 where absent), by the
+    rules of `points_of`. Arrays `boxes` [M, 7]
     and `names` [M], where both are there, become labels.
 
     Raises:
@@ -53,12 +54,9 @@ def _points(
         )
     if not np.issubdtype(rows.dtype, np.floating):
         raise PointsError(f"{path}: array {key!r} is {rows.dtype}; expected floating point numbers")
-    points = np.zeros((len(rows), 5), np.float32)
     with np.errstate(over="ignore"):  # beyond float32 becomes Inf, which is reported as such
-        points[:, : rows.shape[1]] = rows.astype(np.float32)
-    if intensity_scale is not None:
-        points[:, 3] *= np.float32(intensity_scale)
-    return points
+        floats = rows.astype(np.float32)
+    return points_of(path, floats, f"array {key!r} {list(rows.shape)}", intensity_scale)
 
 
 def _labels(path: Path, boxes: npt.NDArray[np.generic], names: npt.NDArray[np.generic]) -> Labels:
@@ -93,8 +91,9 @@ def read_points(
     |---|---|---|---|
     | `.bin`, `.pcd.bin`, five columns (nuScenes), float32 or float16 | x, y, z, intensity, ring | × 1 | 0; a fifth column that is no ring number is the lag |
     | `.bin`, four columns (KITTI), float32 | x, y, z, intensity 0..1 | × 255 | 0 |
-    | `.npz`, array `key` [N, 4] or [N, 5] | x, y, z, intensity, time lag | × 1 | fifth column, else 0 |
-    | `.tensor` [N, 4] or [N, 5] (NVIDIA) | x, y, z, intensity, time lag | × 1 | fifth column, else 0 |
+    | `.bin`, `columns=4` said | x, y, z, intensity 0..1 or 0..255 | × 255 where all are 0..1, else × 1 | 0 |
+    | `.npz`, array `key`, and `.tensor` (NVIDIA), [N, 5] | x, y, z, intensity, time lag or ring | × 1 | 0; a fifth column that is no ring number is the lag |
+    | `.npz`, array `key`, and `.tensor` (NVIDIA), [N, 4] | x, y, z, intensity 0..1 or 0..255 | × 255 where all are 0..1, else × 1 | 0 |
     | `…in_features….tensor` with `…in_indices_xyz….tensor` | voxels made elsewhere | × 1 | as stored |
 
     Args:
@@ -164,11 +163,8 @@ def _read(
             f"{file}: {array.dtype} {list(array.shape)}; expected points, floating point [N, 5] "
             "or [N, 4], or voxels in files named …in_features….tensor and …in_indices_xyz….tensor"
         )
-    points = np.zeros((len(array), 5), np.float32)
-    points[:, : array.shape[1]] = array
-    if intensity_scale is not None:
-        points[:, 3] *= np.float32(intensity_scale)
-    return Frame(name, points)
+    floats = array.astype(np.float32)
+    return Frame(name, points_of(file, floats, f"points {list(array.shape)}", intensity_scale))
 
 
 def _without_nonfinite(file: Path, frame: Frame, nonfinite: str) -> Frame:
@@ -243,6 +239,8 @@ def read_frames(paths: _AnyPath | Iterable[_AnyPath], **options: object) -> Fram
     files: dict[Path, None] = {}
     for item in map(Path, listed):
         for file in _files_of(item) if item.is_dir() else [item]:
+            if not file.suffix:
+                _must_exist(file)
             _extension_of(file)
             _must_be_file(file)
             pair = find_sibling(file)
@@ -274,10 +272,22 @@ def _extension_of(file: Path) -> str:
     )
 
 
+def _must_exist(file: Path) -> None:
+    if file.exists():
+        return
+    folder = next(parent for parent in file.absolute().parents if parent.exists())
+    names = sorted(f"{e.name}/" if e.is_dir() else e.name for e in folder.iterdir())
+    near = get_close_matches(file.name, names, 3, 0.4) or names[:3]
+    there = f"it holds {', '.join(near)}{', …' if len(names) > len(near) else ''}"
+    raise PointsError(
+        f"{file}: no such file or folder; looked in {folder}: {there if names else 'it is empty'}; "
+        f"give a file of points ({', '.join(_EXTENSIONS)}) or a folder of them"
+    )
+
+
 def _must_be_file(file: Path) -> None:
     if file.is_dir():
         raise PointsError(f"{file}: a folder, not a file; read_frames reads folders")
-    if not file.exists():
-        raise PointsError(f"{file}: no such file")
+    _must_exist(file)
     if not file.is_file():
         raise PointsError(f"{file}: not a regular file")
