@@ -92,7 +92,7 @@ def test_four_columns_with_intensities_to_255_are_read_as_the_message_says(tmp_p
     points = kitti(200)
     points[:, 3] = np.round(points[:, 3] * 255)
     path = written(tmp_path, points)
-    with pytest.raises(PointsError, match="0..255 already are read with columns=4"):
+    with pytest.raises(PointsError, match=r"0\.\.255 already are read with columns=4"):
         read_points(path)
     for said in ({"columns": 4}, {"columns": 4, "dtype": "float32"}, {"intensity_scale": 1.0}):
         np.testing.assert_array_equal(read_points(path, **said).points[:, 3], points[:, 3])
