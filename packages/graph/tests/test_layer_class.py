@@ -193,3 +193,133 @@ def test_what_runs_on_our_kernels_is_still_its_authors_class() -> None:
         made = type(written.__name__, (mixin, written), {"stock_class": written})
         assert own_code(made()) == said
         assert layer_class(made()) is (stock if said is None else None)
+
+
+class Emptied(torch.autograd.Function):
+    """What wrappers make of an empty input."""
+
+
+class Mmcv(nn.Conv2d):
+    def forward(self, x):
+        """As mmcv.cnn.bricks.wrappers."""
+        if x.numel() == 0 and torch.__version__ <= "1.4":
+            sizes = [x.shape[0], self.out_channels]
+            for size, kernel in zip(x.shape[-2:], self.kernel_size, strict=True):
+                sizes.append(size - kernel + 1)
+            return Emptied.apply(x, sizes)
+        return super().forward(x)
+
+
+class MmcvTurned(nn.ConvTranspose2d):
+    def forward(self, x):
+        if torch.__version__ <= "1.4" and 0 == x.shape[0]:
+            return Emptied.apply(x)
+        return super(MmcvTurned, self).forward(x)  # noqa: UP008
+
+
+class Benchmark(nn.Linear):
+    def forward(self, x):
+        if x.numel() > 0:
+            return super().forward(x)
+        return Emptied.apply(x)
+
+
+class Pool(nn.MaxPool2d):
+    def forward(self, input):
+        if not input.numel():
+            out = input.new_zeros(0)
+            return out
+        elif self.training:
+            return super().forward(input=input)
+        out = super().forward(input)
+        return out
+
+
+class Below(Mmcv):
+    def forward(self, x):
+        if len(x) < 1:
+            raise ValueError("empty")
+        return super().forward(x)
+
+
+class Twice(Mmcv):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class Small(nn.Conv2d):
+    def forward(self, x):
+        if x.numel() <= 1:
+            return x
+        return super().forward(x)
+
+
+class Wide(nn.Conv2d):
+    def forward(self, x):
+        if x.shape[1] == 3:
+            return x
+        return super().forward(x)
+
+
+class Other(nn.Conv2d):
+    def forward(self, x):
+        if x.numel() == 0:
+            return x
+        return super().forward(x.relu())
+
+
+class Written(nn.Conv2d):
+    def forward(self, x):
+        if x.relu_().sum() > 0 or x.numel() == 0:
+            return super().forward(x)
+        return super().forward(x)
+
+
+class Bound(nn.Conv2d):
+    def forward(self, x):
+        if x.numel() == 0 and (x := 2):
+            return x
+        return super().forward(x)
+
+
+class Falls(nn.Conv2d):
+    def forward(self, x):
+        if x.numel() == 0:
+            return super().forward(x)
+
+
+class Mode(nn.Conv2d):
+    def forward(self, x):
+        if self.training or x.numel() == 0:
+            return x
+        return super().forward(x)
+
+
+class Skips(nn.ReLU):
+    def forward(self, x, extra):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("module", "base"),
+    [
+        (Mmcv(1, 1, 1), nn.Conv2d),
+        (MmcvTurned(1, 1, 1), nn.ConvTranspose2d),
+        (Benchmark(1, 1), nn.Linear),
+        (Pool(2), nn.MaxPool2d),
+        (Below(1, 1, 1), nn.Conv2d),
+    ],
+)
+def test_forwards_that_only_guard_empty_inputs_are_their_base_class(module, base):
+    assert layer_class(module, base) is base
+    assert layer_class(module) is base
+
+
+@pytest.mark.parametrize(
+    "module",
+    [kind(1, 1, 1) for kind in (Twice, Small, Wide, Other, Written, Bound, Falls, Mode)]
+    + [Skips()],
+)
+def test_forwards_that_do_more_are_their_own(module):
+    assert layer_class(module) is None
+    assert layer_class(module, nn.Conv2d, nn.ReLU) is None

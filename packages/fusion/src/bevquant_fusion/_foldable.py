@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from bevquant_graph import is_library_class, replace_modules
+from bevquant_graph import is_library_class, only_guards, replace_modules
 from bevquant_sparse import WeightLayout, get_weight, layout_of
 
 from ._ranges import children_problem, is_sparse
@@ -149,7 +149,10 @@ def _extras(module: nn.Module, methods: tuple[str, ...]) -> str | None:
     for method in methods:
         if method in vars(module):
             return f"{name}.{method} was replaced on the instance"
-        owner = next((c for c in type(module).__mro__ if method in vars(c)), None)
+        classes = [c for c in type(module).__mro__ if method in vars(c)]
+        if method == "forward":
+            classes = [c for c in classes if not only_guards(c)]
+        owner = next(iter(classes), None)
         if owner is not None and not is_library_class(owner):
             return f"{owner.__module__}.{owner.__qualname__} has a {method} of its own"
     return None

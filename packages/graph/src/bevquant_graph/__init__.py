@@ -18,6 +18,7 @@ from ._faults import (
     running,
 )
 from ._graph import Graph
+from ._guards import only_guards
 from ._held import replace_modules
 from ._layer_class import is_library_class, layer_class, own_code, zero_padding
 from ._opaque import OPAQUE, Opaque
@@ -67,6 +68,7 @@ __all__ = [
     "module_of",
     "named_results",
     "nodes_behind",
+    "only_guards",
     "op_spec",
     "own_code",
     "part_of",

@@ -8,6 +8,8 @@ from torch import nn
 
 from bevquant_sparse import is_sparse_conv, library_name
 
+from ._guards import only_guards
+
 # Whose classes are known layers: what is written there is what the class is known to compute.
 _LIBRARIES = (
     "torch.nn.modules.",
@@ -42,11 +44,12 @@ def layer_class(module: object, *classes: type[Any]) -> type[Any] | None:
     A module *is* a layer of class C where its class is C, or a subclass that adds nothing to what
     C computes: a subclass with a `forward`, a `_conv_forward` or any other method of C of its own
     (timm's `BatchNormAct2d`: batch norm and activation), a property in the place of a parameter
-    (a parametrized weight), or a method replaced on the instance make it another layer. A subclass
-    that only has an `__init__`, an `extra_repr`, another way to load its state or methods of other
-    names is the layer. Classes of torch, of sparse libraries and of this project are known as they
-    are; a class that says ``float_class = C`` in its own body, as the quantized layers do, says
-    that it computes what C does, apart from quantization. Hooks are not looked at.
+    (a parametrized weight), or a method replaced on the instance make it another layer. A `forward`
+    that only treats empty inputs apart (mmcv's wrappers; followed in its source) is none of its
+    own. A subclass that only has an `__init__`, an `extra_repr`, another way to load its state or
+    methods of other names is the layer. Classes of torch, of sparse libraries and of this project
+    are known as they are; a class that says ``float_class = C`` in its own body, as the quantized
+    layers do, says that it computes what C does, apart from quantization. Hooks are not looked at.
 
     Args:
         module: Any object.
@@ -114,7 +117,8 @@ def own_code(module: object, cls: type[Any] | None = None) -> str | None:
         if is_library_class(base) and issubclass(base, cls):
             settled.update(base.__mro__)  # what it takes from them is part of what it is known for
             continue
-        for method in sorted(set(vars(base)) - _HARMLESS):
+        guards = {"forward"} if only_guards(base) else set()
+        for method in sorted(set(vars(base)) - _HARMLESS - guards):
             if method in known or (method in values and hasattr(vars(base)[method], "__get__")):
                 return f"{base.__module__}.{base.__qualname__} has a {method} of its own"
     return None

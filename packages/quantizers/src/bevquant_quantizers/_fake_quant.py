@@ -237,7 +237,10 @@ def torch_fake_quantize(
     top = (1 << (num_bits - 1 + int(unsigned))) - 1
     low = 0 if unsigned else -top - 1
     if amax.numel() == 1:
-        return torch.fake_quantize_per_tensor_affine(inputs, amax.item() / top, 0, low, top)
+        # Tensors, not numbers: torch.export follows no number out of a tensor.
+        step = (amax.detach().double().reshape(()) / top).float()
+        zero = torch.zeros((), dtype=torch.int32, device=amax.device)
+        return torch.fake_quantize_per_tensor_affine(inputs, step, zero, low, top)
     wide = [i for i, n in enumerate(amax.shape) if n != 1]
     if len(wide) != 1:
         raise TypeError(
