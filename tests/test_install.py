@@ -87,4 +87,5 @@ def test_page_names_the_siblings_that_pip_needs() -> None:
 def test_nobody_is_told_to_ask_an_index_for_our_names() -> None:
     asks = re.compile(rf"pip install (?:[^\n#`]*['\" ])?(?:{'|'.join(OURS)})(?![\w.-])(?! @)")
     tried = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/*/README.md")]
+    tried += ROOT.glob("*/*/src/**/*.py")
     assert [p for p in tried if asks.search(p.read_text(encoding="utf-8"))] == []

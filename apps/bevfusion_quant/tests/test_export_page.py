@@ -134,7 +134,7 @@ def test_the_demo_goes_on_without_the_libraries(
     monkeypatch.setattr("bevfusion_quant.export.missing_libraries", lambda: "onnxscript")
     with caplog.at_level(logging.WARNING):
         assert demo_target("all") is None
-    assert "no ONNX files without onnxscript: pip install 'bevfusion-quant[export]'" in caplog.text
+    assert "no ONNX files without onnxscript: pip install onnxruntime onnxscript" in caplog.text
     monkeypatch.setattr("bevfusion_quant.export.missing_libraries", lambda: "")
     assert demo_target("all") == "tensorrt"
     assert demo_target("head") is None

@@ -16,7 +16,7 @@ from bev_data import InputError
 from bev_data.cameras import CAMERA_NAMES, project
 from bev_data.datasets import open_dataset
 
-WITHOUT_DEVKIT = "nuscenes-devkit is not installed: pip install 'bev-data[nuscenes]'"
+WITHOUT_DEVKIT = "nuscenes-devkit is not installed: pip install nuscenes-devkit"
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_missing_cameras_and_calibration(devkit, root):
 
 def test_the_extra_is_named(root, monkeypatch):
     monkeypatch.setitem(sys.modules, "nuscenes.nuscenes", None)
-    with pytest.raises(InputError, match=r"pip install 'bev-data\[nuscenes\]'"):
+    with pytest.raises(InputError, match=r"pip install nuscenes-devkit"):
         open_dataset("nuscenes", root)
 
 

@@ -12,7 +12,7 @@ from bev_data.boxes import NUSCENES_CLASSES, Detections
 from bev_data.metrics import ERRORS, DetectionRules, evaluate_detections
 from bev_data.points import Labels
 
-WHY = "nuscenes-devkit is not installed: pip install 'bev-data[nuscenes]'"
+WHY = "nuscenes-devkit is not installed: pip install nuscenes-devkit"
 algo = pytest.importorskip("nuscenes.eval.detection.algo", reason=WHY, exc_type=ImportError)
 common = pytest.importorskip("nuscenes.eval.common.data_classes", reason=WHY, exc_type=ImportError)
 boxes = pytest.importorskip("nuscenes.eval.detection.data_classes", reason=WHY)

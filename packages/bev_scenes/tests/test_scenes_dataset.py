@@ -69,5 +69,5 @@ def test_street_silhouettes():
 def test_pictures_without_matplotlib_name_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("sys.argv", ["bev_scenes", str(tmp_path)])
-    with pytest.raises(ImportError, match=r"pip install 'bev-scenes\[poster\]'"):
+    with pytest.raises(ImportError, match=r"pip install matplotlib"):
         runpy.run_module("bev_scenes", run_name="__main__")

@@ -355,7 +355,7 @@ def test_progress_needs_tqdm_only_where_asked(monkeypatch, capsys):
     assert "7/7" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "tqdm", None)
     calibrate(Block(), make_batches())
-    with pytest.raises(ImportError, match=r"tqdm: pip install .*\[progress\]"):
+    with pytest.raises(ImportError, match=r"tqdm: pip install tqdm"):
         calibrate(Block(), make_batches(), progress=True)
 
 

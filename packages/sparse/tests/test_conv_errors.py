@@ -118,7 +118,7 @@ def test_numba_backend_refuses_float64(rulebook):
 
 def test_numba_backend_without_numba(rulebook, monkeypatch):
     monkeypatch.setitem(sys.modules, "bevquant_sparse._conv_numba", None)
-    with pytest.raises(ImportError, match=r"bevquant-sparse\[numba\]"):
+    with pytest.raises(ImportError, match="pip install numba"):
         call(rulebook, backend="numba")
     assert call(rulebook, backend="auto").shape == (3, 4)
 

@@ -82,7 +82,7 @@ def missing_libraries() -> str:
 
 def _check_libraries() -> None:
     if missing := missing_libraries():
-        raise InputError(f"export needs {missing}: pip install 'bevfusion-quant[export]'")
+        raise InputError(f"export needs {missing}: pip install onnxruntime onnxscript")
 
 
 def export_model(

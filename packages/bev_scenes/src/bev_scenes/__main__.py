@@ -53,9 +53,7 @@ def draw_scene(folder: Path, seed: int = 0) -> tuple[Path, Path]:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ImportError(
-            "drawing a scene needs matplotlib: pip install 'bev-scenes[poster]'"
-        ) from error
+        raise ImportError("drawing a scene needs matplotlib: pip install matplotlib") from error
     # Rendered at twice the size that is shown: the mean of four rays smooths every edge.
     frame = street_frame(seed, cameras=RIGS["nuscenes"].resized(1280, 720))
     return _lidar(frame, folder / "scene_lidar.png"), _cameras(frame, folder / "scene_cameras.png")

@@ -1,6 +1,6 @@
 """A comparison as PNG files: a frame and its maps from above, layers one after the other.
 
-Needs matplotlib: ``pip install 'bevfusion[pictures]'``. `bevfusion.quantization.evaluate_quantized`
+Needs matplotlib: ``pip install matplotlib``. `bevfusion.quantization.evaluate_quantized`
 gives what
 is drawn.
 """
@@ -25,7 +25,7 @@ try:
     from matplotlib.colors import Colormap, ListedColormap
     from matplotlib.figure import Figure
 except ImportError as error:
-    raise ImportError("pictures need matplotlib: pip install 'bevfusion[pictures]'") from error
+    raise ImportError("pictures need matplotlib: pip install matplotlib") from error
 
 __all__ = ["bev_picture", "layer_picture"]
 

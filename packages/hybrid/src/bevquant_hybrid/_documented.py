@@ -23,7 +23,7 @@ def tool(path: str) -> ModuleType:
             return module
     raise ImportError(
         f"bevquant_hybrid.{path}: this tool is a package of its own, which is not installed: "
-        "pip install bevquant-hybrid-tools"
+        "install packages/hybrid_tools of the checkout, or the whole distribution bevquant"
     )
 
 

@@ -120,9 +120,7 @@ def _tried(kind: str) -> BackendStatus:
         dot_product = importlib.import_module("bevquant_int8sim._compiled.dot_product")
         self_test = importlib.import_module("bevquant_int8sim._compiled.self_test")
     except ImportError as error:
-        return BackendStatus(
-            kind, False, f"needs numba: pip install 'bevquant-int8sim[numba]' ({error})"
-        )
+        return BackendStatus(kind, False, f"needs numba: pip install numba ({error})")
     instructions = dot_product.instruction_set(kind)
     if instructions is None:
         return BackendStatus(kind, False, f"this CPU has no {kind.upper()} instructions")

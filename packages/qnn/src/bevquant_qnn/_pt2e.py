@@ -46,7 +46,7 @@ def pt2e_quantizer(config: QuantConfig | None = None, *, method: str = "mse") ->
         the account that `quantize_model` gives.
 
     Raises:
-        ImportError: torchao is not installed; install ``bevquant-qnn[pt2e]``.
+        ImportError: torchao is not installed.
         ValueError: From ``prepare_pt2e``, for a program that `bevquant_graph.module_of` refuses.
     """
     quantizer, _, _ = _classes()
@@ -64,7 +64,7 @@ def _classes() -> tuple[Any, Any, Any]:
     except ImportError as error:
         raise ImportError(
             "bevquant_qnn.pt2e_quantizer needs torchao, which is not installed; "
-            'run: pip install "bevquant-qnn[pt2e]"'
+            "run: pip install torchao"
         ) from error
 
     class RangeObserver(UniformQuantizationObserverBase):  # type: ignore[misc]

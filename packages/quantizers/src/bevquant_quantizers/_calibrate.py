@@ -344,10 +344,7 @@ def _progress_bar(
     """
     installed = importable("tqdm")
     if show and not installed:
-        raise ImportError(
-            "progress=True needs tqdm: pip install 'bevquant-quantizers[progress]', or leave "
-            "progress at None"
-        )
+        raise ImportError("progress=True needs tqdm: pip install tqdm, or leave progress at None")
     if show is False or not installed or (show is None and not sys.stderr.isatty()):
         yield lambda: None
         return

@@ -216,7 +216,7 @@ class ScaledQuantDescriptor:
         return out
 
     def to_yaml(self) -> str:
-        """Return `dict()` as YAML, axes as a list; needs ``bevquant-quantizers[yaml]``."""
+        """Return `dict()` as YAML, axes as a list; needs PyYAML."""
         out = self.dict()
         if isinstance(out.get("axis"), tuple):
             out["axis"] = list(out["axis"])
@@ -250,9 +250,7 @@ def _yaml() -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise ImportError(
-            "YAML descriptors need PyYAML: pip install 'bevquant-quantizers[yaml]'"
-        ) from error
+        raise ImportError("YAML descriptors need PyYAML: pip install pyyaml") from error
     return yaml
 
 

@@ -25,9 +25,7 @@ def use_numba(backend: str, worthwhile: bool) -> bool:
     if backend not in ("auto", "numba", "torch"):
         raise ValueError(f"backend must be 'auto', 'numba' or 'torch', got {backend!r}")
     if backend == "numba" and not has_numba():
-        raise ImportError(
-            "backend='numba' needs numba: pip install 'bevquant-quantizers[numba]', or use 'auto'"
-        )
+        raise ImportError("backend='numba' needs numba: pip install numba, or use 'auto'")
     return backend == "numba" or (backend == "auto" and worthwhile and has_numba())
 
 

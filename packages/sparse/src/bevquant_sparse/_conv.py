@@ -247,8 +247,7 @@ def _choose(backend: str, features: Tensor) -> ModuleType:
         if backend == "auto":
             return _conv_torch
         raise ImportError(
-            "backend='numba' needs numba: pip install 'bevquant-sparse[numba]', or use "
-            "backend='torch'"
+            "backend='numba' needs numba: pip install numba, or use backend='torch'"
         ) from error
 
 

@@ -416,8 +416,7 @@ def _choose_builder(
         if backend == "auto":
             return build_torch
         raise ImportError(
-            'backend="numba" needs numba: pip install "bevquant-sparse[numba]", or use '
-            'backend="auto"'
+            'backend="numba" needs numba: pip install numba, or use backend="auto"'
         ) from error
     if indices.device.type != "cpu":
         raise ValueError(

@@ -89,7 +89,7 @@ def demo_target(branch: PartBranch) -> str | None:
 
     missing = missing_libraries()
     if missing:
-        LOG.warning("no ONNX files without %s: pip install 'bevfusion-quant[export]'", missing)
+        LOG.warning("no ONNX files without %s: pip install onnxruntime onnxscript", missing)
     elif branch == "head":
         LOG.warning("no ONNX files: a quantized head has no form in a file")
     return None if missing or branch == "head" else "tensorrt"

@@ -124,7 +124,7 @@ def nuscenes(
 ) -> FrameList:
     """Keyframes of nuScenes with ten sweeps, six cameras and labels in the scanner's frame.
 
-    Needs nuscenes-devkit (`pip install 'bev-data[nuscenes]'`). As in mit-bevfusion: each
+    Needs nuscenes-devkit (`pip install nuscenes-devkit`). As in mit-bevfusion: each
     earlier sweep goes through global coordinates into the keyframe's, without its points within
     1 m of the scanner in x and in y, with its lag as the fifth column; a camera's pose is that of
     its own exposure. Unlike there, a scene's first keyframes have fewer sweeps instead of copies.
@@ -173,7 +173,7 @@ def _tables(path: Path, version: str) -> _Tables:
     except ImportError as error:
         raise InputError(
             f"nuScenes is read with nuscenes-devkit, which cannot be imported ({error}): install "
-            "it with `pip install 'bev-data[nuscenes]'`"
+            "it with `pip install nuscenes-devkit`"
         ) from error
     if not (path / version).is_dir():
         there = sorted(folder.name for folder in path.glob("v*") if folder.is_dir())

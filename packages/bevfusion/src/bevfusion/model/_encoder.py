@@ -20,7 +20,7 @@ def require_spconv() -> ModuleType:
     """`spconv.pytorch`.
 
     Raises:
-        InputError: spconv is not installed; the message names the extra.
+        InputError: spconv is not installed; the message names the package.
     """
     try:
         with warnings.catch_warnings():
@@ -31,8 +31,7 @@ def require_spconv() -> ModuleType:
         raise InputError(
             "the LiDAR branch is built from spconv modules, and spconv cannot be imported "
             f"({error}): "
-            "install it with `pip install 'bevfusion[cpu]'` "
-            "(or [cu120], [cu124], [cu126] for a CUDA build)"
+            "pip install spconv (CPU), or spconv-cu120, spconv-cu124 or spconv-cu126 (CUDA)"
         ) from error
     module: ModuleType = spconv.pytorch
     return module

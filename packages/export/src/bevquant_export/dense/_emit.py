@@ -235,7 +235,7 @@ class Emitter:
             raise ImportError(
                 f"export_qdq_onnx: {step.path or 'the model'}: {step.attributes['what']} is "
                 "written by torch's exporter, which needs a package that is missing "
-                f"({error.__cause__ or error}): pip install 'bevquant-export[float]'"
+                f"({error.__cause__ or error}): pip install onnxscript"
             ) from error
         except ValueError as error:
             self._refuse(step, str(error).removeprefix("export_float_onnx: "))

@@ -102,8 +102,7 @@ def session(proto: Any, runner: str, *, lean: bool = False, at_once: int = 1) ->
         import onnxruntime
     except ImportError as error:
         raise ImportError(
-            "onnxruntime, which runs such files, is not installed: pip install "
-            "'bevquant-export[onnxruntime]'"
+            "onnxruntime, which runs such files, is not installed: pip install onnxruntime"
         ) from error
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
@@ -132,7 +131,7 @@ class _OpenVino:
         except ImportError as error:
             raise ImportError(
                 "openvino, which runs files of profile 'openvino', is not installed: pip install "
-                "'bevquant-export[openvino]'"
+                "openvino"
             ) from error
         self._core = openvino.Core()
         self._proto = proto

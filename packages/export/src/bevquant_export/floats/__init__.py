@@ -219,7 +219,7 @@ def _differences(
     except ImportError as error:
         raise ImportError(
             "a float file is held against torch with onnxruntime: pip install "
-            "'bevquant-export[onnxruntime]', or write it unseen with tolerance=None"
+            "onnxruntime, or write it unseen with tolerance=None"
         ) from error
     taken = {port.name for port in running.get_inputs()}  # one that is not read is no input
     inputs = {n: v.detach().cpu().numpy() for n, v in given.items() if n in taken}

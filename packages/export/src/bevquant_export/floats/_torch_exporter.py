@@ -52,9 +52,7 @@ def exported(
     try:
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise ImportError(
-            "export_float_onnx needs onnxscript: pip install 'bevquant-export[float]'"
-        ) from error
+        raise ImportError("export_float_onnx needs onnxscript: pip install onnxscript") from error
     positional, named = arguments(args)
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
@@ -74,7 +72,7 @@ def exported(
         if isinstance(_origin(error), ImportError):
             raise ImportError(
                 f"export_float_onnx: a package of torch's exporter is missing ({_origin(error)}): "
-                "pip install 'bevquant-export[float]'"
+                "pip install onnxscript"
             ) from error
         raise ValueError(
             f"export_float_onnx: torch's exporter cannot write {type(module).__name__}: "

@@ -241,8 +241,7 @@ class _OnnxruntimeRun:
             return silent_session(content, torch.get_num_threads())
         except ImportError as error:
             raise ImportError(
-                "backend='onnxruntime' needs onnxruntime: pip install "
-                "'bevquant-export[onnxruntime]'"
+                "backend='onnxruntime' needs onnxruntime: pip install onnxruntime"
             ) from error
 
     def run(

@@ -218,9 +218,7 @@ def _onnx() -> Any:
     try:
         import onnx
     except ImportError as error:
-        raise ImportError(
-            "export_to_onnx needs onnx: pip install 'bevquant-hybrid[onnx]'"
-        ) from error
+        raise ImportError("export_to_onnx needs onnx: pip install onnx") from error
     return onnx
 
 
