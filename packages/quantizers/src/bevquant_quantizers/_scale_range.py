@@ -74,7 +74,7 @@ def _one_each(factor: Tensor, shape: list[int], who: str) -> Tensor:
         raise ValueError(
             f"{who}: one range holds values that are multiplied by different factors "
             f"({float(factor.min()):.3g} to {float(factor.max()):.3g}), so that its integers "
-            "would change"
+            "would change; multiply before quantizing, or use one range per channel (axis)"
         )
     return high.expand(shape)
 
