@@ -17,7 +17,9 @@ class QuantConcat(InputDefault, nn.Module):
     """Concatenate tensors after fake-quantizing each with one quantizer.
 
     y = cat(fq(x₀), fq(x₁), …). One range lets an integer kernel copy the integers side by side.
-    Sparse tensors over the same voxels are concatenated by features.
+    Sparse tensors over the same voxels are concatenated by features. Where the channels of the
+    result have ranges of their own (`TensorQuantizer.channel_factors`) y = cat(x₀, x₁, …), and its
+    readers quantize.
 
     Args:
         dim: Axis of the concatenation; 1 is the channel axis of [N, C, …] and of sparse features.
@@ -30,6 +32,9 @@ class QuantConcat(InputDefault, nn.Module):
         >>> concat(torch.tensor([[1.4]]), torch.tensor([[2.6]]))
         tensor([[1., 3.]])
     """
+
+    hands_floats_on = True
+    """For `bevquant_quantizers.calibrate`: its readers alone may quantize."""
 
     def __init__(self, dim: int = 1, *, quant_desc_input: QuantDescriptor | None = None) -> None:
         super().__init__()
@@ -58,5 +63,7 @@ class QuantConcat(InputDefault, nn.Module):
                 "same voxels. Bring all operands to the same coordinates first."
             )
             raise ValueError(msg)
-        joined = torch.cat([self._input_quantizer(tensor) for tensor in tensors], self.dim)
+        if self._input_quantizer.channel_factors is None:
+            tensors = [self._input_quantizer(tensor) for tensor in tensors]
+        joined = torch.cat(tensors, self.dim)
         return joined if sparse is None else with_features(sparse, joined)

@@ -15,7 +15,7 @@ class _QuantConvNd(QuantWeighted):
         # torch's own _conv_forward pads by padding_mode, which upstream leaves out for
         # "reflect" and "replicate".
         convolve: Any = self._conv_forward
-        result: Tensor = convolve(self._quantized_input(input), self.quantized_weight(), self.bias)
+        result: Tensor = convolve(self.quantized_input(input), self.quantized_weight(), self.bias)
         return result
 
 

@@ -30,9 +30,19 @@ class _QuantConvTransposeNd(QuantWeighted):
         """Return the weight, with groups as [groups, in/groups, out/groups, *kernel]."""
         # Output channel j of group g is weight[g·in/groups : (g+1)·in/groups, j]: an axis of the
         # stored tensor holds it only after the groups are split off.
+        weight = super().weight_to_quantize()
         if self.groups == 1 or not self._grouped_ranges():
-            return self.weight
-        return self.weight.reshape(self.groups, -1, *self.weight.shape[1:])
+            return weight
+        return weight.reshape(self.groups, -1, *weight.shape[1:])
+
+    def weight_by_channel(self) -> Tensor:
+        """Return the weight as [groups, out/groups, in/groups, kernel], not divided by f."""
+        return self.weight.reshape(
+            self.groups, -1, self.weight.shape[1], self.weight[0, 0].numel()
+        ).transpose(1, 2)
+
+    def _by_weight(self, factors: Tensor) -> Tensor:
+        return factors.reshape(-1, *[1] * (self.weight.dim() - 1))
 
     def _grouped_ranges(self) -> bool:
         """False for ranges of the stored shape, such as those of an upstream checkpoint."""
@@ -55,7 +65,7 @@ class _QuantConvTransposeNd(QuantWeighted):
             input, output_size, self.stride, self.padding, self.kernel_size, rank, self.dilation
         )
         return _FUNCTIONS[rank](
-            self._quantized_input(input),
+            self.quantized_input(input),
             self.quantized_weight(),
             self.bias,
             self.stride,

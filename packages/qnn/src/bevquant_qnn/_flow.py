@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from bevquant_graph import OPAQUE
 from bevquant_qnn._add import QuantAdd
 from bevquant_qnn._concat import QuantConcat
 from bevquant_qnn._float_parts import PRODUCTS
@@ -16,6 +17,12 @@ from bevquant_qnn._functional_ops import Followed, FunctionalOp
 from bevquant_qnn._kinds import is_batch_norm, is_library_module, is_quantized
 from bevquant_qnn._steps import Steps
 from bevquant_quantizers import TensorQuantizer
+
+# Operators that integers pass as integers; every other one makes floats.
+_KEEP_INTEGERS = frozenset(
+    "identity layout_op concat relu add max_pool avg_pool resize quantize sparse_pool "
+    "to_dense".split()
+)
 
 
 @dataclass(frozen=True)
@@ -26,12 +33,14 @@ class Read:
         quantizer: The reader.
         tensor: The tensor, by its place in the flow.
         value: The node that hands it over, `node` the one that reads it.
+        from_float: Whether float operations or inputs of the model make the tensor.
     """
 
     quantizer: TensorQuantizer
     tensor: object
     value: fx.Node
     node: fx.Node
+    from_float: bool
 
 
 @dataclass
@@ -117,7 +126,7 @@ class _Reader:
                     continue  # a sparse convolution may add another tensor after its own product
                 entering = entering[:1]
             self.entered.add((steps, call))
-            self.flow.reads += [Read(quantizer, self.tensor(steps, v), v, node) for v in entering]
+            self.flow.reads += [self.reading(quantizer, steps, v, node) for v in entering]
             if isinstance(module, QuantConcat):
                 self.joined(steps, node, values)
         self.note(steps, node, values)
@@ -150,9 +159,40 @@ class _Reader:
         quantizer = child if isinstance(child, TensorQuantizer) else _input_quantizer(child)
         assert quantizer is not None
         chosen: list[Any] = operands if target.operand is None else [op.operands[target.operand]]
-        self.flow.reads += [Read(quantizer, self.tensor(op.steps, v), v, op.node) for v in chosen]
+        self.flow.reads += [self.reading(quantizer, op.steps, v, op.node) for v in chosen]
         if isinstance(child, QuantConcat):
             self.joined(op.steps, op.node, chosen)
+
+    def reading(
+        self, quantizer: TensorQuantizer, steps: Steps, value: fx.Node, node: fx.Node
+    ) -> Read:
+        tensor, floats = self.tensor(steps, value), self.from_float(steps, value)
+        return Read(quantizer, tensor, value, node, floats)
+
+    def from_float(self, steps: Steps, value: fx.Node) -> bool:
+        """Whether no integers can reach a tensor: neither a quantized layer's nor a part's."""
+        if steps.path(steps.root):
+            return False  # who makes the inputs of a part is not known
+        pending, seen = [value], set[fx.Node]()
+        while pending:
+            node = pending.pop()
+            if node in seen or node in steps.inputs:
+                continue
+            seen.add(node)
+            if node.target is OPAQUE or self.makes_integers(steps, node):
+                return False
+            if steps.spec(node).kind in _KEEP_INTEGERS:
+                pending += steps.read(node)
+        return True
+
+    def makes_integers(self, steps: Steps, node: fx.Node) -> bool:
+        module: Any = steps.module(node)
+        if node.op == "call_module":
+            module = steps.root.get_submodule(str(node.target))
+        if (steps, node) in self.placed:
+            module = self.placed[steps, node][1]
+        # A concatenation hands floats on where channels have ranges of their own.
+        return module is not None and is_quantized(module) and not isinstance(module, QuantConcat)
 
     def joined(self, steps: Steps, node: fx.Node, operands: Iterable[fx.Node]) -> None:
         whole = self.tensor(steps, node)

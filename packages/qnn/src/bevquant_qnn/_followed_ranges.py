@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevquant_qnn._linear_form import as_matrix, matrix_of, put_matrix
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 from bevquant_qnn._weighted import QuantWeighted
 from bevquant_quantizers import TensorQuantizer, named_quantizers
@@ -16,7 +17,7 @@ from bevquant_quantizers import TensorQuantizer, named_quantizers
 def weighted_layers(model: nn.Module) -> list[Any]:
     """The modules that quantize a weight, those whose quantizer is disabled apart.
 
-    Each has `weight_quantizer` and `weight_to_quantize`, a view of the weight in the shape that the
+    Each has `weight_quantizer` and `weight_to_quantize`, the weight in the shape that the
     quantizer's range fits.
 
     Example:
@@ -67,8 +68,9 @@ def keep_within_ranges(model: nn.Module) -> None:
     for layer in weighted_layers(model):
         amax: Tensor | None = layer.weight_quantizer.amax
         if amax is not None:
-            weight: Tensor = layer.weight_to_quantize()  # a view of the parameter
-            weight.copy_(torch.maximum(torch.minimum(weight, amax), -amax))
+            matrix = matrix_of(layer)
+            limit = as_matrix(layer, amax.to(matrix).expand_as(layer.weight_to_quantize()))
+            put_matrix(layer, torch.maximum(torch.minimum(matrix, limit), -limit))
 
 
 _DECAY = 0.99

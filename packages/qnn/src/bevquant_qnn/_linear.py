@@ -29,4 +29,4 @@ class QuantLinear(QuantWeighted, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply the fake-quantized input by the fake-quantized weight; the bias is float."""
-        return F.linear(self._quantized_input(input), self.quantized_weight(), self.bias)
+        return F.linear(self.quantized_input(input), self.quantized_weight(), self.bias)

@@ -17,12 +17,14 @@ from bevquant_sparse import WeightLayout, conv_forward, permute_weight, set_weig
 
 def matrix_of(module: Any) -> Tensor:
     """Return the weight as [groups, out/groups, in/groups · kernel], the input channel slowest."""
-    return _as_matrix(module, module.weight_to_quantize().detach())
+    return as_matrix(module, module.weight_to_quantize().detach())
 
 
 def put_matrix(module: Any, matrix: Tensor) -> None:
     """Write a weight of the form of `matrix_of` into the layer's parameter, in place."""
     weight, own = _from_matrix(module, matrix).to(module.weight), module.weight
+    factors = module._weight_factors()
+    weight = weight if factors is None else weight * factors
     if isinstance(module, QuantSparseConvolution):
         set_weight(module, weight, module.weight_layout)
         weight, module.weight = module.weight, own
@@ -39,7 +41,7 @@ def grid_step(module: Any) -> Tensor:
     quantizer, weight = module.weight_quantizer, module.weight_to_quantize().detach()
     amax = range_in_use(quantizer, {quantizer: weight})
     assert amax is not None
-    largest = _as_matrix(module, amax.to(weight).expand_as(weight)).double()
+    largest = as_matrix(module, amax.to(weight).expand_as(weight)).double()
     step: Tensor = largest / (2 ** (quantizer.num_bits - 1) - 1)
     if bool((step != step[..., :1]).any()):
         raise ValueError(
@@ -62,7 +64,7 @@ def sampled_patches(module: Any, x: Any, count: int, generator: Generator) -> Te
     """
     if isinstance(module, QuantSparseConvolution):
         return _sparse_patches(module, x, count, generator)
-    x = module.input_quantizer(x)
+    x = module.quantized_input(x)
     if isinstance(module, nn.Linear):
         rows: Tensor = x.reshape(-1, x.shape[-1])
         return rows[_drawn(len(rows), count, generator).to(x.device)][None]
@@ -71,7 +73,8 @@ def sampled_patches(module: Any, x: Any, count: int, generator: Generator) -> Te
     return _dense_patches(module, x, count, generator)
 
 
-def _as_matrix(module: Any, weight: Tensor) -> Tensor:
+def as_matrix(module: Any, weight: Tensor) -> Tensor:
+    """Return a tensor of the shape that the weight is quantized in, in the form of `matrix_of`."""
     if isinstance(module, QuantSparseConvolution):
         full = permute_weight(
             weight, module.weight_layout, WeightLayout.KCRS, kernel_size=_kernel_size(module)
@@ -162,7 +165,7 @@ def _sparse_patches(module: Any, x: Any, count: int, generator: Generator) -> Te
     """
     size = _kernel_size(module)
     taps = math.prod(size)
-    features: Tensor = module.input_quantizer(x.features)
+    features: Tensor = module.quantized_input(x.features)
     # float64 holds every number; one channel in, one out for each tap.
     numbers = torch.arange(1, len(features) + 1, dtype=torch.float64, device=features.device)
     plain = copy.copy(module)

@@ -12,7 +12,7 @@ from bevquant_qnn._concat import QuantConcat
 from bevquant_qnn._flow import Flow
 from bevquant_qnn._holders import Holder, activation_quantizers
 from bevquant_qnn._result import SharedQuantizer, SkippedModule
-from bevquant_quantizers import merge
+from bevquant_quantizers import TensorQuantizer, merge
 
 
 class Groups:
@@ -53,6 +53,11 @@ def share_quantizers(
     settings (bits, axis, sign, learned range, switched off) are left apart and reported.
     """
     groups = ranges_of(flow)
+    floats: dict[TensorQuantizer, bool] = defaultdict(lambda: True)
+    for read in flow.reads:
+        floats[read.quantizer] &= read.from_float
+    for quantizer, from_float in floats.items():
+        quantizer.reads_float |= from_float  # an earlier call saw it without its factors' product
     tensors: dict[object, dict[object, None]] = defaultdict(dict)
     for read in flow.reads:
         tensors[groups.find(read.quantizer)][read.tensor] = None
@@ -92,6 +97,7 @@ def _merge(part: list[Holder]) -> list[SkippedModule]:
     notes: list[SkippedModule] = []
     quantizers = list(dict.fromkeys(holder.quantizer for holder in part))
     kept = quantizers[0]
+    kept.reads_float = all(q.reads_float for q in quantizers)
     ranges = [q.amax.detach() for q in quantizers if q.amax is not None]
     if len(quantizers) > 1 and ranges:
         # A range that covers every reader's own.

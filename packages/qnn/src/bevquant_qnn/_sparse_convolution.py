@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from bevquant_qnn._bias_ranges import FitsBias
 from bevquant_qnn._descriptors import WeightDefault
+from bevquant_qnn._input_channels import InputChannels
 from bevquant_qnn._takeover import attach_quantizer, take_over
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 from bevquant_sparse import WeightLayout, conv_forward, get_weight, is_sparse_conv, layout_of
@@ -25,7 +26,7 @@ def sparse_weight_axis(module: nn.Module) -> int:
     return layout_of(module).out_axis % weight.dim()
 
 
-class QuantSparseConvolution(WeightDefault, FitsBias, nn.Module):
+class QuantSparseConvolution(WeightDefault, FitsBias, InputChannels, nn.Module):
     """A sparse convolution of fake-quantized features and a fake-quantized weight.
 
     y = act(conv(fq(x.features), fq(w)) + b) on the rulebook of the module it takes over, whatever
@@ -105,13 +106,35 @@ class QuantSparseConvolution(WeightDefault, FitsBias, nn.Module):
         return cls(module, quant_desc_input=quant_desc_input, quant_desc_weight=quant_desc_weight)
 
     def weight_to_quantize(self) -> Tensor:
-        """Return the weight in `weight_layout`, as the convolution reads it."""
-        return get_weight(self, self.weight_layout)
+        """Return the weight in `weight_layout`, as the convolution reads it.
+
+        Divided by the factors of the input's channels, where these have ranges of their own.
+        """
+        weight, factors = get_weight(self, self.weight_layout), self._weight_factors()
+        return weight if factors is None else weight / factors
 
     def quantized_weight(self) -> Tensor:
         """Return the fake-quantized weight in `weight_layout`: what the forward multiplies by."""
         result: Tensor = self._weight_quantizer(self.weight_to_quantize())
         return result
+
+    def quantized_input(self, value: Tensor) -> Tensor:
+        """Return the fake-quantized features, times the factors of their channels."""
+        result: Tensor = self._input_quantizer(self._times_factors(value, 0))
+        return result
+
+    def channels_of(self, input: Any) -> Tensor:
+        """Return the features as [voxels, channels, 1]."""
+        features: Tensor = input.features
+        return features[..., None]
+
+    def weight_by_channel(self) -> Tensor:
+        """Return the weight as [1, out, in, kernel], not divided by f."""
+        return get_weight(self, WeightLayout.KCRS).flatten(2)[None]
+
+    def _by_weight(self, factors: Tensor) -> Tensor:
+        after = {WeightLayout.KRSC: 0, WeightLayout.KCRS: self.weight.dim() - 2}
+        return factors.reshape(-1, *[1] * after.get(self.weight_layout, 1))
 
     def forward(self, input: Any, add_input: Any = None) -> Any:
         """Convolve a sparse tensor; `input` is left as it is.
@@ -126,7 +149,7 @@ class QuantSparseConvolution(WeightDefault, FitsBias, nn.Module):
         return conv_forward(
             self,
             input,
-            features=self._input_quantizer(input.features),
+            features=self.quantized_input(input.features),
             weight=self.quantized_weight(),
             layout=self.weight_layout,
             bias=self.bias,

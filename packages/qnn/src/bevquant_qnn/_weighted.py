@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from bevquant_graph import layer_class
 from bevquant_qnn._bias_ranges import FitsBias
 from bevquant_qnn._descriptors import Axis, WeightDefault
+from bevquant_qnn._input_channels import InputChannels
 from bevquant_qnn._takeover import attach_quantizer, no_source, take_over
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 
 
-class QuantWeighted(WeightDefault, FitsBias, nn.Module):
+class QuantWeighted(WeightDefault, FitsBias, InputChannels, nn.Module):
     """Mixin: `_input_quantizer`, `_weight_quantizer` and `from_float`.
 
     A class that uses it is also a subclass of its float torch class, named by `float_class`.
@@ -78,14 +79,41 @@ class QuantWeighted(WeightDefault, FitsBias, nn.Module):
         attach_quantizer(self, "_weight_quantizer", TensorQuantizer(weight))
 
     def weight_to_quantize(self) -> Tensor:
-        """Return the weight in the shape in which its quantizer's axes number output channels."""
-        return self.weight
+        """Return the weight in the shape in which its quantizer's axes number output channels.
+
+        Divided by the factors of the input's channels, where these have ranges of their own.
+        """
+        factors = self._weight_factors()
+        return self.weight if factors is None else self.weight / factors
 
     def quantized_weight(self) -> Tensor:
         """Return the fake-quantized weight: what the forward multiplies by."""
         result: Tensor = self._weight_quantizer(self.weight_to_quantize())
         return result.reshape(self.weight.shape)
 
-    def _quantized_input(self, value: Tensor) -> Tensor:
-        result: Tensor = self._input_quantizer(value)
+    def channels_of(self, input: Tensor) -> Tensor:
+        """Return an input as [rows, channels, places]."""
+        after = self._axes_after()
+        if not after:
+            return input.reshape(-1, input.shape[-1], 1)
+        return (input if input.dim() == after + 2 else input[None]).flatten(2)
+
+    def weight_by_channel(self) -> Tensor:
+        """Return the weight as [groups, out/groups, in/groups, kernel], not divided by f."""
+        groups = getattr(self, "groups", 1)
+        outputs, inputs = self.weight.shape[:2]
+        return self.weight.reshape(groups, outputs // groups, inputs, -1)
+
+    def quantized_input(self, value: Tensor) -> Tensor:
+        """Return the fake-quantized input, times the factors of its channels."""
+        result: Tensor = self._input_quantizer(self._times_factors(value, self._axes_after()))
         return result
+
+    def _axes_after(self) -> int:
+        """Axes of an input behind its channels."""
+        return self.weight.dim() - 2
+
+    def _by_weight(self, factors: Tensor) -> Tensor:
+        groups, shape = getattr(self, "groups", 1), self.weight.shape
+        each = factors.reshape(groups, 1, shape[1]).expand(-1, shape[0] // groups, -1)
+        return each.reshape(shape[0], shape[1], *[1] * self._axes_after())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ._abs_histogram import AbsHistogram
 from ._calibrator_state import Checkpoint
+from ._channels import InputChannels
 from ._distributed import (
     NO_BATCH,
     PeerError,
@@ -64,6 +65,12 @@ def calibrate(
     module that has a method ``settle_ranges()`` may widen its own: bevquant_qnn's layers do where
     a bias would leave int32.
 
+    The channels of what a layer of `bevquant_qnn` reads may be of several units, as metres and
+    intensities of points. Where their ranges differ by more than 16 times, float operations or the
+    model's inputs make the tensor, and only layers with a weight read it, each channel gets a range
+    of its own, folded into the weights (`TensorQuantizer.channel_factors`), if that halves the
+    layer's noise at least. Channels that one range erases otherwise are findings of the report.
+
     Under torch.distributed each process is given the same batches and runs those whose index is
     its rank modulo the number of processes; bins are agreed on and integer counts added, and each
     process searches the ranges of its share of the histograms, so that ranges and report are those
@@ -113,17 +120,24 @@ def calibrate(
             f"{save_every}, {stride}, {start_bin} and {percentile}"
         )
     entries, calibrators = _collectors(model)
+    channels = InputChannels(model, entries)
+    own = len(entries)
+    entries, calibrators = [*entries, *channels.entries], [*calibrators, *channels.calibrators]
     peers = default_peers(distributed)
     run = _Collection(model, entries, calibrators, forward or _call, peers)
     try:
         if resume is not None:
             rank, world = (peers.rank, peers.world) if peers else (0, 1)
             run.checkpoint = Checkpoint(resume, model, entries, calibrators, rank, world)
-        count = run.collect(batches, save_every, progress)
+        with channels.watching():
+            count = run.collect(batches, save_every, progress)
         if peers is not None:
             merge_all(calibrators, peers, count)
         options = {"stride": stride, "start_bin": start_bin, "percentile": percentile}
         found = search_all(calibrators, peers, method, options)
+        found, seen = found[:own], found[own:]
+        entries, calibrators = entries[:own], calibrators[:own]
+        channels.settle(found, seen, calibrators, {"method": method, **options})
     except PeerError:
         raise
     except Exception as error:
@@ -142,10 +156,14 @@ def calibrate(
         settle = getattr(module, "settle_ranges", None)
         if callable(settle):
             settle()
-    reports = [
-        describe(entry.names, calibrator, amax, given, entry.quantizer.amax, method)
-        for entry, calibrator, amax, given in zip(entries, calibrators, found, loaded, strict=True)
-    ]
+    reports = []
+    for entry, calibrator, amax, given in zip(entries, calibrators, found, loaded, strict=True):
+        now, findings = entry.quantizer.amax, channels.findings(entry.quantizer)
+        by_channel = channels.shown(entry.quantizer)
+        if by_channel is not None:
+            calibrator, now = by_channel
+            amax = given = now
+        reports.append(describe(entry.names, calibrator, amax, given, now, method, findings))
     warnings = () if count else ("there were no batches: no range was calibrated",)
     return CalibrationReport(tuple(reports), count, warnings)
 

@@ -17,7 +17,7 @@ from .calib._histogram_calibrator import HistogramCalibrator
 
 Kind = Literal[
     "no values", "all zero", "constant", "few values", "few distinct", "outliers", "float16",
-    "method",
+    "method", "channels",
 ]  # fmt: skip
 
 # With fewer different magnitudes than this the bins say nothing of how values are spread.
@@ -41,6 +41,8 @@ class CalibrationFinding:
             ``"few distinct"``: many, of a handful of magnitudes. ``"outliers"``: a handful of
             values made the range, the others share two integers. ``"float16"``: the range is beyond
             the largest float16. ``"method"``: another method keeps much more of this tensor.
+            ``"channels"``: its channels' ranges differ so much that one range erases some, or they
+            have ranges of their own because of that.
         evidence: What was seen.
         remedy: What to do.
         poor: Whether the calibration cannot be right.

@@ -130,6 +130,7 @@ def describe(
     loaded: Tensor | None,
     amax: Tensor | None,
     method: str,
+    channels: tuple[CalibrationFinding, ...] = (),
 ) -> QuantizerReport:
     """Describe one quantizer.
 
@@ -140,8 +141,9 @@ def describe(
         loaded: What the quantizer was given of it, None where it was given nothing.
         amax: The range the quantizer now has.
         method: The method asked for.
+        channels: What there is to say of the channels.
     """
-    findings = find(names[0], calibrator, found, method)
+    findings = (*find(names[0], calibrator, found, method), *channels)
     numbers: tuple[float, ...] | None = None
     if amax is not None:
         numbers = tuple(amax.detach().float().reshape(-1).tolist())

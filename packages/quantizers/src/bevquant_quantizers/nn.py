@@ -33,8 +33,9 @@ class TensorQuantizer(nn.Module):
     calibrated) every tensor is quantized to its own largest value: the range is dynamic.
 
     The state dict holds `_amax` where there is a range, and ``clip.clip_value_min`` and
-    ``clip.clip_value_max`` where it is learned. `load_state_dict` creates `_amax` where the
-    quantizer had none.
+    ``clip.clip_value_max`` where it is learned, and `_channel_factors` where the channels of a
+    layer's input have ranges of their own. `load_state_dict` creates the first and the last where
+    the quantizer had none.
 
     Args:
         quant_desc: What to do.
@@ -62,6 +63,12 @@ class TensorQuantizer(nn.Module):
     Set on the class it holds for every quantizer, as upstream; set on one quantizer, for that one.
     These ops use the full range, −128…127, and multiply by a reciprocal: results may differ from
     the default in the last bit, and by one step at ties.
+    """
+
+    reads_float = False
+    """Whether float operations or the model's inputs make every tensor that it quantizes.
+
+    `bevquant_qnn.quantize_model` sets it. `calibrate` gives ranges by channel to these alone.
     """
 
     _amax: Tensor
@@ -191,6 +198,22 @@ class TensorQuantizer(nn.Module):
             )
         else:
             old.data.copy_(new)
+
+    @property
+    def channel_factors(self) -> Tensor | None:
+        """Powers of two [channels] by which the layer multiplies its input; None for no such.
+
+        The layer, not the quantizer, multiplies: x·f is quantized with the one range `amax`, so
+        channel c has the range amax / f_c, and the layer's weight is divided by f. Set by
+        `calibrate`.
+        """
+        return self._buffers.get("_channel_factors")
+
+    @channel_factors.setter
+    def channel_factors(self, value: Tensor | None) -> None:
+        self._buffers.pop("_channel_factors", None)
+        if value is not None:
+            self.register_buffer("_channel_factors", value.detach().float().clone())
 
     @property
     def step_size(self) -> Tensor | None:
@@ -405,6 +428,7 @@ class TensorQuantizer(nn.Module):
             "per-tensor" if self._axis is None else f"axis={self._axis}",
             f"amax={self._short_amax()}",
             f"*{self._scale_amax}" if self._scale_amax else "",
+            "" if self.channel_factors is None else f"factors=({self.channel_factors.numel()})",
             "learned" if self._learn_amax else "",
             "" if self._calibrator is None else f"calibrator={type(self._calibrator).__name__}",
             "" if self._scale is None else f"scale={self._scale}",
@@ -423,4 +447,7 @@ class TensorQuantizer(nn.Module):
             self.register_buffer("_amax", torch.empty_like(saved, device=where))
         elif saved is None and self.amax is not None:
             _log.error("%s: No amax in state_dict.", prefix[:-1])
+        factors = state_dict.get(prefix + "_channel_factors")
+        if factors is not None and self.channel_factors is None:
+            self.channel_factors = torch.ones_like(factors, device=self._amax.device)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

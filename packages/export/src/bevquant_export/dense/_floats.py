@@ -234,7 +234,7 @@ def _plain_module(module: Any) -> Any:
     plain.__class__ = cls
     plain._modules, plain._parameters = {}, dict(module._parameters)
     if hasattr(module, "_weight_quantizer"):
-        plain.weight = nn.Parameter(module._weight_quantizer(module.weight).detach())
+        plain.weight = nn.Parameter(module.quantized_weight().detach())
         bias = module.bias  # of a projection of an attention: rows of what is not its own
         plain.bias = None if bias is None else nn.Parameter(bias.detach())
     return plain

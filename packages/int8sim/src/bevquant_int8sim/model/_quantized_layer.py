@@ -151,10 +151,10 @@ def dense_layer(module: Any, integers: Integers, path: str) -> Layer | str:
     op = _OPS[cls]
     if getattr(module, "padding_mode", "zeros") != "zeros":
         return f"padding_mode={module.padding_mode!r} has no integer kernel"
+    weight = module.weight_to_quantize().detach().reshape(module.weight.shape)
     made = _integers(
-        module, _by_channel(module, module.weight.detach(), op), _range_shapes(module, op),
-        integers, path,
-    )  # fmt: skip
+        module, _by_channel(module, weight, op), _range_shapes(module, op), integers, path
+    )
     if isinstance(made, str):
         return made
     q, bias, accumulator = made

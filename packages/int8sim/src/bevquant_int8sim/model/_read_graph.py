@@ -253,12 +253,16 @@ class _Reader(GraphValues):
                 natural=_settled(self.natural[x.name]),
             )  # fmt: skip
         floats = not isinstance(value, Tensor) or value.is_floating_point()
-        what = _class_of(self.graph.module(node), spec) or spec.name
+        module = self.graph.module(node)
+        what = _class_of(module, spec) or spec.name
         if spec.name in ("to", "_to_copy", "type_as", "float") and isinstance(value, Tensor):
             before = node.all_input_nodes[0].meta["val"]
             if before.dtype == value.dtype:
                 return args[0]
             reason = " "
+        quantizer = module._modules.get("_input_quantizer")
+        if what == "mul" and getattr(quantizer, "channel_factors", None) is not None:
+            reason = "its input's channels have ranges of their own: x·f, then one range for all"
         if floats and not reason:
             reason = f"{what} has no integer form"
         return self._float(node, args, kwargs, reason.strip(), function=target, what=spec.name)
