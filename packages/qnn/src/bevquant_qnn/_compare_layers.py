@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_qnn._attention import QuantMultiheadAttention
+from bevquant_qnn._input_channels import InputChannels
 from bevquant_qnn._layer_inputs import call
 from bevquant_qnn._lockstep import Leader, lead
 from bevquant_qnn._pair_sums import PairSums, count_beyond
@@ -155,6 +156,8 @@ class _Probe:
             return
         for value in args:
             x = self.output(value)
+            if isinstance(self.reader, InputChannels):
+                x = self.reader.times_factors(x)
             self.batch.inputs += x.numel()
             self.batch.beyond += count_beyond(x, amax)
 

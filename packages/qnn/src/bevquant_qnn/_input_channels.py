@@ -36,12 +36,21 @@ class InputChannels:
         """Return f [in] in a shape that broadcasts to the stored weight."""
         raise NotImplementedError
 
-    def _times_factors(self, value: Tensor, axes_after: int) -> Tensor:
-        """Return x·f, `axes_after` axes behind the channels; x where there are no factors."""
+    def times_factors(self, value: Tensor) -> Tensor:
+        """Return x·f, where the input's channels have factors; x itself where they have none."""
         factors = self._input_quantizer.channel_factors
         if factors is None:
             return value
-        return value * factors.to(value).reshape(-1, *[1] * axes_after)
+        return value * factors.to(value).reshape(-1, *[1] * self._axes_after())
+
+    def quantized_input(self, value: Tensor) -> Tensor:
+        """Return fq(x·f), for a sparse convolution of the features x."""
+        result: Tensor = self._input_quantizer(self.times_factors(value))
+        return result
+
+    def _axes_after(self) -> int:
+        """Axes of an input behind its channels."""
+        return 0
 
     def _weight_factors(self) -> Tensor | None:
         """Return f as it broadcasts to the stored weight; None where there are no factors."""

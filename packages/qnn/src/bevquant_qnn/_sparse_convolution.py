@@ -118,11 +118,6 @@ class QuantSparseConvolution(WeightDefault, FitsBias, InputChannels, nn.Module):
         result: Tensor = self._weight_quantizer(self.weight_to_quantize())
         return result
 
-    def quantized_input(self, value: Tensor) -> Tensor:
-        """Return the fake-quantized features, times the factors of their channels."""
-        result: Tensor = self._input_quantizer(self._times_factors(value, 0))
-        return result
-
     def channels_of(self, input: Any) -> Tensor:
         """Return the features as [voxels, channels, 1]."""
         features: Tensor = input.features

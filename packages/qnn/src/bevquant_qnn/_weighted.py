@@ -104,13 +104,7 @@ class QuantWeighted(WeightDefault, FitsBias, InputChannels, nn.Module):
         outputs, inputs = self.weight.shape[:2]
         return self.weight.reshape(groups, outputs // groups, inputs, -1)
 
-    def quantized_input(self, value: Tensor) -> Tensor:
-        """Return the fake-quantized input, times the factors of its channels."""
-        result: Tensor = self._input_quantizer(self._times_factors(value, self._axes_after()))
-        return result
-
     def _axes_after(self) -> int:
-        """Axes of an input behind its channels."""
         return self.weight.dim() - 2
 
     def _by_weight(self, factors: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from .documents import DocumentError, read_json, write_whole
 from .nn import TensorQuantizer
 
 _SCHEMA = "bevquant-ranges/1"
+# A reader that does not know of factors must not take ranges which count on them.
+_WITH_FACTORS = "bevquant-ranges/2"
 _SETTINGS = ("num_bits", "unsigned", "narrow_range", "axis")
 
 
@@ -23,8 +25,8 @@ def save_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write the range of every quantizer to a JSON file.
 
     Numbers are written so that float32 comes back bit for bit. A quantizer that learns its range
-    is written with what it has learned; one without a range is listed as dynamic. The file appears
-    whole or not at all.
+    is written with what it has learned; one without a range is listed as dynamic; factors of
+    channels are written with the range that they belong to. The file appears whole or not at all.
 
     Args:
         model: Any module.
@@ -64,11 +66,14 @@ def save_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:
             "names": list(entry.names),
             **{key: _plain(getattr(entry.quantizer, key)) for key in _SETTINGS},
             "amax": None if amax is None else amax.detach().float().cpu().tolist(),
+            **({} if factors is None else {"factors": factors.cpu().tolist()}),
         }
         for entry, amax in zip(entries, amaxs, strict=True)
+        for factors in (entry.quantizer.channel_factors,)
     ]
+    schema = _WITH_FACTORS if any("factors" in quantizer for quantizer in quantizers) else _SCHEMA
     lines = ",\n".join("  " + json.dumps(q, allow_nan=False) for q in quantizers)
-    text = f'{{"schema": "{_SCHEMA}", "quantizers": [\n{lines}\n]}}\n'
+    text = f'{{"schema": "{schema}", "quantizers": [\n{lines}\n]}}\n'
     write_whole(path, text.encode())
 
 
@@ -87,7 +92,7 @@ def load_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:
     entries = _read(path)
     quantizers = named_quantizers(model)
     problems: list[str] = []
-    loads: list[tuple[TensorQuantizer, Tensor | None]] = []
+    loads: list[tuple[TensorQuantizer, Tensor | None, list[float] | None]] = []
     for name in sorted(set(entries).difference(n for q in quantizers for n in q.names)):
         problems.append(f"unexpected: {name} is in the file, not in the model")
     for quantizer in quantizers:
@@ -99,14 +104,16 @@ def load_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:
         found = _misfits(quantizer, entry, amax, {n: id(entries[n][0]) for n in quantizer.names})
         problems += found
         if not found:
-            loads.append((quantizer.quantizer, amax))
+            loads.append((quantizer.quantizer, amax, entry.factors))
     if problems:
         raise ValueError(
             f"{os.fspath(path)} does not fit the model; nothing was loaded:\n  "
             + "\n  ".join(problems)
         )
-    for target, amax in loads:
+    for target, amax, factors in loads:
         set_range(target, amax)
+        like = next(iter(target.buffers()), torch.zeros(()))
+        target.channel_factors = None if factors is None else torch.tensor(factors).to(like.device)
 
 
 def current_range(quantizer: TensorQuantizer) -> Tensor | None:
@@ -149,6 +156,9 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True):
     narrow_range: bool
     axis: int | list[int] | None
     amax: Any  # nested lists of numbers, which torch takes
+    factors: (
+        Annotated[list[Annotated[float, msgspec.Meta(gt=0)]], msgspec.Meta(min_length=1)] | None
+    ) = None
 
 
 class _Document(msgspec.Struct, frozen=True):
@@ -162,7 +172,7 @@ def _read(path: str | os.PathLike[str]) -> dict[str, tuple[_Entry, Tensor | None
         path,
         _Document,
         what="ranges file",
-        head={"schema": _SCHEMA},
+        head={"schema": (_SCHEMA, _WITH_FACTORS)},
         remedy="save the ranges again with save_ranges",
     )
     problems: list[str] = []

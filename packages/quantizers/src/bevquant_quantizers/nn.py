@@ -449,5 +449,6 @@ class TensorQuantizer(nn.Module):
             _log.error("%s: No amax in state_dict.", prefix[:-1])
         factors = state_dict.get(prefix + "_channel_factors")
         if factors is not None and self.channel_factors is None:
-            self.channel_factors = torch.ones_like(factors, device=self._amax.device)
+            where = factors.device if self.amax is None else self.amax.device
+            self.channel_factors = torch.ones_like(factors, device=where)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -326,10 +326,10 @@ def refine_within(
 def _collect(model: BEVFusion, batches: FrameBatches) -> None:
     """Let the calibrators see the frames; ranges stay what they are."""
     quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
-    ranges = {q: q.amax.clone() for q in quantizers if q.amax is not None}
+    ranges = {q: (q.amax.clone(), q.channel_factors) for q in quantizers if q.amax is not None}
     calibrate(model, batches, forward=lambda net, batch: net(*batch), method="max")
-    for quantizer, amax in ranges.items():
-        quantizer.amax = amax
+    for quantizer, (amax, factors) in ranges.items():
+        quantizer.amax, quantizer.channel_factors = amax, factors
 
 
 def _is_quantized(part: nn.Module) -> bool:
