@@ -142,7 +142,7 @@ def test_other_sharing_is_refused(tmp_path):
         (b"", "not a ranges file"),
         (b"\xff\xfe", "not a ranges file"),
         (b"[]", "expected `object`"),
-        (b'{"schema": "bevquant-ranges/2", "quantizers": []}', "bevquant-ranges/2"),
+        (b'{"schema": "bevquant-ranges/3", "quantizers": []}', "bevquant-ranges/3"),
         (b'{"schema": "bevquant-ranges/1"}', "damaged"),
         (b'{"schema": "bevquant-ranges/1", "quantizers": [3]}', "damaged"),
         (
@@ -212,3 +212,25 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         save_ranges(build(), path)
     assert path.read_bytes() == old
     assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_factors_of_channels_go_with_their_range(tmp_path):
+    model, other = (nn.Sequential(TensorQuantizer(QuantDescriptor(amax=4.0))) for _ in range(2))
+    model[0].channel_factors = torch.tensor([1.0, 512.0])
+    save_ranges(model, tmp_path / "ranges.json")
+    assert '"bevquant-ranges/2"' in (tmp_path / "ranges.json").read_text()
+    load_ranges(other, tmp_path / "ranges.json")
+    assert other[0].channel_factors.tolist() == [1.0, 512.0]
+    again = nn.Sequential(TensorQuantizer())
+    again.load_state_dict(model.state_dict())
+    assert again[0].channel_factors.tolist() == [1.0, 512.0]
+    # Without them a file is one that earlier readers take, and takes those of the model away.
+    other[0].channel_factors = None
+    save_ranges(other, tmp_path / "plain.json")
+    assert '"bevquant-ranges/1"' in (tmp_path / "plain.json").read_text()
+    load_ranges(model, tmp_path / "plain.json")
+    assert model[0].channel_factors is None
+    wrong = (tmp_path / "ranges.json").read_text().replace("512.0", "-1.0")
+    (tmp_path / "ranges.json").write_text(wrong)
+    with pytest.raises(ValueError, match="factors"):
+        load_ranges(model, tmp_path / "ranges.json")

@@ -385,3 +385,19 @@ def test_real_frame_is_within_1e_4_of_float64(real_voxels, channels):
     out = sparse_conv(features, weight, None, rulebook, layout=WeightLayout.VCK, backend="numba")
     exact = sparse_conv(features.double(), weight.double(), None, rulebook, layout=WeightLayout.VCK)
     assert (out.double() - exact).abs().max() < 1e-4 * exact.abs().max()
+
+
+@pytest.mark.parametrize("channels", [5, 64])
+def test_backends_lie_within_the_bound_of_their_sums(backend, channels):
+    """|y - exact| is at most n 2^-24 times the sum of |x w|, so two backends differ by twice it."""
+    torch.manual_seed(0)
+    coords = (torch.rand(1, 12, 12, 8) < 0.3).nonzero().int()
+    rulebook = build_rulebook(coords, (12, 12, 8), 3, 1, 1, 1, subm=True)
+    x, w = torch.randn(len(coords), channels), torch.randn(3, 3, 3, channels, 16)
+
+    def convolved(x, w, backend="torch"):
+        return sparse_conv(x, w, None, rulebook, layout=WeightLayout.RSCK, backend=backend)
+
+    error = (convolved(x, w, backend).double() - convolved(x.double(), w.double())).abs()
+    bound = 27 * channels * 2.0**-24 * convolved(x.double().abs(), w.double().abs())
+    assert bool((error <= bound).all())

@@ -266,3 +266,25 @@ def test_a_norm_that_is_called_as_a_function(nets, tmp_path):
     assert [(node.kind, node.activation) for node in file.graph.nodes] == [("conv", "ReLU")]
     rows = compare_sparse_onnx(file, model, nets.frame(1))
     assert [row.node for row in rows if row.different] == []
+
+
+def test_ranges_of_the_input_channels_begin_the_file(nets, tmp_path):
+    """Places, intensities and times in one tensor: the file takes them as they are."""
+    units = torch.tensor([140.0, 80, 4, 255, 0.5])
+
+    def frame(seed):
+        features, *rest = nets.frame(seed)
+        return (torch.rand(features.shape) - 0.5) * units, *rest
+
+    torch.manual_seed(0)
+    net = nets.Encoder(widths=(8,), blocks=1)
+    net.conv_input[0].weight.data /= units
+    model = nets.calibrated(net, [frame(0), frame(1)])
+    assert model.conv_input[0]._input_quantizer.channel_factors[4] == 256  # 127.5 / 0.25, below
+    for dialect in ("libspconv", "portable"):
+        made = export_sparse_onnx(model, frame(0), tmp_path / f"{dialect}.onnx", dialect=dialect)
+        assert made.begins_behind == ()
+        assert [layer.precision for layer in made.layers[:2]] == ["fp16", "int8"]
+        rows = compare_sparse_onnx(load_sparse_onnx(made.path), model, frame(2))
+        assert [row.node for row in rows if row.different] == []
+        assert [f for f in lint_onnx(made.path, dialect) if f.severity == "error"] == []

@@ -275,7 +275,15 @@ class Follower:
         if what == "sub" and not self._on_voxels(step.args[0]):
             return False
         x, number = self._affine_operands(step)
+        if number is not None and what in _PRODUCTS and self._is_given(x):
+            # By powers of two float16 multiplies as exactly as float32: the file begins with it.
+            return bool((number.frexp().mantissa == 0.5).all())
         return number is not None and self._on_voxels(x)
+
+    def _is_given(self, x: Any) -> bool:
+        """Whether a value is an input of the model that is no coordinates."""
+        name = getattr(x, "name", "")
+        return name in self.program.values and name not in self.made | self.of_coords
 
     def _affine_operands(self, step: Step) -> tuple[Any, Tensor | None]:
         x, other = step.args
@@ -304,9 +312,9 @@ class Follower:
 
     def _of_channels(self, step: Step) -> bool:
         """Whether a move reads the features of voxels."""
-        name: str = getattr(step.args[0], "name", "") if step.args else ""
-        given = name in self.program.values and name not in self.made | self.of_coords
-        return name in self.selected or given or self._on_voxels(step.args[0])
+        x = step.args[0] if step.args else None
+        selected = getattr(x, "name", "") in self.selected
+        return selected or self._is_given(x) or self._on_voxels(x)
 
     def _sums_groups(self, step: Step) -> bool:
         """Whether it sums groups of channels, of ``[voxels, channels, group]`` or as they lie."""
