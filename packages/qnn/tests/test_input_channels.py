@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from bevquant_fusion import fuse_model
 from bevquant_qnn import (
     QuantConv2d,
     QuantConvTranspose2d,
@@ -236,3 +237,28 @@ def test_views_by_channel(layer, x):
     grouped = layer.weight_by_channel()
     assert grouped.shape[0] * grouped.shape[2] == x.shape[channel]
     assert grouped.numel() == layer.weight.numel()
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv", "transposed"])
+def test_a_batch_norm_is_folded_behind_them(kind):
+    """The ranges are those of the weight divided by the factors, whatever the sign of the norm."""
+    torch.manual_seed(0)
+    first = {
+        "linear": nn.Linear(8, 16),
+        "conv": nn.Conv2d(8, 16, 3),
+        "transposed": nn.ConvTranspose2d(8, 16, 2, 2, groups=2),
+    }[kind]
+    shape = [1, 8] if kind == "linear" else [1, 8, 1, 1]
+    first.weight.data /= UNITS.reshape([8, 1, 1, 1] if kind == "transposed" else shape)
+    norm = nn.BatchNorm1d(16) if kind == "linear" else nn.BatchNorm2d(16)
+    net = nn.Sequential(first, norm, nn.ReLU()).eval()
+    norm.weight.data.uniform_(-2, 2)
+    norm.running_var.uniform_(0.5, 2)
+    frame = points(0, 600) if kind == "linear" else maps(0)
+    model = quantize_model(net, example_inputs=frame).model
+    calibrate(model, [frame])
+    assert factors_of(model)
+    model[0].weight_quantizer.narrow_range = False  # a negative factor then clamps to the range
+    made = fuse_model(model, frame)
+    assert len(made.fused) == 1
+    assert sqnr(model, made.model, frame) > 90

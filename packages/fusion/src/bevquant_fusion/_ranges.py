@@ -81,16 +81,19 @@ def scale_ranges(layer: nn.Module, scale: Tensor) -> None:
     if quantizer is None:
         return
     module: Any = layer
+    # Where the input channels have ranges of their own, the weight divided by f is quantized.
+    factors = module.weight_factors() if hasattr(layer, "weight_factors") else None
+    factors = torch.ones((), device=scale.device) if factors is None else factors
     if is_sparse(layer):
         layout = layout_of(layer)
-        weight = get_weight(layer, layout)
+        weight = get_weight(layer, layout) / factors
         shape = [1] * weight.dim()
         shape[layout.out_axis] = -1
         kept = quantizer.scale_range(scale.reshape(shape), weight)
         if kept is not weight:
-            set_weight(layer, kept, layout)
+            set_weight(layer, kept * factors, layout)
         return
-    weight = module.weight
+    weight = module.weight / factors
     spatial = [1] * (weight.dim() - 2)
     if not getattr(module, "transposed", False):
         kept = quantizer.scale_range(scale.reshape(-1, 1, *spatial), weight)
@@ -103,7 +106,7 @@ def scale_ranges(layer: nn.Module, scale: Tensor) -> None:
             grouped = weight
         kept = quantizer.scale_range(factor, grouped).reshape(weight.shape)
     if not torch.equal(kept, weight):
-        module.weight = nn.Parameter(kept.detach(), weight.requires_grad)
+        module.weight = nn.Parameter((kept * factors).detach(), module.weight.requires_grad)
 
 
 def _has_groups(quantizer: Any, weight: Tensor) -> bool:

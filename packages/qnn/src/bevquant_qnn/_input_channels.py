@@ -52,7 +52,7 @@ class InputChannels:
         """Axes of an input behind its channels."""
         return 0
 
-    def _weight_factors(self) -> Tensor | None:
+    def weight_factors(self) -> Tensor | None:
         """Return f as it broadcasts to the stored weight; None where there are no factors."""
         factors = self._input_quantizer.channel_factors
         return None if factors is None else self._by_weight(factors.to(self.weight))

@@ -23,7 +23,7 @@ def matrix_of(module: Any) -> Tensor:
 def put_matrix(module: Any, matrix: Tensor) -> None:
     """Write a weight of the form of `matrix_of` into the layer's parameter, in place."""
     weight, own = _from_matrix(module, matrix).to(module.weight), module.weight
-    factors = module._weight_factors()
+    factors = module.weight_factors()
     weight = weight if factors is None else weight * factors
     if isinstance(module, QuantSparseConvolution):
         set_weight(module, weight, module.weight_layout)

@@ -110,7 +110,7 @@ class QuantSparseConvolution(WeightDefault, FitsBias, InputChannels, nn.Module):
 
         Divided by the factors of the input's channels, where these have ranges of their own.
         """
-        weight, factors = get_weight(self, self.weight_layout), self._weight_factors()
+        weight, factors = get_weight(self, self.weight_layout), self.weight_factors()
         return weight if factors is None else weight / factors
 
     def quantized_weight(self) -> Tensor:

@@ -83,7 +83,7 @@ class QuantWeighted(WeightDefault, FitsBias, InputChannels, nn.Module):
 
         Divided by the factors of the input's channels, where these have ranges of their own.
         """
-        factors = self._weight_factors()
+        factors = self.weight_factors()
         return self.weight if factors is None else self.weight / factors
 
     def quantized_weight(self) -> Tensor:
