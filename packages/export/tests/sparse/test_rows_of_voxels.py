@@ -1,5 +1,8 @@
 """Layers on the rows of voxels: linear layers, norms that nothing folds, constants, mixed sums."""
 
+from contextlib import nullcontext
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -199,12 +202,47 @@ def test_a_file_begins_behind_what_makes_the_features(nets, tmp_path):
     model = nets.calibrated(Voxelized().eval(), [scan(0)])
     for dialect in ("libspconv", "portable"):
         path = tmp_path / f"{dialect}.onnx"
-        made = export_sparse_onnx(model, scan(0), path, dialect=dialect)
+        loud = pytest.warns(UserWarning, match="compute them before the engine")
+        with loud if dialect == "libspconv" else nullcontext():
+            made = export_sparse_onnx(model, scan(0), path, dialect=dialect)
+        assert made.features == ("0" if dialect == "libspconv" else "getitem_features")
         assert any(step.startswith("sum in the model's forward") for step in made.begins_behind)
-        assert "not in the file, which takes what it makes: sum" in str(made)
+        assert f"whose input {made.features!r} is what it makes: sum" in str(made)
         rows = compare_sparse_onnx(load_sparse_onnx(path), model, scan(1))
         assert [row.path for row in rows] == ["stem", "down", ""]
         assert [row.node for row in rows if row.different] == []
+
+
+@pytest.mark.parametrize("kind", ["function", "norm", "product"])
+def test_raw_features_are_refused_where_a_file_begins_behind_steps(nets, tmp_path, kind):
+    onnxruntime = pytest.importorskip("onnxruntime")
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(5)
+            self.stem = nets.spconv.SubMConv3d(5, 8, 3, indice_key="stem")
+
+        def forward(self, features, coords, batch_size):
+            made = {"function": torch.sigmoid, "norm": self.norm, "product": lambda x: x * 0.5}
+            given = (made[kind](features), coords, list(nets.GRID), batch_size)
+            return self.stem(nets.spconv.SparseConvTensor(*given))
+
+    torch.manual_seed(0)
+    model, frame = nets.calibrated(Net().eval(), [nets.frame(0)]), nets.frame(1)
+    made = export_sparse_onnx(model, frame, tmp_path / "a.onnx", dialect="portable")
+    again = lower_to_portable(made.path, tmp_path / "b.onnx")
+    for file in (made, again):
+        assert file.features.endswith("_features")
+        session = onnxruntime.InferenceSession(file.path, providers=["CPUExecutionProvider"])
+        assert session.get_inputs()[0].name == file.features
+        rest = {"coords": frame[1].int().numpy(), "batch_size": np.array([frame[2]], np.int64)}
+        with pytest.raises(ValueError, match="features"):
+            session.run(None, {"features": frame[0].numpy(), **rest})
+        for backend in ("auto", "onnxruntime"):
+            read = load_sparse_onnx(file.path, backend=backend)
+            rows = compare_sparse_onnx(read, model, frame)
+            assert [row.node for row in rows if row.different] == []
 
 
 def test_what_begins_a_file_is_not_read_again(nets, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import count
@@ -184,7 +185,7 @@ def write_sparse(
     content = proto_bytes(graph)
     if dialect == "portable":
         # Through the bytes: both dialects then hold the very same numbers.
-        whole = graph_of_bytes(content, extensions=True)
+        whole = replace(graph_of_bytes(content, extensions=True), features=graph.features)
         content = portable_bytes(whole, all_layers=all_layers, weights=weights)
     ran, returned = "no", None
     rows: tuple[LayerDifference, ...] = ()
@@ -195,8 +196,17 @@ def write_sparse(
         )
     write_whole(path, with_note(content, ran))
     before = follow(integers).before
+    features = graph.features if dialect == "portable" else graph.input
+    if before and dialect != "portable":
+        warnings.warn(
+            f"export_sparse_onnx: {path}: the file begins behind {'; '.join(before)}: its input "
+            f"{graph.input!r} is what these make, and libspconv takes any features of that width: "
+            "compute them before the engine",
+            stacklevel=3,
+        )
     layers = layers_of(graph)
-    return SparseExport(Path(path), layers, ran, rows, integers, before, returned), outputs
+    made = SparseExport(Path(path), layers, ran, rows, integers, before, features, returned)
+    return made, outputs
 
 
 def _output_names(integers: IntegerModel, names: Mapping[str, str], dialect: str) -> dict[str, str]:

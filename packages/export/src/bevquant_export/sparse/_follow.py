@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,7 +76,7 @@ class Followed:
 
     `results` are the values of the program that `outputs` read. What the model hands through (a
     batch_dict with its inputs) or computes of coordinates alone is nothing of the file, nor is
-    what `before` names: steps that make the features of the voxels.
+    what `before` names: steps that make the features of the voxels. `features` is a name for these.
     """
 
     drafts: tuple[Draft, ...]
@@ -83,6 +84,7 @@ class Followed:
     outputs: tuple[Reading, ...]
     results: tuple[str, ...]
     before: tuple[str, ...] = ()
+    features: str = "features"
 
 
 def place(step: Step) -> str:
@@ -143,7 +145,16 @@ class Follower:
         if not self.input:
             raise ValueError("export_sparse_onnx: nothing in the model reads voxels' features")
         before = tuple(f"{place(s)}{location(self.source, s)}" for s in self.before)
-        return Followed(tuple(self.drafts), self.input, outputs, tuple(results), before)
+        return Followed(
+            tuple(self.drafts), self.input, outputs, tuple(results), before, self._features()
+        )
+
+    def _features(self) -> str:
+        """A name for the input of the file, which tells made features from the model's own."""
+        if not self.before:
+            return "features"
+        maker = next((s for s in self.before if self.input in s.outputs), self.before[-1])
+        return re.sub(r"\W", "_", str(maker.attributes.get("what", maker.op))) + "_features"
 
     def _result(self, name: str) -> Reading:
         return self._read(name, "the model's result")

@@ -386,6 +386,8 @@ class Graph:
         weights: How its portable form stores integer weights: ``"int8"``; ``"uint8"`` with zero
             point 128 where int8 would saturate on some CPU (`stored_weights`); ``"all uint8"``, as
             files once did, where a file does not say.
+        features: Name of the features' input in the portable form: "features" for the model's own;
+            of features that a model makes itself, their maker's, as in "sigmoid_features".
         bounded: Whether more voxels than a layer's `output_bound` are refused, as an engine drops
             them; a portable file takes any number.
     """
@@ -396,6 +398,7 @@ class Graph:
     outputs: tuple[str, ...]
     shapes: Mapping[str, Sizes] = field(default_factory=dict)
     weights: str = "uint8"
+    features: str = "features"
     bounded: bool = True
 
 

@@ -51,6 +51,8 @@ class SparseExport:
             against it; None where it was not.
         begins_behind: What the model computes before the features of its voxels, step by step: the
             file has nothing of it, and takes features and coordinates that this makes.
+        features: Name of the features' input: of a portable file "features", or, where it begins
+            behind steps, their last one's, as in "sigmoid_features"; of libspconv "0".
     """
 
     path: Path
@@ -59,6 +61,7 @@ class SparseExport:
     differences: tuple[LayerDifference, ...] = ()
     integer_model: IntegerModel | None = field(default=None, repr=False, compare=False)
     begins_behind: tuple[str, ...] = ()
+    features: str = "features"
     returned: Any = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -69,7 +72,7 @@ class SparseExport:
         if floats:
             text += f"; floats differ by at most {max(floats):.2g} of the largest"
         for step in self.begins_behind:
-            text += f"\nnot in the file, which takes what it makes: {step}"
+            text += f"\nnot in the file, whose input {self.features!r} is what it makes: {step}"
         return f"{self.path}: layers: {layers}\n{text}"
 
 

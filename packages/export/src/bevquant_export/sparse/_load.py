@@ -254,7 +254,7 @@ class _OnnxruntimeRun:
         """
         names = [value.name for value in self._session.get_outputs()]
         feed = {
-            "features": features.detach().cpu().contiguous().numpy(),
+            self._graph.features: features.detach().cpu().contiguous().numpy(),
             "coords": coords.cpu().to(torch.int32).contiguous().numpy(),
             "batch_size": np.array([batch_size], np.int64),
         }

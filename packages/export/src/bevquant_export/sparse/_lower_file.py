@@ -33,7 +33,8 @@ def lower_to_portable(
 
     Inputs of the new file, none of which may be left out:
 
-    - ``features`` float32 ``[voxels, channels]``, any number of voxels, in any order;
+    - ``features`` float32 ``[voxels, channels]``, any number of voxels, in any order; where the
+      file begins behind steps of the model, named after the last one, as in ``sigmoid_features``;
     - ``coords`` int32 ``[voxels, 4]``: batch, then the axes in the order of the source file;
     - ``batch_size`` int64 ``[1]``: frames, which ``coords`` alone do not tell where the last one
       is empty.
@@ -78,7 +79,7 @@ def lower_to_portable(
     except ValueError as error:
         raise ValueError(f"lower_to_portable: {error}") from error
     write_whole(path, with_note(content, ran))
-    return SparseExport(Path(path), layers_of(graph), ran)
+    return SparseExport(Path(path), layers_of(graph), ran, features=graph.features)
 
 
 def _named(graph: Graph) -> Graph:

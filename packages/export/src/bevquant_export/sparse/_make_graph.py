@@ -102,6 +102,7 @@ def sparse_graph(
         nodes=tuple(nodes),
         outputs=tuple(dict.fromkeys(r.tensor for r in followed.outputs)),
         shapes=shapes,
+        features=followed.features,
     )
     graph = with_channel_permutations(graph, joins=dialect == "libspconv")
     check_rulebooks(graph)

@@ -25,6 +25,7 @@ def numbered(graph: Graph, outputs: Mapping[str, str] | None = None) -> Graph:
     return Graph(
         input="0",
         channels=graph.channels,
+        features=graph.features,
         nodes=tuple(nodes),
         outputs=tuple(names[name] for name in graph.outputs),
         shapes={names[name]: shape for name, shape in graph.shapes.items()},

@@ -93,7 +93,9 @@ class _Lowering:
                 shown.append(self.outputs.layer(node, state, voxel_set, self.shapes[node.y]))
         results = tuple(self._result(name) for name in self.graph.outputs)
         inputs = [
-            helper.make_tensor_value_info("features", FLOAT, self.shapes[self.graph.input]),
+            helper.make_tensor_value_info(
+                self.graph.features, FLOAT, self.shapes[self.graph.input]
+            ),
             helper.make_tensor_value_info("coords", INT32, ["voxels", 4]),
             helper.make_tensor_value_info("batch_size", INT64, [1]),
         ]
@@ -114,7 +116,9 @@ class _Lowering:
             raise ValueError("no convolution reads the input, so its grid is unknown")
         voxel_set = self.surroundings.given(first.input_spatial_shape)
         found = self.surroundings.map_of(voxel_set)[2]
-        checked = self.emitter.call("DistinctVoxels", ["features", found], "features checked")[0]
+        checked = self.emitter.call("DistinctVoxels", [graph.features, found], "features checked")[
+            0
+        ]
         self.voxel_sets[graph.input] = voxel_set
         self.shapes[graph.input] = ("voxels", graph.channels or getattr(first, "in_channels", 0))
         self.states[graph.input] = Floats(emitter=self.emitter, name="features", tensor=checked)

@@ -44,6 +44,8 @@ def recorded(graph: Graph, *, all_layers: bool) -> Lowered:
     }
     if graph.weights != _BEFORE:
         content["weights"] = graph.weights
+    if graph.features != "features":
+        content["features"] = graph.features
     record = {_KEY: json.dumps(content, separators=(",", ":"))}
     if graph.weights == "int8":
         record[CPU_KEY] = "vnni"
@@ -119,6 +121,7 @@ def _read(content: dict[str, Any], model: ModelProto) -> Graph:
         nodes=nodes,
         outputs=tuple(outputs),
         weights=weights if weights in ("uint8", "int8") else _BEFORE,
+        features=str(content.get("features", "features")),
         bounded=False,
     )
 
