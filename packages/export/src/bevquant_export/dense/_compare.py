@@ -18,6 +18,7 @@ from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._program_of import QdqProgram, inputs_of, integer_model, program_of
 from bevquant_export.dense._runnable import any_session, session, upgraded_opset
 from bevquant_export.dense._written import QdqFile, TensorDifference
+from bevquant_export.floats._stable_choices import StableChoices
 from bevquant_export.lint._read import load_model, reading
 from bevquant_graph import is_sparse_tensor
 from bevquant_int8sim import IntegerModel
@@ -97,7 +98,7 @@ def compare_qdq_onnx(
         with reading(file.path, "compare_qdq_onnx"):
             return session(proto, runner, lean=True, at_once=AT_ONCE)
 
-    with reading(file.path, "compare_qdq_onnx", LookupError, AttributeError):
+    with reading(file.path, "compare_qdq_onnx", LookupError, AttributeError), StableChoices():
         rows, _, _ = compared(file, content, integer, args, run_in, outputs=False)
     return rows
 
@@ -171,7 +172,7 @@ def verified(
     that rounds floats itself by one step in a hundredth of the values, and in a quarter where the
     file rounds its biases to int32; a sum that `integer_sums` quantizes before by one step. An
     output in float, which is computed from the same integers, may differ by 2⁻¹⁰ of its largest
-    value, or by noise 40 dB below it.
+    value, or by noise 40 dB below it. Choices among equal scores are ONNX's (`StableChoices`).
 
     Raises:
         ValueError: It differs by more; the first node that does is named.
@@ -184,7 +185,8 @@ def verified(
         return made
 
     try:
-        rows, outputs, returned = compared(file, content, integer, args, run_in, outputs=True)
+        with StableChoices() as choices:
+            rows, outputs, returned = compared(file, content, integer, args, run_in, outputs=True)
     except Exception as error:
         if not type(error).__module__.startswith("onnxruntime"):
             raise
@@ -202,7 +204,7 @@ def verified(
         few = row.largest <= 1 and row.unexplained <= max(_FEW, most * row.elements)
         if row.is_wrong and not (most and few):
             raise ValueError(
-                f"export_qdq_onnx: {row.path or 'the input'} ({row.op}, {row.tensor} in the file): "
+                f"export_qdq_onnx: {row.path or 'the forward'} ({row.op}, {row.tensor} in the file): "
                 f"{row.unexplained:,} of {row.elements:,} integers are others than the model's, by "
                 f"up to {row.largest} steps, when {ran} runs the file on the example inputs; "
                 "nothing was written. verify=False writes it all the same"
@@ -216,7 +218,9 @@ def verified(
                 "nothing was written. verify=False writes it all the same"
             )
     exact = integer_model(integer) is not None and not profile.half
-    return replace(file, verified=ran, differences=rows, returned=returned if exact else None)
+    notes = (*file.notes, *choices.notes())
+    returned = returned if exact else None
+    return replace(file, verified=ran, differences=rows, returned=returned, notes=notes)
 
 
 def _alike(want: Array, got: Array, tolerance: float) -> bool:

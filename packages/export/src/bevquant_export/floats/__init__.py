@@ -17,6 +17,7 @@ from bevquant_export.dense._runnable import session
 from bevquant_export.floats._ports import called, tensors_in
 from bevquant_export.floats._ports import input_names as named_inputs
 from bevquant_export.floats._ports import output_names as named_outputs
+from bevquant_export.floats._stable_choices import StableChoices
 from bevquant_export.floats._torch_exporter import OPSET, exported
 from bevquant_export.lint._read import load_model, reading
 from bevquant_quantizers import TensorQuantizer, write_whole
@@ -51,7 +52,8 @@ class FloatFile:
         inputs: Name to shape.
         outputs: Likewise.
         differences: onnxruntime against torch on the example, output by output; empty where that
-            was not wanted.
+            was not wanted. Of equal scores torch then takes the one of lowest index, as ONNX does.
+        notes: What is other than one might expect.
     """
 
     path: Path
@@ -59,11 +61,12 @@ class FloatFile:
     inputs: dict[str, tuple[int, ...]]
     outputs: dict[str, tuple[int, ...]]
     differences: tuple[FloatDifference, ...]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = (f"{row.name}: within {row.relative:.2g} of its largest" for row in self.differences)
         found = "; ".join(rows) or "not run"
-        return f"{self.path}, operator set {self.opset}: {found}"
+        return "\n".join((f"{self.path}, operator set {self.opset}: {found}", *self.notes))
 
 
 def export_float_onnx(
@@ -118,7 +121,8 @@ def export_float_onnx(
     target = Path(path)
     _check(module, opset, target)
     given = tensors_in(args)
-    results = called(module, args)
+    with StableChoices() as choices:
+        results = called(module, args)
     inputs = dict(zip(named_inputs(module, args, input_names), given, strict=True))
     places, values = [place for place, _ in results], [value for _, value in results]
     outputs = dict(zip(named_outputs(places, output_names), values, strict=True))
@@ -130,7 +134,7 @@ def export_float_onnx(
     if half:
         proto = half_typed(proto)
     write_whole(target, proto.SerializeToString(deterministic=True))
-    return FloatFile(target, opset, _shapes(inputs), _shapes(outputs), found)
+    return FloatFile(target, opset, _shapes(inputs), _shapes(outputs), found, choices.notes())
 
 
 def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -198,7 +202,8 @@ def compare_float_onnx(
         >>> [d.relative < 1e-5 for d in compare_float_onnx(file, net, -x)]
         [True]
     """
-    wanted = [value for _, value in called(module, args)]
+    with StableChoices():
+        wanted = [value for _, value in called(module, args)]
     if len(wanted) != len(file.outputs):
         raise ValueError(
             f"compare_float_onnx: the module has {len(wanted)} outputs, {file.path.name} "
