@@ -204,8 +204,8 @@ def verified(
         few = row.largest <= 1 and row.unexplained <= max(_FEW, most * row.elements)
         if row.is_wrong and not (most and few):
             raise ValueError(
-                f"export_qdq_onnx: {row.path or 'a value of the forward'} ({row.op}, {row.tensor} in "
-                "the file): "
+                f"export_qdq_onnx: {row.path or 'a value of the forward'} ({row.op}, {row.tensor} "
+                "in the file): "
                 f"{row.unexplained:,} of {row.elements:,} integers are others than the model's, by "
                 f"up to {row.largest} steps, when {ran} runs the file on the example inputs; "
                 "nothing was written. verify=False writes it all the same"
