@@ -321,6 +321,17 @@ def fuzz(session: nox.Session) -> None:
     session.run("python", "-m", "fuzz", *session.posargs, env=env)
 
 
+@nox.session
+def random(session: nox.Session) -> None:
+    """Random models from float to files; a table of how each stage ends, and seeds to repeat it.
+
+    `-- --count 500 --seed 0 --kind dense` chooses how many models, from which seed, of which kind.
+    """
+    install(session, everything())
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
+    session.run("python", "-m", "random_models", *session.posargs, env=env)
+
+
 # Imported by the packages below, which are installed without what they ask for: they ask for a
 # torch of their own.
 ZOO_NEEDS = ["huggingface_hub", "tokenizers", "regex", "safetensors", "pyyaml", "requests",

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from bevquant_fusion import fuse_model
-from bevquant_int8sim import SparseOutput, simulate
+from bevquant_int8sim import IntegerModel, SparseOutput, simulate
 from bevquant_int8sim.model import Coords, Geometry
 from bevquant_int8sim.model._coords import pooled
 from bevquant_qnn import QuantConfig, freeze, quantize_model
@@ -436,6 +436,52 @@ def test_sparse_pooling_runs_on_integers():
     made, wanted = model(x), net(x)
     assert torch.equal(made.indices, wanted.indices)
     assert (made.features - wanted.features).abs().max() < 5e-3 * wanted.features.abs().max()
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_coordinates_that_nothing_reads_are_saved(tmp_path, kernel):
+    """The first layer may need no grid, and the last one's coordinates are no result."""
+
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = spconv.SubMConv3d(5, 8, kernel, padding=kernel // 2)
+            self.last = spconv.SparseConv3d(8, 4, 3, 2, padding=1)
+
+        def forward(self, features, coords):
+            return self.last(
+                self.first(spconv.SparseConvTensor(features, coords, list(SHAPE), 2))
+            ).features
+
+    features, coords, _ = frame(0)
+    net = Rows().eval()
+    use_bevquant_kernels(net)
+    quantized = quantize_model(net, example_inputs=(features, coords)).model
+    calibrate(quantized, [(features, coords)])
+    model = simulate(quantized, (features, coords))
+    model.save(tmp_path / "saved")
+    other = frame(1)[:2]
+    wanted = model(*other)
+    assert torch.equal(IntegerModel.load(tmp_path / "saved")(*other), wanted)
+    assert (wanted - net(*other)).norm() < 0.05 * wanted.norm()
+
+
+def test_a_grid_that_no_layer_says_is_refused():
+    class Point(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = spconv.SubMConv3d(5, 8, 1)
+
+        def forward(self, features, coords):
+            return self.conv(spconv.SparseConvTensor(features, coords, list(SHAPE), 2)).features
+
+    given = frame(0)[:2]
+    net = Point().eval()
+    use_bevquant_kernels(net)
+    quantized = quantize_model(net, example_inputs=given).model
+    calibrate(quantized, [given])
+    with pytest.raises(ValueError, match=r"the grid of .* is unknown"):
+        simulate(quantized, given)
 
 
 def test_a_pooling_that_nobody_has_is_no_average():

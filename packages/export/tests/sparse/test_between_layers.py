@@ -310,3 +310,11 @@ def test_a_pool_whose_voxels_nothing_reads(nets, tmp_path):
     rows = compare_sparse_onnx(load_sparse_onnx(file.path), model, frame)
     assert rows[-1].node == "output"
     assert [row.different for row in rows] == [0] * len(rows)
+
+
+@pytest.mark.parametrize("target", ["openvino", "horizon", "tensorrt11"])
+def test_engines_without_operators_of_voxels_refuse_sparse_models(nets, tmp_path, target):
+    torch.manual_seed(0)
+    model = nets.calibrated(nets.Hourglass().eval(), [nets.frame(0)])
+    with pytest.raises(ValueError, match="is sparse; export_sparse_onnx writes an encoder"):
+        export_qdq_onnx(model, nets.frame(0), tmp_path / "a.onnx", target)

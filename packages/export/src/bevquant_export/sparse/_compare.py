@@ -172,8 +172,8 @@ def frame_of(integers: IntegerModel, inputs: Any) -> tuple[Tensor, Tensor, int]:
         for arg, value in zip(step.args, given, strict=False):
             if getattr(arg, "name", None) == name:
                 seen.setdefault("features", value)
-            elif hasattr(value, "convolved"):
-                seen.setdefault("coords", value)
+            elif hasattr(value, "convolved") and "features" in seen and step.op != "host":
+                seen.setdefault("coords", value)  # of what reads them: a pool before has others
         if len(seen) == 2:  # what follows is not run
             break
     features, coords = seen["features"], seen["coords"]

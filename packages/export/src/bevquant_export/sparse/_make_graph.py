@@ -60,6 +60,12 @@ def sparse_graph(
         ValueError: Something has no form in a file; its module is named.
     """
     followed = follow(integers, extended=dialect == "portable")
+    on_voxels = any(step.op in ("sites", "sparse_conv") for step in integers.program.steps)
+    if not on_voxels and not integers.program.sparse_inputs:
+        raise ValueError(
+            "export_sparse_onnx: no layer of the model works on voxels, so that the grid is "
+            "unknown: export_qdq_onnx writes models of maps and rows"
+        )
     seen = observe(integers, example_inputs, batches)
     bodies = Bodies(integers, example_inputs, order)
     values = integers.program.values

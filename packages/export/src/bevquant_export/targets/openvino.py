@@ -79,8 +79,9 @@ class _OpenVino(QdqTarget):
     rules = RULES
     weights = ("int8", "uint8")
     form = replace(
-        ONNXRUNTIME.form, name="openvino", weight="int8", runner="openvino", fuses_norms=False
-    )
+        ONNXRUNTIME.form, name="openvino", weight="int8", runner="openvino", fuses_norms=False,
+        voxels=False,
+    )  # fmt: skip
 
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
         """Which convolutions its plugin takes as integers."""

@@ -67,6 +67,8 @@ class _Lowering:
                     self._host(operation)
             elif required_types:
                 getattr(self, f"_{operation.kind}")(operation, required_types)
+        for step in self.steps:  # coordinates that nothing reads are made all the same
+            self.values |= {c: Value("sites", c) for c in step.outputs[1:] if c not in self.values}
         return Program(
             signature=self.all.signature,
             sparse_inputs=self.all.sparse_inputs,
