@@ -479,3 +479,48 @@ def test_foreign_calibrators_calibrate_but_cannot_be_saved(tmp_path):
     assert calibrate(model, [torch.tensor([2.0])])["0"].amax == (2.0,)
     with pytest.raises(TypeError, match="Mean"):
         calibrate(model, [torch.tensor([2.0])], resume=tmp_path / "c.npz")
+
+
+class Remembers(nn.Module):
+    """Adds the frame before, and writes into the frame that it gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.quantizer = TensorQuantizer(QuantDescriptor(calib_method="histogram"))
+        self.register_buffer("prev", torch.zeros(2))
+        self.frames = 0
+
+    def forward(self, frame):
+        frame["sum"] = self.quantizer(frame["x"] + self.prev)
+        self.prev.copy_(frame["x"])
+        self.frames += 1
+        return frame["sum"]
+
+
+@pytest.mark.parametrize("forward", [None, lambda model, batch: model(batch[0])])
+def test_frames_and_state_are_as_they_were_and_go_on_within_a_run(forward):
+    model = Remembers()
+    batches = [({"x": torch.tensor([1.0, 2.0])},), ({"x": torch.tensor([3.0, 4.0])},)]
+    before = repr(batches)
+    report = calibrate(model, batches, forward, method="max")
+    assert report["quantizer"].amax == (6.0,)  # of 4 and the 2 before it
+    assert repr(batches) == before
+    assert model.frames == 0
+    assert model.prev.tolist() == [0, 0]
+
+
+def test_a_range_set_in_inference_mode_is_an_ordinary_tensor():
+    quantizer = TensorQuantizer(QuantDescriptor(calib_method="max"))
+    with torch.inference_mode():
+        quantizer.enable_calib()
+        quantizer(torch.ones(2))
+        quantizer.load_calib_amax()
+        other = TensorQuantizer()
+        other.load_state_dict(quantizer.state_dict())
+        third = TensorQuantizer()
+        third.amax = torch.ones(())
+        made = TensorQuantizer(QuantDescriptor(amax=2.0))
+        made.amax = 1.0
+    for each in (quantizer, other, third, made):
+        each.amax.mul_(2)
+        assert each.amax == 2

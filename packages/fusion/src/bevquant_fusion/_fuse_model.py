@@ -17,12 +17,15 @@ from torch.overrides import TorchFunctionMode
 from bevquant_graph import (
     CaptureError,
     Graph,
+    alone,
     arguments,
     as_module,
+    called,
     capture,
     evaluation,
     first_fault,
-    refilled,
+    ordinary_tensors,
+    own_inputs,
     refuse_unusable,
     replace_modules,
     running,
@@ -100,9 +103,12 @@ def fuse_model(
         (Identity(), 'BatchNorm2d')
     """
     module, example_inputs = as_module(model, example_inputs)
-    return _fused(module, example_inputs, inplace, graph)
+    refuse_unusable(module, "fuse_model")
+    with alone(module):
+        return _fused(module, example_inputs, inplace, graph)
 
 
+@ordinary_tensors()
 def fuse_parts(
     model: nn.Module,
     example_inputs: tuple[Any, ...],
@@ -161,17 +167,26 @@ def _part_calls(
     seen: dict[str, tuple[tuple[Any, ...], list[Tensor] | None]] = {}
     known = dict(model.named_modules())
 
-    def note(path: str) -> Callable[..., None]:
+    given: dict[str, tuple[Any, ...]] = {}
+
+    def enter(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            given.setdefault(path, own_inputs(args))  # the part may write to them
+
+        return hook
+
+    def leave(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if path not in seen:
-                seen[path] = args, None if path in unchecked else _kept(output)
+                seen[path] = given[path], None if path in unchecked else _kept(output)
 
         return hook
 
     with ExitStack() as stack, evaluation(model), torch.no_grad():
         for path in known.keys() & set(parts):
-            stack.callback(known[path].register_forward_hook(note(path)).remove)
-        model(*example_inputs)
+            stack.callback(known[path].register_forward_pre_hook(enter(path)).remove)
+            stack.callback(known[path].register_forward_hook(leave(path)).remove)
+        called(model, example_inputs)
     return seen
 
 
@@ -188,7 +203,6 @@ def _fused(
             f"graph: expected one captured from this {type(model).__name__}, got one of another "
             f"{type(graph.model).__name__}; pass capture(model, example_inputs)"
         )
-    refuse_unusable(model, "fuse_model")
     failure, planned = "", model
     if graph is None:
         planned = with_batch_norms(model)
@@ -244,7 +258,7 @@ def _difference_in_float64(
     computes in float32 all the same (``softmax(dtype=torch.float32)``) is held to what that has.
     """
     exact = copy.deepcopy(model).double()
-    inputs = _duplicate(inputs, lambda t: t.double() if t.is_floating_point() else t)
+    inputs = own_inputs(inputs, lambda t: t.double() if t.is_floating_point() else t)
     try:
         with _float64_by_default():
             with _Types() as made:
@@ -365,9 +379,8 @@ def _fuse(model: nn.Module, plan: Plan, stopped: Iterable[str]) -> FusionResult:
 
 def _run(model: nn.Module, inputs: _Inputs) -> list[Tensor]:
     """Outputs of ``model`` in evaluation mode, on copies of ``inputs``, as a flat list."""
-    args, kwargs = _duplicate(inputs)
     with evaluation(model), torch.no_grad():
-        return _kept(model(*args, **kwargs))
+        return _kept(called(model, *inputs))
 
 
 def _kept(output: Any) -> list[Tensor]:
@@ -413,26 +426,14 @@ def _tolerance(outputs: list[Tensor]) -> float:
     return max((_TOLERANCE.get(t.dtype, 0.0) for t in outputs), default=0.0)
 
 
-def _duplicate(value: Any, convert: Callable[[Tensor], Tensor] = Tensor.clone) -> Any:
-    if isinstance(value, Tensor):
-        return convert(value.detach())
-    if hasattr(value, "replace_feature"):
-        return value.replace_feature(convert(value.features.detach()))
-    if isinstance(value, list | tuple):
-        return refilled(type(value), [_duplicate(v, convert) for v in value])
-    if isinstance(value, dict):
-        return {k: _duplicate(v, convert) for k, v in value.items()}
-    return copy.deepcopy(value)
-
-
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif hasattr(value, "features"):
-        yield value.features
     elif isinstance(value, dict):
         for key in value:
             yield from _tensors(value[key])
+    elif hasattr(value, "features"):
+        yield value.features
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)

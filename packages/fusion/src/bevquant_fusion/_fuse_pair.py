@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from bevquant_graph import all_finite
+from bevquant_graph import all_finite, ordinary_tensors
 from bevquant_sparse import WeightLayout, get_weight, set_weight
 
 from ._fold import Part
@@ -203,6 +203,7 @@ def norm_of(bn: nn.Module) -> Norm:
     return Norm(mean, var, norm.eps, norm.weight, norm.bias)
 
 
+@ordinary_tensors()
 def _folded_copy(conv: ConvT, bn: nn.Module) -> ConvT:
     problem = fold_problem(conv, bn)
     if problem is not None:

@@ -23,6 +23,7 @@ from ._held import replace_modules
 from ._layer_class import is_library_class, layer_class, own_code, zero_padding
 from ._opaque import OPAQUE, Opaque
 from ._operators import OPERATORS, OpSpec, op_spec
+from ._own_inputs import own_inputs
 from ._part import named_results, nodes_behind, part_of
 from ._program import as_module, module_of
 from ._quiet import evaluation, quiet
@@ -37,6 +38,7 @@ from ._signature import (
     rebuild,
     refilled,
 )
+from ._state import Forward, alone, called, on_batch, ordinary_tensors, state_kept
 from ._symbolic import trace_around
 from ._tidy import PASSED_OVER, REQUIRE
 
@@ -47,12 +49,15 @@ __all__ = [
     "PASSED_OVER",
     "REQUIRE",
     "CaptureError",
+    "Forward",
     "Graph",
     "OpSpec",
     "Opaque",
     "all_finite",
+    "alone",
     "arguments",
     "as_module",
+    "called",
     "capture",
     "copied",
     "evaluation",
@@ -68,9 +73,12 @@ __all__ = [
     "module_of",
     "named_results",
     "nodes_behind",
+    "on_batch",
     "only_guards",
     "op_spec",
+    "ordinary_tensors",
     "own_code",
+    "own_inputs",
     "part_of",
     "quiet",
     "rebuild",
@@ -79,6 +87,7 @@ __all__ = [
     "registered_once",
     "replace_modules",
     "running",
+    "state_kept",
     "trace_around",
     "zero_padding",
 ]

@@ -11,8 +11,8 @@ import copy
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import lru_cache
 from time import perf_counter
 from types import FrameType
@@ -31,12 +31,14 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from bevquant_sparse import open_shapes
 
 from ._constants import Constants
-from ._faults import CaptureError, forward_line, running, where
+from ._faults import CaptureError, forward_line, running, spconv_call, where
 from ._graph import Graph
 from ._opaque import Opaque, opaque_modules, recorded
+from ._own_inputs import own_inputs, twin
 from ._quiet import evaluation, quiet
 from ._recall import recalled, remember, state_of
 from ._signature import Arguments, Tree, arguments, flatten, rebuild
+from ._state import called, state_kept
 from ._tidy import NUMBERS, fixed_number, functional, tidy
 
 tracing_config: Any = functorch_config
@@ -100,16 +102,19 @@ def capture(
     opaque: dict[str, Opaque] = {}
     numbers = open_sizes  # such as a batch size: open, unless the forward counts with them
     values: Exception | None = None  # what asks for numbers out of tensors, as in the example
+    asked: nn.Module = model  # the twin that it comes from
     shares: list[dict[str, Any]] = []  # where int(…) takes one of an open number
     constants = Constants(model)
-    with evaluation(model), quiet(), _attributes_kept(model):
+    # Tensors that are attributes are written to by a trace too.
+    with state_kept(model), quiet():
         while True:
             leaves, inputs = flatten(given, numbers=numbers)
             met = len(shares)
+            traced = twin(model)
             try:
-                with _attributes_kept(model), opaque_modules(model, opaque):
+                with evaluation(traced), opaque_modules(traced, opaque):
                     program, result = _exported(
-                        model, inputs, leaves, shares, constants, values=values is not None,
+                        traced, inputs, leaves, shares, constants, values=values is not None,
                         open_sizes=open_sizes,
                     )  # fmt: skip
                 if constants.used and constants.written:  # a counter: no constant
@@ -129,12 +134,14 @@ def capture(
                 elif any(isinstance(leaf, int) for leaf in leaves):
                     numbers = False
                 elif values is None and not opaque and _counts(error):
-                    values = error
+                    values, asked = error, traced
                 elif _counts(error) and any(o.has_open_sizes() for o in opaque.values()):
                     for entry in opaque.values():
                         entry.fix_sizes()
                 else:
-                    _close(model, error if values is None else values, opaque, given)
+                    if values is not None:
+                        error, traced = values, asked
+                    _close(model, traced, error, opaque, given)
                     values = None
     tidy(program.graph_module, model)
     graph = Graph(model, program, inputs, result, opaque)
@@ -168,7 +175,7 @@ class _Shell(nn.Module):
         self.__dict__["note"] = note
 
     def forward(self, *leaves: Any) -> tuple[Any, ...]:
-        args, kwargs = rebuild(self.__dict__["inputs"], leaves)
+        args, kwargs = own_inputs(rebuild(self.__dict__["inputs"], leaves), None)
         with self.__dict__["constants"].begin(self.model):
             made, result = flatten(self.model(*args, **kwargs))
         self.__dict__["note"](result)
@@ -326,65 +333,30 @@ def _open(value: Any) -> Any:
     return dict.fromkeys(range(value.dim()), Dim.AUTO) if isinstance(value, Tensor) else Dim.AUTO
 
 
-@contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """What a forward notes in attributes is not kept: while it is traced these are no values.
-
-    Nor is what it registers: buffers, parameters and modules that it makes when it runs first.
-    """
-    members = [
-        (named, set(named))
-        for module in model.modules()
-        for named in (module._parameters, module._buffers, module._modules)
-    ]
-    held = [(module, dict(vars(module))) for module in model.modules()]
-    inside = [pair for _, attributes in held for pair in _containers(attributes)]
-    try:
-        yield
-    finally:
-        for named, names in members:
-            for name in named.keys() - names:
-                del named[name]
-        for module, attributes in held:
-            for name in vars(module).keys() - attributes.keys():
-                del vars(module)[name]
-            vars(module).update(attributes)
-        for container, content in inside:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
-
-
-def _containers(attributes: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Dicts, lists and sets that are attributes, or lie in such, and what is in them."""
-    pending = [value for name, value in attributes.items() if name not in _TORCHS]
-    seen: set[int] = set()
-    while pending:
-        value = pending.pop()
-        if type(value) in (dict, list, set) and id(value) not in seen:
-            seen.add(id(value))
-            yield value, copy.copy(value)
-            pending += value.values() if isinstance(value, dict) else value
-
-
-_TORCHS = vars(nn.Module()).keys()
-
-
-def _close(model: nn.Module, error: Exception, opaque: dict[str, Opaque], given: Arguments) -> None:
+def _close(
+    model: nn.Module,
+    traced: nn.Module,
+    error: Exception,
+    opaque: dict[str, Opaque],
+    given: Arguments,
+) -> None:
     """Make the module that the error comes from one node, or say that nothing can be done."""
-    found, place = where(error, model, opaque)
+    found, place = where(error, traced, opaque)
     reason = f"{_met(error)}" + (f" ({place})" if place else "")
-    args, kwargs = copy.deepcopy(given)
+
+    def run() -> None:
+        with running(model, "capture", "Give inputs that it takes"), evaluation(model):
+            called(model, *given)
+
     if not found:
-        with running(model, "capture", "Give inputs that it takes"):
-            model(*args, **kwargs)  # what does not run at all is no matter of following it
+        run()  # what does not run at all is no matter of following it
         raise CaptureError(
             f"capture: {type(model).__name__} cannot be followed: {reason}. Capture the parts of "
             "it that can, each with its own example inputs, or keep decisions on the values of "
             "tensors out of its forward",
             reason,
         ) from error
-    with running(model, "capture", "Give inputs that it takes"):
-        opaque[found] = recorded(model, found, reason, lambda: model(*args, **kwargs))
+    opaque[found] = recorded(model, found, reason, run)
     for path in [p for p in opaque if p.startswith(f"{found}.")]:
         del opaque[path]
 
@@ -421,6 +393,8 @@ def _met(error: Exception) -> str:
     name = type(error).__name__
     if _counts(error):
         return "it branches on the values of a tensor, or needs them as a number"
+    if spconv_call(error):
+        return f"it calls {spconv_call(error)}"
     for sign, met in _OUTSIDE.items():
         if sign in str(error):
             return met

@@ -68,6 +68,26 @@ def _frames(error: BaseException | None) -> Iterator[tuple[Any, int]]:
         error = error.__cause__ or error.__context__
 
 
+def spconv_call(error: BaseException) -> str:
+    """The function of ``spconv.pytorch.functional`` that an error comes from, and what to do."""
+    home = "spconv.pytorch.functional"
+    calls = [f.f_code.co_qualname for f, _ in _frames(error) if f.f_globals.get("__name__") == home]
+    if not calls:
+        return ""
+    name = calls[-1].partition(".")[0]  # the outermost one
+    remedy = _SUMS if name.startswith("sparse_add") else _OTHERS
+    return f"spconv's {name}, {remedy}"
+
+
+_SUMS = (
+    "which adds over the union of the voxels, by torch's sparse tensors or by tables on CUDA, and "
+    "has no form in a graph: where both have the same voxels, as in a residual block, write "
+    "x + y or use AddTable"
+)
+_OTHERS = (
+    "which has no form in a graph: use spconv's modules, on bevquant's kernels "
+    "(bevquant_sparse.use_bevquant_kernels)"
+)
 _SPCONV = (
     ". On a CPU spconv's own kernels refuse a bias, and what its builds for CUDA choose has no "
     "form for CPUs: call bevquant_sparse.use_bevquant_kernels(model) first"
@@ -86,6 +106,8 @@ def running(model: nn.Module, who: str, advice: str) -> Iterator[None]:
             frame.f_globals.get("__name__") == "spconv.pytorch.conv" for frame, _ in _frames(error)
         ):
             advice += _SPCONV
+        elif spconv_call(error):
+            advice += f". It calls {spconv_call(error)}"
         error.add_note(
             f"{who}: the model does not run on these example_inputs: {type(error).__name__} in "
             f"{described(path, module, place)}. {advice}"
@@ -106,6 +128,11 @@ def forward_line(module: nn.Module) -> str:
     if code is None or not is_authors(code.co_filename):
         return ""
     return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+# Classes of torch that compute in integers. FloatFunctional, which lies among them, is a float
+# addition or concatenation written as a module.
+_IN_INTEGERS = re.compile(r"torch\.(ao\.)?nn\..*\bquantized\.(?!.*\b(FX)?FloatFunctional$)")
 
 
 def refuse_unusable(model: Any, who: str, *, finite: bool = True) -> None:
@@ -133,7 +160,7 @@ def refuse_unusable(model: Any, who: str, *, finite: bool = True) -> None:
             )
         elif "torch._dynamo.eval_frame.OptimizedModule" in names:
             met = "is compiled; give the module itself (._orig_mod), and compile the result"
-        elif any(re.match(r"torch\.(ao\.)?nn\..*\bquantized\.", n) for n in names):
+        elif any(_IN_INTEGERS.match(name) for name in names):
             met = "is quantized by torch already; give the float model"
         if met:
             raise ValueError(f"{who}: {described(path, module)} {met}")

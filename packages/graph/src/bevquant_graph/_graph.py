@@ -15,8 +15,10 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from ._faults import CaptureError, first_fault, is_authors
 from ._opaque import Opaque, opaque_call
+from ._own_inputs import own_inputs
 from ._quiet import evaluation
 from ._signature import Tree, arguments, flatten, leaf_names, rebuild
+from ._state import state_kept
 from ._tidy import NUMBERS, SHELL, fixed_number, inside
 
 
@@ -195,11 +197,13 @@ class Graph:
         Raises:
             CaptureError: It does not; the first module that departs is named.
         """
-        leaves = [_copied(leaf) for leaf in self.leaves(example_inputs)]
-        given, named = rebuild(self.inputs, [_copied(leaf) for leaf in leaves])
+        leaves = self.leaves(example_inputs)
         with evaluation(self.model), torch.no_grad():
-            wanted, _ = flatten(self.model(*given, **named))
-            made = self._run(leaves)
+            with state_kept(self.model) as noted:
+                wanted, _ = flatten(self._called(leaves))
+            if any(noted) and self._remembers(leaves):
+                raise CaptureError(self._unlike("the next frame's output", leaves))
+            made = self._run(own_inputs(leaves))
         values = [v for v in made if isinstance(v, Tensor)]
         tensors = [v for v in wanted if isinstance(v, Tensor)]
         if len(values) != len(tensors):
@@ -209,22 +213,37 @@ class Graph:
             )
         for index, (one, other) in enumerate(zip(tensors, values, strict=True)):
             if not _same_bits(one, other):
-                raise CaptureError(
-                    f"capture: output {index} of the graph of {type(self.model).__name__} is not "
-                    f"the model's: {self._fault(leaves)}"
-                )
+                raise CaptureError(self._unlike(f"output {index}", leaves))
+
+    def _unlike(self, what: str, leaves: list[Any]) -> str:
+        return (
+            f"capture: {what} of the graph of {type(self.model).__name__} is not the model's: "
+            f"{self._fault(leaves)}"
+        )
+
+    def _called(self, leaves: list[Any]) -> Any:
+        """What the model returns, which may note something meanwhile."""
+        args, kwargs = rebuild(self.inputs, own_inputs(leaves))
+        return self.model(*own_inputs(args, None), **own_inputs(kwargs, None))
+
+    def _remembers(self, leaves: list[Any]) -> bool:
+        """Whether a second call gives other values than the first."""
+        with state_kept(self.model):
+            first, second = (flatten(self._called(leaves))[0] for _ in range(2))
+        return not all(map(_same_bits, filter(_is_tensor, first), filter(_is_tensor, second)))
 
     def _fault(self, leaves: list[Any]) -> str:
         """Why the graph gives other values than the model, as far as can be told."""
 
         def run() -> None:
-            args, kwargs = rebuild(self.inputs, [_copied(leaf) for leaf in leaves])
             with evaluation(self.model), torch.no_grad():
-                self.model(*args, **kwargs)
+                self._called(leaves)
 
         taken = next((self.describe(n) for n in self._numbers()), "")
         counts = f"; it takes a number out of a tensor: {taken}" if taken else ""
-        return first_fault(self.model, run) or (
+        with state_kept(self.model):
+            fault = first_fault(self.model, run)
+        return fault or (
             f"{self._departure(leaves) or 'no module departs alone'}; its forward decides by "
             f"something that is no input, such as a counter or a random number{counts}"
         )
@@ -289,7 +308,7 @@ class Graph:
             flat = value.detach().double().flatten()
             return tuple(value.shape), float(flat.sum()), float(flat.abs().sum())
 
-        self._run([_copied(leaf) for leaf in leaves], lambda v: seen.add(print_of(v)))
+        self._run(own_inputs(leaves), lambda v: seen.add(print_of(v)))
         missing: list[str] = []
         handles = []
         for path, module in self.model.named_modules():
@@ -301,9 +320,8 @@ class Graph:
 
                 handles.append(module.register_forward_hook(look))
         try:
-            args, kwargs = rebuild(self.inputs, [_copied(leaf) for leaf in leaves])
-            with torch.no_grad():
-                self.model(*args, **kwargs)
+            with torch.no_grad(), state_kept(self.model):
+                self._called(leaves)
         finally:
             for handle in handles:
                 handle.remove()
@@ -356,8 +374,8 @@ class _Runner(fx.Interpreter):
         return made
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -14,6 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from threading import get_ident
 from types import FrameType, ModuleType
 from typing import Any
 from unittest import mock
@@ -177,10 +178,12 @@ def open_lengths(model: nn.Module, shares: list[_Scope]) -> Iterator[None]:
     meant: list[tuple[_Scope, str, Any]] = [(scope, "len", _length) for scope in found]
     meant += [(scope, "int", _Integer) for scope in shares]
 
+    thread = get_ident()  # others may run models meanwhile
+
     def noted(convert: Callable[[Any], int]) -> Callable[[Any], int]:
         def integer(number: Any) -> int:
             frame = sys._getframe(1)
-            if _takes_integers(frame) and _is_share(number):
+            if get_ident() == thread and _takes_integers(frame) and _is_share(number):
                 shares.append(frame.f_globals)
                 raise ValueError("int(…) takes a share of an open number")
             return convert(number)

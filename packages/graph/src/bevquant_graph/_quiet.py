@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from threading import RLock, get_ident
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
+from torch.fx._symbolic_trace import _Patcher
+
+TRACING: Any = RLock()
+"""Held while a forward is traced: torch then changes classes and settings of the whole process."""
 
 _LOGGERS = ("torch", "torch.__trace", "torch.export", "torch._export", "torch.fx")
 
@@ -19,28 +25,55 @@ _LOGGERS = ("torch", "torch.__trace", "torch.export", "torch._export", "torch.fx
 def quiet(*more: str) -> Iterator[None]:
     """Neither warnings nor what torch logs while it traces, such as which sizes are fixed.
 
-    Nor the graph so far, which torch.export prints where a forward asks for values.
+    Nor the graph so far, which torch.export prints where a forward asks for values. One thread at
+    a time traces; to all others modules are what they were.
 
     Args:
         more: Loggers beside torch's own for tracing.
     """
-    loggers = [logging.getLogger(name) for name in (*_LOGGERS, *more)]
-    levels = [logger.level for logger in loggers]
     # Imports torch's compiler, as long as torch itself takes: only where something is traced.
     from torch.export import _trace
 
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
-    try:
-        silent = mock.patch.object(_trace, "print", _say_nothing, create=True)
+    with TRACING, ExitStack() as stack:
+        for name in (*_LOGGERS, *more):
+            logger = logging.getLogger(name)
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.CRITICAL + 1)
+        stack.enter_context(mock.patch.object(_trace, "print", _say_nothing, create=True))
         # torch writes a record, with all calls, of every guard for whatever handler there is.
         unrecorded: Any = mock.patch.object(logging.getLogger("torch.__trace"), "handlers", [])
-        with warnings.catch_warnings(), silent, unrecorded:
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        stack.enter_context(unrecorded)
+        patch = _in_this_thread(_Patcher.patch_method)
+        stack.enter_context(mock.patch.object(_Patcher, "patch_method", patch))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _in_this_thread(patch_method: Callable[..., None]) -> Callable[..., None]:
+    """As torch's tracer replaces ``Module.__call__``, but other threads call what it was."""
+
+    def patch(patcher: Any, cls: type, name: str, new: Callable[..., Any], **named: Any) -> None:
+        old = getattr(cls, name)
+        patch_method(patcher, cls, name, by_thread(new, old), **named)
+
+    return patch
+
+
+def by_thread(new: Callable[..., Any], old: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is `new` in this thread and `old` in all others.
+
+    Example:
+        >>> by_thread(max, min)(1, 2)
+        2
+    """
+    thread = get_ident()
+
+    @wraps(new)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return (new if get_ident() == thread else old)(*args, **kwargs)
+
+    return chosen
 
 
 def _say_nothing(*_: object, **__: object) -> None:
@@ -54,12 +87,29 @@ def evaluation(model: nn.Module) -> Iterator[None]:
     Attention is computed as it is while torch traces, without torch's fused form of it.
     """
     modes = {module: module.training for module in model.modules()}
-    fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    model.eval()
+    with _without_fast_path():
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+
+_PATHS: list[bool] = []  # torch's setting before the first of the threads that are inside
+_PATHS_LOCK = RLock()
+
+
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    mha = torch.backends.mha
+    with _PATHS_LOCK:
+        _PATHS.append(mha.get_fastpath_enabled() if not _PATHS else _PATHS[0])
+        mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
-        for module, mode in modes.items():
-            module.training = mode
+        with _PATHS_LOCK:
+            before = _PATHS.pop()
+            if not _PATHS:
+                mha.set_fastpath_enabled(before)

@@ -70,8 +70,11 @@ def arguments(example_inputs: Any) -> Arguments:
 
 
 def is_sparse_tensor(value: object) -> bool:
-    """Whether `value` is an spconv-style sparse tensor, told by what it has."""
-    return not isinstance(value, Tensor | nn.Module) and all(
+    """Whether `value` is an spconv-style sparse tensor, by its attributes.
+
+    No mapping is one: some answer to every attribute (mmcv's configs, Pointcept's `Point`).
+    """
+    return not isinstance(value, Tensor | nn.Module | Mapping) and all(
         hasattr(value, name) for name in ("features", "indices", "spatial_shape", "batch_size")
     )
 

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bevquant_graph import on_batch, state_kept
 from bevquant_qnn._attention import QuantMultiheadAttention
 from bevquant_qnn._input_channels import InputChannels
-from bevquant_qnn._layer_inputs import call
 from bevquant_qnn._lockstep import Leader, lead
 from bevquant_qnn._pair_sums import PairSums, count_beyond
 from bevquant_qnn._snapshots import UnknownValue, tensors
@@ -284,9 +284,11 @@ class LayerComparison:
         beside = None if alone else self._beside
         hooks = self._hooks
         hooks.start()
+        # The lock is this thread's; the runs are those of threads of their own.
+        call = on_batch(keeps_state=False)
         quantized = partial(call, quantized_model, batch)
         record: dict[str, np.ndarray[Any, Any]] = {}
-        with lead(partial(call, float_model, batch)) as leader:
+        with state_kept(*self._models), lead(partial(call, float_model, batch)) as leader:
             hooks.leaders = [leader]
             if beside is None:
                 got = quantized()

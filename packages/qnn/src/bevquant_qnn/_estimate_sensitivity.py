@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from bevquant_graph import Forward, on_batch
 from bevquant_qnn._compare_layers import CHANNELS_LAST
 from bevquant_qnn._example import evaluation
-from bevquant_qnn._layer_inputs import Forward, call
 from bevquant_qnn._precision import Precision, set_for_now
 from bevquant_qnn._ranks import Kept
 from bevquant_qnn._replay import Run, Watch, captured_outputs
@@ -100,7 +100,7 @@ def estimate_sensitivity(
         return found | trial.measure(batch, run, unreached) if unreached else found
 
     step = "estimated sensitivity"
-    table = trial.table(batches, estimate, forward or call, distributed, kept, step)
+    table = trial.table(batches, estimate, on_batch(forward), distributed, kept, step)
     return replace(table, estimated=True)
 
 

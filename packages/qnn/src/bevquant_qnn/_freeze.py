@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from bevquant_graph import ordinary_tensors
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 from bevquant_qnn._weighted import QuantWeighted
 from bevquant_quantizers import TensorQuantizer
 
 
+@ordinary_tensors()
 def freeze(model: nn.Module) -> tuple[str, ...]:
     """Fix the range of every active quantizer of the model, in place.
 

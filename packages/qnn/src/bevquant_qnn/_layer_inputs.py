@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from bevquant_graph import layer_class
-from bevquant_qnn._example import fresh
+from bevquant_graph import Forward, layer_class
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 from bevquant_qnn._weighted import QuantWeighted
 from bevquant_quantizers import TensorQuantizer
 
-Forward = Callable[[nn.Module, Any], Any]
-
 
 class _Reached(BaseException):
     """The layer was called; nothing after it is needed."""
-
-
-def call(model: nn.Module, batch: Any) -> Any:
-    """Call the model: a tuple or list is spread over arguments, a dict over keywords."""
-    if isinstance(batch, dict):
-        return model(**{name: fresh(value) for name, value in batch.items()})
-    if isinstance(batch, tuple | list):
-        return model(*(fresh(value) for value in batch))
-    return model(fresh(batch))
 
 
 @contextmanager

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from bevquant_graph import CaptureError, Graph, arguments, capture, flatten
+from bevquant_graph import CaptureError, Graph, arguments, capture, flatten, own_inputs
 from bevquant_qnn._config import QuantConfig
-from bevquant_qnn._example import evaluation, fresh, run
+from bevquant_qnn._example import evaluation, run
 from bevquant_qnn._functional_calls import FunctionalCall, Recorder, functional_class, plan_of
 from bevquant_qnn._functional_ops import Followed, FunctionalOp, may_hold_functional_ops
 from bevquant_qnn._holders import activation_quantizers
@@ -110,9 +110,10 @@ class _Observer:
         """Follow the children of opaque modules, each on what it gets when the model runs."""
         watch = _Boundaries()
         hooked = {*inside, *(child for children in inside.values() for child in children)}
-        handles = [m.register_forward_hook(watch, with_kwargs=True) for m in hooked]
+        handles = [m.register_forward_pre_hook(watch.enter, with_kwargs=True) for m in hooked]
+        handles += [m.register_forward_hook(watch, with_kwargs=True) for m in hooked]
         try:
-            run(root, *_fresh(given))
+            run(root, *given)
         finally:
             for handle in handles:
                 handle.remove()
@@ -142,17 +143,25 @@ class _Observer:
 
 
 class _Boundaries:
-    """A forward hook: what modules get and give, and by which memory it is known again."""
+    """Forward hooks: what modules get and give, and by which memory it is known again."""
 
     def __init__(self) -> None:
         self.calls: dict[nn.Module, list[Any]] = defaultdict(list)
         self._alive: list[Any] = []  # freed memory would be used again
+        self._entered: list[Any] = []
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note what a module gets, before it writes to the containers."""
+        given = own_inputs((list(args), dict(kwargs)), None)
+        self._entered.append((given, self._keys(given)))
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        taken, made = flatten((args, kwargs))[0], flatten(output)[0]
-        self._alive += [*taken, *made]
-        keys = [[_memory_key(leaf) for leaf in leaves] for leaves in (taken, made)]
-        self.calls[module].append(((list(args), dict(kwargs)), *keys))
+        self.calls[module].append((*self._entered.pop(), self._keys(output)))
+
+    def _keys(self, value: Any) -> list[Any]:
+        leaves = flatten(value)[0]
+        self._alive += leaves
+        return [_memory_key(leaf) for leaf in leaves]
 
 
 def _memory_key(tensor: Any) -> tuple[Any, ...] | None:
@@ -182,14 +191,9 @@ def _children(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _fresh(given: Any) -> Any:
-    args, kwargs = given
-    return [fresh(value) for value in args], {name: fresh(v) for name, v in kwargs.items()}
-
-
 def _captured(root: nn.Module, given: Any) -> Graph:
     """The graph of a module; of a copy where its tensors are inference tensors."""
-    args, kwargs = _fresh(given)
+    args, kwargs = given
     if kwargs and args:
         bound = inspect.signature(root.forward).bind(*args, **kwargs)
         args, kwargs = [], dict(bound.arguments)
@@ -205,11 +209,10 @@ def _recorded(
 ) -> tuple[Recorder, list[Any]]:
     """Run the model once and note the functional operations in the forwards of some modules."""
     own = [(module, type(module)) for module in watched if "forward" not in vars(module)]
-    args, kwargs = _fresh(given)
     try:
         for module, cls in own:
             module.__class__ = functional_class(cls, plan_of(module), recorder)
-        result = run(model, args, kwargs)
+        result = run(model, *given)
     finally:
         for module, cls in own:
             module.__class__ = cls

@@ -11,6 +11,7 @@ from typing import Annotated, Self
 import msgspec
 from torch import nn
 
+from bevquant_graph import ordinary_tensors
 from bevquant_qnn._precision import Precision, check_precisions, put, setting_at
 from bevquant_qnn._precision_groups import precision_groups
 from bevquant_qnn._result import SkippedModule
@@ -192,6 +193,7 @@ class _Document(msgspec.Struct):
     measured: bool = False
 
 
+@ordinary_tensors()
 def apply_precision(model: nn.Module, plan: PrecisionPlan) -> tuple[str, ...]:
     """Set every quantizer of the model as `plan` says, in place; all of them or, on error, none.
 

@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bevquant_fusion import norms_to_convolutions
-from bevquant_graph import CaptureError, Graph, as_module, capture, copied, refuse_unusable
+from bevquant_graph import CaptureError, Graph, alone, as_module, capture, copied, refuse_unusable
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._float_parts import float_layers
 from bevquant_qnn._flow import Flow, follow
@@ -106,9 +106,16 @@ calibrator=MaxCalibrator scale=1.0 quant)
         )
     refuse_unusable(module, "quantize_model")
     _check_patterns(module, config)
-    if not inplace:
-        module = copied(module, "quantize_model")
-        graph = None if graph is None else graph.of_copy(module)
+    with alone(module):
+        if not inplace:
+            module = copied(module, "quantize_model")
+            graph = None if graph is None else graph.of_copy(module)
+        return _in_place(module, config, example_inputs, graph)
+
+
+def _in_place(
+    module: nn.Module, config: QuantConfig, example_inputs: Any, graph: Graph | None
+) -> QuantizeResult:
     with unchanged_on_error(module):
         norms, graph = _norm_layers(module, config, example_inputs, graph)
         result, _ = _quantized(module, config, example_inputs, graph)
@@ -142,7 +149,7 @@ def quantized(
     """The quantized model with its account, and who reads which tensor in it."""
     refuse_unusable(model, "quantize_model")
     _check_patterns(model, config)
-    with unchanged_on_error(model):
+    with alone(model), unchanged_on_error(model):
         return _quantized(model, config, example_inputs, graph)
 
 

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 from torch import nn
 
+from bevquant_graph import Forward, on_batch
 from bevquant_qnn._assign_precision import BIT_OPERATIONS, Budget
 from bevquant_qnn._example import evaluation
-from bevquant_qnn._layer_inputs import Forward, call
 from bevquant_qnn._plan_space import Choice, PlanSpace, Point, Precisions, front, plan_space
 from bevquant_qnn._precision import Precision, Setting, own_precision, set_for_now, setting_at
 from bevquant_qnn._precision_plan import PrecisionPlan
@@ -121,7 +121,7 @@ def refine_plan(
     _check(space, start, table, budget, metric, batches)
     score = score_of(table.metric if metric is None else metric, reduce)
     trials = _Trials(
-        model, space, batches, score, tuple(outputs), forward or call, distributed, kept
+        model, space, batches, score, tuple(outputs), on_batch(forward), distributed, kept
     )
     search = _Search(space, trials, budget)
     trials.measure(start, search.weighted(_own_precisions(space)))

@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Generator, Tensor, nn
 
-from bevquant_qnn._layer_inputs import Forward, call, inference, input_of, layers_called
+from bevquant_graph import Forward, on_batch
+from bevquant_qnn._layer_inputs import inference, input_of, layers_called
 from bevquant_qnn._linear_form import grid_step, matrix_of, put_matrix, sampled_patches
 from bevquant_quantizers import quantization_disabled
 
@@ -111,7 +112,7 @@ def round_weights(
     kept = list(batches)
     if not kept:
         raise ValueError("round_weights: there were no batches; give some to round by")
-    forward = forward or call
+    forward = on_batch(forward)
     exact = copy.deepcopy(model)
     layers: list[RoundedLayer] = []
     with inference(model), inference(exact), quantization_disabled(exact):

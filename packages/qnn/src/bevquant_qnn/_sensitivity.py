@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bevquant_graph import is_sparse_tensor
+from bevquant_graph import Forward, is_sparse_tensor, on_batch
 from bevquant_qnn._example import evaluation
-from bevquant_qnn._layer_inputs import Forward, call
 from bevquant_qnn._precision import (
     Precision,
     Setting,
@@ -102,7 +101,7 @@ def sensitivity(
         (['0', '2'], True)
     """
     trial = Trial(model, precisions, score_of(metric, reduce), tuple(outputs), without=without)
-    return trial.table(batches, trial.measure, forward or call, distributed, kept, "sensitivity")
+    return trial.table(batches, trial.measure, on_batch(forward), distributed, kept, "sensitivity")
 
 
 class Trial:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from bevquant_graph import ordinary_tensors
 from bevquant_qnn._freeze import range_in_use, weights_read
 from bevquant_qnn._holders import activation_quantizers
 from bevquant_quantizers import TensorQuantizer, fake_quantize
@@ -115,6 +116,7 @@ class _Lsq(Function):
         return grad_x, moment / step * (high / math.sqrt(shared * high)), None, None, None
 
 
+@ordinary_tensors()
 def learn_ranges(
     model: nn.Module, *, inputs: bool = True, weights: bool = True
 ) -> list[nn.Parameter]:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevquant_graph import Forward, alone, on_batch, state_kept
+
 from ._abs_histogram import AbsHistogram
 from ._calibrator_state import Checkpoint
 from ._channels import InputChannels
@@ -36,8 +38,6 @@ from .calib._histogram_calibrator import HistogramCalibrator
 from .calib._search import METHODS
 from .plugins import importable
 
-Forward = Callable[[nn.Module, Any], Any]
-
 
 def calibrate(
     model: nn.Module,
@@ -56,14 +56,19 @@ def calibrate(
     """Find the range of every enabled quantizer that has a calibrator, and load it.
 
     The model runs as the float model, in eval mode and without gradients, while the calibrators
-    watch. Each quantizer's own state, and each module's training flag, are restored afterwards, on
-    an exception or Ctrl-C too; ranges are loaded only once all of them are found. A quantizer
-    reached under several paths is one quantizer. A MaxCalibrator (weights) keeps to its largest
-    value whatever the method. A quantizer that saw no values keeps the range it had; one that saw
-    only zeros too, or gets the range 1 where it had none; a range too small for a scale is raised
-    to 2⁻²³; and the report says so. One that learns its range starts from the range found. Then a
-    module that has a method ``settle_ranges()`` may widen its own: bevquant_qnn's layers do where
-    a bias would leave int32.
+    watch. Ranges are loaded only once all of them are found. A quantizer reached under several
+    paths is one quantizer. A MaxCalibrator (weights) keeps to its largest value whatever the
+    method. A quantizer that saw no values keeps the range it had; one that saw only zeros too, or
+    gets the range 1 where it had none; a range too small for a scale is raised to 2⁻²³; and the
+    report says so. One that learns its range starts from the range found. Then a module that has a
+    method ``settle_ranges()`` may widen its own: bevquant_qnn's layers do where a bias would leave
+    int32.
+
+    Model and batches stay as they were. Quantizer states, training flags, buffers and attributes
+    that forwards write to are restored at the end, also on an exception or Ctrl-C. Within the run a
+    model that remembers frames goes on from batch to batch. Forwards get containers and tensors of
+    their own. Ranges are ordinary tensors, also under ``torch.inference_mode()``. A second thread
+    that calibrates the same model waits.
 
     The channels of what a layer of `bevquant_qnn` reads may be of several units, as metres and
     intensities of points. Where their ranges differ by more than 16 times, float operations or the
@@ -119,12 +124,31 @@ def calibrate(
             "need save_every >= 1, stride >= 1, start_bin >= 0 and 0 <= percentile <= 100, got "
             f"{save_every}, {stride}, {start_bin} and {percentile}"
         )
+    options = {"stride": stride, "start_bin": start_bin, "percentile": percentile}
+    with alone(model):
+        return _calibrated(
+            model, batches, forward, method, options, progress, resume, save_every, distributed
+        )
+
+
+def _calibrated(
+    model: nn.Module,
+    batches: Iterable[Any],
+    forward: Forward | None,
+    method: str,
+    options: dict[str, Any],
+    progress: bool | None,
+    resume: str | os.PathLike[str] | None,
+    save_every: int,
+    distributed: bool | None,
+) -> CalibrationReport:
+    """`calibrate`, while no other thread calibrates the model."""
     entries, calibrators = _collectors(model)
     channels = InputChannels(model, entries)
     own = len(entries)
     entries, calibrators = [*entries, *channels.entries], [*calibrators, *channels.calibrators]
     peers = default_peers(distributed)
-    run = _Collection(model, entries, calibrators, forward or _call, peers)
+    run = _Collection(model, entries, calibrators, forward, peers)
     try:
         if resume is not None:
             rank, world = (peers.rank, peers.world) if peers else (0, 1)
@@ -133,7 +157,6 @@ def calibrate(
             count = run.collect(batches, save_every, progress)
         if peers is not None:
             merge_all(calibrators, peers, count)
-        options = {"stride": stride, "start_bin": start_bin, "percentile": percentile}
         found = search_all(calibrators, peers, method, options)
         found, seen = found[:own], found[own:]
         entries, calibrators = entries[:own], calibrators[:own]
@@ -195,14 +218,6 @@ def _collectors(model: nn.Module) -> tuple[list[NamedQuantizer], list[Calibrator
     return entries, calibrators
 
 
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return model(**batch)
-    if isinstance(batch, tuple | list):
-        return model(*batch)
-    return model(batch)
-
-
 class _Collection:
     """One run over the batches, alone or with other processes.
 
@@ -210,7 +225,7 @@ class _Collection:
         model: The model.
         entries: The quantizers that collect.
         calibrators: Theirs.
-        forward: Runs the model on a batch.
+        forward: Runs the model on a batch; None spreads it.
         peers: The other processes.
     """
 
@@ -219,13 +234,14 @@ class _Collection:
         model: nn.Module,
         entries: Sequence[NamedQuantizer],
         calibrators: Sequence[Calibrator],
-        forward: Forward,
+        forward: Forward | None,
         peers: Peers | None,
     ) -> None:
         self.model = model
         self.entries = entries
         self.calibrators = calibrators
-        self.forward = forward
+        # A model that remembers the frame before (a tracker) goes on from batch to batch.
+        self.forward = on_batch(forward, keeps_state=False)
         self.peers = peers
         self.checkpoint: Checkpoint | None = None
 
@@ -240,6 +256,7 @@ class _Collection:
         dealt = Shares(batches, rank, world)
         saved = done
         with (
+            state_kept(self.model),
             _watching(self.model, self.entries),
             _progress_bar(progress if rank == 0 else False, dealt.total, done) as advance,
         ):

@@ -135,16 +135,13 @@ def set_range(quantizer: TensorQuantizer, amax: Tensor | None) -> None:
         if old is not None:
             del quantizer._amax
         return
-    amax = amax.detach().to(torch.float32)
-    if old is None:
-        like = next(quantizer.parameters(), amax)
-        quantizer.register_buffer("_amax", amax.to(like.device).clone())
-    elif old.shape == amax.shape:
-        old.copy_(amax)
-    else:
-        quantizer._buffers["_amax"] = amax.to(old.device).clone()
+    quantizer._store_range(amax if old is not None else amax.to(_device(quantizer, amax)))
     if quantizer._learn_amax:
         quantizer.init_learn_amax()
+
+
+def _device(quantizer: TensorQuantizer, amax: Tensor) -> torch.device:
+    return next(quantizer.parameters(), amax).device
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True):

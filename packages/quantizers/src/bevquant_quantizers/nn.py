@@ -187,17 +187,27 @@ class TensorQuantizer(nn.Module):
         if value is None:
             _log.error("Setting amax to None is meaningless.")
             return
-        new = torch.as_tensor(value).detach().to(torch.float32)
-        old = self.amax
-        if old is None:
-            self.register_buffer("_amax", new.clone())
-        elif old.shape != new.shape:
+        new = torch.as_tensor(value)
+        if self.amax is not None and self.amax.shape != new.shape:
             raise TypeError(
                 f"{self._who()}: Changing shape when setting amax is not allowed: it has shape "
-                f"{tuple(old.shape)}, the new one {tuple(new.shape)}"
+                f"{tuple(self.amax.shape)}, the new one {tuple(new.shape)}"
             )
-        else:
-            old.data.copy_(new)
+        self._store_range(new)
+
+    def _store_range(self, amax: Tensor) -> None:
+        """Take a range of any shape, as an ordinary tensor under ``torch.inference_mode()`` too.
+
+        An inference tensor could neither be written to nor be trained with afterwards.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            amax, old = amax.detach().to(torch.float32), self.amax
+            if old is None:
+                self.register_buffer("_amax", amax.clone())
+            elif old.shape == amax.shape and not old.is_inference():
+                old.data.copy_(amax)
+            else:
+                self._buffers["_amax"] = amax.to(old.device).clone()
 
     @property
     def channel_factors(self) -> Tensor | None:
@@ -306,11 +316,7 @@ class TensorQuantizer(nn.Module):
             if strict:
                 raise RuntimeError(message)
             _log.warning("%s amax is set to %s.", message, amax.flatten()[0].item())
-        old = self.amax
-        if old is None:
-            self.register_buffer("_amax", amax.detach().float().clone())
-        else:
-            old.data.copy_(amax)
+        self._store_range(amax)
 
     def init_learn_amax(self) -> None:
         """Start the learned range from the fixed one, the largest where there are several.
@@ -393,7 +399,8 @@ class TensorQuantizer(nn.Module):
         if amax is None:
             amax = self._dynamic_amax(inputs)
         elif amax.device != inputs.device:
-            self._amax = amax = amax.to(inputs.device)
+            with torch.inference_mode(False):
+                self._amax = amax = amax.to(inputs.device)
         return amax if self._scale_amax is None else amax.detach() * self._scale_amax
 
     @torch.no_grad()
@@ -444,7 +451,8 @@ class TensorQuantizer(nn.Module):
         saved = state_dict.get(prefix + "_amax")
         if saved is not None and self.amax is None:
             where = self.clip.clip_value_max.device if self._learn_amax else saved.device
-            self.register_buffer("_amax", torch.empty_like(saved, device=where))
+            with torch.inference_mode(False):
+                self.register_buffer("_amax", torch.empty_like(saved, device=where))
         elif saved is None and self.amax is not None:
             _log.error("%s: No amax in state_dict.", prefix[:-1])
         factors = state_dict.get(prefix + "_channel_factors")

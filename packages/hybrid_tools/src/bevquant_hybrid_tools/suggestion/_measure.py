@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from bevquant_graph import on_batch
 from bevquant_hybrid.nn.qat.stubs import DeQuantStub
 from bevquant_hybrid.operators import OperatorCall, trace_calls
 from bevquant_hybrid_tools.performance import ChipFigures, estimate_cpu_layers, estimate_layers
@@ -167,12 +168,4 @@ class Measure:
 def call_model(model: nn.Module, batch: Any, forward: Forward | None) -> Any:
     """Run a batch without gradients; whatever is quantized in the output becomes a float."""
     with torch.no_grad():
-        return DeQuantStub()((forward or _call)(model, batch))
-
-
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return model(**batch)
-    if isinstance(batch, tuple | list):
-        return model(*batch)
-    return model(batch)
+        return DeQuantStub()(on_batch(forward)(model, batch))

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
-from bevquant_graph import op_spec
+from bevquant_graph import op_spec, own_inputs
 from bevquant_int8sim.model._execute import geometry
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Integers, RequiredType
@@ -20,7 +20,6 @@ from bevquant_int8sim.model._integer_model import IntegerModel, exhausted
 from bevquant_int8sim.model._program import Ref, Step
 from bevquant_int8sim.model._reference import GraphRun, Returned, spent_nodes, tensor_of
 from bevquant_int8sim.model._rowwise import dequantized
-from bevquant_int8sim.model._signature import copied
 from bevquant_int8sim.model._traced_source import Source
 
 _COMPUTES = frozenset(
@@ -119,11 +118,11 @@ class ForcedRun:
         made: dict[str, Tensor] = {}
         graph = self.source.graph
         # Each run has inputs of its own: a module that is one node may write to them.
-        steps, self.operations = self._steps(copied(batch), made), {}
+        steps, self.operations = self._steps(own_inputs(batch), made), {}
         leaves = graph.leaves(batch)
         runs = [
             GraphRun(
-                graph, model, copied(leaves) if graph.opaque else leaves,
+                graph, model, own_inputs(leaves) if graph.opaque else leaves,
                 channels_last=index == len(models), returned=beside,
             )
             for index, (model, beside) in enumerate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import nullcontext
@@ -52,7 +53,8 @@ class Recorded:
 class IntegerModel:
     """A calibrated model that runs in integers: made by `simulate` or `IntegerModel.load`.
 
-    Call it like the model that it was made from; it returns what that returns, as floats.
+    Call it like the model that it was made from; it returns what that returns, as floats. It can be
+    copied and pickled. What was pickled is as a loaded model: it runs, and has no `source`.
 
     Args:
         program: Its steps.
@@ -303,8 +305,24 @@ class IntegerModel:
                 "the model again"
             ) from error
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> IntegerModel:
+        """A model with tensors of its own; the graph, which is a record, stays one."""
+        program = copy.deepcopy(self.program, memo)
+        ranges = dict(self.sum_ranges)
+        return type(self)(program, self.source, backend=self.backend, sum_ranges=ranges)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled without the graph, which lives in its process: as a loaded model then."""
+        return _unpickled, (type(self), self.program, self.backend, dict(self.sum_ranges))
+
     def __repr__(self) -> str:
         return program_table(self.program)
+
+
+def _unpickled(
+    kind: type[IntegerModel], program: Program, backend: str, ranges: dict[str, float]
+) -> IntegerModel:
+    return kind(program, backend=backend, sum_ranges=ranges)
 
 
 _AS_IT_IS = nullcontext()

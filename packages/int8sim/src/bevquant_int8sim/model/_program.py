@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bevquant_graph import refilled
 from bevquant_int8sim.model._form import Form
+from bevquant_int8sim.model._method import torch_operator
 
 _ROUNDS = frozenset(
     "quantize requantize sparse_conv conv conv_transpose linear add avg_pool".split()
@@ -84,6 +85,17 @@ class Step:
         if make not in known:
             known[make] = make(self)
         return known[make]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what `kept` made, which a copy makes again; torch's operators by their names."""
+        state = {name: value for name, value in vars(self).items() if name != "_kept"}
+        return state | ({"function": str(self.function)} if self.operator else {})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """What `__getstate__` gave."""
+        vars(self).update(state)
+        if isinstance(self.function, str):
+            vars(self)["function"] = torch_operator(self.function)
 
     @property
     def rounding(self) -> dict[str, Any]:

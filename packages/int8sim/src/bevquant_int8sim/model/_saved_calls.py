@@ -15,7 +15,7 @@ from bevquant_graph import layer_class
 from bevquant_int8sim.model._coords import Geometry, convolved_coords, dense, pooled
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._grid_operations import max_pool, require, resize
-from bevquant_int8sim.model._method import Method
+from bevquant_int8sim.model._method import Method, torch_operator
 from bevquant_int8sim.model._opaque_call import OpaqueCall
 from bevquant_int8sim.model._operation import METADATA
 from bevquant_int8sim.model._quantizers import is_active
@@ -109,15 +109,6 @@ def function_name(function: Callable[..., Any]) -> str | None:
     return _NAMES.get(id(function))
 
 
-def _operator(name: str) -> torch._ops.OpOverload | None:
-    """The operator ``<library>.<operator>.<overload>`` that torch knows."""
-    library, _, rest = name.partition(".")
-    packet, _, overload = rest.partition(".")
-    known = getattr(getattr(torch.ops, library, None), packet, None)
-    found = getattr(known, overload or "default", None)
-    return found if isinstance(found, torch._ops.OpOverload) and str(found) == name else None
-
-
 def _computes(operator: torch._ops.OpOverload) -> bool:
     """Whether it computes tensors from tensors, and writes nothing.
 
@@ -139,7 +130,7 @@ def named_function(name: str, libraries: Collection[str] = ()) -> Callable[..., 
         return Method(rest)
     if name in _NAMED:
         return _NAMED[name]
-    operator = _operator(name)
+    operator = torch_operator(name)
     if operator is None and kind in libraries:
         raise ValueError(
             f"it calls {name!r}, which is not registered here: import the library first"

@@ -10,22 +10,9 @@ from torch import Tensor
 from bevquant_graph import is_sparse_tensor
 from bevquant_int8sim.model._program import Ref
 
-__all__ = ["bind", "copied"]
+__all__ = ["bind"]
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
-
-
-def copied(value: Any) -> Any:
-    """Nested inputs with tensors of their own, for a run that may write to what it is given."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if is_sparse_tensor(value) and hasattr(value, "replace_feature"):
-        return value.replace_feature(value.features.detach().clone())
-    if isinstance(value, dict):
-        return type(value)({key: copied(item) for key, item in value.items()})
-    if type(value) in (list, tuple):
-        return type(value)(copied(item) for item in value)
-    return value
 
 
 def _is_number(value: object) -> bool:

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from bevquant_graph import CaptureError, Graph, arguments, capture, flatten, refuse_unusable
+from bevquant_graph import (
+    CaptureError,
+    Graph,
+    arguments,
+    capture,
+    flatten,
+    refuse_unusable,
+    state_kept,
+)
 from bevquant_int8sim._quantize import dequantize
 from bevquant_int8sim._requantize import check_arithmetic
 from bevquant_int8sim._rounding import check_rounding
@@ -108,23 +116,24 @@ def simulate(
                 f"simulate: {path or 'the model'} ({type(module).__name__}) is in training mode; "
                 "call model.eval() first, dropout and batch norm behave otherwise there"
             )
-    if graph is None:
-        graph = _captured(model, example_inputs)
-    check_calibrated(model, graph)
-    operations = read_graph(graph)
-    program, held = lower(operations)
-    program = rounded(program, rounding, arithmetic)
-    integer = IntegerModel(program, Source(graph, held), backend=backend)
-    if verify:
-        verify_model(integer, example_inputs)
-    if integer_sums is False:
-        return integer
-    given = None if integer_sums is True else integer_sums
-    ranges = _sum_ranges(integer, example_inputs, given)
-    program, held = lower(operations, {n: _eight_bits(amax) for n, amax in ranges.items()})
-    program = rounded(program, rounding, arithmetic)
-    program.operations.update(integer.program.operations)
-    return IntegerModel(program, Source(graph, held), backend=backend, sum_ranges=ranges)
+    with state_kept(model):
+        if graph is None:
+            graph = _captured(model, example_inputs)
+        check_calibrated(model, graph)
+        operations = read_graph(graph)
+        program, held = lower(operations)
+        program = rounded(program, rounding, arithmetic)
+        integer = IntegerModel(program, Source(graph, held), backend=backend)
+        if verify:
+            verify_model(integer, example_inputs)
+        if integer_sums is False:
+            return integer
+        given = None if integer_sums is True else integer_sums
+        ranges = _sum_ranges(integer, example_inputs, given)
+        program, held = lower(operations, {n: _eight_bits(amax) for n, amax in ranges.items()})
+        program = rounded(program, rounding, arithmetic)
+        program.operations.update(integer.program.operations)
+        return IntegerModel(program, Source(graph, held), backend=backend, sum_ranges=ranges)
 
 
 def _asks_for_training(module: nn.Module) -> bool:

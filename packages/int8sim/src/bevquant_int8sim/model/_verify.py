@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_graph import arguments, flatten
+from bevquant_graph import arguments, flatten, own_inputs
 from bevquant_int8sim._accumulator import sums_of_sizes
 from bevquant_int8sim.model._forced import ForcedRun, place
 from bevquant_int8sim.model._form import ACCUMULATORS, Integers
@@ -16,7 +16,6 @@ from bevquant_int8sim.model._integer_model import IntegerModel
 from bevquant_int8sim.model._layer_sums import float_gaps, largest_steps
 from bevquant_int8sim.model._program import Ref, Step
 from bevquant_int8sim.model._reference import tensor_of
-from bevquant_int8sim.model._signature import copied
 
 __all__ = ["StepBounds", "check_results", "verify_model"]
 
@@ -82,7 +81,7 @@ def check_results(integer: IntegerModel, batch: Any, returned: Any, forced: Sequ
                 "same values; verify=False turns this check off"
             )
     if integer.calls_other_steps:  # than those that were followed
-        args, kwargs = arguments(copied(batch))
+        args, kwargs = arguments(own_inputs(batch))
         called = flatten(integer(*args, **kwargs))[0]
         for index, (want, got) in enumerate(zip(results, called, strict=True)):
             one, other = tensor_of(want), tensor_of(got)

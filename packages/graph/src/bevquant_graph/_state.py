@@ -1,0 +1,252 @@
+"""A model that runs and is as it was: its buffers, attributes and registrations."""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from threading import RLock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ._own_inputs import attributes_of, own_inputs
+
+Forward = Callable[[nn.Module, Any], Any]
+
+_LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_LOCKS_LOCK = RLock()
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+_TORCHS = vars(nn.Module()).keys()
+
+
+def called(model: nn.Module, args: Any = (), kwargs: Any = None) -> Any:
+    """What a call of a model returns; the model and its arguments are as before.
+
+    The forward gets containers and tensors of its own (`own_inputs`), and what it writes to
+    buffers and attributes is put back (`state_kept`).
+
+    Args:
+        model: The model.
+        args: Positional arguments.
+        kwargs: Named ones.
+
+    Example:
+        >>> class Counts(nn.Module):
+        ...     frames = 0
+        ...     def forward(self, frame):
+        ...         self.frames += 1
+        ...         frame["boxes"] = frame["image"] + self.frames
+        ...         return frame["boxes"]
+        >>> net, frame = Counts(), {"image": torch.ones(1)}
+        >>> called(net, [frame]), called(net, [frame]), frame
+        (tensor([2.]), tensor([2.]), {'image': tensor([1.])})
+    """
+    with state_kept(model):
+        return model(*own_inputs(list(args)), **own_inputs(dict(kwargs or {})))
+
+
+@contextmanager
+def state_kept(*models: nn.Module) -> Iterator[list[bool]]:
+    """While it is entered models may run; what they noted meanwhile is put back.
+
+    That are buffers, attributes (counters, tensors, objects and what containers hold) and
+    registrations. Other threads that enter it with one of the models wait.
+
+    Args:
+        models: They are not to be changed otherwise meanwhile.
+
+    Yields:
+        A list that afterwards holds, for each model, whether it had noted something.
+
+    Example:
+        >>> net = nn.Sequential(nn.BatchNorm1d(2))
+        >>> with state_kept(net):
+        ...     _ = net(torch.ones(3, 2))
+        >>> net[0].num_batches_tracked
+        tensor(0)
+    """
+    noted: list[bool] = []
+    with _locked(*models):
+        states = [_State(model) for model in models]
+        try:
+            yield noted
+        finally:
+            noted += [state.put_back() for state in states]
+
+
+def on_batch(forward: Forward | None = None, *, keeps_state: bool = True) -> Forward:
+    """A function of a model and a batch that leaves the batch, and the model, as they were.
+
+    Args:
+        forward: Called as ``forward(model, batch)``. None: a tuple or list is spread over the
+            arguments, a dict over the keywords, anything else is the only argument.
+        keeps_state: Whether what the model notes is put back after each batch (`state_kept`).
+
+    Example:
+        >>> run, frame = on_batch(), {"input": torch.ones(2)}
+        >>> run(nn.ReLU(inplace=True), frame), run(nn.Threshold(3, 0, inplace=True), frame), frame
+        (tensor([1., 1.]), tensor([0., 0.]), {'input': tensor([1., 1.])})
+    """
+
+    def run(model: nn.Module, batch: Any) -> Any:
+        with state_kept(model) if keeps_state else nullcontext():
+            return (forward or _spread)(model, own_inputs(batch))
+
+    return run
+
+
+def _spread(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return model(**batch)
+    if isinstance(batch, tuple | list):
+        return model(*batch)
+    return model(batch)
+
+
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """While it is entered new tensors are ordinary ones, under ``torch.inference_mode()`` too.
+
+    An inference tensor could neither be written to nor be trained with afterwards. Gradients are
+    recorded or not as before.
+
+    Example:
+        >>> with torch.inference_mode(), ordinary_tensors():
+        ...     torch.ones(1).is_inference()
+        False
+    """
+    records = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(records):
+        yield
+
+
+@contextmanager
+def alone(*models: nn.Module) -> Iterator[None]:
+    """Other threads that enter it with one of the models, or with a part of one, wait.
+
+    Tensors that are made meanwhile are ordinary ones (`ordinary_tensors`).
+
+    Example:
+        >>> with alone(nn.ReLU()):
+        ...     pass
+    """
+    with _locked(*models), ordinary_tensors():
+        yield
+
+
+@contextmanager
+def _locked(*models: nn.Module) -> Iterator[None]:
+    with ExitStack() as stack:
+        modules = {id(m): m for model in models for m in model.modules()}
+        for _, module in sorted(modules.items()):  # one order, or two threads wait for each other
+            with _LOCKS_LOCK:
+                lock = _LOCKS.setdefault(module, RLock())
+            stack.enter_context(lock)
+        yield
+
+
+class _State:
+    """What a model's modules hold."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._dicts: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        self._objects: list[tuple[Any, dict[str, Any]]] = []
+        self._tensors: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._seen = {id(p) for p in model.parameters()}
+        for module in model.modules():
+            for named in (vars(module), *(vars(module)[name] for name in _REGISTERED)):
+                self._dicts.append((named, dict(named)))
+            held = (value for name, value in vars(module).items() if name not in _TORCHS)
+            self._note([*module._buffers.values(), *held])
+
+    def _note(self, pending: list[Any]) -> None:
+        while pending:
+            value = pending.pop()
+            if id(value) in self._seen:
+                continue
+            if isinstance(value, Tensor):
+                self._seen.add(id(value))
+                if not (is_lazy(value) or value.is_meta or value.layout is not torch.strided):
+                    memory = value.detach()
+                    self._tensors.append((value, memory, memory.clone()))
+            elif isinstance(value, dict | list | set | deque):
+                self._seen.add(id(value))
+                self._containers.append((value, _content(value)))
+                pending += dict.values(value) if isinstance(value, dict) else value
+            elif isinstance(value, tuple):
+                pending += value
+            elif names := attributes_of(value):
+                self._seen.add(id(value))
+                held = {name: object.__getattribute__(value, name) for name in names}
+                self._objects.append((value, held))
+                pending += held.values()
+
+    def put_back(self) -> bool:
+        """Make everything what it was; return whether something was not. That alone is written."""
+        changed = [_update(named, before) for named, before in self._dicts]
+        changed += [_set_attributes(value, held) for value, held in self._objects]
+        changed += [_refill(container, content) for container, content in self._containers]
+        changed += [_restore(*kept) for kept in self._tensors]
+        return any(changed)
+
+
+def _update(named: dict[str, Any], before: dict[str, Any]) -> bool:
+    new = named.keys() - before.keys()
+    other = [n for n, value in before.items() if n not in named or named[n] is not value]
+    for name in new:
+        del named[name]
+    for name in other:
+        named[name] = before[name]
+    return bool(new or other)
+
+
+def _set_attributes(value: Any, before: dict[str, Any]) -> bool:
+    new = [name for name in attributes_of(value) if name not in before]
+    other = [n for n, item in before.items() if getattr(value, n, None) is not item]
+    for name in new:
+        object.__delattr__(value, name)
+    for name in other:
+        object.__setattr__(value, name, before[name])
+    return bool(new or other)
+
+
+def _content(container: Any) -> list[Any]:
+    return list(dict.items(container) if isinstance(container, dict) else container)
+
+
+def _refill(container: Any, before: list[Any]) -> bool:
+    """Give a container its members back, where they are others or in another order."""
+    keyed = isinstance(container, dict)
+    parts = [part for item in before for part in (item if keyed else (item,))]
+    now = [part for item in _content(container) for part in (item if keyed else (item,))]
+    if len(parts) == len(now) and all(map(operator.is_, parts, now)):
+        return False
+    container.clear()
+    if isinstance(container, OrderedDict):
+        OrderedDict.update(container, before)
+    elif keyed:
+        dict.update(container, before)
+    elif isinstance(container, set):
+        container.update(before)
+    else:
+        container.extend(before)
+    return True
+
+
+def _restore(tensor: Tensor, memory: Tensor, before: Tensor) -> bool:
+    """Give a tensor its memory and its numbers back."""
+    with torch.no_grad(), torch.inference_mode(memory.is_inference()):
+        form = tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr()
+        moved = form != (memory.shape, memory.stride(), memory.dtype, memory.data_ptr())
+        if moved:
+            tensor.data = memory
+        written = not torch.equal(memory, before)
+        if written:
+            memory.copy_(before)
+    return moved or written
