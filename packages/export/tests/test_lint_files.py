@@ -162,6 +162,7 @@ BREAK: list[tuple[str, Callable[[onnx.ModelProto], object]]] = [
     ("ONX018", lambda m: _conv(m, pads=[0, 0, 1])),
     ("ONX019", _other_channels),
     ("ONX020", _huge_input),
+    ("ONX024", lambda m: m.metadata_props.add(key="bevquant.guards", value="[")),
     ("ONX018", lambda m: _conv(m, dilations=[1, -1])),
     ("ONX018", lambda m: _conv(m, pads=[0, 0, -1, 0])),
     ("ONX018", lambda m: _conv(m, kernel_shape=[2**62, 1])),

@@ -21,7 +21,7 @@ from ._graph import Graph
 from ._guards import only_guards
 from ._held import replace_modules
 from ._layer_class import is_library_class, layer_class, own_code, zero_padding
-from ._opaque import OPAQUE, Opaque
+from ._opaque import OPAQUE, Opaque, fixed_sizes, refuse_other_sizes
 from ._operators import OPERATORS, OpSpec, op_spec
 from ._own_inputs import own_inputs
 from ._part import named_results, nodes_behind, part_of
@@ -38,6 +38,7 @@ from ._signature import (
     rebuild,
     refilled,
 )
+from ._size_guards import Guard, Sizes, check_guards
 from ._state import Forward, alone, called, on_batch, ordinary_tensors, state_kept
 from ._symbolic import trace_around
 from ._tidy import PASSED_OVER, REQUIRE
@@ -51,17 +52,21 @@ __all__ = [
     "CaptureError",
     "Forward",
     "Graph",
+    "Guard",
     "OpSpec",
     "Opaque",
+    "Sizes",
     "all_finite",
     "alone",
     "arguments",
     "as_module",
     "called",
     "capture",
+    "check_guards",
     "copied",
     "evaluation",
     "first_fault",
+    "fixed_sizes",
     "flatten",
     "forward_line",
     "is_library_class",
@@ -83,6 +88,7 @@ __all__ = [
     "quiet",
     "rebuild",
     "refilled",
+    "refuse_other_sizes",
     "refuse_unusable",
     "registered_once",
     "replace_modules",

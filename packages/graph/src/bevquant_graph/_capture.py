@@ -30,6 +30,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from bevquant_sparse import open_shapes
 
+from ._conditions import conditions_of, places_noted
 from ._constants import Constants
 from ._faults import CaptureError, forward_line, running, spconv_call, where
 from ._graph import Graph
@@ -144,7 +145,7 @@ def capture(
                     _close(model, traced, error, opaque, given)
                     values = None
     tidy(program.graph_module, model)
-    graph = Graph(model, program, inputs, result, opaque)
+    graph = Graph(model, program, inputs, result, opaque, conditions_of(program.graph.nodes))
     made = [v.meta.get("val") if isinstance(v, fx.Node) else v for v in graph.outputs]
     if not any(isinstance(value, Tensor) for value in made):
         line = forward_line(model)
@@ -156,7 +157,13 @@ def capture(
         )
     took = perf_counter() - start
     if check:
-        graph.check(example_inputs)
+        try:
+            graph.check(example_inputs)
+        except CaptureError:
+            if not open_sizes:
+                raise
+            # It may ask about sizes where torch does not see it, as by the text of one.
+            return capture(model, example_inputs, open_sizes=False)
     remember(model, state, graph, took, by_values=values is not None or constants.used)
     return graph
 
@@ -211,6 +218,7 @@ def _exported(
         stack.enter_context(mock.patch.object(torch, "batch_norm", batch_norm_of_rows))
         stack.enter_context(mock.patch.object(proxy_tensor, "_extract_tensor_metadata", _nothing))
         stack.enter_context(elementwise_shapes())
+        stack.enter_context(places_noted((_Shell.forward.__code__, _exported.__code__)))
         if open_sizes:
             for holder, name, longest in (
                 (sympy, "simplify", 64),
@@ -385,7 +393,7 @@ def _by_sizes(error: BaseException | None) -> bool:
     return False
 
 
-_SIZES = re.compile(r"\bs\d+\b|\bsymbolic shape\b")
+_SIZES = re.compile(r"\bs\d+\b|\bsymbolic shape\b|\bSymInt\b")
 
 
 def _met(error: Exception) -> str:

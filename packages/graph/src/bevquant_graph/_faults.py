@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ._signature import flatten
 
@@ -35,6 +35,14 @@ def is_authors(file: str) -> bool:
     ours = any(part.startswith("bevquant_") for part in parts)
     library = "torch" in parts or ("lib" in parts and "python3" in file)
     return not (ours or library or "<" in file)
+
+
+def author_line(node: fx.Node) -> str:
+    """``file:line`` of the author's code that computes a node; "" where it is not known."""
+    noted: str = (node.meta.get("custom") or {}).get("bevquant_place", "")
+    places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [(file, line) for file, line in places if is_authors(file)]
+    return noted or (":".join(own[-1]) if own else "")
 
 
 def where(error: BaseException, model: nn.Module, beside: Collection[str] = ()) -> tuple[str, str]:

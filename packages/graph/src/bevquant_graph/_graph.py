@@ -13,11 +13,13 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from ._faults import CaptureError, first_fault, is_authors
-from ._opaque import Opaque, opaque_call
+from ._conditions import Condition, bound_guards
+from ._faults import CaptureError, author_line, first_fault
+from ._opaque import OPAQUE, Opaque, fixed_sizes, opaque_call, refuse_other_sizes
 from ._own_inputs import own_inputs
 from ._quiet import evaluation
 from ._signature import Tree, arguments, flatten, leaf_names, rebuild
+from ._size_guards import Guard, check_guards
 from ._state import state_kept
 from ._tidy import NUMBERS, SHELL, fixed_number, inside
 
@@ -34,6 +36,7 @@ class Graph:
         inputs: How the arguments of a call are put together of `placeholders`.
         result: How what a call returns is put together of `outputs`.
         opaque: Path to the module that is one node, with the reason.
+        conditions: What torch specialised the graph on, in symbols of sizes; see `guards`.
         placeholders: Nodes of the inputs, in the order of their leaves.
         outputs: Nodes (or numbers) that are returned, in the order of their leaves.
         writes: Buffers (by path) and inputs (by name) that the forward writes to.
@@ -46,9 +49,11 @@ class Graph:
         inputs: Tree,
         result: Tree,
         opaque: Mapping[str, Opaque],
+        conditions: tuple[Condition, ...] = (),
     ) -> None:
         self.model, self.program = model, program
         self.inputs, self.result, self.opaque = inputs, result, dict(opaque)
+        self.conditions = conditions
         self._constants: dict[fx.Node, str] = {}
         self.placeholders: list[fx.Node] = []
         nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
@@ -99,6 +104,14 @@ class Graph:
                 sizes = [(i, fixed_number(size)) for i, size in enumerate(value.shape)]
                 found[name] = {i: size for i, size in sizes if size is not None}
         return found
+
+    @cached_property
+    def guards(self) -> tuple[Guard, ...]:
+        """Conditions on the sizes of the inputs under which the graph is the model.
+
+        Of every size that the forward fixes, and of every question that it asks about sizes.
+        """
+        return bound_guards(self.conditions, self.input_names, self.placeholders)
 
     # Where a node comes from
 
@@ -178,7 +191,7 @@ class Graph:
             AttributeError: `model` does not have all of the tensors.
         """
         program = bound(self.program, model)
-        return Graph(model, program, self.inputs, self.result, self.opaque)
+        return Graph(model, program, self.inputs, self.result, self.opaque, self.conditions)
 
     # Running
 
@@ -187,7 +200,8 @@ class Graph:
 
         Raises:
             TypeError: The arguments have another structure than the example inputs.
-            ValueError: A size that the forward fixes is another one.
+            ValueError: Sizes with which the forward goes another way; condition, file and line are
+                named.
         """
         return rebuild(self.result, self._run(self._checked((args, kwargs))))
 
@@ -253,7 +267,7 @@ class Graph:
 
         Raises:
             TypeError: Inputs of another structure than the example's.
-            ValueError: A size that the forward fixes is another one.
+            ValueError: Sizes with which the forward goes another way.
         """
         return self._checked(arguments(inputs))
 
@@ -265,13 +279,11 @@ class Graph:
                 f"expected inputs like the example's with {len(self.placeholders)} tensors "
                 f"({', '.join(self.input_names)}), got {len(leaves)}"
             )
-        for name, leaf in zip(self.input_names, leaves, strict=True):
-            for axis, size in self.fixed.get(name, {}).items():
-                if leaf.dim() <= axis or leaf.shape[axis] != size:
-                    raise ValueError(
-                        f"input {name}: expected size {size} in axis {axis}, which the forward "
-                        f"fixes, got shape {tuple(leaf.shape)}; capture again with such inputs"
-                    )
+        sizes = {
+            name: leaf.shape if isinstance(leaf, Tensor) else leaf
+            for name, leaf in zip(self.input_names, leaves, strict=True)
+        }
+        check_guards(self.guards, sizes, "capture again with such inputs")
         return leaves
 
     def _run(self, leaves: list[Any], watch: Any = None) -> list[Any]:
@@ -354,14 +366,6 @@ def bound(program: Any, model: nn.Module) -> ExportedProgram:
     return made  # type: ignore[no-any-return]
 
 
-def author_line(node: fx.Node) -> str:
-    """``file:line`` of the author's code that computes a node; "" where it is not known."""
-    noted: str = (node.meta.get("custom") or {}).get("bevquant_place", "")
-    places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [(file, line) for file, line in places if is_authors(file)]
-    return noted or (":".join(own[-1]) if own else "")
-
-
 class _Runner(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, watch: Any) -> None:
         super().__init__(module)
@@ -369,6 +373,8 @@ class _Runner(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         made = super().run_node(n)
+        if n.target is OPAQUE:
+            refuse_other_sizes(str(n.args[1]).rpartition(":")[0], fixed_sizes(n), made)
         if self._watch is not None and isinstance(made, Tensor):
             self._watch(made)
         return made

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ._signature import Tree, flatten, rebuild
 
@@ -95,6 +95,37 @@ def _(tensors: list[Tensor], key: str) -> list[Tensor]:
         torch.empty(list(map(size, sizes, t.shape)), dtype=t.dtype, device=t.device)
         for t, sizes in zip(call.outputs, call.sizes, strict=True)
     ]
+
+
+def fixed_sizes(node: fx.Node) -> list[dict[int, int]]:
+    """Sizes of an opaque node's outputs that the graph may hold as constants: axis to size.
+
+    Of outputs that are read, those of the example that follow no rows.
+    """
+    call = opaque_call(str(node.args[1]))
+    read = {u.args[1] for u in node.users if any(r.op != "output" for r in u.users)}
+    return [
+        {a: n for a, n in enumerate(sizes) if isinstance(n, int)} if place in read else {}
+        for place, sizes in enumerate(call.sizes)
+    ]
+
+
+def refuse_other_sizes(
+    path: str, fixed: Sequence[Mapping[int, int]], outputs: Sequence[Tensor]
+) -> None:
+    """Refuse what a module returns where a size is not the one that a graph holds.
+
+    Raises:
+        ValueError: It is another one; module, axis and sizes are named.
+    """
+    for sizes, made in zip(fixed, outputs, strict=False):
+        for axis, size in sizes.items():
+            if made.shape[axis : axis + 1] != (size,):
+                raise ValueError(
+                    f"{path}: expected an output of size {size} in axis {axis}, as in the "
+                    f"example, got shape {tuple(made.shape)}; the module could not be followed, "
+                    "and the forward reads what it returns: capture again with such inputs"
+                )
 
 
 OPAQUE = torch.ops.bevquant_graph.opaque.default

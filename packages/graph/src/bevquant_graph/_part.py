@@ -153,7 +153,7 @@ class _Part:
             for path, entry in self.whole.opaque.items()
             if any(call.key in calls for call in entry.calls)
         }
-        return Graph(self.whole.model, program, inputs, tree, opaque)
+        return Graph(self.whole.model, program, inputs, tree, opaque, self.whole.conditions)
 
     def _result(self, value: Tree | fx.Node, outputs: list[Any]) -> Tree:
         """A result with its leaves counted anew."""

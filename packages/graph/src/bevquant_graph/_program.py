@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from ._graph import author_line
+from ._faults import author_line
 from ._operators import op_spec
 from ._program_modules import (
     Part,

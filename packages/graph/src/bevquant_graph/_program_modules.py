@@ -13,7 +13,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.fx import traceback
 
+from ._conditions import bound_guards, conditions_of
 from ._operators import op_spec
+from ._size_guards import check_guards
 
 _LAYERS = ("layer", "norm", "max_pool", "avg_pool", "relu", "identity")
 
@@ -88,6 +90,10 @@ def root_class(info: Any, inputs: list[fx.Node]) -> type[Part]:
         if isinstance(node.meta.get("val"), Tensor | bool | int | float | str | None)
     }
 
+    tensors = [node for node in inputs if isinstance(node.meta.get("val"), Tensor)]
+    bound = bound_guards(conditions_of(tensors), [node.name for node in tensors], tensors)
+    guards = [guard for guard in bound if guard.fixes is None]
+
     class Root(Part):
         """The whole of a program: it takes and returns what the exported model does."""
 
@@ -125,6 +131,10 @@ def root_class(info: Any, inputs: list[fx.Node]) -> type[Part]:
                             f"{axis}, to which the program was exported, got shape {shape}; "
                             "export again with dynamic_shapes"
                         )
+            shapes = {
+                name: leaves[i].shape for i, (name, fixed, _) in sizes.items() if fixed is not None
+            }
+            check_guards(guards, shapes, "export again with such inputs")
             return pytree.tree_unflatten(super().forward(*leaves), info.out_spec)
 
     parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]

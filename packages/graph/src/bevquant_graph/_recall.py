@@ -36,6 +36,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from ._conditions import Condition
 from ._graph import Graph, bound
 from ._signature import Arguments, Tree, flatten
 
@@ -70,6 +71,7 @@ class _Followed:
     program: ExportedProgram
     inputs: Tree
     result: Tree
+    conditions: tuple[Condition, ...]
     seconds: float
 
 
@@ -123,7 +125,9 @@ def remember(
         for name, value in program._constants.items()
     }
     program._example_inputs = None
-    _PROGRAMS[state.structure] = _Followed(state, program, graph.inputs, graph.result, seconds)
+    _PROGRAMS[state.structure] = _Followed(
+        state, program, graph.inputs, graph.result, graph.conditions, seconds
+    )
     if len(_PROGRAMS) > _KEPT:
         _PROGRAMS.popitem(last=False)
 
@@ -146,7 +150,8 @@ def _bound(known: _Followed | None, model: nn.Module, state: State) -> Graph | N
     if known is None or state.alone:
         return None
     _PROGRAMS.move_to_end(state.structure)
-    graph = Graph(model, bound(known.program, model), known.inputs, known.result, {})
+    program = bound(known.program, model)
+    graph = Graph(model, program, known.inputs, known.result, {}, known.conditions)
     _LAST[model] = state, ref(graph)
     return graph
 

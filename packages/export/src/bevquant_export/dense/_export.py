@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bevquant_export._size_guards import note_guards, open_guards, refuse_free_batch
 from bevquant_export.dense._compare import verified
 from bevquant_export.dense._emit import emit
 from bevquant_export.dense._graph import Graph
@@ -25,6 +26,7 @@ from bevquant_export.floats._ports import checked
 from bevquant_export.lint._model import VOXELS
 from bevquant_export.sparse.portable._body import OPSET
 from bevquant_export.targets._cpu import CPU_KEY
+from bevquant_graph import Guard
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import Ref, SparseRef
 from bevquant_quantizers import hb_mapper, write_whole
@@ -164,10 +166,14 @@ def export_qdq_onnx(
         graph, shapes_in, shapes_out, [(made[ref].name, name) for ref, name in outputs],
         {name: source.dtype(ref) for ref, name in (*inputs.items(), *outputs)},
     )  # fmt: skip
+    guards = _open_guards(source, inputs, shapes_in)
+    if dynamic_batch:
+        refuse_free_batch(guards, "export_qdq_onnx")
     if chosen.half:
         proto = half_typed(proto)
     on_cpu = tuple(node.name for node in graph.on_cpu)
     fixed = [f"{name}: is {value!r} in the file" for name, value in source.fixed.items()]
+    fixed += [f"is right where {guard}" for guard in guards]
     fixed += [f"frames: {frames} of {grid}, in the file" for grid, frames in source.grids.values()]
     file = QdqFile(
         path=target,
@@ -186,10 +192,23 @@ def export_qdq_onnx(
         content = proto.SerializeToString()
         file = verified(file, content, source.integer, args, integer_sums=integer_sums)
     proto.metadata_props.add(key="verified", value=file.verified)
+    note_guards(proto, guards)
     write_whole(target, proto.SerializeToString(deterministic=True))
     if chosen.name != "horizon":
         return file
     return replace(file, settings=hb_mapper.write_config(target, march, on_cpu))
+
+
+def _open_guards(
+    source: Source, inputs: Mapping[str, str], shapes: Mapping[str, Shape]
+) -> list[Guard]:
+    """What the model asks about sizes that the file leaves free, by the file's inputs."""
+    names = {**source.integer.names, **inputs}
+    known: dict[str, Any] = {**source.fixed, **shapes}
+    for name, coords in source.program.sparse_inputs.items():
+        names[f"{coords}.indices"] = inputs[f"{name}.indices"]
+        known[f"{coords}.batch_size"] = source.grids[coords][1]
+    return open_guards(source.program.guards, names, known)
 
 
 def _named_inputs(source: Source, wanted: Sequence[str] | None) -> dict[str, str]:

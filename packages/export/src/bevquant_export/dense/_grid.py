@@ -95,7 +95,7 @@ def resize(
     """Resize as torch's ``interpolate`` does it, nearest or bilinear.
 
     Raises:
-        ValueError: The sizes follow the batch and no factor gives them.
+        ValueError: No factor gives the sizes, or they follow a free one.
     """
     mode = given["mode"]
     settings: dict[str, Any] = {"mode": "nearest", "nearest_mode": "floor"}
@@ -106,17 +106,18 @@ def resize(
     before, after = source.shapes[names[0]], source.shapes[names[1]]
     modern = graph.profile.opset >= 13  # before, what is not given is an empty tensor
     region = "" if modern else graph.constant("no_region", np.zeros(0))
-    if given["scale_factor"] is None and not source.free:
+    if given["scale_factor"] is None:
         # Sizes, not factors: 3 · float32(7/3) may fall short of 7.
         none = "" if modern else graph.constant("no_factors", np.zeros(0))
-        return graph.node("Resize", path, [x, region, none, graph.numbers(after)], **settings)
-    factors = _factors(given["scale_factor"], before, after)
+        sizes = _resized(graph, path, x, source.named(names[1]))
+        return graph.node("Resize", path, [x, region, none, sizes], **settings)
+    ratios = _each(given["scale_factor"], len(before) - 2)
+    factors = np.array([1.0, 1.0, *ratios], np.float32)
     reached = [int(np.floor(n * f)) for n, f in zip(before[2:], factors[2:], strict=True)]
     if reached != list(after[2:]):
         raise ValueError(
             f"export_qdq_onnx: {path or 'the model'}: no float32 factor resizes "
-            f"{tuple(before[2:])} to {tuple(after[2:])}; export with dynamic_batch=False, or give "
-            "interpolate a scale_factor"
+            f"{tuple(before[2:])} to {tuple(after[2:])}; give interpolate the size"
         )
     text = "_".join(str(float(f)) for f in factors)
     return graph.node(
@@ -124,12 +125,18 @@ def resize(
     )
 
 
-def _factors(given: Any, before: Any, after: Any) -> Any:
-    if given is None:
-        ratios = [out / n for n, out in zip(before[2:], after[2:], strict=True)]
-    else:
-        ratios = _each(given, len(before) - 2)
-    return np.array([1.0, 1.0, *ratios], np.float32)
+def _resized(graph: Graph, path: str, x: str, shape: tuple[int | str, ...]) -> str:
+    """Sizes of a resized map as a tensor; a free batch is that of `x`."""
+    free = [axis for axis, size in enumerate(shape) if isinstance(size, str)]
+    if not free:
+        return graph.numbers(shape)
+    if free != [0]:
+        raise ValueError(
+            f"export_qdq_onnx: {path or 'the model'}: the size of a resized map follows a free "
+            f"size (axes {free}); expected the batch alone. Export with dynamic_batch=False"
+        )
+    batch = graph.node("Gather", path, [graph.node("Shape", path, [x]), graph.numbers([0])], axis=0)
+    return graph.node("Concat", path, [batch, graph.numbers(shape[1:])], axis=0)
 
 
 def _windows(given: Mapping[str, Any], rank: int) -> dict[str, list[int]]:

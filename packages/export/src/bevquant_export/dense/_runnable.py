@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bevquant_export._size_guards import REMEDY, guards_of
 from bevquant_export.lint._read import load_model, reading
 from bevquant_export.targets._cpu import cpu_at_hand, cpu_of
+from bevquant_graph import check_guards
 from bevquant_quantizers.plugins import importable
 
 _ATTRIBUTES = {"ReduceSum": "axes", "Split": "split", "Squeeze": "axes", "Unsqueeze": "axes"}
@@ -259,7 +261,8 @@ def open_onnx(
 
     Raises:
         ImportError: The engine is not installed; the extra that installs it is named.
-        ValueError: The engine does not load the file.
+        ValueError: The engine does not load the file. A call: the model asks about a size that the
+            file leaves free, and this one leads it another way; condition, file and line.
 
     Example:
         >>> import tempfile, torch
@@ -272,8 +275,9 @@ def open_onnx(
     """
     from bevquant_export.targets import find_target
 
-    runner = "plain" if target is None else find_target(target).runner
     is_file = isinstance(file, str | os.PathLike)
+    runner = "plain" if target is None else find_target(target).runner
+    guards = guards_of(load_model(file, external_data=False) if is_file else file)
     name = Path(file).name if is_file else "the model"
     try:
         running = session(lift_horizon_onnx(file) if is_file else file, runner, lean=True)
@@ -282,6 +286,7 @@ def open_onnx(
     except Exception as error:  # onnxruntime's own classes have no common base of their own
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"open_onnx: {runner} does not load {name}: {reason}") from error
+    numbers = {name for guard in guards for name, axis in guard.sizes if axis is None}
     halves = {p.name for p in running.get_inputs() if getattr(p, "type", "") == "tensor(float16)"}
     names = [port.name for port in running.get_outputs()]
     taken = [port.name for port in running.get_inputs()]
@@ -293,6 +298,8 @@ def open_onnx(
                 f"{', '.join(inputs) or 'nothing'}"
             )
         given = {port: _array(inputs[port]) for port in taken}
+        sizes = {n: int(v.flat[0]) if n in numbers else v.shape for n, v in given.items()}
+        check_guards(guards, sizes, REMEDY)
         given = {n: v.astype(np.float16) if n in halves else v for n, v in given.items()}
         made = map(torch.from_numpy, running.run(names, given))
         floats = (value.float() if value.dtype == torch.float16 else value for value in made)

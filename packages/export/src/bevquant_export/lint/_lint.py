@@ -8,7 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bevquant_export.lint import _calibration, _graph, _model, _qdq, _read, _shapes, _tensors
+from bevquant_export.lint import (
+    _calibration,
+    _graph,
+    _model,
+    _qdq,
+    _read,
+    _shapes,
+    _sizes,
+    _tensors,
+)
 from bevquant_export.lint._rule import Finding, Rule
 from bevquant_export.targets._cpu import CPUS, cpu_of
 from bevquant_export.targets._registry import find_target, target_names, targets
@@ -27,6 +36,7 @@ _SHARED: tuple[Rule, ...] = (
     *(_shapes.SHAPES, _shapes.FREE, _shapes.FORM),
     *_qdq.RULES,
     _calibration.POOR,
+    _sizes.ASKED,
 )
 _MOST_OF_ONE = 100
 
@@ -107,6 +117,7 @@ def _findings(model: onnx.ModelProto, path: Path, target: Target, cpu: str) -> I
     if target.kind == "dense":
         yield from _shaped(model, graphs, target, path.parent, shared)
     yield from _calibration.check_calibration(model)
+    yield from _sizes.check_guards(model)
     yield from target.lint(LintFile(path, model, graphs, cpu))
 
 

@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
+from bevquant_graph import Guard
+
 Sizes = tuple[int, ...]
 # What a node that computes in floats says; each class has some of these.
 _FLOAT: dict[str, Any] = {
@@ -390,6 +392,8 @@ class Graph:
             of features that a model makes itself, their maker's, as in "sigmoid_features".
         bounded: Whether more voxels than a layer's `output_bound` are refused, as an engine drops
             them; a portable file takes any number.
+        guards: Conditions on the number of voxels and frames (``coords``, ``batch_size``) under
+            which the file is the model that it was written from.
     """
 
     input: str
@@ -400,6 +404,7 @@ class Graph:
     weights: str = "uint8"
     features: str = "features"
     bounded: bool = True
+    guards: tuple[Guard, ...] = ()
 
 
 def first_on_input(graph: Graph) -> Conv | Pool | None:

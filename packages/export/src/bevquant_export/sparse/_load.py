@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bevquant_export._size_guards import REMEDY
 from bevquant_export.sparse._constants import ConvConstants
 from bevquant_export.sparse._graph import Conv, Graph, Node, first_on_input
 from bevquant_export.sparse._names import numbered
@@ -24,6 +25,7 @@ from bevquant_export.sparse._voxels import Voxels
 from bevquant_export.sparse.portable._lower import Lowered
 from bevquant_export.sparse.portable._outputs import LayerOutput
 from bevquant_export.sparse.portable._record import recorded
+from bevquant_graph import Sizes, check_guards
 from bevquant_int8sim import Recorded, SparseOutput
 
 _STEPS = 127
@@ -100,7 +102,8 @@ class SparseOnnxModel:
         Raises:
             TypeError: Features are no floats or coordinates no integers.
             ValueError: A shape, a coordinate or a range does not fit, or a frame has more voxels
-                than a layer's bound (which a portable file does not know); the node is named.
+                than a layer's bound (which a portable file does not know); the node is named. Or
+                the model asks about the number of voxels, and this one leads it another way.
         """
         found: dict[str, Recorded] = {}
 
@@ -142,6 +145,8 @@ class SparseOnnxModel:
         if grid is None:
             raise ValueError("no convolution reads the input; give spatial_shape")
         self._check(features, coords)
+        sizes: Sizes = {"coords": tuple(coords.shape), "batch_size": int(batch_size)}
+        check_guards(self.graph.guards, sizes, REMEDY)
         if self.backend == "onnxruntime":
             if grid != self._grid:
                 raise ValueError(f"spatial_shape={grid}: a portable file has one, {self._grid}")

@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from bevquant_export._size_guards import note_guards
 from bevquant_export.sparse._graph import Graph
 from bevquant_export.sparse._layers import SparseExport, layers_of
 from bevquant_export.sparse._names import numbered
@@ -100,5 +101,6 @@ def portable_bytes(graph: Graph, *, all_layers: bool, weights: str) -> bytes:
     if weights not in ("uint8", "int8"):
         raise ValueError(f"weights={weights!r}: expected 'uint8' or 'int8'")
     model = recorded(replace(graph, weights=weights), all_layers=all_layers).model
+    note_guards(model, graph.guards)
     content: bytes = model.SerializeToString(deterministic=True)
     return content

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from bevquant_export._size_guards import sparse_guards
 from bevquant_export.sparse._axes import AXES, three_axes
 from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._channel_permutations import with_channel_permutations
 from bevquant_export.sparse._check_graph import check_rulebooks
+from bevquant_export.sparse._compare import frame_of
 from bevquant_export.sparse._conv_node import affine_node, check_axes, conv_node
 from bevquant_export.sparse._follow import Draft, Followed, place
 from bevquant_export.sparse._forms import TensorForm, agreed_forms
@@ -109,6 +111,9 @@ def sparse_graph(
         outputs=tuple(dict.fromkeys(r.tensor for r in followed.outputs)),
         shapes=shapes,
         features=followed.features,
+        guards=sparse_guards(
+            integers.program, example_inputs, lambda: frame_of(integers, example_inputs)
+        ),
     )
     graph = with_channel_permutations(graph, joins=dialect == "libspconv")
     check_rulebooks(graph)

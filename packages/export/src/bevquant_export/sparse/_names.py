@@ -29,6 +29,7 @@ def numbered(graph: Graph, outputs: Mapping[str, str] | None = None) -> Graph:
         nodes=tuple(nodes),
         outputs=tuple(names[name] for name in graph.outputs),
         shapes={names[name]: shape for name, shape in graph.shapes.items()},
+        guards=graph.guards,
     )
 
 

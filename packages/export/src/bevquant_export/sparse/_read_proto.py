@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bevquant_export._size_guards import guards_of
 from bevquant_export.sparse._check_graph import check_graph
 from bevquant_export.sparse._graph import Graph, Node
 from bevquant_export.sparse._node_attributes import EXTENSIONS, OPERATORS, read_node
@@ -48,11 +50,12 @@ def graph_of_bytes(content: bytes, *, extensions: bool = False) -> Graph:
         ValueError: As `read_graph`; no file is named.
     """
     model = _parsed(content)
+    guards = guards_of(model)
     if is_portable(model):
-        return portable_graph(model)
+        return replace(portable_graph(model), guards=guards)
     graph = _graph(model.graph, (*OPERATORS, *EXTENSIONS) if extensions else OPERATORS)
     check_graph(graph)
-    return graph
+    return replace(graph, guards=guards)
 
 
 def _content(file: Path) -> bytes:

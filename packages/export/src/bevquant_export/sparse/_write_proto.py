@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from bevquant_export._size_guards import note_guards
 from bevquant_export.sparse._graph import Conv, Graph
 from bevquant_export.sparse._node_attributes import node_attributes, operator_of
 
@@ -59,6 +60,7 @@ def proto_bytes(graph: Graph) -> bytes:
         producer_name="bevquant_export",
         ir_version=_IR_VERSION,
     )
+    note_guards(model, graph.guards)
     content: bytes = model.SerializeToString(deterministic=True)
     return content
 

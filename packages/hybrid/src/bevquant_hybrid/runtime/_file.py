@@ -167,7 +167,7 @@ def _validate(program: Program) -> None:
     ):
         if flatten(nested, f"its {what}").tensors != [port.operand for port in ports]:
             raise ValueError(f"its {what} are not nested as many as they are")
-    if named or program.sparse_inputs or program.fixed:
+    if named or program.sparse_inputs or program.guards:
         raise ValueError("its inputs have names, sites or sizes of their own")
     names = [port.operand.name for port in program.inputs]
     for port in program.inputs:

@@ -66,11 +66,11 @@ class GraphValues:
 
     def _inputs(self) -> None:
         self._leaves: list[Any] = []
-        self._fixed: dict[str, dict[int, int]] = {}
+        names: dict[str, str] = {}
         for node, path in zip(self.graph.placeholders, self.graph.input_names, strict=True):
             name = self._unique(path.removesuffix(".features"))
             self._leaves.append(Ref(name))
-            self._fixed[name] = self.graph.fixed.get(path, {})
+            names[path] = name
             self._refs[node] = Ref(name)
             if path.endswith(".features"):
                 coords = f"{name}.sites"
@@ -80,6 +80,7 @@ class GraphValues:
                 # A sparse input is one argument: what it consists of is read from its coordinates.
                 owner = path.rpartition(".")[0]
                 if f"{owner}.sites" in self._hosts:
+                    names[path] = f"{owner}.sites.{path.rpartition('.')[2]}"
                     self._refs[node] = self._coords_part(f"{owner}.sites", path.rpartition(".")[2])
                     if path.endswith(".indices"):
                         self._coords[node] = f"{owner}.sites"
@@ -88,6 +89,7 @@ class GraphValues:
                 self._keep(node, Operation("input", path, name))
             else:
                 self._hosts.add(name)
+        self.guards = tuple(guard.renamed(names) for guard in self.graph.guards)
 
     def _constant_value(self, value: Any) -> Any:
         """What a value is that no input reaches; `KeyError` for others."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_graph import arguments, is_sparse_tensor
+from bevquant_graph import Sizes, arguments, check_guards, is_sparse_tensor
 from bevquant_int8sim._backends import check_backend
 from bevquant_int8sim.model._chains import convolutions
 from bevquant_int8sim.model._coords import Coords, SparseOutput, coords_of
@@ -110,13 +110,14 @@ class IntegerModel:
 
         Raises:
             TypeError: Other inputs than the example inputs had.
-            ValueError: Inputs that a step cannot take (its module is named), or another value
-                where the traced model had a constant.
+            ValueError: Inputs that a step cannot take (its module is named), another value where
+                the traced model had a constant, or sizes with which the forward goes another way
+                (condition, file and line).
         """
-        values, shapes = self._begin(self._fast, args, kwargs)
+        values, sizes = self._begin(self._fast, args, kwargs)
 
         def by_step(number: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-            return self._execute(self._fast, number, values, shapes)
+            return self._execute(self._fast, number, values, sizes)
 
         number = 0
         while number < len(self._fast.steps):
@@ -127,7 +128,7 @@ class IntegerModel:
             else:
                 row.run(values, self.backend, by_step)
                 number = row.numbers.stop
-        return self._end(self._fast, values, shapes)
+        return self._end(self._fast, values, sizes)
 
     def walk(self, inputs: Any) -> Walk:
         """Run step by step, as fast as the caller asks for the next one.
@@ -148,10 +149,10 @@ class IntegerModel:
             ValueError: As of a call.
         """
         args, kwargs = arguments(inputs)
-        values, shapes = self._begin(self.program, args, kwargs)
+        values, sizes = self._begin(self.program, args, kwargs)
         for number, step in enumerate(self.program.steps):
-            yield step, *self._execute(self.program, number, values, shapes, keep=True)
-        return self._end(self.program, values, shapes)
+            yield step, *self._execute(self.program, number, values, sizes, keep=True)
+        return self._end(self.program, values, sizes)
 
     def run(
         self, inputs: Any, *, record: bool = True, observe: Observer | None = None
@@ -188,10 +189,14 @@ class IntegerModel:
 
     def _begin(
         self, program: Program, args: Any, kwargs: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-        """Constants and inputs by name, and the shapes of the inputs."""
+    ) -> tuple[dict[str, Any], Sizes]:
+        """Constants and inputs by name, and the sizes of the inputs.
+
+        Raises:
+            ValueError: Sizes with which the forward goes another way.
+        """
         values: dict[str, Any] = dict(program.constants)
-        shapes: dict[str, tuple[int, ...]] = {}
+        sizes: dict[str, tuple[int, ...] | int] = {}
         for name, value in bind(program.signature, args, kwargs).items():
             coords = program.sparse_inputs.get(name)
             if (coords is not None) != is_sparse_tensor(value):
@@ -200,16 +205,21 @@ class IntegerModel:
             values[name] = value
             if coords is not None:
                 values[name], values[coords] = value.features, coords_of(value)
+                sizes[f"{coords}.indices"] = tuple(value.indices.shape)
+                sizes[f"{coords}.batch_size"] = int(value.batch_size)
             if isinstance(values[name], Tensor):
-                shapes[name] = tuple(values[name].shape)
-        return values, shapes
+                sizes[name] = tuple(values[name].shape)
+            elif isinstance(value, int):
+                sizes[name] = value
+        check_guards((g for g in program.guards if not g.agrees), sizes, _REMEDY)
+        return values, sizes
 
     def _execute(
         self,
         program: Program,
         number: int,
         values: dict[str, Any],
-        shapes: Mapping[str, tuple[int, ...]],
+        sizes: Sizes,
         *,
         keep: bool = False,
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -224,12 +234,12 @@ class IntegerModel:
                 made = execute(step, given, named, self.backend)
             values.update(zip(step.outputs, made, strict=True))
         except Exception as error:
-            if isinstance(error, RuntimeError):  # torch's own, of shapes that do not fit
-                _check_fixed(program, shapes, error)
+            if isinstance(error, RuntimeError | LookupError):  # of shapes that do not fit
+                _check_agreement(program, sizes, error)
             # What a file may say is checked when it is read; how torch's own functions take
             # their constants only shows here.
             own = step.function is None and step.module is None
-            may_be_input = own and not shapes.keys().isdisjoint(step.inputs)
+            may_be_input = own and not sizes.keys().isdisjoint(step.inputs)
             known = (ValueError, TypeError) if may_be_input else ValueError
             if not program.origin or isinstance(error, known):
                 raise
@@ -243,11 +253,9 @@ class IntegerModel:
             del values[name]
         return given, made
 
-    def _end(
-        self, program: Program, values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
-    ) -> Any:
+    def _end(self, program: Program, values: Mapping[str, Any], sizes: Sizes) -> Any:
         """What a call returns."""
-        _check_fixed(program, shapes)  # a layer that cannot take them has said so by now
+        _check_agreement(program, sizes)  # a layer that cannot take them has said so by now
         return _given(program.result, values)
 
     def _kept(self, made: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -357,18 +365,18 @@ def _plain_names(step: Step) -> tuple[str, ...] | None:
     return tuple(ref.name for ref in step.args) if plain else None
 
 
-def _check_fixed(
-    program: Program, shapes: Mapping[str, tuple[int, ...]], cause: Exception | None = None
-) -> None:
-    """Refuse inputs of other sizes than those that the forward goes by."""
-    for name, sizes in program.fixed.items():
-        for axis, size in sizes.items():
-            if name in shapes and shapes[name][axis : axis + 1] != (size,):
-                raise ValueError(
-                    f"input {name}: expected size {size} in axis {axis}, which the forward fixes, "
-                    f"got shape {shapes[name]}; simulate again with such inputs, or let the "
-                    "forward read x.shape[0], which stays open, where it takes len(x) or int(…)"
-                ) from cause
+def _check_agreement(program: Program, sizes: Sizes, cause: Exception | None = None) -> None:
+    """Refuse inputs of other sizes than the forward fixes, or that do not agree."""
+    try:
+        check_guards((g for g in program.guards if g.agrees), sizes, _REMEDY)
+    except ValueError as error:
+        raise error from cause
+
+
+_REMEDY = (
+    "simulate again with such inputs, or let the forward read x.shape[0], which stays open, where "
+    "it takes len(x) or int(…)"
+)
 
 
 def _last_uses(program: Program) -> list[tuple[str, ...]]:

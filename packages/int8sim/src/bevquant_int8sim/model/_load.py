@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from bevquant_graph import Guard
 from bevquant_int8sim.model._form import Form, Integers, TensorType
 from bevquant_int8sim.model._json_values import from_json
 from bevquant_int8sim.model._program import Program, Step, Value
@@ -130,7 +131,8 @@ class _ProgramData(msgspec.Struct):
     result: Any
     values: dict[str, _ValueData]
     steps: list[_StepData]
-    fixed: dict[str, list[tuple[Size, Size]]] = {}
+    guards: list[Any] = []
+    fixed: dict[str, list[tuple[Size, Size]]] = {}  # of earlier versions, which had no guards
     operations: dict[str, Count] = {}
     constants: list[str] = []
 
@@ -190,7 +192,14 @@ def _program(
     program = Program(
         signature=signature,
         sparse_inputs=data.sparse_inputs,
-        fixed={name: dict(sizes) for name, sizes in data.fixed.items()},
+        guards=(
+            *map(Guard.from_json, data.guards),
+            *(
+                Guard(f"s0 == {n}", ((name, axis),))
+                for name, s in data.fixed.items()
+                for axis, n in s
+            ),
+        ),
         steps=steps,
         values={n: Value(_form(v.form), v.source, v.relu) for n, v in data.values.items()},
         result=from_json(data.result),

@@ -72,7 +72,7 @@ class _Lowering:
         return Program(
             signature=self.all.signature,
             sparse_inputs=self.all.sparse_inputs,
-            fixed={name: dict(sizes) for name, sizes in self.all.fixed.items() if sizes},
+            guards=self.all.guards,
             steps=tuple(self.steps),
             values=self.values,
             result=self._float_args(self.all.result),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from bevquant_graph import flatten, rebuild
+from bevquant_graph import flatten, rebuild, refuse_other_sizes
 
 
 class OpaqueCall(nn.Module):
@@ -15,14 +16,25 @@ class OpaqueCall(nn.Module):
     Args:
         module: The module.
         inputs: How its arguments are put together.
+        path: Of the module.
+        fixed: For each tensor the sizes that the program holds, by axis.
     """
 
-    def __init__(self, module: nn.Module, inputs: Any) -> None:
+    def __init__(
+        self, module: nn.Module, inputs: Any, path: str, fixed: Sequence[Mapping[int, int]]
+    ) -> None:
         super().__init__()
+        self.path, self.fixed = path, fixed
         self.module = module
         self.inputs = inputs
 
     def forward(self, *leaves: Any) -> list[Tensor]:
-        """Every tensor of what the module returns."""
+        """Every tensor of what the module returns.
+
+        Raises:
+            ValueError: One of another size than the program holds.
+        """
         args, kwargs = rebuild(self.inputs, leaves)
-        return flatten(self.module(*args, **kwargs))[0]
+        made, _ = flatten(self.module(*args, **kwargs))
+        refuse_other_sizes(self.path, self.fixed, made)
+        return made

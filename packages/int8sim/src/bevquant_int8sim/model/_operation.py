@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from bevquant_graph import Guard
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form, Integers, RequiredType
 from bevquant_int8sim.model._program import names_in
 from bevquant_int8sim.model._quantized_layer import Layer
@@ -74,7 +75,7 @@ class Operations:
         result: What the model returns, with `Ref`s and `SparseRef`s.
         hosts: Names of what is no tensor: coordinates, sizes, numbers.
         nodes: Names of tensors to the nodes of the graph.
-        fixed: Inputs to the sizes, by axis, that the forward fixes.
+        guards: Conditions on the sizes of inputs under which this is the model.
     """
 
     operations: tuple[Operation, ...]
@@ -83,7 +84,7 @@ class Operations:
     result: Any
     hosts: frozenset[str]
     nodes: Mapping[str, fx.Node]
-    fixed: Mapping[str, Mapping[int, int]]
+    guards: tuple[Guard, ...]
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevquant_graph import refilled
+from bevquant_graph import Guard, refilled
 from bevquant_int8sim.model._form import Form
 from bevquant_int8sim.model._method import torch_operator
 
@@ -143,7 +143,8 @@ class Program:
             ``(positional, keyword)``.
         sparse_inputs: Inputs that are sparse tensors: name of the features to that of the
             coordinates.
-        fixed: Sizes that the forward fixes: input to axis to size.
+        guards: Conditions on the sizes of the inputs under which the program is the model; of a
+            sparse input the features, ``<coordinates>.indices`` and ``<coordinates>.batch_size``.
         steps: In order.
         values: Every value by name.
         constants: Tensors that are there before anything runs, by name; steps read them as values.
@@ -161,7 +162,7 @@ class Program:
     result: Any
     origin: str = ""
     constants: Mapping[str, Tensor] = field(default_factory=dict)
-    fixed: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    guards: tuple[Guard, ...] = ()
     operations: dict[str, int] = field(default_factory=dict)
 
     @property

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from bevquant_graph import OPAQUE, REQUIRE, Graph, OpSpec, op_spec
+from bevquant_graph import OPAQUE, REQUIRE, Graph, OpSpec, fixed_sizes, op_spec
 from bevquant_int8sim.model._coords import dense, pooled
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form, Integers
@@ -67,7 +67,7 @@ class _Reader(GraphValues):
             result=result,
             hosts=frozenset(self._hosts),
             nodes=self.nodes,
-            fixed=self._fixed,
+            guards=self.guards,
         )
 
     def _visit(self, node: fx.Node, spec: OpSpec) -> Any:
@@ -273,7 +273,7 @@ class _Reader(GraphValues):
         reason = f"not followed: {entry.reason}"
         if any(isinstance(m, TensorQuantizer) for m in call.module.modules()):
             reason += "; the quantized layers in it run in float on fake-quantized values"
-        module = OpaqueCall(call.module, call.inputs)
+        module = OpaqueCall(call.module, call.inputs, entry.path, fixed_sizes(node))
         return self._keep(
             node,
             Operation(

@@ -77,7 +77,7 @@ def to_document(program: Program) -> tuple[dict[str, Any], dict[str, Tensor]]:
     data = {
         "signature": to_json(program.signature),
         "sparse_inputs": dict(program.sparse_inputs),
-        "fixed": {name: [[a, n] for a, n in s.items()] for name, s in program.fixed.items()},
+        "guards": [guard.to_json() for guard in program.guards],
         "result": to_json(program.result),
         "values": {
             name: {"form": _form_data(v.form), "source": v.source, "relu": v.relu}

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from bevquant_export._size_guards import note_guards
 from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._compare import LayerDifference, frame_of
 from bevquant_export.sparse._graph import Conv
@@ -135,6 +136,7 @@ def export_autoware_onnx(
     names = list(output_names) or numbered
     proto = writer.model(names)
     proto = joined(proto, [Path(tail) for tail in tails])
+    note_guards(proto, graph.guards)
     target = Path(path)
     if not target.parent.is_dir():
         raise ValueError(f"export_autoware_onnx: there is no folder {target.parent}; make it first")

@@ -1,0 +1,235 @@
+"""What torch specialised a graph on, and these conditions as guards of the graph's inputs."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import traceback
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+
+from ._faults import author_line, is_authors
+from ._size_guards import Guard, check_guards, parsed
+from ._tidy import fixed_number
+
+
+class Condition(NamedTuple):
+    """A condition on symbols of sizes (a sympy expression), and the line that asks."""
+
+    term: Any
+    file: str
+    line: int
+
+
+@contextmanager
+def places_noted(outermost: Container[CodeType]) -> Iterator[None]:
+    """For the length of the block torch notes the author's line beside every guard.
+
+    Args:
+        outermost: Functions that run the model; the frames of their callers are not searched.
+    """
+    from torch._guards import SLoc  # and sympy
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv, uninteresting_files
+
+    def noted(_: Any, is_debug: bool = False, framework_loc: Any = None) -> tuple[SLoc, str]:
+        author, operators = None, []
+        frame: FrameType | None = sys._getframe(1)
+        asked: FrameType | None = None
+        while frame is not None and author is None and frame.f_code not in outermost:
+            file = frame.f_code.co_filename
+            if asked is None and (file not in uninteresting_files() or _is_typed(frame)):
+                asked = frame
+            author = f"{file}:{frame.f_lineno}" if is_authors(file) else None
+            if frame.f_code is check_guards.__code__:  # of the program that is captured anew
+                author = frame.f_locals["guard"].place or None
+            operators.append(_operator(frame))
+            frame = frame.f_back
+        if asked is not None and framework_loc is None:
+            framework_loc = traceback.FrameSummary(
+                asked.f_code.co_filename, asked.f_lineno, " ".join(operators), lookup_line=False
+            )
+        return SLoc(framework_loc, author), ""
+
+    with mock.patch.object(ShapeEnv, "_get_stack_summary", noted):
+        yield
+
+
+def _is_typed(frame: FrameType) -> bool:
+    """Whether a frame runs code without a file that is no library's."""
+    owner = str(frame.f_globals.get("__name__", "torch")).partition(".")[0]
+    return frame.f_code.co_filename.startswith("<") and owner not in ("torch", "sympy")
+
+
+def _operator(frame: FrameType) -> str:
+    """Name of the operator or function that a frame of torch's runs."""
+    name = _CALLED.get(frame.f_code.co_name)
+    called = frame.f_code if name is None else frame.f_locals.get(name)
+    return str(getattr(called, "__name__", getattr(called, "co_name", "")))
+
+
+_CALLED = {"__call__": "self", "__torch_function__": "func"}
+
+
+def conditions_of(nodes: Iterable[fx.Node]) -> tuple[Condition, ...]:
+    """Conditions on sizes of inputs that torch specialised a program on.
+
+    Left out are those that hold for all sizes, and the questions of torch's operators that decide
+    neither a size nor a number of tensors, such as how strides compare.
+    """
+    nodes = list(nodes)
+    sizes = (size for node in nodes if node.op == "placeholder" for _, size in _axes(node))
+    env = next((s.node.shape_env for s in sizes if isinstance(s, torch.SymInt)), None)
+    found: list[Condition] = []
+    for guard in () if env is None else env.guards:
+        asked: Any = guard.sloc.framework_loc
+        asked = asked if isinstance(asked, traceback.FrameSummary) else None
+        own = asked is None or not _is_operators(asked.filename)
+        if _always(guard.expr, 0 if own else 1) or not (own or _decides(guard.expr, asked.name)):
+            continue
+        file, _, line = (guard.sloc.maybe_user_loc or "").rpartition(":")
+        if not file and own and asked is not None and "bevquant_" not in asked.filename:
+            file, line = asked.filename, str(asked.lineno)
+        found.append(Condition(guard.expr, file, int(line or 0)))
+    return (*found, *(c for node in nodes for c in _kept_axes(node)))
+
+
+def _kept_axes(node: fx.Node) -> Iterator[Condition]:
+    """That axes which a squeeze leaves are longer than 1; torch does not ask about open ones."""
+    if getattr(node.target, "overloadpacket", None) is not torch.ops.aten.squeeze:
+        return
+    import sympy
+
+    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    dims: Any = node.args[1] if len(node.args) > 1 else range(len(shape))
+    for axis in (dims,) if isinstance(dims, int) else dims:
+        size = shape[axis]
+        if isinstance(size, torch.SymInt) and not size.node.expr.is_number:
+            file, _, line = author_line(node).rpartition(":")
+            yield Condition(sympy.Ne(size.node.expr, 1), file, int(line or 0))
+
+
+def _is_operators(file: str) -> bool:
+    """Whether a file is an operator library's; torch's layers and functions are forwards too."""
+    parts = file.replace("\\", "/").split("/")
+    if "torch" in parts:
+        inside = parts[len(parts) - parts[::-1].index("torch") :]
+        return inside[0] != "nn" or inside[1:] == ["modules", "module.py"]
+    return "spconv" in parts or "bevquant_sparse" in parts
+
+
+def _decides(term: Any, operators: str) -> bool:
+    """Whether what an operator asks decides a size, or how many tensors or axes there are.
+
+    That sizes agree, and how many parts, axes or windows they make; other questions choose strides
+    and kernels, and most of them whether a size is 1.
+    """
+    import sympy
+
+    sides = term.args if isinstance(term, sympy.core.relational.Relational) else ()
+    if any(name in operators for name in ("squeeze", "split", "chunk", "unbind")):
+        return True
+    return 1 not in sides and (isinstance(term, sympy.Eq) or "pool" in operators)
+
+
+def _always(term: Any, least: int) -> bool:
+    """Whether a condition holds for all sizes from `least` on."""
+    import sympy
+    from torch.utils._sympy.numbers import int_oo
+    from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+    try:
+        bounds = bound_sympy(term, {s: ValueRanges(least, int_oo) for s in term.free_symbols})
+    except Exception:  # a function without a range
+        return False
+    return bool(bounds.is_singleton() and bounds.lower is sympy.true)
+
+
+def bound_guards(
+    conditions: Sequence[Condition], names: Sequence[str], placeholders: Sequence[fx.Node]
+) -> tuple[Guard, ...]:
+    """The conditions in terms of these inputs, and the sizes that are fixed.
+
+    Args:
+        conditions: Of the graph, or of the graph that this one is a part of. Where one asks about
+            sizes that cannot be had of these inputs, what follows from these is fixed.
+        names: Of the inputs.
+        placeholders: Their nodes.
+    """
+    sizes = {
+        (name, axis): size
+        for name, node in zip(names, placeholders, strict=True)
+        for axis, size in _axes(node)
+    }
+    known: dict[Any, _Place] = {}
+    for form in ("_expr", "expr"):  # as the size began, and by what equals it
+        for place, size in sizes.items():
+            if isinstance(size, torch.SymInt):
+                known.setdefault(getattr(size.node, form), place)
+    guards: dict[Guard, None] = {}
+    for condition in conditions:
+        whole = _bound(condition, known, sizes)
+        found = _fixed(condition, sizes) if whole is None else [whole]
+        guards |= dict.fromkeys(found)
+    fixed = {guard.sizes[0] for guard in guards if guard.fixes is not None}
+    for place, size in sizes.items():
+        number = fixed_number(size)
+        if number is not None and place not in fixed:
+            guards[Guard(f"s0 == {number}", (place,))] = None
+    return tuple(guards)
+
+
+_Place = tuple[str, int | None]
+
+
+def _bound(
+    condition: Condition, known: Mapping[Any, _Place], sizes: Mapping[_Place, Any]
+) -> Guard | None:
+    """The condition in terms of known sizes; None where it has others or no form as text."""
+    import sympy
+    from torch.utils._sympy.printers import PythonPrinter
+
+    term, places = condition.term, list[_Place]()
+    # The longest first, as they hold the shorter ones.
+    for candidate in sorted(known, key=lambda t: -t.count_ops()):
+        if candidate.free_symbols and term.has(candidate):
+            own = sympy.Dummy(f"s{len(places)}", integer=True, nonnegative=True)
+            term = term.xreplace({candidate: own})
+            places.append(known[candidate])
+    named = {s: sympy.Symbol(s.name, integer=True) for s in term.free_symbols if s.is_Dummy}
+    if len(named) < len(term.free_symbols):
+        return None
+    try:
+        text = ast.unparse(parsed(PythonPrinter().doprint(term.xreplace(named))))
+    except (ValueError, NotImplementedError):
+        return None
+    example = {f"s{i}": _hint(sizes[place]) for i, place in enumerate(places)}
+    own_names = tuple((name, None) for name in example)
+    if not Guard(text, own_names).holds(example):
+        return None
+    return Guard(text, tuple(places), condition.file, condition.line)
+
+
+def _fixed(condition: Condition, sizes: Mapping[_Place, Any]) -> Iterator[Guard]:
+    """The sizes that follow from those of a condition, as in the example."""
+    for place, size in sizes.items():
+        if isinstance(size, torch.SymInt) and size.node.has_hint():
+            if size.node.expr.free_symbols & condition.term.free_symbols:
+                yield Guard(f"s0 == {_hint(size)}", (place,), condition.file, condition.line)
+
+
+def _hint(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _axes(node: fx.Node) -> Iterator[tuple[int | None, Any]]:
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        yield from enumerate(value.shape)
+    elif isinstance(value, torch.SymInt):
+        yield None, value

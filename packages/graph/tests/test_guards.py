@@ -1,0 +1,222 @@
+"""Sizes that a forward asks about: kept as guards, and other sizes are right or refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bevquant_graph import Guard, capture, check_guards, module_of, part_of
+
+SIZES = [(7, 7), (12, 10), (5, 6), (16, 12), (9, 6), (8, 7), (6, 8), (1, 6)]
+Ask = Callable[[Tensor], Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self, ask: Ask) -> None:
+        super().__init__()
+        self.conv, self.ask = nn.Conv2d(3, 4, 3, padding=1), ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ask(self.conv(x)) + 1
+
+
+class Inner(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() if x.shape[-1] * x.shape[-2] < 50 else x
+
+
+def even(x: Tensor) -> Tensor:
+    return F.pad(x, (0, 0, 0, 1)) if x.shape[2] % 2 else x
+
+
+def windows(x: Tensor) -> Tensor:
+    _, _, h, w = x.shape
+    if h % 4 or w % 4:
+        x = F.pad(x, (0, -w % 4, 0, -h % 4))
+    n, c, high, wide = x.shape
+    parts = x.reshape(n, c, high // 4, 4, wide // 4, 4)
+    return (parts - parts.mean((3, 5), keepdim=True)).reshape(x.shape)[:, :, :h, :w]
+
+
+def halved(x: Tensor) -> Tensor:
+    while x.shape[2] > 4:
+        x = F.max_pool2d(x, 2, ceil_mode=True)
+    return x
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * {8: 1.0, 12: 2.0}.get(int(x.shape[2]), 3.0)
+
+
+ASKS: dict[str, Ask] = {
+    "even": even,
+    "windows": windows,
+    "halved": halved,
+    "most": lambda x: x.relu() if x.shape[2] <= 9 else x,
+    "batch": lambda x: x.relu() if len(x) == 2 else x,
+    "product": Inner(),
+    "nested": nn.Sequential(nn.Sequential(Inner())),
+    "split": lambda x: x.split(2, 3)[-1],
+    "chunk": lambda x: x.chunk(4, 3)[-1],
+    "tensor_split": lambda x: x.tensor_split(3, 2)[1],
+    "unbind": lambda x: torch.stack([row * i for i, row in enumerate(x.unbind(2))], 2),
+    "adaptive": lambda x: F.adaptive_max_pool2d(x, (x.shape[2] // 2, 1)),
+    "numel": lambda x: x * (float(x.numel()) / 100),
+    "root": lambda x: x * int(math.sqrt(x.shape[2] * x.shape[3])),
+    "logarithm": lambda x: x * math.log2(x.shape[2]),
+    "table": scaled,
+    "text": lambda x: x * (1.0 if f"{x.shape[2]}" == "8" else 2.0),
+    "set": lambda x: x * (1.0 if x.shape[2] in {8, 9} else 2.0),
+    "squeeze": lambda x: x.squeeze() * 2 if x.squeeze().dim() == 4 else x,
+    "remainder": lambda x: F.pad(x, (0, 0, 0, -x.shape[2] % 4)) * max(x.shape[2], 7),
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_other_sizes_are_right_or_refused_with_the_condition(name: str) -> None:
+    net = Net(ASKS[name]).eval()
+    graph = capture(net, torch.randn(2, 3, 8, 6))
+    x = torch.randn(2, 3, 8, 6)
+    assert torch.equal(graph.replay(x), net(x))
+    for batch in (1, 2, 3):
+        for size in SIZES:
+            y = torch.randn(batch, 3, *size)
+            try:
+                made = graph.replay(y)
+            except ValueError:
+                with pytest.raises(ValueError, match=r"^input x: expected .*, got shape"):
+                    graph.replay(y)
+                continue
+            assert made.shape == net(y).shape
+            torch.testing.assert_close(made, net(y))
+
+
+@pytest.mark.parametrize(
+    ("name", "condition", "sizes"),
+    [
+        ("even", "x.shape[2] % 2 == 0", (7, 6)),
+        ("most", "x.shape[2] <= 9", (12, 6)),
+        ("product", "x.shape[2] * x.shape[3] < 50", (12, 6)),
+        ("numel", "4 * x.shape[0] * x.shape[2] * x.shape[3] == 384", (8, 7)),
+    ],
+)
+def test_the_line_that_asks_is_named(name: str, condition: str, sizes: tuple[int, int]) -> None:
+    graph = capture(Net(ASKS[name]).eval(), torch.randn(2, 3, 8, 6))
+    guard = next(guard for guard in graph.guards if guard.text == condition)
+    assert guard.place.startswith(__file__)
+    with pytest.raises(ValueError, match=r"test_guards\.py:\d+, got shape \(2, 3, ") as caught:
+        graph.replay(torch.randn(2, 3, *sizes))
+    assert f"expected {condition}" in str(caught.value)
+
+
+def test_what_torch_asks_of_strides_and_kernels_is_no_guard() -> None:
+    def written(x: Tensor) -> Tensor:
+        y = x.clone()
+        y[:, :2] = x[:, 2:] * 2
+        return y.permute(0, 2, 3, 1).contiguous()
+
+    graph = capture(Net(written).eval(), torch.randn(1, 3, 8, 6))
+    assert [guard.text for guard in graph.guards] == ["x.shape[1] == 3"]
+
+
+def test_inputs_that_agree_and_numbers_are_guarded() -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor, y: Tensor, n: int) -> Tensor:
+            z = torch.cat([x, y], 1)
+            return z * 2 if n > 3 else z
+
+    graph = capture(Two(), (torch.randn(2, 3), torch.randn(2, 4), 5))
+    assert graph.replay(torch.ones(3, 1), torch.ones(3, 2), 4).shape == (3, 3)
+    with pytest.raises(ValueError, match=r"inputs x and y: expected .*shape\[0\] == .*shape\[0\]"):
+        graph.replay(torch.ones(3, 1), torch.ones(2, 2), 4)
+    with pytest.raises(ValueError, match=r"input n: expected n > 3, .*got 2"):
+        graph.replay(torch.ones(3, 1), torch.ones(3, 2), 2)
+
+
+def test_a_graph_that_is_known_and_a_part_keep_the_guards() -> None:
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 4, 3, stride=2), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            return self.second(y.relu() if y.shape[2] > 3 else y)
+
+    x = torch.randn(1, 3, 12, 12)
+    guards = capture(Steps().eval(), x).guards
+    graph = capture(Steps().eval(), x)  # of the structure that was followed
+    assert graph.guards == guards
+    first, second = next(graph.operations), graph.outputs[0]
+    part = part_of(graph, {"": second}, {"y": first})
+    assert part.replay(y=torch.randn(1, 4, 4, 5)).shape == (1, 4, 4, 5)
+    with pytest.raises(ValueError, match=r"input y: expected y\.shape\[2\] > 3"):
+        part.replay(y=torch.randn(1, 4, 3, 5))
+
+
+def test_a_program_of_torchs_keeps_its_guards() -> None:
+    net, any_size = Net(even).eval(), torch.export.Dim.AUTO
+    x = torch.randn(2, 3, 8, 6)
+    sizes = ({0: any_size, 2: any_size, 3: any_size},)
+    program = torch.export.export(net, (x,), dynamic_shapes=sizes)
+    for source in (program, program.module()):
+        made = module_of(source)
+        y = torch.randn(1, 3, 6, 5)
+        torch.testing.assert_close(made(y), net(y))
+        refused = r"input x: expected x\.shape\[2\] % 2 == 0, as the forward asks in .*test_guards"
+        with pytest.raises(ValueError, match=refused):
+            made(torch.randn(1, 3, 7, 5))
+        with pytest.raises(ValueError, match=refused):
+            capture(made, x).replay(torch.randn(1, 3, 7, 5))
+
+
+def test_what_a_module_that_is_one_node_returns_has_the_examples_size_where_it_is_read() -> None:
+    class Decides(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, :, ::2] * 2 if x.sum() > 1e9 else x[:, :, ::2]
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decides = Decides()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.decides(x)
+            return y * y.shape[2]
+
+    graph = capture(Around(), torch.randn(2, 3, 8))
+    assert [*graph.opaque] == ["decides"]
+    with pytest.raises(ValueError, match="decides: expected an output of size 4 in axis 2"):
+        graph.replay(torch.randn(2, 3, 6))
+
+
+def test_a_guard_of_a_file_is_arithmetic_and_nothing_else() -> None:
+    guard = Guard("(s0 + 3) // 4 != s1 and not s0 % 2", (("x", 0), ("n", None)), "net.py", 7)
+    assert Guard.from_json(guard.to_json()) == guard
+    assert guard.holds({"x": (8, 3), "n": 3})
+    assert not guard.holds({"x": (8, 3), "n": 2})
+    assert str(guard.where({("n", None): 3})) == (
+        "(x.shape[0] + 3) // 4 != 3 and not x.shape[0] % 2 (net.py:7)"
+    )
+    assert not Guard("10 // s0 > 1", (("x", 0),)).holds({"x": (0,)})
+    with pytest.raises(ValueError, match=r"input n: expected n > 4, as the forward asks, got 3; x"):
+        check_guards([Guard("s0 > 4", (("n", None),))], {"n": 3}, "x")
+    for text in (
+        "__import__('os')", "s0.real", "s1", "s0 ** 9 ** 9 ** 9", "open(s0)", "[s0]", "'a' * s0",
+        "s0 :=", "(lambda: s0)()", "(" * 9000, "s0 << 99", "min(s0, key=s0)",
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"condition|exponent"):
+            Guard.from_json({**guard.to_json(), "sizes": [["x", 0]], "condition": text})
+    for data in (
+        {},
+        [],
+        {**guard.to_json(), "sizes": [["x", -1]]},
+        {**guard.to_json(), "line": ""},
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            Guard.from_json(data)

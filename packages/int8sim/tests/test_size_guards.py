@@ -1,0 +1,94 @@
+"""Sizes that a forward asks about: the integer model is right for others, or refuses them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bevquant_int8sim import IntegerModel, simulate
+from bevquant_int8sim.model._save import MANIFEST, PROGRAM, TENSORS, manifest_text
+from bevquant_qnn import quantize_model
+from bevquant_quantizers import calibrate
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if x.shape[2] % 2 or x.shape[3] % 2:
+            x = F.pad(x, (0, x.shape[3] % 2, 0, x.shape[2] % 2))
+        return self.second(x.relu() if x.shape[2] > 9 else x)
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return torch.stack([y[:, :, i] * i for i in range(y.shape[2])], 2)
+
+
+def simulated(net: nn.Module, x: Tensor) -> tuple[nn.Module, IntegerModel]:
+    model: Any = quantize_model(net.eval(), example_inputs=x).model
+    calibrate(model, [x])
+    return model, simulate(model, x)
+
+
+def saved(model: IntegerModel, folder: Path) -> IntegerModel:
+    model.save(folder)
+    return IntegerModel.load(folder)
+
+
+@pytest.mark.parametrize("kind", ["made", "copied", "saved"])
+def test_other_sizes_are_right_or_refused(kind: str, tmp_path: Path) -> None:
+    model, made = simulated(Net(), torch.randn(2, 3, 8, 6))
+    run = {
+        "made": lambda: made,
+        "copied": lambda: copy.deepcopy(saved(made, tmp_path / "model")),
+        "saved": lambda: saved(made, tmp_path / "model"),
+    }[kind]()
+    y = torch.randn(1, 3, 6, 4)
+    wanted = model(y).detach()
+    torch.testing.assert_close(run(y), wanted, rtol=0, atol=float(wanted.abs().max()) / 20)
+    for size, asked in (((7, 6), r"shape\[2\] % 2 == 0"), ((12, 10), r"shape\[2\] <= 9")):
+        refused = (
+            rf"input x: expected x\.{asked}, as the forward asks in .*test_size_guards\.py:\d+"
+        )
+        with pytest.raises(ValueError, match=refused):
+            run(torch.randn(2, 3, *size))
+        with pytest.raises(ValueError, match=refused):
+            run.run(torch.randn(2, 3, *size))
+
+
+def test_a_size_that_is_fixed_is_named_where_a_step_fails() -> None:
+    _, made = simulated(Rows(), torch.randn(2, 3, 8, 6))
+    with pytest.raises(ValueError, match=r"input x: expected size 8 in axis 2, .*\.py:\d+"):
+        made(torch.randn(2, 3, 5, 6))
+
+
+def test_a_model_that_an_earlier_version_saved_keeps_its_fixed_sizes(tmp_path: Path) -> None:
+    _, made = simulated(Rows(), torch.randn(2, 3, 8, 6))
+    made.save(tmp_path / "model")
+    document = json.loads((tmp_path / "model" / PROGRAM).read_text())
+    del document["guards"]
+    document["fixed"] = {"x": [[2, 8]]}
+    content = {
+        PROGRAM: json.dumps(document).encode(),
+        TENSORS: (tmp_path / "model" / TENSORS).read_bytes(),
+    }
+    (tmp_path / "model" / PROGRAM).write_bytes(content[PROGRAM])
+    (tmp_path / "model" / MANIFEST).write_text(manifest_text(content))
+    with pytest.raises(ValueError, match="input x: expected size 8 in axis 2"):
+        IntegerModel.load(tmp_path / "model")(torch.randn(2, 3, 9, 6))
