@@ -8,6 +8,7 @@ from torch import nn
 
 from bevquant_export import export_sparse_onnx, with_half_constants
 from bevquant_qnn import QuantConfig
+from bevquant_quantizers import calibrate
 
 
 @pytest.fixture
@@ -53,6 +54,17 @@ def test_overflow_in_a_layer_that_is_not_quantized(nets, refuse):
     refuse(model, r"conv_input\.0\.weight: .*100000 overflows float16")
     with pytest.raises(ValueError, match=r"conv_input\.0\.weight"):
         with_half_constants(model)
+
+
+def test_values_beyond_half_precision_in_a_later_frame(nets, refuse, tmp_path):
+    member = nets.spconv.SubMConv3d(8, 8, 3, indice_key="a")
+    model = nets.switch_off(small(nets, member), "stem")
+    features, coords, batch_size = nets.frame(0)
+    calibrate(model, [nets.frame(0), (1e6 * features, coords, batch_size)])
+    refuse(model, r"stem: its values reach .* in a calibration frame, beyond float16")
+    export_sparse_onnx(model, nets.frame(0), tmp_path / "a.onnx", dialect="portable")
+    calibrate(model, [nets.frame(0), nets.frame(1)])
+    export_sparse_onnx(model, nets.frame(0), tmp_path / "b.onnx")
 
 
 def test_a_range_below_half_precision(nets, refuse):

@@ -9,6 +9,7 @@ from ._calibrator_state import calibrator_state, load_calibrator_state
 from ._distributed import PeerError, all_merge, merge
 from ._fake_quant import fake_quantize
 from ._findings import CalibrationFinding
+from ._float_ranges import FloatRange, float_ranges
 from ._ranges import load_ranges, save_ranges
 from ._report import CalibrationReport, QuantizerReport
 from ._select import (
@@ -29,6 +30,7 @@ __all__ = [
     "CalibrationFinding",
     "CalibrationReport",
     "DocumentError",
+    "FloatRange",
     "JsonDocument",
     "NamedQuantizer",
     "PeerError",
@@ -44,6 +46,7 @@ __all__ = [
     "calibrator_state",
     "documents",
     "fake_quantize",
+    "float_ranges",
     "load_calibrator_state",
     "load_ranges",
     "merge",

@@ -29,6 +29,7 @@ from ._distributed import (
     search_all,
     widths,
 )
+from ._float_ranges import Ranges, joined_ranges, recording, set_float_ranges
 from ._ranges import set_range
 from ._report import CalibrationReport, describe
 from ._select import NamedQuantizer, named_quantizers
@@ -75,6 +76,9 @@ def calibrate(
     model's inputs make the tensor, and only layers with a weight read it, each channel gets a range
     of its own, folded into the weights (`TensorQuantizer.channel_factors`), if that halves the
     layer's noise at least. Channels that one range erases otherwise are findings of the report.
+
+    The largest values that modules read and return are recorded, too, over all frames
+    (`float_ranges`): they decide what a file may hold in half precision.
 
     Under torch.distributed each process is given the same batches and runs those whose index is
     its rank modulo the number of processes; bins are agreed on and integer counts added, and each
@@ -157,6 +161,7 @@ def _calibrated(
             count = run.collect(batches, save_every, progress)
         if peers is not None:
             merge_all(calibrators, peers, count)
+            run.floats = joined_ranges(iter(peers.exchange("floats", run.floats)))
         found = search_all(calibrators, peers, method, options)
         found, seen = found[:own], found[own:]
         entries, calibrators = entries[:own], calibrators[:own]
@@ -168,6 +173,7 @@ def _calibrated(
             peers.tell(error)
         raise
 
+    set_float_ranges(model, run.floats)
     loaded: list[Tensor | None] = []
     for entry, amax in zip(entries, found, strict=True):
         taken = None
@@ -244,6 +250,7 @@ class _Collection:
         self.forward = on_batch(forward, keeps_state=False)
         self.peers = peers
         self.checkpoint: Checkpoint | None = None
+        self.floats: Ranges = {}
 
     @torch.no_grad()
     def collect(self, batches: Iterable[Any], save_every: int, progress: bool | None) -> int:
@@ -251,6 +258,7 @@ class _Collection:
         for calibrator in self.calibrators:
             calibrator.reset()
         done = self.checkpoint.load() if self.checkpoint else 0
+        self.floats = self.checkpoint.floats if self.checkpoint else {}
         together = self._join(done)
         rank, world = (self.peers.rank, self.peers.world) if self.peers else (0, 1)
         dealt = Shares(batches, rank, world)
@@ -258,6 +266,7 @@ class _Collection:
         with (
             state_kept(self.model),
             _watching(self.model, self.entries),
+            recording(self.model, self.floats),
             _progress_bar(progress if rank == 0 else False, dealt.total, done) as advance,
         ):
             for r, batch in dealt.rounds(done):

@@ -21,6 +21,8 @@ import torch
 from torch import nn
 
 from ._abs_histogram import AbsHistogram, impossible
+from ._float_ranges import Ranges
+from ._ranges import floats_as_json, floats_of_json
 from ._select import NamedQuantizer
 from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
@@ -39,7 +41,7 @@ from .nn import TensorQuantizer
 
 Arrays = dict[str, "np.ndarray[Any, Any]"]
 
-_SCHEMA = "bevquant-collection/1"
+_SCHEMA = "bevquant-collection/2"
 _SCALARS = ("bins", "upper", "shift", "max", "values", "zeros", "nans", "infs")
 
 
@@ -207,6 +209,7 @@ class Checkpoint:
                 f"cannot save to {self.path}: the folder {self.path.parent} does not exist"
             )
         self.calibrators = calibrators
+        self.floats: Ranges = {}
         self.header = {
             "schema": _SCHEMA,
             "weights": _fingerprint(model),
@@ -225,7 +228,8 @@ class Checkpoint:
             meta, found = calibrator_state(calibrator)
             states.append(meta)
             arrays.update({f"{i}.{key}": value for key, value in found.items()})
-        text = json.dumps({**self.header, "rounds": rounds, "states": states})
+        floats = floats_as_json(self.floats)
+        text = json.dumps({**self.header, "rounds": rounds, "states": states, "floats": floats})
         arrays["header"] = np.frombuffer(text.encode(), np.uint8)
         write_arrays(self.path, arrays)
 
@@ -245,6 +249,7 @@ class Checkpoint:
             header = parse_json(text, _Header, where=f"{self.path}", what="saved collection")
             self._compare(header)
             self._restore(header.states, arrays)
+            self.floats = floats_of_json(header.floats)
         except ValueError as error:
             place = "" if str(error).startswith(f"{self.path}") else f"{self.path}: "
             raise DocumentError(f"{place}{error}: delete it to begin anew") from error
@@ -289,6 +294,7 @@ class _Header(msgspec.Struct):
     quantizers: list[Any]
     rounds: Count
     states: list[dict[str, Any]]
+    floats: dict[str, dict[str, tuple[NotNegative | None, bool]]]
 
 
 def _fingerprint(model: nn.Module) -> str:

@@ -11,8 +11,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from ._float_ranges import FloatRange, Ranges, float_ranges, set_float_ranges
 from ._select import NamedQuantizer, named_quantizers
-from .documents import DocumentError, read_json, write_whole
+from .documents import DocumentError, NotNegative, read_json, write_whole
 from .nn import TensorQuantizer
 
 _SCHEMA = "bevquant-ranges/1"
@@ -26,7 +27,8 @@ def save_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Numbers are written so that float32 comes back bit for bit. A quantizer that learns its range
     is written with what it has learned; one without a range is listed as dynamic; factors of
-    channels are written with the range that they belong to. The file appears whole or not at all.
+    channels are written with the range that they belong to. What `float_ranges` returns is written,
+    too. The file appears whole or not at all.
 
     Args:
         model: Any module.
@@ -73,12 +75,16 @@ def save_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:
     ]
     schema = _WITH_FACTORS if any("factors" in quantizer for quantizer in quantizers) else _SCHEMA
     lines = ",\n".join("  " + json.dumps(q, allow_nan=False) for q in quantizers)
-    text = f'{{"schema": "{schema}", "quantizers": [\n{lines}\n]}}\n'
+    floats = json.dumps(floats_as_json(float_ranges(model)), allow_nan=False)
+    text = f'{{"schema": "{schema}", "quantizers": [\n{lines}\n], "floats": {floats}}}\n'
     write_whole(path, text.encode())
 
 
 def load_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Give every quantizer the range that `save_ranges` wrote; all of them or, on error, none.
+
+    So with the ranges between modules (`float_ranges`); a file from before they were recorded has
+    none, and neither has the model then.
 
     Args:
         model: A module with the quantizers of the saved one: same paths, shared in the same way,
@@ -89,7 +95,7 @@ def load_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:
         ValueError: The file is missing, not JSON, of another schema or damaged, or does not fit
             the model: every missing, unexpected or misshapen entry is listed.
     """
-    entries = _read(path)
+    entries, floats = _read(path)
     quantizers = named_quantizers(model)
     problems: list[str] = []
     loads: list[tuple[TensorQuantizer, Tensor | None, list[float] | None]] = []
@@ -105,6 +111,10 @@ def load_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:
         problems += found
         if not found:
             loads.append((quantizer.quantizer, amax, entry.factors))
+    unknown = sorted(floats.keys() - {name for name, _ in model.named_modules()})
+    problems += [
+        f"unexpected: {name} has float ranges, but is not in the model" for name in unknown
+    ]
     if problems:
         raise ValueError(
             f"{os.fspath(path)} does not fit the model; nothing was loaded:\n  "
@@ -114,6 +124,7 @@ def load_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:
         set_range(target, amax)
         like = next(iter(target.buffers()), torch.zeros(()))
         target.channel_factors = None if factors is None else torch.tensor(factors).to(like.device)
+    set_float_ranges(model, floats)
 
 
 def current_range(quantizer: TensorQuantizer) -> Tensor | None:
@@ -161,9 +172,34 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True):
 class _Document(msgspec.Struct, frozen=True):
     schema: str
     quantizers: list[_Entry]
+    floats: dict[str, dict[str, tuple[NotNegative | None, bool]]] = {}
 
 
-def _read(path: str | os.PathLike[str]) -> dict[str, tuple[_Entry, Tensor | None]]:
+def floats_as_json(ranges: Ranges) -> dict[str, dict[str, tuple[float | None, bool]]]:
+    """Largest value, null where it was infinite, and whether all values were whole numbers."""
+    return {
+        path: {
+            name: (found.largest if math.isfinite(found.largest) else None, found.whole)
+            for name, found in values.items()
+        }
+        for path, values in ranges.items()
+    }
+
+
+def floats_of_json(entries: dict[str, dict[str, tuple[float | None, bool]]]) -> Ranges:
+    """What `floats_as_json` was given."""
+    return {
+        path: {
+            name: FloatRange(math.inf if largest is None else float(largest), whole)
+            for name, (largest, whole) in values.items()
+        }
+        for path, values in entries.items()
+    }
+
+
+def _read(
+    path: str | os.PathLike[str],
+) -> tuple[dict[str, tuple[_Entry, Tensor | None]], Ranges]:
     """Return the file's entries under each of their names, with their ranges."""
     document = read_json(
         path,
@@ -188,7 +224,7 @@ def _read(path: str | os.PathLike[str]) -> dict[str, tuple[_Entry, Tensor | None
     if problems:
         listed = "\n  ".join(problems)
         raise DocumentError(f"{os.fspath(path)} is damaged; nothing was loaded:\n  {listed}")
-    return entries
+    return entries, floats_of_json(document.floats)
 
 
 def _misfits(

@@ -168,9 +168,11 @@ class SetExport:
         )
         examples = self._examples()
         voxels = _voxels(self._batches) if LIDAR in self._pieces else []
+        others = self._other_frames()
         for name, piece in self._pieces.items():
+            frames = others.get(name, []) if piece.kind == "float" else voxels
             self._written[name] = write_piece(
-                piece, self._inputs[name], voxels, self._folder, self._target, self._march,
+                piece, self._inputs[name], frames, self._folder, self._target, self._march,
                 self._cpu, examples.get(name),
             )  # fmt: skip
             after_each()
@@ -214,6 +216,19 @@ class SetExport:
 
     def _fake(self, file: FilePart, args: tuple[Any, ...]) -> Sequence[Tensor]:
         return self._pieces[file.name].fake(args)
+
+    def _other_frames(self) -> Mapping[str, list[tuple[Any, ...]]]:
+        """Inputs of float files on all frames: their ranges decide what is half precision."""
+        found: dict[str, list[tuple[Any, ...]]] = {}
+        floats = [name for name, piece in self._pieces.items() if piece.kind == "float"]
+        if not floats or not find_target(self._target).half:
+            return found
+        for batch in self._batches:
+            wanted = between(self._files)
+            inputs, _ = walk(self._files, self._fake, batch, self._model, wanted=wanted)
+            for name in floats:
+                found.setdefault(name, []).append(inputs[name])
+        return found
 
     def _examples(self) -> Mapping[str, Any]:
         """Parts of the inputs to capture with; what sums read in eight bits needs all of them."""

@@ -224,7 +224,8 @@ def write_piece(
     Args:
         piece: What.
         args: Its inputs on a frame.
-        frames: Voxels of all frames, whose number bounds a sparse file's.
+        frames: Voxels of all frames, whose number bounds a sparse file's; of a float file its
+            inputs on all frames, whose values bound those of half precision.
         folder: Where.
         target: Name of an engine.
         march: Of a BPU.
@@ -245,7 +246,7 @@ def write_piece(
         if piece.kind == "sparse":
             return _sparse(piece, args, frames, path, engine, cpu, example)
         if piece.kind == "float":
-            return _float(piece, args, path, engine)
+            return _float(piece, args, frames, path, engine)
         more = {"march": march} if engine.name == "horizon" else engine.fastest(cpu)
         return _quantized(piece, args, path, engine, more, example)
     except ValueError as error:
@@ -293,7 +294,9 @@ def _lowered(piece: Piece, made: Any) -> Piece:
     return replace(piece, lower=lambda module, args: integers)
 
 
-def _float(piece: Piece, args: tuple[Any, ...], path: Path, engine: Any) -> Written:
+def _float(
+    piece: Piece, args: tuple[Any, ...], frames: Sequence[tuple[Any, ...]], path: Path, engine: Any
+) -> Written:
     made = export_float_onnx(
         piece.float_module,
         args,
@@ -302,8 +305,10 @@ def _float(piece: Piece, args: tuple[Any, ...], path: Path, engine: Any) -> Writ
         output_names=list(piece.file.outputs),
         tolerance=None,  # held against torch along with the other files
         half=engine.half,
+        frames=frames,
     )
-    return Written(piece, path, made, "onnxruntime" if engine.name == "horizon" else engine.name)
+    linted = "onnxruntime" if engine.name == "horizon" else engine.name
+    return Written(piece, path, made, linted, notes=made.reasons)
 
 
 def _plugin(

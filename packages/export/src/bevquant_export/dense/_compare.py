@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -13,10 +13,15 @@ from torch import Tensor, nn
 from bevquant_export.dense._cut import AT_ONCE, CutFile
 from bevquant_export.dense._float_errors import FloatErrors
 from bevquant_export.dense._graph import Array
-from bevquant_export.dense._half import in_half
+from bevquant_export.dense._half import half_inputs, in_half
 from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._program_of import QdqProgram, inputs_of, integer_model, program_of
-from bevquant_export.dense._runnable import any_session, session, upgraded_opset
+from bevquant_export.dense._runnable import (
+    any_session,
+    rounded_session,
+    session,
+    upgraded_opset,
+)
 from bevquant_export.dense._written import QdqFile, TensorDifference
 from bevquant_export.floats._stable_choices import StableChoices
 from bevquant_export.lint._read import load_model, reading
@@ -103,6 +108,12 @@ def compare_qdq_onnx(
     return rows
 
 
+def _half_inputs(content: bytes) -> set[str]:
+    import onnx
+
+    return half_inputs(onnx.ModelProto.FromString(content))
+
+
 def compared(
     file: QdqFile,
     content: bytes,
@@ -127,13 +138,15 @@ def compared(
         outputs, from the same integers; and all that `integer` returns.
     """
     profile = profile_of(file.profile)
-    args = in_half(args) if profile.half else args
+    halves = _half_inputs(content) if profile.half else set()
+    args = in_half(args, file.inputs, halves) if halves else args
     given = zip(file.inputs, _tensors(args), strict=True)
-    inputs = {name: value.detach().cpu().numpy() for name, value in given}
-    if profile.half:
-        inputs = {
-            n: v.astype(np.float16) if v.dtype == np.float32 else v for n, v in inputs.items()
-        }
+    inputs = {
+        name: value.detach().cpu().numpy().astype(np.float16)
+        if name in halves
+        else value.detach().cpu().numpy()
+        for name, value in given
+    }
     with ThreadPoolExecutor(AT_ONCE) as pool:
         cut = CutFile(file, content, integer.program, inputs, run_in, pool, outputs=outputs)
         cut.hold(inputs_of(integer.program, args))
@@ -194,6 +207,48 @@ def verified(
             f"export_qdq_onnx: onnxruntime does not run the file on the example inputs: {error}; "
             "nothing was written. verify=False writes it all the same"
         ) from error
+    for _, met in _departures(file, integer, rows, outputs, integer_sums=integer_sums):
+        raise ValueError(
+            f"export_qdq_onnx: {met}, when {ran} runs the file on the example inputs; "
+            "nothing was written. verify=False writes it all the same"
+        )
+    profile = profile_of(file.profile)
+    exact = integer_model(integer) is not None and not profile.half
+    notes = (*file.notes, *choices.notes())
+    returned = returned if exact else None
+    return replace(file, verified=ran, differences=rows, returned=returned, notes=notes)
+
+
+def departing(
+    file: QdqFile, content: bytes, integer: QdqProgram, args: Any, *, integer_sums: bool
+) -> set[str]:
+    """Tensors of a file that depart from the integer model on `args`, as `verified` judges it.
+
+    None where the model or the runtime refuses `args`: they are no frame then.
+    """
+
+    def run_in(proto: Any, runner: str) -> Any:
+        # onnxruntime computes chains of float16 in float32 on CPUs, the reference does not.
+        return rounded_session(proto) or any_session(proto, runner, at_once=AT_ONCE)[0]
+
+    try:
+        with StableChoices():
+            rows, outputs, _ = compared(file, content, integer, args, run_in, outputs=True)
+    except Exception:  # of the model's own code and of a runtime's classes, which have no base
+        return set()
+    found = _departures(file, integer, rows, outputs, integer_sums=integer_sums)
+    return {tensor for tensor, _ in found}
+
+
+def _departures(
+    file: QdqFile,
+    integer: QdqProgram,
+    rows: tuple[TensorDifference, ...],
+    outputs: Mapping[str, tuple[Array, Array]],
+    *,
+    integer_sums: bool,
+) -> Iterator[tuple[str, str]]:
+    """Tensors of the file that depart from the model by more than allowed, and what was met."""
     profile = profile_of(file.profile)
     share = _HALVES if profile.half else 0.0
     if integer_model(integer) is None:
@@ -203,25 +258,20 @@ def verified(
         most = 1.0 if rounded_sums and row.op == "add" else share
         few = row.largest <= 1 and row.unexplained <= max(_FEW, most * row.elements)
         if row.is_wrong and not (most and few):
-            raise ValueError(
-                f"export_qdq_onnx: {row.path or 'a value of the forward'} ({row.op}, {row.tensor} "
-                "in the file): "
+            yield (
+                row.tensor,
+                f"{row.path or 'a value of the forward'} ({row.op}, {row.tensor} in the file): "
                 f"{row.unexplained:,} of {row.elements:,} integers are others than the model's, by "
-                f"up to {row.largest} steps, when {ran} runs the file on the example inputs; "
-                "nothing was written. verify=False writes it all the same"
+                f"up to {row.largest} steps",
             )
     for name, (want, got) in outputs.items():
         if not _alike(want, got, _HALF if profile.half else _FLOAT):
-            raise ValueError(
-                f"export_qdq_onnx: output {name}: what {ran} makes of it on the example inputs is "
-                "not what the integer model returns, though every quantized tensor before it is: "
-                "an operation in float behind the last of them is written as something else; "
-                "nothing was written. verify=False writes it all the same"
+            yield (
+                name,
+                f"output {name} is not what the integer model returns, though every quantized "
+                "tensor before it is: an operation in float behind the last of them is written "
+                "as something else",
             )
-    exact = integer_model(integer) is not None and not profile.half
-    notes = (*file.notes, *choices.notes())
-    returned = returned if exact else None
-    return replace(file, verified=ran, differences=rows, returned=returned, notes=notes)
 
 
 def _alike(want: Array, got: Array, tolerance: float) -> bool:

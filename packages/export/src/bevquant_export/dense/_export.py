@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,13 +14,14 @@ import torch
 from torch import nn
 
 from bevquant_export._size_guards import note_guards, open_guards, refuse_free_batch
-from bevquant_export.dense._compare import verified
+from bevquant_export.dense._compare import departing, verified
 from bevquant_export.dense._emit import emit
 from bevquant_export.dense._graph import Graph
-from bevquant_export.dense._half import half_typed
+from bevquant_export.dense._half import Typed, half_typed
 from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._program_of import integer_model
 from bevquant_export.dense._read_model import read_model
+from bevquant_export.dense._recorded import Known, hard_inputs, recorded
 from bevquant_export.dense._source import Source
 from bevquant_export.dense._written import QdqFile
 from bevquant_export.floats._ports import checked
@@ -72,7 +74,11 @@ def export_qdq_onnx(
       are float numbers, each an integer times its scale, in front of a pair of their own, which
       every version since 8 reads. Transposed convolutions have one scale, or float weights.
     * ``"tensorrt11"``: the same pairs, and the types that a strongly typed network takes from its
-      file: float16 inputs, outputs and float operations, float32 from pair to pair.
+      file: float32 from pair to pair; inputs, outputs and float operations are float16 where their
+      values fit: by constants, by the ranges of pairs and by the largest values of all calibration
+      frames (`bevquant_quantizers.float_ranges`). Values beyond ±65,504 or of unknown range, whole
+      numbers beyond ±2,048, and quotients or logarithms with a guard below 2⁻¹⁷ are float32. The
+      result's `notes` and the file's metadata ``float32`` give the reasons.
     * ``"onnxruntime"``: opset 13, uint8 with zero point 128, int32 bias, a ReLU as Clip on the
       integers: convolutions, additions, concatenations and pooling run in integers; a
       transposed convolution whose windows lie side by side is a 1×1 one and a DepthToSpace.
@@ -169,8 +175,6 @@ def export_qdq_onnx(
     guards = _open_guards(source, inputs, shapes_in)
     if dynamic_batch:
         refuse_free_batch(guards, "export_qdq_onnx")
-    if chosen.half:
-        proto = half_typed(proto)
     on_cpu = tuple(node.name for node in graph.on_cpu)
     fixed = [f"{name}: is {value!r} in the file" for name, value in source.fixed.items()]
     fixed += [f"is right where {guard}" for guard in guards]
@@ -188,6 +192,10 @@ def export_qdq_onnx(
         sum_ranges=dict(source.sum_ranges),
         integer_model=integer_model(source.integer),
     )
+    if chosen.half:
+        seen = recorded(model, source, made, inputs)
+        typed = _half(file, proto, source, args, seen, verify=verify, integer_sums=integer_sums)
+        proto, file = typed.proto, replace(file, notes=(*file.notes, *typed.reasons))
     if verify:
         content = proto.SerializeToString()
         file = verified(file, content, source.integer, args, integer_sums=integer_sums)
@@ -209,6 +217,20 @@ def _open_guards(
         names[f"{coords}.indices"] = inputs[f"{name}.indices"]
         known[f"{coords}.batch_size"] = source.grids[coords][1]
     return open_guards(source.program.guards, names, known)
+
+
+def _half(
+    file: QdqFile, proto: Any, source: Source, args: Any, known: Known, *, verify: bool,
+    integer_sums: bool,
+) -> Typed:  # fmt: skip
+    """The model in half precision, but for what departs from the integer model with it."""
+    typed = half_typed(copy.deepcopy(proto), known)
+    apart: set[str] = set()
+    if verify and typed.halves:
+        content = typed.proto.SerializeToString()
+        for given in hard_inputs(args, list(file.inputs), known):
+            apart |= departing(file, content, source.integer, given, integer_sums=integer_sums)
+    return half_typed(proto, known, apart) if apart else typed
 
 
 def _named_inputs(source: Source, wanted: Sequence[str] | None) -> dict[str, str]:

@@ -208,6 +208,27 @@ def any_session(proto: Any, runner: str, *, at_once: int) -> tuple[Any, str]:
     return _Reference(proto), f"onnx.reference {version('onnx')}"
 
 
+# Loops of Python in ONNX's reference.
+_SLOW = set("Conv ConvTranspose MaxPool AveragePool Resize GridSample".split())
+
+
+def rounded_session(proto: Any) -> Any:
+    """What rounds to float16 after each operation; ``None`` where that is no matter, or slow.
+
+    On CPUs onnxruntime computes float16 operations in float32 and drops the rounding between two of
+    them. ONNX's reference computes in float16.
+    """
+    halves = any(
+        a.name == "to" and a.i == 10
+        for node in proto.graph.node
+        if node.op_type == "Cast"
+        for a in node.attribute
+    ) or any(port.type.tensor_type.elem_type == 10 for port in proto.graph.input)
+    if not halves or any(node.op_type in _SLOW or node.domain for node in proto.graph.node):
+        return None
+    return _Reference(proto)
+
+
 def lift_horizon_onnx(path: str | os.PathLike[str]) -> Any:
     """The model of a file for hb_mapper, in operator set 13, which onnxruntime runs.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bevquant_export.dense._bounds import HEAD_ROOM
 from bevquant_export.dense._half import half_typed
+from bevquant_export.dense._half_limits import LARGEST_HALF
 from bevquant_export.dense._runnable import session
 from bevquant_export.floats._ports import called, tensors_in
 from bevquant_export.floats._ports import input_names as named_inputs
@@ -54,6 +57,7 @@ class FloatFile:
         differences: onnxruntime against torch on the example, output by output; empty where that
             was not wanted. Of equal scores torch then takes the one of lowest index, as ONNX does.
         notes: What is other than one might expect.
+        reasons: What is float32 in a file of half precision, and why.
     """
 
     path: Path
@@ -62,6 +66,7 @@ class FloatFile:
     outputs: dict[str, tuple[int, ...]]
     differences: tuple[FloatDifference, ...]
     notes: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = (f"{row.name}: within {row.relative:.2g} of its largest" for row in self.differences)
@@ -79,6 +84,7 @@ def export_float_onnx(
     opset: int = OPSET,
     tolerance: float | None = 1e-3,
     half: bool = False,
+    frames: Sequence[Any] = (),
 ) -> FloatFile:
     """Write a float module as ONNX through torch's exporter, and hold it against torch.
 
@@ -97,7 +103,11 @@ def export_float_onnx(
         tolerance: Largest difference from torch allowed, relative to the largest absolute value of
             the output; ``None`` for a file that is not run.
         half: Write float16 inputs, outputs, weights and operations, as TensorRT 11 takes its types
-            from the file. The comparison is made before, in float32.
+            from the file, where all values fit; float32 elsewhere, with the reasons in
+            `FloatFile.reasons`. The comparison is made before, in float32.
+        frames: More inputs like `args`. Their largest values decide with `half` what is float16
+            (onnxruntime runs the file on them). Without frames any value of float16 is expected of
+            an input, and what may overflow then is float32.
 
     Returns:
         The file, its inputs and outputs, and how far it is from torch.
@@ -131,10 +141,43 @@ def export_float_onnx(
     if tolerance is not None:
         found = _differences(proto, inputs, outputs)
         _hold(found, tolerance, module)
+    reasons: tuple[str, ...] = ()
     if half:
-        proto = half_typed(proto)
+        known = _largest(proto, [list(inputs.values()), *map(tensors_in, frames)] if frames else [])
+        typed = half_typed(proto, known)
+        proto, reasons = typed.proto, typed.reasons
     write_whole(target, proto.SerializeToString(deterministic=True))
-    return FloatFile(target, opset, _shapes(inputs), _shapes(outputs), found, choices.notes())
+    return FloatFile(
+        target, opset, _shapes(inputs), _shapes(outputs), found, choices.notes(), reasons
+    )
+
+
+def _largest(proto: Any, frames: list[list[Tensor]]) -> dict[str, tuple[float, bool]]:
+    """Largest value of every float tensor over all frames, and whether all were whole numbers."""
+    import onnx
+
+    if not frames:  # what a binding of float16 holds, halved for the head room
+        return {p.name: (LARGEST_HALF / HEAD_ROOM, False) for p in proto.graph.input}
+    every = copy.deepcopy(proto)
+    held = {port.name for port in every.graph.output}
+    inferred = onnx.shape_inference.infer_shapes(proto, check_type=True)
+    for value in inferred.graph.value_info:
+        if value.type.tensor_type.elem_type == 1 and value.name not in held:
+            every.graph.output.append(value)
+    running = session(every, "plain")
+    taken, names = {p.name for p in running.get_inputs()}, [p.name for p in proto.graph.input]
+    found: dict[str, tuple[float, bool]] = {}
+    for frame in frames:
+        given = {n: v.detach().cpu().numpy() for n, v in zip(names, frame, strict=True)}
+        made = running.run(None, {n: v for n, v in given.items() if n in taken})
+        named = zip((p.name for p in running.get_outputs()), made, strict=True)
+        for name, value in [*given.items(), *named]:
+            if value.dtype.kind in "fiu" and value.size:
+                largest, whole = found.get(name, (0.0, True))
+                top = float(np.abs(value.astype(np.float64)).max())
+                whole = whole and bool((value == np.round(value)).all())
+                found[name] = max(largest, top if top < np.inf else np.inf), whole
+    return found
 
 
 def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:

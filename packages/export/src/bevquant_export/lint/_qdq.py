@@ -125,6 +125,10 @@ class Pairs:
             self._read[name] = None if long else values(tensor, self._folder)
         return self._read[name]
 
+    def constant(self, name: str) -> np.ndarray[Any, Any] | None:
+        """Values of a constant of any size; ``None`` of other tensors."""
+        return values(self.graph.constant(name) if name else None, self._folder)
+
     def made(self, name: str) -> Step | None:
         """The step that makes a tensor."""
         return self._made.get(name) if name else None

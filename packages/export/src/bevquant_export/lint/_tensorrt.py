@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -102,7 +102,24 @@ SINGLE = Rule(
     "export with profile='tensorrt11', which types the file",
     TYPED,
 )
-TYPED_RULES = (BINDINGS, SINGLE)
+GUARD = Rule(
+    "TRT018",
+    "error",
+    "a guard against 0 is a number of float16: what is divided by, or taken the logarithm of, is "
+    "not kept from 0 by a constant that float16 rounds to 0 or to few digits (below 2^-17)",
+    "compute the guard and the operation that needs it in float32, between two Casts, or write a "
+    "guard of 1e-5 or more",
+    TYPED,
+)
+INFINITE = Rule(
+    "TRT019",
+    "error",
+    "float16 constants are finite, but for a mask of minus infinity in front of a Softmax",
+    "write 65504 or -65504 where a clamp or a replacement of infinity is meant, -32768 where a "
+    "mask is, and cast to float32 around operations whose values are larger",
+    TYPED,
+)
+TYPED_RULES = (BINDINGS, SINGLE, GUARD, INFINITE)
 # Marked N in onnx-tensorrt's docs/operators.md; those with Integer or QLinear in bevquant's notes.
 _NOT_IMPORTED = {
     *("QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "DynamicQuantizeLinear"),
@@ -139,16 +156,79 @@ def check_tensorrt(pairs: Pairs, functions: set[tuple[str, str]]) -> Iterator[Fi
 def check_types(pairs: Pairs, model: onnx.ModelProto) -> Iterator[Finding]:
     """The types of one graph, which the engine takes as they are."""
     graph = pairs.graph
+    for node in graph.nodes:
+        yield from _guard(pairs, node)
+        yield from _infinite(pairs, node)
     if graph.is_function or graph.outer is not None:
         return
+    # The exporter names what it left in float32 because of its range.
+    reasons = next((p.value for p in model.metadata_props if p.key == "float32"), "")
+    meant = {line.partition(": float32: ")[0] for line in reasons.splitlines()}
     for port in (*model.graph.input, *model.graph.output):
-        if port.type.tensor_type.elem_type == 1:
+        named = {f"input {port.name}", f"output {port.name}"}
+        if port.type.tensor_type.elem_type == 1 and not named & meant:
             yield BINDINGS.found(port.name, "it is float32")
     for node in graph.nodes:
+        if node.name in meant:
+            continue
         if node.op in ("Conv", "ConvTranspose") and pairs.dequantized(node.input(1)) is None:
             weight = graph.constant(node.input(1))
             if weight is not None and weight.data_type == 1:
                 yield SINGLE.found(node.name, "it is not quantized, and its weight is float32")
+
+
+_GUARDED = {"Div": 1, "Reciprocal": 0, "Log": 0}
+_THROUGH = set("Sqrt Expand Reshape Unsqueeze Squeeze Transpose Identity Flatten".split())
+_MASKS = set("Where Add Expand Reshape Unsqueeze Squeeze Transpose Identity".split())
+_LEAST = 2.0**-17
+
+
+def _guard(pairs: Pairs, node: Node) -> Iterator[Finding]:
+    """A sum or a clamp with a constant too small for float16, in front of what needs it."""
+    slot = _GUARDED.get(node.op)
+    if node.op == "Pow":
+        power = _halves(pairs, node.input(1))
+        slot = 0 if power is not None and power.size and (power < 0).any() else None
+    maker = None if slot is None else pairs.graph.producers.get(node.input(slot))
+    while maker is not None and maker.op in _THROUGH:
+        maker = pairs.graph.producers.get(maker.input(0))
+    if maker is None or maker.op not in ("Add", "Max", "Clip"):
+        return
+    for name in maker.inputs[1:2] if maker.op == "Clip" else maker.inputs[:2]:
+        value = _halves(pairs, name)
+        if value is not None and value.size and np.abs(value).max() < _LEAST:
+            least = float(np.abs(value).max())
+            yield GUARD.found(
+                node.name, f"its guard in {quoted(maker.name)} is {least:g} in float16"
+            )
+
+
+def _infinite(pairs: Pairs, node: Node) -> Iterator[Finding]:
+    for name in node.inputs:
+        value = _halves(pairs, name)
+        if value is None or not np.isinf(value).any():
+            continue
+        if (value == -np.inf)[np.isinf(value)].all() and _is_mask(pairs.graph, node):
+            continue
+        if node.op != "Equal":
+            yield INFINITE.found(node.name, f"its constant {quoted(name)} is infinite")
+
+
+def _is_mask(graph: Graph, node: Node) -> bool:
+    users = graph.users(node)
+    return (
+        node.op in _MASKS
+        and bool(users)
+        and all(user.op == "Softmax" or _is_mask(graph, user) for user in users)
+    )
+
+
+def _halves(pairs: Pairs, name: str) -> np.ndarray[Any, Any] | None:
+    """Values of a constant of float16 in the file."""
+    tensor = pairs.graph.constant(name) if name else None
+    if tensor is None or tensor.data_type != 10:
+        return None
+    return pairs.constant(name)
 
 
 def _operator(node: Node, functions: set[tuple[str, str]]) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bevquant_graph import layer_class
 from bevquant_qnn import QuantLinear, QuantSparseConvolution
-from bevquant_quantizers import TensorQuantizer
+from bevquant_quantizers import TensorQuantizer, float_ranges
 from bevquant_sparse import is_sparse_conv
 
 LARGEST_HALF = 65504.0
@@ -114,6 +114,29 @@ class _Affine(nn.BatchNorm1d):
         """Channels are the second axis."""
         ones = (1,) * (x.dim() - 2)
         return x * self.factor.reshape(-1, *ones) + self.shift.reshape(-1, *ones)
+
+
+def check_half_values(model: nn.Module, entry: str) -> None:
+    """Refuse layers whose float16 results overflow in a calibration frame.
+
+    Args:
+        model: Calibrated; layers without a record (`float_ranges`) pass.
+        entry: Function that a message names.
+
+    Raises:
+        ValueError: A sparse layer that is not quantized, or the model, returned more than 65,504.
+    """
+    modules = dict(model.named_modules())
+    for path, ranges in float_ranges(model).items():
+        module, made = modules[path], ranges.get("output")
+        in_half = not path or (_is_sparse(module) and not is_integer_layer(module))
+        if in_half and made is not None and made.largest > LARGEST_HALF:
+            raise ValueError(
+                f"{entry}: {path or 'the model'}: its values reach {made.largest:g} in a "
+                f"calibration frame, beyond float16 (largest {LARGEST_HALF:g}), in which the engine "
+                "holds them; divide its weight and bias by a constant, multiply the weights of the "
+                "layers that read it by that constant, and calibrate again"
+            )
 
 
 def is_integer_layer(module: Any) -> bool:

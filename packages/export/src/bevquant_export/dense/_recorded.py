@@ -1,0 +1,114 @@
+"""What calibration saw of the float tensors of a file, and inputs that put half precision to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bevquant_export.dense._program_of import integer_model
+from bevquant_export.dense._source import Source
+from bevquant_graph import map_leaves
+from bevquant_int8sim.program import Ref, Step, names_in
+from bevquant_quantizers import TensorQuantizer, float_ranges
+
+_COMPUTED = frozenset("float conv conv_transpose linear resize max_pool avg_pool".split())
+Known = dict[str, tuple[float, bool]]
+
+
+def recorded(
+    model: Any, source: Source, states: Mapping[str, Any], names: Mapping[str, str]
+) -> Known:
+    """Tensors of a file to the largest value of any calibration frame, and whether all were whole.
+
+    Inputs are known where `model` itself was calibrated, and not a module around its layers. What
+    a layer makes or reads is known where it is one step of the program.
+
+    Args:
+        model: Calibrated, or an integer model.
+        source: The program.
+        states: Value of the program to its tensor in the file.
+        names: Input of the program to its name in the file.
+    """
+    if not isinstance(model, nn.Module):
+        held = integer_model(source.integer)
+        model = held.source.graph.model if held is not None and held.source is not None else None
+    if model is None:
+        return {}
+    ranges, found = float_ranges(model), Known()
+    modules = dict(model.named_modules())
+
+    def note(ref: str, path: str, key: str) -> None:
+        seen = ranges.get(path, {}).get(key)
+        name = names.get(ref) or getattr(states.get(ref), "name", None)
+        if seen is not None and name is not None:
+            found[name] = seen.largest, seen.whole
+
+    for ref, path in source.inputs.items():
+        note(ref, "", path)
+    for step in _alone(source.program.steps, modules):
+        note(step.outputs[0], step.path, "output")
+        given = [key for key in ranges.get(step.path, {}) if key != "output"]
+        first = step.args[0] if step.args else None
+        if len(given) == 1 and isinstance(first, Ref):
+            note(first.name, step.path, given[0])
+    return found
+
+
+def _alone(steps: Any, modules: Mapping[str, nn.Module]) -> Iterator[Step]:
+    """Steps that are all that a layer without layers of its own computes."""
+    of_path: dict[str, list[Step]] = {}
+    for step in steps:
+        if step.op in _COMPUTED or step.op in ("move", "add"):
+            of_path.setdefault(step.path, []).append(step)
+    for path, found in of_path.items():
+        module = modules.get(path)
+        if not path or module is None or len(found) > 1 or len(found[0].outputs) > 1:
+            continue
+        inner = [m for m in module.children() if not isinstance(m, TensorQuantizer)]
+        if not inner and names_in(found[0].args):
+            yield found[0]
+
+
+def hard_inputs(args: Any, names: list[str], known: Known) -> Iterator[Any]:
+    """Inputs beside the example on which half precision fails first.
+
+    The example itself, all zeros, every other row zero (padding, empty pillars), and the example
+    made as large as the largest calibration frame.
+
+    Args:
+        args: The example.
+        names: Of the tensors in it, in order.
+        known: As `recorded` returns it.
+    """
+
+    def changed(change: Any) -> Any:
+        order = iter(names)
+
+        def leaf(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            name = next(order)
+            return change(name, value) if value.is_floating_point() else value
+
+        return map_leaves(leaf, args)
+
+    def rows(name: str, value: Tensor) -> Tensor:
+        value = value.clone()
+        value[(..., slice(1, None, 2), slice(None)) if value.dim() > 1 else slice(1, None, 2)] = 0
+        return value
+
+    def largest(name: str, value: Tensor) -> Tensor:
+        wanted, top = (
+            known.get(name, (0.0, False))[0],
+            float(value.abs().max()) if len(value) else 0,
+        )
+        fits = 0 < top < wanted < float("inf")
+        return value * (wanted / top) if fits else value
+
+    yield args
+    yield changed(lambda name, value: torch.zeros_like(value))
+    yield changed(rows)
+    yield changed(largest)
