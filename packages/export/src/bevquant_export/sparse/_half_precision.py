@@ -124,18 +124,18 @@ def check_half_values(model: nn.Module, entry: str) -> None:
         entry: Function that a message names.
 
     Raises:
-        ValueError: A sparse layer that is not quantized, or the model, returned more than 65,504.
+        ValueError: A sparse layer that is not quantized returned more than 65,504.
     """
     modules = dict(model.named_modules())
     for path, ranges in float_ranges(model).items():
         module, made = modules[path], ranges.get("output")
-        in_half = not path or (_is_sparse(module) and not is_integer_layer(module))
+        in_half = _is_sparse(module) and not is_integer_layer(module)
         if in_half and made is not None and made.largest > LARGEST_HALF:
             raise ValueError(
-                f"{entry}: {path or 'the model'}: its values reach {made.largest:g} in a "
-                f"calibration frame, beyond float16 (largest {LARGEST_HALF:g}), in which the engine "
-                "holds them; divide its weight and bias by a constant, multiply the weights of the "
-                "layers that read it by that constant, and calibrate again"
+                f"{entry}: {path or 'the layer'}: its values reach {made.largest:g} in a "
+                f"calibration frame, beyond float16 (largest {LARGEST_HALF:g}), in which the "
+                "engine holds them; divide its weight and bias by a constant, multiply the "
+                "weights of the layers that read it by that constant, and calibrate again"
             )
 
 
