@@ -308,7 +308,7 @@ def _float(
         frames=frames,
     )
     linted = "onnxruntime" if engine.name == "horizon" else engine.name
-    return Written(piece, path, made, linted, notes=made.reasons)
+    return Written(piece, path, made, linted, notes=made.notes)
 
 
 def _plugin(

@@ -56,8 +56,7 @@ class FloatFile:
         outputs: Likewise.
         differences: onnxruntime against torch on the example, output by output; empty where that
             was not wanted. Of equal scores torch then takes the one of lowest index, as ONNX does.
-        notes: What is other than one might expect.
-        reasons: What is float32 in a file of half precision, and why.
+        notes: What is other than one might expect; what is float32 in a file of half precision.
     """
 
     path: Path
@@ -66,7 +65,6 @@ class FloatFile:
     outputs: dict[str, tuple[int, ...]]
     differences: tuple[FloatDifference, ...]
     notes: tuple[str, ...] = ()
-    reasons: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = (f"{row.name}: within {row.relative:.2g} of its largest" for row in self.differences)
@@ -104,7 +102,7 @@ def export_float_onnx(
             the output; ``None`` for a file that is not run.
         half: Write float16 inputs, outputs, weights and operations, as TensorRT 11 takes its types
             from the file, where all values fit; float32 elsewhere, with the reasons in
-            `FloatFile.reasons`. The comparison is made before, in float32.
+            `FloatFile.notes`. The comparison is made before, in float32.
         frames: More inputs like `args`. Their largest values decide with `half` what is float16
             (onnxruntime runs the file on them). Without frames any value of float16 is expected of
             an input, and what may overflow then is float32.
@@ -147,9 +145,8 @@ def export_float_onnx(
         typed = half_typed(proto, known)
         proto, reasons = typed.proto, typed.reasons
     write_whole(target, proto.SerializeToString(deterministic=True))
-    return FloatFile(
-        target, opset, _shapes(inputs), _shapes(outputs), found, choices.notes(), reasons
-    )
+    notes = (*choices.notes(), *reasons)
+    return FloatFile(target, opset, _shapes(inputs), _shapes(outputs), found, notes)
 
 
 def _largest(proto: Any, frames: list[list[Tensor]]) -> dict[str, tuple[float, bool]]:
