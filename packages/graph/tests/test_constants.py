@@ -115,3 +115,55 @@ def _counted(model: Holds, x: Tensor) -> Tensor:
 def test_what_is_no_number_of_the_model_stays_refused(forward: Forward) -> None:
     with pytest.raises(CaptureError, match="branches on the values of a tensor"):
         capture(Holds(forward).eval(), torch.randn(1, 3, 4, 4))
+
+
+class Levels(nn.Module):
+    """Rows of several maps side by side, whose sizes are a tensor, as in deformable attention."""
+
+    def __init__(self, sizes: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc, self.sizes = nn.Linear(8, 8), sizes
+
+    def forward(self, rows: Tensor) -> Tensor:
+        sizes = self.sizes(rows)
+        begins = torch.cat((sizes.new_zeros((1,)), sizes.prod(1).cumsum(0)[:-1]))
+        assert (sizes[:, 0] * sizes[:, 1]).sum() == rows.shape[1]
+        maps = []
+        for begin, (h, w), part in zip(
+            begins, sizes, rows.split([h * w for h, w in sizes], 1), strict=True
+        ):
+            same = rows[:, begin : begin + h * w].transpose(1, 2).reshape(-1, 8, int(h), int(w))
+            maps.append((part.transpose(1, 2).reshape(-1, 8, h, w) + same).flatten(2))
+        return self.fc(torch.cat(maps, 2).transpose(1, 2))
+
+
+_SIZES = [[4, 6], [2, 3]]
+LEVELS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tensor": lambda x: torch.tensor(_SIZES),
+    "as_tensor": lambda x: torch.as_tensor(_SIZES, dtype=torch.long, device=x.device),
+    "new_tensor": lambda x: x.new_tensor(_SIZES).long(),
+    "stack": lambda x: torch.stack([torch.tensor(size) for size in _SIZES]),
+    "full": lambda x: torch.cat([torch.full((1, 2), 5), x.new_ones(2, 2, dtype=torch.long)]),
+}
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_numbers_of_tensors_that_the_forward_makes_are_constants(name: str) -> None:
+    model = Levels(LEVELS[name]).eval()
+    count = int(LEVELS[name](torch.ones(1)).prod(1).sum())
+    graph = capture(model, torch.randn(1, count, 8))
+    assert not graph.opaque
+    assert not any("item" in str(node.target).split(".") for node in graph.operations)
+    assert graph.fixed["rows"][1] == count  # the forward asserts it
+    graph.check(torch.randn(2, count, 8))
+
+
+def test_a_literal_that_the_forward_writes_to_is_no_constant() -> None:
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            sizes = torch.tensor([1, 2])
+            sizes[0] = x.long().max()
+            return x.relu() if sizes[0] > 1 else x
+
+    with pytest.raises(CaptureError, match="branches on the values of a tensor"):
+        capture(Writes().eval(), torch.randn(4))

@@ -118,7 +118,7 @@ def capture(
                         traced, inputs, leaves, shares, constants, values=values is not None,
                         open_sizes=open_sizes,
                     )  # fmt: skip
-                if constants.used and constants.written:  # a counter: no constant
+                if constants.taken and constants.written:  # a counter: no constant
                     constants.withdraw()
                     continue
                 if numbers and _fixes_numbers(program, leaves):
@@ -145,7 +145,10 @@ def capture(
                     _close(model, traced, error, opaque, given)
                     values = None
     tidy(program.graph_module, model)
-    graph = Graph(model, program, inputs, result, opaque, conditions_of(program.graph.nodes))
+    graph = Graph(
+        model, program, inputs, result, opaque, conditions_of(program.graph.nodes),
+        constants.taken, decided=values is not None,
+    )  # fmt: skip
     made = [v.meta.get("val") if isinstance(v, fx.Node) else v for v in graph.outputs]
     if not any(isinstance(value, Tensor) for value in made):
         line = forward_line(model)
@@ -164,7 +167,7 @@ def capture(
                 raise
             # It may ask about sizes where torch does not see it, as by the text of one.
             return capture(model, example_inputs, open_sizes=False)
-    remember(model, state, graph, took, by_values=values is not None or constants.used)
+    remember(model, state, graph, took, by_values=values is not None or bool(constants.taken))
     return graph
 
 

@@ -1,14 +1,16 @@
-"""What a forward asks of the numbers that its model holds: these are no matter of the frame.
+"""Numbers that a forward takes out of constant tensors: they are the same in every frame.
 
-``if self.enabled``, ``int(self.grid[0])``, ``range(self.steps)`` of buffers and parameters decide
-as they stand. torch's exporter takes them for values of a frame, stops at a branch on them, and
-makes a requirement of every number taken out. Here whoever asks is told the number; what is
-computed from such tensors alone is computed beside.
+Constant are the model's parameters and buffers (``if self.enabled``, ``int(self.grid[0])``), and
+tensors that the forward makes of Python's numbers (``torch.tensor([[4, 6], [2, 3]])``). torch's
+exporter treats them as values of a frame: it stops at a branch on them, and adds a requirement for
+every number taken out. Here each constant tensor has its real value beside it. Operations on
+constant tensors alone are computed on the real values too, and a question gets the number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,29 +21,44 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 _LARGEST = 1 << 12  # elements of a tensor that is computed beside
-_CONVERSIONS = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
+# As they are outside of a trace, in which ``int`` may have another meaning.
+_CONVERSIONS: dict[str, Any] = {
+    name: getattr(Tensor, name)
+    for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
+}
+_COMPARISONS = frozenset(f"__{name}__" for name in "eq ne lt le gt ge".split())
 _COMPUTED = frozenset(
     "__getitem__ select unbind __iter__ squeeze unsqueeze view reshape flatten to long int float "
     "double bool type clone detach neg __neg__ abs round floor ceil clamp clip sqrt exp log "
     "add __add__ __radd__ sub __sub__ __rsub__ mul __mul__ __rmul__ div __truediv__ __rtruediv__ "
     "floor_divide __floordiv__ remainder __mod__ pow __pow__ eq __eq__ ne __ne__ lt __lt__ le "
     "__le__ gt __gt__ ge __ge__ logical_and __and__ logical_or __or__ logical_not __invert__ "
-    "any all sum prod max min amax amin mean".split()
+    "any all sum prod max min amax amin mean cumsum cat stack".split()
 )
 _SIZED = frozenset("zeros ones empty full arange linspace".split())
-_NAMED = _COMPUTED | _SIZED | frozenset(_CONVERSIONS)
+# Behind the first argument these take numbers, for which tensors of one element may stand.
+_CUT = frozenset(
+    "__getitem__ view reshape unflatten expand repeat tile new_zeros new_ones new_full new_empty "
+    "split tensor_split narrow interpolate pad roll topk".split()
+)
+_MADE = frozenset(
+    "tensor as_tensor from_numpy zeros ones full arange linspace new_tensor new_zeros new_ones "
+    "new_full".split()
+)
+_NAMED = _COMPUTED | _SIZED | _CUT | _MADE | frozenset(_CONVERSIONS)
 _OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
 _WRITES = frozenset(["__setitem__", *(f"__i{name}__" for name in _OPERATORS)])
 
 
 class Constants(TorchFunctionMode):
-    """Entered within a forward that is traced; tells what its model's small tensors hold.
+    """Entered within a forward that is traced; answers with the values of small constant tensors.
 
     Args:
         model: As it is outside of the trace.
 
     Attributes:
-        used: Whether anybody has asked: the graph is then that of these numbers.
+        taken: The model's tensors of which the forward took a number, by path, with their values:
+            the graph is that of these values.
         written: Whether the forward writes to one of them, which the next frame then finds changed.
     """
 
@@ -49,17 +66,22 @@ class Constants(TorchFunctionMode):
         super().__init__()
         self._real = {name: value.detach() for name, value in _tensors(model)}
         self._known: dict[int, tuple[Tensor, Tensor]] = {}  # also holds what the id is of
-        self.used = self.written = False
+        self._open: dict[int, tuple[Tensor, Any]] = {}  # the same of comparisons with a size
+        self._origin: dict[int, frozenset[str]] = {}  # of these, the model's tensors that they read
+        self.taken: dict[str, Tensor] = {}
+        self.written = False
 
     def withdraw(self) -> None:
-        """Answer nobody from now on."""
+        """Answer no question about the model's tensors from now on."""
         self._real.clear()
-        self.used = self.written = False
+        self.taken.clear()
+        self.written = False
 
     def begin(self, model: nn.Module) -> Constants:
         """The tensors that stand for the model's in the trace."""
         found = {name: value for name, value in _tensors(model) if name in self._real}
         self._known = {id(value): (value, self._real[name]) for name, value in found.items()}
+        self._origin = {id(value): frozenset((name,)) for name, value in found.items()}
         return self
 
     def __torch_function__(
@@ -72,38 +94,79 @@ class Constants(TorchFunctionMode):
         writes = name in _WRITES or name[-1:] == "_" != name[-2:-1] or "out" in kwargs
         if not writes and name not in _NAMED:
             return func(*args, **kwargs)
-        leaves: list[Any] = []
-        map_aggregate((args, kwargs), leaves.append)
+        leaves = _leaves((args, kwargs))
         given = [value for value in leaves if isinstance(value, Tensor)]
+        if name in _SIZED or name in _CUT:
+            kept = args[: name in _CUT]
+            plain = self._taken_index if name == "__getitem__" else self._taken_number
+            rest = map_aggregate((args[len(kept) :], kwargs), plain)
+            args, kwargs = (*kept, *rest[0]), rest[1]
+            leaves = _leaves((args, kwargs))
+            given = [value for value in leaves if isinstance(value, Tensor)]
         known = [id(value) in self._known for value in given]
-        if any(known) and name in _SIZED:
-            self.used = True
-            with _disable_current_modes():
-                args, kwargs = map_aggregate((args, kwargs), self._number)
-            return func(*args, **kwargs)
+        origin = self._origins(given)
+        if name == "__bool__" and id(args[0]) in self._open:
+            self._take(origin)
+            return bool(self._open[id(args[0])][1])
         if known and all(known) and name in _CONVERSIONS:
-            self.used = True
-            return self._beside(func, args, kwargs)
+            self._take(origin)
+            return self._beside(_CONVERSIONS[name], args, kwargs)
         made = func(*args, **kwargs)
         if writes:
             self._forget([made] if isinstance(made, Tensor) else given)
-        elif known and all(known) and name in _COMPUTED and not any(map(_is_open, leaves)):
-            self._note(made, self._beside(func, args, kwargs))
+        elif known and all(known) and name in _COMPUTED:
+            self._note_computed(made, func, (args, kwargs), leaves, origin)
+        elif name in _MADE and _is_small(made) and not any(map(_is_open, leaves)):
+            self._note_made(made, func, args, kwargs)
         return made
 
-    def _forget(self, written: list[Tensor]) -> None:
-        """No number is known any more, if one lies where something was written."""
-        memory = {value.untyped_storage()._cdata for value in written}
-        if any(value.untyped_storage()._cdata in memory for value, _ in self._known.values()):
-            self.written = True
-            self._known.clear()
+    def _origins(self, tensors: Iterable[Tensor]) -> frozenset[str]:
+        return frozenset().union(*(self._origin.get(id(value), ()) for value in tensors))
 
-    def _note(self, made: Any, real: Any) -> None:
+    def _take(self, names: Iterable[str]) -> None:
+        with _disable_current_modes():
+            self.taken |= {name: self._real[name].clone() for name in names if name in self._real}
+
+    def _note_computed(
+        self, made: Any, func: Any, given: Any, leaves: list[Any], origin: frozenset[str]
+    ) -> None:
+        """Note the result of an operation on constants, or of comparing one with an open size."""
+        if not any(map(_is_open, leaves)):
+            self._note(made, self._beside(func, *given), origin)
+        elif func.__name__ in _COMPARISONS and all(
+            value.numel() == 1 for value in leaves if isinstance(value, Tensor)
+        ):
+            args: Any = map_aggregate(given[0], self._number)
+            self._open[id(made)] = made, getattr(operator, func.__name__.strip("_"))(*args)
+            self._origin[id(made)] = origin
+
+    def _note_made(self, made: Tensor, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Note a tensor of Python's numbers, which ``x.new_tensor`` makes of the type of `x`."""
+        if func.__name__.startswith("new_"):
+            func = getattr(torch, func.__name__.removeprefix("new_"))
+            args, kwargs = args[1:], {"dtype": made.dtype, **kwargs}
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": "cpu"}
+        if not any(isinstance(leaf, Tensor) for leaf in _leaves((args, kwargs))):
+            self._note(made, self._beside(func, args, kwargs), frozenset())
+
+    def _forget(self, written: list[Tensor]) -> None:
+        """Constants in memory that was written are constant no more; of the model, none is."""
+        memory = {value.untyped_storage()._cdata for value in written}
+        known = self._known.items()
+        met = [key for key, (value, _) in known if value.untyped_storage()._cdata in memory]
+        if any(self._origin[key] for key in met):
+            self.written = True
+            met = list(self._known)
+        for key in met:
+            del self._known[key]
+
+    def _note(self, made: Any, real: Any, origin: frozenset[str]) -> None:
         if isinstance(made, Tensor):
-            self._known[id(made)] = made, real
+            self._known[id(made)], self._origin[id(made)] = (made, real), origin
         elif isinstance(made, list | tuple):
             for one, other in zip(made, real, strict=True):
-                self._note(one, other)
+                self._note(one, other, origin)
 
     def _beside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a function makes of what the tensors hold."""
@@ -114,8 +177,22 @@ class Constants(TorchFunctionMode):
     def _held(self, value: Any) -> Any:
         return self._known[id(value)][1] if id(value) in self._known else value
 
+    def _taken_number(self, value: Any) -> Any:
+        """The number that a constant of one element holds; other values as they are."""
+        if id(value) not in self._known or value.numel() != 1:
+            return value
+        self._take(self._origins([value]))
+        return self._number(value)
+
+    def _taken_index(self, value: Any) -> Any:
+        """The same in an index, where a tensor of one axis is no number."""
+        return value if isinstance(value, Tensor) and value.dim() else self._taken_number(value)
+
     def _number(self, value: Any) -> Any:
-        return self._held(value).item() if id(value) in self._known else value
+        if id(value) not in self._known:
+            return value
+        with _disable_current_modes():
+            return self._held(value).item()
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -125,6 +202,19 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     ):
         if not is_lazy(value) and value.numel() <= _LARGEST:
             yield name, value
+
+
+def _leaves(value: Any) -> list[Any]:
+    found: list[Any] = []
+    map_aggregate(value, found.append)
+    return found
+
+
+def _is_small(made: Any) -> bool:
+    """Whether it is a tensor of fixed sizes with few elements."""
+    if not isinstance(made, Tensor) or any(map(_is_open, made.shape)):
+        return False
+    return made.numel() <= _LARGEST
 
 
 def _is_open(value: Any) -> bool:

@@ -40,6 +40,8 @@ class Graph:
         placeholders: Nodes of the inputs, in the order of their leaves.
         outputs: Nodes (or numbers) that are returned, in the order of their leaves.
         writes: Buffers (by path) and inputs (by name) that the forward writes to.
+        decided: Whether numbers out of tensors decide what is computed (a branch, the length of a
+            loop): the graph is then that of the example's numbers, and its requirements say so.
     """
 
     def __init__(
@@ -50,10 +52,14 @@ class Graph:
         result: Tree,
         opaque: Mapping[str, Opaque],
         conditions: tuple[Condition, ...] = (),
+        taken: Mapping[str, Tensor] | None = None,
+        *,
+        decided: bool = False,
     ) -> None:
         self.model, self.program = model, program
         self.inputs, self.result, self.opaque = inputs, result, dict(opaque)
         self.conditions = conditions
+        self._taken, self.decided = dict(taken or {}), decided
         self._constants: dict[fx.Node, str] = {}
         self.placeholders: list[fx.Node] = []
         nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
@@ -156,6 +162,18 @@ class Graph:
     def location(self, node: fx.Node) -> str:
         """``file:line`` of the author's code that computes the node; "" where it is not known."""
         return author_line(node)
+
+    def number_of(self, requirement: fx.Node) -> fx.Node:
+        """The tensor out of which a requirement's number is taken; else what it computes with."""
+        pending = list(requirement.all_input_nodes)
+        for node in pending:
+            if str(node.target) in NUMBERS:
+                (taken,) = node.all_input_nodes
+                while str(taken.target).startswith("aten.to."):
+                    taken = taken.all_input_nodes[0]
+                return taken
+            pending += [n for n in node.all_input_nodes if n not in pending]
+        return pending[0]
 
     def describe(self, node: fx.Node) -> str:
         """A node in words: operator, module, file and line."""
@@ -286,7 +304,20 @@ class Graph:
         check_guards(self.guards, sizes, "capture again with such inputs")
         return leaves
 
+    def _check_taken(self) -> None:
+        """Refuse a model whose forward would take other numbers out of its own tensors by now."""
+        for name, value in self._taken.items():
+            owner, _, own = name.rpartition(".")
+            now: Tensor = getattr(self.model.get_submodule(owner), own)
+            if not torch.equal(now, value):
+                raise ValueError(
+                    f"{type(self.model).__name__}: its forward counts with numbers that it takes "
+                    f"out of tensors, and {name} holds others than when it was captured; capture "
+                    "again"
+                )
+
     def _run(self, leaves: list[Any], watch: Any = None) -> list[Any]:
+        self._check_taken()
         given = dict(zip(self.placeholders, leaves, strict=True))
         values = [
             given[node] if node in given else self.constant(node)

@@ -24,7 +24,10 @@ from torch import Tensor, nn
 from torch._prims_common import is_contiguous_for_memory_format_or_false
 from torch._subclasses.fake_impls import get_fast_op_impls
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    free_unbacked_symbols,
+)
 
 from ._faults import is_authors
 
@@ -183,10 +186,16 @@ def open_lengths(model: nn.Module, shares: list[_Scope]) -> Iterator[None]:
     def noted(convert: Callable[[Any], int]) -> Callable[[Any], int]:
         def integer(number: Any) -> int:
             frame = sys._getframe(1)
-            if get_ident() == thread and _takes_integers(frame) and _is_share(number):
-                shares.append(frame.f_globals)
-                raise ValueError("int(…) takes a share of an open number")
-            return convert(number)
+            own = get_ident() == thread and _takes_integers(frame)
+            if not (own and _is_share(number)):
+                return convert(number)
+            try:
+                if isinstance(number, Tensor):
+                    return convert(number)  # which the model itself holds
+            except GuardOnDataDependentSymNode:
+                pass
+            shares.append(frame.f_globals)
+            raise ValueError("int(…) takes a share of an open number")
 
         return integer
 
@@ -196,6 +205,7 @@ def open_lengths(model: nn.Module, shares: list[_Scope]) -> Iterator[None]:
         with ExitStack() as stack:
             for kind in (torch.SymFloat, Tensor):
                 integer = noted(kind.__int__)
+                integer.__name__ = "__int__"  # by which `Constants` knows it
                 stack.enter_context(mock.patch.object(kind, "__int__", integer, create=True))
             yield
     finally:
@@ -232,7 +242,7 @@ def _is_share(number: Any) -> bool:
     holds (``int(self.grid[0])``), and a float that is taken out of one is the example's.
     """
     if isinstance(number, Tensor):
-        return torch.compiler.is_compiling() and number.is_floating_point()
+        return torch.compiler.is_compiling()
     if not isinstance(number, torch.SymFloat):
         return False
     from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv  # and sympy

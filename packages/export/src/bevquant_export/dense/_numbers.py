@@ -1,4 +1,4 @@
-"""Numbers that a file computes from what it is given: sizes that follow voxels or found rows."""
+"""Numbers that a file computes from its inputs: free sizes, and numbers out of tensors."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ import torch
 
 from bevquant_export.dense._graph import FIRST_SHAPE_OF_PART, Graph
 from bevquant_export.dense._source import Source
-from bevquant_export.sparse.portable._body import DOUBLE, INT64
+from bevquant_export.sparse.portable._body import DOUBLE, FLOAT, INT64
 from bevquant_int8sim.program import Ref, Step
 
 _ARITHMETIC = {
     "add": "Add", "sub": "Sub", "mul": "Mul", "neg": "Neg", "mod": "Mod", "sym_min": "Min",
-    "sym_max": "Max",
+    "sym_max": "Max", "pow": "Pow",
 }  # fmt: skip
-_REAL = {"add": "Add", "sub": "Sub", "mul": "Mul", "truediv": "Div"}
+_REAL = {
+    "add": "Add", "sub": "Sub", "mul": "Mul", "truediv": "Div", "neg": "Neg", "pow": "Pow",
+    "sym_min": "Min", "sym_max": "Max",
+}  # fmt: skip
+_OPERANDS = {"add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div"}  # of a tensor and a number
+_COMPARED = {"eq": "Equal", "le": "LessOrEqual", "ge": "GreaterOrEqual"}
 _FILLED = frozenset(("zeros", "ones", "new_zeros", "new_ones"))
 
 
@@ -80,28 +85,67 @@ class Numbers:
             return graph.node("Div", path, operands)
         return graph.node(_ARITHMETIC[what], path, operands)
 
-    def _real(self, path: str, value: Any) -> str:
-        """A number, or a share of one, as a tensor, float64 ``[1]``: as Python computes it."""
+    def _real(self, path: str, value: Any, kind: int = DOUBLE) -> str:
+        """A number, or a share of one, as a tensor ``[1]``: in float64, as Python computes it."""
         graph = self.graph
         if not isinstance(value, Ref):
             ratio = float(value).as_integer_ratio()  # exact, and files hold no float64
             if max(map(abs, ratio)) >= 2**63:
                 refuse(path, f"a size is computed with {value}, which has no form")
-            parts = [graph.node("Cast", path, [graph.numbers([n])], to=DOUBLE) for n in ratio]
+            parts = [graph.node("Cast", path, [graph.numbers([n])], to=kind) for n in ratio]
             return graph.node("Div", path, parts)
         maker = self._makers.get(value.name)
         what = "" if maker is None else str(maker.attributes.get("what"))
-        if maker is None or what not in _REAL or len(maker.args) != 2:
-            whole = value if maker is None or what != "sym_float" else maker.args[0]
-            return graph.node("Cast", path, [self.of(path, whole)], to=DOUBLE)
-        return graph.node(_REAL[what], path, [self._real(path, operand) for operand in maker.args])
+        if maker is not None and what == "sym_float":
+            return self._real(path, maker.args[0], kind)
+        if maker is not None and what == "item":
+            taken = graph.node("Cast", path, [self.read(maker.args[0].name)], to=kind)
+            return graph.node("Reshape", path, [taken, graph.numbers([1])])
+        if maker is None or what not in _REAL:
+            return graph.node("Cast", path, [self.of(path, value)], to=kind)
+        operands = [self._real(path, operand, kind) for operand in maker.args]
+        return graph.node(_REAL[what], path, operands)
+
+    def holds(self, path: str, requirement: Step) -> str:
+        """Whether a requirement is met, as a tensor, bool ``[1]``."""
+        maker = self._makers[requirement.args[0].name]
+        operands = [self.of(path, operand) for operand in maker.args]
+        return self.graph.node(_COMPARED[str(maker.attributes["what"])], path, operands)
 
     def sized(self, step: Step) -> str | None:
         """A step that makes a tensor as large as numbers say; ``None`` for other steps."""
         what = step.attributes.get("what")
         if what in _FILLED:
             return self._filled(step)
+        if what in _OPERANDS:
+            return self._with_number(step)
+        if what in ("view", "reshape"):
+            return self._shaped(step)
         return self._grown(step) if what in ("repeat", "expand") else None
+
+    def _with_number(self, step: Step) -> str | None:
+        """A float tensor and a number, which torch rounds to the tensor's type."""
+        x, what = step.args[0], str(step.attributes["what"])
+        numbers = [value for value in step.args if self.source.varies(value)]
+        floats = isinstance(x, Ref) and self.source.dtype(x.name) == torch.float32
+        if len(step.args) != 2 or numbers != [step.args[1]] or step.kwargs or not floats:
+            return None
+        exact = self.graph.profile.runner != "plain"  # engines for accelerators lack float64
+        number = self._real(step.path, numbers[0], DOUBLE if exact else FLOAT)
+        if exact:
+            number = self.graph.node("Cast", step.path, [number], to=FLOAT)
+        number = self.graph.node("Reshape", step.path, [number, self.graph.numbers([])])
+        return self.graph.node(_OPERANDS[what], step.path, [self.read(x.name), number])
+
+    def _shaped(self, step: Step) -> str | None:
+        """A tensor in a shape that numbers out of tensors are part of."""
+        sizes = step.args[1]
+        if step.kwargs or not isinstance(sizes, list | tuple):
+            return None
+        if not any(self.source.varies(size) for size in sizes):
+            return None
+        shape = self.shape(step.path, sizes)
+        return self.graph.node("Reshape", step.path, [self.read(step.args[0].name), shape])
 
     def _filled(self, step: Step) -> str | None:
         """A tensor of one value, as long as another one that is as long as there are voxels."""

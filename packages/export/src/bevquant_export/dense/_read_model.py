@@ -16,6 +16,7 @@ from bevquant_export.dense._program_of import (
     ports_of,
     program_of,
 )
+from bevquant_export._taken_numbers import refuse_decisions, taken_numbers
 from bevquant_export.dense._source import Shape, Source
 from bevquant_graph import map_leaves
 from bevquant_int8sim import IntegerModel
@@ -53,7 +54,9 @@ def read_model(
                 "file's floats are"
             )
     integer = program_of(model, args, integer_sums, verify=verify)
-    program = integer.program
+    program, simulated = integer.program, integer_model(integer)
+    if simulated is not None:
+        refuse_decisions(simulated, "export_qdq_onnx")
     sparse = [s.path for s in program.steps if s.op in ("sites", "sparse_conv")]
     sparse += ["an input"] if program.sparse_inputs else []
     if sparse and (not voxels or dynamic_batch):
@@ -93,9 +96,11 @@ def read_model(
                     shapes[f"{name}.indices"] = tuple(hosts[name].indices.shape)
                 dtypes.setdefault(f"{name}.indices", torch.int32)
     if sparse or _chooses_rows(integer):
-        wider, wider_hosts = _free_sizes(integer, shapes, hosts)
+        wider = _free_sizes(integer, shapes)
+    varying = taken_numbers(program, wider)
+    wider_hosts = hosts
     if dynamic_batch:
-        double = map_leaves(_doubled, args)
+        double, found = map_leaves(_doubled, args), wider
         try:
             wider, wider_hosts = _run(integer, double, {}, {})
         except (RuntimeError, ValueError) as error:
@@ -103,6 +108,8 @@ def read_model(
                 "export_qdq_onnx: dynamic_batch=True, but the model does not run on twice the "
                 f"batch: {error}. Export it with a fixed batch"
             ) from error
+        wider |= {name: _overlaid(sizes, found.get(name, sizes)) for name, sizes in wider.items()}
+    wider_hosts = {name: value for name, value in wider_hosts.items() if name not in varying}
     return Source(
         program, shapes, hosts, dtypes, wider, wider_hosts,
         {name: called[name] for name, value in given.items() if isinstance(value, Tensor)},
@@ -180,14 +187,13 @@ def _chooses_rows(integer: QdqProgram) -> bool:
 
 
 def _free_sizes(
-    integer: QdqProgram, shapes: Mapping[str, Any], hosts: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Shapes with a name in the place of every size that is free, and the hosts that are not.
+    integer: QdqProgram, shapes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Shapes with a name in the place of every size that is free.
 
     Args:
         integer: A program that was lowered from a graph.
         shapes: Of its tensors in a run.
-        hosts: Its other values in that run.
     """
     model = integer_model(integer)
     assert model is not None
@@ -212,8 +218,15 @@ def _free_sizes(
         if name.endswith(".indices"):
             maker = name.removesuffix(".indices").removesuffix(".sites")
             free.setdefault(name, (f"voxels of {maker}", *shape[1:]))
-    varying = _varying(model.program, shapes, free)
-    return free, {name: value for name, value in hosts.items() if name not in varying}
+    return free
+
+
+def _overlaid(sizes: tuple[Any, ...], found: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Sizes of a run, with the names of those that only the values tell."""
+    return tuple(
+        _overlaid(size, name) if isinstance(size, tuple) else name if isinstance(name, str) else size
+        for size, name in zip(sizes, found, strict=True)
+    )
 
 
 def _symbols(size: Any) -> set[str]:
@@ -266,19 +279,3 @@ def _named(
         for axis, n in enumerate(value.shape)
     )
 
-
-def _varying(program: Program, shapes: Mapping[str, Any], free: Mapping[str, Any]) -> set[str]:
-    """Numbers that are computed from values of tensors, or from sizes that are free."""
-    found: set[str] = set()
-    for step in program.steps:
-        what = step.attributes.get("what")
-        if step.op != "host" or what in ("getattr", "convolved_sites"):
-            continue
-        if what == "size" and isinstance(step.args[0], Ref):
-            sizes = free.get(step.args[0].name, shapes.get(step.args[0].name, ()))
-            varies = step.args[1] < len(sizes) and isinstance(sizes[step.args[1]], str)
-        else:
-            varies = any(name in found or name in shapes for name in names_in(step.args))
-        if varies:
-            found.update(step.outputs)
-    return found

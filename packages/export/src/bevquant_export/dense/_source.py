@@ -29,7 +29,8 @@ class Source:
         dtypes: Type of each tensor as the program holds it.
         wider: Shapes of a second run with twice the batch; with a name in the place of a size that
             follows the number of voxels. Empty where all sizes are constants.
-        wider_hosts: Hosts of that run; those that no voxel changes.
+        wider_hosts: Hosts of that run, without those that the file computes from its inputs' values
+            and free sizes.
         inputs: Tensors that a call takes, in order, to the parameters that they go to.
         fixed: Numbers among the arguments, which are constants of the file.
         ranges: Accumulators that a sum reads to their largest absolute value in the run.
@@ -107,7 +108,7 @@ class Source:
         """Whether a size or number among arguments is computed from what the file is given."""
         if not isinstance(value, Ref) or value.name not in self.hosts:
             return False
-        return self.free and value.name not in self.wider_hosts
+        return value.name not in self.wider_hosts
 
     def counts(self, step: Step) -> bool:
         """Whether a number among a step's arguments is computed from what the file is given."""
@@ -127,7 +128,7 @@ class Source:
         Raises:
             ValueError: A host value that follows the batch.
         """
-        if self.free and not sizes:
+        if not sizes:
             hosts, wider = self.hosts, self.wider_hosts
             for name in (name for name in names_in(values) if name in hosts):
                 if name not in wider:

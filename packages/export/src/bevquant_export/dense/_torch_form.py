@@ -153,7 +153,13 @@ def _remember(key: Any, form: tuple[Any, int]) -> None:
 
 def _example(source: Source, name: str) -> Any:
     if name in source.hosts:
-        return source.hosts[name]
+        number = source.hosts[name]
+        if type(number) is not int:
+            raise ValueError(
+                f"it counts with {number!r}, which the forward takes out of a tensor; files hold "
+                "integers of that kind alone: use the tensor itself, without .item() or tolist()"
+            )
+        return number
     return torch.zeros(source.shapes[name], dtype=source.dtype(name))
 
 

@@ -1,0 +1,110 @@
+"""Numbers that a program takes out of tensors, and decisions that hang on them.
+
+A file computes such a number where the program does. A branch on one, or a loop of that length, has
+no form in a file: the program was followed with the example's number and requires it of every
+frame (`require`). The number of frames, as in ``coords[:, 0].max() + 1``, is a constant of a file
+like any size of its inputs, so a requirement of that number alone is no reason to refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from bevquant_int8sim import IntegerModel
+from bevquant_int8sim.program import Program, Ref, Step, names_in
+
+_COORDS = ("getattr", "convolved_sites")
+_LARGEST = ("max", "amax")
+_COPIES = ("to", "_to_copy", "int", "clone", "contiguous")
+_SELECTED = {(1, 0): "column", (0, 0): "first", (0, -1): "last"}
+_BATCH_INDEX = (["largest", "column"], ["last", "column"], ["first", "last"])
+_FREE: Mapping[str, Any] = {}
+
+
+def taken_numbers(program: Program, free: Mapping[str, Any] = _FREE) -> set[str]:
+    """Numbers that are computed from values of the inputs, or from sizes that are free.
+
+    Args:
+        program: The program.
+        free: Tensors to their sizes, with a name in the place of one that is free.
+    """
+    given = (*names_in(program.signature), *program.sparse_inputs, *program.sparse_inputs.values())
+    # Python's numbers among the arguments are constants of a file.
+    values = program.values
+    tensors = {name for name in given if name not in values or values[name].form != "host"}
+    numbers: set[str] = set()
+    for step in program.steps:
+        what = step.attributes.get("what")
+        read = names_in((step.args, step.kwargs))
+        reached = any(name in tensors or name in numbers for name in read)
+        if step.op == "host" and what == "size" and isinstance(step.args[0], Ref):
+            sizes = free.get(step.args[0].name, ())
+            if step.args[1] < len(sizes) and isinstance(sizes[step.args[1]], str):
+                numbers.update(step.outputs)
+        elif step.op == "host" and what not in _COORDS:
+            numbers.update(step.outputs if reached else ())
+        elif reached and (what != "getattr" or step.args[1] == "indices"):
+            tensors.update(step.outputs)
+    return numbers
+
+
+def decisions(model: IntegerModel) -> Iterator[Step]:
+    """Requirements of a program that numbers out of a frame are the example's."""
+    if model.source is None or not model.source.graph.decided:
+        return
+    numbers = taken_numbers(model.program)
+    for step in model.program.steps:
+        if step.attributes.get("what") == "require" and numbers.intersection(step.inputs):
+            yield step
+
+
+def refuse_decisions(model: IntegerModel, who: str) -> None:
+    """Refuse a program in which a number other than that of the frames decides.
+
+    Raises:
+        ValueError: The tensor that the number is taken out of is named, with file and line.
+    """
+    for step in decisions(model):
+        if not counts_frames(model.program, step):
+            raise ValueError(
+                f"{who}: {step.args[1]}: the forward takes a number out of this tensor and decides "
+                "by it (a branch, a loop, a size that must be fixed). The file would hold the "
+                "example's decision for every frame. Keep it a tensor (torch.where, a mask), or "
+                "make it a Python number or a buffer of the model"
+            )
+
+
+def counts_frames(program: Program, requirement: Step) -> bool:
+    """Whether a requirement is about the largest, or last, batch index of a table of coordinates.
+
+    That is column 0 of a tensor ``[rows, columns]``.
+    """
+    makers = {name: step for step in program.steps for name in step.outputs}
+    items = list(_items(requirement, makers))
+    return bool(items) and all(_is_batch_index(step, makers) for step in items)
+
+
+def _items(step: Step, makers: Mapping[str, Step]) -> Iterator[Step]:
+    """What takes numbers out of tensors, among what a requirement is computed of."""
+    for name in step.inputs:
+        maker = makers.get(name)
+        if maker is not None and maker.attributes.get("what") == "item":
+            yield maker
+        elif maker is not None:
+            yield from _items(maker, makers)
+
+
+def _is_batch_index(item: Step, makers: Mapping[str, Step]) -> bool:
+    """Whether a number is the largest, or the last, entry of a table's first column."""
+    step, moves = makers.get(item.inputs[0]), []
+    while step is not None:
+        what = str(step.attributes.get("what"))
+        if what in _LARGEST and len(step.args) == 1:
+            moves.append("largest")
+        elif what == "select":
+            moves.append(_SELECTED.get(step.args[1:], ""))
+        elif what not in _COPIES:
+            break
+        step = makers.get(step.inputs[0])
+    return moves in _BATCH_INDEX
