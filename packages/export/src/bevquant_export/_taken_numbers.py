@@ -49,9 +49,9 @@ def taken_numbers(program: Program, free: Mapping[str, Any] = _FREE) -> set[str]
     return numbers
 
 
-def decisions(model: IntegerModel) -> Iterator[Step]:
+def decisions(model: IntegerModel | None) -> Iterator[Step]:
     """Requirements of a program that numbers out of a frame are the example's."""
-    if model.source is None or not model.source.graph.decided:
+    if model is None or model.source is None or not model.source.graph.decided:
         return
     numbers = taken_numbers(model.program)
     for step in model.program.steps:
@@ -83,6 +83,25 @@ def counts_frames(program: Program, requirement: Step) -> bool:
     makers = {name: step for step in program.steps for name in step.outputs}
     items = list(_items(requirement, makers))
     return bool(items) and all(_is_batch_index(step, makers) for step in items)
+
+
+def frame_tables(model: IntegerModel | None) -> dict[str, str]:
+    """Tables of coordinates that a program reads its number of frames from.
+
+    Returns:
+        Name in the program to the number that holds the batch index.
+    """
+    found: dict[str, str] = {}
+    if model is None:
+        return found
+    makers = {name: step for step in model.program.steps for name in step.outputs}
+    for requirement in decisions(model):
+        for item in _items(requirement, makers):
+            name = item.inputs[0]
+            while (step := makers.get(name)) is not None:
+                name = step.inputs[0]
+            found[name.partition(":")[0]] = item.outputs[0]
+    return found
 
 
 def _items(step: Step, makers: Mapping[str, Step]) -> Iterator[Step]:

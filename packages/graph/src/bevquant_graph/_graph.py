@@ -209,7 +209,10 @@ class Graph:
             AttributeError: `model` does not have all of the tensors.
         """
         program = bound(self.program, model)
-        return Graph(model, program, self.inputs, self.result, self.opaque, self.conditions)
+        return Graph(
+            model, program, self.inputs, self.result, self.opaque, self.conditions, self._taken,
+            decided=self.decided,
+        )  # fmt: skip
 
     # Running
 

@@ -355,6 +355,9 @@ def tidy(module: fx.GraphModule, model: nn.Module) -> None:
     _name_sliced(module, model)
 
 
+_IN_MEMORY = ("aten.sym_storage_offset", "aten.sym_stride")  # where values lie, not which they are
+
+
 def _takes_numbers(node: fx.Node) -> bool:
     """Whether a requirement is about what a tensor holds, not about sizes.
 
@@ -368,7 +371,7 @@ def _takes_numbers(node: fx.Node) -> bool:
             if asked.target is not torch.ops.aten._is_all_true.default:
                 return True
             continue
-        if other not in seen:
+        if other not in seen and not str(other.target).startswith(_IN_MEMORY):
             seen.add(other)
             pending += [n for n in other.all_input_nodes if n.op == "call_function"]
     return False

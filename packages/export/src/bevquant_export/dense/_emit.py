@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from bevquant_export._taken_numbers import decisions
 from bevquant_export.dense._aten import as_layer
 from bevquant_export.dense._floats import float_operation
 from bevquant_export.dense._graph import Graph, TensorState
 from bevquant_export.dense._grid import average_pool, max_pool, resize
 from bevquant_export.dense._layout_ops import keeps_scale, moved
 from bevquant_export.dense._numbers import Numbers
-from bevquant_export.dense._program_of import location
+from bevquant_export.dense._program_of import integer_model, location
 from bevquant_export.dense._source import Source
 from bevquant_export.dense._torch_form import torch_form
 from bevquant_export.dense._voxels import Voxels
 from bevquant_export.dense._weighted import block_of, unflattened, weighted_layer
+from bevquant_export.sparse.portable._body import INT64
 from bevquant_graph import own_code
 from bevquant_int8sim.program import Integers, Ref, Step, integers_of, is_active, names_in
 from bevquant_qnn import QuantAdd, QuantConcat
@@ -50,6 +54,7 @@ def emit(
         emitter.add(step)
     for name in names_in(source.program.result):  # coordinates among them
         emitter.give(name)
+    emitter.require_frames()
     return emitter.states
 
 
@@ -111,6 +116,36 @@ class Emitter:
             self._write(self._constants[name])
         for found in (name, f"{name}.indices"):
             self._write_coords(found)
+
+    def require_frames(self) -> None:
+        """Let the file end a run whose coordinates have another number of frames.
+
+        Standard operators refuse nothing on purpose, but ONNX Runtime checks the bounds of every
+        Gather: 0 is read at place 0, or at place 1 of one entry, and added to a result. Engines
+        that do not check bounds get a note alone.
+        """
+        steps = list(decisions(integer_model(self.source.integer)))
+        if not steps:
+            return
+        engine = self.graph.profile.runner != "onnxruntime"
+        self.graph.notes.append(
+            f"{steps[0].args[1]}: the number of frames is the example's; "
+            + ("the engine does not check it, open_onnx does" if engine else "others end the run")
+        )
+        if engine:
+            return
+        graph = self.graph
+        name = next(n for n in names_in(self.source.program.result) if n in self.states)
+        met = [self.numbers.holds("frames", step) for step in steps]
+        wrong = [
+            graph.node("Cast", "frames", [graph.node("Not", "frames", [m])], to=INT64) for m in met
+        ]
+        joined = graph.node("Concat", "frames", wrong, axis=0)
+        nothing = graph.constant("no_frames", np.zeros(1), np.float32)
+        zeros = graph.node("Gather", "the_number_of_frames_is_the_examples", [nothing, joined])
+        zero = graph.node("ReduceSum", "frames", [zeros], axes=[0], keepdims=1)
+        made = graph.node("Add", "frames", [self.states[name].name, zero])
+        self.states[name] = replace(self.states[name], name=made)
 
     def _write_coords(self, name: str) -> None:
         coords = self.voxels.indices(name) if name not in self.states else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from bevquant_export._size_guards import note_guards, open_guards, refuse_free_batch
+from bevquant_export._taken_numbers import frame_tables
 from bevquant_export.dense._compare import departing, verified
 from bevquant_export.dense._emit import emit
 from bevquant_export.dense._graph import Graph
@@ -22,6 +24,7 @@ from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._program_of import integer_model
 from bevquant_export.dense._read_model import read_model
 from bevquant_export.dense._recorded import Known, hard_inputs, recorded
+from bevquant_export.dense._runnable import FRAMES_KEY
 from bevquant_export.dense._source import Source
 from bevquant_export.dense._written import QdqFile
 from bevquant_export.floats._ports import checked
@@ -201,6 +204,10 @@ def export_qdq_onnx(
         file = verified(file, content, source.integer, args, integer_sums=integer_sums)
     proto.metadata_props.add(key="verified", value=file.verified)
     note_guards(proto, guards)
+    tables = frame_tables(integer_model(source.integer))
+    frames = {inputs[n]: int(source.hosts[of]) + 1 for n, of in tables.items() if n in inputs}
+    if frames:
+        proto.metadata_props.add(key=FRAMES_KEY, value=json.dumps(frames))
     write_whole(target, proto.SerializeToString(deterministic=True))
     if chosen.name != "horizon":
         return file

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevquant_export._taken_numbers import refuse_decisions, taken_numbers
 from bevquant_export.dense._program_of import (
     QdqProgram,
     bound,
@@ -16,11 +17,10 @@ from bevquant_export.dense._program_of import (
     ports_of,
     program_of,
 )
-from bevquant_export._taken_numbers import refuse_decisions, taken_numbers
 from bevquant_export.dense._source import Shape, Source
 from bevquant_graph import map_leaves
 from bevquant_int8sim import IntegerModel
-from bevquant_int8sim.program import Program, Ref, Step, names_in
+from bevquant_int8sim.program import Program, Step, names_in
 
 _TABLE = 2  # axes: pictures and matrices of cameras have more
 
@@ -186,9 +186,7 @@ def _chooses_rows(integer: QdqProgram) -> bool:
     return any(_is_found(size) for value in tensors for size in value.shape)
 
 
-def _free_sizes(
-    integer: QdqProgram, shapes: Mapping[str, Any]
-) -> dict[str, Any]:
+def _free_sizes(integer: QdqProgram, shapes: Mapping[str, Any]) -> dict[str, Any]:
     """Shapes with a name in the place of every size that is free.
 
     Args:
@@ -224,7 +222,11 @@ def _free_sizes(
 def _overlaid(sizes: tuple[Any, ...], found: tuple[Any, ...]) -> tuple[Any, ...]:
     """Sizes of a run, with the names of those that only the values tell."""
     return tuple(
-        _overlaid(size, name) if isinstance(size, tuple) else name if isinstance(name, str) else size
+        _overlaid(size, name)
+        if isinstance(size, tuple)
+        else name
+        if isinstance(name, str)
+        else size
         for size, name in zip(sizes, found, strict=True)
     )
 
@@ -278,4 +280,3 @@ def _named(
         else shape[axis]
         for axis, n in enumerate(value.shape)
     )
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from bevquant_export.targets._cpu import cpu_at_hand, cpu_of
 from bevquant_graph import check_guards
 from bevquant_quantizers.plugins import importable
 
+# In a file's metadata: tables of coordinates to the number of frames, which is the example's.
+FRAMES_KEY = "frames"
 _ATTRIBUTES = {"ReduceSum": "axes", "Split": "split", "Squeeze": "axes", "Unsqueeze": "axes"}
 
 
@@ -283,7 +286,8 @@ def open_onnx(
     Raises:
         ImportError: The engine is not installed; the extra that installs it is named.
         ValueError: The engine does not load the file. A call: the model asks about a size that the
-            file leaves free, and this one leads it another way; condition, file and line.
+            file leaves free, and this one leads it another way; condition, file and line; a
+            table of coordinates has another number of frames than the file.
 
     Example:
         >>> import tempfile, torch
@@ -297,16 +301,17 @@ def open_onnx(
     from bevquant_export.targets import find_target
 
     is_file = isinstance(file, str | os.PathLike)
+    called = Path(file).name if is_file else "the model"
     runner = "plain" if target is None else find_target(target).runner
-    guards = guards_of(load_model(file, external_data=False) if is_file else file)
-    name = Path(file).name if is_file else "the model"
+    written = load_model(file, external_data=False) if is_file else file
+    guards, frames = guards_of(written), frames_of(written)
     try:
         running = session(lift_horizon_onnx(file) if is_file else file, runner, lean=True)
     except ImportError:
         raise
     except Exception as error:  # onnxruntime's own classes have no common base of their own
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"open_onnx: {runner} does not load {name}: {reason}") from error
+        raise ValueError(f"open_onnx: {runner} does not load {called}: {reason}") from error
     numbers = {name for guard in guards for name, axis in guard.sizes if axis is None}
     halves = {p.name for p in running.get_inputs() if getattr(p, "type", "") == "tensor(float16)"}
     names = [port.name for port in running.get_outputs()]
@@ -315,18 +320,37 @@ def open_onnx(
     def run(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         if missing := [port for port in taken if port not in inputs]:
             raise ValueError(
-                f"open_onnx: {name} reads {', '.join(taken)}; {', '.join(missing)} not given, got "
+                f"open_onnx: {called} reads {', '.join(taken)}; {', '.join(missing)} not given, got "
                 f"{', '.join(inputs) or 'nothing'}"
             )
         given = {port: _array(inputs[port]) for port in taken}
         sizes = {n: int(v.flat[0]) if n in numbers else v.shape for n, v in given.items()}
         check_guards(guards, sizes, REMEDY)
+        _check_frames(given, frames, called)
         given = {n: v.astype(np.float16) if n in halves else v for n, v in given.items()}
         made = map(torch.from_numpy, running.run(names, given))
         floats = (value.float() if value.dtype == torch.float16 else value for value in made)
         return dict(zip(names, floats, strict=True))
 
     return run
+
+
+def frames_of(proto: Any) -> dict[str, int]:
+    """Tables of coordinates of a file to its number of frames."""
+    found = (entry.value for entry in proto.metadata_props if entry.key == FRAMES_KEY)
+    frames: dict[str, int] = json.loads(next(found, "{}"))
+    return frames
+
+
+def _check_frames(given: Mapping[str, Any], frames: Mapping[str, int], file: str) -> None:
+    """Refuse coordinates whose first column counts other frames than the file has."""
+    for name, count in frames.items():
+        if name in given and int(given[name][:, 0].max(initial=-1)) + 1 != count:
+            raise ValueError(
+                f"open_onnx: {file}: input {name}: expected batch indices up to {count - 1}, as "
+                f"the file has {count} frames, got up to {int(given[name][:, 0].max(initial=-1))}; "
+                "export again with a frame like this one"
+            )
 
 
 def _array(value: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bevquant_export._taken_numbers import refuse_decisions
 from bevquant_export.dense import QdqFile, TensorDifference, open_onnx
 from bevquant_export.dense._compare import verified
 from bevquant_export.dense._program_of import program_of
@@ -172,6 +173,9 @@ class _Writer:
         self.axes, self.options, self.verify = axes, options, verify
         self.sums = bool(options.get("integer_sums"))
         self.rounded, self.graph, self.parts = _cut(model, example)
+        if self.graph.decided:  # the parts below are without its requirements
+            whole = simulate(self.rounded, example, graph=self.graph, verify=False)
+            refuse_decisions(whole, "export_detector")
         parts = self.parts
         results = named_results(self.graph)
         # A map that is read goes by what its readers have of it.

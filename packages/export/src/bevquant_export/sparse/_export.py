@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bevquant_export._taken_numbers import refuse_decisions
 from bevquant_export.sparse._axes import turned
 from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._compare import LayerDifference
@@ -179,6 +180,7 @@ def write_sparse(
     `rounded` is the model with the constants of a file, of which `integers` were made; `names` has
     names for outputs, by the values of the program that are returned.
     """
+    refuse_decisions(integers, "export_sparse_onnx")
     graph = sparse_graph(
         rounded, integers, example_inputs, batches, model_order, head_room, dialect=dialect
     )
