@@ -76,7 +76,8 @@ def compare_qdq_onnx(
 
     Raises:
         ImportError: onnxruntime is not installed.
-        ValueError: The file is damaged, or the model has other tensors than it.
+        ValueError: The file is damaged, the model has other tensors than it, or onnxruntime ends the
+            run on these inputs.
 
     Example:
         >>> import tempfile, torch
@@ -104,8 +105,21 @@ def compare_qdq_onnx(
             return session(proto, runner, lean=True, at_once=AT_ONCE)
 
     with reading(file.path, "compare_qdq_onnx", LookupError, AttributeError), StableChoices():
-        rows, _, _ = compared(file, content, integer, args, run_in, outputs=False)
+        try:
+            rows, _, _ = compared(file, content, integer, args, run_in, outputs=False)
+        except Exception as error:
+            if not _of_onnxruntime(error):
+                raise
+            raise ValueError(
+                f"compare_qdq_onnx: onnxruntime does not run {file.path.name} on these inputs: "
+                f"{error}; export again with a frame like this one"
+            ) from error
     return rows
+
+
+def _of_onnxruntime(error: Exception) -> bool:
+    """Whether an error is one of its classes, which have no common base of their own."""
+    return type(error).__module__.startswith("onnxruntime")
 
 
 def _half_inputs(content: bytes) -> set[str]:
@@ -201,7 +215,7 @@ def verified(
         with StableChoices() as choices:
             rows, outputs, returned = compared(file, content, integer, args, run_in, outputs=True)
     except Exception as error:
-        if not type(error).__module__.startswith("onnxruntime"):
+        if not _of_onnxruntime(error):
             raise
         raise ValueError(
             f"export_qdq_onnx: onnxruntime does not run the file on the example inputs: {error}; "

@@ -1,0 +1,189 @@
+"""Numbers that a forward takes out of its inputs: a file computes them, or it is not written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bevquant_export import compare_qdq_onnx, export_qdq_onnx, open_onnx
+from bevquant_qnn import quantize_model
+from bevquant_quantizers import calibrate
+
+pytest.importorskip("onnxruntime")
+
+Between = Callable[[Tensor, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """Two layers, and something between them that reads numbers."""
+
+    def __init__(self, between: Between) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv1d(3, 8, 3, padding=1), nn.Conv1d(8, 4, 1)
+        self.between = between
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        made: Tensor = self.b(self.between(self.a(x), n))
+        return made
+
+
+def quantized(between: Between, *frames: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = quantize_model(Net(between).eval(), example_inputs=frames[0]).model
+    calibrate(model, list(frames))
+    return model
+
+
+def frames() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    x = torch.randn(2, 3, 12)
+    return (x, torch.tensor([5, 3])), (x, torch.tensor([9, 2]))
+
+
+def _looped(y: Tensor, n: Tensor) -> Tensor:
+    for _ in range(int(n[1])):
+        y = y + 1
+    return y
+
+
+COMPUTED: dict[str, Between] = {
+    "largest": lambda y, n: y * (n.max().item() * 0.2),
+    "int": lambda y, n: y + int(n.max()),
+    "list": lambda y, n: y + n.tolist()[0] * 0.2,
+    "power": lambda y, n: y * (1 + n.tolist()[1] ** 2) / n[0].item(),
+    "count": lambda y, n: y + int((n > 3).sum()),
+    "of two": lambda y, n: y + max(int(n[0]), int(n[1])),
+    "slice": lambda y, n: y[..., : int(n.max())],
+    "start": lambda y, n: y[..., int(n.argmax()) :],
+    "range": lambda y, n: y[..., torch.arange(int(n.max()))],
+    "literal": lambda y, n: y + torch.tensor([n.max().item(), 2]).float().sum(),
+    "parts": lambda y, n: torch.cat(y.split([int(n[0]), 12 - int(n[0])], -1)[::-1], -1),
+    "padding": lambda y, n: nn.functional.pad(y, (0, int(n.max()))),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_number_of_an_input_is_computed_in_the_file(name: str, tmp_path: Path) -> None:
+    example, other = frames()
+    model = quantized(COMPUTED[name], example, other)
+    made = export_qdq_onnx(model, example, tmp_path / "net.onnx", "onnxruntime")
+    inputs = dict(zip(made.inputs, other, strict=True))
+    (got,) = open_onnx(made.path, "onnxruntime")(inputs).values()
+    want = model(*other).detach()
+    assert got.shape == want.shape
+    assert (got - want).norm() < 0.02 * want.norm()
+    assert not any(row.unexplained for row in compare_qdq_onnx(made, model, other))
+
+
+@pytest.mark.parametrize("profile", ["tensorrt10", "tensorrt11", "openvino"])
+@pytest.mark.parametrize("name", ["list", "slice"])
+def test_so_it_is_for_other_engines(name: str, profile: str, tmp_path: Path) -> None:
+    if profile == "openvino":
+        pytest.importorskip("openvino")
+    example, other = frames()
+    model = quantized(COMPUTED[name], example, other)
+    made = export_qdq_onnx(model, example, tmp_path / "net.onnx", profile)
+    (got,) = open_onnx(made.path)(dict(zip(made.inputs, other, strict=True))).values()
+    want = model(*other).detach()
+    assert (got - want).norm() < 0.02 * want.norm()
+
+
+def test_a_number_is_computed_where_the_batch_is_free(tmp_path: Path) -> None:
+    example, other = frames()
+    model = quantized(COMPUTED["slice"], example, other)
+    path = tmp_path / "net.onnx"
+    made = export_qdq_onnx(model, example, path, "onnxruntime", dynamic_batch=True)
+    frame = torch.randn(5, 3, 12), torch.tensor([4, 8, 1, 2, 3])
+    (got,) = open_onnx(path, "onnxruntime")(dict(zip(made.inputs, frame, strict=True))).values()
+    assert got.shape == (5, 4, 8)
+
+
+DECIDED: dict[str, Between] = {
+    "branch": lambda y, n: y.relu() if int(n.max()) > 6 else y,
+    "loop": _looped,
+}
+
+
+@pytest.mark.parametrize("name", DECIDED)
+@pytest.mark.parametrize("profile", ["onnxruntime", "tensorrt"])
+def test_a_decision_on_a_number_is_refused(name: str, profile: str, tmp_path: Path) -> None:
+    example, _ = frames()
+    model = quantized(DECIDED[name], example)
+    line = rf"{Path(__file__).name}:\d+\).*takes a number out of this tensor.*torch\.where"
+    with pytest.raises(ValueError, match=line):
+        export_qdq_onnx(model, example, tmp_path / "net.onnx", profile)
+    assert not list(tmp_path.iterdir())
+
+
+def test_sizes_that_a_literal_gives_do_not_follow_the_batch(tmp_path: Path) -> None:
+    class Sampled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.v, self.o = nn.Linear(8, 8), nn.Linear(8, 2)
+
+        def forward(self, q: Tensor, v: Tensor) -> Tensor:
+            h, w = torch.tensor([[4, 6]])[0]
+            v = self.v(v)
+            maps = v.transpose(1, 2).reshape(v.shape[0], 8, h, w)
+            grid = self.o(q).tanh()[:, :, None]
+            return nn.functional.grid_sample(maps, grid, align_corners=False)[..., 0]
+
+    inputs = torch.randn(1, 6, 8), torch.randn(1, 24, 8)
+    model = quantize_model(Sampled().eval(), example_inputs=inputs).model
+    calibrate(model, [inputs])
+    made = export_qdq_onnx(model, inputs, tmp_path / "net.onnx", "onnxruntime")
+    assert made.outputs == {"output": (1, 8, 6)}
+
+
+class Frames(nn.Module):
+    """As many sums as there are frames, as a scatter of pillars makes maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, coords: Tensor) -> Tensor:
+        rows = self.fc(x)
+        count = coords[:, 0].max().int().item() + 1
+        return torch.stack([rows[coords[:, 0] == i].sum(0) for i in range(count)])
+
+
+@pytest.mark.parametrize("profile", ["onnxruntime", "tensorrt"])
+def test_the_number_of_frames_is_a_constant_that_is_checked(profile: str, tmp_path: Path) -> None:
+    x, column = torch.randn(6, 3), torch.arange(6)
+
+    def frame(*batch: int) -> tuple[Tensor, Tensor]:
+        return x, torch.stack([torch.tensor(batch), column], 1)
+
+    example = frame(0, 0, 0, 1, 1, 1)
+    model = quantize_model(Frames().eval(), example_inputs=example).model
+    calibrate(model, [example])
+    made = export_qdq_onnx(model, example, tmp_path / "net.onnx", profile)
+    assert "the number of frames is the example's" in made.notes[0]
+    run = open_onnx(made.path, profile)
+    given = dict(zip(made.inputs, frame(1, 0, 1, 0, 0, 1), strict=True))
+    assert (run(given)["output"] - model(*given.values())).abs().max() < 1e-2
+    for batch in ((0, 0, 0, 0, 0, 0), (0, 1, 2, 0, 1, 2)):
+        with pytest.raises(ValueError, match=r"input coords: .* 2 frames"):
+            run(dict(zip(made.inputs, frame(*batch), strict=True)))
+
+
+def test_onnxruntime_itself_ends_a_run_of_other_frames(tmp_path: Path) -> None:
+    import onnxruntime
+
+    x = torch.randn(4, 3)
+    coords = torch.tensor([[0, 1], [1, 2], [0, 3], [1, 4]])
+    model = quantize_model(Frames().eval(), example_inputs=(x, coords)).model
+    calibrate(model, [(x, coords)])
+    made = export_qdq_onnx(model, (x, coords), tmp_path / "net.onnx", "onnxruntime")
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(str(made.path), options)
+    coords[0, 0] = 2
+    with pytest.raises(Exception, match="the_number_of_frames"):
+        session.run(None, {"x": x.numpy(), "coords": coords.numpy()})
