@@ -76,8 +76,8 @@ def compare_qdq_onnx(
 
     Raises:
         ImportError: onnxruntime is not installed.
-        ValueError: The file is damaged, the model has other tensors than it, or onnxruntime ends the
-            run on these inputs.
+        ValueError: The file is damaged, the model has other tensors than it, or onnxruntime ends
+            the run on these inputs.
 
     Example:
         >>> import tempfile, torch

@@ -320,8 +320,8 @@ def open_onnx(
     def run(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         if missing := [port for port in taken if port not in inputs]:
             raise ValueError(
-                f"open_onnx: {called} reads {', '.join(taken)}; {', '.join(missing)} not given, got "
-                f"{', '.join(inputs) or 'nothing'}"
+                f"open_onnx: {called} reads {', '.join(taken)}; {', '.join(missing)} not given, "
+                f"got {', '.join(inputs) or 'nothing'}"
             )
         given = {port: _array(inputs[port]) for port in taken}
         sizes = {n: int(v.flat[0]) if n in numbers else v.shape for n, v in given.items()}
