@@ -132,8 +132,10 @@ class Levels(nn.Module):
         for begin, (h, w), part in zip(
             begins, sizes, rows.split([h * w for h, w in sizes], 1), strict=True
         ):
-            same = rows[:, begin : begin + h * w].transpose(1, 2).reshape(-1, 8, int(h), int(w))
-            maps.append((part.transpose(1, 2).reshape(-1, 8, h, w) + same).flatten(2))
+            same = (
+                rows[:, begin : begin + h * w].transpose(1, 2).reshape(len(rows), 8, int(h), int(w))
+            )
+            maps.append((part.transpose(1, 2).reshape(len(rows), 8, h, w) + same).flatten(2))
         return self.fc(torch.cat(maps, 2).transpose(1, 2))
 
 
