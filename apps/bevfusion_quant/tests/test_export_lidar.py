@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ from bevfusion_quant.cli import main
 from bevfusion_quant.ptq import FrameBatches, load_run
 from bevquant_export import with_half_constants
 from bevquant_int8sim import simulate
+from bevquant_quantizers import plugins
 
 NAME = "lidar.backbone.xyz.onnx"
 
@@ -163,9 +164,8 @@ def test_a_damaged_run_is_refused(
 def test_a_missing_library_is_named_with_its_extra(
     library: str, runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == library else found(name)
+        plugins, "find_spec", lambda name: None if name == library else find_spec(name)
     )
     message = refused(runs, "", capsys)
     assert f"export needs {library}" in message

@@ -91,15 +91,12 @@ def test_trap_49_copies_of_one_point_are_allowed_where_one_says_so(
 
 
 def test_trap_49_one_broken_frame_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """1 % broken intensities: the frame by name, from the file and from the ranges."""
-    with without_pictures():
-        code, told, error = ptq(
-            capsys, "--quantize-first-layer", good=scan(), bad=scan(2, broken=100)
-        )
-    assert code == 1
-    assert "bad: intensity: 30 of 3,000 intensities lie outside 0..255, from 0 to 3e+38" in error
-    assert "conv_input.0._input_quantizer, bad: float16: " in told
-    assert ", good" not in told
+    """1 % broken intensities: the file is refused by name, before anything is calibrated."""
+    code, told, error = ptq(capsys, good=scan(), bad=scan(2, broken=100))
+    assert code == 2
+    assert "bad.npz" in error
+    assert "the intensity spans 0..3e+38" in error
+    assert (told, Path("runs").exists()) == ("", False)
 
 
 def test_values_that_become_infinite_name_frame_and_tensor() -> None:

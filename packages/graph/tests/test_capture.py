@@ -745,3 +745,19 @@ def test_where_spconvs_own_kernels_stop_it_says_whose_run() -> None:
     assert "call bevquant_sparse.use_bevquant_kernels(model)" in caught.value.__notes__[0]
     use_bevquant_kernels(net)
     assert len(list(capture(net, x).operations)) >= 2
+
+
+class _Doubled(nn.Module):
+    def forward(self, d):
+        return (2 if d["double"] else 1) * (2 * d["x"] - d["y"])
+
+
+def test_members_of_a_call_are_found_by_their_keys():
+    x, y = torch.ones(2), torch.full((2,), 5.0)
+    graph = capture(_Doubled(), ({"x": x, "y": y, "double": True},))
+    other = {"double": True, "y": y, "x": x}
+    assert torch.equal(graph.replay(other), _Doubled()(other))
+    with pytest.raises(TypeError, match=r"expected members \['x', 'y', 'double'\], got \['x', 'z'"):
+        graph.replay({"x": x, "z": y, "double": True})
+    with pytest.raises(ValueError, match=r"\['double'\]: the model was captured with True here"):
+        graph.replay({"x": x, "y": y, "double": False})

@@ -163,6 +163,7 @@ def test_a_decomposed_program_computes_its_bits_and_a_flag_is_held_to_the_exampl
         warnings.simplefilter("ignore", FutureWarning)  # of torch's own copying
         made = module_of(program.run_decompositions())
     assert type(made.get_submodule("conv")) is nn.Conv2d
-    assert same(capture(made, {"x": IMAGE, "double": True}).replay(x=IMAGE), net(IMAGE))
+    graph = capture(made, {"x": IMAGE, "double": True})
+    assert same(graph.replay(x=IMAGE, double=True), net(IMAGE))
     with pytest.raises(ValueError, match="input double must be True"):
         module_of(program)(IMAGE, double=False)

@@ -101,7 +101,7 @@ def test_other_versions_are_warned_of(monkeypatch) -> None:
     horizon.jit.save(traced, file)
     monkeypatch.undo()
     file.seek(0)
-    with pytest.warns(UserWarning, match=r"saved by version 9\.8\.7 .* this is version 0\.1\.0"):
+    with pytest.warns(UserWarning, match=r"saved by version 9\.8\.7 .* this is version 0\.2\.0"):
         horizon.jit.load(file)
     plain = io.BytesIO()
     torch.jit.save(traced, plain)

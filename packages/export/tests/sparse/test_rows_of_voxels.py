@@ -224,7 +224,7 @@ def test_raw_features_are_refused_where_a_file_begins_behind_steps(nets, tmp_pat
             self.stem = nets.spconv.SubMConv3d(5, 8, 3, indice_key="stem")
 
         def forward(self, features, coords, batch_size):
-            made = {"function": torch.sigmoid, "norm": self.norm, "product": lambda x: x * 0.5}
+            made = {"function": torch.sigmoid, "norm": self.norm, "product": lambda x: x * 0.3}
             given = (made[kind](features), coords, list(nets.GRID), batch_size)
             return self.stem(nets.spconv.SparseConvTensor(*given))
 

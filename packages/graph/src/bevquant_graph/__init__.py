@@ -37,6 +37,7 @@ from ._signature import (
     map_leaves,
     rebuild,
     refilled,
+    same_constant,
 )
 from ._size_guards import Guard, Sizes, check_guards
 from ._state import Forward, alone, called, on_batch, ordinary_tensors, state_kept
@@ -93,6 +94,7 @@ __all__ = [
     "registered_once",
     "replace_modules",
     "running",
+    "same_constant",
     "state_kept",
     "trace_around",
     "zero_padding",

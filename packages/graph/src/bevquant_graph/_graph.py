@@ -18,7 +18,7 @@ from ._faults import CaptureError, author_line, first_fault
 from ._opaque import OPAQUE, Opaque, fixed_sizes, opaque_call, refuse_other_sizes
 from ._own_inputs import own_inputs
 from ._quiet import evaluation
-from ._signature import Tree, arguments, flatten, leaf_names, rebuild
+from ._signature import Tree, arguments, flatten, leaf_names, matched, rebuild
 from ._size_guards import Guard, check_guards
 from ._state import state_kept
 from ._tidy import NUMBERS, SHELL, fixed_number, inside
@@ -294,12 +294,13 @@ class Graph:
 
     def _checked(self, given: Any) -> list[Any]:
         numbers = any(not isinstance(n.meta.get("val"), Tensor) for n in self.placeholders)
-        leaves, _ = flatten(given, numbers=numbers)
+        leaves, tree = flatten(given, numbers=numbers)
         if len(leaves) != len(self.placeholders):
             raise TypeError(
                 f"expected inputs like the example's with {len(self.placeholders)} tensors "
                 f"({', '.join(self.input_names)}), got {len(leaves)}"
             )
+        leaves = [leaves[place] for place in matched(self.inputs, tree, "inputs")]
         sizes = {
             name: leaf.shape if isinstance(leaf, Tensor) else leaf
             for name, leaf in zip(self.input_names, leaves, strict=True)

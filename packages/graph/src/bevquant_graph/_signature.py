@@ -127,6 +127,68 @@ def _members(value: Any) -> tuple[tuple[Any, ...] | None, tuple[Any, ...]] | Non
     return None
 
 
+def same_constant(wanted: Any, got: Any) -> bool:
+    """Whether two constants are equal; objects that cannot tell are what they are.
+
+    Example:
+        >>> same_constant("a", "a"), same_constant(True, 1), same_constant(0.5, 0.25)
+        (True, False, False)
+    """
+    if wanted is got:
+        return True
+    if type(wanted) is not type(got):
+        return False
+    equal = wanted == got
+    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
+
+
+def matched(wanted: Tree, given: Tree, where: str) -> Iterator[int]:
+    """Places of the leaves of `given` in the order of `wanted`; members are found by their keys.
+
+    Args:
+        wanted: How the example inputs are put together.
+        given: How those of a call are.
+        where: Name of both, for messages.
+
+    Raises:
+        TypeError: Other members, or no tensor where the example has one.
+        ValueError: Another constant.
+    """
+    if isinstance(wanted, Leaf):
+        if not isinstance(given, Leaf):
+            raise TypeError(f"{where}: expected a tensor, got {_described(given)}")
+        yield given.index
+    elif isinstance(wanted, Constant):
+        if not isinstance(given, Constant) or not same_constant(wanted.value, given.value):
+            raise ValueError(
+                f"{where}: the model was captured with {wanted.value!r} here, got "
+                f"{_described(given)}; capture again with example inputs like these"
+            )
+    elif isinstance(wanted, Sparse):
+        if not isinstance(given, Sparse):
+            raise TypeError(f"{where}: expected a sparse tensor, got {_described(given)}")
+        for name in ("features", "indices", "spatial_shape", "batch_size"):
+            yield from matched(getattr(wanted, name), getattr(given, name), f"{where}.{name}")
+    else:
+        found = _by_key(given) if isinstance(given, Nested) else {}
+        members = _by_key(wanted)
+        if members.keys() != found.keys():
+            raise TypeError(f"{where}: expected members {[*members]}, got {[*found]}")
+        for key, member in members.items():
+            yield from matched(member, found[key], f"{where}[{key!r}]")
+
+
+def _by_key(tree: Nested) -> dict[Any, Tree]:
+    keys = range(len(tree.members)) if tree.keys is None else tree.keys
+    return dict(zip(keys, tree.members, strict=True))
+
+
+def _described(tree: Tree) -> str:
+    if isinstance(tree, Constant):
+        return repr(tree.value)
+    return "a tensor or number" if isinstance(tree, Leaf) else f"a {tree.kind.__name__}"
+
+
 def rebuild(tree: Tree, leaves: Any, *, sparse: Callable[..., Any] | None = None) -> Any:
     """The value that `tree` describes, with these leaves; containers are new at every call.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bevquant_graph import is_sparse_tensor
+from bevquant_graph import is_sparse_tensor, same_constant
 from bevquant_int8sim.model._program import Ref
 
 __all__ = ["bind"]
@@ -54,16 +54,6 @@ def _counted(args: Any, kwargs: Mapping[str, Any]) -> str:
     return f"{len(args)} positional inputs{names}"
 
 
-def _same(wanted: Any, got: Any) -> bool:
-    """Whether two constants are equal; objects that cannot tell are what they are."""
-    if wanted is got:
-        return True
-    if type(wanted) is not type(got):
-        return False
-    equal = wanted == got
-    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
-
-
 def _bind(wanted: Any, got: Any, where: str, found: dict[str, Any]) -> None:
     if isinstance(wanted, Ref):
         if not _is_value(got):
@@ -72,15 +62,16 @@ def _bind(wanted: Any, got: Any, where: str, found: dict[str, Any]) -> None:
         return
     children = _children(wanted)
     if children is None:
-        if not _same(wanted, got):
+        if not same_constant(wanted, got):
             raise ValueError(
                 f"{where}: the model was simulated with {wanted!r} here and got {got!r}; simulate "
                 "it again with example inputs like these"
             )
         return
     others = _children(got)
-    if others is None or [k for k, _ in children] != [k for k, _ in others]:
-        have = "nothing that has members" if others is None else [k for k, _ in others]
+    theirs = dict(others or ())
+    if others is None or dict(children).keys() != theirs.keys():
+        have = "nothing that has members" if others is None else [*theirs]
         raise TypeError(f"{where}: expected members {[k for k, _ in children]}, got {have}")
-    for (key, child), (_, other) in zip(children, others, strict=True):
-        _bind(child, other, f"{where}[{key!r}]", found)
+    for key, child in children:
+        _bind(child, theirs[key], f"{where}[{key!r}]", found)
