@@ -337,3 +337,23 @@ def test_a_batch_is_as_it_was_after_each_run() -> None:
     assert batch == [{"x": torch.ones(1)}]
     assert on_batch(lambda model, given: model(given[0]))(Scales(), batch) == 2
     assert batch == [{"x": torch.ones(1)}]
+
+
+def test_a_thread_that_waits_for_a_model_holds_no_part_of_it():
+    """The owner puts a new module into the model, and locks the model again."""
+    for _ in range(200):
+        net = nn.Sequential(*(nn.ReLU() for _ in range(4)))
+
+        def work(net=net):
+            with alone(net):
+                for place in range(len(net)):
+                    net[place] = nn.ReLU()
+                    with state_kept(net):
+                        net(torch.ones(1))
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in threads)

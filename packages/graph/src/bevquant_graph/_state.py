@@ -6,6 +6,7 @@ import operator
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import chain
 from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -141,13 +142,34 @@ def alone(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _locked(*models: nn.Module) -> Iterator[None]:
-    with ExitStack() as stack:
-        modules = {id(m): m for model in models for m in model.modules()}
-        for _, module in sorted(modules.items()):  # one order, or two threads wait for each other
-            with _LOCKS_LOCK:
-                lock = _LOCKS.setdefault(module, RLock())
-            stack.enter_context(lock)
-        yield
+    """Hold the locks of all modules of the models.
+
+    A thread that has to wait holds none of them meanwhile: the owner of a model may put new modules
+    into it and lock these too. The modules are listed once the models themselves are held.
+    """
+    while True:
+        with ExitStack() as stack:
+            busy = next((lock for lock in _locks(models) if not _taken(lock, stack)), None)
+            if busy is None:
+                yield
+                return
+        with busy:  # until its owner is done
+            pass
+
+
+def _taken(lock: Any, stack: ExitStack) -> bool:
+    if not lock.acquire(blocking=False):
+        return False
+    stack.callback(lock.release)
+    return True
+
+
+def _locks(models: tuple[nn.Module, ...]) -> Iterator[Any]:
+    """The models' own locks first; their parts are listed when these were taken."""
+    for module in chain(models, (part for model in models for part in model.modules())):
+        with _LOCKS_LOCK:
+            lock = _LOCKS.setdefault(module, RLock())
+        yield lock
 
 
 class _State:
