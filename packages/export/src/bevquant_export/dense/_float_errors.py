@@ -121,7 +121,8 @@ class FloatErrors:
         if op_spec(step.function).name == "gelu":
             # x·(1 + erf(x/√2))/2: below zero the sum cancels, and x times the rounding of erf and
             # of the sum is left.
-            result = result + self._rounded(args[0], 2 * self._unit) - args[0]
+            below = args[0].clamp(max=0)
+            result = result + self._rounded(below, 2 * self._unit) - below
         return (result,) if len(step.outputs) == 1 else tuple(result)
 
     def _summed(self, step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> tuple[Any, ...]:
