@@ -128,8 +128,13 @@ def recording(model: nn.Module, found: Ranges) -> Iterator[None]:
             held[key] = known[2].joined(held.get(key))
 
     def watch(path: str, module: nn.Module) -> None:
+        try:
+            signature = inspect.signature(module.forward)
+        except (TypeError, ValueError):  # a forward that shows none
+            signature = inspect.Signature()
+
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            for name, value in _bound(module, args, kwargs):
+            for name, value in _bound(signature, args, kwargs):
                 take(path, name, value)
 
         def after(_: nn.Module, args: Any, kwargs: Any, made: Any) -> None:
@@ -150,11 +155,11 @@ def recording(model: nn.Module, found: Ranges) -> Iterator[None]:
             handle.remove()
 
 
-def _bound(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+def _bound(signature: inspect.Signature, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
     """Parameters of a forward and their values in this call."""
     try:
-        bound = inspect.signature(module.forward).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # the call itself fails, and says why
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:  # the call itself fails, and says why
         return
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
