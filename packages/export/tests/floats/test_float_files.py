@@ -19,6 +19,7 @@ from bevquant_export import (
     export_float_onnx,
     export_qdq_onnx,
     lint_onnx,
+    open_onnx,
 )
 from bevquant_export.floats import _torch_exporter
 from bevquant_qnn import quantize_model
@@ -246,3 +247,24 @@ def test_torchs_table_is_read_once_and_everybody_gets_a_copy() -> None:
     assert _torch_exporter._forms(read, 18).functions == {"aten::add": ["Add"]}
     assert _torch_exporter._forms(read, 20).functions
     assert reads == [18, 20]
+
+
+@pytest.mark.parametrize(
+    "guarded",
+    [
+        lambda x: x / (x.abs().sum(-1, keepdim=True) + 1e-9),
+        lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-10),
+        lambda x: x / (x.abs().amax(-1, keepdim=True) - -1e-12),
+        lambda x: (x * 1.000004 - x) * 1e6,
+    ],
+)
+def test_constants_near_zero_and_one_are_written(guarded, tmp_path):
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return guarded(x)
+
+    x = torch.randn(3, 4)
+    file = export_float_onnx(Net().eval(), x, tmp_path / "net.onnx")
+    x[1] = 0
+    (got,) = open_onnx(file.path)({"x": x}).values()
+    torch.testing.assert_close(got, guarded(x))
