@@ -161,5 +161,4 @@ def test_damaged_missing_and_pickled_files(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(InputError, match="holds list where a state dict"):
         read_state_dict("list.pth")
     torch.save({"epoch": 3, "w": torch.ones(1)}, "mixed.pth")
-    with pytest.raises(InputError, match="not tensors, such as 'epoch'"):
-        read_state_dict("mixed.pth")
+    assert list(read_state_dict("mixed.pth")) == ["w"]

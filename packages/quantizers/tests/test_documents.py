@@ -25,7 +25,6 @@ from bevquant_quantizers.documents import (
     pack_arrays,
     parse_json,
     read_arrays,
-    read_checkpoint,
     read_content,
     read_json,
     read_tensors,
@@ -167,29 +166,6 @@ def test_tensors_come_back_with_metadata(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(DocumentError, match=r"w\.safetensors is not a state dict: damaged"):
             read_tensors(path, "state dict")
-
-
-class Bomb:
-    def __reduce__(self):
-        return (os.mkdir, ("exploded",))
-
-
-@pytest.mark.parametrize("zipped", [True, False])
-def test_checkpoints_of_torch_are_read_without_running_them(tmp_path, monkeypatch, zipped):
-    monkeypatch.chdir(tmp_path)
-    path, kept = tmp_path / "w.pth", {"_use_new_zipfile_serialization": zipped}
-    torch.save({"a": torch.ones(3), "epoch": 4}, path, **kept)
-    assert read_checkpoint(path)["epoch"] == 4
-    content = path.read_bytes()
-    for size in range(0, len(content), 37):
-        path.write_bytes(content[:size])
-        with pytest.raises(DocumentError, match=r"w\.pth cannot be read as a checkpoint: "):
-            read_checkpoint(path)
-    torch.save({"a": Bomb()}, path, **kept)
-    with pytest.raises(DocumentError, match=r"class \w+\.mkdir") as caught:
-        read_checkpoint(path)
-    assert "weights_only" not in str(caught.value)
-    assert not (tmp_path / "exploded").exists()
 
 
 def test_disk_full_is_one_error_and_leaves_nothing(tmp_path):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bev_data import InputError
 from bevfusion.model._parts import PART_PATHS
-from bevquant_quantizers.documents import DocumentError, read_checkpoint, read_tensors
+from bevquant_quantizers.documents import Checkpoint, DocumentError, read_checkpoint
 from bevquant_sparse import WeightLayout, is_sparse_conv, layout_of, permute_weight, set_weight
 
 if TYPE_CHECKING:
@@ -235,44 +235,33 @@ def config_of(state: Mapping[str, Tensor], model: nn.Module) -> str | None:
     return None
 
 
-def read_state_dict(path: str | Path) -> dict[str, Tensor]:
+def read_state_dict(
+    path: str | Path, *, key: str | None = None, ema: bool | None = None
+) -> dict[str, Tensor]:
     """The tensors of a checkpoint by name, on the CPU.
 
-    A `state_dict` wrapper and a `module.` prefix on every name, as training scripts leave them, are
-    taken off. Nothing in the file is executed.
+    Nothing in the file is executed. `bevquant_quantizers.documents.read_checkpoint` reads the file
+    and says what else it holds.
+
+    Args:
+        path: Of mmengine, OpenPCDet, det3d, Lightning, torch or safetensors.
+        key: Path of the entry to read, such as "state_dict"; by default the usual one.
+        ema: True for averaged weights, False for the others; by default the usual ones.
 
     Raises:
         InputError: The file is missing, damaged, or holds something other than tensors by name.
     """
+    return _read(path, key, ema).tensors
+
+
+def _read(path: str | Path, key: str | None, ema: bool | None) -> Checkpoint:
     path = Path(path)
     if not path.is_file():
         raise InputError(f"no weights file at {path}: check the path given to --weights")
     try:
-        if path.suffix == ".safetensors":
-            content: object = read_tensors(path, "state dict").tensors
-        else:
-            content = read_checkpoint(path, "state dict")
+        return read_checkpoint(path, "state dict", key=key, ema=ema)
     except DocumentError as error:
-        raise InputError(
-            f"{error}: save `model.state_dict()` with torch.save or safetensors and pass that file"
-        ) from error
-    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
-        content = content["state_dict"]
-    if not isinstance(content, Mapping) or not content:
-        raise InputError(
-            f"{path} holds {type(content).__name__} where a state dict (tensors by name) was "
-            "expected"
-        )
-    others = [str(k) for k, v in content.items() if not isinstance(v, Tensor)]
-    if others:
-        raise InputError(
-            f"{path} is not a state dict: {len(others)} entries are not tensors, such as "
-            f"{others[0]!r}; "
-            "pass a file saved from model.state_dict()"
-        )
-    names = [str(k) for k in content]
-    wrapped = all(n.startswith("module.") for n in names)
-    return {n.removeprefix("module.") if wrapped else n: content[n] for n in names}
+        raise InputError(str(error)) from error
 
 
 def _source_layout(

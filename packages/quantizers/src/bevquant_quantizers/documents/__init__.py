@@ -10,7 +10,7 @@ what only it can know: that names fit a model, that digests agree.
 | JSON, of a typed form | `read_json`, `parse_json`, `JsonDocument` | `write_json`, `write_whole` |
 | safetensors with metadata | `read_tensors` | `write_tensors` |
 | `.npz` | `read_arrays` | `write_arrays` |
-| `.pth` of torch, zip or legacy | `read_checkpoint` | |
+| weights as training frameworks save them | `read_checkpoint` | |
 | a folder | | `write_folder` |
 
 A file or folder appears whole or not at all, whatever ends the writer; what a killed one left is
@@ -24,11 +24,11 @@ from ._arrays import (
     check_arrays,
     pack_arrays,
     read_arrays,
-    read_checkpoint,
     read_tensors,
     write_arrays,
     write_tensors,
 )
+from ._checkpoint import Checkpoint, read_checkpoint
 from ._json import (
     Count,
     DocumentError,
@@ -47,6 +47,7 @@ from ._table import filled, record_table, text_table
 from ._write import sha256, sweep, write_folder, write_whole
 
 __all__ = [
+    "Checkpoint",
     "Count",
     "DocumentError",
     "Finite",

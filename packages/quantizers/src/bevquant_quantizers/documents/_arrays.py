@@ -1,23 +1,16 @@
-"""Tensors and arrays in files: safetensors with metadata, `.npz` without pickles, and `.pth`.
-
-Of what torch.save wrote, zip or legacy, tensors and plain containers are read: nothing is executed.
-"""
+"""Tensors and arrays in files: safetensors with metadata, and `.npz` without pickles."""
 
 from __future__ import annotations
 
 import io
 import math
 import os
-import pickle
-import re
-import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.lib import format as npy
 from torch import Tensor
 
@@ -28,8 +21,6 @@ Arrays = dict[str, "np.ndarray[Any, Any]"]
 
 _LARGEST_ARRAYS = 1 << 32  # bytes of all arrays of one .npz, unpacked
 _PART = 1 << 20
-_CLASS = re.compile(r"GLOBAL ([\w.]+)")
-_DEPTH = 100
 
 
 class Tensors(NamedTuple):
@@ -249,60 +240,3 @@ def write_arrays(
 def _first_line(error: Exception) -> str:
     line = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {line[:200]}" if line else type(error).__name__
-
-
-def read_checkpoint(path: str | os.PathLike[str], what: str = "checkpoint") -> Any:
-    """What `torch.save` wrote, on the CPU: tensors, numbers and texts in plain containers.
-
-    Args:
-        path: A `.pth` of either format.
-        what: What it should be, for messages.
-
-    Raises:
-        DocumentError: It is missing, cut short, damaged, or holds objects of other classes, which
-            are never loaded.
-    """
-    place = os.fspath(path)
-    content = read_content(path, what)
-    try:
-        # From memory: a length that lies then ends at the end of the file, whatever it claims.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        held = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in _tensors(value, 0)
-            if tensor.layout == torch.strided
-        }
-    except Exception as error:  # whatever torch and pickle raise, it is no such file
-        raise DocumentError(f"{place} cannot be read as {a(what)}: {_reason(error)}") from error
-    if sum(held.values()) > len(content):
-        raise DocumentError(
-            f"{place} cannot be read as {a(what)}: its tensors take "
-            f"{sum(held.values())} bytes, the file has {len(content)}: it is damaged"
-        )
-    return value
-
-
-def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
-    if depth > _DEPTH:
-        raise ValueError(f"nested more than {_DEPTH} levels deep")
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item, depth + 1)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item, depth + 1)
-
-
-def _reason(error: Exception) -> str:
-    """Why, in words of our own: torch's advise to switch its protection off."""
-    found = _CLASS.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
-    if found is not None:
-        return (
-            f"it holds an object of the class {found[1]}, a pickled model perhaps; only tensors, "
-            "numbers and texts are loaded: save `model.state_dict()` and give that file"
-        )
-    return f"it is damaged, cut short or something else ({type(error).__name__})"
