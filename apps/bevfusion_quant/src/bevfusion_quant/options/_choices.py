@@ -119,7 +119,7 @@ def _cpus() -> Iterable[str]:
     return CPUS
 
 
-ConfigName = Literal["nuscenes", "tiny"]
+ConfigName = Literal["nuscenes", "tiny", "nuscenes-mmdet3d"]
 """`bevfusion.model.CONFIGS`."""
 
 PartBranch = Literal["camera", "lidar", "fuser", "decoder", "head", "all"]

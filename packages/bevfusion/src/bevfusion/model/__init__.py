@@ -23,6 +23,7 @@ from bevfusion.model._config import (
 )
 from bevfusion.model._fuser import ConvFuser
 from bevfusion.model._model import Batch, BEVFusion
+from bevfusion.model._names import NAMINGS
 from bevfusion.model._parts import PART_PATHS, PARTS, STAGES, exclude_all_but
 from bevfusion.model._second import SECOND, SECONDFPN
 from bevfusion.model._weights import named_weights, random_weights, trained_weights
@@ -31,6 +32,7 @@ from bevfusion.model.head import HeadConfig
 __all__ = [
     "CONFIGS",
     "LAYOUTS",
+    "NAMINGS",
     "PARTS",
     "PART_PATHS",
     "SECOND",

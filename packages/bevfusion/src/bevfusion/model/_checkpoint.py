@@ -1,60 +1,64 @@
-"""Reading an mit-bevfusion state dict, `.pth` or safetensors, and loading it into the model.
+"""Loading a checkpoint of this or another project into a model.
 
-How a checkpoint stores sparse weights is told from their shapes. Nothing is unpickled into code.
+`_names` translates the names. How a checkpoint stores sparse weights is found from their shapes.
+Nothing is unpickled into code.
 """
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from bev_data import InputError
+from bevfusion.model._names import CONVERSIONS, NAMINGS, NORM_BEHIND, Renamed, best_naming, rename
 from bevfusion.model._parts import PART_PATHS
 from bevquant_quantizers.documents import Checkpoint, DocumentError, read_checkpoint
 from bevquant_sparse import WeightLayout, is_sparse_conv, layout_of, permute_weight, set_weight
 
-if TYPE_CHECKING:
-    from bevfusion.model._model import BEVFusion
-
 LAYOUTS = ("RSCK", "KRSC", "KCRS")
 
 
-# A part of a name that only one kind of checkpoint has, and what that kind is.
+# What only the names of one kind of checkpoint have in them, and what that kind is.
 _KINDS = (
     ("_amax", "this is a checkpoint with quantizers: give the float one it was made from"),
     (
-        "img_backbone.",
-        "these are mmdetection3d's names (img_backbone, pts_middle_encoder, …): convert the "
-        "checkpoint to mit-bevfusion's names first",
-    ),
-    (
-        "pts_middle_encoder.",
-        "these are mmdetection3d's names (pts_middle_encoder, …): convert the checkpoint to "
-        "mit-bevfusion's names first",
-    ),
-    (
-        "encoders.camera.backbone.stages.",
+        r"encoders\.camera\.backbone\.stages\.",
         "this is a checkpoint of another configuration: its camera backbone is a Swin "
         "transformer, this one a ResNet",
     ),
     (
-        "encoders.camera.backbone.patch_embed.",
+        r"encoders\.camera\.backbone\.patch_embed\.",
         "this is a checkpoint of another configuration: its camera backbone is a transformer, "
         "this one a ResNet",
     ),
     (
-        "encoders.lidar.backbone.pts_voxel_encoder.",
+        r"encoders\.lidar\.backbone\.pts_voxel_encoder\.",
         "this is a checkpoint of another configuration: its LiDAR branch is PointPillars",
     ),
     (
-        "heads.object.task_heads.",
-        "this is a checkpoint of another configuration: its head is CenterPoint's, this one "
-        "TransFusion's",
+        r"heads\.object\.task_heads\.",
+        "this is mit-bevfusion's CenterPoint, whose axes are x, y, z: no model here has its head "
+        "with these",
+    ),
+    (
+        r"^vtransform\.dtransform\.",
+        "this is OpenPCDet's BEVFusion, whose axes are z, y, x: no model here has a view transform "
+        "with these",
+    ),
+    (
+        r"^pts_middle_encoder\.conv5\.",
+        "this is OpenPCDet's VoxelNeXt: no model here has its sparse head",
+    ),
+    (
+        r"^dense_head\.conv_cls\.",
+        "this checkpoint has an anchor head, as SECOND and PointPillars: no model here has one; "
+        "build the model without its head",
     ),
 )
 
@@ -67,97 +71,234 @@ class LoadReport:
     """What a checkpoint gave.
 
     Attributes:
-        loaded: Entries that the model took.
-        not_used: Entries of parts that the model does not have.
-        layout: How the file stores sparse weights; empty without a LiDAR branch.
+        loaded: Entries that the model took, by the model's names.
+        not_used: Entries of parts that the model does not have, and those of no use in inference,
+            by the file's names.
+        layout: How the file stores sparse weights; empty without sparse convolutions.
+        names: Whose names the file has: a key of `NAMINGS`.
+        rules: Each rule that translated names, and how many.
+        converted: Entries whose values were rearranged besides, and how.
+        checkpoint: What else the file holds, and which of its entries this is; None where tensors
+            were handed over.
     """
 
     loaded: tuple[str, ...]
     not_used: tuple[str, ...]
     layout: str
+    names: str = "own"
+    rules: Mapping[str, int] = field(default_factory=dict)
+    converted: Mapping[str, str] = field(default_factory=dict)
+    checkpoint: Checkpoint | None = None
+
+    def __str__(self) -> str:
+        lines = [str(self.checkpoint)] if self.checkpoint else []
+        layout = f", sparse weights {self.layout}" if self.layout else ""
+        lines.append(
+            f"{len(self.loaded)} entries loaded, {len(self.not_used)} not used; names of "
+            f"{self.names}{layout}"
+        )
+        lines += [f"{count} names by {rule}" for rule, count in self.rules.items()]
+        lines += [f"{name}: {how}" for name, how in self.converted.items()]
+        return "\n".join(lines)
 
 
-def load_weights(model: BEVFusion, path: str | Path, *, layout: str = "auto") -> LoadReport:
-    """Load a `.pth` or `.safetensors` checkpoint into `model`, in place.
+def load_weights(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    layout: str = "auto",
+    names: str = "auto",
+    key: str | None = None,
+    ema: bool | None = None,
+) -> LoadReport:
+    """Load a checkpoint file into `model`, in place.
 
-    See `load_state_dict` for the rules.
+    See `read_state_dict` for the files, `key` and `ema`, and `load_state_dict` for the rest.
+
+    Raises:
+        InputError: As these two.
     """
-    return load_state_dict(model, read_state_dict(path), layout=layout)
+    held = _read(path, key, ema)
+    old = str(held.facts.get("meta.mmdet3d_version", "")).startswith("0.")
+    return replace(_load(model, held.tensors, layout, names, old), checkpoint=held)
 
 
 def load_state_dict(
-    model: BEVFusion, state: Mapping[str, Tensor], *, layout: str = "auto"
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    *,
+    layout: str = "auto",
+    names: str = "auto",
 ) -> LoadReport:
-    """Load an mit-bevfusion state dict into `model`, in place, or leave `model` as it was.
+    """Load a state dict of this or another project into `model`, in place, or leave it as it was.
 
     Entries of the parts that `model` has must match it one to one; entries of other parts are
     reported as not used. `num_batches_tracked`, which no inference reads, may be absent.
     Floating-point weights are converted to the model's type. The view transform's geometry (`dx`,
-    `bx`, `nx`, `frustum`) must be the one that the configuration gives.
+    `bx`, `nx`, `frustum`) must be the one that the configuration gives. Where a convolution of the
+    file has a bias, the model's has none and a batch norm follows, the bias is subtracted from the
+    norm's running mean: (x + b − m) / σ = (x − (m − b)) / σ.
 
     Args:
-        model: From `build_model`.
+        model: From `build_model` or `build_centerpoint`, or another model under the same names.
         state: Tensors by name.
         layout: How the file stores sparse weights: "RSCK" ([k1, k2, k3, in, out]: spconv 1,
             mmdet3d, mit-bevfusion), "KRSC" ([out, k1, k2, k3, in]: spconv 2), "KCRS" ([out, in,
             k1, k2, k3]: torch Conv3d), or "auto":
             taken from the shapes if each and every convolution's shape allows one layout only, and
             all the same one.
+        names: Whose names these are: a key of `NAMINGS`; or "auto": those by which most entries of
+            the model are found.
 
     Raises:
         InputError: Missing, unexpected, misshapen, non-finite or contradicting entries, all in one
-            message, with what the file seems to be instead; or shapes that leave the layout open.
+            message, with the nearest names and what the file seems to be instead; or shapes that
+            leave the layout open.
     """
-    if layout != "auto" and layout not in LAYOUTS:
-        raise InputError(
-            f"weight layout {layout!r} is unknown: use one of auto, {', '.join(LAYOUTS)}"
-        )
-    prefixes = tuple(f"{PART_PATHS[part]}." for part in model.parts)
-    given = {name: t for name, t in state.items() if name.startswith(prefixes)}
-    convs = {f"{path}.weight": m for path, m in model.named_modules() if is_sparse_conv(m)}
+    return _load(model, state, layout, names, False)
+
+
+def _load(
+    model: nn.Module, state: Mapping[str, Tensor], layout: str, names: str, old: bool
+) -> LoadReport:
+    for what, value, known in (("weight layout", layout, LAYOUTS), ("names", names, NAMINGS)):
+        if value != "auto" and value not in known:
+            raise InputError(f"{what} {value!r} is unknown: use one of auto, {', '.join(known)}")
     wanted = model.state_dict()
-    absent = [p for p in model.parts if not any(n.startswith(f"{PART_PATHS[p]}.") for n in given)]
-    problems = [f"missing: every entry of {PART_PATHS[part]}" for part in absent]
-    skipped = tuple(f"{PART_PATHS[part]}." for part in absent)
-    expected = {name: t for name, t in wanted.items() if not name.startswith(skipped)}
-    problems += _mismatches(expected, given, convs)
-    others = tuple(f"{path}." for path in PART_PATHS.values())
-    relevant = [n for n in state if n.startswith(prefixes) or not n.startswith(others)]
-    if problems and (kind := kind_of(relevant, absent, state)):
+    renamed = best_naming(state, wanted, old=old) if names == "auto" else rename(state, names)
+    _check_height(model, renamed)
+    converted = _convert(model, renamed, wanted)
+    fit = _fit(model, renamed, layout, state)
+    with torch.no_grad():
+        for name, module in fit.convs.items():
+            set_weight(module, fit.given[name].to(wanted[name].dtype), fit.layout)
+        for name, target in wanted.items():
+            if name in fit.given and name not in fit.convs and name not in _GEOMETRY:
+                target.copy_(fit.given[name])
+    unused = [renamed.source[n] for n in renamed.tensors if n not in fit.given]
+    used = sorted(fit.given)
+    return LoadReport(
+        tuple(used),
+        tuple(sorted([*unused, *renamed.dropped])),
+        fit.layout.name if fit.convs else "",
+        renamed.names,
+        dict(renamed.rules),
+        {name: how for name, how in converted.items() if name in fit.given},
+    )
+
+
+def _check_height(model: nn.Module, renamed: Renamed) -> None:
+    """mit-bevfusion's head predicts the top of a box, mmdetection3d's its centre."""
+    wanted = "centre" if renamed.names == "mmdet3d-bevfusion" else "top"
+    name = "heads.object.prediction_heads.0.height.1.weight"
+    config = getattr(dict(model.named_modules()).get("heads.object"), "config", None)
+    height = getattr(config, "height", wanted)
+    if name in renamed.tensors and height != wanted:
+        raise InputError(
+            f"the checkpoint's head ({renamed.names}) predicts the {wanted} of boxes, the model's "
+            f"HeadConfig.height is {height!r}: build the model with --config "
+            f"{'nuscenes-mmdet3d' if wanted == 'centre' else 'nuscenes'}, or with height={wanted!r}"
+        )
+
+
+def _convert(model: nn.Module, renamed: Renamed, wanted: Mapping[str, Tensor]) -> dict[str, str]:
+    """Rearrange values for the model; what was done, by name."""
+    modules = dict(model.named_modules())
+    tensors, done = renamed.tensors, {}
+    for name, how in renamed.conversions.items():
+        if name in wanted:
+            before = tensors[name]
+            tensors[name] = CONVERSIONS[how](before, modules[name.rpartition(".")[0]])
+            if tensors[name] is not before:
+                done[name] = how
+    for name in [n for n in tensors if n not in wanted and re.search(NORM_BEHIND[0], n)]:
+        mean = re.sub(*NORM_BEHIND, name)
+        if mean in wanted and mean in tensors and tensors[mean].shape == tensors[name].shape:
+            bias = tensors.pop(name)
+            tensors[mean] = (tensors[mean].double() - bias.double()).to(tensors[mean].dtype)
+            done[mean] = f"{renamed.source[name]} subtracted"
+    return done
+
+
+def _paths(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Begins of the names of each part's entries, of parts that are not built too."""
+    if not hasattr(model, "parts"):
+        return {"model": ("",)}
+    paths = getattr(model, "part_paths", {part: (path,) for part, path in PART_PATHS.items()})
+    return {part: tuple(f"{path}." for path in begins) for part, begins in paths.items()}
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Entries that fit a model one to one."""
+
+    given: Mapping[str, Tensor]
+    convs: Mapping[str, nn.Module]
+    layout: WeightLayout
+
+
+def _fit(model: nn.Module, renamed: Renamed, layout: str, state: Mapping[str, Tensor]) -> _Fit:
+    """What the model takes.
+
+    Raises:
+        InputError: Something does not fit.
+    """
+    paths = _paths(model)
+    parts = tuple(getattr(model, "parts", paths))
+    tensors, wanted = renamed.tensors, model.state_dict()
+    prefixes = tuple(begin for part in parts for begin in paths[part])
+    given = {name: t for name, t in tensors.items() if name.startswith(prefixes)}
+    convs = {f"{path}.weight": m for path, m in model.named_modules() if is_sparse_conv(m)}
+    own = {p: {n for n in wanted if n.startswith(paths[p])} for p in parts}
+    absent = [p for p in parts if own[p] and not any(n.startswith(paths[p]) for n in given)]
+    problems = [f"missing: every entry of {paths[part][0].rstrip('.')}" for part in absent]
+    expected = {n: t for n, t in wanted.items() if not any(n in own[p] for p in absent)}
+    problems += _mismatches(expected, given, convs, renamed)
+    others = tuple(begin for begins in paths.values() for begin in begins)
+    relevant = [n for n in tensors if n.startswith(prefixes) or not n.startswith(others)]
+    if problems and (kind := kind_of(relevant, absent, tensors, paths)):
         # Before the layout, which cannot be told from another model's weights.
-        raise _refusal(model, state, problems, kind)
+        raise _refusal(model, tensors, problems, kind)
     present = {name: convs[name] for name in convs if name in given}
     source, misfits = _source_layout(present, given, layout)
     problems += misfits
     if problems:
-        raise _refusal(model, state, problems, None)
-    with torch.no_grad():
-        for name, module in convs.items():
-            set_weight(module, given[name].to(wanted[name].dtype), source)
-        for name, target in wanted.items():
-            if name in given and name not in convs and name not in _GEOMETRY:
-                target.copy_(given[name])
-    not_used = tuple(sorted(name for name in state if name not in given))
-    return LoadReport(tuple(sorted(given)), not_used, source.name if convs else "")
+        raise _refusal(model, tensors, problems, None)
+    return _Fit(given, present, source)
 
 
 def _mismatches(
-    wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], convs: Mapping[str, object]
+    wanted: Mapping[str, Tensor],
+    given: Mapping[str, Tensor],
+    convs: Mapping[str, object],
+    renamed: Renamed,
 ) -> list[str]:
     """What is wrong apart from the sparse weights' shapes, one line for each entry."""
+    missing = [n for n in wanted if n not in given and not n.endswith("num_batches_tracked")]
+    unexpected = [n for n in given if n not in wanted]
+    near = _nearest(missing, unexpected)
     problems = [
         f"missing: {name}"
-        for name in wanted
-        if name not in given and not name.endswith("num_batches_tracked")
+        + (
+            f" {list(wanted[name].shape)}; the file's nearest: {_shown(near[name], renamed)}"
+            if name in near
+            else ""
+        )
+        for name in missing
     ]
-    problems += [f"unexpected: {name}" for name in given if name not in wanted]
+    problems += [f"unexpected: {_shown(name, renamed)}" for name in unexpected]
     for name, tensor in given.items():
         if name in wanted and name not in convs and tensor.shape != wanted[name].shape:
             problems.append(
                 f"misshapen: {name} should be {list(wanted[name].shape)}, is {list(tensor.shape)}"
             )
-        elif tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            problems.append(f"not finite: {name} holds NaN or Inf")
+        elif (
+            tensor.is_floating_point()
+            and name in wanted
+            and tensor.numel() == wanted[name].numel()
+            and not bool(torch.isfinite(tensor).all())
+        ):
+            problems.append(f"not finite: {renamed.source[name]} holds NaN or Inf")
         elif name in _GEOMETRY and not torch.allclose(
             tensor.double(), wanted[name].double(), rtol=1e-4, atol=1e-4
         ):
@@ -167,10 +308,24 @@ def _mismatches(
     return problems
 
 
+def _shown(name: str, renamed: Renamed) -> str:
+    source, shape = renamed.source[name], list(renamed.tensors[name].shape)
+    return f"{source} {shape}" + ("" if source == name else f" (here {name})")
+
+
+def _nearest(missing: Sequence[str], unexpected: Sequence[str]) -> dict[str, str]:
+    """The most alike of the unexpected names for each of the first missing ones."""
+    found = {n: difflib.get_close_matches(n, unexpected, 1) for n in missing[:_COMPARED]}
+    return {name: near[0] for name, near in found.items() if near}
+
+
+_COMPARED = 20  # each costs a comparison with every unexpected name
+
+
 def _refusal(
-    model: BEVFusion, state: Mapping[str, Tensor], problems: list[str], kind: str | None
+    model: nn.Module, state: Mapping[str, Tensor], problems: list[str], kind: str | None
 ) -> InputError:
-    parts = ", ".join(model.parts)
+    parts = ", ".join(getattr(model, "parts", [type(model).__name__]))
     advice = kind
     if advice is None and (config := config_of(state, model)) is not None:
         advice = f"this is a checkpoint of the sizes of config {config!r}: use that"
@@ -187,26 +342,31 @@ def _refusal(
     )
 
 
-def kind_of(names: Iterable[str], absent: Sequence[str], state: Iterable[str]) -> str | None:
+def kind_of(
+    names: Iterable[str],
+    absent: Sequence[str],
+    state: Iterable[str],
+    paths: Mapping[str, tuple[str, ...]],
+) -> str | None:
     """A sentence on what kind of checkpoint this is, if it is not one of such a model.
 
     Args:
         names: Entries of the parts that the model has, and those of no part.
         absent: Parts of the model of which there is no entry.
         state: All entries.
+        paths: How the names of each part's entries begin.
     """
     names, state = list(names), list(state)
-    for fragment, sentence in _KINDS:
-        if any(fragment in name for name in names):
+    for pattern, sentence in _KINDS:
+        if any(re.search(pattern, name) for name in names):
             return sentence
-    held = [
-        part
-        for part, path in PART_PATHS.items()
-        if any(name.startswith(f"{path}.") for name in state)
-    ]
+    held = [part for part, begins in paths.items() if any(n.startswith(begins) for n in state)]
     if not held:
         example = next(iter(state), "nothing")
-        return f"is this a BEVFusion checkpoint? Its entries have other names, such as {example!r}"
+        return (
+            "is this a checkpoint of such a model? Its entries have none of the names of "
+            f"{', '.join(NAMINGS)}, such as {example!r}"
+        )
     if absent:
         return (
             f"the checkpoint holds {', '.join(held)} and nothing of {', '.join(absent)}: give one "
@@ -225,6 +385,8 @@ def config_of(state: Mapping[str, Tensor], model: nn.Module) -> str | None:
 
     given = {name: t.shape for name, t in state.items() if t.ndim != 5}
     own = {name: t.shape for name, t in model.state_dict().items()}
+    if not any(name.startswith(("encoders.", "decoder.")) for name in own):
+        return None
     for name, config in CONFIGS.items():
         wanted = {key: t.shape for key, t in build_model(config).state_dict().items()}
         shared = wanted.keys() & given.keys()

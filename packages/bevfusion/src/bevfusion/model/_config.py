@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bevfusion.model.head import HeadConfig
 
@@ -163,3 +163,7 @@ CONFIGS: dict[str, BEVFusionConfig] = {
         ),
     ),
 }
+CONFIGS["nuscenes-mmdet3d"] = replace(
+    CONFIGS["nuscenes"], name="nuscenes-mmdet3d", head=HeadConfig(height="centre")
+)
+"""For the weights of mmdetection3d's BEVFusion, whose head predicts the centre of boxes."""

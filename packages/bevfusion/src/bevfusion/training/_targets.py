@@ -64,7 +64,8 @@ def targets_of(labels: Labels, config: HeadConfig) -> Targets:
 def encode_boxes(targets: Targets, config: HeadConfig) -> Floats:
     """What the head's branches should say of each object: the inverse of `head.decode`.
 
-    center = (xy − origin) / cell, height = z + h / 2 (the top of the box), dim = ln(w, l, h), rot =
+    center = (xy − origin) / cell, height = z + h / 2 (the top of the box; z
+    where `HeadConfig.height` is "centre"), dim = ln(w, l, h), rot =
     (−cos yaw, −sin yaw): sine and cosine of mmdetection3d 0.x' yaw, −yaw − π/2. Source:
     mit-bevfusion's TransFusionBBoxCoder; `decode` tells why height is the top.
 
@@ -81,7 +82,7 @@ def encode_boxes(targets: Targets, config: HeadConfig) -> Floats:
     code = np.concatenate(
         [
             _cells(boxes[:, :2], config),
-            (boxes[:, 2] + height / 2)[:, None],
+            (boxes[:, 2] + height * config.center_drop)[:, None],
             np.log(np.stack([width, length, height], 1)),
             np.stack([-np.cos(boxes[:, 6]), -np.sin(boxes[:, 6])], 1),
             targets.velocities,
@@ -102,7 +103,7 @@ def decode_boxes(code: npt.NDArray[np.floating], config: HeadConfig) -> npt.NDAr
         [
             code[:, 0] * config.cell_size[0] + config.origin[0],
             code[:, 1] * config.cell_size[1] + config.origin[1],
-            code[:, 2] - height / 2,
+            code[:, 2] - height * config.center_drop,
             length,
             width,
             height,

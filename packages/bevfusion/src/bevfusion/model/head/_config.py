@@ -8,6 +8,7 @@ from bev_data import InputError
 from bev_data.boxes import NUSCENES_CLASSES
 
 NMS_KINDS = ("none", "circle", "rotated")
+HEIGHTS = ("top", "centre")
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class HeadConfig:
         voxel_size: Metres along x and y.
         out_size_factor: Voxels per cell; a cell is `voxel_size · out_size_factor` wide.
         origin: x and y [m] of the map's low corner.
+        height: Which z [m] of a box the branch `height` predicts: "top", as in mit-bevfusion, or
+            "centre", as in mmdetection3d's BEVFusion.
         post_center_range: Boxes whose centre lies outside are dropped: low x, y, z, high x, y, z
             [m].
         score_threshold: Boxes with a score above it are kept, from 0 to 1. mit-bevfusion ignores
@@ -64,6 +67,7 @@ class HeadConfig:
     voxel_size: tuple[float, float] = (0.075, 0.075)
     out_size_factor: int = 8
     origin: tuple[float, float] = (-54.0, -54.0)
+    height: str = "top"
     post_center_range: tuple[float, float, float, float, float, float] = (
         -61.2, -61.2, -10.0, 61.2, 61.2, 10.0,
     )  # fmt: skip
@@ -94,12 +98,18 @@ class HeadConfig:
         for name in ("point_classes", "nms_classes"):
             known = set(getattr(self, name)) <= set(self.classes)
             self._expect(name, known, f"among classes, {', '.join(self.classes)}")
+        self._expect("height", self.height in HEIGHTS, f"one of {', '.join(HEIGHTS)}")
         self._expect("nms", self.nms in NMS_KINDS, f"one of {', '.join(NMS_KINDS)}")
         self._expect("score_threshold", 0 <= self.score_threshold <= 1, "from 0 to 1")
 
     def _expect(self, name: str, holds: bool, what: str) -> None:
         if not holds:
             raise InputError(f"HeadConfig.{name} must be {what}, not {getattr(self, name)!r}")
+
+    @property
+    def center_drop(self) -> float:
+        """Heights of a box from the z that the head predicts down to the box's centre."""
+        return 0.5 if self.height == "top" else 0.0
 
     @property
     def num_classes(self) -> int:

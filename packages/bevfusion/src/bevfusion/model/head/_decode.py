@@ -24,7 +24,8 @@ def decode(
     """Boxes from the outputs of `TransFusionHead`: mit-bevfusion's TransFusionBBoxCoder.
 
     With c the query's class and o the map's origin: score = σ(heatmap_c) · query_heatmap_score_c,
-    x = center_0 · cell + o, size = e^dim, z = height − size_z / 2.
+    x = center_0 · cell + o, size = e^dim, z = height − size_z / 2; z = height where
+    `HeadConfig.height` is "centre".
 
     mmdetection3d 0.x, on which mit-bevfusion stands, holds boxes as x, y, z, width, length, height
     and a yaw a; nuScenes' yaw is −a − π/2 (`output_to_nusc_box`), so that sin yaw = −cos a and
@@ -95,7 +96,7 @@ def _boxes(rows: dict[str, Floats], config: HeadConfig) -> Floats:
         [
             center[0] * config.cell_size[0] + config.origin[0],
             center[1] * config.cell_size[1] + config.origin[1],
-            rows["height"][0] - height / 2,
+            rows["height"][0] - height * config.center_drop,
             length,
             width,
             height,
