@@ -98,11 +98,12 @@ def fill_weights(
         return about, made
     with clock.step("load weights"):
         report = load_weights(model, config.weights, layout=config.weight_layout)
-    if report.not_used:
-        LOG.info("%d entries of other branches are not used", len(report.not_used))
+    LOG.info("%s: %s", config.weights, report)
     return {
         "source": str(config.weights),
         "layout": report.layout,
+        "names": report.names,
+        "entry": report.checkpoint.entry if report.checkpoint else "",
         "loaded": len(report.loaded),
         "not_used": report.not_used,
     }, None
