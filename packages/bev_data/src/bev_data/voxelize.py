@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,15 @@ class Voxels:
 
     def __len__(self) -> int:
         return len(self.features)
+
+
+class _Assigned(NamedTuple):
+    """Points as float32, the voxel of each (−1: out of range), the kept voxels' cells, how many."""
+
+    rows: npt.NDArray[np.float32]
+    voxel_of: npt.NDArray[np.int32]
+    coords: npt.NDArray[np.int32]
+    voxels: int
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,61 @@ class Voxelizer:
             points: [points, columns ≥ 3], the first three x, y, z [m]; a tensor or an array.
             batch: number of the frame in its batch, the first coordinate of every voxel.
         """
-        from bev_data._voxel_hash import assign_voxels, mean_features  # compiles late
+        from bev_data._voxel_hash import mean_features  # compiles late
+
+        found = self._assign(points, batch)
+        kept = len(found.coords)
+        means, used, over_limit = mean_features(
+            found.rows, found.voxel_of, kept, self.max_num_points
+        )
+        return Voxels(
+            features=torch.from_numpy(means),
+            coords=torch.from_numpy(found.coords),
+            num_points=torch.from_numpy(used),
+            points_out_of_range=int((found.voxel_of < 0).sum()),
+            points_over_limit=int(over_limit),
+            voxels_dropped=found.voxels - kept,
+            points_dropped=int((found.voxel_of >= kept).sum()),
+        )
+
+    def group(
+        self, points: npt.NDArray[Any] | Tensor, batch: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The first `max_num_points` points of each voxel themselves, in place of their mean.
+
+        Args:
+            points: As for a call.
+            batch: Number of the frame in its batch.
+
+        Returns:
+            float32 [voxels, max_num_points, columns], zeros behind a voxel's points; int32
+            [voxels, 4], batch, x, y, z; int32 [voxels], the points of each.
+
+        Raises:
+            VoxelizeError: As a call.
+
+        Example:
+            >>> import numpy as np
+            >>> points = np.array([[0.01, 0, 0], [9, 0, 0], [0.02, 0, 0]], np.float32)
+            >>> grouped, coords, count = Voxelizer(max_num_points=2).group(points)
+            >>> grouped[:, :, 0].tolist(), count.tolist()
+            ([[0.009999999776482582, 0.019999999552965164], [9.0, 0.0]], [2, 1])
+        """
+        found = self._assign(points, batch)
+        kept = len(found.coords)
+        order = np.argsort(found.voxel_of, kind="stable")
+        voxel = found.voxel_of[order]
+        place = np.arange(len(voxel)) - np.searchsorted(voxel, voxel)
+        used = (voxel >= 0) & (voxel < kept) & (place < self.max_num_points)
+        columns = found.rows.shape[1]
+        grouped = np.zeros((kept, self.max_num_points, columns), np.float32)
+        grouped[voxel[used], place[used]] = found.rows[order[used]]
+        count = np.bincount(voxel[used], minlength=kept).astype(np.int32)
+        return tuple(map(torch.from_numpy, (grouped, found.coords, count)))  # type: ignore[return-value]
+
+    def _assign(self, points: npt.NDArray[Any] | Tensor, batch: int) -> _Assigned:
+        """Which voxel each point lies in; refuses what no voxels can be made of."""
+        from bev_data._voxel_hash import assign_voxels  # compiles late
 
         rows = _checked_rows(points)
         if not _is_count(batch):
@@ -123,31 +186,20 @@ class Voxelizer:
         grid = np.asarray(self.grid_size, np.int64)
         table_bits = max(4, int(2 * len(rows)).bit_length())
         voxel_of, cells, found = assign_voxels(rows, low, size, grid, table_bits)
-        outside = int((voxel_of < 0).sum())
         if found == 0:
             raise VoxelizeError(
                 f"all {len(rows)} points are outside the range {list(self.point_cloud_range)}; "
                 f"they span {_span(rows)}: check the units and the sensor's axes"
             )
         kept = min(found, self.max_voxels)
-        points_dropped = int((voxel_of >= kept).sum())
         if found > kept:
             _LOG.warning(
                 "%d voxels, but max_voxels is %d: the last %d, with %d points, are left out",
-                found, kept, found - kept, points_dropped,
+                found, kept, found - kept, int((voxel_of >= kept).sum()),
             )  # fmt: skip
-        means, used, over_limit = mean_features(rows, voxel_of, kept, self.max_num_points)
         coords = np.full((kept, 4), batch, np.int32)
         coords[:, 1:] = cells[:kept]
-        return Voxels(
-            features=torch.from_numpy(means),
-            coords=torch.from_numpy(coords),
-            num_points=torch.from_numpy(used),
-            points_out_of_range=outside,
-            points_over_limit=int(over_limit),
-            voxels_dropped=found - kept,
-            points_dropped=points_dropped,
-        )
+        return _Assigned(rows, voxel_of, coords, found)
 
 
 class Voxelization(nn.Module):
@@ -204,7 +256,17 @@ class Voxelization(nn.Module):
 
     def forward(self, points: npt.NDArray[Any] | Tensor, batch: int = 0) -> Voxels:
         """Voxels of one frame; see `Voxelizer`."""
-        return self._voxelizers[0 if self.training else 1](points, batch=batch)
+        return self._voxelizer(points, batch=batch)
+
+    def group(
+        self, points: npt.NDArray[Any] | Tensor, batch: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The points of each voxel of one frame; see `Voxelizer.group`."""
+        return self._voxelizer.group(points, batch=batch)
+
+    @property
+    def _voxelizer(self) -> Voxelizer:
+        return self._voxelizers[0 if self.training else 1]
 
     def extra_repr(self) -> str:
         """The settings, as mit-bevfusion prints them."""

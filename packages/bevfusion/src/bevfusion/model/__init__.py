@@ -5,6 +5,8 @@ from bevfusion.model._build import (
     build_model,
     example_batch,
     example_like,
+    lidar_map,
+    prepared,
 )
 from bevfusion.model._checkpoint import (
     LAYOUTS,
@@ -21,6 +23,7 @@ from bevfusion.model._config import (
     FuserConfig,
     LidarConfig,
 )
+from bevfusion.model._detector import Detector
 from bevfusion.model._fuser import ConvFuser
 from bevfusion.model._model import Batch, BEVFusion
 from bevfusion.model._names import NAMINGS
@@ -44,6 +47,7 @@ __all__ = [
     "CameraConfig",
     "ConvFuser",
     "DecoderConfig",
+    "Detector",
     "FuserConfig",
     "HeadConfig",
     "LidarConfig",
@@ -53,9 +57,11 @@ __all__ = [
     "example_batch",
     "example_like",
     "exclude_all_but",
+    "lidar_map",
     "load_state_dict",
     "load_weights",
     "named_weights",
+    "prepared",
     "random_weights",
     "read_state_dict",
     "trained_weights",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from bev_data import InputError
 from bev_data.voxelize import Voxelization
+from bevfusion.model._detector import Detector
 from bevfusion.model._fuser import ConvFuser
 from bevfusion.model._model import Batch, BEVFusion
 from bevfusion.model._parts import PARTS, check_parts
@@ -18,6 +19,8 @@ from bevfusion.model._second import SECOND, SECONDFPN
 
 if TYPE_CHECKING:
     from bevfusion.model._config import BEVFusionConfig, CameraConfig, LidarConfig
+
+Built = TypeVar("Built", bound=Detector)
 
 
 def build_model(config: BEVFusionConfig, parts: Iterable[str] = PARTS) -> BEVFusion:
@@ -59,7 +62,7 @@ def build_model(config: BEVFusionConfig, parts: Iterable[str] = PARTS) -> BEVFus
         from bevfusion.model.head import TransFusionHead
 
         head = TransFusionHead(config.head)
-    return _ready(BEVFusion(camera=camera, lidar=lidar, fuser=fuser, decoder=decoder, head=head))
+    return prepared(BEVFusion(camera=camera, lidar=lidar, fuser=fuser, decoder=decoder, head=head))
 
 
 def build_lidar_branch(config: LidarConfig) -> BEVFusion:
@@ -74,10 +77,11 @@ def build_lidar_branch(config: LidarConfig) -> BEVFusion:
         >>> sorted(name for name, _ in branch.lidar.named_children())
         ['backbone', 'voxelize']
     """
-    return _ready(BEVFusion(lidar=_lidar(config)))
+    return prepared(BEVFusion(lidar=_lidar(config)))
 
 
-def _ready(model: BEVFusion) -> BEVFusion:
+def prepared(model: Built) -> Built:
+    """A model that was just built, on bevquant_sparse's kernels and in eval mode."""
     if "lidar" in model.parts:
         from bevquant_sparse import use_bevquant_kernels
 

@@ -20,6 +20,9 @@ class LidarConfig:
 
     Every stage of `encoder_channels` is residual blocks followed by a stride-2 convolution, whose
     width and padding come last in the stage; the final stage has residual blocks alone.
+
+    With `zyx` the encoder's coordinates, kernels and map have the axes z, y, x, as mmdetection3d's
+    SparseEncoder; the numbers here stay in the order x, y, z.
     """
 
     name: str
@@ -39,6 +42,7 @@ class LidarConfig:
         (0, 0, 1), (0, 0, 1), (0, 0, (1, 1, 0)), (0, 0),
     )  # fmt: skip
     output_channels: int = 128
+    zyx: bool = False
 
     @property
     def extent(self) -> tuple[float, float, float, float]:
@@ -102,7 +106,8 @@ class DecoderConfig:
         channels: Channels of each stage.
         strides: Stride of the first convolution of each stage.
         upsample_channels: Channels that each stage contributes to the output.
-        upsample_strides: Factor by which each stage is enlarged; 1 is a 1×1 convolution.
+        upsample_strides: Factor by which each stage is enlarged; 1 is a 1×1 convolution, 1/s a
+            convolution of kernel and stride s.
     """
 
     in_channels: int = 256
@@ -110,7 +115,7 @@ class DecoderConfig:
     channels: tuple[int, ...] = (128, 256)
     strides: tuple[int, ...] = (1, 2)
     upsample_channels: tuple[int, ...] = (256, 256)
-    upsample_strides: tuple[int, ...] = (1, 2)
+    upsample_strides: tuple[float, ...] = (1, 2)
 
 
 @dataclass(frozen=True)

@@ -89,11 +89,14 @@ class SparseEncoder(nn.Module):
 
     Stage i halves x, y and z; the last convolution folds z once more. With the `nuscenes` sizes
     the grid goes 1440×1440×41 → 720×720×21 → 360×360×11 → 180×180×5 → 180×180×2.
+
+    With `LidarConfig.zyx` the axes of grid and kernels are z, y, x: mmdetection3d's SparseEncoder.
     """
 
     def __init__(self, config: LidarConfig) -> None:
         super().__init__()
-        self.sparse_shape = list(config.sparse_shape)
+        self.zyx = config.zyx
+        self.sparse_shape = list(self._axes(config.sparse_shape))
         channels = config.base_channels
         self.conv_input = conv_bn_relu(
             spconv.SubMConv3d(
@@ -113,7 +116,7 @@ class SparseEncoder(nn.Module):
                     widths[-1],
                     3,
                     stride=2,
-                    padding=paddings[-1],
+                    padding=self._axes(paddings[-1]),
                     bias=False,
                     indice_key=f"spconv{stage}",
                 )
@@ -125,27 +128,34 @@ class SparseEncoder(nn.Module):
             spconv.SparseConv3d(
                 channels,
                 config.output_channels,
-                (1, 1, 3),
-                stride=(1, 1, 2),
+                self._axes((1, 1, 3)),
+                stride=self._axes((1, 1, 2)),
                 bias=False,
                 indice_key="spconv_down2",
             )
         )
+
+    def _axes(self, sizes: Any) -> Any:
+        """Sizes given as x, y, z in the order of the grid; one number for all axes stays."""
+        return tuple(reversed(sizes)) if self.zyx and not isinstance(sizes, int) else sizes
 
     def forward(self, features: Tensor, coords: Tensor, batch_size: int) -> Tensor:
         """Voxels to the bird's-eye view.
 
         Args:
             features: float [voxels, in_channels].
-            coords: int32 [voxels, 4]: batch, x, y, z.
+            coords: int32 [voxels, 4]: batch, x, y, z; with `zyx` batch, z, y, x.
             batch_size: Number of frames in the batch.
 
         Returns:
-            float [batch, output_channels · z, x, y]: channel c·Z + z holds channel c at height z.
+            float [batch, output_channels · z, x, y], with `zyx` [batch, output_channels · z, y, x]:
+            channel c·Z + z holds channel c at height z.
         """
         x: Any = spconv.SparseConvTensor(features, coords, self.sparse_shape, batch_size)
         x = self.conv_input(x)
         x = self.encoder_layers(x)
         x = self.conv_out(x)
         dense = to_dense(x.features, x.indices, x.spatial_shape, x.batch_size)
-        return dense.permute(0, 1, 4, 2, 3).flatten(1, 2)
+        if not self.zyx:
+            dense = dense.permute(0, 1, 4, 2, 3)
+        return dense.flatten(1, 2)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
 from bev_data import InputError
-from bevfusion.model._parts import PART_PATHS, PARTS
+from bevfusion.model._detector import Detector
+from bevfusion.model._parts import PART_PATHS, PARTS, STAGES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,7 +52,7 @@ _STRIDE = 8  # of the feature map that is lifted
 fx.wrap("check_camera")
 
 
-class BEVFusion(nn.Module):
+class BEVFusion(Detector):
     """mit-bevfusion's detector, any part of it: sensors, fuser, decoder, head.
 
     `encoders.camera.{backbone, neck, vtransform}`, `encoders.lidar.{voxelize, backbone}`,
@@ -65,6 +67,9 @@ class BEVFusion(nn.Module):
         decoder: backbone and neck.
         head: Answers the dict.
     """
+
+    part_paths = MappingProxyType({part: (PART_PATHS[part],) for part in PARTS})
+    stages = MappingProxyType(STAGES)
 
     def __init__(
         self,
@@ -83,12 +88,6 @@ class BEVFusion(nn.Module):
         self.fuser = fuser
         self.decoder = None if decoder is None else nn.ModuleDict(decoder)
         self.heads = None if head is None else nn.ModuleDict({"object": head})
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The parts that are built, in the order in which they run."""
-        paths = {path for path, _ in self.named_modules()}
-        return tuple(part for part in PARTS if PART_PATHS[part] in paths)
 
     @property
     def camera(self) -> nn.ModuleDict:

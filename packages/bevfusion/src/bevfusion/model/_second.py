@@ -52,8 +52,9 @@ class SECOND(nn.Module):
 class SECONDFPN(nn.Module):
     """SECOND's neck: every scale brought to the finest one's size, then concatenated.
 
-    A scale of stride 1 goes through a 1×1 convolution, one of stride s through a transposed
-    convolution whose kernel and stride are s.
+    A scale of stride 1 goes through a 1×1 convolution, one of stride s > 1 through a transposed
+    convolution whose kernel and stride are s, one of 1/s through a convolution of that kernel and
+    stride.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -62,11 +63,9 @@ class SECONDFPN(nn.Module):
         for wide_in, wide_out, stride in zip(
             config.channels, config.upsample_channels, config.upsample_strides, strict=True
         ):
-            up = (
-                nn.Conv2d(wide_in, wide_out, 1, bias=False)
-                if stride == 1
-                else nn.ConvTranspose2d(wide_in, wide_out, stride, stride=stride, bias=False)
-            )
+            kind = nn.ConvTranspose2d if stride > 1 else nn.Conv2d
+            size = round(max(stride, 1 / stride))
+            up = kind(wide_in, wide_out, size, stride=size, bias=False)
             self.deblocks.append(nn.Sequential(up, *_norm_relu(wide_out)))
 
     def forward(self, maps: tuple[Tensor, ...]) -> Tensor:

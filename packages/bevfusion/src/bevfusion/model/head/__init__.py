@@ -1,14 +1,16 @@
 """mit-bevfusion's TransFusion head: from the fused bird's-eye view to boxes."""
 
 from bev_data.boxes import NUSCENES_CLASSES, Detections, rotated_iou
+from bevfusion.model.head._branches import ConvUnit
 from bevfusion.model.head._config import NMS_KINDS, HeadConfig
-from bevfusion.model.head._decode import circle_nms, decode, rotated_nms
+from bevfusion.model.head._decode import circle_nms, decode, rotated_nms, valid_rows
 from bevfusion.model.head._head import DecoderLayer, TransFusionHead
 from bevfusion.model.head._queries import QueryPicker, best_queries, local_maxima
 
 __all__ = [
     "NMS_KINDS",
     "NUSCENES_CLASSES",
+    "ConvUnit",
     "DecoderLayer",
     "Detections",
     "HeadConfig",
@@ -20,4 +22,5 @@ __all__ = [
     "local_maxima",
     "rotated_iou",
     "rotated_nms",
+    "valid_rows",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -54,13 +54,13 @@ def decode(
     found = []
     for frame in range(len(labels)):
         rows = {name: array[frame] for name, array in values.items()}
-        found.append(_decode_frame(rows, labels[frame], config, threshold, frame))
+        found.append(_decode_frame(rows, labels[frame], config, threshold))
     return found
 
 
 def _decode_frame(
     rows: dict[str, Floats], labels: npt.NDArray[np.int64], config: HeadConfig,
-    threshold: float, frame: int,
+    threshold: float,
 ) -> Detections:  # fmt: skip
     query = np.arange(len(labels))
     with np.errstate(over="ignore", invalid="ignore"):  # answered by the test for finite values
@@ -69,16 +69,7 @@ def _decode_frame(
         )
         boxes = _boxes(rows, config)
     velocities = rows["vel"].T
-    finite = np.isfinite(boxes).all(1) & np.isfinite(velocities).all(1) & np.isfinite(scores)
-    if not finite.all():
-        _LOG.warning(
-            "frame %d: %d of %d boxes hold NaN or infinity and are dropped; look for NaN in the "
-            "head's input or weights", frame, int((~finite).sum()), len(finite),
-        )  # fmt: skip
-    low, high = config.post_center_range[:3], config.post_center_range[3:]
-    inside = (boxes[:, :3] >= low).all(1) & (boxes[:, :3] <= high).all(1)
-    kept = np.flatnonzero(finite & inside & (scores > threshold))
-    kept = kept[np.argsort(-scores[kept], kind="stable")]
+    kept = valid_rows(boxes, velocities, scores, config.post_center_range, threshold)
     kept = kept[_suppress(boxes[kept], scores[kept], labels[kept], config)]
     return Detections(
         boxes[kept].astype(np.float32),
@@ -86,6 +77,34 @@ def _decode_frame(
         labels[kept],
         velocities[kept].astype(np.float32),
     )
+
+
+def valid_rows(
+    boxes: Floats,
+    velocities: Floats,
+    scores: Floats,
+    center_range: Sequence[float],
+    threshold: float,
+) -> npt.NDArray[np.int64]:
+    """Rows of finite boxes with the centre in range and a score above the threshold, best first.
+
+    Args:
+        boxes: [n, 7], the centre first.
+        velocities: [n, 2].
+        scores: [n].
+        center_range: Low x, y, z, then high x, y, z [m].
+        threshold: A score must be above it.
+    """
+    finite = np.isfinite(boxes).all(1) & np.isfinite(velocities).all(1) & np.isfinite(scores)
+    if not finite.all():
+        _LOG.warning(
+            "%d of %d boxes of a frame hold NaN or infinity and are dropped; look for NaN in the "
+            "head's input or weights", int((~finite).sum()), len(finite),
+        )  # fmt: skip
+    low, high = center_range[:3], center_range[3:]
+    inside = (boxes[:, :3] >= low).all(1) & (boxes[:, :3] <= high).all(1)
+    kept = np.flatnonzero(finite & inside & (scores > threshold))
+    return kept[np.argsort(-scores[kept], kind="stable")]
 
 
 def _boxes(rows: dict[str, Floats], config: HeadConfig) -> Floats:

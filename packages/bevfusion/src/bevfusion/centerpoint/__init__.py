@@ -1,0 +1,48 @@
+"""CenterPoint in plain PyTorch under mmdetection3d's names: voxels or pillars, nuScenes or Waymo.
+
+`VOXEL_CONFIGS` and `PILLAR_CONFIGS` hold sizes, `build_centerpoint` makes the model, `decode` finds
+boxes in what its head answers. The parts that it shares with BEVFusion are `bevfusion.model`'s.
+"""
+
+from bevfusion.centerpoint._config import (
+    NUSCENES_TASKS,
+    PILLAR_CONFIGS,
+    VOXEL_CONFIGS,
+    WAYMO_CLASSES,
+    CenterHeadConfig,
+    CenterPointConfig,
+    PillarConfig,
+)
+from bevfusion.centerpoint._decode import decode
+from bevfusion.centerpoint._head import CenterHead, SeparateHead
+from bevfusion.centerpoint._model import CenterPoint, build_centerpoint, example_voxels
+from bevfusion.centerpoint._pillars import (
+    DecoratedPillars,
+    PFNLayer,
+    PillarFeatureNet,
+    PointPillarsScatter,
+    VoxelMeans,
+    decorate,
+)
+
+__all__ = [
+    "NUSCENES_TASKS",
+    "PILLAR_CONFIGS",
+    "VOXEL_CONFIGS",
+    "WAYMO_CLASSES",
+    "CenterHead",
+    "CenterHeadConfig",
+    "CenterPoint",
+    "CenterPointConfig",
+    "DecoratedPillars",
+    "PFNLayer",
+    "PillarConfig",
+    "PillarFeatureNet",
+    "PointPillarsScatter",
+    "SeparateHead",
+    "VoxelMeans",
+    "build_centerpoint",
+    "decode",
+    "decorate",
+    "example_voxels",
+]
