@@ -250,7 +250,6 @@ def test_a_demo_that_fails_leaves_no_process_behind(monkeypatch: pytest.MonkeyPa
         [],
         ["fly"],
         ["demo", "--unknown"],
-        ["demo", "--config", "huge"],
         ["ptq", "--points", "x.bin", "--branch", "radar"],
         ["tree", "--stage", "int8"],
     ],

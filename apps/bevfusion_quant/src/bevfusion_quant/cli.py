@@ -14,12 +14,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Union
 
 from bevfusion_quant._version import __version__
 
 if TYPE_CHECKING:
-    from bevfusion_quant.commands import Command
+    pass
 
 __all__ = ["main"]
 
@@ -64,25 +64,18 @@ def _run(arguments: list[str]) -> int:
     if arguments == ["--version"]:
         print(f"bevfusion-quant {__version__}")
         return 0
-    import tyro
-
-    from bevfusion_quant.commands import Command
-
     for place, argument in enumerate(arguments):
         # Said before they are read: a path that is empty would be the folder one is in.
         if not argument or re.fullmatch(r"--[\w-]+=", argument):
             option = argument.rstrip("=") or "".join(arguments[max(place - 1, 0) : place])
             return _fail(f"{option} '': it names nothing; leave it out or give a name")
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    with _silent() if rank != "0" else nullcontext():
-        command: Command = tyro.cli(
-            Command,
-            prog="bevfusion-quant",
-            description="BEVFusion from float PyTorch to INT8: fold, quantize, calibrate, compare.",
-            args=arguments,
-            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
-        )
-    _set_up_logging(rank)
+    try:
+        with _silent() if rank != "0" else nullcontext():
+            command = _read(arguments)
+    except ValueError as error:
+        return _fail(str(error))
+    _set_up_logging(rank, command)
     _let_waiting_threads_sleep()
     _reuse_freed_memory()
     _look_for_garbage_less_often()
@@ -90,8 +83,9 @@ def _run(arguments: list[str]) -> int:
     from bev_data.voxelize import VoxelizeError
     from bevfusion_quant._errors import InputError, VerificationError
     from bevfusion_quant.commands import check_processes
+    from bevfusion_quant.commands._text import dry_run_text
     from bevfusion_quant.frames import as_options
-    from bevfusion_quant.options import check_options
+    from bevfusion_quant.options import DryRun, check_options
     from bevquant_quantizers.documents import DocumentError
     from bevquant_quantizers.ranks import LaunchError, RankError, launched
 
@@ -99,7 +93,10 @@ def _run(arguments: list[str]) -> int:
         with launched("bevfusion-quant", (ValueError, OSError, VerificationError)) as ranks:
             check_options(command)
             check_processes(command, ranks.world)
-            text = command.execute(shlex.join(["bevfusion-quant", *arguments]))
+            try:
+                text = command.execute(shlex.join(["bevfusion-quant", *arguments]))
+            except DryRun as stopped:
+                text = dry_run_text(command, stopped.folder)
             if ranks.first:
                 print(text, flush=True)
     except RankError as error:
@@ -114,6 +111,31 @@ def _run(arguments: list[str]) -> int:
     return 0
 
 
+def _read(arguments: Sequence[str]) -> Any:
+    """The command in the arguments; --config FILE sets defaults from a run's config.json.
+
+    Raises:
+        ValueError: The file of --config is no run's settings.
+    """
+    import tyro
+
+    from bevfusion_quant.commands import COMMANDS
+    from bevfusion_quant.options import saved_options
+    from bevfusion_quant.options._help import flat, grouped
+
+    arguments, saved = saved_options(arguments)
+    forms = {grouped(command, saved): command for command in COMMANDS}
+    any_of_them: Any = Union[tuple(forms)]  # noqa: UP007 - the types are known at run time only
+    read = tyro.cli(
+        any_of_them,
+        prog="bevfusion-quant",
+        description="From a float detector in PyTorch to INT8: fold, quantize, calibrate, compare.",
+        args=list(arguments),
+        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
+    )
+    return flat(forms[type(read)], read)
+
+
 def _fail(message: str, code: int = USAGE_ERROR) -> int:
     print(f"bevfusion-quant: {message}", file=sys.stderr, flush=True)
     return code
@@ -126,15 +148,17 @@ def _silent() -> Iterator[None]:
         yield
 
 
-def _set_up_logging(rank: str) -> None:
+def _set_up_logging(rank: str, command: Any) -> None:
     """Progress of the first process; of the others warnings alone, under their number."""
     first = rank == "0"
+    quiet, verbose = getattr(command, "quiet", False), getattr(command, "verbose", False)
+    level = logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO
     logging.basicConfig(
         format="%(message)s" if first else f"rank {rank}: %(message)s", stream=sys.stderr
     )
     known = "bevfusion_quant bevfusion bev_data bev_scenes bevquant_quantizers.ranks"
     for ours in known.split():
-        logging.getLogger(ours).setLevel(logging.INFO if first else logging.WARNING)
+        logging.getLogger(ours).setLevel(level if first else logging.WARNING)
     # torch.fx notes once that spconv's tensor class asks about tracing; no user can act on it.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 

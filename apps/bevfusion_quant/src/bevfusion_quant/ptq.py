@@ -65,7 +65,7 @@ from bevfusion_quant.stages import (
     quantized_parts,
     reads_images,
 )
-from bevquant_qnn import LayerRow, RoundingResult
+from bevquant_qnn import LayerRow, RoundingResult, WeightSize, weight_size
 from bevquant_quantizers import (
     CalibrationReport,
     QuantizerRow,
@@ -137,6 +137,7 @@ class PtqResult:
     findings: tuple[PoorData, ...] = ()
     simulation: Simulation | None = None
     exported: ExportedSet | None = None
+    weights: WeightSize | None = None
 
 
 def run_ptq(
@@ -221,7 +222,10 @@ def run_ptq(
         findings = data_findings(batches, count, report)
         poor = [str(finding) for finding in findings if finding.poor]
         tables, warned = evaluation.summary(), _warnings(report, findings)
-        outcome = partial(PtqResult, record.path, **tables, warnings=warned, findings=findings)
+        size = weight_size(quantized.model)
+        outcome = partial(
+            PtqResult, record.path, **tables, warnings=warned, findings=findings, weights=size
+        )
         if not shards.ranks.first:  # the first one writes
             seconds, peak = clock.spent()
             return outcome(seconds=seconds, peak_memory_mib=peak, simulation=simulation)
@@ -274,13 +278,14 @@ def run_ptq(
                     **({"poor_calibration": poor} if poor else {}),
                 }
             )
-        evaluated.write_page(asdict(config))
+        evaluated.write_page(asdict(config), size)
         read = enumerate(batches.listed())
         seconds, peak = evaluated.write_summary(
             {
                 "branch": config.branch,
                 "frames": [{**frame, "calibration": index < count} for index, frame in read],
                 "weights": weights,
+                "weight_bytes": asdict(size),
                 **({} if rounded is None else {"rounding": _rounding(rounded)}),
             }
         )

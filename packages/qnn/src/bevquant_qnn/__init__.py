@@ -56,6 +56,7 @@ from bevquant_qnn._sensitivity import sensitivity
 from bevquant_qnn._sensitivity_table import SensitivityRow, SensitivityTable
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 from bevquant_qnn._training_ranges import LearnedRange, RangeTracker, learn_ranges, track_ranges
+from bevquant_qnn._weight_size import WeightSize, weight_size
 
 __version__ = "0.2.0"
 __all__ = [
@@ -105,6 +106,7 @@ __all__ = [
     "SharedQuantizer",
     "SkippedModule",
     "StepSum",
+    "WeightSize",
     "add_up",
     "apply_precision",
     "assign_precision",
@@ -125,5 +127,6 @@ __all__ = [
     "round_weights",
     "sensitivity",
     "track_ranges",
+    "weight_size",
     "weighted_layers",
 ]

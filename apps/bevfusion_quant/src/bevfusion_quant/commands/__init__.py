@@ -6,6 +6,8 @@ when a command is executed, so that help and refusals of options are quick.
 
 from __future__ import annotations
 
+from typing import get_args
+
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.commands.compare import Compare
 from bevfusion_quant.commands.demo import Demo
@@ -18,11 +20,12 @@ from bevfusion_quant.commands.sensitivity import Sensitivity
 from bevfusion_quant.commands.train import Train
 from bevfusion_quant.commands.tree import Tree
 
-__all__ = ["Command", "check_processes"]
+__all__ = ["COMMANDS", "Command", "check_processes"]
 
 Command = (
     Demo | Ptq | Evaluate | Compare | Sensitivity | Simulate | Export | Report | Train | Qat | Tree
 )
+COMMANDS: tuple[type[Command], ...] = get_args(Command)
 
 _SHARED = (Ptq, Evaluate, Compare, Sensitivity, Qat)
 

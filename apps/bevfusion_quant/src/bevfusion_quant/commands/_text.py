@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from bevfusion_quant.options import FrameOptions, RunOptions
 
 if TYPE_CHECKING:
     from bevfusion_quant.bpu import BpuResult
@@ -15,17 +20,83 @@ def joined(parts: Iterable[str]) -> str:
     return "\n" + "\n\n".join(parts)
 
 
-def finished_text(parts: Iterable[str], result: Any, warnings: Sequence[str] = ()) -> str:
-    """Paragraphs, then of any command's result warnings, seconds, peak memory, what was written."""
+def finished_text(
+    parts: Iterable[str],
+    result: Any,
+    options: RunOptions,
+    warnings: Sequence[str] = (),
+    verdict: Sequence[str] = (),
+) -> str:
+    """What a command prints at its end.
+
+    With --json the run's summary, with --quiet the verdict or else the folder and the page. By
+    default tables, warnings, seconds, peak memory, what was written, and the verdict.
+    """
     from bevfusion_quant.run import written_text
 
+    if options.json or options.quiet:
+        return shown(result.folder, options, "\n".join(verdict))
     steps = ", ".join(f"{name} {spent:.1f} s" for name, spent in result.seconds.items())
     warning_lines = "".join(f"\nwarning: {text}" for text in warnings)
     end = f"{warning_lines}\n{steps}\npeak memory {result.peak_memory_mib:,.0f} MiB"
-    return joined([*parts, end, *written_text(result.folder)])
+    last = verdict if verdict else written_text(result.folder)[1:]
+    return joined([*parts, end, *written_text(result.folder)[:1], "\n".join(last)])
 
 
-def run_text(result: PtqResult | EvaluateResult, *, allow_poor: bool = False) -> str:
+def shown(folder: Path, options: RunOptions, text: str) -> str:
+    """What --json and --quiet print: the run's summary, or the text; the page where that is empty.
+
+    Other ranks than the first have no folder and print nothing.
+    """
+    from bevfusion_quant.run import SUMMARY_FILE, written_text
+    from bevquant_quantizers.ranks import current_ranks
+
+    if not current_ranks().first:
+        return ""
+    if not options.json:
+        return text or written_text(folder)[-1]
+    summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+    return json.dumps({"folder": str(folder), **summary}, indent=1)
+
+
+def dry_run_text(command: Any, folder: Path) -> str:
+    """What a command would read, compute and write: each group's options that are set.
+
+    Args:
+        command: Of `COMMANDS`, checked.
+        folder: The folder that it would write.
+    """
+    from bevfusion_quant.frames import frames_of
+    from bevfusion_quant.options._help import GROUPS
+
+    defaults = {one.name: one.default for one in fields(command)}
+    lines = [f"{type(command).__name__.lower()} --dry-run: nothing was computed or written"]
+    for title, names in list(GROUPS.items())[:-1]:
+        unsaid = [None, (), False]
+        said = [
+            f"{name.replace('_', '-')} {_words(getattr(command, name))}"
+            for name in names
+            if name in defaults
+            and getattr(command, name) not in [*unsaid, *[defaults[name]] * (title == "data")]
+        ]
+        trains = "held_out" in defaults  # which takes other frames of a street than these
+        if title == "data" and said and isinstance(command, FrameOptions) and not trains:
+            size = getattr(command, "config", "tiny")
+            frames = frames_of(replace(command, cameras=()), with_cameras=False, size=size)
+            said.append(f"frames {len(frames):,}")
+        if said:
+            lines.append(f"{title:<12} {', '.join(said)}")
+    state = "replaces the folder there" if folder.exists() else "new"
+    return "\n".join([*lines, f"{'writes':<12} {folder} ({state})"])
+
+
+def _words(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def run_text(
+    result: PtqResult | EvaluateResult, options: RunOptions, *, allow_poor: bool = False
+) -> str:
     """A run of `run_ptq` or `run_evaluate`: layers, stages, detections, integers, labels, files.
 
     Raises:
@@ -36,14 +107,17 @@ def run_text(result: PtqResult | EvaluateResult, *, allow_poor: bool = False) ->
     from bevfusion_quant.export import export_text, refuse_wrong_files
     from bevfusion_quant.integer import simulation_text
     from bevfusion_quant.ptq import EvaluateResult, agreement_text, layer_table, stage_table
+    from bevfusion_quant.verdict import verdict
 
     accuracy, exported = None, None
     warnings: Sequence[str] = ()
     findings: Sequence[PoorData] = ()
     by_layer = False  # whether the integers' table is what was asked for
+    last: Sequence[str] = ()
     if isinstance(result, EvaluateResult):
         accuracy, by_layer = result.accuracy, result.simulation is not None
     else:
+        last = verdict(result)
         exported, warnings, findings = result.exported, result.warnings, result.findings
     parts: list[str] = []
     if not by_layer:
@@ -59,13 +133,13 @@ def run_text(result: PtqResult | EvaluateResult, *, allow_poor: bool = False) ->
         parts += ["Against labels", accuracy_text(accuracy)]
     if exported is not None:
         parts += export_text(exported)
-    text = finished_text(parts, result, warnings)
+    text = finished_text(parts, result, options, warnings, last)
     if exported is not None:
         refuse_wrong_files(exported, text)
     return _calibrated(text, findings, allow_poor=allow_poor)
 
 
-def bpu_run_text(result: BpuResult, *, allow_poor: bool = False) -> str:
+def bpu_run_text(result: BpuResult, options: RunOptions, *, allow_poor: bool = False) -> str:
     """A run of `run_bpu` or `run_bpu_evaluate`.
 
     Raises:
@@ -73,7 +147,7 @@ def bpu_run_text(result: BpuResult, *, allow_poor: bool = False) -> str:
     """
     from bevfusion_quant.bpu import bpu_text
 
-    text = finished_text(bpu_text(result.outcome), result, result.warnings)
+    text = finished_text(bpu_text(result.outcome), result, options, result.warnings)
     return _calibrated(text, result.findings, allow_poor=allow_poor)
 
 

@@ -51,4 +51,4 @@ class Compare(RunOptions, BootstrapOptions, FrameOptions):
             bootstrap=self.bootstrap(),
             **self.place(command),
         )
-        return finished_text(comparison_text(result.comparison), result)
+        return finished_text(comparison_text(result.comparison), result, self)

@@ -64,7 +64,7 @@ class Demo(RunOptions):
                 integers="auto",
                 export=demo_target(self.branch),
             )
-        return run_text(done)
+        return run_text(done, self)
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class Evaluate(RunOptions, BootstrapOptions, FrameOptions):
                 bootstrap=bootstrap,
                 **self.place(command),
             )
-            return run_text(result)
+            return run_text(result, self)
 
         from bevfusion_quant.bpu import run_bpu_evaluate
         from bevquant_quantizers.ranks import current_ranks
@@ -70,7 +70,8 @@ class Evaluate(RunOptions, BootstrapOptions, FrameOptions):
         return bpu_run_text(
             run_bpu_evaluate(
                 self.run, frames, cameras=cameras, bootstrap=bootstrap, **self.place(command)
-            )
+            ),
+            self,
         )
 
 

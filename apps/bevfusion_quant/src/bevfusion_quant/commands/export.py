@@ -51,6 +51,6 @@ class Export(RunOptions, FrameOptions):
             cameras=self.cameras or None,
             **self.place(command),
         )
-        text = finished_text(export_text(result.exported), result)
+        text = finished_text(export_text(result.exported), result, self)
         refuse_wrong_files(result.exported, text)
         return text

@@ -69,7 +69,7 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
             cameras=camera_names(self),
         )
         result = run_ptq(frames, config, **self.place(command))
-        return run_text(result, allow_poor=self.allow_poor_calibration)
+        return run_text(result, self, allow_poor=self.allow_poor_calibration)
 
     def _execute_bpu(self, branch: Branch, command: str) -> str:
         from bevfusion.model import named_weights
@@ -95,7 +95,7 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
         )
         frames = frames_of(self, with_cameras=True, size=self.config)
         result = run_bpu(frames, config, **self.place(command))
-        return bpu_run_text(result, allow_poor=self.allow_poor_calibration)
+        return bpu_run_text(result, self, allow_poor=self.allow_poor_calibration)
 
     def _refuse_without_bpu_form(self) -> None:
         """Refuse what `PtqOptions` has beyond any target's."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bevfusion_quant.commands._text import joined
+from bevfusion_quant.commands._text import joined, shown
 from bevfusion_quant.options import (
     FrameOptions,
     QatOptions,
@@ -63,7 +63,9 @@ class Qat(RunOptions, TrainingOptions, QatOptions, FrameOptions):
             judge_by=held_out(self, size=size, with_cameras=images, count=self.held_out),
             cameras=self.cameras or None,
         )
-        return _text(result)
+        text = _text(result)
+        quiet = self.quiet or self.json
+        return shown(result.folder, self, "") if quiet else text
 
 
 def _text(result: QatResult) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from bevfusion_quant.commands._text import joined
+from bevfusion_quant.commands._text import joined, shown
 from bevfusion_quant.options import RunOptions
 
 __all__ = ["Report"]
@@ -52,4 +52,6 @@ class Report(RunOptions):
             browser=self.browser,
             **self.place(command),
         )
+        if self.quiet or self.json:
+            return shown(result.folder, self, "")
         return joined([*report_text(result), *written_text(result.folder)])

@@ -73,7 +73,7 @@ class Sensitivity(RunOptions, FrameOptions):
             cameras=self.cameras or None,
             **self.place(command),
         )
-        text = finished_text(sensitivity_text(result.outcome), result)
+        text = finished_text(sensitivity_text(result.outcome), result, self)
         if result.outcome.refusal:
             raise VerificationError(result.outcome.refusal, text)
         return text

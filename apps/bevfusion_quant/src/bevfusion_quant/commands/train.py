@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bevfusion_quant.commands._text import joined
-from bevfusion_quant.options import FrameOptions, TrainingOptions, TrainOptions, config_from
+from bevfusion_quant.options import (
+    DryRun,
+    FrameOptions,
+    ShownOptions,
+    TrainingOptions,
+    TrainOptions,
+    config_from,
+)
 
 if TYPE_CHECKING:
     from bevfusion_quant.train import TrainResult
@@ -16,7 +23,7 @@ __all__ = ["Train"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(TrainingOptions, TrainOptions, FrameOptions):
+class Train(ShownOptions, TrainingOptions, TrainOptions, FrameOptions):
     """Train a float detector on labelled frames; a run that was stopped goes on where it was.
 
     Of street, training takes the seeds from 1,000,000 + --first on, 1,000 of them unless --count
@@ -46,6 +53,8 @@ class Train(TrainingOptions, TrainOptions, FrameOptions):
             TrainConfig, self, augmentation=self.augmentation(), cameras=camera_names(self)
         )
         images = "camera" in config.parts
+        if self.dry_run:
+            raise DryRun(self.out)
         result = run_train(
             training_frames(self, size=self.config, with_cameras=images),
             config,
@@ -54,7 +63,7 @@ class Train(TrainingOptions, TrainOptions, FrameOptions):
             judge_by=held_out(self, size=self.config, with_cameras=images, count=self.held_out),
             command=command,
         )
-        return _text(result)
+        return str(self.out) if self.quiet else _text(result)
 
 
 def _text(result: TrainResult) -> str:

@@ -26,16 +26,19 @@ from bevfusion_quant.options._choices import (
 from bevfusion_quant.options._run import (
     BootstrapOptions,
     BpuConfig,
+    DryRun,
     FrameOptions,
     Place,
     PtqConfig,
     PtqOptions,
     RunOptions,
+    ShownOptions,
     TargetOptions,
     check_options,
     config_from,
     free_name,
 )
+from bevfusion_quant.options._saved import saved_options
 from bevfusion_quant.options._training import (
     QatOptions,
     TrainingOptions,
@@ -50,6 +53,7 @@ __all__ = [
     "ConfigName",
     "Cpu",
     "DatasetKind",
+    "DryRun",
     "ExportTarget",
     "FrameOptions",
     "MarchName",
@@ -64,6 +68,7 @@ __all__ = [
     "RunOptions",
     "SensitivityMetric",
     "SensitivityOutput",
+    "ShownOptions",
     "Target",
     "TargetOptions",
     "TrainOptions",
@@ -73,4 +78,5 @@ __all__ = [
     "check_options",
     "config_from",
     "free_name",
+    "saved_options",
 ]

@@ -236,23 +236,59 @@ class Place(TypedDict, total=False):
     command: str
 
 
+class DryRun(Exception):
+    """Ends a command with --dry-run before it computes or writes anything.
+
+    Attributes:
+        folder: The folder that the command would write.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.folder = folder
+
+
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
+class ShownOptions:
+    """What a command prints.
+
+    Args:
+        dry_run: Check the options and list the frames, print what would be read, computed and
+            written, and stop.
+        quiet: Print the verdict alone, without progress and tables.
+        verbose: Print debugging messages too.
+    """
+
+    dry_run: bool = False
+    quiet: bool = False
+    verbose: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(ShownOptions):
     """Where the run is written.
 
     Args:
         runs: Folder of all runs.
         name: The run's folder in it.
         overwrite: Replace an earlier run of that name.
+        json: Print the run's summary.json, with its folder, in place of tables.
     """
 
     runs: Path = Path("runs")
     name: str | None = None
     overwrite: bool = False
+    json: bool = False
 
     def place(self, command: str) -> Place:
-        """As keywords; without a name, the command's, with a number where that is taken."""
+        """As keywords; without a name, the command's, with a number where that is taken.
+
+        Raises:
+            DryRun: The options ask for no run.
+        """
         name = self.name or free_name(self.runs, type(self).__name__.lower())
+        if self.dry_run:
+            raise DryRun(self.runs / name)
         return {"runs": self.runs, "name": name, "overwrite": self.overwrite, "command": command}
 
 

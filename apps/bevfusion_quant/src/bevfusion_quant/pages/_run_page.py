@@ -33,6 +33,7 @@ from bevfusion_quant.pages._page import Section, write_page
 from bevfusion_quant.pages._sections import run_sections
 from bevfusion_quant.run import PAGE_FILE, RunRecord
 from bevfusion_quant.saved_run import ModelSettings
+from bevquant_qnn import WeightSize
 
 Figure = dict[str, Any]
 
@@ -217,11 +218,12 @@ class EvaluatedRun:
             bev_picture(self.record.folder, self.config.lidar, points, kind, maps)
             layer_picture(self.record.folder, self.evaluation.layers)
 
-    def write_page(self, settings: Mapping[str, object]) -> None:
+    def write_page(self, settings: Mapping[str, object], size: WeightSize | None = None) -> None:
         """report.html.
 
         Args:
             settings: What decides the result; without `weights` they were random.
+            size: Of the parameters, for the head of the page.
         """
         evaluation = self.evaluation
         with self.record.step("page"):
@@ -229,7 +231,11 @@ class EvaluatedRun:
                 title=self.record.path.name,
                 config=self.config.name,
                 frames=self.batches.frame_names,
-                figures=[_weights(settings), *_agreement_figures(evaluation.agreement)],
+                figures=[
+                    *_cost_figures(size, self.simulation),
+                    *_agreement_figures(evaluation.agreement),
+                    _weights(settings),
+                ],
                 scene=_scene(self.config, self.batches, evaluation, self.simulation),
                 stages=_stages(self.config, evaluation),
                 layers=evaluation.layers,
@@ -362,6 +368,17 @@ def _weights(settings: Mapping[str, object]) -> ReportFigure:
     return ReportFigure(
         "Weights", "random", "errors grow from layer to layer as they do in no trained model"
     )
+
+
+def _cost_figures(size: WeightSize | None, simulation: Simulation | None) -> Iterator[ReportFigure]:
+    """Bytes of the parameters, and operations of a frame."""
+    if size is not None:
+        note = f"from {size.before / 2**20:.1f} MiB in float32"
+        yield ReportFigure("Quantized weights", f"{size.after / 2**20:.1f} MiB", note)
+    if simulation is not None and simulation.operations:
+        count = f"{simulation.operations / 1e9:.2f} G"
+        note = f"{100 * simulation.integer_share:.1f} % in integers"
+        yield ReportFigure("Operations of a frame", count, note)
 
 
 def _agreement_figures(rows: Sequence[AgreementRow]) -> list[ReportFigure]:

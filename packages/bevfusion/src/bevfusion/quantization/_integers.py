@@ -151,6 +151,8 @@ class Simulation:
         detections: Of the integer model on the first frame; None without a head.
         layer_frames: How many of the frames, from the first on, the layers were compared on; None
             for all.
+        operations: Of one frame: multiply-accumulates, and the values that other steps compute.
+        integer_share: Share of `operations` in integers, 0 to 1.
     """
 
     layers: tuple[LayerRow, ...]
@@ -163,6 +165,8 @@ class Simulation:
     saved: tuple[SavedPart, ...]
     detections: Detections | None = None
     layer_frames: int | None = None
+    operations: int = 0
+    integer_share: float = 0.0
 
     @property
     def compared_on(self) -> str:
@@ -208,6 +212,8 @@ class Simulation:
             "agreement": self.agreement,
             "labels_found": self.found,
             "saved": self.saved,
+            "operations": self.operations,
+            "integer_share": self.integer_share,
         }
 
 
@@ -296,6 +302,8 @@ def simulate_detector(
         (),
         accumulators.first.get("integer"),
         comparison.batches,
+        model.operations,
+        model.integer_share,
     )
 
 

@@ -104,6 +104,19 @@ class IntegerModel:
         """Everything that is computed in float, why, and how much of the operations it is."""
         return self.program.float_fallbacks
 
+    @property
+    def operations(self) -> int:
+        """Multiply-accumulates of the example, plus the values that other steps compute.
+
+        0 until the model was compared with the model that it was made from.
+        """
+        return sum(self.program.operations.values())
+
+    @property
+    def integer_share(self) -> float:
+        """Share of `operations` that runs in integers, 0 to 1."""
+        return 1 - sum(fallback.share or 0 for fallback in self.float_fallbacks)
+
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run on one set of inputs, structured like the example inputs.

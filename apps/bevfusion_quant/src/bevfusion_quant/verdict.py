@@ -1,0 +1,76 @@
+"""The five lines at the end of `ptq` and `demo`: is the quantized model good, and where to look."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bev_data.tables import finite
+
+if TYPE_CHECKING:
+    from bevfusion_quant.ptq import PtqResult
+
+
+def verdict(result: PtqResult) -> tuple[str, ...]:
+    """Boxes kept, worst layer, sizes, files, page: a line each, without what the run lacks."""
+    lines = [
+        ("Boxes", _boxes(result)),
+        ("Worst layer", _worst_layer(result)),
+        ("Weights", _size(result)),
+        ("Files", _files(result)),
+        ("Open", str((result.folder / "report.html").absolute())),
+    ]
+    return tuple(f"{title:<12} {text}" for title, text in lines if text)
+
+
+def _boxes(result: PtqResult) -> str:
+    simulation = result.simulation
+    rows = result.agreement if simulation is None else simulation.agreement
+    form = "fake-quantized" if simulation is None else "in integers"
+    near = next((row for row in rows if row.distance == 1.0), None)
+    if near is None:
+        return ""
+    text = f"{near.matched} of {near.float_detections} float boxes kept {form} (same class, 1 m)"
+    labels = result.labels_found if simulation is None else simulation.found
+    found = next((row for row in labels if row.distance == 1.0), None)
+    if found is None:
+        return text
+    return (
+        f"{text}; labels found: float {found.found_float} of {found.labels}, "
+        f"quantized {found.found_quantized}"
+    )
+
+
+def _worst_layer(result: PtqResult) -> str:
+    known = [
+        (decibels, row.layer)
+        for row in result.layers
+        if (decibels := finite(row.sqnr_db)) is not None
+    ]
+    if not known:
+        return ""
+    decibels, layer = min(known)
+    return f"{layer}, {decibels:.1f} dB SQNR (fake-quantized against float)"
+
+
+def _size(result: PtqResult) -> str:
+    if result.weights is None:
+        return ""
+    simulation = result.simulation
+    if simulation is None or not simulation.operations:
+        return str(result.weights)
+    share = f"{100 * simulation.integer_share:.1f} % in integers"
+    return f"{result.weights}; {simulation.operations / 1e9:.2f} G operations a frame, {share}"
+
+
+def _files(result: PtqResult) -> str:
+    exported = result.exported
+    if exported is None:
+        return ""
+    if exported.failures:
+        return f"{len(exported.files)} written, NOT verified: {exported.failures[0]}"
+    compared = sum(layer.elements for layer in exported.layers if layer.different is not None)
+    wrong = sum(file.unexplained for file in exported.files)
+    return (
+        f"{len(exported.files)} for {exported.target} verified: {compared:,} values compared, "
+        f"{wrong:,} unexplained differences"
+    )

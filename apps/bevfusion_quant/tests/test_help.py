@@ -1,0 +1,108 @@
+"""The command line's help, and what --config FILE, --dry-run, --quiet and --json do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from bevfusion_quant.cli import main
+from bevfusion_quant.commands import COMMANDS
+from bevfusion_quant.options._help import GROUPS, OFF_SWITCHES, _help_texts, flat, grouped
+
+GROUPED = {name for names in GROUPS.values() for name in names}
+PTQ = ["ptq", "--dataset", "street", "--config", "tiny", "--branch", "fuser"]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda one: one.__name__.lower())
+def test_every_option_has_a_group_and_a_help(command: type) -> None:
+    texts = _help_texts(command)
+    for one in fields(command):
+        assert one.name in GROUPED, f"{command.__name__}: {one.name} has no group"
+        assert texts[one.name], f"{command.__name__}: {one.name} has no help"
+        assert one.default is not True or one.name in OFF_SWITCHES
+
+
+def test_the_nested_form_gives_the_same_command_back() -> None:
+    command = COMMANDS[1]
+    read = grouped(command)
+    nested = {
+        group.name: group.type()  # type: ignore[operator]
+        for group in fields(read)
+    }
+    assert flat(command, read(**nested)) == command()
+
+
+def test_help_has_titles_and_no_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["ptq", "--help"])
+    text = capsys.readouterr().out
+    for title in ("data", "model", "calibration", "precision", "output"):
+        assert f"{title} options" in text
+    assert "None" not in text
+
+
+def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = tmp_path / "runs"
+    assert main([*PTQ, "--count", "3", "--runs", str(runs), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "frames 3" in text
+    assert "branch fuser" in text
+    assert f"{runs / 'ptq'} (new)" in text
+    assert not runs.exists()
+
+
+def test_dry_run_refuses_what_the_run_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ptq", "--dataset", "kitti", "--dry-run"]) == 2
+    assert "--dataset kitti needs --data" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def quiet_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    runs = tmp_path_factory.mktemp("runs")
+    assert main([*PTQ, "--method", "max", "--seed", "3", "--runs", str(runs), "--quiet"]) == 0
+    return runs / "ptq"
+
+
+def test_config_file_gives_defaults_and_options_win(
+    quiet_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = ["ptq", "--dataset", "street", "--config", str(quiet_run), "--dry-run"]
+    assert main([*again, "--method", "mse"]) == 0
+    text = capsys.readouterr().out
+    assert "config tiny" in text
+    assert "branch fuser" in text
+    assert "seed 3" in text
+    assert "method mse" in text
+
+
+@pytest.mark.parametrize("content", ["not json", "[]", "{}", None])
+def test_config_file_of_something_else_is_refused(
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "other.json"
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    assert main(["ptq", "--dataset", "street", "--config", str(path)]) == 2
+    message = capsys.readouterr().err
+    assert f"--config {path}" in message
+    assert content is not None or "give one of nuscenes, tiny" in message
+
+
+def test_json_prints_the_summary(quiet_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    again = ["evaluate", "--run", str(quiet_run), "--dataset", "street", "--json", "--quiet"]
+    assert main([*again, "--runs", str(quiet_run.parent)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    folder = Path(printed.pop("folder"))
+    assert printed == json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+
+
+def test_quiet_prints_the_verdict_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PTQ, "--runs", str(tmp_path), "--quiet"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in printed] == ["Boxes", "Worst layer", "Weights", "Open"]
+    size = json.loads((tmp_path / "ptq" / "summary.json").read_text("utf-8"))["weight_bytes"]
+    assert 0 < size["after"] < size["before"]
+    assert f"{size['before'] / 2**20:.1f} MiB float32" in printed[2]
