@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 
 from bev_data import InputError
 from bevfusion.model._names import CONVERSIONS, NAMINGS, NORM_BEHIND, Renamed, best_naming, rename
-from bevfusion.model._parts import PART_PATHS
 from bevquant_quantizers.documents import Checkpoint, DocumentError, read_checkpoint
 from bevquant_sparse import WeightLayout, is_sparse_conv, layout_of, permute_weight, set_weight
 
@@ -98,7 +98,8 @@ class LoadReport:
             f"{self.names}{layout}"
         )
         lines += [f"{count} names by {rule}" for rule, count in self.rules.items()]
-        lines += [f"{name}: {how}" for name, how in self.converted.items()]
+        kinds = Counter(self.converted.values())
+        lines += [f"{count} entries converted: {how}" for how, count in kinds.items()]
         return "\n".join(lines)
 
 
@@ -216,15 +217,15 @@ def _convert(model: nn.Module, renamed: Renamed, wanted: Mapping[str, Tensor]) -
         if mean in wanted and mean in tensors and tensors[mean].shape == tensors[name].shape:
             bias = tensors.pop(name)
             tensors[mean] = (tensors[mean].double() - bias.double()).to(tensors[mean].dtype)
-            done[mean] = f"{renamed.source[name]} subtracted"
+            done[mean] = "bias of the convolution subtracted"
     return done
 
 
 def _paths(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Begins of the names of each part's entries, of parts that are not built too."""
-    if not hasattr(model, "parts"):
+    paths = getattr(model, "part_paths", None)
+    if paths is None:
         return {"model": ("",)}
-    paths = getattr(model, "part_paths", {part: (path,) for part, path in PART_PATHS.items()})
     return {part: tuple(f"{path}." for path in begins) for part, begins in paths.items()}
 
 
