@@ -433,7 +433,7 @@ def test_places_of_nodes() -> None:
     assert graph.fixed["x"] == {1: 3}
     with pytest.raises(ValueError, match="expected size 3 in axis 1"):
         graph.replay(image(1, 4, 8, 8))
-    with pytest.raises(TypeError, match="expected inputs like the example's"):
+    with pytest.raises(TypeError, match=r"\[1\] not in the example"):
         graph.replay(image(1, 3, 8, 8), image(1))
 
 
@@ -757,7 +757,10 @@ def test_members_of_a_call_are_found_by_their_keys():
     graph = capture(_Doubled(), ({"x": x, "y": y, "double": True},))
     other = {"double": True, "y": y, "x": x}
     assert torch.equal(graph.replay(other), _Doubled()(other))
-    with pytest.raises(TypeError, match=r"expected members \['x', 'y', 'double'\], got \['x', 'z'"):
+    with pytest.raises(
+        TypeError,
+        match=r"expected members \['x', 'y', 'double'\], got \['x', 'double'\]: \['y'\] m",
+    ):
         graph.replay({"x": x, "z": y, "double": True})
     with pytest.raises(ValueError, match=r"\['double'\]: the model was captured with True here"):
         graph.replay({"x": x, "y": y, "double": False})

@@ -181,3 +181,48 @@ class Pairs(nn.Module):
 def test_sizes_that_are_free_in_pairs(calibrated: Fixture, run: Fixture, tmp_path: Path) -> None:
     frames = [(torch.randn(9, 3), torch.arange(9) % n * 1.0) for n in (5, 7, 4)]
     held_to_the_integers(calibrated(Pairs(), *frames[0]), frames, run, tmp_path)
+
+
+class Fuses(nn.Module):
+    """A map and the points under it, out of a batch_dict that also gets the results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, batch_dict: dict[str, Any]) -> dict[str, Any]:
+        batch_dict["features"] = torch.relu(self.map(batch_dict["image"])) + batch_dict["bias"]
+        batch_dict["boxes"] = self.head(batch_dict["features"])
+        return batch_dict
+
+
+def frame_of_loader(seed: int) -> dict[str, Any]:
+    random = torch.Generator().manual_seed(seed)
+    return {
+        "frame_id": f"{seed}.bin",
+        "image": torch.randn(1, 3, 8, 8, generator=random),
+        "gt_boxes": torch.randn(1, seed, 7),
+        "calib": [object()],
+        "bias": torch.randn(1, 8, 1, 1, generator=random),
+    }
+
+
+@pytest.mark.parametrize("profile", ["tensorrt10", "tensorrt11", "onnxruntime", "horizon"])
+def test_members_that_are_not_read_are_no_inputs(
+    profile: str, calibrated: Fixture, run: Fixture, tmp_path: Path
+) -> None:
+    net, used = Fuses(), frame_of_loader(1)
+    model = calibrated(net, frame_of_loader(1))
+    with torch.no_grad():
+        net(used)
+    file = export_qdq_onnx(model, (used,), tmp_path / "net.onnx", profile)
+    assert [*file.inputs] == ["batch_dict_image", "batch_dict_bias"]
+    assert lint_onnx(file.path, profile) == []
+    other = frame_of_loader(5)
+    for frame in (other, {name: other[name] for name in ("image", "bias")}):
+        assert sum(row.unexplained for row in compare_qdq_onnx(file, model, (frame,))) == 0
+    if profile == "onnxruntime":
+        made, _ = run(file, other["image"], other["bias"])
+        wanted = simulate(model, (used,))(other)
+        for name, value in zip(file.outputs, made, strict=True):
+            torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-5)

@@ -27,6 +27,7 @@ from ._own_inputs import own_inputs
 from ._part import named_results, nodes_behind, part_of
 from ._program import as_module, module_of
 from ._quiet import evaluation, quiet
+from ._read_members import ReadMembers
 from ._registrations import registered_once
 from ._signature import (
     arguments,
@@ -35,8 +36,10 @@ from ._signature import (
     leaf_names,
     leaves,
     map_leaves,
+    members_of,
     rebuild,
     refilled,
+    refuse_other_members,
     same_constant,
 )
 from ._size_guards import Guard, Sizes, check_guards
@@ -56,6 +59,7 @@ __all__ = [
     "Guard",
     "OpSpec",
     "Opaque",
+    "ReadMembers",
     "Sizes",
     "all_finite",
     "alone",
@@ -76,6 +80,7 @@ __all__ = [
     "leaf_names",
     "leaves",
     "map_leaves",
+    "members_of",
     "module_of",
     "named_results",
     "nodes_behind",
@@ -89,6 +94,7 @@ __all__ = [
     "quiet",
     "rebuild",
     "refilled",
+    "refuse_other_members",
     "refuse_other_sizes",
     "refuse_unusable",
     "registered_once",

@@ -37,7 +37,8 @@ from ._graph import Graph
 from ._opaque import Opaque, opaque_modules, recorded
 from ._own_inputs import own_inputs, twin
 from ._quiet import evaluation, quiet
-from ._recall import recalled, remember, state_of
+from ._read_members import ReadMembers, read_members
+from ._recall import State, recalled, remember, state_of
 from ._signature import Arguments, Tree, arguments, flatten, rebuild
 from ._state import called, state_kept
 from ._tidy import NUMBERS, fixed_number, functional, tidy
@@ -59,9 +60,10 @@ def capture(
     stays what it is in the example, and
     every later frame is held to that; what it asks of the model's own parameters and buffers is
     answered as they stand. The model is not changed; it runs in evaluation mode and
-    without gradients. A graph that is still in use is answered again for the same model, unchanged,
-    and inputs of the same sizes; and what was followed of a model serves others of the same
-    structure, whose bits it gives.
+    without gradients. Of dictionaries and dataclasses in the arguments only the members that it
+    reads are inputs (`Graph.members`). A graph that is still in use is answered again for the same
+    model, unchanged, and inputs of the same sizes; and what was followed of a model serves others
+    of the same structure, whose bits it gives.
 
     Args:
         model: Any module. Sparse convolutions must run on bevquant's kernels
@@ -69,7 +71,8 @@ def capture(
         example_inputs: A tuple of positional inputs, a dict of named ones, or a single input:
             tensors, sparse tensors, dicts, numpy arrays, numbers, nested as the forward takes them.
         check: Replay the graph on the example and demand the model's own bits; a graph that
-            another capture made is always held to them.
+            another capture made is always held to them. False also means that all members of the
+            arguments are inputs.
         open_sizes: False fixes every size to the example's, for whoever reads the structure alone:
             a third of the time or less, as torch then computes no symbolic sizes.
 
@@ -95,21 +98,42 @@ def capture(
         raise CaptureError(
             "capture: example_inputs hold no tensor; give what one call of the model takes"
         )
+    state = state_of(model, given, open_sizes, check)
+    return recalled(model, given, state) or _captured(model, given, state, check, open_sizes, check)
+
+
+def _captured(
+    model: nn.Module,
+    given: Arguments,
+    state: State | None,
+    check: bool,
+    open_sizes: bool,
+    unread: bool,
+) -> Graph:
+    """A graph that is new.
+
+    Args:
+        model: The model.
+        given: Its arguments.
+        state: What the graph is remembered by.
+        check: As `capture` takes it.
+        open_sizes: As `capture` takes it.
+        unread: Whether members of the arguments that the forward does not read are left out.
+    """
     start = perf_counter()
-    state = state_of(model, given, open_sizes)
-    known = recalled(model, given, state)
-    if known is not None:
-        return known
     opaque: dict[str, Opaque] = {}
     numbers = open_sizes  # such as a batch size: open, unless the forward counts with them
     values: Exception | None = None  # what asks for numbers out of tensors, as in the example
     asked: nn.Module = model  # the twin that it comes from
     shares: list[dict[str, Any]] = []  # where int(…) takes one of an open number
     constants = Constants(model)
+    members = ReadMembers()
     # Tensors that are attributes are written to by a trace too.
     with state_kept(model), quiet():
+        if unread:
+            members = read_members(model, given)
         while True:
-            leaves, inputs = flatten(given, numbers=numbers)
+            leaves, inputs = flatten(members.required(given), numbers=numbers)
             met = len(shares)
             traced = twin(model)
             try:
@@ -139,15 +163,18 @@ def capture(
                 elif _counts(error) and any(o.has_open_sizes() for o in opaque.values()):
                     for entry in opaque.values():
                         entry.fix_sizes()
+                elif members.required(given) is not given and isinstance(error, _OF_MEMBERS):
+                    members, unread = ReadMembers(), False  # it reads them where nobody notes it
                 else:
                     if values is not None:
                         error, traced = values, asked
                     _close(model, traced, error, opaque, given)
                     values = None
+                    members = read_members(model, given, opaque) if unread else members
     tidy(program.graph_module, model)
     graph = Graph(
         model, program, inputs, result, opaque, conditions_of(program.graph.nodes),
-        constants.taken, decided=values is not None,
+        constants.taken, decided=values is not None, members=members,
     )  # fmt: skip
     made = [v.meta.get("val") if isinstance(v, fx.Node) else v for v in graph.outputs]
     if not any(isinstance(value, Tensor) for value in made):
@@ -161,12 +188,14 @@ def capture(
     took = perf_counter() - start
     if check:
         try:
-            graph.check(example_inputs)
+            graph.check(given[1] or given[0])
         except CaptureError:
+            if members.required(given) is not given:
+                return _captured(model, given, state, check, open_sizes, unread=False)
             if not open_sizes:
                 raise
             # It may ask about sizes where torch does not see it, as by the text of one.
-            return capture(model, example_inputs, open_sizes=False)
+            return capture(model, given[1] or given[0], open_sizes=False)
     remember(model, state, graph, took, by_values=values is not None or bool(constants.taken))
     return graph
 
@@ -396,6 +425,7 @@ def _by_sizes(error: BaseException | None) -> bool:
     return False
 
 
+_OF_MEMBERS = (LookupError, AttributeError, TypeError)  # by one that is left out
 _SIZES = re.compile(r"\bs\d+\b|\bsymbolic shape\b|\bSymInt\b")
 
 

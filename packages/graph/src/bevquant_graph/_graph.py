@@ -18,7 +18,8 @@ from ._faults import CaptureError, author_line, first_fault
 from ._opaque import OPAQUE, Opaque, fixed_sizes, opaque_call, refuse_other_sizes
 from ._own_inputs import own_inputs
 from ._quiet import evaluation
-from ._signature import Tree, arguments, flatten, leaf_names, matched, rebuild
+from ._read_members import ReadMembers
+from ._signature import Arguments, Tree, arguments, flatten, leaf_names, matched, rebuild
 from ._size_guards import Guard, check_guards
 from ._state import state_kept
 from ._tidy import NUMBERS, SHELL, fixed_number, inside
@@ -39,6 +40,7 @@ class Graph:
         conditions: What torch specialised the graph on, in symbols of sizes; see `guards`.
         placeholders: Nodes of the inputs, in the order of their leaves.
         outputs: Nodes (or numbers) that are returned, in the order of their leaves.
+        members: Which members of dictionaries and dataclasses a call must have.
         writes: Buffers (by path) and inputs (by name) that the forward writes to.
         decided: Whether numbers out of tensors decide what is computed (a branch, the length of a
             loop): the graph is then that of the example's numbers, and its requirements say so.
@@ -55,10 +57,11 @@ class Graph:
         taken: Mapping[str, Tensor] | None = None,
         *,
         decided: bool = False,
+        members: ReadMembers | None = None,
     ) -> None:
         self.model, self.program = model, program
         self.inputs, self.result, self.opaque = inputs, result, dict(opaque)
-        self.conditions = conditions
+        self.conditions, self.members = conditions, members or ReadMembers()
         self._taken, self.decided = dict(taken or {}), decided
         self._constants: dict[fx.Node, str] = {}
         self.placeholders: list[fx.Node] = []
@@ -211,7 +214,7 @@ class Graph:
         program = bound(self.program, model)
         return Graph(
             model, program, self.inputs, self.result, self.opaque, self.conditions, self._taken,
-            decided=self.decided,
+            decided=self.decided, members=self.members,
         )  # fmt: skip
 
     # Running
@@ -219,12 +222,17 @@ class Graph:
     def replay(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph on other inputs of the example's structure.
 
+        Of dictionaries and dataclasses only the members that the forward reads are required. The
+        arguments stay as they are: what the forward writes into a container is in the container
+        that is returned, beside the members that the caller gave and the forward does not read.
+
         Raises:
             TypeError: The arguments have another structure than the example inputs.
             ValueError: Sizes with which the forward goes another way; condition, file and line are
                 named.
         """
-        return rebuild(self.result, self._run(self._checked((args, kwargs))))
+        given = args, kwargs
+        return self.members.handed_on(rebuild(self.result, self._run(self._checked(given))), given)
 
     def check(self, example_inputs: Any) -> None:
         """Demand that the graph gives the model's own bits.
@@ -232,12 +240,13 @@ class Graph:
         Raises:
             CaptureError: It does not; the first module that departs is named.
         """
-        leaves = self.leaves(example_inputs)
+        given = arguments(example_inputs)
+        leaves = self._checked(given)
         with evaluation(self.model), torch.no_grad():
             with state_kept(self.model) as noted:
-                wanted, _ = flatten(self._called(leaves))
-            if any(noted) and self._remembers(leaves):
-                raise CaptureError(self._unlike("the next frame's output", leaves))
+                wanted, _ = flatten(self.members.made(self._called(given)))
+            if any(noted) and self._remembers(given):
+                raise CaptureError(self._unlike("the next frame's output", given))
             made = self._run(own_inputs(leaves))
         values = [v for v in made if isinstance(v, Tensor)]
         tensors = [v for v in wanted if isinstance(v, Tensor)]
@@ -248,38 +257,38 @@ class Graph:
             )
         for index, (one, other) in enumerate(zip(tensors, values, strict=True)):
             if not _same_bits(one, other):
-                raise CaptureError(self._unlike(f"output {index}", leaves))
+                raise CaptureError(self._unlike(f"output {index}", given))
 
-    def _unlike(self, what: str, leaves: list[Any]) -> str:
+    def _unlike(self, what: str, given: Arguments) -> str:
         return (
             f"capture: {what} of the graph of {type(self.model).__name__} is not the model's: "
-            f"{self._fault(leaves)}"
+            f"{self._fault(given)}"
         )
 
-    def _called(self, leaves: list[Any]) -> Any:
+    def _called(self, given: Arguments) -> Any:
         """What the model returns, which may note something meanwhile."""
-        args, kwargs = rebuild(self.inputs, own_inputs(leaves))
-        return self.model(*own_inputs(args, None), **own_inputs(kwargs, None))
+        args, kwargs = own_inputs(given)
+        return self.model(*args, **kwargs)
 
-    def _remembers(self, leaves: list[Any]) -> bool:
+    def _remembers(self, given: Arguments) -> bool:
         """Whether a second call gives other values than the first."""
         with state_kept(self.model):
-            first, second = (flatten(self._called(leaves))[0] for _ in range(2))
+            first, second = (flatten(self._called(given))[0] for _ in range(2))
         return not all(map(_same_bits, filter(_is_tensor, first), filter(_is_tensor, second)))
 
-    def _fault(self, leaves: list[Any]) -> str:
+    def _fault(self, given: Arguments) -> str:
         """Why the graph gives other values than the model, as far as can be told."""
 
         def run() -> None:
             with evaluation(self.model), torch.no_grad():
-                self._called(leaves)
+                self._called(given)
 
         taken = next((self.describe(n) for n in self._numbers()), "")
         counts = f"; it takes a number out of a tensor: {taken}" if taken else ""
         with state_kept(self.model):
             fault = first_fault(self.model, run)
         return fault or (
-            f"{self._departure(leaves) or 'no module departs alone'}; its forward decides by "
+            f"{self._departure(given) or 'no module departs alone'}; its forward decides by "
             f"something that is no input, such as a counter or a random number{counts}"
         )
 
@@ -292,14 +301,9 @@ class Graph:
         """
         return self._checked(arguments(inputs))
 
-    def _checked(self, given: Any) -> list[Any]:
+    def _checked(self, given: Arguments) -> list[Any]:
         numbers = any(not isinstance(n.meta.get("val"), Tensor) for n in self.placeholders)
-        leaves, tree = flatten(given, numbers=numbers)
-        if len(leaves) != len(self.placeholders):
-            raise TypeError(
-                f"expected inputs like the example's with {len(self.placeholders)} tensors "
-                f"({', '.join(self.input_names)}), got {len(leaves)}"
-            )
+        leaves, tree = flatten(self.members.required(given), numbers=numbers)
         leaves = [leaves[place] for place in matched(self.inputs, tree, "inputs")]
         sizes = {
             name: leaf.shape if isinstance(leaf, Tensor) else leaf
@@ -347,7 +351,7 @@ class Graph:
         """What takes numbers out of tensors."""
         return (node for node in self.operations if str(node.target) in NUMBERS)
 
-    def _departure(self, leaves: list[Any]) -> str:
+    def _departure(self, given: Arguments) -> str:
         """The first module of the model whose output the graph never makes."""
         seen: set[tuple[Any, ...]] = set()
 
@@ -355,7 +359,7 @@ class Graph:
             flat = value.detach().double().flatten()
             return tuple(value.shape), float(flat.sum()), float(flat.abs().sum())
 
-        self._run(own_inputs(leaves), lambda v: seen.add(print_of(v)))
+        self._run(own_inputs(self._checked(given)), lambda v: seen.add(print_of(v)))
         missing: list[str] = []
         handles = []
         for path, module in self.model.named_modules():
@@ -368,7 +372,7 @@ class Graph:
                 handles.append(module.register_forward_hook(look))
         try:
             with torch.no_grad(), state_kept(self.model):
-                self._called(leaves)
+                self._called(given)
         finally:
             for handle in handles:
                 handle.remove()

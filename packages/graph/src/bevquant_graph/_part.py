@@ -19,6 +19,7 @@ from torch.export.graph_signature import (
 
 from ._graph import Graph
 from ._opaque import OPAQUE
+from ._read_members import ReadMembers
 from ._signature import Constant, Leaf, Nested, Sparse, Tree
 
 _SIZE = torch.ops.aten.sym_size.int
@@ -153,7 +154,11 @@ class _Part:
             for path, entry in self.whole.opaque.items()
             if any(call.key in calls for call in entry.calls)
         }
-        return Graph(self.whole.model, program, inputs, tree, opaque, self.whole.conditions)
+        asked = {} if self.given is not None else self.whole.members.asked
+        return Graph(
+            self.whole.model, program, inputs, tree, opaque, self.whole.conditions,
+            members=ReadMembers(asked),
+        )  # fmt: skip
 
     def _result(self, value: Tree | fx.Node, outputs: list[Any]) -> Tree:
         """A result with its leaves counted anew."""

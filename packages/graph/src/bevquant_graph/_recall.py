@@ -38,6 +38,7 @@ from torch.export import ExportedProgram
 
 from ._conditions import Condition
 from ._graph import Graph, bound
+from ._read_members import ReadMembers
 from ._signature import Arguments, Tree, flatten
 
 _KEPT = 128
@@ -72,6 +73,7 @@ class _Followed:
     inputs: Tree
     result: Tree
     conditions: tuple[Condition, ...]
+    members: ReadMembers
     seconds: float
 
 
@@ -126,7 +128,7 @@ def remember(
     }
     program._example_inputs = None
     _PROGRAMS[state.structure] = _Followed(
-        state, program, graph.inputs, graph.result, graph.conditions, seconds
+        state, program, graph.inputs, graph.result, graph.conditions, graph.members, seconds
     )
     if len(_PROGRAMS) > _KEPT:
         _PROGRAMS.popitem(last=False)
@@ -151,25 +153,27 @@ def _bound(known: _Followed | None, model: nn.Module, state: State) -> Graph | N
         return None
     _PROGRAMS.move_to_end(state.structure)
     program = bound(known.program, model)
-    graph = Graph(model, program, known.inputs, known.result, {}, known.conditions)
+    graph = Graph(
+        model, program, known.inputs, known.result, {}, known.conditions, members=known.members
+    )
     _LAST[model] = state, ref(graph)
     return graph
 
 
-def state_of(model: nn.Module, given: Arguments, open_sizes: bool) -> State | None:
+def state_of(model: nn.Module, given: Arguments, *settings: bool) -> State | None:
     """What a capture goes by; None where it cannot be told.
 
     Args:
         model: The model.
         given: Its arguments.
-        open_sizes: Whether sizes are to stay open.
+        settings: Of the capture: whether sizes stay open, and whether members are all required.
     """
-    leaves, tree = flatten(given)
-    sizes = [(leaf.shape, leaf.stride(), str(leaf.dtype), str(leaf.device)) for leaf in leaves]
     forwards: list[Any] = [type(module).forward for module in model.modules()]
     try:
+        leaves, tree = flatten(given)
+        sizes = [(leaf.shape, leaf.stride(), str(leaf.dtype), str(leaf.device)) for leaf in leaves]
         writer = _Writer(chain(model.parameters(), model.buffers()))
-        writer.dump((model, [id(f) for f in forwards], tree, sizes, open_sizes))
+        writer.dump((model, [id(f) for f in forwards], tree, sizes, settings))
     except Exception:  # a lock, a generator: whatever has no written form
         return None
     return State(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -115,6 +115,23 @@ def flatten(value: Any, *, numbers: bool = False) -> tuple[list[Any], Tree]:
     return leaves, visit(value)
 
 
+def members_of(value: Any) -> dict[Any, Any] | None:
+    """Members of a container by their keys, of lists and tuples by their places.
+
+    Returns:
+        None for what is no mapping, list, tuple or dataclass.
+
+    Example:
+        >>> members_of({"image": 1}), members_of([2, 3]), members_of(4)
+        ({'image': 1}, {0: 2, 1: 3}, None)
+    """
+    found = _members(value)
+    if found is None:
+        return None
+    keys, members = found
+    return dict(zip(range(len(members)) if keys is None else keys, members, strict=True))
+
+
 def _members(value: Any) -> tuple[tuple[Any, ...] | None, tuple[Any, ...]] | None:
     """Keys (or None) and members of a container; None for what is no container."""
     if isinstance(value, Mapping):
@@ -172,10 +189,26 @@ def matched(wanted: Tree, given: Tree, where: str) -> Iterator[int]:
     else:
         found = _by_key(given) if isinstance(given, Nested) else {}
         members = _by_key(wanted)
-        if members.keys() != found.keys():
-            raise TypeError(f"{where}: expected members {[*members]}, got {[*found]}")
+        refuse_other_members(members, found, where)
         for key, member in members.items():
             yield from matched(member, found[key], f"{where}[{key!r}]")
+
+
+def refuse_other_members(wanted: Collection[Any], given: Collection[Any], where: str) -> None:
+    """Refuse a container with other keys than the example has, of those that the forward asks for.
+
+    Raises:
+        TypeError: Keys are missing, or there are others; they are named.
+    """
+    missing = [key for key in wanted if key not in given]
+    others = [key for key in given if key not in wanted]
+    if missing or others:
+        raise TypeError(
+            f"{where}: expected members {[*wanted]}, got {[*given]}: "
+            + (f"{missing} missing" if missing else "")
+            + (" and " if missing and others else "")
+            + (f"{others} not in the example; the forward asks for them" if others else "")
+        )
 
 
 def _by_key(tree: Nested) -> dict[Any, Tree]:

@@ -153,6 +153,7 @@ def compared(
     """
     profile = profile_of(file.profile)
     halves = _half_inputs(content) if profile.half else set()
+    args = integer.program.members.required_inputs(args)
     args = in_half(args, file.inputs, halves) if halves else args
     given = zip(file.inputs, _tensors(args), strict=True)
     inputs = {

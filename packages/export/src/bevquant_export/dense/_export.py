@@ -235,7 +235,8 @@ def _half(
     apart: set[str] = set()
     if verify and typed.halves:
         content = typed.proto.SerializeToString()
-        for given in hard_inputs(args, list(file.inputs), known):
+        required = source.integer.program.members.required_inputs(args)
+        for given in hard_inputs(required, list(file.inputs), known):
             apart |= departing(file, content, source.integer, given, integer_sums=integer_sums)
     return half_typed(proto, known, apart) if apart else typed
 

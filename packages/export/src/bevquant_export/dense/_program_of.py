@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from bevquant_graph import is_sparse_tensor
+from bevquant_graph import is_sparse_tensor, members_of
 from bevquant_int8sim import IntegerModel, simulate
 from bevquant_int8sim.program import PROGRAM_READERS, Program, Ref, Step, arguments, names_in
 
@@ -175,9 +175,7 @@ def bound(program: Program, args: Any) -> Iterator[tuple[str, Any]]:
 def _bound(wanted: Any, given: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(wanted, Ref):
         yield wanted.name, given
-    elif isinstance(wanted, Mapping):
-        for key, item in wanted.items():
-            yield from _bound(item, given[key])
-    elif isinstance(wanted, list | tuple):
-        for item, value in zip(wanted, given, strict=True):
-            yield from _bound(item, value)
+    else:
+        members = members_of(given) or {}
+        for key, item in (members_of(wanted) or {}).items():
+            yield from _bound(item, members[key])

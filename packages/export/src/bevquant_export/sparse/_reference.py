@@ -68,6 +68,7 @@ def reference_of(
         elif made and isinstance(made[0], Tensor) and made[0].dim() == 2:
             waiting[name] = step, made[0]
 
+    inputs = integers.program.members.required_inputs(inputs)
     result, _ = integers.run(inputs, record=False, observe=see)
     return found, result, places
 

@@ -21,7 +21,7 @@ from bevquant_int8sim.model._execute import execute
 from bevquant_int8sim.model._fast_program import dequantize_late, fuse_residuals, sort_rows
 from bevquant_int8sim.model._form import ACCUMULATORS, Form, Integers
 from bevquant_int8sim.model._program import FloatFallback, Program, Ref, Step, names_in, replaced
-from bevquant_int8sim.model._signature import bind
+from bevquant_int8sim.model._signature import Arguments, bind
 from bevquant_int8sim.model._traced_source import Source
 from bevquant_quantizers.documents import text_table
 
@@ -121,13 +121,18 @@ class IntegerModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run on one set of inputs, structured like the example inputs.
 
+        Of dictionaries and dataclasses only the members that the forward reads are required. The
+        arguments stay as they are: what the forward writes into a container is in the container
+        that is returned, beside the members that the caller gave and the forward does not read.
+
         Raises:
             TypeError: Other inputs than the example inputs had.
             ValueError: Inputs that a step cannot take (its module is named), another value where
                 the traced model had a constant, or sizes with which the forward goes another way
                 (condition, file and line).
         """
-        values, sizes = self._begin(self._fast, args, kwargs)
+        given = args, kwargs
+        values, sizes = self._begin(self._fast, given)
 
         def by_step(number: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
             return self._execute(self._fast, number, values, sizes)
@@ -141,7 +146,7 @@ class IntegerModel:
             else:
                 row.run(values, self.backend, by_step)
                 number = row.numbers.stop
-        return self._end(self._fast, values, sizes)
+        return self._end(self._fast, values, sizes, given)
 
     def walk(self, inputs: Any) -> Walk:
         """Run step by step, as fast as the caller asks for the next one.
@@ -161,11 +166,11 @@ class IntegerModel:
             TypeError: Other inputs than the example inputs had.
             ValueError: As of a call.
         """
-        args, kwargs = arguments(inputs)
-        values, sizes = self._begin(self.program, args, kwargs)
+        given = arguments(inputs)
+        values, sizes = self._begin(self.program, given)
         for number, step in enumerate(self.program.steps):
             yield step, *self._execute(self.program, number, values, sizes, keep=True)
-        return self._end(self.program, values, sizes)
+        return self._end(self.program, values, sizes, given)
 
     def run(
         self, inputs: Any, *, record: bool = True, observe: Observer | None = None
@@ -200,9 +205,7 @@ class IntegerModel:
 
         return exhausted(self.walk(inputs), see), found
 
-    def _begin(
-        self, program: Program, args: Any, kwargs: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], Sizes]:
+    def _begin(self, program: Program, given: Arguments) -> tuple[dict[str, Any], Sizes]:
         """Constants and inputs by name, and the sizes of the inputs.
 
         Raises:
@@ -210,7 +213,7 @@ class IntegerModel:
         """
         values: dict[str, Any] = dict(program.constants)
         sizes: dict[str, tuple[int, ...] | int] = {}
-        for name, value in bind(program.signature, args, kwargs).items():
+        for name, value in bind(program.signature, *program.members.required(given)).items():
             coords = program.sparse_inputs.get(name)
             if (coords is not None) != is_sparse_tensor(value):
                 expected = "sparse tensor" if coords is not None else "tensor"
@@ -266,10 +269,12 @@ class IntegerModel:
             del values[name]
         return given, made
 
-    def _end(self, program: Program, values: Mapping[str, Any], sizes: Sizes) -> Any:
+    def _end(
+        self, program: Program, values: Mapping[str, Any], sizes: Sizes, given: Arguments
+    ) -> Any:
         """What a call returns."""
         _check_agreement(program, sizes)  # a layer that cannot take them has said so by now
-        return _given(program.result, values)
+        return program.members.handed_on(_given(program.result, values), given)
 
     def _kept(self, made: tuple[Any, ...]) -> tuple[Any, ...]:
         """What a step made, taken before anything behind it can write over it."""

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from bevquant_graph import Guard
+from bevquant_graph import Guard, ReadMembers
 from bevquant_int8sim.model._form import Form, Integers, TensorType
 from bevquant_int8sim.model._json_values import from_json
 from bevquant_int8sim.model._program import Program, Step, Value
@@ -125,12 +125,20 @@ class _StepData(msgspec.Struct):
     module: Any = None
 
 
+class _MembersData(msgspec.Struct):
+    """Of `ReadMembers`, as `_json_values` writes it; none of earlier versions."""
+
+    asked: Any = []
+    handed: Any = []
+
+
 class _ProgramData(msgspec.Struct):
     signature: Any
     sparse_inputs: dict[str, str]
     result: Any
     values: dict[str, _ValueData]
     steps: list[_StepData]
+    members: _MembersData = msgspec.field(default_factory=_MembersData)
     guards: list[Any] = []
     fixed: dict[str, list[tuple[Size, Size]]] = {}  # of earlier versions, which had no guards
     operations: dict[str, Count] = {}
@@ -192,6 +200,9 @@ def _program(
     program = Program(
         signature=signature,
         sparse_inputs=data.sparse_inputs,
+        members=ReadMembers(
+            dict(from_json(data.members.asked)), tuple(from_json(data.members.handed))
+        ),
         guards=(
             *map(Guard.from_json, data.guards),
             *(

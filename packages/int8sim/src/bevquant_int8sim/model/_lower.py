@@ -73,6 +73,7 @@ class _Lowering:
             signature=self.all.signature,
             sparse_inputs=self.all.sparse_inputs,
             guards=self.all.guards,
+            members=self.all.members,
             steps=tuple(self.steps),
             values=self.values,
             result=self._float_args(self.all.result),

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from bevquant_graph import Guard
+from bevquant_graph import Guard, ReadMembers
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form, Integers, RequiredType
 from bevquant_int8sim.model._program import names_in
 from bevquant_int8sim.model._quantized_layer import Layer
@@ -76,6 +76,7 @@ class Operations:
         hosts: Names of what is no tensor: coordinates, sizes, numbers.
         nodes: Names of tensors to the nodes of the graph.
         guards: Conditions on the sizes of inputs under which this is the model.
+        members: Which members of the arguments the model reads.
     """
 
     operations: tuple[Operation, ...]
@@ -85,6 +86,7 @@ class Operations:
     hosts: frozenset[str]
     nodes: Mapping[str, fx.Node]
     guards: tuple[Guard, ...]
+    members: ReadMembers
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevquant_graph import Guard, refilled
+from bevquant_graph import Guard, ReadMembers, refilled
 from bevquant_int8sim.model._form import Form
 from bevquant_int8sim.model._method import torch_operator
 
@@ -143,6 +143,8 @@ class Program:
             ``(positional, keyword)``.
         sparse_inputs: Inputs that are sparse tensors: name of the features to that of the
             coordinates.
+        members: Which members of dictionaries and dataclasses a call must have, and which others it
+            returns; without entries all.
         guards: Conditions on the sizes of the inputs under which the program is the model; of a
             sparse input the features, ``<coordinates>.indices`` and ``<coordinates>.batch_size``.
         steps: In order.
@@ -163,6 +165,7 @@ class Program:
     origin: str = ""
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     guards: tuple[Guard, ...] = ()
+    members: ReadMembers = field(default_factory=ReadMembers)
     operations: dict[str, int] = field(default_factory=dict)
 
     @property

@@ -68,6 +68,7 @@ class _Reader(GraphValues):
             hosts=frozenset(self._hosts),
             nodes=self.nodes,
             guards=self.guards,
+            members=self.graph.members,
         )
 
     def _visit(self, node: fx.Node, spec: OpSpec) -> Any:

@@ -77,6 +77,10 @@ def to_document(program: Program) -> tuple[dict[str, Any], dict[str, Tensor]]:
     data = {
         "signature": to_json(program.signature),
         "sparse_inputs": dict(program.sparse_inputs),
+        "members": {
+            "asked": to_json([*program.members.asked.items()]),
+            "handed": to_json([*program.members.handed]),
+        },
         "guards": [guard.to_json() for guard in program.guards],
         "result": to_json(program.result),
         "values": {

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bevquant_graph import is_sparse_tensor, same_constant
+from bevquant_graph import is_sparse_tensor, members_of, refuse_other_members, same_constant
 from bevquant_int8sim.model._program import Ref
 
 __all__ = ["bind"]
@@ -21,13 +21,6 @@ def _is_number(value: object) -> bool:
 
 def _is_value(value: object) -> bool:
     return isinstance(value, Tensor | Ref) or is_sparse_tensor(value) or _is_number(value)
-
-
-def _children(value: Any) -> Any:
-    """Members of a container, with their keys."""
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return list(enumerate(value))
-    return list(value.items()) if isinstance(value, dict) else None
 
 
 def bind(signature: Arguments, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +53,7 @@ def _bind(wanted: Any, got: Any, where: str, found: dict[str, Any]) -> None:
             raise TypeError(f"{where}: expected a tensor or a number, got {type(got).__name__}")
         found[wanted.name] = got
         return
-    children = _children(wanted)
+    children = members_of(wanted)
     if children is None:
         if not same_constant(wanted, got):
             raise ValueError(
@@ -68,10 +61,9 @@ def _bind(wanted: Any, got: Any, where: str, found: dict[str, Any]) -> None:
                 "it again with example inputs like these"
             )
         return
-    others = _children(got)
-    theirs = dict(others or ())
-    if others is None or dict(children).keys() != theirs.keys():
-        have = "nothing that has members" if others is None else [*theirs]
-        raise TypeError(f"{where}: expected members {[k for k, _ in children]}, got {have}")
-    for key, child in children:
+    theirs = members_of(got)
+    if theirs is None:
+        raise TypeError(f"{where}: expected members {[*children]}, got {type(got).__name__}")
+    refuse_other_members(children, theirs, where)
+    for key, child in children.items():
         _bind(child, theirs[key], f"{where}[{key!r}]", found)

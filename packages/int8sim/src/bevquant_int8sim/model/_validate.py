@@ -135,6 +135,7 @@ def validate(program: Program) -> None:
     """
     known = set(names_in(program.signature)) | set(program.sparse_inputs.values())
     known |= set(program.constants)
+    program.members.refuse_misplaced(program.signature, program.result)
     for name, value in program.values.items():
         if isinstance(value.form, Integers):
             _check_form(name, value.form)
