@@ -97,7 +97,9 @@ def fill_weights(
         }
         return about, made
     with clock.step("load weights"):
-        report = load_weights(model, config.weights, layout=config.weight_layout)
+        report = load_weights(
+            model, config.weights, layout=config.weight_layout, key=config.weight_entry
+        )
     LOG.info("%s: %s", config.weights, report)
     return {
         "source": str(config.weights),

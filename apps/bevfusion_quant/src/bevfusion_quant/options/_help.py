@@ -26,7 +26,7 @@ GROUPS = {
         "nonfinite", "held_out",
     ),
     "model": (
-        "config", "branch", "stage", "weights", "weight_layout", "start", "seed",
+        "config", "branch", "stage", "weights", "weight_entry", "weight_layout", "start", "seed",
     ),
     "calibration": (
         "method", "calibration_frames", "rounding", "bias_correction", "allow_poor_calibration",

@@ -37,8 +37,10 @@ class TargetOptions:
             and camera-detector, all but the head of a detector of one sensor, as `train` makes
             them. By default lidar for --points, all for --dataset.
         method: How activation ranges are chosen; mse by default, for a BPU percentile.
-        weights: mit-bevfusion state dict (.pth or .safetensors), or trained for the weights that
-            come with the package; random weights without it.
+        weights: Checkpoint of mit-bevfusion or mmdetection3d, or trained for the weights that come
+            with the package; random weights without it.
+        weight_entry: Which entry of that file to read, such as ema_state_dict; by default the
+            usual one.
         weight_layout: How that file stores sparse weights; auto takes it from the shapes where they
             allow one layout only.
         seed: Seed of random weights.
@@ -51,6 +53,7 @@ class TargetOptions:
     branch: Branch | None = None
     method: Method | None = None
     weights: Path | None = None
+    weight_entry: str | None = None
     weight_layout: WeightLayout = "auto"
     seed: int = 0
     calibration_frames: int = 0

@@ -424,7 +424,7 @@ def _read(path: str | Path, key: str | None, ema: bool | None) -> Checkpoint:
     try:
         return read_checkpoint(path, "state dict", key=key, ema=ema)
     except DocumentError as error:
-        raise InputError(str(error)) from error
+        raise InputError(str(error).replace("`key`", "`key` (--weight-entry)")) from error
 
 
 def _source_layout(
