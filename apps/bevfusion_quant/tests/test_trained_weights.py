@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,10 @@ from bevfusion.model import (
     trained_weights,
 )
 from bevfusion_quant import InputError
+from bevfusion_quant.options import PtqConfig
 from bevfusion_quant.ptq import FrameBatches
+from bevfusion_quant.run import Clock
+from bevfusion_quant.stages import fill_weights
 from bevfusion_quant.train import targets_of
 
 
@@ -68,3 +72,20 @@ def test_it_finds_the_cars_of_a_street_it_never_saw(path: Path) -> None:
     assert len(cars) > 5
     assert (apart.min(1) < 2).mean() > 0.6  # found
     assert (apart.min(0) < 4).mean() > 0.5  # not invented
+
+
+def test_a_framework_s_checkpoint_is_read_by_its_entry(path: Path, tmp_path: Path) -> None:
+    if importlib.util.find_spec("spconv") is None:
+        pytest.skip("spconv is not installed")
+    model = build_model(CONFIGS["tiny"], ("lidar",))
+    load_weights(model, path)
+    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    theirs = {n.replace("encoders.lidar.backbone", "pts_middle_encoder"): t for n, t in own.items()}
+    other = {name: tensor + 1 for name, tensor in theirs.items()}
+    torch.save({"state_dict": other, "mine": theirs, "meta": {"epoch": 3}}, tmp_path / "e.pth")
+    config = PtqConfig(config="tiny", weights=tmp_path / "e.pth", weight_entry="mine")
+    about, _ = fill_weights(model, config, (), Clock())
+    assert (about["entry"], about["names"]) == ("mine", "mmdet3d-bevfusion")
+    assert all(torch.equal(tensor, own[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(InputError, match=r"no entry 'theirs'.*state_dict \(\d+\), mine"):
+        fill_weights(model, replace(config, weight_entry="theirs"), (), Clock())
