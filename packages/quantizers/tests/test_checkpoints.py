@@ -212,6 +212,22 @@ def test_types_views_and_shared_memory(tmp_path):
     )
 
 
+@pytest.mark.filterwarnings("ignore")  # quantized tensors are deprecated
+def test_tensors_of_other_kinds_are_passed_over(tmp_path):
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    many = {f"x{i:03}": Bomb(os.getcwd) for i in range(30)}
+    state = {"w": torch.ones(2), "q": quantized, "s": torch.eye(3).to_sparse()}
+    torch.save({"state_dict": state, "many": many}, tmp_path / "w.pth")
+    found = read_checkpoint(tmp_path / "w.pth")
+    assert list(found.tensors) == ["w"]
+    assert found.passed_over["state_dict.q"] == "torch._utils._rebuild_qtensor"
+    assert found.passed_over["state_dict.s"] == "torch._utils._rebuild_sparse_tensor"
+    assert str(found).splitlines()[-1] == "and 13 more"
+    torch.save(state, tmp_path / "w.pth", _use_new_zipfile_serialization=False)
+    with pytest.raises(DocumentError, match=r"numbers of the type torch\.QInt8Storage"):
+        read_checkpoint(tmp_path / "w.pth")
+
+
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 def test_plain_pickles_of_numpy_arrays(tmp_path, protocol):
     arrays = {

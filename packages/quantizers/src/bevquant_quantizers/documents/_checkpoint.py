@@ -33,6 +33,7 @@ from ._json import DocumentError, a, read_content
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _UNPACKED = 16  # times the file: weights hardly shrink, a zip bomb does
+_SHOWN = 20  # lines of what was passed over
 _LARGEST_PICKLE = 1 << 28
 _COUNTERS = ("steps", "n_averaged")  # of averaged models, beside the names under `module.`
 _WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.|_fsdp_wrapped_module\.|_forward_module\.)+")
@@ -70,8 +71,9 @@ class Checkpoint:
     def __str__(self) -> str:
         kind = {True: ", averaged (EMA)", False: ", not averaged", None: ""}[self.averaged]
         lines = [f"{len(self.tensors)} tensors of {self.entry or 'the file itself'}{kind}"]
-        lines += [f"passed over: {path} ({kind})" for path, kind in self.passed_over.items()]
-        return "\n".join(lines)
+        over = [f"passed over: {path} ({kind})" for path, kind in self.passed_over.items()]
+        more = [f"and {len(over) - _SHOWN} more"] if len(over) > _SHOWN else []
+        return "\n".join([*lines, *over[:_SHOWN], *more])
 
 
 def read_checkpoint(
@@ -313,13 +315,16 @@ def _opened_zip(archive: zipfile.ZipFile, size: int) -> tuple[Any, _Loader]:
     return content, _loader(numbers)
 
 
-def _storage(identity: Any) -> Storage:
-    """The persistent id of a storage: ("storage", type, key, location, size, …)."""
+def _storage(identity: Any) -> Any:
+    """The storage of a persistent id, ("storage", type, key, location, size, …).
+
+    One of a type that is not read, such as a quantized one, is an unknown object.
+    """
     mark, kind, key, _, size = identity[:5]
-    dtype = dtype_named(kind.name) if isinstance(kind, Global) else None
-    if mark != "storage" or dtype is None or int(size) < 0 or identity[5:] not in ((), (None,)):
+    if mark != "storage" or int(size) < 0 or identity[5:] not in ((), (None,)):
         raise ValueError("a persistent id that is no storage")
-    return Storage(str(key), dtype, int(size))
+    dtype = dtype_named(kind.name)
+    return Opaque(kind.name) if dtype is None else Storage(str(key), dtype, int(size))
 
 
 def _opened_pickle(stream: io.BytesIO) -> tuple[Any, _Loader]:
@@ -334,6 +339,8 @@ def _opened_pickle(stream: io.BytesIO) -> tuple[Any, _Loader]:
 
     def noted(identity: Any) -> Storage:
         storage = _storage(identity)
+        if isinstance(storage, Opaque):  # its length is not known, nor where the next one begins
+            raise DocumentError(f"it holds numbers of the type {storage.name}, which is not read")
         return storages.setdefault(storage.key, storage)
 
     content = read_pickle(stream, noted)

@@ -133,6 +133,8 @@ _STORAGES = {
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> Any:
     """`_rebuild_tensor`, `_v2` (requires_grad, hooks) and `_v3` (…, dtype)."""
+    if isinstance(storage, Opaque):
+        return storage
     if not isinstance(storage, Storage):
         raise TypeError("a tensor without a storage")
     dtype, offset, limit = storage.dtype, int(offset), storage.size
