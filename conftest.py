@@ -6,6 +6,8 @@ import gc
 import logging
 import os
 import pickle
+import sys
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,10 +27,21 @@ gc.disable()  # until all is imported and collected
 
 
 def pytest_addoption(parser):
-    """`--first-cases`, by which the isolated sessions of a change are short."""
+    """`--first-cases`, by which the isolated sessions of a change are short; `--standin`."""
     parser.addoption(
         "--first-cases", action="store_true", help="run the first case of each test alone"
     )
+    parser.addoption(
+        "--standin", action="store_true", help="bevquant_sparse stands in for an absent spconv"
+    )
+
+
+def pytest_sessionstart(session):
+    """The stand-in is in place before a test asks for spconv, and after conftests are loaded."""
+    if session.config.getoption("standin"):
+        from bevquant_sparse import use_standin
+
+        use_standin()
 
 
 @pytest.hookimpl(trylast=True)  # when their order is random
@@ -106,6 +119,25 @@ def threads(request):
 
     torch.set_num_threads(request.param)
     return request.param
+
+
+@pytest.fixture(scope="session")
+def spconv():
+    """`spconv.pytorch`, or with `--standin` its stand-in."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecations in spconv's own import
+        return pytest.importorskip("spconv.pytorch", reason="the spconv extra is not installed")
+
+
+@pytest.fixture
+def spconv_numbers(spconv):
+    """`spconv.pytorch` as an oracle: on one thread, as its CPU kernels race with more."""
+    if hasattr(sys.modules["spconv"], "STANDIN"):
+        pytest.skip("compares with spconv's own kernels, and spconv is absent")
+    import torch
+
+    torch.set_num_threads(1)
+    return spconv
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import spconv_at_hand  # noqa: F401
 import torch
 from metric_scenes import detections, labels
 from nuscenes_mini import LIDAR, about_z, ego_at, quaternion, write_mini

@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-import spconv_at_hand  # noqa: F401
 import torch
 import torch.nn.functional as F
 from bpu_split import TINY, Split, split

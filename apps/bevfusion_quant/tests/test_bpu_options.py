@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import spconv_at_hand  # noqa: F401
 from bpu_split import Split, split
 from torch import nn
 

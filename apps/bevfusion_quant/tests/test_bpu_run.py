@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import spconv_at_hand  # noqa: F401
 import torch
 from bpu_split import TINY, small_frame
 from without_pictures import without_pictures

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import spconv_at_hand  # noqa: F401
 import torch
 from torch import nn
 

@@ -16,7 +16,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import spconv_at_hand  # noqa: F401
 import torch
 from bpu_split import small_frame
 from clouds import cloud

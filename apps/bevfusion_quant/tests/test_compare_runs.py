@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import spconv_at_hand  # noqa: F401
 from bpu_split import small_frame
 from decoder_runs import copied_run
 from safetensors.torch import load_file, save_file

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-import spconv_at_hand  # noqa: F401
 import torch
 from without_pictures import without_pictures
 

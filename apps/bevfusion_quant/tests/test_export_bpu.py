@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 import onnx
-import spconv_at_hand  # noqa: F401
 from bpu_split import TINY, small_frame
 
 from bev_data.datasets import write_frame_folder

@@ -16,7 +16,6 @@ pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 import onnx
 import onnxruntime
-import spconv_at_hand  # noqa: F401
 from without_pictures import without_pictures
 
 from bev_data.points import read_frames

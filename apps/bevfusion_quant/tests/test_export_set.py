@@ -13,7 +13,6 @@ from torch import Tensor
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 import onnx
-import spconv_at_hand  # noqa: F401
 from bpu_split import small_frame
 
 from bevfusion.model import CONFIGS, PARTS, BEVFusion, build_model, random_weights

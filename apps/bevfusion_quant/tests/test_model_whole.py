@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import spconv_at_hand  # noqa: F401
 import torch
 import torch.nn.functional as F
 from model_batches import model_batch

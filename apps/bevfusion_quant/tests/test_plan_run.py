@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-import spconv_at_hand  # noqa: F401
 import torch
 from bpu_split import TINY, small_frame
 from decoder_runs import copied_run

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-import spconv_at_hand  # noqa: F401
 import torch
 from clouds import cloud
 from torch import nn

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import spconv_at_hand  # noqa: F401
 import torch
 from clouds import cloud
 from matplotlib.image import imread

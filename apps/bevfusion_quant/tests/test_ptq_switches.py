@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import spconv_at_hand  # noqa: F401
 import torch
 from bpu_split import TINY, small_frame
 from decoder_runs import copied_run

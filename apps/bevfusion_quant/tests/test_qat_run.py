@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import spconv_at_hand  # noqa: F401
 import torch
 from safetensors.torch import load_file
 from without_pictures import without_pictures

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import spconv_at_hand  # noqa: F401
 import torch
 
 from bevfusion_quant.cli import main

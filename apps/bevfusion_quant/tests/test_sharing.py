@@ -11,7 +11,6 @@ import copy
 import dataclasses
 
 import pytest
-import spconv_at_hand  # noqa: F401
 import torch
 from model_batches import model_batch
 from torch import nn

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import spconv_at_hand  # noqa: F401
 import torch
 from without_pictures import without_pictures
 

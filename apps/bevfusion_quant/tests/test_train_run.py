@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import spconv_at_hand  # noqa: F401
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file

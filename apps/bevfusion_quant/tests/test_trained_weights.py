@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -56,8 +55,6 @@ def test_the_file_says_where_it_comes_from_and_how_good_it_is(path: Path) -> Non
 
 
 def test_it_finds_the_cars_of_a_street_it_never_saw(path: Path) -> None:
-    if importlib.util.find_spec("spconv") is None:
-        pytest.skip("spconv is not installed")
     sizes = CONFIGS["tiny"]
     model = build_model(sizes)
     load_weights(model, path)

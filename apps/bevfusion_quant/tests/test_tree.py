@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 
 import pytest
-import spconv_at_hand  # noqa: F401
 
 from bevfusion_quant.cli import main
 from bevfusion_quant.commands.tree import tree

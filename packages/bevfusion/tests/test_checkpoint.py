@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,6 @@ from bevfusion.model import (
     load_weights,
     read_state_dict,
 )
-
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
 
 TINY = CONFIGS["tiny"].lidar
 CONV = "encoders.lidar.backbone.conv_input.0.weight"

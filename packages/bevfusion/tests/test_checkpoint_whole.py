@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 from mit_state_dict import mit_shapes, mit_state_dict
@@ -11,9 +9,6 @@ from torch import Tensor
 
 from bev_data import InputError
 from bevfusion.model import CONFIGS, BEVFusion, build_model, load_state_dict
-
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
 
 GEOMETRY = ("dx", "bx", "nx", "frustum")
 

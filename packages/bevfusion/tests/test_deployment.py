@@ -33,7 +33,6 @@ TINY = CONFIGS["tiny"]
 
 @torch.no_grad()
 def test_files_in_a_row_are_the_model() -> None:
-    pytest.importorskip("spconv", reason="spconv is not installed")
     model = build_model(TINY, ("lidar", "decoder")).eval()
     x, y, z = (n // 2 for n in TINY.lidar.sparse_shape)
     steps = torch.arange(40, dtype=torch.int32)
@@ -88,7 +87,6 @@ class Notes:
 
 
 def test_a_split_detector_is_planned_and_written_in_the_order_of_its_flow() -> None:
-    pytest.importorskip("spconv", reason="spconv is not installed")
     model, notes = build_model(TINY), Notes()
     parts, plans = ("camera", "fuser"), {"camera": "images' unit", "bev": "maps' unit"}
     reasons = {"decoder": "nobody asked for it"}
@@ -135,7 +133,6 @@ class InTurn:
 
 @torch.no_grad()
 def test_three_forms_of_a_split_detector_are_judged_stage_by_stage() -> None:
-    pytest.importorskip("spconv", reason="spconv is not installed")
     model = build_model(TINY, ("lidar", "decoder")).eval()
     batch = example_batch(TINY)._replace(images=None, depth=None, cells=None)
     random_weights(model, *batch, seed=0)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("spconv", reason="spconv is not installed")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from bevfusion.model import CONFIGS, LidarConfig, build_lidar_branch, random_weights
-
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
 
 SMALL = dataclasses.replace(
     CONFIGS["tiny"].lidar,

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("spconv", reason="spconv is not installed")
-
 from bev_data import InputError
 from bev_data.points import Frame
 from bevfusion.evaluation import FrameBatches

@@ -71,7 +71,6 @@ def test_a_gain_that_rounds_to_nothing_has_no_minus() -> None:
 @pytest.fixture(scope="module")
 def detector() -> tuple[BEVFusion, Any]:
     """A decoder behind a LiDAR encoder in float, and its only frame."""
-    pytest.importorskip("spconv", reason="spconv is not installed")
     from bevfusion.model import example_batch
     from bevfusion.quantization import fuse_detector, quantize_detector
     from bevquant_quantizers import calibrate

@@ -43,7 +43,6 @@ def test_signal_handlers_come_back() -> None:
 
 
 def test_a_step_hangs_on_its_number_alone_and_none_is_taken_without_numbers() -> None:
-    pytest.importorskip("spconv", reason="spconv is not installed")
     sizes, draw = CONFIGS["tiny"], np.random.default_rng(0)
     points = draw.uniform(-8, 8, (500, 5)).astype(np.float32)
     points[:, 2:] = draw.uniform(0, 1, (500, 3))

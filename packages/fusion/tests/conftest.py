@@ -1,20 +1,11 @@
 """Shape checks of the package's own annotations, and what several test files share."""
 
-import warnings
-
 import jaxtyping
 import pytest
 import torch
 from torch import nn
 
 jaxtyping.install_import_hook("bevquant_fusion", "beartype.beartype")
-
-
-@pytest.fixture(scope="session")
-def spconv():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecations in spconv's own import
-        return pytest.importorskip("spconv.pytorch", reason="spconv is not installed")
 
 
 @pytest.fixture

@@ -347,11 +347,11 @@ def test_inplace_activation_that_is_seen_elsewhere_is_left(spconv, cloud, random
     assert torch.equal(result.model(x).features, model(x).features)
 
 
-def test_fused_models_without_bevquant_kernels_say_what_to_do(spconv, cloud, randomise):
+def test_fused_models_without_bevquant_kernels_say_what_to_do(spconv_numbers, cloud, randomise):
+    spconv = spconv_numbers
     model = randomise(
         spconv.SparseSequential(spconv.SubMConv3d(4, 4, 3, bias=False), nn.BatchNorm1d(4))
     )
-    torch.set_num_threads(1)
     with warnings.catch_warnings(), pytest.raises(ValueError, match="use_bevquant_kernels"):
         fuse_model(model, cloud(4))
     assert len(model) == 2

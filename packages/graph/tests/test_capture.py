@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import math
 import re
-import warnings
 from collections import OrderedDict
 from typing import Any, ClassVar
 
@@ -732,10 +731,8 @@ def test_what_an_author_checks_of_a_tensor_is_no_operation():
     graph.check(torch.randn(2, 3, 5))
 
 
-def test_where_spconvs_own_kernels_stop_it_says_whose_run() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecations in spconv's own import
-        spconv = pytest.importorskip("spconv.pytorch", reason="the spconv extra is not installed")
+def test_where_spconvs_own_kernels_stop_it_says_whose_run(spconv_numbers) -> None:
+    spconv = spconv_numbers
     indices = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 2]], dtype=torch.int32)
     x = spconv.SparseConvTensor(torch.randn(2, 4), indices, [4, 4, 4], 1)
     net = spconv.SparseSequential(spconv.SubMConv3d(4, 4, 3, bias=True)).eval()

@@ -17,14 +17,6 @@ from torch import nn
 
 
 @pytest.fixture(scope="session")
-def spconv():
-    """spconv.pytorch, whose import emits torch deprecation warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return pytest.importorskip("spconv.pytorch", reason="spconv is not installed")
-
-
-@pytest.fixture(scope="session")
 def upstream():
     """pytorch_quantization, the implementation that the dense modules are compared with."""
     with warnings.catch_warnings():

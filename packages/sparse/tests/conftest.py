@@ -3,7 +3,6 @@
 import itertools
 import os
 import random
-import warnings
 from pathlib import Path
 
 import jaxtyping
@@ -17,19 +16,6 @@ _CHECKED = "conv_matmul conv_numba conv_torch rulebook_torch"
 jaxtyping.install_import_hook(
     [f"bevquant_sparse._{name}" for name in _CHECKED.split()], "beartype.beartype"
 )
-
-
-@pytest.fixture(scope="session")
-def spconv():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecations in spconv's own import
-        return pytest.importorskip("spconv.pytorch", reason="the spconv extra is not installed")
-
-
-@pytest.fixture
-def one_thread():
-    """spconv's CPU kernels race with more: it is an oracle on one thread only."""
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(params=["torch", "numba"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 
 import pytest
 import torch
@@ -330,30 +329,23 @@ def test_strided_operands_and_no_mutation(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["subm", "strided", "inverse"])
-def test_equals_spconv_on_one_thread(backend, kind):
+def test_equals_spconv_on_one_thread(spconv_numbers, backend, kind):
     backend_or_skip(backend)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        spconv = pytest.importorskip("spconv.pytorch", reason="the spconv extra is not installed")
+    spconv = spconv_numbers
     generator = torch.Generator().manual_seed(1)
     shape = (12, 13, 9)
     indices = random_indices(shape, 2, 0.2, generator)
     features = torch.randn(len(indices), 16, generator=generator)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        x = spconv.SparseConvTensor(features, indices, shape, 2)
-        with torch.no_grad():
-            if kind == "subm":
-                conv = spconv.SubMConv3d(16, 24, 3, padding=1, bias=False).eval()
-            else:
-                conv = spconv.SparseConv3d(16, 24, 3, 2, 1, bias=False, indice_key="d").eval()
-            y = conv(x)
-            if kind == "inverse":
-                inverse = spconv.SparseInverseConv3d(24, 8, 3, indice_key="d", bias=False).eval()
-                z = inverse(y)
-    finally:
-        torch.set_num_threads(threads)
+    x = spconv.SparseConvTensor(features, indices, shape, 2)
+    with torch.no_grad():
+        if kind == "subm":
+            conv = spconv.SubMConv3d(16, 24, 3, padding=1, bias=False).eval()
+        else:
+            conv = spconv.SparseConv3d(16, 24, 3, 2, 1, bias=False, indice_key="d").eval()
+        y = conv(x)
+        if kind == "inverse":
+            inverse = spconv.SparseInverseConv3d(24, 8, 3, indice_key="d", bias=False).eval()
+            z = inverse(y)
 
     rulebook = build_rulebook(
         indices, shape, 3, 1 if kind == "subm" else 2, 1, subm=kind == "subm", batch_size=2

@@ -20,7 +20,8 @@ def test_to_dense(shape, random_voxels):
 
 # spconv's own dense() indexes with a list.
 @pytest.mark.filterwarnings("ignore:.*non-tuple sequence.*:UserWarning")
-def test_same_as_spconv(spconv, random_voxels):
+def test_same_as_spconv(spconv_numbers, random_voxels):
+    spconv = spconv_numbers
     indices = random_voxels(1, 2, (4, 5, 6), 30)
     x = spconv.SparseConvTensor(torch.randn(30, 4), indices, [4, 5, 6], 2)
     assert torch.equal(to_dense(x.features, indices, x.spatial_shape, 2), x.dense())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -62,23 +60,11 @@ def test_avg_pool_divides_by_the_present(seed, window):
     torch.testing.assert_close(sparse_avg_pool(features, rulebook), expected, rtol=0, atol=1e-12)
 
 
-def spconv_or_skip():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return pytest.importorskip("spconv.pytorch", reason="the spconv extra is not installed")
-
-
-def test_max_pool_equals_spconv_on_one_thread():
-    spconv = spconv_or_skip()
+def test_max_pool_equals_spconv_on_one_thread(spconv_numbers):
     indices, generator = scene()
     features = torch.rand(len(indices), 8, generator=generator)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        pool = spconv.SparseMaxPool3d(3, 2, 1)
-        theirs = pool(spconv.SparseConvTensor(features, indices, SHAPE, 2))
-    finally:
-        torch.set_num_threads(threads)
+    pool = spconv_numbers.SparseMaxPool3d(3, 2, 1)
+    theirs = pool(spconv_numbers.SparseConvTensor(features, indices, SHAPE, 2))
     rulebook = build_rulebook(indices, SHAPE, 3, 2, 1, subm=False, batch_size=2)
     ours = sparse_max_pool(features, rulebook)
     dense = torch.zeros(2, 8, *rulebook.out_shape)

@@ -62,7 +62,7 @@ def spconv_pairs(spconv, indices, batch_size, shape, kind, *parameters):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_pair_sets_are_equal(case, backend, spconv, one_thread, random_voxels, pair_set):
+def test_pair_sets_are_equal(case, backend, spconv_numbers, random_voxels, pair_set):
     kind, ndim, *rest = case
     kernel, stride, padding, dilation, out_padding = (spread(ndim, value) for value in rest)
     shape = {1: (200,), 2: (20, 21), 3: (11, 12, 13), 4: (6, 7, 6, 5)}[ndim]
@@ -81,13 +81,13 @@ def test_pair_sets_are_equal(case, backend, spconv, one_thread, random_voxels, p
         backend=backend,
     )
     expected, outputs = spconv_pairs(
-        spconv, indices, 2, shape, kind, kernel, stride, padding, dilation, out_padding
+        spconv_numbers, indices, 2, shape, kind, kernel, stride, padding, dilation, out_padding
     )
     assert pair_set(rulebook) == expected
     assert {tuple(row) for row in rulebook.out_indices.tolist()} == outputs
 
 
-def test_real_frame(spconv, one_thread, backend, real_voxels):
+def test_real_frame(spconv_numbers, backend, real_voxels):
     """The two largest rulebooks of a BEVFusion encoder, 79,745 voxels on 1440×1440×41."""
     from spconv.core import ConvAlgo
 
@@ -96,7 +96,7 @@ def test_real_frame(spconv, one_thread, backend, real_voxels):
         rulebook = build_rulebook(
             real_voxels, shape, 3, stride, 1, subm=subm, batch_size=1, backend=backend
         )
-        outputs, table, counts = spconv.ops.get_indice_pairs(
+        outputs, table, counts = spconv_numbers.ops.get_indice_pairs(
             real_voxels, 1, shape, ConvAlgo.Native, [3] * 3, [stride] * 3, ones, ones, [0] * 3, subm
         )
         # spconv numbers its outputs otherwise: give each the row of its coordinate here.
@@ -118,7 +118,7 @@ def test_real_frame(spconv, one_thread, backend, real_voxels):
         assert np.array_equal(rulebook.neighbours.numpy(), expected)
 
 
-def test_trap_35_operation_counts_come_from_all_pairs(spconv, one_thread, real_voxels):
+def test_trap_35_operation_counts_come_from_all_pairs(spconv_numbers, real_voxels):
     """The encoder's forward is 25.46 GMAC; spconv's pair numbers give about half of it."""
     from spconv.core import ConvAlgo
 
@@ -138,7 +138,7 @@ def test_trap_35_operation_counts_come_from_all_pairs(spconv, one_thread, real_v
         operations += sum(a * b for a, b in subm) * same.num_pairs
         operations += channels[0] * channels[1] * down.num_pairs
         ones, zeros = [1] * 3, [0] * 3
-        pairs = spconv.ops.get_indice_pairs(
+        pairs = spconv_numbers.ops.get_indice_pairs(
             indices, 1, list(shape), ConvAlgo.Native, [3] * 3, ones, ones, ones, zeros, True
         )
         listed += sum(a * b for a, b in subm) * int(pairs[2].sum())

@@ -16,6 +16,7 @@ from bevquant_sparse._pool import sparse_avg_pool, sparse_max_pool
 from bevquant_sparse._rulebook import Rulebook, build_rulebook
 from bevquant_sparse._sparse_tensor import open_shapes, register_sparse_tensor
 from bevquant_sparse._spconv import conv_forward
+from bevquant_sparse._use_standin import use_standin
 
 __version__ = "0.2.0"
 __all__ = [
@@ -37,4 +38,5 @@ __all__ = [
     "sparse_max_pool",
     "to_dense",
     "use_bevquant_kernels",
+    "use_standin",
 ]

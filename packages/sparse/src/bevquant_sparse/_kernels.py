@@ -13,7 +13,7 @@ from bevquant_sparse._pool import sparse_avg_pool, sparse_max_pool
 from bevquant_sparse._rulebook import Rulebook
 from bevquant_sparse._rulebook_cache import rulebook_for
 from bevquant_sparse._sparse_tensor import register_tensor_of
-from bevquant_sparse._spconv import conv_forward, run_conv, with_rulebook
+from bevquant_sparse._spconv import conv_forward, record_voxel_count, run_conv, with_rulebook
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ def use_bevquant_kernels(model: nn.Module) -> list[str]:
     of its own (spconv's QAT modules) keeps it; the convolution it calls is what changes.
 
     Max pooling takes the maximum over the voxels present; spconv's CPU kernel starts at zero and
-    so clips negative maxima. ``SparseGlobalMaxPool``, which spconv has no CPU kernel of, gives
-    zeros for a frame without voxels.
+    so clips negative maxima. Global pooling, of which spconv has no CPU kernel, gives zeros for a
+    frame without voxels.
 
     Args:
         model: Changed in place. Modules changed before are passed over. A convolution that cannot
@@ -80,7 +80,7 @@ class _ConvForward(_Kernels):
         return conv_forward(self, input)
 
 
-class _ConvInner(_Kernels):
+class ConvInner(_Kernels):
     """spconv 2: the function that every forward, quantization-aware ones included, ends in."""
 
     def _conv_forward(
@@ -113,17 +113,17 @@ class _ConvInner(_Kernels):
         )
 
 
-class _MaxPool(_Kernels):
+class MaxPool(_Kernels):
     def forward(self, input: Any) -> Any:
         return _pool_forward(self, input, sparse_max_pool)
 
 
-class _AvgPool(_Kernels):
+class AvgPool(_Kernels):
     def forward(self, input: Any) -> Any:
         return _pool_forward(self, input, sparse_avg_pool)
 
 
-class _GlobalMaxPool(_Kernels):
+class GlobalMaxPool(_Kernels):
     def forward(self, input: Any) -> Tensor:
         """Largest features of each frame, [batch_size, channels]; zeros where it has no voxel."""
         features: Tensor = input.features
@@ -132,11 +132,23 @@ class _GlobalMaxPool(_Kernels):
         return start.scatter_reduce(0, frames, features, "amax", include_self=False)
 
 
+class GlobalAvgPool(_Kernels):
+    def forward(self, input: Any) -> Tensor:
+        """Mean features of each frame, [batch_size, channels]; zeros where it has no voxel."""
+        features: Tensor = input.features
+        frames = input.indices[:, 0].long()
+        sums = features.new_zeros(input.batch_size, features.shape[1])
+        counts = features.new_zeros(input.batch_size, 1)
+        counts = counts.index_add(0, frames, features.new_ones(features.shape[0], 1))
+        return sums.index_add(0, frames, features) / counts.clamp(min=1)
+
+
 _POOLS: dict[str, type[_Kernels]] = {
-    "spconv.pytorch.pool.SparseMaxPool": _MaxPool,
-    "spconv.pytorch.pool.SparseAvgPool": _AvgPool,
-    "spconv.pool.SparseMaxPool": _MaxPool,
-    "spconv.pytorch.pool.SparseGlobalMaxPool": _GlobalMaxPool,
+    "spconv.pytorch.pool.SparseMaxPool": MaxPool,
+    "spconv.pytorch.pool.SparseAvgPool": AvgPool,
+    "spconv.pool.SparseMaxPool": MaxPool,
+    "spconv.pytorch.pool.SparseGlobalMaxPool": GlobalMaxPool,
+    "spconv.pytorch.pool.SparseGlobalAvgPool": GlobalAvgPool,
 }
 _made: dict[type[Any], type[Any]] = {}
 
@@ -144,7 +156,7 @@ _made: dict[type[Any], type[Any]] = {}
 def _kernel_class(cls: type[Any]) -> type[Any]:
     """The class made for ``cls``: one for each, so that types of equal modules stay equal."""
     if cls not in _made:
-        conv = _ConvInner if hasattr(cls, "_conv_forward") else _ConvForward
+        conv = ConvInner if hasattr(cls, "_conv_forward") else _ConvForward
         body = {
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
@@ -176,4 +188,5 @@ def _pool_forward(module: Any, x: Any, pool: Callable[[Tensor, Rulebook], Tensor
     The rulebook is kept under ``indice_key``, so that an inverse convolution can undo the pooling.
     """
     rulebook, indice_dict = rulebook_for(module, x, "auto")
+    record_voxel_count(module, rulebook)
     return with_rulebook(x, pool(x.features, rulebook), rulebook, indice_dict)

@@ -109,7 +109,7 @@ def run_conv(
         raise ValueError(f"{describe(module)}: {error}") from error
     if add_input is not None:
         out = out + _cast(add_input.features, computed)
-    _record_voxel_count(module, rulebook)
+    record_voxel_count(module, rulebook)
     out = _activate(module, out, act_type, act_alpha)
     return with_rulebook(x, _cast(out, returned), rulebook, indice_dict)
 
@@ -173,7 +173,7 @@ def _activate(module: Any, out: Tensor, act_type: Any, act_alpha: float | int) -
     )
 
 
-def _record_voxel_count(module: Any, rulebook: Rulebook) -> None:
+def record_voxel_count(module: Any, rulebook: Rulebook) -> None:
     """Keep the largest number of outputs seen in spconv's ``record_voxel_count`` buffer."""
     seen = getattr(module, "max_num_voxels_during_training", None)
     if seen is not None and getattr(module, "record_voxel_count", False):

@@ -50,6 +50,8 @@ def versions(*more: str) -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    if hasattr(sys.modules.get("spconv"), "STANDIN"):
+        found["spconv"] = "absent, bevquant-sparse stands in"
     return found
 
 

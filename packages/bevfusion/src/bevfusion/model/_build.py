@@ -28,7 +28,7 @@ def build_model(config: BEVFusionConfig, parts: Iterable[str] = PARTS) -> BEVFus
 
     The sparse modules are spconv's own classes by name, so that the tree reads as mit-bevfusion's
     does; they run on bevquant_sparse's kernels, because spconv's CPU build gives wrong results on
-    more than one thread.
+    more than one thread. Without spconv, bevquant_sparse stands in for it.
 
     Args:
         config: Sizes. A decoder without a fuser before it reads the one sensor's channels.
@@ -36,8 +36,8 @@ def build_model(config: BEVFusionConfig, parts: Iterable[str] = PARTS) -> BEVFus
             sensor, or both with the fuser; then the decoder; then the head.
 
     Raises:
-        InputError: Parts that cannot run together, or whose sizes contradict each other; or
-            spconv is not installed and the LiDAR branch is asked for.
+        InputError: Parts that cannot run together, or whose sizes contradict each other; or an
+            installed spconv cannot be imported and the LiDAR branch is asked for.
 
     Example:
         >>> from bevfusion.model import CONFIGS, build_model
@@ -69,7 +69,7 @@ def build_lidar_branch(config: LidarConfig) -> BEVFusion:
     """The LiDAR branch alone, in eval mode: `build_model(…, ("lidar",))` from its own sizes.
 
     Raises:
-        InputError: spconv is not installed.
+        InputError: An installed spconv cannot be imported.
 
     Example:
         >>> from bevfusion.model import CONFIGS, build_lidar_branch

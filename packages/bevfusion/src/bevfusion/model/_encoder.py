@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import warnings
 from collections import OrderedDict
 from types import ModuleType
@@ -10,33 +12,36 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, fx, nn
 
 from bev_data import InputError
-from bevquant_sparse import to_dense
+from bevquant_sparse import to_dense, use_standin
 
 if TYPE_CHECKING:
     from bevfusion.model._config import LidarConfig
 
 
 def require_spconv() -> ModuleType:
-    """`spconv.pytorch`.
+    """`spconv.pytorch`, or bevquant_sparse's stand-in for it where spconv is not installed.
 
     Raises:
-        InputError: spconv is not installed; the message names the package.
+        InputError: spconv is installed and cannot be imported.
     """
     try:
         with warnings.catch_warnings():
             # spconv's annotations make torch warn at import; nothing a user could act on.
             warnings.simplefilter("ignore")
-            import spconv.pytorch
+            return importlib.import_module("spconv.pytorch")
     except ImportError as error:
-        raise InputError(
-            "the LiDAR branch is built from spconv modules, and spconv cannot be imported "
-            f"({error}): "
-            "pip install spconv (CPU), or spconv-cu120, spconv-cu124 or spconv-cu126 (CUDA)"
-        ) from error
-    module: ModuleType = spconv.pytorch
-    return module
+        if error.name != "spconv":
+            raise InputError(
+                "the LiDAR branch is built from spconv modules, and the installed spconv cannot be "
+                f"imported ({error}): repair it, or uninstall it; without spconv "
+                "bevquant_sparse.use_standin() takes its place"
+            ) from error
+    LOG.warning("spconv is not installed: bevquant_sparse stands in for it, with equal results")
+    use_standin()
+    return importlib.import_module("spconv.pytorch")
 
 
+LOG = logging.getLogger(__name__)
 spconv = require_spconv()
 fx.wrap("to_dense")
 
