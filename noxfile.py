@@ -96,11 +96,11 @@ def pytest(session: nox.Session, *folders: str, **settings: str) -> None:
 
     Args:
         session: Its `posargs` are handed on.
-        folders: What is run where these name no file.
+        folders: Run where these name no file; options among them always count.
         settings: Of the environment.
     """
     named = any(Path(argument.split("::")[0]).exists() for argument in session.posargs)
-    chosen = [*session.posargs, *(() if named else folders)]
+    chosen = [*session.posargs, *(f for f in folders if f.startswith("--") or not named)]
     # Compiled modules are kept: tests start many processes, each of which imports torch.
     # Freed maps are kept for the next layer, as in the app's own process.
     malloc = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
@@ -145,6 +145,38 @@ def isolated(session: nox.Session, package: str) -> None:
     extras = {"bevfusion_quant": "cpu,nuscenes,test", "bevfusion": "cpu,test"}.get(package, "test")
     install(session, {package: extras})
     pytest(session, *test_folders(package))
+
+
+# Tests of sparse models, whose classes are spconv's or the stand-in's.
+SPARSE_TESTS = [
+    "packages/sparse/tests",
+    "packages/graph/tests/test_layer_class.py",
+    "packages/fusion/tests/test_fuse_model_sparse.py",
+    "packages/fusion/tests/test_sparse_modules.py",
+    "packages/qnn/tests/test_sparse_convolution.py",
+    "packages/qnn/tests/test_sparse_model.py",
+    "packages/int8sim/tests/test_model_sparse.py",
+    "packages/int8sim/tests/test_sparse_idioms.py",
+    "packages/export/tests/sparse",
+    "packages/bevfusion/tests/test_checkpoint.py",
+    "packages/bevfusion/tests/test_model.py",
+    "tests/test_exported_programs.py",
+    "tests/test_integer_lidar.py",
+    "tests/test_lidar_slice.py",
+]
+
+
+@nox.session
+def nospconv(session: nox.Session) -> None:
+    """Sparse models where spconv is not installed: one case of each test, in three minutes.
+
+    `bevquant_sparse.use_standin()` takes spconv's place. Tests that compare with spconv's own
+    kernels are skipped. `-- packages/qnn/tests` runs every case of other tests.
+    """
+    members = {m: extras.replace("cpu,", "") for m, extras in everything().items()}
+    install(session, members)
+    short = [] if session.posargs else ["--first-cases"]
+    pytest(session, *short, *SPARSE_TESTS, "--standin")
 
 
 # What may change the bits of a result: torch's kernels, the BLAS, oneDNN, numba's code, threads.
@@ -287,15 +319,17 @@ def compat(session: nox.Session, torch: str) -> None:
     """The floor and the newest of torch, and newer Pythons, without this repository's pins.
 
     Run by a weekly workflow: each asks for a Python and a torch of its own. spconv has no wheels
-    for Python 3.14, so sparse models are left out there.
+    for Python 3.14, so the stand-in takes its place there.
     """
-    sparse = "" if session.python == "3.14" else "cpu,"
+    absent = session.python == "3.14"
+    sparse = "" if absent else "cpu,"
     wanted = f"torch=={torch}" if torch else "torch"
     session.install(wanted, f"{ROOT}[{sparse}onnxruntime]", env=environment())
     session.install(
         "pytest", "pytest-xdist", "pytest-randomly", "hypothesis", "jaxtyping", "beartype"
     )
-    pytest(session, *test_folders("sparse", "graph", "fusion", "quantizers", "qnn", "int8sim"))
+    folders = test_folders("sparse", "graph", "fusion", "quantizers", "qnn", "int8sim")
+    pytest(session, *folders, *(["--standin"] if absent else []))
 
 
 @nox.session

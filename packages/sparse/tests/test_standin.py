@@ -235,6 +235,22 @@ def test_gradients(random_voxels):
     assert torch.autograd.gradcheck(run, (features, *net.parameters()))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_cuda(random_voxels):
+    torch.manual_seed(0)
+    net = standin.SparseSequential(
+        standin.SubMConv3d(4, 6, 3), standin.SparseConv3d(6, 5, 3, 2, 1), standin.SparseMaxPool3d(2)
+    )
+    indices = random_voxels(1, 2, SHAPE, 120)
+    expected = net(tensor(standin, indices))
+    x = tensor(standin, indices)
+    on_gpu = standin.SparseConvTensor(x.features.cuda(), indices.cuda(), SHAPE, 2)
+    found = net.cuda()(on_gpu)
+    assert torch.equal(found.indices.cpu(), expected.indices)
+    torch.testing.assert_close(found.features.cpu(), expected.features, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("ndim", [2, 3])
 def test_points_to_voxels(ndim):
     """Against a loop over the points, capacities of voxels and points included."""

@@ -111,7 +111,7 @@ def is_spconv_module(module: object) -> bool:
 def assign_name_for_sparse_modules(module: nn.Module) -> None:
     """Give each sparse module its path in ``module``, which errors then name."""
     for path, child in module.named_modules():
-        if isinstance(child, SparseModule):
+        if hasattr(child, "_sparse_unique_name"):
             child._sparse_unique_name = path
 
 

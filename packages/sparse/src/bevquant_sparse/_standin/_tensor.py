@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
 from bevquant_sparse._dense import to_dense
 from bevquant_sparse._geometry import whole_numbers
@@ -23,7 +24,17 @@ def expand_nd(ndim: int, val: Any) -> list[int]:
     return values
 
 
-class SparseConvTensor:
+class _NotedByFx(type):
+    """A call of the class with a proxy of torch.fx is a node of the traced graph."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        proxies = [x for x in (*args, *kwargs.values()) if isinstance(x, Proxy)]
+        if proxies:
+            return proxies[0].tracer.create_proxy("call_function", cls, args, kwargs)
+        return super().__call__(*args, **kwargs)
+
+
+class SparseConvTensor(metaclass=_NotedByFx):
     """Features of the active voxels of a grid.
 
     Args:
