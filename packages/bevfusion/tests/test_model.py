@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bev_data import InputError
 from bevfusion.model import CONFIGS, LidarConfig, build_lidar_branch, random_weights
+from bevfusion.model._encoder import require_spconv
 
 SMALL = dataclasses.replace(
     CONFIGS["tiny"].lidar,
@@ -184,3 +189,27 @@ def test_random_weights_of_a_single_voxel_are_finite() -> None:
     random_weights(model, features, coords)
     with torch.no_grad():
         assert torch.isfinite(model(*voxels(SMALL, 200), 1)).all()
+
+
+ABSENT = """
+import sys
+sys.modules["spconv"] = None  # importing it fails
+from bevfusion.model import CONFIGS, build_lidar_branch
+conv = build_lidar_branch(CONFIGS["tiny"].lidar).lidar.backbone.conv_input[0]
+print(type(conv).__module__, tuple(conv.weight.shape))
+"""
+
+
+def test_without_spconv_the_standin_is_used_and_named_once() -> None:
+    done = subprocess.run([sys.executable, "-c", ABSENT], capture_output=True, text=True)
+    assert done.stdout == "spconv.pytorch.conv (8, 3, 3, 3, 5)\n"
+    assert done.stderr.count("bevquant_sparse stands in for it") == 1
+
+
+def test_a_broken_spconv_is_reported(spconv_numbers, monkeypatch) -> None:
+    def broken(name):
+        raise ImportError("libcudart.so.12: cannot open shared object file")
+
+    monkeypatch.setattr("bevfusion.model._encoder.importlib.import_module", broken)
+    with pytest.raises(InputError, match=r"\(libcudart.so.12.*repair it, or uninstall it"):
+        require_spconv()

@@ -30,14 +30,15 @@ def require_spconv() -> ModuleType:
             warnings.simplefilter("ignore")
             return importlib.import_module("spconv.pytorch")
     except ImportError as error:
-        if error.name != "spconv":
+        try:
+            use_standin()
+        except RuntimeError:  # beside an installed spconv
             raise InputError(
                 "the LiDAR branch is built from spconv modules, and the installed spconv cannot be "
                 f"imported ({error}): repair it, or uninstall it; without spconv "
                 "bevquant_sparse.use_standin() takes its place"
             ) from error
     LOG.warning("spconv is not installed: bevquant_sparse stands in for it, with equal results")
-    use_standin()
     return importlib.import_module("spconv.pytorch")
 
 
