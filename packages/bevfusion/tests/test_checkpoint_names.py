@@ -7,7 +7,6 @@ the loader takes them.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 from collections.abc import Iterator
 
@@ -21,9 +20,6 @@ from bev_data import InputError
 from bevfusion.centerpoint import PILLAR_CONFIGS, VOXEL_CONFIGS, build_centerpoint
 from bevfusion.model import CONFIGS, NAMINGS, build_model, load_state_dict, load_weights
 from bevfusion.model._names import rename
-
-if importlib.util.find_spec("spconv") is None:
-    pytest.skip("spconv is not installed", allow_module_level=True)
 
 BN = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 STAGE = "pts_middle_encoder.encoder_layers.encoder_layer"
