@@ -72,8 +72,6 @@ def test_it_finds_the_cars_of_a_street_it_never_saw(path: Path) -> None:
 
 
 def test_a_framework_s_checkpoint_is_read_by_its_entry(path: Path, tmp_path: Path) -> None:
-    if importlib.util.find_spec("spconv") is None:
-        pytest.skip("spconv is not installed")
     model = build_model(CONFIGS["tiny"], ("lidar",))
     load_weights(model, path)
     own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
