@@ -26,11 +26,13 @@ from bevquant_export.dense import QdqFile
 from bevquant_fusion import fuse_model
 from bevquant_hybrid.march import March, set_march
 from bevquant_hybrid.quantization import (
+    FakeQuantState,
     convert_fx,
     get_default_calib_qconfig,
     get_default_qat_qconfig,
     prepare_calibration_fx,
     prepare_qat_fx,
+    set_fake_quantize,
 )
 from bevquant_int8sim import IntegerModel, compare, simulate
 from bevquant_qnn import quantize_model
@@ -274,6 +276,7 @@ class Stages:
             if floats:
                 sum((leaf.square().mean() for leaf in floats), torch.zeros(())).backward()
         qat.eval()
+        set_fake_quantize(qat, FakeQuantState.VALIDATION)  # eval() alone leaves scales moving
 
     def _hybrid_file(self, name: str, qat: nn.Module, folder: Path) -> None:
         path = folder / f"{name}.onnx"
