@@ -66,7 +66,8 @@ class Source:
 
     def dtype(self, name: str) -> Any:
         """Type of the tensor in the file, as torch's: float32 for what is integers of a scale."""
-        form = self.program.values.get(name.partition("[")[0])
+        values = self.program.values
+        form = values.get(name) or values.get(name.partition("[")[0])
         if form is not None and form.form not in ("float", "host"):
             return torch.float32
         return self.dtypes.get(name, torch.float32)
