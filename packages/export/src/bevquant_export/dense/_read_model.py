@@ -132,10 +132,13 @@ def _run(
         if isinstance(value, Tensor):
             shapes[name] = tuple(value.shape)
             dtypes[name] = value.dtype
-        elif isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value):
-            shapes[name] = tuple(tuple(v.shape) for v in value)
-            shapes.update({f"{name}[{i}]": tuple(v.shape) for i, v in enumerate(value)})
-            dtypes.update({f"{name}[{i}]": v.dtype for i, v in enumerate(value)})
+        elif isinstance(value, tuple | list):
+            if any(isinstance(v, Tensor) for v in value):
+                shapes[name] = tuple(tuple(v.shape) for v in value if isinstance(v, Tensor))
+            else:
+                hosts[name] = value
+            for index, member in enumerate(value):
+                note(f"{name}[{index}]", member)
         else:
             hosts[name] = value
 

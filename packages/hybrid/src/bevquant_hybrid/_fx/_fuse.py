@@ -38,10 +38,27 @@ def fold(anchor: nn.Module, bn: nn.Module) -> nn.Module:
     settled.training = False
     made = fuse_conv_bn(anchor, settled)
     made.train(anchor.training)
+    if layer_class(made, nn.Linear):
+        made.register_forward_pre_hook(_refuse_inner_axes)
     for mark in ("qconfig", "preserve_qat_mode"):
         if mark in anchor.__dict__:
             setattr(made, mark, anchor.__dict__[mark])
     return made
+
+
+def _refuse_inner_axes(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Refuse what the folded batch norm would have normalized along another axis.
+
+    Raises:
+        ValueError: The input has more than two axes.
+    """
+    if args and args[0].dim() > 2:
+        path = getattr(module, "qualified_name", "") or type(module).__name__
+        raise ValueError(
+            f"{path}: its input has shape {tuple(args[0].shape)}, and a BatchNorm1d follows, which "
+            "normalizes axis 1 and was folded into the last axis; give [N, C], or transpose "
+            "between the two"
+        )
 
 
 def fused(
@@ -140,6 +157,8 @@ class _Finder:
             if layer_class(module, _BatchNorm):
                 if chain.last is not anchor or self.calls[id(module)] != 1:
                     break
+                if not _is_norm_of(module, self.module(anchor)):
+                    break
                 chain.bn = reader
             elif self._is_add(reader):
                 if chain.add or self._other_comes_first(reader, chain.last):
@@ -189,6 +208,14 @@ class _Finder:
             return kind
         function = node.op in ("call_function", "call_method")
         return _FUNCTIONS.get(node.target) if function else None
+
+
+def _is_norm_of(norm: Any, layer: Any) -> bool:
+    """Whether a batch norm can be one of a layer's output channels, which Linear has last."""
+    if not layer_class(layer, nn.Linear):
+        return True
+    of_rows = layer_class(norm, nn.BatchNorm1d, nn.SyncBatchNorm)
+    return bool(of_rows) and norm.num_features == layer.out_features
 
 
 def _fuse(graph: Graph, root: nn.Module, modules: dict[str, nn.Module], chain: _Chain) -> None:

@@ -27,6 +27,7 @@ from bevquant_hybrid._fx._calibrated_scales import deployed, refuse_uncalibrated
 from bevquant_hybrid._fx._recipes import recipe_of
 from bevquant_hybrid._fx._tracer import number_nodes, scope_of, trace
 from bevquant_hybrid._qdq._call import SUM, Call, form_of, has_tensor, held
+from bevquant_hybrid._qdq._composed import composed_calls, inline
 from bevquant_hybrid._qdq._modules import (
     arithmetic_steps,
     batch_norm,
@@ -71,8 +72,26 @@ def read(model: nn.Module, args: Any) -> PreparedProgram:
     refuse_converted(model, _CALLER)
     made = deployed(model)
     graph = made.graph if isinstance(made, GraphModule) else trace(made, _CALLER)
+    graph = _by_parts(made, graph, args)
     refuse_uncalibrated(made, graph, _CALLER)
     return PreparedProgram(made, graph, args)
+
+
+def _by_parts(model: nn.Module, graph: Graph, args: Any) -> Graph:
+    """The graph, with calls of the parts in the place of modules that are composed of them."""
+    calls = composed_calls(model, graph)
+    if not calls:
+        return graph
+    wanted = {node for call in calls for node in call.all_input_nodes}
+    values: dict[Node, Any] = {}
+
+    def note(node: Node, given: tuple[Any, ...], result: Any) -> None:
+        if node in wanted:
+            values[node] = result
+
+    _Followed(model, graph, note).follow(args)
+    inline(model, graph, values)
+    return graph
 
 
 # Of a converted model `read` says that files are written before converting.

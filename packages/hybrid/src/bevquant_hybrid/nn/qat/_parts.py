@@ -28,10 +28,13 @@ class Composed(nn.Module):
     Attributes:
         float_class: What it is the QAT form of.
         settings: Attributes that it has from there.
+        one_operator: Whether a file has one operator for it: its parts round to 16 bits, which
+            files do not hold.
     """
 
     float_class: type[nn.Module]
     settings: tuple[str, ...] = ()
+    one_operator = False
     qconfig: Any
     qualified_name: str
     optional: dict[str, str]  # parts that not every call needs, and what a call needs them for
@@ -107,7 +110,7 @@ class Composed(nn.Module):
         Raises:
             ValueError: It was dropped.
         """
-        part = self._modules[name]
+        part = getattr(self, name)  # of arithmetic, a tracer notes the access
         if part is None:
             raise ValueError(
                 f"{self.qualified_name} ({type(self).__name__}): called with "

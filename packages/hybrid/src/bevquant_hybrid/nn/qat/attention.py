@@ -110,7 +110,8 @@ class MultiheadAttention(Composed):
         excluded, added = self._masks(scores, attn_mask, key_padding_mask, is_causal)
         if added is not None:
             scores = self.needed("mask_add").add(scores, self.needed("mask_quant")(added))
-        weights = self.softmax(scores, excluded)
+        masks = () if excluded is None else (excluded,)
+        weights = self.softmax(scores, *masks)
         result = self.context.matmul(F.dropout(weights, self.dropout, self.training), v)
         result = result.transpose(1, 2).flatten(2)
         result = self.out_proj(result)
@@ -124,7 +125,7 @@ class MultiheadAttention(Composed):
 
     def _heads(self, x: Tensor) -> Tensor:
         """[N, L, embed_dim] as [N, heads, L, head_dim]."""
-        return x.view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
     def _masks(
         self,

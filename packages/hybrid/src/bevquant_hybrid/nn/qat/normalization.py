@@ -79,6 +79,7 @@ class Normalize(Composed):
 
     float_class = FloatNormalize
     settings = ("dim",)
+    one_operator = True
     dim: Any
 
     def make_parts(self, source: Any) -> None:

@@ -35,6 +35,7 @@ class Softmax(Composed):
 
     float_class = nn.Softmax
     settings = ("dim",)
+    one_operator = True
     dim: int | None
 
     def make_parts(self, source: Any) -> None:
