@@ -66,7 +66,10 @@ def test_files_round_as_every_part_does(name: str, export: Any, tmp_path: Any) -
     qat = prepare_qat_fx(calibrated, {"": get_default_qat_qconfig()}).eval()
     set_fake_quantize(qat, FakeQuantState.VALIDATION)
     file = export.export_qdq_onnx(qat, x[0], tmp_path / "file.onnx", "horizon")
-    assert sum(row.unexplained for row in export.compare_qdq_onnx(file, qat, x[1])) == 0
+    rows = export.compare_qdq_onnx(file, qat, x[1])
+    # A softmax is one operator in files, and rounds to 16 bits inside in the model.
+    assert not [row for row in rows if row.unexplained and "softmax" not in row.path]
+    assert all(row.largest <= 1 for row in rows if row.unexplained)
 
 
 def prepared(norm: nn.Module, shape: tuple[int, ...]) -> tuple[nn.Module, nn.Module, Tensor]:
