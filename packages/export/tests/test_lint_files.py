@@ -86,6 +86,22 @@ def _order(model: onnx.ModelProto) -> None:
     model.graph.node.extend(copies)
 
 
+def _inner_order(model: onnx.ModelProto) -> None:
+    """Nodes of a branch, the last one first: onnxruntime refuses it."""
+    nodes = [helper.make_node("Neg", ["m"], ["o"], name="n"), helper.make_node("Abs", ["a"], ["m"])]
+    output = helper.make_tensor_value_info("o", onnx.TensorProto.FLOAT, None)
+    branch = helper.make_graph(nodes, "g", [], [output])
+    model.graph.initializer.append(numpy_helper.from_array(np.asarray(True), "yes"))
+    chosen = {"then_branch": branch, "else_branch": _sorted(branch)}
+    model.graph.node.append(helper.make_node("If", ["yes"], ["chosen"], name="if", **chosen))
+    value = helper.make_tensor_value_info("chosen", onnx.TensorProto.FLOAT, None)
+    model.graph.output.append(value)
+
+
+def _sorted(graph: onnx.GraphProto) -> onnx.GraphProto:
+    return helper.make_graph(list(graph.node)[::-1], "h", [], list(graph.output))
+
+
 def _deep(model: onnx.ModelProto) -> None:
     """A loop in a loop in a loop …: deeper than is followed, less deep than protobuf allows."""
     inner = helper.make_graph([helper.make_node("Relu", ["x"], ["r"], name="i")], "g", [], [])
@@ -132,6 +148,7 @@ BREAK: list[tuple[str, Callable[[onnx.ModelProto], object]]] = [
     ("ONX004", lambda m: setattr(m.graph.node[1], "name", "conv")),
     ("ONX005", lambda m: m.graph.initializer.pop()),
     ("ONX006", _order),
+    ("ONX025", _inner_order),
     ("ONX007", _cycle),
     ("ONX008", lambda m: setattr(m.graph.output[0], "name", "z")),
     ("ONX009", lambda m: external(m, location="../w.bin")),
@@ -192,6 +209,24 @@ def test_a_broken_file_is_caught_by_its_rule(
     model = good()
     damage(model)
     assert set(lint(model, folder)) == {rule}
+
+
+@pytest.mark.parametrize(("damage", "severity"), [(_order, "warning"), (_inner_order, "error")])
+def test_order_is_an_error_where_onnxruntime_refuses_it(
+    tmp_path: Path, damage: Callable[[onnx.ModelProto], object], severity: str
+) -> None:
+    ort = pytest.importorskip("onnxruntime")
+    model = good()
+    damage(model)
+    onnx.save(model, tmp_path / "m.onnx")
+    assert {finding.severity for finding in lint_onnx(tmp_path / "m.onnx", "tensorrt")} == {
+        severity
+    }
+    if severity == "warning":
+        ort.InferenceSession(model.SerializeToString())
+    else:
+        with pytest.raises(Exception, match="INVALID_GRAPH"):
+            ort.InferenceSession(model.SerializeToString())
 
 
 def test_every_rule_has_a_broken_file() -> None:

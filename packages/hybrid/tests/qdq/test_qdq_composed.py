@@ -62,7 +62,8 @@ def test_files_round_as_every_part_does(name: str, export: Any, tmp_path: Any) -
     layer, function, shape = MODELS[name]
     x, net = torch.randn(2, *shape), Between(layer(), function).eval()
     calibrated = prepare_calibration_fx(net, {"": get_default_calib_qconfig()}).eval()
-    calibrated(x[0])
+    for frame in x:
+        calibrated(frame)
     qat = prepare_qat_fx(calibrated, {"": get_default_qat_qconfig()}).eval()
     set_fake_quantize(qat, FakeQuantState.VALIDATION)
     file = export.export_qdq_onnx(qat, x[0], tmp_path / "file.onnx", "horizon")

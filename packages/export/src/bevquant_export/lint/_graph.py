@@ -29,10 +29,18 @@ MISSING = Rule(
     "every tensor that a node reads is an input, an initializer or made by a node",
     "write the initializer into the file, or correct the name",
 )
+# onnx.checker refuses both. ONNX Runtime and OpenVINO sort the nodes of the main graph themselves;
+# ONNX Runtime refuses subgraphs and functions.
 ORDER = Rule(
     "ONX006",
+    "warning",
+    "nodes of the main graph stand in the order in which they can run",
+    "sort the nodes topologically: the standard asks for it, and not every engine sorts them",
+)
+INNER_ORDER = Rule(
+    "ONX025",
     "error",
-    "nodes stand in the order in which they can run",
+    "nodes of subgraphs and functions stand in the order in which they can run",
     "sort the nodes topologically",
 )
 CYCLE = Rule(
@@ -294,7 +302,8 @@ def _reads(graph: Graph) -> Iterator[Finding]:
             if maker is None:
                 yield MISSING.found(node.name, f"nothing gives its input {quoted(name)}")
             elif maker.index >= node.index and not {maker.index, node.index} <= indices:
-                yield ORDER.found(
+                rule = INNER_ORDER if graph.outer or graph.is_function else ORDER
+                yield rule.found(
                     node.name, f"its input {quoted(name)} is made later, by {quoted(maker.name)}"
                 )
 

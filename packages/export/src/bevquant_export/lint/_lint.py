@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _SHARED: tuple[Rule, ...] = (
     *(_read.UNREADABLE, _read.EMPTY, _graph.TENSOR_NAMES, _graph.NODE_NAMES),
-    *(_graph.MISSING, _graph.ORDER, _graph.CYCLE, _graph.NOT_MADE),
+    *(_graph.MISSING, _graph.ORDER, _graph.INNER_ORDER, _graph.CYCLE, _graph.NOT_MADE),
     *(_tensors.ESCAPES, _tensors.MISSING_DATA, _tensors.SIZES),
     *(_graph.DEEP, _graph.REPEATED_ATTRIBUTE),
     *(_model.VERSIONS, _model.UNKNOWN_OP, _model.LEAKED, _model.UNREAD),
@@ -129,7 +129,8 @@ def _shaped(
     shared: list[Finding],
 ) -> Iterator[Finding]:
     """Shapes and types, where the structure stands by which they are inferred."""
-    if any(f.severity == "error" and f.id != _model.CHANNELS.id for f in shared):
+    stops = [f for f in shared if f.severity == "error" and f.id != _model.CHANNELS.id]
+    if stops or any(f.id == _graph.ORDER.id for f in shared):
         return
     wrong = list(_shapes.check_forms(model, graphs, target))
     yield from wrong

@@ -77,7 +77,8 @@ class _OneCall(nn.Module):
     def forward(self, given: Any) -> Any:
         module, node = self._call
         read = {source: given[i] for i, source in enumerate(node.all_input_nodes)}
-        args, kwargs = (map_arg(part, read.__getitem__) for part in (node.args, node.kwargs))
+        args: Any = map_arg(node.args, read.__getitem__)
+        kwargs: Any = map_arg(node.kwargs, read.__getitem__)
         return module(*args, **kwargs)
 
 
@@ -87,7 +88,7 @@ class _PartsTracer(HybridTracer):
     def __init__(self, model: nn.Module, given: tuple[Any, ...]) -> None:
         super().__init__()
         self._model, self._given = model, given
-        self._paths = {module: path for path, module in model.named_modules()}
+        self._paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
 
     def path_of_module(self, mod: nn.Module) -> str:
         """Path in the whole model."""
@@ -110,7 +111,8 @@ class _PartsTracer(HybridTracer):
             return self._given
         if node.op not in ("call_function", "call_method"):
             raise TraceError(f"{node.name} is asked for a value")
-        args, kwargs = (map_arg(part, self._value) for part in (node.args, node.kwargs))
+        args: Any = map_arg(node.args, self._value)
+        kwargs: Any = map_arg(node.kwargs, self._value)
         target: Any = node.target
         if node.op == "call_method":
             return getattr(args[0], target)(*args[1:], **kwargs)

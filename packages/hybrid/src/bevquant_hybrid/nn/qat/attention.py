@@ -125,7 +125,8 @@ class MultiheadAttention(Composed):
 
     def _heads(self, x: Tensor) -> Tensor:
         """[N, L, embed_dim] as [N, heads, L, head_dim]."""
-        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (self.num_heads, self.head_dim))
+        return heads.transpose(1, 2)
 
     def _masks(
         self,
