@@ -61,9 +61,47 @@ def test_values_beyond_half_precision_in_a_later_frame(nets, refuse, tmp_path):
     model = nets.switch_off(small(nets, member), "stem")
     features, coords, batch_size = nets.frame(0)
     calibrate(model, [nets.frame(0), (1e6 * features, coords, batch_size)])
-    refuse(model, r"stem: its values reach .* in a calibration frame, beyond float16")
+    refuse(model, r"read the tensor 'stem:float' with a range of .*, beyond float16")
+    refuse(
+        nets.switch_off(copy.deepcopy(model), "rest.0"),
+        r"stem: its values reach .* in a calibration frame, beyond float16",
+    )
     calibrate(model, [nets.frame(0), nets.frame(1)])
     export_sparse_onnx(model, nets.frame(0), tmp_path / "b.onnx")
+
+
+@pytest.mark.parametrize("level", [60000.0, 500.0])
+def test_a_sum_beyond_half_precision(nets, tmp_path, level):
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nets.spconv.SubMConv3d(5, 5, 3, padding=1, indice_key="a", bias=False)
+            self.b = nets.spconv.SubMConv3d(5, 5, 3, padding=1, indice_key="a", bias=False)
+            for conv in (self.a, self.b):
+                conv.weight.data.zero_()
+                conv.weight.data[:, 1, 1, 1, :] = torch.eye(5)
+
+        def forward(self, features, coords, batch_size):
+            x = nets.spconv.SparseConvTensor(features, coords, [12, 10, 9], batch_size)
+            made = self.b(self.a(x))
+            return made.replace_feature(made.features + made.features)
+
+    frame = nets.frame(0)
+    model = nets.calibrated(Residual(), [frame])
+    features, coords, batch_size = frame
+    calibrate(model, [frame, (features / features.abs().max() * level, coords, batch_size)])
+    nets.switch_off(model, "b")
+    if level < 32752:
+        export_sparse_onnx(model, frame, tmp_path / "a.onnx")
+        return
+    with pytest.raises(ValueError, match=r"may reach 1(19|20)\d+, by its operands"):
+        export_sparse_onnx(model, frame, tmp_path / "a.onnx")
+
+
+def test_factors_that_half_precision_makes_zero(nets, refuse):
+    model = nets.switch_off(nets.encoder(), "conv_input.0")
+    model.conv_input[0].weight.data.mul_(1e-7)
+    refuse(model, r"conv_input\.0\.weight: the largest value is .* too few digits")
 
 
 def test_a_range_below_half_precision(nets, refuse):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
+from bevquant_export.dense._alike import HALF, alike
 from bevquant_export.dense._cut import AT_ONCE, CutFile
 from bevquant_export.dense._float_errors import FloatErrors
 from bevquant_export.dense._graph import Array
@@ -31,10 +33,6 @@ from bevquant_int8sim.program import Step, contiguous
 
 _FEW = 4
 _FLOAT = 2.0**-10  # of an output's largest value: float32 functions of the same integers
-_HALF = 2.0**-6  # float16 functions
-_ENERGY = 1e-4
-_PIECE = 1 << 15  # values that are looked at in float64 at a time: they stay in the cache
-_NOTHING = 1e-4  # what normalising a constant makes of rounding
 # Of models that round floats themselves (`bevquant_hybrid`), whose values are float32 sums: the
 # share a step off, and where the file's biases are int32, which theirs are not.
 _FLOAT_SUMS, _FLOAT_BIASES = 0.01, 0.25
@@ -155,7 +153,7 @@ def compared(
     halves = _half_inputs(content) if profile.half else set()
     args = integer.program.members.required_inputs(args)
     args = in_half(args, file.inputs, halves) if halves else args
-    given = zip(file.inputs, _tensors(args), strict=True)
+    given = zip(file.inputs, tensors_of(args), strict=True)
     inputs = {
         name: value.detach().cpu().numpy().astype(np.float16)
         if name in halves
@@ -183,7 +181,7 @@ def compared(
     rows, results = cut.rows(), cut.floats
     floats = {
         name: (value.detach().cpu().numpy(), results[name])
-        for name, value in zip(file.outputs, _tensors(returned), strict=False)
+        for name, value in zip(file.outputs, tensors_of(returned), strict=False)
         # Others are quantized, and among the rows.
         if name in results and type(value) is Tensor and value.is_floating_point()
     }
@@ -212,16 +210,8 @@ def verified(
         made, ran = any_session(proto, runner, at_once=AT_ONCE)
         return made
 
-    try:
-        with StableChoices() as choices:
-            rows, outputs, returned = compared(file, content, integer, args, run_in, outputs=True)
-    except Exception as error:
-        if not _of_onnxruntime(error):
-            raise
-        raise ValueError(
-            f"export_qdq_onnx: onnxruntime does not run the file on the example inputs: {error}; "
-            "nothing was written. verify=False writes it all the same"
-        ) from error
+    with StableChoices() as choices, _run_by_onnxruntime("the example inputs"):
+        rows, outputs, returned = compared(file, content, integer, args, run_in, outputs=True)
     for _, met in _departures(file, integer, rows, outputs, integer_sums=integer_sums):
         raise ValueError(
             f"export_qdq_onnx: {met}, when {ran} runs the file on the example inputs; "
@@ -235,24 +225,58 @@ def verified(
 
 
 def departing(
-    file: QdqFile, content: bytes, integer: QdqProgram, args: Any, *, integer_sums: bool
+    file: QdqFile,
+    content: bytes,
+    integer: QdqProgram,
+    args: Any,
+    *,
+    integer_sums: bool,
+    inputs: str,
 ) -> set[str]:
     """Tensors of a file that depart from the integer model on `args`, as `verified` judges it.
 
-    None where the model or the runtime refuses `args`: they are no frame then.
+    Args:
+        file: The file.
+        content: Its bytes.
+        integer: The program that it was written from.
+        args: Inputs that the program takes, see `refusal`.
+        integer_sums: As the file was written.
+        inputs: What messages call `args`.
+
+    Raises:
+        ValueError: onnxruntime does not run the file on them.
     """
 
     def run_in(proto: Any, runner: str) -> Any:
         # onnxruntime computes chains of float16 in float32 on CPUs, the reference does not.
         return rounded_session(proto) or any_session(proto, runner, at_once=AT_ONCE)[0]
 
-    try:
-        with StableChoices():
-            rows, outputs, _ = compared(file, content, integer, args, run_in, outputs=True)
-    except Exception:  # of the model's own code and of a runtime's classes, which have no base
-        return set()
+    with StableChoices(), _run_by_onnxruntime(inputs):
+        rows, outputs, _ = compared(file, content, integer, args, run_in, outputs=True)
     found = _departures(file, integer, rows, outputs, integer_sums=integer_sums)
     return {tensor for tensor, _ in found}
+
+
+def refusal(integer: QdqProgram, args: Any) -> str:
+    """The error with which a model refuses `args`, which then are no frame; "" where it runs."""
+    try:
+        integer.run(args, observe=lambda *_: None)
+    except Exception as error:  # of the model's own code, which may raise any
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@contextmanager
+def _run_by_onnxruntime(inputs: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not _of_onnxruntime(error):
+            raise
+        raise ValueError(
+            f"export_qdq_onnx: onnxruntime does not run the file on {inputs}: {error}; "
+            "nothing was written. verify=False writes it all the same"
+        ) from error
 
 
 def _departures(
@@ -280,35 +304,13 @@ def _departures(
                 f"up to {row.largest} steps",
             )
     for name, (want, got) in outputs.items():
-        if not _alike(want, got, _HALF if profile.half else _FLOAT):
+        if not alike(want, got, HALF if profile.half else _FLOAT):
             yield (
                 name,
                 f"output {name} is not what the integer model returns, though every quantized "
                 "tensor before it is: an operation in float behind the last of them is written "
                 "as something else",
             )
-
-
-def _alike(want: Array, got: Array, tolerance: float) -> bool:
-    if want.shape != got.shape:
-        return False
-    flat = want.reshape(-1), got.reshape(-1)
-    found = [
-        _gaps(*(values[first : first + _PIECE].astype(np.float64) for values in flat))
-        for first in range(0, want.size, _PIECE)
-    ]
-    sums = np.array(found).reshape(-1, 4)
-    (most, top), (energy, power) = sums[:, :2].max(0, initial=0.0), sums[:, 2:].sum(0)
-    return bool(most <= tolerance * top + _NOTHING or energy <= _ENERGY * power)
-
-
-def _gaps(want: Array, got: Array) -> tuple[float, float, float, float]:
-    """Largest gap, largest finite value wanted, energy of the gaps and of these values."""
-    same = (want == got) | (np.isnan(want) & np.isnan(got))
-    with np.errstate(invalid="ignore"):
-        apart = np.where(same, 0.0, np.abs(want - got))
-    finite = np.where(np.isfinite(want), np.abs(want), 0.0)
-    return apart.max(), finite.max(), (apart**2).sum(), (finite**2).sum()
 
 
 def _named(name: str, value: Any) -> list[tuple[str, Any]]:
@@ -318,13 +320,13 @@ def _named(name: str, value: Any) -> list[tuple[str, Any]]:
     return [(name, value)]
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if is_sparse_tensor(value):
         return [value.features, value.indices]
     if isinstance(value, dict):
-        return [t for item in value.values() for t in _tensors(item)]
+        return [t for item in value.values() for t in tensors_of(item)]
     if isinstance(value, list | tuple):
-        return [t for item in value for t in _tensors(item)]
+        return [t for item in value for t in tensors_of(item)]
     return []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
@@ -16,14 +15,14 @@ from torch import nn
 
 from bevquant_export._size_guards import note_guards, open_guards, refuse_free_batch
 from bevquant_export._taken_numbers import frame_tables
-from bevquant_export.dense._compare import departing, verified
+from bevquant_export.dense._compare import verified
 from bevquant_export.dense._emit import emit
 from bevquant_export.dense._graph import Graph
-from bevquant_export.dense._half import Typed, half_typed
+from bevquant_export.dense._half_file import typed_file
 from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._program_of import integer_model
 from bevquant_export.dense._read_model import read_model
-from bevquant_export.dense._recorded import Known, hard_inputs, recorded
+from bevquant_export.dense._recorded import recorded
 from bevquant_export.dense._runnable import FRAMES_KEY
 from bevquant_export.dense._source import Source
 from bevquant_export.dense._written import QdqFile
@@ -197,7 +196,7 @@ def export_qdq_onnx(
     )
     if chosen.half:
         seen = recorded(model, source, made, inputs)
-        typed = _half(file, proto, source, args, seen, verify=verify, integer_sums=integer_sums)
+        typed = typed_file(file, proto, source, args, seen, verify=verify, sums=integer_sums)
         proto, file = typed.proto, replace(file, notes=(*file.notes, *typed.reasons))
     if verify:
         content = proto.SerializeToString()
@@ -224,21 +223,6 @@ def _open_guards(
         names[f"{coords}.indices"] = inputs[f"{name}.indices"]
         known[f"{coords}.batch_size"] = source.grids[coords][1]
     return open_guards(source.program.guards, names, known)
-
-
-def _half(
-    file: QdqFile, proto: Any, source: Source, args: Any, known: Known, *, verify: bool,
-    integer_sums: bool,
-) -> Typed:  # fmt: skip
-    """The model in half precision, but for what departs from the integer model with it."""
-    typed = half_typed(copy.deepcopy(proto), known)
-    apart: set[str] = set()
-    if verify and typed.halves:
-        content = typed.proto.SerializeToString()
-        required = source.integer.program.members.required_inputs(args)
-        for given in hard_inputs(required, list(file.inputs), known):
-            apart |= departing(file, content, source.integer, given, integer_sums=integer_sums)
-    return half_typed(proto, known, apart) if apart else typed
 
 
 def _named_inputs(source: Source, wanted: Sequence[str] | None) -> dict[str, str]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
-from bevquant_export.dense._bound import Bound
+from bevquant_export.dense._bound import INF, Bound, Reading, times
 from bevquant_export.dense._bound_rules import tested
 from bevquant_export.dense._bounds import Bounds
 
 LARGEST_HALF = 65504.0
 LARGEST_WHOLE = 2048.0
 LEAST = 2.0**-17  # below it float16, whose step is 2⁻²⁴, is off by more than 2⁻⁸ of the value
-_LARGEST_ANGLE = 16.0  # to which float16 is off by 2⁻⁸ at most
 # Inputs that are float32 whatever the data are.
 SINGLE_INPUTS = {"Resize": (1, 2), "Upsample": (1,)}
 UNKNOWN_RANGE = "its range is not known"
@@ -75,21 +75,27 @@ def _is_replacement(bounds: Bounds, node: Any) -> bool:
 
 
 def _inside(bounds: Bounds, node: Any) -> str:
-    """Why the squares that a norm sums are none for float16."""
+    """Why the sums that a mean or a norm is made of are none for float16."""
     norms = ("InstanceNormalization", "LayerNormalization", "GroupNormalization")
     largest = bounds[node.input[0]].largest if node.input else 0.0
     if node.op_type == "ReduceL2":
-        squares = bounds.squares(node)
+        inside = bounds.squares(node)
     elif node.op_type in norms:
         epsilon = next((a.f for a in node.attribute if a.name == "epsilon"), 1e-5)
         if epsilon < LEAST:
             return f"its epsilon {epsilon:g} is {float(np.float16(epsilon)):g} in float16"
-        squares = (2 * largest) ** 2
+        inside = (2 * largest) ** 2
+    elif node.op_type == "ReduceMean":
+        inside = times(Reading(bounds, node).reduced(), largest)
+    elif node.op_type == "GlobalAveragePool":
+        inside = times(
+            math.prod(s or INF for s in (bounds.shapes[node.input[0]] or [])[2:]), largest
+        )
     else:
         return ""
-    if squares <= LARGEST_HALF:
+    if inside <= LARGEST_HALF:
         return ""
-    return f"squares inside may reach {squares:g}, beyond float16 ({LARGEST_HALF:,.0f})"
+    return f"sums inside may reach {inside:g}, beyond float16 ({LARGEST_HALF:,.0f})"
 
 
 def argument(bounds: Bounds, node: Any) -> tuple[str, bool]:
@@ -106,8 +112,6 @@ def argument(bounds: Bounds, node: Any) -> tuple[str, bool]:
                 f"float16 makes {float(np.float16(least)):g}",
                 True,
             )
-    if node.op_type in ("Sin", "Cos", "Tan"):
-        largest = bounds[node.input[0]].largest
-        if largest > _LARGEST_ANGLE:
-            return f"its argument may reach {largest:g}, where float16 has no angles", True
+    if node.op_type == "LogSoftmax" and bounds[node.output[0]].low < math.log(LEAST):
+        return "engines compute it as the logarithm of a softmax, which may be 0 in float16", False
     return "", False

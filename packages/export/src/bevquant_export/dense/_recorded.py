@@ -1,14 +1,17 @@
-"""What calibration saw of the float tensors of a file, and inputs that put half precision to it."""
+"""Sizes of the float tensors of a file, and inputs on which half precision fails first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bevquant_export.dense._half_digits import Size, size_of
 from bevquant_export.dense._program_of import integer_model
+from bevquant_export.dense._runnable import any_session
 from bevquant_export.dense._source import Source
 from bevquant_graph import map_leaves
 from bevquant_int8sim.program import Ref, Step, names_in
@@ -16,6 +19,7 @@ from bevquant_quantizers import TensorQuantizer, float_ranges
 
 _COMPUTED = frozenset("float conv conv_transpose linear resize max_pool avg_pool".split())
 Known = dict[str, tuple[float, bool]]
+EXAMPLE, LARGEST = "the example", "the largest calibrated values"
 
 
 def recorded(
@@ -44,7 +48,9 @@ def recorded(
         seen = ranges.get(path, {}).get(key)
         name = names.get(ref) or getattr(states.get(ref), "name", None)
         if seen is not None and name is not None:
-            found[name] = seen.largest, seen.whole
+            # A layer's own record may be in front of its ReLU, its reader's is behind it.
+            largest, whole = found.get(name, (seen.largest, False))
+            found[name] = min(largest, seen.largest), whole or seen.whole
 
     for ref, path in source.inputs.items():
         note(ref, "", path)
@@ -72,8 +78,40 @@ def _alone(steps: Any, modules: Mapping[str, nn.Module]) -> Iterator[Step]:
             yield found[0]
 
 
-def hard_inputs(args: Any, names: list[str], known: Known) -> Iterator[Any]:
-    """Inputs beside the example on which half precision fails first.
+def measured(
+    proto: Any, frames: Iterable[Mapping[str, Any]], names: Collection[str]
+) -> dict[str, Size]:
+    """Sizes of a float32 file's tensors while it runs.
+
+    Args:
+        proto: The file.
+        frames: Input to its array, for each frame.
+        names: Tensors to look at.
+    """
+    import onnx
+
+    every = copy.deepcopy(proto)
+    held = {port.name for port in every.graph.output}
+    inferred = onnx.shape_inference.infer_shapes(proto, check_type=True)
+    every.graph.output.extend(
+        v for v in inferred.graph.value_info if v.name in names and v.name not in held
+    )
+    running, _ = any_session(every, "plain", at_once=1)
+    taken = {port.name for port in running.get_inputs()}
+    made = [port.name for port in every.graph.output]
+    found: dict[str, Size] = {}
+    for frame in frames:
+        values = running.run(made, {n: v for n, v in frame.items() if n in taken})
+        for name, value in [*frame.items(), *zip(made, values, strict=True)]:
+            if name in names and value.dtype.kind in "fiu":
+                found[name] = size_of(value).joined(found.get(name))
+    return found
+
+
+def hard_inputs(
+    args: Any, names: list[str], known: Mapping[str, tuple[float, bool]]
+) -> Iterator[tuple[str, Any]]:
+    """Inputs on which half precision fails first, each with its name.
 
     The example itself, all zeros, every other row zero (padding, empty pillars), and the example
     made as large as the largest calibration frame.
@@ -108,7 +146,7 @@ def hard_inputs(args: Any, names: list[str], known: Known) -> Iterator[Any]:
         fits = 0 < top < wanted < float("inf")
         return value * (wanted / top) if fits else value
 
-    yield args
-    yield changed(lambda name, value: torch.zeros_like(value))
-    yield changed(rows)
-    yield changed(largest)
+    yield EXAMPLE, args
+    yield "zeros", changed(lambda name, value: torch.zeros_like(value))
+    yield "rows of zeros", changed(rows)
+    yield LARGEST, changed(largest)

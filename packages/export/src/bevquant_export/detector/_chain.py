@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_export.dense._half import CHOICES
+from bevquant_export.dense._half_single import CHOICES
 from bevquant_export.detector._parts import Parts
 from bevquant_export.lint._read import load_model
 from bevquant_graph import arguments, op_spec

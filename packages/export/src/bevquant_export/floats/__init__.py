@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bevquant_export.dense._bounds import HEAD_ROOM
-from bevquant_export.dense._half import half_typed
-from bevquant_export.dense._half_limits import LARGEST_HALF
 from bevquant_export.dense._runnable import session
+from bevquant_export.floats._half_floats import typed_floats
 from bevquant_export.floats._ports import called, tensors_in
 from bevquant_export.floats._ports import input_names as named_inputs
 from bevquant_export.floats._ports import output_names as named_outputs
@@ -102,7 +99,8 @@ def export_float_onnx(
             the output; ``None`` for a file that is not run.
         half: Write float16 inputs, outputs, weights and operations, as TensorRT 11 takes its types
             from the file, where all values fit; float32 elsewhere, with the reasons in
-            `FloatFile.notes`. The comparison is made before, in float32.
+            `FloatFile.notes`. `differences` are those of float32. What departs from it in half
+            precision by more than 2⁻⁶, on `args`, `frames`, zeros or rows of zeros, is float32.
         frames: More inputs like `args`. Their largest values decide with `half` what is float16
             (onnxruntime runs the file on them). Without frames any value of float16 is expected of
             an input, and what may overflow then is float32.
@@ -141,40 +139,12 @@ def export_float_onnx(
         _hold(found, tolerance, module)
     reasons: tuple[str, ...] = ()
     if half:
-        known = _largest(proto, [list(inputs.values()), *map(tensors_in, frames)] if frames else [])
-        typed = half_typed(proto, known)
+        more = [tensors_in(frame) for frame in frames]
+        typed = typed_floats(proto, inputs, more, verify=tolerance is not None)
         proto, reasons = typed.proto, typed.reasons
     write_whole(target, proto.SerializeToString(deterministic=True))
     notes = (*choices.notes(), *reasons)
     return FloatFile(target, opset, _shapes(inputs), _shapes(outputs), found, notes)
-
-
-def _largest(proto: Any, frames: list[list[Tensor]]) -> dict[str, tuple[float, bool]]:
-    """Largest value of every float tensor over all frames, and whether all were whole numbers."""
-    import onnx
-
-    if not frames:  # what a binding of float16 holds, halved for the head room
-        return {p.name: (LARGEST_HALF / HEAD_ROOM, False) for p in proto.graph.input}
-    every = copy.deepcopy(proto)
-    held = {port.name for port in every.graph.output}
-    inferred = onnx.shape_inference.infer_shapes(proto, check_type=True)
-    for value in inferred.graph.value_info:
-        if value.type.tensor_type.elem_type == 1 and value.name not in held:
-            every.graph.output.append(value)
-    running = session(every, "plain")
-    taken, names = {p.name for p in running.get_inputs()}, [p.name for p in proto.graph.input]
-    found: dict[str, tuple[float, bool]] = {}
-    for frame in frames:
-        given = {n: v.detach().cpu().numpy() for n, v in zip(names, frame, strict=True)}
-        made = running.run(None, {n: v for n, v in given.items() if n in taken})
-        named = zip((p.name for p in running.get_outputs()), made, strict=True)
-        for name, value in [*given.items(), *named]:
-            if value.dtype.kind in "fiu" and value.size:
-                largest, whole = found.get(name, (0.0, True))
-                top = float(np.abs(value.astype(np.float64)).max())
-                whole = whole and bool((value == np.round(value)).all())
-                found[name] = max(largest, top if top < np.inf else np.inf), whole
-    return found
 
 
 def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -18,7 +18,7 @@ from bevquant_export.sparse._axes import turned
 from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._compare import LayerDifference
 from bevquant_export.sparse._graph import Conv, Graph, Node
-from bevquant_export.sparse._half_precision import check_half_values, with_half_constants
+from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._layers import SparseExport, layers_of
 from bevquant_export.sparse._lower_file import portable_bytes
 from bevquant_export.sparse._make_graph import sparse_graph
@@ -126,8 +126,6 @@ def export_sparse_onnx(
         rounded, integers = _source_of(model), model
     elif isinstance(model, nn.Module):
         rounded = with_half_constants(model)
-        if dialect == "libspconv":
-            check_half_values(model, "export_sparse_onnx")
         integers = simulate(rounded, example_inputs, verify=verify)
     else:
         raise TypeError(f"export_sparse_onnx: expected a module, got {type(model).__name__}")

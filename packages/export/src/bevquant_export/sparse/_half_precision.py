@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from bevquant_graph import layer_class
 from bevquant_qnn import QuantLinear, QuantSparseConvolution
-from bevquant_quantizers import TensorQuantizer, float_ranges
+from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import is_sparse_conv
 
 LARGEST_HALF = 65504.0
+LEAST = 2.0**-17  # below it float16, whose step is 2⁻²⁴, is off by more than 2⁻⁸ of the value
 _STEPS, _BITS = 127, 17  # 7 and 17 bits make the 24 of float32
 
 
@@ -68,7 +69,8 @@ def half_constants_of(model: nn.Module, paths: Container[str]) -> nn.Module:
             value = getattr(module, name, None)
             if isinstance(value, Tensor):
                 with torch.no_grad():
-                    value.copy_(to_half(value, f"{path}.{name}").to(value.dtype))
+                    half = to_half(value, f"{path}.{name}", factor=name != "bias")
+                    value.copy_(half.to(value.dtype))
     return copied
 
 
@@ -107,36 +109,13 @@ class _Affine(nn.BatchNorm1d):
         if norm.affine:
             shift = shift + norm.bias.detach().double()
         for name, value in (("factor", factor), ("shift", shift)):
-            half = to_half(value.float(), f"{path}.{name}")
+            half = to_half(value.float(), f"{path}.{name}", factor=name == "factor")
             self.register_buffer(name, half.to(mean.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """Channels are the second axis."""
         ones = (1,) * (x.dim() - 2)
         return x * self.factor.reshape(-1, *ones) + self.shift.reshape(-1, *ones)
-
-
-def check_half_values(model: nn.Module, entry: str) -> None:
-    """Refuse layers whose float16 results overflow in a calibration frame.
-
-    Args:
-        model: Calibrated; layers without a record (`float_ranges`) pass.
-        entry: Function that a message names.
-
-    Raises:
-        ValueError: A sparse layer that is not quantized returned more than 65,504.
-    """
-    modules = dict(model.named_modules())
-    for path, ranges in float_ranges(model).items():
-        module, made = modules[path], ranges.get("output")
-        in_half = _is_sparse(module) and not is_integer_layer(module)
-        if in_half and made is not None and made.largest > LARGEST_HALF:
-            raise ValueError(
-                f"{entry}: {path or 'the layer'}: its values reach {made.largest:g} in a "
-                f"calibration frame, beyond float16 (largest {LARGEST_HALF:g}), in which the "
-                "engine holds them; divide its weight and bias by a constant, multiply the "
-                "weights of the layers that read it by that constant, and calibrate again"
-            )
 
 
 def is_integer_layer(module: Any) -> bool:
@@ -147,19 +126,27 @@ def is_integer_layer(module: Any) -> bool:
     )
 
 
-def to_half(values: Tensor, name: str) -> Tensor:
+def to_half(values: Tensor, name: str, *, factor: bool = False) -> Tensor:
     """`values` as float16, half to even.
 
     Raises:
-        ValueError: NaN, infinite or beyond ±65504; the message starts with `name`.
+        ValueError: NaN, infinite or beyond ±65504, or factors all below 2⁻¹⁷; the message starts
+            with `name`.
     """
     values = values.detach()
     if not bool(values.isfinite().all()):
         raise ValueError(f"{name}: a value is NaN or infinite; train or load the model again")
     half = values.to(torch.float16)
+    largest = float(values.abs().max()) if values.numel() else 0.0
+    if factor and 0 < largest < LEAST:
+        raise ValueError(
+            f"{name}: the largest value is {largest:g}, of which float16, in which the file stores "
+            "it, keeps too few digits; multiply it by a constant, and divide the weights of the "
+            "layers that read it by that constant"
+        )
     if not bool(half.isfinite().all()):
         raise ValueError(
-            f"{name}: the value {float(values.abs().max()):g} overflows float16 (largest "
+            f"{name}: the value {largest:g} overflows float16 (largest "
             f"{LARGEST_HALF:g}), in which the file stores it; a batch norm with a tiny variance "
             "was probably folded into this layer: retrain it, or scale the layers around it"
         )

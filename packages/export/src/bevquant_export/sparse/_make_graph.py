@@ -32,6 +32,7 @@ from bevquant_export.sparse._graph import (
     Select,
     Steps,
 )
+from bevquant_export.sparse._half_values import check_half_values
 from bevquant_export.sparse._no_operator import BEHIND_DENSE
 from bevquant_export.sparse._observe import Seen, observe
 from bevquant_export.sparse._steps import Bodies
@@ -117,6 +118,8 @@ def sparse_graph(
     )
     graph = with_channel_permutations(graph, joins=dialect == "libspconv")
     check_rulebooks(graph)
+    if dialect == "libspconv":  # portable files compute in float32
+        check_half_values(graph, rounded, seen)
     return graph
 
 

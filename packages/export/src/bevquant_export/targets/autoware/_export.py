@@ -17,7 +17,7 @@ from bevquant_export._size_guards import note_guards
 from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._compare import LayerDifference, frame_of
 from bevquant_export.sparse._graph import Conv
-from bevquant_export.sparse._half_precision import check_half_values, with_half_constants
+from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._make_graph import sparse_graph
 from bevquant_export.sparse._verify import with_note
 from bevquant_export.targets.autoware._emit import GraphWriter
@@ -106,7 +106,6 @@ def export_autoware_onnx(
     if precision == "fp16":
         model = copy.deepcopy(model)
     with quantization_disabled(model) if precision == "fp16" else nullcontext():
-        check_half_values(model, "export_autoware_onnx")
         rounded = with_half_constants(model)
         integers = simulate(rounded, example_inputs, verify=verify)
         graph = sparse_graph(

@@ -1,0 +1,55 @@
+"""A QDQ file in half precision, tried on the example and on inputs where it fails first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from bevquant_export.dense._compare import departing, refusal, tensors_of
+from bevquant_export.dense._half import Typed
+from bevquant_export.dense._half_digits import Size
+from bevquant_export.dense._half_single import Known
+from bevquant_export.dense._half_tried import arrays, tried
+from bevquant_export.dense._recorded import EXAMPLE, LARGEST, hard_inputs, measured
+from bevquant_export.dense._source import Source
+from bevquant_export.dense._written import QdqFile
+
+
+def typed_file(
+    file: QdqFile, proto: Any, source: Source, args: Any, known: Known, *, verify: bool, sums: bool
+) -> Typed:
+    """A QDQ file in half precision, but for what departs from the integer model with it.
+
+    Raises:
+        ValueError: onnxruntime does not run the file on inputs that the model takes.
+    """
+    required = source.integer.program.members.required_inputs(args)
+    given, notes = {EXAMPLE: required}, []
+    for name, inputs in hard_inputs(required, list(file.inputs), known):
+        why = "" if name == EXAMPLE else refusal(source.integer, inputs)
+        if why:
+            notes.append(f"half precision is not tried on {name}: the model refuses it: {why}")
+        else:
+            given[name] = inputs
+    frames = [
+        arrays(dict(zip(file.inputs, tensors_of(given[name]), strict=True)))
+        for name in (EXAMPLE, LARGEST)
+        if name in given
+    ]
+
+    @cache
+    def measure(names: frozenset[str]) -> Mapping[str, Size]:
+        return measured(proto, frames, names)
+
+    def apart(typed: Typed) -> set[str]:
+        content, found = typed.proto.SerializeToString(), set[str]()
+        for name, inputs in given.items():
+            found |= departing(
+                file, content, source.integer, inputs, integer_sums=sums, inputs=name
+            )
+        return found
+
+    typed = tried(proto, known, measure, apart if verify else lambda typed: ())
+    return replace(typed, reasons=(*typed.reasons, *notes))

@@ -1,0 +1,150 @@
+"""Operations that half precision breaks: right in files, on frames unlike the example too.
+
+float16 is rounded to after each operation, by ONNX's reference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bevquant_export import export_float_onnx, export_qdq_onnx, open_onnx
+from bevquant_export.dense._runnable import rounded_session
+from bevquant_int8sim import simulate
+from bevquant_qnn import quantize_model
+from bevquant_quantizers import calibrate
+
+Between = Callable[[Tensor], Tensor]
+HALF = 10
+
+
+def squares_apart(x: Tensor) -> Tensor:
+    x = x + 30
+    squares = (x * x).sum(-1, keepdim=True)
+    return (squares + squares.transpose(-1, -2) - 2 * x @ x.transpose(-1, -2)) @ x / 10
+
+
+def variance(x: Tensor) -> Tensor:
+    x = x + 50
+    return (x * x).mean(-1, keepdim=True) - x.mean(-1, keepdim=True) ** 2 + x - 50
+
+
+def sampled(x: Tensor) -> Tensor:
+    table = torch.arange(4 * 2048.0).reshape(1, 1, 4, 2048).remainder(7)
+    places = x.tanh()[..., :2].reshape(x.shape[0], 1, -1, 2)
+    found = functional.grid_sample(table.expand(len(x), -1, -1, -1), places, align_corners=False)
+    return x + found.reshape(len(x), -1, 1)
+
+
+def sines(x: Tensor) -> Tensor:
+    angles = x[..., :1] * 20 * math.pi / 10000 ** (2 * (torch.arange(16) // 2) / 16)
+    return torch.where(torch.arange(16) % 2 == 0, angles.sin(), angles.cos())
+
+
+def summed(x: Tensor) -> Tensor:
+    many = (x + 10)[..., None].expand(-1, -1, -1, 6000).reshape(len(x), -1)
+    return x + many.mean(1)[:, None, None]
+
+
+HAZARDS: dict[str, Between] = {
+    "normalize": lambda x: functional.normalize(x, dim=-1),
+    "layer norm": lambda x: functional.layer_norm(x, (16,), eps=1e-12),
+    "rms norm": lambda x: functional.rms_norm(x, (16,), eps=1e-10),
+    "group norm": lambda x: functional.group_norm(x.transpose(1, 2), 4, eps=1e-12).transpose(1, 2),
+    "lost mask": lambda x: x.masked_fill(torch.arange(16) % 3 == 0, -1e9).sigmoid(),
+    "sum": lambda x: x / (x.abs().sum(-1, keepdim=True) + 1e-9),
+    "log1p": lambda x: torch.log1p(x.relu() * 1e-4) * 1e4,
+    "expm1": lambda x: torch.expm1(x * 1e-4) * 1e4,
+    "root": lambda x: (x.abs() + 1e-4) ** -0.5,
+    "mean of many": summed,
+    "variance": variance,
+    "spread": lambda x: x / (x + 1000).var(-1, keepdim=True).clamp(min=1e-3),
+    "distances": squares_apart,
+    "sine": lambda x: torch.sin(x * 1000),
+    "places": sines,
+    "frustum": lambda x: torch.cat([x[..., :2].abs() * 500 * (x[..., 2:3].abs() * 20 + 1) / 60,
+                                    x[..., 2:]], -1),
+    "cells": lambda x: torch.remainder(((x + 4) * 100).floor() * 1001, 7.0),
+    "centred": lambda x: (x + 1000) - (x + 1000).mean(1, keepdim=True),
+    "one minus": lambda x: 1 - (1 - x * 1e-3),
+    "small": lambda x: (x * 1e-6).sum(-1, keepdim=True) * 1e6 + x,
+    "root of small": lambda x: (x.abs() * 1e-6).sqrt() * 1e3,
+    "angle": lambda x: x * 50 - torch.floor((x * 50 + math.pi) / (2 * math.pi)) * 2 * math.pi,
+    "sampled": sampled,
+}  # fmt: skip
+
+
+class Net(nn.Module):
+    def __init__(self, between: Between, *, layer: bool) -> None:
+        super().__init__()
+        self.a, self.between = nn.Linear(16, 16, bias=False), between
+        self.b = nn.Linear(16, 8) if layer else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.between(self.a(x)))
+
+
+def frames() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    x, large = torch.randn(2, 6, 16), 3 * torch.randn(2, 6, 16)
+    rows = x.clone()
+    rows[:, 3:] = 0
+    return {
+        "example": x,
+        "large": large,
+        "rows": rows,
+        "zeros": 0 * x,
+        "seed": torch.randn(2, 6, 16),
+    }
+
+
+def off(path: Path, want: Between, given: dict[str, Tensor], step: float) -> dict[str, float]:
+    """Frames on which the file is more than 2⁻⁶ and a step off, and by how much of the largest."""
+    proto = onnx.load(path)
+    (port,) = proto.graph.input
+    half = port.type.tensor_type.elem_type == HALF
+    rounded, found, largest = rounded_session(proto), {}, 0.0
+    for name, x in given.items():
+        x = x.half().float() if half else x
+        wanted = want(x).detach().numpy().astype(np.float64)
+        largest = max(largest, np.abs(wanted).max())
+        made = list(open_onnx(path)({port.name: x}).values())
+        if rounded is not None:
+            feed = x.numpy().astype(np.float16 if half else np.float32)
+            made += rounded.run(None, {port.name: feed})
+        apart = max(np.abs(np.asarray(m, np.float64) - wanted).max() for m in made)
+        if not apart <= 2.0**-6 * largest + step:
+            found[name] = apart / largest
+    return found
+
+
+@pytest.mark.parametrize("name", HAZARDS)
+def test_float_files(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+    given = frames()
+    net = Net(HAZARDS[name], layer=False).eval()
+    path = tmp_path / "net.onnx"
+    made = export_float_onnx(net, given["example"], path, half=True, frames=[given["large"]])
+    assert any("float32" in note for note in made.notes)
+    assert off(path, net, given, 1e-4) == {}
+
+
+@pytest.mark.parametrize("name", HAZARDS)
+def test_quantized_files(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+    given = frames()
+    x = given["example"]
+    model = quantize_model(Net(HAZARDS[name], layer=True).eval(), example_inputs=x).model
+    calibrate(model, [x, given["large"]])
+    made = export_qdq_onnx(model, x, tmp_path / "net.onnx", "tensorrt11")
+    integers = simulate(model, x)
+    step = float(model.b._input_quantizer.amax) / 127 * float(model.b.weight.detach().abs().max())
+    assert off(made.path, integers, given, 1.5 * step) == {}
