@@ -223,6 +223,23 @@ def test_a_dict_that_answers_to_every_attribute_is_a_dict() -> None:
     assert len(flatten(EveryName(x=x))[0]) == 1
 
 
+def test_a_class_with_a_metaclass_may_be_held_by_a_model() -> None:
+    class Made(metaclass=type("Meta", (type,), {"__module__": __name__})):
+        @classmethod
+        def of(cls, x: Tensor) -> Tensor:
+            return x + 1
+
+    class Holds(nn.Module):
+        made = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.made.of(x)
+
+    model = Holds()
+    model.made = Made
+    assert torch.equal(capture(model, torch.zeros(2)).replay(torch.ones(2)), torch.full((2,), 2.0))
+
+
 def test_a_twin_leads_to_itself() -> None:
     class Leads(nn.Module):
         def __init__(self) -> None:

@@ -171,7 +171,7 @@ class _Copies:
 def attributes_of(value: Any) -> list[str]:
     """Names of the attributes of an object that a forward may write to."""
     kind = type(value)
-    if isinstance(value, nn.Module) or getattr(kind, "is_read_by_forwards", True) is False:
+    if isinstance(value, nn.Module | type) or not getattr(kind, "is_read_by_forwards", True):
         return []
     own = kind.__module__.partition(".")[0] not in _LIBRARIES
     if not own and not issubclass(kind, types.SimpleNamespace | Mapping):
