@@ -98,7 +98,23 @@ def test_examples_run(
         printed = capsys.readouterr().out
         assert "2 batch norms folded, 0 kept" in printed
         assert re.search(r"run by bevquant: 0 of \d,\d+ integers are not the model's", printed)
-        assert {path.name for path in tmp_path.iterdir()} == {"ranges.json", "encoder.onnx"}
+        assert {path.name for path in tmp_path.iterdir()} == {
+            "ranges.json",
+            "encoder.onnx",
+            "net.onnx",
+        }
+        assert_exact(printed)
+
+
+def assert_exact(printed: str) -> None:
+    """The quick start's file: at most ten lines, and no integer beyond rounding is another."""
+    _, quick = (block for language, block in blocks(ROOT / "README.md")[:4] if language == "python")
+    assert len(quick.split("\n\n")) == 2
+    assert len([line for line in quick.splitlines() if line]) <= 10
+    assert re.search(r"[\d.]+ ms, [\d.]+ times as fast as float32", printed)
+    found = re.search(r"run by onnxruntime [\d.]+: (\d+) of .* not the model's(.*)", printed)
+    assert found
+    assert found[1] == "0" or f"; {found[1]} lie between the two" in found[2]
 
 
 @pytest.mark.parametrize("page", [*READMES, *PAGES], ids=name_of)

@@ -129,7 +129,7 @@ def test_the_largest_weights_that_no_cpu_saturates(
     x = torch.ones(1, 64, 8, 8)
     model = calibrated(net, x)
     model[0]._weight_quantizer.amax = torch.ones_like(model[0]._weight_quantizer.amax)
-    file = export_qdq_onnx(model, x, tmp_path / "largest.onnx", "onnxruntime")
+    file = export_qdq_onnx(model, x, tmp_path / "largest.onnx", "onnxruntime", weights="uint8")
     types = {t.name: t.data_type for t in onnx.load(file.path).graph.initializer if len(t.dims) > 1}
     assert types == {"0.weight": 3, "1.weight": 2}
     for frame in (x, -x, torch.randn(1, 64, 8, 8).sign()):

@@ -116,7 +116,7 @@ def test_hb_mapper_takes_no_inputs_of_integers(
     ("settings", "message"),
     [
         ({"profile": "ncnn"}, "expected one of .*'tensorrt10', 'tensorrt', 'tensorrt11'"),
-        ({"weights": "int8"}, "weights='int8' with profile='tensorrt'"),
+        ({"weights": "int8"}, "profile='tensorrt': weights='int8': expected one of 'auto'"),
         ({"integer_sums": True}, "integer_sums=True with profile='tensorrt'"),
         ({"input_names": ["a", "b"]}, r"input_names=\['a', 'b'\]: expected 1 different"),
         ({"output_names": [""]}, r"output_names=\[''\]: expected 1 different"),

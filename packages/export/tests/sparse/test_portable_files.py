@@ -30,9 +30,12 @@ def files(nets, tmp_path_factory):
     batches = [nets.frame(0, share=1.0)]
     for dialect in ("libspconv", "portable"):
         export_sparse_onnx(
-            model, example, folder / f"{dialect}.onnx", dialect=dialect, batches=batches
-        )
-    lower_to_portable(folder / "libspconv.onnx", folder / "layers.onnx", all_layers=True)
+            model, example, folder / f"{dialect}.onnx", dialect=dialect, batches=batches,
+            weights="uint8" if dialect == "portable" else "auto",
+        )  # fmt: skip
+    lower_to_portable(
+        folder / "libspconv.onnx", folder / "layers.onnx", all_layers=True, weights="uint8"
+    )
     return folder
 
 
@@ -65,7 +68,7 @@ def unnoted(path):
 
 def test_int8_weights_give_the_same_outputs(files, nets, tmp_path):
     lower_to_portable(files / "libspconv.onnx", tmp_path / "int8.onnx", weights="int8")
-    lower_to_portable(tmp_path / "int8.onnx", tmp_path / "again.onnx")
+    lower_to_portable(tmp_path / "int8.onnx", tmp_path / "again.onnx", weights="uint8")
     assert unnoted(tmp_path / "again.onnx") == unnoted(files / "portable.onnx")
     assert {f.id for f in lint_onnx(files / "portable.onnx", "portable", cpu="vnni")} == {"ORT007"}
     assert lint_onnx(tmp_path / "int8.onnx", "portable") == []
@@ -110,15 +113,15 @@ def test_a_file_that_does_not_say_how_it_stores_weights_is_read(files, tmp_path)
 
 
 def test_other_weights_are_refused(files, tmp_path):
-    with pytest.raises(ValueError, match="weights='int4': expected 'uint8' or 'int8'"):
+    with pytest.raises(ValueError, match="weights='int4': expected one of 'auto', 'uint8', 'int8'"):
         lower_to_portable(files / "libspconv.onnx", tmp_path / "x.onnx", weights="int4")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_both_ways_to_a_portable_file_are_one(files, tmp_path):
-    lower_to_portable(files / "libspconv.onnx", tmp_path / "a.onnx")
+    lower_to_portable(files / "libspconv.onnx", tmp_path / "a.onnx", weights="uint8")
     assert unnoted(tmp_path / "a.onnx") == unnoted(files / "portable.onnx")
-    lower_to_portable(files / "portable.onnx", tmp_path / "b.onnx")
+    lower_to_portable(files / "portable.onnx", tmp_path / "b.onnx", weights="uint8")
     assert unnoted(tmp_path / "b.onnx") == unnoted(files / "portable.onnx")
 
 
@@ -400,3 +403,37 @@ def test_drawn_voxels_may_be_more_than_the_engines_bound(nets, tmp_path):
     export_sparse_onnx(model, nets.frame(0), tmp_path / "a.onnx")
     made = lower_to_portable(tmp_path / "a.onnx", tmp_path / "b.onnx")
     assert made.verified == "onnxruntime"
+
+
+@pytest.mark.parametrize(("cpu", "weights"), [("vnni", "int8"), ("any", "uint8")])
+def test_weights_by_default_are_those_of_the_cpu_at_hand(
+    cpu, weights, files, nets, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("BEVQUANT_CPU", cpu)
+    lowered = lower_to_portable(files / "libspconv.onnx", tmp_path / "net.onnx", verify=False)
+    assert (lowered.figures.weights, lowered.figures.cpu) == (weights, cpu)
+    read = load_sparse_onnx(lowered.path)
+    assert read.graph.weights == weights
+    made = export_sparse_onnx(
+        nets.encoder(), nets.frame(0), tmp_path / "a.onnx", dialect="portable", verify=False
+    )
+    assert (made.figures.weights, made.figures.cpu) == (weights, cpu)
+
+
+def test_onnxruntime_runs_the_weights_that_a_file_has(files, nets, tmp_path, monkeypatch):
+    path = tmp_path / "int8.onnx"
+    lower_to_portable(files / "libspconv.onnx", path, weights="int8", verify=False)
+    running = load_sparse_onnx(path, backend="onnxruntime")
+    monkeypatch.setenv("BEVQUANT_CPU", "any")
+    with pytest.raises(ValueError, match=r"load_sparse_onnx: .* this CPU does not"):
+        running(*nets.frame(1))
+
+
+def test_a_portable_file_is_timed_beside_float32(nets, tmp_path):
+    given = {"dialect": "portable", "measure": True}
+    made = export_sparse_onnx(nets.encoder(), nets.frame(0), tmp_path / "a.onnx", **given)
+    assert made.figures.timing.float_milliseconds > 0
+    assert "times as fast as float32" in str(made)
+    assert made.figures.size == (tmp_path / "a.onnx").stat().st_size
+    with pytest.raises(ValueError, match="measure=True needs dialect='portable'"):
+        export_sparse_onnx(nets.encoder(), nets.frame(0), tmp_path / "b.onnx", measure=True)

@@ -42,7 +42,7 @@ def test_whatever_is_installed_runs_a_file(nets, monkeypatch, tmp_path, dialect,
         monkeypatch.setitem(sys.modules, library, None)
     file = export_sparse_onnx(model, example, tmp_path / "n.onnx", dialect=dialect)
     assert note(tmp_path / "n.onnx").split()[0] == runner
-    layers, ran = str(file).splitlines()
+    layers, *_, ran = str(file).splitlines()
     assert layers.startswith(f"{file.path}: layers: ")
     assert ran.startswith(f"run by {file.verified}: 0 of ")
     export = importlib.import_module("bevquant_export.sparse._export")

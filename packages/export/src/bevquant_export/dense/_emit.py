@@ -278,6 +278,11 @@ class Emitter:
     def _addend(self, step: Step, name: str) -> str:
         """An operand of a sum: what a convolution accumulated, or quantized where asked."""
         largest = self.source.ranges.get(name)
+        if largest and self.graph.profile.integer_relu and not self.integer_sums:
+            self.graph.notes.append(
+                f"{step.path or 'a sum'}: reads the sums of a layer, which runs in float for that; "
+                "integer_sums=True rounds them to eight bits, and both run in integers"
+            )
         if not self.integer_sums or not largest:
             return self.read(name)
         made = f"{step.path}.addend" if step.path else "addend"

@@ -7,15 +7,18 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import nn
 
+from bevquant_export._figures import Timing, figures_of, timed
 from bevquant_export._size_guards import note_guards, open_guards, refuse_free_batch
 from bevquant_export._taken_numbers import frame_tables
-from bevquant_export.dense._compare import verified
+from bevquant_export.dense._compare import tensors_of, verified
 from bevquant_export.dense._emit import emit
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._half_file import typed_file
@@ -23,17 +26,18 @@ from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._program_of import integer_model
 from bevquant_export.dense._read_model import read_model
 from bevquant_export.dense._recorded import recorded
-from bevquant_export.dense._runnable import FRAMES_KEY
+from bevquant_export.dense._runnable import FRAMES_KEY, session
 from bevquant_export.dense._source import Source
 from bevquant_export.dense._written import QdqFile
 from bevquant_export.floats._ports import checked
 from bevquant_export.lint._model import VOXELS
+from bevquant_export.lint._read import load_model
 from bevquant_export.sparse.portable._body import OPSET
-from bevquant_export.targets._cpu import CPU_KEY
+from bevquant_export.targets._cpu import mark_cpu
 from bevquant_graph import Guard
 from bevquant_int8sim import IntegerModel
-from bevquant_int8sim.program import Ref, SparseRef
-from bevquant_quantizers import hb_mapper, write_whole
+from bevquant_int8sim.program import PROGRAM_READERS, Ref, SparseRef
+from bevquant_quantizers import hb_mapper, quantization_disabled, write_whole
 
 Shape = tuple[int | str, ...]
 # TensorProto's numbers.
@@ -49,10 +53,11 @@ def export_qdq_onnx(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     dynamic_batch: bool = False,
-    weights: str | None = None,
+    weights: str = "auto",
     integer_sums: bool = False,
     march: str = "bayes",
     verify: bool = True,
+    measure: bool = False,
 ) -> QdqFile:
     r"""Write a calibrated dense model as ONNX with QuantizeLinear and DequantizeLinear.
 
@@ -106,10 +111,11 @@ def export_qdq_onnx(
         output_names: One for each tensor returned; keys and places by default.
         dynamic_batch: Let the first axis of the inputs have any size. The model runs on twice the
             batch to see which sizes follow it.
-        weights: For onnxruntime: ``"uint8"`` (the default) is exact on every CPU; ``"int8"`` is
-            faster, but saturates on x86 without VNNI unless ``session.x64quantprecision`` is 1.
-            Weights from -64 to 64, as those of seven bits are, saturate nowhere and are int8 in
-            both.
+        weights: For onnxruntime and openvino: ``"auto"`` is the fastest form that is exact on the
+            CPU at hand (`cpu_at_hand`). ``"int8"`` is several times faster, and saturates on x86
+            without VNNI. ``"uint8"`` is exact on every CPU. Weights from -64 to 64, as those of
+            seven bits are, saturate nowhere and are int8 in all forms. The result and the metadata
+            (``bevquant.cpu``) say where the file is exact.
         integer_sums: For onnxruntime: a sum that reads a convolution's accumulators, as behind a
             `residual_quantizer`, makes that convolution run in float, exactly. True rounds them to
             eight bits first, with their range on `args`, and both run in integers: the file then
@@ -122,8 +128,11 @@ def export_qdq_onnx(
             it is not installed. The file's metadata says by what (``verified``); False writes it
             unseen and says ``no``.
 
+        measure: For engines on a CPU: run the file beside the same model in float32, written by
+            the same exporter, and report both times in the result's `figures`.
+
     Returns:
-        The file, its inputs and outputs, and what in it runs in float.
+        The file, its inputs and outputs, its size, and what in it runs in float.
 
     Raises:
         TypeError: `model` is no module.
@@ -155,6 +164,13 @@ def export_qdq_onnx(
             "the others add to accumulators themselves"
         )
 
+    on_cpu_engine = chosen.runner != "plain"
+    if measure and not (on_cpu_engine and _has_float_form(model)):
+        raise ValueError(
+            f"export_qdq_onnx: measure=True with profile={profile!r} and a "
+            f"{type(model).__name__}: expected 'onnxruntime' or 'openvino', and a calibrated "
+            "bevquant_qnn model, whose float32 form runs beside the file"
+        )
     target = Path(path)
     if not target.parent.is_dir():
         raise ValueError(f"export_qdq_onnx: there is no folder {target.parent}; make it first")
@@ -174,6 +190,8 @@ def export_qdq_onnx(
         graph, shapes_in, shapes_out, [(made[ref].name, name) for ref, name in outputs],
         {name: source.dtype(ref) for ref, name in (*inputs.items(), *outputs)},
     )  # fmt: skip
+    if on_cpu_engine:
+        mark_cpu(proto)
     guards = _open_guards(source, inputs, shapes_in)
     if dynamic_batch:
         refuse_free_batch(guards, "export_qdq_onnx")
@@ -207,10 +225,32 @@ def export_qdq_onnx(
     frames = {inputs[n]: int(source.hosts[of]) + 1 for n, of in tables.items() if n in inputs}
     if frames:
         proto.metadata_props.add(key=FRAMES_KEY, value=json.dumps(frames))
-    write_whole(target, proto.SerializeToString(deterministic=True))
+    timing = _timing(proto, model, args, profile, list(shapes_in)) if measure else None
+    content = proto.SerializeToString(deterministic=True)
+    file = replace(file, figures=figures_of(content, on_cpu=on_cpu_engine, timing=timing))
+    write_whole(target, content)
     if chosen.name != "horizon":
         return file
     return replace(file, settings=hb_mapper.write_config(target, march, on_cpu))
+
+
+def _has_float_form(model: Any) -> bool:
+    """Whether it is a module that this package reads itself."""
+    kinds = tuple(PROGRAM_READERS)
+    return isinstance(model, nn.Module) and not any(isinstance(m, kinds) for m in model.modules())
+
+
+def _timing(proto: Any, model: Any, args: Any, profile: str, names: list[str]) -> Timing:
+    """The file and the same model with its quantizers off, in turn on `args`."""
+    with TemporaryDirectory() as folder, quantization_disabled(model):
+        peer = export_qdq_onnx(
+            model, args, Path(folder) / "float32.onnx", profile, input_names=names, verify=False
+        )
+        floats = load_model(peer.path)
+    given = zip(names, tensors_of(args), strict=True)
+    arrays = {name: value.detach().cpu().numpy() for name, value in given}
+    open_session = partial(session, runner=profile_of(profile).runner, timed=True)
+    return timed(proto, floats, arrays, open_session)
 
 
 def _open_guards(
@@ -330,8 +370,6 @@ def _assemble(
         opset_imports=[opset, *([helper.make_opsetid(VOXELS, 1)] if graph.functions else [])],
         ir_version=helper.find_min_ir_version_for([opset]),
     )
-    if graph.profile.weight == "int8":
-        helper.set_model_props(proto, {CPU_KEY: "vnni"})
     onnx.checker.check_model(proto, full_check=graph.profile.axis)
     return proto
 

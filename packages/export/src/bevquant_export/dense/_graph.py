@@ -253,7 +253,7 @@ class Graph:
         DequantizeLinear and a QuantizeLinear, and moves the former over pooling and the like to
         get there. A Clip to all of float32 holds it off.
         """
-        if not self.profile.integer_relu:
+        if not self.profile.integer_relu or not self._dequantized:
             return name
         lowest = self.constant("lowest_float32", np.finfo(np.float32).min)
         return self.node("Clip", path, [name, lowest])

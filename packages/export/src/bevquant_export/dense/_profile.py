@@ -7,6 +7,7 @@ from typing import Any
 
 from numpy.typing import DTypeLike
 
+from bevquant_export.targets._cpu import chosen_weights
 from bevquant_export.targets._registry import targets
 
 
@@ -65,12 +66,12 @@ class Profile:
     runner: str = "plain"
 
 
-def profile_of(name: str, weights: str | None = None) -> Profile:
+def profile_of(name: str, weights: str = "auto") -> Profile:
     """The profile of the target of this name.
 
     Args:
         name: Of a dense target.
-        weights: ``"uint8"`` or ``"int8"``, where the target has a choice.
+        weights: ``"auto"``, or ``"uint8"`` or ``"int8"`` where the target has a choice.
 
     Raises:
         ValueError: Another name, or weights that the target has no choice of.
@@ -81,12 +82,11 @@ def profile_of(name: str, weights: str | None = None) -> Profile:
         raise ValueError(
             f"export_qdq_onnx: profile={name!r}: expected one of {', '.join(map(repr, known))}"
         )
-    target = known[name]
-    if weights is not None and weights not in target.weights:
-        choice = " or ".join(map(repr, target.weights))
-        raise ValueError(
-            f"export_qdq_onnx: weights={weights!r} with profile={name!r}: expected None"
-            + (f", {choice}" if choice else "; 'uint8' or 'int8' go with profile='onnxruntime'")
-        )
-    form: Profile = target.form
-    return replace(form, name=name, weight=weights or form.weight)
+    form: Profile = known[name].form
+    choice = known[name].weights
+    try:
+        weight = chosen_weights(weights, choice)
+    except ValueError as error:
+        more = "" if choice else "; 'uint8' or 'int8' go with profile='onnxruntime'"
+        raise ValueError(f"export_qdq_onnx: profile={name!r}: {error}{more}") from None
+    return replace(form, name=name, weight=weight if choice else form.weight)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bevquant_export._size_guards import REMEDY, guards_of
 from bevquant_export.lint._read import load_model, reading
-from bevquant_export.targets._cpu import cpu_at_hand, cpu_of
+from bevquant_export.targets._cpu import refuse_saturation, saturates_here
 from bevquant_graph import check_guards
 from bevquant_quantizers.plugins import importable
 
@@ -87,7 +87,9 @@ def _with_tensor(graph: Any, node: Any, name: str) -> None:
         node.attribute.remove(attribute)
 
 
-def session(proto: Any, runner: str, *, lean: bool = False, at_once: int = 1) -> Any:
+def session(
+    proto: Any, runner: str, *, lean: bool = False, at_once: int = 1, timed: bool = False
+) -> Any:
     """What runs a model on the CPU, with onnxruntime's ``get_inputs`` and ``run``.
 
     Args:
@@ -97,10 +99,19 @@ def session(proto: Any, runner: str, *, lean: bool = False, at_once: int = 1) ->
         lean: Whether onnxruntime takes as many threads as torch, and keeps no memory from run to
             run, where its arena grows by doubling.
         at_once: How many lean sessions share these threads.
+        timed: Whether it takes turns with another one: as many threads as torch, which sleep
+            through the other's turns.
+
+    A file for CPUs that sum exactly runs without optimisations on others, where floats multiply.
 
     Raises:
         ImportError: It is not installed; the extra that installs it is named.
+        ValueError: The file multiplies integers, which saturates on this CPU.
     """
+    if saturates_here(proto):
+        if _multiplies_integers(proto):
+            refuse_saturation(proto, "the file")
+        runner = "plain"
     if runner == "openvino":
         return _OpenVino(proto)
     try:
@@ -114,6 +125,9 @@ def session(proto: Any, runner: str, *, lean: bool = False, at_once: int = 1) ->
     if lean:
         options.intra_op_num_threads = max(torch.get_num_threads() // at_once, 1)
         options.enable_cpu_mem_arena = False
+    if timed:
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.add_session_config_entry("session.force_spinning_stop", "1")
     if runner == "plain":
         level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.graph_optimization_level = level
@@ -140,6 +154,7 @@ class _OpenVino:
             ) from error
         self._core = openvino.Core()
         self._proto = proto
+        self._compiled: dict[tuple[Any, ...], Any] = {}
         made = {value.name for value in proto.graph.initializer}
         self._inputs = [_Input(p.name) for p in proto.graph.input if p.name not in made]
 
@@ -150,6 +165,13 @@ class _OpenVino:
         return [_Input(port.name) for port in self._proto.graph.output]
 
     def run(self, names: list[str], given: Mapping[str, Any]) -> list[Any]:
+        shapes = tuple(value.shape for value in given.values())
+        if shapes not in self._compiled:
+            self._compiled[shapes] = self._compile(given)
+        made = self._compiled[shapes](dict(given))
+        return [made[name] for name in names]
+
+    def _compile(self, given: Mapping[str, Any]) -> Any:
         from onnx import helper
 
         # Integer kernels are chosen for known shapes, and an input without any ends the process.
@@ -160,8 +182,7 @@ class _OpenVino:
         # Float layers in float32, as the file says: by default some CPUs take bfloat16.
         settings = {"INFERENCE_PRECISION_HINT": "f32"}
         model = self._core.read_model(self._proto.SerializeToString())
-        made = self._core.compile_model(model, "CPU", settings)(dict(given))
-        return [made[name] for name in names]
+        return self._core.compile_model(model, "CPU", settings)
 
 
 class _Reference:
@@ -198,9 +219,12 @@ def any_session(proto: Any, runner: str, *, at_once: int) -> tuple[Any, str]:
     """What runs a model here beside others, as of `session`, and its name.
 
     OpenVINO's files run in onnxruntime where it is not installed, and where neither is, all run in
-    ONNX's reference. A file for CPUs that sum exactly runs as it is written on others.
+    ONNX's reference. A file for CPUs that sum exactly runs as it is written on others, in ONNX's
+    reference where it multiplies integers.
     """
-    if cpu_of(proto) == "vnni" and cpu_at_hand() == "any":
+    if saturates_here(proto):
+        if _multiplies_integers(proto):
+            return _Reference(proto), f"onnx.reference {version('onnx')}"
         runner = "plain"
     if runner == "openvino":
         if importable("openvino"):
@@ -210,6 +234,11 @@ def any_session(proto: Any, runner: str, *, at_once: int) -> tuple[Any, str]:
         made = session(proto, runner, lean=True, at_once=at_once)
         return made, f"onnxruntime {version('onnxruntime')}"
     return _Reference(proto), f"onnx.reference {version('onnx')}"
+
+
+def _multiplies_integers(proto: Any) -> bool:
+    nodes = (node for part in (proto.graph, *proto.functions) for node in part.node)
+    return any(node.op_type in ("MatMulInteger", "ConvInteger") for node in nodes)
 
 
 # Loops of Python in ONNX's reference.
@@ -286,7 +315,8 @@ def open_onnx(
 
     Raises:
         ImportError: The engine is not installed; the extra that installs it is named.
-        ValueError: The engine does not load the file. A call: the model asks about a size that the
+        ValueError: The engine does not load the file, or its integers would saturate on this CPU
+            (`cpu_at_hand`). A call: the model asks about a size that the
             file leaves free, and this one leads it another way; condition, file and line; a
             table of coordinates has another number of frames than the file.
 
@@ -306,6 +336,8 @@ def open_onnx(
     runner = "plain" if target is None else find_target(target).runner
     written = load_model(file, external_data=False) if is_file else file
     guards, frames = guards_of(written), frames_of(written)
+    if runner != "plain":
+        refuse_saturation(written, f"open_onnx: {called}")
     try:
         running = session(lift_horizon_onnx(file) if is_file else file, runner, lean=True)
     except ImportError:

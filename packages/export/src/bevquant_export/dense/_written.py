@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bevquant_export._figures import Figures
+
 if TYPE_CHECKING:
     from bevquant_int8sim import IntegerModel
 
@@ -88,6 +90,7 @@ class QdqFile:
         differences: What was found, tensor by tensor, as from `compare_qdq_onnx`.
         integer_model: What it was written from and held against; None where another package read
             its own model.
+        figures: Its size, where it is exact and, with ``measure=True``, its time.
         returned: What `integer_model` returned for the example inputs, when the file was held
             against it; None where it was not, or on inputs rounded to half precision.
     """
@@ -107,6 +110,7 @@ class QdqFile:
     differences: tuple[TensorDifference, ...] = ()
     integer_model: IntegerModel | None = field(default=None, repr=False, compare=False)
     returned: Any = field(default=None, repr=False, compare=False)
+    figures: Figures | None = None
 
     def __str__(self) -> str:
         count = len(self.integers)
@@ -114,6 +118,7 @@ class QdqFile:
             f"{self.path} for {self.profile}, operator set {self.opset}: {count} quantized tensors",
             *(f"in float: {what}" for what in self.floats),
             *self.notes,
+            *([str(self.figures)] if self.figures else []),
         ]
         return "\n".join((*lines, verdict(self.verified, self.differences)))
 

@@ -257,7 +257,8 @@ class _Writer:
         sparse, outputs = write_sparse(
             self.rounded, integers, self.example, path, dialect=self.dialect, **self.axes,
             batches=batches, head_room=head_room, all_layers=False, verify=self.verify,
-            weights=self.options.get("weights", "uint8") if portable else "uint8",
+            measure=False,
+            weights=self.options.get("weights", "auto") if portable else "auto",
             names={names_in(ref)[0]: port for port, ref in ports.items()},
         )  # fmt: skip
         if not self.verify:

@@ -21,7 +21,7 @@ from bevquant_export.lint._engine_layers import (
 from bevquant_export.lint._lint import lint_onnx, rules
 from bevquant_export.lint._predict import predict_layers
 from bevquant_export.lint._rule import Finding, Rule, quoted
-from bevquant_export.targets._cpu import CPUS
+from bevquant_export.targets._cpu import CPUS, HERE
 from bevquant_export.targets._registry import find_target, target_names, targets
 
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="the ONNX file")
     parser.add_argument("--target", choices=target_names(), help="what the file is for")
-    parser.add_argument("--cpu", choices=CPUS, help="where a file for a CPU shall run")
+    parser.add_argument("--cpu", choices=(*CPUS, HERE), help="where a file for a CPU shall run")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
         "--layers", action="store_true", help="predict the type of every layer (TensorRT)"

@@ -19,7 +19,7 @@ from bevquant_export.lint import (
     _tensors,
 )
 from bevquant_export.lint._rule import Finding, Rule
-from bevquant_export.targets._cpu import CPUS, cpu_of
+from bevquant_export.targets._cpu import CPUS, HERE, cpu_at_hand, cpu_of
 from bevquant_export.targets._registry import find_target, target_names, targets
 from bevquant_export.targets._target import LintFile, Target
 
@@ -60,8 +60,8 @@ def lint_onnx(
             ``"tensorrt11"``, ``"onnxruntime"`` (CPU), ``"openvino"`` (CPU), ``"horizon"``
             (hb_mapper; the settings next to the file are looked at too), or another of
             `bevquant_export.targets.target_names`.
-        cpu: Where a file for a CPU shall run, ``"vnni"`` or ``"any"``; by default what the file
-            itself says, else ``"any"``.
+        cpu: Where a file for a CPU shall run, ``"vnni"``, ``"any"`` or ``"here"`` (`cpu_at_hand`);
+            by default what the file itself says, else ``"any"``.
 
     Returns:
         Findings, errors first, by rule; empty for a file that keeps all rules.
@@ -83,8 +83,9 @@ def lint_onnx(
             f"lint_onnx: target {target!r}; expected one of {', '.join(target_names())}"
         )
     engine = find_target(target)
-    if cpu is not None and cpu not in CPUS:
-        raise ValueError(f"lint_onnx: cpu {cpu!r}; expected one of {', '.join(CPUS)}")
+    if cpu is not None and cpu not in (*CPUS, HERE):
+        raise ValueError(f"lint_onnx: cpu {cpu!r}; expected one of {', '.join((*CPUS, HERE))}")
+    cpu = cpu_at_hand() if cpu == HERE else cpu
     file = Path(path)
     model = _read.read_model(file)
     if isinstance(model, Finding):

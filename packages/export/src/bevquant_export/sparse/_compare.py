@@ -87,11 +87,8 @@ def compared(
 
     Of the file the outputs by name.
     """
-    features, coords, batch_size = frame_of(integers, inputs)
-    if reversed_axes:
-        coords = _reversed(coords)
     grid = file.grid or ()
-    coords = with_three_axes(coords, grid)
+    features, coords, batch_size = frame_for(grid, integers, inputs, reversed_axes)
 
     def of_model(indices: Tensor, columns: int, grid: tuple[int, ...]) -> Tensor:
         """Coordinates of the file in the model's columns."""
@@ -158,6 +155,15 @@ def _only_integers(made: list[Made] | None) -> bool:
 def _reversed(coords: Tensor) -> Tensor:
     """The columns behind the batch in the opposite order."""
     return torch.cat([coords[:, :1], coords[:, 1:].flip(1)], 1)
+
+
+def frame_for(
+    grid: tuple[int, ...], integers: IntegerModel, inputs: Any, reversed_axes: bool
+) -> tuple[Tensor, Tensor, int]:
+    """`frame_of`, with coordinates in the columns of a file of this grid."""
+    features, coords, batch_size = frame_of(integers, inputs)
+    coords = _reversed(coords) if reversed_axes else coords
+    return features, with_three_axes(coords, grid), batch_size
 
 
 def frame_of(integers: IntegerModel, inputs: Any) -> tuple[Tensor, Tensor, int]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bevquant_export._figures import figures_of
 from bevquant_export._taken_numbers import refuse_decisions
 from bevquant_export.sparse._axes import turned
 from bevquant_export.sparse._between import follow
@@ -24,7 +25,7 @@ from bevquant_export.sparse._lower_file import portable_bytes
 from bevquant_export.sparse._make_graph import sparse_graph
 from bevquant_export.sparse._names import numbered
 from bevquant_export.sparse._read_proto import graph_of_bytes
-from bevquant_export.sparse._verify import verified, with_note
+from bevquant_export.sparse._verify import beside_floats, verified, with_note
 from bevquant_export.sparse._write_proto import proto_bytes
 from bevquant_int8sim import IntegerModel, simulate
 from bevquant_quantizers import write_whole
@@ -46,8 +47,9 @@ def export_sparse_onnx(
     batches: Iterable[Any] = (),
     head_room: float = 1.5,
     all_layers: bool = False,
-    weights: str = "uint8",
+    weights: str = "auto",
     verify: bool = True,
+    measure: bool = False,
 ) -> SparseExport:
     """Write a calibrated sparse encoder as an ONNX file, for NVIDIA's libspconv or onnxruntime.
 
@@ -82,13 +84,19 @@ def export_sparse_onnx(
         head_room: `output_bound` of a layer is this times the most voxels that one frame had
             there, rounded up to a thousand. The engine drops what is beyond.
         all_layers: Portable only: every convolution and sum is an output too, by node name.
-        weights: Portable only: ``"uint8"``, exact on every CPU (layers of seven-bit weights are
-            int8 all the same, as those saturate on none), or ``"int8"``, the same integers faster
-            where the CPU does not saturate sums of pairs (`cpu_at_hand`).
+        weights: Portable only: ``"auto"`` is the fastest form that is exact on the CPU at hand
+            (`cpu_at_hand`); ``"uint8"`` is exact on every CPU (layers of seven-bit weights are
+            int8 all the same, as those saturate on none); ``"int8"`` gives the same integers
+            faster, where the CPU does not saturate sums of pairs.
         verify: Hold the integer model against `model`, and the file against the integer model, on
             `example_inputs` before the file gets its name: a portable one in onnxruntime where
             that is installed, others on the simulator's kernels. The metadata say by what
             (``verified``); False writes it unseen and says ``no``.
+        measure: Portable only: run the file beside the same layers in float32, both in onnxruntime,
+            and report both times in the result's `figures`.
+
+    Returns:
+        The file, its layers and its size.
 
     Raises:
         TypeError: `model` is no module.
@@ -109,12 +117,14 @@ def export_sparse_onnx(
         raise ValueError(
             f"export_sparse_onnx: dialect={dialect!r}: expected 'libspconv' or 'portable'"
         )
+    if measure and dialect != "portable":
+        raise ValueError("export_sparse_onnx: measure=True needs dialect='portable'")
     if all_layers and dialect != "portable":
         raise ValueError("export_sparse_onnx: all_layers=True needs dialect='portable'")
-    if weights not in ("uint8", "int8") or (weights != "uint8" and dialect != "portable"):
+    if weights != "auto" and dialect != "portable":
         raise ValueError(
-            f"export_sparse_onnx: weights={weights!r} with dialect={dialect!r}: expected 'uint8', "
-            "or 'int8' with dialect='portable'"
+            f"export_sparse_onnx: weights={weights!r} with dialect={dialect!r}: expected 'auto'; "
+            "'uint8' and 'int8' go with dialect='portable'"
         )
     order = model_order if order is None else order
     for name, value in (("model_order", model_order), ("order", order)):
@@ -132,7 +142,7 @@ def export_sparse_onnx(
     return write_sparse(
         rounded, integers, example_inputs, path, dialect=dialect, model_order=model_order,
         order=order, batches=batches, head_room=head_room, all_layers=all_layers, weights=weights,
-        verify=verify,
+        verify=verify, measure=measure,
     )[0]  # fmt: skip
 
 
@@ -171,6 +181,7 @@ def write_sparse(
     all_layers: bool,
     weights: str,
     verify: bool,
+    measure: bool,
     names: Mapping[str, str] | None = None,
 ) -> tuple[SparseExport, dict[str, Any]]:
     """`export_sparse_onnx` of a model's integers, and the outputs of the file for the example.
@@ -196,7 +207,10 @@ def write_sparse(
         ran, rows, returned, outputs = verified(
             content, integers, example_inputs, dialect=dialect, reversed_axes=order != model_order
         )
-    write_whole(path, with_note(content, ran))
+    turned_axes = order != model_order
+    timing = beside_floats(content, integers, example_inputs, turned_axes) if measure else None
+    content = with_note(content, ran)
+    write_whole(path, content)
     before = follow(integers).before
     features = graph.features if dialect == "portable" else graph.input
     if before and dialect != "portable":
@@ -207,7 +221,10 @@ def write_sparse(
             stacklevel=3,
         )
     layers = layers_of(graph)
-    made = SparseExport(Path(path), layers, ran, rows, integers, before, features, returned)
+    figures = figures_of(content, on_cpu=dialect == "portable", timing=timing)
+    made = SparseExport(
+        Path(path), layers, ran, rows, integers, before, features, returned, figures
+    )
     return made, outputs
 
 

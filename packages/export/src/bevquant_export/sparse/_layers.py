@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bevquant_export._figures import Figures
 from bevquant_export.dense._written import verdict
 from bevquant_export.sparse._graph import Add, Conv, Graph
 
@@ -53,6 +54,7 @@ class SparseExport:
             file has nothing of it, and takes features and coordinates that this makes.
         features: Name of the features' input: of a portable file "features", or, where it begins
             behind steps, their last one's, as in "sigmoid_features"; of libspconv "0".
+        figures: Its size, where it is exact and, with ``measure=True``, its time.
     """
 
     path: Path
@@ -63,6 +65,7 @@ class SparseExport:
     begins_behind: tuple[str, ...] = ()
     features: str = "features"
     returned: Any = field(default=None, repr=False, compare=False)
+    figures: Figures | None = None
 
     def __str__(self) -> str:
         forms = Counter(layer.precision for layer in self.layers)
@@ -73,7 +76,8 @@ class SparseExport:
             text += f"; floats differ by at most {max(floats):.2g} of the largest"
         for step in self.begins_behind:
             text += f"\nnot in the file, whose input {self.features!r} is what it makes: {step}"
-        return f"{self.path}: layers: {layers}\n{text}"
+        figures = f"{self.figures}\n" if self.figures else ""
+        return f"{self.path}: layers: {layers}\n{figures}{text}"
 
 
 def layers_of(graph: Graph) -> tuple[SparseLayer, ...]:

@@ -25,6 +25,7 @@ from bevquant_export.sparse._voxels import Voxels
 from bevquant_export.sparse.portable._lower import Lowered
 from bevquant_export.sparse.portable._outputs import LayerOutput
 from bevquant_export.sparse.portable._record import recorded
+from bevquant_export.targets._cpu import refuse_saturation
 from bevquant_graph import Sizes, check_guards
 from bevquant_int8sim import Recorded, SparseOutput
 
@@ -233,7 +234,7 @@ class _OnnxruntimeRun:
     def __init__(self, graph: Graph, mode: str) -> None:
         named = numbered(graph)
         self._nodes = {new.name: old for new, old in zip(named.nodes, graph.nodes, strict=True)}
-        self._graph = _in_floats(named) if mode == "float" else named
+        self._graph = in_floats(named) if mode == "float" else named
 
     @cached_property
     def _lowered(self) -> Lowered:
@@ -241,6 +242,7 @@ class _OnnxruntimeRun:
 
     @cached_property
     def _session(self) -> Any:
+        refuse_saturation(self._lowered.model, "load_sparse_onnx: backend='onnxruntime': the file")
         content = self._lowered.model.SerializeToString()
         try:
             return silent_session(content, torch.get_num_threads())
@@ -280,6 +282,6 @@ def _output(layer: LayerOutput, made: dict[str, Any], batch_size: int) -> Tensor
     return SparseOutput(value, indices, list(layer.grid), batch_size)
 
 
-def _in_floats(graph: Graph) -> Graph:
+def in_floats(graph: Graph) -> Graph:
     """The graph with every layer in fp16, which runs in float32."""
     return replace(graph, nodes=tuple(node.in_floats() for node in graph.nodes))

@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from bevquant_export._figures import figures_of
 from bevquant_export._size_guards import note_guards
 from bevquant_export.sparse._graph import Graph
 from bevquant_export.sparse._layers import SparseExport, layers_of
@@ -13,7 +14,7 @@ from bevquant_export.sparse._names import numbered
 from bevquant_export.sparse._read_proto import read_graph
 from bevquant_export.sparse._verify import same_as_source, with_note
 from bevquant_export.sparse.portable._record import recorded
-from bevquant_export.targets._cpu import cpu_at_hand
+from bevquant_export.targets._cpu import chosen_weights
 from bevquant_quantizers import write_whole
 
 
@@ -22,7 +23,7 @@ def lower_to_portable(
     path: str | os.PathLike[str],
     *,
     all_layers: bool = False,
-    weights: str = "uint8",
+    weights: str = "auto",
     verify: bool = True,
 ) -> SparseExport:
     """Write a libspconv file, ours or NVIDIA's, as one that stock onnxruntime runs on a CPU.
@@ -52,9 +53,10 @@ def lower_to_portable(
         all_layers: Give away what every convolution, sum and ReLU makes as well, under the name of
             its node: int8, or float32 where the layer's output is fp16; new voxels as
             ``<node>.coords``.
-        weights: ``"uint8"`` multiplies exactly on every CPU (layers of seven-bit weights are int8
-            all the same, as those saturate on none); ``"int8"`` gives the same integers faster, on
-            CPUs that do not saturate sums of pairs (`cpu_at_hand`).
+        weights: ``"auto"`` is the fastest form that is exact on the CPU at hand (`cpu_at_hand`);
+            ``"uint8"`` multiplies exactly on every CPU (layers of seven-bit weights are int8 all
+            the same, as those saturate on none); ``"int8"`` gives the same integers faster, on
+            CPUs that do not saturate sums of pairs.
         verify: Run both files on drawn voxels, where onnxruntime is installed, before the new one
             gets its name; its metadata say so (``verified``).
 
@@ -72,15 +74,16 @@ def lower_to_portable(
         ValueError: lower_to_portable: missing.onnx: no such file as missing.onnx
     """
     try:
+        weights = chosen_weights(weights)
         graph = _named(read_graph(Path(source)))
         content = portable_bytes(graph, all_layers=all_layers, weights=weights)
-        # Weights of int8 saturate in onnxruntime where the CPU sums pairs in 16 bits.
-        elsewhere = weights == "int8" and cpu_at_hand() == "any"
-        ran = same_as_source(content, graph) if verify and not elsewhere else "no"
+        ran = same_as_source(content, graph) if verify else "no"
     except ValueError as error:
         raise ValueError(f"lower_to_portable: {error}") from error
-    write_whole(path, with_note(content, ran))
-    return SparseExport(Path(path), layers_of(graph), ran, features=graph.features)
+    content = with_note(content, ran)
+    write_whole(path, content)
+    figures = figures_of(content, on_cpu=True)
+    return SparseExport(Path(path), layers_of(graph), ran, features=graph.features, figures=figures)
 
 
 def _named(graph: Graph) -> Graph:
@@ -96,11 +99,10 @@ def portable_bytes(graph: Graph, *, all_layers: bool, weights: str) -> bytes:
     """The portable file of a graph as it was read from a file, nodes numbered.
 
     Raises:
-        ValueError: Other weights than ``"uint8"`` or ``"int8"``.
+        ValueError: Other weights than `chosen_weights` knows.
     """
-    if weights not in ("uint8", "int8"):
-        raise ValueError(f"weights={weights!r}: expected 'uint8' or 'int8'")
-    model = recorded(replace(graph, weights=weights), all_layers=all_layers).model
+    whole = replace(graph, weights=chosen_weights(weights))
+    model = recorded(whole, all_layers=all_layers).model
     note_guards(model, graph.guards)
     content: bytes = model.SerializeToString(deterministic=True)
     return content

@@ -22,14 +22,12 @@ def numbered(graph: Graph, outputs: Mapping[str, str] | None = None) -> Graph:
         names[node.y] = (outputs or {}).get(node.y, str(len(names)))
         nodes.append(_renamed(node, names, f"{node.kind}{counts[node.kind]}"))
         counts[node.kind] += 1
-    return Graph(
+    return replace(
+        graph,
         input="0",
-        channels=graph.channels,
-        features=graph.features,
         nodes=tuple(nodes),
         outputs=tuple(names[name] for name in graph.outputs),
         shapes={names[name]: shape for name, shape in graph.shapes.items()},
-        guards=graph.guards,
     )
 
 

@@ -107,7 +107,7 @@ class Bodies:
         from bevquant_export.dense._profile import profile_of
 
         source, path = self.source, between.cause.path
-        graph = Graph(profile_of("onnxruntime", None), OPSET)
+        graph = Graph(profile_of("onnxruntime"), OPSET)
         emitter = Emitter(source, graph, {}, integer_sums=False)
         tensors = [graph.unique(f"x{i}") for i in range(len(between.tensors))]
         voxels = [graph.unique(f"voxels{i}") for i in range(len(places))]

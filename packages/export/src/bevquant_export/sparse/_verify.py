@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bevquant_export._check_tensors import check_tensors
-from bevquant_export.sparse._compare import LayerDifference, compared
+from bevquant_export._figures import Timing, timed
+from bevquant_export.dense._runnable import session
+from bevquant_export.sparse._compare import LayerDifference, compared, frame_for
 from bevquant_export.sparse._graph import Conv, Graph, Steps
-from bevquant_export.sparse._load import SparseOnnxModel
+from bevquant_export.sparse._load import SparseOnnxModel, in_floats
 from bevquant_export.sparse._read_proto import graph_of_bytes
-from bevquant_export.targets._cpu import cpu_at_hand
+from bevquant_export.sparse.portable._record import recorded
+from bevquant_export.targets._cpu import saturates_here
 from bevquant_int8sim import IntegerModel
 from bevquant_quantizers.plugins import importable
 
@@ -23,10 +28,13 @@ _KEY = "verified"
 _VOXELS = 300
 
 
-def runtime(dialect: str) -> str:
-    """What runs a file of a dialect here: onnxruntime, or our own kernels."""
-    portable = dialect == "portable" and importable("onnxruntime")
-    return "onnxruntime" if portable else "bevquant"
+def _runtime(content: bytes, dialect: str) -> str:
+    """What runs a file of a dialect here: onnxruntime where that is exact, or our own kernels."""
+    import onnx
+
+    if dialect != "portable" or not importable("onnxruntime"):
+        return "bevquant"
+    return "bevquant" if saturates_here(onnx.ModelProto.FromString(content)) else "onnxruntime"
 
 
 def verified(
@@ -38,14 +46,31 @@ def verified(
         ValueError: A layer makes other numbers than the integer model; its node is named.
     """
     graph = graph_of_bytes(content)
-    # Such weights saturate where the CPU sums pairs in 16 bits.
-    elsewhere = graph.weights == "int8" and cpu_at_hand() == "any"
-    ran = "bevquant" if elsewhere else runtime(dialect)
+    ran = _runtime(content, dialect)
     backend = "onnxruntime" if ran == "onnxruntime" else "auto"
     file = SparseOnnxModel(graph, backend=backend)
     rows, returned, outputs = compared(file, integers, inputs, reversed_axes=reversed_axes)
     refuse_departures(rows, f"export_sparse_onnx: when {ran} runs the file, ")
     return ran, rows, returned, outputs
+
+
+def beside_floats(
+    content: bytes, integers: IntegerModel, inputs: Any, reversed_axes: bool
+) -> Timing:
+    """A portable file and the same layers in float32, in turn on one frame."""
+    import onnx
+
+    graph = graph_of_bytes(content)
+    grid = SparseOnnxModel(graph).grid or ()
+    features, coords, batch_size = frame_for(grid, integers, inputs, reversed_axes)
+    given = {
+        graph.features: features.detach().cpu().float().contiguous().numpy(),
+        "coords": coords.cpu().int().contiguous().numpy(),
+        "batch_size": np.array([batch_size], np.int64),
+    }
+    floats = recorded(in_floats(graph), all_layers=False).model
+    open_session = partial(session, runner="onnxruntime", timed=True)
+    return timed(onnx.ModelProto.FromString(content), floats, given, open_session)
 
 
 def refuse_departures(rows: Iterable[LayerDifference], caller: str) -> None:
@@ -72,12 +97,12 @@ def refuse_departures(rows: Iterable[LayerDifference], caller: str) -> None:
 def same_as_source(content: bytes, source: Graph) -> str:
     """Run a portable file and what it was lowered from on drawn voxels; what ran the former.
 
-    Without onnxruntime there is nothing else that could run it: ``"no"``.
+    Without onnxruntime, or where it saturates, nothing else could run it: ``"no"``.
 
     Raises:
         ValueError: A layer makes other numbers; its node is named.
     """
-    if runtime("portable") != "onnxruntime":
+    if _runtime(content, "portable") != "onnxruntime":
         return "no"
     source = replace(source, guards=())  # any voxels tell whether both files are the same
     written = replace(graph_of_bytes(content), guards=())

@@ -1,36 +1,54 @@
-"""Which integers a CPU multiplies without saturating."""
+"""Which integers a CPU multiplies without saturating, and the weights that files store for it."""
 
 from __future__ import annotations
 
+import os
+import platform
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 # What a file may be written for: CPUs that sum four products of uint8 and int8 exactly (x86 with
 # VNNI or AMX, ARM with dot products), or any.
 CPUS = ("vnni", "any")
-CPU_KEY = "bevquant.cpu"  # metadata of a file that is for some CPUs alone
+HERE = "here"  # the linter's word for `cpu_at_hand`
+CPU_KEY = "bevquant.cpu"  # metadata of a file for a CPU: one of `CPUS`
+CPU_VARIABLE = "BEVQUANT_CPU"  # of the environment: one of `CPUS`, in place of a test of this CPU
 _DEPTH, _COLUMNS = 64, 16
 _PAIR = (2**15 - 1) // (2 * 255)  # the largest weight of which no pair saturates: 64
+_EXACT_FLAGS = ("avx512_vnni", "avx_vnni", "amx_int8")
 
 
-@cache
 def cpu_at_hand() -> str:
-    """``"vnni"`` where ONNX Runtime multiplies uint8 by int8 exactly on this CPU, else ``"any"``.
+    """``"vnni"`` where this CPU sums products of uint8 and int8 exactly, else ``"any"``.
 
     x86 without VNNI sums pairs of products in int16, which saturates: 2·255·127 is beyond 32,767.
-    It is asked for, not guessed from the CPU's name; without onnxruntime the answer is ``"any"``.
+    ONNX Runtime multiplies such operands once a process and the sums decide; without onnxruntime
+    the CPU's instructions do. The environment variable ``BEVQUANT_CPU`` takes the place of both.
+
+    Raises:
+        ValueError: ``BEVQUANT_CPU`` is neither ``"vnni"`` nor ``"any"``.
 
     Example:
         >>> cpu_at_hand() in CPUS
         True
     """
+    forced = os.environ.get(CPU_VARIABLE)
+    if forced and forced not in CPUS:
+        raise ValueError(f"{CPU_VARIABLE}={forced}: expected one of {', '.join(CPUS)}, or unset")
+    return forced or _tested()
+
+
+@cache
+def _tested() -> str:
     try:
         import onnxruntime
     except ImportError:
-        return "any"
+        return _by_instructions()
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     session = onnxruntime.InferenceSession(
@@ -42,6 +60,22 @@ def cpu_at_hand() -> str:
     return "vnni" if bool((made == 255 * 127 * _DEPTH).all()) else "any"
 
 
+def _by_instructions() -> str:
+    """By torch's list of them, which torch has since 2.9; the sums of ARM never saturate."""
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        return "vnni"
+    found = getattr(torch.cpu, "get_capabilities", dict[str, Any])()
+    return "vnni" if any(found.get(flag) for flag in _EXACT_FLAGS) else "any"
+
+
+def cpu_name() -> str:
+    """What this CPU is called, for a line that states a time."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
 def weights_for(cpu: str) -> str:
     """The type of stored weights for a CPU: ``"int8"``, or ``"uint8"``, which saturates nowhere.
 
@@ -51,6 +85,22 @@ def weights_for(cpu: str) -> str:
     if cpu not in CPUS:
         raise ValueError(f"cpu={cpu!r}: expected one of {', '.join(map(repr, CPUS))}")
     return "int8" if cpu == "vnni" else "uint8"
+
+
+def chosen_weights(weights: str, choice: tuple[str, ...] = ("uint8", "int8")) -> str:
+    """Stored weights by name: ``"auto"`` is `weights_for` the CPU at hand.
+
+    Args:
+        weights: ``"auto"`` or one of `choice`.
+        choice: Types that the target has.
+
+    Raises:
+        ValueError: Another name.
+    """
+    if weights not in ("auto", *choice):
+        expected = ", ".join(map(repr, ("auto", *choice)))
+        raise ValueError(f"weights={weights!r}: expected one of {expected}")
+    return weights_for(cpu_at_hand()) if weights == "auto" else weights
 
 
 def exact_everywhere(integers: NDArray[Any]) -> bool:
@@ -74,6 +124,39 @@ def stored_weights(integers: NDArray[Any], weights: str) -> tuple[NDArray[Any], 
     if weights == "int8" or (weights != "all uint8" and exact_everywhere(integers)):
         return integers.astype(np.int8), 0
     return (integers.astype(np.int16) + 128).astype(np.uint8), 128
+
+
+def mark_cpu(model: Any) -> str:
+    """Note in a model's metadata which CPUs it is exact on; returns that.
+
+    Only int8 weights beyond ±64 saturate anywhere.
+    """
+    from onnx import TensorProto, numpy_helper
+
+    signed = (t for t in model.graph.initializer if t.data_type == TensorProto.INT8)
+    exact = all(exact_everywhere(numpy_helper.to_array(tensor)) for tensor in signed)
+    cpu = "any" if exact else "vnni"
+    model.metadata_props.add(key=CPU_KEY, value=cpu)
+    return cpu
+
+
+def saturates_here(model: Any) -> bool:
+    """Whether a model is for CPUs that sum exactly, and the one at hand does not."""
+    return cpu_of(model) == "vnni" and cpu_at_hand() == "any"
+
+
+def refuse_saturation(model: Any, what: str) -> None:
+    """Refuse to run a model where its products saturate.
+
+    Raises:
+        ValueError: `saturates_here`; the remedy is named.
+    """
+    if saturates_here(model):
+        raise ValueError(
+            f"{what} is for CPUs that sum products of uint8 and int8 exactly (VNNI, AMX, ARM), and "
+            "this CPU does not: its integers would be others in silence. Export it again here, or "
+            "anywhere with weights='uint8'"
+        )
 
 
 def cpu_of(model: Any) -> str:

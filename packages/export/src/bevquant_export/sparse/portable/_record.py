@@ -18,7 +18,7 @@ from bevquant_export.sparse._node_attributes import node_attributes, operator_of
 from bevquant_export.sparse.portable._body import DOMAIN
 from bevquant_export.sparse.portable._lower import Lowered, lowered
 from bevquant_export.sparse.portable._weights import read_half, read_weight
-from bevquant_export.targets._cpu import CPU_KEY
+from bevquant_export.targets._cpu import mark_cpu
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -47,9 +47,9 @@ def recorded(graph: Graph, *, all_layers: bool) -> Lowered:
     if graph.features != "features":
         content["features"] = graph.features
     record = {_KEY: json.dumps(content, separators=(",", ":"))}
-    if graph.weights == "int8":
-        record[CPU_KEY] = "vnni"
-    return lowered(graph, record, all_layers=all_layers)
+    made = lowered(graph, record, all_layers=all_layers)
+    mark_cpu(made.model)
+    return made
 
 
 def is_portable(model: ModelProto) -> bool:

@@ -1,0 +1,134 @@
+"""Size of a written file and, on request, its time, beside the same model in float32."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bevquant_export.targets._cpu import cpu_name, cpu_of
+
+_EIGHT_BITS = {2: "uint8", 3: "int8"}  # by onnx.TensorProto's numbers
+_HALF = 10
+_ROUNDS, _SECONDS = (7, 100), 0.5
+_CPUS = {
+    "vnni": "exact on CPUs with VNNI, AMX or ARM's dot products, saturates on others",
+    "any": "exact on every CPU",
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The fastest of interleaved runs of a file and of the same model in float32, in one process.
+
+    Attributes:
+        milliseconds: Of the file.
+        float_milliseconds: Of the model in float32.
+        threads: Threads of each.
+        cpu: What the CPU is called.
+    """
+
+    milliseconds: float
+    float_milliseconds: float
+    threads: int
+    cpu: str
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast as float32."""
+        return self.float_milliseconds / self.milliseconds
+
+    def __str__(self) -> str:
+        return (
+            f"{self.milliseconds:.3g} ms, {self.ratio:.2f} times as fast as float32 "
+            f"({self.float_milliseconds:.3g} ms), {self.threads} thread{'s' * (self.threads > 1)}, "
+            f"{self.cpu}"
+        )
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a file costs.
+
+    Attributes:
+        size: Its bytes.
+        float_size: Its bytes with the same weights in float32.
+        weights: Type of its integer weights, ``"int8"`` or ``"uint8"``, or both; empty where it
+            has none.
+        cpu: Which CPUs it is exact on, as its metadata say: ``"vnni"`` or ``"any"``; empty where
+            its engine is no CPU.
+        timing: Where it was measured.
+    """
+
+    size: int
+    float_size: int
+    weights: str = ""
+    cpu: str = ""
+    timing: Timing | None = None
+
+    def __str__(self) -> str:
+        share = f"{self.size / self.float_size:.0%} of {_megabytes(self.float_size)} in float32"
+        if self.size == self.float_size:
+            share = "weights as floats: its engine makes them eight bits"
+        lines = [f"{_megabytes(self.size)}, {share}"]
+        if self.weights and self.cpu:
+            lines.insert(0, f"weights {self.weights}: {_CPUS[self.cpu]}")
+        return "\n".join([*lines, *([str(self.timing)] if self.timing else [])])
+
+
+def figures_of(content: bytes, *, on_cpu: bool, timing: Timing | None = None) -> Figures:
+    """Read the figures from a file; weights are its constants of two or more axes."""
+    from onnx import ModelProto
+
+    proto, more = ModelProto.FromString(content), 0
+    kinds: dict[str, None] = {}
+    for tensor in proto.graph.initializer:
+        elements = 1
+        for length in tensor.dims:
+            elements *= length
+        if len(tensor.dims) > 1 and tensor.data_type in _EIGHT_BITS:
+            kinds[_EIGHT_BITS[tensor.data_type]] = None
+            more += 3 * elements
+        elif tensor.data_type == _HALF:
+            more += 2 * elements
+    size = len(content)
+    weights = " and ".join(sorted(kinds))
+    return Figures(size, size + more, weights, cpu_of(proto) if on_cpu else "", timing)
+
+
+def timed(
+    proto: Any, peer: Any, given: Mapping[str, Any], open_session: Callable[..., Any]
+) -> Timing:
+    """Run two models in turn on the same inputs.
+
+    Args:
+        proto: The file.
+        peer: The same model in float32.
+        given: Inputs by name, of both.
+        open_session: Makes what runs a model, for torch's number of threads.
+    """
+    runs = []
+    for model in (proto, peer):
+        running = open_session(model)
+        names = [port.name for port in running.get_outputs()]
+        taken = {port.name: given[port.name] for port in running.get_inputs()}
+        runs.append((running, names, taken))
+    seconds: list[list[float]] = [[], []]
+    began = time.perf_counter()
+    for number in range(_ROUNDS[1] + 1):
+        for place, (running, names, taken) in enumerate(runs):
+            start = time.perf_counter()
+            running.run(names, taken)
+            if number:  # the first run allocates
+                seconds[place].append(time.perf_counter() - start)
+        if number >= _ROUNDS[0] and time.perf_counter() - began > _SECONDS:
+            break
+    first, second = (1e3 * min(each) for each in seconds)  # others take time from the rest
+    return Timing(first, second, torch.get_num_threads(), cpu_name())
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.2f} MB" if size >= 10_000 else f"{size / 1e3:.1f} kB"
