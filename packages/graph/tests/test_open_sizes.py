@@ -149,3 +149,30 @@ class Frees(nn.Module):
 
 def test_where_torch_takes_no_open_sizes_they_are_the_examples() -> None:
     assert capture(Frees(), torch.randn(2, 3)).fixed["x"] == {0: 2, 1: 3}
+
+
+class ScatteredByBatch(nn.Module):
+    """As mmdetection3d's PointPillarsScatter: a loop over the batch size in the coordinates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, features: Tensor, coords: Tensor) -> Tensor:
+        y, maps = self.layer(features), []
+        for batch in range(coords[-1, 0].item() + 1):
+            rows = coords[:, 0] == batch
+            maps.append(torch.zeros(4, 50).index_copy(1, coords[rows, 1].long(), y[rows].t()))
+        return torch.stack(maps)
+
+
+def test_the_last_row_fixes_no_number_of_rows() -> None:
+    def inputs(count: int) -> tuple[Tensor, Tensor]:
+        places = torch.randperm(50)[:count]
+        return torch.randn(count, 4), torch.stack([torch.zeros_like(places), places], 1).int()
+
+    model = ScatteredByBatch().eval()
+    graph = capture(model, inputs(20))
+    for count in (1, 7, 33):
+        given = inputs(count)
+        assert torch.equal(graph.replay(*given), model(*given))

@@ -29,7 +29,9 @@ def simulation_text(simulation: Simulation, *, layers: bool, reasons_in: str = "
         layers: Whether each layer has a line.
         reasons_in: Where a reader finds why steps run in float.
     """
-    parts = ["\n".join(_verdict(simulation)), _stage_table(simulation)]
+    parts = ["\n".join(_verdict(simulation))]
+    if simulation.stages:
+        parts.append(_stage_table(simulation))
     if layers:
         computed = [row for row in simulation.layers if in_integers(row)]
         floats = len(simulation.layers) - len(computed)

@@ -1,0 +1,86 @@
+"""A detector as a user has it: own code around spconv, points in, boxes out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import spconv.pytorch as spconv
+import torch
+from torch import Tensor, nn
+
+from bev_data.boxes import Detections
+from bev_data.points import Frame
+from bevfusion.frameworks import ForeignDetector
+from bevquant_sparse import use_bevquant_kernels
+
+GRID = (4, 32, 32)
+CLASSES = ("car", "pedestrian")
+
+
+class Detector(nn.Module):
+    """Voxels of 3.2 m to a heat map of two classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = spconv.SparseSequential(
+            spconv.SubMConv3d(4, 16, 3, padding=1, bias=False, indice_key="subm"),
+            nn.BatchNorm1d(16),
+            nn.ReLU(),
+            spconv.SparseConv3d(16, 32, 3, stride=(2, 1, 1), padding=1, bias=False),
+            nn.BatchNorm1d(32),
+            nn.ReLU(),
+        )
+        self.neck = nn.Sequential(
+            nn.Conv2d(64, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()
+        )
+        self.head = nn.Conv2d(32, len(CLASSES), 1)
+
+    def forward(self, features: Tensor, coords: Tensor) -> Tensor:
+        x = self.encoder(spconv.SparseConvTensor(features, coords, GRID, 1)).dense()
+        return self.head(self.neck(x.flatten(1, 2)))
+
+
+def arguments(frame: Frame) -> tuple[Tensor, Tensor]:
+    assert frame.points is not None
+    cells = np.floor((frame.points[:, [2, 1, 0]] + [4, 51.2, 51.2]) / [2, 3.2, 3.2]).astype(int)
+    inside = ((cells >= 0) & (cells < GRID)).all(1)
+    unique, owner = np.unique(cells[inside], axis=0, return_inverse=True)
+    sums = np.zeros((len(unique), 4), np.float32)
+    np.add.at(sums, owner.reshape(-1), frame.points[inside, :4])
+    counts = np.bincount(owner.reshape(-1))[:, None]
+    coords = np.concatenate([np.zeros((len(unique), 1), int), unique], 1)
+    scale = np.float32([50, 50, 4, 255])
+    return torch.from_numpy(sums / counts / scale).float(), torch.from_numpy(coords).int()
+
+
+def boxes(heatmap: Any, frame: Frame) -> Detections:
+    scores, cells = heatmap[0].detach().flatten().sigmoid().topk(20)
+    y, x = (cells % 1024) // 32, cells % 32
+    rows = torch.zeros(20, 7)
+    rows[:, 0], rows[:, 1] = (x + 0.5) * 3.2 - 51.2, (y + 0.5) * 3.2 - 51.2
+    rows[:, 3:6] = torch.tensor([4.0, 2.0, 1.5])
+    return Detections(
+        rows.numpy(), scores.numpy(), (cells // 1024).numpy(), np.zeros((20, 2), np.float32)
+    )
+
+
+def make() -> ForeignDetector:
+    model = Detector().eval()
+    use_bevquant_kernels(model)
+    return ForeignDetector(model, arguments, boxes, CLASSES)
+
+
+def unnamed_classes() -> Any:
+    made = make()
+    return made.network, made.arguments, made.boxes
+
+
+def without_boxes() -> Any:
+    made = make()
+    return made.network, made.arguments
+
+
+def wrong() -> Any:
+    return "a model"

@@ -1,0 +1,11 @@
+"""Detectors in code of other projects: mmdetection3d, or a function of the user.
+
+`load_detector` takes ``mmdet3d:CONFIG.py`` or ``package.module:function``. `use_operator_standins`
+lets their code import without compiled operators.
+"""
+
+from bevfusion.frameworks._detector import ForeignDetector
+from bevfusion.frameworks._extensions import use_operator_standins
+from bevfusion.frameworks._load import load_detector
+
+__all__ = ["ForeignDetector", "load_detector", "use_operator_standins"]

@@ -1,0 +1,331 @@
+"""Names of compiled extensions over `_operators`: mmcv._ext, bev_pool_ext and others.
+
+The frameworks allocate outputs and hand them over to be filled; these functions do that. A name
+without a stand-in can be imported, and raises where it is called.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bevfusion.frameworks import _operators as operators
+
+
+def _dynamic_voxelize(
+    points: Tensor, voxel_size: Tensor, bounds: Tensor, cells: Tensor, NDim: int = 3
+) -> None:
+    cells.copy_(operators.dynamic_voxelize(points, voxel_size.tolist(), bounds.tolist()))
+
+
+def _hard_voxelize(
+    points: Tensor, voxel_size: Tensor, bounds: Tensor, voxels: Tensor, cells: Tensor,
+    counts: Tensor, number: Tensor, max_points: int, max_voxels: int, NDim: int = 3,
+    deterministic: bool = True,
+) -> None:  # fmt: skip
+    found = operators.hard_voxelize(
+        points, voxel_size.tolist(), bounds.tolist(), max_points, max_voxels
+    )
+    for given, result in zip((voxels, cells, counts), found, strict=True):
+        given[: len(result)] = result
+    number.fill_(len(found[0]))
+
+
+def _overlap(a: Tensor, b: Tensor, out: Tensor) -> None:
+    out.copy_(operators.boxes_overlap_bev(a, b))
+
+
+def _iou(a: Tensor, b: Tensor, out: Tensor) -> None:
+    out.copy_(operators.boxes_iou_bev(a, b))
+
+
+def _keep(rows: Tensor, keep: Tensor, number: Tensor) -> None:
+    keep[: len(rows)] = rows
+    number.fill_(len(rows))
+
+
+def _nms3d(boxes: Tensor, keep: Tensor, number: Tensor, nms_overlap_thresh: float) -> None:
+    _keep(operators.nms(operators.boxes_iou_bev(boxes, boxes), nms_overlap_thresh), keep, number)
+
+
+def _nms3d_normal(boxes: Tensor, keep: Tensor, number: Tensor, nms_overlap_thresh: float) -> None:
+    flat = torch.cat([boxes[:, :2] - boxes[:, 3:5] / 2, boxes[:, :2] + boxes[:, 3:5] / 2], 1)
+    _keep(operators.nms(operators.aligned_iou(flat, flat), nms_overlap_thresh), keep, number)
+
+
+def _nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Tensor:
+    order = scores.sort(descending=True, stable=True).indices
+    overlap = operators.aligned_iou(boxes[order], boxes[order], offset)
+    return order[operators.nms(overlap, iou_threshold)]
+
+
+def _as_seven(boxes: Tensor) -> Tensor:
+    """x, y, width, height, angle as x, y, z, sizes, yaw."""
+    one = torch.ones_like(boxes[:, :1])
+    return torch.cat([boxes[:, :2], 0 * one, boxes[:, 2:4], one, boxes[:, 4:5]], 1)
+
+
+def _nms_rotated(
+    boxes: Tensor, scores: Tensor, order: Tensor, sorted_boxes: Tensor, labels: Tensor,
+    iou_threshold: float, multi_label: bool,
+) -> Tensor:  # fmt: skip
+    seven = _as_seven(sorted_boxes)
+    overlap = operators.boxes_iou_bev(seven, seven)
+    if multi_label:
+        own = sorted_boxes[:, 5]
+        overlap = torch.where(own[:, None] == own[None], overlap, 0)
+    return order[operators.nms(overlap, iou_threshold)]
+
+
+def _iou_rotated(a: Tensor, b: Tensor, out: Tensor, mode_flag: int, aligned: bool) -> None:
+    first, second = _as_seven(a), _as_seven(b)
+    if mode_flag == 0:
+        found = operators.boxes_iou_bev(first, second)
+    else:  # intersection over the first box
+        found = operators.boxes_overlap_bev(first, second) / (first[:, 3] * first[:, 4])[:, None]
+    out.copy_((found.diagonal() if aligned else found).reshape(out.shape))
+
+
+def _points_in_boxes_part(boxes: Tensor, points: Tensor, out: Tensor) -> None:
+    for own, place, found in zip(boxes, points, out, strict=True):
+        inside = operators.points_in_boxes(place, own, bottom=True)
+        found.copy_(torch.where(inside.any(0), inside.int().argmax(0), -1))
+
+
+def _points_in_boxes_all(boxes: Tensor, points: Tensor, out: Tensor) -> None:
+    for own, place, found in zip(boxes, points, out, strict=True):
+        found.copy_(operators.points_in_boxes(place, own, bottom=True).T)
+
+
+def _points_in_boxes_bottom(boxes: Tensor, points: Tensor, out: Tensor) -> None:
+    out.copy_(operators.points_in_boxes(points, boxes, bottom=True))
+
+
+def _points_in_boxes_centre(boxes: Tensor, points: Tensor, out: Tensor) -> None:
+    out.copy_(operators.points_in_boxes(points, boxes, bottom=False))
+
+
+def _roiaware_pool(
+    boxes: Tensor, points: Tensor, features: Tensor, largest: Tensor, members: Tensor,
+    pooled: Tensor, pool_method: int,
+) -> None:  # fmt: skip
+    cells = tuple(int(n) for n in pooled.shape[1:4])
+    found = operators.roiaware_pool(
+        boxes, points, features, cells, members.shape[-1], pool_method, bottom=True,  # type: ignore[arg-type]
+    )  # fmt: skip
+    for given, result in zip((pooled, largest, members), found, strict=True):
+        given.copy_(result)
+
+
+def _three_nn(target: Tensor, source: Tensor, squared: Tensor, rows: Tensor, **_: int) -> None:
+    for given, result in zip((squared, rows), operators.three_nn(target, source), strict=True):
+        given.copy_(result)
+
+
+def _three_interpolate(
+    features: Tensor, rows: Tensor, weights: Tensor, out: Tensor, **_: int
+) -> None:
+    out.copy_(operators.three_interpolate(features, rows, weights))
+
+
+def _ball_query(
+    centers: Tensor, points: Tensor, rows: Tensor, b: int, n: int, m: int, min_radius: float,
+    max_radius: float, nsample: int,
+) -> None:  # fmt: skip
+    for own, place, found in zip(centers, points, rows, strict=True):
+        found.copy_(operators.ball_query(own, place, min_radius, max_radius, nsample)[0])
+
+
+def _stack_ball_query(
+    centers: Tensor, center_counts: Tensor, points: Tensor, counts: Tensor, rows: Tensor,
+    max_radius: float, nsample: int,
+) -> None:  # fmt: skip
+    groups = (part.split(number.tolist()) for part, number in (
+        (centers, center_counts), (points, counts), (rows, center_counts)))  # fmt: skip
+    for own, place, found in zip(*groups, strict=True):
+        result, empty = operators.ball_query(own, place, 0.0, max_radius, nsample)
+        found.copy_(result)
+        found[:, 0][empty] = -1
+
+
+def _group_points(features: Tensor, rows: Tensor, out: Tensor, **_: int) -> None:
+    out.copy_(operators.group_points(features, rows))
+
+
+def _gather_points(features: Tensor, rows: Tensor, out: Tensor, **_: int) -> None:
+    out.copy_(operators.group_points(features, rows[..., None])[..., 0])
+
+
+def _stack_group_points(
+    features: Tensor, counts: Tensor, rows: Tensor, row_counts: Tensor, out: Tensor, **_: int
+) -> None:
+    parts = zip(features.split(counts.tolist()), rows.split(row_counts.tolist()), strict=True)
+    out.copy_(torch.cat([own[place.long()].transpose(1, 2) for own, place in parts]))
+
+
+def _furthest(points: Tensor, nearest: Tensor, out: Tensor, b: int, n: int, m: int) -> None:
+    for own, found in zip(points, out, strict=True):
+        found.copy_(operators.furthest_points(own, m, pairwise=False))
+
+
+def _furthest_of_distances(
+    squared: Tensor, nearest: Tensor, out: Tensor, b: int, n: int, m: int
+) -> None:
+    for own, found in zip(squared, out, strict=True):
+        found.copy_(operators.furthest_points(own, m, pairwise=True))
+
+
+def _deformable_attention(
+    value: Tensor, shapes: Tensor, starts: Tensor, places: Tensor, weights: Tensor,
+    im2col_step: int = 64,
+) -> Tensor:  # fmt: skip
+    return operators.deformable_attention(value, shapes, places, weights)
+
+
+def _deform_conv(
+    x: Tensor, weight: Tensor, offset: Tensor, out: Tensor, columns: Tensor, ones: Tensor, *,
+    kW: int, kH: int, dW: int, dH: int, padW: int, padH: int, dilationW: int, dilationH: int,
+    group: int, deformable_group: int, im2col_step: int,
+) -> None:  # fmt: skip
+    result = operators.deformable_conv2d(
+        x, weight, offset, None, stride=(dH, dW), padding=(padH, padW),
+        dilation=(dilationH, dilationW), groups=group, offset_groups=deformable_group,
+    )  # fmt: skip
+    out.copy_(result.view(out.shape))
+
+
+def _modulated_deform_conv(
+    x: Tensor, weight: Tensor, bias: Tensor, ones: Tensor, offset: Tensor, mask: Tensor,
+    out: Tensor, columns: Tensor, *, kernel_h: int, kernel_w: int, stride_h: int, stride_w: int,
+    pad_h: int, pad_w: int, dilation_h: int, dilation_w: int, group: int, deformable_group: int,
+    with_bias: bool,
+) -> None:  # fmt: skip
+    result = operators.deformable_conv2d(
+        x, weight, offset, mask, stride=(stride_h, stride_w), padding=(pad_h, pad_w),
+        dilation=(dilation_h, dilation_w), groups=group, offset_groups=deformable_group,
+    )  # fmt: skip
+    out.copy_(result + bias.view(-1, 1, 1) if with_bias else result)
+
+
+def _bev_pool(
+    features: Tensor, cells: Tensor, lengths: Tensor, starts: Tensor, *size: int
+) -> Tensor:
+    return operators.bev_pool(features, cells, lengths, starts, size)
+
+
+Functions = Mapping[str, Callable[..., Any]]
+
+MMCV: Functions = {
+    "ball_query_forward": _ball_query,
+    "box_iou_rotated": _iou_rotated,
+    "deform_conv_forward": _deform_conv,
+    "dynamic_point_to_voxel_forward": operators.scatter_points,
+    "dynamic_voxelize_forward": _dynamic_voxelize,
+    "furthest_point_sampling_forward": _furthest,
+    "furthest_point_sampling_with_dist_forward": _furthest_of_distances,
+    "gather_points_forward": _gather_points,
+    "group_points_forward": _group_points,
+    "hard_voxelize_forward": _hard_voxelize,
+    "iou3d_boxes_overlap_bev_forward": _overlap,
+    "iou3d_nms3d_forward": _nms3d,
+    "iou3d_nms3d_normal_forward": _nms3d_normal,
+    "modulated_deform_conv_forward": _modulated_deform_conv,
+    "ms_deform_attn_forward": _deformable_attention,
+    "nms": _nms,
+    "nms_rotated": _nms_rotated,
+    "points_in_boxes_all_forward": _points_in_boxes_all,
+    "points_in_boxes_cpu_forward": _points_in_boxes_bottom,
+    "points_in_boxes_part_forward": _points_in_boxes_part,
+    "roiaware_pool3d_forward": _roiaware_pool,
+    "stack_ball_query_forward": _stack_ball_query,
+    "stack_group_points_forward": _stack_group_points,
+    "three_interpolate_forward": _three_interpolate,
+    "three_nn_forward": _three_nn,
+}
+"""Of `mmcv._ext`."""
+
+EXTENSIONS: Mapping[str, Functions] = {
+    "mmcv._ext": MMCV,
+    "bev_pool_ext": {"bev_pool_forward": _bev_pool},
+    "iou3d_nms_cuda": {"boxes_iou_bev_cpu": _iou},
+    "roiaware_pool3d_cuda": {"points_in_boxes_cpu": _points_in_boxes_centre},
+    "roipoint_pool3d_cuda": {},
+    "pointnet2_batch_cuda": {},
+    "pointnet2_stack_cuda": {},
+    "ingroup_inds_cuda": {},
+    "bev_pool_v2_ext": {},
+    "feature_decorator_ext": {},
+    "voxel_layer": {},
+    "sparse_conv_ext": {},
+}
+"""By the module's name, or by its last part: of mmcv, mmdetection3d, mit-bevfusion, OpenPCDet."""
+
+
+class _Extension(ModuleType):
+    """A compiled module's stand-in."""
+
+    def __init__(self, name: str, functions: Functions) -> None:
+        super().__init__(name)
+        self.__file__ = f"<stand-in for {name}>"
+        vars(self).update(functions)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def absent(*args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError(
+                f"{self.__name__}.{name} has no stand-in: install the compiled package, or leave "
+                "the module that calls it out of what is quantized"
+            )
+
+        return absent
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds the extensions that no other finder has."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """A spec for a name of `EXTENSIONS`."""
+        return ModuleSpec(name, self) if self._functions(name) is not None else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The stand-in."""
+        return _Extension(spec.name, self._functions(spec.name) or {})
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing: the stand-in is complete."""
+
+    @staticmethod
+    def _functions(name: str) -> Functions | None:
+        return EXTENSIONS.get(name, EXTENSIONS.get(name.rpartition(".")[2]))
+
+
+_FINDER = _Finder()
+
+
+def use_operator_standins() -> None:
+    """Let frameworks import without their compiled operators, in this process.
+
+    Later imports of mmcv._ext, bev_pool_ext and OpenPCDet's ``*_cuda`` modules, where the compiled
+    ones are absent, get operators in torch: voxelization, rotated overlap and suppression,
+    deformable convolution and attention, BEV pooling, nearest points, balls, pooling of regions.
+    Forward only, on the CPU. Other names of these modules raise NotImplementedError when called.
+    A compiled module that is installed always takes precedence.
+
+    Example:
+        >>> from bevfusion.frameworks import use_operator_standins
+        >>> use_operator_standins()
+        >>> from mmcv.ops import nms_rotated  # doctest: +SKIP
+    """
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.append(_FINDER)

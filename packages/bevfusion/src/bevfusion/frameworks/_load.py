@@ -1,0 +1,82 @@
+"""From the name of a model to its detector."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bev_data import InputError
+from bev_data.points import Frame
+from bevfusion.frameworks._detector import ForeignDetector
+from bevfusion.frameworks._mmdet3d import load_mmdet3d
+from bevfusion.model import load_weights
+
+
+def points_argument(frame: Frame) -> tuple[Any, ...]:
+    """The frame's points as one argument, float32 [n, 5]: x, y, z, intensity, time lag."""
+    if frame.points is None:
+        raise InputError(f"{frame.name}: it holds voxels, and the model takes points")
+    return (torch.from_numpy(frame.points),)
+
+
+def load_function(name: str) -> ForeignDetector:
+    """Call `package.module:function` of the user, which returns a detector.
+
+    The function takes no argument. It returns a `ForeignDetector`, or a module, which then takes
+    the points of a frame, or a tuple of a module and `arguments`, or of these and `boxes`.
+
+    Args:
+        name: The function, importable from here.
+
+    Raises:
+        InputError: It cannot be imported or called, or returns something else.
+    """
+    module_name, _, function_name = name.partition(":")
+    try:
+        made = getattr(importlib.import_module(module_name), function_name)()
+    except Exception as error:
+        raise InputError(
+            f"--model {name}: {type(error).__name__}: {error}; give package.module:function, "
+            "importable from here (PYTHONPATH), a function without arguments that returns a model"
+        ) from error
+    parts = made if isinstance(made, tuple) else (made,)
+    if isinstance(made, ForeignDetector):
+        detector = made
+    elif isinstance(parts[0], nn.Module) and len(parts) <= 3 and all(map(callable, parts[1:])):
+        detector = ForeignDetector(parts[0], *(parts[1:] or (points_argument,)))
+    else:
+        raise InputError(
+            f"--model {name}: it returned {type(made).__name__}; return a torch.nn.Module, "
+            "(module, arguments), (module, arguments, boxes) or a ForeignDetector"
+        )
+    detector.network.eval()
+    return detector
+
+
+def load_detector(name: str, weights: Path | None = None) -> ForeignDetector:
+    """The detector that a name stands for.
+
+    Args:
+        name: ``mmdet3d:CONFIG.py`` or ``package.module:function``.
+        weights: A checkpoint for it; the model's own weights without.
+
+    Raises:
+        InputError: It cannot be imported or built, or the checkpoint is another model's.
+
+    Example:
+        >>> load_detector("nowhere:nothing")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        bev_data._errors.InputError: --model nowhere:nothing: ModuleNotFoundError: ...
+    """
+    framework, _, config = name.partition(":")
+    if framework == "mmdet3d":
+        return load_mmdet3d(config, weights)
+    detector = load_function(name)
+    if weights is not None:
+        load_weights(detector.network, weights)
+    return detector

@@ -1,0 +1,167 @@
+"""mmdetection3d's detectors from its own configuration files, without its compiled operators."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bev_data import InputError
+from bev_data.boxes import Detections
+from bev_data.points import Frame
+from bevfusion.frameworks._detector import ForeignDetector
+from bevfusion.frameworks._extensions import use_operator_standins
+from bevquant_quantizers.documents import read_checkpoint
+from bevquant_sparse import use_bevquant_kernels
+
+NEEDS = "pip install mmdet3d==1.4.0 mmdet mmengine mmcv-lite"
+
+
+class LidarNetwork(nn.Module):
+    """Voxels to the outputs of the head: a detector's forward without voxelization and decoding."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, voxels: dict[str, Tensor]) -> Any:
+        """The head's outputs.
+
+        Args:
+            voxels: mmdetection3d's: "voxels", "num_points", "coors" (batch, z, y, x).
+        """
+        model: Any = self.model
+        if hasattr(model, "pts_bbox_head"):
+            return model.pts_bbox_head(model.extract_pts_feat(voxels))
+        return model.bbox_head(model.extract_feat({"voxels": voxels}))
+
+
+def load_mmdet3d(
+    config: str | os.PathLike[str], checkpoint: str | os.PathLike[str] | None = None
+) -> ForeignDetector:
+    """A LiDAR detector of mmdetection3d 1.4 from its configuration file.
+
+    Its own code builds and runs it; `use_operator_standins` takes the place of mmcv's compiled
+    operators where these are absent.
+
+    Args:
+        config: A configuration file of mmdetection3d, or the name of one in its wheel, such as
+            ``centerpoint/centerpoint_voxel01_second_secfpn_8xb4-cyclic-20e_nus-3d.py``.
+        checkpoint: As mmengine saves it; random weights without. Nothing in it is executed.
+
+    Raises:
+        InputError: A package or the file is missing, the model has no LiDAR branch that ends in a
+            head, or the checkpoint is another model's.
+    """
+    use_operator_standins()
+    try:
+        import mmdet3d
+        from mmdet3d.registry import MODELS
+        from mmengine.config import Config
+        from mmengine.registry import init_default_scope
+    except ImportError as error:
+        raise InputError(f"mmdet3d:{config}: {error}; {NEEDS}") from error
+    path = Path(config)
+    if not path.is_file():
+        path = Path(mmdet3d.__file__).parent / ".mim" / "configs" / config
+    if not path.is_file():
+        raise InputError(f"mmdet3d:{config}: no such file, nor in mmdetection3d's own configs")
+    settings = Config.fromfile(path)
+    init_default_scope("mmdet3d")
+    model = MODELS.build(settings.model).eval()
+    head = getattr(model, "pts_bbox_head", None) or getattr(model, "bbox_head", None)
+    if head is None or not getattr(model.data_preprocessor, "voxel", False):
+        raise InputError(
+            f"mmdet3d:{config}: {type(model).__name__} has no branch from voxels to a head; name "
+            "a function that returns your network instead (package.module:function)"
+        )
+    notes = [] if checkpoint is None else _load(model, checkpoint)
+    network = LidarNetwork(model).eval()
+    use_bevquant_kernels(network)
+    return ForeignDetector(
+        network,
+        _arguments(model, settings),
+        _boxes(head),
+        tuple(settings.get("class_names", ())),
+        tuple(notes),
+    )
+
+
+def _load(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
+    found = read_checkpoint(path)
+    wanted = model.state_dict()
+    missing = [name for name in wanted if name not in found.tensors]
+    other = [
+        f"{name} {tuple(found.tensors[name].shape)} instead of {tuple(value.shape)}"
+        for name, value in wanted.items()
+        if name in found.tensors and found.tensors[name].shape != value.shape
+    ]
+    missing = [name for name in missing if not name.endswith("num_batches_tracked")]
+    if missing or other:
+        listed = ", ".join([*missing, *other][:5])
+        raise InputError(
+            f"{path}: {len(missing)} entries of the model are not in the checkpoint and "
+            f"{len(other)} have another shape: {listed}; give the checkpoint of this configuration"
+        )
+    model.load_state_dict(found.tensors, strict=False)
+    unused = [name for name in found.tensors if name not in wanted]
+    notes = [f"checkpoint: {len(unused)} entries not used, such as {unused[0]}"] if unused else []
+    if found.passed_over:
+        notes.append(f"checkpoint: {len(found.passed_over)} entries beside the weights passed over")
+    return notes
+
+
+def _arguments(model: Any, settings: Mapping[str, Any]) -> Callable[[Frame], tuple[Any, ...]]:
+    """Points as the configuration's pipeline loads them, voxelized by the model's own layer."""
+    columns: Sequence[int] = range(4)
+    for step in settings.get("test_pipeline", ()):
+        if step["type"] == "LoadPointsFromFile":
+            used = step.get("use_dim", step["load_dim"])
+            columns = range(used) if isinstance(used, int) else list(used)
+    # The frames here have intensities 0..255, KITTI's and Waymo's models were trained on 0..1.
+    scale = 1.0 if "nuscenes" in str(settings.get("dataset_type", "")).lower() else 255.0
+
+    def arguments(frame: Frame) -> tuple[Any, ...]:
+        if frame.points is None:
+            raise InputError(f"{frame.name}: it holds voxels; the model voxelizes points itself")
+        points = frame.points[:, columns].copy()
+        points[:, 3] /= scale
+        voxels = model.data_preprocessor.voxelize([torch.from_numpy(points)], [])
+        return ({name: value for name, value in voxels.items() if isinstance(value, Tensor)},)
+
+    return arguments
+
+
+def _boxes(head: Any) -> Callable[[Any, Frame], Detections]:
+    from mmdet3d.structures import LiDARInstance3DBoxes
+
+    metas = [{"box_type_3d": LiDARInstance3DBoxes}]
+
+    def boxes(outputs: Any, frame: Frame) -> Detections:
+        given = (outputs,) if hasattr(head, "task_heads") else tuple(outputs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a newer torch, about their indexing
+            found = head.predict_by_feat(*given, batch_input_metas=metas)[0]
+        tensor = found.bboxes_3d.tensor.detach()
+        rows = torch.cat([found.bboxes_3d.gravity_center, tensor[:, 3:7]], 1).numpy()
+        yaw = rows[:, 6]
+        rows[:, 6] = yaw - 2 * np.pi * np.floor((yaw + np.pi) / (2 * np.pi))
+        velocities = np.zeros((len(rows), 2), np.float32)
+        if tensor.shape[1] > 8:
+            velocities = tensor[:, 7:9].numpy()
+        scores = found.scores_3d.detach().numpy()
+        order = np.argsort(-scores, kind="stable")
+        return Detections(
+            rows[order].astype(np.float32),
+            scores[order].astype(np.float32),
+            found.labels_3d.numpy()[order].astype(np.int64),
+            velocities[order].astype(np.float32),
+        )
+
+    return boxes

@@ -1,0 +1,254 @@
+"""Stand-ins of compiled operators against loops written from their definitions."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bevfusion.frameworks import _operators as operators
+from bevfusion.frameworks import use_operator_standins
+from bevfusion.frameworks._extensions import _FINDER, EXTENSIONS, MMCV
+
+torch.manual_seed(0)
+SIZE, BOUNDS = [1.0, 2.0, 4.0], [-8.0, -8.0, -4.0, 8.0, 8.0, 4.0]
+
+
+def cloud(count: int, seed: int = 0) -> Tensor:
+    made = torch.Generator().manual_seed(seed)
+    return (torch.rand(count, 4, generator=made) - 0.5) * torch.tensor([20.0, 20.0, 10.0, 1.0])
+
+
+def boxes(count: int, seed: int = 1) -> Tensor:
+    made = torch.rand(count, 7, generator=torch.Generator().manual_seed(seed))
+    low = torch.tensor([-8.0, -8, -1, 2, 1, 1, -3])
+    return low + made * torch.tensor([16.0, 16, 2, 4, 2, 2, 6])
+
+
+def test_hard_voxelize_equals_a_loop() -> None:
+    points, most, limit = cloud(600), 3, 40
+    voxels: dict[tuple[int, ...], list[Tensor]] = {}
+    for point in points:
+        cell = tuple(
+            math.floor((float(point[axis]) - BOUNDS[axis]) / SIZE[axis]) for axis in range(3)
+        )
+        grid = [round((BOUNDS[axis + 3] - BOUNDS[axis]) / SIZE[axis]) for axis in range(3)]
+        if any(not 0 <= c < n for c, n in zip(cell, grid, strict=True)):
+            continue
+        if cell not in voxels and len(voxels) == limit:
+            continue
+        members = voxels.setdefault(cell, [])
+        if len(members) < most:
+            members.append(point)
+    found, cells, counts = operators.hard_voxelize(points, SIZE, BOUNDS, most, limit)
+    assert [tuple(row) for row in cells.flip(1).tolist()] == list(voxels)
+    assert counts.tolist() == [len(members) for members in voxels.values()]
+    for row, members in zip(found, voxels.values(), strict=True):
+        assert torch.equal(row[: len(members)], torch.stack(members))
+        assert not row[len(members) :].any()
+
+
+@pytest.mark.parametrize("how", ["max", "sum", "mean"])
+def test_scatter_points_equals_a_loop(how: str) -> None:
+    features, cells = torch.randn(200, 5), torch.randint(-1, 4, (200, 3))
+    got, unique, owner, count = operators.scatter_points(features, cells, how)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for row, cell in enumerate(map(tuple, cells.tolist())):
+        if min(cell) >= 0:
+            groups.setdefault(cell, []).append(row)
+    assert [tuple(cell) for cell in unique.tolist()] == sorted(groups)
+    for index, cell in enumerate(sorted(groups)):
+        rows = features[groups[cell]]
+        wanted = {"max": rows.amax(0), "sum": rows.sum(0), "mean": rows.mean(0)}[how]
+        assert torch.allclose(got[index], wanted, atol=1e-5)
+        assert count[index] == len(rows)
+        assert owner[groups[cell]].tolist() == [index] * len(rows)
+    assert int((owner == -1).sum()) == int((cells < 0).any(1).sum())
+
+
+def test_suppression_equals_a_loop() -> None:
+    overlap = torch.rand(30, 30)
+    overlap = (overlap + overlap.T) / 2
+    kept: list[int] = []
+    for row in range(30):
+        if all(overlap[row, better] <= 0.5 for better in kept):
+            kept.append(row)
+    assert operators.nms(overlap, 0.5).tolist() == kept
+
+
+@pytest.mark.parametrize("bottom", [True, False])
+def test_points_in_boxes_equal_a_loop(bottom: bool) -> None:
+    points, own = cloud(300)[:, :3], boxes(6)
+    got = operators.points_in_boxes(points, own, bottom=bottom)
+    for b, (x, y, z, dx, dy, dz, yaw) in enumerate(own.tolist()):
+        middle = z + dz / 2 if bottom else z
+        for p, (px, py, pz) in enumerate(points.tolist()):
+            along = (px - x) * math.cos(yaw) + (py - y) * math.sin(yaw)
+            across = (py - y) * math.cos(yaw) - (px - x) * math.sin(yaw)
+            inside = abs(along) < dx / 2 and abs(across) < dy / 2 and abs(pz - middle) <= dz / 2
+            assert bool(got[b, p]) == inside
+
+
+@pytest.mark.parametrize("how", [operators.MAX, operators.MEAN])
+def test_roiaware_pool_equals_a_loop(how: int) -> None:
+    points, own, features = cloud(800)[:, :3], boxes(4), torch.randn(800, 3)
+    cells, most = (2, 3, 2), 5
+    pooled, largest, members = operators.roiaware_pool(
+        own, points, features, cells, most, how, bottom=True
+    )
+    inside = operators.points_in_boxes(points, own, bottom=True)
+    local = operators.local_points(points, own, bottom=True)
+    for b in range(4):
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for p in torch.nonzero(inside[b])[:, 0].tolist():
+            place = tuple(
+                min(n - 1, max(0, int((float(local[b, p, a] / own[b, 3 + a]) + 0.5) * n)))
+                for a, n in enumerate(cells)
+            )
+            if len(groups.setdefault(place, [])) < most - 1:
+                groups[place].append(p)
+        for place in np.ndindex(*cells):
+            rows = groups.get(place, [])
+            assert int(members[b][place][0]) == len(rows)
+            if not rows:
+                assert not pooled[b][place].any()
+                continue
+            values = features[rows]
+            wanted = values.amax(0) if how == operators.MAX else values.mean(0)
+            assert torch.allclose(pooled[b][place], wanted)
+            if how == operators.MAX:
+                assert largest[b][place].tolist() == [rows[i] for i in values.argmax(0)]
+
+
+def test_neighbours_equal_loops() -> None:
+    target, source = torch.randn(2, 20, 3), torch.randn(2, 30, 3)
+    squared, rows = operators.three_nn(target, source)
+    centers, points = target[0], source[0]
+    ball, empty = operators.ball_query(centers, points, 0.3, 1.0, 4)
+    for n in range(20):
+        distances = ((target[0, n] - source[0]) ** 2).sum(1)
+        nearest = sorted(range(30), key=lambda i, d=distances: (float(d[i]), i))[:3]
+        assert rows[0, n].tolist() == nearest
+        assert torch.allclose(squared[0, n], distances[nearest])
+        inside = [i for i in range(30) if 0.09 <= float(distances[i]) < 1.0][:4]
+        assert bool(empty[n]) == (not inside)
+        if inside:
+            assert ball[n].tolist() == inside + inside[:1] * (4 - len(inside))
+    chosen = operators.furthest_points(points, 6, pairwise=False).tolist()
+    for step in range(1, 6):
+        away = [min(float(((points[i] - points[j]) ** 2).sum()) for j in chosen[:step])
+                for i in range(30)]  # fmt: skip
+        assert chosen[step] == int(np.argmax(away))
+    pairs = (points[:, None] - points[None]).square().sum(2)
+    assert operators.furthest_points(pairs, 6, pairwise=True).tolist() == chosen
+
+
+def bilinear(image: Tensor, y: float, x: float) -> Tensor:
+    total = torch.zeros(len(image), dtype=image.dtype)
+    for cy in (math.floor(y), math.floor(y) + 1):
+        for cx in (math.floor(x), math.floor(x) + 1):
+            if 0 <= cy < image.shape[1] and 0 <= cx < image.shape[2]:
+                total += image[:, cy, cx] * (1 - abs(y - cy)) * (1 - abs(x - cx))
+    return total
+
+
+def test_deformable_attention_equals_a_loop() -> None:
+    shapes = torch.tensor([[3, 4], [2, 2]])
+    value = torch.randn(1, 16, 2, 3, dtype=torch.float64)
+    places = torch.rand(1, 5, 2, 2, 2, 2, dtype=torch.float64) * 1.4 - 0.2
+    weights = torch.rand(1, 5, 2, 2, 2, dtype=torch.float64)
+    got = operators.deformable_attention(value, shapes, places, weights)
+    levels = [value[0, :12], value[0, 12:]]
+    for q in range(5):
+        for head in range(2):
+            total = torch.zeros(3, dtype=torch.float64)
+            for level, (height, width) in enumerate(shapes.tolist()):
+                image = levels[level][:, head].T.reshape(3, height, width)
+                for point in range(2):
+                    x, y = places[0, q, head, level, point].tolist()
+                    sample = bilinear(image, y * height - 0.5, x * width - 0.5)
+                    total += weights[0, q, head, level, point] * sample
+            assert torch.allclose(got[0, q, 3 * head : 3 * head + 3], total)
+
+
+@pytest.mark.parametrize("with_mask", [True, False])
+def test_deformable_convolution_equals_a_loop(with_mask: bool) -> None:
+    x = torch.randn(1, 4, 5, 6, dtype=torch.float64)
+    weight = torch.randn(6, 2, 3, 2, dtype=torch.float64)
+    oh, ow = 3, 3
+    offset = torch.randn(1, 2 * 6 * 2, oh, ow, dtype=torch.float64)
+    mask = torch.rand(1, 2 * 6, oh, ow, dtype=torch.float64) if with_mask else None
+    got = operators.deformable_conv2d(
+        x, weight, offset, mask, stride=(2, 2), padding=(1, 1), dilation=(1, 2), groups=2,
+        offset_groups=2,
+    )  # fmt: skip
+    assert got.shape == (1, 6, oh, ow)
+    shift = offset.view(2, 6, 2, oh, ow)
+    for out, row, column in np.ndindex(6, oh, ow):
+        total = 0.0
+        for channel in range(2):
+            c = out // 3 * 2 + channel
+            for tap in range(6):
+                dy, dx = shift[c // 2, tap, :, row, column].tolist()
+                y = row * 2 - 1 + tap // 2 + dy
+                x_ = column * 2 - 1 + tap % 2 * 2 + dx
+                value = float(bilinear(x[0, c : c + 1], y, x_))
+                if mask is not None:
+                    value *= float(mask.view(2, 6, oh, ow)[c // 2, tap, row, column])
+                total += float(weight[out, channel, tap // 2, tap % 2]) * value
+        assert float(got[0, out, row, column]) == pytest.approx(total)
+
+
+def test_bev_pool_equals_a_loop() -> None:
+    cells = torch.tensor([[0, 0, 0, 0], [0, 0, 0, 0], [1, 2, 0, 0], [1, 2, 1, 1]])
+    features = torch.randn(4, 3)
+    got = operators.bev_pool(
+        features, cells, torch.tensor([2, 1, 1]), torch.tensor([0, 2, 3]), (2, 2, 2, 3)
+    )
+    wanted = torch.zeros(2, 2, 2, 3, 3)
+    for row, (x, y, z, batch) in zip(features, cells.tolist(), strict=True):
+        wanted[batch, z, x, y] += row
+    assert torch.allclose(got, wanted)
+
+
+def test_standins_are_found_where_nothing_is_installed() -> None:
+    assert _FINDER not in sys.meta_path
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("iou3d_nms_cuda")
+    use_operator_standins()
+    use_operator_standins()
+    try:
+        assert sys.meta_path.count(_FINDER) == 1
+        module = importlib.import_module("iou3d_nms_cuda")
+        own, out = boxes(3), torch.zeros(3, 3)
+        module.boxes_iou_bev_cpu(own, own, out)
+        assert torch.allclose(out.diagonal(), torch.ones(3))
+        with pytest.raises(NotImplementedError, match="nms_gpu has no stand-in: install"):
+            module.nms_gpu(own)
+        with pytest.raises(AttributeError):
+            _ = module.__wrapped__
+    finally:
+        sys.meta_path.remove(_FINDER)
+        sys.modules.pop("iou3d_nms_cuda", None)
+
+
+def test_mmcv_forms_fill_what_they_are_given() -> None:
+    own = boxes(5)
+    keep, number = torch.zeros(5, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    MMCV["iou3d_nms3d_forward"](torch.cat([own[:1], own]), keep, number, nms_overlap_thresh=0.9)
+    assert keep[0] == 0
+    assert 1 not in keep[: int(number)].tolist()
+    rows = torch.tensor([[0.0, 0, 4, 2, 0, 0], [0, 0, 4, 2, 0, 1], [0.1, 0, 4, 2, 0, 0]])
+    scores = torch.tensor([0.5, 0.9, 0.8])
+    order = scores.argsort(descending=True)
+    both = [
+        MMCV["nms_rotated"](rows, scores, order, rows[order], torch.zeros(0), 0.5, labelled)
+        for labelled in (False, True)
+    ]
+    assert [found.tolist() for found in both] == [[1], [1, 2]]
+    assert EXTENSIONS["mmcv._ext"] is MMCV
