@@ -17,7 +17,13 @@ from bevquant_export.dense._float_errors import FloatErrors
 from bevquant_export.dense._graph import Array
 from bevquant_export.dense._half import half_inputs, in_half
 from bevquant_export.dense._profile import profile_of
-from bevquant_export.dense._program_of import QdqProgram, inputs_of, integer_model, program_of
+from bevquant_export.dense._program_of import (
+    QdqProgram,
+    inputs_of,
+    integer_model,
+    location,
+    program_of,
+)
 from bevquant_export.dense._runnable import (
     any_session,
     rounded_session,
@@ -279,6 +285,14 @@ def _run_by_onnxruntime(inputs: str) -> Iterator[None]:
         ) from error
 
 
+def _line(file: QdqFile, integer: QdqProgram, tensor: str) -> str:
+    """``, file:line`` of the operation that made a quantized tensor; "" where it is not known."""
+    values = {value for value, name in file.integers.items() if name == tensor}
+    steps = (step for step in integer.program.steps if values & set(step.outputs))
+    found = next(filter(None, (location(integer, step) for step in steps)), "")
+    return f", {found}" if found else ""
+
+
 def _departures(
     file: QdqFile,
     integer: QdqProgram,
@@ -299,7 +313,8 @@ def _departures(
         if row.is_wrong and not (most and few):
             yield (
                 row.tensor,
-                f"{row.path or 'a value of the forward'} ({row.op}, {row.tensor} in the file): "
+                f"{row.path or 'a value of the forward'} ({row.op}"
+                f"{_line(file, integer, row.tensor)}, {row.tensor} in the file): "
                 f"{row.unexplained:,} of {row.elements:,} integers are others than the model's, by "
                 f"up to {row.largest} steps",
             )

@@ -89,7 +89,7 @@ class Followed:
 
 def place(step: Step) -> str:
     """How a message names a step."""
-    what = str(step.attributes.get("what", step.op))
+    what = str(step.attributes.get("what") or step.op)
     return f"{step.path} ({what})" if step.path else f"{what} in the model's forward"
 
 
