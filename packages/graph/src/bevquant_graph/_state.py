@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ._batch_arguments import batch_arguments
 from ._own_inputs import attributes_of, own_inputs
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -84,8 +85,7 @@ def on_batch(forward: Forward | None = None, *, keeps_state: bool = True) -> For
     """A function of a model and a batch that leaves the batch, and the model, as they were.
 
     Args:
-        forward: Called as ``forward(model, batch)``. None: a tuple or list is spread over the
-            arguments, a dict over the keywords, anything else is the only argument.
+        forward: Called as ``forward(model, batch)``. None: `batch_arguments` decides.
         keeps_state: Whether what the model notes is put back after each batch (`state_kept`).
 
     Example:
@@ -96,17 +96,14 @@ def on_batch(forward: Forward | None = None, *, keeps_state: bool = True) -> For
 
     def run(model: nn.Module, batch: Any) -> Any:
         with state_kept(model) if keeps_state else nullcontext():
-            return (forward or _spread)(model, own_inputs(batch))
+            return (forward or _called_on)(model, own_inputs(batch))
 
     return run
 
 
-def _spread(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return model(**batch)
-    if isinstance(batch, tuple | list):
-        return model(*batch)
-    return model(batch)
+def _called_on(model: nn.Module, batch: Any) -> Any:
+    args, kwargs = batch_arguments(model, batch)
+    return model(*args, **kwargs)
 
 
 @contextmanager

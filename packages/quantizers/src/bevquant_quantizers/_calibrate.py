@@ -88,8 +88,8 @@ def calibrate(
     Args:
         model: The model, quantizers in it.
         batches: What `forward` takes one by one. Nothing of them is kept, so memory is bounded.
-        forward: Called as ``forward(model, batch)``; by default a tuple or list is spread over
-            the arguments, a dict over the keywords, anything else is the only argument.
+        forward: Called as ``forward(model, batch)``; by default the signature of the model's
+            forward decides: ``(image, label)`` gives the image, a dict its parameters, or itself.
         method: ``"mse"``, ``"entropy"``, ``"percentile"`` or ``"max"``, for histograms.
         percentile: Share of values the percentile method keeps, 0…100.
         stride: Step between candidates of mse and entropy, in bins.

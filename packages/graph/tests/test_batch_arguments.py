@@ -1,0 +1,90 @@
+"""Batches as loaders give them, by the signature of the forward."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bevquant_graph import on_batch
+
+IMAGE, LABEL = torch.ones(2, 3), torch.tensor([1, 2])
+
+
+class One(nn.Module):
+    def forward(self, image: Any) -> Any:
+        return image
+
+
+class Optional(nn.Module):
+    def forward(self, image: Any, mask: Any = None) -> Any:
+        return image, mask
+
+
+class Two(nn.Module):
+    def forward(self, image: Any, mask: Any) -> Any:
+        return image, mask
+
+
+class Named(nn.Module):
+    def forward(self, **frame: Any) -> Any:
+        return frame
+
+
+Pair = namedtuple("Pair", "image label")
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        IMAGE,
+        (IMAGE,),
+        [IMAGE],
+        (IMAGE, LABEL),
+        [IMAGE, LABEL],
+        [IMAGE, 3],
+        (IMAGE, ["cat", "dog"]),
+        (IMAGE, {"boxes": LABEL}),
+        (IMAGE, torch.ones(2, 3).long()),
+        Pair(IMAGE, LABEL),
+        {"image": IMAGE, "label": LABEL},
+        UserDict(image=IMAGE, label=LABEL),
+    ],
+)
+def test_a_label_is_left_out(batch: Any) -> None:
+    assert torch.equal(on_batch()(One(), batch), IMAGE)
+
+
+def test_members_and_keys_go_to_the_parameters() -> None:
+    for net in (Two(), Optional()):
+        for batch in ((IMAGE, IMAGE + 1), {"mask": IMAGE + 1, "image": IMAGE}):
+            image, mask = on_batch()(net, batch)
+            assert torch.equal(mask - image, torch.ones(2, 3))
+    assert on_batch()(Named(), {"a": IMAGE, "b": LABEL}).keys() == {"a", "b"}
+    assert on_batch()(Optional(), {"image": IMAGE, "label": LABEL})[1] is None
+
+
+def test_a_dictionary_may_be_the_argument() -> None:
+    made = on_batch()(One(), {"points": IMAGE, "frame_id": 7})
+    assert made.keys() == {"points", "frame_id"}
+    assert on_batch()(One(), UserDict(points=IMAGE))["points"].shape == IMAGE.shape
+
+
+@pytest.mark.parametrize(
+    ("net", "batch"),
+    [
+        (Optional(), (IMAGE, LABEL)),
+        (One(), (IMAGE, IMAGE)),
+        (One(), (IMAGE, LABEL, LABEL)),
+        (Two(), {"image": IMAGE, "label": LABEL}),
+        (Two(), {"points": IMAGE}),
+    ],
+)
+def test_several_readings_are_refused(net: nn.Module, batch: Any) -> None:
+    with pytest.raises(TypeError, match=r"\.forward\(image.*forward=lambda m, b: m\(b\["):
+        on_batch()(net, batch)
+    made = on_batch(lambda m, b: m(IMAGE, IMAGE) if isinstance(m, Two) else m(IMAGE))(net, batch)
+    assert made is not None
