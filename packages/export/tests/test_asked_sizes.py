@@ -167,3 +167,32 @@ def test_damaged_metadata_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"bevquant\.guards.* damaged"):
             open_onnx(file)
         assert [f.id for f in lint_onnx(file, "portable")] == ["ONX024"]
+
+
+class Grid(nn.Module):
+    def __init__(self, grid: Any) -> None:
+        super().__init__()
+        self.conv, self.grid = spconv.SubMConv3d(4, 8, 3, padding=1, bias=True), grid
+
+    def forward(self, features: Tensor, coords: Tensor) -> Tensor:
+        grid = self.grid(coords)
+        return self.conv(spconv.SparseConvTensor(features, coords, grid, 1)).dense().flatten(1, 2)
+
+
+@pytest.mark.parametrize("dialect", ["libspconv", "portable"])
+@pytest.mark.parametrize(
+    "grid",
+    [
+        lambda coords: [16, int(coords[:, 2].max()) + 1, 5],
+        lambda coords: (coords[:, 1:].amax(0) + 1).tolist(),
+        lambda coords: [(int(coords[:, 1].max()) // 8 + 1) * 8, 16, 5],
+    ],
+)
+def test_a_grid_that_is_computed_from_coordinates(grid: Any, dialect: str, tmp_path: Path) -> None:
+    net, x = Grid(grid), frame(60)
+    use_bevquant_kernels(net)
+    inputs = (x.features, x.indices)
+    model = quantized(net, inputs)
+    with pytest.raises(ValueError, match=r"spatial_shape .*computed from values.*\.py:\d+"):
+        export_sparse_onnx(model, inputs, tmp_path / "net.onnx", dialect=dialect)
+    assert not list(tmp_path.iterdir())

@@ -180,6 +180,8 @@ BREAK: list[tuple[str, Callable[[onnx.ModelProto], object]]] = [
     ("ONX019", _other_channels),
     ("ONX020", _huge_input),
     ("ONX024", lambda m: m.metadata_props.add(key="bevquant.guards", value="[")),
+    ("ONX024", lambda m: m.metadata_props.add(key="bevquant.frames", value="[1]")),
+    ("ONX024", lambda m: m.metadata_props.add(key="bevquant.frames", value='{"none": 1}')),
     ("ONX018", lambda m: _conv(m, dilations=[1, -1])),
     ("ONX018", lambda m: _conv(m, pads=[0, 0, -1, 0])),
     ("ONX018", lambda m: _conv(m, kernel_shape=[2**62, 1])),

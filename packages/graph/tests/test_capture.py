@@ -328,7 +328,7 @@ def test_integers_taken_out_of_tensors_are_held_to_the_example() -> None:
     graph = capture(net, frame(2))
     assert not graph.opaque
     assert torch.equal(graph.replay(*frame(2)), net(*frame(2)))
-    with pytest.raises(ValueError, match="numbers that it takes out of tensors"):
+    with pytest.raises(ValueError, match="a number that it takes out of a tensor"):
         graph.replay(*frame(1))
 
 

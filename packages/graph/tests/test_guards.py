@@ -72,6 +72,8 @@ ASKS: dict[str, Ask] = {
     "table": scaled,
     "text": lambda x: x * (1.0 if f"{x.shape[2]}" == "8" else 2.0),
     "set": lambda x: x * (1.0 if x.shape[2] in {8, 9} else 2.0),
+    "quotient": lambda x: x * divmod(x.shape[2], 4)[0],
+    "cached": lambda x: x * {8: 1.0}.get(x.shape[2], 2.0),
     "squeeze": lambda x: x.squeeze() * 2 if x.squeeze().dim() == 4 else x,
     "remainder": lambda x: F.pad(x, (0, 0, 0, -x.shape[2] % 4)) * max(x.shape[2], 7),
 }
@@ -101,6 +103,8 @@ def test_other_sizes_are_right_or_refused_with_the_condition(name: str) -> None:
     [
         ("even", "x.shape[2] % 2 == 0", (7, 6)),
         ("most", "x.shape[2] <= 9", (12, 6)),
+        ("quotient", "x.shape[2] == 8", (12, 6)),
+        ("cached", "x.shape[2] == 8", (12, 6)),
         ("product", "x.shape[2] * x.shape[3] < 50", (12, 6)),
         ("numel", "4 * x.shape[0] * x.shape[2] * x.shape[3] == 384", (8, 7)),
     ],
@@ -111,7 +115,8 @@ def test_the_line_that_asks_is_named(name: str, condition: str, sizes: tuple[int
     assert guard.place.startswith(__file__)
     with pytest.raises(ValueError, match=r"test_guards\.py:\d+, got shape \(2, 3, ") as caught:
         graph.replay(torch.randn(2, 3, *sizes))
-    assert f"expected {condition}" in str(caught.value)
+    wanted = "expected size 8 in axis 2" if guard.fixes else f"expected {condition}"
+    assert wanted in str(caught.value)
 
 
 def test_what_torch_asks_of_strides_and_kernels_is_no_guard() -> None:
@@ -220,3 +225,91 @@ def test_a_guard_of_a_file_is_arithmetic_and_nothing_else() -> None:
     ):
         with pytest.raises(ValueError, match="expected"):
             Guard.from_json(data)
+
+
+def _padded(y: Tensor, found: Tensor) -> Tensor:
+    kept = y[found > 3]
+    return torch.cat([kept, kept[:1]]) if kept.shape[0] % 2 else kept
+
+
+ROWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "shape": lambda y, n: y * 2 if y[n > 3].shape[0] > 4 else y,
+    "len": lambda y, n: y * 2 if len(y[n > 3]) > 4 else y,
+    "nonzero": lambda y, n: y * 2 if (n > 3).nonzero().shape[0] == 0 else y,
+    "where": lambda y, n: y * 2 if torch.where(n > 3)[0].numel() > 4 else y,
+    "selected": lambda y, n: y * 2 if torch.masked_select(y[:, 0], n > 3).size(0) > 4 else y,
+    "unique": lambda y, n: y * 2 if torch.unique(n).shape[0] > 4 else y,
+    "written": lambda y, n: y.mul_(2) if (n > 3).nonzero().shape[0] > 4 else y,
+    "odd": _padded,
+    "number": lambda y, n: y[n > 3] * float(y[n > 3].shape[0]),
+    "smaller": lambda y, n: y[n > 3][: min(y[n > 3].shape[0], 5)],
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_other_numbers_of_rows_that_values_decide_are_right_or_refused(name: str) -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, n: Tensor) -> Tensor:
+            return self.b(ROWS[name](self.a(x), n))
+
+    net, x, refused = Rows().eval(), torch.randn(10, 3), 0
+    graph = capture(net, (x, torch.arange(10)))
+    for n in (torch.arange(9, -1, -1), torch.arange(10) % 5, torch.arange(10) % 7, torch.ones(10)):
+        try:
+            made = graph.replay(x, n.long())
+        except ValueError:
+            refused += 1
+            with pytest.raises(ValueError, match=r"number of rows \(.*test_guards\.py:\d+"):
+                graph.replay(x, n.long())
+            continue
+        assert torch.equal(made, net(x, n.long()))
+    assert bool(refused) == (name != "smaller")
+
+
+def _levels(x: Tensor, table: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    maps = [x, F.max_pool2d(x, 2)]
+    sizes = table([(level.shape[-2], level.shape[-1]) for level in maps])
+    return sizes, torch.cat([level.flatten(2) for level in maps], 2)
+
+
+def _parts(x: Tensor) -> Tensor:
+    sizes, flat = _levels(x, torch.as_tensor)
+    part = flat.split([int(h * w) for h, w in sizes], 2)[1]
+    return part.view(x.shape[0], 4, int(sizes[1, 0]), int(sizes[1, 1]))
+
+
+def _starts(x: Tensor) -> Tensor:
+    sizes, flat = _levels(x, torch.as_tensor)
+    start = torch.cat([sizes.new_zeros(1), sizes.prod(1).cumsum(0)[:-1]])
+    return flat[..., int(start[1]) :]
+
+
+LEVELS: dict[str, tuple[Ask, bool]] = {
+    "scale": (lambda x: x / _levels(x, torch.as_tensor)[0][1, 0], True),
+    "new": (lambda x: x / _levels(x, x.new_tensor)[0].prod(1)[0], True),
+    "type": (
+        lambda x: x * _levels(x, lambda s: torch.as_tensor(s, dtype=torch.long))[0][0, 1],
+        True,
+    ),
+    "branch": (lambda x: x.relu() if _levels(x, torch.tensor)[0].sum() > 22 else x, False),
+    "parts": (_parts, False),
+    "starts": (_starts, True),
+}
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_a_table_of_level_sizes_is_computed_or_guarded(name: str) -> None:
+    ask, is_open = LEVELS[name]
+    net, x, y = Net(ask).eval(), torch.randn(2, 3, 8, 6), torch.randn(1, 3, 12, 8)
+    graph = capture(net, x)
+    assert not graph.opaque
+    assert torch.equal(graph.replay(x * 2), net(x * 2))
+    if is_open:
+        torch.testing.assert_close(graph.replay(y), net(y))
+    else:
+        with pytest.raises(ValueError, match=r"expected .*test_guards\.py:\d+, got shape"):
+            graph.replay(y)

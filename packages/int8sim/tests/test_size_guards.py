@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,69 @@ def test_a_model_that_an_earlier_version_saved_keeps_its_fixed_sizes(tmp_path: P
     (tmp_path / "model" / MANIFEST).write_text(manifest_text(content))
     with pytest.raises(ValueError, match="input x: expected size 8 in axis 2"):
         IntegerModel.load(tmp_path / "model")(torch.randn(2, 3, 9, 6))
+
+
+class Kept(nn.Module):
+    """A branch on the number of rows that a mask keeps, or a pool of one window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        kept = self.first(x)[n > 3]
+        return self.second(kept * 2 if kept.shape[0] % 2 == 0 and kept.numel() else kept)
+
+
+def test_rows_of_a_mask_that_the_forward_asks_about(tmp_path: Path) -> None:
+    x = torch.randn(10, 3), torch.arange(10)
+    model: Any = quantize_model(Kept().eval(), example_inputs=x).model
+    calibrate(model, [x])
+    made = simulate(model, x)
+    for run in (made, saved(made, tmp_path / "model")):
+        assert run(x[0], torch.arange(10) % 8).shape == (4, 2)
+        for n in (torch.arange(10) % 7, torch.zeros(10).long()):
+            with pytest.raises(
+                ValueError, match=r"test_size_guards\.py:\d+\), asked about in .*rows"
+            ):
+                run(x[0], n)
+
+
+SAVED: dict[str, Any] = {
+    "ceil": lambda x: F.pad(x, (0, math.ceil(x.shape[3] / 4) * 4 - x.shape[3])),
+    "share": lambda x: x[:, :, : round(x.shape[2] * 0.6)],
+    "places": lambda x: x + torch.arange(x.shape[3]) + torch.zeros(x.shape[2], 1),
+    "sizes": lambda x: x / torch.as_tensor([[x.shape[2], x.shape[3]]]).prod(),
+    "smaller": lambda x: x[..., : min(x.shape[2], x.shape[3])],
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_sizes_that_a_forward_computes_are_saved(name: str, tmp_path: Path) -> None:
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(SAVED[name](self.first(x)))
+
+    _, made = simulated(Between(), torch.randn(2, 3, 8, 6))
+    y = torch.randn(1, 3, 5, 7)
+    assert torch.equal(saved(made, tmp_path / "model")(y), made(y))
+
+
+def test_a_fixed_window_names_the_size_that_fixes_it() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+            self.last = nn.Conv2d(4, 2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            return self.last(F.max_pool2d(y, (y.shape[2], 1)))
+
+    _, made = simulated(Pooled(), torch.randn(2, 3, 8, 6))
+    with pytest.raises(ValueError, match=r"expected size 8 in axis 2, .*test_size_guards\.py:\d+"):
+        made(torch.randn(2, 3, 6, 6))

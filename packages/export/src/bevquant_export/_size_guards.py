@@ -19,6 +19,7 @@ from bevquant_graph import Guard
 from bevquant_int8sim.program import Program
 
 KEY = "bevquant.guards"
+FRAMES_KEY = "bevquant.frames"
 REMEDY = "export again with an example of such sizes"
 Sizes = Mapping[str, Sequence[Any] | int]
 
@@ -93,6 +94,25 @@ def guards_of(model: Any) -> tuple[Guard, ...]:
         return tuple(Guard.from_json(item) for text in texts for item in json.loads(text))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the metadata {KEY!r} are damaged ({error}): export it again") from error
+
+
+def frames_of(model: Any) -> dict[str, int]:
+    """Tables of coordinates of a file to its number of frames, which is a constant there.
+
+    Raises:
+        ValueError: The metadata are damaged, or name no input of the file.
+    """
+    texts = [entry.value for entry in model.metadata_props if entry.key == FRAMES_KEY]
+    inputs = {port.name for port in model.graph.input}
+    try:
+        frames: dict[str, int] = {n: c for text in texts for n, c in json.loads(text).items()}
+        if not frames.keys() <= inputs or any(type(count) is not int for count in frames.values()):
+            raise ValueError(f"expected numbers of frames by input, got {frames}")
+    except (AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"the metadata {FRAMES_KEY!r} are damaged ({error}): export it again"
+        ) from error
+    return frames
 
 
 def sparse_guards(

@@ -53,10 +53,7 @@ def decisions(model: IntegerModel | None) -> Iterator[Step]:
     """Requirements of a program that numbers out of a frame are the example's."""
     if model is None or model.source is None or not model.source.graph.decided:
         return
-    numbers = taken_numbers(model.program)
-    for step in model.program.steps:
-        if step.attributes.get("what") == "require" and numbers.intersection(step.inputs):
-            yield step
+    yield from (step for step in model.program.steps if step.attributes.get("what") == "require")
 
 
 def refuse_decisions(model: IntegerModel, who: str) -> None:
@@ -68,10 +65,30 @@ def refuse_decisions(model: IntegerModel, who: str) -> None:
     for step in decisions(model):
         if not counts_frames(model.program, step):
             raise ValueError(
-                f"{who}: {step.args[1]}: the forward takes a number out of this tensor and decides "
-                "by it (a branch, a loop, a size that must be fixed). The file would hold the "
-                "example's decision for every frame. Keep it a tensor (torch.where, a mask), or "
-                "make it a Python number or a buffer of the model"
+                f"{who}: {step.args[1]}: the forward decides by a number out of this tensor, or by "
+                "its number of rows (a branch, a loop, a size that must be fixed). The file would "
+                "hold the example's decision for every frame. Keep it a tensor (torch.where, a "
+                "mask), or make it a Python number or a buffer of the model"
+            )
+
+
+def refuse_computed_grids(model: IntegerModel, who: str) -> None:
+    """Refuse a program whose grid of voxels is computed from values of a frame.
+
+    Raises:
+        ValueError: The number is named, with file and line.
+    """
+    numbers = taken_numbers(model.program)
+    for step in model.program.steps:
+        computed = numbers.intersection(names_in(step.args[1])) if step.op == "sites" else ()
+        if computed and model.source is not None:
+            graph = model.source.graph
+            nodes = [node for node in graph.operations if node.name in computed]
+            places = ", ".join(dict.fromkeys(map(graph.describe, nodes)))
+            raise ValueError(
+                f"{who}: the spatial_shape of a sparse tensor is computed from values of a frame "
+                f"({places}). The file would hold the example's grid for every frame. Give the "
+                "sparse tensor a fixed spatial_shape"
             )
 
 

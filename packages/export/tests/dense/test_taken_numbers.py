@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bevquant_export import compare_qdq_onnx, export_qdq_onnx, open_onnx
@@ -114,7 +115,7 @@ DECIDED: dict[str, Between] = {
 def test_a_decision_on_a_number_is_refused(name: str, profile: str, tmp_path: Path) -> None:
     example, _ = frames()
     model = quantized(DECIDED[name], example)
-    line = rf"{Path(__file__).name}:\d+\).*takes a number out of this tensor.*torch\.where"
+    line = rf"{Path(__file__).name}:\d+\).*decides by a number out of this tensor.*torch\.where"
     with pytest.raises(ValueError, match=line):
         export_qdq_onnx(model, example, tmp_path / "net.onnx", profile)
     assert not list(tmp_path.iterdir())
@@ -187,3 +188,53 @@ def test_onnxruntime_itself_ends_a_run_of_other_frames(tmp_path: Path) -> None:
     coords[0, 0] = 2
     with pytest.raises(Exception, match="the_number_of_frames"):
         session.run(None, {"x": x.numpy(), "coords": coords.numpy()})
+
+
+ROWS: dict[str, Between] = {
+    "mask": lambda y, n: y * 2 if y[0, 0][n[0] > 0].shape[0] > 4 else y,
+    "nonzero": lambda y, n: y * 2 if n[0].nonzero().shape[0] == 0 else y,
+}
+
+
+@pytest.mark.parametrize("profile", ["onnxruntime", "tensorrt11"])
+@pytest.mark.parametrize("name", ROWS)
+def test_a_branch_on_rows_of_a_mask_is_refused(name: str, profile: str, tmp_path: Path) -> None:
+    frame = torch.randn(1, 3, 12), (torch.arange(12) < 7).long()[None]
+    line = rf"{Path(__file__).name}:\d+\), asked about in .*{Path(__file__).name}:\d+.*of rows"
+    with pytest.raises(ValueError, match=line):
+        export_qdq_onnx(quantized(ROWS[name], frame), frame, tmp_path / "net.onnx", profile)
+    assert not list(tmp_path.iterdir())
+
+
+POOLED: dict[str, Between] = {
+    "of a slice": lambda y, n: F.adaptive_avg_pool2d(y[..., : int(n.max())][:, :, None], (1, 2)),
+    "of rows": lambda y, n: F.adaptive_avg_pool1d(y[0].t()[n[0] > 0].t()[None], 2)[:, :, None],
+}
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_windows_that_follow_values_are_refused(name: str, tmp_path: Path) -> None:
+    def between(y: Tensor, n: Tensor) -> Tensor:
+        return POOLED[name](y, n)[:, :, 0]
+
+    frame = torch.randn(1, 3, 12), (torch.arange(12) * (torch.arange(12) < 9)).long()[None]
+    with pytest.raises(ValueError, match=r"follow a free size \(axis \d\).*\.py:\d+"):
+        export_qdq_onnx(quantized(between, frame), frame, tmp_path / "net.onnx", "onnxruntime")
+
+
+def test_a_table_of_sizes_leaves_the_sizes_of_a_file_fixed(tmp_path: Path) -> None:
+    def between(y: Tensor, n: Tensor) -> Tensor:
+        levels = [y, y[..., ::2]]
+        sizes = torch.as_tensor([(1, level.shape[-1]) for level in levels])
+        part = torch.cat(levels, 2).split([h * w for h, w in sizes], 2)[1]
+        high, wide = sizes[1]
+        return part.reshape(y.shape[0], 8, high, wide).squeeze(2) + n.max()
+
+    example, other = frames()
+    model = quantized(between, example, other)
+    made = export_qdq_onnx(model, example, tmp_path / "net.onnx", "onnxruntime")
+    (got,) = open_onnx(made.path, "onnxruntime")(
+        dict(zip(made.inputs, other, strict=True))
+    ).values()
+    want = model(*other).detach()
+    assert (got - want).norm() < 0.02 * want.norm()

@@ -30,7 +30,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from bevquant_sparse import open_shapes
 
-from ._conditions import conditions_of, places_noted
+from ._conditions import Condition, conditions_of, keep_answers, places_noted
 from ._constants import Constants
 from ._faults import CaptureError, forward_line, running, spconv_call, where
 from ._graph import Graph
@@ -128,6 +128,7 @@ def _captured(
     shares: list[dict[str, Any]] = []  # where int(…) takes one of an open number
     constants = Constants(model)
     members = ReadMembers()
+    fixed: tuple[Condition, ...] = ()  # the line because of which sizes are fixed
     # Tensors that are attributes are written to by a trace too.
     with state_kept(model), quiet():
         if unread:
@@ -138,7 +139,7 @@ def _captured(
             traced = twin(model)
             try:
                 with evaluation(traced), opaque_modules(traced, opaque):
-                    program, result = _exported(
+                    program, result, answered = _exported(
                         traced, inputs, leaves, shares, constants, values=values is not None,
                         open_sizes=open_sizes,
                     )  # fmt: skip
@@ -148,7 +149,9 @@ def _captured(
                 if numbers and _fixes_numbers(program, leaves):
                     numbers = False
                     continue
-                if values is not None and not _takes_integers(program):
+                if values is not None and not (
+                    keep_answers(program.graph.nodes, answered) and _takes_integers(program)
+                ):
                     raise values
                 break
             except Exception as error:
@@ -156,8 +159,12 @@ def _captured(
                     continue  # such an int(…) leaves it open now
                 if open_sizes and _by_sizes(error):
                     open_sizes = numbers = False
+                    file, _, line = where(error, traced, opaque)[1].rpartition(":")
+                    fixed = (Condition(None, file, int(line or 0)),)
                 elif any(isinstance(leaf, int) for leaf in leaves):
                     numbers = False
+                elif constants.of_sizes and not constants.fix_sizes and _counts(error):
+                    constants.fix_sizes = True
                 elif values is None and not opaque and _counts(error):
                     values, asked = error, traced
                 elif _counts(error) and any(o.has_open_sizes() for o in opaque.values()):
@@ -173,7 +180,7 @@ def _captured(
                     members = read_members(model, given, opaque) if unread else members
     tidy(program.graph_module, model)
     graph = Graph(
-        model, program, inputs, result, opaque, conditions_of(program.graph.nodes),
+        model, program, inputs, result, opaque, fixed + conditions_of(program.graph.nodes),
         constants.taken, decided=values is not None, members=members,
     )  # fmt: skip
     made = [v.meta.get("val") if isinstance(v, fx.Node) else v for v in graph.outputs]
@@ -230,7 +237,7 @@ def _exported(
     *,
     values: bool,
     open_sizes: bool,
-) -> tuple[ExportedProgram, Tree]:
+) -> tuple[ExportedProgram, Tree, list[Condition]]:
     # Imported here: torch's compiler and sympy take as long as torch itself.
     import sympy
     from torch._dynamo import config as dynamo_config
@@ -250,7 +257,8 @@ def _exported(
         stack.enter_context(mock.patch.object(torch, "batch_norm", batch_norm_of_rows))
         stack.enter_context(mock.patch.object(proxy_tensor, "_extract_tensor_metadata", _nothing))
         stack.enter_context(elementwise_shapes())
-        stack.enter_context(places_noted((_Shell.forward.__code__, _exported.__code__)))
+        outermost = _Shell.forward.__code__, _exported.__code__
+        answered = stack.enter_context(places_noted(outermost))
         if open_sizes:
             for holder, name, longest in (
                 (sympy, "simplify", 64),
@@ -282,7 +290,7 @@ def _exported(
         program = torch.export.export(shell, given, dynamic_shapes=dims, strict=False)
         result = results[-1]
         program = functional(program)
-    return program, result
+    return program, result, answered
 
 
 class _Grown(RuntimeError):

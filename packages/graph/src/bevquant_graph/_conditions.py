@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import traceback
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -16,11 +17,14 @@ from torch import Tensor, fx
 
 from ._faults import author_line, is_authors
 from ._size_guards import Guard, check_guards, parsed
-from ._tidy import fixed_number
+from ._tidy import ANSWER, REQUIRE, fixed_number
 
 
 class Condition(NamedTuple):
-    """A condition on symbols of sizes (a sympy expression), and the line that asks."""
+    """A condition on symbols of sizes (a sympy expression), and the line that asks.
+
+    The term is None for the line because of which all sizes are fixed.
+    """
 
     term: Any
     file: str
@@ -28,18 +32,27 @@ class Condition(NamedTuple):
 
 
 @contextmanager
-def places_noted(outermost: Container[CodeType]) -> Iterator[None]:
+def places_noted(outermost: Container[CodeType]) -> Iterator[list[Condition]]:
     """For the length of the block torch notes the author's line beside every guard.
 
     Args:
         outermost: Functions that run the model; the frames of their callers are not searched.
+
+    Yields:
+        Conditions on numbers that depend on values (rows of a mask), filled during the block. The
+        example answered them, and torch asserts the answers.
     """
     from torch._guards import SLoc  # and sympy
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv, uninteresting_files
+    from torch.fx.experimental.symbolic_shapes import (
+        ShapeEnv,
+        canonicalize_bool_expr,
+        uninteresting_files,
+    )
 
     def noted(_: Any, is_debug: bool = False, framework_loc: Any = None) -> tuple[SLoc, str]:
         author, operators = None, []
         frame: FrameType | None = sys._getframe(1)
+        frame = frame.f_back if frame and frame.f_code is answered.__code__ else frame
         asked: FrameType | None = None
         while frame is not None and author is None and frame.f_code not in outermost:
             file = frame.f_code.co_filename
@@ -56,8 +69,25 @@ def places_noted(outermost: Container[CodeType]) -> Iterator[None]:
             )
         return SLoc(framework_loc, author), ""
 
-    with mock.patch.object(ShapeEnv, "_get_stack_summary", noted):
-        yield
+    asked: list[Condition] = []
+    deferred = ShapeEnv.guard_or_defer_runtime_assert
+
+    def answered(env: Any, term: Any, message: str, fx_node: Any = None) -> bool:
+        count = env.num_deferred_runtime_asserts
+        made: bool = deferred(env, term, message, fx_node)
+        if message.startswith(_ANSWERED) and env.num_deferred_runtime_asserts > count:
+            found = _condition(canonicalize_bool_expr(term), noted(env)[0], agree=False)
+            asked.extend(() if found is None else (found,))
+        return made
+
+    with (
+        mock.patch.object(ShapeEnv, "_get_stack_summary", noted),
+        mock.patch.object(ShapeEnv, "guard_or_defer_runtime_assert", answered),
+    ):
+        yield asked
+
+
+_ANSWERED = "propagate_real_tensors"  # other asserts are operators' own checks
 
 
 def _is_typed(frame: FrameType) -> bool:
@@ -85,18 +115,27 @@ def conditions_of(nodes: Iterable[fx.Node]) -> tuple[Condition, ...]:
     nodes = list(nodes)
     sizes = (size for node in nodes if node.op == "placeholder" for _, size in _axes(node))
     env = next((s.node.shape_env for s in sizes if isinstance(s, torch.SymInt)), None)
-    found: list[Condition] = []
-    for guard in () if env is None else env.guards:
-        asked: Any = guard.sloc.framework_loc
-        asked = asked if isinstance(asked, traceback.FrameSummary) else None
-        own = asked is None or not _is_operators(asked.filename)
-        if _always(guard.expr, 0 if own else 1) or not (own or _decides(guard.expr, asked.name)):
-            continue
-        file, _, line = (guard.sloc.maybe_user_loc or "").rpartition(":")
-        if not file and own and asked is not None and "bevquant_" not in asked.filename:
-            file, line = asked.filename, str(asked.lineno)
-        found.append(Condition(guard.expr, file, int(line or 0)))
-    return (*found, *(c for node in nodes for c in _kept_axes(node)))
+    guards = () if env is None else env.guards
+    found = [_condition(guard.expr, guard.sloc) for guard in guards]
+    return (*filter(None, found), *(c for node in nodes for c in _kept_axes(node)))
+
+
+def _condition(term: Any, place: Any, *, agree: bool = True) -> Condition | None:
+    """A condition and the place that asks (torch's SLoc); None where it decides nothing.
+
+    Without `agree`, an operator's question whether two open sizes agree decides nothing, nor does a
+    quantized layer's whether it has rows: they refuse others, or compute them, themselves.
+    """
+    asked: Any = place.framework_loc
+    asked = asked if isinstance(asked, traceback.FrameSummary) else None
+    own = asked is None or not _is_operators(asked.filename)
+    own = own and (agree or asked is None or "bevquant_" not in asked.filename)
+    if _always(term, 0 if own else 1) or not (own or _decides(term, asked.name, agree)):
+        return None
+    file, _, line = (place.maybe_user_loc or "").rpartition(":")
+    if not file and own and asked is not None and "bevquant_" not in asked.filename:
+        file, line = asked.filename, str(asked.lineno)
+    return Condition(term, file, int(line or 0))
 
 
 def _kept_axes(node: fx.Node) -> Iterator[Condition]:
@@ -123,7 +162,7 @@ def _is_operators(file: str) -> bool:
     return "spconv" in parts or "bevquant_sparse" in parts
 
 
-def _decides(term: Any, operators: str) -> bool:
+def _decides(term: Any, operators: str, agree: bool) -> bool:
     """Whether what an operator asks decides a size, or how many tensors or axes there are.
 
     That sizes agree, and how many parts, axes or windows they make; other questions choose strides
@@ -134,6 +173,9 @@ def _decides(term: Any, operators: str) -> bool:
     sides = term.args if isinstance(term, sympy.core.relational.Relational) else ()
     if any(name in operators for name in ("squeeze", "split", "chunk", "unbind")):
         return True
+    fixes = any(s.is_Symbol for s in sides) and any(s.is_number for s in sides)
+    if isinstance(term, sympy.Eq) and not (agree or fixes):
+        return False
     return 1 not in sides and (isinstance(term, sympy.Eq) or "pool" in operators)
 
 
@@ -148,6 +190,29 @@ def _always(term: Any, least: int) -> bool:
     except Exception:  # a function without a range
         return False
     return bool(bounds.is_singleton() and bounds.lower is sympy.true)
+
+
+def keep_answers(nodes: Iterable[fx.Node], answered: Iterable[Condition]) -> bool:
+    """Mark the assertions of a program that demand the example's answers, with their places.
+
+    Args:
+        nodes: Of the program.
+        answered: What `places_noted` yields.
+
+    Returns:
+        Whether each answer has an assertion.
+    """
+    asserted = [(node, str(node.args[1])) for node in nodes if node.target is REQUIRE]
+    for term, file, line in answered:
+        own = [node for node, text in asserted if f" {term} on node" in text]
+        # torch may drop one that the range of its symbol, asserted too, implies.
+        names = rf"\b({'|'.join(str(s) for s in term.free_symbols)})\b"
+        own = own or [node for node, text in asserted if re.search(names, text)]
+        if not own:
+            return False
+        for node in own:
+            node.meta[ANSWER] = f"{file}:{line}" if file else ""
+    return True
 
 
 def bound_guards(
@@ -172,7 +237,11 @@ def bound_guards(
             if isinstance(size, torch.SymInt):
                 known.setdefault(getattr(size.node, form), place)
     guards: dict[Guard, None] = {}
+    line: tuple[Any, ...] = ()
     for condition in conditions:
+        if condition.term is None:
+            line = condition[1:]
+            continue
         whole = _bound(condition, known, sizes)
         found = _fixed(condition, sizes) if whole is None else [whole]
         guards |= dict.fromkeys(found)
@@ -180,7 +249,7 @@ def bound_guards(
     for place, size in sizes.items():
         number = fixed_number(size)
         if number is not None and place not in fixed:
-            guards[Guard(f"s0 == {number}", (place,))] = None
+            guards[Guard(f"s0 == {number}", (place,), *line)] = None
     return tuple(guards)
 
 

@@ -45,6 +45,7 @@ _MADE = frozenset(
     "tensor as_tensor from_numpy zeros ones full arange linspace new_tensor new_zeros new_ones "
     "new_full".split()
 )
+_OF_NUMBERS = frozenset("tensor as_tensor new_tensor".split())
 _NAMED = _COMPUTED | _SIZED | _CUT | _MADE | frozenset(_CONVERSIONS)
 _OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
 _WRITES = frozenset(["__setitem__", *(f"__i{name}__" for name in _OPERATORS)])
@@ -60,6 +61,8 @@ class Constants(TorchFunctionMode):
         taken: The model's tensors of which the forward took a number, by path, with their values:
             the graph is that of these values.
         written: Whether the forward writes to one of them, which the next frame then finds changed.
+        of_sizes: Whether the forward makes a tensor of open sizes, as of the sizes of levels.
+        fix_sizes: Whether these sizes are fixed to the example's, which makes the tensor constant.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -69,7 +72,7 @@ class Constants(TorchFunctionMode):
         self._open: dict[int, tuple[Tensor, Any]] = {}  # the same of comparisons with a size
         self._origin: dict[int, frozenset[str]] = {}  # of these, the model's tensors that they read
         self.taken: dict[str, Tensor] = {}
-        self.written = False
+        self.written = self.of_sizes = self.fix_sizes = False
 
     def withdraw(self) -> None:
         """Answer no question about the model's tensors from now on."""
@@ -103,6 +106,14 @@ class Constants(TorchFunctionMode):
             args, kwargs = (*kept, *rest[0]), rest[1]
             leaves = _leaves((args, kwargs))
             given = [value for value in leaves if isinstance(value, Tensor)]
+        if name in _OF_NUMBERS and any(map(_is_open, leaves)):
+            self.of_sizes = True
+            if self.fix_sizes:
+                args, kwargs = map_aggregate((args, kwargs), _fixed)
+                leaves = _leaves((args, kwargs))
+            elif name != "tensor":  # torch.tensor leaves them open, the others do not
+                args, kwargs = _as_of_tensor(name, args, kwargs)
+                func = torch.tensor
         known = [id(value) in self._known for value in given]
         origin = self._origins(given)
         if name == "__bool__" and id(args[0]) in self._open:
@@ -215,6 +226,17 @@ def _is_small(made: Any) -> bool:
     if not isinstance(made, Tensor) or any(map(_is_open, made.shape)):
         return False
     return made.numel() <= _LARGEST
+
+
+def _fixed(value: Any) -> Any:
+    return int(value) if isinstance(value, torch.SymInt) else value
+
+
+def _as_of_tensor(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments of ``torch.tensor`` for those of ``torch.as_tensor`` or ``x.new_tensor``."""
+    if name == "new_tensor":
+        return args[1:], {"dtype": args[0].dtype, "device": args[0].device, **kwargs}
+    return args[:1], {**dict(zip(("dtype", "device"), args[1:], strict=False)), **kwargs}
 
 
 def _is_open(value: Any) -> bool:

@@ -22,7 +22,7 @@ from ._read_members import ReadMembers
 from ._signature import Arguments, Tree, arguments, flatten, leaf_names, matched, rebuild
 from ._size_guards import Guard, check_guards
 from ._state import state_kept
-from ._tidy import NUMBERS, SHELL, fixed_number, inside
+from ._tidy import ANSWER, NUMBERS, REQUIRE, SHELL, fixed_number, inside
 
 
 class Graph:
@@ -166,17 +166,19 @@ class Graph:
         """``file:line`` of the author's code that computes the node; "" where it is not known."""
         return author_line(node)
 
-    def number_of(self, requirement: fx.Node) -> fx.Node:
-        """The tensor out of which a requirement's number is taken; else what it computes with."""
+    def required(self, requirement: fx.Node) -> str:
+        """The tensor of a requirement's number, or of its number of rows, and who asks about it."""
         pending = list(requirement.all_input_nodes)
         for node in pending:
-            if str(node.target) in NUMBERS:
-                (taken,) = node.all_input_nodes
-                while str(taken.target).startswith("aten.to."):
-                    taken = taken.all_input_nodes[0]
-                return taken
+            if str(node.target) in (*NUMBERS, "aten.sym_size.int"):
+                pending = [node.all_input_nodes[0]]
+                break
             pending += [n for n in node.all_input_nodes if n not in pending]
-        return pending[0]
+        taken = pending[0]
+        while str(taken.target).startswith("aten.to."):
+            taken = taken.all_input_nodes[0]
+        place = requirement.meta.get(ANSWER)
+        return self.describe(taken) + (f", asked about in {place}" if place else "")
 
     def describe(self, node: fx.Node) -> str:
         """A node in words: operator, module, file and line."""
@@ -332,20 +334,22 @@ class Graph:
             for node in self.graph.nodes
             if node.op == "placeholder"
         ]
-        runner = _Runner(self.program.graph_module, watch)
-        try:
-            with torch.no_grad():
-                made = runner.run(*values)
-        except RuntimeError as error:
-            if "Runtime assertion failed" in str(error):
-                taken = next((self.describe(n) for n in self._numbers()), "")
-                raise ValueError(
-                    f"{type(self.model).__name__}: its forward counts with numbers that it takes "
-                    f"out of tensors{f' ({taken})' if taken else ''}, and these are others than in "
-                    "the example; capture again with inputs like these"
-                ) from error
-            raise
+        runner = _Runner(self, watch)
+        with torch.no_grad():
+            made = runner.run(*values)
         return list(made[len(made) - len(self.outputs) :])
+
+    def refuse(self, requirement: fx.Node) -> None:
+        """Refuse a frame that does not fulfil a requirement.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"{type(self.model).__name__}: its forward decides by a number that it takes out of a "
+            f"tensor, or by its number of rows ({self.required(requirement)}), and the example's "
+            "decision is another one; capture again with inputs like these"
+        )
 
     def _numbers(self) -> Iterator[fx.Node]:
         """What takes numbers out of tensors."""
@@ -406,11 +410,15 @@ def bound(program: Any, model: nn.Module) -> ExportedProgram:
 
 
 class _Runner(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, watch: Any) -> None:
-        super().__init__(module)
-        self._watch = watch
+    def __init__(self, graph: Graph, watch: Any) -> None:
+        super().__init__(graph.program.graph_module)
+        self.extra_traceback = False  # the messages name files and lines themselves
+        self._graph, self._watch = graph, watch
 
     def run_node(self, n: fx.Node) -> Any:
+        if n.target is REQUIRE:
+            met, _ = self.fetch_args_kwargs_from_env(n)
+            return None if met[0] else self._graph.refuse(n)
         made = super().run_node(n)
         if n.target is OPAQUE:
             refuse_other_sizes(str(n.args[1]).rpartition(":")[0], fixed_sizes(n), made)

@@ -108,7 +108,13 @@ class Emitter:
                 continue
             if placed or _is_float(constant):
                 self._write(constant)
-        self._write(step)
+        try:
+            self._write(step)
+        except ValueError as error:
+            line = location(self.source.integer, step)
+            if not line or line in str(error):
+                raise
+            raise ValueError(f"{error} ({line})") from error
 
     def give(self, name: str) -> None:
         """Write what the model returns and no step reads: coordinates, constants."""
@@ -312,6 +318,11 @@ class Emitter:
         if name not in self.states and name in self._constants:
             self._write(self._constants[name])
         self._write_coords(name)
+        if name not in self.states:
+            raise ValueError(
+                f"export_qdq_onnx: {self._called.path or 'the model'}: it reads {name}, which has "
+                "no form in this file; export the part that does not read it"
+            )
         return self.states[name].name
 
     def _join(self, step: Step) -> str | None:
@@ -349,7 +360,7 @@ class Emitter:
         if step.op == "max_pool":
             return max_pool(self.graph, step.path, x, given, len(source.shapes[name]) - 2)
         if step.op == "avg_pool":
-            shapes = source.shapes[name], source.shapes[made]
+            shapes = source.named(name), source.named(made)
             if not isinstance(self.source.form(made), Integers):
                 x = self.graph.float_average_operand(step.path, x)
             return average_pool(self.graph, step.path, x, given, shapes)

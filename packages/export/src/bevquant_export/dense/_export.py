@@ -16,7 +16,12 @@ import torch
 from torch import nn
 
 from bevquant_export._figures import Timing, figures_of, timed
-from bevquant_export._size_guards import note_guards, open_guards, refuse_free_batch
+from bevquant_export._size_guards import (
+    FRAMES_KEY,
+    note_guards,
+    open_guards,
+    refuse_free_batch,
+)
 from bevquant_export._taken_numbers import frame_tables
 from bevquant_export.dense._compare import tensors_of, verified
 from bevquant_export.dense._emit import emit
@@ -26,7 +31,7 @@ from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._program_of import integer_model
 from bevquant_export.dense._read_model import read_model
 from bevquant_export.dense._recorded import recorded
-from bevquant_export.dense._runnable import FRAMES_KEY, session
+from bevquant_export.dense._runnable import session
 from bevquant_export.dense._source import Source
 from bevquant_export.dense._written import QdqFile
 from bevquant_export.floats._ports import checked

@@ -248,7 +248,7 @@ def _averaged(
     if what != "avg_pool":
         return None
     name = step.args[0].name
-    shapes = source.shapes[name], source.shapes[step.outputs[0]]
+    shapes = source.named(name), source.named(step.outputs[0])
     return average_pool(graph, step.path, read(name), given, shapes)
 
 

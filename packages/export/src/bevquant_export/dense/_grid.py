@@ -31,10 +31,11 @@ def average_pool(
         path: Module.
         x: What is averaged.
         given: Arguments of torch's function; ``output_size`` of the adaptive one.
-        shapes: Of the input and of the output.
+        shapes: Of the input and of the output, with names for free sizes.
 
     Raises:
-        ValueError: ONNX has another number of windows, where the last one would begin in padding.
+        ValueError: ONNX has another number of windows, where the last one would begin in padding,
+            or the windows depend on a free size.
     """
     rank = len(shapes[0]) - 2
     if given.get("kernel_size") is None:
@@ -47,9 +48,11 @@ def average_pool(
         # which stand for less than nothing where the zero point is another.
         counted, pads = 0, windows["pads"][:rank]
         sizes = zip(*(shape[2:] for shape in shapes), *windows.values(), strict=False)
-        if ceil_mode and any(-(-(n + 2 * p - k) // s) + 1 != m for n, m, k, s, p in sizes):
+        if ceil_mode and any(
+            isinstance(n, str) or -(-(n + 2 * p - k) // s) + 1 != m for n, m, k, s, p in sizes
+        ):
             raise ValueError(
-                f"export_qdq_onnx: {path}: an average with ceil_mode whose last window would begin "
+                f"export_qdq_onnx: {path}: an average with ceil_mode whose last window may begin "
                 "in the padding is another one in ONNX; set ceil_mode=False or less padding"
             )
         ends = [0, 0, *pads]
@@ -65,11 +68,20 @@ def _adaptive(graph: Graph, path: str, x: str, shapes: tuple[Any, Any]) -> str:
     sizes, wanted = shapes[0][2:], shapes[1][2:]
     if all(n == 1 for n in wanted):
         return graph.node("GlobalAveragePool", path, [x])
-    pairs = list(zip(sizes, wanted, strict=True))
-    for axis, (n, out) in enumerate(pairs, 2):
-        if n % out:
+    window = []
+    for axis, (n, out) in enumerate(zip(sizes, wanted, strict=True), 2):
+        whole = isinstance(n, str) or isinstance(out, str)
+        if whole and out == 1:
+            x = graph.node("ReduceMean", path, [x], axes=[axis], keepdims=1)
+        elif whole and n != out:
+            raise ValueError(
+                f"export_qdq_onnx: {path or 'the model'}: the windows of an adaptive average pool "
+                f"follow a free size (axis {axis}); expected a fixed size, or an output size of 1. "
+                "Give the pool a map of fixed size, or use an average pool with a fixed window"
+            )
+        elif not whole and n % out:
             x = _uneven(graph, path, x, axis, n, out)
-    window = [1 if n % out else n // out for n, out in pairs]
+        window.append(1 if whole or n % out else n // out)
     if all(n == 1 for n in window):
         return x
     return graph.node("AveragePool", path, [x], kernel_shape=window, strides=window)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -97,6 +97,7 @@ def read_model(
                 dtypes.setdefault(f"{name}.indices", torch.int32)
     if sparse or _chooses_rows(integer):
         wider = _free_sizes(integer, shapes)
+        wider = _free_sizes(integer, shapes, _fixed_numbers(integer, wider))
     varying = taken_numbers(program, wider)
     wider_hosts = hosts
     if dynamic_batch:
@@ -189,12 +190,27 @@ def _chooses_rows(integer: QdqProgram) -> bool:
     return any(_is_found(size) for value in tensors for size in value.shape)
 
 
-def _free_sizes(integer: QdqProgram, shapes: Mapping[str, Any]) -> dict[str, Any]:
+def _fixed_numbers(integer: QdqProgram, free: Mapping[str, Any]) -> set[str]:
+    """Symbols of numbers out of tensors that hold nothing but fixed sizes."""
+    model = integer_model(integer)
+    assert model is not None
+    assert model.source is not None
+    varying = taken_numbers(model.program, free)
+    nodes = {node.name: node for node in model.source.graph.operations}
+    items = (s.outputs[0] for s in model.program.steps if s.attributes.get("what") == "item")
+    fixed = (nodes[n].meta["val"] for n in items if n in nodes and n not in varying)
+    return {symbol for number in fixed for symbol in _symbols(number)}
+
+
+def _free_sizes(
+    integer: QdqProgram, shapes: Mapping[str, Any], fixed: Collection[str] = ()
+) -> dict[str, Any]:
     """Shapes with a name in the place of every size that is free.
 
     Args:
         integer: A program that was lowered from a graph.
         shapes: Of its tensors in a run.
+        fixed: Symbols of numbers that are the same in every frame.
     """
     model = integer_model(integer)
     assert model is not None
@@ -207,11 +223,11 @@ def _free_sizes(integer: QdqProgram, shapes: Mapping[str, Any]) -> dict[str, Any
     free: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
-            free[name] = _named(value, shapes.get(name), rows)
+            free[name] = _named(value, shapes.get(name), rows, fixed)
         elif isinstance(value, tuple | list):
             parts = [part for part in value if isinstance(part, Tensor)]
             free[name] = tuple(
-                _named(part, shape, rows)
+                _named(part, shape, rows, fixed)
                 for part, shape in zip(parts, shapes.get(name, ()), strict=False)
             )
             free |= {f"{name}[{i}]": sizes for i, sizes in enumerate(free[name])}
@@ -240,9 +256,9 @@ def _symbols(size: Any) -> set[str]:
     )
 
 
-def _is_found(size: Any) -> bool:
+def _is_found(size: Any, fixed: Collection[str] = ()) -> bool:
     """Whether the size is known once the values are."""
-    return any(symbol.startswith("u") for symbol in _symbols(size))
+    return any(symbol.startswith("u") for symbol in _symbols(size).difference(fixed))
 
 
 def _rows(program: Program, shapes: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, str]:
@@ -272,12 +288,12 @@ def _rows(program: Program, shapes: Mapping[str, Any], values: Mapping[str, Any]
 
 
 def _named(
-    value: Tensor, shape: tuple[int, ...] | None, rows: Mapping[str, str]
+    value: Tensor, shape: tuple[int, ...] | None, rows: Mapping[str, str], fixed: Collection[str]
 ) -> tuple[int | str, ...]:
     """Sizes, with the expression of one that follows the voxels: those given, or those found."""
     return tuple(
         rows.get(str(n), str(n))
-        if _symbols(n) & rows.keys() or _is_found(n)
+        if _symbols(n) & rows.keys() or _is_found(n, fixed)
         else int(n)
         if shape is None
         else shape[axis]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,14 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bevquant_export._size_guards import REMEDY, guards_of
+from bevquant_export._size_guards import REMEDY, frames_of, guards_of
 from bevquant_export.lint._read import load_model, reading
 from bevquant_export.targets._cpu import refuse_saturation, saturates_here
 from bevquant_graph import check_guards
 from bevquant_quantizers.plugins import importable
 
 # In a file's metadata: tables of coordinates to the number of frames, which is the example's.
-FRAMES_KEY = "frames"
 _ATTRIBUTES = {"ReduceSum": "axes", "Split": "split", "Squeeze": "axes", "Unsqueeze": "axes"}
 
 
@@ -366,13 +364,6 @@ def open_onnx(
         return dict(zip(names, floats, strict=True))
 
     return run
-
-
-def frames_of(proto: Any) -> dict[str, int]:
-    """Tables of coordinates of a file to its number of frames."""
-    found = (entry.value for entry in proto.metadata_props if entry.key == FRAMES_KEY)
-    frames: dict[str, int] = json.loads(next(found, "{}"))
-    return frames
 
 
 def _check_frames(given: Mapping[str, Any], frames: Mapping[str, int], file: str) -> None:

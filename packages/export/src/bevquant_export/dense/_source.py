@@ -101,7 +101,8 @@ class Source:
         if sizes.count(-1) > 1:
             raise ValueError(
                 f"export_qdq_onnx: {path or 'the model'}: {sizes.count(-1)} sizes of a reshaped "
-                "tensor follow the batch; expected one. Export with dynamic_batch=False"
+                "tensor follow the batch or values of a frame; expected one. Give the others as "
+                "numbers, and where they follow the batch export with dynamic_batch=False"
             )
         return sizes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from bevquant_export._size_guards import first_refused, guards_of
+from bevquant_export._size_guards import first_refused, frames_of, guards_of
 from bevquant_export.lint._rule import Finding, Rule, quoted
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ ASKED = Rule(
 
 
 def check_guards(model: onnx.ModelProto) -> Iterator[Finding]:
-    """Report the conditions in a file's metadata; engines do not read them."""
+    """Report the conditions in a file's metadata, which engines do not read, and damaged ones."""
     try:
-        guards = guards_of(model)
+        guards, _ = guards_of(model), frames_of(model)
     except ValueError as error:
         yield ASKED.found("file", str(error))
         return

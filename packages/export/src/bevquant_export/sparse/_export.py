@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from bevquant_export._figures import figures_of
-from bevquant_export._taken_numbers import refuse_decisions
+from bevquant_export._taken_numbers import refuse_computed_grids, refuse_decisions
 from bevquant_export.sparse._axes import turned
 from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._compare import LayerDifference
@@ -190,6 +190,7 @@ def write_sparse(
     names for outputs, by the values of the program that are returned.
     """
     refuse_decisions(integers, "export_sparse_onnx")
+    refuse_computed_grids(integers, "export_sparse_onnx")
     graph = sparse_graph(
         rounded, integers, example_inputs, batches, model_order, head_room, dialect=dialect
     )

@@ -49,11 +49,12 @@ def max_pool(
 
 
 def require(met: Any, where: str) -> bool:
-    """Refuse a frame in which a number that the forward takes out of a tensor is another one."""
+    """Refuse a frame with which the forward decides otherwise than in the example."""
     if not met:
         raise ValueError(
-            f"{where}: the forward counts with a number that it takes out of a tensor, and it is "
-            "another one than in the example; simulate again with inputs like these"
+            f"{where}: the forward decides by a number that it takes out of this tensor, or by its "
+            "number of rows, and the example's decision is another one; simulate again with inputs "
+            "like these"
         )
     return True
 

@@ -250,7 +250,8 @@ class IntegerModel:
                 made = execute(step, given, named, self.backend)
             values.update(zip(step.outputs, made, strict=True))
         except Exception as error:
-            if isinstance(error, RuntimeError | LookupError):  # of shapes that do not fit
+            # Of shapes that do not fit; layers name the channels that they expect themselves.
+            if isinstance(error, RuntimeError | LookupError) or not step.tensors:
                 _check_agreement(program, sizes, error)
             # What a file may say is checked when it is read; how torch's own functions take
             # their constants only shows here.

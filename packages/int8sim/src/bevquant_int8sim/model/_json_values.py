@@ -32,6 +32,8 @@ def to_json(value: Any) -> Any:
         return {"$ellipsis": True}
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"$device": value.type}
     if isinstance(value, list):
         return [to_json(item) for item in value]
     if isinstance(value, tuple):
@@ -70,6 +72,8 @@ def from_json(data: Any) -> Any:
         return ...
     if kind == "$dtype" and isinstance(getattr(torch, _text(inner), None), torch.dtype):
         return getattr(torch, inner)
+    if kind == "$device" and inner in ("cpu", "cuda"):
+        return torch.device(inner)
     if kind == "$tuple" and isinstance(inner, list):
         return tuple(from_json(item) for item in inner)
     if kind == "$dict" and isinstance(inner, dict):

@@ -75,7 +75,7 @@ class _Reader(GraphValues):
         if node.target is OPAQUE:
             return self._opaque(node)
         if node.target is REQUIRE:
-            where = self.graph.describe(self.graph.number_of(node))
+            where = self.graph.required(node)
             return self._host(node, "require", (self._ref(node.args[0]), where), require)
         read = getattr(self, f"_read_{spec.kind}", None)
         made = None if read is None else read(node, spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Collection
 from dataclasses import asdict
@@ -22,11 +23,14 @@ from bevquant_int8sim.model._quantizers import is_active
 
 # Attributes that a saved program may read.
 READABLE = METADATA | {"indices", "spatial_shape", "batch_size", "T", "mT", "dtype"}
-_OPERATORS = "add sub mul truediv floordiv mod pow neg matmul getitem eq ne lt le gt ge iadd imul"
+_OPERATORS = (
+    "add sub mul truediv floordiv mod pow neg matmul getitem eq ne lt le gt ge and_ or_ iadd imul"
+)
 _TORCH = (
     "abs add bmm cat clamp concat div exp flatten floor index_select log matmul max maximum mean "
     "min minimum movedim mul neg permute relu reshape round rsqrt sigmoid softmax split sqrt "
-    "square squeeze stack sub sum tanh topk transpose unsqueeze where"
+    "square squeeze stack sub sum sym_float sym_int sym_ite sym_max sym_min sym_not sym_sum tanh "
+    "topk transpose unsqueeze where"
 )
 _FUNCTIONAL = (
     "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d avg_pool1d avg_pool2d avg_pool3d "
@@ -49,6 +53,8 @@ _NAMED: dict[str, Callable[..., Any]] = {
     "max_pool": max_pool,
     "resize": resize,
     "to_dense": dense,
+    "round": round,
+    **{f"math.{name}": getattr(math, name) for name in ("ceil", "floor", "trunc")},
     **{f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()},
     **{f"torch.{name}": getattr(torch, name) for name in _TORCH.split()},
     **{f"functional.{name}": getattr(functional, name) for name in _FUNCTIONAL.split()},
@@ -97,6 +103,7 @@ _MODULES: dict[type[nn.Module], str] = {
     nn.Unflatten: "dim unflattened_size",
     nn.PixelShuffle: "upscale_factor",
 }  # fmt: skip
+_MAKERS = frozenset("arange eye full linspace ones scalar_tensor zeros".split())
 _CLASSES = {cls.__name__: cls for cls in _MODULES}
 
 
@@ -110,13 +117,14 @@ def function_name(function: Callable[..., Any]) -> str | None:
 
 
 def _computes(operator: torch._ops.OpOverload) -> bool:
-    """Whether it computes tensors from tensors, and writes nothing.
+    """Whether it computes tensors from tensors or numbers, and writes nothing.
 
-    Operators that make tensors of nothing (files among them) do not.
+    Other operators that make tensors of nothing (files among them) do not.
     """
     given = operator._schema.arguments
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in given)
-    return not writes and any("Tensor" in str(a.type) for a in given)
+    made = operator._schema.name.removeprefix("aten::") in _MAKERS
+    return not writes and (made or any("Tensor" in str(a.type) for a in given))
 
 
 def named_function(name: str, libraries: Collection[str] = ()) -> Callable[..., Any]:
