@@ -13,7 +13,8 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 
-from bevfusion.model import CONFIGS, PARTS
+from bevfusion.detectors import DETECTORS
+from bevfusion.model import PARTS
 from bevfusion_quant import options
 from bevfusion_quant.bpu import BpuConfig
 from bevfusion_quant.commands.ptq import Ptq
@@ -36,7 +37,9 @@ def listed(error: pytest.ExceptionInfo[ValueError]) -> set[str]:
 
 
 def test_names_of_the_model_are_the_models() -> None:
-    assert get_args(options.ConfigName) == tuple(CONFIGS)
+    assert get_args(options.ModelName) == tuple(DETECTORS)
+    sizes = (name for kind in DETECTORS.values() for name in kind.configs)
+    assert set(get_args(options.ConfigName)) == set(sizes)
     assert get_args(options.PartBranch) == (*PARTS, "all")
     detectors = {name for name in get_args(options.Branch) if is_detector(name)}
     assert detectors == {*get_args(options.Branch)} - {*PARTS}

@@ -22,7 +22,6 @@ from bevfusion.model import (
     Batch,
     BEVFusion,
     build_model,
-    exclude_all_but,
     random_weights,
 )
 from bevquant_fusion import fuse_model
@@ -146,7 +145,7 @@ def test_every_layer_is_quantized_or_has_a_reason(quantized: QuantizeResult) -> 
 @pytest.mark.parametrize("part", PARTS)
 def test_one_part_can_be_chosen(fused: tuple[BEVFusion, Batch], part: str) -> None:
     model, batch = fused
-    config = QuantConfig(exclude=exclude_all_but((part,), model.parts))
+    config = QuantConfig(exclude=model.paths_outside((part,)))
     result = quantize_model(model, config, batch)
     root = PART_PATHS[part]
     assert result.quantized

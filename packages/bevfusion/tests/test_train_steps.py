@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bev_data.points import Frame, Labels
-from bevfusion.model import CONFIGS
+from bevfusion.model import CONFIGS, build_model
 from bevfusion.training import (
     Augmentation,
     DetectorTrainer,
@@ -51,7 +51,8 @@ def test_a_step_hangs_on_its_number_alone_and_none_is_taken_without_numbers() ->
 
     def trainer() -> DetectorTrainer:
         return DetectorTrainer(
-            untrained_model(sizes, ("lidar", "decoder", "head"), seed=1), [frame],
+            untrained_model(lambda: build_model(sizes, ("lidar", "decoder", "head")), seed=1),
+            [frame],
             steps=4, batch=1, lr=1e-3, weight_decay=0.01, clip=10.0, seed=3,
             augmentation=Augmentation(),
         )  # fmt: skip

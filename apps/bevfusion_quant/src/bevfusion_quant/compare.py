@@ -15,8 +15,9 @@ from torch import Tensor
 from bev_data.metrics import Accuracy, Bootstrap, accuracy_notes, model_tables
 from bev_data.points import Frame
 from bev_data.tables import Cell, CellParts, Table, plain_table
+from bevfusion.detectors import build_detector
 from bevfusion.evaluation import accumulate_models, accuracy_accumulator
-from bevfusion.model import CONFIGS, Batch, BEVFusion, build_model
+from bevfusion.model import Batch, Detector
 from bevfusion.quantization import relative_change, whole_output
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
@@ -233,7 +234,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     return [f.resolve().name if often[f.resolve().name] == 1 else str(f) for f in folders]
 
 
-def _load_alike(folders: Sequence[Path], batch: Batch) -> tuple[BEVFusion, list[BEVFusion]]:
+def _load_alike(folders: Sequence[Path], batch: Batch) -> tuple[Detector, list[Detector]]:
     """Load the runs one after the other; of the float models the first stays.
 
     Args:
@@ -247,8 +248,8 @@ def _load_alike(folders: Sequence[Path], batch: Batch) -> tuple[BEVFusion, list[
     Raises:
         InputError: A run cannot be loaded, or began with other weights.
     """
-    quantized: list[BEVFusion] = []
-    first: tuple[BEVFusion, Tensor] | None = None
+    quantized: list[Detector] = []
+    first: tuple[Detector, Tensor] | None = None
     for folder in folders:
         run = load_run(folder)
         with torch.no_grad():
@@ -319,9 +320,9 @@ def run_compare(
         for run, folder, ran in zip(names_of(folders), folders, found, strict=True)
     )  # fmt: skip
     with new_run("compare", clock, keep=folders, **place) as record:
-        sizes = CONFIGS[found[0].config]
+        sizes = found[0].sizes
         with clock.step("load the runs"):
-            parts = build_model(sizes, found[0].parts)  # makes the batches, and is not run
+            parts = build_detector(sizes, found[0].parts)  # makes the batches, and is not run
             batches = FrameBatches(frames, sizes, parts, cameras or found[0].used_cameras)
             float_model, quantized = _load_alike(folders, batches[0])
         with clock.step("lower to integers"):
@@ -362,8 +363,8 @@ def run_compare(
 
 
 def _models(
-    float_model: BEVFusion,
-    quantized: Sequence[BEVFusion],
+    float_model: Detector,
+    quantized: Sequence[Detector],
     read_runs: Sequence[ComparedRun],
     batches: FrameBatches,
     backend: str | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 from bev_data.points import Frame
 from bevfusion import deployment
@@ -30,7 +30,8 @@ from bevfusion.deployment import (
     watching,
     write_piece,
 )
-from bevfusion.model import CONFIGS, BEVFusion, BEVFusionConfig, example_batch, example_like
+from bevfusion.detectors import example_of
+from bevfusion.model import CONFIGS, BEVFusion, Detector, Sizes, example_batch
 from bevfusion_quant._errors import InputError, VerificationError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.integer import lowered
@@ -86,10 +87,10 @@ def _check_libraries() -> None:
 
 
 def export_model(
-    float_model: BEVFusion,
-    quantized_model: BEVFusion,
+    float_model: Detector,
+    quantized_model: Detector,
     batches: FrameBatches,
-    config: BEVFusionConfig,
+    config: Sizes,
     clock: Clock,
     folder: Path,
     *,
@@ -122,14 +123,14 @@ def export_model(
     )
     if not layers:
         with clock.step("compare layers", blame="float and integer model cannot be compared"):
-            example = example_like(config, batches[0])
+            example = example_of(config, batches[0])
             model = lowered(quantized_model, example, "auto", verify=False)
             layers = compare(float_model, model, [tuple(batches[0])], verify=True).rows
     return replace(made, files=beside_layers(made.files, layers))
 
 
 def nvidia_pieces(
-    float_model: BEVFusion, quantized_model: BEVFusion, target: str = "tensorrt"
+    float_model: Detector, quantized_model: Detector, target: str = "tensorrt"
 ) -> list[Piece]:
     """`bevfusion.deployment.nvidia_pieces` whose errors name the options of the commands."""
     refusals = {
@@ -144,9 +145,9 @@ def nvidia_pieces(
 
 def _export_pieces(
     pieces: Sequence[Piece],
-    model: BEVFusion,
+    model: Detector,
     batches: FrameBatches,
-    config: BEVFusionConfig,
+    config: Sizes,
     clock: Clock,
     folder: Path,
     *,
@@ -201,7 +202,7 @@ def _export_bpu(
     with clock.step("load the run"):
         loaded = load_bpu_run(run)
     config, sizes = loaded.config, CONFIGS[loaded.config.config]
-    folded = fuse_branch(loaded.units.model, example_batch(sizes)).model
+    folded = cast("BEVFusion", fuse_branch(loaded.units.model, example_batch(sizes)).model)
     with for_march(config.march):
         batches = FrameBatches(frames, sizes, folded, cameras or config.cameras)
         pieces = bpu_pieces(folded, loaded.units.parts, loaded.forms)
@@ -283,7 +284,7 @@ def export_run(
         else:
             with clock.step("load the run"):
                 loaded = load_run(run)
-            model, sizes = loaded.quantized_model, CONFIGS[ran.config]
+            model, sizes = loaded.quantized_model, ran.sizes
             batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
             with clock.step("read and voxelize"):
                 batches.head(1)[0]

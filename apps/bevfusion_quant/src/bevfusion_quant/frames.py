@@ -56,13 +56,18 @@ def as_options(message: str) -> str:
     return re.sub(keyword, option, message)
 
 
+def street_size(config: str) -> str:
+    """The street's scan and images for the sizes of a model: small for small ones."""
+    return "tiny" if config == "tiny" else "nuscenes"
+
+
 def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequence[Frame]:
     """Open what `--points` or `--dataset` names.
 
     Args:
         options: The frame options.
         with_cameras: Whether images are read at all.
-        size: Of the street's scan and images, "nuscenes" or "tiny".
+        size: Of the model, which decides the street's scan and images.
 
     Raises:
         InputError: None of the two or both, a kind that no package has, options that do not go with
@@ -87,6 +92,7 @@ def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequen
 
         return _part(read_frames(options.points, **reading), options)
     if options.dataset == "street":
+        size = street_size(size)
         if options.cameras:
             _refuse_unmounted(options.cameras, size)
         return open_dataset(

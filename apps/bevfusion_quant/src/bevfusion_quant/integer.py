@@ -8,7 +8,8 @@ from typing import cast
 
 import bevquant_int8sim
 from bev_data.metrics import AccuracyAccumulator
-from bevfusion.model import PART_PATHS, Batch, BEVFusion, BEVFusionConfig, example_like
+from bevfusion.detectors import example_of
+from bevfusion.model import Batch, Detector, Sizes
 from bevfusion.quantization import (
     QUERIES,
     FloatPart,
@@ -79,10 +80,10 @@ class Lowered:
 
 
 def lower_model(
-    float_model: BEVFusion,
-    quantized_model: BEVFusion,
+    float_model: Detector,
+    quantized_model: Detector,
     batches: FrameBatches,
-    config: BEVFusionConfig,
+    config: Sizes,
     clock: Clock,
     backend: str | None,
 ) -> Lowered | None:
@@ -96,7 +97,7 @@ def lower_model(
         return None
     used = check_backend(backend)
     with clock.step("lower to integers"):
-        example = example_like(config, batches[0])
+        example = example_of(config, batches[0])
         model = lowered(quantized_model, example, backend, verify=False)
         # Every frame is compared behind this, step by step; the first one verifies.
         return Lowered(model, used, LayerComparison(float_model, model, verify=True))
@@ -104,9 +105,9 @@ def lower_model(
 
 def simulate_model(
     made: Lowered,
-    quantized_model: BEVFusion,
+    quantized_model: Detector,
     batches: FrameBatches,
-    config: BEVFusionConfig,
+    config: Sizes,
     evaluation: QuantizationEvaluation,
     clock: Clock,
     folder: Path,
@@ -144,11 +145,11 @@ def simulate_model(
 
 
 def evaluate_models(
-    float_model: BEVFusion,
-    quantized_model: BEVFusion,
+    float_model: Detector,
+    quantized_model: Detector,
     low: Lowered | None,
     batches: FrameBatches,
-    sizes: BEVFusionConfig,
+    sizes: Sizes,
     clock: Clock,
     folder: Path,
     shards: Shards,
@@ -191,17 +192,17 @@ def evaluate_models(
     return evaluation, simulation
 
 
-def _reasons(model: BEVFusion, branch: Branch) -> dict[str, str]:
+def _reasons(model: Detector, branch: Branch) -> dict[str, str]:
     """Why parts and layers of the quantized model stay float."""
-    head, paths = PART_PATHS["head"], [path for path, _ in model.named_modules()]
+    (head,), paths = model.part_paths["head"], [path for path, _ in model.named_modules()]
     with_head = any(lies_below(path, head) and "_quantizer" in path for path in paths)
-    quantized = quantized_parts(branch, with_head=with_head)
+    quantized = quantized_parts(branch, model.kind, with_head=with_head)
     left = {part: why_float(part, branch) for part in model.parts if part not in quantized}
     return {**left, "excluded": "it was left without quantizers, as --exclude said"}
 
 
 def lowered(
-    quantized_model: BEVFusion, batch: Batch, backend: str, *, verify: bool = True
+    quantized_model: Detector, batch: Batch, backend: str, *, verify: bool = True
 ) -> IntegerModel:
     """The whole model in integers, verified on the batch but where a comparison does so.
 

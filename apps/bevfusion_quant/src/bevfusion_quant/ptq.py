@@ -1,4 +1,4 @@
-"""Post-training quantization of BEVFusion or a part of it, whole or step by step."""
+"""Post-training quantization of a detector or a part of it, whole or step by step."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from bev_data.metrics import (
 )
 from bev_data.points import Frame
 from bevfusion.deployment import ExportedSet
+from bevfusion.detectors import build_detector, example_of
 from bevfusion.evaluation import PoorData, accuracy_accumulator, data_findings
-from bevfusion.model import CONFIGS, build_model, example_batch
+from bevfusion.model import example_batch
 from bevfusion.quantization import (
     Comparison,
     StageMaps,
@@ -64,6 +65,7 @@ from bevfusion_quant.stages import (
     quantize_branch,
     quantized_parts,
     reads_images,
+    sizes_of,
 )
 from bevquant_qnn import LayerRow, RoundingResult, WeightSize, weight_size
 from bevquant_quantizers import (
@@ -172,9 +174,9 @@ def run_ptq(
     if plan is not None and export is not None:
         refuse_in_files(plan, f"a run with {config.plan}")
     with new_run("ptq", clock, **place) as record:
-        sizes, folder = CONFIGS[config.config], record.folder
+        sizes, folder = sizes_of(config.model, config.config), record.folder
         with clock.step("build"):
-            float_model = build_model(sizes, built_parts(config.branch))
+            float_model = build_detector(sizes, built_parts(config.branch, config.model))
             batches = FrameBatches(frames, sizes, float_model, config.cameras)
         with clock.step("read and voxelize"):
             first = batches[0]
@@ -182,7 +184,7 @@ def run_ptq(
         if unfolded is None and current_ranks().first:
             with clock.step("run unfolded"), torch.no_grad():
                 unfolded = float_model(*first)
-        example = example_batch(sizes)
+        example = example_of(sizes)
         with clock.step("fuse", blame="the weights cannot be folded"):
             fused = (fuse_branch if config.fold else keep_batch_norms)(float_model, example)
             del float_model  # as large as the folded one, and read no more
@@ -267,13 +269,13 @@ def run_ptq(
             simulation=simulation,
             exported=exported,
         )  # fmt: skip
-        evaluated.draw(quantized_parts(config.branch)[-1])
+        evaluated.draw(quantized_parts(config.branch, config.model)[-1])
         with clock.step("write"):
             digests = save_model(folder, quantized.model, fused.model, plan)
             record.write_settings(
                 {
                     **asdict(config),
-                    "sizes": asdict(sizes),
+                    "sizes": plain(sizes),
                     "sha256": digests,
                     **({"poor_calibration": poor} if poor else {}),
                 }
@@ -370,7 +372,7 @@ def run_evaluate(
         with clock.step("load the run"):
             loaded = load_run(run)
         ran, model = loaded.settings, loaded.quantized_model
-        sizes = CONFIGS[ran.config]
+        sizes = ran.sizes
         batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
         accumulator = accuracy_accumulator(sizes, batches, bootstrap)
         stated: dict[str, Any] = {
@@ -410,7 +412,7 @@ def run_evaluate(
         evaluated = EvaluatedRun(
             record, sizes, batches, evaluation, simulation=simulation, accuracy=accuracy
         )
-        evaluated.draw(quantized_parts(ran.branch)[-1])
+        evaluated.draw(quantized_parts(ran.branch, ran.model)[-1])
         record.write_settings({"run_sha256": ran.sha256, **settings})
         evaluated.write_page(settings)
         seconds, peak = evaluated.write_summary({"evaluates": str(run), "accuracy": None})

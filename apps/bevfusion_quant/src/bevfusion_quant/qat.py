@@ -14,7 +14,7 @@ from tqdm import tqdm
 from bev_data.metrics import Accuracy
 from bev_data.points import Frame
 from bevfusion.evaluation import accumulate_models, accuracy_accumulator
-from bevfusion.model import CONFIGS, BEVFusion
+from bevfusion.model import Detector
 from bevfusion.quantization import QatDetectorTrainer, evaluate_quantized
 from bevfusion.training import (
     CHECKPOINT,
@@ -29,7 +29,7 @@ from bevfusion.training import (
 )
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.options import ConfigName, Place, QatOptions, TrainedBranch
+from bevfusion_quant.options import ConfigName, ModelName, Place, QatOptions, TrainedBranch
 from bevfusion_quant.pages import EvaluatedRun
 from bevfusion_quant.plan import PLAN_FILE, read_plan
 from bevfusion_quant.run import Clock, RunRecord, new_run
@@ -105,7 +105,7 @@ class QatConfig(QatOptions):
 
 
 def trainer_for(
-    config: QatConfig, model: BEVFusion, teacher: BEVFusion | None, frames: PreparedFrames
+    config: QatConfig, model: Detector, teacher: Detector | None, frames: PreparedFrames
 ) -> QatDetectorTrainer:
     """What trains the calibrated model, in place, as the configuration says."""
     training = {name: getattr(config, name) for name in _TRAINED_BY}
@@ -231,7 +231,10 @@ def run_qat(
         with clock.step("load the run"):
             loaded = load_run(run)
         # As `train` prepares them: both can share a cache.
-        form = TrainConfig(config=size, branch=_sensors(start.parts), cameras=used)
+        branch = _sensors(start.parts) if start.model == "bevfusion" else "all"
+        form = TrainConfig(
+            model=cast("ModelName", start.model), config=size, branch=branch, cameras=used
+        )
         ranks = current_ranks()
         ranks.goes_on(
             "run the same command with --resume, and it goes on from the last checkpoint, in "
@@ -302,7 +305,7 @@ def _digest(sha256: Mapping[str, str]) -> str:
 def write_run(
     record: RunRecord,
     start: LoadedRun,
-    model: BEVFusion,
+    model: Detector,
     training: dict[str, Any],
     clock: Clock,
     *,
@@ -331,7 +334,7 @@ def write_run(
         How well the models find what is labelled, if they were judged.
     """
     ran = start.settings
-    sizes, branch = CONFIGS[ran.config], ran.branch
+    sizes, branch = ran.sizes, ran.branch
     batches = FrameBatches(shown, sizes, model, cameras)
     accuracy = None
     if evaluated:
@@ -348,7 +351,7 @@ def write_run(
     if not current_ranks().first:
         return accuracy
     evaluated_run = EvaluatedRun(record, sizes, batches, evaluation, accuracy=accuracy)
-    evaluated_run.draw(quantized_parts(branch)[-1])
+    evaluated_run.draw(quantized_parts(branch, ran.model)[-1])
     with clock.step("write"):
         plan = None if ran.plan is None else read_plan(run / PLAN_FILE)
         digests = save_model(record.folder, model, start.float_model, plan)

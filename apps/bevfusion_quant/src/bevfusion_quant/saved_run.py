@@ -11,7 +11,8 @@ import torch
 
 from bev_data.cameras import CAMERA_NAMES
 from bev_data.points import Frame
-from bevfusion.model import CONFIGS, BEVFusion, build_model, example_batch
+from bevfusion.detectors import DETECTORS, build_detector, example_of
+from bevfusion.model import Detector, Sizes
 from bevfusion.quantization import fuse_detector
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import frames_of
@@ -25,7 +26,7 @@ from bevfusion_quant.run import (
     refuse_version,
     sha256,
 )
-from bevfusion_quant.stages import built_parts, quantize_as, reads_images
+from bevfusion_quant.stages import built_parts, quantize_as, reads_images, sizes_of
 from bevquant_qnn import PrecisionPlan
 from bevquant_quantizers import load_ranges, save_ranges
 from bevquant_quantizers.documents import as_form, read_tensors, write_tensors
@@ -39,8 +40,8 @@ FLOAT_FILE = "float_weights.safetensors"
 
 def save_model(
     folder: Path,
-    model: BEVFusion,
-    float_model: BEVFusion | None = None,
+    model: Detector,
+    float_model: Detector | None = None,
     plan: PrecisionPlan | None = None,
 ) -> dict[str, str]:
     """Write weights.safetensors (folded weights and ranges) and ranges.json (ranges alone).
@@ -83,7 +84,12 @@ class ModelSettings(RunSettings, kw_only=True):
     @property
     def parts(self) -> tuple[str, ...]:
         """The parts of the model that are built."""
-        return built_parts(self.branch)
+        return built_parts(self.branch, self.model)
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of the model."""
+        return sizes_of(self.model, self.config)
 
     @property
     def used_cameras(self) -> tuple[str, ...]:
@@ -99,8 +105,8 @@ class LoadedRun:
     """
 
     settings: ModelSettings
-    float_model: BEVFusion
-    quantized_model: BEVFusion
+    float_model: Detector
+    quantized_model: Detector
 
     @property
     def config(self) -> dict[str, Any]:
@@ -108,7 +114,7 @@ class LoadedRun:
         return self.settings.written
 
 
-def load_quantized(folder: str | Path) -> BEVFusion:
+def load_quantized(folder: str | Path) -> Detector:
     """The fake-quantized model of a run, as it was when the run was written; nothing is unpickled.
 
     Args:
@@ -146,8 +152,8 @@ def read_model_settings(folder: str | Path) -> ModelSettings:
             run = written["evaluates"]
             raise ValueError(f"it has figures of {run} and no model, which is there: --run {run}")
         settings = as_settings(ModelSettings, written)
-        if settings.config not in CONFIGS:
-            raise ValueError(f"its sizes {settings.config!r} are unknown")
+        if settings.config not in getattr(DETECTORS.get(settings.model), "configs", {}):
+            raise ValueError(f"its sizes {settings.config!r} of {settings.model!r} are unknown")
     except ValueError as error:
         raise _refusal(folder, error) from error
     return settings
@@ -170,17 +176,17 @@ def load_run(folder: str | Path) -> LoadedRun:
             "bevfusion_quant.bpu.load_bpu_run, or compare it with bevfusion-quant evaluate"
         )
     try:
-        sizes = CONFIGS[settings.config]
-        example = example_batch(sizes)
+        sizes = settings.sizes
+        example = example_of(sizes)
         planned, digests = settings.plan is not None, settings.sha256
         apart = FLOAT_FILE in digests
         for name in (*MODEL_FILES, *[PLAN_FILE] * planned, *[FLOAT_FILE] * apart):
             if digests.get(name) != sha256(folder / name):
                 raise ValueError(f"{name} is not the file that the run wrote")
         state = read_tensors(folder / "weights.safetensors").tensors
-        fused = build_model(sizes, settings.parts).eval()
+        fused = build_detector(sizes, settings.parts)
         if settings.fold:
-            fused = cast("BEVFusion", fuse_detector(fused, example, state).model)
+            fused = cast("Detector", fuse_detector(fused, example, state).model)
         plan = read_plan(folder / PLAN_FILE) if planned else None
         model = quantize_as(fused, example, _config(settings), plan).model
         if plan is not None:
@@ -214,7 +220,7 @@ def frames_for_run(options: FrameOptions, settings: ModelSettings) -> Sequence[F
         options: The frame options.
         settings: Of the run.
     """
-    images = reads_images(settings.branch)
+    images = reads_images(settings.branch, settings.model)
     return frames_of(options, with_cameras=images, size=settings.config)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Unpack
 
 from bev_data.points import Frame
-from bevfusion.model import CONFIGS
 from bevfusion.quantization import (
     KeptScores,
     SensitivityOutcome,
@@ -193,7 +192,7 @@ def run_sensitivity(
     with new_run("sensitivity", clock, keep=run, **place) as record:
         with clock.step("load the run"):
             model = load_run(run).quantized_model
-        sizes = CONFIGS[ran.config]
+        sizes = ran.sizes
         batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
         shards = record.shards(frames, {**settings, "without": without}, model)
         with _naming_options():

@@ -9,8 +9,10 @@ from typing import Any, Generic, TypeVar, cast
 
 from torch import nn
 
-from bevfusion.model import PARTS, Batch, BEVFusion, load_weights, random_weights
+from bevfusion.detectors import DETECTORS
+from bevfusion.model import PARTS, Batch, Detector, Sizes, load_weights, random_weights
 from bevfusion.quantization import first_sparse_conv, fuse_detector, quantize_detector
+from bevfusion_quant._errors import InputError
 from bevfusion_quant.options import Branch, PtqConfig, TargetOptions
 from bevfusion_quant.run import Clock
 from bevquant_fusion import FusionResult, Skipped
@@ -24,41 +26,73 @@ Result = TypeVar("Result")
 
 
 _DETECTORS = {
-    "all": PARTS,
     "lidar-detector": ("lidar", "decoder", "head"),
     "camera-detector": ("camera", "decoder", "head"),
 }
 
 
-def built_parts(branch: Branch) -> tuple[str, ...]:
+def sizes_of(model: str, config: str) -> Sizes:
+    """The sizes that `--model` and `--config` name.
+
+    Raises:
+        InputError: There is no such detector, or it has no such sizes.
+    """
+    for option, name, known in (
+        ("model", model, DETECTORS),
+        ("config", config, getattr(DETECTORS.get(model), "configs", {})),
+    ):
+        if name not in known:
+            of = f" of --model {model}" if option == "config" else ""
+            raise InputError(f"--{option} {name}: expected one of {', '.join(known)}{of}")
+    sizes: Sizes = DETECTORS[model].configs[config]
+    return sizes
+
+
+def built_parts(branch: Branch, model: str = "bevfusion") -> tuple[str, ...]:
     """The parts of the model that a branch needs: a sensor's own, a detector's, or all of them.
+
+    Raises:
+        InputError: The model lacks one of them.
 
     Example:
         >>> built_parts("lidar"), built_parts("fuser")
         (('lidar',), ('camera', 'lidar', 'fuser', 'decoder', 'head'))
+        >>> built_parts("all", "centerpoint")
+        ('lidar', 'decoder', 'head')
     """
-    return (branch,) if branch in ("camera", "lidar") else _DETECTORS.get(branch, PARTS)
+    every = DETECTORS[model].parts
+    parts = (branch,) if branch in ("camera", "lidar") else _DETECTORS.get(branch, every)
+    wanted = {*parts, *({branch} if branch in PARTS else ())}
+    if not wanted.issubset(every):
+        raise InputError(
+            f"--branch {branch}: --model {model} has {', '.join(every)} and nothing else; choose "
+            "one of these, or all"
+        )
+    return parts
 
 
 def is_detector(branch: Branch) -> bool:
     """Whether more than one part is quantized, so that the head may go along."""
-    return branch in _DETECTORS
+    return branch == "all" or branch in _DETECTORS
 
 
-def reads_images(branch: Branch) -> bool:
+def reads_images(branch: Branch, model: str = "bevfusion") -> bool:
     """Whether a part that is built reads the cameras."""
-    return "camera" in built_parts(branch)
+    return "camera" in built_parts(branch, model)
 
 
-def quantized_parts(branch: Branch, *, with_head: bool = False) -> tuple[str, ...]:
+def quantized_parts(
+    branch: Branch, model: str = "bevfusion", *, with_head: bool = False
+) -> tuple[str, ...]:
     """The parts that get quantizers.
 
-    `all` and the detectors of one sensor leave the head float, as NVIDIA's deployment of BEVFusion
+    `all` and the detectors of one sensor leave BEVFusion's head float, as NVIDIA's deployment
     does, unless `with_head`.
     """
     if not is_detector(branch):
         return (branch,)
-    return tuple(part for part in built_parts(branch) if with_head or part != "head")
+    with_head = with_head or not DETECTORS[model].head_in_float
+    return tuple(part for part in built_parts(branch, model) if with_head or part != "head")
 
 
 def why_float(part: str, branch: Branch) -> str:
@@ -75,12 +109,12 @@ def why_float(part: str, branch: Branch) -> str:
 class Stage(Generic[Result]):
     """A model, and what was done to get it."""
 
-    model: BEVFusion
+    model: Detector
     result: Result
 
 
 def fill_weights(
-    model: BEVFusion, config: TargetOptions, first: Batch, clock: Clock
+    model: Detector, config: TargetOptions, first: Batch, clock: Clock
 ) -> tuple[dict[str, object], Any]:
     """Weights from the file, or random ones fitted to the first frame.
 
@@ -111,13 +145,13 @@ def fill_weights(
     }, None
 
 
-def fuse_branch(model: BEVFusion, example: Batch) -> Stage[FusionResult]:
+def fuse_branch(model: Detector, example: Batch) -> Stage[FusionResult]:
     """A copy of the float model with every BatchNorm folded into its convolution."""
     result = fuse_detector(model, example)
-    return Stage(cast("BEVFusion", result.model), result)
+    return Stage(cast("Detector", result.model), result)
 
 
-def keep_batch_norms(model: BEVFusion, example: Batch) -> Stage[FusionResult]:
+def keep_batch_norms(model: Detector, example: Batch) -> Stage[FusionResult]:
     """A copy of the float model as it is, with an account of the batch norms that stay."""
     model = copy.deepcopy(model).eval()
     left = tuple(
@@ -129,7 +163,7 @@ def keep_batch_norms(model: BEVFusion, example: Batch) -> Stage[FusionResult]:
 
 
 def quantize_branch(
-    fused: BEVFusion,
+    fused: Detector,
     example: Batch,
     branch: Branch = "lidar",
     *,
@@ -146,15 +180,15 @@ def quantize_branch(
         with_head: Quantize the head too; says nothing for a single part.
         **how: method, exclude and whatever else `bevfusion.quantization.quantize_detector` takes.
     """
-    parts = quantized_parts(branch, with_head=with_head)
+    parts = quantized_parts(branch, fused.kind, with_head=with_head)
     why = {part: why_float(part, branch) for part in fused.parts}
     reasons = {**why, "first layer": FIRST_LAYER}
     result = quantize_detector(fused, example, parts, reasons=reasons, **how)
-    return Stage(cast("BEVFusion", result.model), result)
+    return Stage(cast("Detector", result.model), result)
 
 
 def quantize_as(
-    fused: BEVFusion, example: Batch, config: PtqConfig, plan: PrecisionPlan | None
+    fused: Detector, example: Batch, config: PtqConfig, plan: PrecisionPlan | None
 ) -> Stage[QuantizeResult]:
     """`quantize_branch` as a run's configuration says, which is read here alone.
 

@@ -15,8 +15,9 @@ import torch
 
 from bev_data.cameras import CAMERA_NAMES
 from bevfusion import training
+from bevfusion.detectors import build_detector, kind_of
 from bevfusion.evaluation import evaluate_detector
-from bevfusion.model import CONFIGS, BEVFusion, read_state_dict
+from bevfusion.model import Detector, Sizes, read_state_dict
 from bevfusion.training import *  # noqa: F403
 from bevfusion.training import (
     CHECKPOINT,
@@ -33,8 +34,8 @@ from bevfusion.training import (
 )
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FIRST_TRAINING_SEED, FrameBatches, held_out, training_frames
-from bevfusion_quant.options import TrainOptions
-from bevfusion_quant.stages import built_parts
+from bevfusion_quant.options import Branch, TrainOptions
+from bevfusion_quant.stages import built_parts, sizes_of
 from bevquant_quantizers.documents import write_tensors
 from bevquant_quantizers.ranks import current_ranks
 
@@ -51,12 +52,12 @@ __all__ = [
     *training.__all__,
 ]
 
-TRAINED_BRANCHES: dict[str, tuple[str, ...]] = {
-    "lidar": built_parts("lidar-detector"),
-    "camera": built_parts("camera-detector"),
-    "all": built_parts("all"),
+TRAINED_BRANCHES: dict[str, Branch] = {
+    "lidar": "lidar-detector",
+    "camera": "camera-detector",
+    "all": "all",
 }
-"""The parts that are built for each branch: a detector needs decoder and head."""
+"""The detector that each branch means: it needs decoder and head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,19 +77,25 @@ class TrainConfig(TrainOptions):
 
     def __post_init__(self) -> None:
         self.check_optimizer()
-        for name, known in (("config", CONFIGS), ("branch", TRAINED_BRANCHES)):
-            if getattr(self, name) not in known:
-                raise InputError(f"--{name} {getattr(self, name)}: one of {', '.join(known)}")
+        if self.branch not in TRAINED_BRANCHES:
+            raise InputError(f"--branch {self.branch}: one of {', '.join(TRAINED_BRANCHES)}")
+        _ = self.sizes, self.parts
+
+    @property
+    def sizes(self) -> Sizes:
+        """Sizes of the model."""
+        return sizes_of(self.model, self.config)
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The parts of the model that are built."""
-        return TRAINED_BRANCHES[self.branch]
+        return built_parts(TRAINED_BRANCHES[self.branch], self.model)
 
     @property
     def image_size(self) -> tuple[int, int] | None:
         """Height and width of the network's images; None where it reads none."""
-        return CONFIGS[self.config].camera.image_size if "camera" in self.parts else None
+        sizes: Any = self.sizes
+        return sizes.camera.image_size if "camera" in self.parts else None
 
 
 WEIGHTS = "weights.safetensors"
@@ -132,13 +139,13 @@ def refusing_divergence() -> Iterator[None]:
         ) from error
 
 
-def first_model(config: TrainConfig) -> BEVFusion:
+def first_model(config: TrainConfig) -> Detector:
     """A model with the seed's weights, or with those of `config.start` where they fit.
 
     Raises:
         InputError: No entry of `config.start` fits the model.
     """
-    model = untrained_model(CONFIGS[config.config], config.parts, config.seed)
+    model = untrained_model(lambda: build_detector(config.sizes, config.parts), config.seed)
     if config.start is not None:
         own = model.state_dict()
         given = read_state_dict(config.start)
@@ -162,7 +169,8 @@ class TrainResult:
 
     Attributes:
         folder: With `weights.safetensors` and the last checkpoint.
-        losses: Mean heatmap, class and box loss in up to ten equal parts of the run.
+        losses: Mean of each loss in up to ten equal parts of the run.
+        terms: What the losses are called.
         seconds: Of this process's steps.
         steps: That this process took.
         held_out: What the weights, as stored, do on frames never trained on; None without such.
@@ -170,6 +178,7 @@ class TrainResult:
 
     folder: Path
     losses: list[tuple[float, ...]]
+    terms: tuple[str, ...]
     seconds: float
     steps: int
     held_out: dict[str, Any] | None
@@ -225,7 +234,10 @@ def run_train(
     frames = prepare_frames(source, config, cache or out / "frames", workers=workers)
     model = first_model(config).to(target)
     trainer = DetectorTrainer(
-        model, frames, **{name: getattr(config, name) for name in _TRAINED_BY}
+        model,
+        frames,
+        objective=kind_of(config.sizes).objective,
+        **{name: getattr(config, name) for name in _TRAINED_BY},
     )
     started = time.perf_counter()
     with refusing_divergence():
@@ -238,9 +250,10 @@ def run_train(
     model.load_state_dict(tensors)
     held_out = None
     if judge_by is not None:
-        sizes = CONFIGS[config.config]
+        sizes = config.sizes
         batches = FrameBatches(judge_by.open(), sizes, model, config.cameras)
         held_out = {"frames": judge_by.describe, **evaluate_detector(model, batches, sizes)}
     about = {"command": command, **identity, "held_out": held_out}
     write_tensors(out / WEIGHTS, tensors, {_KEY: json.dumps(about)})
-    return TrainResult(out, in_parts(losses), seconds, config.steps - first, held_out)
+    steps = config.steps - first
+    return TrainResult(out, in_parts(losses), trainer.terms, seconds, steps, held_out)

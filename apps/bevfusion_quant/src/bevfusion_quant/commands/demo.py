@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Literal
 
 from bevfusion_quant.commands._text import run_text
-from bevfusion_quant.options import ConfigName, Method, PartBranch, RunOptions, config_from
+from bevfusion_quant.options import (
+    ConfigName,
+    Method,
+    ModelName,
+    PartBranch,
+    RunOptions,
+    config_from,
+)
 
 __all__ = ["Demo", "demo_target"]
 
@@ -25,7 +32,8 @@ class Demo(RunOptions):
     """Do all of it on an embedded street scene with six cameras; no download, no data.
 
     Args:
-        config: Sizes of the model: tiny comes trained and takes seconds; nuscenes is
+        model: The detector: bevfusion, centerpoint (LiDAR alone, voxels) or centerpoint-pillars.
+        config: Sizes of the model: tiny of bevfusion comes trained and takes seconds; nuscenes is
             mit-bevfusion's, with random weights, and takes minutes.
         branch: What to quantize; see `ptq`.
         method: How activation ranges are chosen.
@@ -35,6 +43,7 @@ class Demo(RunOptions):
         name: The run's folder in it; by default demo, demo-2, …
     """
 
+    model: ModelName = "bevfusion"
     config: ConfigName = "tiny"
     branch: PartBranch = "all"
     method: Method = "mse"
@@ -45,24 +54,27 @@ class Demo(RunOptions):
         """Run it and answer what to print."""
         from bev_scenes import stored_street, street_frame
         from bevfusion.model import named_weights, trained_weights
+        from bevfusion_quant.frames import street_size
         from bevfusion_quant.ptq import PtqConfig, run_ptq
+        from bevfusion_quant.stages import reads_images, sizes_of
 
+        name, size = sizes_of(self.model, self.config).name, street_size(self.config)
         if self.weights is None:
-            weights: Path | None = trained_weights(self.config)
+            weights: Path | None = trained_weights(name)
         else:
-            weights = named_weights(self.weights, self.config)
-        cameras = None if self.branch == "lidar" else self.config
+            weights = named_weights(self.weights, name)
+        cameras = size if reads_images(self.branch, self.model) else None
         if (self.seed, self.config, cameras) == (0, "tiny", "tiny"):
             frame = stored_street()
         else:
-            frame = street_frame(seed=self.seed, size=self.config, cameras=cameras)
+            frame = street_frame(seed=self.seed, size=size, cameras=cameras)
         with _kernels_compiled_beside():
             done = run_ptq(
                 [frame],
                 config_from(PtqConfig, self, weights=weights),
                 **self.place(command),
                 integers="auto",
-                export=demo_target(self.branch),
+                export=demo_target(self.branch, self.model),
             )
         return run_text(done, self)
 
@@ -83,13 +95,13 @@ def _kernels_compiled_beside() -> Iterator[None]:
             beside.terminate()
 
 
-def demo_target(branch: PartBranch) -> str | None:
+def demo_target(branch: PartBranch, model: str = "bevfusion") -> str | None:
     """What the demo's files are for; None where none can be written, which is said."""
     from bevfusion_quant.export import missing_libraries
 
     missing = missing_libraries()
     if missing:
         LOG.warning("no ONNX files without %s: pip install onnxruntime onnxscript", missing)
-    elif branch == "head":
+    elif branch == "head" and model == "bevfusion":
         LOG.warning("no ONNX files: a quantized head has no form in a file")
-    return None if missing or branch == "head" else "tensorrt"
+    return None if missing or (branch, model) == ("head", "bevfusion") else "tensorrt"

@@ -47,8 +47,11 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
         from bevfusion.model import named_weights
         from bevfusion_quant.frames import camera_names, frames_of
         from bevfusion_quant.ptq import PtqConfig, is_detector, reads_images, run_ptq
+        from bevfusion_quant.stages import sizes_of
 
-        branch: Branch = self.branch or ("lidar" if self.dataset is None else "all")
+        sizes = sizes_of(self.model, self.config)
+        lidar = self.dataset is None and self.model == "bevfusion"
+        branch: Branch = self.branch or ("lidar" if lidar else "all")
         if self.quantize_head and not is_detector(branch):
             raise InputError(
                 f"--quantize-head goes with --branch all or a detector, not with {branch}"
@@ -59,13 +62,13 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
             raise InputError(
                 f"--march {self.march} goes with --target bpu: add that, or leave it out"
             )
-        frames = frames_of(self, with_cameras=reads_images(branch), size=self.config)
+        frames = frames_of(self, with_cameras=reads_images(branch, self.model), size=self.config)
         config = config_from(
             PtqConfig,
             self,
             branch=branch,
             method=self.method or PtqConfig.method,
-            weights=named_weights(self.weights, self.config),
+            weights=named_weights(self.weights, sizes.name),
             cameras=camera_names(self),
         )
         result = run_ptq(frames, config, **self.place(command))
@@ -99,6 +102,11 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
 
     def _refuse_without_bpu_form(self) -> None:
         """Refuse what `PtqOptions` has beyond any target's."""
+        if self.model != "bevfusion":
+            raise InputError(
+                f"--model {self.model}: --target bpu is for bevfusion alone; leave it out, or "
+                "choose --model bevfusion"
+            )
         if self.quantize_head:
             raise InputError("--quantize-head: for a BPU the head stays on the CPU; leave it out")
         if self.plan is not None:

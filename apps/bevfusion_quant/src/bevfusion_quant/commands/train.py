@@ -72,7 +72,7 @@ def _text(result: TrainResult) -> str:
     from bevfusion.training import losses_table
     from bevfusion_quant.train import WEIGHTS
 
-    table = losses_table(("heatmap", "class", "box"), result.losses)
+    table = losses_table(result.terms, result.losses)
     found = result.held_out
     evaluated = [] if found is None else [f"Held out: {found['frames']}, {evaluation_text(found)}"]
     took = f"{result.steps} steps in {result.seconds:,.0f} s"

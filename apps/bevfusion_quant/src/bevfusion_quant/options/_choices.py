@@ -119,8 +119,11 @@ def _cpus() -> Iterable[str]:
     return CPUS
 
 
-ConfigName = Literal["nuscenes", "tiny", "nuscenes-mmdet3d"]
-"""`bevfusion.model.CONFIGS`."""
+ConfigName = Literal["nuscenes", "tiny", "nuscenes-mmdet3d", "nuscenes-voxel01", "waymo"]
+"""The sizes in `bevfusion.detectors.DETECTORS`; which of them a model has is asked later."""
+
+ModelName = Literal["bevfusion", "centerpoint", "centerpoint-pillars"]
+"""`bevfusion.detectors.DETECTORS`."""
 
 PartBranch = Literal["camera", "lidar", "fuser", "decoder", "head", "all"]
 Branch = Literal[PartBranch, "lidar-detector", "camera-detector"]

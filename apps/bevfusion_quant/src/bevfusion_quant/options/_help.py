@@ -26,7 +26,8 @@ GROUPS = {
         "nonfinite", "held_out",
     ),
     "model": (
-        "config", "branch", "stage", "weights", "weight_entry", "weight_layout", "start", "seed",
+        "model", "config", "branch", "stage", "weights", "weight_entry", "weight_layout", "start",
+        "seed",
     ),
     "calibration": (
         "method", "calibration_frames", "rounding", "bias_correction", "allow_poor_calibration",

@@ -15,6 +15,7 @@ from bevfusion_quant.options._choices import (
     DatasetKind,
     MarchName,
     Method,
+    ModelName,
     Rounding,
     WeightLayout,
     unknown_name,
@@ -31,11 +32,13 @@ class TargetOptions:
     """For whatever target.
 
     Args:
-        config: Sizes of the model.
+        model: The detector: bevfusion (cameras and LiDAR), centerpoint (LiDAR, voxels) or
+            centerpoint-pillars.
+        config: Sizes of the model; waymo and nuscenes-voxel01 are centerpoint's.
         branch: What to quantize: camera or lidar, that encoder built alone; fuser, decoder or
-            head, that part in the whole model; all, the whole model but its head; lidar-detector
-            and camera-detector, all but the head of a detector of one sensor, as `train` makes
-            them. By default lidar for --points, all for --dataset.
+            head, that part in the whole model; all, the whole model, of bevfusion but its head;
+            lidar-detector and camera-detector, all but the head of a detector of one sensor, as
+            `train` makes them. By default all for --dataset and centerpoint, else lidar.
         method: How activation ranges are chosen; mse by default, for a BPU percentile.
         weights: Checkpoint of mit-bevfusion or mmdetection3d, or trained for the weights that come
             with the package; random weights without it.
@@ -49,6 +52,7 @@ class TargetOptions:
             BPU, to run on the CPU.
     """
 
+    model: ModelName = "bevfusion"
     config: ConfigName = "nuscenes"
     branch: Branch | None = None
     method: Method | None = None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.options._choices import ConfigName, TrainedBranch
+from bevfusion_quant.options._choices import ConfigName, ModelName, TrainedBranch
 
 if TYPE_CHECKING:
     from bevfusion.training import Augmentation
@@ -105,13 +105,15 @@ class TrainOptions(OptimizerOptions):
     """A float detector.
 
     Args:
+        model: The detector: bevfusion, centerpoint or centerpoint-pillars.
         config: Sizes of the model.
-        branch: A detector of the LiDAR alone, of the cameras alone (with the LiDAR's depth, as
-            mit-bevfusion's view transform reads it), or of both, fused.
+        branch: Of bevfusion, a detector of the LiDAR alone, of the cameras alone (with the LiDAR's
+            depth, as mit-bevfusion's view transform reads it), or of both, fused.
         start: Weights to start from; the entries that fit are taken.
         half: Store the weights as float16, norms apart.
     """
 
+    model: ModelName = "bevfusion"
     config: ConfigName = "tiny"
     branch: TrainedBranch = "all"
     start: Path | None = None

@@ -8,11 +8,16 @@ from collections.abc import Mapping
 from markupsafe import Markup
 
 from bev_data.tables import DASH, finite
+from bevfusion.centerpoint import CenterPoint
 
 _DARK = re.compile(r"@media \(prefers-color-scheme: dark\) \{ svg \{(.*?)\} \}", re.DOTALL)
 _COLOUR = re.compile(r"(--[\w-]+):(#[0-9a-fA-F]+)")
 # How many leading parts of a path name where in the model it is, not what it is.
 _STEMS = {"encoders": 3, "decoder": 2, "heads": 2}
+_PARTS = {
+    "heads": "head",
+    **{path: part for part, paths in CenterPoint.part_paths.items() for path in paths},
+}
 
 
 def decibels(value: float | None) -> str:
@@ -36,11 +41,13 @@ def part_of(path: str) -> str:
     Examples:
         >>> part_of("encoders.camera.neck.0"), part_of("fuser.0"), part_of("heads.object.x")
         ('camera', 'fuser', 'head')
+        >>> part_of("pts_neck.deblocks.0")
+        'decoder'
     """
     first, *rest = path.split(".")
     if first == "encoders" and rest:
         return rest[0]
-    return "head" if first == "heads" else first
+    return _PARTS.get(first, first)
 
 
 def path_parts(path: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from bev_data.metrics import Accuracy, AgreementRow, points, span
 from bev_data.points import Frame
 from bev_data.tables import finite, or_dash, plural
 from bevfusion.deployment import ExportedSet
-from bevfusion.model import BEVFusionConfig
+from bevfusion.model import Sizes
 from bevfusion.model.head import Detections
 from bevfusion.quantization import QuantizationEvaluation
 from bevfusion_quant.bpu_outcome import BpuOutcome
@@ -194,7 +194,7 @@ class EvaluatedRun:
     """
 
     record: RunRecord
-    config: BEVFusionConfig
+    config: Sizes
     batches: FrameBatches
     evaluation: QuantizationEvaluation
     records: Mapping[str, Any] = field(default_factory=dict)
@@ -315,7 +315,7 @@ def _inside(points: npt.NDArray[np.float32], limits: tuple[float, ...]) -> npt.N
 
 
 def _scene(
-    config: BEVFusionConfig,
+    config: Sizes,
     batches: FrameBatches,
     evaluation: QuantizationEvaluation,
     simulation: Simulation | None,
@@ -343,7 +343,7 @@ def _boxes(found: Detections, classes: Sequence[str]) -> ReportBoxes:
     return ReportBoxes(found.boxes, [classes[n] for n in found.labels], found.scores)
 
 
-def _stages(config: BEVFusionConfig, evaluation: QuantizationEvaluation) -> list[ReportStage]:
+def _stages(config: Sizes, evaluation: QuantizationEvaluation) -> list[ReportStage]:
     return [
         ReportStage(
             name=maps.row.stage,

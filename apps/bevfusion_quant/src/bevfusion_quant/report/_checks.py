@@ -15,6 +15,7 @@ from bevfusion_quant.pages import LOW_SQNR_DB
 from bevfusion_quant.report._gather import Evidence, Gathered, Measured, frames_text
 from bevfusion_quant.report._headline import HeadlineGroup, HeadlineRow, headline_group
 from bevfusion_quant.run import BpuSummary, sha256
+from bevfusion_quant.stages import sizes_of
 
 # Options that say where frames come from, with how many values each takes; 0 for any number.
 _SOURCE = {"--points": 0, "--dataset": 1, "--data": 0, "--split": 1, "--data-version": 1}
@@ -52,7 +53,7 @@ def _weights(run: Evidence) -> list[str]:
     weights = run.settings.weights
     if weights is None:
         return []
-    known = trained_weights(run.settings.config)
+    known = trained_weights(sizes_of(run.settings.model, run.settings.config).name)
     return ["--weights", "trained" if str(weights) == str(known) else str(weights)]
 
 

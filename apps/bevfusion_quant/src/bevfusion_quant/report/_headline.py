@@ -209,7 +209,7 @@ def _sqnr(run: Evidence, summary: RunSummary) -> tuple[str, dict[str, float | No
     """Title of the last quantized stage, and its SQNR by model."""
     settings = run.settings
     branch = cast("Branch", settings.branch)
-    last = quantized_parts(branch, with_head=settings.quantize_head)[-1]
+    last = quantized_parts(branch, settings.model, with_head=settings.quantize_head)[-1]
     for found in (summary.integers, summary.bpu):
         for row in () if found is None else found.stages:
             if row.stage == last:

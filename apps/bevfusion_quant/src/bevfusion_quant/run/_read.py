@@ -41,6 +41,7 @@ class RunSettings(msgspec.Struct, kw_only=True):
     """
 
     version: int = 1
+    model: str = "bevfusion"
     config: str = ""
     branch: str = "lidar"
     method: str = "mse"

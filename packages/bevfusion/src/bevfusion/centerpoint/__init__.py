@@ -15,6 +15,7 @@ from bevfusion.centerpoint._config import (
 )
 from bevfusion.centerpoint._decode import decode
 from bevfusion.centerpoint._head import CenterHead, SeparateHead
+from bevfusion.centerpoint._loss import CENTER_OBJECTIVE, CenterLoss, center_loss
 from bevfusion.centerpoint._model import CenterPoint, build_centerpoint, example_voxels
 from bevfusion.centerpoint._pillars import (
     DecoratedPillars,
@@ -26,12 +27,14 @@ from bevfusion.centerpoint._pillars import (
 )
 
 __all__ = [
+    "CENTER_OBJECTIVE",
     "NUSCENES_TASKS",
     "PILLAR_CONFIGS",
     "VOXEL_CONFIGS",
     "WAYMO_CLASSES",
     "CenterHead",
     "CenterHeadConfig",
+    "CenterLoss",
     "CenterPoint",
     "CenterPointConfig",
     "DecoratedPillars",
@@ -42,6 +45,7 @@ __all__ = [
     "SeparateHead",
     "VoxelMeans",
     "build_centerpoint",
+    "center_loss",
     "decode",
     "decorate",
     "example_voxels",

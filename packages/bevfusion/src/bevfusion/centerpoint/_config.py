@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from bev_data import InputError
 from bevfusion.model import CONFIGS, DecoderConfig, LidarConfig
@@ -41,6 +42,7 @@ class PillarConfig:
     in_channels: int = 5
     feat_channels: tuple[int, ...] = (64,)
 
+    reads_points: ClassVar[bool] = True
     extent = LidarConfig.extent
 
     @property
@@ -161,6 +163,11 @@ class CenterPointConfig:
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
     head: CenterHeadConfig = field(default_factory=CenterHeadConfig)
 
+    @property
+    def kind(self) -> str:
+        """Name of the detector in `bevfusion.detectors.DETECTORS`."""
+        return "centerpoint-pillars" if isinstance(self.lidar, PillarConfig) else "centerpoint"
+
 
 _NUSCENES = (-51.2, -51.2, -5.0, 51.2, 51.2, 3.0)
 _WAYMO, _WAYMO_PILLARS = (
@@ -239,7 +246,7 @@ PILLAR_CONFIGS: dict[str, CenterPointConfig] = {
         "centerpoint-pillars-tiny",
         PillarConfig(
             "tiny", (0.675, 0.675, 8.0), CONFIGS["tiny"].lidar.point_cloud_range,
-            feat_channels=(32,),
+            max_voxels=(6000, 8000), feat_channels=(32,),
         ),
         DecoderConfig(32, (1, 1, 1), (16, 32, 64), (1, 2, 2), (16, 16, 32), (0.5, 1, 2)),
         replace(_TINY_HEAD, voxel_size=(0.675, 0.675), out_size_factor=2),

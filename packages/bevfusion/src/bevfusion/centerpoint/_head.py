@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from bev_data.boxes import Detections
@@ -52,6 +54,18 @@ class CenterHead(nn.Module):
         self.config = config
         self.shared_conv = _unit(config.in_channels, config.shared_channels)
         self.task_heads = nn.ModuleList(SeparateHead(config, len(task)) for task in config.tasks)
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Names of what `forward` answers, in order."""
+        names = (*dict(self.config.branches), "heatmap")
+        return tuple(f"{name}_{task}" for task in range(len(self.task_heads)) for name in names)
+
+    @property
+    def heatmap_layers(self) -> tuple[Any, ...]:
+        """The layers that make the logits of classes."""
+        heads: Any = self.task_heads
+        return tuple(head.heatmap[1] for head in heads)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """From the decoder's map to what `decode` reads.

@@ -24,6 +24,8 @@ from bevfusion.deployment._files import (
     ReadPart,
     autoware_files,
     bpu_files,
+    centerpoint_files,
+    files_of,
     nvidia_files,
 )
 from bevfusion.deployment._pieces import (
@@ -94,6 +96,7 @@ __all__ = [
     "bpu_files",
     "bpu_pieces",
     "bpu_units",
+    "centerpoint_files",
     "compose_plan",
     "cpu_weights",
     "evaluate_split",
@@ -105,6 +108,7 @@ __all__ = [
     "file_layer_table",
     "file_size",
     "file_stage_table",
+    "files_of",
     "join_figures",
     "nvidia_files",
     "nvidia_pieces",

@@ -17,7 +17,7 @@ from bevfusion.deployment._pieces import Piece, Written, outputs_of
 from bevfusion.deployment._result import ExportedFile, FileLayer, SetStage
 from bevfusion.deployment._walk import STAGE_ENDS, Execute, between, file_boxes, walk
 from bevfusion.evaluation import agreement_accumulator
-from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
+from bevfusion.model import Batch, Detector, Sizes
 from bevfusion.quantization import STAGE_TITLES, relative_change
 from bevquant_export import check_tensors, compare_qdq_onnx, load_sparse_onnx, open_onnx
 from bevquant_int8sim import LayerRow
@@ -176,7 +176,7 @@ def set_stages(
     pieces: Sequence[Piece],
     onnx: Execute,
     batch: Batch,
-    model: BEVFusion,
+    model: Detector,
     known: Mapping[str, Mapping[str, Tensor]],
 ) -> tuple[tuple[SetStage, ...], dict[str, Tensor], dict[str, Tensor]]:
     """Run a frame in float, in integers and through the files; compare what lies between them.
@@ -205,7 +205,7 @@ def set_stages(
         _, made[name] = walk(files, run, batch, model, known=known.get(name), wanted=needed)
     stages = []
     for tensor, stage in STAGE_ENDS.items():
-        if tensor in made["float"]:
+        if all(tensor in tensors for tensors in made.values()):
             wanted = made["float"][tensor]
             fake_db, integer_db, onnx_db = (
                 _sqnr_db(wanted, made[name][tensor]) for name in ("fake", "integer", "onnx")
@@ -231,13 +231,13 @@ def _is_right(integer_db: float | None, onnx_db: float | None) -> bool:
 
 
 def box_agreement(
-    model: BEVFusion,
-    config: BEVFusionConfig,
+    model: Detector,
+    config: Sizes,
     integers: Mapping[str, Tensor],
     onnx: Mapping[str, Tensor],
 ) -> tuple[AgreementRow, ...]:
     """Boxes of the integer model against those of the files; the former stand first in each row."""
-    if HEAD.partition(".")[0] not in model.parts or "score" not in onnx:
+    if "head" not in model.parts or not {"score", "heatmap_0"}.intersection(onnx):
         return ()
     accumulator = agreement_accumulator(config)
     accumulator.add(file_boxes(model, integers), file_boxes(model, onnx), None)

@@ -28,7 +28,7 @@ from bevfusion.deployment._pieces import (
 from bevfusion.deployment._result import ExportedFile, ExportedSet, FileLayer, FilePort
 from bevfusion.deployment._walk import between, walk
 from bevfusion.evaluation import FrameBatches
-from bevfusion.model import BEVFusion, BEVFusionConfig
+from bevfusion.model import Detector, Sizes
 from bevfusion.quantization import relative_change
 from bevfusion.steps import Step, silent_step
 from bevquant_export import export_float_onnx, find_target, lint_onnx, note_calibration, open_onnx
@@ -36,10 +36,10 @@ from bevquant_quantizers.documents import sha256
 
 
 def export_files(
-    float_model: BEVFusion,
-    quantized_model: BEVFusion,
+    float_model: Detector,
+    quantized_model: Detector,
     batches: FrameBatches,
-    config: BEVFusionConfig,
+    config: Sizes,
     folder: Path,
     *,
     target: str = "tensorrt",
@@ -68,9 +68,9 @@ def export_files(
 
 def export_pieces(
     pieces: Sequence[Piece],
-    model: BEVFusion,
+    model: Detector,
     batches: FrameBatches,
-    config: BEVFusionConfig,
+    config: Sizes,
     folder: Path,
     *,
     calibration: Sequence[str] = (),
@@ -125,9 +125,9 @@ class SetExport:
     def __init__(
         self,
         pieces: Sequence[Piece],
-        model: BEVFusion,
+        model: Detector,
         batches: FrameBatches,
-        config: BEVFusionConfig,
+        config: Sizes,
         folder: Path,
         *,
         target: str,
@@ -167,7 +167,8 @@ class SetExport:
             files, self._fake, batch, self._model, known=tensors.get("fake"), wanted=between(files)
         )
         examples = self._examples()
-        voxels = _voxels(self._batches) if LIDAR in self._pieces else []
+        sparse = any(file.sparse for file in files)
+        voxels = _voxels(self._batches) if sparse else []
         others = self._other_frames()
         for name, piece in self._pieces.items():
             frames = others.get(name, []) if piece.kind == "float" else voxels
@@ -273,7 +274,7 @@ WHOLE = "bevfusion_lidar"
 
 
 def join_for_autoware(
-    written: Mapping[str, Written], model: BEVFusion, inputs: Mapping[str, tuple[Any, ...]]
+    written: Mapping[str, Written], model: Detector, inputs: Mapping[str, tuple[Any, ...]]
 ) -> list[Written]:
     """Encoder, decoder and packed head in one file; nothing for an encoder alone."""
     if HEAD not in written:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bevfusion.model import BEVFusion
+from bevfusion.model import BEVFusion, Detector
 
 
 class DepthPart(nn.Module):
@@ -179,13 +179,35 @@ class PackedBoxesPart(BoxesPart):
         return torch.cat([part[0] for part in (center, height, dim, rot, vel)]), best, label
 
 
+class ScoredMapsPart(nn.Module):
+    """CenterPoint behind its encoder: backbone, neck and head, under their own names."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        built = dict(model.named_children())
+        self.names = [n for n in ("pts_backbone", "pts_neck", "pts_bbox_head") if n in built]
+        for name in self.names:
+            self.add_module(name, built[name])
+
+    def forward(self, spatial_features: Tensor) -> Any:
+        """A map [1, channels, y, x] to the head's maps in their order, or the neck's."""
+        x: Any = spatial_features
+        for name in self.names:
+            x = self.get_submodule(name)(x)
+        return tuple(x.values()) if isinstance(x, dict) else x
+
+
 LIDAR = "lidar.backbone.xyz"
 """Name of the sparse encoder's file, which takes the batch size too."""
 HEAD = "head.bbox"
 """Name of the head's file, whose scores are multiplied out."""
 POOLED = "pooled"
 """The tensor between the camera's two files, which `walk` makes: no file holds the pooling."""
-_LIDAR_PATH, _VIEW_PATH = "encoders.lidar.backbone", "encoders.camera.vtransform"
+PADDED = "padded"
+"""Decorated pillars, with zeros up to the most that a frame may have: a file has one size."""
+PILLARS = "pillars"
+"""The pillars' features, which `walk` scatters to the map: no file holds that."""
+_VIEW_PATH = "encoders.camera.vtransform"
 
 
 @dataclass(frozen=True)
@@ -197,14 +219,16 @@ class FilePart:
         inputs: Name in the file to the tensor of the pipeline that goes in.
         outputs: Name in the file to the tensor that comes out.
         make: The part of a model that it holds.
+        sparse: Whether that is a sparse encoder, which takes the batch size too.
     """
 
     name: str
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
     make: Callable[[Any], nn.Module]
+    sparse: bool = False
 
-    def module(self, model: BEVFusion) -> nn.Module:
+    def module(self, model: Detector) -> nn.Module:
         """The part of `model`; its layers are the model's own."""
         return self.make(model).eval()
 
@@ -221,7 +245,7 @@ _VIEW = FilePart(
 )  # fmt: skip
 _LIDAR = FilePart(
     LIDAR, {"features": "features", "coords": "coords"}, {"lidar": "lidar"},
-    lambda m: SparsePart(_LIDAR_PATH, m.lidar["backbone"]),
+    lambda m: SparsePart(m.stages["lidar"], m.lidar["backbone"]), sparse=True,
 )  # fmt: skip
 _FUSER = FilePart(
     "fuser", {"camera": "camera", "lidar": "lidar"}, {"middle": "middle"}, FusedPart
@@ -273,6 +297,37 @@ def nvidia_files(parts: Iterable[str]) -> tuple[FilePart, ...]:
     if "fuser" not in parts:
         wanted["decoder"] = (_decoder(reads=parts[0]),)
     return tuple(file for part in parts for file in wanted.get(part, ()))
+
+
+def centerpoint_files(model: Detector) -> tuple[FilePart, ...]:
+    """CenterPoint's set: an encoder of voxels or pillars, and the dense part behind it.
+
+    The dense file's outputs are the head's maps, `reg_0`, …, `heatmap_0`, `reg_1`, …
+
+    Example:
+        >>> from bevfusion.centerpoint import PILLAR_CONFIGS, build_centerpoint
+        >>> model = build_centerpoint(PILLAR_CONFIGS["waymo"], ("lidar", "decoder"))
+        >>> [(file.name, *file.outputs) for file in centerpoint_files(model)]
+        [('pts_voxel_encoder', 'pillar_features'), ('rpn_centerhead', 'middle')]
+    """
+    encoder = replace(_LIDAR, name="centerpoint.scn")
+    if model.kind == "centerpoint-pillars":
+        encoder = FilePart(
+            "pts_voxel_encoder", {"features": PADDED}, {"pillar_features": PILLARS},
+            lambda m: HeldPart("pts_voxel_encoder", m.pts_voxel_encoder),
+        )  # fmt: skip
+    if "decoder" not in model.parts:
+        return (encoder,)
+    names = model.head.output_names if "head" in model.parts else ("middle",)
+    dense = FilePart(
+        "rpn_centerhead", {"spatial_features": "lidar"}, {n: n for n in names}, ScoredMapsPart
+    )
+    return encoder, dense
+
+
+def files_of(model: Detector) -> tuple[FilePart, ...]:
+    """The set of files for NVIDIA's engines and CPUs of a detector of any kind."""
+    return nvidia_files(model.parts) if model.kind == "bevfusion" else centerpoint_files(model)
 
 
 def autoware_files(parts: Iterable[str]) -> tuple[FilePart, ...]:

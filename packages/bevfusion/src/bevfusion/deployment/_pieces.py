@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from bev_data import InputError
 from bevfusion.deployment._files import (
     HEAD,
-    LIDAR,
     FilePart,
     HeldPart,
     ReadPart,
     autoware_files,
-    nvidia_files,
+    files_of,
 )
-from bevfusion.model import BEVFusion
+from bevfusion.model import Detector
 from bevquant_export import export_float_onnx, export_sparse_onnx, find_target, with_half_constants
 from bevquant_int8sim import simulate
 from bevquant_quantizers import TensorQuantizer
@@ -86,6 +85,8 @@ def quantizers_on(module: nn.Module) -> dict[str, TensorQuantizer]:
 
 REFUSALS = MappingProxyType(
     {
+        "not bevfusion": "Autoware's plugin is for BEVFusion; its CenterPoint node reads pillars "
+        "of 9 columns and one task: export for tensorrt",
         "no lidar": "the model has no LiDAR branch, and Autoware's plugin is for sparse "
         "convolutions",
         "head": "the model's head is quantized, and a file holds that in float alone: its "
@@ -96,8 +97,8 @@ REFUSALS = MappingProxyType(
 
 
 def nvidia_pieces(
-    float_model: BEVFusion,
-    quantized_model: BEVFusion,
+    float_model: Detector,
+    quantized_model: Detector,
     target: str = "tensorrt",
     *,
     refusals: Mapping[str, str] = REFUSALS,
@@ -113,20 +114,23 @@ def nvidia_pieces(
     Raises:
         InputError: The head is quantized, or for Autoware the model has no LiDAR branch.
     """
+    refusals = {**REFUSALS, **refusals}
     if target == "autoware":
+        if quantized_model.kind != "bevfusion":
+            raise InputError(refusals["not bevfusion"])
         if "lidar" not in quantized_model.parts:
             raise InputError(refusals["no lidar"])
         files = autoware_files(quantized_model.parts)
         return _pieces(files, float_model, quantized_model, refusals)
-    files = nvidia_files(quantized_model.parts)
+    files = files_of(quantized_model)
     pieces = _pieces(files, float_model, quantized_model, refusals)
     return _read(pieces, quantized_model) if find_target(target).quantized_outputs else pieces
 
 
 def _pieces(
     files: Sequence[FilePart],
-    float_model: BEVFusion,
-    quantized_model: BEVFusion,
+    float_model: Detector,
+    quantized_model: Detector,
     refusals: Mapping[str, str],
 ) -> list[Piece]:
     pieces = []
@@ -137,7 +141,7 @@ def _pieces(
             raise InputError(refusals["head"])
         if not quantized:
             plain = fake = _with_weights_of(fake, plain)
-        if file.name == LIDAR:
+        if file.sparse:
             pieces.append(Piece(file, "sparse", plain, fake, _sparse_integers))
         elif quantized:
             pieces.append(Piece(file, "int8", plain, fake, _integers))
@@ -146,7 +150,7 @@ def _pieces(
     return pieces
 
 
-def _read(pieces: list[Piece], model: BEVFusion) -> list[Piece]:
+def _read(pieces: list[Piece], model: Detector) -> list[Piece]:
     """The pieces, a single map of which the next one quantizes given quantized."""
     readers = {name: piece for piece in pieces for name in piece.file.inputs.values()}
     paths = {quantizer: path for path, quantizer in quantizers_on(model).items()}

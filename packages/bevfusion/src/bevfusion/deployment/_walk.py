@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevfusion.deployment._files import LIDAR, LIFTED, POOLED, FilePart
-from bevfusion.model import Batch, BEVFusion
+from bevfusion.deployment._files import LIFTED, PADDED, PILLARS, POOLED, FilePart
+from bevfusion.model import Batch, Detector
 from bevfusion.model.camera import splat
 from bevfusion.model.head import Detections
 
@@ -22,12 +22,15 @@ STAGE_ENDS = {
 }  # fmt: skip
 """What lies between the files at the end of a stage of the model, to the stage."""
 
+BETWEEN = {POOLED: LIFTED, PADDED: frozenset({"features"}), "lidar": frozenset({PILLARS})}
+"""Tensors that `walk` makes where no file does, and those that they are made of."""
+
 
 def walk(
     files: Sequence[FilePart],
     execute: Execute,
     batch: Batch,
-    model: BEVFusion,
+    model: Detector,
     *,
     known: Mapping[str, Tensor] | None = None,
     wanted: Iterable[str] | None = None,
@@ -57,12 +60,13 @@ def walk(
     makes = {name for file in files for name in file.outputs.values()}
     needed = _needed(files, makes if wanted is None else wanted, tensors)
     for file in files:
-        if POOLED in needed.intersection(file.inputs.values()):
-            tensors[POOLED] = _pooled(tensors, batch, model)
+        for name in needed.intersection(file.inputs.values(), BETWEEN).difference(tensors):
+            if BETWEEN[name].issubset(tensors):
+                tensors[name] = _MAKERS[name](tensors, batch, model)
         if not tensors.keys() >= set(file.inputs.values()):
             continue
         args = tuple(tensors[name] for name in file.inputs.values())
-        inputs[file.name] = (*args, batch.batch_size) if file.name == LIDAR else args
+        inputs[file.name] = (*args, batch.batch_size) if file.sparse else args
         if needed.intersection(file.outputs.values()):
             made = execute(file, inputs[file.name])
             tensors |= zip(file.outputs.values(), made, strict=True)
@@ -73,15 +77,15 @@ def _needed(files: Sequence[FilePart], wanted: Iterable[str], known: Mapping[str
     """Tensors that are not there yet and that `wanted`, or what makes it, reads."""
     needed = set(wanted) - known.keys()
     for file in reversed(files):
-        if POOLED in needed:
-            needed |= LIFTED - known.keys()
+        for name in needed.intersection(BETWEEN):
+            needed |= BETWEEN[name] - known.keys()
         if needed.intersection(file.outputs.values()):
             needed |= set(file.inputs.values()) - known.keys()
     return needed
 
 
 @contextmanager
-def watching(model: BEVFusion) -> Iterator[dict[str, Tensor]]:
+def watching(model: Detector) -> Iterator[dict[str, Tensor]]:
     """Take what lies between the files from the model's own next run: `known`, for `walk`.
 
     Of a model of `build_model`, whose dense weights lie channels last, these are what the files'
@@ -103,15 +107,28 @@ def watching(model: BEVFusion) -> Iterator[dict[str, Tensor]]:
         if "lidar" in model.parts:
             makers["lidar"] = built.lidar["backbone"]
         if "decoder" in model.parts:
-            makers["middle"] = built.decoder["neck"]
+            makers["middle"] = model.get_submodule(model.stages["decoder"])
         for name, module in makers.items():
             hook = module.register_forward_hook(lambda _, __, made, name=name: keep(name, made))
             stack.callback(hook.remove)
         yield found
 
 
-def _pooled(tensors: dict[str, Any], batch: Batch, model: BEVFusion) -> Tensor:
-    transform: Any = model.camera["vtransform"]
+def _scattered(tensors: dict[str, Any], batch: Batch, model: Detector) -> Tensor:
+    filled = tensors[PILLARS][: len(batch.coords)]
+    scattered: Tensor = model.lidar["backbone"](filled, batch.coords, batch.batch_size)
+    return scattered
+
+
+def _padded(tensors: dict[str, Any], batch: Batch, model: Detector) -> Tensor:
+    features: Tensor = tensors["features"]
+    most = model.lidar["voxelize"].max_voxels[1]
+    return torch.cat([features, features.new_zeros(most - len(features), *features.shape[1:])])
+
+
+def _pooled(tensors: dict[str, Any], batch: Batch, model: Detector) -> Tensor:
+    built: Any = model
+    transform = built.camera["vtransform"]
     context = tensors["context"].permute(0, 3, 1, 2)
     assert batch.cells is not None
     pooled = splat(
@@ -120,18 +137,24 @@ def _pooled(tensors: dict[str, Any], batch: Batch, model: BEVFusion) -> Tensor:
     return pooled.contiguous()
 
 
+_MAKERS = {POOLED: _pooled, PADDED: _padded, "lidar": _scattered}
+
+
 def between(files: Sequence[FilePart]) -> set[str]:
     """Tensors that a file reads or a stage ends with."""
     return {name for file in files for name in file.inputs.values()}.union(STAGE_ENDS)
 
 
-def file_boxes(model: BEVFusion, tensors: Mapping[str, Tensor]) -> Detections:
-    """Boxes from the outputs of head.bbox, whose scores are multiplied out already.
+def file_boxes(model: Detector, tensors: Mapping[str, Tensor]) -> Detections:
+    """Boxes from the outputs of the files, of BEVFusion's head.bbox with scores multiplied out.
 
     Args:
         model: Whose head decodes.
         tensors: That `walk` made.
     """
+    if model.kind != "bevfusion":
+        boxes: Detections = model.head.decode(dict(tensors))[0]
+        return boxes
     score = tensors["score"]
     outputs: dict[str, Any] = {name: tensors[name] for name in ("rot", "dim", "height", "vel")}
     outputs["center"] = tensors["reg"]

@@ -27,13 +27,13 @@ from bevquant_quantizers.ranks import in_order
 if TYPE_CHECKING:
     from bev_data.points import Labels
     from bevfusion.evaluation._batches import FrameBatches
-    from bevfusion.model import BEVFusion, BEVFusionConfig
+    from bevfusion.model import Detector, Sizes
     from bevfusion.model.head import Detections
     from bevquant_quantizers.ranks import Shards
 
 
 def accuracy_accumulator(
-    config: BEVFusionConfig, batches: FrameBatches, bootstrap: Bootstrap | None = None
+    config: Sizes, batches: FrameBatches, bootstrap: Bootstrap | None = None
 ) -> AccuracyAccumulator:
     """An empty tally for the models of `config` on these frames.
 
@@ -46,12 +46,12 @@ def accuracy_accumulator(
     return AccuracyAccumulator(config.head.classes, rules, bootstrap, batches.dataset)
 
 
-def detection_rules(config: BEVFusionConfig, batches: FrameBatches) -> DetectionRules:
+def detection_rules(config: Sizes, batches: FrameBatches) -> DetectionRules:
     """What counts of these frames: boxes in the map, distances from where the data set has them."""
     return DetectionRules(extent=config.lidar.extent, origin=range_origin(batches.dataset))
 
 
-def agreement_accumulator(config: BEVFusionConfig) -> AgreementAccumulator:
+def agreement_accumulator(config: Sizes) -> AgreementAccumulator:
     """An empty tally of two models of `config` against each other."""
     return AgreementAccumulator(config.head.classes, config.lidar.extent)
 
@@ -68,9 +68,7 @@ class ModelAccumulators:
         float_detections: The float model's, frame by frame.
     """
 
-    def __init__(
-        self, config: BEVFusionConfig, accuracy: AccuracyAccumulator | None = None
-    ) -> None:
+    def __init__(self, config: Sizes, accuracy: AccuracyAccumulator | None = None) -> None:
         self._config, self._accuracy = config, accuracy
         self._accumulators: dict[str, AgreementAccumulator] = {}
         self.first: dict[str, Detections] = {}
@@ -144,9 +142,7 @@ def accumulate_models(
         yield index
 
 
-def evaluate_detector(
-    model: BEVFusion, batches: FrameBatches, config: BEVFusionConfig
-) -> dict[str, Any]:
+def evaluate_detector(model: Detector, batches: FrameBatches, config: Sizes) -> dict[str, Any]:
     """NuScenes' metrics of a float model, frame by frame in little memory.
 
     Args:

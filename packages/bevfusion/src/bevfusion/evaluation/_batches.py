@@ -27,7 +27,7 @@ from bevfusion.evaluation._notes import (
     note_of,
     note_record,
 )
-from bevfusion.model import Batch, BEVFusion, BEVFusionConfig, LidarConfig
+from bevfusion.model import Batch, Detector, Sizes
 from bevquant_quantizers import CalibrationReport
 from bevquant_quantizers.ranks import Record, Shards, current_ranks, in_order
 
@@ -75,8 +75,8 @@ class FrameBatches(Sequence[Batch]):
     def __init__(
         self,
         frames: Sequence[Frame],
-        config: BEVFusionConfig,
-        model: BEVFusion,
+        config: Sizes,
+        model: Detector,
         cameras: Sequence[str] = CAMERA_NAMES,
     ) -> None:
         self.names: dict[int, tuple[str, int]] = {}
@@ -89,7 +89,8 @@ class FrameBatches(Sequence[Batch]):
         self._notes_shared = False
         parts = model.parts
         self._voxelize = model.lidar["voxelize"] if "lidar" in parts else None
-        self._view: Any = model.camera["vtransform"] if "camera" in parts else None
+        built: Any = model
+        self._view: Any = built.camera["vtransform"] if "camera" in parts else None
 
     def head(self, count: int) -> Self:
         """The first `count` frames, sharing what is already made."""
@@ -200,7 +201,8 @@ class FrameBatches(Sequence[Batch]):
                     f"{frame.name}: the file holds voxels, and the camera branch wants the depth "
                     f"of single points: {self.advice['voxels alone']}"
                 )
-            size = self._config.camera.image_size
+            sizes: Any = self._config
+            size = sizes.camera.image_size
             try:
                 inputs = prepare_cameras(cameras, size)
                 geometry = (inputs.intrinsics, inputs.lidar_to_camera, inputs.image_aug)
@@ -228,24 +230,30 @@ class FrameBatches(Sequence[Batch]):
             return features, coords
         assert frame.voxels is not None
         features, coords = (torch.from_numpy(a) for a in frame.voxels)
+        if self._config.lidar.reads_points:
+            raise InputError(
+                f"{frame.name}: the file holds voxels, and a pillar encoder reads single points: "
+                "give points, or a model that reads voxels"
+            )
         if len(features) == 0:
             raise InputError(f"{frame.name}: the file holds no voxels: there is nothing to run")
-        _check_grid(frame.name, coords, self._config.lidar, self.advice["other grid"])
-        return features, coords
+        _check_grid(frame.name, coords, self._config, self.advice["other grid"])
+        return features, coords[:, [0, 3, 2, 1]] if self._config.lidar.zyx else coords
 
 
 def _bytes(batch: Batch) -> int:
     return sum(value.nbytes for value in batch if isinstance(value, torch.Tensor))
 
 
-def _check_grid(name: str, coords: torch.Tensor, config: LidarConfig, advice: str) -> None:
-    extent = torch.tensor([1, *config.sparse_shape], dtype=coords.dtype)
+def _check_grid(name: str, coords: torch.Tensor, sizes: Sizes, advice: str) -> None:
+    shape = sizes.lidar.sparse_shape
+    extent = torch.tensor([1, *shape], dtype=coords.dtype)
     wrong = ((coords < 0) | (coords >= extent)).any(1)
     if bool(wrong.any()):
         row = coords[int(wrong.nonzero()[0])].tolist()
         raise InputError(
             f"{name}: {int(wrong.sum())} of {len(coords)} voxels lie outside the grid of config "
-            f"{config.name!r}, {list(config.sparse_shape)} (x, y, z), such as batch, x, y, z = "
+            f"{sizes.name!r}, {list(shape)} (x, y, z), such as batch, x, y, z = "
             f"{row}: the voxels were made for another grid; {advice}"
         )
 

@@ -23,7 +23,7 @@ from bevfusion.model._config import (
     FuserConfig,
     LidarConfig,
 )
-from bevfusion.model._detector import Detector
+from bevfusion.model._detector import Detector, Sizes
 from bevfusion.model._fuser import ConvFuser
 from bevfusion.model._model import Batch, BEVFusion
 from bevfusion.model._names import NAMINGS
@@ -52,6 +52,7 @@ __all__ = [
     "HeadConfig",
     "LidarConfig",
     "LoadReport",
+    "Sizes",
     "build_lidar_branch",
     "build_model",
     "example_batch",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from bevfusion.model.head import HeadConfig
 
@@ -43,6 +44,9 @@ class LidarConfig:
     )  # fmt: skip
     output_channels: int = 128
     zyx: bool = False
+
+    reads_points: ClassVar[bool] = False
+    """Whether the encoder reads the points of a voxel instead of their mean."""
 
     @property
     def extent(self) -> tuple[float, float, float, float]:
@@ -128,6 +132,11 @@ class BEVFusionConfig:
     fuser: FuserConfig = FuserConfig()
     decoder: DecoderConfig = DecoderConfig()
     head: HeadConfig = field(default_factory=HeadConfig)
+
+    @property
+    def kind(self) -> str:
+        """Name of the detector in `bevfusion.detectors.DETECTORS`."""
+        return "bevfusion"
 
 
 CONFIGS: dict[str, BEVFusionConfig] = {

@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
 from bev_data import InputError
+
+
+class Sizes(Protocol):
+    """Sizes of a detector of any kind."""
+
+    @property
+    def name(self) -> str:
+        """Unique among all kinds; the weights that come with the package have it."""
+
+    @property
+    def kind(self) -> str:
+        """Name of the detector in `bevfusion.detectors.DETECTORS`."""
+
+    @property
+    def lidar(self) -> Any:
+        """The grid: `extent`, `sparse_shape`, `in_channels`, `zyx`, `reads_points`."""
+
+    @property
+    def head(self) -> Any:
+        """The head's sizes: `classes`, `map_size`, `cell_size`, `origin`."""
 
 
 class Detector(nn.Module):
@@ -16,12 +37,24 @@ class Detector(nn.Module):
     The tables are keyed by the names in `PARTS`, in the order in which the parts run.
 
     Attributes:
+        kind: Name of the detector in `bevfusion.detectors.DETECTORS`.
         part_paths: The modules that hold each part; entries of a state dict begin with their paths.
         stages: The module whose output is the part's map, or of the head its dict.
+        folded_apart: Modules with a forward of their own, in which batch norms are folded one after
+            the other.
+        chooses: Those of them whose outputs depend on choices as small as rounding, so that they
+            cannot be compared one by one.
+        kept_in_float: Modules that quantizing the whole model leaves in float, and why.
+        map_axes: Of bird's-eye maps behind batch and channels: "xy" or "yx".
     """
 
     part_paths: ClassVar[Mapping[str, tuple[str, ...]]]
     stages: ClassVar[Mapping[str, str]]
+    folded_apart: ClassVar[tuple[str, ...]]
+    chooses: ClassVar[tuple[str, ...]] = ()
+    kept_in_float: Mapping[str, str] = MappingProxyType({})
+    map_axes: ClassVar[str] = "xy"
+    kind: str
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -70,6 +70,12 @@ class BEVFusion(Detector):
 
     part_paths = MappingProxyType({part: (PART_PATHS[part],) for part in PARTS})
     stages = MappingProxyType(STAGES)
+    folded_apart = (
+        "encoders.camera.backbone", "encoders.camera.neck", "encoders.camera.vtransform",
+        "encoders.lidar.backbone", "fuser", "decoder.backbone", "decoder.neck", "heads.object",
+    )  # fmt: skip
+    chooses = ("heads.object",)
+    kind = "bevfusion"
 
     def __init__(
         self,

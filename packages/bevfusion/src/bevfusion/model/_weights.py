@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bev_data import InputError
 
 if TYPE_CHECKING:
-    from bevfusion.model._model import BEVFusion
+    from bevfusion.model._detector import Detector
 
 
 def trained_weights(config: str) -> Path | None:
@@ -48,7 +48,7 @@ def named_weights(weights: Path | str | None, config: str) -> Path | None:
     return path
 
 
-def random_weights(model: BEVFusion, *batch: Any, seed: int = 0) -> Any:
+def random_weights(model: Detector, *batch: Any, seed: int = 0) -> Any:
     """Fill `model` in place with random weights whose BatchNorms fit the given batch.
 
     Convolutions and linear layers are normal with the standard deviation √(2 / fan-in) of He et al.

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import nn
 
 import bevquant_int8sim
 import bevquant_qnn
@@ -21,7 +20,7 @@ from bevfusion.evaluation import (
     note_of,
     note_record,
 )
-from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
+from bevfusion.model import Batch, Detector, Sizes
 from bevfusion.model.head import Detections
 from bevfusion.quantization._stage_maps import StageMaps, StageRow, stage_probes, whole_output
 from bevquant_qnn import LayerComparison, LayerRow
@@ -44,8 +43,8 @@ class Comparison(NamedTuple):
 
 
 def compare_layers(
-    float_model: nn.Module,
-    quantized_model: nn.Module,
+    float_model: Detector,
+    quantized_model: Detector,
     batches: Iterable[Batch],
     each: Pair | None = None,
 ) -> Comparison:
@@ -88,8 +87,8 @@ class DetectorComparison:
 
     def __init__(
         self,
-        float_model: nn.Module,
-        quantized_model: nn.Module,
+        float_model: Detector,
+        quantized_model: Detector,
         integers: bevquant_int8sim.LayerComparison | None = None,
         integer_frames: int | None = None,
     ) -> None:
@@ -196,10 +195,10 @@ _MODELS = ("float", "quantized")
 
 
 def evaluate_quantized(
-    float_model: BEVFusion,
-    quantized_model: BEVFusion,
+    float_model: Detector,
+    quantized_model: Detector,
     batches: FrameBatches,
-    config: BEVFusionConfig,
+    config: Sizes,
     accuracy: AccuracyAccumulator | None = None,
     shards: Shards | None = None,
     integers: bevquant_int8sim.LayerComparison | None = None,

@@ -12,8 +12,9 @@ import numpy as np
 from torch import nn
 
 from bev_data.metrics import AccuracyAccumulator, AgreementRow, FoundRow
+from bevfusion.centerpoint import CenterPoint
 from bevfusion.evaluation import FrameBatches, ModelAccumulators, detections_of, detections_record
-from bevfusion.model import PART_PATHS, BEVFusion, BEVFusionConfig
+from bevfusion.model import Detector, Sizes
 from bevfusion.model.head import Detections
 from bevfusion.quantization._evaluate import QuantizationEvaluation
 from bevfusion.quantization._stage_maps import STAGE_TITLES
@@ -25,10 +26,10 @@ from bevquant_sparse import is_sparse_conv
 _STAGES = {
     "neck": ("encoders.camera.backbone", "encoders.camera.neck"),
     "camera": ("encoders.camera.vtransform",),
-    "lidar": ("encoders.lidar",),
+    "lidar": ("encoders.lidar", *CenterPoint.part_paths["lidar"]),
     "fuser": ("fuser",),
-    "decoder": ("decoder",),
-    "head": ("heads.object.shared_conv", "heads.object.heatmap_head"),
+    "decoder": ("decoder", *CenterPoint.part_paths["decoder"]),
+    "head": ("heads.object.shared_conv", "heads.object.heatmap_head", "pts_bbox_head"),
 }
 # Of which part of the model a stage is; the head's stage ends before it chooses its queries.
 _PARTS = {"neck": "camera"}
@@ -245,9 +246,9 @@ class SimulationSummary(msgspec.Struct):
 def simulate_detector(
     model: IntegerModel,
     comparison: LayerComparison,
-    quantized_model: BEVFusion,
+    quantized_model: Detector,
     batches: FrameBatches,
-    config: BEVFusionConfig,
+    config: Sizes,
     evaluation: QuantizationEvaluation,
     *,
     backend: str = "",
@@ -308,7 +309,7 @@ def simulate_detector(
 
 
 def float_parts(
-    islands: Sequence[FloatFallback], model: BEVFusion, reasons: Mapping[str, str]
+    islands: Sequence[FloatFallback], model: Detector, reasons: Mapping[str, str]
 ) -> tuple[FloatPart, ...]:
     """The float fallbacks with the reason that lies furthest back.
 
@@ -320,7 +321,7 @@ def float_parts(
         model: The quantized one.
         reasons: By part, and "excluded".
     """
-    left = {PART_PATHS[part]: why for part, why in reasons.items() if part in PART_PATHS}
+    left = {path: why for part, why in reasons.items() for path in model.part_paths.get(part, ())}
     known = dict(model.named_modules())
     found = []
     for fallback in islands:

@@ -12,7 +12,7 @@ from bev_data import InputError
 from bev_data.datasets import labelled_region
 from bev_data.metrics import DetectionAccumulator, metrics_of
 from bevfusion.evaluation import FrameBatches, detection_rules, detections_of, detections_record
-from bevfusion.model import BEVFusion, BEVFusionConfig
+from bevfusion.model import Detector, Sizes
 from bevfusion.model.head import Detections
 from bevquant_quantizers.ranks import Record, Shards
 
@@ -86,9 +86,9 @@ class MeanAp:
 
     def __init__(
         self,
-        model: BEVFusion,
+        model: Detector,
         batches: FrameBatches,
-        config: BEVFusionConfig,
+        config: Sizes,
         shards: Shards | None = None,
     ) -> None:
         if "head" not in model.parts:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bevfusion.evaluation import FrameBatches
-from bevfusion.model import PART_PATHS, Batch, BEVFusion, exclude_all_but
+from bevfusion.model import Batch, Detector
 from bevquant_fusion import FusionResult, fuse_model, fuse_parts
 from bevquant_qnn import (
     QuantConfig,
@@ -24,25 +24,17 @@ from bevquant_qnn import (
 from bevquant_quantizers import CalibrationReport, calibrate
 from bevquant_sparse import is_sparse_conv
 
-FOLDED_APART = (
-    "encoders.camera.backbone", "encoders.camera.neck", "encoders.camera.vtransform",
-    "encoders.lidar.backbone", "fuser", "decoder.backbone", "decoder.neck", "heads.object",
-)  # fmt: skip
-"""Modules with a forward of their own: batch norms are folded in one after the other."""
-
 _ADDED = ("quant_add", "quant_concat", "residual_quantizer")
-# Prefixes that a pattern may leave out.
-_PREFIXES = (*FOLDED_APART, "encoders.camera", "encoders.lidar", "encoders", "decoder", "heads")
 
 
 def fuse_detector(
-    model: BEVFusion, example: Batch, state: Mapping[str, Tensor] | None = None
+    model: Detector, example: Batch, state: Mapping[str, Tensor] | None = None
 ) -> FusionResult:
     """A copy of the float model with every BatchNorm folded into its convolution.
 
     Each module with a forward of its own is folded by itself, on the inputs that the example gives
-    it. The head is folded without: which cells become queries hangs on differences as small as
-    rounding, so its outputs before and after cannot be compared one by one.
+    it. BEVFusion's head is folded without: which cells become queries hangs on differences as small
+    as rounding, so its outputs before and after cannot be compared one by one.
 
     Args:
         model: In float; stays as it is.
@@ -57,11 +49,11 @@ def fuse_detector(
         norms = {name for name in state if name.endswith(".running_var")}
         if norms <= names <= set(state):
             return result
-    return fuse_parts(model, tuple(example), FOLDED_APART, unchecked=[PART_PATHS["head"]])
+    return fuse_parts(model, tuple(example), model.folded_apart, unchecked=model.chooses)
 
 
 def quantize_detector(
-    fused: BEVFusion,
+    fused: Detector,
     example: Batch,
     parts: Iterable[str],
     *,
@@ -89,21 +81,24 @@ def quantize_detector(
     """
     given_reasons = reasons or {}
     quantized = tuple(parts)
-    apart = exclude_all_but(quantized, fused.parts)
+    apart = fused.paths_outside(quantized)
+    kept = {} if quantized == ("lidar",) else fused.kept_in_float
     first = [] if first_layer else first_sparse_conv(fused)
     config = QuantConfig(
         input_calibrator="max" if method == "max" else "histogram",
-        exclude=(*expand_patterns(fused, exclude), *apart, *first),
+        exclude=(*expand_patterns(fused, exclude), *apart, *kept, *first),
         **settings,
     )
     result = quantize_model(fused, config, example_inputs=tuple(example))
     # One line for a part that stays float, not one for each of its layers.
-    named = {f"excluded by {pattern!r}" for pattern in apart}
+    named = {f"excluded by {pattern!r}" for pattern in (*apart, *kept)}
     skipped = [
-        SkippedModule(PART_PATHS[part], given_reasons.get(part, "not among the parts to quantize"))
+        SkippedModule(path, given_reasons.get(part, "not among the parts to quantize"))
         for part in fused.parts
         if part not in quantized
+        for path in fused.part_paths[part]
     ]
+    skipped += [SkippedModule(path, why) for path, why in kept.items() if path not in apart]
     why = given_reasons.get("first layer", "the first sparse convolution: fp16, as NVIDIA has it")
     skipped += [
         SkippedModule(item.path, why) if item.path in first else item
@@ -113,7 +108,7 @@ def quantize_detector(
     return replace(result, skipped=tuple(skipped))
 
 
-def calibrate_detector(model: BEVFusion, batches: Iterable[Batch], **how: Any) -> CalibrationReport:
+def calibrate_detector(model: Detector, batches: Iterable[Batch], **how: Any) -> CalibrationReport:
     """Find every quantizer's range from the batches, in place.
 
     Several ranks share the batches, and each gets the ranges of one process, bit for bit.
@@ -139,7 +134,7 @@ ROUNDING_FRAMES = 16
 """Most frames that rounding reads: it holds all of them, and runs each of them for each layer."""
 
 
-def round_detector(model: BEVFusion, batches: FrameBatches, **how: Any) -> RoundingResult:
+def round_detector(model: Detector, batches: FrameBatches, **how: Any) -> RoundingResult:
     """Round the weights of a calibrated model and correct its biases, in place.
 
     `bevquant_qnn.round_weights` on the first 16 frames at most.
@@ -175,8 +170,13 @@ def expand_patterns(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...
     """
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     expanded: list[str] = []
+    apart = getattr(model, "folded_apart", ())
+    outer = {path.rpartition(".")[0] for path in apart} - {""}
+    outer |= {path.rpartition(".")[0] for path in outer} - {""}
+    # Those that a pattern may leave out.
+    prefixes = (*apart, *sorted(outer, key=lambda path: (-path.count("."), path)))
     for pattern in patterns:
-        candidates = [pattern, *(f"{prefix}.{pattern}" for prefix in _PREFIXES)]
+        candidates = [pattern, *(f"{prefix}.{pattern}" for prefix in prefixes)]
         owner, _, name = pattern.rpartition(".")
         if owner and name.startswith(_ADDED):  # not there yet: its owner is
             known = [c for c in candidates if _names(c.rpartition(".")[0], paths)]

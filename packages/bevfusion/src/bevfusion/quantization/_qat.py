@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bevfusion.model import Batch, BEVFusion
+from bevfusion.detectors import DETECTORS
+from bevfusion.model import Batch, Detector
+from bevfusion.quantization._stage_maps import whole_output
 from bevfusion.training import (
     Augmentation,
     Motion,
     PreparedFrames,
-    head_loss,
     make_batch,
     one_cycle,
     order_of,
@@ -33,14 +34,13 @@ class Distiller:
         weight: Of the distance in the loss.
     """
 
-    def __init__(self, student: BEVFusion, teacher: BEVFusion, weight: float) -> None:
+    def __init__(self, student: Detector, teacher: Detector, weight: float) -> None:
         self._teacher, self._weight = teacher.eval(), weight
         self._maps: dict[str, Any] = {}
         self._handles = []
         for name, model in (("student", student), ("teacher", teacher)):
-            decoder = model.decoder
-            assert decoder is not None
-            self._handles.append(decoder["neck"].register_forward_hook(self._keeper(name)))
+            neck = model.get_submodule(model.stages["decoder"])
+            self._handles.append(neck.register_forward_hook(self._keeper(name)))
 
     def loss(self, batch: Batch, outputs: dict[str, Tensor]) -> Tensor:
         """Weight · mean of Σ(q − f)²/Σf² of both maps, for what the student just answered.
@@ -51,7 +51,7 @@ class Distiller:
         """
         with torch.no_grad():
             wanted = self._teacher(*batch)
-        pairs = [(self._maps[name], found["dense_heatmap"])
+        pairs = [(self._maps[name], whole_output(found))
                  for name, found in (("student", outputs), ("teacher", wanted))]  # fmt: skip
         self._maps.clear()
         return self._weight * distillation_loss(*pairs)
@@ -96,11 +96,11 @@ class QatDetectorTrainer(QatTrainer):
         terms: What the losses of a step are.
     """
 
-    model: BEVFusion
+    model: Detector
 
     def __init__(
         self,
-        model: BEVFusion,
+        model: Detector,
         frames: PreparedFrames,
         *,
         steps: int,
@@ -112,13 +112,14 @@ class QatDetectorTrainer(QatTrainer):
         augmentation: Augmentation,
         learn_ranges: bool = False,
         frozen_after: int = 0,
-        teacher: BEVFusion | None = None,
+        teacher: Detector | None = None,
         distill: float = 0.0,
     ) -> None:
         self._frames, self._seed, self._augmentation = frames, seed, augmentation
         self._device = next(model.parameters()).device
         self._distiller = None if teacher is None else Distiller(model, teacher, distill)
-        self.terms = ("heatmap", "class", "box", *(["distillation"] if self._distiller else []))
+        self._objective = DETECTORS[model.kind].objective
+        self.terms = (*self._objective.terms, *(["distillation"] if self._distiller else []))
         super().__init__(
             model,
             self._losses_of,
@@ -138,7 +139,7 @@ class QatDetectorTrainer(QatTrainer):
             for index in order_of(self._seed, 0, count, len(self._frames))
         )
 
-    def finish(self) -> BEVFusion:
+    def finish(self) -> Detector:
         """The model as it is written: ranges constant, on the CPU in eval mode."""
         if self._distiller is not None:
             self._distiller.stop()
@@ -155,7 +156,7 @@ class QatDetectorTrainer(QatTrainer):
         batch, targets = self._batch_of(index, self._augmentation.draw(generator))
         torch.manual_seed(int(generator.integers(2**63)))  # of dropout
         outputs = self.model(*batch)
-        losses = list(head_loss(outputs, targets, self.model.head.config))
+        losses = list(self._objective.loss(outputs, targets, self.model.head.config))
         if self._distiller is not None:
             losses.append(self._distiller.loss(batch, outputs))
         return losses

@@ -10,7 +10,7 @@ from torch import nn
 
 from bev_data import InputError
 from bevfusion.evaluation import FrameBatches
-from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
+from bevfusion.model import Batch, Detector, Sizes
 from bevfusion.quantization._mean_ap import KeptScores, MeanAp
 from bevfusion.quantization._sensitivity_table import SensitivityOutcome
 from bevfusion.steps import Step, silent_step
@@ -62,7 +62,7 @@ class FramesInTurn(Sequence["Batch"]):
         return self._batches[index]
 
 
-def sensitivity_output(model: BEVFusion, metric: str = "sqnr", output: str | None = None) -> str:
+def sensitivity_output(model: Detector, metric: str = "sqnr", output: str | None = None) -> str:
     """The path of the module whose output is scored; "" for the model's own.
 
     Args:
@@ -96,15 +96,17 @@ def sensitivity_output(model: BEVFusion, metric: str = "sqnr", output: str | Non
         )
     if not has_head:
         return ""
+    # BEVFusion's head chooses queries behind its heatmap; CenterPoint's answers maps alone.
+    heatmap = _HEATMAP if model.chooses else ""
     if metric == "kl" or output == "heatmap":
-        return _HEATMAP
-    return _HEATMAP if output is None and _is_quantized(model.head) else "decoder.neck"
+        return heatmap
+    return heatmap if output is None and _is_quantized(model.head) else model.stages["decoder"]
 
 
 def study_sensitivity(
-    model: BEVFusion,
+    model: Detector,
     batches: FrameBatches,
-    config: BEVFusionConfig,
+    config: Sizes,
     *,
     metric: str = "sqnr",
     output: str | None = None,
@@ -182,9 +184,9 @@ def _check_reachable(limit: Budget, text: str, metric: str, precisions: Sequence
 
 
 def measure_sensitivity(
-    model: BEVFusion,
+    model: Detector,
     batches: FrameBatches,
-    config: BEVFusionConfig,
+    config: Sizes,
     *,
     metric: str = "sqnr",
     output: str | None = None,
@@ -255,7 +257,7 @@ def check_precisions(precisions: Sequence[str]) -> None:
 
 
 def plan_within(
-    model: BEVFusion, table: SensitivityTable, budget: Budget, **costs: Any
+    model: Detector, table: SensitivityTable, budget: Budget, **costs: Any
 ) -> PrecisionPlan:
     """The best plan in the budget: `bevquant_qnn.assign_precision`.
 
@@ -275,9 +277,9 @@ def plan_within(
 
 
 def refine_within(
-    model: BEVFusion,
+    model: Detector,
     batches: FrameBatches,
-    config: BEVFusionConfig,
+    config: Sizes,
     plan: PrecisionPlan,
     table: SensitivityTable,
     budget: Budget,
@@ -323,7 +325,7 @@ def refine_within(
         raise InputError(f"no plan: {error}") from error
 
 
-def _collect(model: BEVFusion, batches: FrameBatches) -> None:
+def _collect(model: Detector, batches: FrameBatches) -> None:
     """Let the calibrators see the frames; ranges stay what they are."""
     quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
     ranges = {q: (q.amax.clone(), q.channel_factors) for q in quantizers if q.amax is not None}

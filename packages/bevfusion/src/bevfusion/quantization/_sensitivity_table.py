@@ -19,6 +19,7 @@ _UNITS = {"sqnr": "dB", "kl": "nats", "mAP": "points"}
 _SCORED = {
     "": "the model's own output",
     "decoder.neck": "the decoder's map",
+    "pts_neck": "the decoder's map",
     "heads.object.heatmap_head": "the head's heat map",
 }
 

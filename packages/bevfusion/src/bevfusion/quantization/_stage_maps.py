@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from bevfusion.model import STAGES
+from bevfusion.model import Detector
 from bevquant_qnn import PairSums
 
 Map = npt.NDArray[np.float32]
@@ -26,7 +26,6 @@ STAGE_TITLES = {
     "decoder": "Decoder",
     "head": "Heatmap of the head",
 }
-PATHS = {"neck": "encoders.camera.neck", **STAGES}
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,8 @@ class StageProbe:
         draws: Whether that one is pictured.
     """
 
-    def __init__(self, stage: str, path: str) -> None:
-        self.stage, self.path = stage, path
+    def __init__(self, stage: str, path: str, *, transposed: bool = False) -> None:
+        self.stage, self.path, self._transposed = stage, path, transposed
         self.frame_sums = PairSums()
         self.channels = 0
         self.draws = True
@@ -89,7 +88,10 @@ class StageProbe:
         self.channels = wanted.shape[1]
         if self.draws:
             draw = _probabilities if self.stage == "head" else _norms
-            self._maps = draw(wanted, got, image=self.stage == "neck")
+            first, second, third = draw(wanted, got, image=self.stage == "neck")
+            if self._transposed:
+                first, second, third = first.T, second.T, third.T
+            self._maps = first, second, third
 
     def add(self, wanted: Tensor, got: Tensor) -> None:
         """One batch, where this process runs all of them."""
@@ -116,16 +118,24 @@ class StageProbe:
         return StageMaps(row, *self._maps, quantity, "quantized − float" if head else ERROR)
 
 
-def stage_probes(model: nn.Module) -> list[StageProbe]:
+def stage_probes(model: Detector) -> list[StageProbe]:
     """One probe for every stage that the model has."""
-    paths = {path for path, _ in model.named_modules()}
-    return [StageProbe(stage, path) for stage, path in PATHS.items() if path in paths]
+    built = {path for path, _ in model.named_modules()}
+    stages = {"neck": "encoders.camera.neck", **model.stages}
+    yx = model.map_axes == "yx"
+    return [
+        StageProbe(stage, path, transposed=yx) for stage, path in stages.items() if path in built
+    ]
 
 
 def whole_output(output: Any) -> Tensor:
-    """The dense tensor that stands for what a module or model answers: its map, or heatmap."""
+    """The dense tensor that stands for what a module or model answers: its map, or heatmap.
+
+    The heatmaps of several tasks are one behind the other.
+    """
     if isinstance(output, dict):
-        heatmap: Tensor = output["dense_heatmap"]
+        heatmaps = [value for name, value in output.items() if name.startswith("heatmap_")]
+        heatmap: Tensor = torch.cat(heatmaps, 1) if heatmaps else output["dense_heatmap"]
         return heatmap
     if isinstance(output, Sequence):
         return whole_output(output[0])

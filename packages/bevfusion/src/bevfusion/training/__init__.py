@@ -14,9 +14,13 @@ from bevfusion.training._checkpoint import (
     write_checkpoint,
 )
 from bevfusion.training._compact import CompactFrame, compact
-from bevfusion.training._detector import DetectorTrainer, stored_weights, untrained_model
+from bevfusion.training._detector import RARE, DetectorTrainer, stored_weights, untrained_model
 from bevfusion.training._head_loss import (
+    BOX_WEIGHT,
+    TRANSFUSION_OBJECTIVE,
     HeadLoss,
+    Objective,
+    code_weights,
     focal_loss,
     gaussian_focal_loss,
     head_loss,
@@ -35,7 +39,10 @@ from bevfusion.training._targets import (
 )
 
 __all__ = [
+    "BOX_WEIGHT",
     "CHECKPOINT",
+    "RARE",
+    "TRANSFUSION_OBJECTIVE",
     "Augmentation",
     "Checkpoint",
     "CompactFrame",
@@ -44,12 +51,14 @@ __all__ = [
     "FrameSource",
     "HeadLoss",
     "Motion",
+    "Objective",
     "PreparedFrames",
     "Targets",
     "Trainer",
     "assign",
     "begun_before",
     "check_identity",
+    "code_weights",
     "compact",
     "decode_boxes",
     "encode_boxes",

@@ -3,47 +3,48 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bevfusion.model import BEVFusion, BEVFusionConfig, build_model
+from bevfusion.model import Detector
 from bevfusion.training._compact import CompactFrame
-from bevfusion.training._head_loss import head_loss
+from bevfusion.training._head_loss import TRANSFUSION_OBJECTIVE, Objective
 from bevfusion.training._loop import one_cycle
 from bevfusion.training._prepare import PreparedFrames
 from bevfusion.training._samples import Augmentation, make_batch, order_of
 
+Trained = TypeVar("Trained", bound=Detector)
 RARE = 0.1  # what the heatmap says before it has learned anything
 
 
-def untrained_model(config: BEVFusionConfig, parts: Sequence[str], seed: int = 0) -> BEVFusion:
+def untrained_model(build: Callable[[], Trained], seed: int = 0) -> Trained:
     """A detector with the seed's weights, to begin to train with.
 
-    Every layer has its own default initialisation; the heatmap's bias is −ln((1 − p) / p) with p =
-    0.1, so that the many empty cells do not rule the first steps (Lin et al. 2017, section 4.1).
-    The global random generators are left as they were.
+    Every layer has its own default initialisation; the biases of the head's `heatmap_layers` are
+    −ln((1 − p) / p) with p = 0.1, so that the many empty cells do not rule the first steps (Lin et
+    al. 2017, section 4.1). The global random generators are left as they were.
 
     Args:
-        config: Sizes.
-        parts: Those to build, a head among them.
+        build: Makes the model, a head among its parts.
         seed: Of the weights.
 
     Example:
-        >>> from bevfusion.model import CONFIGS
-        >>> model = untrained_model(CONFIGS["tiny"], ("camera", "decoder", "head"))
+        >>> from bevfusion.model import CONFIGS, build_model
+        >>> parts = ("camera", "decoder", "head")
+        >>> model = untrained_model(lambda: build_model(CONFIGS["tiny"], parts))
         >>> round(float(model.head.heatmap_head[1].bias[0].detach().sigmoid()), 6)
         0.1
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = build_model(config, parts)
+        model = build()
     with torch.no_grad():
-        bias = math.log(RARE / (1 - RARE))
-        model.head.heatmap_head[1].bias.fill_(bias)
-        model.head.prediction_heads[0].heatmap[1].bias.fill_(bias)
+        for layer in model.head.heatmap_layers:
+            layer.bias.fill_(math.log(RARE / (1 - RARE)))
     return model
 
 
@@ -64,17 +65,16 @@ class DetectorTrainer:
         clip: Largest norm of a step's gradient.
         seed: Of order, augmentation and dropout.
         augmentation: How frames are moved.
+        objective: What is minimised; BEVFusion's loss by default.
 
     Attributes:
         optimizer: Whose state a checkpoint keeps.
         terms: What the losses of a step are.
     """
 
-    terms = ("heatmap", "class", "box")
-
     def __init__(
         self,
-        model: BEVFusion,
+        model: Detector,
         frames: PreparedFrames | Sequence[CompactFrame],
         *,
         steps: int,
@@ -84,8 +84,10 @@ class DetectorTrainer:
         clip: float,
         seed: int,
         augmentation: Augmentation,
+        objective: Objective = TRANSFUSION_OBJECTIVE,
     ) -> None:
         self.model = model.train()
+        self._objective, self.terms = objective, objective.terms
         self._frames, self._steps, self._batch, self._lr = frames, steps, batch, lr
         self._clip, self._seed, self._augmentation = clip, seed, augmentation
         learned = [p for p in model.parameters() if p.requires_grad]
@@ -117,7 +119,7 @@ class DetectorTrainer:
             group["lr"] = one_cycle(number, self._steps, self._lr)
         self.optimizer.zero_grad()
         outputs = self.model(*batch.to(next(self.model.parameters()).device))
-        loss = head_loss(outputs, targets, self.model.head.config)
+        loss = self._objective.loss(outputs, targets, self.model.head.config)
         loss.total.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
         values = [float(term.detach()) for term in loss]

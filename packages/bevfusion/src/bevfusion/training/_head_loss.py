@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,11 +13,10 @@ from torch import Tensor
 from bev_data import InputError
 from bevfusion.model.head._branches import BRANCHES
 from bevfusion.training._assign import assign, matching_cost
-from bevfusion.training._targets import decode_boxes, encode_boxes, heatmap_target
+from bevfusion.training._targets import Targets, decode_boxes, encode_boxes, heatmap_target
 
 if TYPE_CHECKING:
     from bevfusion.model.head import HeadConfig
-    from bevfusion.training._targets import Targets
 
 _ALPHA = 0.25
 
@@ -163,7 +162,7 @@ def head_loss(
     boxes = l1_loss(
         code[frames, queries],
         torch.from_numpy(np.concatenate(codes)).to(code),
-        _code_weights(config).to(code),
+        code_weights(config.cell_size).to(code),
     )
     return HeadLoss(heatmap, focal_loss(logits, classes) / matched, BOX_WEIGHT * boxes / matched)
 
@@ -197,7 +196,33 @@ def _match(
     return index[0], index[1], rows
 
 
-def _code_weights(config: HeadConfig) -> Tensor:
-    x, y = config.cell_size
+def code_weights(cell_size: tuple[float, float]) -> Tensor:
+    """Weights of a code's values: centre (2), height, dim (3), rot (2) and vel (2).
+
+    Args:
+        cell_size: Of the map along x and y [m]; a centre's error counts per 0.6 m.
+
+    Example:
+        >>> code_weights((1.2, 0.6)).tolist()[:3]
+        [2.0, 1.0, 1.0]
+    """
+    x, y = cell_size
     weights = [x / CELL, y / CELL, *[1.0] * 6, VELOCITY_WEIGHT, VELOCITY_WEIGHT]
     return torch.tensor(weights)
+
+
+class Objective(NamedTuple):
+    """What a detector is trained by.
+
+    Attributes:
+        loss: From a head's outputs, the frames' targets and the head's configuration to a named
+            tuple of terms with their `total`.
+        terms: What the terms are called.
+    """
+
+    loss: Callable[[Mapping[str, Tensor], Sequence[Targets], Any], Any]
+    terms: tuple[str, ...]
+
+
+TRANSFUSION_OBJECTIVE = Objective(head_loss, ("heatmap", "class", "box"))
+"""BEVFusion's."""

@@ -18,8 +18,7 @@ from bevfusion.model import Batch
 from bevfusion.training._targets import Targets, targets_of
 
 if TYPE_CHECKING:
-    from bevfusion.model import BEVFusion
-    from bevfusion.model.head import HeadConfig
+    from bevfusion.model import Detector
     from bevfusion.training._compact import CompactFrame
 
 
@@ -131,7 +130,7 @@ def order_of(seed: int, position: int, count: int, frames: int) -> list[int]:
 
 
 def make_batch(
-    frames: Sequence[CompactFrame], motions: Sequence[Motion], model: BEVFusion
+    frames: Sequence[CompactFrame], motions: Sequence[Motion], model: Detector
 ) -> tuple[Batch, list[Targets]]:
     """The frames, moved, as the model is called with them, and what its head should answer.
 
@@ -147,7 +146,7 @@ def make_batch(
         InputError: The model reads the LiDAR, and none of the frames has a point in its range.
     """
     parts = model.parts
-    config: HeadConfig = model.head.config
+    config = model.head.config
     voxels = [_voxels(f, m, model, i) for i, (f, m) in enumerate(zip(frames, motions, strict=True))]
     images = depth = cells = None
     if "camera" in parts:
@@ -158,38 +157,39 @@ def make_batch(
         targets_of(motion.labels(frame.labels), config)
         for frame, motion in zip(frames, motions, strict=True)
     ]
-    features, coords = (torch.cat(side) for side in zip(*voxels, strict=True))
-    if "lidar" in parts and not len(features):
+    filled = [found for found in voxels if found is not None]
+    if "lidar" in parts and not filled:
         raise InputError(
             f"{', '.join(frame.name for frame in frames)}: no point lies in the range of the "
             "model's voxels: check the units and the sensor's axes"
         )
+    nothing = torch.zeros(0, frames[0].points.shape[1]), torch.zeros(0, 4, dtype=torch.int32)
+    features, coords = (torch.cat(side) for side in zip(*(filled or [nothing]), strict=True))
     return Batch(features, coords, len(frames), images, depth, cells), targets
 
 
 def _voxels(
-    frame: CompactFrame, motion: Motion, model: BEVFusion, index: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    columns = frame.points.shape[1]
-    nothing = torch.zeros(0, columns), torch.zeros(0, 4, dtype=torch.int32)
+    frame: CompactFrame, motion: Motion, model: Detector, index: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     if "lidar" not in model.parts:
-        return nothing
+        return None
     voxelize: Any = model.lidar["voxelize"]
     try:
         features, coords, _ = voxelize(motion.points(frame.points), batch=index)
     except VoxelizeError:  # no point in range: such a frame teaches that there is nothing
-        return nothing
+        return None
     return features, coords
 
 
 def _cells(
-    frames: Sequence[CompactFrame], motions: Sequence[Motion], model: BEVFusion
+    frames: Sequence[CompactFrame], motions: Sequence[Motion], model: Detector
 ) -> torch.Tensor:
     intrinsics, poses, image_aug = (
         np.stack([frame.calibration[i] for frame in frames]) for i in range(3)
     )
     moved = np.stack([motion.camera(pose) for motion, pose in zip(motions, poses, strict=True)])
-    view: Any = model.camera["vtransform"]
+    built: Any = model
+    view = built.camera["vtransform"]
     cells: torch.Tensor = view.cells(
         torch.from_numpy(intrinsics[..., :3, :3]),
         torch.from_numpy(moved),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,31 @@ class Targets(NamedTuple):
         return len(self.boxes)
 
 
-def targets_of(labels: Labels, config: HeadConfig) -> Targets:
+class HeadSizes(Protocol):
+    """What targets need to know of a head: classes and map."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names, in the order of the heatmap's channels."""
+
+    @property
+    def num_classes(self) -> int:
+        """How many."""
+
+    @property
+    def map_size(self) -> tuple[int, int]:
+        """Cells along x and y."""
+
+    @property
+    def cell_size(self) -> tuple[float, float]:
+        """Metres of a cell along x and y."""
+
+    @property
+    def origin(self) -> tuple[float, float]:
+        """X and y [m] of the map's low corner."""
+
+
+def targets_of(labels: Labels, config: HeadSizes) -> Targets:
     """The labels of the head's classes with the centre on its map and at least one LiDAR point.
 
     nuScenes leaves boxes without a point out of its evaluation too; labels that do not count their
@@ -113,7 +137,7 @@ def decode_boxes(code: npt.NDArray[np.floating], config: HeadConfig) -> npt.NDAr
     )
 
 
-def _cells(xy: npt.NDArray[np.floating], config: HeadConfig) -> npt.NDArray[np.float64]:
+def _cells(xy: npt.NDArray[np.floating], config: HeadSizes) -> npt.NDArray[np.float64]:
     cells: npt.NDArray[np.float64] = (xy.astype(np.float64) - config.origin) / config.cell_size
     return cells
 
@@ -148,7 +172,7 @@ def gaussian_radius(length: float, width: float, min_overlap: float = _MIN_OVERL
     return min(same, inwards, outwards)
 
 
-def heatmap_target(targets: Targets, config: HeadConfig) -> npt.NDArray[np.float32]:
+def heatmap_target(targets: Targets, config: HeadSizes) -> npt.NDArray[np.float32]:
     """The heatmap to learn: per class the largest of its objects' Gaussians.
 
     exp(−((i − i₀)² + (j − j₀)²) / 2σ²) with σ = (2r + 1) / 6, cut to |i − i₀|, |j − j₀| ≤ r, and 1

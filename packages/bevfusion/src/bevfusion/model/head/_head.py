@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, fx, nn
 
@@ -161,6 +163,12 @@ class TransFusionHead(nn.Module):
         self.register_buffer("bev_pos", _cell_centres(*config.map_size), persistent=False)
         every_cell = torch.tensor([name in config.point_classes for name in config.classes])
         self.register_buffer("every_cell", every_cell.view(1, -1, 1, 1), persistent=False)
+
+    @property
+    def heatmap_layers(self) -> tuple[Any, ...]:
+        """The layers that make the logits of classes."""
+        branches: Any = self.prediction_heads[0]
+        return self.heatmap_head[1], branches.heatmap[1]
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """From the bird's-eye view to what `decode` reads.

@@ -1,0 +1,111 @@
+"""The detectors by name: how each is built, trained and judged, whatever its kind.
+
+A row of `DETECTORS` is all that a program needs to know of a model. Sizes say by their `kind` which
+row is theirs.
+
+Example:
+    >>> from bevfusion.detectors import DETECTORS, build_detector
+    >>> list(DETECTORS)
+    ['bevfusion', 'centerpoint', 'centerpoint-pillars']
+    >>> sizes = DETECTORS["centerpoint-pillars"].configs["tiny"]
+    >>> build_detector(sizes, ("lidar", "decoder")).parts
+    ('lidar', 'decoder')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from bevfusion.centerpoint import (
+    CENTER_OBJECTIVE,
+    PILLAR_CONFIGS,
+    VOXEL_CONFIGS,
+    build_centerpoint,
+    example_voxels,
+)
+from bevfusion.model import (
+    CONFIGS,
+    PARTS,
+    Batch,
+    Detector,
+    Sizes,
+    build_model,
+    example_batch,
+)
+from bevfusion.training import TRANSFUSION_OBJECTIVE, Objective
+
+__all__ = ["DETECTORS", "DetectorKind", "build_detector", "example_of", "kind_of"]
+
+
+@dataclass(frozen=True)
+class DetectorKind:
+    """One row of the table.
+
+    Attributes:
+        configs: Sizes by name.
+        build: From sizes and parts to a float model.
+        example: A small batch for sizes, to trace a model with.
+        parts: That a whole model has, in the order in which they run.
+        objective: What it is trained by.
+        head_in_float: Whether quantizing everything leaves the head in float.
+    """
+
+    configs: Mapping[str, Any]
+    build: Callable[[Any, Iterable[str]], Detector]
+    example: Callable[[Any], Batch]
+    parts: tuple[str, ...]
+    objective: Objective
+    head_in_float: bool
+
+
+def _centerpoint(configs: Mapping[str, Any]) -> DetectorKind:
+    parts = ("lidar", "decoder", "head")
+    return DetectorKind(configs, build_centerpoint, example_voxels, parts, CENTER_OBJECTIVE, False)
+
+
+DETECTORS: Mapping[str, DetectorKind] = MappingProxyType(
+    {
+        "bevfusion": DetectorKind(
+            CONFIGS, build_model, example_batch, PARTS, TRANSFUSION_OBJECTIVE, True
+        ),
+        "centerpoint": _centerpoint(VOXEL_CONFIGS),
+        "centerpoint-pillars": _centerpoint(PILLAR_CONFIGS),
+    }
+)
+"""By the name that `--model` takes."""
+
+
+def kind_of(sizes: Sizes) -> DetectorKind:
+    """The row of these sizes."""
+    return DETECTORS[sizes.kind]
+
+
+def build_detector(sizes: Sizes, parts: Iterable[str] | None = None) -> Detector:
+    """A float model of the given sizes, in eval mode.
+
+    Args:
+        sizes: Of any kind.
+        parts: Those to build; all by default.
+
+    Raises:
+        InputError: Parts that cannot run together, or sizes that contradict each other.
+    """
+    kind = kind_of(sizes)
+    return kind.build(sizes, kind.parts if parts is None else parts)
+
+
+def example_of(sizes: Sizes, like: Batch | None = None) -> Batch:
+    """A small batch for a model of these sizes, to trace it with.
+
+    Args:
+        sizes: Of any kind.
+        like: The example has the sensors of this batch; all by default.
+    """
+    example = kind_of(sizes).example(sizes)
+    absent: dict[str, Any] = {
+        name: None for name, value in (like or example)._asdict().items() if value is None
+    }
+    return example._replace(**absent)
