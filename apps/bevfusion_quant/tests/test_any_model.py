@@ -14,6 +14,7 @@ from bev_data import InputError
 from bev_scenes import street_frame
 from bevfusion.frameworks import load_detector
 from bevfusion_quant.any_model import AnyConfig, AnyResult, any_text, run_any
+from bevfusion_quant.cli import main
 from bevfusion_quant.verdict import verdict
 
 FRAMES = [street_frame(seed=seed, size="tiny", cameras=None) for seed in range(2)]
@@ -110,3 +111,21 @@ def test_calibration_frames_are_counted(tmp_path: Path) -> None:
     config = replace(AnyConfig("own_detector:make"), calibration_frames=3)
     with pytest.raises(InputError, match="--calibration-frames 3 of 1"):
         run_any(FRAMES[:1], config, runs=tmp_path)
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [
+        "ptq",
+        "--model",
+        "own_detector:make",
+        "--dataset",
+        "street",
+        "--runs",
+        str(tmp_path),
+    ]
+    assert main([*command, "--quiet"]) == 0
+    assert "sparse.onnx, dense.onnx for tensorrt11, verified" in capsys.readouterr().out
+    assert main([*command, "--branch", "lidar", "--no-fold"]) == 2
+    assert "--branch, --no-fold: --model own_detector:make does not read it" in (
+        capsys.readouterr().err
+    )

@@ -37,7 +37,7 @@ def listed(error: pytest.ExceptionInfo[ValueError]) -> set[str]:
 
 
 def test_names_of_the_model_are_the_models() -> None:
-    assert get_args(options.ModelName) == tuple(DETECTORS)
+    assert named(options.ModelName) == set(DETECTORS)
     sizes = (name for kind in DETECTORS.values() for name in kind.configs)
     assert set(get_args(options.ConfigName)) == set(sizes)
     assert get_args(options.PartBranch) == (*PARTS, "all")

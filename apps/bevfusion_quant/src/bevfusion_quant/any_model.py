@@ -51,6 +51,7 @@ from bevquant_quantizers.documents import write_tensors
 LOG = logging.getLogger(__name__)
 ONNX_FOLDER = "onnx"
 INTEGER_FOLDER = "integer"
+_NOTES = 5
 EXTENT = (-54.0, -54.0, 54.0, 54.0)
 """Of the picture and of the labels that count, where a model does not state its own [m]."""
 
@@ -307,8 +308,19 @@ def any_text(result: AnyResult) -> list[str]:
     text = simulation_text(result.simulation, layers=True, reasons_in="the page")
     parts += ["In integers, against float and fake-quantized", text]
     if result.files is not None:
-        parts += [f"ONNX files for {result.files.target}", result.files_text]
+        parts += [f"ONNX files for {result.files.target}", _shortened(result.files_text)]
     left_out = ["stages and maps (no part of the network is named)", "mean average precision"]
     if not result.simulation.agreement:
         left_out.append("boxes (the model gives no function that makes them)")
     return [*parts, *result.notes, f"Left out: {', '.join(left_out)}"]
+
+
+def _shortened(text: str) -> str:
+    """Without most of the notes on float32 operations, of which a network may have hundreds."""
+    lines = text.splitlines()
+    notes = [index for index, line in enumerate(lines) if ": float32: " in line]
+    if len(notes) <= _NOTES:
+        return text
+    dropped = set(notes[_NOTES:])
+    lines[notes[_NOTES - 1]] += f"\n… and {len(dropped)} more operations in float32: summary.json"
+    return "\n".join(line for index, line in enumerate(lines) if index not in dropped)

@@ -29,7 +29,7 @@ from bevfusion.training import (
 )
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
-from bevfusion_quant.options import ConfigName, ModelName, Place, QatOptions, TrainedBranch
+from bevfusion_quant.options import ConfigName, Place, QatOptions, TrainedBranch
 from bevfusion_quant.pages import EvaluatedRun
 from bevfusion_quant.plan import PLAN_FILE, read_plan
 from bevfusion_quant.run import Clock, RunRecord, new_run
@@ -232,9 +232,7 @@ def run_qat(
             loaded = load_run(run)
         # As `train` prepares them: both can share a cache.
         branch = _sensors(start.parts) if start.model == "bevfusion" else "all"
-        form = TrainConfig(
-            model=cast("ModelName", start.model), config=size, branch=branch, cameras=used
-        )
+        form = TrainConfig(model=start.model, config=size, branch=branch, cameras=used)
         ranks = current_ranks()
         ranks.goes_on(
             "run the same command with --resume, and it goes on from the last checkpoint, in "

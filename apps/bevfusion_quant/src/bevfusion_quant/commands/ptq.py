@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.commands._text import bpu_run_text, run_text
+from bevfusion_quant.commands._text import bpu_run_text, finished_text, run_text
 from bevfusion_quant.options import (
     FrameOptions,
     MarchName,
@@ -28,6 +28,9 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
     """Fold, quantize, calibrate and compare on your own frames.
 
     Args:
+        model: The detector: bevfusion (cameras and LiDAR), centerpoint (LiDAR, voxels),
+            centerpoint-pillars, mmdet3d:CONFIG.py of mmdetection3d, or package.module:function
+            that returns a model of yours.
         name: The run's folder in it; by default ptq, ptq-2, …
         target: What is quantized for. nvidia: every part, as TensorRT and libspconv take it. bpu:
             the dense parts for a Horizon BPU (camera backbone and neck, fuser, decoder), the rest
@@ -49,6 +52,8 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
         from bevfusion_quant.ptq import PtqConfig, is_detector, reads_images, run_ptq
         from bevfusion_quant.stages import sizes_of
 
+        if ":" in self.model:
+            return self._execute_any(command)
         sizes = sizes_of(self.model, self.config)
         lidar = self.dataset is None and self.model == "bevfusion"
         branch: Branch = self.branch or ("lidar" if lidar else "all")
@@ -73,6 +78,32 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
         )
         result = run_ptq(frames, config, **self.place(command))
         return run_text(result, self, allow_poor=self.allow_poor_calibration)
+
+    def _execute_any(self, command: str) -> str:
+        """A network in code of another project."""
+        from bevfusion_quant.any_model import AnyConfig, any_text, run_any
+        from bevfusion_quant.frames import frames_of
+        from bevfusion_quant.verdict import verdict
+
+        read = {one.name for one in fields(AnyConfig)} | {"allow_poor_calibration"}
+        given = [
+            ("--no-" if one.default is True else "--") + one.name.replace("_", "-")
+            for one in (*fields(PtqOptions), *fields(type(self)))
+            if one.name not in read
+            and one.name not in {f.name for f in (*fields(FrameOptions), *fields(RunOptions))}
+            and getattr(self, one.name) != one.default
+        ]
+        if given:
+            raise InputError(
+                f"{', '.join(dict.fromkeys(given))}: --model {self.model} does not read it; leave "
+                "it out"
+            )
+        frames = frames_of(self, with_cameras=False, size="nuscenes")
+        config = config_from(
+            AnyConfig, self, method=self.method or AnyConfig.method, target=AnyConfig.target
+        )
+        result = run_any(frames, config, **self.place(command))
+        return finished_text(any_text(result), result, self, result.warnings, verdict(result))
 
     def _execute_bpu(self, branch: Branch, command: str) -> str:
         from bevfusion.model import named_weights

@@ -122,9 +122,6 @@ def _cpus() -> Iterable[str]:
 ConfigName = Literal["nuscenes", "tiny", "nuscenes-mmdet3d", "nuscenes-voxel01", "waymo"]
 """The sizes in `bevfusion.detectors.DETECTORS`; which of them a model has is asked later."""
 
-ModelName = Literal["bevfusion", "centerpoint", "centerpoint-pillars"]
-"""`bevfusion.detectors.DETECTORS`."""
-
 PartBranch = Literal["camera", "lidar", "fuser", "decoder", "head", "all"]
 Branch = Literal[PartBranch, "lidar-detector", "camera-detector"]
 """What is quantized; `ptq._branches` says which parts that means."""
@@ -132,6 +129,7 @@ Branch = Literal[PartBranch, "lidar-detector", "camera-detector"]
 TrainedBranch = Literal["lidar", "camera", "all"]
 
 if TYPE_CHECKING:
+    ModelName: TypeAlias = str
     DatasetKind: TypeAlias = str
     ExportTarget: TypeAlias = str
     Method: TypeAlias = str
@@ -141,6 +139,8 @@ if TYPE_CHECKING:
     Backend: TypeAlias = str
     Cpu: TypeAlias = str
 else:
+    # `ptq` takes other models too, by names with a colon; everyone else asks `stages.sizes_of`.
+    ModelName = Annotated[str, _known(("bevfusion", "centerpoint", "centerpoint-pillars"))]
     DatasetKind = Annotated[str, _installed("bevquant.datasets")]
     ExportTarget = Annotated[str, _installed("bevquant.targets")]
     Method = Annotated[str, _known(("mse", "max", "entropy", "percentile"), _methods)]
