@@ -331,7 +331,7 @@ def test_signal_in_the_middle(here: Path, number: signal.Signals) -> None:
     assert not Path("runs").exists()
 
 
-def test_without_spconv_the_extra_is_named(here: Path) -> None:
+def test_without_spconv_the_standin_is_used(here: Path) -> None:
     code = (
         "import atexit, gc, sys; sys.modules['spconv'] = None; "
         "atexit.register(lambda: print(gc.get_freeze_count() > 0)); "
@@ -339,11 +339,11 @@ def test_without_spconv_the_extra_is_named(here: Path) -> None:
         "code = main(['tree']); print(gc.get_threshold()); sys.exit(code)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert run.returncode == 2
+    assert run.returncode == 0, run.stderr
     # This process is the command's own: torch's modules are looked through for garbage less often,
     # and not once more at the end.
-    assert run.stdout == "(2000, 20, 50)\nTrue\n"
-    assert "pip install spconv" in run.stderr
+    assert run.stdout.endswith("(2000, 20, 50)\nTrue\n")
+    assert "SubMConv3d" in run.stdout
     assert "Traceback" not in run.stderr
 
 

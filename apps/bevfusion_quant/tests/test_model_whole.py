@@ -21,7 +21,6 @@ from bevfusion.model import (
     BEVFusion,
     build_lidar_branch,
     build_model,
-    exclude_all_but,
     random_weights,
 )
 from bevfusion_quant import InputError
@@ -114,14 +113,6 @@ def test_parts_that_run_together(parts: tuple[str, ...], shape: tuple[int, ...] 
 def test_parts_that_make_no_sense_are_refused(parts: tuple[str, ...], why: str) -> None:
     with pytest.raises(InputError, match=why):
         build_model(TINY, parts)
-
-
-def test_exclude_patterns_leave_the_other_parts_out() -> None:
-    assert exclude_all_but(PARTS) == ()
-    assert exclude_all_but(("camera",)) == ("encoders.lidar", "fuser", "decoder", "heads.object")
-    assert exclude_all_but(("lidar",), ("lidar",)) == ()
-    with pytest.raises(InputError, match=r"\['camera'\] cannot be quantized: the model has lidar"):
-        exclude_all_but(("camera",), ("lidar",))
 
 
 def test_missing_inputs_are_named(filled: tuple[BEVFusion, Batch]) -> None:

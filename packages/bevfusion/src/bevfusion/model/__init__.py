@@ -27,7 +27,7 @@ from bevfusion.model._detector import Detector, Sizes
 from bevfusion.model._fuser import ConvFuser
 from bevfusion.model._model import Batch, BEVFusion
 from bevfusion.model._names import NAMINGS
-from bevfusion.model._parts import PART_PATHS, PARTS, STAGES, exclude_all_but
+from bevfusion.model._parts import PART_PATHS, PARTS, STAGES
 from bevfusion.model._second import SECOND, SECONDFPN
 from bevfusion.model._weights import named_weights, random_weights, trained_weights
 from bevfusion.model.head import HeadConfig
@@ -57,7 +57,6 @@ __all__ = [
     "build_model",
     "example_batch",
     "example_like",
-    "exclude_all_but",
     "lidar_map",
     "load_state_dict",
     "load_weights",

@@ -52,26 +52,3 @@ def check_parts(parts: Iterable[str]) -> tuple[str, ...]:
     if problem is not None:
         raise InputError(f"the parts {', '.join(chosen) or '(none)'} cannot run alone: {problem}")
     return chosen
-
-
-def exclude_all_but(chosen: Iterable[str], built: Iterable[str] = PARTS) -> tuple[str, ...]:
-    """The `exclude` patterns of `bevquant_qnn.QuantConfig` that leave all other parts float.
-
-    Args:
-        chosen: Parts to quantize.
-        built: Parts of the model; a pattern that names nothing would be refused.
-
-    Raises:
-        InputError: A chosen part that the model does not have.
-
-    Example:
-        >>> exclude_all_but(("decoder",), ("lidar", "decoder", "head"))
-        ('encoders.lidar', 'heads.object')
-    """
-    wanted, present = set(chosen), tuple(built)
-    absent = sorted(wanted - set(present))
-    if absent:
-        raise InputError(
-            f"parts {absent} cannot be quantized: the model has {', '.join(present)} only"
-        )
-    return tuple(PART_PATHS[part] for part in PARTS if part in present and part not in wanted)
