@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass, is_dataclass, replace
 from threading import Lock
@@ -232,6 +233,22 @@ def test_whoever_looks_at_all_of_a_container_reads_all_of_it(name):
     if name != "another class":
         with pytest.raises(TypeError, match=r"\['more'\] not in the example"):
             graph.replay(two(more=rows()))
+
+
+COPIES = {
+    "asdict": lambda layer, d: layer(dataclasses.asdict(d)["x"]),
+    "astuple": lambda layer, d: layer(dataclasses.astuple(d)[0]),
+    "deepcopy": lambda layer, d: layer(copy.deepcopy(d).x),
+    "written": lambda layer, d: layer(copy.deepcopy(d.x).mul_(2)) + layer(d.x),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_deep_copy_in_a_forward_copies_tensors(name):
+    net = Runs(COPIES[name]).eval()
+    graph = capture(net, (Frozen(rows(), 1),))
+    other = Frozen(rows(5), 1)
+    assert torch.equal(graph.replay(other), net(other))
 
 
 def test_a_mapping_of_another_class_is_read_whole():

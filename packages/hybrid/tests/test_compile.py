@@ -299,3 +299,30 @@ def test_a_model_is_compiled_as_it_is_and_stays_so(tmp_path) -> None:
     assert_equal(made(x), expected)
     made(x).zero_()
     assert_equal(made(x), expected)
+
+
+class Frames(nn.Module):
+    """Reads two inputs of equal shapes out of a dictionary, to which it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant, self.dequant = QuantStub(scale=1 / 64), DeQuantStub()
+        self.near, self.far = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+        self.add = nn.quantized.FloatFunctional()
+
+    def forward(self, frame: dict[str, Tensor]) -> Tensor:
+        near, far = self.quant(frame["near"]), self.quant(frame["far"])
+        frame["sum"] = self.add.add(self.near(near), self.far(far))
+        return self.dequant(frame["sum"])
+
+
+def test_members_are_found_by_their_keys(tmp_path):
+    torch.manual_seed(0)
+    frame = {"near": torch.rand(1, 4, 3, 3), "far": -torch.rand(1, 4, 3, 3)}
+    model = converted(Frames(), dict(frame))
+    made = compiled(model, (frame,), tmp_path)
+    assert [*frame] == ["near", "far"]
+    other = dict(reversed(frame.items()))
+    assert torch.equal(made(other), model(dict(frame)))
+    first, second = made.values(frame), made.values(other)
+    assert all(torch.equal(second[name], value) for name, value in first.items())

@@ -27,7 +27,7 @@ from ._own_inputs import own_inputs
 from ._part import named_results, nodes_behind, part_of
 from ._program import as_module, module_of
 from ._quiet import evaluation, quiet
-from ._read_members import ReadMembers
+from ._read_members import ReadMembers, in_order, rearranged
 from ._registrations import registered_once
 from ._signature import (
     arguments,
@@ -74,6 +74,7 @@ __all__ = [
     "fixed_sizes",
     "flatten",
     "forward_line",
+    "in_order",
     "is_library_class",
     "is_sparse_tensor",
     "layer_class",
@@ -92,6 +93,7 @@ __all__ = [
     "own_inputs",
     "part_of",
     "quiet",
+    "rearranged",
     "rebuild",
     "refilled",
     "refuse_other_members",

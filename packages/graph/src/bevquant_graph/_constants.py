@@ -94,6 +94,8 @@ class Constants(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__" and getattr(func, "__self__", None) is Tensor.data:
             func, name = Tensor.detach, "detach"  # torch loses track of what ``x.data`` gives
+        if func is Tensor.__deepcopy__:  # it copies memory, which a trace does not have
+            func, name, args = Tensor.clone, "clone", args[:1]
         writes = name in _WRITES or name[-1:] == "_" != name[-2:-1] or "out" in kwargs
         if not writes and name not in _NAMED:
             return func(*args, **kwargs)

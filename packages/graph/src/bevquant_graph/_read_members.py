@@ -10,7 +10,7 @@ module that is one node reads all that it gets.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,8 +50,7 @@ class ReadMembers:
 
     def required_inputs(self, inputs: Any) -> Any:
         """As `required`, of a tuple of positional inputs, a dict of named ones, or one input."""
-        args, kwargs = self.required(arguments(inputs))
-        return kwargs or args
+        return rearranged(self.required, inputs)
 
     def made(self, result: Any) -> Any:
         """A result without the members that are handed on, in its order."""
@@ -119,7 +118,41 @@ def _kept(value: Any, kept: Mapping[Place, Collection[Any]], place: Place = ()) 
     keys = kept.get(place)
     old = members_of(value) or {}
     order = old if keys is None else [key for key in keys if key in old]
-    new = {key: _kept(old[key], kept, (*place, key)) for key in order}
+    return _with_members(value, {key: _kept(old[key], kept, (*place, key)) for key in order})
+
+
+def in_order(wanted: Any, given: Any) -> Any:
+    """A value with the members of its dictionaries in the order of another value, at any depth.
+
+    Members that only `given` has follow. What has them all in this order already is returned as it
+    is, the other containers are new.
+
+    Example:
+        >>> in_order({"image": 1, "points": 2}, {"points": 3, "name": "x", "image": 4})
+        {'image': 4, 'points': 3, 'name': 'x'}
+    """
+    theirs, own = members_of(wanted), members_of(given)
+    if theirs is None or own is None:
+        return given
+    order = [*(key for key in theirs if key in own), *(key for key in own if key not in theirs)]
+    return _with_members(given, {key: in_order(theirs.get(key), own[key]) for key in order})
+
+
+def rearranged(change: Callable[[Arguments], Arguments], inputs: Any) -> Any:
+    """Inputs behind a change of their arguments; as they are where it changes nothing.
+
+    Args:
+        change: Returns the arguments themselves where they stay as they are.
+        inputs: A tuple of positional inputs, a dict of named ones, or one input.
+    """
+    given = arguments(inputs)
+    made = change(given)
+    return inputs if made is given else made[1] or made[0]
+
+
+def _with_members(value: Any, new: dict[Any, Any]) -> Any:
+    """A container with these members in this order; itself where it has them."""
+    old = members_of(value) or {}
     if [*new] == [*old] and all(new[key] is item for key, item in old.items()):
         return value
     if isinstance(value, list | tuple):

@@ -179,10 +179,11 @@ class _State:
         self._tensors: list[tuple[Tensor, Tensor, Tensor]] = []
         self._seen = {id(p) for p in model.parameters()}
         for module in model.modules():
-            for named in (vars(module), *(vars(module)[name] for name in _REGISTERED)):
+            own = vars(module)  # which of a scripted module has no registrations
+            for named in (own, *(own[name] for name in _REGISTERED if name in own)):
                 self._dicts.append((named, dict(named)))
-            held = (value for name, value in vars(module).items() if name not in _TORCHS)
-            self._note([*module._buffers.values(), *held])
+            held = (value for name, value in own.items() if name not in _TORCHS)
+            self._note([*module.buffers(recurse=False), *held])
 
     def _note(self, pending: list[Any]) -> None:
         while pending:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from bevquant_export.dense._program_of import (
     inputs_of,
     integer_model,
     location,
+    placed,
     program_of,
 )
 from bevquant_export.dense._runnable import (
@@ -33,7 +35,7 @@ from bevquant_export.dense._runnable import (
 from bevquant_export.dense._written import QdqFile, TensorDifference
 from bevquant_export.floats._stable_choices import StableChoices
 from bevquant_export.lint._read import load_model, reading
-from bevquant_graph import is_sparse_tensor
+from bevquant_graph import arguments, in_order, rearranged
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import Step, contiguous
 
@@ -97,6 +99,7 @@ def compare_qdq_onnx(
         >>> [(t.op, t.different, t.unexplained) for t in compare_qdq_onnx(file, quantized, x)]
         [('quantize', 0, 0), ('conv', 0, 0)]
     """
+    args = _in_order(file, args)
     integer = program_of(
         model, args, file.sum_ranges or False, verify=False
     )  # it was, before the file was written
@@ -157,14 +160,13 @@ def compared(
     """
     profile = profile_of(file.profile)
     halves = _half_inputs(content) if profile.half else set()
-    args = integer.program.members.required_inputs(args)
-    args = in_half(args, file.inputs, halves) if halves else args
-    given = zip(file.inputs, tensors_of(args), strict=True)
+    args = required_of(file, integer, args)
+    args = in_half(args, tensors_by_input(file, args), halves) if halves else args
     inputs = {
         name: value.detach().cpu().numpy().astype(np.float16)
         if name in halves
         else value.detach().cpu().numpy()
-        for name, value in given
+        for name, value in tensors_by_input(file, args).items()
     }
     with ThreadPoolExecutor(AT_ONCE) as pool:
         cut = CutFile(file, content, integer.program, inputs, run_in, pool, outputs=outputs)
@@ -187,7 +189,7 @@ def compared(
     rows, results = cut.rows(), cut.floats
     floats = {
         name: (value.detach().cpu().numpy(), results[name])
-        for name, value in zip(file.outputs, tensors_of(returned), strict=False)
+        for name, value in placed(file.result, returned, "result")
         # Others are quantized, and among the rows.
         if name in results and type(value) is Tensor and value.is_floating_point()
     }
@@ -335,13 +337,20 @@ def _named(name: str, value: Any) -> list[tuple[str, Any]]:
     return [(name, value)]
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if is_sparse_tensor(value):
-        return [value.features, value.indices]
-    if isinstance(value, dict):
-        return [t for item in value.values() for t in tensors_of(item)]
-    if isinstance(value, list | tuple):
-        return [t for item in value for t in tensors_of(item)]
-    return []
+def _in_order(file: QdqFile, args: Any) -> Any:
+    """Inputs with the members of their dictionaries in the order of the file's example."""
+    return rearranged(partial(in_order, file.signature), args)
+
+
+def required_of(file: QdqFile, integer: QdqProgram, args: Any) -> Any:
+    """The members of the inputs that the model reads, in the order of the file's inputs."""
+    return _in_order(file, integer.program.members.required_inputs(args))
+
+
+def tensors_by_input(file: QdqFile, args: Any) -> dict[str, Tensor]:
+    """Inputs of the file to the tensors that a call gives for them, bound by keys and positions.
+
+    Raises:
+        TypeError: The call is structured otherwise than the example inputs.
+    """
+    return dict(placed(file.signature, arguments(args), f"{file.path.name}: inputs"))

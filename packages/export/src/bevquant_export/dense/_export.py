@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from bevquant_export._size_guards import (
     refuse_free_batch,
 )
 from bevquant_export._taken_numbers import frame_tables
-from bevquant_export.dense._compare import tensors_of, verified
+from bevquant_export.dense._compare import tensors_by_input, verified
 from bevquant_export.dense._emit import emit
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._half_file import typed_file
@@ -41,7 +41,7 @@ from bevquant_export.sparse.portable._body import OPSET
 from bevquant_export.targets._cpu import mark_cpu
 from bevquant_graph import Guard
 from bevquant_int8sim import IntegerModel
-from bevquant_int8sim.program import PROGRAM_READERS, Ref, SparseRef
+from bevquant_int8sim.program import PROGRAM_READERS, Ref, SparseRef, replaced
 from bevquant_quantizers import hb_mapper, quantization_disabled, write_whole
 
 Shape = tuple[int | str, ...]
@@ -216,6 +216,8 @@ def export_qdq_onnx(
         run_on_cpu=on_cpu if chosen.name == "horizon" else (),
         sum_ranges=dict(source.sum_ranges),
         integer_model=integer_model(source.integer),
+        signature=_with_names(source, source.program.signature, inputs.values()),
+        result=_with_names(source, source.program.result, (name for _, name in outputs)),
     )
     if chosen.half:
         seen = recorded(model, source, made, inputs)
@@ -230,7 +232,7 @@ def export_qdq_onnx(
     frames = {inputs[n]: int(source.hosts[of]) + 1 for n, of in tables.items() if n in inputs}
     if frames:
         proto.metadata_props.add(key=FRAMES_KEY, value=json.dumps(frames))
-    timing = _timing(proto, model, args, profile, list(shapes_in)) if measure else None
+    timing = _timing(proto, model, args, file) if measure else None
     content = proto.SerializeToString(deterministic=True)
     file = replace(file, figures=figures_of(content, on_cpu=on_cpu_engine, timing=timing))
     write_whole(target, content)
@@ -245,16 +247,17 @@ def _has_float_form(model: Any) -> bool:
     return isinstance(model, nn.Module) and not any(isinstance(m, kinds) for m in model.modules())
 
 
-def _timing(proto: Any, model: Any, args: Any, profile: str, names: list[str]) -> Timing:
+def _timing(proto: Any, model: Any, args: Any, file: QdqFile) -> Timing:
     """The file and the same model with its quantizers off, in turn on `args`."""
     with TemporaryDirectory() as folder, quantization_disabled(model):
         peer = export_qdq_onnx(
-            model, args, Path(folder) / "float32.onnx", profile, input_names=names, verify=False
-        )
+            model, args, Path(folder) / "float32.onnx", file.profile,
+            input_names=list(file.inputs), verify=False,
+        )  # fmt: skip
         floats = load_model(peer.path)
-    given = zip(names, tensors_of(args), strict=True)
-    arrays = {name: value.detach().cpu().numpy() for name, value in given}
-    open_session = partial(session, runner=profile_of(profile).runner, timed=True)
+    given = tensors_by_input(file, args)
+    arrays = {name: value.detach().cpu().numpy() for name, value in given.items()}
+    open_session = partial(session, runner=profile_of(file.profile).runner, timed=True)
     return timed(proto, floats, arrays, open_session)
 
 
@@ -316,6 +319,23 @@ def _members(source: Source, value: Any, where: str) -> Iterator[tuple[str, str]
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _members(source, item, f"{where}_{index}")
+
+
+def _with_names(source: Source, value: Any, names: Iterable[str]) -> Any:
+    """A signature or result of the program with the file's names, which come in its order.
+
+    None stands for numbers and sizes.
+    """
+    order = iter(names)
+
+    def named(ref: Ref | SparseRef) -> Any:
+        if isinstance(ref, SparseRef) or ref.name in source.program.sparse_inputs:
+            return SparseRef(next(order), next(order))
+        if f"{ref.name}[0]" in source.shapes:
+            return tuple(Ref(next(order)) for _ in source.shapes[ref.name])
+        return Ref(next(order)) if ref.name in source.shapes else None
+
+    return replaced(value, named)
 
 
 def _named(argument: str, names: list[str], wanted: Sequence[str] | None) -> list[str]:

@@ -13,7 +13,7 @@ type costs nothing. A Cast stands where the two meet. `single_nodes` decides on 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from bevquant_export.dense._bound import RENAMED
 from bevquant_export.dense._half_graph import FLOAT, FloatGraph
 from bevquant_export.dense._half_limits import LARGEST_HALF, SINGLE_INPUTS
 from bevquant_export.dense._half_single import Known, Measure, Singles
-from bevquant_graph import map_leaves
+from bevquant_graph import flatten, rebuild
 
 _HALF = 10
 
@@ -89,7 +89,7 @@ def half_inputs(proto: Any) -> set[str]:
     return {p.name for p in proto.graph.input if p.type.tensor_type.elem_type == _HALF}
 
 
-def in_half(args: Any, names: Collection[str], halves: Collection[str]) -> Any:
+def in_half(args: Any, names: Iterable[str], halves: Collection[str]) -> Any:
     """Inputs, those of float16 rounded to it, in float32.
 
     Args:
@@ -97,15 +97,24 @@ def in_half(args: Any, names: Collection[str], halves: Collection[str]) -> Any:
         names: Of the tensors among them, in order.
         halves: Names of those that are float16 in the file.
     """
-    order = iter(names)
 
-    def rounded(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        is_half = next(order) in halves and value.dtype == torch.float32
+    def rounded(name: str, value: Tensor) -> Tensor:
+        is_half = name in halves and value.dtype == torch.float32
         return value.half().float() if is_half else value
 
-    return map_leaves(rounded, args)
+    return with_tensors(rounded, names, args)
+
+
+def with_tensors(change: Callable[[str, Tensor], Tensor], names: Iterable[str], args: Any) -> Any:
+    """Arguments with other tensors.
+
+    Args:
+        change: Makes one, of its name and the old one.
+        names: Of the tensors in `args`, in order.
+        args: As a call takes them.
+    """
+    tensors, tree = flatten(args)
+    return rebuild(tree, list(map(change, names, tensors)))
 
 
 class _Writer:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from bevquant_export.dense._compare import departing, refusal, tensors_of
+from bevquant_export.dense._compare import departing, refusal, required_of, tensors_by_input
 from bevquant_export.dense._half import Typed
 from bevquant_export.dense._half_digits import Size
 from bevquant_export.dense._half_single import Known
@@ -25,7 +25,7 @@ def typed_file(
     Raises:
         ValueError: onnxruntime does not run the file on inputs that the model takes.
     """
-    required = source.integer.program.members.required_inputs(args)
+    required = required_of(file, source.integer, args)
     given, notes = {EXAMPLE: required}, []
     for name, inputs in hard_inputs(required, list(file.inputs), known):
         why = "" if name == EXAMPLE else refusal(source.integer, inputs)
@@ -34,9 +34,7 @@ def typed_file(
         else:
             given[name] = inputs
     frames = [
-        arrays(dict(zip(file.inputs, tensors_of(given[name]), strict=True)))
-        for name in (EXAMPLE, LARGEST)
-        if name in given
+        arrays(tensors_by_input(file, given[name])) for name in (EXAMPLE, LARGEST) if name in given
     ]
 
     @cache

@@ -7,9 +7,17 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from bevquant_graph import is_sparse_tensor, members_of
+from bevquant_graph import is_sparse_tensor, members_of, refuse_other_members
 from bevquant_int8sim import IntegerModel, simulate
-from bevquant_int8sim.program import PROGRAM_READERS, Program, Ref, Step, arguments, names_in
+from bevquant_int8sim.program import (
+    PROGRAM_READERS,
+    Program,
+    Ref,
+    SparseRef,
+    Step,
+    arguments,
+    names_in,
+)
 
 Observe = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]
 Sums = bool | Mapping[str, float]
@@ -169,13 +177,24 @@ def inputs_of(program: Program, args: Any) -> Iterator[tuple[str, Any]]:
 
 def bound(program: Program, args: Any) -> Iterator[tuple[str, Any]]:
     """Inputs of the program and what a call gives for them, sparse tensors whole."""
-    yield from _bound(program.signature, arguments(args))
+    yield from placed(program.signature, arguments(args))
 
 
-def _bound(wanted: Any, given: Any) -> Iterator[tuple[str, Any]]:
+def placed(wanted: Any, given: Any, where: str = "inputs") -> Iterator[tuple[str, Any]]:
+    """Names in a structure of `Ref`s, and what another value has in their places.
+
+    Members of containers are found by their keys. A `SparseRef` stands for two tensors.
+
+    Raises:
+        TypeError: A member is missing.
+    """
     if isinstance(wanted, Ref):
         yield wanted.name, given
+    elif isinstance(wanted, SparseRef):
+        yield wanted.features, given.features
+        yield wanted.coords, given.indices
     else:
-        members = members_of(given) or {}
-        for key, item in (members_of(wanted) or {}).items():
-            yield from _bound(item, members[key])
+        members, own = members_of(wanted) or {}, members_of(given) or {}
+        refuse_other_members(members, {key: own[key] for key in own if key in members}, where)
+        for key, item in members.items():
+            yield from placed(item, own[key], f"{where}[{key!r}]")

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevquant_export.dense._half import with_tensors
 from bevquant_export.dense._half_digits import Size, size_of
 from bevquant_export.dense._program_of import integer_model
 from bevquant_export.dense._runnable import any_session
 from bevquant_export.dense._source import Source
-from bevquant_graph import map_leaves
 from bevquant_int8sim.program import Ref, Step, names_in
 from bevquant_quantizers import TensorQuantizer, float_ranges
 
@@ -123,15 +123,10 @@ def hard_inputs(
     """
 
     def changed(change: Any) -> Any:
-        order = iter(names)
-
-        def leaf(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            name = next(order)
+        def of(name: str, value: Tensor) -> Tensor:
             return change(name, value) if value.is_floating_point() else value
 
-        return map_leaves(leaf, args)
+        return with_tensors(of, names, args)
 
     def rows(name: str, value: Tensor) -> Tensor:
         value = value.clone()

@@ -90,6 +90,9 @@ class QdqFile:
         differences: What was found, tensor by tensor, as from `compare_qdq_onnx`.
         integer_model: What it was written from and held against; None where another package read
             its own model.
+        signature: Arguments of a call, positional and named, with names of `inputs` (`Ref`) in the
+            place of tensors: a frame's tensors are bound by these keys and positions.
+        result: What a call returns, likewise with names of `outputs`.
         figures: Its size, where it is exact and, with ``measure=True``, its time.
         returned: What `integer_model` returned for the example inputs, when the file was held
             against it; None where it was not, or on inputs rounded to half precision.
@@ -110,6 +113,8 @@ class QdqFile:
     differences: tuple[TensorDifference, ...] = ()
     integer_model: IntegerModel | None = field(default=None, repr=False, compare=False)
     returned: Any = field(default=None, repr=False, compare=False)
+    signature: Any = field(default=((), {}), repr=False)
+    result: Any = field(default=None, repr=False)
     figures: Figures | None = None
 
     def __str__(self) -> str:

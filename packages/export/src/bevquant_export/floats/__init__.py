@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bevquant_export.dense._runnable import session
 from bevquant_export.floats._half_floats import typed_floats
-from bevquant_export.floats._ports import called, tensors_in
+from bevquant_export.floats._ports import by_parameter, called
 from bevquant_export.floats._ports import input_names as named_inputs
 from bevquant_export.floats._ports import output_names as named_outputs
 from bevquant_export.floats._stable_choices import StableChoices
@@ -51,6 +51,8 @@ class FloatFile:
         opset: Its operator set.
         inputs: Name to shape.
         outputs: Likewise.
+        parameters: Input to the parameter of the forward that it is.
+        places: Output to its keys and positions in what the module returns.
         differences: onnxruntime against torch on the example, output by output; empty where that
             was not wanted. Of equal scores torch then takes the one of lowest index, as ONNX does.
         notes: What is other than one might expect; what is float32 in a file of half precision.
@@ -62,6 +64,8 @@ class FloatFile:
     outputs: dict[str, tuple[int, ...]]
     differences: tuple[FloatDifference, ...]
     notes: tuple[str, ...] = ()
+    parameters: dict[str, str] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         rows = (f"{row.name}: within {row.relative:.2g} of its largest" for row in self.differences)
@@ -126,12 +130,13 @@ def export_float_onnx(
     """
     target = Path(path)
     _check(module, opset, target)
-    given = tensors_in(args)
+    given = by_parameter(module, args)
     with StableChoices() as choices:
-        results = called(module, args)
-    inputs = dict(zip(named_inputs(module, args, input_names), given, strict=True))
-    places, values = [place for place, _ in results], [value for _, value in results]
-    outputs = dict(zip(named_outputs(places, output_names), values, strict=True))
+        results = dict(called(module, args))
+    parameters = dict(zip(named_inputs(module, args, input_names), given, strict=True))
+    places = dict(zip(named_outputs(list(results), output_names), results, strict=True))
+    inputs = {name: given[parameter] for name, parameter in parameters.items()}
+    outputs = {name: results[place] for name, place in places.items()}
     proto = exported(module, args, list(inputs), list(outputs), opset)
     found: tuple[FloatDifference, ...] = ()
     if tolerance is not None:
@@ -139,12 +144,29 @@ def export_float_onnx(
         _hold(found, tolerance, module)
     reasons: tuple[str, ...] = ()
     if half:
-        more = [tensors_in(frame) for frame in frames]
+        more = [_bound(parameters, module, frame) for frame in frames]
         typed = typed_floats(proto, inputs, more, verify=tolerance is not None)
         proto, reasons = typed.proto, typed.reasons
     write_whole(target, proto.SerializeToString(deterministic=True))
     notes = (*choices.notes(), *reasons)
-    return FloatFile(target, opset, _shapes(inputs), _shapes(outputs), found, notes)
+    return FloatFile(
+        target, opset, _shapes(inputs), _shapes(outputs), found, notes, parameters, places
+    )
+
+
+def _bound(parameters: dict[str, str], module: nn.Module, args: Any) -> dict[str, Tensor]:
+    """Inputs of a file to the tensors that a call gives for their parameters.
+
+    Raises:
+        ValueError: Other inputs than the file has.
+    """
+    given = by_parameter(module, args)
+    if given.keys() != {*parameters.values()}:
+        raise ValueError(
+            f"expected inputs {', '.join(parameters.values())} like those of the example, got "
+            f"{', '.join(given) or 'none'}"
+        )
+    return {name: given[parameter] for name, parameter in parameters.items()}
 
 
 def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -213,16 +235,16 @@ def compare_float_onnx(
         [True]
     """
     with StableChoices():
-        wanted = [value for _, value in called(module, args)]
-    if len(wanted) != len(file.outputs):
+        wanted = dict(called(module, args))
+    if wanted.keys() != {*file.places.values()}:
         raise ValueError(
             f"compare_float_onnx: the module has {len(wanted)} outputs, {file.path.name} "
             f"{len(file.outputs)}; compare it with the module that it was written from"
         )
-    given = dict(zip(file.inputs, tensors_in(args), strict=True))
+    given = _bound(file.parameters, module, args)
+    results = {name: wanted[place] for name, place in file.places.items()}
     with reading(file.path, "compare_float_onnx"):
-        proto, results = load_model(file.path), dict(zip(file.outputs, wanted, strict=True))
-        return _differences(proto, given, results)
+        return _differences(load_model(file.path), given, results)
 
 
 def _differences(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,11 @@ Frame = Mapping[str, Any]
 
 
 def typed_floats(
-    proto: Any, inputs: Mapping[str, Tensor], frames: list[list[Tensor]], *, verify: bool
+    proto: Any,
+    inputs: Mapping[str, Tensor],
+    frames: Sequence[Mapping[str, Tensor]],
+    *,
+    verify: bool,
 ) -> Typed:
     """A float file in half precision, but for what departs from float32 with it.
 
@@ -34,7 +38,7 @@ def typed_floats(
         verify: Whether the file is run.
     """
     names = [v.name for v in (*proto.graph.input, *proto.graph.output)]
-    seen = [arrays(inputs), *(arrays(dict(zip(inputs, one, strict=True))) for one in frames)]
+    seen = [arrays(inputs), *map(arrays, frames)]
     makers = {name for node in proto.graph.node for name in node.output}
     sizes = measured(proto, seen, {*names, *makers})
     # A binding of float16 holds any value, which is halved for the head room.

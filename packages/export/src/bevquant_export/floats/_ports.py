@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevquant_graph import flatten, leaf_names
+
 
 def called(module: nn.Module, args: Any) -> list[tuple[str, Tensor]]:
     """Every result of a call and where in the result it lies.
@@ -48,6 +50,16 @@ def tensors_in(args: Any) -> list[Tensor]:
                 "alone. Wrap the module in one that holds the rest"
             )
     return values
+
+
+def by_parameter(module: nn.Module, args: Any) -> dict[str, Tensor]:
+    """Parameters of the forward to the tensors that a call gives for them.
+
+    Raises:
+        ValueError: An argument is no tensor.
+    """
+    tensors = tensors_in(args)
+    return dict(zip(leaf_names(module, flatten(arguments(args))[1]), tensors, strict=True))
 
 
 def input_names(module: nn.Module, args: Any, wanted: Sequence[str] | None) -> list[str]:

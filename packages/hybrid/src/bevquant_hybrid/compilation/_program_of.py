@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevquant_graph import state_kept
 from bevquant_hybrid.compilation._arguments import converted_model, march_of
 from bevquant_hybrid.compilation._record import Recorder, RefusedError, following, in_graph
 from bevquant_hybrid.qtensor import QTensor, payload
@@ -55,6 +56,19 @@ def program_of(
         TypeError: Its inputs or outputs hold something else than tensors and numbers.
         RuntimeError: The program returns something else, as for a model that changes when called.
     """
+    # Over all runs: a model that notes something returns something else in the second run.
+    with state_kept(module):
+        return _recorded(module, inputs, caller, name, march, options)
+
+
+def _recorded(
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    caller: str,
+    name: str,
+    march: str,
+    options: Mapping[str, Any],
+) -> Program:
     given = flatten(inputs, f"{caller}: example_inputs")
     # Each its own: one tensor may have been given twice.
     taken = [tensor.detach().clone() for tensor in given.tensors]
@@ -100,8 +114,8 @@ def program_of(
         options=options,
     )
     program = replace(program, constants=used_constants(program, constants))
-    _check_equal(program, given.build(taken), values, caller)
-    others = [_other_values(tensor) for tensor in taken]
+    _check_equal(program, inputs, values, caller)
+    others = [_other_values(tensor) for tensor in given.tensors]
     try:
         with torch.no_grad():
             output = module(*given.build([tensor.clone() for tensor in others]))
@@ -263,7 +277,7 @@ def record_results(
     program = program_of(module, arguments, caller, caller, march_of(march, caller), {})
     given = flatten(arguments, f"{caller}: example_inputs")
     taken = [tensor.detach().clone() for tensor in given.tensors]
-    with torch.no_grad(), following(module) as scope:
+    with torch.no_grad(), state_kept(module), following(module) as scope:
         recorder = _Keeping(module, scope)
         for name, tensor in zip(_input_names(module, given), taken, strict=True):
             recorder.input(tensor, name)

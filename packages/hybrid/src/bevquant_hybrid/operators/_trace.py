@@ -12,7 +12,7 @@ its operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from math import inf, isclose, prod
 from typing import Any
@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.ao.quantization import FakeQuantizeBase
+
+from bevquant_graph import own_inputs, state_kept
 
 from ._attributes import (
     function_attributes,
@@ -97,19 +99,18 @@ def trace_calls(
         [('0', 'torch.nn.Conv2d', (1, 8, 6, 6)), ('1', 'torch.nn.ReLU', (1, 8, 6, 6))]
     """
     inputs = tuple(example_inputs) if isinstance(example_inputs, tuple | list) else None
-    inputs = (example_inputs,) if inputs is None else inputs
+    inputs = own_inputs((example_inputs,) if inputs is None else inputs)
     if isinstance(model, torch.jit.ScriptModule):
         return _read_script(model, inputs, input_dtype, table or load_support_table())
     recorder = Recorder(model, table or load_support_table(), dtype_of)
     for value in tensors_in(inputs):
         recorder.know(value, input_dtype, "")
-    modes = {module: module.training for module in model.modules()}
-    looking = {m: m.observer_enabled.clone() for m in modes if isinstance(m, FakeQuantizeBase)}
     with ExitStack() as stack:
-        stack.callback(_put_back, modes, looking)
+        stack.enter_context(state_kept(model))
         model.eval()
-        for fake_quant in looking:
-            fake_quant.observer_enabled.zero_()  # its range is that of other inputs than these
+        for module in model.modules():
+            if isinstance(module, FakeQuantizeBase):
+                module.observer_enabled.zero_()  # its range is that of other inputs than these
         stack.enter_context(torch.no_grad())
         stack.callback(recorder.detach)
         recorder.attach()
@@ -125,13 +126,6 @@ def trace_calls(
                 f"{where} does not run on the example inputs: {type(error).__name__}: {error}"
             ) from error
     return recorder.finish(outputs)
-
-
-def _put_back(modes: Mapping[nn.Module, bool], looking: Mapping[FakeQuantizeBase, Tensor]) -> None:
-    for module, training in modes.items():
-        module.training = training
-    for fake_quant, enabled in looking.items():
-        fake_quant.observer_enabled.copy_(enabled)
 
 
 class _NodeByNode(fx.Interpreter):

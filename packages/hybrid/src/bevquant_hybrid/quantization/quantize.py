@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.ao.quantization import FakeQuantizeBase
 
+from bevquant_graph import called
 from bevquant_hybrid._convert import convert_in_place, refuse_converted
 from bevquant_hybrid._fake_quant._fake_quantize import CalibFakeQuantize, FakeQuantize
 from bevquant_hybrid._fx._calibrated_scales import adopt_scales, calibrated_scales
@@ -157,7 +158,7 @@ def _prepare(
 def run_once(model: nn.Module, example_inputs: Any) -> None:
     """Run a model in evaluation mode with no observer looking on."""
     with undisturbed(model):
-        model(*positional(example_inputs))
+        called(model, positional(example_inputs))
 
 
 def _replaced(module: nn.Module, path: str, form: Any) -> nn.Module:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bevquant_graph import in_order
 from bevquant_hybrid.qtensor import QTensor
 from bevquant_hybrid.runtime._program import Nested, Port, Program, find_operator, flatten
 from bevquant_int8sim import IntegerModel
@@ -39,6 +40,7 @@ class CompiledModel:
 
         Args:
             *inputs: Tensors of the types and shapes that it was compiled for, nested as then.
+                Members of dictionaries are found by their keys.
 
         Returns:
             What the converted model returned: the same integers and floats, nested alike (named
@@ -96,7 +98,8 @@ class CompiledModel:
 
     def _checked(self, inputs: tuple[Any, ...]) -> Nested:
         expected = ", ".join(f"{p.name}: {TensorType(p.dtype, p.shape)}" for p in self.inputs)
-        given = flatten(inputs, f"{self.name}: its input")
+        ordered = in_order(self.program.signature[0], inputs)
+        given = flatten(ordered, f"{self.name}: its input")
         if given.structure != self._structure:
             raise TypeError(
                 f"{self.name}: expected {len(self.inputs)} tensors ({expected}), nested as when it "
