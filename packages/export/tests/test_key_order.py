@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,18 @@ from torch import Tensor, nn
 from bevquant_export import (
     compare_float_onnx,
     compare_qdq_onnx,
+    compare_sparse_onnx,
+    export_detector,
     export_float_onnx,
     export_qdq_onnx,
+    export_sparse_onnx,
+    load_sparse_onnx,
     open_onnx,
 )
 from bevquant_int8sim import simulate
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import calibrate
+from bevquant_sparse import to_dense, use_bevquant_kernels
 
 
 class Two(nn.Module):
@@ -136,3 +142,56 @@ def test_float_files_bind_by_parameter(tmp_path: Path) -> None:
             model, frame, tmp_path / "net.onnx", half=True,
             frames=[{"image": frame["image"], "more": frame["depth"]}],
         )  # fmt: skip
+
+
+class Detector(nn.Module):
+    """Two tables of features on the same voxels, and of two cameras."""
+
+    def __init__(self, detector: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        spconv = importlib.import_module("spconv.pytorch")  # which warns
+        self.detector, self.make = detector, spconv.SparseConvTensor
+        self.stem = spconv.SubMConv3d(4, 8, 3, indice_key="a")
+        self.last = spconv.SubMConv3d(8, 8, 3, indice_key="a")
+        self.head, self.near = nn.Conv2d(32, 4, 1), nn.Conv2d(3, 4, 1)
+        self.far = nn.Conv2d(3, 4, 1)
+
+    def forward(self, batch: Any) -> Any:
+        points = batch["lidar"] + 2 * batch["radar"].abs()
+        x = self.make(points, batch["coords"], [4, 8, 8], 1)
+        x = self.last(self.stem(x))
+        made = to_dense(x.features, x.indices, x.spatial_shape, x.batch_size)
+        if not self.detector:
+            return made
+        beside = self.near(batch["front"]) + 2 * self.far(batch["back"]).abs()
+        return self.head(made.flatten(1, 2)) + beside
+
+
+def scene(seed: int, cameras: bool) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    coords = (torch.rand(1, 4, 8, 8, generator=generator) < 0.3).nonzero().int().contiguous()
+    rows = {name: torch.randn(len(coords), 4, generator=generator) for name in ("lidar", "radar")}
+    pictures = {name: torch.randn(1, 3, 8, 8, generator=generator) for name in ("front", "back")}
+    return {**rows, **(pictures if cameras else {}), "coords": coords}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sparse_files_and_both_parts_of_a_detector_bind_by_key(tmp_path: Path) -> None:
+    for cameras in (False, True):
+        frames = [scene(seed, cameras) for seed in (1, 2)]
+        other = dict(reversed(frames[1].items()))
+        net = Detector(cameras).eval()
+        use_bevquant_kernels(net)
+        model = quantize_model(net, example_inputs=(frames[0],)).model
+        calibrate(model, [(frame,) for frame in frames])
+        if cameras:
+            made = export_detector(model, (frames[0],), tmp_path / "detector", batches=[(other,)])
+            assert [check.frame for check in made.checks] == ["example", "batches[0]"]
+            assert not made.checks[1].not_run
+        else:
+            export_sparse_onnx(model, (frames[0],), tmp_path / "net.onnx")
+            file = load_sparse_onnx(tmp_path / "net.onnx")
+            rows = compare_sparse_onnx(file, model, (other,))
+            assert rows == compare_sparse_onnx(file, model, (frames[1],))
+            assert not any(row.different for row in rows)
