@@ -120,11 +120,31 @@ def test_control_flow_that_depends_on_data(name: str) -> None:
             return DYNAMIC[name](x)
 
     model = nn.Sequential(QuantStub(), nn.Sequential(nn.Conv2d(2, 2, 1), Branch()))
-    message = r"prepare_qat_fx: the forward of 1\.1 \(Branch\) cannot be traced: .*\. Move what dep"
+    message = r"prepare_qat_fx: the forward of 1\.1 \(Branch\) cannot be traced at .*:\d+: .*\. Move what"
     with pytest.raises(ValueError, match=message) as raised:
         prepare_qat_fx(model, {"": QAT})
     assert raised.value.__cause__ is not None
     assert "fx_helper.wrap" in str(raised.value)
+    line = DYNAMIC[name].__code__.co_firstlineno
+    assert f"cannot be traced at {__file__}:{line}: " in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["for", "starred", "list", "zip", "enumerate"])
+def test_a_loop_over_a_traced_value_says_which(name: str) -> None:
+    loops = {
+        "for": lambda x: sum(v for v in x + 1),
+        "starred": lambda x: torch.cat([*(x + 1)]),
+        "list": lambda x: torch.stack(list(x + 1)),
+        "zip": lambda x: [a * b for a, b in zip(x + 1, [1, 2], strict=True)],
+        "enumerate": lambda x: [a * i for i, a in enumerate(x + 1)],
+    }
+
+    class Loop(nn.Module):
+        def forward(self, x: Tensor):
+            return loops[name](x)
+
+    with pytest.raises(ValueError, match="it iterates over add, and a traced value has no length"):
+        prepare_qat_fx(nn.Sequential(QuantStub(), Loop()), {"": QAT})
 
 
 def test_names_in_hybrid_dict_that_match_nothing() -> None:

@@ -466,22 +466,31 @@ def test_coordinates_that_nothing_reads_are_saved(tmp_path, kernel):
     assert (wanted - net(*other)).norm() < 0.05 * wanted.norm()
 
 
-def test_a_grid_that_no_layer_says_is_refused():
+@pytest.mark.parametrize("layers", [1, 2])
+def test_kernels_of_1_alone_take_the_grid_of_their_tensor(tmp_path, layers):
     class Point(nn.Module):
         def __init__(self):
             super().__init__()
-            self.conv = spconv.SubMConv3d(5, 8, 1)
+            self.convs = nn.ModuleList(
+                spconv.SubMConv3d(5 if i == 0 else 8, 8, 1) for i in range(layers)
+            )
 
         def forward(self, features, coords):
-            return self.conv(spconv.SparseConvTensor(features, coords, list(SHAPE), 2)).features
+            x = spconv.SparseConvTensor(features, coords, list(SHAPE), 2)
+            for conv in self.convs:
+                x = conv(x)
+            return x.features
 
     given = frame(0)[:2]
     net = Point().eval()
     use_bevquant_kernels(net)
     quantized = quantize_model(net, example_inputs=given).model
     calibrate(quantized, [given])
-    with pytest.raises(ValueError, match=r"the grid of .* is unknown"):
-        simulate(quantized, given)
+    simulate(quantized, given).save(tmp_path / "saved")
+    other = frame(1)[:2]
+    wanted = quantized(*other)
+    made = IntegerModel.load(tmp_path / "saved")(*other)
+    assert (made - wanted).norm() < 0.02 * wanted.norm()
 
 
 def test_a_pooling_that_nobody_has_is_no_average():

@@ -46,7 +46,7 @@ def calls():
         "subm_rulebook": (indices, *where, [3, 3, 3], ones),
         "rulebook": (indices, *where, [3, 3, 3], twos, ones, ones, [0, 0, 0], False),
         "inverse_rulebook": (down.neighbours, indices),
-        "identity_rulebook": (indices,),
+        "identity_rulebook": (indices, *where),
         "conv": (leaf, krsc.requires_grad_(), bias.requires_grad_(), down.neighbours, *how),
         "conv ": (leaf, rsck, None, subm.neighbours, [3, 3, 3], "RSCK", True, "torch"),
         "conv_grad_features": (grad, features, krsc.detach(), down.neighbours, *how),

@@ -255,7 +255,7 @@ def test_a_traced_identity_rulebook_has_the_shape_of_the_real_one():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     rows = torch.tensor([[0, 1, 2], [0, 2, 1]], dtype=torch.int32)
-    real = torch.ops.bevquant_sparse.identity_rulebook(rows)
+    real = torch.ops.bevquant_sparse.identity_rulebook(rows, [4, 4], 1)
     with FakeTensorMode() as mode:
-        fake = torch.ops.bevquant_sparse.identity_rulebook(mode.from_tensor(rows))
+        fake = torch.ops.bevquant_sparse.identity_rulebook(mode.from_tensor(rows), [4, 4], 1)
     assert (fake.shape, fake.dtype) == (real.shape, real.dtype)

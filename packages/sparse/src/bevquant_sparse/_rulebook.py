@@ -132,8 +132,8 @@ class Rulebook:
         shape = tuple(spatial_shape)
         ones, zeros = (1,) * len(shape), (0,) * len(shape)
         return cls(
-            in_indices=indices, out_indices=indices, neighbours=identity_rulebook(indices),
-            batch_size=batch_size, in_shape=shape, out_shape=shape, kernel_size=ones, stride=ones,
+            in_indices=indices, out_indices=indices, batch_size=batch_size,
+            neighbours=identity_rulebook(indices, shape, batch_size), in_shape=shape, out_shape=shape, kernel_size=ones, stride=ones,
             padding=zeros, dilation=ones, output_padding=zeros, subm=True, transposed=False,
         )  # fmt: skip
 
@@ -393,15 +393,20 @@ def _(neighbours: Tensor, in_indices: Tensor) -> Tensor:
     return neighbours.new_empty((in_indices.shape[0], neighbours.shape[1]))
 
 
-@operator("identity_rulebook(Tensor indices) -> Tensor")
-def identity_rulebook(indices: Tensor) -> Tensor:
-    """Neighbours of a 1×…×1 kernel that moves nothing: every row meets itself, unchecked."""
+@operator(
+    "identity_rulebook(Tensor indices, SymInt[] spatial_shape, SymInt batch_size) -> Tensor"
+)
+def identity_rulebook(indices: Tensor, _shape: Sequence[int], _batch: int) -> Tensor:
+    """Neighbours of a 1×…×1 kernel that moves nothing: every row meets itself, unchecked.
+
+    The grid and the batch size are for readers of a captured graph.
+    """
     rows = torch.arange(indices.shape[0], dtype=torch.int32, device=indices.device)
     return rows.unsqueeze(1)
 
 
 @identity_rulebook.register_fake
-def _(indices: Tensor) -> Tensor:
+def _(indices: Tensor, _shape: Sequence[int], _batch: int) -> Tensor:
     return indices.new_empty((indices.shape[0], 1), dtype=torch.int32)
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType, MethodType
+from types import FrameType, MethodType, TracebackType
 from typing import Any
 
 import torch
@@ -144,6 +144,17 @@ class HybridTracer(Tracer):
         """What stands for a node's value in the forward."""
         return _WritableProxy(node, self)
 
+    def iter(self, obj: Proxy) -> Iterator[Any]:
+        """Refuse a loop over a value.
+
+        Raises:
+            TraceError: Always: a traced value has no length.
+        """
+        raise TraceError(
+            f"it iterates over {obj.node.name}, and a traced value has no length; take its parts "
+            "by index or by unpacking (a, b = x), and give arguments one by one instead of by *"
+        )
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module is one node."""
         if "forward" in m.__dict__ and not getattr(m, LEAF_MARK, False):
@@ -182,6 +193,17 @@ def _line_outside() -> str:
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _line_of_error(traceback: TracebackType | None) -> str:
+    """`` at FILE:LINE`` of the innermost frame that is neither torch's nor the tracer's."""
+    found = ""
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES):
+            found = f" at {file}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return found
 
 
 def is_leaf(module: nn.Module) -> bool:
@@ -342,8 +364,8 @@ def trace(model: nn.Module, caller: str) -> Graph:
         inside = model.get_submodule(where)
         raise ValueError(
             f"{caller}: the forward of {where or 'the model'} ({type(inside).__name__}) cannot be "
-            f"traced: {error}. Move what depends on data out of it, or make it one node with "
-            "bevquant_hybrid.utils.fx_helper.wrap"
+            f"traced{_line_of_error(error.__traceback__)}: {error}. Move what depends on data out "
+            "of it, or make it one node with bevquant_hybrid.utils.fx_helper.wrap"
         ) from error
     for name, call in tracer.methods.items():
         model.add_module(name, call)

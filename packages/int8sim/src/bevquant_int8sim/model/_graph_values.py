@@ -200,31 +200,12 @@ class GraphValues:
                 return self._coords_behind(first.args[0])
             if op_spec(first.target).kind == "rulebook":
                 return self._coords_behind(first)
-            if shape is None:
-                shape, batch_size = self._grid_of(first)
             coords = self._unique(f"{first.name}.sites")
             self._hosts.add(coords)
             args = (self._ref(indices), self._resolved(list(shape)), self._ref(batch_size))
             self.operations.append(Operation("sites", "", coords, args=args))
             self._coords[first] = coords
         return self._coords[first]
-
-    def _grid_of(self, indices: fx.Node) -> tuple[Any, Any]:
-        """Grid and batch size of coordinates that a 1×1×1 convolution, which needs none, reads.
-
-        Raises:
-            ValueError: Nothing in the model says them.
-        """
-        for node in self.graph.graph.nodes:
-            kind = op_spec(node.target).kind if node.op == "call_function" else ""
-            args = node.args[1:] if kind == "to_dense" else node.args
-            grid = kind in ("rulebook", "to_dense") and len(args) > 2 and isinstance(args[1], list)
-            if grid and self._first(args[0]) is indices:
-                return args[1], args[2]
-        raise ValueError(
-            f"simulate: the grid of {indices.name} is unknown, as all convolutions on it are of "
-            "kernel 1: return the sparse tensor, or use nn.Linear on its features"
-        )
 
     def _coords_behind(self, rulebook: Any) -> str:
         """Coordinates that a strided rulebook makes, where no convolution has made them yet."""
@@ -257,8 +238,7 @@ class GraphValues:
             geometry = replace(_geometry_of(forward), inverse=True, transposed=False)
             coords = self._coords[_coords_of(forward)]
             return geometry, coords, self._first(neighbours.args[1])
-        indices = neighbours.args[0]
-        shape, batch_size = neighbours.args[1:3] if name == "subm_rulebook" else (None, None)
+        indices, shape, batch_size = neighbours.args[:3]
         geometry = _geometry_of(neighbours)
         return geometry, self._coords_at(indices, shape, batch_size), self._first(indices)
 
