@@ -101,6 +101,34 @@ def test_a_placeholder_straight_into_a_layer(hybrid: bool) -> None:
         made(torch.randn(1, 2, 3, 3))
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, x, x, attn_mask=torch.ones(3, 3).triu(1).bool())[0]
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTMCell(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+@pytest.mark.parametrize("make", [Masked, Cell])
+def test_a_composed_layer_without_a_qconfig_that_reads_quantized_values(make: type) -> None:
+    model = nn.Sequential(QuantStub(), make())
+    qconfig_dict = {"": QAT, "module_name": [("1.layer", None)]}
+    message = rf"{__file__}:\d+: \w+ in 1.layer reads quantized values and has no qconfig: give it"
+    with pytest.raises(ValueError, match=message):
+        prepare_qat_fx(model, qconfig_dict)
+    prepare_qat_fx(model, qconfig_dict, hybrid=True)
+
+
 DYNAMIC = {
     "if": lambda x: x if x.sum() > 0 else -x,
     "while": lambda x: [x := x / 2 for _ in iter(lambda: bool(x.max() > 1), False)],
@@ -120,7 +148,9 @@ def test_control_flow_that_depends_on_data(name: str) -> None:
             return DYNAMIC[name](x)
 
     model = nn.Sequential(QuantStub(), nn.Sequential(nn.Conv2d(2, 2, 1), Branch()))
-    message = r"prepare_qat_fx: the forward of 1\.1 \(Branch\) cannot be traced at .*:\d+: .*\. Move what"
+    message = (
+        r"prepare_qat_fx: the forward of 1\.1 \(Branch\) cannot be traced at .*:\d+: .*\. Move what"
+    )
     with pytest.raises(ValueError, match=message) as raised:
         prepare_qat_fx(model, {"": QAT})
     assert raised.value.__cause__ is not None

@@ -162,7 +162,11 @@ def test_bias():
     steps = np.array([0.1, 0.05, 0.1 * 0.1])
     assert got.dtype == torch.int32
     assert got.tolist() == np.rint(bias.numpy() / steps).astype(int).tolist()
-    with pytest.raises(ValueError, match=r"conv1: bias 1.0 of channel 0 .* leaves int32"):
+    message = (
+        r"conv1: bias 1.0 of channel 0 is 1e\+12 steps .* leaves int32: with the input scale 1e-06 "
+        r"its weight scale must exceed 0.000466, and is 1e-06\. Widen"
+    )
+    with pytest.raises(ValueError, match=message):
         quantize_bias(torch.ones(2), 1e-6, 1e-6, name="conv1")
 
 

@@ -140,10 +140,14 @@ def quantize_bias(
     outside = integers.abs() >= 2.0**31
     if bool(outside.any()):
         channel = int(outside.nonzero()[0, 0])
+        value, read = float(bias[channel]), single_scale(input_scale, name)
+        held = float(step.expand_as(bias)[channel]) / read
         raise ValueError(
-            f"{name}: bias {float(bias[channel])} of channel {channel} is {integers[channel]} steps"
-            " of its accumulator, which leaves int32; its input range or its weight range is far "
-            "too small (bevquant_quantizers.calibrate widens the weight's)"
+            f"{name}: bias {value} of channel {channel} is {integers[channel]:.3g} steps of its "
+            f"accumulator, which leaves int32: with the input scale {read:.3g} its weight scale "
+            f"must exceed {abs(value) / 2.0**31 / read:.3g}, and is {held:.3g}. Widen the smaller "
+            "of the two ranges (calibrate on the layer's usual input, or set the range of its "
+            "weight's quantizer), or keep the layer float"
         )
     return integers.to(torch.int32)
 

@@ -393,9 +393,7 @@ def _(neighbours: Tensor, in_indices: Tensor) -> Tensor:
     return neighbours.new_empty((in_indices.shape[0], neighbours.shape[1]))
 
 
-@operator(
-    "identity_rulebook(Tensor indices, SymInt[] spatial_shape, SymInt batch_size) -> Tensor"
-)
+@operator("identity_rulebook(Tensor indices, SymInt[] spatial_shape, SymInt batch_size) -> Tensor")
 def identity_rulebook(indices: Tensor, _shape: Sequence[int], _batch: int) -> Tensor:
     """Neighbours of a 1×…×1 kernel that moves nothing: every row meets itself, unchecked.
 

@@ -181,6 +181,8 @@ def _problem(node: Node, placement: Placement, quantized: set[Node]) -> str:
     if placement.kinds[node] is Kind.CPU and not _takes_quantized(node, module):
         reason = f" ({node.meta['reason']})" if node.meta.get("reason") else ""
         remedy = _REMEDIES.get(node.target, "put a DeQuantStub before it and a QuantStub behind it")
+        if module is not None and has_qat_form(module):
+            return f"reads quantized values and has no qconfig: give it one, or {remedy}"
         return f"reads quantized values and has no quantized form{reason}: {remedy}"
     if isinstance(module, FloatFunctional | Div | Where) and placement.qconfig(node) is not None:
         values = inputs[1:] if isinstance(module, Where) else inputs
@@ -206,6 +208,9 @@ def _is_float(node: Node, placement: Placement) -> bool:
 
 def _takes_quantized(node: Node, module: nn.Module | None) -> bool:
     """Whether an operator without a module of its own may be given quantized tensors."""
+    # These make tensors of their input's type before any operator could refuse it.
+    if module is not None and layer_class(module, nn.LSTMCell, nn.MultiheadAttention) is not None:
+        return False
     if module is not None:
         return (
             has_qat_form(module)
