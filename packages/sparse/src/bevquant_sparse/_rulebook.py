@@ -133,8 +133,9 @@ class Rulebook:
         ones, zeros = (1,) * len(shape), (0,) * len(shape)
         return cls(
             in_indices=indices, out_indices=indices, batch_size=batch_size,
-            neighbours=identity_rulebook(indices, shape, batch_size), in_shape=shape, out_shape=shape, kernel_size=ones, stride=ones,
-            padding=zeros, dilation=ones, output_padding=zeros, subm=True, transposed=False,
+            neighbours=identity_rulebook(indices, shape, batch_size), in_shape=shape,
+            out_shape=shape, kernel_size=ones, stride=ones, padding=zeros,
+            dilation=ones, output_padding=zeros, subm=True, transposed=False,
         )  # fmt: skip
 
     def inverse(self) -> Rulebook:
