@@ -20,7 +20,10 @@ from bevfusion.frameworks._extensions import use_operator_standins
 from bevquant_quantizers.documents import read_checkpoint
 from bevquant_sparse import use_bevquant_kernels
 
-NEEDS = "pip install mmdet3d==1.4.0 mmdet mmengine mmcv-lite"
+NEEDS = (
+    "install it without its dependencies: pip install --no-deps mmdet3d==1.4.0 mmdet==3.3.0 "
+    "mmengine==0.10.7 mmcv-lite==2.1.0, then what this error names (docs/howto/own_model.md)"
+)
 
 
 class LidarNetwork(nn.Module):
