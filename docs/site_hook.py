@@ -197,7 +197,7 @@ def modules(module: griffe.Module) -> Iterator[griffe.Module]:
 
 
 def api_pages() -> dict[str, str]:
-    """One page a package: every public name where it is first exported.
+    """One page a package: every public name where it is first exported, functions before classes.
 
     Warns of a public class, function or method without a docstring.
     """
@@ -214,7 +214,8 @@ def api_pages() -> dict[str, str]:
         text, seen = [f"# {name}", first], set()
         for module in modules(package):
             shown, constants = [], []
-            for exported in sorted(str(e) for e in module.exports or []):
+            names = map(str, module.exports or [])
+            for exported in sorted(names, key=lambda name: (name[:1].isupper(), name)):
                 member = module.members.get(exported)
                 if member is None or exported.startswith("__"):
                     continue

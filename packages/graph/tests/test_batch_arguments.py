@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from bevquant_graph import on_batch
+from bevquant_graph import as_example, capture, on_batch
 
 IMAGE, LABEL = torch.ones(2, 3), torch.tensor([1, 2])
 
@@ -88,3 +88,59 @@ def test_several_readings_are_refused(net: nn.Module, batch: Any) -> None:
         on_batch()(net, batch)
     made = on_batch(lambda m, b: m(IMAGE, IMAGE) if isinstance(m, Two) else m(IMAGE))(net, batch)
     assert made is not None
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        torch.ones(2, 3).long(),
+        torch.ones(5, 4, dtype=torch.int32),
+        torch.tensor([1, 2, 3]),
+        torch.tensor([True, False]),
+        torch.tensor([0.5, 1.0]),
+        [IMAGE, IMAGE],
+        {"shape": IMAGE},
+        None,
+        True,
+    ],
+)
+def test_what_may_be_no_label_goes_to_an_optional_parameter(second: Any) -> None:
+    made = on_batch()(Optional(), (IMAGE, second))[1]
+    assert type(made) is type(second)
+    assert str(made) == str(second)
+
+
+@pytest.mark.parametrize(
+    "label",
+    [LABEL, torch.tensor(3), 3, "cat", ["cat", "dog"], [1, 2], [{"label": 1}], {"label": LABEL}],
+)
+def test_a_label_for_an_optional_parameter_is_refused(label: Any) -> None:
+    with pytest.raises(TypeError, match="may take its second member"):
+        on_batch()(Optional(), (IMAGE, label))
+    assert as_example(Optional(), (IMAGE, label))[1] is label
+    assert len(as_example(One(), (IMAGE, label))) == 1
+
+
+def test_lists_as_example_inputs() -> None:
+    for inputs in ([IMAGE], [IMAGE, IMAGE]):
+        assert as_example(One(), inputs) == (inputs,)
+    assert len(as_example(Two(), [IMAGE, IMAGE])) == 2
+    assert len(as_example(One(), [IMAGE, LABEL])) == 1
+    with pytest.raises(TypeError, match="takes 1 positional arguments.*give a tuple of those"):
+        as_example(One(), (IMAGE, IMAGE))
+
+
+@pytest.mark.parametrize("kind", [tuple, list, dict])
+def test_a_graph_takes_batches_of_a_loader(kind: type) -> None:
+    image = torch.randn(2, 3)
+    batch = {"image": image, "label": LABEL} if kind is dict else kind((image, LABEL))
+    net = Read() if kind is dict else nn.Linear(3, 2)
+    graph = capture(net, batch)
+    assert torch.equal(graph.leaves(batch)[0], image)
+    if kind is not dict:
+        assert torch.equal(graph.leaves([image])[0], image)
+
+
+class Read(nn.Module):
+    def forward(self, batch_dict: Any) -> Any:
+        return batch_dict["image"] * 2

@@ -8,6 +8,8 @@ from typing import Literal
 
 from torch import nn
 
+from bevquant_graph import HtmlTable
+
 Removal = Literal["identity", "removed", "rebuilt", "rest", "neutral", "depthwise"]
 _HOW = {
     "identity": "now nn.Identity",
@@ -57,7 +59,7 @@ class Fused:
 
 
 @dataclass(frozen=True, eq=False)
-class FusionResult:
+class FusionResult(HtmlTable):
     """What ``fuse_model`` did. ``print(result)`` shows it as a table.
 
     Attributes:

@@ -7,6 +7,7 @@
 Graph of Sequential: 2 operations
 """
 
+from ._batch_arguments import as_example
 from ._capture import capture
 from ._copies import copied
 from ._faults import (
@@ -20,6 +21,7 @@ from ._faults import (
 from ._graph import Graph
 from ._guards import only_guards
 from ._held import replace_modules
+from ._html_table import HtmlTable
 from ._layer_class import is_library_class, layer_class, own_code, zero_padding
 from ._opaque import OPAQUE, Opaque, fixed_sizes, refuse_other_sizes
 from ._operators import OPERATORS, OpSpec, op_spec
@@ -57,6 +59,7 @@ __all__ = [
     "Forward",
     "Graph",
     "Guard",
+    "HtmlTable",
     "OpSpec",
     "Opaque",
     "ReadMembers",
@@ -64,6 +67,7 @@ __all__ = [
     "all_finite",
     "alone",
     "arguments",
+    "as_example",
     "as_module",
     "called",
     "capture",

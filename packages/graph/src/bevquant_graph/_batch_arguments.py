@@ -14,25 +14,30 @@ from ._signature import Arguments, is_sparse_tensor
 _LINE = "forward=lambda m, b: m(b[0])"
 
 
-def batch_arguments(model: nn.Module, batch: Any) -> Arguments:
+def batch_arguments(model: nn.Module, batch: Any, *, example: bool = False) -> Arguments:
     """Positional and keyword arguments of a batch, by the signature of the model's forward.
 
     | batch | forward | call |
     |---|---|---|
     | ``(a, b)`` or ``[a, b]`` | takes as many positional arguments | ``m(a, b)`` |
     | ``(image, label)`` | takes one | ``m(image)`` |
-    | ``(image, label)`` | the second is optional | refused |
+    | ``(image, label)`` | the second is optional | refused; an example is positional |
+    | list as an example | requires one, or none | ``m(batch)``, but ``m(image)`` of a label |
     | dict | has parameters of all its keys, or ``**kwargs`` | ``m(**batch)`` |
     | dict | has a parameter of some keys, among them every required one | ``m`` of those |
     | dict | has a parameter of none, and takes one argument | ``m(batch)`` |
     | anything else | | ``m(batch)`` |
 
     A dict is any mapping, or an object with ``keys`` and members such as a `UserDict`. A label is
-    what cannot be an image: integers, strings, lists, dictionaries, tensors of up to one axis.
+    an integer, a string, a list or dict of labels, or a tensor of integers, of no axis or of one
+    axis as long as the batch. Beside a single parameter it is also any second member that cannot
+    be an image: lists, dictionaries, tensors of integers or of up to one axis.
 
     Args:
         model: Its forward is asked, not run.
         batch: What a loader gives.
+        example: Whether it is an example input: a tuple of positional inputs, a dict of named
+            ones, or one input, which may be a list.
 
     Raises:
         TypeError: It fits in several ways or none; ``forward=`` and the line to write are named.
@@ -49,11 +54,27 @@ def batch_arguments(model: nn.Module, batch: Any) -> Arguments:
         return (batch,), {}
     try:
         parameters = list(inspect.signature(model.forward).parameters.values())
-    except (TypeError, ValueError):  # compiled code has no signature
+    except (AttributeError, TypeError, ValueError):  # compiled code has no signature
         return ((), dict(batch.items())) if mapping else (tuple(batch), {})
     if mapping:
-        return _of_mapping(model, batch, parameters)
-    return _of_members(model, tuple(batch), parameters), {}
+        return _of_mapping(model, batch, parameters, example)
+    if example and isinstance(batch, list) and not _is_pair(batch, parameters):
+        required = [p for p in _positional(parameters) if p.default is p.empty]
+        if len(required) <= 1:
+            return (batch,), {}
+    return _of_members(model, tuple(batch), parameters, example), {}
+
+
+def as_example(model: nn.Module, inputs: Any) -> Any:
+    """Example inputs as a tuple of positional ones or a dict of named ones (`batch_arguments`).
+
+    Example:
+        >>> as_example(nn.Flatten(), [torch.ones(2, 3), torch.tensor([0, 1])])
+        (tensor([[1., 1., 1.],
+                [1., 1., 1.]]),)
+    """
+    args, kwargs = batch_arguments(model, inputs, example=True)
+    return kwargs or args
 
 
 def _is_mapping(value: Any) -> bool:
@@ -63,40 +84,77 @@ def _is_mapping(value: Any) -> bool:
     return isinstance(value, Mapping) or duck
 
 
+def _positional(parameters: list[inspect.Parameter]) -> list[inspect.Parameter]:
+    return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _is_pair(batch: list[Any], parameters: list[inspect.Parameter]) -> bool:
+    """Whether a list is an image and a label, for a forward that takes one argument."""
+    single = len(parameters) == 1 and len(_positional(parameters)) == 1
+    return single and len(batch) == 2 and _is_label(batch[1], _length(batch[0]))
+
+
 def _of_members(
-    model: nn.Module, members: tuple[Any, ...], parameters: list[inspect.Parameter]
+    model: nn.Module,
+    members: tuple[Any, ...],
+    parameters: list[inspect.Parameter],
+    example: bool,
 ) -> tuple[Any, ...]:
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return members
-    taken = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    taken = _positional(parameters)
     required = [p for p in taken if p.default is p.empty]
-    labelled = len(members) == 2 and _is_label(members[1])
-    if labelled and len(taken) == 1:
+    pair = len(members) == 2
+    if pair and len(taken) == 1 and _is_no_image(members[1]):
         return members[:1]
-    if len(members) > len(taken) or (labelled and len(required) == 1):
+    optional = len(taken) > 1 and len(required) <= 1 and not example
+    labelled = pair and optional and _is_label(members[1], _length(members[0]))
+    if len(members) > len(taken) or labelled:
         fits = "takes" if len(members) > len(taken) else "may take its second member in"
         raise TypeError(
             f"{type(model).__name__}.forward({', '.join(p.name for p in taken)}) {fits} "
-            f"{len(taken)} positional arguments, the batch has {len(members)} members; say which "
-            f"of them it takes, as in {_LINE}"
+            f"{len(taken)} positional arguments, the batch has {len(members)} members; "
+            + ("give a tuple of those" if example else f"say which of them it takes, as in {_LINE}")
         )
     return members
 
 
-def _is_label(value: Any) -> bool:
+def _length(value: Any) -> int | None:
+    """Frames of a batch, where it says so."""
+    if isinstance(value, Tensor):
+        return len(value) if value.dim() else None
+    if is_sparse_tensor(value):
+        return int(value.batch_size)
+    return len(value) if isinstance(value, tuple | list) else None
+
+
+def _is_label(value: Any, length: int | None) -> bool:
+    """Whether a second member can only be a label."""
+    if isinstance(value, Tensor):
+        whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+        return whole and (value.dim() == 0 or (value.dim() == 1 and len(value) == length))
+    if isinstance(value, tuple | list | Mapping) and value:
+        members = value.values() if isinstance(value, Mapping) else value
+        return all(_is_label(member, length) for member in members)
+    return isinstance(value, int | str) and not isinstance(value, bool)
+
+
+def _is_no_image(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.dim() <= 1 or not (value.is_floating_point() or value.dtype == torch.bool)
-    return isinstance(value, int | str | list | Mapping)
+    return isinstance(value, int | str | tuple | list | Mapping)
 
 
-def _of_mapping(model: nn.Module, batch: Any, parameters: list[inspect.Parameter]) -> Arguments:
+def _of_mapping(
+    model: nn.Module, batch: Any, parameters: list[inspect.Parameter], example: bool
+) -> Arguments:
     items = dict(batch.items())
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     taken = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     required = {p.name for p in taken if p.default is p.empty}
     known = items.keys() & named.keys()
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    if required <= items.keys() and (open_ended or len(known) == len(items)):
+    if (example or required <= items.keys()) and (open_ended or len(known) == len(items)):
         return (), items
     if known and required <= known:
         return (), {name: items[name] for name in items if name in known}

@@ -30,6 +30,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from bevquant_sparse import open_shapes
 
+from ._batch_arguments import batch_arguments
 from ._conditions import Condition, conditions_of, keep_answers, places_noted
 from ._constants import Constants
 from ._faults import CaptureError, forward_line, running, spconv_call, where
@@ -39,7 +40,7 @@ from ._own_inputs import own_inputs, twin
 from ._quiet import evaluation, quiet
 from ._read_members import ReadMembers, read_members
 from ._recall import State, recalled, remember, state_of
-from ._signature import Arguments, Tree, arguments, flatten, rebuild
+from ._signature import Arguments, Tree, flatten, rebuild
 from ._state import called, state_kept
 from ._tidy import NUMBERS, fixed_number, functional, tidy
 
@@ -93,7 +94,7 @@ def capture(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"capture: expected a torch module, got {type(model).__name__}")
-    given = arguments(example_inputs)
+    given = batch_arguments(model, example_inputs, example=True)
     if not flatten(given)[0]:
         raise CaptureError(
             "capture: example_inputs hold no tensor; give what one call of the model takes"

@@ -13,13 +13,14 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from ._batch_arguments import as_example
 from ._conditions import Condition, bound_guards
 from ._faults import CaptureError, author_line, first_fault
 from ._opaque import OPAQUE, Opaque, fixed_sizes, opaque_call, refuse_other_sizes
 from ._own_inputs import own_inputs
 from ._quiet import evaluation
 from ._read_members import ReadMembers
-from ._signature import Arguments, Tree, arguments, flatten, leaf_names, matched, rebuild
+from ._signature import Arguments, Nested, Tree, arguments, flatten, leaf_names, matched, rebuild
 from ._size_guards import Guard, check_guards
 from ._state import state_kept
 from ._tidy import ANSWER, NUMBERS, REQUIRE, SHELL, fixed_number, inside
@@ -242,7 +243,7 @@ class Graph:
         Raises:
             CaptureError: It does not; the first module that departs is named.
         """
-        given = arguments(example_inputs)
+        given = arguments(self.inputs_of(example_inputs))
         leaves = self._checked(given)
         with evaluation(self.model), torch.no_grad():
             with state_kept(self.model) as noted:
@@ -301,7 +302,25 @@ class Graph:
             TypeError: Inputs of another structure than the example's.
             ValueError: Sizes with which the forward goes another way.
         """
-        return self._checked(arguments(inputs))
+        return self._checked(arguments(self.inputs_of(inputs)))
+
+    def inputs_of(self, batch: Any) -> Any:
+        """A loader's batch as a tuple of positional inputs or a dict of named ones (`as_example`).
+
+        Inputs of the example's structure are returned as they are. A list is one input where the
+        example's first input is one.
+        """
+        tree: Any = self.inputs
+        args, kwargs = tree.members
+        if isinstance(batch, dict) and batch.keys() <= set(kwargs.keys or ()):
+            return batch
+        if isinstance(batch, list):
+            if any(isinstance(m, Nested) and m.kind is list for m in args.members[:1]):
+                return (batch,)
+            batch = tuple(batch)
+        if isinstance(batch, tuple) and len(batch) == len(args.members):
+            return tuple(batch)
+        return as_example(self.model, batch)
 
     def _checked(self, given: Arguments) -> list[Any]:
         numbers = any(not isinstance(n.meta.get("val"), Tensor) for n in self.placeholders)

@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
+from ._batch_arguments import as_example
 from ._faults import author_line
 from ._operators import op_spec
 from ._program_modules import (
@@ -86,10 +87,11 @@ def module_of(program: ExportedProgram | fx.GraphModule) -> nn.Module:
 def as_module(model: Any, example_inputs: Any) -> tuple[Any, Any]:
     """The module of an exported program, and its example inputs where none are given.
 
-    Anything else is handed through.
+    Another module is returned, its example inputs as its forward takes them (`as_example`).
     """
     if not isinstance(model, ExportedProgram):
-        return model, example_inputs
+        given = example_inputs is not None and isinstance(model, nn.Module)
+        return model, as_example(model, example_inputs) if given else example_inputs
     if example_inputs is None and model.example_inputs is not None:
         args, kwargs = model.example_inputs
         codegen: Any = model.module(check_guards=False).graph._codegen

@@ -295,8 +295,7 @@ class LayerComparison:
             else:
                 with lead(quantized) as follower:
                     hooks.leaders.append(follower)
-                    given = tuple(batch) if isinstance(batch, tuple) else batch
-                    found = beside.measure(given, hooks.returned())
+                    found = beside.measure(batch, hooks.returned())
                     record = {_BESIDE + name: values for name, values in found.items()}
                     got = follower.result()
             wanted = leader.result()

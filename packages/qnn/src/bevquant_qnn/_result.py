@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from bevquant_graph import HtmlTable
+
 
 @dataclass(frozen=True)
 class QuantizedModule:
@@ -51,7 +53,7 @@ class SkippedModule:
 
 
 @dataclass(frozen=True, eq=False)
-class QuantizeResult:
+class QuantizeResult(HtmlTable):
     """The quantized model and an account of every decision.
 
     Attributes:

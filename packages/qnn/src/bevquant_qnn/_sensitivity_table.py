@@ -9,6 +9,7 @@ from typing import Annotated, Any, Self
 
 import msgspec
 
+from bevquant_graph import HtmlTable
 from bevquant_qnn._precision import check_precisions
 from bevquant_qnn._scores import loss_of, score_after
 from bevquant_quantizers.documents import Count, Finite, JsonDocument, parse_json, text_table
@@ -41,7 +42,7 @@ class SensitivityRow:
 
 
 @dataclass(frozen=True)
-class SensitivityTable(JsonDocument):
+class SensitivityTable(HtmlTable, JsonDocument):
     """The rows in model order, and the scores between which they lie.
 
     Larger scores are better: ``"sqnr"`` in dB, ``"kl"`` as minus the divergence in nats.

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from torch import Tensor
 
+from bevquant_graph import HtmlTable
+
 from ._abs_histogram import AbsHistogram
 from ._findings import CalibrationFinding, bin_width, find, reach
 from ._steps import integer_bounds
@@ -57,7 +59,7 @@ class QuantizerReport:
 
 
 @dataclass(frozen=True)
-class CalibrationReport:
+class CalibrationReport(HtmlTable):
     """What `calibrate` found: ``print(report)`` is a table, ``report[path]`` one quantizer.
 
     Attributes:

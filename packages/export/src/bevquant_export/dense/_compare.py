@@ -20,6 +20,7 @@ from bevquant_export.dense._half import half_inputs, in_half
 from bevquant_export.dense._profile import profile_of
 from bevquant_export.dense._program_of import (
     QdqProgram,
+    example_of,
     inputs_of,
     integer_model,
     location,
@@ -99,7 +100,7 @@ def compare_qdq_onnx(
         >>> [(t.op, t.different, t.unexplained) for t in compare_qdq_onnx(file, quantized, x)]
         [('quantize', 0, 0), ('conv', 0, 0)]
     """
-    args = _in_order(file, args)
+    args = _in_order(file, example_of(model, args))
     integer = program_of(
         model, args, file.sum_ranges or False, verify=False
     )  # it was, before the file was written

@@ -28,7 +28,7 @@ from bevquant_export.dense._emit import emit
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._half_file import typed_file
 from bevquant_export.dense._profile import profile_of
-from bevquant_export.dense._program_of import integer_model
+from bevquant_export.dense._program_of import example_of, integer_model
 from bevquant_export.dense._read_model import read_model
 from bevquant_export.dense._recorded import recorded
 from bevquant_export.dense._runnable import session
@@ -179,6 +179,7 @@ def export_qdq_onnx(
     target = Path(path)
     if not target.parent.is_dir():
         raise ValueError(f"export_qdq_onnx: there is no folder {target.parent}; make it first")
+    args = example_of(model, args)
     source = read_model(
         model, args, dynamic_batch=dynamic_batch, voxels=chosen.voxels,
         integer_inputs=chosen.integer_inputs, integer_sums=integer_sums, verify=verify,

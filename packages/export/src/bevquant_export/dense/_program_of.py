@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from bevquant_graph import is_sparse_tensor, members_of, refuse_other_members
+from bevquant_graph import as_example, is_sparse_tensor, members_of, refuse_other_members
 from bevquant_int8sim import IntegerModel, simulate
 from bevquant_int8sim.program import (
     PROGRAM_READERS,
@@ -173,6 +173,11 @@ def inputs_of(program: Program, args: Any) -> Iterator[tuple[str, Any]]:
             yield f"{name}.indices", value.indices
         else:
             yield name, value
+
+
+def example_of(model: Any, args: Any) -> Any:
+    """Example inputs, or a loader's batch, as a model takes them (`as_example`)."""
+    return model.inputs_of(args) if isinstance(model, IntegerModel) else as_example(model, args)
 
 
 def bound(program: Program, args: Any) -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bevquant_export._figures import Figures
+from bevquant_graph import HtmlTable
 
 if TYPE_CHECKING:
     from bevquant_int8sim import IntegerModel
@@ -68,7 +69,7 @@ class TensorDifference:
 
 
 @dataclass(frozen=True)
-class QdqFile:
+class QdqFile(HtmlTable):
     """A QDQ file, and what its reader should know.
 
     Attributes:

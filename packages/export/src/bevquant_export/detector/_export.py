@@ -35,7 +35,15 @@ from bevquant_export.sparse._half_precision import half_constants_of
 from bevquant_export.sparse._verify import refuse_departures
 from bevquant_export.targets import find_target
 from bevquant_export.targets.qdq import QdqTarget
-from bevquant_graph import CaptureError, Graph, arguments, capture, named_results, part_of
+from bevquant_graph import (
+    CaptureError,
+    Graph,
+    arguments,
+    as_example,
+    capture,
+    named_results,
+    part_of,
+)
 from bevquant_int8sim import IntegerModel, simulate
 from bevquant_int8sim.program import PROGRAM_READERS, Program, names_in
 
@@ -128,11 +136,12 @@ def export_detector(
             "written by export_qdq_onnx"
         )
     axes = {"model_order": model_order, "order": order or model_order}
-    writer = _Writer(model, example_inputs, engine, dialect, axes, options, verify=verify)
+    example = as_example(model, example_inputs)
+    writer = _Writer(model, example, engine, dialect, axes, options, verify=verify)
     whole = Path(folder)
     whole.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=whole, prefix=".writing-") as unseen:
-        made = writer.write(Path(unseen), list(batches), head_room)
+        made = writer.write(Path(unseen), [as_example(model, b) for b in batches], head_room)
         for file in sorted(Path(unseen).iterdir()):
             file.replace(whole / file.name)
     return _moved(made, whole)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from bevquant_export.dense import QdqFile
 from bevquant_export.lint import Finding
 from bevquant_export.sparse import SparseExport
+from bevquant_graph import HtmlTable
 from bevquant_quantizers.documents import text_table
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class DetectorMap:
 
 
 @dataclass(frozen=True)
-class DetectorExport:
+class DetectorExport(HtmlTable):
     """The files of a model, and what was found.
 
     Attributes:

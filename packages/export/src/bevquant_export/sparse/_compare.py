@@ -77,7 +77,7 @@ def compare_sparse_onnx(
     """
     if not isinstance(model, IntegerModel):
         model = simulate(with_half_constants(model), inputs, verify=False)
-    return compared(file, model, inputs, reversed_axes=reversed_axes)[0]
+    return compared(file, model, model.inputs_of(inputs), reversed_axes=reversed_axes)[0]
 
 
 def compared(

@@ -140,9 +140,9 @@ def export_sparse_onnx(
     else:
         raise TypeError(f"export_sparse_onnx: expected a module, got {type(model).__name__}")
     return write_sparse(
-        rounded, integers, example_inputs, path, dialect=dialect, model_order=model_order,
-        order=order, batches=batches, head_room=head_room, all_layers=all_layers, weights=weights,
-        verify=verify, measure=measure,
+        rounded, integers, integers.inputs_of(example_inputs), path, dialect=dialect,
+        model_order=model_order, order=order, batches=batches, head_room=head_room,
+        all_layers=all_layers, weights=weights, verify=verify, measure=measure,
     )[0]  # fmt: skip
 
 

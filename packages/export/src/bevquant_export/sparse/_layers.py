@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from bevquant_export._figures import Figures
 from bevquant_export.dense._written import verdict
 from bevquant_export.sparse._graph import Add, Conv, Graph
+from bevquant_graph import HtmlTable
 
 if TYPE_CHECKING:
     from bevquant_export.sparse._compare import LayerDifference
@@ -38,7 +39,7 @@ class SparseLayer:
 
 
 @dataclass(frozen=True)
-class SparseExport:
+class SparseExport(HtmlTable):
     """What was written.
 
     Attributes:

@@ -118,7 +118,7 @@ class ForcedRun:
         made: dict[str, Tensor] = {}
         graph = self.source.graph
         # A result then has the members alone that the graph makes.
-        batch = graph.members.required_inputs(batch)
+        batch = graph.members.required_inputs(graph.inputs_of(batch))
         # Each run has inputs of its own: a module that is one node may write to them.
         steps, self.operations = self._steps(own_inputs(batch), made), {}
         leaves = graph.leaves(batch)

@@ -166,11 +166,18 @@ class IntegerModel:
             TypeError: Other inputs than the example inputs had.
             ValueError: As of a call.
         """
-        given = arguments(inputs)
+        given = arguments(self.inputs_of(inputs))
         values, sizes = self._begin(self.program, given)
         for number, step in enumerate(self.program.steps):
             yield step, *self._execute(self.program, number, values, sizes, keep=True)
         return self._end(self.program, values, sizes, given)
+
+    def inputs_of(self, batch: Any) -> Any:
+        """A loader's batch as a tuple of positional inputs or a dict of named ones.
+
+        Of a model that was loaded, whose forward is not there, it is as it was given.
+        """
+        return batch if self.source is None else self.source.graph.inputs_of(batch)
 
     def run(
         self, inputs: Any, *, record: bool = True, observe: Observer | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from bevquant_graph import HtmlTable
 from bevquant_quantizers.documents import text_table
 
 _SCHEMA = 1
@@ -63,7 +64,7 @@ class LayerRow:
 
 
 @dataclass(frozen=True)
-class LayerTable:
+class LayerTable(HtmlTable):
     """Rows in order of execution.
 
     Attributes:

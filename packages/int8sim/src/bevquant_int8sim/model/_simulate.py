@@ -14,7 +14,7 @@ from torch import nn
 from bevquant_graph import (
     CaptureError,
     Graph,
-    arguments,
+    as_example,
     capture,
     flatten,
     refuse_unusable,
@@ -106,7 +106,8 @@ def simulate(
     refuse_unusable(model, "simulate", finite=False)  # layers name the channel
     check_rounding(rounding, "simulate: rounding")
     check_arithmetic(arithmetic, "simulate: arithmetic")
-    if not flatten(arguments(example_inputs))[0]:
+    example_inputs = as_example(model, example_inputs)
+    if not flatten(example_inputs)[0]:
         raise ValueError(
             "simulate: example_inputs hold no tensor; give what one call of the model takes"
         )

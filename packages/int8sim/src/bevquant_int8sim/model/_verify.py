@@ -81,7 +81,9 @@ def check_results(integer: IntegerModel, batch: Any, returned: Any, forced: Sequ
                 "same values; verify=False turns this check off"
             )
     if integer.calls_other_steps:  # than those that were followed
-        args, kwargs = integer.program.members.required(arguments(own_inputs(batch)))
+        args, kwargs = integer.program.members.required(
+            arguments(own_inputs(integer.inputs_of(batch)))
+        )
         called = flatten(integer(*args, **kwargs))[0]
         for index, (want, got) in enumerate(zip(results, called, strict=True)):
             one, other = tensor_of(want), tensor_of(got)
