@@ -41,6 +41,7 @@ def batch_arguments(model: nn.Module, batch: Any, *, example: bool = False) -> A
 
     Raises:
         TypeError: It fits in several ways or none; ``forward=`` and the line to write are named.
+            Of an example nothing is refused.
 
     Example:
         >>> net, image, label = nn.Flatten(), torch.ones(1, 2, 2), torch.tensor([3])
@@ -107,14 +108,16 @@ def _of_members(
     pair = len(members) == 2
     if pair and len(taken) == 1 and _is_no_image(members[1]):
         return members[:1]
-    optional = len(taken) > 1 and len(required) <= 1 and not example
+    if example:  # the call, or its caller, names wrong arguments
+        return members
+    optional = len(taken) > 1 and len(required) <= 1
     labelled = pair and optional and _is_label(members[1], _length(members[0]))
     if len(members) > len(taken) or labelled:
         fits = "takes" if len(members) > len(taken) else "may take its second member in"
         raise TypeError(
             f"{type(model).__name__}.forward({', '.join(p.name for p in taken)}) {fits} "
-            f"{len(taken)} positional arguments, the batch has {len(members)} members; "
-            + ("give a tuple of those" if example else f"say which of them it takes, as in {_LINE}")
+            f"{len(taken)} positional arguments, the batch has {len(members)} members; say which "
+            f"of them it takes, as in {_LINE}"
         )
     return members
 
@@ -160,6 +163,8 @@ def _of_mapping(
         return (), {name: items[name] for name in items if name in known}
     if not known and len(required) <= 1 and parameters:
         return (batch,), {}
+    if example:
+        return (), items
     names = ", ".join(p.name for p in parameters)
     raise TypeError(
         f"{type(model).__name__}.forward({names}) has no parameters "

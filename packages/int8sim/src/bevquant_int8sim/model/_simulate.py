@@ -106,7 +106,11 @@ def simulate(
     refuse_unusable(model, "simulate", finite=False)  # layers name the channel
     check_rounding(rounding, "simulate: rounding")
     check_arithmetic(arithmetic, "simulate: arithmetic")
-    example_inputs = as_example(model, example_inputs)
+    # A graph may be a part, with inputs of its own.
+    if graph is None:
+        example_inputs = as_example(model, example_inputs)
+    else:
+        example_inputs = graph.inputs_of(example_inputs)
     if not flatten(example_inputs)[0]:
         raise ValueError(
             "simulate: example_inputs hold no tensor; give what one call of the model takes"
