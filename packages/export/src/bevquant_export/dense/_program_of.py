@@ -153,13 +153,18 @@ def program_of(
         TypeError: No module.
         ValueError: Not calibrated, not traceable, or in training mode.
     """
-    if isinstance(model, nn.Module):
-        held = list(model.modules())
-        for kind, read in PROGRAM_READERS.items():
-            if any(isinstance(module, kind) for module in held):
-                found: QdqProgram = read(model, args)
-                return found
+    read = _reader_of(model)
+    if read is not None:
+        found: QdqProgram = read(model, args)
+        return found
     return _Simulated(model, args, sums, verify)
+
+
+def _reader_of(model: Any) -> Any:
+    """What reads another package's model; None of those that are simulated."""
+    held = list(model.modules()) if isinstance(model, nn.Module) else []
+    readers = PROGRAM_READERS.items()
+    return next((r for kind, r in readers if any(isinstance(m, kind) for m in held)), None)
 
 
 def inputs_of(program: Program, args: Any) -> Iterator[tuple[str, Any]]:
@@ -176,7 +181,12 @@ def inputs_of(program: Program, args: Any) -> Iterator[tuple[str, Any]]:
 
 
 def example_of(model: Any, args: Any) -> Any:
-    """Example inputs, or a loader's batch, as a model takes them (`as_example`)."""
+    """Example inputs, or a loader's batch, as a model takes them (`as_example`).
+
+    A dict names the inputs of another package's model, whose forward takes tensors.
+    """
+    if isinstance(args, dict) and _reader_of(model) is not None:
+        return args
     return model.inputs_of(args) if isinstance(model, IntegerModel) else as_example(model, args)
 
 
