@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bevquant_graph import capture, copied
+from bevquant_graph._own_inputs import twin
 
 
 class Closures(nn.Module):
@@ -72,3 +73,13 @@ def test_a_graph_of_the_copy_reads_its_tensors() -> None:
         net[0].weight.zero_()
     assert torch.equal(graph.of_copy(made).replay(x), wanted)
     assert not torch.equal(graph.replay(x), wanted)
+
+
+def test_functions_of_a_twin_run_with_its_modules() -> None:
+    net = Closures()
+    net.kept = torch.nn.functional.relu
+    net.named = lambda x, *, layer=net.first: layer(x)
+    other = twin(net)
+    assert other.steps[0].__defaults__ == (other.first,)
+    assert other.named.__kwdefaults__ == {"layer": other.first}
+    assert other.kept is net.kept

@@ -109,7 +109,7 @@ class _Copies:
             owner = self(value.__self__)
             return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
         if isinstance(value, types.FunctionType):
-            return self._function(value) if value.__closure__ else value
+            return self._function(value)
         if isinstance(value, partial):
             made = partial(self(value.func), *self(value.args), **self(value.keywords))
             return self.keep(value, made)
@@ -132,14 +132,19 @@ class _Copies:
         return made
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
-        """A function whose closure leads elsewhere; it may hold itself."""
+        """A function whose closure and defaults lead elsewhere; it may hold itself."""
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
         made = types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+            function.__code__, function.__globals__, function.__name__, None, cells
         )
-        made.__kwdefaults__ = function.__kwdefaults__
         vars(made).update(vars(function))
         self.keep(function, made)
+        named = function.__kwdefaults__ or {}
+        made.__defaults__ = self(function.__defaults__)
+        made.__kwdefaults__ = {name: self(value) for name, value in named.items()}
+        same = all(made.__kwdefaults__[name] is value for name, value in named.items())
+        if not cells and made.__defaults__ is function.__defaults__ and same:
+            return self.keep(function, function)  # type: ignore[no-any-return]
         for cell, old in zip(cells, function.__closure__ or (), strict=True):
             try:
                 cell.cell_contents = self(old.cell_contents)
