@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -20,6 +21,7 @@ from bevquant_int8sim.model._program import Step
 from bevquant_int8sim.model._reference import Returned, layer_calls, tensor_of
 from bevquant_int8sim.model._simulate import simulate
 from bevquant_int8sim.model._verify import StepBounds, check_results
+from bevquant_quantizers import CalibrationReport
 
 __all__ = ["LayerComparison", "compare"]
 
@@ -32,6 +34,7 @@ def compare(
     batches: Iterable[Any],
     *,
     verify: bool = False,
+    report: CalibrationReport | None = None,
 ) -> LayerTable:
     """Compare three executions of one model on the same batches.
 
@@ -46,10 +49,11 @@ def compare(
         batches: Inputs; each a tuple of positional ones, a dict of named ones, or one input.
         verify: Refuse what `simulate` refuses, on the first batch; for an integer model that was
             made with ``verify=False``.
+        report: From `calibrate`: channels that a range erases are named below the table.
 
     Returns:
-        A row per layer. `print` it; `LayerTable.first_departure` names the layer where the integer
-        result leaves the fake-quantized one.
+        A row per layer, and per selection (slice, index, gather, topk) that is returned.
+        `print` it; `LayerTable.first_departure` names the layer where the integer result leaves the fake-quantized one.
 
     Raises:
         ValueError: No batches, an integer model that was loaded from a file, a float model that
@@ -65,7 +69,8 @@ def compare(
     comparison = LayerComparison(float_model, model, verify=verify)
     for batch in chain([first], all_batches):
         comparison.add(comparison.measure(batch))
-    return comparison.table()
+    found = () if report is None else report.findings
+    return replace(comparison.table(), notes=tuple(str(f) for f in found if f.kind == "channels"))
 
 
 class LayerComparison(ForcedRun):
@@ -203,7 +208,7 @@ class LayerComparison(ForcedRun):
 
 
 def _op(step: Step) -> str:
-    name = str(step.attributes["what"]) if step.op == "float" else step.op
+    name = str(step.attributes["what"]) if step.op in ("float", "move") else step.op
     return f"{name} + ReLU" if step.attributes.get("relu") and name != "relu" else name
 
 

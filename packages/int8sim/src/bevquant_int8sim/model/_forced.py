@@ -17,7 +17,7 @@ from bevquant_int8sim.model._execute import geometry
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Integers, RequiredType
 from bevquant_int8sim.model._integer_model import IntegerModel, exhausted
-from bevquant_int8sim.model._program import Ref, Step
+from bevquant_int8sim.model._program import Ref, Step, names_in
 from bevquant_int8sim.model._reference import GraphRun, Returned, spent_nodes, tensor_of
 from bevquant_int8sim.model._rowwise import dequantized
 from bevquant_int8sim.model._traced_source import Source
@@ -25,6 +25,9 @@ from bevquant_int8sim.model._traced_source import Source
 _COMPUTES = frozenset(
     "quantize requantize sparse_conv conv conv_transpose linear add max_pool avg_pool resize "
     "float".split()
+)
+_SELECTS = frozenset(
+    "getitem select narrow index_select index gather take_along_dim masked_select take".split()
 )
 
 
@@ -56,7 +59,13 @@ class ForcedRun:
         self.model, self.source, self.graph = model, source, source.graph.graph
         self.makers = {step.outputs[0]: step for step in model.steps}
         self.operations: dict[str, int] = {}
-        known = {step.outputs[0] for step in model.steps if step.op in _COMPUTES}
+        returned = set(names_in(model.program.result))
+        known = {
+            step.outputs[0]
+            for step in model.steps
+            if step.op in _COMPUTES
+            or (step.attributes.get("what") in _SELECTS and step.outputs[0] in returned)
+        }
         self.values: dict[fx.Node, list[str]] = {}
         placed: set[str] = set()
         for node, forms in source.held.items():

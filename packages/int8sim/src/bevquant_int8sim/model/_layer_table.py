@@ -69,9 +69,11 @@ class LayerTable(HtmlTable):
 
     Attributes:
         rows: One per step of the integer model that computes.
+        notes: Channels that a range erases or that have ranges of their own, by `calibrate`.
     """
 
     rows: tuple[LayerRow, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def first_departure(self) -> LayerRow | None:
@@ -90,6 +92,7 @@ class LayerTable(HtmlTable):
             "schema": _SCHEMA,
             "first_departure": None if first is None else first.path,
             "rows": [asdict(row) for row in self.rows],
+            "notes": list(self.notes),
         }
         return json.dumps(data, indent=2, allow_nan=False)
 
@@ -99,7 +102,8 @@ class LayerTable(HtmlTable):
             "sat %", "acc bits", "",
         )  # fmt: skip
         rows = [head, *(_cells(row) for row in self.rows)]
-        return f"{text_table(rows, right=range(3, len(head) - 1))}\n{self._verdict()}"
+        table = text_table(rows, right=range(3, len(head) - 1))
+        return "\n".join((table, self._verdict(), *self.notes))
 
     def _verdict(self) -> str:
         chosen = next((row for row in self.rows if row.kept), None)
