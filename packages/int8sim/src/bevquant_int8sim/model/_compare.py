@@ -53,7 +53,8 @@ def compare(
 
     Returns:
         A row per layer, and per selection (slice, index, gather, topk) that is returned.
-        `print` it; `LayerTable.first_departure` names the layer where the integer result leaves the fake-quantized one.
+        `print` it; `LayerTable.first_departure` names the layer where the integer result leaves
+        the fake-quantized one.
 
     Raises:
         ValueError: No batches, an integer model that was loaded from a file, a float model that
