@@ -183,9 +183,9 @@ def inputs_of(program: Program, args: Any) -> Iterator[tuple[str, Any]]:
 def example_of(model: Any, args: Any) -> Any:
     """Example inputs, or a loader's batch, as a model takes them (`as_example`).
 
-    A dict names the inputs of another package's model, whose forward takes tensors.
+    A dict or a tensor is returned as it is for another package's model, which reads it itself.
     """
-    if isinstance(args, dict) and _reader_of(model) is not None:
+    if not isinstance(args, tuple | list) and _reader_of(model) is not None:
         return args
     return model.inputs_of(args) if isinstance(model, IntegerModel) else as_example(model, args)
 
