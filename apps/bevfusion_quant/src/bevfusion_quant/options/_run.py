@@ -52,7 +52,7 @@ class TargetOptions:
             BPU, to run on the CPU.
     """
 
-    model: ModelName = "bevfusion"
+    model: ModelName = field(default="bevfusion", kw_only=True)
     config: ConfigName = "nuscenes"
     branch: Branch | None = None
     method: Method | None = None

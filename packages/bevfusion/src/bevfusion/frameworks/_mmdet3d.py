@@ -27,7 +27,11 @@ NEEDS = (
 
 
 class LidarNetwork(nn.Module):
-    """Voxels to the outputs of the head: a detector's forward without voxelization and decoding."""
+    """Voxels of one frame to the outputs of the head: a detector without voxelization and decoding.
+
+    mmdetection3d's own forward reads the number of frames out of the coordinates, which no file can
+    do. Here the same modules run in the same order with one frame.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -39,10 +43,14 @@ class LidarNetwork(nn.Module):
         Args:
             voxels: mmdetection3d's: "voxels", "num_points", "coors" (batch, z, y, x).
         """
-        model: Any = self.model
-        if hasattr(model, "pts_bbox_head"):
-            return model.pts_bbox_head(model.extract_pts_feat(voxels))
-        return model.bbox_head(model.extract_feat({"voxels": voxels}))
+        coords = voxels["coors"]
+        x = self._part("voxel_encoder")(voxels["voxels"], voxels["num_points"], coords)
+        x = self._part("backbone")(self._part("middle_encoder")(x, coords, 1))
+        neck = self._part("neck")
+        return self._part("bbox_head")(x if neck is None else neck(x))
+
+    def _part(self, name: str) -> Any:
+        return getattr(self.model, f"pts_{name}", None) or getattr(self.model, name, None)
 
 
 def load_mmdet3d(
@@ -125,17 +133,20 @@ def _arguments(model: Any, settings: Mapping[str, Any]) -> Callable[[Frame], tup
     columns: Sequence[int] = range(4)
     for step in settings.get("test_pipeline", ()):
         if step["type"] == "LoadPointsFromFile":
-            used = step.get("use_dim", step["load_dim"])
+            used = step.get("use_dim", [0, 1, 2])
             columns = range(used) if isinstance(used, int) else list(used)
+        elif step["type"] == "LoadPointsFromMultiSweeps":
+            columns = [columns[index] for index in step.get("use_dim", [0, 1, 2, 4])]
     # The frames here have intensities 0..255, KITTI's and Waymo's models were trained on 0..1.
     scale = 1.0 if "nuscenes" in str(settings.get("dataset_type", "")).lower() else 255.0
 
     def arguments(frame: Frame) -> tuple[Any, ...]:
         if frame.points is None:
             raise InputError(f"{frame.name}: it holds voxels; the model voxelizes points itself")
-        points = frame.points[:, columns].copy()
+        points = frame.points.copy()
         points[:, 3] /= scale
-        voxels = model.data_preprocessor.voxelize([torch.from_numpy(points)], [])
+        kept = torch.from_numpy(points[:, columns])
+        voxels = model.data_preprocessor.voxelize([kept], [])
         return ({name: value for name, value in voxels.items() if isinstance(value, Tensor)},)
 
     return arguments
