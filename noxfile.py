@@ -118,6 +118,25 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session
+def pictures(session: nox.Session) -> None:
+    """Draw docs/demo_page.png anew: the top of the demo's page, by Chromium or Chrome."""
+    install(session, {"sparse": "numba,cpu", "bevfusion_quant": "cpu,export"})
+    browsers = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    browser = next((found for name in browsers if (found := shutil.which(name))), None)
+    if browser is None:
+        session.error(f"none of {', '.join(browsers)} is on the path")
+    page = Path(session.create_tmp()).absolute() / "runs" / "demo" / "report.html"
+    session.chdir(page.parents[2])
+    session.run("bevfusion-quant", "demo", "--name", "demo", "--overwrite")
+    session.run(
+        browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+        "--window-size=1200,1640", f"--screenshot={ROOT / 'docs' / 'demo_page.png'}",
+        page.as_uri(),
+        external=True,
+    )  # fmt: skip
+
+
+@nox.session
 def tests(session: nox.Session) -> None:
     """Doctests, unit, property, parity and end-to-end tests of every package together.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
@@ -127,7 +128,8 @@ def run_any(frames: Sequence[Frame], config: AnyConfig, **place: Unpack[Place]) 
     count = config.calibration_frames or len(frames)
     if not 1 <= count <= len(frames):
         raise InputError(f"--calibration-frames {count} of {len(frames)} frames: give 1 to all")
-    with new_run("ptq", clock, **place) as record:
+    with warnings.catch_warnings(), new_run("ptq", clock, **place) as record:
+        warnings.filterwarnings("ignore", "Using a non-tuple sequence")  # spconv's own dense()
         with clock.step("build"), redirect_stdout(StringIO()):  # mmengine prints
             detector = load_detector(config.model, config.weights)
         every = _Batches(detector, frames)
@@ -155,7 +157,7 @@ def run_any(frames: Sequence[Frame], config: AnyConfig, **place: Unpack[Place]) 
         with clock.step("write ONNX files"):
             files, refused = _export(quantized.model, example, every, record.folder, config.target)
         size = weight_size(quantized.model)
-        warnings = (*report.warnings, *map(str, report.poor), *refused)
+        findings = (*report.warnings, *map(str, report.poor), *refused)
         with clock.step("write"):
             save_ranges(quantized.model, record.folder / "ranges.json")
             state = quantized.model.state_dict()
@@ -191,13 +193,13 @@ def run_any(frames: Sequence[Frame], config: AnyConfig, **place: Unpack[Place]) 
                 "layers": layers,
                 "integers": simulation.summary(),
                 "files": [] if files is None else _files_text(files, record).splitlines(),
-                "warnings": warnings,
+                "warnings": findings,
                 "notes": detector.notes,
             }
         )
     text = "" if files is None else _files_text(files, record)
     return AnyResult(
-        record.path, layers, simulation, size, files, text, detector.notes, warnings, seconds, peak
+        record.path, layers, simulation, size, files, text, detector.notes, findings, seconds, peak
     )
 
 
