@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import spconv.pytorch as spconv
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +21,8 @@ class Detector(nn.Module):
     """Voxels of 3.2 m to a heat map of two classes."""
 
     def __init__(self) -> None:
+        import spconv.pytorch as spconv  # not before a test asks for it
+
         super().__init__()
         torch.manual_seed(0)
         self.encoder = spconv.SparseSequential(
@@ -38,6 +39,8 @@ class Detector(nn.Module):
         self.head = nn.Conv2d(32, len(CLASSES), 1)
 
     def forward(self, features: Tensor, coords: Tensor) -> Tensor:
+        import spconv.pytorch as spconv
+
         x = self.encoder(spconv.SparseConvTensor(features, coords, GRID, 1)).dense()
         return self.head(self.neck(x.flatten(1, 2)))
 
