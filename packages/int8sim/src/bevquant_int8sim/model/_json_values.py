@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import EllipsisType
 from typing import Any
 
+import numpy as np
 import torch
 
 from bevquant_int8sim.model._program import Ref, SparseRef
@@ -18,6 +19,8 @@ def to_json(value: Any) -> Any:
     Raises:
         ValueError: There is no form for it.
     """
+    if isinstance(value, np.integer | np.floating | np.bool_):  # as of a stride by numpy
+        value = value.item()
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
