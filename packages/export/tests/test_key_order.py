@@ -177,7 +177,7 @@ def scene(seed: int, cameras: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_sparse_files_and_both_parts_of_a_detector_bind_by_key(tmp_path: Path) -> None:
+def test_sparse_files_and_both_parts_of_a_detector_bind_by_key(spconv: Any, tmp_path: Path) -> None:
     for cameras in (False, True):
         frames = [scene(seed, cameras) for seed in (1, 2)]
         other = dict(reversed(frames[1].items()))
