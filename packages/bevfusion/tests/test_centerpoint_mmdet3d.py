@@ -36,7 +36,7 @@ CONFIGS = {
 
 
 class _Absent(types.ModuleType):
-    """mmcv's compiled operators, none of which may be called."""
+    """mmcv's compiled operators; no test may call them."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

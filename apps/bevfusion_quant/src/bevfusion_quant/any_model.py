@@ -1,4 +1,4 @@
-"""`ptq` for a network of any code: mmdetection3d's, OpenPCDet's, a function of the user.
+"""`ptq` for a network of any code: mmdetection3d's, or a function of the user.
 
 The network is folded, quantized, calibrated, compared, run in integers and written as files. Boxes
 are compared where its code makes them; mean average precision, stages and maps are not, since
@@ -20,6 +20,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
+from bev_data.boxes import Detections
 from bev_data.metrics import AgreementAccumulator
 from bev_data.points import Frame
 from bevfusion.frameworks import ForeignDetector, load_detector
@@ -31,6 +32,7 @@ from bevfusion_quant.pages import (
     ReportContent,
     ReportFigure,
     ReportScene,
+    cost_figures,
     write_report,
 )
 from bevfusion_quant.run import PAGE_FILE, Clock, RunRecord, new_run, plain
@@ -46,7 +48,7 @@ from bevquant_qnn import (
     round_weights,
     weight_size,
 )
-from bevquant_quantizers import calibrate, save_ranges, watch_quantizers
+from bevquant_quantizers import calibrate, save_ranges, watching_quantizers
 from bevquant_quantizers.documents import write_tensors
 
 LOG = logging.getLogger(__name__)
@@ -150,12 +152,15 @@ def run_any(frames: Sequence[Frame], config: AnyConfig, **place: Unpack[Place]) 
                     correct_bias=config.bias_correction,
                 )  # fmt: skip
         with clock.step("compare", blame="the models cannot be compared"):
-            layers = compare_layers(fused.model, quantized.model, every)
-            seen = watch_quantizers(quantized.model, lambda model: _run(model, every))
+            with watching_quantizers(quantized.model) as seen:
+                layers = compare_layers(fused.model, quantized.model, every)
         with clock.step("run in integers", blame="the model has no integer form"):
-            simulation = _simulate(fused.model, quantized.model, every, record.folder)
+            simulation, wanted = _simulate(
+                fused.model, quantized.model, example, every, record.folder
+            )
         with clock.step("write ONNX files"):
             files, refused = _export(quantized.model, example, every, record.folder, config.target)
+        text = "" if files is None else _files_text(files, record)
         size = weight_size(quantized.model)
         findings = (*report.warnings, *map(str, report.poor), *refused)
         with clock.step("write"):
@@ -178,7 +183,7 @@ def run_any(frames: Sequence[Frame], config: AnyConfig, **place: Unpack[Place]) 
                 config=config.model,
                 frames=names,
                 figures=_figures(size, simulation, files),
-                scene=_scene(detector, frames[0], fused.model, simulation),
+                scene=_scene(detector, frames[0], wanted, simulation.detections),
                 layers=layers,
                 quantizers=seen,
                 integers=simulation,
@@ -192,12 +197,11 @@ def run_any(frames: Sequence[Frame], config: AnyConfig, **place: Unpack[Place]) 
                 "weight_bytes": asdict(size),
                 "layers": layers,
                 "integers": simulation.summary(),
-                "files": [] if files is None else _files_text(files, record).splitlines(),
+                "files": text.splitlines(),
                 "warnings": findings,
                 "notes": detector.notes,
             }
         )
-    text = "" if files is None else _files_text(files, record)
     return AnyResult(
         record.path, layers, simulation, size, files, text, detector.notes, findings, seconds, peak
     )
@@ -216,21 +220,20 @@ def plain_records(records: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _run(model: nn.Module, batches: _Batches) -> None:
-    with torch.no_grad():
-        for batch in batches:
-            model(*batch)
-
-
 def _simulate(
-    float_model: nn.Module, quantized_model: nn.Module, batches: _Batches, folder: Path
-) -> Simulation:
-    """Three executions layer by layer, boxes of float and integers, seconds of the integers."""
-    model = simulate(quantized_model, next(iter(batches)))
+    float_model: nn.Module,
+    quantized_model: nn.Module,
+    example: tuple[Any, ...],
+    batches: _Batches,
+    folder: Path,
+) -> tuple[Simulation, Detections | None]:
+    """Three executions layer by layer, boxes and seconds; the float boxes of the first frame."""
+    model = simulate(quantized_model, example)
     table = compare(float_model, model, batches)
     detector = batches.detector
     agreement = AgreementAccumulator(detector.classes, EXTENT)
-    seconds, first = [], None
+    seconds: list[float] = []
+    first: tuple[Detections | None, Detections | None] = None, None  # float, integers
     for frame, batch in zip(batches.frames, batches, strict=True):
         start = time.perf_counter()
         outputs = model(*batch)
@@ -240,24 +243,25 @@ def _simulate(
                 wanted = detector.boxes(float_model(*batch), frame)
             found = detector.boxes(outputs, frame)
             agreement.add(wanted, found, frame.labels if detector.classes else None)
-            first = found if first is None else first
+            first = (wanted, found) if first[1] is None else first
     try:
         model.save(folder / INTEGER_FOLDER)
     except ValueError as error:  # a part that runs in float and is code of the user
         LOG.warning("the integer model is not saved: %s", error)
-    return Simulation(
+    simulation = Simulation(
         table.rows,
         (),
         tuple(FloatPart(f.path, f.what, f.reason, f.share) for f in model.float_fallbacks),
-        tuple(agreement.agreement()) if first is not None else (),
+        tuple(agreement.agreement()) if detector.boxes is not None else (),
         tuple(agreement.found()),
         usable_backend("auto").name,
         tuple(seconds),
         (),
-        first,
+        first[1],
         operations=model.operations,
         integer_share=model.integer_share,
     )
+    return simulation, first[0]
 
 
 def _export(
@@ -274,12 +278,7 @@ def _export(
 def _figures(
     size: WeightSize, simulation: Simulation, files: DetectorExport | None
 ) -> list[ReportFigure]:
-    note = f"{100 * simulation.integer_share:.1f} % in integers"
-    before = f"from {size.before / 2**20:.1f} MiB in float32"
-    figures = [
-        ReportFigure("Quantized weights", f"{size.after / 2**20:.1f} MiB", before),
-        ReportFigure("Operations of a frame", f"{simulation.operations / 1e9:.2f} G", note),
-    ]
+    figures = list(cost_figures(size, simulation))
     if files is not None:
         names = [f.path.name for f in (files.sparse, files.dense) if f is not None]
         figures.append(ReportFigure("Files, verified", ", ".join(names), f"for {files.target}"))
@@ -287,18 +286,16 @@ def _figures(
 
 
 def _scene(
-    detector: ForeignDetector, frame: Frame, float_model: nn.Module, simulation: Simulation
+    detector: ForeignDetector, frame: Frame, wanted: Detections | None, found: Detections | None
 ) -> ReportScene | None:
     if frame.points is None:
         return None
     inside = (abs(frame.points[:, 0]) < EXTENT[2]) & (abs(frame.points[:, 1]) < EXTENT[3])
     drawn: dict[str, Any] = {}
-    if detector.boxes is not None and simulation.detections is not None:
-        with torch.no_grad():
-            wanted = detector.boxes(float_model(*detector.arguments(frame)), frame)
-        for name, found in (("float", wanted), ("integer", simulation.detections)):
-            names = [detector.class_name(number) for number in found.labels]
-            drawn[f"{name}_detections"] = ReportBoxes(found.boxes, names, found.scores)
+    for name, boxes in (("float", wanted), ("integer", found)):
+        if boxes is not None:
+            names = [detector.class_name(number) for number in boxes.labels]
+            drawn[f"{name}_detections"] = ReportBoxes(boxes.boxes, names, boxes.scores)
     if frame.labels is not None:
         drawn["labels"] = ReportBoxes(frame.labels.boxes, frame.labels.names)
     return ReportScene(frame.name, frame.points[inside], EXTENT, cameras=frame.cameras, **drawn)
@@ -318,7 +315,7 @@ def any_text(result: AnyResult) -> list[str]:
 
 
 def _shortened(text: str) -> str:
-    """Without most of the notes on float32 operations, of which a network may have hundreds."""
+    """The text with a few of the notes on float32 operations; a network may have hundreds."""
     lines = text.splitlines()
     notes = [index for index, line in enumerate(lines) if ": float32: " in line]
     if len(notes) <= _NOTES:

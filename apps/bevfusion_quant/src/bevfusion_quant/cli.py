@@ -14,12 +14,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any, Union
 
 from bevfusion_quant._version import __version__
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["main"]
 

@@ -129,7 +129,7 @@ def _captured(
     shares: list[dict[str, Any]] = []  # where int(…) takes one of an open number
     constants = Constants(model)
     members = ReadMembers()
-    fixed: tuple[Condition, ...] = ()  # the line because of which sizes are fixed
+    fixed: tuple[Condition, ...] = ()  # the line that fixes sizes
     # Tensors that are attributes are written to by a trace too.
     with state_kept(model), quiet():
         if unread:

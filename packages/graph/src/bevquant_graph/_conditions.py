@@ -23,7 +23,7 @@ from ._tidy import ANSWER, REQUIRE, fixed_number
 class Condition(NamedTuple):
     """A condition on symbols of sizes (a sympy expression), and the line that asks.
 
-    The term is None for the line because of which all sizes are fixed.
+    The term is None for the line that fixes all sizes.
     """
 
     term: Any

@@ -1,7 +1,7 @@
 """Dictionaries and dataclasses that note which of their members a forward asks for.
 
-A key that the forward has written before is its own. Whoever looks at a whole container
-(``len(d)``, ``dict(d)``, ``{**d}``, a loop) reads all of it.
+A key that the forward has written is its own. A look at a whole container (``len(d)``, ``dict(d)``,
+``{**d}``, a loop) reads all of it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -85,18 +86,13 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
         from bevfusion_quant.frames import frames_of
         from bevfusion_quant.verdict import verdict
 
-        read = {one.name for one in fields(AnyConfig)} | {"allow_poor_calibration"}
-        given = [
-            ("--no-" if one.default is True else "--") + one.name.replace("_", "-")
-            for one in (*fields(PtqOptions), *fields(type(self)))
-            if one.name not in read
-            and one.name not in {f.name for f in (*fields(FrameOptions), *fields(RunOptions))}
-            and getattr(self, one.name) != one.default
-        ]
+        read = {
+            one.name for one in (*fields(AnyConfig), *fields(FrameOptions), *fields(RunOptions))
+        }
+        given = self._given({one.name for one in fields(self)} - read - {"allow_poor_calibration"})
         if given:
             raise InputError(
-                f"{', '.join(dict.fromkeys(given))}: --model {self.model} does not read it; leave "
-                "it out"
+                f"{', '.join(given)}: --model {self.model} does not read it; leave it out"
             )
         frames = frames_of(self, with_cameras=False, size="nuscenes")
         config = config_from(
@@ -146,13 +142,17 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
                 "latter with --exclude"
             )
         shared = {field.name for field in fields(TargetOptions)}
-        given = [
-            ("--no-" if field.default is True else "--") + field.name.replace("_", "-")
-            for field in fields(PtqOptions)
-            if field.name not in shared and getattr(self, field.name) != field.default
-        ]
+        given = self._given({field.name for field in fields(PtqOptions)} - shared)
         if given:
             raise InputError(
                 f"{', '.join(given)}: for a BPU batch norms are folded and weights rounded to the "
                 "nearest of 8 bits; leave it out"
             )
+
+    def _given(self, names: Collection[str]) -> list[str]:
+        """Those of the options that are not at their default, as they are written."""
+        return [
+            ("--no-" if field.default is True else "--") + field.name.replace("_", "-")
+            for field in fields(self)
+            if field.name in names and getattr(self, field.name) != field.default
+        ]

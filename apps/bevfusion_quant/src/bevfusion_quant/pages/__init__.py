@@ -10,7 +10,13 @@ from bevfusion_quant.pages._content import (
 )
 from bevfusion_quant.pages._format import by_page_scheme, partition_picture, setting_text
 from bevfusion_quant.pages._page import PAGE_DATA, Section, read_sections, write_page
-from bevfusion_quant.pages._run_page import EvaluatedRun, head, write_found, write_report
+from bevfusion_quant.pages._run_page import (
+    EvaluatedRun,
+    cost_figures,
+    head,
+    write_found,
+    write_report,
+)
 from bevfusion_quant.pages._sections.reproduce import section as reproduce
 
 __all__ = [
@@ -24,6 +30,7 @@ __all__ = [
     "ReportStage",
     "Section",
     "by_page_scheme",
+    "cost_figures",
     "head",
     "partition_picture",
     "read_sections",

@@ -232,7 +232,7 @@ class EvaluatedRun:
                 config=self.config.name,
                 frames=self.batches.frame_names,
                 figures=[
-                    *_cost_figures(size, self.simulation),
+                    *cost_figures(size, self.simulation),
                     *_agreement_figures(evaluation.agreement),
                     _weights(settings),
                 ],
@@ -370,7 +370,7 @@ def _weights(settings: Mapping[str, object]) -> ReportFigure:
     )
 
 
-def _cost_figures(size: WeightSize | None, simulation: Simulation | None) -> Iterator[ReportFigure]:
+def cost_figures(size: WeightSize | None, simulation: Simulation | None) -> Iterator[ReportFigure]:
     """Bytes of the parameters, and operations of a frame."""
     if size is not None:
         note = f"from {size.before / 2**20:.1f} MiB in float32"

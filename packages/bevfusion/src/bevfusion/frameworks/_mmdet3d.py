@@ -17,7 +17,7 @@ from bev_data.boxes import Detections
 from bev_data.points import Frame
 from bevfusion.frameworks._detector import ForeignDetector
 from bevfusion.frameworks._extensions import use_operator_standins
-from bevquant_quantizers.documents import read_checkpoint
+from bevfusion.model import load_weights
 from bevquant_sparse import use_bevquant_kernels
 
 NEEDS = (
@@ -54,7 +54,7 @@ class LidarNetwork(nn.Module):
 
 
 def load_mmdet3d(
-    config: str | os.PathLike[str], checkpoint: str | os.PathLike[str] | None = None
+    config: str | os.PathLike[str], checkpoint: str | Path | None = None
 ) -> ForeignDetector:
     """A LiDAR detector of mmdetection3d 1.4 from its configuration file.
 
@@ -92,7 +92,7 @@ def load_mmdet3d(
             f"mmdet3d:{config}: {type(model).__name__} has no branch from voxels to a head; name "
             "a function that returns your network instead (package.module:function)"
         )
-    notes = [] if checkpoint is None else _load(model, checkpoint)
+    notes = () if checkpoint is None else (str(load_weights(model, checkpoint)),)
     network = LidarNetwork(model).eval()
     use_bevquant_kernels(network)
     return ForeignDetector(
@@ -100,32 +100,8 @@ def load_mmdet3d(
         _arguments(model, settings),
         _boxes(head),
         tuple(settings.get("class_names", ())),
-        tuple(notes),
+        notes,
     )
-
-
-def _load(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
-    found = read_checkpoint(path)
-    wanted = model.state_dict()
-    missing = [name for name in wanted if name not in found.tensors]
-    other = [
-        f"{name} {tuple(found.tensors[name].shape)} instead of {tuple(value.shape)}"
-        for name, value in wanted.items()
-        if name in found.tensors and found.tensors[name].shape != value.shape
-    ]
-    missing = [name for name in missing if not name.endswith("num_batches_tracked")]
-    if missing or other:
-        listed = ", ".join([*missing, *other][:5])
-        raise InputError(
-            f"{path}: {len(missing)} entries of the model are not in the checkpoint and "
-            f"{len(other)} have another shape: {listed}; give the checkpoint of this configuration"
-        )
-    model.load_state_dict(found.tensors, strict=False)
-    unused = [name for name in found.tensors if name not in wanted]
-    notes = [f"checkpoint: {len(unused)} entries not used, such as {unused[0]}"] if unused else []
-    if found.passed_over:
-        notes.append(f"checkpoint: {len(found.passed_over)} entries beside the weights passed over")
-    return notes
 
 
 def _arguments(model: Any, settings: Mapping[str, Any]) -> Callable[[Frame], tuple[Any, ...]]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bev_data.boxes import rotated_iou
+from bevfusion.model.head import greedy_nms
 
 MAX, MEAN = 0, 1
 
@@ -125,14 +126,7 @@ def nms(overlap: Tensor, threshold: float) -> Tensor:
     Returns:
         int64, rows that stay.
     """
-    near = (overlap > threshold).numpy()
-    dropped = np.zeros(len(near), bool)
-    kept = []
-    for row in range(len(near)):
-        if not dropped[row]:
-            kept.append(row)
-            dropped |= near[row]
-    return torch.tensor(kept, dtype=torch.int64)
+    return torch.from_numpy(greedy_nms((overlap > threshold).numpy()))
 
 
 def aligned_iou(a: Tensor, b: Tensor, offset: float = 0.0) -> Tensor:

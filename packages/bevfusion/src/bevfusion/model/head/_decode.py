@@ -203,7 +203,7 @@ def circle_nms(
     order = _best_first("circle_nms", scores, len(points))
     offset = points[order][:, None] - points[order][None]
     near = np.hypot(offset[..., 0], offset[..., 1]) <= radius
-    return order[_greedy(near)]
+    return order[greedy_nms(near)]
 
 
 def rotated_nms(
@@ -230,7 +230,7 @@ def rotated_nms(
     """
     rows = checked_boxes("rotated_nms", boxes)
     order = _best_first("rotated_nms", scores, len(rows))
-    return order[_greedy(rotated_iou(rows[order], rows[order]) > threshold)]
+    return order[greedy_nms(rotated_iou(rows[order], rows[order]) > threshold)]
 
 
 def _best_first(what: str, scores: npt.ArrayLike, count: int) -> npt.NDArray[np.int64]:
@@ -245,8 +245,12 @@ def _best_first(what: str, scores: npt.ArrayLike, count: int) -> npt.NDArray[np.
     return np.argsort(-values, kind="stable").astype(np.int64)
 
 
-def _greedy(near: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Rows that no better row which stays is near to."""
+def greedy_nms(near: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Rows that no better kept row is near to.
+
+    Args:
+        near: [n, n], rows and columns in the order of their scores, best first.
+    """
     suppressed = np.zeros(len(near), bool)
     kept = []
     for row in range(len(near)):
