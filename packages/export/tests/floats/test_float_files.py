@@ -268,3 +268,15 @@ def test_constants_near_zero_and_one_are_written(guarded, tmp_path):
     x[1] = 0
     (got,) = open_onnx(file.path)({"x": x}).values()
     torch.testing.assert_close(got, guarded(x))
+
+
+def test_a_file_of_half_precision_is_compared(tmp_path):
+    net, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).eval(), torch.randn(2, 4)
+    file = export_float_onnx(net, x, tmp_path / "net.onnx", half=True, frames=[(x,)])
+    assert {port.type for port in onnxruntime.InferenceSession(file.path).get_inputs()} == {
+        "tensor(float16)"
+    }
+    (found,) = compare_float_onnx(file, net, -x)
+    assert 0 < found.relative < 2**-6
+    (wrong,) = compare_float_onnx(file, nn.Sequential(nn.Linear(4, 3), nn.Tanh()).eval(), -x)
+    assert wrong.relative > 2**-6

@@ -218,6 +218,9 @@ def compare_float_onnx(
 ) -> tuple[FloatDifference, ...]:
     """Run a file in onnxruntime and the module in torch, and compare every output.
 
+    A file of half precision receives its inputs rounded to float16, and the differences contain
+    that rounding.
+
     Args:
         file: From `export_float_onnx`.
         module: The module that it was written from.
@@ -258,8 +261,10 @@ def _differences(
             "a float file is held against torch with onnxruntime: pip install "
             "onnxruntime, or write it unseen with tolerance=None"
         ) from error
-    taken = {port.name for port in running.get_inputs()}  # one that is not read is no input
-    inputs = {n: v.detach().cpu().numpy() for n, v in given.items() if n in taken}
+    ports = {port.name: port.type for port in running.get_inputs()}  # those that are read
+    halves = {name for name, kind in ports.items() if kind == "tensor(float16)"}
+    given = {n: v.half() if n in halves else v for n, v in given.items() if n in ports}
+    inputs = {name: value.detach().cpu().numpy() for name, value in given.items()}
     made = running.run(list(wanted), inputs)
     return tuple(
         _difference(name, np.asarray(value.detach().cpu()), got)
