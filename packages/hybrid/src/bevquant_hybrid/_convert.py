@@ -12,7 +12,7 @@ from bevquant_hybrid._fake_quant._fake_quantize import CalibFakeQuantize, FakeQu
 from bevquant_hybrid._fx._calibrated_scales import warn_of_uncollected
 from bevquant_hybrid.march import require_march
 from bevquant_hybrid.nn.qat._base import OutputQuantized
-from bevquant_hybrid.nn.qat._parts import Composed
+from bevquant_hybrid.nn.qat._composed import Composed
 from bevquant_hybrid.nn.qat._weighted import Weighted
 from bevquant_hybrid.nn.qat.stubs import QuantStub
 from bevquant_hybrid.nn.quantized import fixed_point_form

@@ -17,7 +17,7 @@ from bevquant_hybrid._fake_quant._fake_quantize import (
 from bevquant_hybrid._fx._float_operators import BOUNDARY
 from bevquant_hybrid._observers._range import FixedScaleObserver
 from bevquant_hybrid.nn import qat
-from bevquant_hybrid.nn.qat._parts import Composed
+from bevquant_hybrid.nn.qat._composed import Composed
 from bevquant_hybrid.nn.qat._weighted import Weighted, WithBatchNorm
 from bevquant_hybrid.quantization.qconfig import get_default_qat_qconfig
 

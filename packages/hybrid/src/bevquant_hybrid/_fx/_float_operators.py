@@ -21,7 +21,7 @@ from bevquant_graph import layer_class
 from bevquant_hybrid._fx._placement import Kind, Placement, keeps_scale
 from bevquant_hybrid._fx._tracer import line_of, scope_of
 from bevquant_hybrid._scale_keeping import gives_plain, rule_of
-from bevquant_hybrid.nn._arithmetic import Div, FloatFunctional, Where
+from bevquant_hybrid.nn._functions import Div, FloatFunctional, Where
 from bevquant_hybrid.nn.qat import has_qat_form
 from bevquant_hybrid.nn.qat.stubs import DeQuantStub
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.fx import Node
 
-from bevquant_hybrid.nn._arithmetic import FloatFunctional
+from bevquant_hybrid.nn._functions import FloatFunctional
 
 
 @dataclass(eq=False)

@@ -15,8 +15,7 @@ from torch.fx import Node
 
 from bevquant_hybrid._fx._recipe import Recipe
 from bevquant_hybrid.nn import _functions as functions
-from bevquant_hybrid.nn._arithmetic import Div, Where
-from bevquant_hybrid.nn._layer_norm import LayerNorm, Normalize
+from bevquant_hybrid.nn._functions import Div, LayerNorm, Normalize, Where
 
 Rule = Callable[..., Any]
 

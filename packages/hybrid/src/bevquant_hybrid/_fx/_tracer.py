@@ -18,7 +18,7 @@ from torch.fx import Graph, Node, Proxy, Tracer
 from torch.fx.proxy import TraceError
 
 from bevquant_hybrid._leaf import LEAF_MARK
-from bevquant_hybrid.nn._arithmetic import Arithmetic
+from bevquant_hybrid.nn._functions import Arithmetic
 from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import has_qat_form
 from bevquant_hybrid.nn.qat._weighted import Weighted

@@ -12,7 +12,7 @@ from torch.fx.proxy import TraceError
 from torch.utils._pytree import tree_leaves
 
 from bevquant_hybrid._fx._tracer import HybridTracer
-from bevquant_hybrid.nn.qat._parts import Composed
+from bevquant_hybrid.nn.qat._composed import Composed
 
 
 def composed_calls(model: nn.Module, graph: Graph) -> list[Node]:

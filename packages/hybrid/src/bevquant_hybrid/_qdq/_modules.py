@@ -13,12 +13,11 @@ from bevquant_graph import layer_class
 from bevquant_hybrid._qdq._call import SUM, Call
 from bevquant_hybrid.nn import _functions as functions
 from bevquant_hybrid.nn import qat
-from bevquant_hybrid.nn._arithmetic import Div
-from bevquant_hybrid.nn._layer_norm import LayerNorm
+from bevquant_hybrid.nn._functions import Div, LayerNorm
 from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import float_form
+from bevquant_hybrid.nn.qat._operators import largest
 from bevquant_hybrid.nn.qat.batchnorm import channel_affine
-from bevquant_hybrid.nn.qat.several_inputs import _top
 from bevquant_hybrid.qtensor import QTensor
 from bevquant_int8sim.program import Integers, Ref, Step, grid_call, module_call
 
@@ -144,7 +143,7 @@ def module_steps(call: Call, module: nn.Module) -> list[Step] | Ref:
     if isinstance(module, Fused):
         return _fused(call, module)
     if isinstance(module, qat.Div):
-        args, top = call.args, float(_top(module))
+        args, top = call.args, float(largest(module))
         return [call.function("guarded_div", args, top=top)]
     if isinstance(module, qat.SegmentLUT):
         return _one(call, module.function, call.args)

@@ -38,7 +38,7 @@ from bevquant_hybrid._qdq._modules import (
 )
 from bevquant_hybrid._scale_keeping import rule_of
 from bevquant_hybrid.nn import qat
-from bevquant_hybrid.nn._arithmetic import Arithmetic
+from bevquant_hybrid.nn._functions import Arithmetic
 from bevquant_hybrid.nn.qat._weighted import Weighted
 from bevquant_hybrid.nn.quantized._base import FixedPoint
 from bevquant_hybrid.qtensor import QTensor, as_float

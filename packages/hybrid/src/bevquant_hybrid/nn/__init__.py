@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bevquant_hybrid.nn import functional, intrinsic, qat, quantized
-from bevquant_hybrid.nn._arithmetic import Div
 from bevquant_hybrid.nn._correlation import Correlation
 from bevquant_hybrid.nn._functions import (
     Acos,
@@ -15,21 +14,23 @@ from bevquant_hybrid.nn._functions import (
     Ceil,
     Cos,
     Cosh,
+    Div,
     Erf,
     Exp,
     Floor,
     GridSample,
     HardLog,
     Interpolate,
+    LayerNorm,
     Pow,
     Reciprocal,
+    RMSNorm,
     Selu,
     Sin,
     Sinh,
     Sqrt,
     Tan,
 )
-from bevquant_hybrid.nn._layer_norm import LayerNorm, RMSNorm
 from bevquant_hybrid.nn._pillars import PointPillarsScatter
 from bevquant_hybrid.nn._rcnn import AnchorGenerator, RcnnPostProcess
 from bevquant_hybrid.nn._roi_align import MultiScaleRoIAlign

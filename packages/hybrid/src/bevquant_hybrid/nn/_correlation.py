@@ -181,10 +181,10 @@ class Correlation(nn.Module):
         self.is_multiply = is_multiply
 
     @property
-    def settings(self) -> tuple[int, int, int, int, int]:
+    def window(self) -> tuple[int, int, int, int, int]:
         """What follows the maps in a call of `correlate`."""
-        window = self.kernel_size, self.max_displacement
-        return *window, self.stride1, self.stride2, self.pad_size
+        sides = self.kernel_size, self.max_displacement
+        return *sides, self.stride1, self.stride2, self.pad_size
 
     def forward(self, data1: Tensor, data2: Tensor) -> Tensor:
         """Compare.
@@ -200,7 +200,7 @@ class Correlation(nn.Module):
             ValueError: Maps that do not fit.
         """
         channels = channels_of("Correlation", data1, data2)
-        return correlate(data1, data2, *self.settings) / (self.kernel_size**2 * channels)
+        return correlate(data1, data2, *self.window) / (self.kernel_size**2 * channels)
 
     def extra_repr(self) -> str:
         """Print the settings."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.ao.nn import quantized as torch_quantized
+from torch.jit._trace import TracerWarning
 
 from bevquant_hybrid._sampling import sampling_places
 from bevquant_hybrid.qtensor import as_float
@@ -19,102 +22,37 @@ class ElementwiseFunction(nn.Module):
     Attributes:
         function: What is applied.
         jumps: Whether it jumps, so that its table must read what training reads, to the last bit.
-    """
-
-    function: ClassVar[Callable[..., Tensor]]
-    jumps: ClassVar[bool] = False
-
-    def __init_subclass__(
-        cls, *, function: Callable[..., Tensor] | None = None, jumps: bool = False
-    ) -> None:
-        super().__init_subclass__()
-        if function is not None:  # else it is inherited
-            cls.function, cls.jumps = staticmethod(function), jumps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the function."""
-        return type(self).function(x)
-
-
-class Acos(ElementwiseFunction, function=torch.acos):
-    """Arc cosine, in radians."""
-
-
-class Acosh(ElementwiseFunction, function=torch.acosh):
-    """Inverse hyperbolic cosine."""
-
-
-class Asin(ElementwiseFunction, function=torch.asin):
-    """Arc sine, in radians."""
-
-
-class Asinh(ElementwiseFunction, function=torch.asinh):
-    """Inverse hyperbolic sine."""
-
-
-class Atan(ElementwiseFunction, function=torch.atan):
-    """Arc tangent, in radians."""
-
-
-class Atanh(ElementwiseFunction, function=torch.atanh):
-    """Inverse hyperbolic tangent."""
-
-
-class Ceil(ElementwiseFunction, function=torch.ceil, jumps=True):
-    """Smallest whole number not below."""
-
-
-class Cos(ElementwiseFunction, function=torch.cos):
-    """Cosine of radians."""
-
-
-class Cosh(ElementwiseFunction, function=torch.cosh):
-    """Hyperbolic cosine."""
-
-
-class Erf(ElementwiseFunction, function=torch.erf):
-    """Error function."""
-
-
-class Exp(ElementwiseFunction, function=torch.exp):
-    """Exponential.
 
     Example:
         >>> Exp()(torch.zeros(2))
         tensor([1., 1.])
     """
 
+    function: ClassVar[Callable[..., Tensor]]
+    jumps: ClassVar[bool] = False
 
-class Floor(ElementwiseFunction, function=torch.floor, jumps=True):
-    """Largest whole number not above."""
-
-
-class HardLog(ElementwiseFunction, function=torch.log):
-    """Natural logarithm."""
-
-
-class Reciprocal(ElementwiseFunction, function=torch.reciprocal):
-    """1 / x."""
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the function."""
+        return type(self).function(x)
 
 
-class Selu(ElementwiseFunction, function=F.selu):
-    """Scaled exponential linear unit."""
+def _elementwise(name: str, function: Callable[..., Tensor], jumps: bool = False) -> Any:
+    """The class of a function."""
+    doc = f"`torch.{function.__name__}` of every element."
+    about = {"function": staticmethod(function), "jumps": jumps, "__module__": __name__}
+    return type(name, (ElementwiseFunction,), {**about, "__doc__": doc})
 
 
-class Sin(ElementwiseFunction, function=torch.sin):
-    """Sine of radians."""
-
-
-class Sinh(ElementwiseFunction, function=torch.sinh):
-    """Hyperbolic sine."""
-
-
-class Sqrt(ElementwiseFunction, function=torch.sqrt):
-    """Square root."""
-
-
-class Tan(ElementwiseFunction, function=torch.tan):
-    """Tangent of radians."""
+Acos, Acosh, Asin, Asinh, Atan, Atanh, Cos, Cosh, Erf, Exp, Reciprocal, Sin, Sinh, Sqrt, Tan = (
+    _elementwise(function.__name__.title(), function)
+    for function in (
+        *(torch.acos, torch.acosh, torch.asin, torch.asinh, torch.atan, torch.atanh, torch.cos),
+        *(torch.cosh, torch.erf, torch.exp, torch.reciprocal, torch.sin, torch.sinh, torch.sqrt),
+        torch.tan,
+    )
+)
+Ceil, Floor = _elementwise("Ceil", torch.ceil, True), _elementwise("Floor", torch.floor, True)
+HardLog, Selu = _elementwise("HardLog", torch.log), _elementwise("Selu", F.selu)
 
 
 class Pow(nn.Module):
@@ -221,3 +159,255 @@ class GridSample(nn.Module):
 
     def extra_repr(self) -> str:
         return f"mode={self.mode!r}, padding_mode={self.padding_mode!r}"
+
+
+def normalized(
+    x: Tensor, axes: list[int], eps: float, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """(x − mean)/√(variance + ε)·weight + bias, both statistics over `axes`."""
+    deviation = x - x.mean(axes, keepdim=True)
+    variance = deviation.square().mean(axes, keepdim=True)
+    result = deviation * torch.rsqrt(variance + eps)
+    if weight is not None:
+        result = result * weight
+    return result if bias is None else result + bias
+
+
+class LayerNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm` that can normalize other axes than the last ones.
+
+    Args:
+        normalized_shape: Shape of weight and bias, which broadcast against the input from the
+            right: ``[channels, 1, 1]`` for ``dim=1`` of ``[N, channels, height, width]``.
+        eps: Added to the variance.
+        elementwise_affine: Whether there are weight and bias.
+        device: As in torch, like `dtype`.
+        dtype: As in torch.
+        dim: Axis or axes of the statistics; None for the last ones, as many as
+            `normalized_shape` has, which is torch's layer norm.
+
+    Example:
+        >>> x = torch.arange(6.0).reshape(1, 3, 1, 2)
+        >>> LayerNorm([3, 1, 1], dim=1)(x)[0, :, 0, 0].sum().abs().item() < 1e-5
+        True
+    """
+
+    dim: int | tuple[int, ...] | None = None  # of torch's own, which has no such attribute
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        dim: int | Sequence[int] | None = None,
+    ) -> None:
+        shape = normalized_shape if isinstance(normalized_shape, int) else list(normalized_shape)
+        super().__init__(shape, eps, elementwise_affine, device=device, dtype=dtype)
+        self.dim = dim if dim is None or isinstance(dim, int) else tuple(dim)
+
+    @property
+    def axes(self) -> list[int]:
+        """Axes of the statistics."""
+        if self.dim is None:
+            return [-1 - i for i in range(len(self.normalized_shape))]
+        return [self.dim] if isinstance(self.dim, int) else list(self.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize."""
+        if self.dim is None:
+            return super().forward(x)
+        return normalized(x, self.axes, self.eps, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        given = super().extra_repr()
+        return given if self.dim is None else f"{given}, dim={self.dim}"
+
+
+class InverseNorm(nn.Module):
+    r"""The function :math:`1 / \max(\sqrt{x}, \epsilon)` of a sum of squares."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply it to every element."""
+        return x.clamp(min=0.0).sqrt().clamp(min=self.eps).reciprocal()
+
+
+class Normalize(nn.Module):
+    r"""`torch.nn.functional.normalize` with p = 2: :math:`x / \max(\lVert x \rVert_2, \epsilon)`.
+
+    Args:
+        dim: Axis or axes of the norm.
+        eps: Smallest norm that is divided by.
+
+    Example:
+        >>> Normalize()(torch.tensor([[3.0, 4.0]]))
+        tensor([[0.6000, 0.8000]])
+    """
+
+    def __init__(self, dim: int | Sequence[int] = 1, eps: float = 1e-12) -> None:
+        super().__init__()
+        self.dim, self.eps = dim, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize."""
+        dim: Any = self.dim
+        return nn.functional.normalize(x, 2.0, dim, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, eps={self.eps}"
+
+
+class RMSNorm(nn.RMSNorm):
+    r"""`torch.nn.RMSNorm`: :math:`x / \sqrt{\overline{x^2} + \epsilon}\,w`.
+
+    Example:
+        >>> RMSNorm(2, eps=0.0)(torch.tensor([[3.0, 4.0]])).square().mean().round().item()
+        1.0
+    """
+
+
+def _matmul(tensors: list[Tensor], x_trans: bool, y_trans: bool) -> Tensor:
+    x, y = tensors
+    left, right = (v.transpose(-1, -2) if t else v for v, t in ((x, x_trans), (y, y_trans)))
+    return torch.matmul(left, right)
+
+
+FLOAT_OPERATIONS: dict[str, Callable[..., Tensor]] = {
+    "add": lambda tensors: tensors[0] + tensors[1],
+    "add_relu": lambda tensors: torch.relu(tensors[0] + tensors[1]),
+    "sub": lambda tensors: tensors[0] - tensors[1],
+    "mul": lambda tensors: tensors[0] * tensors[1],
+    "maximum": lambda tensors: torch.maximum(*tensors),
+    "minimum": lambda tensors: torch.minimum(*tensors),
+    "matmul": _matmul,
+    "cat": torch.cat,
+    "mean": lambda tensors, **settings: torch.mean(*tensors, **settings),
+    "sum": lambda tensors, **settings: torch.sum(*tensors, **settings),
+    "add_scalar": lambda tensors, number: tensors[0] + number,
+    "mul_scalar": lambda tensors, number: tensors[0] * number,
+}
+
+
+def _number(value: Any) -> float:
+    """A number as a program keeps it: torch.jit.trace has tensors where shapes give numbers."""
+    if not isinstance(value, Tensor):
+        return float(value) if isinstance(value, int | float) else value
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TracerWarning)
+        return float(value)
+
+
+class Arithmetic:
+    """Methods of `FloatFunctional`; one object stands for one place in a model."""
+
+    def operate(self, name: str, tensors: list[Tensor], **settings: Any) -> Tensor:
+        """Compute one of `FLOAT_OPERATIONS`."""
+        return FLOAT_OPERATIONS[name](tensors, **settings)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """X + y."""
+        return self.operate("add", [x, y])
+
+    def add_relu(self, x: Tensor, y: Tensor) -> Tensor:
+        """max(x + y, 0)."""
+        return self.operate("add_relu", [x, y])
+
+    def sub(self, x: Tensor, y: Tensor) -> Tensor:
+        """X − y."""
+        return self.operate("sub", [x, y])
+
+    def mul(self, x: Tensor, y: Tensor) -> Tensor:
+        """x·y, element by element."""
+        return self.operate("mul", [x, y])
+
+    def maximum(self, x: Tensor, y: Tensor) -> Tensor:
+        """The larger of either."""
+        return self.operate("maximum", [x, y])
+
+    def minimum(self, x: Tensor, y: Tensor) -> Tensor:
+        """The smaller of either."""
+        return self.operate("minimum", [x, y])
+
+    def matmul(self, x: Tensor, y: Tensor, x_trans: bool = False, y_trans: bool = False) -> Tensor:
+        """Matrix product; `x_trans`, `y_trans` transpose the last two axes first."""
+        return self.operate("matmul", [x, y], x_trans=x_trans, y_trans=y_trans)
+
+    def cat(self, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+        """Join along `dim`.
+
+        Raises:
+            TypeError: One tensor in the place of the list, as torch raises.
+        """
+        if isinstance(tensors, Tensor):
+            name = getattr(self, "qualified_name", "") or type(self).__name__
+            raise TypeError(
+                f"{name}: cat: expected a list or tuple of tensors, got one tensor of "
+                f"{tensors.dim()} axes; hand over all that are joined"
+            )
+        return self.operate("cat", list(tensors), dim=dim)
+
+    def mean(self, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+        """Mean over `dim`."""
+        return self.operate("mean", [x], dim=dim, keepdim=keepdim)
+
+    def sum(self, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+        """Sum over `dim`."""
+        return self.operate("sum", [x], dim=dim, keepdim=keepdim)
+
+    def add_scalar(self, x: Tensor, y: float) -> Tensor:
+        """X plus a number."""
+        return self.operate("add_scalar", [x], number=_number(y))
+
+    def mul_scalar(self, x: Tensor, y: float) -> Tensor:
+        """X times a number."""
+        return self.operate("mul_scalar", [x], number=_number(y))
+
+
+class FloatFunctional(Arithmetic, torch_quantized.FloatFunctional):
+    """`torch.nn.quantized.FloatFunctional` with sub, mean, sum, maximum, minimum and matmul.
+
+    One object stands for one place in a model: its QAT form keeps the scale of that result.
+
+    Example:
+        >>> import torch
+        >>> FloatFunctional().sub(torch.tensor(3.0), torch.tensor(1.0))
+        tensor(2.)
+    """
+
+    __module__ = "bevquant_hybrid.nn.quantized.functional_modules"  # its documented home
+
+
+class Div(nn.Module):
+    """x / y, element by element; shapes broadcast.
+
+    Quantized, x/0 is the largest integer of x's sign and 0/0 is 0. BAYES divides 16 bits.
+
+    Example:
+        >>> Div()(torch.tensor([3.0]), torch.tensor([2.0]))
+        tensor([1.5000])
+    """
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Divide."""
+        return torch.div(x, y)
+
+
+class Where(nn.Module):
+    """X where a condition holds, else y; x or y may be a number, and shapes broadcast.
+
+    Quantized, both are brought to the result's scale, each rounded once.
+
+    Example:
+        >>> x = torch.tensor([-1.0, 2.0])
+        >>> Where()(x > 0, x, 0.5)
+        tensor([0.5000, 2.0000])
+    """
+
+    def forward(self, condition: Tensor, x: Tensor | float, y: Tensor | float) -> Tensor:
+        """Select."""
+        return torch.where(condition, x, y)

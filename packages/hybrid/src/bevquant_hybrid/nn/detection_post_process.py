@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_hybrid._torch_operator import operator
-from bevquant_hybrid.nn._boxes import (
+from bevquant_hybrid.nn._rcnn import (
     best,
     clipped,
     decoded,

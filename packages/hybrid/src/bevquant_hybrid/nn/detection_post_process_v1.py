@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bevquant_hybrid import _integer_ops as ops
 from bevquant_hybrid._torch_operator import operator
-from bevquant_hybrid.nn._boxes import (
+from bevquant_hybrid.nn._rcnn import (
     best,
     clipped,
     decoded,

@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
+from bevquant_hybrid.nn.qat._attention import LSTMCell, MultiheadAttention
 from bevquant_hybrid.nn.qat._base import OutputQuantized
+from bevquant_hybrid.nn.qat._composed import GroupNorm, Normalize, Softmax
+from bevquant_hybrid.nn.qat._operators import (
+    GLU,
+    Correlation,
+    Div,
+    LayerNorm,
+    MultiScaleRoIAlign,
+    RMSNorm,
+    Where,
+)
 from bevquant_hybrid.nn.qat._replace import (
     float_form,
     has_qat_form,
     is_elementwise,
     qat_form,
 )
-from bevquant_hybrid.nn.qat._weighted import Weighted, WithBatchNorm
-from bevquant_hybrid.nn.qat.attention import MultiheadAttention
+from bevquant_hybrid.nn.qat._weighted import (
+    Conv3d,
+    ConvAdd3d,
+    ConvAddReLU3d,
+    ConvAddReLU63d,
+    ConvReLU3d,
+    ConvReLU63d,
+    ConvTranspose2d,
+    ConvTransposeAdd2d,
+    ConvTransposeAddReLU2d,
+    ConvTransposeAddReLU62d,
+    ConvTransposeReLU2d,
+    ConvTransposeReLU62d,
+    Linear,
+    LinearAdd,
+    LinearAddReLU,
+    LinearAddReLU6,
+    LinearReLU,
+    LinearReLU6,
+    Weighted,
+    WithBatchNorm,
+)
 from bevquant_hybrid.nn.qat.avg_pool2d import AdaptiveAvgPool2d, AvgPool2d
 from bevquant_hybrid.nn.qat.batchnorm import BatchNorm2d, BatchNorm3d, SyncBatchNorm
 from bevquant_hybrid.nn.qat.conv2d import (
@@ -21,39 +52,10 @@ from bevquant_hybrid.nn.qat.conv2d import (
     ConvReLU2d,
     ConvReLU62d,
 )
-from bevquant_hybrid.nn.qat.conv3d import (
-    Conv3d,
-    ConvAdd3d,
-    ConvAddReLU3d,
-    ConvAddReLU63d,
-    ConvReLU3d,
-    ConvReLU63d,
-)
-from bevquant_hybrid.nn.qat.conv_transpose2d import (
-    ConvTranspose2d,
-    ConvTransposeAdd2d,
-    ConvTransposeAddReLU2d,
-    ConvTransposeAddReLU62d,
-    ConvTransposeReLU2d,
-    ConvTransposeReLU62d,
-)
-from bevquant_hybrid.nn.qat.correlation import Correlation
 from bevquant_hybrid.nn.qat.functional_modules import FloatFunctional
 from bevquant_hybrid.nn.qat.interpolate import Interpolate
-from bevquant_hybrid.nn.qat.linear import (
-    Linear,
-    LinearAdd,
-    LinearAddReLU,
-    LinearAddReLU6,
-    LinearReLU,
-    LinearReLU6,
-)
-from bevquant_hybrid.nn.qat.normalization import GroupNorm, LayerNorm, Normalize, RMSNorm
-from bevquant_hybrid.nn.qat.recurrent import LSTMCell
 from bevquant_hybrid.nn.qat.relu import ReLU, ReLU6
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
-from bevquant_hybrid.nn.qat.several_inputs import GLU, Div, MultiScaleRoIAlign, Where
-from bevquant_hybrid.nn.qat.softmax import Softmax
 from bevquant_hybrid.nn.qat.stubs import DeQuantStub, QuantStub
 from bevquant_hybrid.nn.qat.upsampling import (
     Upsample,

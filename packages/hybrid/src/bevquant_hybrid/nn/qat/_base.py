@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantizeBase
@@ -195,9 +196,22 @@ class OfFloat(nn.Module):
         return made
 
 
-class OutputQuantized(OfFloat):
-    """Base of QAT modules without a weight: compute in float, quantize the result."""
+class KeepsScale(OfFloat):
+    """A float module under its QAT name; quantized tensors keep their scale in its forward.
 
+    There is no fake quantizer: every value it returns is on its input's grid already, or is
+    brought there by the operation itself.
+    """
+
+
+class OutputQuantized(OfFloat):
+    """A float module without a weight whose result is quantized.
+
+    Attributes:
+        reads: Places of the arguments that are quantized tensors, or lists of them.
+    """
+
+    reads: ClassVar[tuple[int, ...]] = (0,)
     activation_post_process: Any
 
     @classmethod
@@ -208,20 +222,38 @@ class OutputQuantized(OfFloat):
             ValueError: No qconfig, or one without an activation.
         """
         qconfig = scaling_qconfig(source, qconfig)
-        self = take_over(cls, float_layer(source))
-        self._float_class = type(source)
-        remember_qconfig(self, source, qconfig)
+        self = super().from_float(float_layer(source), qconfig)
         self.register_module("activation_post_process", activation_of(qconfig))
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute and quantize."""
-        return quantized_output(self, super().forward(quantized_input(self, x)))
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute on float values and quantize the result."""
+        compute: Any = super().forward
+        if kwargs:
+            args = inspect.signature(compute).bind(*args, **kwargs).args
+        values = list(args)
+        for what, place in zip(("input", "second input"), self.reads, strict=False):
+            values[place] = self._float(values[place], what)
+        return quantized_output(self, compute(*values))
+
+    def _float(self, value: Any, what: str) -> Any:
+        if isinstance(value, list | tuple):
+            return [quantized_input(self, x, f"feature map {i}") for i, x in enumerate(value)]
+        return value if isinstance(value, int | float) else quantized_input(self, value, what)
 
 
-class KeepsScale(OfFloat):
-    """Base: a float module under its QAT name; quantized tensors keep their scale in its forward.
+def derived(
+    role: type[nn.Module], source: type[nn.Module], module: str, **attributes: Any
+) -> type[Any]:
+    """The class with a role in QAT or converted models of a float class, under the same name.
 
-    There is no fake quantizer: every value it returns is on its input's grid already, or is
-    brought there by the operation itself.
+    Args:
+        role: A base class of this package.
+        source: The float class.
+        module: Where the class is to be found, for pickle and for what prints its path.
+        **attributes: Of the class.
     """
+    name = source.__name__
+    text = f"`{name}`: {(role.__doc__ or '').splitlines()[0]}"
+    bases = (role, source) if role is not source else (source,)
+    return type(name, bases, {"__module__": module, "__doc__": text, **attributes})

@@ -11,30 +11,25 @@ from torch.ao.quantization import QuantStub as TorchQuantStub
 
 from bevquant_graph import layer_class
 from bevquant_hybrid._quant_stub import QuantStub
-from bevquant_hybrid.nn._functions import ElementwiseFunction, Interpolate, Pow
-from bevquant_hybrid.nn._layer_norm import LayerNorm, Normalize, RMSNorm
-from bevquant_hybrid.nn.intrinsic import Fused
+from bevquant_hybrid.nn import _functions
+from bevquant_hybrid.nn._functions import ElementwiseFunction, Pow
+from bevquant_hybrid.nn.intrinsic import ANCHORS, Fused, fused_name
 from bevquant_hybrid.nn.qat import (
-    attention,
+    _operators,
+    _weighted,
     avg_pool2d,
     batchnorm,
     conv2d,
-    conv3d,
-    conv_transpose2d,
-    correlation,
     functional_modules,
     interpolate,
-    linear,
-    normalization,
-    recurrent,
     relu,
-    several_inputs,
-    softmax,
     stubs,
     upsampling,
 )
-from bevquant_hybrid.nn.qat._base import errors_that_name, name_place, take_over
-from bevquant_hybrid.nn.qat._weighted import Weighted, anchor_of, with_batch_norm
+from bevquant_hybrid.nn.qat._attention import LSTMCell, MultiheadAttention
+from bevquant_hybrid.nn.qat._base import OutputQuantized, errors_that_name, name_place, take_over
+from bevquant_hybrid.nn.qat._composed import GroupNorm, Normalize, Softmax
+from bevquant_hybrid.nn.qat._weighted import Weighted, anchor_of
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
 
 ELEMENTWISE: tuple[type[nn.Module], ...] = (
@@ -55,49 +50,24 @@ ELEMENTWISE: tuple[type[nn.Module], ...] = (
     nn.Softplus,
     nn.Tanh,
 )
-_WEIGHTED: dict[tuple[type[nn.Module], bool, str | None], type[Weighted]] = {
-    (base, cls.adds, cls.activation): cls
-    for base, module in (
-        (nn.Conv2d, conv2d),
-        (nn.Conv3d, conv3d),
-        (nn.ConvTranspose2d, conv_transpose2d),
-        (nn.Linear, linear),
-    )
-    for cls in (getattr(module, name) for name in module.__all__)
-}
-# Of several tensors: each class stands for the float one that it is derived from last.
-_SEVERAL_INPUTS: dict[type[nn.Module], Any] = {
-    cls.__bases__[-1]: cls
-    for module in (several_inputs, correlation)
-    for cls in (getattr(module, name) for name in module.__all__)
-}
+# Each class stands for the float one that it is derived from last.
+_DERIVED = (
+    *(k for k in vars(_operators).values() if hasattr(k, "reads") and k is not OutputQuantized),
+    *(relu.ReLU, relu.ReLU6, avg_pool2d.AvgPool2d, avg_pool2d.AdaptiveAvgPool2d),
+    *(batchnorm.BatchNorm2d, batchnorm.BatchNorm3d, batchnorm.SyncBatchNorm),
+    *(upsampling.Upsample, upsampling.UpsamplingBilinear2d, upsampling.UpsamplingNearest2d),
+    interpolate.Interpolate,
+)
+_COMPOSED = (GroupNorm, LSTMCell, MultiheadAttention, Normalize, Softmax)
 _OTHERS: dict[type[nn.Module], Any] = {
-    **_SEVERAL_INPUTS,
+    **{kind.__bases__[-1]: kind for kind in _DERIVED},
+    **{kind.float_class: kind for kind in _COMPOSED},
     QuantStub: stubs.QuantStub,
     TorchQuantStub: stubs.QuantStub,
     TorchDeQuantStub: stubs.DeQuantStub,
-    nn.AdaptiveAvgPool2d: avg_pool2d.AdaptiveAvgPool2d,
-    nn.AvgPool2d: avg_pool2d.AvgPool2d,
-    nn.BatchNorm2d: batchnorm.BatchNorm2d,
-    nn.BatchNorm3d: batchnorm.BatchNorm3d,
-    nn.SyncBatchNorm: batchnorm.SyncBatchNorm,
-    nn.LayerNorm: normalization.LayerNorm,
-    LayerNorm: normalization.LayerNorm,
-    nn.GroupNorm: normalization.GroupNorm,
-    nn.RMSNorm: normalization.RMSNorm,
-    RMSNorm: normalization.RMSNorm,
-    Normalize: normalization.Normalize,
-    nn.Softmax: softmax.Softmax,
-    nn.ReLU: relu.ReLU,
-    nn.ReLU6: relu.ReLU6,
-    nn.Upsample: upsampling.Upsample,
-    nn.UpsamplingBilinear2d: upsampling.UpsamplingBilinear2d,
-    nn.UpsamplingNearest2d: upsampling.UpsamplingNearest2d,
-    Interpolate: interpolate.Interpolate,
-    nn.MultiheadAttention: attention.MultiheadAttention,
-    nn.LSTMCell: recurrent.LSTMCell,
+    nn.LayerNorm: _operators.LayerNorm,
+    _functions.RMSNorm: _operators.RMSNorm,
 }
-_ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.ReLU6: "relu6"}
 
 
 def is_elementwise(module: nn.Module) -> bool:
@@ -109,22 +79,29 @@ def _known(module: nn.Module) -> type[nn.Module]:
     return layer_class(module) or type(module)
 
 
+def _with_weight(
+    anchor: type[nn.Module], adds: bool, activation: type[nn.Module] | None
+) -> type[Weighted]:
+    """The class of a layer with what is fused into it."""
+    home = conv2d if anchor is nn.Conv2d else _weighted
+    found: type[Weighted] = getattr(home, fused_name(anchor, False, adds, activation))
+    return found
+
+
 def _class_of(module: nn.Module) -> Any:
     kind = layer_class(module)
     if kind is None:
         return None
     if isinstance(module, Fused):
-        activation = module.part("relu")
-        behind = _ACTIVATIONS[_known(activation)] if activation is not None else None
-        plain = _WEIGHTED.get((_known(anchor_of(module)), module.adds, behind))
-        if plain is None or module.part("bn") is None:
-            return plain
-        return with_batch_norm(plain, module)
+        anchor, activation = _known(anchor_of(module)), module.part("relu")
+        behind = None if activation is None else _known(activation)
+        plain: Any = _with_weight(anchor, module.adds, behind)
+        return _weighted.with_batch_norm(plain) if module.part("bn") is not None else plain
     if isinstance(module, torch_quantized.FloatFunctional):
         return functional_modules.FloatFunctional
     if is_elementwise(module):
         return SegmentLUT
-    return _WEIGHTED.get((kind, False, None)) or _OTHERS.get(kind)
+    return _with_weight(kind, False, None) if kind in ANCHORS else _OTHERS.get(kind)
 
 
 def has_qat_form(module: nn.Module) -> bool:

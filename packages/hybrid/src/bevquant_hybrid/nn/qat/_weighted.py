@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bevquant_graph import layer_class
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
-from bevquant_hybrid.nn.intrinsic import Fused, fused_class, fused_name
+from bevquant_hybrid.nn.intrinsic import ANCHORS, Fused, fused_class, fused_name
 from bevquant_hybrid.nn.qat._base import (
     activation_of,
+    derived,
     float_layer,
     give_back,
     hand_over_qconfig,
@@ -57,12 +58,10 @@ class Weighted(nn.Module):
     weight_fake_quant: Any
     activation_post_process: Any
 
-    def __init_subclass__(cls, *, adds: bool = False, activation: str | None = None) -> None:
-        super().__init_subclass__()
-        if adds:  # what is not said is inherited
-            cls.adds = True
-        if activation is not None:
-            cls.activation = activation
+    @classmethod
+    def anchor(cls) -> type[nn.Module]:
+        """The float layer's class."""
+        return next(base for base in cls.__mro__ if base in ANCHORS)
 
     @classmethod
     def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
@@ -97,20 +96,16 @@ class Weighted(nn.Module):
             return qconfig.weight(ch_axis=self.channel_axis)
         return made
 
-    def float_anchor(self) -> nn.Module:
-        """The float layer alone, which shares this one's parameters."""
-        base = next(c for c in type(self).__mro__ if c.__module__.startswith("torch.nn.modules"))
-        anchor: nn.Module = give_back(base, self)
-        return anchor
-
     def to_float(self) -> nn.Module:
         """Return the float layer, or the `Fused` one, that shares this one's parameters."""
-        anchor = self.float_anchor()
+        base = self.anchor()
+        anchor: nn.Module = give_back(base, self)
+        norm = anchor._modules.pop("bn", None)
         activation = ACTIVATION_MODULES[self.activation]
-        if not self.adds and activation is None:
+        if not self.adds and activation is None and norm is None:
             return anchor
-        fused = fused_class(type(anchor), adds=self.adds, activation=activation)
-        made = fused(anchor, None, activation() if activation else None)
+        fused = fused_class(base, norm is not None, self.adds, activation)
+        made = fused(anchor, norm, activation() if activation else None)
         hand_over_qconfig(anchor, made)
         return made
 
@@ -170,11 +165,6 @@ def anchor_of(source: nn.Module) -> nn.Module:
     return anchor
 
 
-def repeat_groups(scale: Tensor, groups: int) -> Tensor:
-    """Scales per channel of one group, once for every group."""
-    return scale if scale.numel() == 1 else torch.cat([scale] * groups)
-
-
 class WithBatchNorm(Weighted):
     r"""Base of layers with a batch norm between weight and addition.
 
@@ -209,16 +199,6 @@ class WithBatchNorm(Weighted):
         self.weight_fake_quant = self._weight_fake_quant(self.qconfig)
         self.quantized_weight()
         return self
-
-    def to_float(self) -> nn.Module:
-        """Return the `Fused` layer that shares this one's parameters."""
-        anchor = self.float_anchor()
-        norm = anchor._modules.pop("bn")
-        activation = ACTIVATION_MODULES[self.activation]
-        make = fused_class(type(anchor), True, self.adds, activation)
-        made = make(anchor, norm, activation() if activation else None)
-        hand_over_qconfig(anchor, made)
-        return made
 
     def _by_channel(self, factor: Tensor) -> Tensor:
         shape = [1] * self.weight.dim()
@@ -263,15 +243,67 @@ class WithBatchNorm(Weighted):
         return made, scale, bias
 
 
-_made: dict[str, type[WithBatchNorm]] = {}
+@functools.cache
+def with_batch_norm(plain: Any) -> type[WithBatchNorm]:
+    """The class of a QAT layer with a batch norm."""
+    name = fused_name(plain.anchor(), True, plain.adds, ACTIVATION_MODULES[plain.activation])
+    doc = f"{plain.__name__} with its batch norm."
+    return type(name, (WithBatchNorm, plain), {"__doc__": doc})
 
 
-def with_batch_norm(plain: type[Weighted], source: Fused) -> type[WithBatchNorm]:
-    """Return the class of a QAT layer with a batch norm, the same one at every call."""
-    activation, anchor = source.part("relu"), anchor_of(source)
-    kind = layer_class(activation) if activation is not None else None
-    name = fused_name(layer_class(anchor) or type(anchor), True, source.adds, kind)
-    if name not in _made:
-        doc = f"{plain.__name__} with its batch norm."
-        _made[name] = type(name, (WithBatchNorm, plain), {"__doc__": doc})
-    return _made[name]
+def fused_forms(base: Any) -> list[Any]:
+    """The classes of a layer with ReLU, ReLU6, an addition, and that with ReLU and ReLU6."""
+    made: list[Any] = []
+    for adds in (False, True):
+        for activation, kind in ACTIVATION_MODULES.items():
+            if adds or activation:
+                name = fused_name(base.anchor(), False, adds, kind)
+                about = {"adds": adds, "activation": activation, "__module__": base.__module__}
+                about["__doc__"] = f"`{base.__name__}` with what follows it."
+                made.append(type(name, (made[2] if adds and activation else base,), about))
+    return made
+
+
+class Convolution(Weighted):
+    """Convolution with a quantized weight and output."""
+
+    def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve."""
+        layer: Any = self
+        result: Tensor = layer._conv_forward(x, weight, bias)
+        return result
+
+
+class ConvTranspose2d(Weighted, nn.ConvTranspose2d):  # type: ignore[misc]
+    """Transposed convolution with a quantized weight (a scale per axis 1) and output."""
+
+    channel_axis = 1
+
+    def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve."""
+        padding: Any = self.padding
+        sizes = self.stride, padding, self.output_padding, self.groups, self.dilation
+        return F.conv_transpose2d(x, weight, bias, *sizes)
+
+    def scale_of_channels(self, scale: Tensor) -> Tensor:
+        """Groups share the scales of axis 1."""
+        return scale if scale.numel() == 1 else torch.cat([scale] * self.groups)
+
+
+class Linear(Weighted, nn.Linear):  # type: ignore[misc]
+    """Fully connected layer with a quantized weight and output."""
+
+    output_channel_axis = -1
+
+    def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply."""
+        return F.linear(x, weight, bias)
+
+
+Conv3d = derived(Convolution, nn.Conv3d, __name__)
+ConvReLU3d, ConvReLU63d, ConvAdd3d, ConvAddReLU3d, ConvAddReLU63d = fused_forms(Conv3d)
+(
+    ConvTransposeReLU2d, ConvTransposeReLU62d, ConvTransposeAdd2d, ConvTransposeAddReLU2d,
+    ConvTransposeAddReLU62d,
+) = fused_forms(ConvTranspose2d)  # fmt: skip
+LinearReLU, LinearReLU6, LinearAdd, LinearAddReLU, LinearAddReLU6 = fused_forms(Linear)

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from bevquant_hybrid.nn.qat._base import OutputQuantized
+from bevquant_hybrid.nn.qat._base import OutputQuantized, derived
 
-__all__ = ["AdaptiveAvgPool2d", "AvgPool2d"]
-
-
-class AvgPool2d(OutputQuantized, nn.AvgPool2d):
-    """Average over windows, with a scale of its own."""
-
-
-class AdaptiveAvgPool2d(OutputQuantized, nn.AdaptiveAvgPool2d):
-    """Average over as many windows as the output has pixels, with a scale of its own."""
+AvgPool2d, AdaptiveAvgPool2d = (
+    derived(OutputQuantized, kind, __name__) for kind in (nn.AvgPool2d, nn.AdaptiveAvgPool2d)
+)

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
-from bevquant_hybrid.nn.qat._base import OutputQuantized, quantized_input, quantized_output
-
-__all__ = ["BatchNorm2d", "BatchNorm3d", "SyncBatchNorm", "channel_affine"]
+from bevquant_hybrid.nn.qat._base import (
+    OutputQuantized,
+    derived,
+    quantized_input,
+    quantized_output,
+)
 
 
 def channel_affine(bn: Any) -> tuple[Tensor, Tensor]:
@@ -56,13 +59,6 @@ class _Alone(OutputQuantized):
         return factor, offset
 
 
-class BatchNorm2d(_Alone, nn.BatchNorm2d):
-    """Batch norm of pictures, alone."""
-
-
-class BatchNorm3d(_Alone, nn.BatchNorm3d):
-    """Batch norm of volumes, alone."""
-
-
-class SyncBatchNorm(_Alone, nn.SyncBatchNorm):
-    """Batch norm over processes, alone."""
+BatchNorm2d, BatchNorm3d, SyncBatchNorm = (
+    derived(_Alone, kind, __name__) for kind in (nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+)

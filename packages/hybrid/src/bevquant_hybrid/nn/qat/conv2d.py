@@ -1,45 +1,11 @@
-"""Two-dimensional convolutions that train quantized."""
+"""Two-dimensional convolutions that train quantized, alone and with what is fused into them."""
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
-from bevquant_hybrid.nn.qat._weighted import Weighted
+from bevquant_hybrid.nn.qat._base import derived
+from bevquant_hybrid.nn.qat._weighted import Convolution, fused_forms
 
-__all__ = [
-    "Conv2d",
-    "ConvAdd2d",
-    "ConvAddReLU2d",
-    "ConvAddReLU62d",
-    "ConvReLU2d",
-    "ConvReLU62d",
-]
-
-
-class Conv2d(Weighted, nn.Conv2d):
-    """Convolution with a quantized weight and output."""
-
-    def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Convolve."""
-        result: Tensor = self._conv_forward(x, weight, bias)
-        return result
-
-
-class ConvReLU2d(Conv2d, activation="relu"):
-    """Convolution, ReLU."""
-
-
-class ConvReLU62d(Conv2d, activation="relu6"):
-    """Convolution, ReLU6."""
-
-
-class ConvAdd2d(Conv2d, adds=True):
-    """Convolution, addition of a second input."""
-
-
-class ConvAddReLU2d(ConvAdd2d, activation="relu"):
-    """Convolution, addition, ReLU."""
-
-
-class ConvAddReLU62d(ConvAdd2d, activation="relu6"):
-    """Convolution, addition, ReLU6."""
+Conv2d = derived(Convolution, nn.Conv2d, __name__)
+ConvReLU2d, ConvReLU62d, ConvAdd2d, ConvAddReLU2d, ConvAddReLU62d = fused_forms(Conv2d)

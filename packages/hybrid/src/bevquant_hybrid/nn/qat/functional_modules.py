@@ -6,14 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bevquant_hybrid.nn._arithmetic import Arithmetic
+from bevquant_hybrid.nn._functions import Arithmetic
 from bevquant_hybrid.nn.qat._base import (
     OutputQuantized,
     quantized_input,
     quantized_output,
 )
-
-__all__ = ["FloatFunctional"]
 
 
 class FloatFunctional(Arithmetic, OutputQuantized):

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from bevquant_hybrid.nn._functions import Interpolate as FloatInterpolate
-from bevquant_hybrid.nn.qat._base import KeepsScale
+from bevquant_hybrid.nn import _functions
+from bevquant_hybrid.nn.qat._base import KeepsScale, derived
 
-__all__ = ["Interpolate"]
-
-
-class Interpolate(KeepsScale, FloatInterpolate):
-    """`bevquant_hybrid.nn.Interpolate`, with the scale of its input."""
+Interpolate = derived(KeepsScale, _functions.Interpolate, __name__)

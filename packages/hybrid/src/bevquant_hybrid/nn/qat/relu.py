@@ -4,14 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from bevquant_hybrid.nn.qat._base import KeepsScale
+from bevquant_hybrid.nn.qat._base import KeepsScale, derived
 
-__all__ = ["ReLU", "ReLU6"]
-
-
-class ReLU(KeepsScale, nn.ReLU):
-    """max(x, 0), with the scale of its input."""
-
-
-class ReLU6(KeepsScale, nn.ReLU6):
-    """min(max(x, 0), 6), with the scale of its input."""
+ReLU, ReLU6 = (derived(KeepsScale, kind, __name__) for kind in (nn.ReLU, nn.ReLU6))

@@ -16,8 +16,6 @@ from bevquant_hybrid.nn.qat._base import (
     take_over,
 )
 
-__all__ = ["SegmentLUT"]
-
 
 class SegmentLUT(OutputQuantized):
     """Apply a float function to the values and quantize the result.

@@ -12,8 +12,6 @@ from bevquant_hybrid._observers._range import FixedScaleObserver
 from bevquant_hybrid.nn.qat._base import OfFloat, module_path, quantized_output, take_over
 from bevquant_hybrid.qtensor import QTensor, as_float, of_each
 
-__all__ = ["DeQuantStub", "QuantStub", "mark_forced", "take_marks_out"]
-
 _DOMAIN = "bevquant_hybrid.marks"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bevquant_hybrid.nn._arithmetic import FLOAT_OPERATIONS, Arithmetic, FloatFunctional
+from bevquant_hybrid.nn._functions import FLOAT_OPERATIONS, Arithmetic, FloatFunctional
 from bevquant_hybrid.nn.quantized._base import FixedPoint
 from bevquant_hybrid.nn.quantized._others import (
     GLU,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,10 @@ class FixedPoint(nn.Module):
         scale: Value of one output step, ``[1]``.
         dtype: Output type.
         rounding: ``"half_up"`` or ``"half_even"``.
+        settings: Attributes that it has from its QAT form.
     """
 
+    settings: ClassVar[tuple[str, ...]] = ()
     scale: Tensor
 
     def __init__(self, source: nn.Module, rounding: str) -> None:
@@ -56,6 +58,8 @@ class FixedPoint(nn.Module):
             self.dtype = as_quant_dtype(fake_quant.dtype)
             self.register_buffer("scale", fake_quant.current_scale().clone())
             self.register_buffer("zero_point", torch.zeros_like(self.scale, dtype=torch.long))
+        for name in self.settings:
+            setattr(self, name, getattr(source, name))
         self.training = False
 
     @property
@@ -77,18 +81,8 @@ class FixedPoint(nn.Module):
         assert self.dtype is not None
         info = qinfo(self.dtype)
         multiplier = scale.double() / self.scale.double()
-        return self.output(
-            ops.requantize(
-                acc,
-                multiplier,
-                axis,
-                self.bits,
-                info.min,
-                info.max,
-                self.rounding,
-                self.qualified_name,
-            )
-        )
+        limits = self.bits, info.min, info.max, self.rounding, self.qualified_name
+        return self.output(ops.requantize(acc, multiplier, axis, *limits))
 
     def extra_repr(self) -> str:
         """Print scale and type."""

@@ -13,10 +13,9 @@ from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize, _WrappedCal
 from bevquant_hybrid._sampling import roi_align_real
 from bevquant_hybrid.nn import qat
 from bevquant_hybrid.nn._correlation import channels_of, correlate_integers
-from bevquant_hybrid.nn._layer_norm import normalized
-from bevquant_hybrid.nn._roi_align import MultiScaleRoIAlign as FloatMultiScaleRoIAlign
-from bevquant_hybrid.nn.qat import batchnorm, normalization, several_inputs
+from bevquant_hybrid.nn._functions import normalized
 from bevquant_hybrid.nn.qat._base import KeepsScale, take_over
+from bevquant_hybrid.nn.qat.batchnorm import channel_affine
 from bevquant_hybrid.nn.quantized._base import FixedPoint, integers, real
 from bevquant_hybrid.nn.quantized._weighted import (
     Conv2d,
@@ -46,9 +45,9 @@ class BatchNorm2d(FixedPoint):
     factor_scale: Tensor
     offset: Tensor
 
-    def __init__(self, source: batchnorm.BatchNorm2d, rounding: str) -> None:
+    def __init__(self, source: Any, rounding: str) -> None:
         super().__init__(source, rounding)
-        factor, offset = (t.detach() for t in batchnorm.channel_affine(source))
+        factor, offset = (t.detach() for t in channel_affine(source))
         fake_quant = source.weight_fake_quant
         kernel = fake_quant.fake_quantize(factor.reshape(-1, 1, 1, 1))
         quantized = QTensor(kernel, fake_quant.current_scale(), "qint8", fake_quant.ch_axis)
@@ -99,9 +98,8 @@ class Where(FixedPoint):
 class GLU(FixedPoint):
     """a·σ(b) of the halves of the input, in float64 and rounded once."""
 
-    def __init__(self, source: several_inputs.GLU, rounding: str) -> None:
-        super().__init__(source, rounding)
-        self.dim = source.dim
+    settings = ("dim",)
+    dim: int
 
     def forward(self, x: QTensor) -> QTensor:
         """Gate integers."""
@@ -112,16 +110,10 @@ class GLU(FixedPoint):
 class MultiScaleRoIAlign(FixedPoint):
     """Means of values sampled between integers, in float64 and rounded once."""
 
-    def __init__(self, source: several_inputs.MultiScaleRoIAlign, rounding: str) -> None:
+    def __init__(self, source: Any, rounding: str) -> None:
         super().__init__(source, rounding)
-        self.layout = FloatMultiScaleRoIAlign(
-            source.output_size,
-            source.feature_strides,
-            source.sampling_ratio,
-            source.canonical_scale,
-            source.canonical_level,
-            source.aligned,
-        )
+        self.layout = source.to_float()
+        self.layout.training = False
 
     def forward(self, featmaps: Sequence[QTensor], boxes: Sequence[Tensor]) -> QTensor:
         """Align integers."""
@@ -137,11 +129,12 @@ class LayerNorm(FixedPoint):
     weight: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, source: normalization.LayerNorm, rounding: str) -> None:
+    settings = ("axes", "normalized_shape", "eps")
+    axes: list[int]
+    eps: float
+
+    def __init__(self, source: nn.Module, rounding: str) -> None:
         super().__init__(source, rounding)
-        self.axes = source.axes
-        self.normalized_shape = source.normalized_shape
-        self.eps = source.eps
         for name in ("weight", "bias"):
             value: Any = getattr(source, name)
             self.register_buffer(name, None if value is None else value.detach().double())
@@ -157,7 +150,7 @@ class RMSNorm(FixedPoint):
 
     weight: Tensor | None
 
-    def __init__(self, source: normalization.RMSNorm, rounding: str) -> None:
+    def __init__(self, source: Any, rounding: str) -> None:
         super().__init__(source, rounding)
         self.axes = [-1 - i for i in range(len(source.normalized_shape))]
         self.eps = torch.finfo(torch.float32).eps if source.eps is None else source.eps
@@ -174,22 +167,20 @@ class RMSNorm(FixedPoint):
 class Correlation(FixedPoint):
     """round(Σxy·s_x·s_y / (K²·C·s)) of exact sums, which must fit int32."""
 
-    def __init__(self, source: qat.Correlation, rounding: str) -> None:
-        super().__init__(source, rounding)
-        self.settings = source.settings
-        self.kernel_size = source.kernel_size
-        self.max_displacement, self.pad_size = source.max_displacement, source.pad_size
-        self.stride1, self.stride2 = source.stride1, source.stride2
+    settings = ("window", "kernel_size", "max_displacement", "stride1", "stride2", "pad_size")
+    window: tuple[int, int, int, int, int]
+    kernel_size: int
 
     def forward(self, data1: QTensor, data2: QTensor) -> QTensor:
         """Compare integers."""
         x, y = integers(self, data1), integers(self, data2, "second input")
         channels = channels_of(f"{self.qualified_name} (Correlation)", x, y)
-        acc = correlate_integers(x.int_repr(), y.int_repr(), *self.settings)
+        acc = correlate_integers(x.int_repr(), y.int_repr(), *self.window)
         size = self.kernel_size**2 * channels
         return self.requantized(acc, x.scale.double() * y.scale.double() / size)
 
 
+# QAT class to fixed-point class; the first that fits counts.
 FORMS: dict[type[nn.Module], Any] = {
     qat.ConvTranspose2d: ConvTranspose2d,
     qat.Conv3d: Conv3d,
@@ -197,29 +188,17 @@ FORMS: dict[type[nn.Module], Any] = {
     qat.Linear: Linear,
     qat.QuantStub: Quantize,
     qat.FloatFunctional: QFunctional,
-    qat.AvgPool2d: AvgPool2d,
-    qat.AdaptiveAvgPool2d: AdaptiveAvgPool2d,
-    qat.SegmentLUT: SegmentLUT,
-    qat.BatchNorm2d: BatchNorm2d,
-    qat.BatchNorm3d: BatchNorm2d,
-    qat.SyncBatchNorm: BatchNorm2d,
-    qat.LayerNorm: LayerNorm,
-    qat.RMSNorm: RMSNorm,
-    qat.Div: Div,
-    qat.GLU: GLU,
-    qat.Where: Where,
-    qat.MultiScaleRoIAlign: MultiScaleRoIAlign,
-    qat.Correlation: Correlation,
+    **dict.fromkeys((qat.BatchNorm2d, qat.BatchNorm3d, qat.SyncBatchNorm), BatchNorm2d),
+    **{
+        getattr(qat, form.__name__): form
+        for form in (
+            *(AdaptiveAvgPool2d, AvgPool2d, Correlation, Div, GLU, LayerNorm, MultiScaleRoIAlign),
+            *(RMSNorm, SegmentLUT, Where),
+        )
+    },
 }
 # Of what keeps the scale of its input.
-_KEEPING: dict[type[nn.Module], type[nn.Module]] = {
-    qat.ReLU: ReLU,
-    qat.ReLU6: ReLU6,
-    qat.Interpolate: Interpolate,
-    qat.Upsample: Upsample,
-    qat.UpsamplingBilinear2d: UpsamplingBilinear2d,
-    qat.UpsamplingNearest2d: UpsamplingNearest2d,
-}
+_KEEPING = (ReLU, ReLU6, Interpolate, Upsample, UpsamplingBilinear2d, UpsamplingNearest2d)
 
 
 class _Boundary(nn.Module):
@@ -244,9 +223,11 @@ def fixed_point_form(module: nn.Module, path: str, rounding: str) -> nn.Module |
     if isinstance(module, qat.DeQuantStub) and not isinstance(module, DeQuantize):
         return DeQuantize()
     if isinstance(module, KeepsScale):
-        return take_over(_KEEPING[type(module)], module.to_float())
+        kinds = {kind.__name__: kind for kind in _KEEPING}
+        kept: nn.Module = take_over(kinds[type(module).__name__], module.to_float())
+        return kept
     for kind, form in FORMS.items():
         if isinstance(module, kind):
-            made: nn.Module = form(module, rounding)
-            return made
+            converted: nn.Module = form(module, rounding)
+            return converted
     return None

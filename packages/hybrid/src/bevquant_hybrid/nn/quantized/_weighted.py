@@ -11,7 +11,6 @@ from bevquant_hybrid._scale_keeping import clamped
 from bevquant_hybrid.dtype import qinfo
 from bevquant_hybrid.march import HAS_QINT4, get_march
 from bevquant_hybrid.nn.qat import _weighted as qat
-from bevquant_hybrid.nn.qat.conv_transpose2d import ConvTranspose2d as QATConvTranspose2d
 from bevquant_hybrid.nn.quantized._base import FixedPoint, integers
 from bevquant_hybrid.qtensor import QTensor
 
@@ -87,17 +86,8 @@ class _Weighted(FixedPoint):
         low, high = (0 if self.activation else info.min), info.max
         if self.activation == "relu6":
             high = min(high, self.steps_of_6)
-        q = ops.requantize(
-            acc,
-            step / self.scale.double(),
-            axis,
-            self.bits,
-            low,
-            high,
-            self.rounding,
-            name,
-        )
-        return self.output(q)
+        limits = self.bits, low, high, self.rounding, name
+        return self.output(ops.requantize(acc, step / self.scale.double(), axis, *limits))
 
     def _accumulated(self, acc: Tensor, step: Tensor, axis: int) -> QTensor:
         scaled_axis = axis if self.per_channel else -1
@@ -125,7 +115,7 @@ class Conv2d(_Weighted):
     def __init__(self, source: qat.Weighted, rounding: str) -> None:
         super().__init__(source, rounding)
         rank = self.weight.dim() - 2
-        self.transposed = isinstance(source, QATConvTranspose2d)
+        self.transposed = isinstance(source, qat.ConvTranspose2d)
         settings: Any = source  # of torch's convolution beside `Weighted`
         self.stride = list(settings.stride)
         self.padding = _sides(source, rank)
@@ -135,18 +125,9 @@ class Conv2d(_Weighted):
 
     def accumulators(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Convolve."""
-        return ops.conv(
-            x,
-            self.weight,
-            bias,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.groups,
-            self.transposed,
-            self.output_padding,
-            self.qualified_name,
-        )
+        window = self.stride, self.padding, self.dilation, self.groups
+        kind = self.transposed, self.output_padding, self.qualified_name
+        return ops.conv(x, self.weight, bias, *window, *kind)
 
 
 class Conv3d(Conv2d):

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 
 from bevquant_hybrid import _integer_ops as ops
-from bevquant_hybrid.nn.qat import avg_pool2d
 from bevquant_hybrid.nn.quantized._base import FixedPoint, integers
 from bevquant_hybrid.qtensor import QTensor
-
-__all__ = ["AdaptiveAvgPool2d", "AvgPool2d"]
 
 
 class AvgPool2d(FixedPoint):
     """round(Σx·s_x / (n·s_y)) over windows."""
 
-    def __init__(self, source: avg_pool2d.AvgPool2d, rounding: str) -> None:
+    settings = ("ceil_mode", "count_include_pad")
+    ceil_mode: bool
+    count_include_pad: bool
+
+    def __init__(self, source: Any, rounding: str) -> None:
         super().__init__(source, rounding)
         if source.divisor_override is not None:
             raise ValueError(
@@ -23,36 +26,23 @@ class AvgPool2d(FixedPoint):
                 "BPU divides by the size of the window; multiply with mul_scalar behind it"
             )
         stride = source.stride if source.stride is not None else source.kernel_size
-        self.kernel_size = ops.pair(source.kernel_size)
-        self.stride = ops.pair(stride)
-        self.padding = ops.pair(source.padding)
-        self.ceil_mode = source.ceil_mode
-        self.count_include_pad = source.count_include_pad
+        sides = source.kernel_size, stride, source.padding
+        self.kernel_size, self.stride, self.padding = map(ops.pair, sides)
 
     def forward(self, x: QTensor) -> QTensor:
         """Pool integers."""
         x = integers(self, x)
-        return self.output(
-            ops.avg_pool(
-                x.int_repr(),
-                self.kernel_size,
-                self.stride,
-                self.padding,
-                x.scale.double() / self.scale.double(),
-                self.ceil_mode,
-                self.count_include_pad,
-                self.rounding,
-                self.qualified_name,
-            )
-        )
+        window = self.kernel_size, self.stride, self.padding
+        rule: Any = self.ceil_mode, self.count_include_pad, self.rounding, self.qualified_name
+        factor = x.scale.double() / self.scale.double()
+        return self.output(ops.avg_pool(x.int_repr(), *window, factor, *rule))
 
 
 class AdaptiveAvgPool2d(FixedPoint):
     """Mean over windows that follow from the output's size, quantized."""
 
-    def __init__(self, source: avg_pool2d.AdaptiveAvgPool2d, rounding: str) -> None:
-        super().__init__(source, rounding)
-        self.output_size = source.output_size
+    settings = ("output_size",)
+    output_size: Any
 
     def forward(self, x: QTensor) -> QTensor:
         """Pool integers."""

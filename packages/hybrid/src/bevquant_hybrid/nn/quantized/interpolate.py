@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from bevquant_hybrid.nn._functions import Interpolate as FloatInterpolate
+from bevquant_hybrid.nn import _functions
+from bevquant_hybrid.nn.qat._base import derived
 
-__all__ = ["Interpolate"]
-
-
-class Interpolate(FloatInterpolate):
-    """`bevquant_hybrid.nn.Interpolate` of integers."""
+Interpolate = derived(_functions.Interpolate, _functions.Interpolate, __name__)

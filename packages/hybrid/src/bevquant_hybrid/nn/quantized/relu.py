@@ -4,12 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["ReLU", "ReLU6"]
+from bevquant_hybrid.nn.qat._base import derived
 
-
-class ReLU(nn.ReLU):
-    """max(q, 0)."""
-
-
-class ReLU6(nn.ReLU6):
-    """min(max(q, 0), 6/s)."""
+ReLU, ReLU6 = (derived(kind, kind, __name__) for kind in (nn.ReLU, nn.ReLU6))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
-from torch import nn
 
 from bevquant_hybrid import _integer_ops as ops
-from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT as QATSegmentLUT
 from bevquant_hybrid.nn.quantized._base import FixedPoint, integers
 from bevquant_hybrid.qtensor import QTensor
-
-__all__ = ["SegmentLUT"]
 
 
 class SegmentLUT(FixedPoint):
@@ -22,9 +19,10 @@ class SegmentLUT(FixedPoint):
     largest.
     """
 
-    def __init__(self, source: QATSegmentLUT, rounding: str) -> None:
+    def __init__(self, source: Any, rounding: str) -> None:
         super().__init__(source, rounding)
-        self.function = _plain(source.function)
+        # In float64, so that a slope or bound is not rounded once more than the table.
+        self.function = copy.deepcopy(source.function).double().eval()
         self.jumps = bool(getattr(source.function, "jumps", False))
 
     def forward(self, x: QTensor) -> QTensor:
@@ -38,8 +36,3 @@ class SegmentLUT(FixedPoint):
         values = self.function(entries).nan_to_num(0.0, torch.inf, -torch.inf)
         table = self.quantized(values).int_repr()
         return self.output(ops.lookup(x.int_repr(), table, self.qualified_name))
-
-
-def _plain(function: nn.Module) -> nn.Module:
-    """A float64 copy, so that a slope or bound is not rounded once more than the table."""
-    return copy.deepcopy(function).double().eval()

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["Upsample", "UpsamplingBilinear2d", "UpsamplingNearest2d"]
+from bevquant_hybrid.nn.qat._base import derived
 
-
-class Upsample(nn.Upsample):
-    """Resizing of integers."""
-
-
-class UpsamplingBilinear2d(nn.UpsamplingBilinear2d):
-    """Bilinear resizing of integers, with aligned corners."""
-
-
-class UpsamplingNearest2d(nn.UpsamplingNearest2d):
-    """Resizing of integers by the nearest one."""
+Upsample, UpsamplingBilinear2d, UpsamplingNearest2d = (
+    derived(kind, kind, __name__)
+    for kind in (nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d)
+)
