@@ -21,19 +21,19 @@ _OPS = {"conv": "sparse_conv", "relu": "add"}
 
 @dataclass(frozen=True)
 class TensorCheck:
-    """One tensor that a file makes, held against the model that the file was written from.
+    """Verdict on one tensor of a file, compared with the model that the file was written from.
 
     Attributes:
-        path: Module that makes it, or its node where no module does; empty for a quantized input.
-        op: What computes it.
-        form: ``"int8"``, ``"float"``, or ``"float16"`` of arithmetic that both sides share.
-        elements: How many values it has.
-        different: How many differ, where values are counted; None for floats.
-        largest: Largest difference: in steps of int8, in value of float16, for floats relative to
-            the largest value.
-        allowed: In words, what may differ.
-        is_right: Whether no more than that does.
-        ties: How many of the different lie on the border of two steps; see `TensorDifference`.
+        path: Module that computes it, or its node; empty for a quantized input.
+        op: Operation.
+        form: ``"int8"``, ``"float"``, or ``"float16"`` for arithmetic that both sides share.
+        elements: Number of values.
+        different: Number of differing values; None for floats.
+        largest: Largest difference: steps for int8, value for float16, relative to the largest
+            value for float.
+        allowed: Allowed difference, in words.
+        is_right: Whether the difference is within `allowed`.
+        ties: Differing values that are ties between two steps, see `TensorDifference`.
     """
 
     path: str
@@ -50,21 +50,22 @@ class TensorCheck:
 def check_tensors(
     differences: Iterable[TensorDifference | LayerDifference], *, same_arithmetic: bool = False
 ) -> tuple[TensorCheck, ...]:
-    """Judge what comparing a file with its model gave, such as ``QdqFile.differences``.
+    """Judge the differences of a file, such as ``QdqFile.differences``.
 
-    Of a dense file, ties may differ by a step; behind averages and functions in float, so may a few
-    values (`TensorDifference.allowed`). Of a sparse file integers are equal up to functions of
-    floats and the first layer whose float32 sums came out otherwise (within 1/1000 of its largest
-    value); behind these, one value in a hundred may be up to 3 steps off, and floats behind such
-    integers a tenth of the largest value.
+    Dense files: ties may differ by one step. Downstream of averages and float functions, a small
+    share of values may too (`TensorDifference.allowed`).
+
+    Sparse files: integers are equal up to the first float function or float layer whose sums differ
+    (by at most 1/1000 of its largest value). Downstream of these, 1 % of the values may differ by
+    up to 3 steps, and floats by a tenth of the largest value.
 
     Args:
-        differences: In the order of the file: what lies behind floats hangs on those before.
-        same_arithmetic: Whether both sides made the same operations in the same order, as for
-            Autoware's plugin: then no value may differ.
+        differences: Differences in the order of the file.
+        same_arithmetic: Whether both sides run the same operations in the same order, as for
+            Autoware's plugin. No value may differ then.
 
     Returns:
-        One entry for each.
+        One verdict per difference.
 
     Example:
         >>> from bevquant_export import TensorDifference, check_tensors

@@ -51,40 +51,42 @@ _HALVES = 1e-4  # of values behind functions in half precision, whose errors are
 def compare_qdq_onnx(
     file: QdqFile, model: nn.Module | IntegerModel, args: Any
 ) -> tuple[TensorDifference, ...]:
-    r"""Run every operation of a file by itself and count what it makes other than `simulate`.
+    r"""Run each operation of a file by itself and count the values that differ from `simulate`.
 
-    A model of `bevquant_hybrid` is held against what it itself rounds to. Each operation reads the
-    integers that the simulator has in that place, so a difference is counted where it arises and
-    nowhere behind it. A file for onnxruntime is optimised as it is in use: what is fused runs
-    fused. Files for TensorRT and hb_mapper run as they are written, in float, which checks what
-    they say and not what those runtimes make of it.
+    Each operation reads the integers that the simulator has for its inputs, so a difference is
+    counted at the operation that causes it and not downstream. Models of `bevquant_hybrid` are
+    compared with their own rounding. Files for ONNX Runtime and OpenVINO run optimised, with fused
+    operations, as in use. Files for TensorRT and hb_mapper run in float as written: this verifies
+    the content of the file, not those runtimes.
 
-    The simulator rounds a product in float64, onnxruntime one in float32: where the exact value is
-    within
+    The simulator rounds products in float64, onnxruntime in float32. Where the exact value v is
+    close to the middle of two steps,
 
     .. math:: |v - (k + \tfrac12)| \le 8 \cdot 2^{-24} |v|
 
-    of the border of two steps they may differ by one. Such values are counted as `ties`, and
-    everything else that differs is `unexplained`. Sums that run in float are given the error that
-    n float32 additions spread to, 4·√n·2⁻²⁴ of the sum of their terms' magnitudes; layers of
-    `bevquant_hybrid`, whose biases onnxruntime rounds to int32, half a step of the accumulators.
-    Layers, sums, bilinear resizing and requantization are computed again for that, averages are
-    not: of these every difference counts as unexplained. Where functions of floats stand before a
-    rounding, the model runs once more with these rounded at random, by 2⁻²⁴ or in half precision
-    2⁻¹¹, and with the sums of layers before them as far off, which finds how far their results are.
+    the two may differ by one step. These values are counted as `ties`; all others are
+    `unexplained`. The allowed error is larger in these cases:
+
+    * float sums of n terms: 4·√n·2⁻²⁴ of the sum of the terms' magnitudes;
+    * layers of `bevquant_hybrid`, whose bias onnxruntime rounds to int32: half an accumulator step;
+    * float functions upstream of a rounding: the model runs again with their results perturbed at
+      random, by 2⁻²⁴, or 2⁻¹¹ in half precision, and the effect is the allowed error.
+
+    Layers, sums, bilinear resizing and requantization are computed again for this. Averages are
+    not, and each of their differences is unexplained.
 
     Args:
-        file: From `export_qdq_onnx`.
-        model: The model that it was written from, or what `simulate` made of it.
-        args: Inputs, structured like the example inputs.
+        file: Result of `export_qdq_onnx`.
+        model: The model that the file was written from, or the result of `simulate` for it.
+        args: Inputs with the structure of the example inputs.
 
     Returns:
-        One entry for every quantized tensor of the file, in order.
+        One entry per quantized tensor of the file, in order.
 
     Raises:
         ImportError: onnxruntime is not installed.
-        ValueError: The file is damaged, the model has other tensors than it, or onnxruntime ends
-            the run on these inputs.
+        ValueError: The file is damaged, the model has other tensors than the file, or onnxruntime
+            stops on these inputs.
 
     Example:
         >>> import tempfile, torch

@@ -69,82 +69,77 @@ def export_qdq_onnx(
     .. math:: x_q = \operatorname{clamp}\bigl(\operatorname{round}(x / s) + z\bigr), \quad
               \hat x = (x_q - z) s
 
-    rounded half to even, one s for every activation, and one per output channel for weights. Which
-    tensor is quantized where follows from `bevquant_int8sim.simulate`: a file holds the very steps
-    that an `IntegerModel` runs, with the same integers and the same scales (s = amax/127); a ReLU
-    goes with what makes its input. Models that `bevquant_hybrid` prepared, for a BPU or for BPU and
-    CPU, are read by it: their files hold one pair for each fake quantizer (s = amax/127.5), batch
-    norms that trained on are folded, and what runs on the CPU stands bare. Nodes and values are
-    named after modules (``layer1.0.conv1.Conv``), constants after parameters
-    (``layer1.0.conv1.weight``). What is float between quantized operations and not on the list
-    is written as torch's exporter writes that single call, in the profile's operator set (for which
-    onnxscript must be installed); what has no form there is refused by name.
+    rounded half to even, with one scale s per activation and one per output channel of a weight.
+    The file has the steps of `bevquant_int8sim.simulate`: the same integers, the same scales (s =
+    amax/127), and each ReLU fused into the layer in front of it. Models that `bevquant_hybrid`
+    prepared, for a BPU or for BPU and CPU, are read by that package: one pair per fake quantizer (s
+    = amax/127.5), trained batch norms folded, CPU parts without pairs.
+
+    Nodes and values are named after modules (``layer1.0.conv1.Conv``), constants after parameters
+    (``layer1.0.conv1.weight``). Other float operations are written by torch's exporter, one call at
+    a time, in the profile's operator set (this needs onnxscript). Operations without a form there
+    are refused with their name.
 
     Profiles (`bevquant_export.target_names` lists all):
 
-    * ``"tensorrt10"``, or ``"tensorrt"``: opset 13, int8 with zero point 0, float bias. Weights
-      are float numbers, each an integer times its scale, in front of a pair of their own, which
-      every version since 8 reads. Transposed convolutions have one scale, or float weights.
-    * ``"tensorrt11"``: the same pairs, and the types that a strongly typed network takes from its
-      file: float32 from pair to pair; inputs, outputs and float operations are float16 where their
-      values fit: by constants, by the ranges of pairs and by the largest values of all calibration
-      frames (`bevquant_quantizers.float_ranges`). Values beyond ±65,504 or of unknown range, whole
-      numbers beyond ±2,048, and quotients or logarithms with a guard below 2⁻¹⁷ are float32. The
-      result's `notes` and the file's metadata ``float32`` give the reasons.
-    * ``"onnxruntime"``: opset 13, uint8 with zero point 128, int32 bias, a ReLU as Clip on the
-      integers: convolutions, additions, concatenations and pooling run in integers; a
-      transposed convolution whose windows lie side by side is a 1×1 one and a DepthToSpace.
-      Sparse convolutions may be among the layers, on grids of one to three axes: opset 18, any
-      number of voxels, as many frames as in `args` or as the forward reads from the voxels; sparse
-      tensors are features and coordinates.
-    * ``"openvino"``: the same with int8 weights, which it alone takes as integers.
-    * ``"horizon"``: opset 11, int8 with zero point 0, scales ⟨1⟩ or ⟨C⟩ without axis and as nodes
-      of their own, nodes named ``<operator>_<place>``, no pair behind what keeps its input's scale,
-      hb_mapper's settings next to the file, with the nodes that it must leave in float.
+    * ``"tensorrt10"``, or ``"tensorrt"``: opset 13, int8 with zero point 0, float bias. Weights are
+      float numbers, each an integer times its scale, followed by a pair of their own, which every
+      version since 8 reads. Transposed convolutions have one scale, or float weights.
+    * ``"tensorrt11"``: the same pairs, with types for a strongly typed network: float32 between
+      pairs; inputs, outputs and float operations are float16 where their values fit, according to
+      constants, ranges of pairs and the largest values of all calibration frames
+      (`bevquant_quantizers.float_ranges`). Values beyond ±65,504 or of unknown range, whole numbers
+      beyond ±2,048, and quotients or logarithms with a guard below 2⁻¹⁷ are float32. The result's
+      `notes` and the metadata ``float32`` give the reasons.
+    * ``"onnxruntime"``: opset 13, uint8 with zero point 128, int32 bias, ReLU as Clip on integers.
+      Convolutions, additions, concatenations and pooling run in integers. Transposed convolutions
+      without overlap become a 1×1 convolution and DepthToSpace. Sparse convolutions on grids of one
+      to three axes are possible: opset 18, any number of voxels, the number of frames of `args` or
+      the one that the forward reads from the voxels; a sparse tensor is features and coordinates.
+    * ``"openvino"``: the same with int8 weights, the only ones it takes as integers.
+    * ``"horizon"``: opset 11, int8 with zero point 0, scales ⟨1⟩ or ⟨C⟩ without axis, as nodes of
+      their own; nodes named ``<operator>_<place>``; no pair after an operation that keeps its
+      input's scale; hb_mapper's settings beside the file, with the nodes that must stay in float.
 
     Args:
-        model: A `bevquant_qnn` model, calibrated, in evaluation mode; what `simulate` made of it,
-            which saves a second capture; or one from ``prepare_qat_fx``,
-            ``prepare_calibration_fx`` or ``prepare_qat`` of `bevquant_hybrid`, which is written as
-            it evaluates. It is not changed.
-        args: A tuple of positional inputs, a dict of named ones, or one input: float32, and, but
-            for horizon, integers and truth values, which keep their type in the file (a pillar's
-            number of points and its place, a mask).
-        path: The file. It appears whole or not at all.
+        model: A calibrated `bevquant_qnn` model in evaluation mode; the result of `simulate` for
+            it, which saves a second capture; or a model from ``prepare_qat_fx``,
+            ``prepare_calibration_fx`` or ``prepare_qat`` of `bevquant_hybrid`, written as it
+            evaluates. It is not changed.
+        args: A tuple of positional inputs, a dict of named inputs, or one input. float32, and
+            except for horizon integers and booleans, which keep their type in the file (number of
+            points and place of a pillar, a mask).
+        path: The file. It is written to a temporary name and renamed.
         profile: One of the above, or the name of another `QdqTarget`.
-        input_names: One for each tensor among `args`; the parameters' names by default.
-        output_names: One for each tensor returned; keys and places by default.
+        input_names: One name per tensor of `args` (default: the parameters' names).
+        output_names: One name per returned tensor (default: keys and positions).
         dynamic_batch: Let the first axis of the inputs have any size. The model runs on twice the
-            batch to see which sizes follow it.
-        weights: For onnxruntime and openvino: ``"auto"`` is the fastest form that is exact on the
-            CPU at hand (`cpu_at_hand`). ``"int8"`` is several times faster, and saturates on x86
-            without VNNI. ``"uint8"`` is exact on every CPU. Weights from -64 to 64, as those of
-            seven bits are, saturate nowhere and are int8 in all forms. The result and the metadata
-            (``bevquant.cpu``) say where the file is exact.
-        integer_sums: For onnxruntime: a sum that reads a convolution's accumulators, as behind a
-            `residual_quantizer`, makes that convolution run in float, exactly. True rounds them to
-            eight bits first, with their range on `args`, and both run in integers: the file then
-            holds what ``simulate(integer_sums=True)`` computes. Not needed where the model has a
-            `QuantAdd`.
-        march: For horizon: one that hb_mapper has, such as ``"bayes"``; `bevquant_hybrid`, where it
-            is installed, knows them.
-        verify: Hold the integer model against `model`, and the file against the integer model, on
-            `args` before the file gets its name: in onnxruntime, or in ONNX's own reference where
-            it is not installed. The file's metadata says by what (``verified``); False writes it
-            unseen and says ``no``.
-
-        measure: For engines on a CPU: run the file beside the same model in float32, written by
-            the same exporter, and report both times in the result's `figures`.
+            batch to find the sizes that follow it.
+        weights: For onnxruntime and openvino. ``"auto"`` is the fastest form that is exact on this
+            CPU (`cpu_at_hand`). ``"int8"`` is several times faster and saturates on x86 without
+            VNNI. ``"uint8"`` is exact on every CPU. Weights from -64 to 64 (seven bits) never
+            saturate and are always int8. The result and the metadata ``bevquant.cpu`` state on
+            which CPUs the file is exact.
+        integer_sums: For onnxruntime. A sum that reads a convolution's accumulators, as with a
+            `residual_quantizer`, makes that convolution run in float, exactly. True rounds the
+            accumulators to eight bits first, with their range on `args`, and both run in integers,
+            as in ``simulate(integer_sums=True)``. Not needed for models with `QuantAdd`.
+        march: For horizon: a march of hb_mapper, such as ``"bayes"``.
+        verify: Before the file gets its name, compare the integer model with `model` and the file
+            with the integer model, on `args`, in onnxruntime, or in ONNX's reference where that is
+            not installed. The metadata ``verified`` names the runtime; ``"no"`` with False.
+        measure: For engines on a CPU: run the file beside the same model in float32, written by the
+            same exporter, and report both times in the result's `figures`.
 
     Returns:
-        The file, its inputs and outputs, its size, and what in it runs in float.
+        The file, its inputs and outputs, its size, and its float parts.
 
     Raises:
-        TypeError: `model` is no module.
-        ValueError: An unknown profile, a model that is not calibrated, not in evaluation mode, not
-            traceable or converted already, activations of other than eight bits, an operation that
-            is not on the list, a batch that cannot vary, or a file that computes something else
-            than the model. The module and what to do are named; nothing was written.
+        TypeError: `model` is not a module.
+        ValueError: An unknown profile; a model that is not calibrated, in training mode, cannot be
+            captured or is converted already; activations of other than eight bits; an operation
+            without a form; a batch that cannot vary; or a file that computes other values than the
+            model. The message names the module and what to do. No file is written then.
 
     Example:
         >>> import tempfile, torch

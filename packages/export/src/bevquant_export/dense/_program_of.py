@@ -24,20 +24,20 @@ Sums = bool | Mapping[str, float]
 
 
 class QdqProgram(Protocol):
-    """What `export_qdq_onnx` writes, and what `compare_qdq_onnx` holds a file against.
+    """Program that `export_qdq_onnx` writes and `compare_qdq_onnx` compares a file with.
 
-    Models of `bevquant_qnn` are simulated. Other packages read their own models, through
-    `bevquant_int8sim.program.PROGRAM_READERS`. Steps are those of `bevquant_int8sim.program`;
-    beyond an `IntegerModel`'s,
+    Models of `bevquant_qnn` are simulated. Other packages read their own models through
+    `bevquant_int8sim.program.PROGRAM_READERS`. The steps are those of `bevquant_int8sim.program`,
+    with these additions to an `IntegerModel`'s:
 
-    * ``tensors["weight_scale"]`` of a layer is the value of one step of each output channel, and
-      its ``tensors["bias"]`` may be floats;
-    * a ``"float"`` step may be a function that moves values, and its result may be quantized;
-    * ``attributes["on_cpu"]`` says that hb_mapper shall not quantize the step by itself.
+    * ``tensors["weight_scale"]`` of a layer is the step size of each output channel, and its
+      ``tensors["bias"]`` may be float;
+    * a ``"float"`` step may be a layout operator, and its result may be quantized;
+    * ``attributes["on_cpu"]`` says that hb_mapper must not quantize the step.
 
     Attributes:
-        program: Steps in order.
-        names: Input of the program to the parameter of the model that it is.
+        program: The steps in order.
+        names: For each input of the program, the parameter of the model that it stands for.
     """
 
     @property

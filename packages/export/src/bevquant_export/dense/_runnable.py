@@ -261,21 +261,22 @@ def rounded_session(proto: Any) -> Any:
 
 
 def lift_horizon_onnx(path: str | os.PathLike[str]) -> Any:
-    """The model of a file for hb_mapper, in operator set 13, which onnxruntime runs.
+    """Return a file for hb_mapper as a model in operator set 13, which onnxruntime runs.
 
-    Set 11, which the mapper takes, has no axis for scales per channel: onnx's checker passes such a
-    file, and onnxruntime reads the scales along axis 1, which is wrong. Here every one of them gets
-    its axis, and a softmax, which flattens in set 11, is written with that; what is computed stays
-    the same. A file of another profile comes back as it is.
+    Set 11, which hb_mapper takes, has no axis attribute for scales per channel: onnx's checker
+    accepts these files, but onnxruntime applies the scales along axis 1, which is wrong. In the
+    returned model each Q/DQ node has its axis, and Softmax, which flattens in set 11, has an equal
+    form of set 13. The computed values do not change. A file of another profile is returned
+    unchanged.
 
     Args:
-        path: From ``export_qdq_onnx(…, profile="horizon")``.
+        path: File of ``export_qdq_onnx(…, profile="horizon")``.
 
     Returns:
-        An ``onnx.ModelProto``, in memory.
+        An ``onnx.ModelProto`` in memory.
 
     Raises:
-        ValueError: It is no such file, or damaged; the file is named.
+        ValueError: The file is of another kind, or damaged.
 
     Example:
         >>> import tempfile, torch
@@ -297,26 +298,26 @@ def lift_horizon_onnx(path: str | os.PathLike[str]) -> Any:
 def open_onnx(
     file: str | os.PathLike[str] | Any, target: str | None = None
 ) -> Callable[[Mapping[str, Any]], dict[str, Tensor]]:
-    """A written file as a function: named inputs to named outputs, on the CPU.
+    """Return a file as a function that runs on the CPU, from named inputs to named outputs.
 
-    It runs in the engine itself where that is ONNX Runtime or OpenVINO, optimised as it is in use;
-    for others node by node in ONNX Runtime, as it is written, with as many threads as torch has.
-    Outputs in float16 come back as float32.
+    Files for ONNX Runtime and OpenVINO run in that engine, optimised as in use. Others run node by
+    node in ONNX Runtime, as written, with torch's number of threads. float16 outputs are returned
+    as float32.
 
     Args:
-        file: Of standard operators, or an ``onnx.ModelProto``.
-        target: A name of `find_target`; None for node by node.
+        file: A file of standard operators, or an ``onnx.ModelProto``.
+        target: A name of `find_target`; None runs node by node.
 
     Returns:
-        Called with tensors, arrays or integers by name; names that the file does not read are
-        passed over, one that is missing is a ValueError.
+        A function of tensors, arrays or integers by name. Names that the file does not read are
+        ignored; a missing one is a ValueError.
 
     Raises:
-        ImportError: The engine is not installed; the extra that installs it is named.
+        ImportError: The engine is not installed; the message names the extra.
         ValueError: The engine does not load the file, or its integers would saturate on this CPU
-            (`cpu_at_hand`). A call: the model asks about a size that the
-            file leaves free, and this one leads it another way; condition, file and line; a
-            table of coordinates has another number of frames than the file.
+            (`cpu_at_hand`). The returned function raises where a free size breaks a condition of
+            the model (the message has condition, file and line), and where a table of coordinates
+            has another number of frames than the file.
 
     Example:
         >>> import tempfile, torch

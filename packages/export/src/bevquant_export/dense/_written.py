@@ -24,18 +24,18 @@ _OTHERS, _FEW = 1e-4, 4
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """One quantized tensor.
+    """Difference between a QDQ file and the integer model for one quantized tensor.
 
     Attributes:
-        path: Module that makes it.
+        path: Module that computes it.
         op: Operation, as in an `IntegerModel`.
-        tensor: Its name in the file.
-        elements: How many it has.
-        different: How many are other integers.
+        tensor: Name in the file.
+        elements: Number of values.
+        different: Number of differing integers.
         largest: Largest difference in steps.
-        ties: How many of the different are one step off because the real value lies between the
-            two steps, as near to the middle as rounding of floats reaches: computed again, in
-            integers and float64, by neither of the two that are compared.
+        ties: Differing values that are one step off because the real value is as close to the
+            middle of two steps as float rounding reaches. The real value is computed separately, in
+            integers and float64.
     """
 
     path: str
@@ -70,33 +70,33 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class QdqFile(HtmlTable):
-    """A QDQ file, and what its reader should know.
+    """Result of `export_qdq_onnx`.
 
     Attributes:
         path: The file.
-        profile: Runtime that it was written for.
+        profile: Runtime that the file was written for.
         opset: Its operator set.
-        inputs: Name to shape; a name in the place of a size is free.
-        outputs: Likewise.
-        integers: Value of the model's program to the tensor that holds its integers, plus the
-            profile's zero point.
-        floats: Operations that run in float, as ``path: what: why``.
-        notes: What is other than one might expect, by module.
-        settings: hb_mapper's YAML next to the file; ``None`` for other profiles.
+        inputs: Input names and shapes; a name in place of a size is a free size.
+        outputs: Output names and shapes.
+        integers: For each value of the program, the tensor with its integers (plus the profile's
+            zero point).
+        floats: Operations that run in float, as ``path: operation: reason``.
+        notes: Deviations from the default, by module.
+        settings: YAML file for hb_mapper; None for other profiles.
         run_on_cpu: Nodes that hb_mapper must leave in float.
-        sum_ranges: Ranges of what sums read in eight bits of its own, by tensor: what
-            ``simulate(integer_sums=…)`` takes to compute the same integers.
-        verified: What ran the file on the example inputs before it got its name, as in its
-            metadata; ``"no"`` where nothing did.
-        differences: What was found, tensor by tensor, as from `compare_qdq_onnx`.
-        integer_model: What it was written from and held against; None where another package read
-            its own model.
-        signature: Arguments of a call, positional and named, with names of `inputs` (`Ref`) in the
-            place of tensors: a frame's tensors are bound by these keys and positions.
-        result: What a call returns, likewise with names of `outputs`.
-        figures: Its size, where it is exact and, with ``measure=True``, its time.
-        returned: What `integer_model` returned for the example inputs, when the file was held
-            against it; None where it was not, or on inputs rounded to half precision.
+        sum_ranges: Ranges of tensors that a sum reads in eight bits of their own;
+            ``simulate(integer_sums=…)`` takes them to compute the same integers.
+        verified: Runtime that ran the file on the example before it got its name, as in the
+            metadata; ``"no"`` with ``verify=False``.
+        differences: Result of that run per tensor, as from `compare_qdq_onnx`.
+        integer_model: Integer model that the file was written from and compared with; None where
+            another package reads the model.
+        signature: Positional and named arguments of a call, with `Ref` names of `inputs` in place
+            of tensors. The tensors of a frame are bound by these keys and positions.
+        result: Return value of a call, with names of `outputs` in place of tensors.
+        figures: Size of the file, CPUs where it is exact, and the time with ``measure=True``.
+        returned: Result of `integer_model` for the example from the verification; None without
+            verification and for inputs rounded to half precision.
     """
 
     path: Path

@@ -35,13 +35,13 @@ _LEAST_DB = 10.0  # of what one file makes run as a whole: single steps grow on 
 
 @dataclass(frozen=True)
 class MapCheck:
-    """A map that one file hands to the next.
+    """Check of a map that one file passes to the other.
 
     Attributes:
-        name: Its port in both.
-        elements: How many values it has.
-        different: How many the dense file's first QuantizeLinear rounds to other integers than the
-            whole model has there: by one step, on the border of two.
+        name: Name of the map in both files.
+        elements: Number of values.
+        different: Values that the first QuantizeLinear of the dense file rounds to another integer
+            than the whole model. Only ties between two steps may differ, by one step.
     """
 
     name: str
@@ -51,15 +51,15 @@ class MapCheck:
 
 @dataclass(frozen=True)
 class OutputCheck:
-    """An output of the dense file, run behind the sparse one.
+    """Check of one output of the dense file, computed from the maps of the sparse file.
 
     Attributes:
-        name: The output.
-        sqnr_db: Its SQNR in dB against the whole integer model; infinite where both are the same.
-        fake_sqnr_db: That of the fake-quantized model against the integer one, on the same frame:
-            what rounding somewhere else makes.
-        is_chosen: Whether it lies behind a choice by value (TopK, a comparison): where a step makes
-            it choose another cell, dB say nothing.
+        name: Name of the output.
+        sqnr_db: SQNR in dB relative to the whole integer model; infinite for equal values.
+        fake_sqnr_db: SQNR of the fake-quantized model relative to the integer model on the same
+            frame: the effect of another rounding, as a scale for `sqnr_db`.
+        is_chosen: Whether a choice by value (TopK, a comparison) is upstream. One step can then
+            select another cell, and SQNR has no meaning.
     """
 
     name: str
@@ -77,16 +77,17 @@ class OutputCheck:
 
 @dataclass(frozen=True)
 class FrameCheck:
-    """One frame through the files.
+    """Check of one frame that ran through the files.
 
     Attributes:
-        frame: Which: ``"example"`` or ``"batches[0]"``.
-        layers: Integers of the sparse file's layers that are others than the model's, of how many.
-        maps: What is handed on.
-        tensors: Integers of the dense file's tensors, each computed of the model's own, that are
-            others, of how many; what is more than a tie on the border of two steps is refused.
-        outputs: What comes out at the end; none where nothing at hand runs the dense file.
-        not_run: Why the frame did not go through the files; empty where it did.
+        frame: ``"example"`` or ``"batches[0]"``.
+        layers: Layers of the sparse file: differing integers and number of values.
+        maps: Check of each map between the files.
+        tensors: Tensors of the dense file, each computed from the model's own inputs of that
+            operation: differing integers and number of values. Differences other than ties between
+            two steps are refused.
+        outputs: Check of each output; empty where no runtime for the dense file is installed.
+        not_run: Why the frame did not run; empty where it did.
     """
 
     frame: str

@@ -62,49 +62,47 @@ def export_detector(
     verify: bool = True,
     **options: Any,
 ) -> DetectorExport:
-    r"""Write a calibrated detector, voxels to outputs, as the files that its engines take.
+    r"""Write a calibrated detector, from voxels to outputs, as the files that its engines take.
 
-    Engines for sparse convolutions end with ``dense()``; all behind it is another engine's. So the
-    model's graph is cut there: ``sparse.onnx`` has everything up to the map, what permutes and
-    reshapes it included, ``dense.onnx`` the rest, and what is computed beside the voxels (a camera
-    branch). An output of the one and an input of the other that are the same map have one name,
-    ``spatial_features`` (``spatial_features_0``, … of several).
+    An engine for sparse convolutions ends with ``dense()``. The model's graph is split there:
+    ``sparse.onnx`` has the layers on voxels and the permute and reshape of their map;
+    ``dense.onnx`` has the rest, with parts that do not read voxels (a camera branch). A map that
+    both files have is named ``spatial_features`` in both (``spatial_features_0``, … for several).
 
-    The map has one range. Whoever reads it first in the dense file is QuantizeLinear with its scale
-    amax/127, and the sparse file gives the map unrounded, in float16 from libspconv: it is rounded
-    to eight bits once, by the dense file. A value that float16 moves over the border of two steps
-    is one step off there, which `FrameCheck.maps` counts, and nothing more may be.
+    A map has one range. The dense file begins with QuantizeLinear, whose scale is amax/127. The
+    sparse file returns the map unrounded (libspconv: in float16), so it is rounded to eight bits
+    once, by the dense file. A value that float16 moves across the middle of two steps differs by
+    one step there; `FrameCheck.maps` counts these, and other differences are refused.
 
-    Before the files get their names the example, and the first of `batches`, go through them: each
-    layer of the sparse file against the integer model, what it hands on against the integers that
-    the model has there, each operation of the dense file on these maps, and the outputs at the end
-    against the integer model that was not cut.
+    The example and the first of `batches` run through the files before these get their names.
+    Compared with the integer model that was not split are each layer of the sparse file, the
+    integers of the maps, each operation of the dense file on these maps, and the outputs.
 
     Args:
-        model: A `bevquant_qnn` model, calibrated, in evaluation mode. It is not changed.
-        example_inputs: What one call takes: a tuple of positional inputs, a dict of named ones, or
-            one input. The dense file takes as many frames as these are; libspconv gives one a call.
-        folder: Made where it is not there. Files appear in it when all is right, or not at all.
-        target: Engine of the dense file, by a name of `find_target`.
-        dialect: Of the sparse file: ``"libspconv"`` or ``"portable"``, by default what the target
-            goes with.
-        model_order: Order of the coordinate columns behind the batch, see `export_sparse_onnx`.
-        order: Order that the sparse file wants them in; by default the model's.
-        batches: Further inputs like the example. The voxels of all are counted for `output_bound`.
+        model: A calibrated `bevquant_qnn` model in evaluation mode. It is not changed.
+        example_inputs: Arguments of one call: a tuple of positional inputs, a dict of named inputs,
+            or one input. The dense file has this number of frames; libspconv gives one per call.
+        folder: Created where it does not exist. All files appear in it, or none.
+        target: Engine of the dense file, a name of `find_target`.
+        dialect: Form of the sparse file, ``"libspconv"`` or ``"portable"`` (default: the target's).
+        model_order: Order of the coordinate columns after the batch, see `export_sparse_onnx`.
+        order: Order of the coordinate columns in the sparse file (default: the model's).
+        batches: Further inputs. `output_bound` counts the voxels of all of them.
         head_room: See `export_sparse_onnx`.
-        verify: False writes the files unseen.
-        **options: Of the target's `export_qdq_onnx`: ``output_names``, ``dynamic_batch``,
+        verify: False writes the files without running them.
+        **options: Options of the target's `export_qdq_onnx`: ``output_names``, ``dynamic_batch``,
             ``weights``, ``integer_sums``, ``march``.
 
     Returns:
-        Files, what is handed on, which output of which file each result of the model is, and what
-        was found. A model without voxels has no sparse file, one that ends with sparse tensors or
-        maps no dense one.
+        The files, the maps between them, the file and output of each result, and the checks. A
+        model without voxels has no sparse file; a model that returns sparse tensors or maps has no
+        dense one.
 
     Raises:
-        TypeError: `model` is no module, or an option is none of the target's.
-        ValueError: Something has no form in a file, lies on voxels and reads a map, or is computed
-            otherwise by a file than by the model; module, file, line and remedy are named.
+        TypeError: `model` is not a module, or the target does not have an option.
+        ValueError: An operation has no form in a file, an operation on voxels reads a map, or a
+            file computes other values than the model. The message names module, file, line and
+            remedy.
 
     Example:
         >>> def write(model, frames):

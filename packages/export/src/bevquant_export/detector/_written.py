@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DetectorMap:
-    """A map that the sparse file gives and the dense one takes, under one name.
+    """A map that the sparse file computes and the dense file reads, under one name.
 
     Attributes:
-        name: Of the sparse file's output, and of the dense file's input where that reads it.
-        shape: ``[frames, channels, …]`` in the example.
-        amax: Its range, of which the dense file's first QuantizeLinear has the scale amax/127; None
-            where that reads it in floats.
-        made_by: What makes it in the forward: operation, module, file and line.
+        name: Output of the sparse file, and input of the dense file where that reads the map.
+        shape: ``[frames, channels, …]`` of the example.
+        amax: Range of the map. The first QuantizeLinear of the dense file has the scale amax/127.
+            None where the dense file reads the map in float.
+        made_by: Producer in the forward: operation, module, file and line.
     """
 
     name: str
@@ -37,18 +37,19 @@ class DetectorMap:
 
 @dataclass(frozen=True)
 class DetectorExport(HtmlTable):
-    """The files of a model, and what was found.
+    """Result of `export_detector`: the files and the checks that they passed.
 
     Attributes:
-        folder: Where they lie.
+        folder: Folder of the files.
         target: Engine of the dense file.
-        sparse: ``sparse.onnx``, with its layers; None where the model has no voxels.
-        dense: ``dense.onnx``; None where nothing is computed behind ``dense()`` or beside it.
-        maps: What the one gives and the other takes.
-        outputs: What the model returns, by name, to file and output that it is there.
-        left_out: What it returns that no file has: inputs handed through, coordinates.
-        findings: Of the linter, both files.
-        checks: Frames that went through both files; none where nothing was run.
+        sparse: ``sparse.onnx`` and its layers; None for a model without voxels.
+        dense: ``dense.onnx``; None where the model computes nothing on dense tensors.
+        maps: Tensors that the sparse file passes to the dense file.
+        outputs: Name of each tensor the model returns, with the file and output that holds it.
+        left_out: Returned tensors that no file computes: inputs that are returned unchanged,
+            coordinates.
+        findings: Findings of the linter for both files.
+        checks: One entry per frame that ran through both files; empty with ``verify=False``.
     """
 
     folder: Path

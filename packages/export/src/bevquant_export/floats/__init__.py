@@ -27,13 +27,13 @@ __all__ = ["FloatDifference", "FloatFile", "compare_float_onnx", "export_float_o
 
 @dataclass(frozen=True)
 class FloatDifference:
-    """One output.
+    """Difference between ONNX Runtime and torch for one output.
 
     Attributes:
-        name: Of the output.
-        elements: How many values it has.
-        largest: Largest difference.
-        relative: `largest` over the largest absolute value that torch has there.
+        name: Name of the output.
+        elements: Number of values.
+        largest: Largest absolute difference.
+        relative: `largest` divided by torch's largest absolute value.
     """
 
     name: str
@@ -44,18 +44,19 @@ class FloatDifference:
 
 @dataclass(frozen=True)
 class FloatFile:
-    """A float file.
+    """Result of `export_float_onnx`.
 
     Attributes:
         path: The file.
         opset: Its operator set.
-        inputs: Name to shape.
-        outputs: Likewise.
-        parameters: Input to the parameter of the forward that it is.
-        places: Output to its keys and positions in what the module returns.
-        differences: onnxruntime against torch on the example, output by output; empty where that
-            was not wanted. Of equal scores torch then takes the one of lowest index, as ONNX does.
-        notes: What is other than one might expect; what is float32 in a file of half precision.
+        inputs: Input names and shapes.
+        outputs: Output names and shapes.
+        parameters: For each input, the parameter of the forward that it stands for.
+        places: For each output, its keys and positions in the module's return value.
+        differences: Difference from torch on the example, per output; empty with
+            ``tolerance=None``. Among equal scores, torch chooses the lowest index here, as ONNX
+            does.
+        notes: Deviations from the default, and the parts of a half-precision file that are float32.
     """
 
     path: Path
@@ -85,38 +86,39 @@ def export_float_onnx(
     half: bool = False,
     frames: Sequence[Any] = (),
 ) -> FloatFile:
-    """Write a float module as ONNX through torch's exporter, and hold it against torch.
+    """Write a float module as ONNX with torch's exporter, and compare the file with torch.
 
-    For what stays in float next to QDQ files: attention, softmax, a choice of queries. Before the
-    file appears onnxruntime runs it on `args`; a file that makes something else is not written.
-    Shapes are fixed at those of `args`. Nodes are named after modules (``decoder.0.norm1.
-    LayerNormalization``), constants after parameters; paths and code of this host are taken out.
+    For parts that stay in float beside QDQ files: attention, softmax, query selection. ONNX Runtime
+    runs the file on `args` before it gets its name; a file with other results is not written.
+    Shapes are those of `args`. Nodes are named after modules
+    (``decoder.0.norm1.LayerNormalization``) and constants after parameters. Paths and source code
+    of this machine are removed from the file.
 
     Args:
-        module: In evaluation mode, without quantizers. It is not changed.
-        args: A tuple of positional inputs, a dict of named ones, or one input; tensors.
-        path: The file. It appears whole or not at all.
-        input_names: One for each input; the parameters' names by default.
-        output_names: One for each tensor returned; keys and places by default.
+        module: Module in evaluation mode, without quantizers. It is not changed.
+        args: A tuple of positional inputs, a dict of named inputs, or one input; tensors.
+        path: The file. It is written to a temporary name and renamed.
+        input_names: One name per input (default: the parameters' names).
+        output_names: One name per returned tensor (default: keys and positions).
         opset: 18 or later.
-        tolerance: Largest difference from torch allowed, relative to the largest absolute value of
-            the output; ``None`` for a file that is not run.
-        half: Write float16 inputs, outputs, weights and operations, as TensorRT 11 takes its types
-            from the file, where all values fit; float32 elsewhere, with the reasons in
-            `FloatFile.notes`. `differences` are those of float32. What departs from it in half
-            precision by more than 2⁻⁶, on `args`, `frames`, zeros or rows of zeros, is float32.
-        frames: More inputs like `args`. Their largest values decide with `half` what is float16
-            (onnxruntime runs the file on them). Without frames any value of float16 is expected of
-            an input, and what may overflow then is float32.
+        tolerance: Largest allowed difference from torch, relative to the largest absolute value of
+            the output; None writes the file without running it.
+        half: Write float16 inputs, outputs, weights and operations where all values fit, for
+            TensorRT 11, which takes its types from the file. The rest is float32, with reasons in
+            `FloatFile.notes`. `differences` are those of the float32 form. Results that differ from
+            it by more than 2⁻⁶ on `args`, `frames`, zeros or rows of zeros are float32.
+        frames: More inputs like `args`, whose largest values decide with ``half=True`` which
+            operations are float16 (onnxruntime runs the file on them). Without frames, inputs may
+            have any value of float16, and operations that could overflow are float32.
 
     Returns:
-        The file, its inputs and outputs, and how far it is from torch.
+        The file, its inputs and outputs, and its differences from torch.
 
     Raises:
         ImportError: onnxscript is not installed, or onnxruntime, which the comparison needs.
-        TypeError: `module` is no module.
+        TypeError: `module` is not a module.
         ValueError: The module is in training mode or has quantizers, torch's exporter cannot write
-            it, or onnxruntime makes something else of it. Nothing is written then.
+            it, or onnxruntime computes other values. No file is written then.
 
     Example:
         >>> import tempfile, torch

@@ -24,15 +24,13 @@ _KEY = "bevquant.calibration"
 
 
 def note_calibration(path: str | os.PathLike[str], findings: Sequence[object]) -> None:
-    """Write into a file what was found of its calibration, for whoever lints it later.
+    """Write findings on the calibration into a file's metadata, where the linter reports them.
 
-    It stands in the file's metadata, which no engine reads. Without findings the file stays as it
-    is, to the byte.
+    Engines do not read the metadata. Without findings, the file is not changed.
 
     Args:
         path: An ONNX file.
-        findings: Their text goes into the file, such as `CalibrationReport.poor` of
-            `bevquant_quantizers`.
+        findings: Texts, such as `CalibrationReport.poor` of `bevquant_quantizers`.
 
     Example:
         >>> import tempfile, pathlib, onnx

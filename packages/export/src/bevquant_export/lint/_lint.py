@@ -49,27 +49,28 @@ def rules() -> tuple[Rule, ...]:
 def lint_onnx(
     path: str | os.PathLike[str], target: str, *, cpu: str | None = None
 ) -> list[Finding]:
-    """Inspect a file for what its target refuses, misreads or runs slowly; nothing is executed.
+    """Report what a file's target refuses, misreads or runs slowly. Nothing is executed.
 
-    The file may be anything: what is no ONNX file, is cut short or claims impossible sizes gives a
-    finding, in memory bounded by the size of the file. A rule is reported at most 100 times.
+    The file may have any content. Files that are not ONNX, truncated files and impossible sizes
+    give a finding, with memory bounded by the size of the file. Each rule is reported at most 100
+    times.
 
     Args:
         path: The file.
         target: ``"libspconv"`` (NVIDIA's sparse engine), ``"tensorrt10"`` (``"tensorrt"``),
             ``"tensorrt11"``, ``"onnxruntime"`` (CPU), ``"openvino"`` (CPU), ``"horizon"``
-            (hb_mapper; the settings next to the file are looked at too), or another of
+            (hb_mapper; its settings beside the file are read too), or another name of
             `bevquant_export.targets.target_names`.
-        cpu: Where a file for a CPU shall run, ``"vnni"``, ``"any"`` or ``"here"`` (`cpu_at_hand`);
-            by default what the file itself says, else ``"any"``.
+        cpu: CPU on which a file for CPUs will run: ``"vnni"``, ``"any"`` or ``"here"``
+            (`cpu_at_hand`). Default: the CPU in the file's metadata, else ``"any"``.
 
     Returns:
-        Findings, errors first, by rule; empty for a file that keeps all rules.
+        Findings, errors first, by rule; empty where no rule is broken.
 
     Raises:
-        ValueError: Another target or CPU.
-        OSError: The file is not there (FileNotFoundError, which names it), cannot be opened, or is
-            no regular file.
+        ValueError: An unknown target or CPU.
+        OSError: The file does not exist (FileNotFoundError), cannot be opened, or is not a regular
+            file.
 
     Example:
         >>> import tempfile

@@ -14,12 +14,12 @@ DENSE = ("dense",)
 
 @dataclass(frozen=True)
 class Finding:
-    """One place where a file breaks one rule.
+    """One place where a file breaks a rule.
 
     Attributes:
-        id: The rule, ``SPC011``; ``bevquant-lint --rules`` says what it means.
-        severity: ``"error"`` where the target refuses the file, computes something else or crashes;
-            ``"warning"`` where it is slower, less accurate or reads what it should not need.
+        id: The rule, such as ``SPC011``; ``bevquant-lint --rules`` explains it.
+        severity: ``"error"`` where the target refuses the file, computes other values or crashes;
+            ``"warning"`` where it is slower, less accurate or reads unnecessary data.
         node: Name of the node or tensor, or ``"file"``.
         reason: What was expected and what came.
         remedy: What to do.

@@ -26,20 +26,21 @@ _FUNCTIONS = 2.0**-18  # of an output's largest magnitude: sums and functions of
 
 @dataclass(frozen=True)
 class LayerDifference:
-    """One layer of a file.
+    """Difference between a sparse file and the integer model for one layer.
 
     Attributes:
-        node: Its node; ``"output"`` for what the file returns.
-        path: The module it was exported from.
+        node: Name of the node; ``"output"`` for the file's result.
+        path: Module that the node was exported from.
         form: ``"int8"`` or ``"float"``.
-        elements: Values that it makes.
-        different: How many the integer model has otherwise; of an output that functions of floats
-            make, by more than 2⁻¹⁸ of `size`: no two runtimes have the same exp to the last bit.
-        largest: Largest difference: in steps of int8, else in value.
-        size: Largest magnitude that the integer model has there.
-        behind_functions: Whether it reads, at first or second hand, what the model computes between
-            its layers: functions of floats among that may round what lies between two integers to
-            either, as no two runtimes sum alike.
+        elements: Number of values.
+        different: Number of values that differ from the integer model. For outputs of float
+            functions, values that differ by more than 2⁻¹⁸ of `size` (the last bits of exp depend
+            on the runtime).
+        largest: Largest difference, in int8 steps or in value.
+        size: Largest magnitude of the tensor in the integer model.
+        behind_functions: Whether the layer reads, directly or through one other layer, a float
+            function between layers. Runtimes sum in different orders there, so a value between two
+            integers may be rounded to either.
     """
 
     node: str
@@ -61,19 +62,20 @@ def compare_sparse_onnx(
 ) -> tuple[LayerDifference, ...]:
     """Run a file and ``simulate(with_half_constants(model))`` on one batch and count differences.
 
-    Rows are matched by their voxels, so a file in the other order of axes can be compared too.
+    Rows are matched by voxel, so a file with reversed axes can be compared too.
 
     Args:
-        file: From `load_sparse_onnx`.
-        model: The calibrated model that it was exported from, or the export's `integer_model`.
-        inputs: Of the model: features, coordinates and batch size, or one sparse tensor.
+        file: Result of `load_sparse_onnx`.
+        model: The calibrated model that the file was exported from, or
+            `SparseExport.integer_model`.
+        inputs: Inputs of the model: features, coordinates and batch size, or one sparse tensor.
         reversed_axes: Whether the file has the coordinate columns in the opposite order.
 
     Returns:
-        One entry for each convolution and each sum (behind its ReLU), and one for each output.
+        One entry per convolution, per sum (after its ReLU) and per output.
 
     Raises:
-        ValueError: The model has no such module, or other voxels there.
+        ValueError: The model does not have a module of the file, or has other voxels there.
     """
     if not isinstance(model, IntegerModel):
         model = simulate(with_half_constants(model), inputs, verify=False)

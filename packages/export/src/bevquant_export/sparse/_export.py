@@ -51,47 +51,47 @@ def export_sparse_onnx(
     verify: bool = True,
     measure: bool = False,
 ) -> SparseExport:
-    """Write a calibrated sparse encoder as an ONNX file, for NVIDIA's libspconv or onnxruntime.
+    """Write a calibrated sparse encoder as ONNX, for NVIDIA's libspconv or for onnxruntime.
 
-    The file says of each convolution what the integer model computes: a weight whose integers
-    are those of `bevquant_int8sim.simulate` under any rounding, one range per tensor, the ReLU
-    inside, a bias always, int8 where both quantizers are on and fp16 elsewhere. Biases and fp16
-    weights are rounded to float16 (`with_half_constants`).
+    The file has the integer model's convolutions: weights whose integers are those of
+    `bevquant_int8sim.simulate` under any rounding, one range per tensor, the ReLU fused, a bias
+    always, int8 where both quantizers are enabled and fp16 elsewhere. Biases and fp16 weights are
+    rounded to float16 (`with_half_constants`).
+
+    Supported on voxels: sparse convolutions of one to three axes (pillars have one cell of height),
+    inverse convolutions, residual additions, ReLU, ``dense()`` with permute and reshape, quantized
+    linear layers, batch norms that are not folded, sums and products with float16 constants,
+    concatenated channels. Concatenations on the same voxels, channel slices and chunks, and sums of
+    channel groups (UNets) become 1×1×1 convolutions, additions or parts of a layer for libspconv,
+    with the same values. The portable dialect keeps these, and writes other operations between
+    layers as
+    functions: max pooling, gates, merged or selected voxels. Computations on coordinates alone are
+    left out of both.
 
     Args:
-        model: Calibrated, in evaluation mode, batch norms folded: sparse convolutions of one to
-            three axes (one cell of height is stated for pillars), residual additions, ReLU,
-            inverse convolutions, ``dense()`` with permute and reshape; on the rows of voxels
-            quantized linear layers, batch norms that nothing folds, sums and products with
-            float16 constants, concatenated channels. It is not changed. Or what `simulate` made of
-            `with_half_constants` of it, on inputs that may be fewer voxels than the example's,
-            which saves a second capture.
-        example_inputs: What one call takes; run once, for the sizes in the file.
-        path: The file; it appears whole or not at all.
-        dialect: ``"libspconv"``, or ``"portable"``: the same file in standard operators, which
-            stock onnxruntime runs on a CPU (inputs and outputs: `lower_to_portable`). Tensors on
-            the same voxels that are concatenated, channels that are chosen (slices, chunks), and
-            those summed in groups (UNets), are convolutions of kernel 1×1×1 and additions, or
-            parts of a layer, for libspconv, with the same values; the portable file has all as
-            they are, and what else a model computes on voxels between its layers as functions: max
-            pooling, gates, merged or chosen voxels. What the model makes of coordinates alone is
-            left out of either.
-        model_order: Order of the model's coordinate columns behind the batch: ``"xyz"``
+        model: A calibrated model in evaluation mode, batch norms folded. It is not changed. Or the
+            result of `simulate` for `with_half_constants` of it, which saves a second capture; its
+            inputs may have fewer voxels than the example.
+        example_inputs: Arguments of one call; run once for the sizes in the file.
+        path: The file. It is written to a temporary name and renamed.
+        dialect: ``"libspconv"``, or ``"portable"``: standard operators, which onnxruntime runs on a
+            CPU (inputs and outputs: `lower_to_portable`).
+        model_order: Order of the model's coordinate columns after the batch: ``"xyz"``
             (mit-bevfusion) or ``"zyx"`` (mmdetection3d).
-        order: Order that the file wants them in; by default the model's. The dense result is the
+        order: Order of the columns in the file (default: the model's). The dense result is the
             same.
-        batches: Further inputs like the example, whose voxels are counted for `output_bound`.
-        head_room: `output_bound` of a layer is this times the most voxels that one frame had
-            there, rounded up to a thousand. The engine drops what is beyond.
-        all_layers: Portable only: every convolution and sum is an output too, by node name.
-        weights: Portable only: ``"auto"`` is the fastest form that is exact on the CPU at hand
-            (`cpu_at_hand`); ``"uint8"`` is exact on every CPU (layers of seven-bit weights are
-            int8 all the same, as those saturate on none); ``"int8"`` gives the same integers
-            faster, where the CPU does not saturate sums of pairs.
-        verify: Hold the integer model against `model`, and the file against the integer model, on
-            `example_inputs` before the file gets its name: a portable one in onnxruntime where
-            that is installed, others on the simulator's kernels. The metadata say by what
-            (``verified``); False writes it unseen and says ``no``.
+        batches: Further inputs, whose voxels are counted for `output_bound`.
+        head_room: `output_bound` of a layer is this factor times the largest number of voxels in
+            one frame, rounded up to a thousand. The engine drops further voxels.
+        all_layers: Portable only: each convolution and sum is an output too, by node name.
+        weights: Portable only. ``"auto"`` is the fastest form that is exact on this CPU
+            (`cpu_at_hand`). ``"uint8"`` is exact on every CPU; seven-bit weights are int8 in any
+            case, as they never saturate. ``"int8"`` gives the same integers faster on CPUs that do
+            not saturate sums of pairs.
+        verify: Before the file gets its name, compare the integer model with `model` and the file
+            with the integer model, on `example_inputs`: portable files in onnxruntime where that is
+            installed, others with the simulator's kernels. The metadata ``verified`` names the
+            runtime; ``"no"`` with False.
         measure: Portable only: run the file beside the same layers in float32, both in onnxruntime,
             and report both times in the result's `figures`.
 
@@ -99,9 +99,9 @@ def export_sparse_onnx(
         The file, its layers and its size.
 
     Raises:
-        TypeError: `model` is no module.
-        ValueError: Something has no form in the dialect, is not calibrated, or overflows float16,
-            or the file computes something else than the model; the module is named.
+        TypeError: `model` is not a module.
+        ValueError: An operation has no form in the dialect, a layer is not calibrated or exceeds
+            float16, or the file computes other values than the model. The message names the module.
 
     Example:
         >>> from bevquant_qnn import quantize_model

@@ -20,18 +20,19 @@ _STEPS, _BITS = 127, 17  # 7 and 17 bits make the 24 of float32
 
 
 def with_half_constants(model: nn.Module) -> nn.Module:
-    """A copy whose sparse convolutions hold what a float16 file can hold.
+    """Return a copy whose sparse convolutions hold values that a float16 file can hold.
 
-    Files of the libspconv dialect carry weights and biases as float16. In the copy every bias of
-    a sparse convolution, and every weight of one that is not quantized, is rounded to float16,
-    half to even. Weights of quantized layers stay: the file holds their integers exactly. Where
-    these are of other than eight bits, their steps are rounded to 17 bits, by 2⁻¹⁸ of themselves at
-    most, as a file states 127 of them in float32. So
-    ``simulate(with_half_constants(model), inputs)`` computes what the file computes, to the last
-    integer, while ``simulate(model, inputs)`` has biases that differ by up to 2⁻¹¹ of themselves.
-    Beside sparse convolutions, biases of quantized linear layers are rounded (on rows of voxels
-    they are convolutions of kernel 1×1×1), and a batch norm that nothing folded becomes
-    ``x · half(γ/√(σ² + ε)) + half(β − μ·γ/√(σ² + ε))``.
+    Files of the libspconv dialect store weights and biases as float16. ``simulate`` of the copy
+    computes the file's values, to the last integer; ``simulate(model, inputs)`` has biases that
+    differ by up to 2⁻¹¹ of themselves. In the copy
+
+    * biases of sparse convolutions, and weights of those that are not quantized, are rounded to
+      float16, half to even;
+    * weights of quantized layers are unchanged: the file holds their integers exactly. Steps of
+      other than eight bits are rounded to 17 bits (by at most 2⁻¹⁸), as a file states 127 of them
+      in float32;
+    * biases of quantized linear layers are rounded, which are 1×1×1 convolutions on rows of voxels;
+    * a batch norm that is not folded becomes ``x · half(γ/√(σ² + ε)) + half(β − μ·γ/√(σ² + ε))``.
 
     Args:
         model: Any module; it is not changed.
@@ -40,7 +41,7 @@ def with_half_constants(model: nn.Module) -> nn.Module:
         The copy, on the model's device, in its dtype.
 
     Raises:
-        ValueError: A constant is not finite or leaves float16; the layer is named.
+        ValueError: A constant is not finite or exceeds float16; the message names the layer.
 
     Example:
         >>> import torch

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SparseLayer:
-    """One convolution or addition of a file.
+    """One convolution or addition of a sparse file.
 
     Attributes:
-        name: Its node.
-        path: The module it comes from.
+        name: Name of the node.
+        path: Module that it was exported from.
         precision: ``"int8"`` or ``"fp16"``.
-        output_precision: How its output is held.
-        input_range: amax of its input; of additions in fp16 ``None``.
-        output_bound: Most voxels of its output; ``None`` for additions.
+        output_precision: Precision of the output tensor.
+        input_range: amax of the input; None for fp16 additions.
+        output_bound: Largest number of output voxels; None for additions.
     """
 
     name: str
@@ -40,22 +40,24 @@ class SparseLayer:
 
 @dataclass(frozen=True)
 class SparseExport(HtmlTable):
-    """What was written.
+    """Result of `export_sparse_onnx`.
 
     Attributes:
         path: The file.
-        layers: In order.
-        verified: What ran the file on the example inputs before it got its name, as in its
-            metadata; ``"no"`` where nothing did.
-        differences: What was found, layer by layer, as from `compare_sparse_onnx`.
-        integer_model: What it was written from and held against; None where a file was lowered.
-        returned: What the integer model returned for the example inputs, when the file was held
-            against it; None where it was not.
-        begins_behind: What the model computes before the features of its voxels, step by step: the
-            file has nothing of it, and takes features and coordinates that this makes.
-        features: Name of the features' input: of a portable file "features", or, where it begins
-            behind steps, their last one's, as in "sigmoid_features"; of libspconv "0".
-        figures: Its size, where it is exact and, with ``measure=True``, its time.
+        layers: Layers in order.
+        verified: Runtime that ran the file on the example before it got its name, as in the
+            metadata; ``"no"`` with ``verify=False``.
+        differences: Result of that run per layer, as from `compare_sparse_onnx`.
+        integer_model: Integer model that the file was written from and compared with; None for a
+            file made by `lower_to_portable`.
+        returned: Result of `integer_model` for the example from the verification; None without
+            verification.
+        begins_behind: Operations that the model runs on the voxel features before the first layer
+            of the file. The file does not contain them; its inputs are their results.
+        features: Name of the features input: ``"0"`` for libspconv, ``"features"`` for portable
+            files. Portable files that begin after leading operations use the last operation's name,
+            as in ``"sigmoid_features"``.
+        figures: Size of the file, CPUs where it is exact, and the time with ``measure=True``.
     """
 
     path: Path

@@ -35,11 +35,11 @@ Output = Tensor | SparseOutput | tuple[Tensor | SparseOutput, ...]
 
 
 class SparseOnnxModel:
-    """A sparse ONNX file that runs here: made by `load_sparse_onnx`.
+    """A sparse ONNX file that runs on the CPU, from `load_sparse_onnx`.
 
     Args:
-        graph: What the file says.
-        backend: Kernels, see ``bevquant_int8sim.int8_sparse_conv``; or ``"onnxruntime"``.
+        graph: Content of the file.
+        backend: Kernels of ``bevquant_int8sim.int8_sparse_conv``, or ``"onnxruntime"``.
     """
 
     def __init__(self, graph: Graph, *, backend: str = "auto") -> None:
@@ -174,26 +174,23 @@ class SparseOnnxModel:
 
 
 def load_sparse_onnx(path: str | os.PathLike[str], *, backend: str = "auto") -> SparseOnnxModel:
-    """Read, check and run a file of the libspconv dialect, ours or NVIDIA's, or a portable one.
+    """Read, check and run a file of the libspconv dialect, ours or NVIDIA's, or a portable file.
 
-    The check is stricter than the engine's parser, which takes a misspelt precision for fp16 and
-    a missing attribute for nothing. Integers follow ``bevquant_int8sim``: scales are range/127,
-    everything rounds half to even and clamps to −128…127, an int8 tensor has the range of its
-    readers. What the engine itself rounds elsewhere is not public.
+    The check is stricter than the engine's parser, which reads a misspelt precision as fp16 and
+    ignores a missing attribute. Integers follow ``bevquant_int8sim``: scales are range/127,
+    rounding is half to even, values are clamped to −128…127, an int8 tensor has the range of its
+    consumers. Further rounding inside the engine is not documented.
 
-    Of a portable file (`lower_to_portable`) the layers are read back from its metadata and its
-    constants, and believed only if they give this very file again: what runs here is what its
-    operators compute.
+    The layers of a portable file (`lower_to_portable`) are read from its metadata and constants,
+    and accepted only if they give this very file again. So the run has the values of its operators.
 
     Args:
         path: The file.
-        backend: Kernels, see ``bevquant_int8sim.int8_sparse_conv``; or ``"onnxruntime"``, which
-            runs either dialect in its portable form, so that `compare_sparse_onnx` and ``run``
-            show what stock onnxruntime makes of every convolution and sum.
+        backend: Kernels of ``bevquant_int8sim.int8_sparse_conv``; or ``"onnxruntime"``, which runs
+            either dialect in its portable form, for `compare_sparse_onnx` and ``run``.
 
     Raises:
-        ValueError: The file is broken or says something that the dialect does not have; the node
-            is named.
+        ValueError: The file is damaged or outside the dialect; the message names the node.
 
     Example:
         >>> load_sparse_onnx("missing.onnx")

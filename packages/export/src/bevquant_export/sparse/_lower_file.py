@@ -26,46 +26,40 @@ def lower_to_portable(
     weights: str = "auto",
     verify: bool = True,
 ) -> SparseExport:
-    """Write a libspconv file, ours or NVIDIA's, as one that stock onnxruntime runs on a CPU.
+    """Write a libspconv file, ours or NVIDIA's, as a file that onnxruntime runs on a CPU.
 
-    Every sparse operator becomes a few standard ones in functions of the file (opset 18, domain
-    ``bevquant.sparse``), so that ``onnx.checker`` passes and nothing has to be installed. The
-    integers are those of `load_sparse_onnx` on the source, to the last one; fp16 layers run in
-    float32, whose sums onnxruntime takes in an order of its own.
+    Each sparse operator becomes standard operators in a function of the file (opset 18, domain
+    ``bevquant.sparse``), so ``onnx.checker`` accepts the file and no plugin is needed. Integers
+    equal those of `load_sparse_onnx` on the source. fp16 layers run in float32, in onnxruntime's
+    order of summation.
 
-    Inputs of the new file, none of which may be left out:
+    Inputs of the new file, all required:
 
-    - ``features`` float32 ``[voxels, channels]``, any number of voxels, in any order; where the
-      file begins behind steps of the model, named after the last one, as in ``sigmoid_features``;
+    - ``features`` float32 ``[voxels, channels]``: any number of voxels, in any order. Files that
+      begin after leading operations use the last operation's name, as in ``sigmoid_features``;
     - ``coords`` int32 ``[voxels, 4]``: batch, then the axes in the order of the source file;
-    - ``batch_size`` int64 ``[1]``: frames, which ``coords`` alone do not tell where the last one
-      is empty.
+    - ``batch_size`` int64 ``[1]``: number of frames (the last ones may have no voxel).
 
-    A voxel outside of the grid or the batch, one that occurs twice and NaN end the run with an
-    error that names the rule (``voxels_occur_once``). Outputs: ``output`` float32 (``output0``, …
-    of several): dense ``[batch, …]`` as the source says, or the rows of a sparse tensor, whose
-    voxels are ``output.coords``, int32. `output_bound` has no effect: a portable file takes any
-    number of voxels.
+    A voxel outside the grid or the batch, a duplicate voxel and NaN stop the run with an error that
+    names the rule (``voxels_occur_once``). Outputs: ``output`` float32 (``output0``, … for
+    several), dense ``[batch, …]`` as in the source, or the rows of a sparse tensor, whose voxels
+    are ``output.coords``, int32. `output_bound` has no effect: any number of voxels is possible.
 
     Args:
-        source: A libspconv file. A portable one is written again.
-        path: The new file; it appears whole or not at all.
-        all_layers: Give away what every convolution, sum and ReLU makes as well, under the name of
-            its node: int8, or float32 where the layer's output is fp16; new voxels as
-            ``<node>.coords``.
-        weights: ``"auto"`` is the fastest form that is exact on the CPU at hand (`cpu_at_hand`);
-            ``"uint8"`` multiplies exactly on every CPU (layers of seven-bit weights are int8 all
-            the same, as those saturate on none); ``"int8"`` gives the same integers faster, on
-            CPUs that do not saturate sums of pairs.
-        verify: Run both files on drawn voxels, where onnxruntime is installed, before the new one
-            gets its name; its metadata say so (``verified``).
+        source: A libspconv file. A portable file is written again.
+        path: The new file. It is written to a temporary name and renamed.
+        all_layers: Return each convolution, sum and ReLU too, by node name: int8, or float32 where
+            the layer's output is fp16; new voxels as ``<node>.coords``.
+        weights: ``"auto"``, ``"uint8"`` or ``"int8"``, see `export_sparse_onnx`.
+        verify: Run both files on random voxels, where onnxruntime is installed, before the new one
+            gets its name. The metadata ``verified`` says so.
 
     Returns:
         The file and its layers, whose names are those of the outputs.
 
     Raises:
-        ValueError: The source is broken, readers of a tensor state several ranges, sums may leave
-            int32, or a layer's voxels are not known; the node is named.
+        ValueError: The source is damaged, consumers of a tensor state several ranges, sums may
+            leave int32, or a layer's voxels are not known; the message names the node.
 
     Example:
         >>> lower_to_portable("missing.onnx", "portable.onnx")

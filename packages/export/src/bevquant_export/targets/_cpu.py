@@ -24,11 +24,11 @@ _EXACT_FLAGS = ("avx512_vnni", "avx_vnni", "amx_int8")
 
 
 def cpu_at_hand() -> str:
-    """``"vnni"`` where this CPU sums products of uint8 and int8 exactly, else ``"any"``.
+    """Return ``"vnni"`` where this CPU sums products of uint8 and int8 exactly, else ``"any"``.
 
-    x86 without VNNI sums pairs of products in int16, which saturates: 2·255·127 is beyond 32,767.
-    ONNX Runtime multiplies such operands once a process and the sums decide; without onnxruntime
-    the CPU's instructions do. The environment variable ``BEVQUANT_CPU`` takes the place of both.
+    x86 without VNNI sums pairs of products in int16, which saturates: 2·255·127 exceeds 32,767.
+    ONNX Runtime multiplies such operands once per process, and the sums decide; without onnxruntime
+    the CPU's instructions do. The environment variable ``BEVQUANT_CPU`` replaces both.
 
     Raises:
         ValueError: ``BEVQUANT_CPU`` is neither ``"vnni"`` nor ``"any"``.

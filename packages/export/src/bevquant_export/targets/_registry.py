@@ -29,13 +29,13 @@ def targets() -> tuple[Target, ...]:
 
 
 def target_names() -> tuple[str, ...]:
-    """Names that `find_target` knows, aliases behind all names."""
+    """Names that `find_target` accepts: targets first, then aliases."""
     found = targets()
     return (*(t.name for t in found), *(alias for t in found for alias in t.aliases))
 
 
 def find_target(name: str) -> Target:
-    """The target of this name or alias.
+    """Return the target with this name or alias.
 
     Raises:
         ValueError: There is none.
@@ -54,7 +54,7 @@ def find_target(name: str) -> Target:
 
 
 def register_target(target: Target) -> None:
-    """Add a target for the rest of this process; entry points do that for every process.
+    """Add a target for the rest of this process. Entry points add one for every process.
 
     Raises:
         ValueError: One of its names is taken.

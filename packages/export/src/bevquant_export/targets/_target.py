@@ -35,29 +35,27 @@ class LintFile:
 
 
 class Target(ABC):
-    """An engine: what its files are, how they are written, inspected, checked and built.
+    """An engine: the form of its files, and how they are written, linted, verified and built.
 
-    A target is one object, found by its name (`find_target`). A package, this one too, adds one by
-    entry points of the group ``bevquant.targets``, one for each of its names, a program at run time
-    with `register_target`.
+    `find_target` returns a target by name. Packages add targets through entry points of the group
+    ``bevquant.targets``, one per name; programs add them at run time with `register_target`.
 
     Attributes:
-        name: What users call it, as in ``bevquant-lint --target``.
-        title: What a page calls it.
-        aliases: Other names of it.
-        kind: ``"dense"`` for files of standard operators, of which the linter then asks what
-            every dense target asks (known operators, float32 constants, windows, pairs);
-            ``"sparse"`` for an engine's own format.
-        family: Rules that name the family hold for the target too, such as ``"tensorrt"``.
-        domains: Operator domains that the engine brings along.
-        rules: What `lint` may find beyond the rules that all files have.
-        sparse: Name of the target that takes the sparse encoder of the same model; empty where
-            this one does.
+        name: Name in commands, as in ``bevquant-lint --target``.
+        title: Name on pages.
+        aliases: Further names.
+        kind: ``"dense"`` for files of standard operators, which get the rules of all dense targets
+            (known operators, float32 constants, windows, Q/DQ pairs); ``"sparse"`` for an engine's
+            own format.
+        family: Rules that name this family apply to the target too, such as ``"tensorrt"``.
+        domains: Operator domains that the engine supplies.
+        rules: Findings of `lint` beyond the rules that all files share.
+        sparse: Target of the sparse encoder of the same model; empty where this target takes it.
         quantized_outputs: Whether the engine multiplies in integers only where the result is
-            quantized too: whoever writes a model as several files then ends each with the quantizer
-            by which the next one reads it.
-        unverified: What nobody could run when the target was written, one sentence each. It goes
-            into every manifest.
+            quantized too. A model written as several files then ends each file with the quantizer
+            that the next file begins with.
+        unverified: Facts that nobody could verify on the engine, one sentence each. They are part
+            of every manifest.
     """
 
     name: str
