@@ -31,12 +31,12 @@ def compiled_module(name: str, values: int) -> Any:
 
 @dataclass(frozen=True)
 class BackendStatus:
-    """Whether a backend can be used here, and through what.
+    """Whether a backend can be used on this machine.
 
     Attributes:
         name: ``"amx"``, ``"vnni"``, ``"portable"`` or ``"torch"``.
-        available: It is there and computed the self-test's saturating operands right.
-        detail: The instructions it compiles to or the products it uses, or why it cannot be used.
+        available: The backend runs here and passed its self-test with saturating operands.
+        detail: Instructions or products that it uses, or the reason why it cannot be used.
     """
 
     name: str
@@ -45,11 +45,10 @@ class BackendStatus:
 
 
 def backend_report(*names: str) -> tuple[BackendStatus, ...]:
-    """Try every backend on this machine, in the order in which ``backend="auto"`` prefers them.
+    """Try every backend on this machine, in the order of preference of ``backend="auto"``.
 
     Args:
-        *names: Of those to try, which compiles their kernels where that was not done before; all
-            by default.
+        *names: Backends to try (default: all). Their kernels are compiled on first use.
 
     Raises:
         ValueError: There is no backend of that name.
@@ -67,13 +66,13 @@ def backend_report(*names: str) -> tuple[BackendStatus, ...]:
 
 
 def usable_backend(backend: str) -> BackendStatus:
-    """The backend that a name means for int8 on this CPU, tried.
+    """Return the backend that a name stands for with int8 on this CPU, after a trial.
 
     Args:
-        backend: As models and layers take it; ``"auto"`` is the fastest that is exact here.
+        backend: A name as for models and layers; ``"auto"`` is the fastest that is exact here.
 
     Raises:
-        ValueError: It cannot be used here, and why.
+        ValueError: The backend cannot be used here; the message gives the reason.
 
     Example:
         >>> usable_backend("torch").available

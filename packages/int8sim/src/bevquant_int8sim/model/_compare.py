@@ -36,29 +36,28 @@ def compare(
     verify: bool = False,
     report: CalibrationReport | None = None,
 ) -> LayerTable:
-    """Compare three executions of one model on the same batches.
+    """Compare three executions of one model on the same batches, layer by layer.
 
-    The float model and the fake-quantized one run free, each on its own activations, and so does
-    the integer model. A fourth run gives every fake-quantized layer the integer model's inputs
-    (teacher forcing): there, an integer layer should differ by rounding alone, at most one step of
-    its output.
+    The float, the fake-quantized and the integer model each run on their own activations. A fourth
+    run gives each fake-quantized layer the integer model's inputs (teacher forcing): there an
+    integer layer may differ by rounding alone, at most one step of its output.
 
     Args:
         float_model: The folded float model that was quantized, in evaluation mode.
-        model: The calibrated model, or an integer model that `simulate` made of it.
-        batches: Inputs; each a tuple of positional ones, a dict of named ones, or one input.
-        verify: Refuse what `simulate` refuses, on the first batch; for an integer model that was
+        model: The calibrated model, or the integer model that `simulate` made of it.
+        batches: Inputs; each a tuple of positional inputs, a dict of named inputs, or one input.
+        verify: Refuse on the first batch what `simulate` refuses, for an integer model that was
             made with ``verify=False``.
-        report: From `calibrate`: channels that a range erases are named below the table.
+        report: Report of `calibrate`: channels that a range erases are named below the table.
 
     Returns:
-        A row per layer, and per selection (slice, index, gather, topk) that is returned.
-        `print` it; `LayerTable.first_departure` names the layer where the integer result leaves
-        the fake-quantized one.
+        A row per layer, and per returned selection (slice, index, gather, topk). `print` shows it;
+        `LayerTable.first_departure` is the layer where the integer result departs from the
+        fake-quantized one.
 
     Raises:
         ValueError: No batches, an integer model that was loaded from a file, a float model that
-            lacks a layer of the calibrated one, or with `verify` a step that departs from the
+            lacks a layer of the calibrated one, or with `verify` a step that differs from the
             fake-quantized model by more than rounding explains.
     """
     all_batches = iter(batches)
@@ -77,20 +76,20 @@ def compare(
 class LayerComparison(ForcedRun):
     """`compare` batch by batch, for batches that several processes share.
 
-    What one batch gives is a record: named arrays, which can be sent and kept. Records that are
-    added in the order of their batches give the table of one process, bit for bit.
+    `measure` returns a record of one batch: named arrays, which can be sent and stored. Records
+    that are added in the order of their batches give the table of a single process, bit for bit.
 
     Args:
         float_model: The folded float model that was quantized, in evaluation mode.
         model: The integer model that `simulate` made of the calibrated one.
-        verify: As `compare` takes it: the first call of `measure` verifies.
+        verify: As in `compare`: the first call of `measure` verifies.
 
     Raises:
         ValueError: An integer model that was loaded from a file, or a float model that lacks a
             layer of the calibrated one.
 
     Attributes:
-        batches: Whose records were added, how many.
+        batches: Number of batches whose records were added.
 
     Example:
         >>> from bevquant_qnn import quantize_model

@@ -31,13 +31,13 @@ Walk = Generator[tuple[Step, tuple[Any, ...], tuple[Any, ...]], None, Any]
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """What one step made.
+    """Result of one step.
 
     Attributes:
         path: Module that the step comes from.
         op: Its operation.
         value: The integers, accumulators or floats.
-        scale: Value of one integer step; ``None`` for accumulators and floats.
+        scale: Value of one integer step; None for accumulators and floats.
     """
 
     path: str
@@ -51,21 +51,20 @@ class Recorded:
 
 
 class IntegerModel:
-    """A calibrated model that runs in integers: made by `simulate` or `IntegerModel.load`.
+    """A calibrated model in integers, from `simulate` or `IntegerModel.load`.
 
-    Call it like the model that it was made from; it returns what that returns, as floats. It can be
-    copied and pickled. What was pickled is as a loaded model: it runs, and has no `source`.
+    It is called like the model it was made from and returns the same structure, as floats. It can
+    be copied and pickled; an unpickled model runs like a loaded one and has no `source`.
 
     Args:
         program: Its steps.
-        source: The traced model that it was made from; ``None`` for a loaded one.
+        source: The captured model that it was made from; None for a loaded one.
         backend: Kernels to run on, see `int8_sparse_conv`.
         sum_ranges: Largest absolute value of each tensor that a sum reads in eight bits of its
-            own, see ``simulate(integer_sums=…)``; empty for a loaded model, whose steps say it.
+            own, see ``simulate(integer_sums=…)``; empty for a loaded model, whose steps hold it.
 
     Attributes:
-        calls_other_steps: Whether a call joins steps, or puts voxels in an order of its own where
-            nobody sees that.
+        calls_other_steps: Whether a call fuses steps or reorders voxels where no result shows it.
     """
 
     def __init__(
@@ -101,14 +100,14 @@ class IntegerModel:
 
     @property
     def float_fallbacks(self) -> tuple[FloatFallback, ...]:
-        """Everything that is computed in float, why, and how much of the operations it is."""
+        """Parts that are computed in float, with reason and share of the operations."""
         return self.program.float_fallbacks
 
     @property
     def operations(self) -> int:
         """Multiply-accumulates of the example, plus the values that other steps compute.
 
-        0 until the model was compared with the model that it was made from.
+        0 until the model was compared with the model it was made from.
         """
         return sum(self.program.operations.values())
 
@@ -149,22 +148,22 @@ class IntegerModel:
         return self._end(self._fast, values, sizes, given)
 
     def walk(self, inputs: Any) -> Walk:
-        """Run step by step, as fast as the caller asks for the next one.
+        """Run step by step, each step when the caller asks for it.
 
-        What a step made and no later one reads is held by nobody but the caller.
+        Results that no later step reads are not kept.
 
         Args:
-            inputs: A tuple of positional inputs, a dict of named ones, or one input.
+            inputs: A tuple of positional inputs, a dict of named inputs, or one input.
 
         Yields:
             Each step, its arguments and its outputs, in order of execution.
 
         Returns:
-            What a call returns, as the generator's value.
+            The result of a call, as the generator's value.
 
         Raises:
-            TypeError: Other inputs than the example inputs had.
-            ValueError: As of a call.
+            TypeError: The inputs have another structure than the example inputs.
+            ValueError: As for a call.
         """
         given = arguments(self.inputs_of(inputs))
         values, sizes = self._begin(self.program, given)
@@ -173,26 +172,26 @@ class IntegerModel:
         return self._end(self.program, values, sizes, given)
 
     def inputs_of(self, batch: Any) -> Any:
-        """A loader's batch as a tuple of positional inputs or a dict of named ones.
+        """A loader's batch as a tuple of positional inputs or a dict of named inputs.
 
-        Of a model that was loaded, whose forward is not there, it is as it was given.
+        For a loaded model, which has no forward, the batch is returned unchanged.
         """
         return batch if self.source is None else self.source.graph.inputs_of(batch)
 
     def run(
         self, inputs: Any, *, record: bool = True, observe: Observer | None = None
     ) -> tuple[Any, dict[str, Recorded]]:
-        """Run and look at every intermediate.
+        """Run and return the intermediate results too.
 
         Args:
-            inputs: A tuple of positional inputs, a dict of named ones, or one input.
-            record: Keep what every step made.
-            observe: Called behind each step with the step, its arguments and its outputs.
+            inputs: A tuple of positional inputs, a dict of named inputs, or one input.
+            record: Keep the result of every step.
+            observe: Called after each step with the step, its arguments and its outputs.
 
         Returns:
-            What a call returns, and module path to what was made there. A path that made several
-            values numbers them, as in ``"block.relu#2"``; accumulators that are kept because
-            several forms are made of them have ``":int32"`` behind their path.
+            The result of a call, and for each module path the recorded result. Several results of
+            one path are numbered, as in ``"block.relu#2"``; accumulators that are kept for several
+            consumers have ``":int32"`` after their path.
         """
         found: dict[str, Recorded] = {}
 
@@ -296,11 +295,12 @@ class IntegerModel:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the model to a folder: tensors as safetensors, the rest as JSON, with checksums.
 
-        The folder appears whole or not at all. What was saved before under this name is replaced.
+        The folder is written to a temporary name and renamed. A model saved there before is
+        replaced.
 
         Raises:
-            ValueError: It calls modules or functions that cannot be saved (all are named), or
-                `folder` holds something else.
+            ValueError: The model calls modules or functions that cannot be saved (all are named),
+                or `folder` holds something else.
         """
         from bevquant_int8sim.model._save import save_program
 
@@ -315,18 +315,18 @@ class IntegerModel:
         device: torch.device | str = "cpu",
         operators: Collection[str] = (),
     ) -> IntegerModel:
-        """Read what `save` wrote. Nothing is unpickled.
+        """Read a model that `save` wrote. Nothing is unpickled.
 
         Args:
             folder: The saved model.
             backend: Kernels to run on, see `int8_sparse_conv`.
-            device: Where its tensors go; its inputs must be there too.
-            operators: Namespaces of `torch.library` whose operators it may call beside torch's
-                own, such as "mmcv"; import what registers them first.
+            device: Device of its tensors and inputs.
+            operators: Namespaces of `torch.library` whose operators it may call beside torch's own,
+                such as "mmcv". Import the package that registers them first.
 
         Raises:
-            ValueError: A file is missing or changed, the schema is another one, a tensor does not
-                fit its step, or a step calls what a file may not; the message says which.
+            ValueError: A file is missing or changed, the schema version is another one, a tensor
+                does not fit its step, or a step calls something that a file may not call.
         """
         from bevquant_int8sim.model._load import load_program
 

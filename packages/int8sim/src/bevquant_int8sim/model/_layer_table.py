@@ -23,25 +23,25 @@ class LayerRow:
         op: Operation of the step.
         form: ``"int8"`` and the like, or ``"float"``.
         values: Number of output values.
-        fake_sqnr_db: 10·log10(Σ float² / Σ (fake-quant − float)²); ``None`` where they are equal,
-            or the float output is all zero, or something is not finite.
-        integer_sqnr_db: The same of the integer result.
-        fake_cosine: Cosine of fake-quant and float output, each seen as one vector; ``None`` where
-            one is zero or not finite.
-        integer_cosine: The same of the integer result.
-        max_steps: Largest difference between integer and fake-quant result when both models run
-            from the same input, in steps; ``None`` for a float output.
-        mean_steps: Mean of its size.
+        fake_sqnr_db: 10·log10(Σ float² / Σ (fake-quant − float)²); None for equal outputs, an
+            all-zero float output and outputs that are not finite.
+        integer_sqnr_db: The same for the integer result.
+        fake_cosine: Cosine of fake-quant and float output, each as one vector; None where one is
+            zero or not finite.
+        integer_cosine: The same for the integer result.
+        max_steps: Largest difference between integer and fake-quant result in steps, where both
+            models run from the same input; None for a float output.
+        mean_steps: Mean absolute difference.
         off: Share of values that differ at all.
-        forced_max_steps: Largest difference when the fake-quant layer is given the integer
-            model's own inputs.
-        forced_mean_steps: Mean of its size.
+        forced_max_steps: Largest difference where the fake-quant layer reads the integer model's
+            inputs.
+        forced_mean_steps: Mean absolute difference in that case.
         saturated: Share of values beyond the output's range.
-        peak_bits: Bits, sign included, of the largest accumulator; ``None`` where there is none.
-        why: What explains a difference of more than one step on the same inputs.
-        kept: Rows of the float, the fake-quant and the integer result, in the batches where their
-            numbers differ because values decide which rows remain (``x[score > 0.5]``). Such
-            results are compared on the same inputs alone; ``None`` where no batch has them.
+        peak_bits: Bits, sign included, of the largest accumulator; None where there is none.
+        why: Cause of a difference of more than one step on the same inputs.
+        kept: Rows of the float, the fake-quant and the integer result, where values decide which
+            rows remain (``x[score > 0.5]``) and the numbers differ. Such results are compared on
+            the same inputs alone; None where no batch has them.
     """
 
     path: str
@@ -65,11 +65,12 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class LayerTable(HtmlTable):
-    """Rows in order of execution.
+    """Result of `compare`: rows in order of execution.
 
     Attributes:
-        rows: One per step of the integer model that computes.
-        notes: Channels that a range erases or that have ranges of their own, by `calibrate`.
+        rows: One per step of the integer model that computes values.
+        notes: From `calibrate`: channels that a range erases, and channels with ranges of their
+            own.
     """
 
     rows: tuple[LayerRow, ...]
@@ -77,7 +78,7 @@ class LayerTable(HtmlTable):
 
     @property
     def first_departure(self) -> LayerRow | None:
-        """The first layer whose integers leave the fake-quantized ones by more than one step."""
+        """First layer whose integers and fake-quantized values differ by more than one step."""
         return next((row for row in self.rows if (row.max_steps or 0) > 1), None)
 
     @property

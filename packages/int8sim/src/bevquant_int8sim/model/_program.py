@@ -116,13 +116,13 @@ class Step:
 
 @dataclass(frozen=True)
 class FloatFallback:
-    """Something that is computed in float.
+    """A part of the model that is computed in float.
 
     Attributes:
         path: The module, or the module whose forward calls the function.
         what: Class of the module, or name of the function.
-        reason: Why.
-        share: Of the model's operations, 0 to 1; None where they were not counted.
+        reason: Why it has no integer form here.
+        share: Share of the model's operations, 0 to 1; None before they were counted.
     """
 
     path: str

@@ -52,44 +52,46 @@ def simulate(
               (\textstyle\sum x_q w_q + b_q)\, \tfrac{s_x s_w}{s_y}\bigr), q_\min, q_\max\Bigr),
               \quad w_q = \operatorname{round}(w/s_w), \; b_q = \operatorname{round}(b/(s_x s_w))
 
-    rounded half to even (what is stored, as `rounding` says), with s = amax/127 for eight bits, one
-    per tensor for activations and one per output channel for weights. The output scale s_y of a
-    layer is that of whoever reads its output, found in the data flow: a tensor stays in integers
-    from a layer to its readers, and where these want several forms the int32 accumulators are kept
-    and requantized for each. A ReLU is part of the step before it, identities vanish, reshaping and
-    concatenation move the integers as they are. What has no integer form runs in torch's float32
-    between dequantization and quantization and is listed in
-    `IntegerModel.float_fallbacks` with the reason.
+    rounded half to even (stored results: `rounding`), with s = amax/127 for eight bits, one per
+    tensor for activations and one per output channel for weights.
+
+    - The output scale s_y of a layer is the scale of its consumer, found in the data flow. Tensors
+      stay in integers from layer to consumer. Where consumers need several scales, the int32
+      accumulators are kept and requantized for each.
+    - A ReLU is fused into the step in front of it; identities vanish; reshaping and concatenation
+      keep the integers.
+    - Operations without an integer form run in torch's float32 between dequantization and
+      quantization. `IntegerModel.float_fallbacks` lists them with the reason.
 
     Args:
-        model: In evaluation mode, calibrated; frozen or not. It is not changed, and later changes
-            of it do not change the result.
-        example_inputs: A tuple of positional inputs, a dict of named ones, or one input. Their
-            structure says which are tensors, sparse tensors, numbers; on their values the integer
-            model is held against `model`, so give what a real call gets.
+        model: Calibrated, in evaluation mode, frozen or not. It is not changed, and later changes
+            to it do not affect the result.
+        example_inputs: A tuple of positional inputs, a dict of named inputs, or one input. Their
+            structure shows the tensors, sparse tensors and numbers; on their values the integer
+            model is compared with `model`, so use inputs of a real call.
         backend: Kernels to run on, see `int8_sparse_conv`.
         graph: The model's graph, where it was captured already.
-        integer_sums: What a sum reads of a dense layer that has no quantizer behind it. False: the
-            layer's accumulators, as TensorRT adds them, rounded once, behind the sum. True: eight
-            bits with s = amax/127, amax the largest absolute value on `example_inputs`, as engines
-            add them that take integers alone (ONNX Runtime, OpenVINO); one more rounding. A
-            mapping gives amax by tensor, as `IntegerModel.sum_ranges` of another call has it.
-        rounding: Of everything that is stored as integers, as of `requantize`: ``"half_even"``,
-            ``"half_up"`` (Horizon BPUs) or ``"half_away"`` (TensorRT plugins). But for the first,
-            layers requantize through torch, which is slower.
-        arithmetic: Of what multiplies accumulators and sums: ``"float64"``, or ``"fixed_point"``,
-            a mantissa and a right shift. What floats are quantized with, averages and
-            interpolation stay in float64.
-        verify: Run both on `example_inputs`, step by step from the same values, and refuse an
-            integer model that differs by more than rounding explains (a step, and what a rounded
-            bias and float32 sums come to). False hands it out unseen.
+        integer_sums: How a sum reads a dense layer that has no quantizer after it. False: the
+            layer's accumulators, rounded once, after the sum, as in TensorRT. True: eight bits with
+            s = amax/127, amax the largest absolute value on `example_inputs`, with one more
+            rounding, as in engines that add integers alone (ONNX Runtime, OpenVINO). A mapping
+            gives amax by tensor, as `IntegerModel.sum_ranges` of another call.
+        rounding: Rounding of stored integers, as in `requantize`: ``"half_even"``, ``"half_up"``
+            (Horizon BPUs) or ``"half_away"`` (TensorRT plugins). Layers requantize through torch
+            for the latter two, which is slower.
+        arithmetic: Multiplication of accumulators and sums: ``"float64"``, or ``"fixed_point"``
+            (a mantissa and a right shift). Quantization of floats, averages and interpolation are
+            always in float64.
+        verify: Run both models on `example_inputs`, each step from the same values, and refuse an
+            integer model that differs by more than rounding explains (one step, plus the effect of
+            a rounded bias and of float32 sums). False skips this.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
         ValueError: `rounding` or `arithmetic` is unknown, `example_inputs` hold no tensor, the
-            model is in training mode, an activation has no usable range (every one is named), a
-            weight or its range is unusable, or the forward cannot be followed; or a step of the
-            integer model departs from the fake-quantized one, which is named.
+            model is in training mode, activations have no usable range (all are named), a weight or
+            its range is unusable, the forward cannot be captured, or a step of the integer model
+            differs from the fake-quantized one (it is named).
 
     Example:
         >>> import torch
