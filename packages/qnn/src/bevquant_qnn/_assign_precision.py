@@ -24,15 +24,16 @@ over 64; float as float16. Measure your chip's and give those where you can."""
 
 @dataclass(frozen=True)
 class Budget:
-    """What a plan may cost: one of both.
+    """Limit of a plan: a score or a time.
 
     Attributes:
-        score: Least score by the table's metric (dB, accuracy, …); the fastest such plan is taken.
-        time: Most time, as a multiple of the model's with every group in int8; the plan with the
-            best score is taken.
+        score: Lowest allowed score, in the table's metric (dB, accuracy, …). The fastest plan that
+            reaches it is chosen.
+        time: Longest allowed time, as a multiple of the model's time with every group in int8. The
+            plan with the best score within it is chosen.
 
     Raises:
-        ValueError: Both or none are given, or one that is no finite number.
+        ValueError: Both or none are given, or one is not a finite number.
     """
 
     score: float | None = None
@@ -40,10 +41,10 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the budget that a text says: "time=1.2", or "score=35".
+        """Return the budget that a text states: "time=1.2", or "score=35".
 
         Raises:
-            ValueError: It says something else.
+            ValueError: The text has another form.
 
         Example:
             >>> Budget.parse("time=1.2")
@@ -74,26 +75,26 @@ def assign_precision(
     *,
     costs: Mapping[Precision, float] = BIT_OPERATIONS,
 ) -> PrecisionPlan:
-    """Choose a precision for each group of layers: the best score in a time, or the reverse.
+    """Choose a precision for each group of layers: the best score within a time, or the reverse.
 
-    Losses of groups add up (noise powers for ``"sqnr"``, differences of scores otherwise), and so
-    do times, operations · cost. Of all choices the best is found by merging fronts: after each
-    group only those partial plans stay that no other beats in both. An estimate: `refine_plan`
-    measures.
+    Losses of groups add (noise powers for ``"sqnr"``, differences of scores otherwise), and so do
+    times, operations · cost. The best choice is found by merging Pareto fronts: after each group,
+    only partial plans remain that no other plan beats in both. The result is an estimate;
+    `refine_plan` measures.
 
     Args:
-        model: The model that was measured.
-        sensitivity: Its table; a group may get any precision measured there, or ``"float"``.
-        budget: Limit on the score or on the time.
-        costs: Time of one operation by precision, in any unit; a precision that has none is not
-            chosen. ``"int8"`` must have one.
+        model: The measured model.
+        sensitivity: Its table. A group may get any precision measured there, or ``"float"``.
+        budget: Limit of the score or of the time.
+        costs: Time of one operation by precision, in any unit. A precision without cost is not
+            chosen. ``"int8"`` needs one.
 
     Returns:
         The plan, for `apply_precision`. Layers that share a quantizer have one precision.
 
     Raises:
-        ValueError: The table is another model's, a cost is missing or no positive number, or no
-            plan lies within the budget; the best that does is said.
+        ValueError: The table belongs to another model, a cost is missing or not positive, or no
+            plan is within the budget; the message states the best that is.
 
     Example:
         >>> import torch

@@ -28,14 +28,16 @@ _BESIDE = "integers."  # stands before what the comparison beside this one gave 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """How far the fake-quant model's output of one layer is from the float model's.
+    """Distance of the fake-quant model's output of one layer from the float model's.
 
-    `sqnr_db` is 10·log10(Σ float² / Σ (quant − float)²), None where the two are equal or the float
-    output is all zero; `cosine` the cosine of the two outputs seen as vectors, None where one is
-    zero; `saturated` the share of the layer's input values beyond its range; `rows` the mean
-    number of active voxels (cells or pixels, for dense maps) in a batch. `kept` is None, or where
-    values decide which rows remain (``x[score > 0.5]``) and the two models keep different numbers:
-    the rows of the float and of the quantized output in those batches, which are not compared.
+    Attributes:
+        sqnr_db: 10·log10(Σ float² / Σ (quant − float)²); None for equal outputs and an all-zero
+            float output.
+        cosine: Cosine of the two outputs as vectors; None where one is zero.
+        saturated: Share of the layer's input values beyond its range.
+        rows: Mean number of active voxels (cells or pixels of dense maps) per batch.
+        kept: Rows of the float and of the quantized output, where values decide which rows remain
+            (``x[score > 0.5]``) and the numbers differ. Such batches are not compared. Else None.
     """
 
     layer: str
@@ -187,21 +189,22 @@ def compare_layers(
     *,
     output: Callable[[Any], Tensor] = first_tensor,
 ) -> list[LayerRow]:
-    """One row per quantized layer in the order of execution, then one for the model's output.
+    """Compare the float and the fake-quantized model, layer by layer.
 
-    The two models run in step, the float one a layer ahead, so that no more than one of its
-    activations is kept for the comparison.
+    The two models run in step, the float model one layer ahead, so only one of its activations is
+    kept.
 
     Args:
         float_model: The folded float model, in evaluation mode.
-        quantized_model: The calibrated model made from it; layers correspond by path. Layers that
-            the float model does not have (QuantAdd) are compared where their block ends.
-        batches: At least one; each a tuple of positional inputs, a dict of named ones, or one
+        quantized_model: The calibrated model made from it. Layers correspond by path. Layers that
+            the float model does not have (QuantAdd) are compared at the end of their block.
+        batches: At least one; each a tuple of positional inputs, a dict of named inputs, or one
             input. Every batch is run through both models.
-        output: The tensor that stands for what a layer or the model answers.
+        output: Selects the tensor to compare from the result of a layer or of the model.
 
     Returns:
-        Rows pooled over all batches (sums of squares, not means of decibels), for `layer_table`.
+        One row per quantized layer in order of execution, then one for the model's output, over all
+        batches (sums of squares, not means of decibels), for `layer_table`.
 
     Raises:
         ValueError: No batches, or the two models share a quantized layer.
@@ -226,18 +229,19 @@ def compare_layers(
 
 
 class LayerComparison:
-    """`compare_layers` batch by batch: what one gave is a record, and records are added up.
+    """`compare_layers` batch by batch: each batch gives a record, and records are added.
 
-    Sums are taken over each batch, and these added in the order of `add`: whoever ran a batch, the
-    result has the same bits.
+    Sums are taken per batch and added in the order of `add`, so the result has the same bits
+    whichever process ran a batch.
 
     Args:
         float_model: The folded float model.
         quantized_model: The calibrated model made from it.
-        output: As `compare_layers` takes it.
-        watch: Paths of further modules, to what is called with the output of each in both models.
-        beside: `bevquant_int8sim.LayerComparison` of both with the integer model, which then goes
-            on beside them and reads what their layers return.
+        output: As in `compare_layers`.
+        watch: Paths of further modules, each with a function that is called with the module's
+            output in both models.
+        beside: `bevquant_int8sim.LayerComparison` of both models with the integer model. It runs
+            beside them and reads the results of their layers.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2))
@@ -266,7 +270,7 @@ class LayerComparison:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """For the length of the block the models are hooked, and run without gradients."""
+        """Hook the models for the length of the block, in which they run without gradients."""
         with ExitStack() as stack, torch.no_grad():
             self._hooks.attach(stack)
             yield
@@ -274,11 +278,11 @@ class LayerComparison:
     def run(
         self, batch: Any, *, alone: bool = False
     ) -> tuple[dict[str, np.ndarray[Any, Any]], Any, Any]:
-        """Run both models on a batch; a record of arrays, and the two outputs.
+        """Run both models on a batch; return a record of arrays, and the two outputs.
 
         Args:
             batch: Inputs.
-            alone: Without the comparison beside.
+            alone: Leave out the comparison with the integer model.
         """
         float_model, quantized_model = self._models
         beside = None if alone else self._beside
@@ -311,7 +315,7 @@ class LayerComparison:
         return record, wanted, got
 
     def add(self, record: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Add a batch's record; batches come in their order."""
+        """Add a batch's record. Batches are added in their order."""
         reached = [self._hooks.probes[int(place)] for place in record["layers.order"]]
         self._rows |= dict.fromkeys(reached)
         for probe, sums, counts in zip(
@@ -323,10 +327,10 @@ class LayerComparison:
             self._beside.add({name.removeprefix(_BESIDE): record[name] for name in names})
 
     def rows(self) -> list[LayerRow]:
-        """The rows over the batches added; the last one is the model's output.
+        """Rows over the added batches; the last one is the model's output.
 
         Raises:
-            ValueError: None were.
+            ValueError: No batch was added.
         """
         if not self._whole.total.batches:
             raise ValueError("there are no batches to compare on: give at least one")

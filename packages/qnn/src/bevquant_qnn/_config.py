@@ -114,7 +114,7 @@ class QuantConfig:
         return None
 
     def unmatched(self, paths: Iterable[str]) -> list[str]:
-        """Return the exclude patterns that name none of `paths`: most likely typing errors."""
+        """Return the exclude patterns that match none of `paths`, probably typing errors."""
         known = list(paths)
         return [
             pattern
@@ -128,10 +128,10 @@ class QuantConfig:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote.
+        """Read the text that `to_json` wrote.
 
         Raises:
-            ValueError: For text that is not such JSON, another schema, or an unknown setting.
+            ValueError: Text that is not such JSON, another schema version, or an unknown setting.
         """
         data = parse_json(
             text,

@@ -39,39 +39,38 @@ def estimate_sensitivity(
     distributed: bool | None = None,
     kept: Kept | None = None,
 ) -> SensitivityTable:
-    """Estimate what `sensitivity` measures, the SQNR of each group alone quantized.
+    """Estimate the result of `sensitivity`: the SQNR of each group alone quantized.
 
-    For every batch the model runs once in float and once backward, and each layer once more
-    quantized, on its float inputs, whatever the number of layers: measuring takes a run for each.
+    Per batch, the model runs once in float and once backward, and each layer once more, quantized,
+    on its float inputs. `sensitivity` runs the model once per layer.
 
-    A layer's rounding changes its output by δ, and the model's by about J·δ, with J the derivative
-    of the one by the other. Its power is ‖J·δ‖² = E(v·J·δ)² over vectors v of independent ±1, and
-    v·J·δ is the scalar product of δ with the gradient of v·output (Hutchinson 1990). Here one v is
-    drawn, and its products are summed and squared in some 128 parts of the map (tiles, rows of
-    voxels, tokens), whose roundings hardly know of each other, so that one pass has the precision
-    of 128.
+    Rounding changes a layer's output by δ and the model's by about J·δ, with J the derivative. Its
+    power is ‖J·δ‖² = E(v·J·δ)² over vectors v of independent ±1, and v·J·δ is the scalar product of
+    δ with the gradient of v·output (Hutchinson 1990). One v is drawn; the products are summed and
+    squared in about 128 parts of the map (tiles, rows of voxels, tokens), whose roundings are
+    almost independent, so one pass has the precision of 128.
 
-    It is an estimate: what a rounding does beyond the derivative, and what distant places have in
-    common, is not in it. On trained networks it lies within a few dB of the measurement, where
-    layers lie 40 apart (the documentation has the figures). A plan that it leads to should be
-    measured: `refine_plan` does. Groups that no gradient reaches (behind an `argmax`, a `detach`)
-    and those of few places (an image classifier's last layers, image by image) are measured.
+    Limits: effects beyond the derivative and correlations of distant places are not included. On
+    trained networks the estimate is within a few dB of the measurement, where layers differ by 40
+    dB (figures in the documentation). Measure a plan made from it with `refine_plan`. Groups that
+    no gradient reaches (upstream of an `argmax` or `detach`) and groups with few places (an image
+    classifier's last layers, image by image) are measured.
 
     Args:
         model: Calibrated, from `quantize_model`, with differentiable operations between its layers
-            and the outputs. It is left as it was, its gradients too.
-        batches: What `forward` takes one by one. Of one, all activations and their roundings are
+            and the outputs. It is not changed, nor are its gradients.
+        batches: Arguments of `forward`, one by one. All activations and roundings of one batch are
             held in memory.
-        outputs: Paths of modules whose outputs count; by default the model's own.
-        precisions: At which each group is estimated alone; see `sensitivity`.
+        outputs: Paths of modules whose outputs count (default: the model's own).
+        precisions: Precisions of each group alone; see `sensitivity`.
         forward: Called as ``forward(model, batch)``; see `sensitivity`.
-        probes: Vectors v that are drawn for a batch, each a backward pass. More are needed where
-            few places are summed in: an image classifier, image by image.
+        probes: Number of vectors v per batch, each one backward pass. Use more where few places are
+            summed: an image classifier, image by image.
         distributed: As for `sensitivity`; every process returns the same table.
         kept: As for `sensitivity`.
 
     Returns:
-        A table that is `estimated`, without scores of groups left in float; its `quantized_score`
+        A table with `estimated` set, without scores of groups left in float; its `quantized_score`
         is measured.
 
     Raises:

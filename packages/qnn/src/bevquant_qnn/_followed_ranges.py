@@ -15,10 +15,10 @@ from bevquant_quantizers import TensorQuantizer, named_quantizers
 
 
 def weighted_layers(model: nn.Module) -> list[Any]:
-    """The modules that quantize a weight, those whose quantizer is disabled apart.
+    """Modules that quantize a weight, except those with a disabled quantizer.
 
-    Each has `weight_quantizer` and `weight_to_quantize`, the weight in the shape that the
-    quantizer's range fits.
+    Each has `weight_quantizer` and `weight_to_quantize`, the weight in the shape of the quantizer's
+    range.
 
     Example:
         >>> from bevquant_qnn import QuantLinear
@@ -32,10 +32,10 @@ def weighted_layers(model: nn.Module) -> list[Any]:
 
 
 def narrow_weights(model: nn.Module, narrow: bool) -> None:
-    """Let weights have integers from −q to q alone, or from −q − 1 on, in place.
+    """Set the integers of weights to −q…q, or to −q − 1…q, in place.
 
-    A range that is the largest weight never gives −q − 1, and libspconv's files do not hold it.
-    Under a range that stands still weights that move could get there; so they are trained without.
+    A range equal to the largest weight never gives −q − 1, and files for libspconv cannot hold it.
+    Under a constant range, weights in training could reach it; so train with narrow weights.
 
     Args:
         model: From `quantize_model`.
@@ -47,13 +47,13 @@ def narrow_weights(model: nn.Module, narrow: bool) -> None:
 
 @torch.no_grad()
 def keep_within_ranges(model: nn.Module) -> None:
-    """Clamp weights to ±amax, in place: w ← min(max(w, −amax), amax), beyond which no integers lie.
+    """Clamp weights to ±amax, in place: w ← min(max(w, −amax), amax).
 
-    With `narrow_weights` on, no layer computes anything else than before; afterwards it computes
-    the same without.
+    There are no integers beyond ±amax. With `narrow_weights` on, no result changes; without it,
+    results are then those of narrow weights.
 
     Args:
-        model: From `quantize_model`; weights without a range stay as they are.
+        model: From `quantize_model`; weights without a range are not changed.
 
     Example:
         >>> from bevquant_qnn import QuantLinear
@@ -77,20 +77,20 @@ _DECAY = 0.99
 
 
 class RangeFollower:
-    """Keeps every range at that share of the largest value which calibration gave it.
+    """Keeps every range at the share of the largest value that calibration gave it.
 
-    For an activation m ← 0.99·m + 0.01·max|x| after each frame, the moving average of Jacob et al.
-    2018 (arXiv 1712.05877, section 3.1), and amax = amax₀·m/m₀, with amax₀ the calibrated range
-    and m₀ the mean maximum of some frames before training: a range that mse chose below the
-    maximum stays below it. For a weight, channel by channel, amax = amax₀·max|w|/max|w₀|. What saw
-    nothing, or only zeros, keeps its range.
+    For an activation m ← 0.99·m + 0.01·max|x| after each frame (moving average of Jacob et al.
+    2018, arXiv 1712.05877, section 3.1), and amax = amax₀·m/m₀, with amax₀ the calibrated range and
+    m₀ the mean maximum of some frames before training. A range that mse chose below the maximum
+    stays below it. For a weight, channel by channel, amax = amax₀·max|w|/max|w₀|. A quantizer that
+    saw no values, or only zeros, keeps its range.
 
-    A frame's maxima are handed out instead of being applied at once: all frames of a step see the
-    same ranges, in whatever process they are run.
+    The maxima of a frame are returned and not applied at once: all frames of a step have the same
+    ranges, in every process.
 
     Args:
-        model: Calibrated, from `quantize_model`; quantizers that are disabled, or have no range,
-            are left alone.
+        model: Calibrated, from `quantize_model`. Quantizers that are disabled or have no range are
+            not changed.
 
     Attributes:
         first: float32 [activations], m₀.
@@ -125,7 +125,7 @@ class RangeFollower:
         self._handles = [q.register_forward_pre_hook(self._note) for q in self._activations]
 
     def take(self) -> Tensor:
-        """The maxima since the last call, float32 [activations]; 0 where nothing came by."""
+        """Return the maxima since the last call, float32 [activations]; 0 for unused quantizers."""
         seen = self._seen.clone()
         self._seen.zero_()
         return seen
@@ -138,7 +138,7 @@ class RangeFollower:
 
     @torch.no_grad()
     def follow(self, maxima: Iterable[Tensor]) -> None:
-        """Take the maxima of a step's frames, in their order, and the weights as they are now."""
+        """Apply the maxima of a step's frames, in order, and the current weights."""
         for seen in maxima:
             moved = _DECAY * self.mean + (1 - _DECAY) * seen
             self.mean = torch.where((seen > 0) & (self.first > 0), moved, self.mean)
@@ -151,7 +151,7 @@ class RangeFollower:
             _amax(layer.weight_quantizer).copy_(calibrated * share)
 
     def stop(self) -> None:
-        """Look at nothing any more."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
 

@@ -15,21 +15,20 @@ from bevquant_quantizers import TensorQuantizer
 def freeze(model: nn.Module) -> tuple[str, ...]:
     """Fix the range of every active quantizer of the model, in place.
 
-    Afterwards each quantizer that is not disabled quantizes with a constant `_amax` buffer:
-    calibration and learning of ranges are off. A weight quantizer without a range gets the one it
-    has been using, the maximum of |w| per channel; a learned range max(−min, max) becomes the
-    buffer. Disabled quantizers stay as they are. Weights remain trainable. Nothing is changed
-    when an error is raised.
+    Each quantizer that is not disabled then quantizes with a constant `_amax` buffer; calibration
+    and learning of ranges are off. A weight quantizer without a range gets the one it has been
+    using, the maximum of |w| per channel; a learned range becomes the buffer max(−min, max).
+    Disabled quantizers stay disabled. Weights remain trainable. On error nothing is changed.
 
     Args:
         model: A calibrated model from `quantize_model`.
 
     Returns:
-        The path of every frozen quantizer; a shared one under its first path.
+        The path of every frozen quantizer; a shared one with its first path.
 
     Raises:
-        ValueError: If activations have no usable range (missing, NaN, Inf, negative or zero);
-            the message lists every such quantizer.
+        ValueError: Activations have no usable range (missing, NaN, Inf, negative or zero); the
+            message lists these quantizers.
 
     Example:
         >>> import torch

@@ -19,10 +19,10 @@ class _Stopped(BaseException):
 
 
 class Leader(Generic[Result]):
-    """A run in a thread of its own that stands still whenever nobody waits for it.
+    """A run in a thread of its own that waits whenever its values are not requested.
 
-    The run calls `hand_out`; the other side calls `take` with the name it wants. Only one of the
-    two ever runs at a time, so they share the cores as one run would. `lead` makes one.
+    The run calls `hand_out`; the other side calls `take` with a name. Only one of the two runs at a
+    time, so they use the cores like one run. Made by `lead`.
     """
 
     def __init__(self, run: Callable[[], Result]) -> None:
@@ -35,12 +35,12 @@ class Leader(Generic[Result]):
         self._thread = threading.Thread(target=self._work, name="float model", daemon=True)
 
     def hand_out(self, name: Hashable, value: Tensor) -> None:
-        """Offer a value from within the run, and stand still until the run is waited for again."""
+        """Offer a value from within the run, and wait for the next request."""
         self._handed.setdefault(name, deque()).append(value)
         self._pause()
 
     def take(self, name: Hashable) -> Tensor:
-        """The next value handed out under `name`; the run goes on until there is one.
+        """Return the next value with this name; the run continues until there is one.
 
         Raises:
             LookupError: The run ended without it.
@@ -50,7 +50,7 @@ class Leader(Generic[Result]):
         return self._handed[name].popleft()
 
     def reach(self, name: Hashable) -> bool:
-        """Go on until a value is there to be taken; whether there is one."""
+        """Continue the run until a value is available; return whether there is one."""
         while not self._handed.get(name):
             if self._done:
                 return False
@@ -58,17 +58,17 @@ class Leader(Generic[Result]):
         return True
 
     def result(self) -> Result:
-        """What the run answers, once it has ended."""
+        """Return the result of the run after its end."""
         while not self._done:
             self._step()
         return self._result[0]
 
     def start(self) -> None:
-        """Start the thread, standing still."""
+        """Start the thread in its waiting state."""
         self._thread.start()
 
     def close(self) -> None:
-        """End the run where it stands."""
+        """Stop the run."""
         self._stop = True
         self._go.release()
         self._thread.join()
@@ -104,10 +104,10 @@ class Leader(Generic[Result]):
 
 @contextmanager
 def lead(run: Callable[[], Result]) -> Iterator[Leader[Result]]:
-    """A leader for the length of a block; however the block ends, its thread ends with it.
+    """A `Leader` for the length of a block; its thread ends with the block.
 
     Args:
-        run: Is run without gradients, in the leader's thread.
+        run: Runs in the leader's thread, without gradients.
 
     Example:
         >>> import torch

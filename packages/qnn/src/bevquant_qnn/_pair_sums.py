@@ -76,7 +76,7 @@ class PairSums:
             self.noise += float(torch.dot(q, q))
 
     def add_sums(self, sums: Sequence[float]) -> None:
-        """Add what `as_sums` of others gave."""
+        """Add the result of another object's `as_sums`."""
         signal, energy, dot, noise = (float(value) for value in sums)
         self.signal += signal
         self.energy += energy

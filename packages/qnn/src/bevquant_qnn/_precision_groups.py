@@ -42,9 +42,9 @@ class PrecisionGroup:
 def precision_groups(model: nn.Module) -> list[PrecisionGroup]:
     """Return the groups of layers that can have a precision of their own, in model order.
 
-    A layer belongs together with whoever else holds one of its quantizers: the readers of one
-    tensor, the operands of an addition, those of a concatenation and its readers. A tensor has
-    one format, so a precision between them would be none.
+    Layers that have a quantizer in common are one group: the consumers of one tensor, the operands
+    of an addition, the operands of a concatenation and its consumers. A tensor has one format, so
+    these cannot have different precisions.
 
     Args:
         model: From `quantize_model`.

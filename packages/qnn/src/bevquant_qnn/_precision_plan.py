@@ -38,12 +38,12 @@ class PrecisionPlan(JsonDocument):
     """A precision for each group of a model's layers.
 
     Attributes:
-        groups: In model order; every group of the model is in it.
-        time: Estimated time as a multiple of the model's with every group in int8; None where
-            nobody estimated it.
-        score: Score by the metric of the table that the plan was made from.
-        metric: That metric's name.
-        measured: Whether the score was measured with the whole plan set, or is an estimate.
+        groups: All groups of the model, in model order.
+        time: Estimated time as a multiple of the model's time with every group in int8; None
+            without an estimate.
+        score: Score in the metric of the table that the plan was made from.
+        metric: Name of that metric.
+        measured: Whether the score was measured with the whole plan applied, or is an estimate.
 
     Example:
         >>> from torch import nn
@@ -69,16 +69,16 @@ class PrecisionPlan(JsonDocument):
         precisions: Mapping[str, Precision],
         default: Precision = "int8",
     ) -> Self:
-        """Return the plan of a hand list.
+        """Return a plan from precisions by layer.
 
         Args:
             model: From `quantize_model`.
             precisions: Precision by path of a layer; its whole group gets it.
-            default: What every other group gets.
+            default: Precision of all other groups.
 
         Raises:
-            ValueError: An unknown precision, a path that no group holds, or two precisions for
-                one group.
+            ValueError: An unknown precision, a path that is in no group, or two precisions for one
+                group.
         """
         check_precisions([*precisions.values(), default], "PrecisionPlan.by_hand")
         groups = precision_groups(model)
@@ -117,8 +117,8 @@ class PrecisionPlan(JsonDocument):
     def before_calibration(self) -> Self:
         """Return the plan under which ranges are searched: 8 bits in place of other integers.
 
-        So every layer of 8 bits gets the range that it has without a plan, by whatever method;
-        wider ranges come from the same values afterwards, when the plan itself is applied.
+        Layers of 8 bits then get the same range as without a plan. Wider ranges are searched in the
+        same values later, when the plan itself is applied.
         """
         groups = (
             group if group.precision == "float" else replace(group, precision="int8")
@@ -127,7 +127,7 @@ class PrecisionPlan(JsonDocument):
         return replace(self, groups=tuple(groups))
 
     def other_than_int8(self) -> tuple[SkippedModule, ...]:
-        """Return the layers that the plan makes other than int8, each with what it gets."""
+        """Return the layers with another precision than int8, and that precision."""
         return tuple(
             SkippedModule(path, _REASONS[group.precision])
             for group in self
@@ -152,10 +152,10 @@ class PrecisionPlan(JsonDocument):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote.
+        """Read the text that `to_json` wrote.
 
         Raises:
-            ValueError: For anything else.
+            ValueError: Any other text.
         """
         data = parse_json(
             text,
@@ -197,16 +197,16 @@ class _Document(msgspec.Struct):
 def apply_precision(model: nn.Module, plan: PrecisionPlan) -> tuple[str, ...]:
     """Set every quantizer of the model as `plan` says, in place; all of them or, on error, none.
 
-    ``"float"`` switches a group's quantizers off. ``"int8"``, ``"int16"`` (activations of 16 bits,
-    weights of 8) and ``"int4"`` (activations of 8, weights of 4) switch them on with those bits;
-    where bits change, a range is searched again in what the calibrator holds (mse up to 8 bits,
-    the largest value above), so that the model is the one that was measured. A model that was not
-    calibrated yet is calibrated by the plan afterwards. What reads the quantizers' states obeys:
-    `calibrate`, `freeze`, the integer simulation, the exporters.
+    ``"float"`` disables a group's quantizers. ``"int8"``, ``"int16"`` (activations of 16 bits,
+    weights of 8) and ``"int4"`` (activations of 8, weights of 4) enable them with those bits. Where
+    the bits change, a range is searched again in the calibrator's values (mse up to 8 bits, the
+    largest value above), so the model is the measured one. A model without calibration is
+    calibrated by the plan later. `calibrate`, `freeze`, the integer simulation and the exporters
+    follow the quantizers' states.
 
     Args:
         model: From `quantize_model`.
-        plan: Made for this model, or for one of the same layers.
+        plan: Plan of this model, or of one with the same layers.
 
     Returns:
         First paths of the groups whose settings changed.

@@ -30,20 +30,20 @@ from bevquant_quantizers import QuantDescriptor, TensorQuantizer
 def pt2e_quantizer(config: QuantConfig | None = None, *, method: str = "mse") -> Any:
     """A quantizer for `torchao`'s ``prepare_pt2e`` with `quantize_model`'s placement.
 
-    Weights of convolutions and linear layers get one symmetric int8 range per output channel, what
-    they and pools read one symmetric range per tensor, residual additions and concatenations as in
-    `quantize_model`; all readers of one tensor and all operands of a concatenation share one
-    observer. Biases and everything else stay float.
+    Weights of convolutions and linear layers get one symmetric int8 range per output channel. Their
+    inputs and those of pools get one symmetric range per tensor. Residual additions and
+    concatenations are as in `quantize_model`. All consumers of one tensor, and all operands of a
+    concatenation, share one observer. Biases and other operations stay float.
 
     Args:
         config: Settings; `QuantConfig()` by default. Patterns of `exclude` name modules as in the
             exported model.
-        method: How ranges are found of what a ``"histogram"`` calibrator collects: ``"mse"``,
+        method: Search of ranges in the values of a ``"histogram"`` calibrator: ``"mse"``,
             ``"entropy"`` or ``"percentile"``.
 
     Returns:
         A ``torchao.quantization.pt2e.quantizer.Quantizer``. After ``prepare_pt2e`` its `result` is
-        the account that `quantize_model` gives.
+        the record that `quantize_model` returns.
 
     Raises:
         ImportError: torchao is not installed.

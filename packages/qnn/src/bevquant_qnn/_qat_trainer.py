@@ -73,13 +73,13 @@ def distillation_loss(
 
 
 class FramePart(NamedTuple):
-    """One sample, one forward, one backward; on the CPU.
+    """One sample's forward and backward pass, on the CPU.
 
     Attributes:
         losses: float64 [terms].
-        gradient: float32 [parameters], of all of them one behind the other.
-        maxima: float32 [quantizers], the largest |value| that each quantizer of an activation
-            saw; 0 where it saw none. Empty where ranges do not follow.
+        gradient: float32 [parameters], all gradients concatenated.
+        maxima: float32 [quantizers], the largest |value| at each activation quantizer; 0 for an
+            unused one. Empty where ranges do not follow.
     """
 
     losses: Tensor
@@ -88,12 +88,12 @@ class FramePart(NamedTuple):
 
 
 class StepSum(NamedTuple):
-    """Of a step's samples.
+    """Sum over a step's samples.
 
     Attributes:
         losses: float64 [terms], the mean.
         gradient: float32 [parameters], the mean.
-        maxima: Each sample's.
+        maxima: One entry per sample.
     """
 
     losses: Tensor
@@ -102,10 +102,10 @@ class StepSum(NamedTuple):
 
 
 def add_up(parts: Iterable[FramePart]) -> StepSum:
-    """The mean gradient (g₀ + g₁ + …)/n, added in float32 from the first sample to the last.
+    """Mean gradient (g₀ + g₁ + …)/n, added in float32 from the first sample to the last.
 
-    The order alone decides the bits: whoever made a sample's part, and wherever, the sum is the
-    same. Parts are taken one by one, so that a generator holds one gradient and the sum.
+    The order decides the bits, so the sum does not depend on the process that computed a part.
+    Parts are read one by one: a generator holds one gradient and the sum.
 
     Raises:
         ValueError: No samples.
@@ -136,7 +136,7 @@ def parts_in_order(
     *,
     by_gpu: bool = False,
 ) -> Iterator[FramePart]:
-    """The parts of a step's samples in their order, whoever runs them: `tensors_in_order`."""
+    """Parts of a step's samples in order, from all processes: `tensors_in_order`."""
     return map(FramePart._make, tensors_in_order(count, part, ranks, by_gpu=by_gpu))
 
 
@@ -144,28 +144,28 @@ RANGE_RATE = 10.0  # a learned range moves by this times the learning rate, rela
 
 
 class QatTrainer:
-    """A calibrated model, its optimizer and its ranges, moved on step by step.
+    """Trains a calibrated model and its ranges, step by step.
 
-    A step runs its samples one by one, forward and backward, adds their gradients in their order,
-    clips the norm of the weights' and steps AdamW. Processes that a launcher started
-    (`bevquant_quantizers.ranks.launched`) share the samples, and every one ends each step with the
-    bits of a process alone.
+    A step runs its samples one by one, forward and backward, adds their gradients in order, clips
+    the norm of the weights' gradient and steps AdamW. Processes of a launcher
+    (`bevquant_quantizers.ranks.launched`) share the samples, and each ends a step with the bits of
+    a single process.
 
-    Ranges follow the values (`RangeFollower`), or learn (`learn_ranges`); in the end they stand
-    still, so that weights settle under what will be deployed.
+    Ranges follow the values (`RangeFollower`) or are learned (`learn_ranges`). For the last steps
+    they are constant, so that the weights settle under the deployed ranges.
 
     Args:
-        model: Calibrated, from `quantize_model`; changed in place, put in training mode.
-        losses: Called with a sample's number in the whole training, from 0 on: runs the model on
-            that sample and answers the terms of its loss, scalars with gradient. What it draws at
-            random has to come from that number, so that neither a stop between two steps nor the
-            process that runs a sample shows in the result.
-        rate: The learning rate of a step, from 0 on.
-        batch: Samples of a step.
+        model: Calibrated, from `quantize_model`; changed in place, set to training mode.
+        losses: Called with the number of a sample within the whole training, from 0. Runs the model
+            on that sample and returns the terms of its loss, scalars with gradient. Random numbers
+            must be derived from the sample's number, so that the result depends neither on
+            interruptions nor on the process that runs a sample.
+        rate: Learning rate by step, from 0.
+        batch: Samples per step.
         clip: Largest norm of the weights' gradient.
         weight_decay: Of AdamW; biases and ranges have none.
-        learn: Whether ranges learn by gradient instead of following.
-        frozen_after: The step from which on they stand still.
+        learn: Whether ranges are learned by gradient instead of following.
+        frozen_after: Step from which ranges are constant.
 
     Attributes:
         model: The model.
@@ -214,22 +214,22 @@ class QatTrainer:
         model.train()
 
     def own(self) -> dict[str, Tensor]:
-        """What must be kept beside model and optimizer to go on."""
+        """State to store beside model and optimizer, to continue training."""
         follower = self._follower
         return {} if follower is None else {"first": follower.first, "mean": follower.mean}
 
     def go_on(self, own: dict[str, Tensor]) -> None:
-        """Follow ranges from what `own` gave, instead of `begin`."""
+        """Continue with the state that `own` returned, instead of `begin`."""
         if self._follower is not None:
             self._follower.first, self._follower.mean = own["first"], own["mean"]
 
     @torch.no_grad()
     def begin(self, inputs: Iterable[tuple[object, ...] | Tensor]) -> None:
-        """Set what ranges are followed from: the largest values on some inputs.
+        """Set the start of followed ranges: the largest values on some inputs.
 
         Args:
-            inputs: Each the positional inputs of the model, or its only one; none is asked for
-                where ranges do not follow.
+            inputs: Each the positional inputs of the model, or its only one. Not read where ranges
+                do not follow.
         """
         if self._follower is None:
             return
@@ -245,13 +245,13 @@ class QatTrainer:
         """Take one step.
 
         Args:
-            number: From 0.
+            number: Number of the step, from 0.
 
         Returns:
-            The mean over the samples of each term of the loss.
+            Mean over the samples of each term of the loss.
 
         Raises:
-            FloatingPointError: A loss or a gradient that is no number; the model is as before.
+            FloatingPointError: A loss or a gradient is not finite; the model is unchanged.
         """
         total = add_up(self._parts(number))
         norm = self._put(total)
@@ -272,7 +272,7 @@ class QatTrainer:
         return losses
 
     def finish(self) -> nn.Module:
-        """The model as after calibration: ranges constant, on the CPU in eval mode."""
+        """Return the model as after calibration: constant ranges, on the CPU, evaluation mode."""
         if self._follower is not None:
             self._follower.stop()
         model = self.model.cpu().eval()

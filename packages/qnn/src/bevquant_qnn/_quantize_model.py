@@ -38,47 +38,45 @@ def quantize_model(
 ) -> QuantizeResult:
     """Replace the layers of a copy by quantized ones and give every tensor one range.
 
-    1. Layers that already carry pytorch-quantization's quantizers are adopted, ranges included.
+    1. Layers that already have pytorch-quantization's quantizers are adopted, ranges included.
     2. Convolutions, linear layers, pooling and sparse convolutions are replaced. With
-       ``inplace=True`` the parameters stay the same objects, so an optimizer made before keeps
-       working.
-       A batch norm in evaluation mode that no layer can take (before an activation, say) becomes a
-       quantized depthwise 1×1 convolution first, where example inputs show it.
-    3. A forward that applies a parameter by a function (a convolution that pads by itself, an
-       attention over ``qkv.weight``) does so through a quantized child over that parameter, where
+       ``inplace=True`` the parameters stay the same objects, so an existing optimizer keeps
+       working. A batch norm in evaluation mode that cannot be folded into a layer (in front of an
+       activation, for example) becomes a quantized depthwise 1×1 convolution first, where example
+       inputs show it.
+    3. A forward that applies a parameter through a function (a convolution that pads by itself,
+       attention over ``qkv.weight``) uses a quantized child with that parameter instead, where
        example inputs show it.
-    4. Residual additions and concatenations are quantized in the forward of whichever module
-       computes them. The forward stays its author's: what it adds in the places that were seen
-       goes through the module's new children.
-    5. All readers of one tensor, both operands of a `QuantAdd` and all of a `QuantConcat` (its
-       output too, which holds the same values) get one quantizer object. Which tensors these are
-       follows from the model's graph (`bevquant_graph.capture`); without example inputs, from
-       the code as far as `torch.fx` follows it. Names of attributes play no part.
+    4. Residual additions and concatenations are quantized in the forward of the module that
+       computes them. The forward's code is not changed: the additions that were seen run through
+       new children of the module.
+    5. All consumers of one tensor, both operands of a `QuantAdd` and all operands of a
+       `QuantConcat` (and its output, which holds the same values) get one quantizer object. The
+       tensors follow from the model's graph (`bevquant_graph.capture`), or without example inputs
+       from the code as far as `torch.fx` traces it. Attribute names have no influence.
 
-    Quantizing a second time changes nothing more. Fold batch norms first
-    (`bevquant_fusion.fuse_model`) unless training with them is meant.
+    Quantizing again changes nothing. Fold batch norms first (`bevquant_fusion.fuse_model`), unless
+    training with them is intended.
 
     Args:
-        model: The float model; it stays as it is. Of an exported program its module
+        model: The float model; it is not changed. Of an exported program, the module
             (`bevquant_graph.module_of`) is quantized: paths and parameter names are the program's.
             Fold batch norms with ``fuse_model(program)`` and pass its model.
         config: Settings; `QuantConfig()` by default.
-        example_inputs: A tuple of positional inputs, a dict of named ones, or a single input. The
-            model is captured on them, in evaluation mode without gradients. Recommended: what
-            really runs is followed then, and modules that cannot be captured are followed child
-            by child. A program brings its own.
+        example_inputs: A tuple of positional inputs, a dict of named inputs, or one input. The
+            model is captured on them, in evaluation mode without gradients; modules that cannot be
+            captured are followed child by child. Recommended. A program has its own.
         inplace: Change ``model`` itself instead of a copy: no second set of weights in memory, and
-            parameters are the same objects. Where this raises, the model is as it was.
-        graph: ``capture(model, example_inputs)``, where that was done already.
+            parameters are the same objects. On error the model is unchanged.
+        graph: ``capture(model, example_inputs)``, where it was captured already.
 
     Returns:
-        The model and an account: what was quantized, which quantizers are shared and why, what
-        stays float and why.
+        The model and a record: quantized modules, shared quantizers with reason, modules left in
+        float with reason.
 
     Raises:
-        ValueError: An exclude pattern names no module of the model, or `graph` is that of another
-            model or comes without `example_inputs`. Or the model cannot be copied; pass
-            ``inplace=True``.
+        ValueError: An exclude pattern matches no module of the model, `graph` belongs to another
+            model or has no `example_inputs`, or the model cannot be copied; pass ``inplace=True``.
 
     Example:
         >>> import torch

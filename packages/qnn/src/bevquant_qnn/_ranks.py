@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 
 class Kept(Protocol):
-    """Keeps what was measured on each batch, so that a run that ended early can go on."""
+    """Stores the measurements of each batch, so that an interrupted run can continue."""
 
     def load(self, step: str, index: int) -> list[Any] | None:
-        """What `save` was given for a batch; None where there is nothing."""
+        """Return what `save` stored for a batch; None where there is nothing."""
 
     def save(self, step: str, index: int, results: list[Any]) -> None:
-        """Keep what the score gave for each variant of one batch."""
+        """Store the score's result for each variant of one batch."""
 
 
 def rank_and_world(distributed: bool | None) -> tuple[int, int]:

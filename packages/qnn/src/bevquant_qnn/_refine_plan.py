@@ -34,12 +34,12 @@ _Settings = dict[TensorQuantizer, Setting]
 
 @dataclass(frozen=True)
 class RefinedPlan:
-    """The best plan that was run, and where it came from.
+    """The best measured plan and its origin.
 
     Attributes:
         plan: Within the budget; its score is measured.
-        start: The plan that was given, its score measured on the same batches.
-        tried: How many plans were run.
+        start: The given plan, its score measured on the same batches.
+        tried: Number of plans that were run.
     """
 
     plan: PrecisionPlan
@@ -63,29 +63,32 @@ def refine_plan(
     distributed: bool | None = None,
     kept: Kept | None = None,
 ) -> RefinedPlan:
-    """Run plans near the best that is known, and keep the best that was measured.
+    """Measure plans near the best known one, and keep the best measured plan.
 
-    `assign_precision` adds up what groups lose each by itself. In company they lose more or less:
-    errors meet, and cancel or add. So whole plans are run: first those that are best when a group's
-    loss is what it loses alone, what the quantized model gains where it is left in float, or a
-    weighted mean of both; then, in each round, the best plan so far with every group changed by
-    itself. These losses hold in the company of that very plan; what changes are best by them
-    together is run too. Every plan is scored on all batches, with the bits of a full run; only
-    what its changes reach is run again.
+    `assign_precision` adds the losses of groups measured alone. Together, errors add or cancel. So
+    whole plans are run:
 
-    Cost: a round runs about as many plans as the model has groups, for each further precision as
-    many again. Two rounds take up to about one and a half times as long as `sensitivity` with
+    1. the best plans by three losses per group: its loss alone, the gain of the quantized model
+       with this group in float, and a weighted mean of both;
+    2. in each round, the best plan so far with each single group changed, and then with all changes
+       that are best by these measurements.
+
+    Every plan is scored on all batches, with the bits of a full run; only the parts that its
+    changes reach are run again. A round runs about as many plans as the model has groups, and as
+    many again per further precision. Two rounds take up to 1.5 times as long as `sensitivity` with
     both halves.
 
     Args:
-        model: The model that was measured. It is left as it was.
-        plan: To start from, of `assign_precision` or by hand. With a budget of time, within it.
-        batches: Those of the measurement, best; gone through several times, so a list, no iterator.
-        table: What each group loses alone.
-        budget: Limit on the score, as measured here, or on the time.
-        metric: A function for a table that was measured with one; else the table's own.
+        model: The measured model. It is not changed.
+        plan: Start, from `assign_precision` or by hand. With a budget of time, within it.
+        batches: Preferably those of the measurement; read several times, so a list, not an
+            iterator.
+        table: Loss of each group alone.
+        budget: Limit of the score, as measured here, or of the time.
+        metric: The function for a table that was measured with one; else the table's own metric.
         outputs: As for `sensitivity`.
-        rounds: At most; it ends where one finds nothing better. 0 runs the weighted means alone.
+        rounds: Largest number of rounds; the search ends when a round finds nothing better. 0 runs
+            the plans of step 1 alone.
         costs: As for `assign_precision`.
         forward: As for `sensitivity`.
         reduce: As for `sensitivity`.
@@ -93,13 +96,13 @@ def refine_plan(
         kept: As for `sensitivity`.
 
     Returns:
-        The best plan of all that were run; with a budget of time never worse than `plan` on these
-        batches. With a budget of score the fastest that reaches it.
+        The best of all measured plans. With a budget of time it is never worse than `plan` on these
+        batches; with a budget of score it is the fastest that reaches the score.
 
     Raises:
-        ValueError: `plan` or the table is another model's, the plan takes more than the budget's
-            time, the table's metric is missing, the score is beyond the float model's, or there are
-            no batches, or only an iterator.
+        ValueError: `plan` or the table belongs to another model, the plan exceeds the budget's
+            time, the table's metric is missing, the score exceeds the float model's, or `batches`
+            is empty or an iterator.
 
     Example:
         >>> import torch

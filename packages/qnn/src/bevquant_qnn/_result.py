@@ -11,12 +11,12 @@ from bevquant_graph import HtmlTable
 
 @dataclass(frozen=True)
 class QuantizedModule:
-    """One module that now carries quantizers.
+    """One module that has quantizers now.
 
     Attributes:
-        path: Where it is in the model.
+        path: Path in the model.
         kind: Name of its class now.
-        was: Name of the class it replaced, or what was added.
+        was: Name of the class it replaced, or of the addition.
     """
 
     path: str
@@ -26,12 +26,12 @@ class QuantizedModule:
 
 @dataclass(frozen=True)
 class SharedQuantizer:
-    """One quantizer that serves several readers.
+    """One quantizer of several consumers.
 
     Attributes:
-        tensor: The tensors whose range it holds.
-        readers: Paths under which the model holds it.
-        reason: Why these readers must agree.
+        tensor: Tensors whose range it has.
+        readers: Paths of the quantizer in the model.
+        reason: Why these consumers need one range.
     """
 
     tensor: str
@@ -41,11 +41,11 @@ class SharedQuantizer:
 
 @dataclass(frozen=True)
 class SkippedModule:
-    """One module that stays as it was although it might have been quantized, or worth a note.
+    """One module that stays float although it could be quantized, or that needs a note.
 
     Attributes:
-        path: Where it is in the model.
-        reason: Why, and what to do if that is not wanted.
+        path: Path in the model.
+        reason: Why, and what to do to quantize it.
     """
 
     path: str
@@ -54,14 +54,14 @@ class SkippedModule:
 
 @dataclass(frozen=True, eq=False)
 class QuantizeResult(HtmlTable):
-    """The quantized model and an account of every decision.
+    """The quantized model and a record of every decision.
 
     Attributes:
-        model: The quantized model: a copy. With ``inplace=True`` the object that was given, unless
-            that was itself a layer.
-        quantized: Modules replaced or added, in model order.
-        shared: Groups of readers that hold one quantizer.
-        skipped: What stays float, with the reason.
+        model: The quantized model: a copy. With ``inplace=True`` the given object, unless that is
+            itself a replaced layer.
+        quantized: Replaced or added modules, in model order.
+        shared: Groups of consumers that have one quantizer.
+        skipped: Modules that stay float, with the reason.
     """
 
     model: nn.Module = field(repr=False)

@@ -21,12 +21,12 @@ Rounding = Literal["gptq", "nearest"]
 
 @dataclass(frozen=True)
 class RoundedLayer:
-    """One layer.
+    """Result of `round_weights` for one layer.
 
     Attributes:
-        path: Where it is.
-        nearest: Error that rounding to the nearest gives its output, its bias corrected if asked,
-            relative: Σ(ΔW·p)²/Σ(W·p)² over the patches p of its input.
+        path: Path in the model.
+        nearest: Relative output error of rounding to nearest (bias corrected where requested):
+            Σ(ΔW·p)²/Σ(W·p)² over the patches p of the layer's input.
         error: The same error now.
     """
 
@@ -37,11 +37,11 @@ class RoundedLayer:
 
 @dataclass(frozen=True)
 class RoundingResult:
-    """What `round_weights` did.
+    """Result of `round_weights`.
 
     Attributes:
         layers: In the order of their calls.
-        skipped: (path, reason) of layers that it left alone.
+        skipped: (path, reason) of layers that were not changed.
     """
 
     layers: tuple[RoundedLayer, ...]
@@ -63,37 +63,37 @@ def round_weights(
     rows: int = 2048,
     forward: Forward | None = None,
 ) -> RoundingResult:
-    """Choose the integers of all weights so that layer outputs, not weights, come out right.
+    """Choose the integers of all weights for the smallest error of layer outputs.
 
-    Layers are taken in the order of their calls, dense and sparse; each sees the inputs that the
-    quantized layers before it make.
+    Layers are processed in the order of their calls, dense and sparse; each reads the inputs that
+    the quantized layers in front of it give.
 
     - ``rounding="gptq"`` minimises E‖(Q − W)·p‖² over patches p of the layer's input, column by
       column with error feedback (Frantar et al. 2022, arXiv 2210.17323). The weight parameter then
-      holds grid values, which its quantizer no longer changes. ``"nearest"`` leaves weights alone.
+      holds grid values, which its quantizer does not change. ``"nearest"`` keeps the weights.
     - ``correct_bias`` adds E[W·p] − E[Q·p̂] to the bias, p from the float model and p̂ from the
-      quantized one: what rounding shifts on average (Nagel et al. 2019, arXiv 1906.04721, section
-      4.2, with batches in place of batch-norm statistics). A layer without bias keeps none.
+      quantized one: the mean shift by rounding (Nagel et al. 2019, arXiv 1906.04721, section 4.2,
+      with batches in place of batch-norm statistics). A layer without bias gets none.
 
-    At 8 bits there is little to win; at 4 bits most of the loss comes back. Weights and biases are
-    changed in place: keep the float model apart, and give a plan first
-    (`apply_precision`), since a layer put in float afterwards would keep its rounded weights.
+    At 8 bits the gain is small; at 4 bits most of the loss is recovered. Weights and biases are
+    changed in place: keep a copy of the float model, and apply a plan first (`apply_precision`),
+    because a layer that is set to float later keeps its rounded weights.
 
     Args:
         model: Calibrated, from `quantize_model`, batch norms folded.
         batches: Some hundred images, or a few LiDAR frames; they are kept in a list.
-        rounding: How weights are rounded.
+        rounding: Rounding of weights.
         correct_bias: Correct biases.
-        rows: Most patches that a layer takes from each batch, drawn by a fixed seed.
-        forward: Called as ``forward(model, batch)``; by default a tuple or list is spread over
-            the arguments, a dict over the keywords, anything else is the only argument.
+        rows: Largest number of patches per layer and batch, drawn with a fixed seed.
+        forward: Called as ``forward(model, batch)``; by default a tuple or list is spread over the
+            arguments, a dict over the keywords, anything else is the only argument.
 
     Returns:
-        What each layer won, and what was left alone and why.
+        Errors of each layer before and now, and the layers that were not changed.
 
     Raises:
-        ValueError: No batches, an unknown rounding, or an input that is not finite, naming the
-            layer.
+        ValueError: No batches, an unknown rounding, or an input that is not finite; the message
+            names the layer.
 
     Example:
         >>> import torch

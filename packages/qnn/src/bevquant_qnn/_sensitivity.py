@@ -45,38 +45,38 @@ def sensitivity(
     distributed: bool | None = None,
     kept: Kept | None = None,
 ) -> SensitivityTable:
-    """Measure what each group of layers loses, alone quantized and alone left in float.
+    """Measure the loss of each group of layers: alone quantized, and alone left in float.
 
-    The first says what a layer's rounding does to the output, the second what is won by leaving it
-    in float while all others round. A run repeats only what its layer reaches: layers before it,
-    and branches beside it, are answered from one recorded run per batch, with the results of the
-    plain loop bit for bit. The activations of one batch are held in memory.
+    The first is the effect of a layer's rounding on the output; the second is the gain of leaving
+    it in float while all others round. A run repeats only the parts that the group reaches. Layers
+    upstream and parallel branches come from one recorded run per batch, with the bits of the plain
+    loop. The activations of one batch are held in memory.
 
-    Groups are layers that share quantizers (`precision_groups`). A module must compute from its
-    inputs alone, as in evaluation mode they do; quantizers that are off are left out and stay off.
+    Groups are layers that share quantizers (`precision_groups`). Modules must depend on their
+    inputs alone, as in evaluation mode. Disabled quantizers are left out and stay disabled.
 
     Args:
-        model: Calibrated, from `quantize_model`. It is left as it was.
-        batches: What `forward` takes one by one.
+        model: Calibrated, from `quantize_model`. It is not changed.
+        batches: Arguments of `forward`, one by one.
         metric: ``"sqnr"``, 10·log₁₀(Σf²/Σ(f − q)²) over all outputs and batches, or ``"kl"``, minus
             the mean of Σ p_f·log(p_f/p_q) with p the softmax over axis 1; neither needs labels. Or
             a function ``metric(output, batch)``, larger is better.
-        outputs: Paths of modules whose outputs count, such as the BEV encoder, a run ends there;
-            a metric of your own then gets their tuple. By default the model's own output.
-        precisions: At which each group is measured alone: ``"int8"``, ``"int4"`` (weights of 4
-            bits, activations of 8), ``"int16"`` (activations of 16 bits, weights of 8). Ranges at
-            other bits than the quantizer's are searched in what its calibrator holds. None
-            measures each group at the bits that it has.
-        without: Measure each group alone left in float, too.
-        forward: Called as ``forward(model, batch)``; by default a tuple or list is spread over
-            the arguments, a dict over the keywords, anything else is the only argument.
-        reduce: From what a metric of your own gave for each batch, in order, to the score; their
-            mean by default. An mAP returns boxes from the metric and is computed here.
-        distributed: None uses torch.distributed where it is initialised: each process is given
-            the same batches and runs its share; every process returns the one table, the bits of
-            a single process's. False does not; True insists on it.
-        kept: Has what was measured on batches before an interruption, and takes each batch's
-            results as soon as they are there.
+        outputs: Paths of modules whose outputs count, such as the BEV encoder; a run ends there,
+            and a metric function gets their tuple. Default: the model's own output.
+        precisions: Precisions of each group alone: ``"int8"``, ``"int4"`` (weights of 4 bits,
+            activations of 8), ``"int16"`` (activations of 16 bits, weights of 8). Ranges for other
+            bits than the quantizer's are searched in its calibrator's values. None measures each
+            group at its own bits.
+        without: Measure each group alone left in float too.
+        forward: Called as ``forward(model, batch)``; by default a tuple or list is spread over the
+            arguments, a dict over the keywords, anything else is the only argument.
+        reduce: Function from the results of a metric function, in order of batches, to the score
+            (default: their mean). For mAP the metric returns boxes, and this computes the score.
+        distributed: None uses torch.distributed where it is initialised: each process is given the
+            same batches and runs its share; every process returns the same table, with the bits of
+            a single process. False does not use it; True requires it.
+        kept: Measurements of batches before an interruption; stores each batch's results as soon as
+            they exist.
 
     Returns:
         The table, rows in model order.

@@ -23,11 +23,11 @@ class SensitivityRow:
 
     Attributes:
         modules: Paths of its layers; several where they share a quantizer.
-        operations: Multiply-accumulates of one batch, the first; elements read, where nothing is
-            multiplied.
-        alone: Score of the model in float with this group alone quantized, by precision.
-        without: Score of the model quantized with this group alone in float; None where that was
-            not measured.
+        operations: Multiply-accumulates of the first batch; elements read, for layers without
+            multiplication.
+        alone: Score of the float model with this group alone quantized, by precision.
+        without: Score of the quantized model with this group alone in float; None where it was not
+            measured.
     """
 
     modules: tuple[str, ...]
@@ -43,17 +43,17 @@ class SensitivityRow:
 
 @dataclass(frozen=True)
 class SensitivityTable(HtmlTable, JsonDocument):
-    """The rows in model order, and the scores between which they lie.
+    """Rows in model order, and the scores of the float and the quantized model.
 
     Larger scores are better: ``"sqnr"`` in dB, ``"kl"`` as minus the divergence in nats.
 
     Attributes:
         metric: Name of the score.
-        float_score: Of the model with every quantizer off.
-        quantized_score: Of the model as it was given; None where that was not measured.
-        rows: One for each group.
-        batches: How many batches were run.
-        estimated: Whether the rows were estimated (`estimate_sensitivity`) and not measured.
+        float_score: Score with every quantizer disabled.
+        quantized_score: Score of the model as given; None where it was not measured.
+        rows: One per group.
+        batches: Number of batches.
+        estimated: Whether the rows are estimates (`estimate_sensitivity`) or measurements.
     """
 
     metric: str
@@ -78,7 +78,7 @@ class SensitivityTable(HtmlTable, JsonDocument):
         raise KeyError(f"no row holds {path!r}; the first is {self.rows[0].name!r}")
 
     def loss(self, row: SensitivityRow, precision: str) -> float:
-        """What `row` loses at `precision`, in a unit that adds up over rows: never negative.
+        """Loss of `row` at `precision`, in a unit that adds over rows; never negative.
 
         Noise over signal for ``"sqnr"``, differences of scores otherwise.
         """
@@ -87,17 +87,17 @@ class SensitivityTable(HtmlTable, JsonDocument):
         return max(0.0, loss_of(self.metric)(row.alone[precision], self.float_score))
 
     def score(self, loss: float) -> float:
-        """The score of a model whose layers lose `loss` in sum, as far as losses add up."""
+        """Score of a model whose layers lose `loss` in total, if losses add."""
         return score_after(self.metric, loss, self.float_score)
 
     def worst_first(self, precision: str | None = None) -> tuple[SensitivityRow, ...]:
-        """The rows by what they lose, the largest loss first: the bars of a chart.
+        """Rows by loss, the largest first: the bars of a chart.
 
         Args:
-            precision: At which; None for the worst that was measured of each row.
+            precision: Precision of the loss; None for each row's worst measured one.
 
         Raises:
-            KeyError: It was not measured.
+            KeyError: The precision was not measured.
         """
 
         def lost(row: SensitivityRow) -> float:
@@ -106,7 +106,7 @@ class SensitivityTable(HtmlTable, JsonDocument):
         return tuple(sorted(self.rows, key=lost, reverse=True))
 
     def to_json(self) -> str:
-        """Return the table as JSON text, every score to the bit."""
+        """Return the table as JSON text, with every score to the last bit."""
         document: dict[str, Any] = {
             "schema": _SCHEMA,
             "metric": self.metric,
@@ -129,10 +129,10 @@ class SensitivityTable(HtmlTable, JsonDocument):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote.
+        """Read the text that `to_json` wrote.
 
         Raises:
-            ValueError: For anything else.
+            ValueError: Any other text.
         """
         data = parse_json(
             text,

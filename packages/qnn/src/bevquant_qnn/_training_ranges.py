@@ -20,13 +20,13 @@ SMALLEST = 2.0**-20
 class LearnedRange(TensorQuantizer):
     """A quantizer whose `_amax` is a parameter, trained by the gradient of `lsq`.
 
-    Its output is `TensorQuantizer`'s to the bit, and so is its state-dict key: checkpoints fit a
-    model with fixed ranges, and the other way round. `learn_ranges` makes it, `freeze` ends it.
+    Its output and its state-dict key are those of `TensorQuantizer`, so checkpoints are
+    exchangeable with models of fixed ranges. Made by `learn_ranges`, ended by `freeze`.
     """
 
     @property
     def amax(self) -> Tensor | None:
-        """The range as it is now, without gradient; set it as a fixed one's."""
+        """The current range, without gradient; set it like a fixed one."""
         learned = self._parameters.get("_amax")
         return self._buffers.get("_amax") if learned is None else learned.detach()
 
@@ -45,14 +45,14 @@ class LearnedRange(TensorQuantizer):
         return super()._get_amax(inputs).clamp(min=SMALLEST)
 
     def scale_range(self, factor: Tensor, inputs: Tensor) -> Tensor:
-        """As `TensorQuantizer.scale_range`, of the range in use."""
+        """As `TensorQuantizer.scale_range`, for the range in use."""
         learned = self._parameters.get("_amax")
         if learned is not None:
             learned.data.clamp_(min=SMALLEST)
         return super().scale_range(factor, inputs)
 
     def extra_repr(self) -> str:
-        """Say that the range is learned."""
+        """Print that the range is learned."""
         words = super().extra_repr()
         return words if self._parameters.get("_amax") is None else f"{words} lsq"
 
@@ -122,9 +122,9 @@ def learn_ranges(
 ) -> list[nn.Parameter]:
     """Make the ranges of active quantizers parameters that training learns, in place (LSQ).
 
-    They start from the calibrated ranges (a weight without one from its maximum), and shared
-    quantizers stay shared. Give the returned parameters to the optimizer in a group of their own,
-    without weight decay. `freeze` fixes what was learned.
+    They start at the calibrated ranges (a weight without one at its maximum), and shared quantizers
+    stay shared. Give the returned parameters to the optimizer in a group of their own, without
+    weight decay. `freeze` fixes the learned ranges.
 
     Args:
         model: Calibrated, from `quantize_model`.
@@ -180,12 +180,12 @@ def learn_ranges(
 
 
 class RangeTracker:
-    """The handle that `track_ranges` returns.
+    """Result of `track_ranges`.
 
     Attributes:
-        steps: After how many forward passes in training mode the ranges stand still.
-        done: How many there were. Set it when a run is resumed; the ranges themselves are in the
-            model's state dict.
+        steps: Number of forward passes in training mode after which ranges are constant.
+        done: Number of passes so far. Set it when a run is resumed; the ranges are in the model's
+            state dict.
     """
 
     def __init__(self, model: nn.Module, steps: int, decay: float) -> None:
@@ -199,11 +199,11 @@ class RangeTracker:
 
     @property
     def frozen(self) -> bool:
-        """Whether the ranges stand still."""
+        """Whether the ranges are constant."""
         return self.done >= self.steps
 
     def stop(self) -> None:
-        """Let the ranges stand still from now on."""
+        """Keep the ranges constant from now on."""
         self.done = max(self.done, self.steps)
         for handle in self._handles:
             handle.remove()
@@ -229,16 +229,16 @@ class RangeTracker:
 
 
 def track_ranges(model: nn.Module, steps: int, *, decay: float = 0.99) -> RangeTracker:
-    """Let activation ranges follow their largest values while the model trains, for `steps` passes.
+    """Let activation ranges follow their largest values for `steps` training passes.
 
-    After each use in training mode amax ← decay·amax + (1 − decay)·max|x| (Jacob et al. 2018,
-    arXiv 1712.05877, section 3.1: moving averages, frozen once the network is stable). Evaluation
-    changes nothing. A quantizer without a range starts with its first batch's. Weight ranges are
-    as they were: constants where calibrated, else max|w| of each step.
+    After each use in training mode amax ← decay·amax + (1 − decay)·max|x| (Jacob et al. 2018, arXiv
+    1712.05877, section 3.1: moving averages, frozen when the network is stable). Evaluation changes
+    nothing. A quantizer without a range starts with that of its first batch. Weight ranges are not
+    affected: constant where calibrated, else max|w| of each step.
 
     Args:
-        model: From `quantize_model`, called as a whole once a training step.
-        steps: Forward passes in training mode until the ranges stand still.
+        model: From `quantize_model`, called as a whole once per training step.
+        steps: Forward passes in training mode after which the ranges are constant.
         decay: Share of the old range that each pass keeps, 0 to 1.
 
     Returns:

@@ -31,7 +31,7 @@ class WeightSize:
 
 
 def weight_size(model: nn.Module) -> WeightSize:
-    """Bytes of a quantized model's parameters: Σ n·4, and Σ n·bits/8 over quantized weights.
+    """Bytes of a quantized model's parameters: Σ 4·n, and Σ n·bits/8 over quantized weights.
 
     Args:
         model: From `quantize_model`; disabled weight quantizers count as float32.
