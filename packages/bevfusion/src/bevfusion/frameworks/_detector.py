@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import nn
 
 from bev_data.boxes import Detections
@@ -34,3 +36,19 @@ class ForeignDetector:
     def class_name(self, number: int) -> str:
         """Name of a class, or its number as text where the detector names none."""
         return self.classes[number] if self.classes else str(number)
+
+
+def sorted_detections(
+    boxes: npt.NDArray[np.floating[Any]], scores: npt.NDArray[np.floating[Any]],
+    labels: npt.NDArray[np.integer[Any]], velocities: npt.NDArray[np.floating[Any]] | None = None,
+) -> Detections:  # fmt: skip
+    """Boxes in any order and with any yaw as `Detections`; velocities of 0 where there are none."""
+    order = np.argsort(-scores, kind="stable")
+    rows = boxes[order].astype(np.float32)
+    rows[:, 6] -= 2 * np.pi * np.floor((rows[:, 6] + np.pi) / (2 * np.pi))
+    if velocities is None:
+        velocities = np.zeros((len(rows), 2))
+    return Detections(
+        rows, scores[order].astype(np.float32), labels[order].astype(np.int64),
+        velocities[order].astype(np.float32),
+    )  # fmt: skip

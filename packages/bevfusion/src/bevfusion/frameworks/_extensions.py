@@ -7,7 +7,7 @@ without a stand-in can be imported, and raises where it is called.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bevfusion.frameworks import _operators as operators
+from bevfusion.frameworks._openpcdet_operators import Functions, openpcdet_extensions
 
 
 def _dynamic_voxelize(
@@ -40,10 +41,6 @@ def _hard_voxelize(
 
 def _overlap(a: Tensor, b: Tensor, out: Tensor) -> None:
     out.copy_(operators.boxes_overlap_bev(a, b))
-
-
-def _iou(a: Tensor, b: Tensor, out: Tensor) -> None:
-    out.copy_(operators.boxes_iou_bev(a, b))
 
 
 def _keep(rows: Tensor, keep: Tensor, number: Tensor) -> None:
@@ -106,10 +103,6 @@ def _points_in_boxes_all(boxes: Tensor, points: Tensor, out: Tensor) -> None:
 
 def _points_in_boxes_bottom(boxes: Tensor, points: Tensor, out: Tensor) -> None:
     out.copy_(operators.points_in_boxes(points, boxes, bottom=True))
-
-
-def _points_in_boxes_centre(boxes: Tensor, points: Tensor, out: Tensor) -> None:
-    out.copy_(operators.points_in_boxes(points, boxes, bottom=False))
 
 
 def _roiaware_pool(
@@ -220,8 +213,6 @@ def _bev_pool(
     return operators.bev_pool(features, cells, lengths, starts, size)
 
 
-Functions = Mapping[str, Callable[..., Any]]
-
 MMCV: Functions = {
     "ball_query_forward": _ball_query,
     "box_iou_rotated": _iou_rotated,
@@ -254,12 +245,7 @@ MMCV: Functions = {
 EXTENSIONS: Mapping[str, Functions] = {
     "mmcv._ext": MMCV,
     "bev_pool_ext": {"bev_pool_forward": _bev_pool},
-    "iou3d_nms_cuda": {"boxes_iou_bev_cpu": _iou},
-    "roiaware_pool3d_cuda": {"points_in_boxes_cpu": _points_in_boxes_centre},
-    "roipoint_pool3d_cuda": {},
-    "pointnet2_batch_cuda": {},
-    "pointnet2_stack_cuda": {},
-    "ingroup_inds_cuda": {},
+    **openpcdet_extensions(MMCV),
     "bev_pool_v2_ext": {},
     "feature_decorator_ext": {},
     "voxel_layer": {},

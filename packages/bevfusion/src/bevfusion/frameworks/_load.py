@@ -13,6 +13,7 @@ from bev_data import InputError
 from bev_data.points import Frame
 from bevfusion.frameworks._detector import ForeignDetector
 from bevfusion.frameworks._mmdet3d import load_mmdet3d
+from bevfusion.frameworks._openpcdet import load_openpcdet
 from bevfusion.model import load_weights
 
 
@@ -61,7 +62,7 @@ def load_detector(name: str, weights: Path | None = None) -> ForeignDetector:
     """The detector that a name stands for.
 
     Args:
-        name: ``mmdet3d:CONFIG.py`` or ``package.module:function``.
+        name: ``mmdet3d:CONFIG.py``, ``openpcdet:CONFIG.yaml`` or ``package.module:function``.
         weights: A checkpoint for it; the model's own weights without.
 
     Raises:
@@ -76,6 +77,8 @@ def load_detector(name: str, weights: Path | None = None) -> ForeignDetector:
     framework, _, config = name.partition(":")
     if framework == "mmdet3d":
         return load_mmdet3d(config, weights)
+    if framework == "openpcdet":
+        return load_openpcdet(config, weights)
     detector = load_function(name)
     if weights is not None:
         load_weights(detector.network, weights)

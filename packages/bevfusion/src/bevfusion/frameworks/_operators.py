@@ -154,15 +154,18 @@ def local_points(points: Tensor, boxes: Tensor, *, bottom: bool) -> Tensor:
     return torch.stack([x, y, z], 2)
 
 
-def points_in_boxes(points: Tensor, boxes: Tensor, *, bottom: bool) -> Tensor:
-    """Whether each box [t, 7] holds each point [m, 3]: bool [t, m]; see `local_points`."""
+def points_in_boxes(points: Tensor, boxes: Tensor, *, bottom: bool, margin: float = 0.0) -> Tensor:
+    """Whether each box [t, 7] holds each point [m, 3]: bool [t, m]; see `local_points`.
+
+    A box is larger by `margin` [m] on each side along its x and y.
+    """
     local, half = local_points(points, boxes, bottom=bottom).abs(), boxes[:, None, 3:6] / 2
-    return (local[..., :2] < half[..., :2]).all(2) & (local[..., 2] <= half[..., 2])
+    return (local[..., :2] < half[..., :2] + margin).all(2) & (local[..., 2] <= half[..., 2])
 
 
 def roiaware_pool(
     boxes: Tensor, points: Tensor, features: Tensor, cells: tuple[int, int, int], most: int,
-    how: int, *, bottom: bool,
+    how: int, *, bottom: bool, margin: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Pool the features of the points in each cell of each box (Part-A², Shi et al. 2020).
 
@@ -174,6 +177,7 @@ def roiaware_pool(
         most: Points of a cell that enter, plus one.
         how: `MAX` or `MEAN`.
         bottom: See `local_points`.
+        margin: See `points_in_boxes`.
 
     Returns:
         Pooled features [n, x, y, z, c], 0 in empty cells; row of the largest value int32, −1 in
@@ -184,7 +188,7 @@ def roiaware_pool(
     largest = torch.full_like(pooled, -1, dtype=torch.int32)
     members = torch.zeros(*shape, most, dtype=torch.int32)
     local = local_points(points, boxes, bottom=bottom)
-    inside = points_in_boxes(points, boxes, bottom=bottom)
+    inside = points_in_boxes(points, boxes, bottom=bottom, margin=margin)
     steps = torch.tensor(cells)
     for box in range(len(boxes)):
         rows = torch.nonzero(inside[box])[:, 0]

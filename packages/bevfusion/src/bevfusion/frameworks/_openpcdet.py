@@ -1,0 +1,247 @@
+"""OpenPCDet's LiDAR detectors from its own YAML files, without its compiled operators."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bev_data import InputError
+from bev_data.boxes import Detections
+from bev_data.points import Frame
+from bevfusion.frameworks import _operators as operators
+from bevfusion.frameworks._detector import ForeignDetector, sorted_detections
+from bevfusion.frameworks._openpcdet_config import CHECKOUT, Settings, find_checkout, read_config
+from bevfusion.frameworks._openpcdet_imports import import_openpcdet, without_cuda
+from bevfusion.model import load_weights
+from bevquant_sparse import use_bevquant_kernels
+
+PARTS = ("vfe", "backbone_3d", "map_to_bev_module", "backbone_2d", "dense_head")
+"""Modules of a detector from voxels to the first boxes, in the order of their execution."""
+COLUMNS = {"x": 0, "y": 1, "z": 2, "intensity": 3, "timestamp": 4, "time": 4}
+"""Columns of `Frame.points` by OpenPCDet's names."""
+NORMALIZED = ("KittiDataset", "PandasetDataset", "CustomDataset")
+"""Data sets whose intensities are 0..1 in OpenPCDet; `Frame` has 0..255."""
+NEEDS = (
+    "OpenPCDet's code is needed, not its build: git clone https://github.com/open-mmlab/OpenPCDet, "
+    f"and name the folder in {CHECKOUT} or give a configuration in it"
+)
+
+
+class FirstStage(nn.Module):
+    """Voxels of one frame to a head's maps: a detector without voxelization and decoding."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        for name in PARTS:
+            if getattr(model, name, None) is not None:
+                self.add_module(name, getattr(model, name))
+
+    def forward(self, voxels: dict[str, Tensor]) -> Any:
+        """What the head decodes.
+
+        Args:
+            voxels: OpenPCDet's "voxels", "voxel_num_points" and "voxel_coords" (batch, z, y, x), or
+                "points" (batch, x, y, z, …) of a model that makes its own voxels of them.
+        """
+        batch: dict[str, Any] = {**voxels, "batch_size": 1}
+        for part in self.children():
+            batch = part(batch)
+        boxes = batch.get("final_box_dicts")
+        return batch["batch_cls_preds"] if boxes is None else boxes[0]
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_holds_tensors, value))
+    if isinstance(value, dict):
+        return any(map(_holds_tensors, value.values()))
+    return isinstance(value, Tensor)
+
+
+def _split(head: Any) -> Callable[[Mapping[str, Any]], Any]:
+    """Let a head end with the arguments of its decoding; return that decoding, of the arguments."""
+    kind = type(head)
+    signature = inspect.signature(kind.generate_predicted_boxes)
+
+    def maps(own: Any, *args: Any, **kwargs: Any) -> tuple[Any, None]:
+        given = signature.bind(own, *args, **kwargs).arguments
+        return {name: one for name, one in given.items() if _holds_tensors(one)}, None
+
+    def decode(given: Mapping[str, Any]) -> Any:
+        arguments: dict[str, Any] = dict.fromkeys(signature.parameters)
+        return kind.generate_predicted_boxes(
+            **{**arguments, "self": head, "batch_size": 1, **given}
+        )
+
+    # The same module under a class of the same name: only what follows the maps is left out.
+    contents = {"generate_predicted_boxes": maps, "__module__": kind.__module__}
+    head.__class__ = type(kind.__name__, (kind,), contents)
+    head.predict_boxes_when_training = False  # regions of a second stage
+    return decode
+
+
+def load_openpcdet(
+    config: str | os.PathLike[str], checkpoint: str | Path | None = None
+) -> ForeignDetector:
+    """A LiDAR detector of OpenPCDet from its configuration file.
+
+    Its own code builds and runs it, on the CPU and not compiled; see `use_operator_standins`. Of a
+    detector with two stages it is the first one, up to its boxes.
+
+    Args:
+        config: A YAML file of OpenPCDet, or the name of one below its ``tools/cfgs``, such as
+            ``nuscenes_models/cbgs_voxel0075_res3d_centerpoint.yaml``. The code is that of the
+            environment variable `CHECKOUT`, the installed ``pcdet``, or the checkout around the
+            file, in this order.
+        checkpoint: As OpenPCDet saves it (``model_state``); random weights without. Nothing in it
+            is executed.
+
+    Raises:
+        InputError: The code, a package of it or the file is missing, the model has no branch from
+            points to a dense head, or the checkpoint is another model's.
+    """
+    name = f"openpcdet:{config}"
+    path = Path(config)
+    checkout = find_checkout(path)
+    if not path.is_file() and checkout is not None:
+        path = checkout / "tools" / "cfgs" / config
+    if not path.is_file():
+        raise InputError(f"{name}: no such file, nor below tools/cfgs of a checkout; {NEEDS}")
+    try:
+        models = import_openpcdet(checkout)
+    except ImportError as error:
+        raise InputError(f"{name}: {error}; {NEEDS}") from error
+    settings = read_config(path, checkout)
+    reason = _refusal(settings)
+    if reason:
+        raise InputError(
+            f"{name}: {reason}; name a function that returns your network instead "
+            "(package.module:function)"
+        )
+    data = _Data(settings.DATA_CONFIG, voxelized=not settings.MODEL.VFE.NAME.startswith("Dyn"))
+    classes = tuple(settings.CLASS_NAMES)
+    try:
+        with without_cuda():
+            model = models.build_network(settings.MODEL, len(classes), data.for_model(classes))
+    except Exception as error:
+        raise InputError(f"{name}: {type(error).__name__} in OpenPCDet's code: {error}") from error
+    model.eval()
+    notes = [*data.notes]
+    if checkpoint is not None:
+        notes.insert(0, str(load_weights(model, checkpoint)))
+    second = settings.MODEL.get("ROI_HEAD")
+    if second is not None:
+        notes.append(f"the second stage ({second.NAME}) is left out: boxes are the first stage's")
+    decode = _split(model.dense_head)
+    network = FirstStage(model).eval()
+    use_bevquant_kernels(network)
+    return ForeignDetector(network, data.arguments, _boxes(model, decode), classes, tuple(notes))
+
+
+def _refusal(settings: Settings) -> str:
+    """Why a configuration has no network from voxels to maps; empty if it has."""
+    model = settings.get("MODEL", Settings())
+    name, head = model.get("NAME"), model.get("DENSE_HEAD", Settings()).get("NAME")
+    backbone = model.get("BACKBONE_3D", Settings()).get("NAME")
+    images = settings.get("DATA_CONFIG", Settings()).get("GET_ITEM_LIST", ())
+    if "images" in images or "IMAGE_BACKBONE" in model:
+        return f"{name} takes camera images, and its frames are points"
+    if head is None:
+        return f"{name} has no DENSE_HEAD: its first boxes come from single points ({backbone})"
+    if head == "TransFusionHead":
+        return "TransFusionHead chooses its queries by sorting, which has no form in integers"
+    if model.DENSE_HEAD.get("DOUBLE_FLIP"):
+        return "DOUBLE_FLIP runs four flipped frames; give the configuration without it"
+    return ""
+
+
+class _Data:
+    """Points as a configuration's data set prepares them for a test."""
+
+    def __init__(self, config: Settings, *, voxelized: bool) -> None:
+        self.config, self.voxelized = config, voxelized
+        self.low, self.high = np.split(np.array(config.POINT_CLOUD_RANGE, np.float32), 2)
+        encoding = config.POINT_FEATURE_ENCODING
+        self.features = list(encoding.used_feature_list)
+        self.step = next(one for one in config.DATA_PROCESSOR if "VOXEL_SIZE" in one)
+        absent = [one for one in self.features if one not in COLUMNS]
+        self.notes = [f"{', '.join(absent)}: frames do not have it; 0 for every point"] * bool(
+            absent
+        )
+
+    def for_model(self, classes: tuple[str, ...]) -> SimpleNamespace:
+        """The attributes of OpenPCDet's data set that its models read."""
+        size = self.step.VOXEL_SIZE
+        return SimpleNamespace(
+            class_names=list(classes),
+            point_feature_encoder=SimpleNamespace(num_point_features=len(self.features)),
+            grid_size=np.round((self.high - self.low) / np.array(size)).astype(np.int64),
+            point_cloud_range=np.concatenate([self.low, self.high]),
+            voxel_size=size,
+            depth_downsample_factor=None,
+            dataset_cfg=self.config,
+        )
+
+    def arguments(self, frame: Frame) -> tuple[Any, ...]:
+        """The model's voxels of a frame, or its points where the model voxelizes itself."""
+        if frame.points is None:
+            raise InputError(f"{frame.name}: it holds voxels; the model voxelizes points itself")
+        given = frame.points.copy()
+        if self.config.DATASET in NORMALIZED:
+            given[:, 3] /= 255
+        elif self.config.DATASET == "WaymoDataset":
+            given[:, 3] = np.tanh(given[:, 3] / 255)
+        within = ((given[:, :2] >= self.low[:2]) & (given[:, :2] <= self.high[:2])).all(1)
+        given = np.pad(given[within], ((0, 0), (0, 1)))  # a column of zeros at -1
+        points = torch.from_numpy(given[:, [COLUMNS.get(name, -1) for name in self.features]])
+        if not self.voxelized:
+            return ({"points": functional.pad(points, (1, 0))},)
+        voxels, cells, counts = operators.hard_voxelize(
+            points,
+            self.step.VOXEL_SIZE,
+            [*self.low.tolist(), *self.high.tolist()],
+            self.step.MAX_POINTS_PER_VOXEL,
+            self.step.MAX_NUMBER_OF_VOXELS["test"],
+        )
+        coords = functional.pad(cells, (1, 0))
+        return ({"voxels": voxels, "voxel_num_points": counts, "voxel_coords": coords},)
+
+
+def _boxes(
+    model: Any, decode: Callable[[Mapping[str, Any]], Any]
+) -> Callable[[Any, Frame], Detections]:
+    """The head's decoding, then suppression where it is the detector's."""
+    from pcdet.models.detectors import Detector3DTemplate
+
+    heads = getattr(model.dense_head, "rpn_heads", ())
+    labels = [getattr(head, "head_label_indices", None) for head in heads]
+
+    def boxes(maps: Any, frame: Frame) -> Detections:
+        with without_cuda(), torch.no_grad():
+            made = decode(maps)
+            if isinstance(made, tuple):  # scores and boxes of all anchors
+                batch = {
+                    "batch_size": 1,
+                    "batch_cls_preds": made[0],
+                    "batch_box_preds": made[1],
+                    "cls_preds_normalized": False,
+                    "multihead_label_mapping": labels,
+                }
+                made = Detector3DTemplate.post_processing(model, batch)[0]
+        found = made[0]
+        rows = found["pred_boxes"].numpy()
+        return sorted_detections(
+            rows[:, :7], found["pred_scores"].numpy(), found["pred_labels"].numpy() - 1,
+            rows[:, 7:9] if rows.shape[1] > 8 else None,
+        )  # fmt: skip
+
+    return boxes

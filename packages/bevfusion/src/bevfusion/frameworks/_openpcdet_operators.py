@@ -1,0 +1,195 @@
+"""Names of OpenPCDet's compiled modules over `_operators`.
+
+Its functions fill the outputs that they are given. Boxes have their z at the centre.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bevfusion.frameworks import _operators as operators
+
+Functions = Mapping[str, Callable[..., Any]]
+"""Of a compiled module, by name."""
+CPU_MARGIN, MARGIN = 1e-2, 1e-5
+"""Along x and y of a box [m], where points still count as inside: on the CPU, on CUDA."""
+
+
+def _tensors(function: Callable[..., None]) -> Callable[..., None]:
+    """The function with the tensors among the arguments: sizes stand in front of them."""
+    return lambda *args: function(*(one for one in args if isinstance(one, Tensor)))
+
+
+def _iou(a: Tensor, b: Tensor, out: Tensor) -> None:
+    out.copy_(operators.boxes_iou_bev(a, b))
+
+
+def _iou_of_pairs(a: Tensor, b: Tensor, out: Tensor) -> None:
+    out.copy_(operators.boxes_iou_bev(a, b).diagonal().view_as(out))
+
+
+def _overlap_of_pairs(a: Tensor, b: Tensor, out: Tensor) -> None:
+    out.copy_(operators.boxes_overlap_bev(a, b).diagonal().view_as(out))
+
+
+def _counted(function: Callable[..., None]) -> Callable[[Tensor, Tensor, float], int]:
+    def nms(boxes: Tensor, keep: Tensor, threshold: float) -> int:
+        number = torch.zeros((), dtype=torch.int64)
+        function(boxes, keep, number, nms_overlap_thresh=threshold)
+        return int(number)
+
+    return nms
+
+
+def _points_in_boxes_cpu(boxes: Tensor, points: Tensor, out: Tensor) -> None:
+    out.copy_(operators.points_in_boxes(points, boxes, bottom=False, margin=CPU_MARGIN))
+
+
+def _points_in_boxes(boxes: Tensor, points: Tensor, out: Tensor) -> None:
+    for own, place, found in zip(boxes, points, out, strict=True):
+        inside = operators.points_in_boxes(place, own, bottom=False, margin=MARGIN)
+        found.copy_(torch.where(inside.any(0), inside.int().argmax(0), -1))
+
+
+def _roiaware_pool(
+    boxes: Tensor, points: Tensor, features: Tensor, largest: Tensor, members: Tensor,
+    pooled: Tensor, pool_method: int,
+) -> None:  # fmt: skip
+    x, y, z = map(int, pooled.shape[1:4])
+    found = operators.roiaware_pool(
+        boxes, points, features, (x, y, z), members.shape[-1], pool_method, bottom=False,
+        margin=MARGIN,
+    )  # fmt: skip
+    for given, result in zip((pooled, largest, members), found, strict=True):
+        given.copy_(result)
+
+
+def _roipoint_pool(
+    points: Tensor, boxes: Tensor, features: Tensor, pooled: Tensor, empty: Tensor
+) -> None:
+    samples = torch.arange(pooled.shape[2])
+    for frame, (place, own) in enumerate(zip(points, boxes, strict=True)):
+        inside = operators.points_in_boxes(place, own, bottom=False, margin=MARGIN)
+        both = torch.cat([place, features[frame]], 1)
+        for box, members in enumerate(inside):
+            rows = torch.nonzero(members)[: len(samples), 0]
+            empty[frame, box] = int(not len(rows))
+            if len(rows):  # too few points start again from the first
+                pooled[frame, box] = both[rows[samples % len(rows)]]
+
+
+def _ingroup(groups: Tensor, out: Tensor) -> None:
+    """The rank of each row within its group; CUDA gives the ranks in any order."""
+    order = groups.argsort(stable=True)
+    counts = groups.unique(return_counts=True)[1]
+    out[order] = torch.arange(len(groups)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+
+
+def _stack_furthest(
+    points: Tensor, nearest: Tensor, counts: Tensor, out: Tensor, numbers: Tensor
+) -> None:
+    start, chosen = 0, []
+    for own, number in zip(points.split(counts.tolist()), numbers.tolist(), strict=True):
+        chosen.append(start + operators.furthest_points(own, number, pairwise=False))
+        start += len(own)
+    out.copy_(torch.cat(chosen))
+
+
+def _stack_three_nn(
+    target: Tensor, target_counts: Tensor, source: Tensor, counts: Tensor, squared: Tensor,
+    rows: Tensor,
+) -> None:  # fmt: skip
+    start, done = 0, 0
+    parts = zip(target.split(target_counts.tolist()), source.split(counts.tolist()), strict=True)
+    for own, other in parts:
+        found, nearest = operators.three_nn(own[None], other[None])
+        squared[done : done + len(own)] = found[0]
+        rows[done : done + len(own)] = nearest[0] + start
+        start, done = start + len(other), done + len(own)
+
+
+def _stack_three_interpolate(features: Tensor, rows: Tensor, weights: Tensor, out: Tensor) -> None:
+    out.copy_((features[rows.long()] * weights[..., None]).sum(1))
+
+
+def _voxel_query(
+    m: int, depth: int, height: int, width: int, samples: int, radius: float, z_range: int,
+    y_range: int, x_range: int, centers: Tensor, points: Tensor, coords: Tensor, owners: Tensor,
+    rows: Tensor,
+) -> None:  # fmt: skip
+    """The first points with d² ≤ radius² of the voxels around each centre's, in z, y, x order."""
+    ranges = [range(-reach, reach + 1) for reach in (z_range, y_range, x_range)]
+    steps = torch.tensor(list(product(*ranges)))
+    places = coords[:, None, 1:].long() + steps
+    grid = torch.tensor([depth, height, width])
+    inside = ((places >= 0) & (places < grid)).all(2)
+    z, y, x = torch.minimum(places.clamp(min=0), grid - 1).unbind(2)
+    found = owners[coords[:, :1].long(), z, y, x].long()
+    squared = (points[found.clamp(min=0)] - centers[:, None]).square().sum(2)
+    inside &= (found >= 0) & (squared <= radius * radius)
+    for own, candidates, row in zip(inside, found, rows, strict=True):
+        chosen = candidates[own][:samples]
+        if len(chosen):
+            row.fill_(int(chosen[0]))
+            row[: len(chosen)] = chosen.int()
+        else:
+            row[0] = -1
+
+
+def openpcdet_extensions(mmcv: Functions) -> Mapping[str, Functions]:
+    """Functions by the last part of the module's name.
+
+    Args:
+        mmcv: Those of `mmcv._ext`, which some are in another order of arguments.
+    """
+
+    def ball_query(b: int, n: int, m: int, radius: float, samples: int, *tensors: Tensor) -> None:
+        mmcv["ball_query_forward"](*tensors, b, n, m, 0.0, radius, samples)
+
+    def stack_ball_query(b: int, m: int, radius: float, samples: int, *tensors: Tensor) -> None:
+        mmcv["stack_ball_query_forward"](*tensors, radius, samples)
+
+    def furthest(b: int, n: int, m: int, *tensors: Tensor) -> None:
+        mmcv["furthest_point_sampling_forward"](*tensors, b, n, m)
+
+    return {
+        "ingroup_inds_cuda": {"forward": _ingroup},
+        "iou3d_nms_cuda": {
+            "boxes_aligned_iou_bev_cpu": _iou_of_pairs,
+            "boxes_aligned_overlap_bev_gpu": _overlap_of_pairs,
+            "boxes_iou_bev_cpu": _iou,
+            "boxes_iou_bev_gpu": _iou,
+            "boxes_overlap_bev_gpu": mmcv["iou3d_boxes_overlap_bev_forward"],
+            "nms_gpu": _counted(mmcv["iou3d_nms3d_forward"]),
+            "nms_normal_gpu": _counted(mmcv["iou3d_nms3d_normal_forward"]),
+            "paired_boxes_overlap_bev_gpu": _overlap_of_pairs,
+        },
+        "pointnet2_batch_cuda": {
+            "ball_query_wrapper": ball_query,
+            "farthest_point_sampling_wrapper": furthest,
+            "gather_points_wrapper": _tensors(mmcv["gather_points_forward"]),
+            "group_points_wrapper": _tensors(mmcv["group_points_forward"]),
+            "three_interpolate_wrapper": _tensors(mmcv["three_interpolate_forward"]),
+            "three_nn_wrapper": _tensors(mmcv["three_nn_forward"]),
+        },
+        "pointnet2_stack_cuda": {
+            "ball_query_wrapper": stack_ball_query,
+            "farthest_point_sampling_wrapper": furthest,
+            "group_points_wrapper": _tensors(mmcv["stack_group_points_forward"]),
+            "stack_farthest_point_sampling_wrapper": _stack_furthest,
+            "three_interpolate_wrapper": _stack_three_interpolate,
+            "three_nn_wrapper": _stack_three_nn,
+            "voxel_query_wrapper": _voxel_query,
+        },
+        "roiaware_pool3d_cuda": {
+            "forward": _roiaware_pool,
+            "points_in_boxes_cpu": _points_in_boxes_cpu,
+            "points_in_boxes_gpu": _points_in_boxes,
+        },
+        "roipoint_pool3d_cuda": {"forward": _roipoint_pool},
+    }
