@@ -38,6 +38,7 @@ from easydict import EasyDict
 from torch import nn
 
 from pcdet.datasets.augmentor import augmentor_utils
+from .detectors import Detector3DTemplate
 
 
 class MeanVFE(nn.Module):
@@ -158,7 +159,7 @@ class CenterHead(nn.Module):
         return batch
 
 
-class Net(nn.Module):
+class Net(Detector3DTemplate, nn.Module):
     def __init__(self, config, classes, dataset):
         super().__init__()
         features = dataset.point_feature_encoder.num_point_features

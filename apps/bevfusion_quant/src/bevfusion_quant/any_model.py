@@ -1,4 +1,4 @@
-"""`ptq` for a network of any code: mmdetection3d's, or a function of the user.
+"""`ptq` for a network of any code: mmdetection3d's, OpenPCDet's, or a function of the user.
 
 The network is folded, quantized, calibrated, compared, run in integers and written as files. Boxes
 are compared where its code makes them; mean average precision, stages and maps are not, since

@@ -30,8 +30,8 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
 
     Args:
         model: The detector: bevfusion (cameras and LiDAR), centerpoint (LiDAR, voxels),
-            centerpoint-pillars, mmdet3d:CONFIG.py of mmdetection3d, or package.module:function
-            that returns a model of yours.
+            centerpoint-pillars, mmdet3d:CONFIG.py of mmdetection3d, openpcdet:CONFIG.yaml of
+            OpenPCDet, or package.module:function that returns a model of yours.
         name: The run's folder in it; by default ptq, ptq-2, …
         target: What is quantized for. nvidia: every part, as TensorRT and libspconv take it. bpu:
             the dense parts for a Horizon BPU (camera backbone and neck, fuser, decoder), the rest

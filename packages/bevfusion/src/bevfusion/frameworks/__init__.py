@@ -1,7 +1,8 @@
-"""Detectors in code of other projects: mmdetection3d, or a function of the user.
+"""Detectors in code of other projects: mmdetection3d, OpenPCDet, or a function of the user.
 
-`load_detector` takes ``mmdet3d:CONFIG.py`` or ``package.module:function``. `use_operator_standins`
-lets their code import without compiled operators.
+`load_detector` takes ``mmdet3d:CONFIG.py``, ``openpcdet:CONFIG.yaml`` or
+``package.module:function``. `use_operator_standins` lets their code import without compiled
+operators.
 """
 
 from bevfusion.frameworks._detector import ForeignDetector

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -26,6 +27,14 @@ from bevquant_sparse import use_bevquant_kernels
 
 PARTS = ("vfe", "backbone_3d", "map_to_bev_module", "backbone_2d", "dense_head")
 """Modules of a detector from voxels to the first boxes, in the order of their execution."""
+STEPS = {
+    "mask_points_and_boxes_outside_range",
+    "shuffle_points",  # not done: it decides only which points exceed a limit and are dropped
+    "transform_points_to_voxels",
+    "transform_points_to_voxels_placeholder",
+    "calculate_grid_size",
+}
+"""Of a DATA_PROCESSOR."""
 COLUMNS = {"x": 0, "y": 1, "z": 2, "intensity": 3, "timestamp": 4, "time": 4}
 """Columns of `Frame.points` by OpenPCDet's names."""
 NORMALIZED = ("KittiDataset", "PandasetDataset", "CustomDataset")
@@ -127,13 +136,15 @@ def load_openpcdet(
             f"{name}: {reason}; name a function that returns your network instead "
             "(package.module:function)"
         )
-    data = _Data(settings.DATA_CONFIG, voxelized=not settings.MODEL.VFE.NAME.startswith("Dyn"))
-    classes = tuple(settings.CLASS_NAMES)
+    classes = tuple(settings.get("CLASS_NAMES", ()))
     try:
         with without_cuda():
+            data = _Data(
+                settings.DATA_CONFIG, voxelized=not settings.MODEL.VFE.NAME.startswith("Dyn")
+            )
             model = models.build_network(settings.MODEL, len(classes), data.for_model(classes))
-    except Exception as error:
-        raise InputError(f"{name}: {type(error).__name__} in OpenPCDet's code: {error}") from error
+    except Exception as error:  # of the configuration, or of a constructor anywhere
+        raise InputError(f"{name}: it cannot be built: {type(error).__name__}: {error}") from error
     model.eval()
     notes = [*data.notes]
     if checkpoint is not None:
@@ -149,18 +160,19 @@ def load_openpcdet(
 
 def _refusal(settings: Settings) -> str:
     """Why a configuration has no network from voxels to maps; empty if it has."""
-    model = settings.get("MODEL", Settings())
+    model, data = settings.get("MODEL", Settings()), settings.get("DATA_CONFIG", Settings())
     name, head = model.get("NAME"), model.get("DENSE_HEAD", Settings()).get("NAME")
-    backbone = model.get("BACKBONE_3D", Settings()).get("NAME")
-    images = settings.get("DATA_CONFIG", Settings()).get("GET_ITEM_LIST", ())
-    if "images" in images or "IMAGE_BACKBONE" in model:
+    steps = {step.NAME for step in data.get("DATA_PROCESSOR", ())}
+    if "images" in data.get("GET_ITEM_LIST", ()) or "IMAGE_BACKBONE" in model:
         return f"{name} takes camera images, and its frames are points"
     if head is None:
-        return f"{name} has no DENSE_HEAD: its first boxes come from single points ({backbone})"
+        return f"{name} has no DENSE_HEAD, whose maps end a network here"
     if head == "TransFusionHead":
         return "TransFusionHead chooses its queries by sorting, which has no form in integers"
     if model.DENSE_HEAD.get("DOUBLE_FLIP"):
         return "DOUBLE_FLIP runs four flipped frames; give the configuration without it"
+    if not steps <= STEPS:
+        return f"its DATA_PROCESSOR has {', '.join(sorted(steps - STEPS))}, unknown here"
     return ""
 
 
@@ -201,6 +213,8 @@ class _Data:
         elif self.config.DATASET == "WaymoDataset":
             given[:, 3] = np.tanh(given[:, 3] / 255)
         within = ((given[:, :2] >= self.low[:2]) & (given[:, :2] <= self.high[:2])).all(1)
+        if not within.any():
+            raise InputError(f"{frame.name}: no point within the model's POINT_CLOUD_RANGE")
         given = np.pad(given[within], ((0, 0), (0, 1)))  # a column of zeros at -1
         points = torch.from_numpy(given[:, [COLUMNS.get(name, -1) for name in self.features]])
         if not self.voxelized:
@@ -220,8 +234,9 @@ def _boxes(
     model: Any, decode: Callable[[Mapping[str, Any]], Any]
 ) -> Callable[[Any, Frame], Detections]:
     """The head's decoding, then suppression where it is the detector's."""
-    from pcdet.models.detectors import Detector3DTemplate
-
+    # The method of a two-stage detector takes the boxes of its second stage.
+    template = importlib.import_module("pcdet.models.detectors").Detector3DTemplate
+    own = type(model) if getattr(model, "roi_head", None) is None else template
     heads = getattr(model.dense_head, "rpn_heads", ())
     labels = [getattr(head, "head_label_indices", None) for head in heads]
 
@@ -236,7 +251,7 @@ def _boxes(
                     "cls_preds_normalized": False,
                     "multihead_label_mapping": labels,
                 }
-                made = Detector3DTemplate.post_processing(model, batch)[0]
+                made = own.post_processing(model, batch)[0]
         found = made[0]
         rows = found["pred_boxes"].numpy()
         return sorted_detections(
