@@ -56,51 +56,49 @@ def calibrate(
 ) -> CalibrationReport:
     """Find the range of every enabled quantizer that has a calibrator, and load it.
 
-    The model runs as the float model, in eval mode and without gradients, while the calibrators
-    watch. Ranges are loaded only once all of them are found. A quantizer reached under several
-    paths is one quantizer. A MaxCalibrator (weights) keeps to its largest value whatever the
-    method. A quantizer that saw no values keeps the range it had; one that saw only zeros too, or
-    gets the range 1 where it had none; a range too small for a scale is raised to 2⁻²³; and the
-    report says so. One that learns its range starts from the range found. Then a module that has a
-    method ``settle_ranges()`` may widen its own: bevquant_qnn's layers do where a bias would leave
-    int32.
+    The model runs as the float model, in evaluation mode without gradients, while the calibrators
+    collect. Ranges are loaded only after all of them are found.
 
-    Model and batches stay as they were. Quantizer states, training flags, buffers and attributes
-    that forwards write to are restored at the end, also on an exception or Ctrl-C. Within the run a
-    model that remembers frames goes on from batch to batch. Forwards get containers and tensors of
-    their own. Ranges are ordinary tensors, also under ``torch.inference_mode()``. A second thread
-    that calibrates the same model waits.
-
-    The channels of what a layer of `bevquant_qnn` reads may be of several units, as metres and
-    intensities of points. Where their ranges differ by more than 16 times, float operations or the
-    model's inputs make the tensor, and only layers with a weight read it, each channel gets a range
-    of its own, folded into the weights (`TensorQuantizer.channel_factors`), if that halves the
-    layer's noise at least. Channels that one range erases otherwise are findings of the report.
-
-    The largest values that modules read and return are recorded, too, over all frames
-    (`float_ranges`): they decide what a file may hold in half precision.
-
-    Under torch.distributed each process is given the same batches and runs those whose index is
-    its rank modulo the number of processes; bins are agreed on and integer counts added, and each
-    process searches the ranges of its share of the histograms, so that ranges and report are those
-    of one process, bit for bit, as far as the model computes the same.
+    - A quantizer with several paths is one quantizer. A MaxCalibrator (weights) uses the largest
+      value with every method. A learned range starts at the range found.
+    - A quantizer that saw no values keeps its range. So does one that saw only zeros, or it gets
+      the range 1. A range too small for a scale is raised to 2⁻²³. The report has these cases.
+    - Modules with a method ``settle_ranges()`` may then widen their ranges: layers of bevquant_qnn
+      do where a bias would exceed int32.
+    - Model and batches are not changed: quantizer states, training flags, buffers and attributes
+      that forwards write are restored, on an exception and Ctrl-C too. A model with memory keeps it
+      from batch to batch within the run. Forwards get containers and tensors of their own. Ranges
+      are ordinary tensors, also under ``torch.inference_mode()``. A second thread that calibrates
+      the same model waits.
+    - The channels of a layer's input may have several units, such as metres and intensities of
+      points. Where their ranges differ by more than 16 times, float operations or the model's
+      inputs make the tensor, and only layers with weights read it, each channel gets its own range,
+      folded into the weights (`TensorQuantizer.channel_factors`), if that at least halves the
+      layer's noise. Other channels that one range erases are findings of the report.
+    - The largest values that modules read and return are recorded over all frames (`float_ranges`).
+      They decide which parts of a file may have half precision.
+    - Under torch.distributed each process is given the same batches and runs those whose index is
+      its rank modulo the number of processes. Bins are agreed on, integer counts are added, and
+      each process searches a share of the ranges. Ranges and report have the bits of a single
+      process, as far as the model's results do.
 
     Args:
-        model: The model, quantizers in it.
-        batches: What `forward` takes one by one. Nothing of them is kept, so memory is bounded.
-        forward: Called as ``forward(model, batch)``; by default the signature of the model's
-            forward decides: ``(image, label)`` gives the image, a dict its parameters, or itself.
+        model: The model with quantizers.
+        batches: Arguments of `forward`, one by one. They are not kept, so memory is bounded.
+        forward: Called as ``forward(model, batch)``. By default the signature of the model's
+            forward
+            decides: ``(image, label)`` gives the image, a dict its parameters, or itself.
         method: ``"mse"``, ``"entropy"``, ``"percentile"`` or ``"max"``, for histograms.
-        percentile: Share of values the percentile method keeps, 0…100.
+        percentile: Share of values that the percentile method keeps, 0…100.
         stride: Step between candidates of mse and entropy, in bins.
         start_bin: Their first candidate.
         progress: Show a tqdm bar; None shows it where tqdm is installed and this is a terminal.
-        resume: File that takes what was collected after every `save_every` batches. Where it
-            exists the run goes on from it, and ends as one that was never interrupted; give the
-            same batches in the same order. It is kept at the end: delete it to calibrate anew.
+        resume: File for the statistics, written after every `save_every` batches. Where it exists,
+            the run continues from it, with the result of an uninterrupted run; give the same
+            batches in the same order. It is kept at the end: delete it to calibrate anew.
         save_every: Batches between saves.
         distributed: None uses torch.distributed where it is initialised; False does not; True
-            insists on it.
+            requires it.
 
     Returns:
         The report: a table when printed.

@@ -68,7 +68,7 @@ def settings_of(calibrator: Calibrator) -> dict[str, Any]:
 
 
 def calibrator_state(calibrator: Calibrator) -> tuple[dict[str, Any], Arrays]:
-    """Return everything collected: values that JSON holds exactly, and arrays."""
+    """Return all statistics of a calibrator: values that JSON holds exactly, and arrays."""
     meta = settings_of(calibrator)
     if isinstance(calibrator, HistogramCalibrator):
         rows = calibrator._rows
@@ -103,11 +103,11 @@ class _State(msgspec.Struct, kw_only=True):
 def load_calibrator_state(
     calibrator: Calibrator, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray[Any, Any]]
 ) -> None:
-    """Put back what `calibrator_state` returned; the calibrator is left alone on error.
+    """Load the result of `calibrator_state`; on error the calibrator is unchanged.
 
     Raises:
-        ValueError: The state is of another kind of calibrator, or no calibrator can have come to
-            it: counts, edges and sizes that do not agree.
+        ValueError: The state belongs to another kind of calibrator, or its counts, edges and sizes
+            contradict each other.
     """
     who, wanted = calibrator._who(), settings_of(calibrator)
     given = {key: meta.get(key) for key in wanted}

@@ -138,7 +138,7 @@ class ScaledQuantDescriptor:
 
     @property
     def fake_quant(self) -> bool:
-        """Whether floats on the integer grid come back, not integers."""
+        """Whether a quantizer returns floats on the integer grid, or integers."""
         return self._fake_quant
 
     @property
@@ -225,11 +225,11 @@ class ScaledQuantDescriptor:
 
     @classmethod
     def from_yaml(cls, yaml_str: str) -> ScaledQuantDescriptor:
-        """Build a descriptor from what `to_yaml` wrote.
+        """Build a descriptor from the text that `to_yaml` wrote.
 
         Raises:
-            TypeError: The text holds no mapping, an unknown key, or a value of another type.
-            ValueError: It is no YAML, or a value is out of range.
+            TypeError: The text is not a mapping, or has an unknown key or a value of another type.
+            ValueError: The text is not YAML, or a value is out of range.
         """
         yaml = _yaml()
         try:

@@ -21,18 +21,18 @@ from .calib._max import MaxCalibrator
 
 
 def merge(calibrators: Sequence[Calibrator]) -> Calibrator:
-    """Return a new calibrator that has seen everything the given ones have.
+    """Return a new calibrator with the statistics of all given ones.
 
     Counts are integers and bins of one width nest, so the order does not matter and nothing is
-    rounded: the result equals one calibrator that watched all tensors, provided that all began
-    with the same width. That is the largest value of the first tensor; `calibrate` agrees on it
-    between processes.
+    rounded: the result equals one calibrator that read all tensors, provided that all started with
+    the same bin width. That is set by the largest value of the first tensor; `calibrate` agrees on
+    it between processes.
 
     Args:
-        calibrators: One or more of one class and settings; they are left as they are.
+        calibrators: One or more of one class and settings; they are not changed.
 
     Raises:
-        ValueError: None given, other settings, or histograms of different widths.
+        ValueError: None given, different settings, or histograms of different widths.
         TypeError: A class of calibrator that cannot be merged.
 
     Examples:
@@ -93,7 +93,7 @@ Widths = tuple[tuple[int, ...], list[float]]
 
 
 class PeerError(RuntimeError):
-    """Another process failed; its message is part of this one's."""
+    """Another process failed; its message is part of this message."""
 
 
 class Peers:
@@ -135,14 +135,14 @@ class Peers:
 def all_merge(calibrator: Calibrator, group: ProcessGroup | None = None) -> Calibrator:
     """Merge the calibrators of all processes; each process gets the same new calibrator.
 
-    `merge` says what can be merged. All processes of the group must call this.
+    `merge` states which calibrators can be merged. All processes of the group must call this.
 
     Args:
-        calibrator: This process's; left as it is.
-        group: A process group of torch.distributed, the default one if None.
+        calibrator: This process's calibrator; it is not changed.
+        group: A process group of torch.distributed; the default group if None.
 
     Raises:
-        ValueError: Calibrators of other settings, or histograms of different widths.
+        ValueError: Calibrators of different settings, or histograms of different widths.
     """
     return _merged(calibrator, Peers(group).exchange("merge", calibrator_state(calibrator)))
 

@@ -31,19 +31,19 @@ _METHOD_DB = 6.0
 
 @dataclass(frozen=True)
 class CalibrationFinding:
-    """Something a calibration should not be used with, or should be known of before it is.
+    """A defect of a calibration, or a fact to know before its use.
 
     Attributes:
-        tensor: Path of the quantizer that watched the tensor.
-        frame: Number of the batch that is at fault, from 0; None where it is all of them.
-        kind: ``"no values"``: it saw none. ``"all zero"``: nothing else. ``"constant"``: one
-            magnitude, everywhere. ``"few values"``: fewer than integers have magnitudes.
-            ``"few distinct"``: many, of a handful of magnitudes. ``"outliers"``: a handful of
-            values made the range, the others share two integers. ``"float16"``: the range is beyond
-            the largest float16. ``"method"``: another method keeps much more of this tensor.
-            ``"channels"``: its channels' ranges differ so much that one range erases some, or they
-            have ranges of their own because of that.
-        evidence: What was seen.
+        tensor: Path of the quantizer.
+        frame: Number of the batch with the defect, from 0; None where all batches have it.
+        kind: ``"no values"``: the quantizer saw none. ``"all zero"``: only zeros. ``"constant"``:
+            one magnitude everywhere. ``"few values"``: fewer values than integers. ``"few
+            distinct"``: many values of very few magnitudes. ``"outliers"``: very few values set the
+            range, and all others share two integers. ``"float16"``: the range exceeds the largest
+            float16. ``"method"``: another method keeps much more of this tensor. ``"channels"``:
+            the channels' ranges differ so much that one range erases some, or they have ranges of
+            their own for that reason.
+        evidence: Values that show it.
         remedy: What to do.
         poor: Whether the calibration cannot be right.
     """

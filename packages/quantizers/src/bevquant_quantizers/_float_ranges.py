@@ -25,18 +25,18 @@ _FIRST = 64  # values that are read before all of them are
 
 @dataclass(frozen=True)
 class FloatRange:
-    """What every calibration frame had in one place.
+    """Range of one value over all calibration frames.
 
     Attributes:
         largest: Largest absolute value; infinite where a value was infinite or NaN.
-        whole: Whether every value was a whole number, as ids and cells of a grid are.
+        whole: Whether every value was a whole number, as ids and grid cells are.
     """
 
     largest: float
     whole: bool
 
     def joined(self, other: FloatRange | None) -> FloatRange:
-        """The range of both."""
+        """Range of the values of both."""
         if other is None:
             return self
         return FloatRange(max(self.largest, other.largest), self.whole and other.whole)
@@ -46,15 +46,15 @@ Ranges = dict[str, dict[str, FloatRange]]
 
 
 def float_ranges(model: nn.Module) -> Ranges:
-    """The ranges that `calibrate` found for the inputs and outputs of modules.
+    """Ranges that `calibrate` found for the inputs and outputs of modules.
 
     Args:
         model: A calibrated model, or a copy or a part of one.
 
     Returns:
-        Path of a module (``""`` is the model) to the name of a value to its range. A value is
-        ``output``, a parameter of the forward, or a member of one: ``images[0]``. Several outputs
-        have one range. Modules that no frame ran are not listed.
+        For each module path (``""`` is the model), value names and ranges. A value is ``output``, a
+        parameter of the forward, or a member of one: ``images[0]``. Several outputs have one range.
+        Modules that no frame ran are not listed.
 
     Example:
         >>> from bevquant_quantizers import QuantDescriptor, TensorQuantizer, calibrate

@@ -25,10 +25,9 @@ _SETTINGS = ("num_bits", "unsigned", "narrow_range", "axis")
 def save_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write the range of every quantizer to a JSON file.
 
-    Numbers are written so that float32 comes back bit for bit. A quantizer that learns its range
-    is written with what it has learned; one without a range is listed as dynamic; factors of
-    channels are written with the range that they belong to. What `float_ranges` returns is written,
-    too. The file appears whole or not at all.
+    Numbers keep the bits of float32. A learned range is written as learned; a quantizer without a
+    range is listed as dynamic; factors of channels are written with their range. The result of
+    `float_ranges` is written too. The file is written to a temporary name and renamed.
 
     Args:
         model: Any module.
@@ -81,10 +80,10 @@ def save_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def load_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Give every quantizer the range that `save_ranges` wrote; all of them or, on error, none.
+    """Load the ranges that `save_ranges` wrote into every quantizer; all of them or, on error, none.
 
-    So with the ranges between modules (`float_ranges`); a file from before they were recorded has
-    none, and neither has the model then.
+    Ranges between modules (`float_ranges`) are loaded too; a file of a version without them removes
+    the model's.
 
     Args:
         model: A module with the quantizers of the saved one: same paths, shared in the same way,
@@ -92,8 +91,8 @@ def load_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:
         path: File to read.
 
     Raises:
-        ValueError: The file is missing, not JSON, of another schema or damaged, or does not fit
-            the model: every missing, unexpected or misshapen entry is listed.
+        ValueError: The file is missing, not JSON, of another schema or damaged, or does not fit the
+            model: every missing, unexpected or misshapen entry is listed.
     """
     entries, floats = _read(path)
     quantizers = named_quantizers(model)

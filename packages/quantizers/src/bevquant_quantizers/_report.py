@@ -27,18 +27,19 @@ class QuantizerReport:
     """One quantizer after calibration.
 
     Attributes:
-        names: Every path that reaches it.
-        method: How its range was found; ``"max"`` for a MaxCalibrator whatever was asked.
-        amax: Its range in the units of the tensor, one value or one for each channel; None where
-            it has none.
-        saturation: Share of the values in histogram bins that begin at or above the range; None
-            without a histogram.
-        zeros: Share of the values that are 0; None without a histogram.
-        bins: Bins of its largest histogram; None without one.
-        values: Values seen; None without a histogram.
-        largest: Largest absolute value seen; None where it saw none.
-        warnings: What to look at.
-        findings: Why its calibration cannot be right, or another method would be better.
+        names: All of its paths.
+        method: Method of its range; always ``"max"`` for a MaxCalibrator.
+        amax: Its range in the units of the tensor, one value or one per channel; None without a
+            range.
+        saturation: Share of the values in histogram bins at or above the range; None without a
+            histogram.
+        zeros: Share of zeros; None without a histogram.
+        bins: Number of bins of its largest histogram; None without one.
+        values: Number of values; None without a histogram.
+        largest: Largest absolute value; None without values.
+        warnings: Facts to look at.
+        findings: Reasons why the calibration cannot be right, or why another method would be
+            better.
     """
 
     names: tuple[str, ...]
@@ -60,12 +61,12 @@ class QuantizerReport:
 
 @dataclass(frozen=True)
 class CalibrationReport(HtmlTable):
-    """What `calibrate` found: ``print(report)`` is a table, ``report[path]`` one quantizer.
+    """Result of `calibrate`: ``print(report)`` is a table, ``report[path]`` one quantizer.
 
     Attributes:
-        quantizers: One entry a quantizer object, in the order of the module tree.
-        batches: Batches collected from, those of an interrupted run included.
-        warnings: What concerns the whole run.
+        quantizers: One entry per quantizer object, in the order of the module tree.
+        batches: Number of batches, including those of an interrupted run.
+        warnings: Warnings that concern the whole run.
     """
 
     quantizers: tuple[QuantizerReport, ...]
@@ -81,12 +82,12 @@ class CalibrationReport(HtmlTable):
 
     @property
     def findings(self) -> tuple[CalibrationFinding, ...]:
-        """Those of all quantizers."""
+        """Findings of all quantizers."""
         return tuple(finding for entry in self.quantizers for finding in entry.findings)
 
     @property
     def poor(self) -> tuple[CalibrationFinding, ...]:
-        """The findings that forbid the use of these ranges: empty after a good calibration."""
+        """Findings that forbid the use of these ranges; empty after a good calibration."""
         return tuple(finding for finding in self.findings if finding.poor)
 
     def to_json(self, indent: int | None = 2) -> str:

@@ -15,7 +15,7 @@ from .nn import TensorQuantizer
 
 @dataclass(frozen=True)
 class NamedQuantizer:
-    """One quantizer object and every path that reaches it, in the order of the module tree."""
+    """One quantizer object and all of its paths, in the order of the module tree."""
 
     names: tuple[str, ...]
     quantizer: TensorQuantizer

@@ -22,11 +22,11 @@ BINS = 80
 
 @dataclass
 class QuantizerValues:
-    """Values one quantizer was handed in one forward pass, and its range.
+    """Values of one quantizer in one forward pass, and its range.
 
-    `counts` and `edges` are a histogram over ±`span`: the largest magnitude, or, of a quantizer
-    that is called again with larger values, the first call's, doubled until it holds them. `amax`
-    holds one range, or one per output channel.
+    `counts` and `edges` are a histogram over ±`span`, the largest magnitude of the first call,
+    doubled until it holds the values of later calls. `amax` holds one range, or one per output
+    channel.
     """
 
     paths: tuple[str, ...]
@@ -50,7 +50,7 @@ class QuantizerValues:
         return self.span or self.largest or 1.0
 
     def widen(self, largest: float) -> None:
-        """Let the histogram hold values of that magnitude, each two bins becoming one."""
+        """Widen the histogram to values of that magnitude; pairs of bins become one."""
         self.largest = max(self.largest, largest)
         if not self.span or math.isinf(largest):
             self.span = self.largest
@@ -67,7 +67,7 @@ class QuantizerValues:
 
 @dataclass(frozen=True)
 class QuantizerRow:
-    """One quantizer in the summary: its paths, range, share of values beyond it and zero."""
+    """One quantizer in the summary: paths, range, share of values beyond the range and of zeros."""
 
     paths: tuple[str, ...]
     bits: int
@@ -80,7 +80,7 @@ class QuantizerRow:
 
     @classmethod
     def of(cls, values: QuantizerValues) -> QuantizerRow:
-        """Summarise what a quantizer saw."""
+        """Summarise the values of a quantizer."""
         total = max(values.total, 1)
         return cls(
             values.paths,
@@ -96,9 +96,9 @@ class QuantizerRow:
 
 @contextmanager
 def watching_quantizers(model: nn.Module) -> Iterator[list[QuantizerValues]]:
-    """For the length of the block, histogram what every calibrated quantizer is handed.
+    """Record a histogram of the input of each calibrated quantizer, for the length of the block.
 
-    A quantizer that several layers share appears once, under all its paths.
+    A quantizer of several layers appears once, with all its paths.
     """
     seen: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -114,10 +114,10 @@ def watching_quantizers(model: nn.Module) -> Iterator[list[QuantizerValues]]:
 
 
 def watch_quantizers(model: nn.Module, run: Callable[[nn.Module], object]) -> list[QuantizerValues]:
-    """Run the model and histogram the input of every calibrated quantizer.
+    """Run the model and record a histogram of the input of each calibrated quantizer.
 
     Args:
-        model: With calibrated quantizers.
+        model: Model with calibrated quantizers.
         run: Runs it, once or several times.
 
     Example:

@@ -28,18 +28,18 @@ _log = logging.getLogger(__name__)
 class TensorQuantizer(nn.Module):
     """Quantizes a tensor as its descriptor says; names and behaviour of pytorch-quantization.
 
-    A call goes through up to three stages: calibration watches the tensor, clipping cuts it to a
-    learned range, quantization rounds it. Without a range (no amax in the descriptor, none
-    calibrated) every tensor is quantized to its own largest value: the range is dynamic.
+    A call has up to three stages: calibration reads the tensor, clipping limits it to a learned
+    range, quantization rounds it. Without a range (no amax in the descriptor, no calibration) each
+    tensor is quantized to its own largest value: the range is dynamic.
 
-    The state dict holds `_amax` where there is a range, and ``clip.clip_value_min`` and
+    The state dict holds `_amax` where there is a range, ``clip.clip_value_min`` and
     ``clip.clip_value_max`` where it is learned, and `_channel_factors` where the channels of a
     layer's input have ranges of their own. `load_state_dict` creates the first and the last where
     the quantizer had none.
 
     Args:
-        quant_desc: What to do.
-        disabled: Return the input untouched.
+        quant_desc: Bits, range and granularity.
+        disabled: Return the input unchanged.
         if_quant: Quantize.
         if_clip: Clip to the learned range; needs ``learn_amax``.
         if_calib: Collect statistics.
@@ -118,7 +118,7 @@ class TensorQuantizer(nn.Module):
 
     @property
     def name(self) -> str | None:
-        """What error messages call this quantizer: its path in the model, once known."""
+        """Name of this quantizer in messages: its path in the model, once known."""
         return self._name
 
     @name.setter
@@ -165,7 +165,7 @@ class TensorQuantizer(nn.Module):
 
     @property
     def fake_quant(self) -> bool:
-        """Whether floats on the integer grid come back, not integers."""
+        """Whether the quantizer returns floats on the integer grid, or integers."""
         return self._fake_quant
 
     @property
@@ -211,9 +211,9 @@ class TensorQuantizer(nn.Module):
 
     @property
     def channel_factors(self) -> Tensor | None:
-        """Powers of two [channels] by which the layer multiplies its input; None for no such.
+        """Powers of two [channels] by which the layer multiplies its input; None without factors.
 
-        The layer, not the quantizer, multiplies: x·f is quantized with the one range `amax`, so
+        The layer multiplies, not the quantizer: x·f is quantized with the single range `amax`, so
         channel c has the range amax / f_c, and the layer's weight is divided by f. Set by
         `calibrate`.
         """
@@ -234,11 +234,11 @@ class TensorQuantizer(nn.Module):
         return self.amax / (2.0 ** (self._num_bits - 1 + int(self._unsigned)) - 1.0)
 
     def disable(self) -> None:
-        """Return inputs untouched from now on."""
+        """Return inputs unchanged from now on."""
         self._disabled = True
 
     def enable(self) -> None:
-        """Do what the stages say from now on."""
+        """Run the enabled stages from now on."""
         self._disabled = False
 
     def disable_clip(self) -> None:
@@ -289,12 +289,12 @@ class TensorQuantizer(nn.Module):
         """Take the range from the calibrator.
 
         Args:
-            *args: Passed on to the calibrator's `compute_amax`.
-            **kwargs: Likewise, but for ``strict``: True (the default) raises where the calibrator
-                has seen nothing, or nothing but zeros; False stores NaN, or the zero, and logs it.
+            *args: Arguments of the calibrator's `compute_amax`.
+            **kwargs: Likewise, except ``strict``: True (the default) raises where the calibrator
+                saw nothing, or only zeros; False stores NaN, or zero, and logs it.
 
         Raises:
-            RuntimeError: No calibrator, or under ``strict`` no usable range.
+            RuntimeError: No calibrator, or with ``strict`` no usable range.
         """
         strict = kwargs.pop("strict", True)
         if self._calibrator is None:
@@ -335,22 +335,22 @@ class TensorQuantizer(nn.Module):
         self.clip.clip_value_max.data.copy_(start)
 
     def scale_range(self, factor: Tensor, inputs: Tensor) -> Tensor:
-        """Multiply the range as the tensor is multiplied: integers stay, up to their sign.
+        """Multiply the range as the tensor is multiplied: integers stay equal, up to their sign.
 
-        amax' = |f|·amax; the ends of a learned clip likewise. A dynamic range needs nothing. What
-        the calibrator has seen is forgotten.
+        amax' = |f|·amax, and likewise for the ends of a learned clip. A dynamic range does not
+        change. The calibrator's statistics are removed.
 
         Args:
-            factor: f, of as many axes as `inputs`, to which it broadcasts.
+            factor: f, with as many axes as `inputs`, to which it broadcasts.
             inputs: The tensor before the multiplication, as the quantizer reads it.
 
         Returns:
-            The tensor to multiply: `inputs`, or where a factor is negative `inputs` without what
-            lies above the range.
+            The tensor to multiply: `inputs`, or where a factor is negative, `inputs` clipped to the
+            range.
 
         Raises:
             ValueError: One range holds values with different factors, or an integer has no opposite
-                (−128). Nothing was changed.
+                (−128). Nothing is changed then.
 
         Example:
             >>> quantizer = TensorQuantizer(QuantDescriptor(axis=0))
@@ -362,13 +362,13 @@ class TensorQuantizer(nn.Module):
         return scale_range(self, factor, inputs)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Calibrate, clip and quantize, as far as these stages are on.
+        """Calibrate, clip and quantize, where these stages are enabled.
 
         Args:
             inputs: Any shape; float where it is quantized.
 
         Returns:
-            A tensor of the same shape and dtype: `inputs` itself where nothing is on.
+            A tensor of the same shape and dtype: `inputs` itself where no stage is enabled.
         """
         if self._disabled:
             return inputs

@@ -236,9 +236,9 @@ def write_json(path: str | os.PathLike[str], content: Any) -> Path:
 
 
 class JsonDocument:
-    """Base of what says itself as JSON: a plan, a table.
+    """Base class of results that are stored as JSON: a plan, a table.
 
-    A subclass gives `to_json` and `from_json`; `save` and `load` follow.
+    A subclass defines `to_json` and `from_json`; `save` and `load` use them.
 
     Example:
         >>> import tempfile
@@ -261,15 +261,15 @@ class JsonDocument:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read and check what `to_json` wrote.
+        """Read and check the text that `to_json` wrote.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: Any other text.
         """
         raise NotImplementedError
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the JSON to `path`, whole or not at all; return the path."""
+        """Write the JSON to a temporary name, rename it to `path` and return the path."""
         return write_whole(path, self.to_json() + "\n")
 
     @classmethod
@@ -277,7 +277,7 @@ class JsonDocument:
         """Read a file that `save` wrote.
 
         Raises:
-            DocumentError: It is no such file; the message names it.
+            DocumentError: Any other file; the message names it.
         """
         content = read_content(path, cls.__name__, _LARGEST_JSON)
         try:

@@ -20,22 +20,22 @@ _WORK = re.compile(r"\.(?P<name>.+)\.[0-9]+\.[0-9a-f]{8}\.(?P<kind>tmp|old)", re
 def write_whole(
     path: str | os.PathLike[str], content: bytes | str, *, parents: bool = False
 ) -> Path:
-    """Write under a temporary name beside `path`, flush to the disk, rename.
+    """Write to a temporary name beside `path`, flush to the disk, rename.
 
-    Whoever reads `path`, and whenever the writer dies, finds the old content or the new.
+    A reader of `path` finds the old content or the new, whenever the writer stops.
 
     Args:
-        path: The file; what it held is replaced.
+        path: The file; existing content is replaced.
         content: Bytes, or text, which is written as UTF-8.
-        parents: Make the folder of `path`, and those above it, where there are none.
+        parents: Create missing folders of `path`.
 
     Returns:
         The path.
 
     Raises:
         ValueError: The folder of `path` does not exist, without `parents`; or `path` is a folder.
-        OSError: The disk is full or the place may not be written; `path` is as it was, and nothing
-            of the new content is left. The error's file name is `path`.
+        OSError: The disk is full or not writable; `path` is unchanged and no temporary file
+            remains. The error's file name is `path`.
 
     Example:
         >>> import tempfile
