@@ -80,7 +80,7 @@ def save_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def load_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Load the ranges that `save_ranges` wrote into every quantizer; all of them or, on error, none.
+    """Load a file of `save_ranges` into the quantizers; all of them or, on error, none.
 
     Ranges between modules (`float_ranges`) are loaded too; a file of a version without them removes
     the model's.
