@@ -52,46 +52,51 @@ def fuse_model(
     *,
     graph: Graph | None = None,
 ) -> FusionResult:
-    """Fold batch norms into the convolutions and linear layers beside them.
+    """Fold batch norms into adjacent convolutions and linear layers.
 
-    With ``example_inputs`` the model is captured (``bevquant_graph.capture``), and a batch norm is
-    folded where the channels that one convolution or linear layer makes go to it and nowhere else,
-    at most through what moves values and keeps channels apart, or averages them over places; and
-    else, where no ReLU feeds it, into the layers behind it, if only dense ones that pad no zeros
-    read it. One of a sum or a concatenation of layers before it goes into all of them, and one that
-    stands in a sum with convolutions of what it reads (RepVGG's identity branch) becomes a
-    depthwise 1×1 convolution. Functional
-    ``F.batch_norm``, classes that do more than normalise, what more they do being kept, and frozen
-    batch norms in arithmetic (``FrozenBatchNorm2d``) are folded too. A layer that computes its
-    weight from parameters alone in every call (standardised weights) becomes a plain one over that
-    weight. Without example inputs, and inside modules that cannot be captured, the
-    structure of the modules tells: a convolution directly followed by its batch norm in an
-    ``nn.Sequential`` or ``SparseSequential``, residual blocks by their names, other forwards as
-    `torch.fx` sees them. That takes for granted that a module which cannot be followed uses its
-    parts by calling them; ``example_inputs`` checks it.
+    With ``example_inputs`` the model is captured (``bevquant_graph.capture``). A batch norm is
+    folded into
 
-    A folded batch norm becomes ``nn.Identity`` in dense code, leaves its ``SparseSequential``
-    (members numbered 0, 1, 2, … are numbered anew), and is deleted from a block that runs sparse
+    - the layer in front of it, where the batch norm is the layer's only consumer; layout operators
+      that keep channels apart and averages over places may be between the two;
+    - all layers in front of it, for a sum or concatenation of layers;
+    - the layers behind it, where no ReLU feeds it and its consumers are dense layers without zero
+      padding;
+    - a depthwise 1×1 convolution of its own, in a sum with convolutions of the same input (RepVGG's
+      identity branch).
+
+    Functional ``F.batch_norm``, classes with further operations (which are kept), and frozen batch
+    norms in arithmetic (``FrozenBatchNorm2d``) are folded too. A layer that computes its weight
+    from parameters alone in every call (standardised weights) becomes a plain layer with that
+    weight.
+
+    Without example inputs, and inside modules that cannot be captured, the module structure
+    decides: a convolution directly followed by its batch norm in an ``nn.Sequential`` or
+    ``SparseSequential``, residual blocks by their names, other forwards as `torch.fx` traces them.
+    This assumes that a module uses its parts by calling them; ``example_inputs`` verifies it.
+
+    A folded batch norm becomes ``nn.Identity`` in dense code. It is removed from its
+    ``SparseSequential`` (whose members are renumbered) and from a block that runs sparse
     convolutions, with its call. Activations in sparse encoders get ``inplace=False``, unless that
-    changes the outputs. Parameters are replaced: make optimizers afterwards.
+    changes the outputs. Parameters are replaced: create optimizers afterwards.
 
     Args:
-        model: Batch norms in training mode are kept, so call ``eval()`` first. Of an exported
-            program its module (``bevquant_graph.module_of``) is fused, on the program's own example
-            inputs where none are given.
-        example_inputs: Tuple of arguments, dict of keyword arguments, or one argument. Where
-            given, model and result are run on it in evaluation mode and compared.
-        inplace: Change ``model`` itself rather than a copy.
-        graph: ``capture(model, example_inputs)``, where that was done already; frozen batch norms
-            stay then, as it shows their arithmetic.
+        model: A model in evaluation mode; batch norms in training mode are kept. Of an exported
+            program, the module (``bevquant_graph.module_of``) is fused, on the program's own
+            example inputs where none are given.
+        example_inputs: Tuple of arguments, dict of keyword arguments, or one argument. Model and
+            result are run on it in evaluation mode and compared.
+        inplace: Change ``model`` itself instead of a copy.
+        graph: ``capture(model, example_inputs)``, where it was captured already. Frozen batch norms
+            are not folded then, because the graph shows their arithmetic.
 
     Returns:
-        The fused model with a line for every batch norm.
+        The fused model with one line per batch norm.
 
     Raises:
         ValueError: The outputs on ``example_inputs`` differ by more than rounding (1e-10 of the
-            largest output in float64, 1e-3 in float32), in float64 too, or the fused model does
-            not run; ``model`` is then unchanged. Or ``graph`` is that of another model.
+            largest output in float64, 1e-3 in float32), in float64 too, or the fused model does not
+            run; ``model`` is unchanged then. Or ``graph`` belongs to another model.
 
     Example:
         >>> import torch
@@ -116,23 +121,23 @@ def fuse_parts(
     *,
     unchecked: Collection[str] = (),
 ) -> FusionResult:
-    """`fuse_model` of some modules of a model, each captured and compared by itself.
+    """Run `fuse_model` on some modules of a model, each captured and compared by itself.
 
-    For a model whose forward cannot be followed as a whole (voxelization, views, queries between
-    its parts), or whose activations do not fit memory together.
+    For a model that cannot be captured as a whole (voxelization, views, queries between its parts),
+    or whose activations do not fit into memory together.
 
     Args:
-        model: Stays as it is.
-        example_inputs: The model's positional ones; the model is run on them once, and each part is
-            folded on what it was called with first.
-        parts: Paths of modules, none inside another; those that the model does not have are passed
-            over.
-        unchecked: Parts that are folded by their structure, without inputs: of a detection head,
-            say, in which rounding decides which cells become queries, outputs before and after
-            cannot be compared one by one.
+        model: The model; it is not changed.
+        example_inputs: Its positional inputs. The model is run on them once, and each part is
+            folded on the inputs of its first call.
+        parts: Paths of modules, none inside another. Paths that the model does not have are
+            ignored.
+        unchecked: Parts that are folded by their structure, without inputs: a detection head, for
+            example, in which rounding decides which cells become queries, so outputs before and
+            after cannot be compared one by one.
 
     Returns:
-        A copy with the parts folded, in evaluation mode, and the account of all parts with paths of
+        A copy with the parts folded, in evaluation mode, and the record of all parts with paths of
         the whole model; `max_error` is the largest of theirs.
 
     Raises:

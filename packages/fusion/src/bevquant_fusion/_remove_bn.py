@@ -262,15 +262,15 @@ class _Dropper(ast.NodeTransformer):
 
 
 def norm_as_convolution(bn: nn.Module, axes: int) -> nn.Module:
-    """The depthwise 1×1 convolution that computes ``bn``: W = γ/√(σ² + ε), b = β − μ·W.
+    """Depthwise 1×1 convolution that computes ``bn``: W = γ/√(σ² + ε), b = β − μ·W.
 
     Args:
         bn: A batch norm in evaluation mode with running statistics.
-        axes: How many axes its input ``[N, C, …]`` has behind the channels, 1 to 3.
+        axes: Number of axes of its input ``[N, C, …]`` after the channels, 1 to 3.
 
     Raises:
-        ValueError: It is another kind of module, or normalises by each batch; the weight would not
-            be finite.
+        ValueError: Another kind of module, a batch norm without running statistics, or a weight
+            that is not finite.
 
     Example:
         >>> norm_as_convolution(nn.BatchNorm2d(4).eval(), 2)
@@ -285,23 +285,23 @@ def norm_as_convolution(bn: nn.Module, axes: int) -> nn.Module:
 def norms_to_convolutions(
     model: nn.Module, graph: Graph, stays: Callable[[str], bool] = lambda path: False
 ) -> dict[str, str]:
-    """Put depthwise 1×1 convolutions in the places of batch norms that no layer can take.
+    """Replace batch norms that cannot be folded by depthwise 1×1 convolutions.
 
     In evaluation mode a batch norm is W·x + b per channel, W = γ/√(σ² + ε), b = β − μ·W (computed
-    in float64, rounded once). One before an activation (a ResNet with pre-activation, DenseNet) is
-    never folded; as a convolution it can be quantized. A class that does more (timm's
-    ``BatchNormAct2d``) becomes an ``nn.Sequential`` of that convolution, ``norm``, and its other
-    children. What `fuse_model` would fold stays, and so does what is in training mode, reads an
-    input of the model or rows ``[N, C]``, is called by a function, or would have a weight that is
-    not finite.
+    in float64, rounded once). A batch norm in front of an activation (a ResNet with pre-activation,
+    DenseNet) is never folded; as a convolution it can be quantized. A class with further operations
+    (timm's ``BatchNormAct2d``) becomes an ``nn.Sequential`` of that convolution, ``norm``, and its
+    other children. Not replaced are batch norms that `fuse_model` would fold, that are in training
+    mode, that read an input of the model or rows ``[N, C]``, that a function calls, or whose weight
+    would not be finite.
 
     Args:
         model: Changed in place: parameters of these batch norms are new ones afterwards.
         graph: ``bevquant_graph.capture`` of it.
-        stays: Whether the batch norm at a path is left alone.
+        stays: Whether the batch norm at a path is not replaced.
 
     Returns:
-        Path of each convolution, and the class of the batch norm that it was.
+        Path of each convolution, and the class of the batch norm that it replaced.
 
     Example:
         >>> import torch

@@ -23,12 +23,12 @@ _HOW = {
 
 @dataclass(frozen=True)
 class Skipped:
-    """A batch norm that stays, and why.
+    """A batch norm that was not folded.
 
     Attributes:
         bn: Its path in the model.
-        reason: One sentence that names what stands in the way.
-        location: ``file:line`` of the code that calls it, where that is known.
+        reason: The obstacle, in one sentence.
+        location: ``file:line`` of the code that calls it, where known.
     """
 
     bn: str
@@ -41,16 +41,15 @@ class Fused:
     """A batch norm that was folded.
 
     Attributes:
-        conv: Path of the layer that took it, before the rewrite (a ``SparseSequential`` numbers
-            its members anew); the first of several.
+        conv: Path of the layer that it was folded into, before the rewrite (a ``SparseSequential``
+            renumbers its members); the first of several.
         bn: Path of the batch norm before the rewrite.
-        how: What stands in its place: ``"identity"``; ``"removed"`` (from a
-            ``SparseSequential``); ``"rebuilt"`` (its block's forward is without the call);
-            ``"rest"``: an ``nn.Sequential`` of its own children, as of timm's ``BatchNormAct2d``;
-            ``"neutral"``: its statistics and weights are such that it gives what it gets, because
-            a forward calls ``F.batch_norm`` itself. That holds in evaluation mode;
-            ``"depthwise"``: a depthwise 1×1 convolution, in a sum with convolutions of what it
-            reads; it is its own ``conv``.
+        how: Replacement of the batch norm. ``"identity"``: an ``nn.Identity``. ``"removed"``:
+            nothing (from a ``SparseSequential``). ``"rebuilt"``: its block's forward without the
+            call. ``"rest"``: an ``nn.Sequential`` of its own children, as for timm's
+            ``BatchNormAct2d``. ``"neutral"``: statistics and weights that return the input in
+            evaluation mode, where a forward calls ``F.batch_norm``. ``"depthwise"``: a depthwise
+            1×1 convolution, in a sum with convolutions of the same input; it is its own ``conv``.
     """
 
     conv: str
@@ -60,21 +59,21 @@ class Fused:
 
 @dataclass(frozen=True, eq=False)
 class FusionResult(HtmlTable):
-    """What ``fuse_model`` did. ``print(result)`` shows it as a table.
+    """Result of ``fuse_model``; ``print(result)`` shows a table.
 
     Attributes:
         model: The fused model: a copy, or the model itself with ``inplace=True``.
-        fused: Batch norms that are gone.
-        skipped: Batch norms that stay, each with the reason. Every batch norm of the model is in
+        fused: Folded batch norms.
+        skipped: Other batch norms, each with the reason. Every batch norm of the model is in
             exactly one of the two.
-        not_inplace: Activations of sparse encoders whose ``inplace`` became False, by their path
-            before the rewrite.
-        untraced: Modules whose forward could not be followed, with the reason.
-        max_error: Largest relative difference of any output on the example inputs; in float64
-            where a choice between values (the largest ones, say) came out differently by rounding;
-            None without example inputs.
-        plain: Layers whose forward computed their weight from parameters alone (standardised
-            weights), by their path; they are layers of torch's own over that weight now.
+        not_inplace: Activations of sparse encoders whose ``inplace`` became False, by path before
+            the rewrite.
+        untraced: Modules whose forward could not be captured, with the reason.
+        max_error: Largest relative difference of an output on the example inputs. In float64 where
+            rounding changed a choice between values (the largest ones, for example). None without
+            example inputs.
+        plain: Paths of layers that computed their weight from parameters alone (standardised
+            weights). They are torch's own layers with that weight now.
     """
 
     model: nn.Module = field(repr=False)
