@@ -1,17 +1,14 @@
 """What every test of the repository starts from."""
 
-import _codecs
 import builtins
 import gc
 import logging
 import os
-import pickle
 import sys
 import warnings
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 with suppress(ImportError):  # not every package's tests ask for it
@@ -165,25 +162,14 @@ def document():
     return read
 
 
-class _NumbersOnly(pickle.Unpickler):
-    """Builds numpy scalars and nothing else."""
-
-    def find_class(self, module: str, name: str) -> object:
-        known = {
-            ("numpy", "dtype"): np.dtype,
-            ("numpy.core.multiarray", "scalar"): np.float64().__reduce__()[0],
-            ("_codecs", "encode"): _codecs.encode,
-        }
-        return known[module, name]
-
-
 @pytest.fixture(scope="session")
 def keyframe_info(real_data: Path) -> dict:
     """mmdetection3d's record of one real nuScenes keyframe, with the folder and the class names."""
+    from bevquant_quantizers.documents import read_plain_pickle
+
     found = sorted((real_data / "mmdet3d_demo/nuscenes").glob("*.pkl"))
     if not found:
         pytest.skip("no nuScenes keyframe among the real data")
-    with found[0].open("rb") as file:
-        content = _NumbersOnly(file).load()
+    content = read_plain_pickle(found[0])
     (info,) = content["data_list"]
     return {**info, "folder": found[0].parent, "classes": list(content["metainfo"]["categories"])}

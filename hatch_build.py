@@ -12,9 +12,9 @@ from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-EXTRAS = "cpu cu120 cu124 cu126 onnxruntime openvino numba nuscenes yaml pt2e".split()
+EXTRAS = "cpu cu120 cu124 cu126 onnxruntime openvino numba nuscenes feather yaml pt2e".split()
 INCLUDED = ("numba", "onnx", "pictures", "progress")  # small: without asking for them
-ALL = ("cpu", "onnxruntime", "openvino", "yaml")  # nuscenes-devkit holds numpy below 2
+ALL = ("cpu", "onnxruntime", "openvino", "yaml", "feather")  # nuscenes-devkit holds numpy below 2
 
 
 def metadata_of(root: Path) -> dict[str, Any]:

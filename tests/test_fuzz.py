@@ -16,10 +16,11 @@ from fuzz.session import OUTCOMES, Mutants, clean, counts, table
 QUICK = (
     "ranges", "saved collection", "quant config", "partition plan", "CPU suggestion",
     "compiled .hbm", ".pth zip", ".pth legacy", ".safetensors", "training checkpoint",
-    "prepared frame", "points .npz", "points .bin", "points .tensor", "record of a rank",
+    "prepared frame", "points .npz", "points .bin", "points .tensor", "points .pcd",
+    "points .npy", "record of a rank",
     "settings of a run", "KITTI frame", "run for report", "engine's layers",
-    "nuScenes tables", "message of a rank", "list of prepared frames", "record of a frame",
-    "descriptor's YAML",
+    "nuScenes tables", "mmdetection3d's infos", "message of a rank", "list of prepared frames",
+    "record of a frame", "descriptor's YAML",
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,7 @@ def nuscenes() -> Target:
     tables: dict[str, list[dict[str, Any]]] = {
         "scene": [{"token": "n", "name": "scene-1", "first_sample_token": "s"}],
         "sample": [{"token": "s", **end}],
+        "category": [{"token": "k", "name": "vehicle.car"}],
         "ego_pose": [{"token": "e", **pose}],
         "calibrated_sensor": [{"token": "c", "camera_intrinsic": [], **pose}],
         "sample_data": [
@@ -85,6 +87,26 @@ def nuscenes() -> Target:
                     sys.modules[name] = other
 
     return Target(files | {"0.bin": rows, "1.bin": rows}, dict.fromkeys(files, changed_json), read)
+
+
+def mmdet3d() -> Target:
+    from bev_data.datasets import open_dataset
+
+    sweep = {"timestamp": 0.9, "lidar_points": {"lidar_path": "1.bin", "lidar2sensor": np.eye(4)}}
+    box = {"bbox_3d": [1, 2, 0, 4, 2, 1.5, 0.1], "bbox_label_3d": 0, "num_lidar_pts": 7}
+    record = {
+        "lidar_points": {"lidar_path": "0.bin", "num_pts_feats": 5}, "timestamp": 1.0,
+        "lidar_sweeps": [sweep], "instances": [box],
+    }  # fmt: skip
+    meta = {"categories": {"car": 0}, "dataset": "nuscenes"}
+    rows = np.random.default_rng(0).uniform(2, 9, (40, 5)).astype("<f4").tobytes()
+    infos = pickle.dumps({"metainfo": meta, "data_list": [record]})
+    files = {"infos.pkl": infos, "0.bin": rows, "1.bin": rows}
+
+    def read(folder: Path) -> None:
+        list(open_dataset("mmdet3d", folder / "infos.pkl", cameras="none"))
+
+    return Target(files, {"infos.pkl": changed_bytes}, read)
 
 
 def prepared_frame() -> Target:
@@ -126,6 +148,30 @@ def points_tensor() -> Target:
 
     files = written(lambda f: save_tensor(f / "p.tensor", np.ones((20, 5), np.float32)))
     return Target(files, {"p.tensor": changed_bytes}, lambda f: read_points(f / "p.tensor"))
+
+
+def points_pcd() -> Target:
+    from point_files import drive, write_pcd
+
+    from bev_data.points import read_points
+
+    names = ("ascii", "binary", "binary_compressed")
+    files = written(lambda f: [write_pcd(f / f"{n}.pcd", drive(20), n) for n in names])
+
+    def read(folder: Path) -> None:
+        for name in names:
+            read_points(folder / f"{name}.pcd")
+
+    return Target(files, dict.fromkeys(files, changed_bytes), read)
+
+
+def points_npy() -> Target:
+    from point_files import drive, records
+
+    from bev_data.points import read_points
+
+    files = written(lambda f: np.save(f / "p.npy", records(drive(20))))
+    return Target(files, {"p.npy": changed_bytes}, lambda f: read_points(f / "p.npy"))
 
 
 def frame_folder() -> Target:
@@ -202,9 +248,12 @@ READERS: dict[str, tuple[int, Callable[[], Target]]] = {
     "points .npz": (4000, points_npz),
     "points .bin": (4000, points_binary),
     "points .tensor": (4000, points_tensor),
+    "points .pcd": (4000, points_pcd),
+    "points .npy": (4000, points_npy),
     "frame folder": (3000, frame_folder),
     "PandaSet sequence": (1000, pandaset),
     "KITTI frame": (1000, kitti),
     "nuScenes tables": (2500, nuscenes),
+    "mmdetection3d's infos": (2500, mmdet3d),
     "prepared frame": (3000, prepared_frame),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -26,8 +27,8 @@ from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.commands.demo import Demo
 from bevfusion_quant.commands.ptq import Ptq
-from bevfusion_quant.frames import as_options
-from bevfusion_quant.options import check_options
+from bevfusion_quant.frames import as_options, frames_of
+from bevfusion_quant.options import FrameOptions, check_options
 from bevfusion_quant.ptq import FrameBatches
 
 COMMAND = [sys.executable, "-m", "bevfusion_quant"]
@@ -198,6 +199,52 @@ def test_a_checkpoint_of_another_configuration(
     torch.save(build_model(CONFIGS["nuscenes"], ("lidar",)).state_dict(), "w.pth")
     message = refused(capsys, here, "--points", "good.npz", "--weights", "w.pth")
     assert "config 'nuscenes'" in message
+
+
+def test_columns_and_axes_of_own_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = np.column_stack([cloud(2000), np.linspace(0, 0.1, 2000)])
+    np.save("own.npy", rows)
+    message = refused(capsys, here, "--points", "own.npy")
+    assert "name other columns, such as --columns x,y,z,intensity,ring,-" in message
+    assert "--columns has 'refl', none of" in refused(
+        capsys, here, "--points", "own.npy", "--columns", "x,y,z,refl,ring,time"
+    )
+    said = FrameOptions(
+        points=(Path("own.npy"),), columns="x,y,z,intensity,ring,time", axes="forward,left,up"
+    )
+    (frame,) = frames_of(said, with_cameras=False, size="tiny")
+    np.testing.assert_allclose(frame.points[:, 0], -rows[:, 1])
+    np.testing.assert_allclose(frame.points[:, 4], rows[:, 5], atol=1e-7)
+    assert "--axes forward,left" in refused(
+        capsys, here, "--points", "own.npy", "--axes", "forward,left"
+    )
+
+
+def test_info_files_of_mmdetection3d(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    box = {"bbox_3d": [8.0, 3, -1, 4, 2, 1.5, 0.3], "bbox_label_3d": 0, "num_lidar_pts": 5}
+    record = {"lidar_points": {"lidar_path": "own.bin", "num_pts_feats": 5}, "instances": [box]}
+    meta = {"classes": ["car"], "dataset": "ours"}
+    Path("infos.pkl").write_bytes(pickle.dumps({"metainfo": meta, "data_list": [record]}))
+    cloud(2000).astype("<f4").tofile("own.bin")
+    source = ("--dataset", "mmdet3d", "--data", "infos.pkl", "--branch", "lidar")
+    assert "say --box-origin bottom" in refused(capsys, here, *source)
+    message = refused(capsys, here, *source, "--box-origin", "centre", "--classes", "bus=truck")
+    assert "--classes renames bus, no class of infos.pkl, which has car" in message
+    assert "--classes bus: expected NAME=NEW_NAME" in refused(
+        capsys, here, *source, "--classes", "bus"
+    )
+    said = FrameOptions(
+        dataset="mmdet3d", data=(Path("infos.pkl"),), box_origin="bottom", axes="forward,left,up",
+        classes=("car=vehicle",),
+    )  # fmt: skip
+    (frame,) = frames_of(said, with_cameras=False, size="tiny")
+    assert frame.labels is not None
+    assert frame.labels.names == ("vehicle",)
+    np.testing.assert_allclose(frame.labels.boxes[0, :3], [-3, 8, -0.25])
+    wrong = refused(capsys, here, "--dataset", "street", "--classes", "car=bus")
+    assert "--classes: --dataset street does not read it" in wrong
+    wrong = refused(capsys, here, "--points", "own.bin", "--box-origin", "bottom")
+    assert "--box-origin: --points does not read it" in wrong
 
 
 def test_options_of_another_source(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,6 +112,17 @@ def test_class_names_are_the_devkits(devkit):
     assert official.category_to_detection_name("static_object.bicycle_rack") is None
 
 
+def test_classes_of_ones_own(devkit, root):
+    def names(**classes):
+        return open_dataset("nuscenes", root, cameras="none", classes=classes)[3].labels.names
+
+    assert names(car="vehicle") == ("vehicle", "pedestrian", "static_object.bicycle_rack")
+    own = {"static_object.bicycle_rack": "rack", "vehicle.car": "car_", "car": "unused"}
+    assert names(**own) == ("car_", "pedestrian", "rack")
+    with pytest.raises(InputError, match=r"renames lorry, no class of v1\.0-mini, which has vehic"):
+        names(lorry="truck")
+
+
 def test_scenes_and_splits(devkit, root):
     def names(**options):
         return [key[0] for key in open_dataset("nuscenes", root, **options).keys]

@@ -41,8 +41,12 @@ def test_intensity_scale(tmp_path):
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
-        (4, [1.5e9, 1.5e9 + 0.1], "fifth column reaches 1.5e.09: neither a ring number"),
-        (4, [-20.5, 0.0], "fifth column reaches 20.5"),
+        (
+            4,
+            [1.5e9, 1.5e9 + 0.1],
+            "time lag reaches 1.5e.09 s; expected at most 10 s, or ring numbers",
+        ),
+        (4, [-20.5, 0.0], "time lag reaches 20.5"),
         (3, [0.0, 65535.0], r"spans 0\.\.6.*set intensity_scale="),
         (3, [-1.0, 100.0], r"spans -1\.\.100, not 0\.\.255"),
     ],

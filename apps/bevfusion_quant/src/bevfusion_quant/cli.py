@@ -76,7 +76,6 @@ def _run(arguments: list[str]) -> int:
     _let_waiting_threads_sleep()
     _reuse_freed_memory()
     _look_for_garbage_less_often()
-    from bev_data.points import PointsError
     from bev_data.voxelize import VoxelizeError
     from bevfusion_quant._errors import InputError, VerificationError
     from bevfusion_quant.commands import check_processes
@@ -101,9 +100,9 @@ def _run(arguments: list[str]) -> int:
     except VerificationError as error:
         print(error.output, flush=True)
         return _fail(str(error), NOT_VERIFIED)
-    except PointsError as error:
+    except InputError as error:
         return _fail(as_options(str(error)))
-    except (InputError, VoxelizeError, DocumentError, LaunchError) as error:
+    except (VoxelizeError, DocumentError, LaunchError) as error:
         return _fail(str(error))
     return 0
 

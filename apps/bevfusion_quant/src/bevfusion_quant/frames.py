@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from inspect import Parameter, signature
 from types import MappingProxyType
@@ -37,7 +37,7 @@ class FrameBatches(evaluation.FrameBatches):
     )
 
 
-OF_POINTS = ("columns", "dtype", "intensity_scale", "key", "nonfinite")
+OF_POINTS = ("columns", "axes", "dtype", "intensity_scale", "key", "nonfinite")
 """Options of files of points: keywords of `bev_data.points.read_points`, which bear their names."""
 
 
@@ -47,8 +47,11 @@ def as_options(message: str) -> str:
     Example:
         >>> as_options("a.bin: say columns=4 and dtype='float32', or set intensity_scale=")
         'a.bin: say --columns 4 and --dtype float32, or set --intensity-scale'
+        >>> as_options("a.pcd: say columns='x,y,z,intensity:refl', or leave axes= out")
+        'a.pcd: say --columns x,y,z,intensity:refl, or leave --axes out'
     """
-    keyword = rf"(?<![\w/.=-])({'|'.join(OF_POINTS)})=('?)([\w.]*)\2"
+    names = "|".join((*OF_POINTS, "classes", "box_origin"))
+    keyword = rf"(?<![\w/.=-])({names})=('?)((?:[\w.,:-]*[\w-])?)\2"
 
     def option(found: re.Match[str]) -> str:
         return f"--{found[1].replace('_', '-')} {found[3]}".rstrip()
@@ -107,14 +110,18 @@ def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequen
     if options.dataset == "files":
         return _part(open_dataset("files", options.data, **reading), options)
     if len(options.data) > 1:
-        raise InputError(f"--dataset {options.dataset} is one folder, not {len(options.data)}")
+        raise InputError(f"--dataset {options.dataset} is one path, not {len(options.data)}")
     cameras = "available" if options.incomplete == "skip" else "all"
     stated = {
         "cameras": cameras if with_cameras else "none",
         "split": options.split,
         "version": options.data_version,
+        "classes": _renamed(options.classes),
+        "box_origin": options.box_origin,
     }
     settings = {name: value for name, value in stated.items() if value and name in reads}
+    if "reading" in reads:
+        settings |= {name: reading[name] for name in OF_POINTS if reading[name] != _default(name)}
     try:
         frames = open_dataset(options.dataset, next(iter(options.data), None), **settings)
     except InputError as error:
@@ -123,6 +130,19 @@ def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequen
         text = f"{error}: that is --incomplete skip, or --branch lidar" if hint else str(error)
         raise InputError(text) from error
     return _part(frames, options)
+
+
+def _default(name: str) -> object:
+    return FrameOptions.__dataclass_fields__[name].default
+
+
+def _renamed(classes: Sequence[str]) -> dict[str, str]:
+    """Names by names, of texts such as "bus=truck"."""
+    pairs = [text.partition("=") for text in classes]
+    wrong = [f"{own}{sign}{name}" for own, sign, name in pairs if not own or not name]
+    if wrong:
+        raise InputError(f"--classes {wrong[0]}: expected NAME=NEW_NAME, such as bus=truck")
+    return {own: name for own, _, name in pairs}
 
 
 def _parameters(kind: str) -> Mapping[str, Parameter]:
@@ -176,17 +196,19 @@ def _refuse_unmounted(names: Sequence[str], size: str) -> None:
 def _refuse_options_of_others(options: FrameOptions, reads: Mapping[str, Parameter]) -> None:
     """Say which options the chosen source does not read, instead of passing them over."""
     source = f"--dataset {options.dataset}" if options.dataset else "--points"
-    reads_files = options.dataset in (None, "files")
+    reads_files = options.dataset is None or "reading" in reads  # of `read_points`
     reads_cameras = "cameras" in reads and options.dataset != "nuscenes"  # which has all or none
     misplaced = {
         "--data": bool(options.data) and options.dataset in (None, "street"),
         "--split": options.split is not None and "split" not in reads,
         "--data-version": options.data_version is not None and "version" not in reads,
+        "--classes": bool(options.classes) and "classes" not in reads,
+        "--box-origin": options.box_origin is not None and "box_origin" not in reads,
         "--incomplete": options.incomplete != "refuse" and not reads_cameras,
     }
-    for option in fields(options):
-        if option.name in OF_POINTS and getattr(options, option.name) != option.default:
-            misplaced[f"--{option.name.replace('_', '-')}"] = not reads_files
+    for name in OF_POINTS:
+        if getattr(options, name) != _default(name):
+            misplaced[f"--{name.replace('_', '-')}"] = not reads_files
     wrong = [name for name, is_wrong in misplaced.items() if is_wrong]
     if wrong:
         raise InputError(f"{', '.join(wrong)}: {source} does not read it; leave it out")

@@ -192,19 +192,25 @@ class FrameOptions:
     """Where frames come from: `--points`, or `--dataset` with `--data`.
 
     Args:
-        points: LiDAR frames: nuScenes or KITTI .bin, .npz, NVIDIA .tensor, or folders of them.
+        points: LiDAR frames: .bin, .pcd, .npy, .npz, .feather, NVIDIA .tensor, or folders of them.
         dataset: A data set instead, with cameras and labels: street (made from seeds, no files),
-            pandaset, kitti, nuscenes, or files (points files and frame folders of your own).
+            pandaset, kitti, nuscenes, mmdet3d (an info file of mmdetection3d), or files (points
+            files and frame folders of your own).
         data: Where the data set lies; files takes several paths, street none.
         first: The first frame to use, counted from 0; the first seed of street.
         count: How many frames from there; 0 for all (one of street).
         split: nuScenes' split, such as val or mini_val.
         data_version: nuScenes' version, such as v1.0-trainval.
+        classes: New names of nuscenes' or mmdet3d's classes, such as
+            vehicle.emergency.police=car bus=truck.
+        box_origin: The point of a box that mmdet3d's files locate, if they are of your own data.
         incomplete: What to do with frames of which images are missing.
         cameras: Names of the cameras to use, in this order; mit-bevfusion's six by default (KITTI:
             CAM_FRONT).
-        columns: Columns of a .bin, 4 or 5, where the file leaves it open. With 4, intensities of
-            0..255 are taken as they are.
+        columns: Columns of points files, such as x,y,z,intensity,ring or
+            x,y,z,intensity:refl,timestamp_ns:t; or 4 or 5 for a .bin that leaves it open.
+        axes: Directions of the x, y and z of points files, such as forward,left,up (KITTI, ROS);
+            right,forward,up by default.
         dtype: Number type of a .bin, where the file leaves it open.
         intensity_scale: Factor that makes a file's intensities 0..255, such as 1 or 0.00389.
         key: Name of the array of points in a .npz.
@@ -218,10 +224,13 @@ class FrameOptions:
     count: int = 0
     split: str | None = None
     data_version: str | None = None
+    classes: tuple[str, ...] = ()
+    box_origin: Literal["centre", "bottom"] | None = None
     incomplete: Literal["refuse", "skip"] = "refuse"
     cameras: tuple[str, ...] = ()
-    columns: Literal[4, 5] | None = None
-    dtype: Literal["float32", "float16"] | None = None
+    columns: str | None = None
+    axes: str = "right,forward,up"
+    dtype: Literal["float32", "float16", "float64"] | None = None
     intensity_scale: float | None = None
     key: str = "points"
     nonfinite: Literal["raise", "drop"] = "raise"

@@ -17,8 +17,20 @@ from bev_data.points import Frame, read_frames, read_points
 _LOG = logging.getLogger(__name__)
 
 
+def check_reading(options: Iterable[str]) -> None:
+    """Refuse options that `read_points` does not have.
+
+    Raises:
+        InputError: naming them.
+    """
+    known = [name for name in inspect.signature(read_points).parameters if name != "path"]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise InputError(f"{', '.join(unknown)}: files have the options {', '.join(known)}")
+
+
 def files(
-    path: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None, **options: Any
+    path: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None, **reading: Any
 ) -> FrameList:
     """Frames of files and folders, in order.
 
@@ -28,16 +40,13 @@ def files(
 
     Args:
         path: one path or several.
-        options: keyword arguments of `points.read_points`.
+        reading: keyword arguments of `points.read_points`.
 
     Raises:
         InputError: nothing given, a missing file, an unknown extension, a folder without frames;
             at access whatever is damaged.
     """
-    known = [name for name in inspect.signature(read_points).parameters if name != "path"]
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        raise InputError(f"{', '.join(unknown)}: files have the options {', '.join(known)}")
+    check_reading(reading)
     if path is None:
         raise InputError("a data set of kind 'files' needs a path")
     listed = [path] if isinstance(path, (str, os.PathLike)) else list(path)
@@ -58,7 +67,7 @@ def files(
 
     def read(key: Path) -> Frame:
         if key.is_dir():
-            return read_frame_folder(key, **options)
-        return read_points(key, **options)
+            return read_frame_folder(key, **reading)
+        return read_points(key, **reading)
 
     return FrameList("files", tuple(keys), read)

@@ -13,10 +13,12 @@ import numpy.typing as npt
 from PIL import Image
 
 from bev_data._errors import InputError
+from bev_data._motion import axes_motion, inverse
 from bev_data.cameras import Camera
 from bev_data.datasets._image import read_camera
 from bev_data.datasets._json_file import matrix, read_json
 from bev_data.points import Frame, Labels, read_frames, read_points
+from bev_data.points._frame import move_labels
 from bevquant_quantizers.documents import Size, write_arrays, write_folder, write_whole
 
 _FILE = "calib.json"
@@ -55,7 +57,7 @@ def read_frame_folder(folder: Path, **options: Any) -> Frame:
     and `height`, the image size that the intrinsics are for, may be left out and are checked where
     they are there. `labels` may be left out, and in it all but `boxes` and `names`; a null in
     velocities or visibility says that the value is not known. Frames, boxes and matrices are as in
-    `points.Frame`, `points.Labels` and `cameras.Camera`.
+    `points.Frame`, `points.Labels` and `cameras.Camera`, unless `axes` says otherwise of all three.
 
     Args:
         folder: the folder.
@@ -78,14 +80,16 @@ def read_frame_folder(folder: Path, **options: Any) -> Frame:
         points = found[0].name
     frame = read_points(folder / points, **options)
     labels = frame.labels
+    motion = axes_motion(options.get("axes", "right,forward,up"))
     if data.labels is not None:
         labels = _read_labels(path, data.labels)
+        labels = labels if motion is None else move_labels(labels, motion)
     return Frame(
         folder.absolute().name,
         frame.points,
         frame.voxels,
         labels,
-        tuple(_read_camera(folder, camera) for camera in data.cameras),
+        tuple(_read_camera(folder, camera, motion) for camera in data.cameras),
     )
 
 
@@ -177,13 +181,14 @@ class _FrameData(msgspec.Struct, forbid_unknown_fields=True):
     labels: _LabelData | None = None
 
 
-def _read_camera(folder: Path, data: _CameraData) -> Camera:
+def _read_camera(folder: Path, data: _CameraData, motion: npt.NDArray[np.float64] | None) -> Camera:
     where = f"{folder / _FILE}: {data.name}"
+    pose = matrix(data.lidar_to_camera, 4, 4, f"{where}: lidar_to_camera")
     return read_camera(
         data.name,
         folder / data.image,
         matrix(data.intrinsics, 3, 3, f"{where}: intrinsics"),
-        matrix(data.lidar_to_camera, 4, 4, f"{where}: lidar_to_camera"),
+        pose if motion is None else pose @ inverse(motion),
         None if data.width is None or data.height is None else (data.width, data.height),
     )
 

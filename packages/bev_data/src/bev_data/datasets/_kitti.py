@@ -8,14 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from bev_data._errors import InputError
+from bev_data._motion import FROM_FORWARD_X, inverse
 from bev_data.boxes import count_inside
 from bev_data.cameras import Camera
 from bev_data.datasets._frame_list import FrameList, one_folder
 from bev_data.datasets._image import read_camera
 from bev_data.datasets._matching import WhichCameras, check_which, with_cameras
-from bev_data.datasets._motion import FROM_FORWARD_X, inverse, move_points
 from bev_data.datasets._names import KITTI_NAMES, translate
 from bev_data.points import Frame, Labels, read_points
+from bev_data.points._frame import rows_of
 
 _VISIBILITY = {0: 1.0, 1: 0.6, 2: 0.2}  # KITTI gives a level, not a share; 3 is "unknown"
 _Matrix = npt.NDArray[np.float64]
@@ -66,10 +67,8 @@ def kitti(path: Path, *, cameras: WhichCameras = "all") -> FrameList:
     with_labels = (root / "label_2").is_dir()
 
     def read(name: str) -> Frame:
-        points = read_points(root / "velodyne" / f"{name}.bin", columns=4).points
-        if points is None:
-            raise InputError(f"{root}: {name} holds voxels, not points")
-        points = move_points(points, FROM_FORWARD_X)
+        file = root / "velodyne" / f"{name}.bin"
+        points = rows_of(read_points(file, columns=4, axes="forward,left,up"))
         if cameras == "none" and not with_labels:
             return Frame(name, points)
         values = _calibration(root / "calib" / f"{name}.txt")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from bev_data._errors import InputError
+
 # nuScenes' detection task: https://www.nuscenes.org/object-detection
 NUSCENES_NAMES = {
     "vehicle.car": "car",
@@ -55,6 +57,32 @@ KITTI_NAMES = {
 }
 
 
-def translate(names: Iterable[str], table: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the ten classes where there is one, else as they were."""
-    return tuple(table.get(name, name) for name in names)
+def translate(
+    names: Iterable[str],
+    table: Mapping[str, str],
+    classes: Mapping[str, str] | None = None,
+    where: str = "",
+) -> tuple[str, ...]:
+    """Names of the ten classes where there is one, else as they were; then the caller's.
+
+    Args:
+        names: of the data set.
+        table: the ten classes' names, by those of the data set.
+        classes: the caller's names, by names of the data set or of the ten classes.
+        where: the data set, if `names` are all of its classes: another one in `classes` is refused.
+
+    Raises:
+        InputError: `classes` has a name that the data set lacks.
+    """
+    listed = tuple(names)
+    chosen = classes or {}
+    unknown = [name for name in chosen if name not in (*listed, *map(table.get, listed))]
+    if where and unknown:
+        raise InputError(
+            f"classes= renames {', '.join(unknown)}, no class of {where}, which has "
+            f"{', '.join(listed)}"
+        )
+    known = (table.get(name, name) for name in listed)
+    return tuple(
+        chosen.get(own, chosen.get(name, name)) for own, name in zip(listed, known, strict=True)
+    )

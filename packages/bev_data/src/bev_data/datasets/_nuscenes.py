@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from bev_data._errors import InputError
+from bev_data._motion import inverse, move_points, pose
 from bev_data.cameras import CAMERA_NAMES, Camera
 from bev_data.datasets._frame_list import FrameList, one_folder
 from bev_data.datasets._image import read_camera
-from bev_data.datasets._motion import inverse, move_points, pose
 from bev_data.datasets._names import NUSCENES_NAMES, translate
 from bev_data.points import Frame, Labels, read_points
+from bev_data.points._frame import rows_of
 from bevquant_quantizers.documents import DocumentError, Finite, Size, as_form
 
 _Three = tuple[Finite, Finite, Finite]
@@ -26,6 +27,10 @@ _Three = tuple[Finite, Finite, Finite]
 class _Scene(msgspec.Struct):
     name: str
     first_sample_token: str
+
+
+class _Category(msgspec.Struct):
+    name: str
 
 
 class _Sample(msgspec.Struct):
@@ -84,7 +89,9 @@ class _Tables:
         self.version, self.dataroot = devkit.version, devkit.dataroot
         self._check(devkit.scene, list[_Scene], "scene")
         self._check(devkit.sample, list[dict[str, Any]], "sample")
+        self._check(devkit.category, list[_Category], "category")
         self.scene: list[dict[str, Any]] = devkit.scene
+        self.category: list[dict[str, Any]] = devkit.category
 
     def get(self, table: str, token: str) -> dict[str, Any]:
         """A row of a table, of the form that is read."""
@@ -121,6 +128,7 @@ def nuscenes(
     scenes: Sequence[str] | None = None,
     sweeps: int = 10,
     cameras: Literal["all", "none"] = "all",
+    classes: Mapping[str, str] | None = None,
 ) -> FrameList:
     """Keyframes of nuScenes with ten sweeps, six cameras and labels in the scanner's frame.
 
@@ -138,10 +146,12 @@ def nuscenes(
         scenes: names of scenes; with a split, those that are in both.
         sweeps: how many at most, the keyframe's own among them.
         cameras: "all" or "none".
+        classes: names of classes instead of the ten, by the tables' categories or by the ten names,
+            such as {"vehicle.emergency.police": "car", "bus": "truck"}.
 
     Raises:
-        InputError: no devkit, no such folder, version, split or scene, damaged tables, and at
-            access a missing file or camera.
+        InputError: no devkit, no such folder, version, split, scene or class, damaged tables, and
+            at access a missing file or camera.
     """
     path = one_folder("nuscenes", path)
     if sweeps < 1:
@@ -150,6 +160,10 @@ def nuscenes(
         raise InputError(f"cameras={cameras!r}: expected 'all' or 'none'")
     tables = _tables(path, version)
     wanted = _scenes(tables, split, scenes)
+    categories = [row["name"] for row in tables.category]
+    names = dict(
+        zip(categories, translate(categories, NUSCENES_NAMES, classes, version), strict=True)
+    )
     keys = []
     for scene in wanted:
         token, number = scene["first_sample_token"], 0
@@ -162,7 +176,7 @@ def nuscenes(
         raise InputError(f"{path}: {version} holds no samples of the scenes asked for")
 
     def read(key: tuple[str, str]) -> Frame:
-        return read_sample(tables, *key, sweeps=sweeps, with_cameras=cameras == "all")
+        return read_sample(tables, *key, sweeps=sweeps, with_cameras=cameras == "all", names=names)
 
     return FrameList("nuscenes", tuple(keys), read)
 
@@ -230,7 +244,15 @@ _VISIBILITY = {"1": 0.2, "2": 0.5, "3": 0.7, "4": 0.9}  # levels 0-40, 40-60, 60
 _Matrix = npt.NDArray[np.float64]
 
 
-def read_sample(tables: Any, name: str, token: str, *, sweeps: int, with_cameras: bool) -> Frame:
+def read_sample(
+    tables: Any,
+    name: str,
+    token: str,
+    *,
+    sweeps: int,
+    with_cameras: bool,
+    names: Mapping[str, str] = NUSCENES_NAMES,
+) -> Frame:
     """The frame of a sample.
 
     Args:
@@ -239,6 +261,7 @@ def read_sample(tables: Any, name: str, token: str, *, sweeps: int, with_cameras
         token: of the sample.
         sweeps: how many at most.
         with_cameras: whether images are read.
+        names: of classes, by category.
 
     Raises:
         InputError: the sample lacks a sensor, or a file is missing or damaged.
@@ -263,7 +286,7 @@ def read_sample(tables: Any, name: str, token: str, *, sweeps: int, with_cameras
     return Frame(
         name,
         _points(tables, lidar, from_global, sweeps),
-        labels=_labels(tables, sample, from_global),
+        labels=_labels(tables, sample, from_global, names),
         cameras=cameras,
     )
 
@@ -286,17 +309,32 @@ def _points(
         file = Path(tables.dataroot) / record["filename"]
         if clouds and not file.is_file():
             raise InputError(f"{file}: no such sweep; unpack it, or read fewer with sweeps=1")
-        points = read_points(file, columns=5, dtype="float32").points
-        if points is None:
-            raise InputError(f"{file}: holds voxels, not points")
-        if clouds:
-            near = (np.abs(points[:, :2]) < _NEAR).all(axis=1)
-            points = move_points(points[~near], from_global @ _to_global(tables, record))
-        points[:, 4] = (keyframe["timestamp"] - record["timestamp"]) * 1e-6
-        clouds.append(points)
+        motion = from_global @ _to_global(tables, record) if clouds else None
+        lag = (keyframe["timestamp"] - record["timestamp"]) * 1e-6
+        clouds.append(read_sweep(file, motion, lag, columns=5, dtype="float32"))
         if len(clouds) == sweeps or not record["prev"]:
             return np.concatenate(clouds)
         record = tables.get("sample_data", record["prev"])
+
+
+def read_sweep(
+    file: Path, motion: _Matrix | None, lag: float, **options: Any
+) -> npt.NDArray[np.float32]:
+    """Points of a sweep in the keyframe, with one lag [s].
+
+    Args:
+        file: of the sweep.
+        motion: into the keyframe; None for the keyframe's own points. Others lose their points
+            within 1 m of the scanner in x and in y.
+        lag: of the sweep.
+        options: keyword arguments of `read_points`.
+    """
+    points = rows_of(read_points(file, **options))
+    if motion is not None:
+        near = (np.abs(points[:, :2]) < _NEAR).all(axis=1)
+        points = move_points(points[~near], motion)
+    points[:, 4] = lag
+    return points
 
 
 def _camera(tables: Any, record: dict[str, Any], from_global: _Matrix) -> Camera:
@@ -310,7 +348,9 @@ def _camera(tables: Any, record: dict[str, Any], from_global: _Matrix) -> Camera
     )
 
 
-def _labels(tables: Any, sample: dict[str, Any], from_global: _Matrix) -> Labels:
+def _labels(
+    tables: Any, sample: dict[str, Any], from_global: _Matrix, names: Mapping[str, str]
+) -> Labels:
     found = [tables.get("sample_annotation", token) for token in sample["anns"]]
     turn = from_global[:3, :3]
     boxes = np.zeros((len(found), 7))
@@ -324,7 +364,7 @@ def _labels(tables: Any, sample: dict[str, Any], from_global: _Matrix) -> Labels
     visibility = [_VISIBILITY.get(annotation["visibility_token"], np.nan) for annotation in found]
     return Labels(
         boxes.astype(np.float32),
-        translate((annotation["category_name"] for annotation in found), NUSCENES_NAMES),
+        translate((annotation["category_name"] for annotation in found), names),
         velocities,
         np.array(visibility, np.float32),
         np.array([annotation["num_lidar_pts"] for annotation in found], np.int32),

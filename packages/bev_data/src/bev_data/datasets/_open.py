@@ -33,7 +33,8 @@ def open_dataset(
     |---|---|---|---|
     | "pandaset" | a sequence in compact form | images, cameras, origin_height | six |
     | "kitti" | the folder with velodyne, image_2, … | cameras | CAM_FRONT |
-    | "nuscenes" | the data root | version, split, scenes, sweeps, cameras | six |
+    | "nuscenes" | the data root | version, split, scenes, sweeps, cameras, classes | six |
+    | "mmdet3d" | an info file of mmdetection3d | root, sweeps, cameras, classes, box_origin, `points.read_points`'s | the file's |
     | "files" | points files, frame folders, or folders of them | `points.read_points`'s | its own |
 
     `cameras` is "all" (a frame without its images is an error), "available" (such frames are left
@@ -63,7 +64,7 @@ def open_dataset(
         ...     frames = open_dataset("files", folder)
         ...     len(frames), frames[0].points.shape
         (1, (9, 5))
-    """
+    """  # noqa: E501 (the table)
     opener = find_dataset(kind)
     _check_options(kind, opener, options)
     return opener(path, **options)

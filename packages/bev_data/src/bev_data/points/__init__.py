@@ -1,4 +1,4 @@
-"""Readers of LiDAR frames: nuScenes and KITTI `.bin`, `.npz`, NVIDIA `.tensor`, folders of them."""
+"""Readers of LiDAR frames: `.bin`, `.pcd`, `.npy`, `.npz`, `.feather`, `.tensor`, folders."""
 
 from __future__ import annotations
 

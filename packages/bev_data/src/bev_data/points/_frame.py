@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from bev_data._motion import move_boxes
 from bev_data.cameras import Camera
 from bev_data.points._errors import PointsError
 
@@ -95,6 +96,14 @@ class Frame:
     def __len__(self) -> int:
         """Number of points, or of voxels where the frame holds voxels."""
         return len(rows_of(self))
+
+
+def move_labels(labels: Labels, motion: npt.NDArray[np.float64]) -> Labels:
+    """The same objects in the other frame."""
+    speeds = labels.velocities
+    if speeds is not None:
+        speeds = (speeds @ motion[:2, :2].T).astype(np.float32)
+    return labels._replace(boxes=move_boxes(labels.boxes, motion), velocities=speeds)
 
 
 def rows_of(frame: Frame) -> npt.NDArray[np.float32]:

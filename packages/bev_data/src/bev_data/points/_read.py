@@ -11,97 +11,59 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 import numpy as np
-import numpy.typing as npt
 
-from bev_data.points._binary import points_of, read_binary
+from bev_data._motion import axes_motion, move_points
+from bev_data.points._binary import read_binary
+from bev_data.points._columns import Content, Said, parse_columns, points_of
 from bev_data.points._errors import PointsError
-from bev_data.points._frame import Frame, Labels, VoxelData, rows_of
+from bev_data.points._feather import read_feather
+from bev_data.points._frame import Frame, VoxelData, move_labels, rows_of
+from bev_data.points._numpy import read_npz
 from bev_data.points._nvidia_tensor import find_sibling, load_tensor, read_voxels
-from bevquant_quantizers.documents import DocumentError, read_arrays
-
-
-def read_npz(
-    path: Path, key: str, intensity_scale: float | None
-) -> tuple[npt.NDArray[np.float32], Labels | None]:
-    """Points [points, 5] float32 and labels of a `.npz` file; nothing is ever unpickled.
-
-    Columns x, y, z, intensity and, as a fifth, the time lag in seconds (0 where absent), by the
-    rules of `points_of`. Arrays `boxes` [M, 7]
-    and `names` [M], where both are there, become labels.
-
-    Raises:
-        PointsError: not a zip archive, no array `key`, pickled objects, wrong shape or type.
-    """
-    try:
-        arrays = read_arrays(path, (key,), optional=("boxes", "names"))
-    except DocumentError as error:
-        lacks = "no array" in str(error)
-        remedy = f": save the points under {key!r} or say key=" if lacks else ""
-        raise PointsError(f"{error}{remedy}") from error
-    labels = None
-    if "boxes" in arrays and "names" in arrays:
-        labels = _labels(path, arrays["boxes"], arrays["names"])
-    return _points(path, key, arrays[key], intensity_scale), labels
-
-
-def _points(
-    path: Path, key: str, rows: npt.NDArray[np.generic], intensity_scale: float | None
-) -> npt.NDArray[np.float32]:
-    if rows.ndim != 2 or rows.shape[1] not in (4, 5):
-        raise PointsError(
-            f"{path}: array {key!r} has shape {list(rows.shape)}; expected [N, 4] "
-            "(x, y, z, intensity) or [N, 5] (… and time lag)"
-        )
-    if not np.issubdtype(rows.dtype, np.floating):
-        raise PointsError(f"{path}: array {key!r} is {rows.dtype}; expected floating point numbers")
-    with np.errstate(over="ignore"):  # beyond float32 becomes Inf, which is reported as such
-        floats = rows.astype(np.float32)
-    return points_of(path, floats, f"array {key!r} {list(rows.shape)}", intensity_scale)
-
-
-def _labels(path: Path, boxes: npt.NDArray[np.generic], names: npt.NDArray[np.generic]) -> Labels:
-    fits = boxes.ndim == 2 and boxes.shape[1] == 7 and names.shape == (len(boxes),)
-    if not fits or boxes.dtype.kind not in "iuf":
-        raise PointsError(
-            f"{path}: boxes {list(boxes.shape)} and names {list(names.shape)}; "
-            "expected numbers [M, 7] and [M]"
-        )
-    with np.errstate(over="ignore"):
-        rows = boxes.astype(np.float32)
-    return Labels(rows, tuple(str(name) for name in names))
-
+from bev_data.points._pcd import read_pcd
+from bevquant_quantizers.documents import DocumentError, read_array
 
 _LOG = logging.getLogger(__name__)
-_EXTENSIONS = (".pcd.bin", ".bin", ".npz", ".tensor")
+_EXTENSIONS = (".pcd.bin", ".bin", ".npz", ".npy", ".pcd", ".feather", ".tensor")
+_PICKLES = (".pkl", ".pickle", ".pkl.gz")
 _AnyPath = str | os.PathLike[str]
 
 
 def read_points(
     path: _AnyPath,
     *,
-    columns: int | None = None,
+    columns: int | str | Sequence[str] | None = None,
     dtype: str | None = None,
     key: str = "points",
     intensity_scale: float | None = None,
+    axes: str | Sequence[str] = "right,forward,up",
     nonfinite: Literal["raise", "drop"] = "raise",
 ) -> Frame:
     """Read one LiDAR frame.
 
-    | file | columns | intensity becomes 0..255 by | time lag |
+    | file | columns without `columns=` | intensity becomes 0..255 by | time lag |
     |---|---|---|---|
     | `.bin`, `.pcd.bin`, five columns (nuScenes), float32 or float16 | x, y, z, intensity, ring | × 1 | 0; a fifth column that is no ring number is the lag |
     | `.bin`, four columns (KITTI), float32 | x, y, z, intensity 0..1 | × 255 | 0 |
-    | `.bin`, `columns=4` said | x, y, z, intensity 0..1 or 0..255 | × 255 where all are 0..1, else × 1 | 0 |
-    | `.npz`, array `key`, and `.tensor` (NVIDIA), [N, 5] | x, y, z, intensity, time lag or ring | × 1 | 0; a fifth column that is no ring number is the lag |
-    | `.npz`, array `key`, and `.tensor` (NVIDIA), [N, 4] | x, y, z, intensity 0..1 or 0..255 | × 255 where all are 0..1, else × 1 | 0 |
+    | `.npy`, `.npz` (array `key`) and `.tensor` (NVIDIA), [N, 5] | as in a `.bin` | × 1 | as in a `.bin` |
+    | the same, [N, 4], and a `.bin` with `columns=4` | x, y, z, intensity | × 255 if all are 0..1, else × 1 | 0 |
+    | `.pcd`, `.feather`, records in a `.npy`, arrays x, y, z, … in a `.npz` | by name, synonyms too | × 255 for floats 0..1, else × 1 | from `time`, `offset_ns`, …, else 0 |
     | `…in_features….tensor` with `…in_indices_xyz….tensor` | voxels made elsewhere | × 1 | as stored |
+
+    `columns` lists roles: `x`, `y`, `z` [m]; `intensity`; one time; `ring` and `-`, which are not
+    used. `time` [s] is an age, `offset` and `timestamp` grow with time; `_ms`, `_us` or `_ns` behind
+    them is another unit. `ROLE:NAME` takes a named column: `intensity:refl`. Lists are in the order
+    of a file without names, in any order of others. Without intensity or a time, that is 0.
 
     Args:
         path: the file; of a pair of voxel files either one.
-        columns: columns of a `.bin`, 4 or 5, where the size and the values leave it open.
-        dtype: "float32" or "float16", the number type of a `.bin`.
+        columns: a list, as "x,y,z,intensity,ring"; or 4 or 5, if the size and the values of a
+            `.bin` leave that open.
+        dtype: "float32", "float16" or "float64", the number type of a `.bin`.
         key: name of the array in a `.npz`.
         intensity_scale: factor on the intensity instead of the table's.
+        axes: directions of the file's x, y and z: "forward,left,up" is KITTI's, Argoverse 2's and
+            ROS'. Points and labels are turned to x right, y forward, z up.
         nonfinite: "raise" refuses NaN and Inf, "drop" leaves those rows out (and logs how many).
 
     Returns:
@@ -109,7 +71,8 @@ def read_points(
 
     Raises:
         PointsError: missing file, unknown extension, no points, a layout that does not fit,
-            damaged data, NaN or Inf.
+            columns that are missing or in doubt, values that cannot be right (coordinates from
+            1000 m on, intensities outside of 0..255, lags beyond 10 s), damaged data, NaN or Inf.
 
     Examples:
         >>> import numpy as np, pathlib, tempfile
@@ -120,51 +83,67 @@ def read_points(
         [127.5, 255.0]
         >>> folder.cleanup()
     """  # noqa: E501 (the table)
-    if columns not in (None, 4, 5):
-        raise PointsError(f"columns={columns}: a .bin has 4 columns (KITTI) or 5 (nuScenes)")
-    if dtype not in (None, "float32", "float16"):
-        raise PointsError(f"dtype={dtype!r}: expected 'float32' or 'float16'")
+    said = parse_columns(columns)
+    if dtype not in (None, "float32", "float16", "float64"):
+        raise PointsError(f"dtype={dtype!r}: expected 'float32', 'float16' or 'float64'")
     if nonfinite not in ("raise", "drop"):
         raise PointsError(f"nonfinite={nonfinite!r}: expected 'raise' or 'drop'")
+    motion = axes_motion(axes)
     file = Path(path)
     extension = _extension_of(file)
     _must_be_file(file)
     try:
-        frame = _read(file, extension, columns, dtype, key, intensity_scale)
+        frame = _read(file, extension, said, dtype, key, intensity_scale)
     except DocumentError as error:
         raise PointsError(str(error)) from error
     if len(frame) == 0:
         raise PointsError(f"{file}: holds no points")
-    return _without_nonfinite(file, frame, nonfinite)
+    frame = _without_nonfinite(file, frame, nonfinite)
+    if motion is None:
+        return frame
+    if frame.points is None:
+        raise PointsError(f"{file}: holds voxels, whose axes cannot be changed; leave axes= out")
+    labels = frame.labels and move_labels(frame.labels, motion)
+    return replace(frame, points=move_points(frame.points, motion), labels=labels)
 
 
 def _read(
     file: Path,
     extension: str,
-    columns: int | None,
+    said: Said,
     dtype: str | None,
     key: str,
     intensity_scale: float | None,
 ) -> Frame:
-    name = file.name[: -len(extension)]
+    name, labels = file.name[: -len(extension)], None
     if extension in (".bin", ".pcd.bin"):
-        return Frame(name, read_binary(file, columns, dtype, intensity_scale))
-    if extension == ".npz":
-        points, labels = read_npz(file, key, intensity_scale)
-        return Frame(name, points, labels=labels)
+        return Frame(name, read_binary(file, said, dtype, intensity_scale))
     pair = find_sibling(file)
     if pair is not None:
         voxels = read_voxels(*pair)
         prefix = pair[0].name.partition("in_features")[0].rstrip("._-")
         return Frame(prefix or file.absolute().parent.name or name, voxels=voxels)
-    array = load_tensor(file)
-    if array.ndim != 2 or array.shape[1] not in (4, 5) or array.dtype.kind != "f":
-        raise PointsError(
-            f"{file}: {array.dtype} {list(array.shape)}; expected points, floating point [N, 5] "
-            "or [N, 4], or voxels in files named …in_features….tensor and …in_indices_xyz….tensor"
-        )
-    floats = array.astype(np.float32)
-    return Frame(name, points_of(file, floats, f"points {list(array.shape)}", intensity_scale))
+    content: Content
+    label = "the array"
+    if extension == ".npz":
+        names = tuple(own for _, own in said) if isinstance(said, tuple) else ()
+        content, labels = read_npz(file, key, names)
+        label = f"array {key!r}"
+    elif extension == ".npy":
+        content = read_array(file)
+    elif extension == ".pcd":
+        content = read_pcd(file)
+    elif extension == ".feather":
+        content = read_feather(file)
+    else:
+        content = load_tensor(file)
+        if content.ndim != 2 or content.dtype.kind != "f":
+            raise PointsError(
+                f"{file}: {content.dtype} {list(content.shape)}; expected points, floating point "
+                "[N, 5] or [N, 4], or voxels in files named …in_features….tensor and "
+                "…in_indices_xyz….tensor"
+            )
+    return Frame(name, points_of(file, content, said, label, intensity_scale), labels=labels)
 
 
 def _without_nonfinite(file: Path, frame: Frame, nonfinite: str) -> Frame:
@@ -267,6 +246,13 @@ def _extension_of(file: Path) -> str:
     for extension in _EXTENSIONS:
         if file.name.lower().endswith(extension):
             return extension
+    if file.name.lower().endswith(_PICKLES):
+        raise PointsError(
+            f"{file}: a pickle can run code and is not read; convert it once, if you trust it: "
+            f"python -c \"import pandas; pandas.read_pickle('{file.name}').to_feather('"
+            f"{file.name.partition('.')[0]}.feather')\"; infos of mmdetection3d are a data set: "
+            "open_dataset('mmdet3d', …), --dataset mmdet3d"
+        )
     raise PointsError(
         f"{file}: unknown extension {file.suffix or '(none)'!r}; expected {', '.join(_EXTENSIONS)}"
     )

@@ -9,8 +9,9 @@ what only it can know: that names fit a model, that digests agree.
 |---|---|---|
 | JSON, of a typed form | `read_json`, `parse_json`, `JsonDocument` | `write_json`, `write_whole` |
 | safetensors with metadata | `read_tensors` | `write_tensors` |
-| `.npz` | `read_arrays` | `write_arrays` |
+| `.npz`, `.npy` | `read_arrays`, `read_array` | `write_arrays` |
 | weights as training frameworks save them | `read_checkpoint` | |
+| pickles of plain data | `read_plain_pickle` | |
 | a folder | | `write_folder` |
 
 A file or folder appears whole or not at all, whatever ends the writer; what a killed one left is
@@ -23,12 +24,14 @@ from ._arrays import (
     Tensors,
     check_arrays,
     pack_arrays,
+    read_array,
     read_arrays,
     read_tensors,
     write_arrays,
     write_tensors,
 )
 from ._checkpoint import Checkpoint, read_checkpoint
+from ._inert_pickle import read_plain_pickle
 from ._json import (
     Count,
     DocumentError,
@@ -61,10 +64,12 @@ __all__ = [
     "pack_arrays",
     "parse_json",
     "plain",
+    "read_array",
     "read_arrays",
     "read_checkpoint",
     "read_content",
     "read_json",
+    "read_plain_pickle",
     "read_tensors",
     "record_table",
     "sha256",

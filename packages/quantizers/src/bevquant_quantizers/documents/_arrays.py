@@ -8,7 +8,7 @@ import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.lib import format as npy
@@ -142,7 +142,8 @@ def read_arrays(
                 )
             left, found = _LARGEST_ARRAYS, {}
             for name in chosen:
-                found[name] = _array(archive, members[name], left, f"{begin}: array {name!r}")
+                with archive.open(members[name]) as member:
+                    found[name] = _array(member, left, f"{begin}: array {name!r}")
                 left -= found[name].nbytes
             return found
     except DocumentError:
@@ -153,29 +154,56 @@ def read_arrays(
         ) from error
 
 
+def read_array(path: str | os.PathLike[str], *, what: str = ".npy array") -> np.ndarray[Any, Any]:
+    """Read one array of numbers, booleans, text or plain records from a `.npy`.
+
+    Raises:
+        DocumentError: It is missing, cut short, damaged, something else, holds Python objects or
+            more than 4 GiB.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     np.save(f"{folder}/a.npy", np.arange(3, dtype=">f8"))
+        ...     read_array(f"{folder}/a.npy").tolist()
+        [0.0, 1.0, 2.0]
+    """
+    begin = f"{os.fspath(path)} is not {a(what)}"
+    content = read_content(path, what)
+    try:
+        return _array(io.BytesIO(content), _LARGEST_ARRAYS, f"{begin}: it", records=True)
+    except DocumentError:
+        raise
+    except Exception as error:  # whatever numpy raises, it is no such file
+        raise DocumentError(
+            f"{begin}: damaged, cut short or something else ({_first_line(error)})"
+        ) from error
+
+
 def _array(
-    archive: zipfile.ZipFile, info: zipfile.ZipInfo, limit: int, where: str
+    member: IO[bytes], limit: int, where: str, *, records: bool = False
 ) -> np.ndarray[Any, Any]:
-    with archive.open(info) as member:
-        version = npy.read_magic(member)
-        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-        shape, fortran, dtype = read(member, max_header_size=10_000)
-        if dtype.hasobject:
-            raise DocumentError(
-                f"{where} holds pickled Python objects, which are never loaded; save it as a plain "
-                "numeric array"
-            )
-        if dtype.kind not in "biufcUS" or any(type(n) is not int or n < 0 for n in shape):
-            raise DocumentError(f"{where} has type {dtype} and shape {shape}: no plain array")
-        size = math.prod(shape) * dtype.itemsize
-        if size > limit:
-            raise DocumentError(f"{where} takes {size} bytes, more than is read")
-        # In parts: a size that lies does not take the memory that it claims.
-        data = bytearray()
-        while part := member.read(_PART):
-            data += part
-            if len(data) > size:
-                break
+    version = npy.read_magic(member)
+    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    shape, fortran, dtype = read(member, max_header_size=10_000)
+    if dtype.hasobject:
+        raise DocumentError(
+            f"{where} holds pickled Python objects, which are never loaded; save it as a plain "
+            "numeric array"
+        )
+    parts = [dtype[name] for name in dtype.names] if records and dtype.names else [dtype]
+    plain = all(part.kind in "biufcUS" and not part.subdtype for part in parts)
+    if not plain or any(type(n) is not int or n < 0 for n in shape):
+        raise DocumentError(f"{where} has type {dtype} and shape {shape}: no plain array")
+    size = math.prod(shape) * dtype.itemsize
+    if size > limit:
+        raise DocumentError(f"{where} takes {size} bytes, more than is read")
+    # In parts: a size that lies does not take the memory that it claims.
+    data = bytearray()
+    while part := member.read(_PART):
+        data += part
+        if len(data) > size:
+            break
     if len(data) != size:
         raise DocumentError(f"{where} holds {len(data)} bytes or more where {shape} takes {size}")
     flat = np.frombuffer(data, dtype, math.prod(shape)) if size else np.zeros(0, dtype)

@@ -8,7 +8,9 @@ unread: a `StoredTensor` says where its bytes are, `_checkpoint` reads those tha
 
 from __future__ import annotations
 
+import io
 import math
+import os
 import pickletools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +18,8 @@ from typing import IO, Any
 
 import numpy as np
 import torch
+
+from ._json import DocumentError, a, read_content
 
 _PUSHED = frozenset(
     "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING "
@@ -366,6 +370,61 @@ def _made(called: Any, args: Any) -> Any:
         return Opaque(args[0].name)
     builder = BUILDERS.get(called.name)
     return Opaque(called.name) if builder is None else builder(*args)
+
+
+def read_plain_pickle(path: str | os.PathLike[str], what: str = "pickle") -> Any:
+    """Read a pickle of plain data; nothing in the file is executed.
+
+    Args:
+        path: The file.
+        what: What it should be, for messages.
+
+    Returns:
+        Dicts, lists, tuples, texts and numbers as they are; arrays as lists.
+
+    Raises:
+        DocumentError: It is missing, damaged, cut short, of another kind, or holds an object of
+            another class.
+
+    Example:
+        >>> import pickle, tempfile
+        >>> with tempfile.NamedTemporaryFile() as file:
+        ...     pickle.dump({"a": np.arange(2), "b": np.float64(1.5)}, file)
+        ...     file.flush()
+        ...     read_plain_pickle(file.name)
+        {'a': [0, 1], 'b': 1.5}
+    """
+    place = os.fspath(path)
+    content = read_content(path, what)
+    try:
+        found = read_pickle(io.BytesIO(content))
+        unknown = opaque_names(found)
+        if not unknown:
+            return _plain(found)
+    except Exception as error:  # whatever the pickle's damage raises, it is no such file
+        raise DocumentError(
+            f"{place} is not {a(what)}: it is damaged, cut short or something else "
+            f"({type(error).__name__})"
+        ) from error
+    where, name = next(iter(unknown.items()))
+    raise DocumentError(
+        f"{place} is not {a(what)}: it holds an object of the class {name}"
+        f"{f' at {where!r}' if where else ''}, which is not made; write plain data in its place"
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, StoredArray):
+        if value.array is None:
+            raise ValueError("an array of objects")
+        return value.array.tolist()
+    return value
 
 
 def opaque_names(value: Any, path: str = "") -> Mapping[str, str]:

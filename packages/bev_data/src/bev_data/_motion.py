@@ -7,7 +7,38 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from bev_data._errors import InputError
+
 _Matrix = npt.NDArray[np.float64]
+_OPPOSITE = {"right": "left", "forward": "back", "up": "down"}
+
+
+def axes_motion(axes: str | Sequence[str]) -> _Matrix | None:
+    """The motion to x right, y forward, z up from axes with these directions; None for the same.
+
+    A left-handed frame, such as "forward,right,up", is mirrored: the matrix is orthogonal.
+
+    Raises:
+        InputError: other words, or not one of each pair.
+
+    Example:
+        >>> axes_motion("forward,left,up")[:2, :2].tolist()
+        [[0.0, -1.0], [1.0, 0.0]]
+    """
+    given = axes.split(",") if isinstance(axes, str) else list(axes)
+    result = np.zeros((4, 4))
+    result[3, 3] = 1.0
+    for column, word in enumerate(given[:3]):
+        for row, (ahead, behind) in enumerate(_OPPOSITE.items()):
+            sign = {ahead: 1.0, behind: -1.0}.get(word.strip(), 0.0)
+            result[row, column] += sign
+    if len(given) != 3 or abs(np.linalg.det(result)) != 1.0:
+        raise InputError(
+            f"axes={','.join(given)!r}: expected the directions of x, y and z, of right or left, "
+            "forward or back, up or down, such as axes='forward,left,up' (KITTI, ROS)"
+        )
+    return None if (result == np.eye(4)).all() else result
+
 
 FROM_FORWARD_X: _Matrix = np.array(
     [[0.0, -1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
