@@ -38,7 +38,7 @@ def test_a_frame_is_read_at_every_access():
             "waymo",
             "x",
             {},
-            "kind 'waymo': expected one of files, kitti, nuscenes, pandaset",
+            "kind 'waymo': expected one of files, kitti, mmdet3d, nuscenes, pandaset",
         ),
         ("kitti", None, {}, "needs a path"),
         ("kitti", "/nowhere/at/all", {}, "/nowhere/at/all: no such folder"),
