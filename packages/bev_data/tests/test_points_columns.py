@@ -100,8 +100,11 @@ def test_two_candidates_are_in_doubt(tmp_path):
     path = write_named(tmp_path, columns, "npy")
     with pytest.raises(PointsError, match="reflectivity and remission may be the intensity"):
         read_points(path)
-    columns["intensity"] = columns["remission"]  # the name itself comes first
-    assert len(read_points(write_named(tmp_path, columns, "npy"))) == 50
+    columns["intensity"] = columns["remission"] // 2  # the name itself comes first
+    path = write_named(tmp_path, columns, "npy")
+    np.testing.assert_array_equal(read_points(path).points[:, 3], columns["intensity"])
+    points = read_points(path, columns="x,y,z,remission").points  # so does the word that is said
+    np.testing.assert_array_equal(points[:, 3], columns["remission"])
 
 
 def six(rows=200):
@@ -219,6 +222,19 @@ def test_intensity_scales(tmp_path, kind):
         columns["intensity"] = values
         points = read_points(write_named(tmp_path, columns, kind), **said).points
         np.testing.assert_allclose(points[:, 3], expected, rtol=1e-5)
+
+
+def test_five_columns_with_small_intensities_are_reported(tmp_path, caplog):
+    rows = six(2000)[:, :5].astype(np.float32)
+    np.save(tmp_path / "a.npy", rows)
+    read_points(tmp_path / "a.npy")
+    assert not caplog.text
+    rows[:, 3] /= 255
+    np.save(tmp_path / "a.npy", rows)
+    assert read_points(tmp_path / "a.npy").points[:, 3].max() <= 1
+    assert "intensities of at most 1; if they are 0..1, say columns=" in caplog.text
+    said = read_points(tmp_path / "a.npy", columns="x,y,z,intensity,ring")
+    np.testing.assert_allclose(said.points[:, 3], rows[:, 3] * 255, rtol=1e-6)
 
 
 def test_clocks(tmp_path):

@@ -15,6 +15,7 @@ within 1 m, intensities outside of 0..255, and lags beyond 10 s.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,12 +25,14 @@ import numpy.typing as npt
 
 from bev_data.points._errors import PointsError
 
+_LOG = logging.getLogger(__name__)
 Array: TypeAlias = npt.NDArray[Any]
 Content: TypeAlias = Array | Mapping[str, Array]
 """Rows without names, [points, columns]; or columns by their names, [points] each."""
 
-Said: TypeAlias = int | tuple[tuple[str, str], ...] | None
-"""A number of columns without names; or the roles of the columns, each with a name or ""."""
+Said: TypeAlias = int | tuple[tuple[str, str, str], ...] | None
+"""A number of columns without names; or of each column its role, a name or "", and the word for
+the role, which may be a synonym."""
 
 _UNITS = {"": 1.0, "_ms": 1e-3, "_us": 1e-6, "_ns": 1e-9}
 _TIMES = {
@@ -82,8 +85,8 @@ def parse_columns(columns: int | str | Sequence[str] | None) -> Said:
                 f"columns= has {word!r}, none of {', '.join(ROLES)}; give each column a role, - if "
                 f"it is not used, and ROLE:NAME for a name in the file, such as intensity:{word}"
             )
-        said.append((role, name))
-    used = [role for role, _ in said if role not in ("ring", _SKIPPED)]
+        said.append((role, name, word))
+    used = [role for role, _, _ in said if role not in ("ring", _SKIPPED)]
     times = [role for role in used if role in _TIMES]
     if len(set(used)) < len(used) or len(times) > 1:
         raise PointsError(f"columns= has {', '.join(used)}; each role, and a time, at most once")
@@ -124,13 +127,16 @@ def points_of(
     reason = fault(points)
     if reason:
         raise PointsError(f"{path}: read as {label} with intensity × {scale:g}, the {reason}")
+    if "fifth" in columns and intensity_scale is None and len(points) >= _MANY:
+        if points[:, 3].max() <= 1.0:
+            _LOG.warning("%s: intensities of at most 1; if they are 0..1, say columns=", path)
     return points
 
 
 def roles_in_order(said: Said, width: int) -> tuple[str, ...]:
     """Roles of columns without names; "fifth" is a ring number or a time."""
     if isinstance(said, tuple):
-        return tuple(role for role, _ in said)
+        return tuple(role for role, _, _ in said)
     return (*_SPATIAL, "intensity", "fifth")[:width]
 
 
@@ -138,7 +144,7 @@ def _in_order(path: Path, rows: Array, said: Said, label: str) -> dict[str, Arra
     named = isinstance(said, tuple)
     wanted = len(said) if isinstance(said, tuple) else said
     shape = list(rows.shape)
-    if isinstance(said, tuple) and (given := [name for _, name in said if name]):
+    if isinstance(said, tuple) and (given := [name for _, name, _ in said if name]):
         raise PointsError(
             f"{path}: columns= gives the names {', '.join(given)}, but {label} has none; list the "
             "roles in the file's order, such as columns='x,y,z,intensity,ring'"
@@ -164,10 +170,10 @@ def _by_name(path: Path, table: Mapping[str, Array], said: Said) -> dict[str, Ar
         chosen = _found(found, table)
     else:
         chosen = {}
-        for role, name in said:
+        for role, name, word in said:
             if role in ("ring", _SKIPPED):
                 continue
-            own = [n for n in table if (n == name if name else n.lower() == role)]
+            own = [n for n in table if (n == name if name else n.lower() == word.lower())]
             own = own or [n for n in table if not name and _role(n) == role]
             if len(own) != 1:
                 raise PointsError(f"{found}; {_unclear(role, own, name)}")

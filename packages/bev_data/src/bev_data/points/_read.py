@@ -126,7 +126,7 @@ def _read(
     content: Content
     label = "the array"
     if extension == ".npz":
-        names = tuple(own for _, own in said) if isinstance(said, tuple) else ()
+        names = tuple(own for _, own, _ in said) if isinstance(said, tuple) else ()
         content, labels = read_npz(file, key, names)
         label = f"array {key!r}"
     elif extension == ".npy":
