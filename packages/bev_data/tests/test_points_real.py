@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from point_files import records, write_pcd
 
+from bev_data.datasets import open_dataset
 from bev_data.points import PointsError, read_frames, read_points
 
 
@@ -71,3 +73,32 @@ def test_pandaset_frames(data):
     assert frame.points.shape == (106169, 5)
     assert frame.labels.boxes.shape == (91, 7)
     assert "Car" in frame.labels.names
+
+
+def test_axes_and_times_are_those_of_the_data_sets(data):
+    folder = data / "avod_kitti13"
+    files = read_frames(folder / "object/training/velodyne", axes="forward,left,up")
+    for got, frame in zip(files, open_dataset("kitti", folder, cameras="none"), strict=True):
+        np.testing.assert_array_equal(got.points, frame.points)
+    folder = data / "pandaset_002_compact"
+    frame = open_dataset("pandaset", folder, cameras="none", origin_height=0)[0]
+    got = read_frames(folder, axes="forward,left,up")[0]
+    np.testing.assert_array_equal(got.points, frame.points)
+    np.testing.assert_allclose(got.labels.boxes, frame.labels.boxes, atol=1e-5)
+    assert 0 <= got.points[:, 4].min() < 0.002 < got.points[:, 4].max() < 0.11
+
+
+@pytest.mark.parametrize("kind", ["pcd", "npy", "feather"])
+def test_a_real_frame_in_other_formats(data, tmp_path, kind):
+    frame = read_frames(data / "pandaset_002_compact")[0]
+    names = ("x", "y", "z", "intensity", "time")
+    columns = {name: frame.points[:5000, i] for i, name in enumerate(names)}
+    path = tmp_path / f"a.{kind}"
+    if kind == "pcd":
+        write_pcd(path, columns, "binary_compressed")
+    elif kind == "npy":
+        np.save(path, records(columns))
+    else:
+        pyarrow = pytest.importorskip("pyarrow", reason="pyarrow (the extra feather) is missing")
+        pytest.importorskip("pyarrow.feather").write_feather(pyarrow.table(columns), str(path))
+    np.testing.assert_array_equal(read_points(path).points, frame.points[:5000])
