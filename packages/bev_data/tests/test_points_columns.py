@@ -169,6 +169,8 @@ def test_order_of_columns(tmp_path, kind):
         ("x,y,z,z", "each role, and a time, at most once"),
         ("x,y,z,time,offset_ns", "each role, and a time, at most once"),
         ("", "has '', none of"),
+        (4.5, "has '4.5', none of x"),
+        ((), "x, y, z missing"),
         (6, "without names a file has 4 columns"),
         ("12", "without names a file has 4 columns"),
     ],
@@ -293,7 +295,7 @@ def test_axes_turn_points_and_labels(tmp_path, axes, x_points_to):
         np.testing.assert_allclose([np.cos(yaw), np.sin(yaw)], x_points_to[:2], atol=1e-6)
 
 
-@pytest.mark.parametrize("axes", ["forward,left", "forward,back,up", "ahead,left,up", ""])
+@pytest.mark.parametrize("axes", ["forward,left", "forward,back,up", "ahead,left,up", "", None])
 def test_axes_that_cannot_be(tmp_path, axes):
     np.save(tmp_path / "a.npy", six()[:, :5])
     with pytest.raises(ValueError, match="expected the directions of x, y and z"):

@@ -25,7 +25,7 @@ def axes_motion(axes: str | Sequence[str]) -> _Matrix | None:
         >>> axes_motion("forward,left,up")[:2, :2].tolist()
         [[0.0, -1.0], [1.0, 0.0]]
     """
-    given = axes.split(",") if isinstance(axes, str) else list(axes)
+    given = axes.split(",") if isinstance(axes, str) else list(axes or ())
     result = np.zeros((4, 4))
     result[3, 3] = 1.0
     for column, word in enumerate(given[:3]):

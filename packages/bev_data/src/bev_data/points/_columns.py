@@ -75,7 +75,8 @@ def parse_columns(columns: int | str | Sequence[str] | None) -> Said:
             f"columns={columns}: without names a file has 4 columns (KITTI) or 5 (nuScenes); "
             "list the names of others, such as columns='x,y,z,intensity,ring,-'"
         )
-    items = columns.split(",") if isinstance(columns, str) else list(columns)
+    given = list(columns) if isinstance(columns, Sequence) else [columns]
+    items = columns.split(",") if isinstance(columns, str) else list(map(str, given))
     said = []
     for item in items:
         word, _, name = item.strip().partition(":")
