@@ -11,9 +11,9 @@ import copy
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import lru_cache
+from functools import lru_cache, partial
 from time import perf_counter
 from types import FrameType
 from typing import Any
@@ -31,18 +31,20 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from bevquant_sparse import open_shapes
 
 from ._batch_arguments import batch_arguments
+from ._closing import Closing, TraceEnds
 from ._conditions import Condition, conditions_of, keep_answers, places_noted
 from ._constants import Constants
 from ._faults import CaptureError, forward_line, running, spconv_call, where
+from ._functional import functional
 from ._graph import Graph
-from ._opaque import Opaque, opaque_modules, recorded
+from ._opaque import Opaque, opaque_modules
 from ._own_inputs import own_inputs, twin
 from ._quiet import evaluation, quiet
 from ._read_members import ReadMembers, read_members
 from ._recall import State, recalled, remember, state_of
 from ._signature import Arguments, Tree, flatten, rebuild
 from ._state import called, state_kept
-from ._tidy import NUMBERS, fixed_number, functional, tidy
+from ._tidy import NUMBERS, fixed_number, tidy
 
 tracing_config: Any = functorch_config
 
@@ -122,70 +124,19 @@ def _captured(
         unread: Whether members of the arguments that the forward does not read are left out.
     """
     start = perf_counter()
-    opaque: dict[str, Opaque] = {}
-    numbers = open_sizes  # such as a batch size: open, unless the forward counts with them
-    values: Exception | None = None  # what asks for numbers out of tensors, as in the example
-    asked: nn.Module = model  # the twin that it comes from
-    shares: list[dict[str, Any]] = []  # where int(…) takes one of an open number
-    constants = Constants(model)
-    members = ReadMembers()
-    fixed: tuple[Condition, ...] = ()  # the line that fixes sizes
     # Tensors that are attributes are written to by a trace too.
     with state_kept(model), quiet():
-        if unread:
-            members = read_members(model, given)
-        while True:
-            leaves, inputs = flatten(members.required(given), numbers=numbers)
-            met = len(shares)
-            traced = twin(model)
-            try:
-                with evaluation(traced), opaque_modules(traced, opaque):
-                    program, result, answered = _exported(
-                        traced, inputs, leaves, shares, constants, values=values is not None,
-                        open_sizes=open_sizes,
-                    )  # fmt: skip
-                if constants.taken and constants.written:  # a counter: no constant
-                    constants.withdraw()
-                    continue
-                if numbers and _fixes_numbers(program, leaves):
-                    numbers = False
-                    continue
-                if values is not None and not (
-                    keep_answers(program.graph.nodes, answered) and _takes_integers(program)
-                ):
-                    raise values
-                break
-            except Exception as error:
-                if len(shares) > met:
-                    continue  # such an int(…) leaves it open now
-                if open_sizes and _by_sizes(error):
-                    open_sizes = numbers = False
-                    file, _, line = where(error, traced, opaque)[1].rpartition(":")
-                    fixed = (Condition(None, file, int(line or 0)),)
-                elif any(isinstance(leaf, int) for leaf in leaves):
-                    numbers = False
-                elif constants.of_sizes and not constants.fix_sizes and _counts(error):
-                    constants.fix_sizes = True
-                elif values is None and not opaque and _counts(error):
-                    values, asked = error, traced
-                elif _counts(error) and any(o.has_open_sizes() for o in opaque.values()):
-                    for entry in opaque.values():
-                        entry.fix_sizes()
-                elif members.required(given) is not given and isinstance(error, _OF_MEMBERS):
-                    members, unread = ReadMembers(), False  # it reads them where nobody notes it
-                else:
-                    if values is not None:
-                        error, traced = values, asked
-                    _close(model, traced, error, opaque, given)
-                    values = None
-                    members = read_members(model, given, opaque) if unread else members
+        made = _Traces(model, given, open_sizes=open_sizes, unread=unread)
+        program, result = made.followed()
+    members, opaque = made.members, made.opaque
     tidy(program.graph_module, model)
     graph = Graph(
-        model, program, inputs, result, opaque, fixed + conditions_of(program.graph.nodes),
-        constants.taken, decided=values is not None, members=members,
+        model, program, made.inputs, result, opaque,
+        made.fixed + conditions_of(program.graph.nodes), made.constants.taken,
+        decided=made.values is not None, members=members,
     )  # fmt: skip
-    made = [v.meta.get("val") if isinstance(v, fx.Node) else v for v in graph.outputs]
-    if not any(isinstance(value, Tensor) for value in made):
+    returned = [v.meta.get("val") if isinstance(v, fx.Node) else v for v in graph.outputs]
+    if not any(isinstance(value, Tensor) for value in returned):
         line = forward_line(model)
         reason = "it returns no tensor" + (f" ({line})" if line else "")
         raise CaptureError(
@@ -204,8 +155,163 @@ def _captured(
                 raise
             # It may ask about sizes where torch does not see it, as by the text of one.
             return capture(model, given[1] or given[0], open_sizes=False)
-    remember(model, state, graph, took, by_values=values is not None or bool(constants.taken))
+    by_values = made.values is not None or bool(made.constants.taken)
+    remember(model, state, graph, took, by_values=by_values)
     return graph
+
+
+class _Traces:
+    """Traces of a model, each with what the one before shows to be in the way.
+
+    Attributes:
+        opaque: Modules that are one node.
+        values: What asks for numbers out of tensors, where they are as in the example.
+        constants: What the forward takes out of constant tensors.
+        members: The members of the arguments that are inputs.
+        fixed: The line that fixes all sizes.
+        inputs: How the arguments are put together.
+    """
+
+    def __init__(
+        self, model: nn.Module, given: Arguments, *, open_sizes: bool, unread: bool
+    ) -> None:
+        self.model, self.given = model, given
+        self.open_sizes, self.unread = open_sizes, unread
+        self.opaque: dict[str, Opaque] = {}
+        self.values: Exception | None = None
+        self.constants = Constants(model)
+        self.members = read_members(model, given) if unread else ReadMembers()
+        self.fixed: tuple[Condition, ...] = ()
+        self.inputs: Tree
+        self._numbers = (
+            open_sizes  # such as a batch size: open, unless the forward counts with them
+        )
+        self._asked: nn.Module = model  # the twin that `values` comes from
+        self._shares: list[dict[str, Any]] = []  # where int(…) takes one of an open number
+        self._closing = Closing(model, given)
+        self._leaves: list[Any] = []
+        self._met = 0
+
+    def followed(self) -> tuple[ExportedProgram, Tree]:
+        """The program of the first trace that nothing is in the way of, and its result."""
+        while True:
+            made = self._trace(twin(self.model))
+            if made is not None:
+                return made
+
+    def _trace(self, traced: nn.Module) -> tuple[ExportedProgram, Tree] | None:
+        """One trace; None where another one is needed."""
+        self._leaves, self.inputs = flatten(
+            self.members.required(self.given), numbers=self._numbers
+        )
+        self._met = len(self._shares)
+        closed: dict[str, Opaque] = {}
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(evaluation(traced))
+                if self.opaque:  # more will follow
+                    reason = partial(self._reason_to_close, traced)
+                    closing = self._closing.on_errors(traced, self.opaque, reason)
+                    closed = stack.enter_context(closing)
+                stack.enter_context(opaque_modules(traced, self.opaque))
+                program, result, answered = _exported(
+                    traced, self.inputs, self._leaves, self._shares, self.constants,
+                    values=self.values is not None, open_sizes=self.open_sizes, closed=closed,
+                )  # fmt: skip
+            if self.constants.taken and self.constants.written:  # a counter: no constant
+                self.constants.withdraw()
+                return None
+            if self._numbers and _fixes_numbers(program, self._leaves):
+                self._numbers = False
+                return None
+            if self.values is not None and not (
+                keep_answers(program.graph.nodes, answered) and _takes_integers(program)
+            ):
+                raise self.values
+            return program, result
+        except Exception as error:
+            remedy = None if isinstance(error, TraceEnds) else self._remedy(error, traced)
+            if remedy is not None:
+                remedy()
+            elif not closed:
+                if self.values is not None:
+                    error, traced = self.values, self._asked
+                closed = self._closed(traced, error)
+                self.values = None
+            if closed:
+                self._close(closed)
+            return None
+
+    def _remedy(self, error: Exception, traced: nn.Module) -> Callable[[], None] | None:
+        """What is to be changed before the next trace; None: a module cannot be followed."""
+        if len(self._shares) > self._met:
+            return _nothing  # such an int(…) leaves it open now
+        if self.open_sizes and _by_sizes(error):
+            return partial(self._fix_sizes, where(error, traced, self.opaque)[1])
+        if any(isinstance(leaf, int) for leaf in self._leaves):
+            return partial(setattr, self, "_numbers", False)
+        if self.constants.of_sizes and not self.constants.fix_sizes and _counts(error):
+            return partial(setattr, self.constants, "fix_sizes", True)
+        if self.values is None and not self.opaque and _counts(error):
+            return partial(self._take_values, error, traced)
+        if _counts(error) and any(entry.has_own_sizes() for entry in self.opaque.values()):
+            return self._fix_opaque_sizes
+        if self.members.required(self.given) is not self.given and isinstance(error, _OF_MEMBERS):
+            return self._read_all_members  # it reads them where nobody notes it
+        return None
+
+    def _fix_sizes(self, place: str) -> None:
+        self.open_sizes = self._numbers = False
+        file, _, line = place.rpartition(":")
+        self.fixed = (Condition(None, file, int(line or 0)),)
+
+    def _take_values(self, error: Exception, traced: nn.Module) -> None:
+        self.values, self._asked = error, traced
+
+    def _fix_opaque_sizes(self) -> None:
+        for entry in self.opaque.values():
+            entry.fix_sizes()
+
+    def _read_all_members(self) -> None:
+        self.members, self.unread = ReadMembers(), False
+
+    def _reason(self, traced: nn.Module, error: Exception) -> tuple[str, str]:
+        """Path of the module that an error comes from, and what was met where."""
+        found, place = where(error, traced, self.opaque)
+        return found, f"{_met(error)}" + (f" ({place})" if place else "")
+
+    def _reason_to_close(self, traced: nn.Module, error: Exception) -> str:
+        """Why the module that an error ends is to be closed at once; "" where it is not."""
+        if self._remedy(error, traced) is not None:
+            return ""
+        return self._reason(traced, error)[1]
+
+    def _closed(self, traced: nn.Module, error: Exception) -> dict[str, Opaque]:
+        """The module that the error comes from as one node.
+
+        Raises:
+            CaptureError: It is the model itself.
+        """
+        found, reason = self._reason(traced, error)
+        with running(self.model, "capture", "Give inputs that it takes"):
+            if found:
+                return {found: self._closing.opaque(found, reason)}
+            with evaluation(self.model):
+                called(self.model, *self.given)  # what does not run is no matter of following it
+        raise CaptureError(
+            f"capture: {type(self.model).__name__} cannot be followed: {reason}. Capture the parts "
+            "of it that can, each with its own example inputs, or keep decisions on the values of "
+            "tensors out of its forward",
+            reason,
+        ) from error
+
+    def _close(self, closed: Mapping[str, Opaque]) -> None:
+        self.opaque |= closed
+        inside = [p for p in self.opaque if any(p.startswith(f"{other}.") for other in closed)]
+        for path in inside:
+            del self.opaque[path]
+        if self.unread:
+            self.members = read_members(self.model, self.given, self.opaque)
 
 
 class _Shell(nn.Module):
@@ -238,6 +344,7 @@ def _exported(
     *,
     values: bool,
     open_sizes: bool,
+    closed: Mapping[str, Opaque],
 ) -> tuple[ExportedProgram, Tree, list[Condition]]:
     # Imported here: torch's compiler and sympy take as long as torch itself.
     import sympy
@@ -247,7 +354,13 @@ def _exported(
     from ._open_sizes import batch_norm_of_rows, elementwise_shapes, open_lengths
 
     results: list[Tree] = []
-    shell = _Shell(model, inputs, results.append, constants)
+
+    def note(result: Tree) -> None:
+        if closed:
+            raise TraceEnds
+        results.append(result)
+
+    shell = _Shell(model, inputs, note, constants)
     shell.training = model.training
     given = tuple(copy.deepcopy(leaf) for leaf in leaves)
     dims = (tuple(_open(leaf) for leaf in given),) if open_sizes else None
@@ -347,7 +460,7 @@ def _place(file: str, line: int, name: str) -> traceback.FrameSummary:
     return traceback.FrameSummary(file, line, name, lookup_line=False)
 
 
-def _nothing(_: Tensor) -> None:
+def _nothing(*_: Any) -> None:
     """In place of what torch notes of strides beside every value; nobody here reads it."""
 
 
@@ -388,34 +501,6 @@ def _fixes_numbers(program: ExportedProgram, leaves: list[Any]) -> bool:
 
 def _open(value: Any) -> Any:
     return dict.fromkeys(range(value.dim()), Dim.AUTO) if isinstance(value, Tensor) else Dim.AUTO
-
-
-def _close(
-    model: nn.Module,
-    traced: nn.Module,
-    error: Exception,
-    opaque: dict[str, Opaque],
-    given: Arguments,
-) -> None:
-    """Make the module that the error comes from one node, or say that nothing can be done."""
-    found, place = where(error, traced, opaque)
-    reason = f"{_met(error)}" + (f" ({place})" if place else "")
-
-    def run() -> None:
-        with running(model, "capture", "Give inputs that it takes"), evaluation(model):
-            called(model, *given)
-
-    if not found:
-        run()  # what does not run at all is no matter of following it
-        raise CaptureError(
-            f"capture: {type(model).__name__} cannot be followed: {reason}. Capture the parts of "
-            "it that can, each with its own example inputs, or keep decisions on the values of "
-            "tensors out of its forward",
-            reason,
-        ) from error
-    opaque[found] = recorded(model, found, reason, run)
-    for path in [p for p in opaque if p.startswith(f"{found}.")]:
-        del opaque[path]
 
 
 def _counts(error: BaseException) -> bool:

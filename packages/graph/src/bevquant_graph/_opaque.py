@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,9 +38,9 @@ class Opaque:
     calls: list[_Call] = field(default_factory=list)
     called: set[str] = field(default_factory=set)
 
-    def has_open_sizes(self) -> bool:
-        """Whether a size of an output is not the example's."""
-        return any(not isinstance(n, int) for c in self.calls for sizes in c.sizes for n in sizes)
+    def has_own_sizes(self) -> bool:
+        """Whether a size of an output is a number of the module's own making."""
+        return any(n is None for c in self.calls for sizes in c.sizes for n in sizes)
 
     def fix_sizes(self) -> None:
         """Take the sizes of the example for what the module makes."""
@@ -154,9 +154,7 @@ def opaque_modules(model: nn.Module, opaque: Mapping[str, Opaque]) -> Iterator[N
         calls = iter(entry.calls)
 
         def forward(*args: Any, calls: Any = calls, **kwargs: Any) -> Any:
-            call = next(calls)
-            leaves, call.inputs = flatten((args, kwargs))
-            return rebuild(call.result, OPAQUE(leaves, call.key))
+            return called_as_operator(next(calls), args, kwargs)
 
         closed.append((module, module.__dict__.get("forward")))
         module.__dict__["forward"] = forward
@@ -170,13 +168,35 @@ def opaque_modules(model: nn.Module, opaque: Mapping[str, Opaque]) -> Iterator[N
                 module.__dict__["forward"] = own
 
 
-def recorded(model: nn.Module, path: str, reason: str, run: Any) -> Opaque:
-    """The module at `path` as one node, its calls recorded in one run of the model."""
-    entry = Opaque(path, reason)
-    module = model.get_submodule(path)
-    given: list[list[Tensor]] = []
+def called_as_operator(call: _Call, args: Any, kwargs: Any) -> Any:
+    """What a call of a module returns that is one node."""
+    leaves, call.inputs = flatten((args, kwargs))
+    return rebuild(call.result, OPAQUE(leaves, call.key))
 
-    def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+
+@dataclass(eq=False)
+class Recorded:
+    """The calls of a module in one run of the model, and the tensors that they were given."""
+
+    entry: Opaque
+    given: list[list[Tensor]] = field(default_factory=list)
+
+    def opaque(self, reason: str) -> Opaque:
+        """The module as one node."""
+        self.entry.reason = reason
+        for call, leaves in zip(self.entry.calls, self.given, strict=True):
+            if call.key not in _calls:
+                _calls[call.key] = call
+                _find_open_sizes(call, leaves)
+        self.given = [[] for _ in self.given]
+        return self.entry
+
+
+def recorded(model: nn.Module, paths: Iterable[str], run: Any) -> dict[str, Recorded]:
+    """The calls of the modules at `paths` in one run of the model."""
+    found: dict[str, Recorded] = {}
+
+    def record(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         leaves, result = flatten(output)
         taken, inputs = flatten((args, kwargs))
         call = _Call(
@@ -184,19 +204,20 @@ def recorded(model: nn.Module, path: str, reason: str, run: Any) -> Opaque:
             [leaf.detach().clone() for leaf in leaves], result,
             [list(leaf.shape) for leaf in leaves],
         )  # fmt: skip
-        _calls[call.key] = call
-        entry.calls.append(call)
-        given.append([leaf.detach().clone() for leaf in taken])
+        found[path].entry.calls.append(call)
+        found[path].given.append([leaf.detach().clone() for leaf in taken])
 
     with ExitStack() as hooks:
-        hooks.callback(module.register_forward_hook(record, with_kwargs=True).remove)
-        for name, inside in module.named_modules(prefix=path, remove_duplicate=False):
-            note = partial(_noted, entry.called, name)
-            hooks.callback(inside.register_forward_pre_hook(note).remove)
+        for path in paths:
+            module, entry = model.get_submodule(path), Opaque(path, "")
+            found[path] = Recorded(entry)
+            hook = module.register_forward_hook(partial(record, path), with_kwargs=True)
+            hooks.callback(hook.remove)
+            for name, inside in module.named_modules(prefix=path, remove_duplicate=False):
+                note = partial(_noted, entry.called, name)
+                hooks.callback(inside.register_forward_pre_hook(note).remove)
         run()
-    for call, leaves in zip(entry.calls, given, strict=True):
-        _find_open_sizes(call, leaves)
-    return entry
+    return found
 
 
 def _find_open_sizes(call: _Call, leaves: list[Tensor]) -> None:

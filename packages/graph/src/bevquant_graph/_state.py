@@ -81,6 +81,16 @@ def state_kept(*models: nn.Module) -> Iterator[list[bool]]:
             noted += [state.put_back() for state in states]
 
 
+@contextmanager
+def put_back(model: nn.Module) -> Iterator[None]:
+    """As `state_kept`, of a model that another thread, which waits for this one, holds already."""
+    state = _State(model)
+    try:
+        yield
+    finally:
+        state.put_back()
+
+
 def on_batch(forward: Forward | None = None, *, keeps_state: bool = True) -> Forward:
     """A function of a model and a batch that leaves the batch, and the model, as they were.
 

@@ -1,0 +1,148 @@
+"""All modules that cannot be followed are found in one trace.
+
+Where the forward of a module ends in an error, the module becomes one node (`_opaque`) and the
+trace continues behind it. So it also shows the other such modules. It ends with the model's
+forward: the graph comes from the next trace, in which all of them are nodes from the beginning.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from threading import Thread
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from ._opaque import Opaque, Recorded, called_as_operator, recorded
+from ._own_inputs import own_inputs
+from ._quiet import evaluation
+from ._signature import Arguments
+from ._state import put_back
+
+
+class TraceEnds(Exception):
+    """The forward was followed to its end, and modules of it were closed on the way."""
+
+
+class Closing:
+    """What is known of the calls of modules that cannot be followed.
+
+    Args:
+        model: As it is outside of the trace.
+        given: Its arguments.
+    """
+
+    def __init__(self, model: nn.Module, given: Arguments) -> None:
+        self._model, self._given = model, given
+        self._recorded: dict[str, Recorded] = {}
+
+    def opaque(self, path: str, reason: str) -> Opaque:
+        """The module at `path` as one node; its calls, and those of its class, are recorded once.
+
+        Raises:
+            Exception: The model's own, which does not run.
+        """
+        if path not in self._recorded:
+            kind = type(self._model.get_submodule(path))
+            alike = {
+                other
+                for other, module in self._model.named_modules()
+                if type(module) is kind and not kind.__module__.startswith("torch.")
+            }
+            paths = (alike - self._recorded.keys()) | {path}
+            self._recorded |= recorded(self._model, paths, self._run)
+        return self._recorded[path].opaque(reason)
+
+    def _run(self) -> None:
+        args, kwargs = own_inputs(self._given)
+        with put_back(self._model), evaluation(self._model), torch.no_grad():
+            self._model(*args, **kwargs)
+
+    @contextmanager
+    def on_errors(
+        self, traced: nn.Module, opaque: Mapping[str, Opaque], reason: Callable[[Exception], str]
+    ) -> Iterator[dict[str, Opaque]]:
+        """While it is entered, modules whose forwards end in an error are closed.
+
+        Args:
+            traced: The model in the trace.
+            opaque: Modules that are one node already.
+            reason: Of an error; "" where the trace is to end with it.
+
+        Yields:
+            What was closed, by path, filled during the block.
+        """
+        found: dict[str, Opaque] = {}
+        calls: Counter[str] = Counter()
+        own = [
+            (path, module, module.forward)
+            for path, module in traced.named_modules()
+            if path and not any(f"{path}.".startswith(f"{other}.") for other in opaque)
+        ]
+
+        def forward(path: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            place = calls[path]
+            calls[path] += 1
+            depth = len(_modules())
+            try:
+                return run(*args, **kwargs)
+            except Exception as error:
+                why = "" if isinstance(error, TraceEnds) else reason(error)
+                if not why:
+                    raise
+                _leave(depth)
+                entry = found.get(path)
+                if entry is None:
+                    entry = _outside_of_the_trace(partial(self.opaque, path, why))
+                if entry is None or place >= len(entry.calls):
+                    raise
+                found[path] = entry
+                return called_as_operator(entry.calls[place], args, kwargs)
+
+        held = [(module, module.__dict__.get("forward")) for _, module, _ in own]
+        for path, module, run in own:
+            module.__dict__["forward"] = partial(forward, path, run)
+        try:
+            yield found
+        finally:
+            for module, before in held:
+                del module.__dict__["forward"]
+                if before is not None:
+                    module.__dict__["forward"] = before
+
+
+def _outside_of_the_trace(make: Callable[[], Opaque]) -> Opaque | None:
+    """What `make` gives where no mode of the trace holds: in another thread. None on errors."""
+    made: list[Opaque] = []
+
+    def run() -> None:
+        with suppress(Exception):  # the next trace meets it again, and says where
+            made.append(make())
+
+    thread = Thread(target=run)
+    with (
+        mock.patch.object(torch.compiler, "_is_exporting_flag", False),
+        mock.patch.object(torch.compiler, "_is_compiling_flag", False),
+    ):
+        thread.start()
+        thread.join()
+    return next(iter(made), None)
+
+
+def _modules() -> dict[str, Any]:
+    """The modules whose forwards the trace is in."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # and sympy
+
+    mode = get_proxy_mode()
+    return {} if mode is None else getattr(mode.tracer, "module_stack", {})
+
+
+def _leave(depth: int) -> None:
+    """Leave the forwards that an error ended, which torch takes for running."""
+    while len(_modules()) > depth:
+        _modules().popitem()
