@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -123,27 +123,32 @@ def _read(
         voxels = read_voxels(*pair)
         prefix = pair[0].name.partition("in_features")[0].rstrip("._-")
         return Frame(prefix or file.absolute().parent.name or name, voxels=voxels)
-    content: Content
     label = "the array"
     if extension == ".npz":
         names = tuple(own for _, own, _ in said) if isinstance(said, tuple) else ()
         content, labels = read_npz(file, key, names)
         label = f"array {key!r}"
-    elif extension == ".npy":
-        content = read_array(file)
-    elif extension == ".pcd":
-        content = read_pcd(file)
-    elif extension == ".feather":
-        content = read_feather(file)
     else:
-        content = load_tensor(file)
-        if content.ndim != 2 or content.dtype.kind != "f":
-            raise PointsError(
-                f"{file}: {content.dtype} {list(content.shape)}; expected points, floating point "
-                "[N, 5] or [N, 4], or voxels in files named …in_features….tensor and "
-                "…in_indices_xyz….tensor"
-            )
+        content = _READERS[extension](file)
     return Frame(name, points_of(file, content, said, label, intensity_scale), labels=labels)
+
+
+def _read_tensor(file: Path) -> Content:
+    rows = load_tensor(file)
+    if rows.ndim != 2 or rows.dtype.kind != "f":
+        raise PointsError(
+            f"{file}: {rows.dtype} {list(rows.shape)}; expected points, floating point [N, 5] or "
+            "[N, 4], or voxels in files named …in_features….tensor and …in_indices_xyz….tensor"
+        )
+    return rows
+
+
+_READERS: dict[str, Callable[[Path], Content]] = {
+    ".npy": read_array,
+    ".pcd": read_pcd,
+    ".feather": read_feather,
+    ".tensor": _read_tensor,
+}
 
 
 def _without_nonfinite(file: Path, frame: Frame, nonfinite: str) -> Frame:
