@@ -87,3 +87,68 @@ def without_boxes() -> Any:
 
 def wrong() -> Any:
     return "a model"
+
+
+def nothing() -> None:
+    """A function that forgets to return."""
+
+
+def failing_forward() -> Any:
+    class Failing(Detector):
+        def forward(self, features: Tensor, coords: Tensor) -> Tensor:
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    return Failing(), arguments, boxes
+
+
+def failing_arguments() -> Any:
+    return Detector(), lambda frame: ({}["lidar"],), boxes
+
+
+def list_of_arguments() -> Any:
+    return Detector(), lambda frame: torch.from_numpy(frame.points), boxes
+
+
+def short_boxes() -> Any:
+    def cut(heatmap: Any, frame: Frame) -> Detections:
+        found = boxes(heatmap, frame)
+        return found._replace(scores=found.scores[:3])
+
+    return make().network, arguments, cut
+
+
+def class_too_high() -> ForeignDetector:
+    def others(heatmap: Any, frame: Frame) -> Detections:
+        return boxes(heatmap, frame)._replace(labels=np.arange(20) % 10)
+
+    return ForeignDetector(make().network, arguments, others, CLASSES)
+
+
+class Wrapped(nn.Module):
+    """Another end behind the detector."""
+
+    def __init__(self, end: Any) -> None:
+        super().__init__()
+        self.inner, self.end = make().network, end
+
+    def forward(self, features: Tensor, coords: Tensor) -> Any:
+        return self.end(self.inner(features, coords))
+
+
+def text() -> Any:
+    return Wrapped(str).eval(), arguments
+
+
+def without_form() -> Any:
+    """An operator without a form in files."""
+    return Wrapped(lambda x: torch.linalg.svd(x[0, 0])[1]).eval(), arguments
+
+
+def one_value() -> Any:
+    """Calibration frames that are empty but for one value."""
+
+    def constant(frame: Frame) -> tuple[Tensor, Tensor]:
+        features, coords = arguments(frame)
+        return torch.zeros_like(features), coords
+
+    return make().network, constant, boxes

@@ -78,7 +78,10 @@ def test_config_file_gives_defaults_and_options_win(
     assert "method mse" in text
 
 
-@pytest.mark.parametrize("content", ["not json", "[]", "{}", None])
+OF_TOMORROW = '{"format": "bevfusion-quant run", "version": 99, "config": "tiny"}'
+
+
+@pytest.mark.parametrize("content", ["not json", "[]", "{}", OF_TOMORROW, None])
 def test_config_file_of_something_else_is_refused(
     content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +92,7 @@ def test_config_file_of_something_else_is_refused(
     message = capsys.readouterr().err
     assert f"--config {path}" in message
     assert content is not None or "give one of nuscenes, tiny" in message
+    assert content != OF_TOMORROW or "schema is version 99, this program reads 1 to" in message
 
 
 def test_json_prints_the_summary(quiet_run: Path, capsys: pytest.CaptureFixture[str]) -> None:

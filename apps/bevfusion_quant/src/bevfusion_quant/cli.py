@@ -144,13 +144,28 @@ def _silent() -> Iterator[None]:
         yield
 
 
+class _BesideBars(logging.StreamHandler):  # type: ignore[type-arg]
+    """Lines on stderr, above the bars that a terminal shows."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the line."""
+        if "tqdm" not in sys.modules or not sys.stderr.isatty():
+            super().emit(record)
+            return
+        from tqdm import tqdm
+
+        tqdm.write(self.format(record), file=sys.stderr)
+
+
 def _set_up_logging(rank: str, command: Any) -> None:
     """Progress of the first process; of the others warnings alone, under their number."""
     first = rank == "0"
     quiet, verbose = getattr(command, "quiet", False), getattr(command, "verbose", False)
     level = logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO
+    if quiet:
+        os.environ["TQDM_DISABLE"] = "1"  # bars of libraries too
     logging.basicConfig(
-        format="%(message)s" if first else f"rank {rank}: %(message)s", stream=sys.stderr
+        format="%(message)s" if first else f"rank {rank}: %(message)s", handlers=[_BesideBars()]
     )
     known = "bevfusion_quant bevfusion bev_data bev_scenes bevquant_quantizers.ranks"
     for ours in known.split():

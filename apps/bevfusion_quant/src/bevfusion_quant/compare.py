@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -15,9 +14,9 @@ from torch import Tensor
 from bev_data.metrics import Accuracy, Bootstrap, accuracy_notes, model_tables
 from bev_data.points import Frame
 from bev_data.tables import Cell, CellParts, Table, plain_table
-from bevfusion.detectors import build_detector
+from bevfusion.detectors import build_detector, is_foreign
 from bevfusion.evaluation import accumulate_models, accuracy_accumulator
-from bevfusion.model import Batch, Detector
+from bevfusion.model import Batch, Detector, Sizes
 from bevfusion.quantization import relative_change, whole_output
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
@@ -26,6 +25,7 @@ from bevfusion_quant.options import Place, PtqOptions, TargetOptions
 from bevfusion_quant.pages import ReportContent, Section, head, reproduce, setting_text, write_page
 from bevfusion_quant.run import PAGE_FILE, Clock, RunRecord, RunSettings, new_run
 from bevfusion_quant.saved_run import ModelSettings, load_run, read_model_settings
+from bevfusion_quant.stages import sizes_of
 
 __all__ = [
     "CompareResult",
@@ -36,10 +36,8 @@ __all__ = [
     "run_compare",
 ]
 
-LOG = logging.getLogger(__name__)
 # Folding moves a heat map by 1e-5 of its largest value, other weights by as much as it is.
 _SAME = 1e-3
-_PROGRESS_EVERY = 10  # frames between two lines of progress
 _UNFOLDED = "ptq --no-fold left batch norms in place"
 
 # Of a run's settings, what tells it from another run of the same float model.
@@ -189,9 +187,10 @@ def _settings(comparison: Comparison) -> Table:
 
 
 _COMPARED_APART: dict[str, Callable[[ModelSettings], object]] = {
+    "model": lambda run: run.model,
     "configuration": lambda run: run.config,
     "set of parts": lambda run: " and ".join(run.parts),
-    "list of cameras": lambda run: run.cameras,
+    "list of cameras": lambda run: run.used_cameras,
 }
 
 
@@ -213,7 +212,7 @@ def _check_settings(folders: Sequence[Path]) -> list[ModelSettings]:
                 f"--run {folder} is a run for a BPU, whose model is in other parts: judge it with "
                 "bevfusion-quant evaluate"
             )
-        if "head" not in settings.parts:
+        if "head" not in settings.parts and not is_foreign(settings.model):
             raise InputError(
                 f"--run {folder} holds the {settings.branch} branch alone, without a "
                 "head: it detects nothing that labels could judge; compare detectors"
@@ -234,11 +233,14 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     return [f.resolve().name if often[f.resolve().name] == 1 else str(f) for f in folders]
 
 
-def _load_alike(folders: Sequence[Path], batch: Batch) -> tuple[Detector, list[Detector]]:
+def _load_alike(
+    folders: Sequence[Path], frames: Sequence[Frame], batch: Batch
+) -> tuple[Detector, list[Detector]]:
     """Load the runs one after the other; of the float models the first stays.
 
     Args:
         folders: Checked by `_check_settings`.
+        frames: Detectors in other code are traced with the first.
         batch: On which the float models must agree, within a thousandth of the heat map's largest
             value: runs with and without folded batch norms do.
 
@@ -251,7 +253,7 @@ def _load_alike(folders: Sequence[Path], batch: Batch) -> tuple[Detector, list[D
     quantized: list[Detector] = []
     first: tuple[Detector, Tensor] | None = None
     for folder in folders:
-        run = load_run(folder)
+        run = load_run(folder, frames)
         with torch.no_grad():
             output = whole_output(run.float_model(*batch))
         first = first or (run.float_model, output)
@@ -265,6 +267,21 @@ def _load_alike(folders: Sequence[Path], batch: Batch) -> tuple[Detector, list[D
         quantized.append(run.quantized_model)
     assert first is not None
     return first[0], quantized
+
+
+def _refuse_without_boxes(model: Detector, sizes: Sizes) -> None:
+    """Refuse a model in other code of which labels judge nothing.
+
+    Raises:
+        InputError: It makes no boxes, or boxes of classes without names.
+    """
+    if not model.finds_boxes or not sizes.head.classes:
+        lacks = "class names for its boxes" if model.finds_boxes else "boxes"
+        raise InputError(
+            f"--model {sizes.name} gives no {lacks}, which labels could judge: return a "
+            "ForeignDetector with boxes and classes, or compare layers with bevfusion-quant "
+            "evaluate"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -320,11 +337,12 @@ def run_compare(
         for run, folder, ran in zip(names_of(folders), folders, found, strict=True)
     )  # fmt: skip
     with new_run("compare", clock, keep=folders, **place) as record:
-        sizes = found[0].sizes
         with clock.step("load the runs"):
+            sizes = sizes_of(found[0].model, found[0].config)
             parts = build_detector(sizes, found[0].parts)  # makes the batches, and is not run
             batches = FrameBatches(frames, sizes, parts, cameras or found[0].used_cameras)
-            float_model, quantized = _load_alike(folders, batches[0])
+            _refuse_without_boxes(parts, sizes)
+            float_model, quantized = _load_alike(folders, frames, batches[0])
         with clock.step("lower to integers"):
             models = _models(float_model, quantized, read_runs, batches, integers)
         digests = [run.settings.sha256 for run in read_runs]
@@ -332,10 +350,10 @@ def run_compare(
         shards = record.shards(frames, {**decides, "command": record.command}, float_model)
         accumulator = accuracy_accumulator(sizes, batches, bootstrap)
         with clock.step("run all models"):
-            decode = float_model.head.decode
-            for index in accumulate_models("compare", models, decode, batches, accumulator, shards):
-                if (index + 1) % _PROGRESS_EVERY == 0:
-                    LOG.info("frame %d of %d", index + 1, len(batches))
+            for _ in accumulate_models(
+                "compare", models, float_model, batches, accumulator, shards
+            ):
+                pass
         with clock.step("judge by labels"):
             accuracy = accumulator.result()
         if accuracy is None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, cast
 
@@ -21,7 +22,9 @@ from bevfusion.deployment import (
     beside_layers,
     bpu_files,
     bpu_pieces,
+    export_pieces,
     export_text,
+    export_whole,
     file_size,
     nvidia_files,
     outputs_of,
@@ -30,7 +33,7 @@ from bevfusion.deployment import (
     watching,
     write_piece,
 )
-from bevfusion.detectors import example_of
+from bevfusion.detectors import example_of, is_foreign
 from bevfusion.model import CONFIGS, BEVFusion, Detector, Sizes, example_batch
 from bevfusion_quant._errors import InputError, VerificationError
 from bevfusion_quant.frames import FrameBatches
@@ -110,17 +113,20 @@ def export_model(
         target: Name of an engine.
         layers: Of `bevquant_int8sim.compare`, to stand beside the files' tensors; compared on the
             first batch where none are given.
-        **how: cpu, known and calibration of `bevfusion.deployment.export_pieces`, `known` by
-            ``"float"`` and ``"fake"``; command, run and settings, for the manifest.
+        **how: cpu, measure, known and calibration of `bevfusion.deployment.export_pieces`,
+            `known` by ``"float"`` and ``"fake"``; command, run and settings, for the manifest.
 
     Raises:
         InputError: A library is missing, the head is quantized, or a file cannot be written.
     """
     _check_libraries()
-    pieces = nvidia_pieces(float_model, quantized_model, target)
-    made = _export_pieces(
-        pieces, quantized_model, batches, config, clock, folder, target=target, **how
-    )
+    if is_foreign(config.name):
+        how.pop("known", None)
+        write = partial(export_whole, float_model, quantized_model, batches, folder)
+    else:
+        pieces = nvidia_pieces(float_model, quantized_model, target)
+        write = partial(export_pieces, pieces, quantized_model, batches, config, folder)
+    made = _exported(write, batches, clock, target=target, **how)
     if not layers:
         with clock.step("compare layers", blame="float and integer model cannot be compared"):
             example = example_of(config, batches[0])
@@ -143,24 +149,18 @@ def nvidia_pieces(
     return deployment.nvidia_pieces(float_model, quantized_model, target, refusals=refusals)
 
 
-def _export_pieces(
-    pieces: Sequence[Piece],
-    model: Detector,
+def _exported(
+    write: Callable[..., ExportedSet],
     batches: FrameBatches,
-    config: Sizes,
     clock: Clock,
-    folder: Path,
     *,
     command: str = "",
     run: str = "",
     settings: Any = None,
     **how: Any,
 ) -> ExportedSet:
-    """Write and check the pieces, and write the manifest."""
-    found = deployment.export_pieces(
-        pieces, model, batches, config, folder,
-        after_each=return_freed_memory, step=clock.step, **how,
-    )  # fmt: skip
+    """Write and check the files, and write the manifest."""
+    found = write(after_each=return_freed_memory, step=clock.step, **how)
     found.write_manifest(
         run=run,
         command=command,
@@ -206,10 +206,10 @@ def _export_bpu(
     with for_march(config.march):
         batches = FrameBatches(frames, sizes, folded, cameras or config.cameras)
         pieces = bpu_pieces(folded, loaded.units.parts, loaded.forms)
-        exported = _export_pieces(
-            pieces, folded, batches, sizes, clock, folder,
-            target="bpu", march=config.march, run=run, **given,
-        )  # fmt: skip
+        write = partial(export_pieces, pieces, folded, batches, sizes, folder)
+        exported = _exported(
+            write, batches, clock, target="bpu", march=config.march, run=run, **given
+        )
         with clock.step("compare layers", blame="float and integer model cannot be compared"):
             compared = compare_forms(loaded.models, loaded.forms, batches.head(1), sizes)
     paths = {
@@ -237,6 +237,7 @@ def export_run(
     *,
     target: str | None = None,
     cpu: str | None = None,
+    measure: bool = False,
     cameras: Sequence[str] | None = None,
     **place: Unpack[Place],
 ) -> ExportResult:
@@ -253,6 +254,7 @@ def export_run(
         target: Name of an engine (`bevquant_export.find_target`); by default "bpu" for a run for a
             BPU, else "tensorrt".
         cpu: Of files for a CPU, "vnni" or "any"; by default what this one is.
+        measure: Time each quantized file for a CPU beside its part in float32.
         cameras: Names of the cameras to use; those of the run by default.
         **place: Where the export is written; see `Place`.
 
@@ -271,9 +273,10 @@ def export_run(
     on_cpu = _engines_on_cpu()
     if chosen in on_cpu:
         settings["cpu"] = cpu = _cpu(cpu)
-    elif cpu is not None:
+    elif cpu is not None or measure:
+        option = "--measure" if cpu is None else f"--cpu {cpu}"
         raise InputError(
-            f"--cpu {cpu}: --target {chosen} is no CPU; leave it out, or add --target "
+            f"{option}: --target {chosen} is no CPU; leave it out, or add --target "
             f"{' or '.join(on_cpu)}"
         )
     with new_run("export", clock, _PACKAGES, keep=run, **place) as record:
@@ -283,14 +286,15 @@ def export_run(
             exported, batches = _export_bpu(frames, clock, folder, cameras=cameras, **given)
         else:
             with clock.step("load the run"):
-                loaded = load_run(run)
-            model, sizes = loaded.quantized_model, ran.sizes
+                loaded = load_run(run, frames)
+            model, sizes = loaded.quantized_model, loaded.sizes
             batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
             with clock.step("read and voxelize"):
                 batches.head(1)[0]
             exported = export_model(
                 loaded.float_model, model, batches, sizes, clock, folder,
-                target=chosen, cpu=cpu or "any", calibration=ran.poor_calibration, **given,
+                target=chosen, cpu=cpu or "any", calibration=ran.poor_calibration,
+                measure=measure, **given,
             )  # fmt: skip
         seconds, peak = write_found(record, settings, ran, run, batches, export=exported)
     exported = replace(exported, folder=record.path / ONNX_FOLDER)

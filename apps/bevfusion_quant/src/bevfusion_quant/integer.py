@@ -194,8 +194,8 @@ def evaluate_models(
 
 def _reasons(model: Detector, branch: Branch) -> dict[str, str]:
     """Why parts and layers of the quantized model stay float."""
-    (head,), paths = model.part_paths["head"], [path for path, _ in model.named_modules()]
-    with_head = any(lies_below(path, head) and "_quantizer" in path for path in paths)
+    heads, paths = model.part_paths.get("head", ()), [path for path, _ in model.named_modules()]
+    with_head = any(lies_below(p, head) and "_quantizer" in p for p in paths for head in heads)
     quantized = quantized_parts(branch, model.kind, with_head=with_head)
     left = {part: why_float(part, branch) for part in model.parts if part not in quantized}
     return {**left, "excluded": "it was left without quantizers, as --exclude said"}

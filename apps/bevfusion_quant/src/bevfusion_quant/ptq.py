@@ -125,7 +125,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PtqResult:
-    """Where the run lies, its tables, what to look at, seconds by step, memory, poor data."""
+    """Where the run lies, its tables, what to look at, seconds by step, memory, poor data.
+
+    `refused` says why no files could be written, `left_out` what is not measured, and why.
+    """
 
     folder: Path
     layers: list[LayerRow]
@@ -140,6 +143,8 @@ class PtqResult:
     simulation: Simulation | None = None
     exported: ExportedSet | None = None
     weights: WeightSize | None = None
+    refused: str = ""
+    left_out: tuple[str, ...] = ()
 
 
 def run_ptq(
@@ -174,8 +179,9 @@ def run_ptq(
     if plan is not None and export is not None:
         refuse_in_files(plan, f"a run with {config.plan}")
     with new_run("ptq", clock, **place) as record:
-        sizes, folder = sizes_of(config.model, config.config), record.folder
+        folder = record.folder
         with clock.step("build"):
+            sizes = sizes_of(config.model, config.config, config.weights)
             float_model = build_detector(sizes, built_parts(config.branch, config.model))
             batches = FrameBatches(frames, sizes, float_model, config.cameras)
         with clock.step("read and voxelize"):
@@ -184,7 +190,7 @@ def run_ptq(
         if unfolded is None and current_ranks().first:
             with clock.step("run unfolded"), torch.no_grad():
                 unfolded = float_model(*first)
-        example = example_of(sizes)
+        example = example_of(sizes, first)
         with clock.step("fuse", blame="the weights cannot be folded"):
             fused = (fuse_branch if config.fold else keep_batch_norms)(float_model, example)
             del float_model  # as large as the folded one, and read no more
@@ -232,23 +238,21 @@ def run_ptq(
             seconds, peak = clock.spent()
             return outcome(seconds=seconds, peak_memory_mib=peak, simulation=simulation)
         folding_error = relative_change(whole_output(unfolded), whole_output(evaluation.wanted))
-        exported = None
+        exported, refused = None, ""
         if export is not None:
-            exported = export_model(
-                fused.model,
-                quantized.model,
-                batches,
-                sizes,
-                clock,
-                folder / ONNX_FOLDER,
-                target=export,
-                layers=() if simulation is None else simulation.layers,
-                command=record.command,
-                run=str(record.path),
-                settings=asdict(config),
-                calibration=poor,
-                known=known,
-            )
+            try:
+                exported = export_model(
+                    fused.model, quantized.model, batches, sizes, clock, folder / ONNX_FOLDER,
+                    target=export,
+                    layers=() if simulation is None else simulation.layers,
+                    command=record.command,
+                    run=str(record.path),
+                    settings=asdict(config),
+                    calibration=poor,
+                    known=known,
+                )  # fmt: skip
+            except InputError as error:  # the rest of the run is kept
+                refused = str(error)
         records = plain(
             {
                 "fusion": {
@@ -269,6 +273,7 @@ def run_ptq(
             simulation=simulation,
             exported=exported,
         )  # fmt: skip
+        left_out = evaluated.left_out
         evaluated.draw(quantized_parts(config.branch, config.model)[-1])
         with clock.step("write"):
             digests = save_model(folder, quantized.model, fused.model, plan)
@@ -288,12 +293,16 @@ def run_ptq(
                 "frames": [{**frame, "calibration": index < count} for index, frame in read],
                 "weights": weights,
                 "weight_bytes": asdict(size),
+                **({"refused": refused} if refused else {}),
                 **({} if rounded is None else {"rounding": _rounding(rounded)}),
             }
         )
     if exported is not None:
         exported = replace(exported, folder=record.path / ONNX_FOLDER)
-    return outcome(seconds=seconds, peak_memory_mib=peak, simulation=simulation, exported=exported)
+    return outcome(
+        seconds=seconds, peak_memory_mib=peak, simulation=simulation, exported=exported,
+        refused=refused, left_out=left_out,
+    )  # fmt: skip
 
 
 def _warnings(report: CalibrationReport, findings: Sequence[PoorData]) -> tuple[str, ...]:
@@ -329,6 +338,7 @@ class EvaluateResult:
     peak_memory_mib: float
     simulation: Simulation | None = None
     accuracy: Accuracy | None = None
+    left_out: tuple[str, ...] = ()
 
 
 def run_evaluate(
@@ -370,11 +380,11 @@ def run_evaluate(
     clock = Clock()
     with new_run("evaluate", clock, keep=run, **place) as record:
         with clock.step("load the run"):
-            loaded = load_run(run)
-        ran, model = loaded.settings, loaded.quantized_model
-        sizes = ran.sizes
+            loaded = load_run(run, frames)
+        ran, model, sizes = loaded.settings, loaded.quantized_model, loaded.sizes
         batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
-        accumulator = accuracy_accumulator(sizes, batches, bootstrap)
+        classes = sizes.head.classes  # none of a detector in other code that names none
+        accumulator = accuracy_accumulator(sizes, batches, bootstrap) if classes else None
         stated: dict[str, Any] = {
             "evaluates": str(run),
             "cameras": cameras,
@@ -391,7 +401,7 @@ def run_evaluate(
             layer_frames=layer_frames,
         )  # fmt: skip
         with clock.step("judge by labels"):
-            accuracy = accumulator.result()
+            accuracy = None if accumulator is None else accumulator.result()
         tables = evaluation.summary()
         made = partial(
             EvaluateResult,
@@ -412,8 +422,9 @@ def run_evaluate(
         evaluated = EvaluatedRun(
             record, sizes, batches, evaluation, simulation=simulation, accuracy=accuracy
         )
+        left_out = evaluated.left_out
         evaluated.draw(quantized_parts(ran.branch, ran.model)[-1])
         record.write_settings({"run_sha256": ran.sha256, **settings})
         evaluated.write_page(settings)
         seconds, peak = evaluated.write_summary({"evaluates": str(run), "accuracy": None})
-    return made(seconds=seconds, peak_memory_mib=peak)
+    return made(seconds=seconds, peak_memory_mib=peak, left_out=left_out)

@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, cast
 
-from tqdm import tqdm
-
 from bev_data.metrics import Accuracy
 from bev_data.points import Frame
+from bevfusion.detectors import is_foreign
 from bevfusion.evaluation import accumulate_models, accuracy_accumulator
 from bevfusion.model import Detector
 from bevfusion.quantization import QatDetectorTrainer, evaluate_quantized
@@ -127,6 +126,11 @@ def read_trainable(run: str | Path) -> ModelSettings:
     settings = read_model_settings(run)
     if settings.for_bpu:
         raise InputError(f"{run} is a run for a BPU: qat trains runs of ptq without --target bpu")
+    if is_foreign(settings.model):
+        raise InputError(
+            f"{run} is of {settings.model}, whose losses and targets are in its own code: train "
+            "bevfusion_quant.ptq.load_quantized(run).network there with bevquant_qnn.QatTrainer"
+        )
     if "head" not in settings.parts:
         raise InputError(
             f"{run} holds the {settings.branch} encoder alone, and without a head "
@@ -332,16 +336,15 @@ def write_run(
         How well the models find what is labelled, if they were judged.
     """
     ran = start.settings
-    sizes, branch = ran.sizes, ran.branch
+    sizes, branch = start.sizes, ran.branch
     batches = FrameBatches(shown, sizes, model, cameras)
     accuracy = None
     if evaluated:
         accumulator = accuracy_accumulator(sizes, batches)
         models = {"float": start.float_model, "quantized": model}
         with clock.step("judge by labels"):
-            found = accumulate_models("held out", models, model.head.decode, batches, accumulator)
-            quiet = not current_ranks().first
-            for _ in tqdm(found, desc="held out", total=len(batches), disable=quiet):
+            found = accumulate_models("held out", models, model, batches, accumulator)
+            for _ in found:
                 pass
             accuracy = accumulator.result()
     with clock.step("compare"):

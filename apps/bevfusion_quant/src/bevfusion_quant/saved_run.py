@@ -11,7 +11,8 @@ import torch
 
 from bev_data.cameras import CAMERA_NAMES
 from bev_data.points import Frame
-from bevfusion.detectors import DETECTORS, build_detector, example_of
+from bev_scenes import stored_street
+from bevfusion.detectors import DETECTORS, build_detector, example_of, is_foreign
 from bevfusion.model import Detector, Sizes
 from bevfusion.quantization import fuse_detector
 from bevfusion_quant._errors import InputError
@@ -87,11 +88,6 @@ class ModelSettings(RunSettings, kw_only=True):
         return built_parts(self.branch, self.model)
 
     @property
-    def sizes(self) -> Sizes:
-        """The sizes of the model."""
-        return sizes_of(self.model, self.config)
-
-    @property
     def used_cameras(self) -> tuple[str, ...]:
         """The cameras that its models read."""
         return tuple(self.cameras or CAMERA_NAMES)
@@ -99,12 +95,13 @@ class ModelSettings(RunSettings, kw_only=True):
 
 @dataclass(frozen=True, eq=False)
 class LoadedRun:
-    """A run's settings, its float model and its calibrated quantized one, in eval mode.
+    """A run's settings, its sizes, float model and calibrated quantized one, in eval mode.
 
     The float model's batch norms are folded, unless the run left them as they are.
     """
 
     settings: ModelSettings
+    sizes: Sizes
     float_model: Detector
     quantized_model: Detector
 
@@ -152,18 +149,23 @@ def read_model_settings(folder: str | Path) -> ModelSettings:
             run = written["evaluates"]
             raise ValueError(f"it has figures of {run} and no model, which is there: --run {run}")
         settings = as_settings(ModelSettings, written)
-        if settings.config not in getattr(DETECTORS.get(settings.model), "configs", {}):
+        configs = getattr(DETECTORS.get(settings.model), "configs", {})
+        if not is_foreign(settings.model) and settings.config not in configs:
             raise ValueError(f"its sizes {settings.config!r} of {settings.model!r} are unknown")
     except ValueError as error:
         raise _refusal(folder, error) from error
     return settings
 
 
-def load_run(folder: str | Path) -> LoadedRun:
+def load_run(folder: str | Path, frames: Sequence[Frame] = ()) -> LoadedRun:
     """Both models of a run: the file of folded weights and ranges holds either.
 
     Where rounding or training gave the quantized model other weights, the float model's lie beside
     it.
+
+    Args:
+        folder: A run folder.
+        frames: A detector in other code is traced with the first; with a street by default.
 
     Raises:
         InputError: As `load_quantized`.
@@ -176,15 +178,18 @@ def load_run(folder: str | Path) -> LoadedRun:
             "bevfusion_quant.bpu.load_bpu_run, or compare it with bevfusion-quant evaluate"
         )
     try:
-        sizes = settings.sizes
-        example = example_of(sizes)
+        sizes = sizes_of(settings.model, settings.config)
+        fused = build_detector(sizes, settings.parts)
+        given: Any = None
+        if is_foreign(settings.model):
+            given = fused.arguments(frames[0] if frames else stored_street())
+        example = example_of(sizes, given)
         planned, digests = settings.plan is not None, settings.sha256
         apart = FLOAT_FILE in digests
         for name in (*MODEL_FILES, *[PLAN_FILE] * planned, *[FLOAT_FILE] * apart):
             if digests.get(name) != sha256(folder / name):
                 raise ValueError(f"{name} is not the file that the run wrote")
         state = read_tensors(folder / "weights.safetensors").tensors
-        fused = build_detector(sizes, settings.parts)
         if settings.fold:
             fused = cast("Detector", fuse_detector(fused, example, state).model)
         plan = read_plan(folder / PLAN_FILE) if planned else None
@@ -197,7 +202,7 @@ def load_run(folder: str | Path) -> LoadedRun:
         fused.load_state_dict({**{name: state[name] for name in fused.state_dict()}, **own})
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise _refusal(folder, error) from error
-    return LoadedRun(settings, fused, model)
+    return LoadedRun(settings, sizes, fused, model)
 
 
 def _config(settings: ModelSettings) -> PtqConfig:
@@ -221,6 +226,7 @@ def frames_for_run(options: FrameOptions, settings: ModelSettings) -> Sequence[F
         settings: Of the run.
     """
     images = reads_images(settings.branch, settings.model)
+    images |= is_foreign(settings.model) and bool(options.cameras)
     return frames_of(options, with_cameras=images, size=settings.config)
 
 

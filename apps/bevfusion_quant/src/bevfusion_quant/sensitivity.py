@@ -191,8 +191,8 @@ def run_sensitivity(
         settings["estimate"] = True
     with new_run("sensitivity", clock, keep=run, **place) as record:
         with clock.step("load the run"):
-            model = load_run(run).quantized_model
-        sizes = ran.sizes
+            loaded = load_run(run, frames)
+        model, sizes = loaded.quantized_model, loaded.sizes
         batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
         shards = record.shards(frames, {**settings, "without": without}, model)
         with _naming_options():

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from torch import nn
 
-from bevfusion.detectors import DETECTORS
+from bevfusion.detectors import DETECTORS, find_detector, is_foreign
 from bevfusion.model import PARTS, Batch, Detector, Sizes, load_weights, random_weights
 from bevfusion.quantization import first_sparse_conv, fuse_detector, quantize_detector
 from bevfusion_quant._errors import InputError
@@ -31,20 +32,22 @@ _DETECTORS = {
 }
 
 
-def sizes_of(model: str, config: str) -> Sizes:
-    """The sizes that `--model` and `--config` name.
+def sizes_of(model: str, config: str, weights: Path | None = None) -> Sizes:
+    """The sizes that `--model` and `--config` name; a detector in other code is loaded.
+
+    Args:
+        model: Name of the detector.
+        config: Name of the sizes.
+        weights: The checkpoint of a detector in other code.
 
     Raises:
-        InputError: There is no such detector, or it has no such sizes.
+        InputError: There is no such detector, it cannot be loaded, or it has no such sizes.
     """
-    for option, name, known in (
-        ("model", model, DETECTORS),
-        ("config", config, getattr(DETECTORS.get(model), "configs", {})),
-    ):
-        if name not in known:
-            of = f" of --model {model}" if option == "config" else ""
-            raise InputError(f"--{option} {name}: expected one of {', '.join(known)}{of}")
-    sizes: Sizes = DETECTORS[model].configs[config]
+    configs = find_detector(model, weights).configs
+    if config not in configs:
+        known = ", ".join(configs)
+        raise InputError(f"--config {config}: expected one of {known} of --model {model}")
+    sizes: Sizes = configs[config]
     return sizes
 
 
@@ -57,10 +60,10 @@ def built_parts(branch: Branch, model: str = "bevfusion") -> tuple[str, ...]:
     Example:
         >>> built_parts("lidar"), built_parts("fuser")
         (('lidar',), ('camera', 'lidar', 'fuser', 'decoder', 'head'))
-        >>> built_parts("all", "centerpoint")
-        ('lidar', 'decoder', 'head')
+        >>> built_parts("all", "centerpoint"), built_parts("all", "package.module:function")
+        (('lidar', 'decoder', 'head'), ('network',))
     """
-    every = DETECTORS[model].parts
+    every = DETECTORS[model].parts if model in DETECTORS else ("network",)
     parts = (branch,) if branch in ("camera", "lidar") else _DETECTORS.get(branch, every)
     wanted = {*parts, *({branch} if branch in PARTS else ())}
     if not wanted.issubset(every):
@@ -91,7 +94,7 @@ def quantized_parts(
     """
     if not is_detector(branch):
         return (branch,)
-    with_head = with_head or not DETECTORS[model].head_in_float
+    with_head = with_head or model not in DETECTORS or not DETECTORS[model].head_in_float
     return tuple(part for part in built_parts(branch, model) if with_head or part != "head")
 
 
@@ -116,11 +119,14 @@ class Stage(Generic[Result]):
 def fill_weights(
     model: Detector, config: TargetOptions, first: Batch, clock: Clock
 ) -> tuple[dict[str, object], Any]:
-    """Weights from the file, or random ones fitted to the first frame.
+    """Weights from the file, or random ones fitted to the first frame; none of other code.
 
     Returns:
         Which, and what the model makes of the first frame, where fitting them told.
     """
+    if is_foreign(config.model):  # which was built with them
+        source = "its own" if config.weights is None else str(config.weights)
+        return {"source": source}, None
     if config.weights is None:
         with clock.step("random weights"):
             made = random_weights(model, *first, seed=config.seed)

@@ -15,7 +15,7 @@ import torch
 
 from bev_data.cameras import CAMERA_NAMES
 from bevfusion import training
-from bevfusion.detectors import build_detector, kind_of
+from bevfusion.detectors import DETECTORS, build_detector, is_foreign
 from bevfusion.evaluation import evaluate_detector
 from bevfusion.model import Detector, Sizes, read_state_dict
 from bevfusion.training import *  # noqa: F403
@@ -79,6 +79,11 @@ class TrainConfig(TrainOptions):
         self.check_optimizer()
         if self.branch not in TRAINED_BRANCHES:
             raise InputError(f"--branch {self.branch}: one of {', '.join(TRAINED_BRANCHES)}")
+        if is_foreign(self.model):
+            raise InputError(
+                f"--model {self.model}: train takes the detectors that come with bevfusion; train "
+                "yours in its own code, and give ptq the checkpoint with --weights"
+            )
         _ = self.sizes, self.parts
 
     @property
@@ -233,10 +238,12 @@ def run_train(
     out.mkdir(parents=True, exist_ok=True)
     frames = prepare_frames(source, config, cache or out / "frames", workers=workers)
     model = first_model(config).to(target)
+    objective = DETECTORS[config.model].objective
+    assert objective is not None  # a detector in other code was refused
     trainer = DetectorTrainer(
         model,
         frames,
-        objective=kind_of(config.sizes).objective,
+        objective=objective,
         **{name: getattr(config, name) for name in _TRAINED_BY},
     )
     started = time.perf_counter()

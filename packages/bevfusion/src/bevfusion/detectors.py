@@ -1,7 +1,7 @@
 """The detectors by name: how each is built, trained and judged, whatever its kind.
 
 A row of `DETECTORS` is all that a program needs to know of a model. Sizes say by their `kind` which
-row is theirs.
+row is theirs. `find_detector` also makes the row of a detector in other code.
 
 Example:
     >>> from bevfusion.detectors import DETECTORS, build_detector
@@ -15,10 +15,14 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from bev_data import InputError
 from bevfusion.centerpoint import (
     CENTER_OBJECTIVE,
     PILLAR_CONFIGS,
@@ -26,6 +30,7 @@ from bevfusion.centerpoint import (
     build_centerpoint,
     example_voxels,
 )
+from bevfusion.frameworks import ForeignModel, ForeignSizes, load_detector
 from bevfusion.model import (
     CONFIGS,
     PARTS,
@@ -37,7 +42,15 @@ from bevfusion.model import (
 )
 from bevfusion.training import TRANSFUSION_OBJECTIVE, Objective
 
-__all__ = ["DETECTORS", "DetectorKind", "build_detector", "example_of", "kind_of"]
+__all__ = [
+    "DETECTORS",
+    "DetectorKind",
+    "build_detector",
+    "example_of",
+    "find_detector",
+    "is_foreign",
+    "kind_of",
+]
 
 
 @dataclass(frozen=True)
@@ -47,17 +60,18 @@ class DetectorKind:
     Attributes:
         configs: Sizes by name.
         build: From sizes and parts to a float model.
-        example: A small batch for sizes, to trace a model with.
+        example: A small batch for sizes, to trace a model with; None of a detector in other code,
+            which is traced with a frame.
         parts: That a whole model has, in the order in which they run.
-        objective: What it is trained by.
+        objective: What it is trained by; None of a detector in other code.
         head_in_float: Whether quantizing everything leaves the head in float.
     """
 
     configs: Mapping[str, Any]
     build: Callable[[Any, Iterable[str]], Detector]
-    example: Callable[[Any], Batch]
+    example: Callable[[Any], Batch] | None
     parts: tuple[str, ...]
-    objective: Objective
+    objective: Objective | None
     head_in_float: bool
 
 
@@ -78,8 +92,39 @@ DETECTORS: Mapping[str, DetectorKind] = MappingProxyType(
 """By the name that `--model` takes."""
 
 
+def is_foreign(name: str) -> bool:
+    """Whether a name is that of a detector in other code, as `load_detector` takes it."""
+    return ":" in name
+
+
+def find_detector(name: str, weights: Path | None = None) -> DetectorKind:
+    """The row of a detector by name; one in other code is loaded.
+
+    Args:
+        name: Of `DETECTORS`, or as `bevfusion.frameworks.load_detector` takes it.
+        weights: The checkpoint of a detector in other code; its own weights without.
+
+    Raises:
+        InputError: There is no such detector, or it cannot be loaded.
+    """
+    if is_foreign(name):
+        with redirect_stdout(StringIO()):  # mmengine prints
+            return kind_of(ForeignSizes(name, load_detector(name, weights)))
+    if name not in DETECTORS:
+        raise InputError(
+            f"--model {name}: expected one of {', '.join(DETECTORS)}, mmdet3d:CONFIG.py or "
+            "package.module:function"
+        )
+    return DETECTORS[name]
+
+
 def kind_of(sizes: Sizes) -> DetectorKind:
     """The row of these sizes."""
+    if isinstance(sizes, ForeignSizes):
+        detector = sizes.detector
+        return DetectorKind(
+            {"nuscenes": sizes}, lambda *_: ForeignModel(detector), None, ("network",), None, False
+        )
     return DETECTORS[sizes.kind]
 
 
@@ -102,9 +147,18 @@ def example_of(sizes: Sizes, like: Batch | None = None) -> Batch:
 
     Args:
         sizes: Of any kind.
-        like: The example has the sensors of this batch; all by default.
+        like: The example has the sensors of this batch, all by default; of a detector in other
+            code it is this batch.
+
+    Raises:
+        ValueError: Of a detector in other code there is no batch.
     """
-    example = kind_of(sizes).example(sizes)
+    make = kind_of(sizes).example
+    if make is None:
+        if like is None:
+            raise ValueError(f"{sizes.name}: a batch is needed to trace a detector in other code")
+        return like
+    example = make(sizes)
     absent: dict[str, Any] = {
         name: None for name, value in (like or example)._asdict().items() if value is None
     }

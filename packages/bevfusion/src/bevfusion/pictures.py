@@ -91,9 +91,11 @@ def layer_picture(folder: Path, rows: Sequence[LayerRow]) -> list[Path]:
         axes.hlines(heights, 0, decibels, color="#cbd2d9", linewidth=1.2)
         for is_block, colour, label in ((False, BLUE, "layer"), (True, ORANGE, "block end")):
             members = [i for i in heights if blocks[i] == is_block and i != len(shown) - 1]
-            axes.scatter(
-                [decibels[i] for i in members], members, s=34, color=colour, label=label, zorder=3
-            )
+            if members:
+                axes.scatter(
+                    [decibels[i] for i in members], members,
+                    s=34, color=colour, label=label, zorder=3,
+                )  # fmt: skip
         last = len(shown) - 1
         axes.scatter(
             [decibels[last]], [last], s=48, marker="D", color=INK, label="output", zorder=3

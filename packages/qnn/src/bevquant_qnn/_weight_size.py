@@ -25,9 +25,12 @@ class WeightSize:
 
     def __str__(self) -> str:
         """As `3.9 MiB float32, 1.2 MiB quantized (3.3 times smaller)`."""
-        before, after = self.before / MIB, self.after / MIB
+        before, after = (
+            f"{size / MIB:.1f} MiB" if size >= MIB / 2 else f"{size / 2**10:.1f} KiB"
+            for size in (self.before, self.after)
+        )
         times = self.before / max(self.after, 1)
-        return f"{before:.1f} MiB float32, {after:.1f} MiB quantized ({times:.1f} times smaller)"
+        return f"{before} float32, {after} quantized ({times:.1f} times smaller)"
 
 
 def weight_size(model: nn.Module) -> WeightSize:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -30,6 +29,7 @@ from ._distributed import (
     widths,
 )
 from ._float_ranges import Ranges, joined_ranges, recording, set_float_ranges
+from ._progress import progress_bar
 from ._ranges import set_range
 from ._report import CalibrationReport, describe
 from ._select import NamedQuantizer, named_quantizers
@@ -37,7 +37,6 @@ from ._steps import SMALLEST_AMAX
 from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
 from .calib._search import METHODS
-from .plugins import importable
 
 
 def calibrate(
@@ -265,7 +264,9 @@ class _Collection:
             state_kept(self.model),
             _watching(self.model, self.entries),
             recording(self.model, self.floats),
-            _progress_bar(progress if rank == 0 else False, dealt.total, done) as advance,
+            progress_bar(
+                progress if rank == 0 else False, dealt.total, done, desc="calibrate"
+            ) as advance,
         ):
             for r, batch in dealt.rounds(done):
                 self._one_round(r, batch, with_peers=r >= together)
@@ -368,29 +369,3 @@ def _only(entries: Sequence[NamedQuantizer], chosen: set[int]) -> Iterator[None]
     finally:
         for entry in entries:
             entry.quantizer._if_calib = True
-
-
-@contextmanager
-def _progress_bar(
-    show: bool | None, total: int | None, initial: int = 0
-) -> Iterator[Callable[[], object]]:
-    """Yield a function to call after each batch.
-
-    Args:
-        show: None shows the bar where tqdm is installed and stderr is a terminal.
-        total: Number of batches, None where unknown.
-        initial: Batches done before.
-
-    Raises:
-        ImportError: `show` is True and tqdm is not installed.
-    """
-    installed = importable("tqdm")
-    if show and not installed:
-        raise ImportError("progress=True needs tqdm: pip install tqdm, or leave progress at None")
-    if show is False or not installed or (show is None and not sys.stderr.isatty()):
-        yield lambda: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, initial=initial, desc="calibrate", unit="batch") as bar:
-        yield bar.update

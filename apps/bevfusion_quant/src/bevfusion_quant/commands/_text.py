@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bevfusion_quant._errors import VerificationError
 from bevfusion_quant.options import FrameOptions, RunOptions
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def run_text(
     """A run of `run_ptq` or `run_evaluate`: layers, stages, detections, integers, labels, files.
 
     Raises:
-        VerificationError: Files that the run wrote are not right.
+        VerificationError: Files that the run wrote are not right, or could not be written.
         InputError: The ranges cannot be right, unless `allow_poor`.
     """
     from bev_data.metrics import accuracy_text
@@ -114,15 +115,18 @@ def run_text(
     findings: Sequence[PoorData] = ()
     by_layer = False  # whether the integers' table is what was asked for
     last: Sequence[str] = ()
+    refused = ""
     if isinstance(result, EvaluateResult):
         accuracy, by_layer = result.accuracy, result.simulation is not None
     else:
         last = verdict(result)
         exported, warnings, findings = result.exported, result.warnings, result.findings
+        refused = result.refused
     parts: list[str] = []
     if not by_layer:
         parts += ["Float against fake-quantized, output of each layer", layer_table(result.layers)]
-    parts += ["Stages, float against fake-quantized", stage_table(result.stages)]
+    if result.stages:
+        parts += ["Stages, float against fake-quantized", stage_table(result.stages)]
     if result.agreement:
         found = agreement_text(result.agreement, result.labels_found)
         parts += ["Detections, float against fake-quantized, same class", found]
@@ -133,9 +137,13 @@ def run_text(
         parts += ["Against labels", accuracy_text(accuracy)]
     if exported is not None:
         parts += export_text(exported)
+    if result.left_out:
+        parts.append("\n".join(["Left out", *(f"  {line}" for line in result.left_out)]))
     text = finished_text(parts, result, options, warnings, last)
     if exported is not None:
         refuse_wrong_files(exported, text)
+    if refused:
+        raise VerificationError(f"no ONNX files: {refused}; the rest of the run is there", text)
     return _calibrated(text, findings, allow_poor=allow_poor)
 
 

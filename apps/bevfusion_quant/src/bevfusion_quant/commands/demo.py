@@ -14,6 +14,7 @@ from typing import Literal
 
 from bevfusion_quant.commands._text import run_text
 from bevfusion_quant.options import (
+    Branch,
     ConfigName,
     Method,
     ModelName,
@@ -95,7 +96,7 @@ def _kernels_compiled_beside() -> Iterator[None]:
             beside.terminate()
 
 
-def demo_target(branch: PartBranch, model: str = "bevfusion") -> str | None:
+def demo_target(branch: Branch, model: str = "bevfusion") -> str | None:
     """What the demo's files are for; None where none can be written, which is said."""
     from bevfusion_quant.export import missing_libraries
 

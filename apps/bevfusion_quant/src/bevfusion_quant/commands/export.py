@@ -30,11 +30,13 @@ class Export(RunOptions, FrameOptions):
         cpu: Of files for a CPU: vnni for one that multiplies int8 exactly (x86 with VNNI or AMX,
             ARM), any for files that are right everywhere, and slower unless the run's weights have
             seven bits (--weight-bits 7 of ptq). By default the one at hand.
+        measure: Time each quantized file for a CPU beside its part in float32, on this CPU.
     """
 
     run: Path
     target: ExportTarget | None = None
     cpu: Cpu | None = None
+    measure: bool = False
 
     def execute(self, command: str) -> str:
         """Run it and answer what to print."""
@@ -48,6 +50,7 @@ class Export(RunOptions, FrameOptions):
             frames_for_run(self if given else replace(self, dataset="street"), settings),
             target=self.target,
             cpu=self.cpu,
+            measure=self.measure,
             cameras=self.cameras or None,
             **self.place(command),
         )

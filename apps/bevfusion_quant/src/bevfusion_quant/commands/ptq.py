@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.commands._text import bpu_run_text, finished_text, run_text
+from bevfusion_quant.commands._text import bpu_run_text, run_text
+from bevfusion_quant.commands.demo import demo_target
 from bevfusion_quant.options import (
     FrameOptions,
     MarchName,
@@ -19,9 +20,16 @@ from bevfusion_quant.options import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from bevfusion_quant.options import Branch
 
 __all__ = ["Ptq"]
+
+_OF_OWN_MODELS = (
+    "config", "quantize_head", "weight_entry", "weight_layout", "seed", "target", "march",
+)  # fmt: skip
+"""Options that a network in other code has no use for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +56,14 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
 
     def execute(self, command: str) -> str:
         """Run it and answer what to print."""
+        from bevfusion.detectors import is_foreign
         from bevfusion.model import named_weights
-        from bevfusion_quant.frames import camera_names, frames_of
-        from bevfusion_quant.ptq import PtqConfig, is_detector, reads_images, run_ptq
+        from bevfusion_quant.ptq import is_detector
         from bevfusion_quant.stages import sizes_of
 
-        if ":" in self.model:
-            return self._execute_any(command)
+        if is_foreign(self.model):
+            self._refuse(_OF_OWN_MODELS, f"--model {self.model} does not read it")
+            return self._execute(self.branch or "all", self.weights, command, whole=self.fold)
         sizes = sizes_of(self.model, self.config)
         lidar = self.dataset is None and self.model == "bevfusion"
         branch: Branch = self.branch or ("lidar" if lidar else "all")
@@ -68,38 +77,32 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
             raise InputError(
                 f"--march {self.march} goes with --target bpu: add that, or leave it out"
             )
-        frames = frames_of(self, with_cameras=reads_images(branch, self.model), size=self.config)
+        return self._execute(branch, named_weights(self.weights, sizes.name), command)
+
+    def _execute(
+        self, branch: Branch, weights: Path | None, command: str, *, whole: bool = False
+    ) -> str:
+        """For NVIDIA; the `whole` job includes integers and files."""
+        from bevfusion_quant.frames import camera_names, frames_of
+        from bevfusion_quant.ptq import PtqConfig, reads_images, run_ptq
+
+        images = reads_images(branch, self.model) or (":" in self.model and bool(self.cameras))
         config = config_from(
             PtqConfig,
             self,
             branch=branch,
             method=self.method or PtqConfig.method,
-            weights=named_weights(self.weights, sizes.name),
-            cameras=camera_names(self),
+            weights=weights,
+            cameras=camera_names(self) if images else (),
         )
-        result = run_ptq(frames, config, **self.place(command))
+        result = run_ptq(
+            frames_of(self, with_cameras=images, size=self.config),
+            config,
+            integers="auto" if whole else None,
+            export=demo_target(branch, self.model) if whole and self.plan is None else None,
+            **self.place(command),
+        )
         return run_text(result, self, allow_poor=self.allow_poor_calibration)
-
-    def _execute_any(self, command: str) -> str:
-        """A network in code of another project."""
-        from bevfusion_quant.any_model import AnyConfig, any_text, run_any
-        from bevfusion_quant.frames import frames_of
-        from bevfusion_quant.verdict import verdict
-
-        read = {
-            one.name for one in (*fields(AnyConfig), *fields(FrameOptions), *fields(RunOptions))
-        }
-        given = self._given({one.name for one in fields(self)} - read - {"allow_poor_calibration"})
-        if given:
-            raise InputError(
-                f"{', '.join(given)}: --model {self.model} does not read it; leave it out"
-            )
-        frames = frames_of(self, with_cameras=False, size="nuscenes")
-        config = config_from(
-            AnyConfig, self, method=self.method or AnyConfig.method, target=AnyConfig.target
-        )
-        result = run_any(frames, config, **self.place(command))
-        return finished_text(any_text(result), result, self, result.warnings, verdict(result))
 
     def _execute_bpu(self, branch: Branch, command: str) -> str:
         from bevfusion.model import named_weights
@@ -142,17 +145,21 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
                 "latter with --exclude"
             )
         shared = {field.name for field in fields(TargetOptions)}
-        given = self._given({field.name for field in fields(PtqOptions)} - shared)
-        if given:
-            raise InputError(
-                f"{', '.join(given)}: for a BPU batch norms are folded and weights rounded to the "
-                "nearest of 8 bits; leave it out"
-            )
+        self._refuse(
+            {field.name for field in fields(PtqOptions)} - shared,
+            "for a BPU batch norms are folded and weights rounded to the nearest of 8 bits",
+        )
 
-    def _given(self, names: Collection[str]) -> list[str]:
-        """Those of the options that are not at their default, as they are written."""
-        return [
+    def _refuse(self, names: Collection[str], reason: str) -> None:
+        """Refuse those of the options that are not at their default.
+
+        Raises:
+            InputError: Naming them as they are written.
+        """
+        given = [
             ("--no-" if field.default is True else "--") + field.name.replace("_", "-")
             for field in fields(self)
             if field.name in names and getattr(self, field.name) != field.default
         ]
+        if given:
+            raise InputError(f"{', '.join(given)}: {reason}; leave it out")

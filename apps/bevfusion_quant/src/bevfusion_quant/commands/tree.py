@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.options import ConfigName, PartBranch
+from bevfusion_quant.options import ConfigName, ModelName, PartBranch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,50 +19,65 @@ class Tree:
     """Print the module tree at one stage.
 
     Args:
-        branch: Which part, as in `ptq`.
+        model: The detector, as in `ptq`. One in other code is traced with a street.
+        branch: Which part, as in `ptq`; by default lidar of bevfusion, all of other detectors.
         stage: float, with BatchNorms folded, or with quantizers in place.
         config: Sizes of the model.
         quantize_head: With --branch all, quantizers in the head too.
     """
 
-    branch: PartBranch = "lidar"
+    model: ModelName = "bevfusion"
+    branch: PartBranch | None = None
     stage: Literal["float", "fused", "quantized"] = "float"
     config: ConfigName = "nuscenes"
     quantize_head: bool = False
 
     def execute(self, command: str) -> str:
         """Answer the tree; `command` says nothing here."""
-        if self.quantize_head and self.branch != "all":
-            raise InputError(f"--quantize-head goes with --branch all, not with {self.branch}")
-        return str(tree(self.stage, self.config, self.branch, quantize_head=self.quantize_head))
+        branch = self.branch or ("lidar" if self.model == "bevfusion" else "all")
+        if self.quantize_head and branch != "all":
+            raise InputError(f"--quantize-head goes with --branch all, not with {branch}")
+        quantize_head = self.quantize_head
+        return str(tree(self.stage, self.config, branch, self.model, quantize_head=quantize_head))
 
 
 def tree(
     stage: str,
     config: str = "nuscenes",
     branch: PartBranch = "lidar",
+    model: str = "bevfusion",
     *,
     quantize_head: bool = False,
 ) -> nn.Module:
     """The part of the model that a stage is about, ready to be printed.
 
-    The part alone for `camera`, `lidar`, `fuser`, `decoder` and `head`, the whole model for `all`.
-    Of the LiDAR branch, the float stage is all of it (voxelize, backbone); folding and quantization
-    rewrite the backbone, and the other stages are that alone. Quantizers are not calibrated.
+    The part alone for a part, the whole model for `all`. Of the LiDAR branch, the float stage is
+    all of it (voxelize, backbone); folding and quantization rewrite the backbone, and the other
+    stages are that alone. Quantizers are not calibrated.
     """
-    from bevfusion.model import CONFIGS, PART_PATHS, build_model
-    from bevfusion_quant.ptq import built_parts, example_batch, fuse_branch, quantize_branch
+    from bev_scenes import stored_street
+    from bevfusion.detectors import build_detector, example_of
+    from bevfusion_quant.ptq import built_parts, fuse_branch, quantize_branch
+    from bevfusion_quant.stages import sizes_of
 
-    sizes = CONFIGS[config]
-    model = build_model(sizes, built_parts(branch))
-    path = "" if branch == "all" else PART_PATHS[branch]
+    sizes = sizes_of(model, config)
+    built = build_detector(sizes, built_parts(branch, model))
+    paths = [""] if branch == "all" else list(built.part_paths[branch])
     if stage == "float":
-        return model.get_submodule(path)
-    if branch == "lidar":
-        path += ".backbone"
-    example = example_batch(sizes)
-    fused = fuse_branch(model, example).model
+        return _below(built, paths)
+    if built.stages.get(branch, "").startswith(f"{paths[0]}.") and branch == "lidar":
+        paths = [built.stages[branch]]
+    given: Any = built.arguments(stored_street())
+    example = example_of(sizes, given)
+    fused = fuse_branch(built, example).model
     if stage == "fused":
-        return fused.get_submodule(path)
-    quantized = quantize_branch(fused, example, branch, with_head=quantize_head).model
-    return quantized.get_submodule(path)
+        return _below(fused, paths)
+    return _below(quantize_branch(fused, example, branch, with_head=quantize_head).model, paths)
+
+
+def _below(model: nn.Module, paths: list[str]) -> nn.Module:
+    """The modules at these paths as one."""
+    from torch import nn
+
+    found = {path: model.get_submodule(path) for path in paths}
+    return found[paths[0]] if len(found) == 1 else nn.ModuleDict(found)

@@ -38,7 +38,7 @@ GROUPS = {
     ),
     "measurement": (
         "metric", "output", "precisions", "estimate", "alone_only", "budget", "plan_rounds",
-        "layer_frames", "resamples", "resample_seed",
+        "layer_frames", "resamples", "resample_seed", "measure",
     ),
     "training": (
         "steps", "batch", "lr", "weight_decay", "clip", "freeze_after", "learn_ranges", "distill",

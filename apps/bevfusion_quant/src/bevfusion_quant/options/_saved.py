@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -42,8 +41,13 @@ def saved_options(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         raise ValueError(
             f"--config {changed[place]}: no such file; give one of {known}, or a run's config.json"
         )
+    from bevfusion_quant.run import RUN_FORMAT, refuse_version
+    from bevquant_quantizers.documents import read_json
+
     try:
-        written = json.loads(path.read_text(encoding="utf-8"))
+        head = {"format": RUN_FORMAT}
+        written = read_json(path, dict[str, Any], what="run's settings", head=head)
+        refuse_version("its schema is", written.get("version", 1))
         changed[place] = written["config"]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(

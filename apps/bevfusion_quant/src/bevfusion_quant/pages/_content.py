@@ -127,6 +127,7 @@ class ReportContent:
         seconds: Seconds by step, "total" included.
         peak_memory_mib: Largest resident memory of the process.
         figures: More headline figures, shown after the built-in ones.
+        left_out: What was not measured, and why.
         scene: The frame that was looked at.
         stages: Feature maps in the order of execution.
         layers: The layer table in the order of execution.
@@ -158,6 +159,7 @@ class ReportContent:
     seconds: Mapping[str, float] = field(default_factory=dict)
     peak_memory_mib: float | None = None
     figures: Sequence[ReportFigure] = ()
+    left_out: Sequence[str] = ()
     scene: ReportScene | None = None
     stages: Sequence[ReportStage] = ()
     layers: Sequence[LayerRow] = ()

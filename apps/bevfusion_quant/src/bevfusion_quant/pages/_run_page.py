@@ -13,10 +13,11 @@ import numpy.typing as npt
 from bev_data.metrics import Accuracy, AgreementRow, points, span
 from bev_data.points import Frame
 from bev_data.tables import finite, or_dash, plural
-from bevfusion.deployment import ExportedSet
+from bevfusion.deployment import ExportedSet, file_size
+from bevfusion.detectors import is_foreign
 from bevfusion.model import Sizes
 from bevfusion.model.head import Detections
-from bevfusion.quantization import QuantizationEvaluation
+from bevfusion.quantization import QuantizationEvaluation, short_path
 from bevfusion_quant.bpu_outcome import BpuOutcome
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.integer import Simulation
@@ -40,7 +41,8 @@ Figure = dict[str, Any]
 
 def head(content: ReportContent) -> Section:
     """Title, what was compared, headline figures, the command."""
-    about = [content.config and f"config {content.config}"]
+    kind = "model" if is_foreign(content.config) else "config"
+    about = [content.config and f"{kind} {content.config}"]
     frames = list(content.frames)
     if frames:
         named = ", ".join(frames[:3]) + (" …" if len(frames) > 3 else "")
@@ -54,6 +56,7 @@ def head(content: ReportContent) -> Section:
             for stage in content.stages
         ],
         "figures": list(_figures(content)),
+        "left_out": list(content.left_out),
         "command": content.command,
     }
     return Section("head_run", content.title, data)
@@ -83,6 +86,9 @@ def _figures(content: ReportContent) -> Iterator[Figure]:
         yield _departure(content.integers)
     if content.bpu is not None:
         yield from _bpu(content.bpu)
+    if content.export is not None and content.export.measured:
+        taken, _, beside = content.export.measured.partition(", ")
+        yield _figure("Measured time of the files", taken, f"on this CPU; {beside}")
     for more in content.figures:
         yield _figure(more.label, more.value, more.note)
     if "total" in content.seconds:
@@ -104,7 +110,7 @@ def _low_layers(content: ReportContent) -> Figure:
     )
     if known:
         decibel, index = min(known)
-        short = content.layers[index].layer.removeprefix("encoders.")
+        short = short_path(content.layers[index].layer)
         worst = f"worst {decibels(decibel)} at "
         figure |= {"note": worst, "href": f"layer-{index}", "link": short}
     return figure
@@ -129,7 +135,7 @@ def _departure(simulation: Simulation) -> Figure:
     if first is None:
         note = "no layer departs by more than one step"
         return _figure(title, plural(most, "step"), note, low)
-    short = first.path.removeprefix("encoders.")
+    short = short_path(first.path)
     figure = _figure(title, plural(most, "step"), "first beyond one step: ", low)
     after = f", up to {first.max_steps} steps"
     return {**figure, "href": f"integer-{layers.index(first)}", "link": short, "after": after}
@@ -203,19 +209,33 @@ class EvaluatedRun:
     accuracy: Accuracy | None = None
     exported: ExportedSet | None = None
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What is not measured of a detector in other code, and why."""
+        if not is_foreign(self.config.name):
+            return ()
+        left = ["feature maps of stages: no part of a network in other code is known"]
+        if not self.evaluation.float_detections:
+            return (*left, "boxes and mAP: the model gives no function that makes boxes")
+        if not self.config.head.classes:
+            return (*left, "mAP and labels found: the model names no classes")
+        return tuple(left)
+
     def draw(self, stage: str) -> None:
         """bev.png (the frame, and one stage in float, quantized and their difference), layers.png.
 
         Args:
-            stage: Of `evaluation.stages`, by name.
+            stage: Of `evaluation.stages`, by name; a detector in other code has none, and no
+                bev.png.
         """
         from bevfusion.pictures import bev_picture, layer_picture
 
         with self.record.step("draw"):
-            maps = next(maps for maps in self.evaluation.stages if maps.row.stage == stage)
             points, kind = _scene_points(self.batches.first_frame)
             points = points[_inside(points, self.config.lidar.point_cloud_range)]
-            bev_picture(self.record.folder, self.config.lidar, points, kind, maps)
+            for maps in self.evaluation.stages:
+                if maps.row.stage == stage:
+                    bev_picture(self.record.folder, self.config.lidar, points, kind, maps)
             layer_picture(self.record.folder, self.evaluation.layers)
 
     def write_page(self, settings: Mapping[str, object], size: WeightSize | None = None) -> None:
@@ -234,8 +254,9 @@ class EvaluatedRun:
                 figures=[
                     *cost_figures(size, self.simulation),
                     *_agreement_figures(evaluation.agreement),
-                    _weights(settings),
+                    _weights(settings, self.config),
                 ],
+                left_out=self.left_out,
                 scene=_scene(self.config, self.batches, evaluation, self.simulation),
                 stages=_stages(self.config, evaluation),
                 layers=evaluation.layers,
@@ -340,7 +361,8 @@ def _scene(
 
 
 def _boxes(found: Detections, classes: Sequence[str]) -> ReportBoxes:
-    return ReportBoxes(found.boxes, [classes[n] for n in found.labels], found.scores)
+    names = [classes[number] if classes else str(number) for number in found.labels]
+    return ReportBoxes(found.boxes, names, found.scores)
 
 
 def _stages(config: Sizes, evaluation: QuantizationEvaluation) -> list[ReportStage]:
@@ -361,24 +383,43 @@ def _stages(config: Sizes, evaluation: QuantizationEvaluation) -> list[ReportSta
     ]
 
 
-def _weights(settings: Mapping[str, object]) -> ReportFigure:
+def _weights(settings: Mapping[str, object], config: Sizes) -> ReportFigure:
     source = settings.get("weights")
     if source is not None:
         return ReportFigure("Weights", Path(str(source)).name)
+    if is_foreign(config.name):
+        return ReportFigure("Weights", "its own", "as the model's code makes them")
     return ReportFigure(
         "Weights", "random", "errors grow from layer to layer as they do in no trained model"
     )
 
 
+# Dense operations a second of the GPU in Jetson AGX Orin 64 GB, by NVIDIA's technical brief:
+# 170 sparse int8 TOPS and 85 sparse float16 TFLOPS, half of them without sparsity.
+_INT8_RATE, _FLOAT_RATE, _RATE_OF = 85e12, 42.5e12, "Jetson AGX Orin's GPU"
+
+
 def cost_figures(size: WeightSize | None, simulation: Simulation | None) -> Iterator[ReportFigure]:
-    """Bytes of the parameters, and operations of a frame."""
+    """Bytes of the parameters, operations of a frame, and their time at a GPU's peak.
+
+    .. math:: t = 2 n_8 / r_8 + 2 n_f / r_f
+
+    with n multiply-accumulates in integers and in float, of two operations each, and the rates r.
+    """
     if size is not None:
-        note = f"from {size.before / 2**20:.1f} MiB in float32"
-        yield ReportFigure("Quantized weights", f"{size.after / 2**20:.1f} MiB", note)
+        note = f"from {file_size(size.before)} in float32"
+        yield ReportFigure("Quantized weights", file_size(size.after), note)
     if simulation is not None and simulation.operations:
         count = f"{simulation.operations / 1e9:.2f} G"
-        note = f"{100 * simulation.integer_share:.1f} % in integers"
-        yield ReportFigure("Operations of a frame", count, note)
+        share = simulation.integer_share
+        yield ReportFigure("Operations of a frame", count, f"{100 * share:.1f} % in integers")
+        at_peak = 2 * simulation.operations * (share / _INT8_RATE + (1 - share) / _FLOAT_RATE)
+        note = (
+            f"2 × operations ÷ peak rate of {_RATE_OF} "
+            f"({_INT8_RATE / 1e12:g} TOPS int8, {_FLOAT_RATE / 1e12:g} TFLOPS float16); "
+            "not measured, memory and launches come on top"
+        )
+        yield ReportFigure("Estimated time of a frame", f"≥ {1e3 * at_peak:.2g} ms", note)
 
 
 def _agreement_figures(rows: Sequence[AgreementRow]) -> list[ReportFigure]:

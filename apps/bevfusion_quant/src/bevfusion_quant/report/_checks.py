@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bev_data.metrics import points, span
+from bevfusion.detectors import is_foreign
 from bevfusion.model import trained_weights
 from bevfusion.quantization import SimulationSummary
 from bevfusion_quant.export import ONNX_FOLDER
@@ -116,8 +117,9 @@ def _checks(gathered: Gathered, groups: Sequence[HeadlineGroup]) -> Iterator[Che
     if main.run.kind != "bpu":
         yield _sensitivity(main)
     yield _files(main)
-    yield from _trained(gathered, groups)
-    yield _partition(gathered)
+    if not is_foreign(main.run.settings.model):  # which neither qat nor --target bpu takes
+        yield from _trained(gathered, groups)
+        yield _partition(gathered)
 
 
 def _accuracy(question: str, measured: Measured, groups: Sequence[HeadlineGroup]) -> Check:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.metadata
-import logging
 import platform
 import resource
 import sys
@@ -26,10 +25,10 @@ from torch import nn
 from bev_data.points import Frame
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.run._folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS, run_folder
+from bevfusion_quant.run._stage import shown_stage
 from bevquant_quantizers.documents import write_json
 from bevquant_quantizers.ranks import Shards, current_ranks
 
-LOG = logging.getLogger(__name__)
 SUMMARY_FILE = "summary.json"
 _HEAD = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}
 PACKAGES = (
@@ -89,10 +88,10 @@ class Clock:
 
         Memory that it freed is given back behind it.
         """
-        LOG.info("%s …", name)
         start = time.perf_counter()
         try:
-            yield
+            with shown_stage(name):
+                yield
         except ValueError as error:
             if not blame or isinstance(error, InputError):
                 raise

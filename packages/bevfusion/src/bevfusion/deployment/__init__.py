@@ -64,6 +64,7 @@ from bevfusion.deployment._text import (
     set_verdict,
 )
 from bevfusion.deployment._walk import STAGE_ENDS, Execute, between, file_boxes, walk, watching
+from bevfusion.deployment._whole import export_whole
 
 __all__ = [
     "AUTOWARE_BOXES",
@@ -103,6 +104,7 @@ __all__ = [
     "export_files",
     "export_pieces",
     "export_text",
+    "export_whole",
     "file_box_table",
     "file_boxes",
     "file_layer_table",

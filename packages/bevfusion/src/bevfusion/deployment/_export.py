@@ -89,7 +89,7 @@ def export_pieces(
         calibration: Why the ranges cannot be right, for whoever lints the files.
         after_each: Called behind each file.
         step: Called around "write", "check" and "run ONNX files".
-        **how: target, march, cpu and known of `SetExport`.
+        **how: target, march, cpu, measure and known of `SetExport`.
 
     Raises:
         InputError: A file cannot be written.
@@ -118,6 +118,7 @@ class SetExport:
         target: Name of an engine.
         march: Of a BPU.
         cpu: Where files for a CPU shall run: "vnni" or "any".
+        measure: Time each quantized file for a CPU beside its part in float32.
         known: Tensors that are not made again, by "float", "fake" and "integer", such as what
             `watching` found of the models on the first batch.
     """
@@ -133,12 +134,14 @@ class SetExport:
         target: str,
         march: str = "bayes",
         cpu: str = "any",
+        measure: bool = False,
         known: Mapping[str, Mapping[str, Tensor]] | None = None,
     ) -> None:
         self._pieces = {piece.file.name: piece for piece in pieces}
         self._files = [piece.file for piece in pieces]
         self._model, self._batches, self._config = model, batches, config
         self._folder, self._target, self._march, self._cpu = folder, target, march, cpu
+        self._measure = measure
         self._tensors: dict[str, Mapping[str, Tensor]] = dict(known or {})
         if "fake" in self._tensors:  # some are handed on quantized, which they are not in the model
             read = {t for p in pieces if p.quantizes_outputs for t in p.file.outputs.values()}
@@ -174,7 +177,7 @@ class SetExport:
             frames = others.get(name, []) if piece.kind == "float" else voxels
             self._written[name] = write_piece(
                 piece, self._inputs[name], frames, self._folder, self._target, self._march,
-                self._cpu, examples.get(name),
+                self._cpu, examples.get(name), self._measure,
             )  # fmt: skip
             after_each()
         written = self._written
@@ -329,6 +332,7 @@ def exported_file(written: Written, layers: tuple[FileLayer, ...]) -> ExportedFi
     opset = next(o.version for o in proto.opset_import if o.domain in ("", "ai.onnx"))
     kind = written.piece.kind
     engine = find_target(written.linted)
+    timing = getattr(getattr(written.made, "figures", None), "timing", None)
     quantized = bool(kind == "int8" or quantizers_on(written.piece.fake_module))
     return ExportedFile(
         name=written.path.name,
@@ -348,6 +352,8 @@ def exported_file(written: Written, layers: tuple[FileLayer, ...]) -> ExportedFi
         findings=tuple(map(str, lint_onnx(written.path, written.linted))),
         layers=layers,
         unverified=engine.unverified,
+        milliseconds=None if timing is None else timing.milliseconds,
+        float_milliseconds=None if timing is None else timing.float_milliseconds,
     )
 
 

@@ -222,6 +222,7 @@ def write_piece(
     march: str = "bayes",
     cpu: str = "any",
     example: tuple[Any, ...] | None = None,
+    measure: bool = False,
 ) -> Written:
     """Write one file.
 
@@ -236,6 +237,7 @@ def write_piece(
         cpu: Where files for a CPU shall run: "vnni" or "any".
         example: Smaller inputs, on which an int8 or sparse piece is captured; the file is held
             against its integers on `args`.
+        measure: Time a quantized or sparse file for a CPU beside its part in float32.
 
     Raises:
         InputError: The exporter refuses it.
@@ -248,10 +250,12 @@ def write_piece(
         if engine.name == "autoware":  # what follows the plugin's part is TensorRT's
             engine = find_target(engine.family)
         if piece.kind == "sparse":
-            return _sparse(piece, args, frames, path, engine, cpu, example)
+            return _sparse(piece, args, frames, path, engine, cpu, example, measure)
         if piece.kind == "float":
             return _float(piece, args, frames, path, engine)
         more = {"march": march} if engine.name == "horizon" else engine.fastest(cpu)
+        if measure:  # whose float32 form the integers of an example lack
+            more, example = {**more, "measure": True}, None
         return _quantized(piece, args, path, engine, more, example)
     except ValueError as error:
         raise InputError(f"{piece.file.name} cannot be exported: {error}") from error
@@ -268,15 +272,16 @@ def _quantized(
         output_names=list(piece.file.outputs),
         **more,
     )
+    return written_dense(_lowered(piece, made), made, engine.name)
+
+
+def written_dense(piece: Piece, made: Any, linted: str) -> Written:
+    """A quantized dense file as its exporter (`QdqFile`) has it."""
+    floats, notes = tuple(made.floats), tuple(made.notes)
     return Written(
-        _lowered(piece, made),
-        path,
-        made,
-        engine.name,
-        runs_in_float=tuple(made.floats),
-        notes=tuple(made.notes),
-        returned=_tensors(made.returned),
-    )
+        piece, made.path, made, linted,
+        runs_in_float=floats, notes=notes, returned=_tensors(made.returned),
+    )  # fmt: skip
 
 
 def _to_write(piece: Piece, example: Any) -> Any:
@@ -343,6 +348,7 @@ def _sparse(
     engine: Any,
     cpu: str,
     example: Any,
+    measure: bool,
 ) -> Written:
     dialect = engine.sparse
     if not dialect:
@@ -352,20 +358,25 @@ def _sparse(
         )
     more = find_target(dialect).fastest(cpu)
     made = export_sparse_onnx(
-        _to_write(piece, example), args, path, dialect=dialect, batches=frames, **more
-    )
+        _to_write(piece, example), args, path, dialect=dialect, batches=frames,
+        measure=measure, **more,
+    )  # fmt: skip
+    return written_sparse(_lowered(piece, made), made, dialect)
+
+
+def written_sparse(piece: Piece, made: Any, dialect: str) -> Written:
+    """A sparse file as its exporter (`SparseExport`) has it."""
     bounds = [layer.output_bound for layer in made.layers if layer.output_bound is not None]
     floats = tuple(
         f"{layer.path}: fp16: its input or weight is not quantized"
         for layer in made.layers
         if layer.precision != "int8"
     )
-    piece = _lowered(piece, made)
     if dialect == "portable":  # takes any number of voxels
         linted, bound = "portable", None
     else:
         linted, bound = "libspconv", max(bounds, default=None)
     return Written(
-        piece, path, made, linted,
+        piece, made.path, made, linted,
         voxel_bound=bound, runs_in_float=floats, returned=_tensors(made.returned),
     )  # fmt: skip

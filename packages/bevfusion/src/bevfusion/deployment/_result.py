@@ -94,6 +94,8 @@ class ExportedFile:
         findings: What the linter finds for the target.
         layers: Each tensor against the model.
         unverified: What nobody could run, one sentence each.
+        milliseconds: Fastest run of the file on the CPU at hand; None where it was not measured.
+        float_milliseconds: The same of its part in float32, in the same process.
     """
 
     name: str
@@ -113,6 +115,8 @@ class ExportedFile:
     findings: tuple[str, ...]
     layers: tuple[FileLayer, ...]
     unverified: tuple[str, ...] = ()
+    milliseconds: float | None = None
+    float_milliseconds: float | None = None
 
     @property
     def different(self) -> int:
@@ -175,6 +179,18 @@ class ExportedSet:
     def layers(self) -> tuple[FileLayer, ...]:
         """Of all files."""
         return tuple(layer for file in self.files for layer in file.layers)
+
+    @property
+    def measured(self) -> str:
+        """How long the files take on the CPU at hand, beside float32; "" where none was timed."""
+        timed = [file for file in self.files if file.milliseconds is not None]
+        if not timed:
+            return ""
+        taken = sum(file.milliseconds or 0 for file in timed)
+        floats = sum(file.float_milliseconds or 0 for file in timed)
+        left = ", ".join(file.name for file in self.files if file not in timed)
+        without = f"; {left} not measured" if left else ""
+        return f"{taken:.3g} ms, float32 {floats:.3g} ms ({floats / taken:.2f} times){without}"
 
     @property
     def failures(self) -> tuple[str, ...]:

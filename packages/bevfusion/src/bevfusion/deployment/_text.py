@@ -22,6 +22,8 @@ def export_text(made: ExportedSet) -> tuple[str, ...]:
         parts += [(stages := file_stage_table(made)).title, stages.text()]
     if made.agreement:
         parts += [(boxes := file_box_table(made)).title, boxes.text()]
+    if made.measured:
+        parts.append(f"Measured on this CPU: {made.measured}")
     parts.append("\n".join(["Engines", *(f"  {file.build}" for file in made.files)]))
     return tuple(parts)
 
@@ -41,7 +43,8 @@ def set_verdict(made: ExportedSet) -> str:
     ]
     floats = [layer.largest for layer in made.layers if layer.form == "float"]
     if floats:
-        notes.append(f"Floats agree with torch's within {max(floats):.2g}.")
+        near = f"agree with torch's within {max(floats):.2g}" if max(floats) else "equal torch's"
+        notes.append(f"Floats {near}.")
     return "Verified: " + " ".join(filter(None, notes))
 
 

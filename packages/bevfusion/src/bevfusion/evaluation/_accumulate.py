@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from bev_data import InputError
 from bev_data.datasets import range_origin
@@ -85,6 +85,7 @@ class ModelAccumulators:
             found: What each model found, "float" first.
             labels: What there is; None for a frame that nobody labelled.
         """
+        labels = labels if self._config.head.classes else None  # whose names nothing is known of
         self.first = self.first or dict(found)
         self.float_detections.append(found["float"])
         for who, detections in found.items():
@@ -105,7 +106,7 @@ class ModelAccumulators:
 def accumulate_models(
     step: str,
     models: Mapping[str, Callable[..., Any]],
-    decode: Callable[[Any], Any],
+    detector: Detector,
     batches: FrameBatches,
     accumulator: AccuracyAccumulator,
     shards: Shards | None = None,
@@ -117,7 +118,7 @@ def accumulate_models(
     Args:
         step: Names the records in `shards`.
         models: What is run on each frame, by its name in the accumulator.
-        decode: Boxes from an output, of the head that all of them have.
+        detector: Makes the boxes of any model's outputs.
         batches: The frames.
         accumulator: Takes the detections.
         shards: Keeps finished frames; None keeps nothing.
@@ -131,7 +132,8 @@ def accumulate_models(
         record = note_record(batches.note(index))
         with torch.no_grad():
             for who, model in models.items():
-                record |= detections_record(who, decode(model(*batch))[0])
+                found = batches.boxes(detector, model(*batch), batch)
+                record |= detections_record(who, found)
         return record
 
     for index, record in in_order(step, len(batches), run, shards):
@@ -161,15 +163,15 @@ def evaluate_detector(model: Detector, batches: FrameBatches, config: Sizes) -> 
     accumulator, blind = (DetectionAccumulator(config.head.classes) for _ in range(2))
     fused = {"camera", "lidar"} <= set(model.parts)
     with torch.no_grad():
-        for index in tqdm(range(len(batches)), desc="held out"):
+        for index in tqdm(range(len(batches)), desc="held out", disable=None):
             batch = batches[index]
             labels = batches.frame_labels(index)
             if labels is None:
                 raise InputError(f"{batches.names[index][0]}: no labels to judge by")
-            accumulator.add(model.head.decode(model(*batch))[0], labels)
+            accumulator.add(batches.boxes(model, model(*batch), batch), labels)
             if fused and batch.images is not None:
                 grey = batch._replace(images=torch.zeros_like(batch.images))
-                blind.add(model.head.decode(model(*grey))[0], labels)
+                blind.add(batches.boxes(model, model(*grey), batch), labels)
     interval = interval_of_mean_ap(accumulator, Bootstrap())
     metrics = metrics_of(accumulator, interval)
     without = {"mean_ap_without_pictures": metrics_of(blind).mean_ap} if fused else {}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Self
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from bev_data import InputError
+from bev_data.boxes import Detections
 from bev_data.cameras import (
     CAMERA_NAMES,
     Camera,
@@ -39,7 +42,8 @@ class FrameBatches(Sequence[Batch]):
     """The frames of a sequence as batches of one; the first few are kept, the rest made anew.
 
     A model with a LiDAR branch gets voxels, one with a camera branch images, depth and cells. The
-    frame's parts that the model does not read are not made. Processes that a launcher started
+    frame's parts that the model does not read are not made. A network in other code says itself
+    how a frame becomes its arguments (`Detector.arguments`). Processes that a launcher started
     (`bevquant_quantizers.ranks.launched`) share what is known of each frame.
 
     Args:
@@ -81,10 +85,12 @@ class FrameBatches(Sequence[Batch]):
     ) -> None:
         self.names: dict[int, tuple[str, int]] = {}
         self._frames, self._config, self._cameras = frames, config, tuple(cameras)
+        self._arguments: Callable[[Frame], Any] = model.arguments
         self._count = len(frames)
-        self._kept: dict[int, Batch] = {}
+        self._kept: dict[int, Any] = {}
         self._labels: dict[int, Labels | None] = {}
         self._findings: dict[int, tuple[PoorData, ...]] = {}
+        self._last: tuple[int, Any] = (-1, None)
         self._first: Frame | None = None
         self._notes_shared = False
         parts = model.parts
@@ -109,6 +115,23 @@ class FrameBatches(Sequence[Batch]):
         if self._first is None:
             self._first = self._frames[0]
         return self._first
+
+    def boxes(self, model: Detector, output: Any, batch: Any) -> Detections:
+        """Boxes of a batch's frame from what the model, or another form of it, returned.
+
+        Args:
+            model: Makes the boxes.
+            output: What was returned for the batch.
+            batch: The last one asked for, or one of those kept.
+        """
+        return model.boxes(output, partial(self._frame_of, batch))
+
+    def _frame_of(self, batch: Any) -> Frame:
+        made = (*self._kept.items(), self._last)
+        return self._frame(next(index for index, one in made if one is batch))
+
+    def _frame(self, index: int) -> Frame:
+        return self.first_frame if index == 0 else self._frames[index]
 
     def frame_labels(self, index: int) -> Labels | None:
         """The labels of a batch's frame, kept from when the batch was made."""
@@ -178,15 +201,17 @@ class FrameBatches(Sequence[Batch]):
             raise IndexError(index)
         current_ranks().check()  # where another process has ended, so does this one
         if index in self._kept:
-            return self._kept[index]
-        frame = self.first_frame if index == 0 else self._frames[index]
-        batch = self._batch(frame)
+            kept: Batch = self._kept[index]
+            return kept
+        frame = self._frame(index)
+        batch = self._arguments(frame) or self._batch(frame)
         self.names[index] = (frame.name, len(frame))
         self._labels[index] = frame.labels
         reads_points = self._voxelize is not None
         self._findings[index] = frame_findings(frame, len(batch.coords)) if reads_points else ()
         if sum(map(_bytes, self._kept.values())) + _bytes(batch) <= KEPT_BYTES or not self._kept:
             self._kept[index] = batch
+        self._last = index, batch
         return batch
 
     def __iter__(self) -> Iterator[Batch]:
@@ -241,8 +266,8 @@ class FrameBatches(Sequence[Batch]):
         return features, coords[:, [0, 3, 2, 1]] if self._config.lidar.zyx else coords
 
 
-def _bytes(batch: Batch) -> int:
-    return sum(value.nbytes for value in batch if isinstance(value, torch.Tensor))
+def _bytes(batch: Any) -> int:
+    return sum(value.nbytes for value in tree_leaves(batch) if isinstance(value, torch.Tensor))
 
 
 def _check_grid(name: str, coords: torch.Tensor, sizes: Sizes, advice: str) -> None:

@@ -5,8 +5,14 @@
 operators.
 """
 
-from bevfusion.frameworks._detector import ForeignDetector
+from bevfusion.frameworks._detector import ForeignDetector, ForeignModel, ForeignSizes
 from bevfusion.frameworks._extensions import use_operator_standins
 from bevfusion.frameworks._load import load_detector
 
-__all__ = ["ForeignDetector", "load_detector", "use_operator_standins"]
+__all__ = [
+    "ForeignDetector",
+    "ForeignModel",
+    "ForeignSizes",
+    "load_detector",
+    "use_operator_standins",
+]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import nn
 
+from bev_data import InputError
 from bev_data.boxes import Detections
 from bev_data.points import Frame
+from bevfusion.model import Detector
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +30,8 @@ class ForeignDetector:
         classes: Names of the classes, by the numbers in `Detections.labels`; empty where unknown,
             and boxes are then not compared with labels.
         notes: What a user has to know: what was passed over in a checkpoint, stand-ins in use.
+        point_cloud_range: Smallest x, y, z and largest x, y, z that the network sees [m]: what
+            pictures show, and where labels count.
     """
 
     network: nn.Module
@@ -32,10 +39,141 @@ class ForeignDetector:
     boxes: Callable[[Any, Frame], Detections] | None = None
     classes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    point_cloud_range: tuple[float, float, float, float, float, float] = (
+        -54.0, -54.0, -5.0, 54.0, 54.0, 3.0,
+    )  # fmt: skip
 
-    def class_name(self, number: int) -> str:
-        """Name of a class, or its number as text where the detector names none."""
-        return self.classes[number] if self.classes else str(number)
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForeignDetector:
+        """Itself: copies of a model share it."""
+        return self
+
+
+class ForeignSizes:
+    """What `bevfusion.model.Sizes` asks of a detector in other code.
+
+    Args:
+        name: As `load_detector` takes it.
+        detector: From there.
+    """
+
+    kind = "foreign"
+
+    def __init__(self, name: str, detector: ForeignDetector) -> None:
+        self.name, self.detector = name, detector
+        self.classes, self.point_cloud_range = detector.classes, detector.point_cloud_range
+        left, front, _, right, back, _ = detector.point_cloud_range
+        self.extent = left, front, right, back
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def lidar(self) -> ForeignSizes:
+        """What is seen: `extent`, `point_cloud_range`."""
+        return self
+
+    @property
+    def head(self) -> ForeignSizes:
+        """What is found: `classes`."""
+        return self
+
+
+class ForeignModel(Detector):
+    """The network of a `ForeignDetector` as a detector of one part; errors of its code are named.
+
+    Args:
+        detector: Whose network is copied.
+    """
+
+    part_paths: ClassVar = {"network": ("network",)}
+    stages: ClassVar = {}
+    folded_apart: ClassVar = ("network",)
+    kind = ForeignSizes.kind
+
+    def __init__(self, detector: ForeignDetector) -> None:
+        super().__init__()
+        self.network = copy.deepcopy(detector.network)
+        self._detector = detector
+        self.eval()
+
+    def forward(self, *arguments: Any) -> Any:
+        """Whatever the network returns."""
+        if torch.compiler.is_exporting():  # which looks at errors itself
+            return self.network(*arguments)
+        return _called("forward", self.network, *arguments)
+
+    @property
+    def finds_boxes(self) -> bool:
+        """Whether the detector has `boxes`."""
+        return self._detector.boxes is not None
+
+    def boxes(self, output: Any, frame: Callable[[], Frame]) -> Detections:
+        """Boxes as its own code makes them."""
+        make = self._detector.boxes
+        assert make is not None
+        found = _called("boxes", make, output, frame())
+        if not isinstance(found, Detections):
+            raise InputError(
+                f"boxes of the model returned {type(found).__name__}: return "
+                "bev_data.boxes.Detections"
+            )
+        return _checked(found, self._detector.classes)
+
+    def arguments(self, frame: Frame) -> tuple[Any, ...]:
+        """The frame as its own code takes it."""
+        given = _called("arguments", self._detector.arguments, frame)
+        if not isinstance(given, tuple):
+            raise InputError(
+                f"arguments of the model returned {type(given).__name__} for {frame.name}: return "
+                "a tuple of the network's positional arguments"
+            )
+        return given
+
+
+def _called(name: str, function: Callable[..., Any], *given: Any) -> Any:
+    """What code of the user returns.
+
+    Raises:
+        InputError: It raised; the message has its file and line.
+    """
+    try:
+        return function(*given)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{name} of the model raised {user_error(error)}") from error
+
+
+def user_error(error: Exception) -> str:
+    """An exception of a user's code in a line: class, text, file and line."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [f for f in frames if "site-packages" not in f.filename and "bevquant_" not in f.filename]
+    place = "".join(f" ({f.filename}:{f.lineno})" for f in (own or frames)[-1:])
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _checked(found: Detections, classes: Sequence[str]) -> Detections:
+    """The boxes, if their arrays belong together.
+
+    Raises:
+        InputError: They do not.
+    """
+    count = len(found.boxes)
+    wanted = {"boxes": (count, 7), "scores": (count,), "labels": (count,), "velocities": (count, 2)}
+    for name, shape in wanted.items():
+        array = getattr(found, name)
+        if not isinstance(array, np.ndarray) or array.shape != shape:
+            got = f"shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+            raise InputError(
+                f"boxes of the model: {name} is {got}, expected a numpy array of shape "
+                f"{list(shape)} (bev_data.boxes.Detections)"
+            )
+    if classes and count and not 0 <= found.labels.min() <= found.labels.max() < len(classes):
+        raise InputError(
+            f"boxes of the model: labels from {found.labels.min()} to {found.labels.max()}, "
+            f"expected 0 to {len(classes) - 1} for the classes {', '.join(classes)}"
+        )
+    return found
 
 
 def sorted_detections(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
 from bev_data import InputError
+from bev_data.boxes import Detections
+from bev_data.points import Frame
 
 
 class Sizes(Protocol):
@@ -79,6 +81,25 @@ class Detector(nn.Module):
             LookupError: It is not built.
         """
         raise NotImplementedError
+
+    @property
+    def finds_boxes(self) -> bool:
+        """Whether its outputs become boxes."""
+        return "head" in self.parts
+
+    def boxes(self, output: Any, frame: Callable[[], Frame]) -> Detections:
+        """The boxes of one frame.
+
+        Args:
+            output: What the model returned for the frame.
+            frame: Returns the frame, for a model that needs it.
+        """
+        found: Detections = self.head.decode(output)[0]
+        return found
+
+    def arguments(self, frame: Frame) -> tuple[Any, ...] | None:
+        """The arguments of a call; None of a model that takes a `Batch`."""
+        return None
 
     def paths_outside(self, chosen: Iterable[str]) -> tuple[str, ...]:
         """The modules of all parts but the chosen ones: `exclude` of `bevquant_qnn.QuantConfig`.

@@ -13,6 +13,7 @@ from bevfusion.quantization._evaluate import (
     evaluate_quantized,
     layer_table,
     short_names,
+    short_path,
     stage_table,
 )
 from bevfusion.quantization._integers import (
@@ -117,6 +118,7 @@ __all__ = [
     "sensitivity_table",
     "sensitivity_text",
     "short_names",
+    "short_path",
     "simulate_detector",
     "simulation_text",
     "stage_table",

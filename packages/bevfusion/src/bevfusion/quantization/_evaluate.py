@@ -134,6 +134,8 @@ class DetectorComparison:
         ):
             stage.add_sums(sums, int(channels))
         self._kind = "heatmap" if record["heatmap"] else "bird's-eye view"
+        if not self._stages:  # of a network in other code
+            self._kind = "first tensor"
 
     def result(self) -> Comparison:
         """Rows and stages over the frames added.
@@ -219,15 +221,16 @@ def evaluate_quantized(
         integer_frames: How many it gets, from the first on; None for all.
     """
     accumulators = ModelAccumulators(config, accuracy)
-    has_head = "head" in float_model.parts
+    has_boxes = float_model.finds_boxes
     comparison = DetectorComparison(float_model, quantized_model, integers, integer_frames)
 
     def run(index: int) -> dict[str, Any]:
-        record, *outputs = comparison.run(index, batches[index])
+        batch = batches[index]
+        record, *outputs = comparison.run(index, batch)
         record |= note_record(batches.note(index))
-        if has_head:
+        if has_boxes:
             for who, output in zip(_MODELS, outputs, strict=True):
-                record |= detections_record(who, float_model.head.decode(output)[0])
+                record |= detections_record(who, batches.boxes(float_model, output, batch))
         return record
 
     with comparison.watching():
@@ -235,7 +238,7 @@ def evaluate_quantized(
             comparison.add(record)
             note = note_of(record)
             batches.learn(index, note)
-            if has_head:
+            if has_boxes:
                 found = {who: detections_of(who, record) for who in _MODELS}
                 accumulators.add(index, note.name, found, note.labels)
     rows, stages, wanted, _ = comparison.result()
@@ -274,8 +277,21 @@ def short_names(rows: Sequence[LayerRow]) -> list[str]:
     """Layer names without what they all begin with."""
     paths = [row.layer for row in rows if row.layer != "output"]
     lidar = "encoders.lidar.backbone."
-    prefix = lidar if all(path.startswith(lidar) for path in paths) else "encoders."
+    prefix = lidar if all(path.startswith(lidar) for path in paths) else ""
     return [
-        f"output ({row.kind})" if row.layer == "output" else row.layer.removeprefix(prefix)
+        f"output ({row.kind})" if row.layer == "output" else short_path(row.layer, prefix)
         for row in rows
     ]
+
+
+def short_path(path: str, prefix: str = "") -> str:
+    """A layer's path without the name of the group that most layers are in.
+
+    Example:
+        >>> short_path("encoders.lidar.backbone"), short_path("network.neck.0")
+        ('lidar.backbone', 'neck.0')
+    """
+    for start in filter(None, (prefix, "encoders.", "network.")):
+        if path.startswith(start):
+            return path.removeprefix(start)
+    return path

@@ -278,7 +278,7 @@ def simulate_detector(
         output = model(*batch)
         record = {"seconds": np.array(time.perf_counter() - start)}
         if evaluation.float_detections:
-            record |= detections_record("integer", quantized_model.head.decode(output)[0])
+            record |= detections_record("integer", batches.boxes(quantized_model, output, batch))
         return record
 
     for index, record in in_order("integers", len(batches), run, shards):

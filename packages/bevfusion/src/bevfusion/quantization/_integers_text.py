@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from bev_data.metrics import agreement_text, record_table
 from bev_data.tables import CellParts, Columns, Table, table_of
+from bevfusion.quantization._evaluate import short_path
 from bevfusion.quantization._integers import Simulation, in_integers
 from bevquant_int8sim import LayerRow
 
@@ -122,7 +123,7 @@ def _layer_table(rows: Sequence[LayerRow]) -> str:
 
 def _short(path: str) -> str:
     """The beginning of a long path is cut, the layer's own name stays."""
-    short = path.removeprefix("encoders.").replace(".encoder_layers.", ".")
+    short = short_path(path).replace(".encoder_layers.", ".")
     return short if len(short) <= _LONGEST else "…" + short[1 - _LONGEST :]
 
 

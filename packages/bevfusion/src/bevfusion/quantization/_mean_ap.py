@@ -75,7 +75,7 @@ class MeanAp:
     __name__ = "mAP"  # what the table calls it
     advice: Mapping[str, str] = MappingProxyType(
         {
-            "no head": "metric='mAP': the model is {} alone and finds no boxes: measure with "
+            "no head": "metric='mAP': the model is {} alone and makes no boxes: measure with "
             "metric='sqnr'",
             "no labels": "metric='mAP': none of the frames has labels: give frames that have "
             "(street, pandaset, kitti, nuscenes), or measure with metric='sqnr'",
@@ -91,21 +91,18 @@ class MeanAp:
         config: Sizes,
         shards: Shards | None = None,
     ) -> None:
-        if "head" not in model.parts:
+        if not model.finds_boxes:
             raise InputError(self.advice["no head"].format(" and ".join(model.parts)))
         if all(batches.frame_labels(index) is None for index in range(len(batches))):
             raise InputError(self.advice["no labels"])
-        self._head: Any = model.head
-        self._batches, self._shards = batches, shards
+        self._model, self._batches, self._shards = model, batches, shards
         self._classes = config.head.classes
         self._rules = detection_rules(config, batches)
         self._region = labelled_region(batches.dataset)
 
     def __call__(self, output: Any, batch: object) -> Detections:
         """Boxes of one frame."""
-        (found,) = self._head.decode(output)
-        detections: Detections = found
-        return detections
+        return self._batches.boxes(self._model, output, batch)
 
     def reduce(self, found: Sequence[Detections]) -> float:
         """Judge the boxes of all frames.

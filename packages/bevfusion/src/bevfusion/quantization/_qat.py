@@ -118,7 +118,9 @@ class QatDetectorTrainer(QatTrainer):
         self._frames, self._seed, self._augmentation = frames, seed, augmentation
         self._device = next(model.parameters()).device
         self._distiller = None if teacher is None else Distiller(model, teacher, distill)
-        self._objective = DETECTORS[model.kind].objective
+        objective = DETECTORS[model.kind].objective
+        assert objective is not None  # a detector in other code has no kind there
+        self._objective = objective
         self.terms = (*self._objective.terms, *(["distillation"] if self._distiller else []))
         super().__init__(
             model,

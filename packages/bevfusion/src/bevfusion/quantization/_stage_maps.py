@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bev_data import InputError
 from bevfusion.model import Detector
 from bevquant_qnn import PairSums
 
@@ -131,15 +132,25 @@ def stage_probes(model: Detector) -> list[StageProbe]:
 def whole_output(output: Any) -> Tensor:
     """The dense tensor that stands for what a module or model answers: its map, or heatmap.
 
-    The heatmaps of several tasks are one behind the other.
+    The heatmaps of several tasks are one behind the other. Of other results it is the first tensor.
+
+    Raises:
+        InputError: There is no tensor in it.
     """
-    if isinstance(output, dict):
+    if isinstance(output, Mapping) and output:
         heatmaps = [value for name, value in output.items() if name.startswith("heatmap_")]
-        heatmap: Tensor = torch.cat(heatmaps, 1) if heatmaps else output["dense_heatmap"]
-        return heatmap
-    if isinstance(output, Sequence):
+        if heatmaps:
+            return torch.cat(heatmaps, 1)
+        named = (output[name] for name in ("dense_heatmap", "heatmap") if name in output)
+        return whole_output(next(named, next(iter(output.values()))))
+    if isinstance(output, list | tuple) and output:
         return whole_output(output[0])
-    values: Tensor = output if isinstance(output, Tensor) else output.features
+    values = output if isinstance(output, Tensor) else getattr(output, "features", None)
+    if not isinstance(values, Tensor):
+        raise InputError(
+            f"the model returned {type(output).__name__}: expected tensors, alone or in tuples, "
+            "lists and dicts; change its forward, or give a network that ends before"
+        )
     return values
 
 

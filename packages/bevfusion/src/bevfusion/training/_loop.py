@@ -12,7 +12,7 @@ from types import FrameType
 
 import numpy as np
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from bev_data import InputError
 from bev_data.metrics import aligned_table

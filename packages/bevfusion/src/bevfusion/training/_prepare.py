@@ -13,7 +13,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from bev_data import InputError
 from bevfusion.training._compact import CompactFrame, compact
@@ -109,7 +109,8 @@ def prepare_frames(
     _claim(folder, form)
     missing = [i for i in range(len(frames)) if not _file(folder, i).is_file()]
     if missing:
-        with tqdm(total=len(frames), initial=len(frames) - len(missing), desc="frames") as bar:
+        done = len(frames) - len(missing)
+        with tqdm(total=len(frames), initial=done, desc="frames", disable=None) as bar:
             if workers < 1:
                 for index in missing:
                     _make(frames, index, folder, config)

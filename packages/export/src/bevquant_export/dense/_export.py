@@ -245,7 +245,13 @@ def _has_float_form(model: Any) -> bool:
 
 def _timing(proto: Any, model: Any, args: Any, file: QdqFile) -> Timing:
     """The file and the same model with its quantizers off, in turn on `args`."""
-    with TemporaryDirectory() as folder, quantization_disabled(model):
+    with quantization_disabled(model):
+        return beside_floats(proto, model, args, file)
+
+
+def beside_floats(proto: Any, model: Any, args: Any, file: QdqFile) -> Timing:
+    """The file and its model in float32, written by the same exporter, in turn on `args`."""
+    with TemporaryDirectory() as folder:
         peer = export_qdq_onnx(
             model, args, Path(folder) / "float32.onnx", file.profile,
             input_names=list(file.inputs), verify=False,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from bevquant_export._taken_numbers import refuse_decisions
 from bevquant_export.dense import QdqFile, TensorDifference, open_onnx
 from bevquant_export.dense._compare import verified
+from bevquant_export.dense._export import beside_floats
 from bevquant_export.dense._program_of import program_of
 from bevquant_export.detector._chain import (
     FrameCheck,
@@ -28,6 +29,7 @@ from bevquant_export.detector._chain import (
 from bevquant_export.detector._parts import Parts, parts_of, quantize_first
 from bevquant_export.detector._written import DetectorExport, DetectorMap
 from bevquant_export.lint import Finding, lint_onnx
+from bevquant_export.lint._read import load_model
 from bevquant_export.sparse import LayerDifference, SparseExport, load_sparse_onnx
 from bevquant_export.sparse._compare import compared
 from bevquant_export.sparse._export import DIALECTS, ORDERS, write_sparse
@@ -46,6 +48,7 @@ from bevquant_graph import (
 )
 from bevquant_int8sim import IntegerModel, simulate
 from bevquant_int8sim.program import PROGRAM_READERS, Program, names_in
+from bevquant_quantizers import quantization_disabled
 
 
 def export_detector(
@@ -60,6 +63,7 @@ def export_detector(
     batches: Iterable[Any] = (),
     head_room: float = 1.5,
     verify: bool = True,
+    measure: bool = False,
     **options: Any,
 ) -> DetectorExport:
     r"""Write a calibrated detector, from voxels to outputs, as the files that its engines take.
@@ -90,6 +94,8 @@ def export_detector(
         batches: Further inputs. `output_bound` counts the voxels of all of them.
         head_room: See `export_sparse_onnx`.
         verify: False writes the files without running them.
+        measure: For engines on a CPU: run each file beside its part in float32, in the same
+            runtime, and report both times in its `figures`.
         **options: Options of the target's `export_qdq_onnx`: ``output_names``, ``dynamic_batch``,
             ``weights``, ``integer_sums``, ``march``.
 
@@ -117,6 +123,11 @@ def export_detector(
             f"export_detector: target={target!r}: expected an engine for dense files, such as "
             "'tensorrt', 'onnxruntime' or 'horizon'; dialect= says what the sparse file is"
         )
+    if measure and engine.runner == "plain":
+        raise ValueError(
+            f"export_detector: measure=True with target={target!r}: expected 'onnxruntime' or "
+            "'openvino', whose files run on this CPU"
+        )
     if "input_names" in options:
         raise TypeError(
             "export_detector: input_names: inputs are called as the sparse file's outputs and the "
@@ -135,7 +146,7 @@ def export_detector(
         )
     axes = {"model_order": model_order, "order": order or model_order}
     example = as_example(model, example_inputs)
-    writer = _Writer(model, example, engine, dialect, axes, options, verify=verify)
+    writer = _Writer(model, example, engine, dialect, axes, options, verify=verify, measure=measure)
     whole = Path(folder)
     whole.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=whole, prefix=".writing-") as unseen:
@@ -175,9 +186,11 @@ class _Writer:
         options: Mapping[str, Any],
         *,
         verify: bool,
+        measure: bool,
     ) -> None:
         self.example, self.engine, self.dialect = example, engine, dialect
-        self.axes, self.options, self.verify = axes, options, verify
+        self.axes, self.options = axes, options
+        self.verify, self.measure = verify, measure
         self.sums = bool(options.get("integer_sums"))
         self.rounded, self.graph, self.parts = _cut(model, example)
         if self.graph.decided:  # the parts below are without its requirements
@@ -236,6 +249,8 @@ class _Writer:
                 self.dense_integers, given, folder / _DENSE, verify=self.verify, **self.options
             )
             findings += lint_onnx(dense.path, self.engine.name)
+            if self.measure:
+                dense = self._timed(dense, given)
 
         def outputs_of(dense: QdqFile | None) -> dict[str, tuple[str, str]]:
             pairs = zip(parts.of_dense, dense.outputs if dense else (), strict=True)
@@ -264,7 +279,7 @@ class _Writer:
         sparse, outputs = write_sparse(
             self.rounded, integers, self.example, path, dialect=self.dialect, **self.axes,
             batches=batches, head_room=head_room, all_layers=False, verify=self.verify,
-            measure=False,
+            measure=self.measure and portable,
             weights=self.options.get("weights", "auto") if portable else "auto",
             names={names_in(ref)[0]: port for port, ref in ports.items()},
         )  # fmt: skip
@@ -272,6 +287,15 @@ class _Writer:
             args, kwargs = arguments(self.example)
             outputs = integers(*args, **kwargs)
         return sparse, outputs
+
+    def _timed(self, dense: QdqFile, given: dict[str, Any]) -> QdqFile:
+        """With the time of the file beside the same part in float32."""
+        with quantization_disabled(self.rounded):
+            graph = _cut(self.rounded, self.example)[2].dense
+            floats = simulate(self.rounded, given, graph=graph, verify=False)
+            timing = beside_floats(load_model(dense.path), floats, given, dense)
+        assert dense.figures is not None  # of every file that is written
+        return replace(dense, figures=replace(dense.figures, timing=timing))
 
     def _map(self, name: str, outputs: Mapping[str, Any]) -> DetectorMap:
         amax = None

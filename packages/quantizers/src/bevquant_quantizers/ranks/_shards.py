@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bevquant_quantizers._progress import progress_bar
 from bevquant_quantizers.documents import DocumentError, pack_arrays, read_arrays, write_whole
 
 from ._ranks import Ranks, current_ranks
@@ -152,6 +153,15 @@ def in_order(
                 shards.save(step, index, kept)
         return kept
 
+    with progress_bar(None if ranks.first else False, count, desc=step, unit="frame") as tick:
+        for index, record in _records(count, done, ranks):
+            tick()
+            yield index, record
+
+
+def _records(
+    count: int, done: Callable[[int], Record], ranks: Ranks
+) -> Iterator[tuple[int, Record]]:
     if ranks.alone:
         for index in range(count):
             yield index, done(index)
