@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from bevquant_export import export_float_onnx
 from bevquant_export.dense import compare_qdq_onnx, export_qdq_onnx
 from bevquant_fusion import fuse_model
 from bevquant_int8sim import compare, simulate
-from bevquant_qnn import compare_layers, quantize_model
+from bevquant_qnn import QatTrainer, compare_layers, quantize_model
 from bevquant_quantizers import calibrate
 
 
@@ -56,3 +57,21 @@ def test_a_loader_of_single_tensors_is_compared() -> None:
     quantized = quantize_model(Named().eval(), example_inputs=first).model
     calibrate(quantized, loader)
     assert not compare(quantized, simulate(quantized, first), loader).wrong
+
+
+@pytest.mark.parametrize("form", [list, tuple, named])
+def test_a_float_file_takes_the_image_of_a_batch(form: Any, tmp_path: Path) -> None:
+    batch = form([torch.randn(2, 3, 6, 6), torch.arange(2)])
+    net = Named().eval()
+    file = export_float_onnx(net, batch, tmp_path / "net.onnx", frames=[batch], half=True)
+    assert file.inputs == {"image": (2, 3, 6, 6)}
+
+
+@pytest.mark.parametrize("form", [list, tuple, named])
+def test_training_begins_with_the_images_of_batches(form: Any) -> None:
+    image = torch.randn(2, 3, 6, 6)
+    quantized = quantize_model(Named().eval(), example_inputs=image).model
+    calibrate(quantized, [image])
+    trainer = QatTrainer(quantized, lambda sample: [quantized(image).sum()], lambda step: 0.1)
+    trainer.begin([form([image, torch.arange(2)])])
+    assert len(trainer.step(0)) == 1

@@ -30,7 +30,7 @@ from bevfusion.centerpoint import (
     build_centerpoint,
     example_voxels,
 )
-from bevfusion.frameworks import ForeignModel, ForeignSizes, load_detector
+from bevfusion.frameworks import ForeignModel, ForeignSizes, load_detector, user_error
 from bevfusion.model import (
     CONFIGS,
     PARTS,
@@ -108,8 +108,13 @@ def find_detector(name: str, weights: Path | None = None) -> DetectorKind:
         InputError: There is no such detector, or it cannot be loaded.
     """
     if is_foreign(name):
-        with redirect_stdout(StringIO()):  # mmengine prints
-            return kind_of(ForeignSizes(name, load_detector(name, weights)))
+        try:
+            with redirect_stdout(StringIO()):  # mmengine prints
+                return kind_of(ForeignSizes(name, load_detector(name, weights)))
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(f"--model {name}: building it raised {user_error(error)}") from error
     if name not in DETECTORS:
         raise InputError(
             f"--model {name}: expected one of {', '.join(DETECTORS)}, mmdet3d:CONFIG.py or "

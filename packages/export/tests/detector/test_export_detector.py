@@ -222,6 +222,19 @@ def test_outputs_behind_a_choice_are_marked(write):
     assert re.search(r"^output_1 .* dB\), chosen$", str(made), re.MULTILINE)
 
 
+def test_files_for_a_cpu_are_timed_beside_float32(write):
+    made = write(one_map, "onnxruntime", measure=True)
+    for file in (made.sparse, made.dense):
+        assert file.figures.timing.milliseconds > 0
+        assert f"{file.figures.timing.ratio:.2f} times as fast as float32" in str(file)
+    assert all(not check.tensors[0] for check in made.checks)  # what is written is as before
+
+
+def test_files_of_other_engines_are_not_timed(write):
+    with pytest.raises(ValueError, match=r"measure=True with target='tensorrt': expected"):
+        write(one_map, "tensorrt", measure=True)
+
+
 def test_nothing_behind_the_map(write):
     made = write(nothing_behind)
     assert made.dense is None

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bevquant_graph import on_batch
 from bevquant_qnn._followed_ranges import RangeFollower, keep_within_ranges, narrow_weights
 from bevquant_qnn._freeze import freeze
 from bevquant_qnn._snapshots import float_tensors
@@ -224,19 +225,19 @@ class QatTrainer:
             self._follower.first, self._follower.mean = own["first"], own["mean"]
 
     @torch.no_grad()
-    def begin(self, inputs: Iterable[tuple[object, ...] | Tensor]) -> None:
+    def begin(self, inputs: Iterable[Any]) -> None:
         """Set the start of followed ranges: the largest values on some inputs.
 
         Args:
-            inputs: Each the positional inputs of the model, or its only one. Not read where ranges
-                do not follow.
+            inputs: Batches as a loader gives them, see `bevquant_quantizers.calibrate`. Not read
+                where ranges do not follow.
         """
         if self._follower is None:
             return
         self.model.eval()
-        maxima = []
+        maxima, run = [], on_batch(keeps_state=False)
         for given in inputs:
-            self.model(*(given if isinstance(given, tuple) else (given,)))
+            run(self.model, given)
             maxima.append(self._follower.take())
         self._follower.start(maxima)
         self.model.train()

@@ -5,7 +5,12 @@
 operators.
 """
 
-from bevfusion.frameworks._detector import ForeignDetector, ForeignModel, ForeignSizes
+from bevfusion.frameworks._detector import (
+    ForeignDetector,
+    ForeignModel,
+    ForeignSizes,
+    user_error,
+)
 from bevfusion.frameworks._extensions import use_operator_standins
 from bevfusion.frameworks._load import load_detector
 
@@ -15,4 +20,5 @@ __all__ = [
     "ForeignSizes",
     "load_detector",
     "use_operator_standins",
+    "user_error",
 ]

@@ -20,6 +20,7 @@ from bevquant_export.floats._ports import output_names as named_outputs
 from bevquant_export.floats._stable_choices import StableChoices
 from bevquant_export.floats._torch_exporter import OPSET, exported
 from bevquant_export.lint._read import load_model, reading
+from bevquant_graph import as_example
 from bevquant_quantizers import TensorQuantizer, write_whole
 
 __all__ = ["FloatDifference", "FloatFile", "compare_float_onnx", "export_float_onnx"]
@@ -96,7 +97,8 @@ def export_float_onnx(
 
     Args:
         module: Module in evaluation mode, without quantizers. It is not changed.
-        args: A tuple of positional inputs, a dict of named inputs, or one input; tensors.
+        args: A batch as a loader gives it: positional inputs, a dict of named inputs, or one input,
+            all tensors. A label is left out.
         path: The file. It is written to a temporary name and renamed.
         input_names: One name per input (default: the parameters' names).
         output_names: One name per returned tensor (default: keys and positions).
@@ -132,6 +134,7 @@ def export_float_onnx(
     """
     target = Path(path)
     _check(module, opset, target)
+    args = as_example(module, args)
     given = by_parameter(module, args)
     with StableChoices() as choices:
         results = dict(called(module, args))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevquant_graph import flatten, leaf_names
+from bevquant_graph import arguments, as_example, flatten, leaf_names
 
 
 def called(module: nn.Module, args: Any) -> list[tuple[str, Tensor]]:
@@ -26,13 +26,6 @@ def called(module: nn.Module, args: Any) -> list[tuple[str, Tensor]]:
     if not found:
         raise ValueError("export_float_onnx: the module returns no tensor")
     return found
-
-
-def arguments(args: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and named arguments of a call."""
-    if isinstance(args, Mapping):
-        return (), dict(args)
-    return (tuple(args), {}) if isinstance(args, list | tuple) else ((args,), {})
 
 
 def tensors_in(args: Any) -> list[Tensor]:
@@ -58,6 +51,7 @@ def by_parameter(module: nn.Module, args: Any) -> dict[str, Tensor]:
     Raises:
         ValueError: An argument is no tensor.
     """
+    args = as_example(module, args)
     tensors = tensors_in(args)
     return dict(zip(leaf_names(module, flatten(arguments(args))[1]), tensors, strict=True))
 

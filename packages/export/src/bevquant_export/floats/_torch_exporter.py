@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from bevquant_export.floats._plain_forms import PlainForms
-from bevquant_export.floats._ports import arguments
-from bevquant_graph import quiet, registered_once
+from bevquant_graph import arguments, quiet, registered_once
 
 OPSET = 18
 """What torch's exporter writes; it writes no earlier one."""
@@ -68,7 +67,7 @@ def exported(
             exact, registered_once(), PlainForms(lowered_to or opset, scatter_sums),
         ):  # fmt: skip
             program = torch.onnx.export(
-                module, positional, kwargs=named or None, dynamo=True, verbose=False,
+                module, positional, kwargs=dict(named) or None, dynamo=True, verbose=False,
                 input_names=list(inputs), output_names=list(outputs), opset_version=opset,
                 optimize=True, dynamic_shapes=dynamic_shapes,
             )  # fmt: skip
