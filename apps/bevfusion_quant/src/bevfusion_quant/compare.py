@@ -146,7 +146,7 @@ def _write_page(record: RunRecord, comparison: Comparison, frames: Sequence[str]
         "weights": settings.weights,
     }
     content = ReportContent(
-        title=title, config=settings.config, frames=frames, **record.on_page(shown)
+        title=title, config=settings.sizes_name, frames=frames, **record.on_page(shown)
     )
     data = {
         "notes": _notes(comparison),

@@ -336,9 +336,9 @@ def _target(target: str | None, ran: ModelSettings, run: str | Path) -> str:
         made = "for a BPU (ptq --target bpu)" if for_bpu else "for NVIDIA's engines"
         others = [t.name for t in targets() if t is not bpu and t.name not in dialects]
         fitting = "bpu" if for_bpu else ", ".join(others)
+        again = f", or quantize again with ptq{'' if for_bpu else ' --target bpu'}"
+        again = "" if is_foreign(ran.model) else again  # which a BPU's tools do not take
         raise InputError(
-            f"--target {target}: {run} is a run {made}; export it with --target {fitting}, or "
-            "quantize again with ptq"
-            f"{'' if for_bpu else ' --target bpu'}"
+            f"--target {target}: {run} is a run {made}; export it with --target {fitting}{again}"
         )
     return "bpu" if for_bpu else target or "tensorrt"

@@ -12,8 +12,8 @@ from bevfusion_quant.pages._format import by_page_scheme, partition_picture, set
 from bevfusion_quant.pages._page import PAGE_DATA, Section, read_sections, write_page
 from bevfusion_quant.pages._run_page import (
     EvaluatedRun,
-    cost_figures,
     head,
+    sizes_title,
     write_found,
     write_report,
 )
@@ -30,12 +30,12 @@ __all__ = [
     "ReportStage",
     "Section",
     "by_page_scheme",
-    "cost_figures",
     "head",
     "partition_picture",
     "read_sections",
     "reproduce",
     "setting_text",
+    "sizes_title",
     "write_found",
     "write_page",
     "write_report",

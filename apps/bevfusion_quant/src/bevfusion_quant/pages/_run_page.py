@@ -41,8 +41,7 @@ Figure = dict[str, Any]
 
 def head(content: ReportContent) -> Section:
     """Title, what was compared, headline figures, the command."""
-    kind = "model" if is_foreign(content.config) else "config"
-    about = [content.config and f"{kind} {content.config}"]
+    about = [sizes_title(content.config)]
     frames = list(content.frames)
     if frames:
         named = ", ".join(frames[:3]) + (" …" if len(frames) > 3 else "")
@@ -60,6 +59,12 @@ def head(content: ReportContent) -> Section:
         "command": content.command,
     }
     return Section("head_run", content.title, data)
+
+
+def sizes_title(name: str) -> str:
+    """Name of the sizes, or of a model in other code, with what it is."""
+    kind = "model" if is_foreign(name) else "config"
+    return f"{kind} {name}" if name else ""
 
 
 def _figure(label: str, value: str, note: str = "", low: bool = False) -> Figure:
@@ -310,7 +315,7 @@ def write_found(
     with record.step("page"):
         page = ReportContent(
             title=record.path.name,
-            config=ran.config,
+            config=ran.sizes_name,
             frames=frames,
             **found,
             **record.on_page(settings),

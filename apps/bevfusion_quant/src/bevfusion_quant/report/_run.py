@@ -14,7 +14,7 @@ from typing import Any, Unpack
 from bev_data.tables import CellParts, Table, plain_table
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.options import Place
-from bevfusion_quant.pages import Section, write_page
+from bevfusion_quant.pages import Section, sizes_title, write_page
 from bevfusion_quant.report._checks import Check, checks, exported_files
 from bevfusion_quant.report._gather import Evidence, Gathered, frames_text, gather
 from bevfusion_quant.report._headline import HeadlineGroup, headline, run_title
@@ -180,7 +180,7 @@ def _lines(checks: Sequence[Check]) -> Iterator[str]:
 def _head(gathered: Gathered, title: str, checks: Sequence[Check]) -> Section:
     run = gathered.main.run
     states = [check.state for check in checks]
-    words = [run_title(run.settings), f"config {run.settings.config}"]
+    words = [run_title(run.settings), sizes_title(run.settings.sizes_name)]
     words += [f"branch {run.settings.branch}", _made_from(run)]
     data: dict[str, Any] = {"title": title, "folder": str(run.folder), "words": words}
     data |= {state: states.count(state) for state in ("good", "look", "missing")}

@@ -75,6 +75,13 @@ class RunSettings(msgspec.Struct, kw_only=True):
         return self.target == "bpu"
 
     @property
+    def sizes_name(self) -> str:
+        """The sizes of the model, as pages name them."""
+        if ":" in self.model:  # in other code
+            return self.model
+        return self.config if self.model == "bevfusion" else f"{self.model} {self.config}"
+
+    @property
     def kind(self) -> str:
         """What the folder is.
 

@@ -52,6 +52,11 @@ def export_whole(
     (path,) = quantized_model.part_paths[quantized_model.parts[0]]
     network = quantized_model.get_submodule(path)
     engine = find_target(target)
+    if engine.name == "autoware":
+        raise InputError(
+            "Autoware's plugin takes the encoder of bevfusion alone; export a detector in other "
+            "code for tensorrt, onnxruntime or openvino"
+        )
     first, *others = batches
     folder.mkdir()
     with step("write ONNX files", ""):
