@@ -16,8 +16,8 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A terminal in place of stderr; called in the test, as pytest replaces stderr before it."""
     made = Terminal()
     monkeypatch.setattr("sys.stderr", made)
     return made
@@ -41,18 +41,22 @@ def test_without_a_compilation_none_is_named(caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_terminal_has_a_bar_with_the_time(
-    terminal: Terminal, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    made = terminal(monkeypatch)
     with caplog.at_level(logging.INFO, "bevfusion_quant"), shown_stage("calibrate"):
         compile_something()
-    shown = terminal.getvalue()
+    shown = made.getvalue()
     assert f"calibrate: {COMPILING}" in shown
     assert shown.rstrip().endswith("calibrate  00:00")
     assert not caplog.messages
 
 
-def test_quiet_shows_nothing(terminal: Terminal, caplog: pytest.LogCaptureFixture) -> None:
+def test_quiet_shows_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = terminal(monkeypatch)
     with caplog.at_level(logging.WARNING, "bevfusion_quant"), shown_stage("calibrate"):
         compile_something()
-    assert not terminal.getvalue()
+    assert not made.getvalue()
     assert not caplog.messages

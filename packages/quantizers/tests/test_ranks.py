@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import queue
 import socket
@@ -347,3 +348,17 @@ def test_last_words_are_passed_on_and_an_end_in_order_is_none(lines: list[Line])
     assert lines[0].wait(10) == (1, "frame 7: no points")
     assert "rank 1 of 3: frame 7: no points" in str(Ranks(0, 3, lines[0]).error_of(lines[0].ending))
     lines[0].close()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_how_many_frames_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tqdm", reason="tqdm is not installed")
+    for stderr, shown in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr("sys.stderr", stderr)
+        found = [index for index, _ in in_order("compare", 3, lambda index: {})]
+        assert found == [0, 1, 2]
+        assert ("compare:   0%" in stderr.getvalue() and "0/3" in stderr.getvalue()) == shown
