@@ -300,23 +300,22 @@ def docs(session: nox.Session) -> None:
 def wheels(session: nox.Session) -> None:
     """Run the install page's lines in clean environments, and the tests against built wheels."""
     fresh = Path(session.create_tmp()) / "fresh"
+    python = str(fresh / "bin" / "python")
     fusion = [str(MEMBERS[member]) for member in ("sparse", "graph", "fusion")]
-    for tool, what, shown in (
-        (("uv", "pip"), [f"{ROOT}[cpu,onnxruntime]"], ["bevfusion-quant", "--version"]),
-        (("uv", "pip"), fusion[-1:], ["python", "-c", "import bevquant_fusion"]),
-        (("python", "-m", "pip"), fusion, ["python", "-c", "import bevquant_fusion"]),
+    runs_fusion = [python, "-c", "import bevquant_fusion"]
+    for tool, wanted, shown in (
+        ("uv", [f"{ROOT}[cpu,onnxruntime]"], [str(fresh / "bin" / "bevfusion-quant"), "--version"]),
+        ("uv", fusion[-1:], runs_fusion),
+        ("pip", fusion, runs_fusion),
     ):
         shutil.rmtree(fresh, ignore_errors=True)
         session.run("python", "-m", "venv", str(fresh), silent=True)
-        found = {
-            **environment(),
-            "VIRTUAL_ENV": str(fresh),
-            "PATH": f"{fresh / 'bin'}:{os.environ['PATH']}",
-        }
+        installs = ["uv", "pip", "install", "--python", python]
+        installs = installs if tool == "uv" else [python, "-m", "pip", "install"]
         session.run(
-            *tool, "install", "-q", "-c", "constraints.txt", *what, env=found, external=True
+            *installs, "-q", "-c", "constraints.txt", *wanted, env=environment(), external=True
         )
-        session.run(*shown, env=found, external=True)
+        session.run(*shown, external=True)
     install(session, {}, "build", "pytest", "pytest-xdist", "pytest-randomly")
     dist = Path(session.create_tmp()) / "dist"
     shutil.rmtree(dist, ignore_errors=True)
