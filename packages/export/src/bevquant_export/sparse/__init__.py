@@ -1,4 +1,4 @@
-"""Sparse encoders as ONNX files, for NVIDIA's libspconv or onnxruntime, and read back."""
+"""Sparse encoders as ONNX files for NVIDIA's libspconv or for onnxruntime: write and read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Axes of a file: as many as it states, and in the order in which an engine has its coordinates.
+"""Axes of a file: number and order of the coordinate columns.
 
-Voxels on one or two axes have one cell along each axis that they lack.
+Grids of one or two axes get one cell along each missing axis.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TURN = (0, 1, 4, 3, 2)
 
 
 def three_axes(sizes: tuple[int, ...], fill: int, order: str) -> tuple[int, ...]:
-    """Sizes per axis with `fill` for the height that is missing: first in z, y, x, last in x, y, z.
+    """Sizes per axis with `fill` for the missing height: first in z, y, x, last in x, y, z.
 
     >>> three_axes((128, 96), 1, "zyx"), three_axes((96, 128), 1, "xyz")
     ((1, 128, 96), (96, 128, 1))
@@ -30,7 +30,7 @@ def three_axes(sizes: tuple[int, ...], fill: int, order: str) -> tuple[int, ...]
 
 
 def with_three_axes(coords: Tensor, grid: tuple[int, ...]) -> Tensor:
-    """Coordinates ``[rows, 1 + ndim]`` of a model as a file of that grid takes them."""
+    """A model's coordinates ``[rows, 1 + ndim]`` in the columns of a file with that grid."""
     missing = AXES + 1 - coords.shape[1]
     if missing <= 0:
         return coords
@@ -40,7 +40,7 @@ def with_three_axes(coords: Tensor, grid: tuple[int, ...]) -> Tensor:
 
 
 def lowered_to(columns: int, coords: Tensor, grid: tuple[int, ...]) -> Tensor:
-    """The inverse of `with_three_axes`: coordinates of a file as `columns` of the model."""
+    """Inverse of `with_three_axes`: a file's coordinates as `columns` of the model."""
     missing = coords.shape[1] - columns
     if missing <= 0:
         return coords
@@ -50,7 +50,7 @@ def lowered_to(columns: int, coords: Tensor, grid: tuple[int, ...]) -> Tensor:
 
 
 def with_axes(graph: Any, path: str, coords: str, columns: int, before: int) -> str:
-    """As `with_three_axes`, by nodes: int32 coordinates of so many columns."""
+    """`with_three_axes` as nodes: int32 coordinates with this number of columns."""
     missing = AXES + 1 - columns
     if not missing:
         return coords
@@ -66,10 +66,10 @@ def _first(grid: tuple[int, ...], missing: int) -> bool:
 
 
 def turned(graph: Graph) -> Graph:
-    """`graph` for reversed coordinate columns; what it returns as a dense grid is the same.
+    """Return `graph` for reversed coordinate columns, with the same dense result.
 
-    Kernels and all sizes per axis are reversed; the first transposition behind a `Scatter` turns
-    the axes back, and is added where there is none.
+    Kernels and all sizes per axis are reversed. The first transposition after a `Scatter` restores
+    the axes; it is added where there is none.
     """
     nodes: list[Node] = []
     back: set[str] = set()

@@ -1,6 +1,6 @@
-"""Where a file begins: at the features of the voxels, whatever the forward makes these of.
+"""Beginning of a file: the features of the voxels, whatever operations compute them.
 
-What a model computes with the coordinates of voxels alone is nothing of a file.
+Computations on coordinates alone are not part of a file.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from bevquant_int8sim.model import Step
 
 @dataclass(frozen=True, eq=False)
 class Beginning:
-    """The value that the first sparse convolution takes as features, and the steps that make it.
+    """The features of the first sparse convolution, and the steps that compute them.
 
     Attributes:
-        features: Its name; of integers that the convolution reads, what they are rounded from.
-        steps: What the forward computes for it: means over the points of a voxel, a choice or an
-            order of voxels, layers on points.
+        features: Name of the value; the float value for features that are rounded.
+        steps: Steps of the forward that compute it: means over the points of a voxel, selected or
+            reordered voxels, layers on points.
     """
 
     features: str
@@ -28,7 +28,7 @@ class Beginning:
 
 
 def beginning(program: Any) -> Beginning | None:
-    """How a program comes to the features of its voxels; None where they are an input."""
+    """Return how a program computes the features of its voxels; None where they are an input."""
     makers = {name: step for step in program.steps for name in step.outputs}
     convs = (s for s in program.steps if s.op == "sparse_conv" or is_float_conv(s))
     first = next(convs, None)
@@ -54,7 +54,7 @@ def is_float_conv(step: Step) -> bool:
 
 
 def for_coords(program: Any) -> set[str]:
-    """What is computed for the coordinates alone: the engine gets these ready made."""
+    """Steps that only the coordinates depend on; the engine gets the coordinates as an input."""
     read = set(names_in(program.result))
     found: set[str] = set()
     for step in reversed(program.steps):
@@ -67,7 +67,7 @@ def for_coords(program: Any) -> set[str]:
 
 
 def coord_inputs(program: Any, made: set[str]) -> set[str]:
-    """Inputs of the program that sets of voxels are made of, and nothing else."""
+    """Inputs of the program that only sets of voxels are computed from."""
     wanted: set[str] = set()
     for step in reversed(program.steps):
         if step.op == "sites" or wanted.intersection(step.outputs):
@@ -78,7 +78,7 @@ def coord_inputs(program: Any, made: set[str]) -> set[str]:
 
 
 def names_in(value: Any) -> Iterator[str]:
-    """Values in the nested containers of a program's result; of sparse tensors the features."""
+    """Values in the nested containers of a program's result; for sparse tensors the features."""
     for leaf in leaves(value):
         if hasattr(leaf, "coords"):
             yield leaf.features

@@ -1,9 +1,8 @@
-"""Steps of a program between its layers, which portable files hold as functions.
+"""Operations between layers, which portable files hold as functions.
 
-Everything that no operator of a dialect stands for, and whatever reads it or coordinates, is noted
-until a layer or a result reads of it: then all that this was computed of, back to what layers made
-and to the voxels on which these lie, is one operator of the file. Its features lie where the reader
-says: on voxels of a layer, or on coordinates that are made with them.
+Operators without a form in the dialect are collected. When a layer or a result consumes them, all
+steps back to the previous layers and their voxels become one function node. Its features are on the
+voxels of a layer, or on coordinates that the same steps compute.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ _SAME = ("to", "_to_copy", "int", "contiguous", "clone")  # coordinates in anoth
 
 
 def follow(model: IntegerModel, *, extended: bool = True) -> Followed:
-    """Every step as an operator; conversions between forms become what the readers want.
+    """Read every step as an operator; conversions become the forms that consumers need.
 
-    Where the forward makes the features of its voxels of something else (a mean over points, voxels
-    in another order), and the dialect has no operators for that, the file begins behind it.
+    Where the forward computes the features of its voxels (a mean over points, reordered voxels)
+    with operators that the dialect does not have, the file begins after these.
 
     Args:
         model: The integer model.
-        extended: Whether what the dialect libspconv has no operator for may be a function.
+        extended: Whether operators that libspconv does not have may become functions.
 
     Raises:
-        ValueError: A step has no operator; it is named.
+        ValueError: A step has no operator; the message names it.
     """
     try:
         return _in_dialect(model)
@@ -75,12 +74,12 @@ def _in_dialect(model: IntegerModel) -> Followed:
 
 @dataclass
 class _Closure:
-    """What values are computed of.
+    """The steps and inputs that values depend on.
 
     Attributes:
         steps: The steps, by their first output.
-        tensors: Values of layers among what they read.
-        places: Coordinates among it, and the tensor that lies there.
+        tensors: Results of layers that they read.
+        places: Coordinates that they read, and a tensor on these voxels.
         given: Inputs of the program.
         frames: Whether a step depends on the number of frames.
     """
@@ -96,12 +95,12 @@ class _FollowerBetween(Follower):
     def __init__(self, model: IntegerModel, begins: Beginning | None) -> None:
         super().__init__(model, begins)
         self.makers = {name: step for step in self.program.steps for name in step.outputs}
-        self.loose: dict[str, Step] = {}  # what is made between layers
-        self.causes: dict[str, Step] = {}  # of these, the step that has no operator
-        self.lies: dict[str, str] = {}  # coordinates to a tensor that lies there
-        self.places: dict[str, str] = {}  # coordinates to a tensor that lies there
-        self.coordinates = ""  # of the reader at hand
-        # A number that the forward counts with, as in range(batch_size), is a constant by now.
+        self.loose: dict[str, Step] = {}  # values computed between layers
+        self.causes: dict[str, Step] = {}  # of these, the step without an operator
+        self.lies: dict[str, str] = {}  # coordinates to a tensor on them
+        self.places: dict[str, str] = {}  # coordinates to a tensor on them
+        self.coordinates = ""  # of the current consumer
+        # Numbers that the forward counts with, as in range(batch_size), are constants here.
         made = [step for step in self.program.steps if step.op == "sites"]
         self.one_batch = any(isinstance(step.args[2], int) for step in made)
         self.returned = dict(_sparse_results(self.program.result))
@@ -161,7 +160,7 @@ class _FollowerBetween(Follower):
             self.loose[name], self.causes[name] = step, cause
 
     def _note_given(self, coordinates: str) -> None:
-        """Coordinates of the input are the file's."""
+        """Coordinates of the input are the file's coordinates."""
         maker = self.makers.get(coordinates)
         if coordinates in self.lies or (maker is not None and maker.op != "sites"):
             return
@@ -174,7 +173,7 @@ class _FollowerBetween(Follower):
             name = getattr(step.args[0], "name", "") if step is not None and same else ""
 
     def _makes(self, coordinates: str) -> Step | None:
-        """The step that makes voxels of coordinates that the forward computes."""
+        """The step that creates voxels from coordinates that the forward computes."""
         step = self.makers.get(coordinates)
         if not coordinates or coordinates in self.lies or step is None or step.op != "sites":
             return None
@@ -195,7 +194,7 @@ class _FollowerBetween(Follower):
         return super()._result(name) if made is None else self._placed(name, made, None)
 
     def _placed(self, name: str, coordinates: Step, reader: Step | None) -> Reading:
-        """Features on voxels that the forward makes."""
+        """Features on voxels that the forward creates."""
         by = "the model's result" if reader is None else place(reader)
         form, value, relu = self.program.values[name].form, name, False
         while value in self.makers and self.makers[value].op == "quantize":
@@ -211,7 +210,7 @@ class _FollowerBetween(Follower):
                 )
             coords = coordinates.args[0].name
             self._between(value, y, by, coords, tuple(grid))
-            if y == value:  # whoever reads it, or its coordinates, has them made
+            if y == value:  # its consumers, or those of its coordinates, add the steps
                 self.holds[value], self.holds[name] = (y, False), (y, relu)
                 self.lies[coordinates.outputs[0]] = self.places[coords] = y
         return Reading(y, relu, form, by)
@@ -228,7 +227,7 @@ class _FollowerBetween(Follower):
         return super()._tensor(name, by)
 
     def _between(self, value: str, y: str, by: str, coords: str, grid: tuple[int, ...]) -> None:
-        """One operator for all that a value is computed of since the last layers."""
+        """One operator for all steps between the last layers and a value."""
         if not self.input:
             raise ValueError(f"export_sparse_onnx: {by} reads what is made before any layer")
         step = self.makers[value]
@@ -279,5 +278,5 @@ class _FollowerBetween(Follower):
 
 
 def _sparse_results(value: Any) -> Iterator[tuple[str, str]]:
-    """Features and coordinates of every sparse tensor that is returned."""
+    """Features and coordinates of every returned sparse tensor."""
     return ((leaf.features, leaf.coords) for leaf in leaves(value) if hasattr(leaf, "coords"))

@@ -1,21 +1,19 @@
-r"""Channels that are joined, chosen and summed, in the operators that libspconv has.
+r"""Channels that are concatenated, selected and summed, as operators that libspconv has.
 
-A submanifold convolution of kernel 1×1×1 moves channels from place to place. With weights that
-are 0 and 1,
+A submanifold convolution of kernel 1×1×1 copies channels. With weights of 0 and 1,
 
 .. math:: \operatorname{cat}(x_1, …, x_n) = \sum_i x_i P_i, \qquad
           \sum_k x[\,\cdot, c K + k] = x F, \quad F[c K + k, c] = 1
 
-where the columns of all :math:`P_i` together hold one 1 each. All terms of a sum of the former but
-one are zero, so that nothing is rounded: a weight of 1 is 64 steps of 1/64, and
-``round(64·q · (s/64)/s)`` is q in whatever arithmetic. Channels that are chosen of what a
-convolution makes are a convolution with that part of its weight, which costs no more and leaves
-each part a range of its own.
+where the columns of all :math:`P_i` together hold one 1 each. In a concatenation all terms of a sum
+but one are zero, so nothing is rounded: a weight of 1 is 64 steps of 1/64, and
+``round(64·q · (s/64)/s)`` is q in any arithmetic. Selected channels of a convolution are a
+convolution with that part of its weight. This costs nothing, and each part keeps its own range.
 
-Which channels of which tensor a value holds (`Selections`) is asked of the moves themselves,
-slices, chunks, shuffles: each runs on numbers that say where every value stood, for two counts of
-voxels. Where rows of the result are the voxels as they were, and both counts agree on its columns,
-it is a choice of channels.
+The channels that a value holds (`Selections`) are found by running the layout operators themselves
+(slices, chunks, shuffles) on numbers that encode each value's position, for two numbers of voxels.
+Where rows of the result are the original voxels and both runs agree on the columns, the result is a
+selection of channels.
 """
 
 from __future__ import annotations
@@ -51,10 +49,10 @@ _ERRORS = (RuntimeError, IndexError, TypeError, ValueError, KeyError)
 
 
 class Selections:
-    """Values that hold channels of another one.
+    """Values that hold channels of another value.
 
     Args:
-        model: Whose program they are values of.
+        model: Model of the program.
         constants: Its constants by name; may grow.
     """
 
@@ -67,7 +65,7 @@ class Selections:
         return name in self._of
 
     def follow(self, step: Step) -> bool:
-        """Note what a move makes; whether it keeps every voxel's values in its row."""
+        """Record a layout operator's result; return whether each voxel's values stay in its row."""
         name = getattr(step.args[0], "name", "") if step.args else ""
         if name in self._of:
             base, width, numbers = self._of[name]
@@ -88,7 +86,7 @@ class Selections:
         return True
 
     def channels(self, name: str) -> tuple[str, int, Tensor]:
-        """The value that holds them, how many it has, and which: of any shape behind the rows."""
+        """The value that holds the channels, their number and indices (any shape after the rows)."""
         base, width, numbers = self._of[name]
         columns = _columns(numbers, width)
         assert columns is not None
@@ -100,7 +98,7 @@ class Selections:
         return isinstance(first, Tensor) and first.dim() == 2
 
     def _moved(self, step: Step, numbers: Any, rows: int) -> Any:
-        """What the move makes of a probe."""
+        """Result of the layout operator on a probe."""
 
         def read(argument: Any) -> Any:
             name = getattr(argument, "name", None)
@@ -118,7 +116,7 @@ class Selections:
         return step is not None and step.attributes.get("what") == "size" and step.args[1:] == (0,)
 
     def _width(self, step: Step) -> int:
-        """Channels of what a move reads, of voxels; 0 where that is not known."""
+        """Channels of the operator's input; 0 where unknown."""
         held = {} if self.source is None else self.source.held
         node = next((n for n, forms in held.items() if step.outputs[0] in forms.values()), None)
         before = node.args[0] if node is not None and node.args else None
@@ -131,7 +129,7 @@ class Selections:
 
 
 def _columns(numbers: tuple[Tensor, ...], width: int) -> Tensor | None:
-    """Columns of the original in each place behind the rows; None where rows are not the same."""
+    """Column of the original at each position after the rows; None where rows differ."""
     found = []
     for made, rows in zip(numbers, _ROWS, strict=True):
         if made.dim() < 1 or made.shape[0] != rows:
@@ -147,12 +145,12 @@ def _columns(numbers: tuple[Tensor, ...], width: int) -> Tensor | None:
     return found[0] if same else None
 
 
-PERMUTED = " (channels)"  # behind the path of what no layer of the model makes: none has a space
+PERMUTED = " (channels)"  # suffix of paths of tensors that no layer of the model computes; no path has a space
 
 
 @dataclass(frozen=True)
 class _Voxels:
-    """A set of voxels: the node that made it, its grid, and sizes that a file states."""
+    """A set of voxels: the node that created it, its grid, and sizes that a file states."""
 
     maker: str
     grid: Sizes
@@ -161,7 +159,7 @@ class _Voxels:
 
 
 def permutes_channels(node: Node) -> bool:
-    """Whether a node is written for something else than a layer that makes the same tensor."""
+    """Whether a node was written for a channel operation, not for a layer of the model."""
     return node.path.endswith(PERMUTED)
 
 
@@ -176,17 +174,17 @@ def row_conv(
     input_range: float | None,
     output_bound: int = 0,
 ) -> Conv:
-    """``y = x weightᵀ + bias`` by rows, in fp16, on voxels that `with_channel_permutations` states.
+    """``y = x weightᵀ + bias`` by rows, in fp16; `with_channel_permutations` adds its voxels.
 
     Args:
-        path: Of the module; with `PERMUTED` where none makes the same tensor.
-        x: Tensor read.
-        y: Tensor made.
+        path: Path of the module; with `PERMUTED` where no module computes this tensor.
+        x: Input.
+        y: Output.
         weight: float16 ``[out_channels, in_channels]``.
         bias: float16 ``[out_channels]``.
         weight_ranges: amax per output channel.
         input_range: amax of x.
-        output_bound: Most voxels, where no layer says how many there are.
+        output_bound: Largest number of voxels, where no layer states it.
     """
     one, nothing = (1, 1, 1), (0, 0, 0)
     return Conv(
@@ -201,14 +199,14 @@ def row_conv(
 
 
 def with_channel_permutations(graph: Graph, *, joins: bool) -> Graph:
-    """`graph` with the voxels of every 1×1×1 convolution that works on rows alone.
+    """Return `graph` with the voxels of every 1×1×1 convolution on rows.
 
     Args:
-        graph: Its convolutions without a grid work on the rows of what they read.
-        joins: Write every `Concat`, `Fold` and `Select` as such convolutions and additions.
+        graph: Convolutions without a grid work on the rows of their input.
+        joins: Write every `Concat`, `Fold` and `Select` as 1×1×1 convolutions and additions.
 
     Raises:
-        ValueError: One stands on the input's voxels and no submanifold convolution does.
+        ValueError: One is on the input's voxels and no submanifold convolution is.
     """
     return _Writer(graph, joins=joins).run()
 
@@ -218,10 +216,10 @@ class _Writer:
         self.graph, self.joins = graph, joins
         self.channels = {graph.input: graph.channels}
         self.voxels: dict[str, _Voxels] = {}
-        self.undone: dict[str, _Voxels] = {}  # rulebook to what its strided convolution reads
-        self.keys: dict[str, str] = {}  # maker of voxels to the rulebook of the moves on them
+        self.undone: dict[str, _Voxels] = {}  # rulebook to the input of its strided convolution
+        self.keys: dict[str, str] = {}  # producer of voxels to the rulebook of channel copies on them
         self.used = {node.rulebook for node in graph.nodes if isinstance(node, Conv)}
-        self.convs: dict[str, Conv] = {}  # tensors that convolutions make
+        self.convs: dict[str, Conv] = {}  # outputs of convolutions
         self.parted: set[str] = set()  # tensors that are written in parts alone
         first = first_on_input(graph)
         if first is not None:
@@ -252,7 +250,7 @@ class _Writer:
         return replace(self.graph, nodes=tuple(nodes))
 
     def _whole(self, node: Conv) -> Conv:
-        """The convolution for those who read all of it: in int8 where they all want that."""
+        """The convolution for consumers of all channels; int8 where all of them need int8."""
         readers = [other for other in self.graph.nodes if node.y in other.inputs]
         others = [n for n in readers if not isinstance(n, Select) or n.input_range is not None]
         integers = [node.y in n.stated_ranges and not isinstance(n, Add) for n in others]
@@ -261,14 +259,14 @@ class _Writer:
         return replace(node, output_precision="int8") if holds else node
 
     def _in_parts(self, node: Node) -> bool:
-        """Whether all that read a convolution take a part of it, which is written in its place."""
+        """Whether all consumers of a convolution read a part of it, which replaces it."""
         if not isinstance(node, Conv) or node.y in self.graph.outputs:
             return False
         parts = [isinstance(n, Select) for n in self.graph.nodes if node.y in n.inputs]
         return bool(parts) and all(parts)
 
     def _note(self, node: Node) -> None:
-        """Channels and voxels of what a node makes."""
+        """Channels and voxels of a node's result."""
         channels = node.channels_made([self.channels.get(x, 0) for x in node.inputs])
         if channels is not None:
             self.channels[node.y] = channels
@@ -323,7 +321,7 @@ class _Writer:
         return self._layout_op(node, node.x, node.y, places, node.output_precision)
 
     def _selected(self, node: Select) -> Conv:
-        """Part of the convolution that makes what it reads, else a move of channels."""
+        """A part of the producing convolution, else a permutation of channels."""
         maker = self.convs.get(node.x)
         if maker is not None and (node.x in self.parted or node.input_range is None):
             return self._part(maker, node)
@@ -359,7 +357,7 @@ class _Writer:
         return self._placed(replace(move, precision=precision, output_precision=held))
 
     def _placed(self, node: Conv) -> Conv:
-        """The node with the voxels of what it reads."""
+        """The node with the voxels of its input."""
         voxels = self.voxels.get(node.x)
         bound = 0 if voxels is None else voxels.bound or node.output_bound
         if voxels is None or not bound:

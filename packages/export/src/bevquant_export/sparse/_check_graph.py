@@ -1,4 +1,4 @@
-"""What must hold between the nodes of a file: before it can run, and before it is written."""
+"""Conditions between the nodes of a file: before it runs, and before it is written."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from bevquant_export.sparse._graph import Add, Conv, Graph, Node, Pool, Relu
 
 
 def check_graph(graph: Graph) -> None:
-    """Check order, channels, ranges and that a ReLU only follows an addition.
+    """Check order, channels, ranges, and that each ReLU follows an addition.
 
     Raises:
-        ValueError: The node is named.
+        ValueError: A condition is broken; the message names the node.
     """
     made: dict[str, Node] = {}
     names: set[str] = set()
@@ -72,7 +72,7 @@ def check_rulebooks(graph: Graph) -> None:
     The engine builds the pairs of a key once, for the first convolution that has it.
 
     Raises:
-        ValueError: Both convolutions are named.
+        ValueError: The message names both convolutions.
     """
     first: dict[str, Conv | Pool] = {}
     for node in graph.nodes:
@@ -93,7 +93,7 @@ def check_rulebooks(graph: Graph) -> None:
 
 
 def _pairs(conv: Conv | Pool) -> tuple[object, ...]:
-    """What the pairs follow from; padding of a submanifold convolution is not used."""
+    """Parameters that determine the pairs; padding of a submanifold convolution is not used."""
     moved = None if conv.subm else (conv.stride, conv.padding)
     rows = conv.rows if isinstance(conv, Conv) else ()
     sizes = (conv.input_spatial_shape, conv.output_spatial_shape, rows)

@@ -1,4 +1,4 @@
-"""A file against the integer model of the encoder that it was written from, layer by layer."""
+"""A file compared with the integer model of its encoder, layer by layer."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def compare_sparse_onnx(
 def compared(
     file: SparseOnnxModel, integers: IntegerModel, inputs: Any, *, reversed_axes: bool
 ) -> tuple[tuple[LayerDifference, ...], Any, dict[str, Tensor | SparseOutput]]:
-    """`compare_sparse_onnx` with an integer model of rounded constants; what it and the file make.
+    """`compare_sparse_onnx` with an integer model of rounded constants, and both results.
 
-    Of the file the outputs by name.
+    The file's result is its outputs by name.
     """
     grid = file.grid or ()
     features, coords, batch_size = frame_for(grid, integers, inputs, reversed_axes)
@@ -106,7 +106,7 @@ def compared(
     shown: dict[str, int] = {}
 
     def is_compared(node: Node) -> bool:
-        # What reads moved channels is compared.
+        # Consumers of copied channels are compared instead.
         layer = isinstance(node, Conv | Add | Relu) and node.y not in before_relu
         return layer and not permutes_channels(node)
 
@@ -127,7 +127,7 @@ def compared(
             scale = made.scale if isinstance(made, Integers) else None
             eased = node.y in summed or node.path in parted
             if scale is None and eased and _only_integers(reference.get(node.path)):
-                return  # in fp16 for the sake of others: what reads it is compared
+                return  # in fp16 for other consumers: its consumer is compared
             value = made.values if isinstance(made, Integers) else made.floats()
             shown[node.path] = shown.get(node.path, 0) + 1
             which = shown[node.path], paths[node.path]
@@ -144,7 +144,7 @@ def compared(
 
 
 def _only_summed(nodes: tuple[Node, ...]) -> set[str]:
-    """Tensors that additions of integers read and nothing else."""
+    """Tensors that only integer additions read."""
     sums = [node for node in nodes if isinstance(node, Add) and node.precision == "int8"]
     others = {name for node in nodes if node not in sums for name in node.inputs}
     return {name for node in sums for name in node.inputs} - others
@@ -155,7 +155,7 @@ def _only_integers(made: list[Made] | None) -> bool:
 
 
 def _reversed(coords: Tensor) -> Tensor:
-    """The columns behind the batch in the opposite order."""
+    """The columns after the batch in the opposite order."""
     return torch.cat([coords[:, :1], coords[:, 1:].flip(1)], 1)
 
 
@@ -169,10 +169,10 @@ def frame_for(
 
 
 def frame_of(integers: IntegerModel, inputs: Any) -> tuple[Tensor, Tensor, int]:
-    """Features, coordinates and batch size that a file takes, of whatever the model takes.
+    """Features, coordinates and batch size for a file, from a call's arguments.
 
-    The forward may come to them by itself, out of a `batch_dict` or of several arguments: they are
-    what its first sparse convolution stands on.
+    The forward may compute them, from a `batch_dict` or from several arguments: they are the inputs
+    of its first sparse convolution.
     """
     name = follow(integers).input
     seen: dict[str, Any] = {}
@@ -181,12 +181,12 @@ def frame_of(integers: IntegerModel, inputs: Any) -> tuple[Tensor, Tensor, int]:
             if getattr(arg, "name", None) == name:
                 seen.setdefault("features", value)
             elif hasattr(value, "convolved") and "features" in seen and step.op != "host":
-                seen.setdefault("coords", value)  # of what reads them: a pool before has others
-        if len(seen) == 2:  # what follows is not run
+                seen.setdefault("coords", value)  # voxels of its consumer: a pool in front has others
+        if len(seen) == 2:  # later steps are not run
             break
     features, coords = seen["features"], seen["coords"]
     scale = getattr(integers.program.values[name].form, "scale", None)
-    if scale is not None:  # what the forward makes them of ends in integers
+    if scale is not None:  # the steps that compute them end in integers
         features = dequantize(features, scale)
     return features, coords.indices, int(coords.batch_size)
 
@@ -198,14 +198,14 @@ def _difference(
     reference: dict[str, list[Made]],
     which: tuple[int, int],
 ) -> LayerDifference:
-    """One layer.
+    """Difference of one layer.
 
     Args:
         node: Its node.
-        made: What the file makes, on voxels in its own columns.
-        turned: These voxels in as many columns of the model.
-        reference: What the model makes.
-        which: The how many-th node of its module it is, and of how many.
+        made: Result in the file, on voxels in the file's columns.
+        turned: These voxels in the model's columns.
+        reference: Results of the model.
+        which: Index of the node among the nodes of its module, and their number.
     """
     same = [
         other
@@ -218,8 +218,8 @@ def _difference(
             f"compare_sparse_onnx: {node.name} makes {kind}, and the model has none at "
             f"{node.path!r}; is the file that of this model?"
         )
-    # A layer that stays float and its ReLU are two steps; the file holds what the later one makes.
-    # A module called twice, or a sum in a convolution's own module, makes as many tensors as nodes.
+    # A float layer and its ReLU are two steps; the file holds the result of the later one.
+    # A module called twice, or a sum in a convolution's own module, has one tensor per node.
     number, nodes = which
     steps = len(same) // nodes
     place = number * steps - 1 if steps * nodes == len(same) else -1
@@ -241,12 +241,12 @@ def counted(name: str, path: str, made: Made, wanted: Made, slack: float = 0.0) 
 def _counted(
     node: str, path: str, form: str, values: tuple[Tensor, Tensor], slack: float
 ) -> LayerDifference:
-    """Differences beyond `slack` times the second's largest magnitude."""
+    """Differences of more than `slack` times the second tensor's largest magnitude."""
     made, wanted = values
     if not wanted.numel():
         return LayerDifference(node, path, form, 0, 0, 0.0)
     size = max(abs(float(value)) for value in torch.aminmax(wanted))
-    if made.dtype == wanted.dtype and torch.equal(made, wanted):  # as nearly all are
+    if made.dtype == wanted.dtype and torch.equal(made, wanted):  # the usual case
         return LayerDifference(node, path, form, made.numel(), 0, 0.0, size)
     apart = (made.double() - wanted.double()).abs()
     different = int((~(apart <= slack * size)).count_nonzero())
@@ -269,7 +269,7 @@ def _output(
     of_model: Callable[..., Tensor],
     slack: float,
 ) -> LayerDifference:
-    """`places` are the voxels of what the model returns, where it returns the features alone."""
+    """Difference of an output; `places` are its voxels, where the model returns features alone."""
     if isinstance(made, SparseOutput):
         if isinstance(wanted, SparseOutput):
             wanted, places = wanted.features, wanted.indices
@@ -286,7 +286,7 @@ def _output(
 
 
 def _results(integers: IntegerModel, returned: Any) -> list[tuple[str, Any]]:
-    """What a file returns, each tensor once by its name; inputs handed through are left out."""
+    """Tensors that a file returns, each once by name, without returned inputs."""
     followed = follow(integers)
     named = _named(integers.program.result, returned)
     given = [(name, value) for name, value in named if name in followed.results]
@@ -297,7 +297,7 @@ def _results(integers: IntegerModel, returned: Any) -> list[tuple[str, Any]]:
 
 
 def _named(refs: Any, value: Any) -> Iterator[tuple[str, Any]]:
-    """Values of the program that a result is made of, with what they are in a run."""
+    """Values of the program in a result, with their values in a run."""
     if isinstance(refs, dict):
         for key, item in refs.items():
             yield from _named(item, value[key])

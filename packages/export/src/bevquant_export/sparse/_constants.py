@@ -1,4 +1,4 @@
-"""What a convolution of a file multiplies by, in floats and in integers."""
+"""Constants of a convolution of a file, in floats and in integers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STEPS = 127
 
 
 class ConvConstants:
-    """Constants of a convolution: as floats, and as integers once they are asked for."""
+    """Constants of a convolution: floats, and integers computed on first use."""
 
     def __init__(self, conv: Conv) -> None:
         self.conv = conv

@@ -1,4 +1,4 @@
-"""The node of one sparse convolution, from its integers or from its floats."""
+"""The node of one sparse convolution, from its integers or its floats."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def conv_node(
     head_room: float,
     order: str,
 ) -> Conv:
-    """The node; one on fewer than three axes gets one cell along those that it lacks.
+    """Return the node; convolutions of fewer than three axes get one cell along the missing ones.
 
     Args:
         draft: A sparse convolution, or a linear layer on voxels.
         forms: Form of every tensor.
-        seen: What it read and made.
+        seen: Sizes of its input and output.
         model: The model, whose module holds the bias.
         values: Value of the program to its form.
-        head_room: For the bound of its voxels.
-        order: Of the coordinate columns: ``"xyz"`` or ``"zyx"``.
+        head_room: Factor for the bound of its voxels.
+        order: Order of the coordinate columns: ``"xyz"`` or ``"zyx"``.
 
     Raises:
-        ValueError: The dialect has no such convolution, or a constant does not fit float16.
+        ValueError: The dialect has no such convolution, or a constant exceeds float16.
     """
     step = draft.step
     made = forms[draft.y]
@@ -106,7 +106,7 @@ def conv_node(
 def affine_node(
     draft: Draft, forms: Mapping[str, TensorForm], seen: Seen, read: float, head_room: float
 ) -> Conv:
-    """``x · factor + shift`` of each channel, or ``x matrixᵀ``, in fp16; `read`: the largest x."""
+    """``x · factor + shift`` per channel, or ``x matrixᵀ``, in fp16; `read` is the largest x."""
     made = forms[draft.y]
     if draft.kind == "matrix":
         (matrix,), shift = draft.constants, None
@@ -128,7 +128,7 @@ def _on_rows(
     voxels: int,
     largest: float = 0.0,
 ) -> Conv:
-    """A 1×1×1 convolution, whose voxels `with_channel_permutations` states."""
+    """A 1×1×1 convolution, to which `with_channel_permutations` adds the voxels."""
     path, x = draft.step.path, draft.reads[0].tensor
     integer = draft.kind == "linear"
     matrix, ranges = weight
@@ -182,9 +182,9 @@ def _geometry(draft: Draft, order: str) -> dict[str, Any]:
 
 
 def _float_range(module: Any, seen: Seen) -> float | None:
-    """Amax of what a layer in fp16 reads, as NVIDIA's exporters write it: the engine ignores it.
+    """Amax of the input of an fp16 layer, as NVIDIA's exporters write it; the engine ignores it.
 
-    That of its disabled quantizer; of a layer that has none, the largest value of all frames.
+    The range of its disabled quantizer, else the largest value of all frames.
     """
     amax = getattr(getattr(module, "_input_quantizer", None), "_amax", None)
     largest = seen.largest if amax is None else float(amax.max())
@@ -212,7 +212,7 @@ def _float_weight(conv: Any, module: Any, path: str) -> tuple[Tensor, tuple[floa
 
 
 def _integer_weight(draft: Draft, values: Mapping[str, Any]) -> tuple[Tensor, tuple[float, ...]]:
-    """Half-precision weights that lie on the integers' grid, and amax of each output channel."""
+    """Half-precision weights on the integers' grid, and amax per output channel."""
     step = draft.step
     tensors = step.tensors
     total = tensors["scale"] if "scale" in tensors else tensors["multiplier"]

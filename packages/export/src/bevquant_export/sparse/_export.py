@@ -1,4 +1,4 @@
-"""Writing a calibrated sparse model for NVIDIA's sparse convolution engine."""
+"""Calibrated sparse models as files for NVIDIA's sparse convolution engine."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _source_of(integers: IntegerModel) -> nn.Module:
     """The module that an integer model was made of.
 
     Raises:
-        ValueError: It is not known, or has other constants than a file holds.
+        ValueError: It is unknown, or has other constants than a file holds.
     """
     if integers.source is None:
         raise ValueError(
@@ -184,10 +184,10 @@ def write_sparse(
     measure: bool,
     names: Mapping[str, str] | None = None,
 ) -> tuple[SparseExport, dict[str, Any]]:
-    """`export_sparse_onnx` of a model's integers, and the outputs of the file for the example.
+    """`export_sparse_onnx` for a model's integers, and the outputs of the file for the example.
 
-    `rounded` is the model with the constants of a file, of which `integers` were made; `names` has
-    names for outputs, by the values of the program that are returned.
+    `rounded` is the model with the constants of a file, from which `integers` was made; `names` are
+    names of outputs, by the returned values of the program.
     """
     refuse_decisions(integers, "export_sparse_onnx")
     refuse_computed_grids(integers, "export_sparse_onnx")
@@ -198,7 +198,7 @@ def write_sparse(
     graph = numbered(graph, _output_names(integers, names or {}, dialect))
     content = proto_bytes(graph)
     if dialect == "portable":
-        # Through the bytes: both dialects then hold the very same numbers.
+        # Through the bytes, so that both dialects hold the same numbers.
         whole = replace(graph_of_bytes(content, extensions=True), features=graph.features)
         content = portable_bytes(whole, all_layers=all_layers, weights=weights)
     ran, returned = "no", None
@@ -230,7 +230,7 @@ def write_sparse(
 
 
 def _output_names(integers: IntegerModel, names: Mapping[str, str], dialect: str) -> dict[str, str]:
-    """Tensors of the graph that are results with a name, to these names."""
+    """Tensors of the graph that are named results, and these names."""
     if not names:
         return {}
     followed = follow(integers, extended=dialect == "portable")
@@ -239,11 +239,11 @@ def _output_names(integers: IntegerModel, names: Mapping[str, str], dialect: str
 
 
 def official_keys(graph: Graph) -> Graph:
-    """`graph` with the key ``subm1`` at a submanifold convolution that reads the input.
+    """Return `graph` with the key ``subm1`` at a submanifold convolution that reads the input.
 
-    Whatever else had that key gets one that nothing has; what shared pairs still does. A first
-    convolution without a key takes ``subm1`` alone, so that the engine builds its pairs once more
-    than it must and never wrong ones.
+    Other convolutions with that key get a new one; shared pairs stay shared. A first convolution
+    without a key gets ``subm1`` alone: the engine then builds its pairs twice, but never uses wrong
+    ones.
     """
     first = next((n for n in graph.nodes if isinstance(n, Conv) and n.x == graph.input), None)
     if first is None or not first.subm or first.rulebook == _FIRST:

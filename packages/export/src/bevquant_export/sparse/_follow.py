@@ -1,4 +1,4 @@
-"""From the steps of an integer model to the operators of a file, and who reads what."""
+"""From the steps of an integer model to operators of a file, with the readings of each tensor."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _BEHIND = (1, 2, -1, -2)  # axes behind the rows of three
 
 @dataclass(frozen=True)
 class Reading:
-    """A tensor as one reader wants it.
+    """A tensor as one consumer needs it.
 
     Attributes:
-        tensor: Its name: the value that its producer made.
-        relu: Behind a ReLU.
+        tensor: Name: the value that its producer computed.
+        relu: After a ReLU.
         form: ``"float"``, or integers with `scale`, `bits`, `low`.
-        by: The reader.
+        by: The consumer.
     """
 
     tensor: str
@@ -54,11 +54,11 @@ class Reading:
 class Draft:
     """An operator to be written: a conv, an add, a scatter, a permute or a reshape.
 
-    Also a concat, and a fold (a sum over groups of channels), which libspconv has as convolutions
-    of kernel 1×1×1 (`with_channel_permutations`), a linear layer on rows of voxels, an affine map
-    of each channel, ``x · factor + shift``, with both numbers in `constants`, and the product with
-    a matrix, ``[out_channels, in_channels]`` in `constants`. Where it is two steps, `first` is what
-    the first one makes. In portable files alone a pool, and steps: what `between` says.
+    Also: concat and fold (a sum over groups of channels), which become 1×1×1 convolutions for
+    libspconv (`with_channel_permutations`); a linear layer on rows of voxels; an affine map of each
+    channel, ``x · factor + shift``, with both numbers in `constants`; a product with a matrix
+    ``[out_channels, in_channels]`` in `constants`. Where it stands for two steps, `first` is the
+    first one's result. In portable files only: a pool, and steps, described by `between`.
     """
 
     kind: str
@@ -74,9 +74,9 @@ class Draft:
 class Followed:
     """Operators in order, the tensor of the input features, and the results.
 
-    `results` are the values of the program that `outputs` read. What the model hands through (a
-    batch_dict with its inputs) or computes of coordinates alone is nothing of the file, nor is
-    what `before` names: steps that make the features of the voxels. `features` is a name for these.
+    `results` are the values of the program that `outputs` read. Inputs that the model returns
+    unchanged (a batch_dict) and computations on coordinates alone are not part of the file, nor are
+    the steps in `before`, which compute the features of the voxels. `features` is a name for these.
     """
 
     drafts: tuple[Draft, ...]
@@ -88,7 +88,7 @@ class Followed:
 
 
 def place(step: Step) -> str:
-    """How a message names a step."""
+    """Name of a step in messages."""
     what = str(step.attributes.get("what") or step.op)
     return f"{step.path} ({what})" if step.path else f"{what} in the model's forward"
 
@@ -98,10 +98,10 @@ class Follower:
 
     Args:
         model: The integer model.
-        begins: Where the file begins, if behind the first steps.
+        begins: Beginning of the file, if not the first step.
 
     Attributes:
-        at: The step at hand.
+        at: The current step.
     """
 
     def __init__(self, model: IntegerModel, begins: Beginning | None) -> None:
@@ -116,8 +116,8 @@ class Follower:
         self.left_out = {name for step in self.before for name in step.outputs}
         self.at: Step | None = None
         self.drafts: list[Draft] = []
-        self.dense: set[str] = set()  # tensors that lie on no voxels
-        self.rounded: dict[str, str] = {}  # floats to the integers that they are read from
+        self.dense: set[str] = set()  # tensors that are not on voxels
+        self.rounded: dict[str, str] = {}  # floats to the integers they come from
         self.constants: dict[str, Tensor] = {}
         self.selected = Selections(model, self.constants)
         self.readers = Counter(name for step in self.program.steps for name in step.inputs)
@@ -125,10 +125,10 @@ class Follower:
         self.of_coords = coord_inputs(self.program, self.made)
 
     def run(self) -> Followed:
-        """All of them.
+        """Read all steps.
 
         Raises:
-            ValueError: One has none; it is named.
+            ValueError: A step has no operator; the message names it.
         """
         coords = for_coords(self.program)
         for step in self.program.steps:
@@ -150,7 +150,7 @@ class Follower:
         )
 
     def _features(self) -> str:
-        """A name for the input of the file, which tells made features from the model's own."""
+        """Name of the file's input: computed features differ from the model's own input."""
         if not self.before:
             return "features"
         maker = next((s for s in self.before if self.input in s.outputs), self.before[-1])
@@ -160,7 +160,7 @@ class Follower:
         return self._read(name, "the model's result")
 
     def _only_coords(self, step: Step) -> bool:
-        """Whether a step computes with coordinates alone: whoever has these computes it, too."""
+        """Whether a step depends on coordinates alone: consumers of coordinates compute it too."""
         if step.op == "constant":
             self.constants[step.outputs[0]] = step.tensors["value"]
         if step.op not in ("float", "move"):
@@ -179,7 +179,7 @@ class Follower:
     def _step(self, step: Step) -> None:
         what = str(step.attributes.get("what", ""))
         if step.op in ("host", "sites", "constant"):
-            return  # who reads a constant says so
+            return  # the consumer of a constant reports it
         if step.attributes.get("ceiling") is not None:
             raise ValueError(
                 f"export_sparse_onnx: {place(step)} is followed by a ReLU6; the engine has "
@@ -202,7 +202,7 @@ class Follower:
         elif step.op in _JOINS and what == "cat" and _along_channels(step):
             self._concatenation(step)
         elif step.op == "move" and self._of_channels(step) and self.selected.follow(step):
-            pass  # whoever reads it says what for
+            pass  # its consumer reports it
         elif what == "sum" and self._sums_groups(step):
             self._append("fold", step, (self._groups(step),))
         elif step.op == "move" and what == "to_dense":
@@ -222,7 +222,7 @@ class Follower:
         raise no_operator(step, where, reads_map=self._reads_map(step))
 
     def _reads_map(self, step: Step) -> bool:
-        """Whether it reads what ``dense()`` made."""
+        """Whether it reads a result of ``dense()``."""
         return any(name in self.holds and self.holds[name][0] in self.dense for name in step.inputs)
 
     def _pass(self, step: Step) -> None:
@@ -237,7 +237,7 @@ class Follower:
         self._append(kind, step, tuple(self._operand(arg, step) for arg in step.args[:operands]))
 
     def _concatenation(self, step: Step) -> None:
-        """Integers that are joined as floats are read as integers: their values are the same."""
+        """Integers concatenated as floats are read as integers: their values are the same."""
         names = [ref.name for ref in step.args[0]]
         rounded = [self.rounded.get(name) for name in names]
         known = [name for name in rounded if name is not None]
@@ -258,7 +258,7 @@ class Follower:
         return name in self.holds and self.holds[name][0] not in self.dense
 
     def _number(self, arg: Any) -> Tensor | None:
-        """A constant for each channel, or one for all: ``[channels]`` or ``[1]``."""
+        """A constant per channel, or one for all: ``[channels]`` or ``[1]``."""
         if isinstance(arg, int | float):
             return torch.tensor([float(arg)])
         value = self.constants.get(getattr(arg, "name", ""))
@@ -292,7 +292,7 @@ class Follower:
         return number is not None and self._on_voxels(x)
 
     def _is_given(self, x: Any) -> bool:
-        """Whether a value is an input of the model that is no coordinates."""
+        """Whether a value is an input of the model other than coordinates."""
         name = getattr(x, "name", "")
         return name in self.program.values and name not in self.made | self.of_coords
 
@@ -302,7 +302,7 @@ class Follower:
         return (x, number) if number is not None else (other, self._number(x))
 
     def _affine(self, step: Step, what: str) -> None:
-        """``x · factor`` or ``x + shift``; both, one behind the other, are one operator."""
+        """``x · factor`` or ``x + shift``; both in sequence are one operator."""
         x, number = self._affine_operands(step)
         assert number is not None
         number = -number if what == "sub" else number
@@ -322,13 +322,13 @@ class Follower:
         self._append("affine", step, reads, (factor, shift))
 
     def _of_channels(self, step: Step) -> bool:
-        """Whether a move reads the features of voxels."""
+        """Whether a layout operator reads the features of voxels."""
         x = step.args[0] if step.args else None
         selected = getattr(x, "name", "") in self.selected
         return selected or self._is_given(x) or self._on_voxels(x)
 
     def _sums_groups(self, step: Step) -> bool:
-        """Whether it sums groups of channels, of ``[voxels, channels, group]`` or as they lie."""
+        """Whether it sums groups of channels, ``[voxels, channels, group]`` or in memory order."""
         axes = step.args[1] if len(step.args) == 2 and not step.kwargs else ()
         axes = [axes] if isinstance(axes, int) else list(axes)
         name: str = getattr(step.args[0], "name", "")
@@ -337,7 +337,7 @@ class Follower:
         return len(axes) == 1 and self.selected.channels(name)[2].dim() == 2 and axes[0] in _BEHIND
 
     def _groups(self, step: Step) -> Reading:
-        """The channels that a sum over groups reads, group behind group."""
+        """The channels that a sum over groups reads, group after group."""
         name, axis = step.args[0].name, step.args[1]
         (axis,) = [axis] if isinstance(axis, int) else axis
         _, _, channels = self.selected.channels(name)
@@ -346,7 +346,7 @@ class Follower:
         return Reading(tensor, relu, self.program.values[name].form, place(step))
 
     def _selection(self, name: str, channels: Tensor, by: str) -> tuple[str, bool]:
-        """The tensor of some channels of what a value moves, and whether it is behind a ReLU."""
+        """The tensor of a value's selected channels, and whether it is after a ReLU."""
         base, width, _ = self.selected.channels(name)
         read = self._read(base, by)
         if torch.equal(channels, torch.arange(width)):
@@ -408,7 +408,7 @@ class Follower:
         return self.holds[name]
 
     def _where(self, by: str) -> str:
-        """A reader, and file and line where it is the step at hand."""
+        """A consumer, with file and line for the current step."""
         step = self.at
         return by + (location(self.source, step) if step and by == place(step) else "")
 

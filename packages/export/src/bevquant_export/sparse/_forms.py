@@ -1,4 +1,4 @@
-"""One form per tensor: what its readers agree on."""
+"""One form per tensor, which all its consumers agree on."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _STEPS = 127
 
 @dataclass(frozen=True)
 class TensorForm:
-    """How a file holds a tensor.
+    """Form of a tensor in a file.
 
     Attributes:
-        relu: Behind the ReLU that belongs to its producer.
-        precision: ``"int8"`` where every reader wants integers, else ``"fp16"``.
-        amax: The range, where any reader wants integers.
+        relu: After the ReLU of its producer.
+        precision: ``"int8"`` where every consumer needs integers, else ``"fp16"``.
+        amax: The range, where any consumer needs integers.
     """
 
     relu: bool
@@ -28,11 +28,11 @@ class TensorForm:
 
 
 def agreed_forms(followed: Followed) -> Mapping[str, TensorForm]:
-    """The form of every tensor.
+    """Return the form of every tensor.
 
     Raises:
-        ValueError: Readers want a tensor with and without a ReLU, or in several ranges, or in
-            integers that the engine does not have; the readers are named.
+        ValueError: Consumers need a tensor with and without a ReLU, in several ranges, or in
+            integers that the engine does not have; the message names them.
     """
     readings: dict[str, list[Reading]] = {followed.input: []}
     readings |= {draft.y: [] for draft in followed.drafts}
@@ -40,8 +40,8 @@ def agreed_forms(followed: Followed) -> Mapping[str, TensorForm]:
         readings[reading.tensor].append(reading)
     parts: dict[str, list[Reading]] = {}
     for draft in reversed(followed.drafts):
-        # Chosen channels are in whatever form the whole is, if theirs is what their readers want,
-        # and steps between layers take each tensor in the form that they want.
+        # Selected channels have the form of the whole, if that is the form of their consumers,
+        # and steps between layers read each tensor in the form that they need.
         own = [_stated(r.form) for r in draft.reads]
         passes = draft.kind == "select" and all(_stated(r.form) in own for r in readings[draft.y])
         passes = passes or draft.kind == "steps"
@@ -62,11 +62,11 @@ def _stated(form: Any) -> object:
 
 
 def _form(tensor: str, readings: list[Reading], parts: list[Reading]) -> TensorForm:
-    """`parts` read some channels, which have ranges of their own."""
+    """`parts` read some channels, which have their own ranges."""
     readings = readings[::-1]
     readers = ", ".join(dict.fromkeys(r.by for r in (*readings, *parts)))
     both = (*readings, *parts)
-    # A part may have a ReLU of its own, which is then not the whole tensor's.
+    # A part may have its own ReLU, which the whole tensor does not have.
     relu = bool(both) and all(r.relu for r in both)
     if any(r.relu != relu for r in readings):
         raise ValueError(

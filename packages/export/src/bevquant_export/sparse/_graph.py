@@ -1,7 +1,6 @@
-"""What a sparse ONNX file says, apart from how it says it: nodes over named tensors.
+"""Content of a sparse ONNX file, independent of its encoding: nodes over named tensors.
 
-What is asked of every node is answered by its class here: names, channels, ranges, and the same in
-floats.
+Each node class answers the same questions: names, channels, ranges, and its float form.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 from bevquant_graph import Guard
 
 Sizes = tuple[int, ...]
-# What a node that computes in floats says; each class has some of these.
+# Attributes of a node in float; each class has some of these.
 _FLOAT: dict[str, Any] = {
     **dict.fromkeys(("precision", "output_precision"), "fp16"),
     **dict.fromkeys(("input_range", "weight_ranges", "range_x", "range_other")),
@@ -24,12 +23,12 @@ _FLOAT: dict[str, Any] = {
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Operation:
-    """What most nodes say and answer.
+    """Common part of the nodes.
 
     Attributes:
-        kind: What the node's name starts with.
+        kind: Prefix of the node's name.
         path: Module of the exported model.
-        y: Tensor made.
+        y: Output.
         name: Name of the node.
     """
 
@@ -40,29 +39,29 @@ class _Operation:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Tensors that it reads."""
+        """Input tensors."""
         raise NotImplementedError
 
     @property
     def stated_ranges(self) -> Mapping[str, float]:
-        """Tensor to amax, as far as the node says it."""
+        """Tensor to amax, where the node states it."""
         return {}
 
     @property
     def makes_int8(self) -> bool:
-        """Whether its result is held in int8."""
+        """Whether its output is int8."""
         return getattr(self, "output_precision", "fp16") == "int8"
 
     def in_floats(self) -> Self:
-        """The node that computes in fp16 and says no ranges."""
+        """The node in fp16, without ranges."""
         own = {one.name for one in fields(self)}
         return replace(self, **{name: value for name, value in _FLOAT.items() if name in own})
 
     def channels_made(self, read: Sequence[int]) -> int | None:
-        """Channels of the result; 0 where they are not known, None where it lies on no voxels.
+        """Channels of the output; 0 where unknown, None where it is not on voxels.
 
         Args:
-            read: Channels of each tensor read, 0 where they are not known.
+            read: Channels of each input, 0 where unknown.
 
         Raises:
             ValueError: They do not fit.
@@ -72,27 +71,27 @@ class _Operation:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Unary(_Operation):
-    """Of one tensor.
+    """A node with one input.
 
     Attributes:
-        x: Tensor read.
+        x: Input.
     """
 
     x: str
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """What it reads."""
+        """The input."""
         return (self.x,)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _OneRange(_Operation):
-    """Of one scale: what it reads and makes.
+    """A node whose inputs and output have one scale.
 
     Attributes:
-        output_precision: How `y` is held.
-        input_range: amax of what it reads, and of y; ``None`` where that is not held in int8.
+        output_precision: Precision of `y`.
+        input_range: amax of inputs and output; None where they are not int8.
     """
 
     output_precision: str
@@ -100,32 +99,32 @@ class _OneRange(_Operation):
 
     @property
     def stated_ranges(self) -> Mapping[str, float]:
-        """One for all that it reads and makes."""
+        """The one range, for inputs and output."""
         stated = self.input_range
         return {} if stated is None else dict.fromkeys((*self.inputs, self.y), stated)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Conv(_Unary):
-    """A sparse convolution, its ReLU included.
+    """A sparse convolution, with its ReLU.
 
     Attributes:
         weight: float16 ``[out_channels, k0, k1, k2, in_channels]``.
         bias: float16 ``[out_channels]``.
-        kernel_size: Per axis, in the order of the coordinate columns, like all that follow.
+        kernel_size: Per axis, in the order of the coordinate columns, as the following sizes.
         stride: Voxels.
         padding: Voxels.
         dilation: Voxels.
         output_padding: Written, not used.
         subm: Submanifold.
-        inverse: Undoes the strided convolution of the same rulebook.
+        inverse: Inverse of the strided convolution with the same rulebook.
         rulebook: Key under which convolutions share their pairs; may be empty.
         activation: ``"ReLU"`` or ``"None"``.
-        precision: ``"int8"`` or ``"fp16"``: what it computes in.
-        output_precision: How `y` is held.
-        input_range: amax of x; in fp16 nothing is computed with it.
-        weight_ranges: amax per output channel; ``None`` where neither x nor y is int8.
-        output_bound: Most voxels that y may have.
+        precision: Precision of the computation, ``"int8"`` or ``"fp16"``.
+        output_precision: Precision of `y`.
+        input_range: amax of x; not used in fp16.
+        weight_ranges: amax per output channel; None where neither x nor y is int8.
+        output_bound: Largest number of voxels of y.
         input_spatial_shape: Grid of x.
         output_spatial_shape: Grid of y.
         rows: Voxels of x and y in the example; placeholders.
@@ -164,19 +163,19 @@ class Conv(_Unary):
 
     @property
     def stated_ranges(self) -> Mapping[str, float]:
-        """Of what it reads."""
+        """Range of the input."""
         stated = self.input_range if self.precision == "int8" else None
         return {} if stated is None else {self.x: stated}
 
     def channels_made(self, read: Sequence[int]) -> int:
-        """Those of its weight."""
+        """Output channels of the weight."""
         _expect_equal(self.name, [*read, self.in_channels])
         return self.out_channels
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Add(_Operation):
-    """``y = x + other``; the ranges are those of its inputs and ``None`` in fp16."""
+    """``y = x + other``; the ranges are those of its inputs, None in fp16."""
 
     kind: ClassVar[str] = "add"
     x: str
@@ -188,39 +187,39 @@ class Add(_Operation):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """What it reads."""
+        """Both operands."""
         return (self.x, self.other)
 
     @property
     def stated_ranges(self) -> Mapping[str, float]:
-        """Of its operands."""
+        """Ranges of the operands."""
         given = {self.x: self.range_x, self.other: self.range_other}
         stated = given if self.precision == "int8" else {}
         return {name: amax for name, amax in stated.items() if amax is not None}
 
     def channels_made(self, read: Sequence[int]) -> int:
-        """As many as it reads."""
+        """Channels of the operands."""
         _expect_equal(self.name, read)
         return read[0]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Relu(_Unary):
-    """``y = max(x, 0)``, only behind an `Add`."""
+    """``y = max(x, 0)``, only after an `Add`."""
 
     kind: ClassVar[str] = "relu"
 
     def channels_made(self, read: Sequence[int]) -> int:
-        """As many as it reads."""
+        """Channels of the input."""
         return read[0]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Concat(_OneRange):
-    """Channels of tensors on the same voxels side by side; libspconv has no such operator.
+    """Concatenated channels of tensors on the same voxels; libspconv has no such operator.
 
     Attributes:
-        xs: Tensors read, in order.
+        xs: Inputs, in order.
         precision: ``"int8"`` or ``"fp16"``.
     """
 
@@ -230,11 +229,11 @@ class Concat(_OneRange):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """What it reads."""
+        """The inputs."""
         return self.xs
 
     def channels_made(self, read: Sequence[int]) -> int:
-        """All that it reads."""
+        """Sum of the inputs' channels."""
         return sum(read)
 
 
@@ -247,7 +246,7 @@ class Fold(_Unary):
     output_precision: str
 
     def channels_made(self, read: Sequence[int]) -> int:
-        """As it says, if what it reads divides by them."""
+        """The stated number, if it divides the input's channels."""
         if self.channels < 1 or read[0] % self.channels:
             raise ValueError(f"{self.name} folds {read[0]} channels into {self.channels}")
         return self.channels
@@ -258,8 +257,8 @@ class Select(_OneRange, _Unary):
     """``y[n, k] = x[n, channels[k]]``; libspconv has no such operator.
 
     Attributes:
-        channels: Of x, one for each of y, in order.
-        in_channels: How many x has.
+        channels: Channel of x for each channel of y.
+        in_channels: Channels of x.
         activation: ``"ReLU"`` or ``"None"``.
     """
 
@@ -269,7 +268,7 @@ class Select(_OneRange, _Unary):
     activation: str
 
     def channels_made(self, read: Sequence[int]) -> int:
-        """As many as it takes, if what it reads has them."""
+        """Number of selected channels, if the input has them."""
         _expect_equal(self.name, [*read, self.in_channels])
         if not all(0 <= channel < self.in_channels for channel in self.channels):
             raise ValueError(f"{self.name} takes {self.channels} of {self.in_channels} channels")
@@ -280,7 +279,7 @@ class Select(_OneRange, _Unary):
 class Pool(_OneRange, _Unary):
     """``y[o, c] = max x[i, c]`` over the voxels i of a window; libspconv has no such operator.
 
-    Sizes are those of `Conv`; what is read is pooled in the form that it is held in.
+    Sizes are those of `Conv`; the input is pooled in its own form.
     """
 
     kind: ClassVar[str] = "pool"
@@ -295,28 +294,28 @@ class Pool(_OneRange, _Unary):
     inverse: ClassVar[bool] = False
 
     def channels_made(self, read: Sequence[int]) -> int:
-        """As many as it reads."""
+        """Channels of the input."""
         return read[0]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Steps(_Operation):
-    """What a model computes between its layers, as a function of standard operators.
+    """Operations between layers, as a function of standard operators; not in libspconv.
 
-    libspconv has no such thing. `body` is an ``onnx.FunctionProto``: it takes the features of `xs`
-    (float32), the voxels of `places` (int64 ``[voxels, 4]``) and the number of frames (int64
-    ``[1]``), and makes the features of y and, where y lies on voxels of its own, these (int32).
+    `body` is an ``onnx.FunctionProto``. Its inputs are the features of `xs` (float32), the voxels
+    of `places` (int64 ``[voxels, 4]``) and the number of frames (int64 ``[1]``). Its outputs are
+    the features of y and, where y has voxels of its own, these (int32).
 
     Attributes:
         xs: Tensors whose features it reads.
-        ranges: amax of those that it reads as integers, else 0.
+        ranges: amax of inputs that it reads as integers, else 0.
         places: Tensors whose voxels it reads.
-        on: Which of all these lies on the voxels of y; −1 where `grid` is y's own, or none does.
-        grid: Spatial shape of voxels that it makes; empty where it makes none.
-        channels: Of y.
-        frames: How many it is for, where it computes with their number; else 0.
+        on: Index of an input on the voxels of y; −1 where `grid` is y's own, or none is.
+        grid: Spatial shape of new voxels; empty where there are none.
+        channels: Channels of y.
+        frames: Number of frames, where it depends on it; else 0.
         body: The function, serialized.
-        output_precision: How `y` is held.
+        output_precision: Precision of `y`.
     """
 
     kind: ClassVar[str] = "steps"
@@ -332,20 +331,20 @@ class Steps(_Operation):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """What it reads."""
+        """Tensors that it reads."""
         return (*self.xs, *self.places)
 
     @property
     def stated_ranges(self) -> Mapping[str, float]:
-        """Of what it reads as integers."""
+        """Ranges of inputs that it reads as integers."""
         return {x: amax for x, amax in zip(self.xs, self.ranges, strict=True) if amax}
 
     def in_floats(self) -> Self:
-        """As it is in fp16."""
+        """The node with an fp16 output."""
         return replace(super().in_floats(), ranges=(0.0,) * len(self.xs))
 
     def channels_made(self, read: Sequence[int]) -> int:
-        """As it says."""
+        """The stated number."""
         return self.channels
 
 
@@ -368,7 +367,7 @@ class LayoutOp(_Unary):
 
     @property
     def kind(self) -> str:  # type: ignore[override]
-        """Its operator's."""
+        """Kind of its operator."""
         return self.op.lower()
 
 
@@ -385,15 +384,15 @@ class Graph:
         nodes: In order.
         outputs: Tensors that the file returns.
         shapes: Shape of each output in the example, batch 1; placeholders for voxels.
-        weights: How its portable form stores integer weights: ``"int8"``; ``"uint8"`` with zero
-            point 128 where int8 would saturate on some CPU (`stored_weights`); ``"all uint8"``, as
-            files once did, where a file does not say.
-        features: Name of the features' input in the portable form: "features" for the model's own;
-            of features that a model makes itself, their maker's, as in "sigmoid_features".
+        weights: Storage of integer weights in the portable form: ``"int8"``; ``"uint8"`` with zero
+            point 128 where int8 would saturate on some CPU (`stored_weights`); ``"all uint8"`` for
+            older files, which do not state it.
+        features: Name of the features input in the portable form: "features" for the model's own
+            input, or the name of the producing operation, as in "sigmoid_features".
         bounded: Whether more voxels than a layer's `output_bound` are refused, as an engine drops
             them; a portable file takes any number.
         guards: Conditions on the number of voxels and frames (``coords``, ``batch_size``) under
-            which the file is the model that it was written from.
+            which the file equals the model it was written from.
     """
 
     input: str
@@ -408,7 +407,7 @@ class Graph:
 
 
 def first_on_input(graph: Graph) -> Conv | Pool | None:
-    """The first convolution or pooling on the input's voxels that says their grid."""
+    """The first convolution or pooling on the input's voxels that states their grid."""
     given = {graph.input}
     for node in graph.nodes:
         if not given.intersection(node.inputs):

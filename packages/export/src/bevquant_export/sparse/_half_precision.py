@@ -1,4 +1,4 @@
-"""A model whose constants are those that a file of half precision holds."""
+"""A model with the constants that a half-precision file holds."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def with_half_constants(model: nn.Module) -> nn.Module:
 
 
 def half_constants_of(model: nn.Module, paths: Container[str]) -> nn.Module:
-    """`with_half_constants` for the modules at these paths; the others stay as they are."""
+    """`with_half_constants` for the modules at these paths; the others are unchanged."""
     copied = copy.deepcopy(model)
     sparse = any(map(_is_sparse, copied.modules()))
     for path, module in list(copied.named_modules()):
@@ -76,7 +76,7 @@ def half_constants_of(model: nn.Module, paths: Container[str]) -> nn.Module:
 
 
 def _round_steps(quantizer: Any) -> None:
-    """Steps of which float32 holds 127 as well as the largest integer's."""
+    """Steps s for which float32 holds 127·s as well as s times the largest integer."""
     top = 2 ** (quantizer.num_bits - 1) - 1
     if top != _STEPS and quantizer.amax is not None:
         mantissa, exponent = torch.frexp(quantizer.amax.double() / top)
@@ -91,7 +91,8 @@ def _is_sparse(module: nn.Module) -> bool:
 class _Affine(nn.BatchNorm1d):
     """A batch norm in evaluation mode as one product and one sum of float16 numbers.
 
-    A forward may call ``functional.batch_norm`` with the norm's own tensors, which are all here.
+    A forward may call ``functional.batch_norm`` with the norm's own tensors, so all of them are
+    kept.
     """
 
     factor: Tensor
@@ -120,7 +121,7 @@ class _Affine(nn.BatchNorm1d):
 
 
 def is_integer_layer(module: Any) -> bool:
-    """Whether a layer quantizes both what it reads and its weight."""
+    """Whether a layer quantizes both its input and its weight."""
     quantizers = [getattr(module, n, None) for n in ("_input_quantizer", "_weight_quantizer")]
     return all(
         isinstance(q, TensorQuantizer) and not q._disabled and q._if_quant for q in quantizers

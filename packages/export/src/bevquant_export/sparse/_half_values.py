@@ -1,12 +1,12 @@
 r"""Whether float16 holds the values between the layers of a sparse file, for every frame.
 
-An engine keeps in float16 what is not int8: outputs of layers in fp16, of int8 layers that a layer
-in fp16, a sum or the end of the file reads, and sums. Their interval follows from weights, ranges
-and operands,
+An engine keeps these in float16: outputs of fp16 layers, sums, and outputs of int8 layers that an
+fp16 layer, a sum or the end of the file reads. Their interval follows from weights, ranges and
+operands,
 
 .. math:: \Bigl[\sum_i \min(x_0 w_i, x_1 w_i) + b,\; \sum_i \max(x_0 w_i, x_1 w_i) + b\Bigr],
 
-and is cut to the largest value of all calibration frames, where that is known
+limited to the largest value of all calibration frames, where known
 (`bevquant_quantizers.float_ranges`), else to twice that of the example and batches.
 """
 
@@ -33,12 +33,12 @@ def check_half_values(graph: Graph, model: nn.Module, seen: Mapping[str, Seen]) 
     """Refuse a file whose float16 values may overflow.
 
     Args:
-        graph: The file's.
-        model: Whose modules have the ranges.
-        seen: What example and batches had, see `observe`.
+        graph: Graph of the file.
+        model: Model whose modules have the ranges.
+        seen: Values of the example and the batches, see `observe`.
 
     Raises:
-        ValueError: A layer or a sum may make more than 65,504; module and value are named.
+        ValueError: A layer or a sum may exceed 65,504; the message names module and value.
     """
     largest = _Largest(graph, model, seen)
     of: dict[str, Bound] = {}
@@ -49,7 +49,7 @@ def check_half_values(graph: Graph, model: nn.Module, seen: Mapping[str, Seen]) 
         bound = largest.cut(node.y, _behind_relu(node, before))
         of[node.y] = bound
         if node.makes_int8 or node.y in largest.before_relu:
-            continue  # in front of a ReLU −∞ is as good as any negative number
+            continue  # in front of a ReLU, −∞ equals any negative number
         if math.inf > bound.largest > LARGEST_HALF:
             raise ValueError(
                 f"export_sparse_onnx: {node.path or 'the model'}: {largest.how(node, bound)}, "
@@ -60,7 +60,7 @@ def check_half_values(graph: Graph, model: nn.Module, seen: Mapping[str, Seen]) 
 
 
 class _Largest:
-    """Largest values of tensors, recorded by calibration or seen in example and batches."""
+    """Largest values of tensors, from the calibration or from example and batches."""
 
     def __init__(self, graph: Graph, model: nn.Module, seen: Mapping[str, Seen]) -> None:
         self._recorded = float_ranges(model)
@@ -79,11 +79,11 @@ class _Largest:
         self._of[name] = min(largest, self._of.get(name, math.inf))
 
     def cut(self, name: str, bound: Bound) -> Bound:
-        """The bound of a tensor, by its readers."""
+        """Bound of a tensor, from its consumers."""
         return bound.within(self._of[name], False) if name in self._of else bound
 
     def made(self, node: Node, bound: Bound) -> Bound:
-        """The bound in front of a layer's ReLU, by what its module returned."""
+        """Bound in front of a layer's ReLU, from its module's result."""
         made = self._made(node)
         return bound if made is None else bound.within(made, False)
 
@@ -92,14 +92,14 @@ class _Largest:
         return found.largest if isinstance(node, Conv) and found is not None else None
 
     def how(self, node: Node, bound: Bound) -> str:
-        """How large a node's values are."""
+        """Magnitude of a node's values, in words."""
         if self._made(node) == bound.largest or self._of.get(node.y) == bound.largest:
             return f"its values reach {bound.largest:g} in a calibration frame"
         return f"its values may reach {bound.largest:g}, by its operands' ranges and weights"
 
 
 def _bound(node: Node, given: list[Bound]) -> Bound:
-    """In front of the node's own ReLU."""
+    """Bound in front of the node's own ReLU."""
     first = given[0] if given else UNKNOWN
     if isinstance(node, Conv):
         x = _quantized(first, node.input_range if node.precision == "int8" else None)

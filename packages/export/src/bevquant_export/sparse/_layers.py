@@ -1,4 +1,4 @@
-"""What was written: a file and its layers."""
+"""Result of an export: a file and its layers."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class SparseOnnxModel:
         mode: str = "int8",
         spatial_shape: Sequence[int] | None = None,
     ) -> Output:
-        """What `run` returns first."""
+        """First result of `run`."""
         return _single(
             self.watch(
                 features, coords, batch_size, _ignore, mode=mode, spatial_shape=spatial_shape
@@ -86,25 +86,26 @@ class SparseOnnxModel:
         mode: str = "int8",
         spatial_shape: Sequence[int] | None = None,
     ) -> tuple[Output, dict[str, Recorded]]:
-        """Run one batch and keep what every node makes.
+        """Run one batch and keep the result of every node.
 
         Args:
             features: float ``[voxels, channels]``.
             coords: Integers ``[voxels, 4]``: batch, then the axes in the file's order.
             batch_size: Frames. The engine takes one.
-            mode: ``"int8"``: the layers that the file says are int8 in integers, the others in
-                float32. ``"float"``: all in float32 on the file's weights.
-            spatial_shape: Grid; by default the file's.
+            mode: ``"int8"``: int8 layers of the file in integers, the others in float32.
+                ``"float"``: all in float32 on the file's weights.
+            spatial_shape: Grid (default: the file's).
 
         Returns:
-            The output (a tuple of several), a dense tensor or a `SparseOutput`, and node name to
-            what it made: integers with their scale, or floats.
+            The output (a tuple of several), a dense tensor or a `SparseOutput`, and for each node
+            name its
+            result: integers with their scale, or floats.
 
         Raises:
-            TypeError: Features are no floats or coordinates no integers.
-            ValueError: A shape, a coordinate or a range does not fit, or a frame has more voxels
-                than a layer's bound (which a portable file does not know); the node is named. Or
-                the model asks about the number of voxels, and this one leads it another way.
+            TypeError: Features are not floats or coordinates not integers.
+            ValueError: A shape, a coordinate or a range does not fit, a frame has more voxels than
+                a layer's bound (which a portable file does not have), or the number of voxels
+                breaks a condition of the model; the message names the node.
         """
         found: dict[str, Recorded] = {}
 
@@ -127,13 +128,13 @@ class SparseOnnxModel:
         mode: str = "int8",
         spatial_shape: Sequence[int] | None = None,
     ) -> tuple[Tensor | SparseOutput, ...]:
-        """Run one batch; `see` gets each node, what it made and the coordinates of its rows.
+        """Run one batch; `see` gets each node, its result and the coordinates of its rows.
 
         Args:
             features: As in `run`, like the others.
             coords: Likewise.
             batch_size: Likewise.
-            see: Called behind each node; the coordinates of a dense tensor are ``None``.
+            see: Called after each node; the coordinates of a dense tensor are None.
             mode: As in `run`.
             spatial_shape: Likewise.
 
@@ -213,7 +214,7 @@ def _ignore(node: Node, made: TensorState, indices: Tensor | None) -> None:
 
 
 def _recorded(node: Node, made: TensorState) -> Recorded:
-    """The form that the file holds: integers, or floats of whatever is rounded later."""
+    """The stored form: integers, or floats that consumers round later."""
     place = node.path or node.name
     if isinstance(made, Integers):
         return Recorded(place, type(node).__name__, made.values, made.scale)
@@ -221,10 +222,10 @@ def _recorded(node: Node, made: TensorState) -> Recorded:
 
 
 class _OnnxruntimeRun:
-    """The portable form of a graph in onnxruntime's CPU provider, every layer an output.
+    """The portable form of a graph in onnxruntime's CPU provider, with every layer as an output.
 
     Args:
-        graph: What runs.
+        graph: The graph to run.
         mode: ``"int8"``, or ``"float"`` for every layer in float32.
     """
 
@@ -251,10 +252,10 @@ class _OnnxruntimeRun:
     def run(
         self, features: Tensor, coords: Tensor, batch_size: int, see: See
     ) -> tuple[Tensor | SparseOutput, ...]:
-        """The outputs of the graph; `see` gets each convolution, sum and ReLU.
+        """Outputs of the graph; `see` gets each convolution, sum and ReLU.
 
         Raises:
-            ValueError: The model refused the voxels.
+            ValueError: The file refused the voxels.
         """
         names = [value.name for value in self._session.get_outputs()]
         feed = {

@@ -81,7 +81,7 @@ def lower_to_portable(
 
 
 def _named(graph: Graph) -> Graph:
-    """Nodes numbered; one that had another name and no module keeps its name in place of that."""
+    """Number the nodes; a node without module keeps its other name."""
     nodes = [
         replace(new, path=old.name) if not old.path and old.name != new.name else new
         for old, new in zip(graph.nodes, numbered(graph).nodes, strict=True)
@@ -90,7 +90,7 @@ def _named(graph: Graph) -> Graph:
 
 
 def portable_bytes(graph: Graph, *, all_layers: bool, weights: str) -> bytes:
-    """The portable file of a graph as it was read from a file, nodes numbered.
+    """The portable file of a graph that was read from a file, nodes numbered.
 
     Raises:
         ValueError: Other weights than `chosen_weights` knows.

@@ -1,4 +1,4 @@
-"""From the integers of a model to the graph of a file, by the operators that are followed."""
+"""From the integers of a model to the graph of a file."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def sparse_graph(
     dialect: str = "libspconv",
     fewer_axes: bool = True,
 ) -> Graph:
-    """What a file says of a calibrated encoder's integers, made of its rounded constants.
+    """Graph of a file for a calibrated encoder's integers with rounded constants.
 
     Tensors of the graph are named as the program's values. `fewer_axes` says whether a convolution
-    on fewer than three axes becomes one on three.
+    of fewer than three axes becomes one of three.
 
     Raises:
-        ValueError: Something has no form in a file; its module is named.
+        ValueError: A step has no form in a file; the message names its module.
     """
     followed = follow(integers, extended=dialect == "portable")
     on_voxels = any(step.op in ("sites", "sparse_conv") for step in integers.program.steps)
@@ -298,7 +298,7 @@ def _tail(draft: Draft, seen: Seen, forms: Mapping[str, TensorForm], order: str)
 
 
 def _permutation(draft: Draft, rank: int) -> tuple[int, ...]:
-    """Which axis each axis of the result is: sizes of a probe tell."""
+    """The permutation of the axes, from the sizes of a probe."""
     if rank > len(_PRIMES):
         raise ValueError(f"export_sparse_onnx: {place(draft.step)} permutes {rank} axes")
     function: Any = draft.step.function

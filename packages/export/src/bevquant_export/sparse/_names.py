@@ -1,4 +1,4 @@
-"""Names of nodes and tensors as NVIDIA's exporter gives them."""
+"""Names of nodes and tensors as in NVIDIA's exporter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bevquant_export.sparse._graph import Graph, Node
 def numbered(graph: Graph, outputs: Mapping[str, str] | None = None) -> Graph:
     """Tensors "0", "1", … in order of execution; nodes ``conv0``, ``add0``, ``relu0`` and so on.
 
-    `outputs` has other names, of tensors that the file returns.
+    `outputs` has other names, for tensors that the file returns.
     """
     names = {graph.input: "0"}
     counts: Counter[str] = Counter()
@@ -32,7 +32,7 @@ def numbered(graph: Graph, outputs: Mapping[str, str] | None = None) -> Graph:
 
 
 def _renamed(node: Node, names: Mapping[str, str], name: str) -> Node:
-    """The node under another name, its tensors under those that `names` gives them."""
+    """The node with another name, its tensors with those in `names`."""
     read: dict[str, Any] = {}
     for field in ("x", "other", "xs", "places"):
         held = getattr(node, field, None)

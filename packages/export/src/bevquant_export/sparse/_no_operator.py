@@ -1,4 +1,4 @@
-"""What is said of a step that no operator of a file stands for, and where it is."""
+"""Message for a step without an operator in a file, with its location."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ BEHIND_DENSE = (
 
 
 def no_operator(step: Step, where: str, *, reads_map: bool = False) -> ValueError:
-    """The error of a step that has none.
+    """The error for a step without an operator.
 
     Args:
         step: The step.
         where: Operation, module, file and line.
-        reads_map: Whether it reads what ``dense()`` made.
+        reads_map: Whether it reads a result of ``dense()``.
     """
     if is_unfollowed(step):
         return ValueError(f"export_sparse_onnx: {where}: {step.reason}. {_CHOICE}")
@@ -51,7 +51,7 @@ def no_operator(step: Step, where: str, *, reads_map: bool = False) -> ValueErro
 
 
 def is_unfollowed(step: Step) -> bool:
-    """Whether a step is a module that the graph could not follow."""
+    """Whether a step is a module that could not be captured."""
     return step.reason.startswith("not followed")
 
 

@@ -1,6 +1,6 @@
-"""One node of a file as its attributes, and back, checked for name, type and size.
+"""Attributes of a node: written, and read with checks of name, type and size.
 
-Each class of nodes has a row for each attribute, by which files are written and read.
+Each node class has a row per attribute, by which files are written and read.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _EXTENSIONS: dict[str, type[Node]] = {
 EXTENSIONS = tuple(_EXTENSIONS)  # of the portable dialect
 _CLASSES |= _EXTENSIONS
 _INPUTS = {"SparseConvolution": 3, "Add": 2, "QuantAdd": 2}
-_BOUND = 150000  # what the engine takes where a file says nothing
+_BOUND = 150000  # the engine's default where a file has no value
 
 
 class _Attributes:
-    """Attributes of a node by name and type; INT where FLOAT is expected is an error."""
+    """Attributes of a node by name and type; INT in place of FLOAT is an error."""
 
     def __init__(self, proto: NodeProto, name: str) -> None:
         self.name = name
@@ -91,9 +91,9 @@ class _Row(NamedTuple):
 
     Attributes:
         attribute: Its name.
-        write: Its value, of a node; None leaves it out. The Python type is what the dialect wants.
-        read: The value of the node's field, of attributes and this one's name; None where the file
-            repeats what follows from others.
+        write: Its value for a node; None leaves it out. The Python type is the dialect's.
+        read: Value of the node's field, from the attributes and this name; None where the file
+            repeats a value that follows from others.
         field: Name of the node's field.
     """
 
@@ -219,20 +219,20 @@ _ROWS: dict[type[Node], tuple[_Row, ...]] = {
 
 
 def operator_of(node: Node) -> str:
-    """Name of a node's operator in the dialect."""
+    """Operator name of a node in the dialect."""
     if isinstance(node, LayoutOp):
         return node.op
     return next(name for name, kind in _CLASSES.items() if kind is type(node))
 
 
 def node_attributes(node: Node) -> dict[str, Any]:
-    """Attributes of a node, but for those that say nothing."""
+    """Attributes of a node, without those of default value."""
     made = {row.attribute: row.write(node) for row in _ROWS[type(node)]}
     return {name: value for name, value in made.items() if value is not None}
 
 
 def read_node(proto: NodeProto, tensors: Mapping[str, Tensor], name: str) -> Node:
-    """The node.
+    """Read a node.
 
     Raises:
         ValueError: It has other inputs, weights or attributes than its operator needs.

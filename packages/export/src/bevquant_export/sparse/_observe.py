@@ -1,4 +1,4 @@
-"""Sizes that a file states and a program does not: seen while example frames run."""
+"""Sizes that a file states and a program does not, recorded while example frames run."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _STEP = 1000
 
 @dataclass
 class Seen:
-    """What one step read and made.
+    """Sizes and values of one step.
 
     Attributes:
         read: Shape of its first input, in the example.
         made: Shape of its first output, in the example.
-        grid: Spatial shape before, for sparse convolutions.
-        out_grid: And behind.
+        grid: Spatial shape of the input, for sparse convolutions.
+        out_grid: Spatial shape of the output.
         batch_size: Frames in the example, for sparse convolutions.
-        voxels: Largest number of output voxels of one frame, over all batches; of what works on
-            rows alone, that of all frames.
+        voxels: Largest number of output voxels of one frame, over all batches; for steps on rows,
+            the largest number over whole batches.
         largest: Largest magnitude of its first input, over all batches; 0 for integers.
     """
 
@@ -41,7 +41,7 @@ class Seen:
 
 
 def observe(model: IntegerModel, example: Any, batches: Iterable[Any]) -> dict[str, Seen]:
-    """First output of each step to what was seen there; the example counts as a batch."""
+    """Sizes of each step by its first output; the example counts as a batch."""
     seen: dict[str, Seen] = {}
 
     def look(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
@@ -77,7 +77,7 @@ def observe(model: IntegerModel, example: Any, batches: Iterable[Any]) -> dict[s
 
 
 def _same(inputs: Any, example: Any) -> bool:
-    """Whether inputs are the example's own tensors and numbers: they have been seen."""
+    """Whether inputs are the example's own tensors and numbers."""
     if not (isinstance(inputs, tuple) and isinstance(example, tuple)):
         return inputs is example
     return len(inputs) == len(example) and all(
@@ -87,5 +87,5 @@ def _same(inputs: Any, example: Any) -> bool:
 
 
 def bound(voxels: int, head_room: float) -> int:
-    """``voxels · head_room``, up to the next thousand."""
+    """``voxels · head_room``, rounded up to a thousand."""
     return max(1, math.ceil(voxels * head_room / _STEP)) * _STEP

@@ -1,4 +1,4 @@
-"""The range of every int8 tensor of a file: a file says it only where the tensor is read."""
+"""Range of every int8 tensor of a file: a file states it only at the consumers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from bevquant_export.sparse._graph import Graph, Relu
 
 
 def tensor_ranges(graph: Graph) -> Mapping[str, float]:
-    """Tensor to amax, for every tensor that is held in int8.
+    """Return amax of every int8 tensor.
 
     Raises:
-        ValueError: An int8 tensor has no int8 reader, or its readers disagree; they are named.
+        ValueError: An int8 tensor has no int8 consumer, or its consumers disagree; they are named.
     """
     stated: dict[str, dict[str, float]] = {}
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""A file of either dialect as a graph; everything in it is checked."""
+"""A file of either dialect as a graph, with all checks."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _MOST_BYTES = 1 << 30
 
 
 def read_graph(path: str | os.PathLike[str]) -> Graph:
-    """Read and check a file. Nothing beside the file is opened.
+    """Read and check a file. No other file is opened.
 
     Raises:
-        ValueError: It is no ONNX file, or says something that the dialect does not have; the
-            message starts with the file and names the node.
+        ValueError: The file is not ONNX or is outside the dialect; the message starts with the file
+            and names the node.
     """
     file = Path(path)
     try:
@@ -44,10 +44,10 @@ def graph_of_bytes(content: bytes, *, extensions: bool = False) -> Graph:
 
     Args:
         content: The file.
-        extensions: Take operators that only the portable dialect has, on the way to it.
+        extensions: Accept operators of the portable dialect, which is written from this graph.
 
     Raises:
-        ValueError: As `read_graph`; no file is named.
+        ValueError: As `read_graph`, without the file's name.
     """
     model = _parsed(content)
     guards = guards_of(model)
@@ -108,7 +108,7 @@ def _graph(proto: GraphProto, known: tuple[str, ...]) -> Graph:
 
 
 def _check_text(proto: GraphProto) -> None:
-    """Names that are not UTF-8 come as bytes, which nothing here expects."""
+    """Names that are not UTF-8 arrive as bytes, which no reader expects."""
     texts = [value.name for value in (*proto.input, *proto.output, *proto.initializer)]
     for node in proto.node:
         texts += [node.op_type, node.name, node.doc_string, *node.input, *node.output]
@@ -122,8 +122,8 @@ def read_tensors(proto: GraphProto) -> Mapping[str, Tensor]:
     """Name to float16 tensor.
 
     Raises:
-        ValueError: One is of another type, not stored as raw bytes in the file, of another length
-            than its shape says, not finite, or named twice.
+        ValueError: A tensor has another type, is not stored as raw bytes in the file, has another
+            length than its shape, is not finite, or is named twice.
     """
     from onnx import TensorProto
 

@@ -1,4 +1,4 @@
-"""What the integer model makes at each module, with the voxels that the rows lie on."""
+"""Results of the integer model at each module, with the voxels of their rows."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Made:
 def reference_of(
     integers: IntegerModel, inputs: Any
 ) -> tuple[dict[str, list[Made]], Any, dict[str, Tensor]]:
-    """What is made at each module, what the model returns, and the voxels of values by name."""
+    """Results at each module, result of the model, and voxels of values by name."""
     found: dict[str, list[Made]] = {}
     places: dict[str, Tensor] = {}
-    waiting: dict[str, tuple[Step, Tensor]] = {}  # made before any voxels are known
+    waiting: dict[str, tuple[Step, Tensor]] = {}  # computed before any voxels are known
 
     def stands(name: str, indices: Tensor) -> None:
-        """`name`, and what it was made of row by row, lies where a convolution reads it."""
+        """`name`, and the values with the same rows that it depends on, are on these voxels."""
         step, value = waiting.pop(name, (None, None))
         if step is None or value is None or len(value) != len(indices):
             return
@@ -54,7 +54,7 @@ def reference_of(
             behind = coords.convolved(Geometry(*geometry), key, step.path)[1]
             places[step.outputs[0]] = behind.indices
         elif step.outputs:
-            # Conversions and sums keep the rows of what they read.
+            # Conversions and sums keep the rows of their inputs.
             known = [places[name] for name in step.inputs if name in places]
             parts = made[0] if isinstance(made[0], list | tuple) else made[:1]
             rows = [m.shape[:1] if isinstance(m, Tensor) else None for m in parts]

@@ -1,6 +1,6 @@
-"""Running a graph, node by node, in integers or in floats.
+"""Runs a graph, node by node, in integers or in floats.
 
-However a tensor is held meanwhile, every reader takes it in the form that it wants.
+Each consumer reads a tensor in the form that it needs, whatever the stored form.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ class Integers:
 
 @dataclass(frozen=True, eq=False)
 class Accumulators:
-    """int32 sums of a convolution whose output is fp16: each reader rounds them once.
+    """int32 sums of a convolution whose output is fp16: each consumer rounds them once.
 
     Attributes:
         values: ``[rows, channels]``.
         scale: float64 ``[channels]``.
-        relu: Whether a ReLU belongs to it.
+        relu: Whether a ReLU follows.
     """
 
     values: Tensor
@@ -115,13 +115,13 @@ class Accumulators:
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """The sum of two int8 tensors, before it is rounded to a form.
+    """The sum of two int8 tensors, before it is rounded.
 
     Attributes:
         a: int8.
         b: int8.
-        scale_a: Of `a`.
-        scale_b: Of `b`.
+        scale_a: Scale of `a`.
+        scale_b: Scale of `b`.
         relu: Whether a ReLU follows.
     """
 
@@ -142,7 +142,7 @@ class Sum:
         return (total.clamp_(min=0) if self.relu else total).float()
 
     def integers(self, scale: float, name: str) -> Tensor:
-        """round((a + b) · (s / scale)) of equal scales, else each with its own factor."""
+        """round((a + b) · (s / scale)) for equal scales, else each with its own factor."""
         if self.scale_a == self.scale_b:
             total = self.a.to(torch.int32) + self.b.to(torch.int32)
             return requantize(total, self.scale_a / scale, relu=self.relu, name=name)
@@ -157,14 +157,14 @@ See = Callable[[Node, TensorState, Tensor | None], None]
 
 
 class FrameRun:
-    """One call: the tensors made so far and the voxels they lie on.
+    """One call: the tensors so far and their voxels.
 
     Args:
-        graph: What runs.
-        constants: Of each convolution, by the name of its node.
-        ranges: amax of each int8 tensor; ``None`` runs everything in float.
+        graph: The graph to run.
+        constants: Constants of each convolution, by the name of its node.
+        ranges: amax of each int8 tensor; None runs everything in float.
         backend: Kernels, see ``bevquant_int8sim.int8_sparse_conv``.
-        see: Called with every node, what it made and the coordinates of its rows.
+        see: Called with every node, its result and the coordinates of its rows.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class FrameRun:
         self._before_relu = {node.x for node in graph.nodes if isinstance(node, Relu)}
 
     def run(self, features: Tensor, voxels: Voxels) -> tuple[Tensor | SparseOutput, ...]:
-        """The outputs of the graph."""
+        """Outputs of the graph."""
         self.states[self.graph.input] = Floats(features)
         self.voxels[self.graph.input] = voxels
         last = {name: i for i, node in enumerate(self.graph.nodes) for name in node.inputs}
@@ -240,7 +240,7 @@ class FrameRun:
         return self._stored(Floats(summed.floats().clamp(min=0)), node.y, node.name)
 
     def _stored(self, made: TensorState, tensor: str, name: str) -> TensorState:
-        """`made` as the file holds the tensor."""
+        """The tensor in its stored form."""
         if self.ranges is None or tensor not in self.ranges:
             return made
         scale = self.ranges[tensor] / _STEPS
@@ -270,7 +270,7 @@ class FrameRun:
             x = self.states[node.x].floats()
             if permutes_channels(
                 node
-            ):  # as torch.mm of the model; products are rounded by themselves
+            ):  # as the model's torch.mm; products are rounded separately
                 out = torch.mm(x, constants.weight.flatten(1).t()) + constants.bias
             else:
                 out = sparse_conv(x, constants.weight, constants.bias, pairs, layout=layout)
@@ -337,7 +337,7 @@ class FrameRun:
             scale_other = float(node.range_other or 0.0) / _STEPS
             q_x = x.integers(scale_x, node.name)
             made = Sum(q_x, other.integers(scale_other, node.name), scale_x, scale_other)
-        # A sum that a Relu reads is rounded once, behind it.
+        # A sum in front of a Relu is rounded once, after the Relu.
         return made if node.y in self._before_relu else self._stored(made, node.y, node.name)
 
     def _concat(self, node: Concat) -> TensorState:

@@ -1,8 +1,8 @@
-"""What a model computes between its layers, as a function of standard operators.
+"""Operations between layers, as a function of standard operators.
 
 Its steps are written as in a file of the whole model for ONNX Runtime (`export_qdq_onnx`): on
-floats, on coordinates of voxels, and on the integers of layers that work on no voxels. The function
-goes into a portable file as it is, and runs by itself where the file is read.
+floats, on coordinates of voxels, and on integers of layers that are not on voxels. The function is
+part of a portable file, and runs by itself where the file is read.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Between:
     Attributes:
         steps: In order, by their first output.
         tensors: Values that they read as features, in the order of the draft's readings.
-        places: Values that they read as coordinates, and the tensor that lies there.
-        value: What they make.
-        coords: The coordinates that it lies on, where these are made here; else empty.
+        places: Values that they read as coordinates, and a tensor on these voxels.
+        value: Their result.
+        coords: Coordinates of the result, where these steps compute them; else empty.
         grid: Spatial shape of those.
-        on: The tensor that lies on the same voxels, where one does; else empty.
+        on: A tensor on the same voxels, where there is one; else empty.
         frames: Whether a step depends on the number of frames.
-        cause: The step that no operator of the dialect stands for.
+        cause: The step that has no operator in the dialect.
     """
 
     steps: frozenset[str]
@@ -64,12 +64,12 @@ class Between:
 
 
 class Bodies:
-    """Functions of what a model computes between its layers.
+    """Functions for the operations between layers.
 
     Args:
         model: The integer model.
-        example: What one call takes.
-        order: Of the model's coordinate columns.
+        example: Arguments of one call.
+        order: Order of the model's coordinate columns.
     """
 
     def __init__(self, model: IntegerModel, example: Any, order: str) -> None:
@@ -77,7 +77,7 @@ class Bodies:
 
     @cached_property
     def source(self) -> Any:
-        """The program with the sizes of everything, and which of these are free."""
+        """The program with all sizes, and which of these are free."""
         from bevquant_export.dense._read_model import read_model
 
         whole = read_model(self.model, self.example, dynamic_batch=False, voxels=True)
@@ -85,7 +85,7 @@ class Bodies:
 
     @cached_property
     def frames(self) -> int:
-        """Of the example."""
+        """Number of frames of the example."""
         tensors = (host for host in self.source.hosts.values() if hasattr(host, "batch_size"))
         return int(next(tensors).batch_size)
 
@@ -94,11 +94,11 @@ class Bodies:
 
         Args:
             between: The steps.
-            places: Tensors whose voxels it takes, in order.
-            relu: Whether a ReLU belongs to what it makes.
+            places: Tensors whose voxels it reads, in order.
+            relu: Whether a ReLU follows.
 
         Raises:
-            ValueError: Something in it has no form; its module, file and line are named.
+            ValueError: A step has no form; the message names module, file and line.
         """
         from onnx import helper, numpy_helper
 
@@ -151,7 +151,7 @@ class Bodies:
         return content
 
     def _columns(self, graph: Any, voxels: str, value: str) -> str:
-        """Coordinates of a file as the model has them: without the axes that its grid lacks."""
+        """Coordinates of a file in the model's columns, without the axes that its grid lacks."""
         from onnx import helper
 
         columns = self.source.shapes[value][1]
@@ -165,23 +165,23 @@ class Bodies:
         return str(graph.node("Cast", "", [voxels], to=kind))
 
     def _with_three_axes(self, graph: Any, coords: str, between: Between) -> str:
-        """The way back: zeros along the axes that the grid lacks."""
+        """Inverse of `_columns`: zeros along the axes that the grid lacks."""
         path, columns = between.cause.path, self.source.shapes[between.coords][1]
         coords = graph.node("Cast", path, [coords], to=INT32)
         return with_axes(graph, path, coords, columns, 1 if self.order == "zyx" else columns)
 
     def _checked(self, graph: Any, x: str) -> str:
-        """What is read, unless there are other frames than in the example."""
+        """The input, unless the number of frames differs from the example's."""
         same = graph.node("Equal", FRAMES, ["batch_size", graph.numbers([self.frames])])
         other = graph.node("Cast", FRAMES, [graph.node("Not", FRAMES, [same])], to=INT64)
         nothing = graph.constant("float32_[0]", [0.0])
-        # Rows are gathered from a tensor of one entry: another row than its first ends the run.
+        # Rows are gathered from a tensor of one entry: any row but the first stops the run.
         zero = graph.node("Gather", FRAMES, [nothing, other], axis=0)
         return str(graph.node("Add", FRAMES, [x, zero]))
 
 
 def silent_session(content: bytes, threads: int) -> Any:
-    """onnxruntime's, on a CPU, that says nothing: what goes wrong is raised."""
+    """An onnxruntime session on a CPU without log messages; errors are raised."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -191,10 +191,10 @@ def silent_session(content: bytes, threads: int) -> Any:
 
 
 def session_run(session: Any, names: list[str] | None, feed: Mapping[str, Any]) -> list[Any]:
-    """What onnxruntime makes.
+    """Result of onnxruntime.
 
     Raises:
-        ValueError: A rule of portable files is broken; the message says which.
+        ValueError: A rule of portable files is broken; the message names it.
     """
     try:
         made: list[Any] = session.run(names, feed)
@@ -207,10 +207,10 @@ def session_run(session: Any, names: list[str] | None, feed: Mapping[str, Any]) 
 
 
 def run_body(body: bytes, inputs: Sequence[Tensor], *, made: int) -> list[Tensor]:
-    """What a function of `Bodies` makes, by onnxruntime, or by ONNX's reference without it.
+    """Result of a function of `Bodies`, in onnxruntime, or in ONNX's reference without it.
 
     Raises:
-        ValueError: It refused what it was given.
+        ValueError: The function refused its inputs.
     """
     running, names = _runner(body, tuple(value.dtype for value in inputs), made)
     values = (value.detach().cpu().contiguous().numpy() for value in inputs)
@@ -221,7 +221,7 @@ def run_body(body: bytes, inputs: Sequence[Tensor], *, made: int) -> list[Tensor
 
 @lru_cache(maxsize=32)
 def _runner(body: bytes, dtypes: tuple[torch.dtype, ...], made: int) -> tuple[Any, list[str]]:
-    """What runs a function, made once for all frames, and the names of its inputs."""
+    """Session of a function, created once for all frames, and the names of its inputs."""
     from onnx import FunctionProto, helper
 
     function: FunctionProto = FunctionProto.FromString(body)

@@ -1,4 +1,4 @@
-"""A sparse file run on the example inputs before it gets its name."""
+"""Run of a sparse file on the example before it gets its name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _VOXELS = 300
 
 
 def _runtime(content: bytes, dialect: str) -> str:
-    """What runs a file of a dialect here: onnxruntime where that is exact, or our own kernels."""
+    """Runtime for files of a dialect: onnxruntime where it is exact, or our own kernels."""
     import onnx
 
     if dialect != "portable" or not importable("onnxruntime"):
@@ -40,10 +40,10 @@ def _runtime(content: bytes, dialect: str) -> str:
 def verified(
     content: bytes, integers: IntegerModel, inputs: Any, *, dialect: str, reversed_axes: bool
 ) -> tuple[str, tuple[LayerDifference, ...], Any, dict[str, Any]]:
-    """Run the file; what ran it, its layers' differences, what the model and the file return.
+    """Run the file; return the runtime, the layers' differences, and both results.
 
     Raises:
-        ValueError: A layer makes other numbers than the integer model; its node is named.
+        ValueError: A layer differs from the integer model; the message names its node.
     """
     graph = graph_of_bytes(content)
     ran = _runtime(content, dialect)
@@ -57,7 +57,7 @@ def verified(
 def beside_floats(
     content: bytes, integers: IntegerModel, inputs: Any, reversed_axes: bool
 ) -> Timing:
-    """A portable file and the same layers in float32, in turn on one frame."""
+    """Times of a portable file and of the same layers in float32, in turn on one frame."""
     import onnx
 
     graph = graph_of_bytes(content)
@@ -74,10 +74,10 @@ def beside_floats(
 
 
 def refuse_departures(rows: Iterable[LayerDifference], caller: str) -> None:
-    """Raise at the first layer that is other than rounding explains, see `check_tensors`.
+    """Raise at the first layer with more difference than rounding explains, see `check_tensors`.
 
     Raises:
-        ValueError: The node, its module and the difference are named.
+        ValueError: The message names node, module and difference.
     """
     rows = tuple(rows)
     for row, check in zip(rows, check_tensors(rows), strict=True):
@@ -95,16 +95,16 @@ def refuse_departures(rows: Iterable[LayerDifference], caller: str) -> None:
 
 
 def same_as_source(content: bytes, source: Graph) -> str:
-    """Run a portable file and what it was lowered from on drawn voxels; what ran the former.
+    """Run a portable file and its source on random voxels; return the portable file's runtime.
 
-    Without onnxruntime, or where it saturates, nothing else could run it: ``"no"``.
+    Without onnxruntime, or where it saturates, there is no runtime: ``"no"``.
 
     Raises:
-        ValueError: A layer makes other numbers; its node is named.
+        ValueError: A layer differs; the message names its node.
     """
     if _runtime(content, "portable") != "onnxruntime":
         return "no"
-    source = replace(source, guards=())  # any voxels tell whether both files are the same
+    source = replace(source, guards=())  # any voxels show whether both files are equal
     written = replace(graph_of_bytes(content), guards=())
     lowered = SparseOnnxModel(written, backend="onnxruntime")
     inputs = _voxels(lowered)
@@ -151,7 +151,7 @@ def _voxels(model: SparseOnnxModel) -> tuple[Tensor, Tensor, int] | None:
 
 
 def with_note(content: bytes, ran: str) -> bytes:
-    """The file with what verified it in its metadata."""
+    """The file with the runtime of its verification in the metadata."""
     import onnx
 
     model = onnx.load_model_from_string(content)

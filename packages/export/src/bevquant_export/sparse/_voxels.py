@@ -60,10 +60,10 @@ def convolved(
 
 
 def refuse_more(voxels: Voxels, conv: Conv) -> None:
-    """Raise where a frame has more voxels than a convolution's file says that its output may have.
+    """Raise where a frame has more voxels than the bound of a convolution's output.
 
     Raises:
-        ValueError: The bound and what to do.
+        ValueError: The message states the bound and what to do.
     """
     frames = torch.bincount(voxels.indices[:, 0].long())
     most = int(frames.max()) if len(frames) else 0

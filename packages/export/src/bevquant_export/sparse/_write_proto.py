@@ -19,8 +19,8 @@ _OPSET, _IR_VERSION = 11, 7
 def proto_bytes(graph: Graph) -> bytes:
     """The file: an ONNX model with one opset import, all weights raw float16.
 
-    Attributes stand in the order of their names, as `onnx.helper.make_node` writes them; the
-    module that a node comes from is its documentation string.
+    Attributes are sorted by name, as by `onnx.helper.make_node`. The module of a node is its
+    documentation string.
     """
     from onnx import TensorProto, helper
 
