@@ -65,7 +65,7 @@ class Selections:
         return name in self._of
 
     def follow(self, step: Step) -> bool:
-        """Record a layout operator's result; return whether each voxel's values stay in its row."""
+        """Record a layout operator's result; return whether voxels keep their rows."""
         name = getattr(step.args[0], "name", "") if step.args else ""
         if name in self._of:
             base, width, numbers = self._of[name]
@@ -86,7 +86,7 @@ class Selections:
         return True
 
     def channels(self, name: str) -> tuple[str, int, Tensor]:
-        """The value that holds the channels, their number and indices (any shape after the rows)."""
+        """The value that holds the channels, their number and indices (any shape after rows)."""
         base, width, numbers = self._of[name]
         columns = _columns(numbers, width)
         assert columns is not None
@@ -145,7 +145,7 @@ def _columns(numbers: tuple[Tensor, ...], width: int) -> Tensor | None:
     return found[0] if same else None
 
 
-PERMUTED = " (channels)"  # suffix of paths of tensors that no layer of the model computes; no path has a space
+PERMUTED = " (channels)"  # suffix of paths of other tensors than layers'
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,9 @@ class _Writer:
         self.channels = {graph.input: graph.channels}
         self.voxels: dict[str, _Voxels] = {}
         self.undone: dict[str, _Voxels] = {}  # rulebook to the input of its strided convolution
-        self.keys: dict[str, str] = {}  # producer of voxels to the rulebook of channel copies on them
+        self.keys: dict[
+            str, str
+        ] = {}  # producer of voxels to the rulebook of channel copies on them
         self.used = {node.rulebook for node in graph.nodes if isinstance(node, Conv)}
         self.convs: dict[str, Conv] = {}  # outputs of convolutions
         self.parted: set[str] = set()  # tensors that are written in parts alone

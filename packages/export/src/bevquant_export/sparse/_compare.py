@@ -181,7 +181,9 @@ def frame_of(integers: IntegerModel, inputs: Any) -> tuple[Tensor, Tensor, int]:
             if getattr(arg, "name", None) == name:
                 seen.setdefault("features", value)
             elif hasattr(value, "convolved") and "features" in seen and step.op != "host":
-                seen.setdefault("coords", value)  # voxels of its consumer: a pool in front has others
+                seen.setdefault(
+                    "coords", value
+                )  # voxels of its consumer: a pool in front has others
         if len(seen) == 2:  # later steps are not run
             break
     features, coords = seen["features"], seen["coords"]

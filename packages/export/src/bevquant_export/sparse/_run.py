@@ -268,9 +268,7 @@ class FrameRun:
         layout = WeightLayout.KRSC
         if self.ranges is None or node.precision != "int8":
             x = self.states[node.x].floats()
-            if permutes_channels(
-                node
-            ):  # as the model's torch.mm; products are rounded separately
+            if permutes_channels(node):  # as the model's torch.mm; products are rounded separately
                 out = torch.mm(x, constants.weight.flatten(1).t()) + constants.bias
             else:
                 out = sparse_conv(x, constants.weight, constants.bias, pairs, layout=layout)
