@@ -1,10 +1,10 @@
-"""Dense models as QDQ files: written for TensorRT, onnxruntime or hb_mapper, and compared.
+"""Dense models as QDQ files for TensorRT, onnxruntime or hb_mapper: write and compare.
 
-`_read_model` lowers a model and runs it, which gives a `_source.Source`. `_emit` writes its steps
-one by one into a `_graph.Graph`: layers of integers by `_weighted`, what moves values by
-`_layout_ops`, pooling by `_grid`, floats by `_floats` and `_aten` or else `_torch_form`, voxels by
-`_voxels`. `_export` makes the model of that. `_compare` holds it against the program, cut (`_cut`)
-at every quantized tensor.
+`_read_model` lowers a model and runs it; the result is a `_source.Source`. `_emit` writes its steps
+one by one into a `_graph.Graph`: integer layers by `_weighted`, layout operators by `_layout_ops`,
+pooling by `_grid`, float operations by `_floats` and `_aten` or else `_torch_form`, voxels by
+`_voxels`. `_export` makes the ONNX model. `_compare` compares it with the program, cut (`_cut`) at
+every quantized tensor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether two outputs in float are the same but for rounding."""
+"""Whether two float outputs are equal up to rounding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOTHING = 1e-4  # what normalising a constant makes of rounding
 
 
 def alike(want: Array, got: Array, tolerance: float) -> bool:
-    """Whether two outputs differ by no more than a share of the largest value, or by noise."""
+    """Whether two outputs differ by at most a share of the largest value, or by noise."""
     if want.shape != got.shape:
         return False
     flat = want.reshape(-1), got.reshape(-1)
@@ -27,7 +27,7 @@ def alike(want: Array, got: Array, tolerance: float) -> bool:
 
 
 def _gaps(want: Array, got: Array) -> tuple[float, float, float, float]:
-    """Largest gap, largest finite value wanted, energy of the gaps and of these values."""
+    """Largest difference, largest finite expected value, energy of both."""
     same = (want == got) | (np.isnan(want) & np.isnan(got))
     with np.errstate(invalid="ignore"):
         apart = np.where(same, 0.0, np.abs(want - got))

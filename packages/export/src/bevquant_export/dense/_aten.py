@@ -1,7 +1,7 @@
-"""Operators of torch in float, by name: the layers that some are, and nodes for the others.
+"""Float ATen operators by name: those that are layers of torch.nn, and nodes for the others.
 
-A captured model calls ``aten.conv2d(x, weight, bias, …)`` where its author wrote a layer: with the
-weights, which are constants of the program, the call is that layer again.
+A captured model calls ``aten.conv2d(x, weight, bias, …)`` where its author wrote a layer. With the
+weights, which are constants of the program, the call becomes that layer again.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _LOWEST = -65504.0  # of half precision, in which engines may compute it
 
 
 def as_layer(step: Step, constants: Mapping[str, Tensor]) -> Step:
-    """The step with a module in the place of an operator and its weights; other steps as they are.
+    """The step with a module in place of an operator and its weights; other steps unchanged.
 
     Args:
-        step: A step in float that calls an operator.
-        constants: Values of the program that are constants.
+        step: A float step that calls an operator.
+        constants: Constant values of the program.
     """
     if not isinstance(step.function, torch._ops.OpOverload):
         return step
@@ -79,7 +79,7 @@ def _norm(step: Step, weight: Any, bias: Any, kwargs: dict[str, Any]) -> Step:
 
 
 class _Unknown:
-    """A value that is no constant."""
+    """A value that is not constant."""
 
 
 def _constant(value: Any, constants: Mapping[str, Tensor]) -> Any:
@@ -89,7 +89,7 @@ def _constant(value: Any, constants: Mapping[str, Tensor]) -> Any:
 
 
 def _layer(what: str, rest: list[Any], kwargs: dict[str, Any]) -> nn.Module | None:
-    """Operands behind the first one, and named ones, as a module of torch."""
+    """Operands after the first, and named ones, as a module of torch."""
     if what in _ACTIVATIONS:
         return _ACTIVATIONS[what](*rest, **kwargs)
     if kwargs:
@@ -145,7 +145,7 @@ def _sizes(value: Any, rank: int) -> tuple[int, ...]:
 
 
 def _with(module: nn.Module, **tensors: Tensor | None) -> nn.Module:
-    """The module with these parameters, the very same tensors."""
+    """The module with these parameters, the same tensor objects."""
     for name, tensor in tensors.items():
         if tensor is not None:
             setattr(module, name, nn.Parameter(tensor, requires_grad=False))
@@ -158,7 +158,7 @@ def _with(module: nn.Module, **tensors: Tensor | None) -> nn.Module:
 def softmax(
     graph: Graph, path: str, x: str, axis: int, rank: int, operator: str = "Softmax"
 ) -> str:
-    """A Softmax or LogSoftmax; before operator set 13 it flattens everything behind its axis."""
+    """Softmax or LogSoftmax; before operator set 13 it flattens all axes from its axis on."""
     axis %= rank
     if graph.profile.opset >= 13 or axis == rank - 1:
         return graph.node(operator, path, [x], axis=axis)
@@ -178,7 +178,7 @@ def _reduced(graph: Graph, step: Step, read: Read, source: Source, operator: str
 
 
 def _axes(step: Step, source: Source) -> tuple[list[int], int] | None:
-    """Which axes go, and whether a one stays in their place; ``None`` for other arguments."""
+    """The reduced axes, and whether they stay with size 1; None for other arguments."""
     given = _given(step, "dim", "keepdim")
     if set(given) - {"dim", "keepdim"}:
         return None
@@ -188,7 +188,7 @@ def _axes(step: Step, source: Source) -> tuple[list[int], int] | None:
 
 
 def _given(step: Step, *names: str) -> dict[str, Any]:
-    """Arguments behind the first one, by name; those that are too many by their place."""
+    """Arguments after the first, by name; surplus ones by position."""
     rest = step.args[1:]
     surplus = {str(place): value for place, value in enumerate(rest[len(names) :])}
     return {**dict(zip(names, rest, strict=False)), **surplus, **step.kwargs}
@@ -237,7 +237,7 @@ def _guarded_div(graph: Graph, step: Step, read: Read, source: Source) -> str:
 
 
 def _layer_norm(graph: Graph, step: Step, read: Read, source: Source) -> str | None:
-    """The operators that it consists of: LayerNormalization is of operator set 17.
+    """Layer norm in basic operators: LayerNormalization needs operator set 17.
 
     Axes are ``dim``; torch's function has a shape instead.
     """
@@ -258,7 +258,7 @@ def _instance_norm(graph: Graph, step: Step, read: Read, source: Source) -> str 
 
 
 def _affine(graph: Graph, step: Step, made: str, axes: int) -> str:
-    """A norm's factor and shift, over `axes` more axes behind them."""
+    """Factor and shift of a norm, with `axes` further axes."""
     for name, operator in (("weight", "Mul"), ("bias", "Add")):
         if name in step.tensors:
             value = step.tensors[name].detach().float().cpu().numpy()
@@ -269,7 +269,7 @@ def _affine(graph: Graph, step: Step, made: str, axes: int) -> str:
 
 
 def instances(graph: Graph, path: str, x: str, form: tuple[int, int], epsilon: float) -> str:
-    """Each row of each channel normalised; `form` is how many channels and axes there are."""
+    """Normalize each row of each channel; `form` holds the numbers of channels and axes."""
     channels, rank = form
     if not graph.profile.fuses_norms:
         return _normalized(graph, path, x, list(range(2, rank)), epsilon)
@@ -294,10 +294,10 @@ def _normalized(graph: Graph, path: str, x: str, axes: list[int], epsilon: float
 
 
 def _attention(graph: Graph, step: Step, read: Read, source: Source) -> str | None:
-    """softmax(q·kᵀ·s + mask)·v, with s = 1/√d where the call says nothing else.
+    """softmax(q·kᵀ·s + mask)·v, with s = 1/√d by default.
 
-    A mask of truth values puts the lowest number in the place of what it shuts out, of which
-    nothing is left behind the softmax; a row that it shuts out as a whole is zeros, as in torch.
+    A boolean mask becomes the lowest number at masked places, which gives 0 after the softmax.
+    Fully masked rows are zero, as in torch.
     """
     given = _given(step, "key", "value", "attn_mask", "dropout_p", "is_causal")
     operands = [step.args[0], given.pop("key"), given.pop("value")]

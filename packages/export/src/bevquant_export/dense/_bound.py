@@ -1,4 +1,4 @@
-"""An interval of numbers, and how an operator's rule reads those of its inputs."""
+"""An interval of numbers, and the inputs of an operator's bound rule."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Bound(NamedTuple):
 
     @property
     def largest(self) -> float:
-        """Of the magnitudes."""
+        """Largest magnitude."""
         return max(abs(self.low), abs(self.high))
 
     @property
     def least(self) -> float:
-        """Of the magnitudes: 0 where the interval holds 0."""
+        """Smallest magnitude: 0 where the interval contains 0."""
         return max(self.low, -self.high, 0.0)
 
     def within(self, largest: float, whole: bool) -> Bound:
-        """The part with magnitudes up to `largest`; itself where there is none."""
+        """The part with magnitudes up to `largest`; the interval itself where it is empty."""
         low, high = max(self.low, -largest), min(self.high, largest)
         return Bound(low, high, self.whole or whole) if low <= high else self
 
@@ -47,7 +47,7 @@ TRUTH = Bound(0.0, 1.0, True)
 
 
 def joined(bounds: list[Bound]) -> Bound:
-    """The least interval with all of them in it."""
+    """The smallest interval that contains all of them."""
     if not bounds:
         return UNKNOWN
     lows, highs, wholes = zip(*bounds, strict=True)
@@ -55,12 +55,12 @@ def joined(bounds: list[Bound]) -> Bound:
 
 
 def times(a: float, b: float) -> float:
-    """With 0 · ∞ = 0: what is unbounded is still a number."""
+    """Product with 0 · ∞ = 0: unbounded values are still finite."""
     return 0.0 if a == 0 or b == 0 else a * b
 
 
 def product(a: Bound, b: Bound) -> Bound:
-    """Of two independent values."""
+    """Bound of the product of two independent values."""
     ends = [times(x, y) for x in a[:2] for y in b[:2]]
     return Bound(min(ends), max(ends), a.whole and b.whole)
 
@@ -74,7 +74,7 @@ def inverse(b: Bound) -> Bound:
 
 
 def bound_of(value: Any) -> Bound:
-    """Of a constant. Infinite values mark places and count for nothing beside finite ones."""
+    """Bound of a constant. Infinite values mark places and are ignored beside finite ones."""
     numbers = np.asarray(value)
     if not numbers.size or numbers.dtype.kind not in "fiub":
         return UNKNOWN
@@ -87,7 +87,7 @@ def bound_of(value: Any) -> Bound:
 
 
 class Reading:
-    """A node and the bounds of what it reads."""
+    """A node and the bounds of its inputs."""
 
     def __init__(self, bounds: Any, node: Any) -> None:
         self.bounds, self.node = bounds, node
@@ -97,23 +97,23 @@ class Reading:
         return found
 
     def given(self) -> list[Bound]:
-        """Of all inputs."""
+        """Bounds of all inputs."""
         return [self.bounds[name] for name in self.node.input if name]
 
     def array(self, slot: int) -> Any:
-        """Values of a constant input; ``None`` of another, or of none."""
+        """Values of a constant input; None for another input, or a missing one."""
         names = self.node.input
         return self.bounds.array(names[slot]) if slot < len(names) and names[slot] else None
 
     def attribute(self, name: str, default: Any = None) -> Any:
-        """Of the node."""
+        """An attribute of the node."""
         from onnx import helper
 
         found = [a for a in self.node.attribute if a.name == name]
         return helper.get_attribute_value(found[0]) if found else default
 
     def shape(self, slot: int) -> list[int | None] | None:
-        """Sizes of an input; ``None`` where they are not known."""
+        """Shape of an input; None where unknown."""
         name = self.node.input[slot]
         value = self.bounds.array(name)
         return list(value.shape) if value is not None else self.bounds.shapes.get(name)
@@ -124,7 +124,7 @@ class Reading:
         return axis == -1 or (shape is not None and axis == len(shape) - 1)
 
     def reduced(self) -> float:
-        """How many values a reduction makes one of; infinite where a size is free."""
+        """Number of values that a reduction combines; infinite where a size is free."""
         shape, axes = self.shape(0), self.attribute("axes")
         if axes is None and len(self.node.input) > 1 and self.node.input[1]:
             axes = self.array(1)

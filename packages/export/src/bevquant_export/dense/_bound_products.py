@@ -46,7 +46,7 @@ def div(at: Reading) -> Bound:
 
 
 def over_root(at: Reading, x: str, factor: str) -> float | None:
-    """Of x · (1/root): as of x over the root."""
+    """Bound of x · (1/root), as of x divided by the root."""
     node = at.bounds.makers.get(factor)
     while node is not None and node.op_type in RENAMED | {"Expand"}:
         node = at.bounds.makers.get(node.input[0])
@@ -56,7 +56,7 @@ def over_root(at: Reading, x: str, factor: str) -> float | None:
 
 
 def norm_of(at: Reading, x: str, under: str, *, root: bool) -> float | None:
-    """Largest |x| over a root of x's own squares; ``None`` where `under` is something else."""
+    """Largest |x| over a root of x's own squares; None where `under` is another value."""
     bounds = at.bounds
     node = bounds.makers.get(under)
     if node is None:
@@ -134,7 +134,7 @@ def matmul(at: Reading) -> Bound:
 
 
 def weighted(x: Bound, weight: Any, axes: int | tuple[int, ...]) -> Bound:
-    """Sums of products with a constant, over `axes` of it, and of any part of the terms."""
+    """Bound of sums of products with a constant over `axes`, and of all partial sums."""
     w = np.asarray(weight, np.float64)
     low, high = min(x.low, 0.0), max(x.high, 0.0)
     positive, negative = np.maximum(w, 0).sum(axes), np.minimum(w, 0).sum(axes)
@@ -153,7 +153,7 @@ def weighted(x: Bound, weight: Any, axes: int | tuple[int, ...]) -> Bound:
 def extremes(
     positive: Any, negative: Any, low: float, high: float, sign: int
 ) -> Iterator[tuple[Any, Any]]:
-    """The sums of weights with the least (-1) or the largest (1) product."""
+    """The sums of weights with the smallest (-1) or the largest (1) product."""
     p, n = np.ravel(positive), np.ravel(negative)
     if not p.size:
         return
@@ -213,7 +213,7 @@ def einsum(at: Reading) -> Bound:
 
 
 def norm_rule(at: Reading) -> Bound:
-    """x̂ γ + β with |x̂| ≤ √n of the n values that are normalised."""
+    """x̂ γ + β with |x̂| ≤ √n for n normalised values."""
     shape = at.shape(0)
     axis = int(at.attribute("axis", -1)) if at.node.op_type == "LayerNormalization" else 2
     if shape is None or None in shape[axis:]:

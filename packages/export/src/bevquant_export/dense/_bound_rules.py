@@ -1,4 +1,4 @@
-"""The bound of each operator's result."""
+"""Bound rule of each operator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bevquant_export.dense._bound import (
 
 
 def _monotone(function: Callable[[float], float], low: float = -INF) -> Rule:
-    """Of a function that grows, defined from `low` on."""
+    """Bound of an increasing function, defined from `low` on."""
 
     def bounded(at: Reading) -> Bound:
         x = at[0]
@@ -38,7 +38,7 @@ def _monotone(function: Callable[[float], float], low: float = -INF) -> Rule:
 
 
 def _least_of(function: Callable[[float], float], least: float) -> Rule:
-    """Of an activation that falls to `least` somewhere and is largest at an end."""
+    """Bound of an activation whose minimum is `least` and whose maximum is at an end."""
 
     def bounded(at: Reading) -> Bound:
         ends = [0.0 if end == -INF else float(function(end)) for end in at[0][:2]]
@@ -94,7 +94,7 @@ def _where(at: Reading) -> Bound:
 
 
 def tested(bounds: Any, condition: str) -> tuple[str, Bound]:
-    """What a condition looks for, IsNaN or IsInf, and the bound of the values it looks at."""
+    """The test of a condition, IsNaN or IsInf, and the bound of the tested values."""
     node = bounds.makers.get(condition)
     if node is None:
         return "", UNKNOWN

@@ -1,15 +1,15 @@
-r"""Between which numbers every tensor of a file lies, whatever the frame: interval arithmetic.
+r"""Bounds of every tensor of a file, for every frame: interval arithmetic.
 
-Sources are constants, the ranges of pairs (what a DequantizeLinear makes lies within its range,
-of any input) and what calibration recorded. From them each operator's own rule goes on:
+Sources are constants, ranges of pairs (the output of a DequantizeLinear is within its range for any
+input) and the recorded ranges of the calibration. Each operator's rule continues from them:
 
 .. math:: a + b \in [a_0 + b_0,\; a_1 + b_1], \quad
           x W \in \Bigl[\sum_i \min(x_0 w_i, x_1 w_i),\; \sum_i \max(x_0 w_i, x_1 w_i)\Bigr]
 
-and so on. What no rule knows is unbounded. A bound is right, and may be wide: x − x has twice the
-range of x. Three quotients are known better, as their terms depend on each other: a softmax sums
-to 1, so its product with values lies between these; x/‖x‖ lies in [−1, 1]; x over the root of the
-mean square of n values in [−√n, √n].
+and so on. Results without a rule are unbounded. A bound is right, and may be wide: x − x has twice
+the range of x. Three quotients have tighter rules, because their terms depend on each other: a
+softmax sums to 1, so its product with values is between these; x/‖x‖ is in [−1, 1]; x over the root
+of the mean square of n values is in [−√n, √n].
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Bounds:
     """Bounds of all tensors of a graph.
 
     Args:
-        graph: An ONNX graph with nodes in order, as it was inferred (`shapes` from there).
-        shapes: Tensor to its sizes, ``None`` for those that are free.
-        known: Tensor to (largest value of any calibration frame, whether all were whole).
+        graph: An ONNX graph with nodes in order, after shape inference (`shapes`).
+        shapes: Tensor to its sizes, None for free sizes.
+        known: Tensor to (largest value of any calibration frame, whether all were whole numbers).
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Bounds:
         return RULES["ReduceSumSquare"](Reading(self, node)).high
 
     def array(self, name: str) -> Any:
-        """Values of a constant, moved and dequantized ones too; ``None`` of other tensors."""
+        """Values of a constant (layout operators, dequantization included); None for others."""
         if name in self._constants or name not in self.makers:
             return self._constants.get(name)
         node = self.makers[name]

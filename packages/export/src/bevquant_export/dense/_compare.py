@@ -1,4 +1,4 @@
-"""onnxruntime's integers against the simulator's or the model's, tensor by tensor."""
+"""Integers of onnxruntime compared with those of the simulator or the model, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def compare_qdq_onnx(
 
 
 def _of_onnxruntime(error: Exception) -> bool:
-    """Whether an error is one of its classes, which have no common base of their own."""
+    """Whether an error is one of onnxruntime's, whose classes have no common base."""
     return type(error).__module__.startswith("onnxruntime")
 
 
@@ -147,19 +147,19 @@ def compared(
     *,
     outputs: bool,
 ) -> tuple[tuple[TensorDifference, ...], dict[str, tuple[Array, Array]], Any]:
-    """What `compare_qdq_onnx` returns, and the outputs that run in float.
+    """Result of `compare_qdq_onnx`, and the float outputs.
 
     Args:
-        file: What is said of the file.
+        file: Description of the file.
         content: The file.
-        integer: The program that it was written from.
+        integer: The program that the file was written from.
         args: Inputs.
         run_in: Makes a session, as `session`.
-        outputs: Look at the outputs in float too.
+        outputs: Compare float outputs too.
 
     Returns:
-        The quantized tensors; name to (what `integer` returns, what the file returns) of the
-        outputs, from the same integers; and all that `integer` returns.
+        The quantized tensors; for each output its value in `integer` and in the file, from the same
+        integers; and the result of `integer`.
     """
     profile = profile_of(file.profile)
     halves = _half_inputs(content) if profile.half else set()
@@ -202,17 +202,22 @@ def compared(
 def verified(
     file: QdqFile, content: bytes, integer: QdqProgram, args: Any, *, integer_sums: bool
 ) -> QdqFile:
-    """Run the file on `args`, and say of it what ran it, what it makes of each quantized tensor.
+    """Run the file on `args`; return its description with runtime and differences.
 
-    Every operation reads the integer model's integers. A quantized tensor may differ by ties (see
-    `compare_qdq_onnx`), and behind functions in float by one step in a few values; one of a model
-    that rounds floats itself by one step in a hundredth of the values, and in a quarter where the
-    file rounds its biases to int32; a sum that `integer_sums` quantizes before by one step. An
-    output in float, which is computed from the same integers, may differ by 2⁻¹⁰ of its largest
-    value, or by noise 40 dB below it. Choices among equal scores are ONNX's (`StableChoices`).
+    Every operation reads the integer model's integers. Allowed differences are
+
+    - ties for quantized tensors (see `compare_qdq_onnx`), plus one step in a few values downstream
+      of float functions;
+    - for models that round floats themselves: one step in 1 % of the values, or in a quarter where
+      the file rounds its biases to int32;
+    - one step for a sum that `integer_sums` quantizes before;
+    - for float outputs, computed from the same integers: 2⁻¹⁰ of the largest value, or noise 40 dB
+      below it.
+
+    Choices among equal scores are ONNX's (`StableChoices`).
 
     Raises:
-        ValueError: It differs by more; the first node that does is named.
+        ValueError: The difference is larger; the message names the first such node.
     """
     ran = ""
 
@@ -244,15 +249,15 @@ def departing(
     integer_sums: bool,
     inputs: str,
 ) -> set[str]:
-    """Tensors of a file that depart from the integer model on `args`, as `verified` judges it.
+    """Tensors of a file that differ from the integer model by more than `verified` allows.
 
     Args:
         file: The file.
         content: Its bytes.
-        integer: The program that it was written from.
-        args: Inputs that the program takes, see `refusal`.
+        integer: The program that the file was written from.
+        args: Inputs that the program accepts, see `refusal`.
         integer_sums: As the file was written.
-        inputs: What messages call `args`.
+        inputs: Name of `args` in messages.
 
     Raises:
         ValueError: onnxruntime does not run the file on them.
@@ -269,7 +274,7 @@ def departing(
 
 
 def refusal(integer: QdqProgram, args: Any) -> str:
-    """The error with which a model refuses `args`, which then are no frame; "" where it runs."""
+    """The error with which a model refuses `args`; "" where it runs."""
     try:
         integer.run(args, observe=lambda *_: None)
     except Exception as error:  # of the model's own code, which may raise any
@@ -291,7 +296,7 @@ def _run_by_onnxruntime(inputs: str) -> Iterator[None]:
 
 
 def _line(file: QdqFile, integer: QdqProgram, tensor: str) -> str:
-    """``, file:line`` of the operation that made a quantized tensor; "" where it is not known."""
+    """``, file:line`` of the producer of a quantized tensor; "" where unknown."""
     values = {value for value, name in file.integers.items() if name == tensor}
     steps = (step for step in integer.program.steps if values & set(step.outputs))
     found = next(filter(None, (location(integer, step) for step in steps)), "")
@@ -306,7 +311,7 @@ def _departures(
     *,
     integer_sums: bool,
 ) -> Iterator[tuple[str, str]]:
-    """Tensors of the file that depart from the model by more than allowed, and what was met."""
+    """Tensors of the file with a larger difference than allowed, and that difference."""
     profile = profile_of(file.profile)
     share = _HALVES if profile.half else 0.0
     if integer_model(integer) is None:
@@ -334,7 +339,7 @@ def _departures(
 
 
 def _named(name: str, value: Any) -> list[tuple[str, Any]]:
-    """A value, or the members of one that is a tuple."""
+    """A value, or the members of a tuple."""
     if isinstance(value, list | tuple):
         return [(f"{name}[{i}]", part) for i, part in enumerate(value)]
     return [(name, value)]
@@ -351,9 +356,9 @@ def required_of(file: QdqFile, integer: QdqProgram, args: Any) -> Any:
 
 
 def tensors_by_input(file: QdqFile, args: Any) -> dict[str, Tensor]:
-    """Inputs of the file to the tensors that a call gives for them, bound by keys and positions.
+    """Tensors of a call by the file's inputs, bound by keys and positions.
 
     Raises:
-        TypeError: The call is structured otherwise than the example inputs.
+        TypeError: The call has another structure than the example inputs.
     """
     return dict(placed(file.signature, arguments(args), f"{file.path.name}: inputs"))

@@ -1,6 +1,6 @@
 """A file cut at its quantized tensors: each piece reads the model's integers.
 
-So a difference is found where it arises, and nowhere behind it.
+So a difference is found at its cause and not downstream.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ twice, so more would cost more memory than time. The model goes no further ahead
 
 @dataclass(eq=False)
 class _Piece:
-    """Nodes between tensors that are cut.
+    """Nodes between cut tensors.
 
     Attributes:
         proto: The nodes.
-        reads: Tensors that it reads.
+        reads: Input tensors.
         makes: Its outputs to the tensors that they are.
-        missing: Which of them the model has not made yet.
-        needs: These tensors, and values of the program by which what it makes is computed again.
+        missing: Those tensors that the model has not computed yet.
+        needs: These tensors, and values of the program from which the outputs are computed again.
     """
 
     proto: Any
@@ -47,23 +47,23 @@ class _Piece:
 
 
 class CutFile:
-    """A file cut at its quantized tensors, beside the model as that runs.
+    """A file cut at its quantized tensors, run beside the model.
 
-    A piece runs as soon as the model has made all that it reads and makes, on another thread while
-    the model goes on, and what no piece needs any more is given back: at no time are all tensors
-    of a model in memory.
+    A piece runs as soon as the model has computed its inputs and outputs, on another thread while
+    the model continues. Values that no piece needs any more are released, so the tensors of a model
+    are never all in memory.
 
     Args:
-        file: What is said of the file.
+        file: Description of the file.
         content: The file.
-        program: That it was written from.
-        inputs: Of the file.
+        program: Program that it was written from.
+        inputs: Inputs of the file.
         run_in: Makes a session, as `session`.
-        pool: Runs pieces, each on one thread of it.
-        outputs: Run what makes outputs in float too.
+        pool: Thread pool; each piece runs on one thread.
+        outputs: Run the producers of float outputs too.
 
     Attributes:
-        floats: Outputs in float.
+        floats: Float outputs.
     """
 
     def __init__(
@@ -106,15 +106,15 @@ class CutFile:
         self._needed = Counter(name for piece in self._pieces for name in piece.needs)
 
     def hold(self, values: Iterable[tuple[str, Any]]) -> None:
-        """Keep values by which integers are computed again."""
+        """Keep values from which integers are computed again."""
         for name, value in values:
             if self._needed[name] and isinstance(value, Tensor):
                 self._values[name] = value.cpu().numpy()
 
     def compare(self, step: Step, name: str, value: Array) -> None:
-        """Take what the model has in a tensor, and run what waited for it.
+        """Take the model's value of a tensor, and run the pieces that waited for it.
 
-        Of two values that are one tensor, as a ReLU of what is positive already, the first counts.
+        Of two values that are one tensor (a ReLU of non-negative values), the first counts.
         """
         tensor = self._file.integers[name]
         if tensor not in self._rows:
@@ -126,7 +126,7 @@ class CutFile:
                     self._start(piece)
 
     def finish(self) -> None:
-        """Run what reads no cut tensor.
+        """Run the pieces without a cut input.
 
         Raises:
             ValueError: The model has other tensors than the file.
@@ -145,11 +145,11 @@ class CutFile:
         return tuple(row for row in self._rows.values() if row is not None)
 
     def in_doubt(self) -> set[str]:
-        """What is rounded where values are a step off, and no ties without what functions lose."""
+        """Roundings with unexplained steps, before errors of float functions are known."""
         return {read for doubt in self._doubts.values() for read in self._boundary.reads(doubt[0])}
 
     def count_again(self, floats: FloatErrors) -> None:
-        """Count ties behind floats whose errors are known now."""
+        """Count ties downstream of floats whose errors are known now."""
         ties = RoundingBoundary(self._program, floats.values, floats.errors, self._profile)
         for tensor, doubt in self._doubts.items():
             if row := self._rows[tensor]:
@@ -161,7 +161,7 @@ class CutFile:
         self._wait(AT_ONCE)
 
     def _wait(self, most: int) -> None:
-        """Until no more than `most` pieces have to end, in their order, errors too."""
+        """Wait until at most `most` pieces are running; errors are raised in order."""
         while len(self._running) > most:
             self._running.popleft().result()
 
@@ -210,15 +210,15 @@ class CutFile:
 
 
 def forced(content: bytes, tensors: tuple[str, ...]) -> tuple[Any, dict[str, str]]:
-    """The model with these tensors cut: who reads one reads an input of its name.
+    """The model with these tensors cut: their consumers read inputs of the same name.
 
     Args:
         content: The file.
         tensors: Quantized tensors.
 
     Returns:
-        The model, whose outputs are what is made of these tensors and, behind them, the file's own
-        outputs; and for each tensor the output that holds what is made of it.
+        The model with these tensors' producers as extra outputs, followed by the file's own
+        outputs; and for each tensor the output that holds it.
     """
     import onnx
     from onnx import TensorProto, helper
@@ -242,11 +242,10 @@ def forced(content: bytes, tensors: tuple[str, ...]) -> tuple[Any, dict[str, str
 
 
 def pieces_of(proto: Any) -> Iterator[Any]:
-    """Models of the nodes that hang together, each with what it reads, in the order of their nodes.
+    """Models of connected nodes, each with its inputs, in the order of their nodes.
 
-    Nodes hang together by tensors that one makes and another reads. Constants join nothing: each
-    piece has those that it reads, and the nodes that compute some. A piece that makes no output of
-    the graph is left out.
+    Nodes are connected by tensors, not by constants: each piece has the constants that it reads,
+    and the nodes that compute them. A piece without an output of the graph is left out.
     """
     import onnx
 
@@ -290,13 +289,13 @@ def pieces_of(proto: Any) -> Iterator[Any]:
 
 
 class _Groups:
-    """Names that belong together (a disjoint-set forest)."""
+    """Connected names (a disjoint-set forest)."""
 
     def __init__(self) -> None:
         self._above: dict[str, str] = {}
 
     def of(self, name: str) -> str:
-        """The name that stands for all of its group."""
+        """Representative of the name's group."""
         while (above := self._above.setdefault(name, name)) != name:
             self._above[name] = name = self._above[above]
         return name
@@ -307,7 +306,7 @@ class _Groups:
 
 
 def _read(node: Any) -> list[str]:
-    """What a node reads, the graphs inside of it too."""
+    """Inputs of a node, with those of its subgraphs."""
     read = [name for name in node.input if name]
     for attribute in node.attribute:
         for inner in [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]:
@@ -322,7 +321,7 @@ def _read(node: Any) -> list[str]:
 def _constants(
     names: list[str], makers: dict[str, Any], held: dict[str, Any]
 ) -> tuple[list[Any], list[str]]:
-    """The nodes that compute these constants, each behind those that it reads, and the tensors."""
+    """The nodes that compute these constants, in order, and their tensors."""
     nodes: list[Any] = []
     tensors: dict[str, None] = {}
     seen: set[str] = set()

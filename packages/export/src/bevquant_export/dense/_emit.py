@@ -1,4 +1,4 @@
-"""A program in integers as nodes: one step after the other."""
+"""An integer program as ONNX nodes, step by step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def emit(
 
     Args:
         source: The program and its sizes.
-        graph: Where nodes are added.
+        graph: Receives the nodes.
         inputs: Name in the program to name in the file.
         integer_sums: Quantize accumulators in front of a sum, to their range on the example.
 
@@ -47,7 +47,7 @@ def emit(
         Name in the program to the tensor of the file.
 
     Raises:
-        ValueError: An operation that is not on the list; its module is named.
+        ValueError: An operation without a form; the message names its module.
     """
     emitter = Emitter(source, graph, inputs, integer_sums)
     for step in source.program.steps:
@@ -63,11 +63,11 @@ def _is_float(constant: Step) -> bool:
 
 
 class Emitter:
-    """Writes the steps of a program into a graph, one behind the other.
+    """Writes the steps of a program into a graph, in order.
 
     Args:
         source: The program and its sizes.
-        graph: Where nodes are added.
+        graph: Receives the nodes.
         inputs: Name in the program to name in the file.
         integer_sums: Quantize accumulators in front of a sum, to their range on the example.
     """
@@ -86,7 +86,7 @@ class Emitter:
         self.voxels = Voxels(self.numbers, inputs)
 
     def add(self, step: Step) -> None:
-        """Write a step; what it reads is held."""
+        """Write a step; its inputs are written already."""
         made = step.outputs[0]
         if step.op == "host":
             self.numbers.note(step)
@@ -117,18 +117,18 @@ class Emitter:
             raise ValueError(f"{error} ({line})") from error
 
     def give(self, name: str) -> None:
-        """Write what the model returns and no step reads: coordinates, constants."""
+        """Write returned values that no step reads: coordinates, constants."""
         if name in self._constants and name not in self.states:
             self._write(self._constants[name])
         for found in (name, f"{name}.indices"):
             self._write_coords(found)
 
     def require_frames(self) -> None:
-        """Let the file end a run whose coordinates have another number of frames.
+        """Stop a run of the file whose coordinates have another number of frames.
 
-        Standard operators refuse nothing on purpose, but ONNX Runtime checks the bounds of every
-        Gather: 0 is read at place 0, or at place 1 of one entry, and added to a result. Engines
-        that do not check bounds get a note alone.
+        Standard operators have no check node, but ONNX Runtime checks the bounds of every Gather: 0
+        is read at position 0, or at position 1 of one entry, and added to a result. Engines that do
+        not check bounds get a note alone.
         """
         steps = list(decisions(integer_model(self.source.integer)))
         if not steps:
@@ -196,7 +196,7 @@ class Emitter:
         )  # fmt: skip
 
     def _least(self, step: Step, form: Any) -> int | None:
-        """What no integer of the result lies below, as none of what it is moved or chosen from."""
+        """Lower bound of the result's integers, from those it is moved or selected from."""
         first = self.states.get(step.inputs[0]) if step.inputs else None
         chosen = keeps_scale(step) and step.attributes.get("what") not in ("pad", "clamp")
         if first is None or not chosen or self.source.form(step.inputs[0]) != form:
@@ -204,7 +204,7 @@ class Emitter:
         return first.low
 
     def _is_kept(self, step: Step, form: Any) -> bool:
-        """Whether the result has its input's scale, and the runtime wants no pair to say so."""
+        """Whether the result keeps its input's scale and the runtime needs no pair for it."""
         if self.graph.profile.repeats or not step.inputs or not keeps_scale(step):
             return False
         first = self.states.get(step.inputs[0])
@@ -217,7 +217,7 @@ class Emitter:
         )
 
     def _result(self, step: Step) -> str | TensorState | list[str]:
-        """What the operator of a step makes, before it is brought into its form."""
+        """Result of a step's operator, before its conversion into the step's form."""
         graph, path = self.graph, step.path
         if step.op == "sparse_conv":
             return self.voxels.convolution(step, self.states[step.args[0].name])
@@ -253,9 +253,9 @@ class Emitter:
         return all(any(n in k for k in known) for n in step.inputs if n not in self.source.hosts)
 
     def _reads_floats(self, step: Step) -> bool:
-        """Whether what it reads and makes is float32; integers and masks are torch's matter.
+        """Whether inputs and outputs are float32; integers and masks go to torch's exporter.
 
-        But for the mask of an attention.
+        The mask of an attention is an exception.
         """
         values = self._values()
         names = [n for n in step.inputs if n not in self.source.hosts]
@@ -282,7 +282,7 @@ class Emitter:
             self._refuse(step, str(error).removeprefix("export_float_onnx: "))
 
     def _addend(self, step: Step, name: str) -> str:
-        """An operand of a sum: what a convolution accumulated, or quantized where asked."""
+        """An operand of a sum: a convolution's accumulators, quantized where requested."""
         largest = self.source.ranges.get(name)
         if largest and self.graph.profile.integer_relu and not self.integer_sums:
             self.graph.notes.append(
@@ -297,7 +297,7 @@ class Emitter:
         ).name
 
     def _joined(self, step: Step) -> Callable[[str], str]:
-        """Reads what is concatenated, in the result's scale where the runtime wants one."""
+        """Inputs of a concatenation, in the result's scale where the runtime needs one scale."""
         form = self.source.form(step.outputs[0])
         if not self.graph.profile.one_scale or not isinstance(form, Integers):
             return self.read
@@ -309,7 +309,7 @@ class Emitter:
         return read
 
     def read(self, name: str) -> str:
-        """The tensor of a value, in floats where that is integers."""
+        """The tensor of a value, in float for integers."""
         if name in self.several:
             raise ValueError(
                 f"export_qdq_onnx: the tuple {name.partition(':')[0]!r} is read as a whole, which "
@@ -326,9 +326,9 @@ class Emitter:
         return self.states[name].name
 
     def _join(self, step: Step) -> str | None:
-        """A `QuantAdd` or `QuantConcat` that is computed in float; ``None`` for other modules.
+        """A `QuantAdd` or `QuantConcat` in float; None for other modules.
 
-        So are those whose operands the simulator does not know: pairs in front of an Add or Concat.
+        Also those whose operands the simulator does not know: pairs in front of an Add or Concat.
         """
         module, graph = step.module, self.graph
         if not isinstance(module, QuantAdd | QuantConcat) or own_code(module) or step.kwargs:
@@ -372,7 +372,7 @@ class Emitter:
         return self._join(step) or float_operation(self.graph, step, self.read, self.source)
 
     def _float(self, step: Step, write: Callable[[], Made]) -> Made:
-        """What `write` makes; its products of integers and float weights are the CPU's."""
+        """Result of `write`; products of integers and float weights run on the CPU."""
         before = len(self.graph.nodes)
         made = write()
         operands = [self.states[name].name for name in step.inputs if name in self.states]

@@ -244,7 +244,7 @@ def _has_float_form(model: Any) -> bool:
 
 
 def _timing(proto: Any, model: Any, args: Any, file: QdqFile) -> Timing:
-    """The file and the same model with its quantizers off, in turn on `args`."""
+    """Times of the file and of the same model with its quantizers disabled, in turn on `args`."""
     with quantization_disabled(model):
         return beside_floats(proto, model, args, file)
 
@@ -266,7 +266,7 @@ def beside_floats(proto: Any, model: Any, args: Any, file: QdqFile) -> Timing:
 def _open_guards(
     source: Source, inputs: Mapping[str, str], shapes: Mapping[str, Shape]
 ) -> list[Guard]:
-    """What the model asks about sizes that the file leaves free, by the file's inputs."""
+    """Conditions of the model on sizes that the file leaves free, by the file's inputs."""
     names = {**source.integer.names, **inputs}
     known: dict[str, Any] = {**source.fixed, **shapes}
     for name, coords in source.program.sparse_inputs.items():
@@ -279,7 +279,7 @@ def _named_inputs(source: Source, wanted: Sequence[str] | None) -> dict[str, str
     """Name in the program to name in the file.
 
     Raises:
-        ValueError: Names that are not as many as the inputs, or not different.
+        ValueError: Another number of names than of inputs, or duplicates.
     """
     names = [re.sub(r"\W+", "_", name).strip("_") for name in source.inputs.values()]
     return dict(zip(source.inputs, _named("input_names", names, wanted), strict=True))
@@ -288,12 +288,12 @@ def _named_inputs(source: Source, wanted: Sequence[str] | None) -> dict[str, str
 def _named_outputs(
     source: Source, wanted: Sequence[str] | None, inputs: Collection[str]
 ) -> list[tuple[str, str]]:
-    """Name in the program and name in the file, for every tensor that the model returns.
+    """Name in the program and name in the file, for every returned tensor.
 
-    One that is called as one of the file's `inputs` gets ``output_`` before its name.
+    A name that is already an input's gets the prefix ``output_``.
 
     Raises:
-        ValueError: No tensor is returned, or names that are not as many or not different.
+        ValueError: No tensor is returned, another number of names, or duplicates.
     """
     found = list(_members(source, source.program.result, ""))
     if not found:
@@ -306,7 +306,7 @@ def _named_outputs(
 
 
 def _members(source: Source, value: Any, where: str) -> Iterator[tuple[str, str]]:
-    """Every tensor in what the model returns, and the keys and places that lead to it."""
+    """Every tensor in the model's result, and its keys and positions."""
     if isinstance(value, Ref) and f"{value.name}[0]" in source.shapes:
         for index in range(len(source.shapes[value.name])):
             yield f"{value.name}[{index}]", f"{where}_{index}"
@@ -324,7 +324,7 @@ def _members(source: Source, value: Any, where: str) -> Iterator[tuple[str, str]
 
 
 def _with_names(source: Source, value: Any, names: Iterable[str]) -> Any:
-    """A signature or result of the program with the file's names, which come in its order.
+    """A signature or result of the program with the file's names, in the program's order.
 
     None stands for numbers and sizes.
     """
@@ -357,9 +357,9 @@ def _assemble(
     Args:
         graph: Nodes and constants.
         inputs: Name to shape.
-        outputs: Likewise.
-        made: Tensor and the output that it is, for each output.
-        types: Inputs and outputs to their types, as torch's.
+        outputs: Name to shape.
+        made: Tensor and output name, for each output.
+        types: Inputs and outputs to their torch types.
 
     Raises:
         onnx.checker.ValidationError: The file would be invalid.
@@ -415,9 +415,9 @@ def _functions(graph: Graph) -> list[Any]:
 
 
 def _with_scales(graph: Graph) -> Iterator[Any]:
-    """The nodes, and before each QuantizeLinear its scale and zero point as nodes.
+    """The nodes, with scale and zero point of each QuantizeLinear as nodes in front of it.
 
-    One zero is enough for hb_mapper, whatever number of scales there is.
+    hb_mapper needs only one zero, for any number of scales.
     """
     from onnx import helper, numpy_helper
 

@@ -1,4 +1,4 @@
-"""How far rounding may move what functions of floats compute, found by rounding at random."""
+"""Rounding errors of float functions, found by random rounding."""
 
 from __future__ import annotations
 
@@ -28,30 +28,29 @@ _TERMS: dict[str, Callable[..., int]] = {
 
 
 class FloatErrors:
-    r"""Runs functions of floats with every operand and every result rounded at random.
+    r"""Runs float functions with randomly rounded operands and results.
 
     A softmax, a norm, an attention or a sum loses digits where its terms cancel, and no formula
-    knows all of them. Stochastic arithmetic does (J. Vignes, A stochastic arithmetic for reliable
-    scientific computation, 1993): each float x that a function reads or makes becomes
+    covers all of them. Stochastic arithmetic does (J. Vignes, A stochastic arithmetic for reliable
+    scientific computation, 1993): each float x that a function reads or computes becomes
 
     .. math:: x\,(1 + 2 u r), \quad r \text{ uniform in } [-1, 1)
 
-    with u = 2⁻¹¹ in half precision and 2⁻²⁴ else, constants and what follows behind alike, in six
-    runs one after the other. The places that a resize reads at are rounded, too, and what a norm
-    makes by √n·2⁻²⁴, as the n terms of its variance may be summed up one by one. The error is four
-    times the root mean square of what that moves. Integers stand still before they are rounded so:
-    each piece of a file is given them. What layers make of them in float is moved by the spread of
-    their sums (`_deviations`), which no rounding of the result finds where its terms cancel. The
-    numbers are the same whenever they are asked for.
+    with u = 2⁻¹¹ in half precision and 2⁻²⁴ else, constants and downstream values alike, in six
+    runs. Sampling positions of a resize are rounded too, and results of a norm by √n·2⁻²⁴, as the n
+    terms of its variance may be summed one by one. The error is four times the root mean square of
+    the effect. Integers are not perturbed: each piece of a file reads the model's. Float results of
+    layers are perturbed by the spread of their sums (`_deviations`), which rounding of the result
+    does not show where terms cancel. The random numbers are the same in every run of the program.
 
     Args:
         program: Its steps.
-        wanted: Values whose errors are asked for; those of integers are zero.
+        wanted: Values whose errors are requested; those of integers are zero.
         half: Whether the file's floats are half precision.
 
     Attributes:
-        values: Of `wanted`, as the program has them.
-        errors: Of `wanted`, float64, of the same shape; of those that have one in every run.
+        values: Values of `wanted` in the program.
+        errors: Errors of `wanted`, float64, of the same shape, for values that exist in every run.
     """
 
     def __init__(self, program: Program, wanted: Collection[str], *, half: bool) -> None:
@@ -74,7 +73,7 @@ class FloatErrors:
         self.errors: dict[str, Array] = {}
 
     def run(self, integer: QdqProgram, args: Any) -> None:
-        """Run the program's model on `args`, each time beside what rounding makes of it."""
+        """Run the program's model on `args`, with the perturbed runs beside it."""
         self._random.manual_seed(0)
         for _ in range(_RUNS):
             for name, value in inputs_of(self._program, args):
@@ -107,7 +106,7 @@ class FloatErrors:
                 self._lost.add(name)
 
     def _called(self, step: Step) -> tuple[Any, ...]:
-        """What a step makes of what was rounded before."""
+        """Result of a step on perturbed inputs."""
         call: Any = step.module if step.function is None else step.function
         rounded = self._rounded if step.op == "float" else (lambda value: value)
         resizes = "upsample" in op_spec(step.function).name or step.kwargs.get("mode") == "bilinear"
@@ -126,7 +125,7 @@ class FloatErrors:
         return (result,) if len(step.outputs) == 1 else tuple(result)
 
     def _summed(self, step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a layer makes, its sums moved; what a ReLU made zero stays so."""
+        """Result of a layer with perturbed sums; zeros of a ReLU stay zero."""
         name = step.outputs[0]
         form, to = (self._program.values[n].form for n in (step.inputs[0], name))
         read = name in self._last or name in self._wanted
@@ -137,7 +136,7 @@ class FloatErrors:
         return (made[0] + spread * (3**0.5 * (2 * noise - 1)),)
 
     def _shifted(self, value: Any) -> Any:
-        """What a resize reads at places that are numbers as large as its size, and rounded."""
+        """Result of a resize at perturbed positions, whose magnitude is the map's size."""
         if not isinstance(value, Tensor):  # a size that is computed
             return value
         for axis in range(2, value.dim()):
@@ -165,17 +164,18 @@ def _is_call(step: Step) -> bool:
 
 
 def _deviations(step: Step, x: Tensor, form: Integers, made: object) -> Tensor:
-    r"""How far float32 sums of a layer spread about the exact ones, for every output.
+    r"""Spread of a layer's float32 sums about the exact ones, for every output.
 
     .. math:: \sqrt n\, 2^{-24} \sum_i |x_i w_i|
 
-    which is a fourth of what `RoundingBoundary` allows a sum of n products, the bias one of them.
+    This is a fourth of the error that `RoundingBoundary` allows for a sum of n products, bias
+    included.
 
     Args:
         step: A convolution, a transposed one or a linear layer.
-        x: Integers that it reads.
-        form: Theirs.
-        made: The form of what it makes.
+        x: Its integer input.
+        form: Form of the input.
+        made: Form of the output.
 
     Returns:
         Standard deviations, float32, of the output's shape.

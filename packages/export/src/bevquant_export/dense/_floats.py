@@ -1,6 +1,6 @@
-"""Operations in float that may stand in a file: the white list beside the integer ones.
+"""Float operations of a file: the list beside the integer operations.
 
-First the functions of single elements, by modules of torch and by name.
+First the elementwise functions, by modules of torch and by name.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def unary(graph: Graph, path: str, x: str, what: str) -> str | None:
 
 
 def elementwise(graph: Graph, path: str, x: str, module: Any, rank: int) -> str | None:
-    """Nodes of an activation; ``None`` where it is not on the list.
+    """Nodes of an activation; None where it is not on the list.
 
-    Operator set 11 has no Celu, Gelu, HardSwish and Mish that runtimes would take: these are the
-    operators that they consist of.
+    Operator set 11 has no Celu, Gelu, HardSwish and Mish that runtimes accept, so these are written
+    in basic operators.
 
     Args:
-        graph: Where nodes are added.
+        graph: Receives the nodes.
         path: Module.
         x: Its input.
         module: The activation.
-        rank: Axes of the input.
+        rank: Number of axes of the input.
     """
     cls = layer_class(module)
     make = None if cls is None else _MADE.get(cls)
@@ -58,7 +58,7 @@ def elementwise(graph: Graph, path: str, x: str, module: Any, rank: int) -> str 
 
 
 class _At:
-    """Where nodes are added, and what they read."""
+    """The place for new nodes, and their inputs."""
 
     def __init__(self, graph: Graph, path: str, x: str, rank: int) -> None:
         self.graph, self.path, self.x, self.rank = graph, path, x, rank
@@ -153,10 +153,10 @@ _SOFTMAX = {"softmax": "Softmax", "log_softmax": "LogSoftmax"}
 def float_operation(
     graph: Graph, step: Step, read: Callable[[str], str], source: Source
 ) -> str | None:
-    """Nodes of a step that runs in float; ``None`` where it is not on the list.
+    """Nodes of a float step; None where it is not on the list.
 
     Args:
-        graph: Where nodes are added.
+        graph: Receives the nodes.
         step: The step.
         read: Value of the program to its float tensor in the file.
         source: The program and its sizes.
@@ -219,9 +219,9 @@ def _module(graph: Graph, step: Step, read: Callable[[str], str], source: Source
 
 
 def _plain_module(module: Any) -> Any:
-    """A quantized layer whose input stays float as torch's own, with the weight it multiplies by.
+    """A quantized layer with a float input as torch's own layer, with its quantized weight.
 
-    ``None`` where it quantizes its input. Other modules are what they are.
+    None where it quantizes its input. Other modules are returned unchanged.
     """
     if not any(isinstance(child, TensorQuantizer) for child in module.children()):
         return module
@@ -323,7 +323,7 @@ def _batch_norm(graph: Graph, path: str, x: str, module: Any) -> str | None:
 
 
 def _group_norm(graph: Graph, step: Step, x: str, module: Any, source: Source) -> str | None:
-    """The values of each group normalised in a row of their own, then a factor and a shift."""
+    """Normalize the values of each group as one row, then apply factor and shift."""
     path, name = step.path, step.args[0].name
     shape = source.shapes[name]
     if sum(isinstance(size, str) for size in source.named(name)) > 1:

@@ -1,4 +1,4 @@
-"""Nodes and constants of a file, with names that say which module they come from."""
+"""Nodes and constants of a file, named after their modules."""
 
 from __future__ import annotations
 
@@ -34,13 +34,12 @@ class TensorState:
     """A tensor of the file.
 
     Attributes:
-        name: Its float values; behind a DequantizeLinear where it is quantized.
-        integers: The integers that these come from; empty where they come from floats, and where
-            they are handed on without a pair of their own.
+        name: Its float values; the output of a DequantizeLinear where it is quantized.
+        integers: Its integers; empty for float values and for tensors that keep their input's pair.
         form: Scale of the integers.
-        flat: The integers of a linear layer's result in two axes, where a Reshape alone is behind
-            them: read by nobody, and compared.
-        low: None of these integers lies below it, where that is known, without zero point.
+        flat: Integers of a linear layer's result with two axes, where only a Reshape follows: not
+            read, but compared.
+        low: Lower bound of the integers, where known, without zero point.
     """
 
     name: str
@@ -51,14 +50,14 @@ class TensorState:
 
 
 class Graph:
-    """A graph in the making.
+    """A graph under construction.
 
     Args:
-        profile: What the runtime wants.
-        opset: The operator set to begin with; by default the profile's.
+        profile: Requirements of the runtime.
+        opset: First operator set (default: the profile's).
 
     Attributes:
-        opset: The file's operator set: the profile's, or a later one that an operator needs.
+        opset: Operator set of the file: the profile's, or a later one that an operator needs.
     """
 
     def __init__(self, profile: Profile, opset: int | None = None) -> None:
@@ -73,7 +72,7 @@ class Graph:
         self._shared: dict[tuple[Any, ...], str] = {}
 
     def unique(self, name: str) -> str:
-        """`name`, with a number behind it from its second use on."""
+        """`name`, with a number appended from its second use on."""
         found, number = name, 1
         while found in self._taken:
             number += 1
@@ -82,7 +81,7 @@ class Graph:
         return found
 
     def node(self, operator: str, path: str, inputs: list[str], **attributes: Any) -> str:
-        """Add a node of the module at `path`; returns the name of what it makes."""
+        """Add a node of the module at `path`; returns the name of its output."""
         from onnx import helper
 
         reduces = operator.startswith("Reduce") and "axes" in attributes
@@ -105,7 +104,7 @@ class Graph:
         *,
         made: int = 1,
     ) -> list[str]:
-        """Call a function of voxels, which comes along in the file; the tensors that it makes."""
+        """Call a voxel function, which becomes part of the file; returns its outputs."""
         from onnx import helper
 
         given = dict[str, Any](settings or {})
@@ -121,7 +120,7 @@ class Graph:
         return outputs
 
     def copied(self, node: Any, path: str, inputs: list[str]) -> list[str]:
-        """Add a copy of a node from elsewhere; returns the names of what it makes."""
+        """Add a copy of a node of another graph; returns its outputs."""
         from onnx import NodeProto
 
         name = self.unique(f"{path}.{node.op_type}" if path else node.op_type)
@@ -157,15 +156,15 @@ class Graph:
         self, path: str, state: TensorState | str, form: Any, attributes: Mapping[str, Any],
         *, kept: bool = False, block: int = 0,
     ) -> TensorState:  # fmt: skip
-        """What a step stores, given what its operator makes.
+        """Stored form of a step's result.
 
         Args:
             path: Module of the step.
-            state: The operator's result, or a tensor that is to be held in another form.
+            state: Result of the operator, or a tensor to convert to another form.
             form: Form of the result.
-            attributes: Of the step: ``relu``, ``ceiling`` (in units of the form).
-            kept: The result lies on the form's grid already, and gets no pair.
-            block: Side of the block of pixels that the result's channels still have to become.
+            attributes: Attributes of the step: ``relu``, ``ceiling`` (in units of the form).
+            kept: The result is on the form's grid already, and gets no pair.
+            block: Side of the pixel blocks that the channels still have to become.
         """
         state = TensorState(state) if isinstance(state, str) else state
         if block and not (self.profile.integer_relu and isinstance(form, Integers)):
@@ -219,9 +218,9 @@ class Graph:
         self, path: str, name: str, form: Integers, low: int | None = None, high: int | None = None,
         *, block: int = 0,
     ) -> TensorState:  # fmt: skip
-        """QuantizeLinear and DequantizeLinear behind `held`.
+        """QuantizeLinear and DequantizeLinear after `held`.
 
-        Integers are clipped where asked, and `block`² channels become pixels.
+        Integers are clipped where requested, and `block`² channels become pixels.
         """
         q = self.node("QuantizeLinear", path, [name, *self._scale(path, form)])
         q = self.clipped(path, q, low, high)
@@ -232,10 +231,10 @@ class Graph:
         return self.node("DepthToSpace", path, [name], blocksize=block, mode="CRD")
 
     def dequantized(self, path: str, q: str, form: Integers) -> TensorState:
-        """DequantizeLinear behind integers.
+        """DequantizeLinear after integers.
 
         Raises:
-            ValueError: They have other than eight bits, or a scale that float32 does not hold.
+            ValueError: Integers of other than eight bits, or a scale that float32 does not hold.
         """
         self._check(path, form)
         made = self.node("DequantizeLinear", path, [q, *self._scale(path, form)])
@@ -243,15 +242,15 @@ class Graph:
         return TensorState(made, q, form)
 
     def is_quantized(self, name: str) -> bool:
-        """Whether the tensor comes from a DequantizeLinear, pooled and moved perhaps."""
+        """Whether a DequantizeLinear is upstream, behind pooling and layout operators."""
         return name in self._dequantized
 
     def float_operand(self, path: str, name: str) -> str:
         """The tensor as the operand of a layer with float weights.
 
-        onnxruntime quantizes such weights by itself, with one scale for all of them, between a
-        DequantizeLinear and a QuantizeLinear, and moves the former over pooling and the like to
-        get there. A Clip to all of float32 holds it off.
+        Between a DequantizeLinear and a QuantizeLinear, onnxruntime quantizes these weights itself,
+        with one scale, and moves the DequantizeLinear over pooling and the like to get there. A
+        Clip to the whole range of float32 prevents it.
         """
         if not self.profile.integer_relu or not self._dequantized:
             return name
@@ -261,22 +260,22 @@ class Graph:
     def float_average_operand(self, path: str, name: str) -> str:
         """The tensor as the operand of an average that is read in float.
 
-        OpenVINO averages the integers in front of a DequantizeLinear, once for all readers, and
-        where one of these quantizes the average, the others may be given it rounded.
+        OpenVINO averages the integers in front of a DequantizeLinear once for all consumers. Where
+        one of them quantizes the average, the others may get it rounded.
         """
         held = self.profile.runner == "openvino" and self.is_quantized(name)
         return self.held_off(path, name) if held else name
 
     def held_off(self, path: str, name: str) -> str:
-        """The tensor apart from what makes it, for OpenVINO, which fuses more than it may.
+        """The tensor separated from its producer, for OpenVINO, which fuses too much.
 
-        A Max with what nothing lies below, of which it knows no integer form.
+        A Max with a lower bound of all values, for which OpenVINO has no integer form.
         """
         lowest = self.constant("lowest_float32", np.finfo(np.float32).min)
         return self.node("Max", path, [name, lowest])
 
     def clipped(self, path: str, q: str, low: int | None, high: int | None) -> str:
-        """Integers of activations between two others, given without zero point."""
+        """Integers of activations clipped to two bounds, given without zero point."""
         if low is None and high is None:
             return q
         zero, dtype = self.profile.zero, self.profile.dtype

@@ -27,15 +27,15 @@ def average_pool(
     """AveragePool, GlobalAveragePool or means of slices, with torch's arguments.
 
     Args:
-        graph: Where nodes are added.
+        graph: Receives the nodes.
         path: Module.
-        x: What is averaged.
-        given: Arguments of torch's function; ``output_size`` of the adaptive one.
+        x: Input.
+        given: Arguments of torch's function; ``output_size`` for the adaptive one.
         shapes: Of the input and of the output, with names for free sizes.
 
     Raises:
-        ValueError: ONNX has another number of windows, where the last one would begin in padding,
-            or the windows depend on a free size.
+        ValueError: ONNX has another number of windows (the last one would begin in padding), or the
+            windows depend on a free size.
     """
     rank = len(shapes[0]) - 2
     if given.get("kernel_size") is None:
@@ -104,7 +104,7 @@ def resize(
     graph: Graph, path: str, x: str, given: Mapping[str, Any], names: tuple[str, str],
     source: Source,
 ) -> str:  # fmt: skip
-    """Resize as torch's ``interpolate`` does it, nearest or bilinear.
+    """Resize as torch's ``interpolate``, nearest or bilinear.
 
     Raises:
         ValueError: No factor gives the sizes, or they follow a free one.

@@ -1,14 +1,15 @@
-r"""Types for a strongly typed engine: float16 where every frame's values fit, else float32.
+r"""Types for a strongly typed engine: float16 where the values of every frame fit, else float32.
 
 TensorRT 11 takes the type of every tensor from the file. Inputs, outputs and float arithmetic are
-float16 where that is safe; what an int8 kernel computes stays float32:
+float16 where that is safe. The parts of an int8 kernel stay float32:
 
-* QuantizeLinear and DequantizeLinear, whose scales float16 would round to 11 bits (other integers),
-  or below 2⁻¹⁴ to fewer, and of which float16 ones in front of a Gemm give NaN in TensorRT 10;
-* layers between them, with their float32 biases, and what moves, adds or clamps between them.
+* QuantizeLinear and DequantizeLinear: float16 would round their scales to 11 bits (other integers),
+  or to fewer below 2⁻¹⁴, and gives NaN in front of a Gemm in TensorRT 10;
+* layers between them, with their float32 biases, and layout operators, sums and clamps between
+  them.
 
-Between a DequantizeLinear and the next QuantizeLinear the engine holds no float tensor, so their
-type costs nothing. A Cast stands where the two meet. `single_nodes` decides on the others.
+Between a DequantizeLinear and the next QuantizeLinear the engine has no float tensor, so their type
+costs nothing. A Cast separates the two types. `single_nodes` decides on the other nodes.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Typed:
 
     Attributes:
         proto: The model.
-        reasons: What is float32 outside of the pairs, by node or port, and why.
-        halves: How many operations compute in float16.
+        reasons: Float32 parts other than pairs, by node or port, with the reason.
+        halves: Number of float16 operations.
     """
 
     proto: Any
@@ -60,11 +61,11 @@ def half_typed(
         known: Tensors of the file to the largest value of any calibration frame, and whether all
             were whole numbers.
         measure: Sizes of tensors in several frames, see `Singles`.
-        keep: Tensors that are computed in float32, back to the layers and pairs before them.
-        whole: Back to the inputs and pairs, layers too.
+        keep: Tensors that are float32, with their producers up to the nearest layers and pairs.
+        whole: Up to inputs and pairs, layers included.
 
     Raises:
-        ValueError: A node holds a graph of its own.
+        ValueError: A node has a subgraph.
     """
     import onnx
 
@@ -90,12 +91,12 @@ def half_inputs(proto: Any) -> set[str]:
 
 
 def in_half(args: Any, names: Iterable[str], halves: Collection[str]) -> Any:
-    """Inputs, those of float16 rounded to it, in float32.
+    """Inputs, rounded to float16 where the file's are, in float32.
 
     Args:
-        args: As a call takes them.
-        names: Of the tensors among them, in order.
-        halves: Names of those that are float16 in the file.
+        args: Arguments of a call.
+        names: Names of their tensors, in order.
+        halves: Names of the float16 inputs.
     """
 
     def rounded(name: str, value: Tensor) -> Tensor:
@@ -109,9 +110,9 @@ def with_tensors(change: Callable[[str, Tensor], Tensor], names: Iterable[str], 
     """Arguments with other tensors.
 
     Args:
-        change: Makes one, of its name and the old one.
-        names: Of the tensors in `args`, in order.
-        args: As a call takes them.
+        change: Makes a tensor from its name and the old one.
+        names: Names of the tensors in `args`, in order.
+        args: Arguments of a call.
     """
     tensors, tree = flatten(args)
     return rebuild(tree, list(map(change, names, tensors)))
@@ -188,7 +189,7 @@ class _Writer:
         return self.made[made]
 
     def _retyped(self, node: Any) -> None:
-        """Types that a node's attributes say."""
+        """Types in a node's attributes."""
         from onnx import helper, numpy_helper
 
         made = node.output[0]
@@ -203,7 +204,7 @@ class _Writer:
                 attribute.t.CopyFrom(numpy_helper.from_array(value, attribute.t.name))
 
     def _outputs(self, nodes: list[Any]) -> list[Any]:
-        """Casts in front of float16 outputs that were made in float32."""
+        """Casts in front of float16 outputs whose producers are float32."""
         from onnx import helper
 
         made = []

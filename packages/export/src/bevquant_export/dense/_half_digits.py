@@ -1,15 +1,15 @@
-r"""Operations whose result float16 gives too few digits, from the sizes that tensors have.
+r"""Operations whose result has too few digits in float16, from the sizes of their tensors.
 
-float16 rounds an operand x by u·|x| at most, u = 2⁻¹¹. An operation is float32, with all that
-computes its operands, where that moves its result by more than 2⁻⁷ of the result's largest value:
+float16 rounds an operand x by up to u·|x|, u = 2⁻¹¹. An operation is float32, with the producers of
+its operands, where this changes its result by more than 2⁻⁷ of the result's largest value:
 
 .. math:: u \max(|a|, |b|) > 2^{-7} |a \pm b|, \quad u > 2^{-7} |\log a|, \quad
           u |a| > 2^{-7} b \text{ of } a \bmod b
 
-(differences of large coordinates, E[x²] − E[x]², log(1 + x), 1 − (1 − x)), or by more than is
-allowed in its own unit: 2⁻⁷ rad of a sine, 2⁻⁴ cells of what becomes a cell, 2⁻⁴ pixels of a
-sampling grid, 2⁻⁵ of a softmax's argument. Operands count with their largest value of all frames,
-results with the smallest of the frames' largest ones.
+(differences of large coordinates, E[x²] − E[x]², log(1 + x), 1 − (1 − x)), or by more than the
+absolute limit: 2⁻⁷ rad for a sine, 2⁻⁴ cells for a cell number, 2⁻⁴ pixels for a sampling grid, 2⁻⁵
+for a softmax's argument. Operands count with their largest value of all frames, results with the
+smallest of the frames' largest values.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ FEW_TERMS = 8  # a product with a matrix of coordinates
 
 
 class Size(NamedTuple):
-    """How large a tensor is in several frames.
+    """Magnitudes of a tensor in several frames.
 
     Attributes:
         largest: Largest magnitude of all frames.
-        least: Of the largest magnitudes of each frame the smallest, zeros apart.
+        least: Smallest of the frames' largest magnitudes, without zeros.
         high: Largest value of all frames.
-        whole: Whether all are whole numbers.
-        finite: Whether all are finite; infinite ones mark places and count for nothing above.
+        whole: Whether all values are whole numbers.
+        finite: Whether all values are finite; infinite ones mark places and are ignored above.
     """
 
     largest: float
@@ -45,7 +45,7 @@ class Size(NamedTuple):
     finite: bool = True
 
     def joined(self, other: Size | None) -> Size:
-        """Of the frames of both."""
+        """Size over the frames of both."""
         if other is None:
             return self
         least = min(v for v in (self.least, other.least) if v) if self.least + other.least else 0.0
@@ -56,7 +56,7 @@ class Size(NamedTuple):
 
 
 def size_of(values: Any) -> Size:
-    """Of one frame."""
+    """Size in one frame."""
     finite = values[np.isfinite(values)] if values.dtype.kind == "f" else values
     if not finite.size:
         return Size(0.0, 0.0, 0.0, finite=not values.size)
@@ -66,7 +66,7 @@ def size_of(values: Any) -> Size:
 
 
 def few_digits(bounds: Bounds, sizes: Mapping[str, Size], node: Any) -> str:
-    """Why float16 gives a node's result too few digits; "" where it does not."""
+    """Reason why a node's result has too few digits in float16; "" where it has enough."""
     kind, made = node.op_type, sizes.get(node.output[0])
     if kind in ("Sin", "Cos", "Tan") and bounds[node.input[0]].largest > _ANGLE:
         largest = bounds[node.input[0]].largest
@@ -96,7 +96,7 @@ def few_digits(bounds: Bounds, sizes: Mapping[str, Size], node: Any) -> str:
 
 
 def _lost(bounds: Bounds, node: Any, given: list[Size]) -> float:
-    """The largest term of a sum; 1 of a logarithm; 0 of what loses no digits."""
+    """Largest term of a sum; 1 for a logarithm; 0 for operations that lose no digits."""
     if node.op_type in ("Add", "Sub", "Sum"):
         return max(size.largest for size in given)
     if node.op_type == "Log":
@@ -107,7 +107,7 @@ def _lost(bounds: Bounds, node: Any, given: list[Size]) -> float:
 
 
 def is_small(bounds: Bounds, node: Any) -> bool:
-    """Whether a product has a few terms, as those of coordinates."""
+    """Whether a product has few terms, as for coordinates."""
     weight = bounds.array(node.input[1])
     shape = bounds.shapes.get(node.input[1]) if weight is None else list(weight.shape)
     if shape is None or len(shape) < 2 or None in shape[-2:]:

@@ -1,4 +1,4 @@
-"""A QDQ file in half precision, tried on the example and on inputs where it fails first."""
+"""A QDQ file in half precision, tried on the example and on the most critical inputs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from bevquant_export.dense._written import QdqFile
 def typed_file(
     file: QdqFile, proto: Any, source: Source, args: Any, known: Known, *, verify: bool, sums: bool
 ) -> Typed:
-    """A QDQ file in half precision, but for what departs from the integer model with it.
+    """A QDQ file in half precision, except for parts that then differ from the integer model.
 
     Raises:
-        ValueError: onnxruntime does not run the file on inputs that the model takes.
+        ValueError: onnxruntime does not run the file on inputs that the model accepts.
     """
     required = required_of(file, source.integer, args)
     given, notes = {EXAMPLE: required}, []

@@ -1,4 +1,4 @@
-"""A file's graph and the types of its tensors, as the choice of half types reads them."""
+"""A file's graph and the types of its tensors, for the choice of half types."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class FloatGraph:
         return any(name in self.floats for name in (*node.input, *node.output))
 
     def makers_of(self, node: Any) -> list[Any]:
-        """The nodes that make the floats that a node reads."""
+        """Producers of a node's float inputs."""
         return [self.makers[n] for n in node.input if n in self.makers and n in self.floats]
 
     def takes_halves(self, node: Any) -> bool:

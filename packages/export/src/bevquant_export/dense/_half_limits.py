@@ -1,4 +1,4 @@
-"""What float16 cannot hold or compute: reasons for float32, from bounds."""
+"""Values that float16 cannot hold or compute: reasons for float32, from bounds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNKNOWN_RANGE = "its range is not known"
 
 
 def beyond(bound: Bound) -> str:
-    """Why values of this bound are none for float16; "" where they are."""
+    """Reason why values of this bound do not fit float16; "" where they do."""
     if bound.largest <= LARGEST_HALF:
         if bound.whole and bound.largest > LARGEST_WHOLE:
             return f"whole numbers to {bound.largest:g}: float16 has all of them to 2,048"
@@ -32,7 +32,7 @@ def beyond(bound: Bound) -> str:
 
 
 def overflow(bounds: Bounds, floats: Collection[str], node: Any) -> str:
-    """Why a node's values are none for float16; "" where they are."""
+    """Reason why a node's values do not fit float16; "" where they do."""
     for slot, name in enumerate(node.input):
         if name not in floats or slot in SINGLE_INPUTS.get(node.op_type, ()):
             continue
@@ -49,7 +49,7 @@ def overflow(bounds: Bounds, floats: Collection[str], node: Any) -> str:
 
 
 def _lost(bounds: Bounds, node: Any, value: Any) -> str:
-    """Why a constant is none for float16."""
+    """Reason why a constant does not fit float16."""
     finite = np.abs(value[np.isfinite(value)]).astype(np.float64)
     if not finite.any():
         return ""
@@ -67,7 +67,7 @@ def _lost(bounds: Bounds, node: Any, value: Any) -> str:
 
 
 def _is_replacement(bounds: Bounds, node: Any) -> bool:
-    """Whether a constant stands for infinity, which no value of the bound is."""
+    """Whether a constant means infinity, which no value of the bound is."""
     if node.op_type != "Where":
         return False
     kind, bound = tested(bounds, node.input[0])
@@ -75,7 +75,7 @@ def _is_replacement(bounds: Bounds, node: Any) -> bool:
 
 
 def _inside(bounds: Bounds, node: Any) -> str:
-    """Why the sums that a mean or a norm is made of are none for float16."""
+    """Reason why the sums inside a mean or a norm do not fit float16."""
     norms = ("InstanceNormalization", "LayerNormalization", "GroupNormalization")
     largest = bounds[node.input[0]].largest if node.input else 0.0
     if node.op_type == "ReduceL2":
@@ -99,7 +99,7 @@ def _inside(bounds: Bounds, node: Any) -> str:
 
 
 def argument(bounds: Bounds, node: Any) -> tuple[str, bool]:
-    """Why an argument needs more digits than float16 has, and whether with its makers."""
+    """Reason why an argument needs more digits than float16 has, and whether its producers do."""
     slot = {"Div": 1, "Reciprocal": 0, "Log": 0, "Pow": 0, "Sqrt": 0}.get(node.op_type)
     if node.op_type == "Pow":
         power = bounds.array(node.input[1])

@@ -1,4 +1,4 @@
-"""Masks of large negative numbers in front of a softmax alone, in numbers that float16 has."""
+"""Masks of large negative numbers in front of a softmax, in numbers that float16 has."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MASK, _BESIDE_MASK = -32768.0, 16384.0
 
 
 def lower_masks(graph: FloatGraph, bounds: Bounds) -> bool:
-    """Make −32,768, which has the same softmax, of large negative numbers; whether there were any.
+    """Replace large negative numbers by −32,768, which has the same softmax; return whether any.
 
-    Values beside a mask are at most 16,384, so that a masked one is 0 behind the softmax.
+    Unmasked values are at most 16,384, so that a masked one is 0 after the softmax.
     """
     from onnx import numpy_helper
 

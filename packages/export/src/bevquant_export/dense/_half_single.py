@@ -1,20 +1,20 @@
-r"""Which nodes, inputs and outputs of a strongly typed file are float32, and why.
+r"""Float32 nodes, inputs and outputs of a strongly typed file, with reasons.
 
-Beside pairs and what an int8 kernel computes these are float32, each with a reason. `Bounds`
-decides from constants, ranges of pairs and ranges of all calibration frames:
+Besides pairs and the parts of an int8 kernel, these are float32. `Bounds` decides from constants,
+ranges of pairs and ranges of all calibration frames:
 
-* values that may lie beyond ±65,504, or whose range is not known;
-* whole numbers (ids, cells of a grid) that may lie beyond ±2,048, where float16 skips some;
-* a quotient, a logarithm or a negative power whose argument may lie below 2⁻¹⁷, where float16 has
-  too few digits (a guard of 1e-12 is 0), a constant below it, and what computes the argument;
-* operations that lose digits (`few_digits`), with all that computes their operands, inputs of the
-  file too;
-* scores that something is chosen by (TopK, ArgMax, a comparison) and values that become places
-  (Floor, Round, a Cast to integers), back to the layer that made them: float16 has ties where the
-  model has none, and other choices make other results altogether.
+* values that may exceed ±65,504, or whose range is unknown;
+* whole numbers (ids, cells of a grid) that may exceed ±2,048, where float16 skips some;
+* a quotient, a logarithm or a negative power whose argument may be below 2⁻¹⁷, where float16 has
+  too few digits (a guard of 1e-12 is 0), a constant below it, and the argument's producers;
+* operations that lose digits (`few_digits`), with the producers of their operands, file inputs
+  included;
+* scores for a choice (TopK, ArgMax, a comparison) and values that become positions (Floor, Round, a
+  Cast to integers), back to the layer that computes them: float16 has ties where the model has
+  none, and another choice gives another result.
 
-A mask of large negative numbers in front of a softmax alone becomes −32,768, which has the same
-softmax. Bounds of a clamp beyond the values' own range become ±65,504.
+A mask of large negative numbers in front of a softmax becomes −32,768, which has the same softmax.
+Bounds of a clamp beyond the values' own range become ±65,504.
 """
 
 from __future__ import annotations
@@ -66,14 +66,13 @@ class Singles:
     Args:
         graph: The graph; constants of masks may change.
         known: Tensors to the largest value of any calibration frame, and whether all were whole.
-        measure: Sizes of the tensors that it is given, in several frames; ``None`` where nothing
-            runs the file.
-        keep: Tensors that are float32, with what computes them, back to layers and pairs.
-        whole: Whether layers are, too.
+        measure: Sizes of given tensors in several frames; None where nothing runs the file.
+        keep: Float32 tensors, with their producers back to layers and pairs.
+        whole: Whether these include layers.
 
     Attributes:
-        single: First outputs of the nodes that are float32.
-        ports: Inputs and outputs that are float16.
+        single: First outputs of the float32 nodes.
+        ports: Float16 inputs and outputs.
         reasons: Node or port, and why it is float32.
     """
 
@@ -98,7 +97,7 @@ class Singles:
         self.ports |= {p.name for p in graph.graph.output if self._fits_output(p.name)}
 
     def _of_integers(self) -> set[str]:
-        """Pairs, layers between them and what an engine fuses into these."""
+        """Pairs, layers between them, and operations that an engine fuses into these."""
         graph, found = self._graph, set[str]()
         nodes = graph.graph.node
         found.update(n.output[0] for n in nodes if n.op_type in _PAIRS)
@@ -150,7 +149,7 @@ class Singles:
         self._widen(kept, lambda maker: maker.op_type not in stops)
 
     def _widen(self, nodes: list[Any], goes_on: _GOES_ON) -> set[str]:
-        """Nodes and what computes their operands are float32; returns all operands."""
+        """Make nodes and the producers of their operands float32; returns all operands."""
         nodes, reached, read = list(nodes), set[str](), set[str]()
         while nodes:
             node = nodes.pop()
@@ -168,12 +167,12 @@ class Singles:
         return node.op_type in _ARGUMENTS or (product and is_small(self._bounds, node))
 
     def _counts(self, node: Any) -> bool:
-        """Whether it makes integers of floats."""
+        """Whether it converts floats to integers."""
         to = next((a.i for a in node.attribute if a.name == "to"), 0)
         return node.op_type == "Cast" and to in _INTEGERS and node.input[0] in self._graph.floats
 
     def _fits_input(self, name: str) -> bool:
-        """Whether an input is float16; what a pair alone reads may overflow, and saturates."""
+        """Whether an input is float16; one that only a pair reads may overflow and saturate."""
         if name not in self._graph.floats:
             return False
         readers = self._graph.readers.get(name, [])
@@ -208,7 +207,7 @@ class Singles:
         return not why
 
     def _is_epilogue(self, node: Any) -> bool:
-        """Whether a sum or an activation is computed by the kernel of the layer in front of it."""
+        """Whether the kernel of the layer in front of it computes this sum or activation."""
         makers = [self._graph.makers[name] for name in node.input if name in self._graph.makers]
         return node.op_type in _EPILOGUE and any(
             maker.op_type in _LAYERS or self._is_epilogue(maker)

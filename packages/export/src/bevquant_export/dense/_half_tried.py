@@ -1,4 +1,4 @@
-"""Half types that are tried before a file is written."""
+"""Trial of half types before a file is written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tried(
     measure: Callable[[frozenset[str]], Mapping[str, Size]],
     apart: Callable[[Typed], Collection[str]],
 ) -> Typed:
-    """Types with which nothing departs: first without, then with the layers in front of it."""
+    """Types without differences: first with float16 layers in front, then with float32 ones."""
     asked: Measure = lambda names: measure(frozenset(names))  # noqa: E731
     typed, keep = half_typed(copy.deepcopy(proto), known, asked), set[str]()
     for whole in (False, True):

@@ -1,4 +1,4 @@
-"""Operations that move values and leave them as they are, to places that a mask tells too."""
+"""Layout operators: they move values without changing them, also to positions of a mask."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from bevquant_int8sim.program import Ref, Step, names_in
 def placed(
     graph: Graph, step: Step, read: Callable[[str], str], args: Any, kwargs: Any, source: Source
 ) -> str | None:
-    """`index_put`: the axes that are indexed in front, ScatterND, and the axes back.
+    """`index_put`: move the indexed axes to the front, ScatterND, move them back.
 
-    Places are one mask, of any number of axes, or indices; in front of the indexed axes and behind
-    them may be others (`canvas[:, mask] = rows`), none between. Values are written, not added.
+    Positions are one mask, of any number of axes, or indices. Other axes may be in front of and
+    after the indexed ones (`canvas[:, mask] = rows`), not between them. Values are written, not
+    added.
 
     Returns:
-        The tensor made; None where this has no form.
+        The result; None where this has no form.
     """
     given = dict(zip(("x", "indices", "values", "accumulate"), args, strict=False)) | kwargs
     x, values = given["x"], given["values"]
@@ -61,7 +62,7 @@ def placed(
 def _placed_by_mask(
     graph: Graph, path: str, refs: list[Ref], read: Callable[[str], str], source: Source
 ) -> tuple[str, str, int]:
-    """Places of a mask, one a row; the shape of their tensor, as a tensor; how many axes it has."""
+    """Positions of a mask, one per row; the shape of its tensor; its number of axes."""
     found = graph.node("NonZero", path, [read(refs[0].name)])
     rows = graph.node("Transpose", path, [found], perm=[1, 0])
     shape = graph.node("Shape", path, [found])
@@ -71,7 +72,7 @@ def _placed_by_mask(
 def _indexed(
     graph: Graph, path: str, refs: list[Ref], read: Callable[[str], str], source: Source
 ) -> tuple[str, str, int]:
-    """The same of indices, one tensor an axis."""
+    """The same for indices, one tensor per axis."""
     spread = np.broadcast_shapes(*(source.shapes[ref.name] for ref in refs))
     shape, one = graph.numbers(list(spread)), graph.numbers([*spread, 1])
     wide = [graph.node("Expand", path, [read(ref.name), shape]) for ref in refs]
@@ -96,7 +97,7 @@ _PADDINGS = {"constant": "constant", "replicate": "edge", "reflect": "reflect"}
 
 
 def keeps_scale(step: Step) -> bool:
-    """Whether a step's result is made of its first input's integers, as they are or clamped."""
+    """Whether a step's result consists of its first input's integers, unchanged or clamped."""
     if step.op == "resize":
         return bool(step.kwargs["mode"] == "nearest")
     what = step.attributes.get("what")
@@ -107,9 +108,9 @@ def keeps_scale(step: Step) -> bool:
 def moved(
     graph: Graph, step: Step, read: Callable[[str], str], source: Source
 ) -> str | list[str] | None:
-    """Nodes of a step that moves values: the tensor made, or several.
+    """Nodes of a layout operator: its output, or several.
 
-    ``None`` where the operation is not known.
+    None where the operation is unknown.
     """
     what, path, output = str(step.attributes["what"]), step.path, step.outputs[0]
     fixed = what in _RESHAPES
@@ -168,7 +169,7 @@ def reshaped(graph: Graph, path: str, name: str, target: list[int]) -> str:
 
 
 def _called(step: Step, value: Any, args: Any, kwargs: Any) -> Any:
-    """What torch itself makes of a tensor in the place of the first argument."""
+    """Result of torch itself for a tensor as the first argument."""
     function: Any = step.module if step.function is None else step.function
     return function(value, *args[1:], **kwargs)
 
@@ -207,7 +208,7 @@ def _parts(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, source: Sou
 def _masked(
     graph: Graph, step: Step, read: Callable[[str], str], args: Any, source: Source
 ) -> str | None:
-    """What a mask leaves of one axis, such as the pillars of one frame, or of the first ones."""
+    """Selection of one axis by a mask, such as the pillars of one frame."""
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     masks = [(axis, i) for axis, i in enumerate(index) if isinstance(i, Ref)]
     if len(masks) != 1 or any(i != slice(None) for i in index if not isinstance(i, Ref)):
@@ -264,7 +265,7 @@ def _sliced(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, source: So
 
 
 def sliced(graph: Graph, path: str, x: str, cuts: dict[int, tuple[int, int, int]]) -> str:
-    """A Slice, axis by axis from, to and by which stride."""
+    """A Slice with start, end and stride per axis."""
     starts, stops, strides = ([cut[i] for cut in cuts.values()] for i in range(3))
     inputs = [graph.numbers(values) for values in (starts, stops, list(cuts), strides)]
     return graph.node("Slice", path, [x, *inputs])
@@ -304,7 +305,7 @@ def _padded(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, source: So
 
 
 def _shuffled(graph: Graph, step: Step, x: str, count: int, source: Source) -> str:
-    """Channels in groups that change places, or pixels that become channels."""
+    """Channel shuffle, or pixels that become channels."""
     path, target = step.path, source.target(step.path, step.outputs[0])
     batch, channels, height, width = source.target(path, step.args[0].name)
     if step.attributes["what"] == "channel_shuffle":

@@ -1,4 +1,4 @@
-"""Numbers that a file computes from its inputs: free sizes, and numbers out of tensors."""
+"""Numbers that a file computes from its inputs: free sizes, and numbers taken from tensors."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _FILLED = frozenset(("zeros", "ones", "new_zeros", "new_ones"))
 
 
 class Numbers:
-    """Writes numbers of a program, and the tensors that are as large as they say.
+    """Writes numbers of a program, and tensors whose sizes depend on them.
 
     Args:
         source: The program and its sizes.
-        graph: Where nodes are added.
+        graph: Receives the nodes.
         read: Value of the program to its tensor in the file.
     """
 
@@ -40,7 +40,7 @@ class Numbers:
         self._makers: dict[str, Step] = {}
 
     def note(self, step: Step) -> None:
-        """Remember a step that computes a number, which is written where something reads it."""
+        """Record a step that computes a number; it is written when a consumer needs it."""
         self._makers[step.outputs[0]] = step
 
     def scalar(self, path: str, name: str) -> str:
@@ -55,7 +55,7 @@ class Numbers:
         """A number as a tensor, int64 ``[1]``.
 
         Raises:
-            ValueError: It is computed by something that has no form.
+            ValueError: An operation without a form computes it.
         """
         graph = self.graph
         if not self.source.varies(value):
@@ -86,7 +86,7 @@ class Numbers:
         return graph.node(_ARITHMETIC[what], path, operands)
 
     def _real(self, path: str, value: Any, kind: int = DOUBLE) -> str:
-        """A number, or a share of one, as a tensor ``[1]``: in float64, as Python computes it."""
+        """A number, or a quotient of two, as a tensor ``[1]``: in float64, as in Python."""
         graph = self.graph
         if not isinstance(value, Ref):
             ratio = float(value).as_integer_ratio()  # exact, and files hold no float64
@@ -107,13 +107,13 @@ class Numbers:
         return graph.node(_REAL[what], path, operands)
 
     def holds(self, path: str, requirement: Step) -> str:
-        """Whether a requirement is met, as a tensor, bool ``[1]``."""
+        """Whether a requirement is fulfilled, as a tensor, bool ``[1]``."""
         maker = self._makers[requirement.args[0].name]
         operands = [self.of(path, operand) for operand in maker.args]
         return self.graph.node(_COMPARED[str(maker.attributes["what"])], path, operands)
 
     def sized(self, step: Step) -> str | None:
-        """A step that makes a tensor as large as numbers say; ``None`` for other steps."""
+        """A step whose result's size depends on numbers; None for other steps."""
         what = step.attributes.get("what")
         if what in _FILLED:
             return self._filled(step)
@@ -138,7 +138,7 @@ class Numbers:
         return self.graph.node(_OPERANDS[what], step.path, [self.read(x.name), number])
 
     def _shaped(self, step: Step) -> str | None:
-        """A tensor in a shape that numbers out of tensors are part of."""
+        """A tensor in a shape that contains numbers taken from tensors."""
         sizes = step.args[1]
         if step.kwargs or not isinstance(sizes, list | tuple):
             return None
@@ -148,7 +148,7 @@ class Numbers:
         return self.graph.node("Reshape", step.path, [self.read(step.args[0].name), shape])
 
     def _filled(self, step: Step) -> str | None:
-        """A tensor of one value, as long as another one that is as long as there are voxels."""
+        """A tensor of one value, with one row per voxel."""
         from onnx import numpy_helper
 
         shape = step.args[1 if str(what := step.attributes["what"]).startswith("new_") else 0]
@@ -160,7 +160,7 @@ class Numbers:
         return self.graph.node("ConstantOfShape", step.path, [lengths], value=value)
 
     def _grown(self, step: Step) -> str | None:
-        """A constant or a row as often as there are voxels, or other rows that are found."""
+        """A constant or a row, repeated once per voxel or per found row."""
         first, *given = step.args
         times = given[0] if len(given) == 1 and isinstance(given[0], list | tuple) else given
         if not any(self.source.varies(size) for size in times) or step.kwargs:
@@ -179,7 +179,7 @@ class Numbers:
 
 
 def refuse(path: str, why: str) -> NoReturn:
-    """End with what has no form in a file with voxels.
+    """Raise for an operation without a form in a file with voxels.
 
     Raises:
         ValueError: Always.

@@ -1,4 +1,4 @@
-"""What each runtime wants to find in a file."""
+"""Requirements of each runtime on a file."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ class Profile:
 
 
 def profile_of(name: str, weights: str = "auto") -> Profile:
-    """The profile of the target of this name.
+    """The profile of the target with this name.
 
     Args:
-        name: Of a dense target.
+        name: Name of a dense target.
         weights: ``"auto"``, or ``"uint8"`` or ``"int8"`` where the target has a choice.
 
     Raises:
-        ValueError: Another name, or weights that the target has no choice of.
+        ValueError: Another name, or a choice of weights that the target does not have.
     """
     dense: list[Any] = [t for t in targets() if isinstance(getattr(t, "form", None), Profile)]
     known = {called: t for t in dense for called in (t.name, *t.aliases)}

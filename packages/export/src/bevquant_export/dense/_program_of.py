@@ -1,4 +1,4 @@
-"""The program that a model is written as: a simulator's, or one that its own package reads."""
+"""Program that a model is written as: the simulator's, or that of the model's own package."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class QdqProgram(Protocol):
     def names(self) -> Mapping[str, str]: ...
 
     def run(self, inputs: Any, *, observe: Observe) -> Any:
-        """Run, and return what the model does, in floats.
+        """Run, and return the model's result, in floats.
 
-        `observe` gets each step, what it reads, and integers where the result has some.
+        `observe` gets each step, its inputs, and integers where the result has some.
         """
 
 
@@ -108,7 +108,7 @@ def _adds_sums(model: IntegerModel) -> bool:
 def ports_of(model: IntegerModel) -> dict[str, tuple[str, Any]]:
     """Inputs of a program to the parameters that they are, and to the nodes of the graph.
 
-    A sparse tensor is one input, and its features' node stands for it.
+    A sparse tensor is one input; the node of its features stands for it.
     """
     assert model.source is not None
     graph = model.source.graph
@@ -123,7 +123,7 @@ def ports_of(model: IntegerModel) -> dict[str, tuple[str, Any]]:
 
 
 def location(program: QdqProgram, step: Step) -> str:
-    """``file:line`` of the author's code that computes a step; "" where it is not known."""
+    """``file:line`` of the author's code that computes a step; "" where unknown."""
     source = program.model.source if isinstance(program, _Simulated) else None
     if source is None:
         return ""
@@ -145,13 +145,13 @@ def program_of(
     Args:
         model: The model, or the integer model that was made of it.
         args: Example inputs.
-        sums: What sums read of layers, as ``simulate(integer_sums=…)`` takes it; a package that
-            reads its models itself has its own answer.
-        verify: Hold the integers against the model on `args`.
+        sums: How sums read layers, as ``simulate(integer_sums=…)``; packages that read their own
+            models decide themselves.
+        verify: Compare the integers with the model on `args`.
 
     Raises:
-        TypeError: No module.
-        ValueError: Not calibrated, not traceable, or in training mode.
+        TypeError: Not a module.
+        ValueError: Not calibrated, cannot be captured, or in training mode.
     """
     read = _reader_of(model)
     if read is not None:
@@ -161,16 +161,16 @@ def program_of(
 
 
 def _reader_of(model: Any) -> Any:
-    """What reads another package's model; None of those that are simulated."""
+    """The reader of another package's model; None for simulated models."""
     held = list(model.modules()) if isinstance(model, nn.Module) else []
     readers = PROGRAM_READERS.items()
     return next((r for kind, r in readers if any(isinstance(m, kind) for m in held)), None)
 
 
 def inputs_of(program: Program, args: Any) -> Iterator[tuple[str, Any]]:
-    """Inputs of the program and what a call gives for them.
+    """Inputs of the program and their values in a call.
 
-    Of a sparse tensor ``x`` the features, as ``x``, and the coordinates, as ``x.indices``.
+    A sparse tensor ``x`` gives its features, as ``x``, and its coordinates, as ``x.indices``.
     """
     for name, value in bound(program, args):
         if is_sparse_tensor(value):
@@ -181,9 +181,9 @@ def inputs_of(program: Program, args: Any) -> Iterator[tuple[str, Any]]:
 
 
 def example_of(model: Any, args: Any) -> Any:
-    """Example inputs, or a loader's batch, as a model takes them (`as_example`).
+    """Example inputs, or a loader's batch, as arguments of the model (`as_example`).
 
-    A dict or a tensor is returned as it is for another package's model, which reads it itself.
+    For another package's model a dict or a tensor is returned unchanged: that package reads it.
     """
     if not isinstance(args, tuple | list) and _reader_of(model) is not None:
         return args
@@ -191,12 +191,12 @@ def example_of(model: Any, args: Any) -> Any:
 
 
 def bound(program: Program, args: Any) -> Iterator[tuple[str, Any]]:
-    """Inputs of the program and what a call gives for them, sparse tensors whole."""
+    """Inputs of the program and their values in a call, sparse tensors whole."""
     yield from placed(program.signature, arguments(args))
 
 
 def placed(wanted: Any, given: Any, where: str = "inputs") -> Iterator[tuple[str, Any]]:
-    """Names in a structure of `Ref`s, and what another value has in their places.
+    """Names in a structure of `Ref`s, and the members of another value at these positions.
 
     Members of containers are found by their keys. A `SparseRef` stands for two tensors.
 

@@ -1,4 +1,4 @@
-"""A model lowered and run on its example: the shape of everything, and which sizes are free."""
+"""A model lowered and run on its example: all shapes, and the free sizes."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def read_model(
 ) -> Source:
     """Lower `model` and run it on `args`.
 
-    With `voxels` sparse convolutions may be among its steps: the number of voxels is free then,
-    and the number of frames a constant.
+    With `voxels`, sparse convolutions are allowed: the number of voxels is free then, and the
+    number of frames a constant.
 
     Raises:
-        TypeError: No module.
-        ValueError: Not calibrated, not traceable, in training mode, a sparse model, inputs of
+        TypeError: Not a module.
+        ValueError: Not calibrated, cannot be captured, in training mode, a sparse model, inputs of
             another type than float32 (or with `integer_inputs` other floats), or a batch that
             cannot vary.
     """
@@ -158,7 +158,7 @@ def _run(
 def _largest(
     program: Program, step: Step, inputs: tuple[Tensor, ...]
 ) -> Iterator[tuple[str, float]]:
-    """Largest absolute value of each operand of a sum that is held as accumulators."""
+    """Largest absolute value of each operand of a sum that is kept as accumulators."""
     for index, (ref, value) in enumerate(zip(step.args, inputs, strict=True)):
         if program.values[ref.name].form != "int32":
             continue
@@ -181,7 +181,7 @@ def _doubled(value: Any) -> Any:
 
 
 def _chooses_rows(integer: QdqProgram) -> bool:
-    """Whether a size depends on values, as of ``x[mask]``: such are free in every file."""
+    """Whether a size depends on values, as for ``x[mask]``; it is free in every file."""
     model = integer_model(integer)
     if model is None or model.source is None:
         return False
@@ -191,7 +191,7 @@ def _chooses_rows(integer: QdqProgram) -> bool:
 
 
 def _fixed_numbers(integer: QdqProgram, free: Mapping[str, Any]) -> set[str]:
-    """Symbols of numbers out of tensors that hold nothing but fixed sizes."""
+    """Symbols of numbers taken from tensors that depend on fixed sizes alone."""
     model = integer_model(integer)
     assert model is not None
     assert model.source is not None
@@ -205,11 +205,11 @@ def _fixed_numbers(integer: QdqProgram, free: Mapping[str, Any]) -> set[str]:
 def _free_sizes(
     integer: QdqProgram, shapes: Mapping[str, Any], fixed: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Shapes with a name in the place of every size that is free.
+    """Shapes with a name in place of every free size.
 
     Args:
         integer: A program that was lowered from a graph.
-        shapes: Of its tensors in a run.
+        shapes: Shapes of its tensors in a run.
         fixed: Symbols of numbers that are the same in every frame.
     """
     model = integer_model(integer)
@@ -239,7 +239,7 @@ def _free_sizes(
 
 
 def _overlaid(sizes: tuple[Any, ...], found: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Sizes of a run, with the names of those that only the values tell."""
+    """Sizes of a run, with names for those that depend on values."""
     return tuple(
         _overlaid(size, name)
         if isinstance(size, tuple)
@@ -257,15 +257,15 @@ def _symbols(size: Any) -> set[str]:
 
 
 def _is_found(size: Any, fixed: Collection[str] = ()) -> bool:
-    """Whether the size is known once the values are."""
+    """Whether the size depends on values."""
     return any(symbol.startswith("u") for symbol in _symbols(size).difference(fixed))
 
 
 def _rows(program: Program, shapes: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, str]:
-    """Symbols of the graph that stand for a number of voxels given, with a name for it.
+    """Symbols of the graph that stand for a number of input voxels, with a name.
 
-    Beside voxels also the rows of any table given (points, their voxels, sets of voxels), as far
-    as the model takes any number of them.
+    Also for the rows of other input tables (points, their voxels, sets of voxels), where the model
+    accepts any number of them.
     """
     read = {step.args[0].name for step in program.steps if step.op == "sites"}
     read |= set(program.sparse_inputs)
@@ -290,7 +290,7 @@ def _rows(program: Program, shapes: Mapping[str, Any], values: Mapping[str, Any]
 def _named(
     value: Tensor, shape: tuple[int, ...] | None, rows: Mapping[str, str], fixed: Collection[str]
 ) -> tuple[int | str, ...]:
-    """Sizes, with the expression of one that follows the voxels: those given, or those found."""
+    """Sizes, with the expression of one that follows the voxels, given or found."""
     return tuple(
         rows.get(str(n), str(n))
         if _symbols(n) & rows.keys() or _is_found(n, fixed)

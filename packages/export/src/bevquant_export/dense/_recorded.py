@@ -1,4 +1,4 @@
-"""Sizes of the float tensors of a file, and inputs on which half precision fails first."""
+"""Sizes of the float tensors of a file, and the most critical inputs for half precision."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def recorded(
 ) -> Known:
     """Tensors of a file to the largest value of any calibration frame, and whether all were whole.
 
-    Inputs are known where `model` itself was calibrated, and not a module around its layers. What
-    a layer makes or reads is known where it is one step of the program.
+    Inputs are known where `model` itself was calibrated, not a module around its layers. A layer's
+    input and output are known where it is one step of the program.
 
     Args:
         model: Calibrated, or an integer model.
@@ -64,7 +64,7 @@ def recorded(
 
 
 def _alone(steps: Any, modules: Mapping[str, nn.Module]) -> Iterator[Step]:
-    """Steps that are all that a layer without layers of its own computes."""
+    """Steps that are the whole computation of a layer without child layers."""
     of_path: dict[str, list[Step]] = {}
     for step in steps:
         if step.op in _COMPUTED or step.op in ("move", "add"):
@@ -114,12 +114,12 @@ def hard_inputs(
     """Inputs on which half precision fails first, each with its name.
 
     The example itself, all zeros, every other row zero (padding, empty pillars), and the example
-    made as large as the largest calibration frame.
+    scaled to the largest calibration frame.
 
     Args:
         args: The example.
-        names: Of the tensors in it, in order.
-        known: As `recorded` returns it.
+        names: Names of its tensors, in order.
+        known: Result of `recorded`.
     """
 
     def changed(change: Any) -> Any:

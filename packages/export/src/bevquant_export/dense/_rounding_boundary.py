@@ -1,4 +1,4 @@
-"""Which differences are ties: a step apart, where float32 cannot tell which step is the nearer."""
+"""Ties among differences: one step apart, where float32 cannot tell which step is nearer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST, _AT_ONCE = 100_000, 2048
 
 @dataclass(frozen=True)
 class _Real:
-    """Values in their own unit, float64, and how far float32 arithmetic may be from them."""
+    """Values in their own unit, float64, and their distance from float32 results."""
 
     value: Array
     error: Array
@@ -70,7 +70,7 @@ class RoundingBoundary:
         self._values, self._errors, self._profile = values, errors, profile
 
     def reads(self, name: str) -> set[str]:
-        """Values by which `count` computes a value again."""
+        """Values from which `count` computes a value again."""
         step = self._makers.get(name)
         found: set[str] = set()
         for read in step.inputs if step else ():
@@ -80,22 +80,22 @@ class RoundingBoundary:
         return found
 
     def rounds_floats(self, name: str) -> bool:
-        """Whether a value is rounded from floats that functions may have made."""
+        """Whether a value is rounded from floats, which functions may have computed."""
         step = self._makers.get(name)
         if step is None or step.op not in ("quantize", "add"):
             return False
         return any(self._forms[read] == "float" for read in step.inputs)
 
     def count(self, name: str, places: Array, borders: Array, shape: tuple[int, ...]) -> int:
-        """How many values that differ by one step lie on the border of the two.
+        """Number of values, different by one step, that are ties.
 
-        No more than 100,000 values of a tensor are looked at, but for resized ones.
+        At most 100,000 values of a tensor are examined, except for resized ones.
 
         Args:
             name: Value of the program.
-            places: Where it differs, [values, axes].
+            places: Positions of the differences, [values, axes].
             borders: Half of the sum of the two integers there, without zero points.
-            shape: Of the tensor.
+            shape: Shape of the tensor.
         """
         form, step = self._forms.get(name), self._makers.get(name)
         if not isinstance(form, Integers) or step is None:
@@ -118,7 +118,7 @@ class RoundingBoundary:
     def _made(
         self, step: Step, form: Integers, places: Array, shape: tuple[int, ...]
     ) -> _Real | None:
-        """What a step rounds to integers; `None` where that is not known here."""
+        """The real value that a step rounds to integers; None where unknown here."""
         refs = [arg for arg in step.args if isinstance(arg, Ref)]
         if len(refs) != len(step.args) or not refs:
             return None
@@ -196,7 +196,7 @@ class RoundingBoundary:
     def _whole(
         self, name: str, made: Tensor, places: Array, shape: tuple[int, ...], errors: int
     ) -> _Real | None:
-        """Places of what was made of all of a value, each off by `errors` times its rounding."""
+        """Positions of a value computed from all of another, with `errors` times its rounding."""
         if made.shape != shape:
             return None
         read = made.numpy()[tuple(places.T)] * self._scale(name)
@@ -240,18 +240,18 @@ class RoundingBoundary:
 
 
 def products_at(step: Step, x: Array, places: Array) -> tuple[Array, Array, Array, int]:
-    """What a layer's kernel sums up for some of its outputs.
+    """Sums of a layer's kernel for some of its outputs.
 
-    Written for few places: nothing is computed for the others, and neither the simulator's kernels
-    nor a runtime's take part.
+    For few positions: nothing is computed for the others, and neither the simulator's kernels nor a
+    runtime's are used.
 
     Args:
         step: A convolution, a transposed one or a linear layer.
-        x: Integers that it reads.
+        x: Its integer input.
         places: Indices into its output, int [places, axes].
 
     Returns:
-        Σ x·w, Σ |x·w| and Σ (x·w)², int64 [places], and how many products a sum has at most.
+        Σ x·w, Σ |x·w| and Σ (x·w)², int64 [places], and the largest number of products in a sum.
     """
     weight = step.tensors["weight"].cpu().numpy()
     if step.op == "linear":
@@ -280,7 +280,7 @@ def products_at(step: Step, x: Array, places: Array) -> tuple[Array, Array, Arra
 
 
 def _read_at(step: Step, places: Array, offset: Array, sizes: Array) -> tuple[Array, Array]:
-    """Where the kernel's entry `offset` reads for each output, and whether that is in the input."""
+    """Input position of the kernel's entry `offset` for each output, and whether it is inside."""
     attributes: Any = step.attributes
     stride, dilation = np.asarray(attributes["stride"]), np.asarray(attributes["dilation"])
     if step.op == "conv":

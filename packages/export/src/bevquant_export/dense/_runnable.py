@@ -1,4 +1,4 @@
-"""A written file as a function of its inputs; one for hb_mapper in a form that onnxruntime runs."""
+"""A file as a function of its inputs; files for hb_mapper in a form that onnxruntime runs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _ATTRIBUTES = {"ReduceSum": "axes", "Split": "split", "Squeeze": "axes", "Unsque
 
 
 def upgraded_opset(proto: Any) -> Any:
-    """A model of operator set 11 in set 13: scales per channel get the axis that they run along.
+    """A model of operator set 11 in set 13: scales per channel get their axis.
 
-    Set 11 has no axis, and onnxruntime reads such scales along axis 1. Axes of a sum and the like,
-    and lengths of parts, are attributes there and tensors here. A softmax flattens there, all axes
-    from its own on, and does not here.
+    Set 11 has no axis, and onnxruntime applies these scales along axis 1. Axes of a sum and the
+    like, and lengths of parts, are attributes in set 11 and tensors in set 13. A softmax flattens
+    all axes from its own on in set 11, and does not in set 13.
     """
     imports = [entry for entry in proto.opset_import if entry.domain in ("", "ai.onnx")]
     if [entry.version for entry in imports] != [11]:
@@ -58,7 +58,7 @@ def upgraded_opset(proto: Any) -> Any:
 
 
 def _flattened(node: Any) -> list[Any]:
-    """A node of set 11 as nodes of set 13 that say that it flattens, where it does."""
+    """A node of set 11 as nodes of set 13 with an explicit flattening, where it flattens."""
     from onnx import helper
 
     if node.op_type not in ("Softmax", "LogSoftmax", "Hardmax"):
@@ -75,7 +75,7 @@ def _flattened(node: Any) -> list[Any]:
 
 
 def _with_tensor(graph: Any, node: Any, name: str) -> None:
-    """A node with a tensor in the place of an attribute, where it has that."""
+    """A node with a tensor in place of an attribute, where it has that."""
     from onnx import helper, numpy_helper
 
     for attribute in [a for a in node.attribute if a.name == name]:
@@ -88,22 +88,23 @@ def _with_tensor(graph: Any, node: Any, name: str) -> None:
 def session(
     proto: Any, runner: str, *, lean: bool = False, at_once: int = 1, timed: bool = False
 ) -> Any:
-    """What runs a model on the CPU, with onnxruntime's ``get_inputs`` and ``run``.
+    """A session that runs a model on the CPU, with onnxruntime's ``get_inputs`` and ``run``.
 
     Args:
         proto: The model.
         runner: ``"onnxruntime"`` with all its optimisations, ``"plain"`` for it without any, or
             ``"openvino"``.
-        lean: Whether onnxruntime takes as many threads as torch, and keeps no memory from run to
-            run, where its arena grows by doubling.
-        at_once: How many lean sessions share these threads.
-        timed: Whether it takes turns with another one: as many threads as torch, which sleep
-            through the other's turns.
+        lean: Whether onnxruntime uses torch's number of threads and keeps no memory between runs
+            (its arena grows by doubling).
+        at_once: Number of lean sessions that share these threads.
+        timed: Whether it takes turns with another session: torch's number of threads, which sleep
+            during the other's turns.
 
-    A file for CPUs that sum exactly runs without optimisations on others, where floats multiply.
+    A file for CPUs that sum exactly runs without optimisations on other CPUs, where floats
+    multiply.
 
     Raises:
-        ImportError: It is not installed; the extra that installs it is named.
+        ImportError: The runtime is not installed; the message names the extra.
         ValueError: The file multiplies integers, which saturates on this CPU.
     """
     if saturates_here(proto):
@@ -184,7 +185,7 @@ class _OpenVino:
 
 
 class _Reference:
-    """ONNX's own reference, with what is used of a session's interface."""
+    """ONNX's reference implementation with the interface of a session, as far as it is used."""
 
     def __init__(self, proto: Any) -> None:
         from onnx.reference import ReferenceEvaluator
@@ -214,11 +215,11 @@ class _Reference:
 
 
 def any_session(proto: Any, runner: str, *, at_once: int) -> tuple[Any, str]:
-    """What runs a model here beside others, as of `session`, and its name.
+    """The best session on this machine, as of `session`, and its name.
 
-    OpenVINO's files run in onnxruntime where it is not installed, and where neither is, all run in
-    ONNX's reference. A file for CPUs that sum exactly runs as it is written on others, in ONNX's
-    reference where it multiplies integers.
+    Files for OpenVINO run in onnxruntime where it is not installed; without both, all run in ONNX's
+    reference. A file for CPUs that sum exactly runs as written on other CPUs, in ONNX's reference
+    where it multiplies integers.
     """
     if saturates_here(proto):
         if _multiplies_integers(proto):
@@ -244,7 +245,7 @@ _SLOW = set("Conv ConvTranspose MaxPool AveragePool Resize GridSample".split())
 
 
 def rounded_session(proto: Any) -> Any:
-    """What rounds to float16 after each operation; ``None`` where that is no matter, or slow.
+    """A session that rounds to float16 after each operation; None where not needed, or slow.
 
     On CPUs onnxruntime computes float16 operations in float32 and drops the rounding between two of
     them. ONNX's reference computes in float16.

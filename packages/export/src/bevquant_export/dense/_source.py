@@ -1,7 +1,7 @@
-"""A calibrated model as steps in integers, with the size of everything between them.
+"""A calibrated model as integer steps, with all sizes.
 
-What an exporter emits is what the simulator, or the model itself, runs step by step, so the two
-cannot disagree on which tensors are integers of which scale.
+An exporter writes the steps that the simulator, or the model itself, runs, so the two cannot
+disagree on the integers and scales of a tensor.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Source:
         return bool(self.wider)
 
     def dtype(self, name: str) -> Any:
-        """Type of the tensor in the file, as torch's: float32 for what is integers of a scale."""
+        """Torch type of the tensor in the file: float32 for quantized values."""
         values = self.program.values
         form = values.get(name) or values.get(name.partition("[")[0])
         if form is not None and form.form not in ("float", "host"):
@@ -85,10 +85,9 @@ class Source:
         return shape, self.wider.get(name, shape)
 
     def target(self, path: str, name: str, source: str | None = None) -> list[int]:
-        """What a Reshape to the shape of `name` is given: −1 for the size that is free.
+        """Shape argument of a Reshape to the shape of `name`: −1 for the free size.
 
-        0, the size of the same axis of what is reshaped, for those that are `source`'s, if several
-        are free.
+        0, the size of the same axis of the input, for sizes of `source`, if several are free.
 
         Raises:
             ValueError: Several other sizes are free.
@@ -107,25 +106,25 @@ class Source:
         return sizes
 
     def varies(self, value: Any) -> bool:
-        """Whether a size or number among arguments is computed from what the file is given."""
+        """Whether a size or number among arguments is computed from the file's inputs."""
         if not isinstance(value, Ref) or value.name not in self.hosts:
             return False
         return value.name not in self.wider_hosts
 
     def counts(self, step: Step) -> bool:
-        """Whether a number among a step's arguments is computed from what the file is given."""
+        """Whether a number among a step's arguments is computed from the file's inputs."""
         return any(self.varies(Ref(name)) for name in step.inputs)
 
     def constants(
         self, path: str, values: Any, *, sizes: bool = False, counted: bool = False
     ) -> Any:
-        """Arguments with every host value as it was.
+        """Arguments with every host value of the run.
 
         Args:
-            path: Module that a message names.
+            path: Module in messages.
             values: Arguments; `Ref`s of tensors stay.
             sizes: The sizes of the result are read from the run, so host values may vary.
-            counted: Numbers that are computed from what the file is given stay `Ref`s.
+            counted: Numbers computed from the file's inputs stay `Ref`s.
 
         Raises:
             ValueError: A host value that follows the batch.

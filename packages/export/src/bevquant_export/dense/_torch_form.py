@@ -1,8 +1,8 @@
-"""Whatever else a model computes in float, in the form that torch's own exporter gives it.
+"""Other float operations, in the form that torch's exporter gives them.
 
 A call such as ``torch.ops.aten.gather.default(x, 1, index)`` becomes a module of its own, which
-torch's exporter writes at operator set 18; onnx's converter takes that down to the operator set of
-the file, and the nodes are spliced into it.
+torch's exporter writes at operator set 18. onnx's converter lowers that to the file's operator set,
+and the nodes are inserted into the file.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def torch_form(
     source: Source,
     constants: Mapping[str, Tensor],
 ) -> str | list[str]:
-    """Nodes of a step in float: the tensor that it makes, or several.
+    """Nodes of a float step: its output, or several.
 
     Args:
-        graph: Where nodes are added.
-        step: What calls a function or a module of torch.
+        graph: Receives the nodes.
+        step: Calls a function or a module of torch.
         read: Value of the program to its tensor in the file.
-        number: Number that is computed from what the file is given to its tensor, int64 ``[]``.
+        number: Number computed from the file's inputs to its tensor, int64 ``[]``.
         source: The program and its sizes.
-        constants: Values of the program that are constants; they become the nodes' own.
+        constants: Constant values of the program; they become the nodes' own.
 
     Raises:
         ValueError: The reason why it has no such form.
@@ -92,7 +92,7 @@ def torch_form(
 
 
 class _Call(nn.Module):
-    """One call, with everything but tensors that are computed inside.
+    """One call, with all arguments except computed tensors inside.
 
     Attributes:
         names: Values that `forward` takes, in order.
@@ -117,7 +117,7 @@ class _Call(nn.Module):
         replaced(given, note)
 
     def key(self, examples: tuple[Any, ...], free: Any) -> Any:
-        """What two calls of one form have in common; ``None`` for one with values of its own."""
+        """Key that calls of one form share; None for a call with its own values."""
         if self._values or not isinstance(self._function, torch._ops.OpOverload):
             return None
         given = replaced(self._given, lambda ref: f"tensor {self.names.index(ref.name)}")
@@ -143,7 +143,7 @@ def _at_most(proto: Any, opset: int) -> tuple[Any, int]:
 
 
 def _remember(key: Any, form: tuple[Any, int]) -> None:
-    """Keep a form for the next call of its kind, in this file or another; the oldest one goes."""
+    """Keep a form for the next call with this key, in any file; the oldest one is dropped."""
     if key is not None:
         with _lock:
             _known[key] = form
@@ -164,7 +164,7 @@ def _example(source: Source, name: str) -> Any:
 
 
 def _free(source: Source, name: str) -> Any:
-    """Axes whose size is not the example's in every frame; a number is not, either."""
+    """Axes whose size varies between frames; numbers do not."""
     dynamic = torch.export.Dim.DYNAMIC
     if name in source.hosts:
         return dynamic
@@ -175,8 +175,8 @@ def _free(source: Source, name: str) -> Any:
 def _lowered(proto: Any, opset: int) -> Any:
     """The model in an operator set, checked.
 
-    Where onnx's converter does not know an operator, the nodes are tried there: axes of reductions
-    as attributes, and without what says only what was so before.
+    Where onnx's converter does not know an operator, the nodes are tried in that set: axes of
+    reductions as attributes, and without attributes that only state the older behaviour.
     """
     import onnx
     from onnx.checker import ValidationError
@@ -232,7 +232,7 @@ def _slice_shapes(graph: Any) -> None:
 
 
 def _without_news(graph: Any, opset: int) -> None:
-    """Rewrite nodes of operator set 18 that mean nothing new as earlier sets have them."""
+    """Rewrite nodes of operator set 18 without new behaviour in the form of earlier sets."""
     from onnx import defs, helper, numpy_helper
 
     values = {tensor.name: tensor for tensor in graph.initializer}

@@ -1,8 +1,8 @@
-r"""Sparse convolutions inside of a larger model: rows of voxels, and where these lie.
+r"""Sparse convolutions inside a larger model: rows of voxels and their coordinates.
 
-A tensor of voxels has rows in a file, ``[voxels, channels]``, whose number is free; whatever works
-row by row is written as for any other tensor. Tables of neighbours are those of the portable
-sparse files. Sums of integers are exact and rounded once, in float64, as the simulator does:
+A tensor of voxels has rows in a file, ``[voxels, channels]``, whose number is free. Operations row
+by row are written as for any other tensor. Tables of neighbours are those of the portable sparse
+files. Sums of integers are exact and rounded once, in float64, as in the simulator:
 
 .. math:: y_q = \operatorname{clamp}\bigl(\operatorname{round}((\textstyle\sum x_q w_q + b_q)\,
           m)\bigr)
@@ -33,7 +33,7 @@ _PADDING = 2  # place among kernel, stride, padding and dilation
 
 @dataclass(frozen=True)
 class _Window:
-    """A sparse convolution or pooling as `Surroundings` reads it."""
+    """A sparse convolution or pooling in the form that `Surroundings` reads."""
 
     name: str
     kernel_size: tuple[int, ...]
@@ -46,17 +46,17 @@ class _Window:
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether every row meets itself alone."""
+        """Whether every row has itself as its only neighbour."""
         ones = (1,) * _AXES
         still = self.subm or not any(self.padding)
         return self.kernel_size == self.stride == ones and still and not self.inverse
 
 
 class Voxels:
-    """Writes the steps of a program that know where voxels are.
+    """Writes the steps of a program that depend on coordinates of voxels.
 
     Args:
-        numbers: Of the program, and what writes its steps.
+        numbers: Numbers of the program, and the writer of its steps.
         inputs: Name in the program to name in the file.
     """
 
@@ -88,7 +88,7 @@ class Voxels:
         return self.graph.node("Gather", "coords", [coords, kept], axis=1)
 
     def host(self, step: Step) -> None:
-        """Note a step that computes coordinates or asks for a part of them."""
+        """Record a step that computes coordinates or reads a part of them."""
         made, first = step.outputs[0], step.args[0] if step.args else None
         voxel_set = self._voxel_sets.get(first.name) if isinstance(first, Ref) else None
         if voxel_set is None:
@@ -180,7 +180,7 @@ class Voxels:
         return None if sums is None else self._rounded(step, sums, form)
 
     def written(self, step: Step) -> str | None:
-        """A step in float, or one that moves values, where it is about voxels."""
+        """A float step or layout operator on voxels."""
         what = step.attributes.get("what")
         if type(step.module).__name__ == "FloatSparseConv":
             return self._float_convolution(step, self.read(step.args[0].name))
@@ -243,7 +243,7 @@ class Voxels:
     # Parts
 
     def _walk(self, step: Step, key: str | None, geometry: tuple[Any, ...]) -> str | None:
-        """The table of neighbours of a step on coordinates; its own coordinates become known."""
+        """Table of neighbours of a step on coordinates; its own coordinates become known."""
         voxel_set = self._voxel_sets.get(step.args[1].name)
         if voxel_set is None:
             refuse(step.path, "its voxels are made by something that has no form")
@@ -278,7 +278,7 @@ class Voxels:
         return rows, made
 
     def _distinct(self, voxel_set: VoxelSet) -> VoxelSet:
-        """The same, each given voxel once: what convolutions read, and nothing else has to be."""
+        """The coordinates, each input voxel once: a requirement of convolutions alone."""
         if voxel_set.maker not in self._unchecked:
             return voxel_set
         assert self._surroundings is not None
@@ -292,7 +292,7 @@ class Voxels:
         return checked
 
     def _missing_axes(self, voxel_set: VoxelSet) -> int:
-        """How many axes its grid has fewer than three."""
+        """Number of axes that its grid lacks for three."""
         return self._missing[voxel_set.maker]
 
     def _gathered(

@@ -16,7 +16,7 @@ from bevquant_int8sim.program import Integers, Step
 
 @dataclass(frozen=True, eq=False)
 class _Weight:
-    """Integers, value of one step of each output channel, and which axis numbers these."""
+    """Integers, step size of each output channel, and the axis of the output channels."""
 
     integers: Array
     scales: Array
@@ -30,7 +30,7 @@ class _Weight:
 
     @property
     def along_axis(self) -> Array | None:
-        """A scale for each entry of the axis; ``None`` where groups share an entry and differ."""
+        """A scale per entry of the axis; None where groups share an entry and differ."""
         if not self.axis:
             return self.scales
         each = self.scales.reshape(self.groups, -1)
@@ -38,7 +38,7 @@ class _Weight:
 
 
 def block_of(graph: Graph, step: Step) -> int:
-    """Side of the blocks that a transposed convolution writes side by side; 0 for all others."""
+    """Side of the blocks of a transposed convolution without overlap; 0 for all others."""
     if step.op != "conv_transpose" or not graph.profile.depth_to_space:
         return 0
     attributes = step.attributes
@@ -71,9 +71,9 @@ def _as_convolution(step: Step, block: int) -> Step:
 
 
 def weighted_layer(graph: Graph, step: Step, x: TensorState, form: Any, source: Source) -> str:
-    """The layer's nodes up to its float result, which a ReLU or a quantizer follows.
+    """The layer's nodes up to its float result, in front of a ReLU or a quantizer.
 
-    Where `block_of` is not 0 the result's channels still have to become pixels.
+    Where `block_of` is not 0, the result's channels still have to become pixels.
     """
     block = block_of(graph, step)
     step = _as_convolution(step, block) if block else step
@@ -138,7 +138,7 @@ def unflattened(graph: Graph, step: Step, state: TensorState, source: Source) ->
 
 
 def _scales(step: Step, x: TensorState, form: Any) -> Array:
-    """Value of one step of each output channel's weight, float64."""
+    """Step size of each output channel's weight, float64."""
     if "weight_scale" in step.tensors:
         given: Array = step.tensors["weight_scale"].double().cpu().numpy()
         return given
@@ -152,7 +152,7 @@ def _scales(step: Step, x: TensorState, form: Any) -> Array:
 
 
 def _weight(graph: Graph, step: Step, weight: _Weight) -> str:
-    """The node that makes the weight as it is multiplied by."""
+    """The node of the weight in the form that the layer multiplies."""
     path, profile = step.path, graph.profile
     scales = weight.along_axis
     if scales is None or _is_float(graph, step, weight):
@@ -175,7 +175,7 @@ def _weight(graph: Graph, step: Step, weight: _Weight) -> str:
 
 
 def _is_float(graph: Graph, step: Step, weight: _Weight) -> bool:
-    """Whether the scales of a transposed convolution's weight fit no axis that may have some."""
+    """Whether the scales of a transposed convolution's weight fit no axis that may have scales."""
     if step.op != "conv_transpose" or weight.single:
         return False
     return weight.along_axis is None or not graph.profile.transposed_per_channel
@@ -202,10 +202,10 @@ def _float_weight(graph: Graph, path: str, weight: _Weight) -> str:
 
 
 def _with_room_for_bias(graph: Graph, step: Step, x: TensorState, weight: _Weight) -> _Weight:
-    """The weight in steps so large that int32 holds the bias in steps of the sums.
+    """The weight in steps large enough that int32 holds the bias in steps of the sums.
 
-    A channel without weights, or with tiny ones, has a bias of more than 2³⁰ steps otherwise.
-    Beside such a bias a weight's rounding to larger steps is nothing that eight bits show.
+    A channel without weights, or with tiny ones, otherwise has a bias of more than 2³⁰ steps.
+    Beside such a bias the coarser weight does not change eight bits.
     """
     bias = step.tensors.get("bias")
     if bias is None or x.form is None or not _rounds_bias(graph, step):
@@ -224,16 +224,16 @@ def _with_room_for_bias(graph: Graph, step: Step, x: TensorState, weight: _Weigh
 
 
 def _rounds_bias(graph: Graph, step: Step) -> bool:
-    """Whether a bias of floats becomes whole steps of the sums.
+    """Whether a float bias becomes whole steps of the sums.
 
-    Transposed convolutions run in float everywhere, where that would gain nothing.
+    Transposed convolutions run in float on every engine, so this would gain nothing.
     """
     floats = step.tensors["bias"].is_floating_point()
     return floats and graph.profile.integer_bias and step.op != "conv_transpose"
 
 
 def _bias(graph: Graph, step: Step, x: TensorState, scales: Array) -> str:
-    """The bias as the profile wants it; empty where there is none."""
+    """The bias in the profile's form; empty without one."""
     if "bias" not in step.tensors:
         return ""
     named, bias = f"{step.path}.bias", step.tensors["bias"].double().cpu().numpy()

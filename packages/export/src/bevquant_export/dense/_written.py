@@ -1,4 +1,4 @@
-"""What an export made, and how it departs from what it was made from."""
+"""Result of an export, and its differences from the model."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class TensorDifference:
 
     @property
     def unexplained(self) -> int:
-        """How many of the different are no ties."""
+        """Number of differing values that are no ties."""
         return self.different - self.ties
 
     @property
     def allowed(self) -> int:
-        """How many of the unexplained rounding in float32 may come to.
+        """Number of unexplained values that float32 rounding may cause.
 
-        None where the operation was computed again; else, of averages and functions in float, four
-        values or one in 10,000 (of what is quantized, one in a million).
+        None where the operation was computed again. Else, for averages and float functions: four
+        values or one in 10,000 (one in a million for a quantized input).
         """
         if self.op in _RECOMPUTED:
             return 0
@@ -64,7 +64,7 @@ class TensorDifference:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the file computes something else than the integer model."""
+        """Whether the file computes other values than the integer model."""
         return self.unexplained > 0 and (self.unexplained > self.allowed or self.largest > 1)
 
 
@@ -130,7 +130,7 @@ class QdqFile(HtmlTable):
 
 
 def verdict(verified: str, rows: Iterable[Any]) -> str:
-    """In words: who ran a file before it got its name, and how many integers were others."""
+    """The verification in words: the runtime and the number of differences."""
     rows = list(rows)
     if verified == "no":
         return "not run: whether it computes what the model computes is unknown"
