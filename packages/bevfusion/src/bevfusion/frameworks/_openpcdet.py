@@ -149,6 +149,11 @@ def load_openpcdet(
     notes = [*data.notes]
     if checkpoint is not None:
         notes.insert(0, str(load_weights(model, checkpoint)))
+    if data.voxelized and settings.MODEL.get("BACKBONE_3D") is None:
+        notes.append(
+            "the dense file takes as many pillars as the first frame has: begin with the frame of "
+            "most pillars, and repeat any pillar of a frame with fewer"
+        )
     second = settings.MODEL.get("ROI_HEAD")
     if second is not None:
         notes.append(f"the second stage ({second.NAME}) is left out: boxes are the first stage's")
