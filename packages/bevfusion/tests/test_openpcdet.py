@@ -55,6 +55,7 @@ def load(checkout: Path, name: str, weights: Path | None = None) -> Any:
 def test_anchors_are_decoded_by_their_own_code(checkout: Path) -> None:
     detector = load(checkout, "anchors")
     assert detector.classes == ("Car", "Cyclist")
+    assert detector.point_cloud_range == pytest.approx((-25.6, -25.6, -4, 25.6, 25.6, 4))
     assert not detector.notes
     (voxels,) = detector.arguments(FRAME)
     assert voxels["voxels"].shape[1:] == (5, 4)

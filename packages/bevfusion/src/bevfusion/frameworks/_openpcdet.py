@@ -160,7 +160,9 @@ def load_openpcdet(
     decode = _split(model.dense_head)
     network = FirstStage(model).eval()
     use_bevquant_kernels(network)
-    return ForeignDetector(network, data.arguments, _boxes(model, decode), classes, tuple(notes))
+    return ForeignDetector(
+        network, data.arguments, _boxes(model, decode), classes, tuple(notes), data.bounds
+    )
 
 
 def _refusal(settings: Settings) -> str:
@@ -208,6 +210,11 @@ class _Data:
             dataset_cfg=self.config,
         )
 
+    @property
+    def bounds(self) -> Any:
+        """Low x, y, z, then high x, y, z [m]."""
+        return (*self.low.tolist(), *self.high.tolist())
+
     def arguments(self, frame: Frame) -> tuple[Any, ...]:
         """The model's voxels of a frame, or its points where the model voxelizes itself."""
         if frame.points is None:
@@ -227,7 +234,7 @@ class _Data:
         voxels, cells, counts = operators.hard_voxelize(
             points,
             self.step.VOXEL_SIZE,
-            [*self.low.tolist(), *self.high.tolist()],
+            self.bounds,
             self.step.MAX_POINTS_PER_VOXEL,
             self.step.MAX_NUMBER_OF_VOXELS["test"],
         )
