@@ -144,6 +144,43 @@ def without_form() -> Any:
     return Wrapped(lambda x: torch.linalg.svd(x[0, 0])[1]).eval(), arguments
 
 
+class Pillars(nn.Module):
+    """A pillar encoder by the name of its layers, in front of a dense network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Module()
+        self.encoder.pfn_layers = nn.ModuleList([nn.Linear(4, 8)])
+        self.neck = nn.Conv2d(8, 2, 3, padding=1)
+
+    def forward(self, points: Tensor) -> Tensor:
+        return self.neck(self.encoder.pfn_layers[0](points).T.reshape(1, 8, 32, 32))
+
+
+def pillars() -> Any:
+    return Pillars().eval(), lambda frame: (torch.from_numpy(frame.points[:1024, :4]),)
+
+
+class Chooses(Pillars):
+    """Python decides by a value, which no graph follows."""
+
+    def forward(self, points: Tensor) -> Tensor:
+        x = super().forward(points)
+        return x * 2 if x.sum() > 0 else x
+
+
+def chooses() -> Any:
+    return Chooses().eval(), pillars()[1]
+
+
+def no_layers() -> Any:
+    return nn.ReLU(), pillars()[1]
+
+
+def numpy_arguments() -> Any:
+    return Pillars(), lambda frame: (frame.points[:1024, :4],)
+
+
 def one_value() -> Any:
     """Calibration frames that are empty but for one value."""
 

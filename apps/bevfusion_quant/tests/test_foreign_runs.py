@@ -197,12 +197,33 @@ def test_classes_without_names_are_numbers(tmp_path: Path) -> None:
         ("own_detector:short_boxes", r"boxes of the model: scores is shape \(3,\), expected"),
         ("own_detector:class_too_high", "labels from 0 to 9, expected 0 to 1"),
         ("own_detector:text", "the model returned str: expected tensors"),
+        ("own_detector:numpy_arguments", r"returned numpy.ndarray for street_0: return torch"),
+        ("own_detector:no_layers", "none of its layers is quantized: it has no convolution"),
+        ("own_detector", "expected one of bevfusion, .*package.module:function"),
     ],
 )
 def test_what_is_no_model_is_refused(name: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
         quantized(tmp_path / "runs", name, frames=FRAMES[:1])
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_error_of_the_forward_says_what_it_was_given(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"called with \('float32 \[\d+, 4\]', 'int32 \[\d+, 4\]'"):
+        quantized(tmp_path, "own_detector:failing_forward", frames=FRAMES[:1])
+
+
+def test_a_model_without_integers_says_why(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"none of its layers computes in integers \(.*own_det"):
+        quantized(tmp_path, "own_detector:chooses", frames=FRAMES[:1], integers="auto")
+
+
+def test_pillar_encoders_stay_in_float_and_say_why(tmp_path: Path) -> None:
+    made = quantized(tmp_path, "own_detector:pillars", frames=FRAMES[:1], integers="auto")
+    assert made.simulation is not None
+    reasons = {part.path: part.reason for part in made.simulation.islands}
+    assert "coordinates in metres" in reasons["network.encoder.pfn_layers.0"]
+    assert [row.layer for row in made.layers] == ["network.neck", "output"]
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -217,9 +217,11 @@ def lowered(
             "bevfusion-quant ptq"
         ) from error
     if not any(step.op in _LAYERS for step in model.steps):
+        first = next(iter(model.float_fallbacks), None)
+        why = f" ({first.path or 'the model'}: {first.reason})" if first is not None else ""
         raise InputError(
-            "the run cannot be simulated in integers: none of its layers is quantized: quantize "
-            "with bevfusion-quant ptq and fewer --exclude"
+            f"the run cannot be simulated in integers: none of its layers computes in integers{why}"
+            ": mend what the reason names, or quantize with fewer --exclude"
         )
     return model
 

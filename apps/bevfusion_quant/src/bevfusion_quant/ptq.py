@@ -196,6 +196,11 @@ def run_ptq(
             del float_model  # as large as the folded one, and read no more
         with clock.step("quantize", blame="the branch cannot be quantized this way"):
             quantized = quantize_as(fused.model, example, config, plan)
+        if not quantized.result.quantized:
+            raise InputError(
+                f"--model {config.model}: none of its layers is quantized: it has no convolution "
+                "or linear layer that --exclude leaves; name another network"
+            )
         if plan is not None:
             apply_plan(quantized.model, plan.before_calibration())
         settings = {"ptq": asdict(config), "command": record.command}

@@ -117,8 +117,8 @@ def find_detector(name: str, weights: Path | None = None) -> DetectorKind:
             raise InputError(f"--model {name}: building it raised {user_error(error)}") from error
     if name not in DETECTORS:
         raise InputError(
-            f"--model {name}: expected one of {', '.join(DETECTORS)}, mmdet3d:CONFIG.py or "
-            "package.module:function"
+            f"--model {name}: expected one of {', '.join(DETECTORS)}, mmdet3d:CONFIG.py, "
+            "openpcdet:CONFIG.yaml or package.module:function"
         )
     return DETECTORS[name]
 

@@ -106,7 +106,7 @@ def layer_picture(folder: Path, rows: Sequence[LayerRow]) -> list[Path]:
                 textcoords="offset points", va="center", fontsize=size, color=GREY,
             )  # fmt: skip
         axes.set_yticks(list(heights), names, fontsize=size)
-        axes.invert_yaxis()
+        axes.set_ylim(last + 0.6, -0.6)  # the first on top, and no wide margins
         axes.set_xlim(min(0.0, min(decibels) * 1.1), max(decibels) * 1.12)
         axes.set_xlabel("SQNR of the layer's output, fake-quantized against float [dB]")
         axes.set_title("Error carried to each layer, first layer on top")

@@ -20,7 +20,7 @@ from bevfusion.centerpoint._pillars import (
 )
 from bevfusion.model import SECOND, SECONDFPN, Batch, Detector, lidar_map, prepared
 
-_METRES_IN_FLOAT = (
+METRES_IN_FLOAT = (
     "its input has coordinates in metres beside offsets in centimetres, of which 8 bits keep one; "
     "engines run it in fp16, and it is less than 1 % of the operations"
 )
@@ -56,7 +56,7 @@ class CenterPoint(Detector):
         if isinstance(lidar, PillarConfig):
             self.pts_voxel_layer: nn.Module = DecoratedPillars(lidar)
             self.pts_voxel_encoder: nn.Module = PillarFeatureNet(lidar)
-            self.kept_in_float = {"pts_voxel_encoder": _METRES_IN_FLOAT}
+            self.kept_in_float = {"pts_voxel_encoder": METRES_IN_FLOAT}
             self.pts_middle_encoder: nn.Module = PointPillarsScatter(lidar)
         else:
             from bevfusion.model._encoder import SparseEncoder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,10 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from bev_data import InputError
 from bev_data.boxes import Detections
 from bev_data.points import Frame
+from bevfusion.centerpoint._model import METRES_IN_FLOAT
 from bevfusion.model import Detector
 
 
@@ -93,6 +96,11 @@ class ForeignModel(Detector):
     def __init__(self, detector: ForeignDetector) -> None:
         super().__init__()
         self.network = copy.deepcopy(detector.network)
+        self.kept_in_float = {
+            path: METRES_IN_FLOAT
+            for path, module in self.named_modules()
+            if hasattr(module, "pfn_layers")  # a pillar encoder of mmdetection3d, OpenPCDet, det3d
+        }
         self._detector = detector
         self.eval()
 
@@ -100,7 +108,9 @@ class ForeignModel(Detector):
         """Whatever the network returns."""
         if torch.compiler.is_exporting():  # which looks at errors itself
             return self.network(*arguments)
-        return _called("forward", self.network, *arguments)
+        given = tree_map(_described, arguments)
+        advice = f"it was called with {given}: arguments returns what forward takes, on the CPU"
+        return _called("forward", self.network, *arguments, advice=advice)
 
     @property
     def finds_boxes(self) -> bool:
@@ -127,10 +137,15 @@ class ForeignModel(Detector):
                 f"arguments of the model returned {type(given).__name__} for {frame.name}: return "
                 "a tuple of the network's positional arguments"
             )
+        if any(isinstance(value, np.ndarray) for value in tree_leaves(given)):
+            raise InputError(
+                f"arguments of the model returned numpy.ndarray for {frame.name}: return "
+                "torch.Tensor (torch.from_numpy)"
+            )
         return given
 
 
-def _called(name: str, function: Callable[..., Any], *given: Any) -> Any:
+def _called(name: str, function: Callable[..., Any], *given: Any, advice: str = "") -> Any:
     """What code of the user returns.
 
     Raises:
@@ -141,15 +156,24 @@ def _called(name: str, function: Callable[..., Any], *given: Any) -> Any:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"{name} of the model raised {user_error(error)}") from error
+        more = f"; {advice}" if advice else ""
+        raise InputError(f"{name} of the model raised {user_error(error)}{more}") from error
+
+
+def _described(value: Any) -> str:
+    """Type and shape of a tensor, the class of anything else."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__
 
 
 def user_error(error: Exception) -> str:
     """An exception of a user's code in a line: class, text, file and line."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
-    own = [f for f in frames if "site-packages" not in f.filename and "bevquant_" not in f.filename]
-    place = "".join(f" ({f.filename}:{f.lineno})" for f in (own or frames)[-1:])
-    return f"{type(error).__name__}: {error}{place}"
+    own = [f for f in frames if not re.search("/torch/|/bevfusion/|/bevquant_", f.filename)]
+    place = "".join(f" ({f.filename}:{f.lineno})" for f in own[-1:])
+    first = str(error).strip().partition("\n")[0]  # torch lists the overloads behind it
+    return f"{type(error).__name__}: {first}{place}"
 
 
 def _checked(found: Detections, classes: Sequence[str]) -> Detections:

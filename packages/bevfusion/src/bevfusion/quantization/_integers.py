@@ -322,6 +322,7 @@ def float_parts(
         reasons: By part, and "excluded".
     """
     left = {path: why for part, why in reasons.items() for path in model.part_paths.get(part, ())}
+    left = {**model.kept_in_float, **left}
     known = dict(model.named_modules())
     found = []
     for fallback in islands:

@@ -80,7 +80,8 @@ def _least_score(present: Mapping[str, ReportBoxes]) -> float:
         boxes = present.get(kind)
         if boxes is not None and boxes.scores is not None and len(boxes.scores) > SHOWN:
             falling = np.sort(boxes.scores)[::-1]
-            return float(min(0.95, np.ceil(falling[SHOWN] * 20) / 20))
+            least = min(0.95, float(np.ceil(falling[SHOWN] * 20) / 20))
+            return least if least <= falling[0] else float(np.floor(falling[SHOWN] * 20) / 20)
     return 0.0
 
 
