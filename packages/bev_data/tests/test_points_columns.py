@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from point_files import drive, records, write_pcd
 
 from bev_data.cameras import Camera
 from bev_data.datasets import open_dataset, write_frame_folder
-from bev_data.points import Frame, Labels, PointsError, read_points, save_tensor
+from bev_data.points import Frame, Labels, PointsError, read_frames, read_points, save_tensor
 
 NAMED = ("pcd", "npy", "npz", "feather")
 
@@ -179,6 +181,11 @@ def test_columns_that_cannot_be(tmp_path, columns, message):
     np.save(tmp_path / "a.npy", six())
     with pytest.raises(PointsError, match=message):
         read_points(tmp_path / "a.npy", columns=columns)
+    for opened in (read_frames, partial(open_dataset, "files")):  # before a frame is read
+        with pytest.raises(PointsError, match=message):
+            opened(tmp_path / "a.npy", columns=columns)
+        with pytest.raises(ValueError, match="expected the directions"):
+            opened(tmp_path / "a.npy", axes="forward,left")
 
 
 @pytest.mark.parametrize("kind", NAMED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ from bev_data._errors import InputError
 from bev_data.datasets._frame_folder import is_frame_folder, read_frame_folder
 from bev_data.datasets._frame_list import FrameList
 from bev_data.points import Frame, read_frames, read_points
+from bev_data.points._read import check_values
 
 _LOG = logging.getLogger(__name__)
 
 
-def check_reading(options: Iterable[str]) -> None:
-    """Refuse options that `read_points` does not have.
+def check_reading(options: Mapping[str, Any]) -> None:
+    """Refuse options that `read_points` does not have, and values that no file can have.
 
     Raises:
         InputError: naming them.
@@ -27,6 +28,7 @@ def check_reading(options: Iterable[str]) -> None:
     unknown = [name for name in options if name not in known]
     if unknown:
         raise InputError(f"{', '.join(unknown)}: files have the options {', '.join(known)}")
+    check_values(options)
 
 
 def files(

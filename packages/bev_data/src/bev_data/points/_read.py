@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -201,12 +201,13 @@ class FrameFiles(Sequence[Frame]):
         return f"FrameFiles({len(self)} files)"
 
 
-def read_frames(paths: _AnyPath | Iterable[_AnyPath], **options: object) -> FrameFiles:
+def read_frames(paths: _AnyPath | Iterable[_AnyPath], **options: Any) -> FrameFiles:
     """Frames of files and of folders, in order.
 
     A folder stands for its own files with a known extension, sorted by name (not its sub-folders).
-    The two files of a voxel pair are one frame. Missing files, unknown extensions and empty
-    folders are refused at once; the content is checked when a frame is read.
+    The two files of a voxel pair are one frame. Missing files, unknown extensions, empty folders,
+    columns and axes that cannot be are refused at once; the content is checked when a frame is
+    read.
 
     Args:
         paths: one path or several, files or folders.
@@ -219,6 +220,7 @@ def read_frames(paths: _AnyPath | Iterable[_AnyPath], **options: object) -> Fram
         PointsError: nothing given, a missing file, an unknown extension, a folder without frames,
             and at access whatever `read_points` refuses.
     """
+    check_values(options)
     listed = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     files: dict[Path, None] = {}
     for item in map(Path, listed):
@@ -232,6 +234,16 @@ def read_frames(paths: _AnyPath | Iterable[_AnyPath], **options: object) -> Fram
     if not files:
         raise PointsError("no frames given: name at least one file or folder")
     return FrameFiles(files, **options)
+
+
+def check_values(options: Mapping[str, Any]) -> None:
+    """Refuse columns and axes that no file can have, before a file is read.
+
+    Raises:
+        InputError: as `read_points`.
+    """
+    parse_columns(options.get("columns"))
+    axes_motion(options.get("axes", "right,forward,up"))
 
 
 def _files_of(folder: Path) -> list[Path]:
