@@ -1,4 +1,4 @@
-"""ONNX files of quantized models, sparse and dense: written, linted, read back and run."""
+"""ONNX files of quantized models, sparse and dense: write, lint, read and run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One verdict on each tensor of a written file: what may differ, and whether more than that does.
+"""Verdict on each tensor of a written file: the allowed difference, and whether it is exceeded.
 
-The exporters refuse by it; whoever shows a file's differences says by it what they mean.
+The exporters refuse files by it, and pages explain differences with it.
 """
 
 from __future__ import annotations

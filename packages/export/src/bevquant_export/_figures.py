@@ -1,4 +1,4 @@
-"""Size of a written file and, on request, its time, beside the same model in float32."""
+"""Size of a file and, on request, its time beside the same model in float32."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _CPUS = {
 
 @dataclass(frozen=True)
 class Timing:
-    """The fastest of interleaved runs of a file and of the same model in float32, in one process.
+    """Fastest of interleaved runs of a file and of the same model in float32, in one process.
 
     Attributes:
-        milliseconds: Of the file.
-        float_milliseconds: Of the model in float32.
+        milliseconds: Time of the file.
+        float_milliseconds: Time of the model in float32.
         threads: Threads of each.
-        cpu: What the CPU is called.
+        cpu: Name of the CPU.
     """
 
     milliseconds: float
@@ -38,7 +38,7 @@ class Timing:
 
     @property
     def ratio(self) -> float:
-        """How many times as fast as float32."""
+        """Speed relative to float32."""
         return self.float_milliseconds / self.milliseconds
 
     def __str__(self) -> str:
@@ -51,15 +51,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a file costs.
+    """Size and time of a file.
 
     Attributes:
         size: Its bytes.
         float_size: Its bytes with the same weights in float32.
-        weights: Type of its integer weights, ``"int8"`` or ``"uint8"``, or both; empty where it
-            has none.
-        cpu: Which CPUs it is exact on, as its metadata say: ``"vnni"`` or ``"any"``; empty where
-            its engine is no CPU.
+        weights: Type of its integer weights, ``"int8"`` or ``"uint8"``, or both; empty without any.
+        cpu: CPUs on which it is exact, from its metadata: ``"vnni"`` or ``"any"``; empty for
+            engines that do not run on a CPU.
         timing: Where it was measured.
     """
 
@@ -107,8 +106,8 @@ def timed(
     Args:
         proto: The file.
         peer: The same model in float32.
-        given: Inputs by name, of both.
-        open_session: Makes what runs a model, for torch's number of threads.
+        given: Inputs of both, by name.
+        open_session: Makes a session with torch's number of threads.
     """
     runs = []
     for model in (proto, peer):

@@ -1,9 +1,9 @@
-"""Conditions on free sizes of a file, in its metadata, from the program to whoever runs the file.
+"""Conditions on free sizes of a file, in its metadata.
 
-A forward that asks about a size is one branch in a file. Sizes that are constants of the file
-decide that for good; a condition on a size that the file leaves free stands in the metadata under
-`KEY`. `open_onnx` and `load_sparse_onnx` refuse inputs that break it, `lint_onnx` reports it, and
-other runtimes do not read it.
+A forward that asks about a size is one branch in a file. Constant sizes decide the branch at
+export. A condition on a free size is written into the metadata under `KEY`: `open_onnx` and
+`load_sparse_onnx` refuse inputs that break it, `lint_onnx` reports it, other runtimes do not read
+it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Sizes = Mapping[str, Sequence[Any] | int]
 
 
 def open_guards(guards: Iterable[Guard], names: Mapping[str, str], sizes: Sizes) -> list[Guard]:
-    """Guards about free sizes of a file.
+    """Guards on free sizes of a file.
 
     Args:
-        guards: Of the program.
-        names: Its inputs to the inputs of the file; others are constants there.
-        sizes: Input of the file, or what is a constant of it, to the sizes or the number. A free
-            size is a string, the same one for sizes that agree.
+        guards: Guards of the program.
+        names: Inputs of the program to inputs of the file; others are constants there.
+        sizes: Inputs and constants of the file to their sizes or numbers. A free size is a string,
+            the same one for equal sizes.
     """
     found: list[Guard] = []
     for guard in (guard.renamed(names) for guard in guards):
@@ -54,7 +54,8 @@ _ROWS = (*range(1, 1025), 1 << 12, 1 << 16, 1 << 20)
 def first_refused(guard: Guard) -> int | None:
     """The smallest number of rows, the same for all free sizes, that breaks a guard.
 
-    None where all keep it: that sizes agree, and what torch could not prove, as of a padded size.
+    None where all guards hold, for guards of equal sizes, and for those that torch could not prove,
+    as for a padded size.
     """
     plain = Guard(guard.condition, tuple((f"s{i}", None) for i in range(len(guard.sizes))))
     names = [name for name, _ in plain.sizes]
@@ -62,10 +63,11 @@ def first_refused(guard: Guard) -> int | None:
 
 
 def refuse_free_batch(guards: Iterable[Guard], who: str) -> None:
-    """Refuse a file for any batch whose forward goes another way with some.
+    """Refuse a file with a free batch whose forward branches on it.
 
     Raises:
-        ValueError: A guard does not hold for all numbers of rows; condition, file and line.
+        ValueError: A guard does not hold for all numbers of rows; the message has condition, file
+            and line.
     """
     for guard in guards:
         rows = first_refused(guard)
@@ -78,7 +80,7 @@ def refuse_free_batch(guards: Iterable[Guard], who: str) -> None:
 
 
 def note_guards(model: Any, guards: Iterable[Guard]) -> None:
-    """Write guards into a model's metadata; without any it stays as it is."""
+    """Write guards into a model's metadata; without any it is unchanged."""
     if data := [guard.to_json() for guard in guards]:
         model.metadata_props.add(key=KEY, value=json.dumps(data))
 
@@ -97,7 +99,7 @@ def guards_of(model: Any) -> tuple[Guard, ...]:
 
 
 def frames_of(model: Any) -> dict[str, int]:
-    """Tables of coordinates of a file to its number of frames, which is a constant there.
+    """Tables of coordinates of a file, and its number of frames, which is a constant there.
 
     Raises:
         ValueError: The metadata are damaged, or name no input of the file.
@@ -122,7 +124,7 @@ def sparse_guards(
 
     Args:
         program: The program, whose voxels are one sparse tensor or plain tensors.
-        args: Its example; sizes behind the first axis are constants of the file.
+        args: Its example; sizes after the first axis are constants of the file.
         frame: Gives features, coordinates and frames of the example.
     """
     sizes: dict[str, Any] = {}

@@ -1,9 +1,9 @@
-"""Numbers that a program takes out of tensors, and decisions that hang on them.
+"""Numbers that a program takes from tensors, and branches that depend on them.
 
-A file computes such a number where the program does. A branch on one, or a loop of that length, has
-no form in a file: the program was followed with the example's number and requires it of every
-frame (`require`). The number of frames, as in ``coords[:, 0].max() + 1``, is a constant of a file
-like any size of its inputs, so a requirement of that number alone is no reason to refuse.
+A file computes these numbers where the program does. A branch or a loop that depends on one has no
+form in a file: the program was captured with the example's number and requires it of every frame
+(`require`). The number of frames, as in ``coords[:, 0].max() + 1``, is a constant of a file like
+its input sizes, so a requirement of that number alone is allowed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _FREE: Mapping[str, Any] = {}
 
 
 def taken_numbers(program: Program, free: Mapping[str, Any] = _FREE) -> set[str]:
-    """Numbers that are computed from values of the inputs, or from sizes that are free.
+    """Numbers that are computed from values of the inputs, or from free sizes.
 
     Args:
         program: The program.
-        free: Tensors to their sizes, with a name in the place of one that is free.
+        free: Tensors to their sizes, with a name in place of a free size.
     """
     given = (*names_in(program.signature), *program.sparse_inputs, *program.sparse_inputs.values())
     # Python's numbers among the arguments are constants of a file.
@@ -50,17 +50,17 @@ def taken_numbers(program: Program, free: Mapping[str, Any] = _FREE) -> set[str]
 
 
 def decisions(model: IntegerModel | None) -> Iterator[Step]:
-    """Requirements of a program that numbers out of a frame are the example's."""
+    """Requirements that a frame's numbers equal the example's."""
     if model is None or model.source is None or not model.source.graph.decided:
         return
     yield from (step for step in model.program.steps if step.attributes.get("what") == "require")
 
 
 def refuse_decisions(model: IntegerModel, who: str) -> None:
-    """Refuse a program in which a number other than that of the frames decides.
+    """Refuse a program with a branch on another number than that of the frames.
 
     Raises:
-        ValueError: The tensor that the number is taken out of is named, with file and line.
+        ValueError: The message names the tensor of the number, file and line.
     """
     for step in decisions(model):
         if not counts_frames(model.program, step):
@@ -76,7 +76,7 @@ def refuse_computed_grids(model: IntegerModel, who: str) -> None:
     """Refuse a program whose grid of voxels is computed from values of a frame.
 
     Raises:
-        ValueError: The number is named, with file and line.
+        ValueError: The message names the number, file and line.
     """
     numbers = taken_numbers(model.program)
     for step in model.program.steps:
@@ -122,7 +122,7 @@ def frame_tables(model: IntegerModel | None) -> dict[str, str]:
 
 
 def _items(step: Step, makers: Mapping[str, Step]) -> Iterator[Step]:
-    """What takes numbers out of tensors, among what a requirement is computed of."""
+    """Operations that take numbers from tensors, among the producers of a requirement."""
     for name in step.inputs:
         maker = makers.get(name)
         if maker is not None and maker.attributes.get("what") == "item":

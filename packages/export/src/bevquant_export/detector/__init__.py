@@ -1,7 +1,7 @@
-"""A whole detector as the files of its engines: cut at ``dense()``, written, held together.
+"""A whole detector as the files of its engines: split at ``dense()``, written, verified.
 
-`_parts` finds where voxels become maps, and makes two graphs of one. `_export` writes a file of
-each and sends frames through both, which `_chain` holds against the model that was not cut.
+`_parts` finds where voxels become maps, and splits the graph there. `_export` writes a file of each
+part and runs frames through both, which `_chain` compares with the model that was not split.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-r"""The files of a detector one behind the other, beside the integer model that was not cut.
+r"""The files of a detector in sequence, compared with the integer model that was not split.
 
-The tensor at the cut has one range, and three places know it: the whole model, whose last sparse
-layer makes the integers itself,
+The tensor at the split has one range in three places. In the whole model the last sparse layer
+computes the integers,
 
-.. math:: q = \operatorname{clamp}(\operatorname{round}(\text{acc} \cdot s_x s_w / s_y)),
+.. math:: q = \operatorname{clamp}(\operatorname{round}(\text{acc} \cdot s_x s_w / s_y)).
 
-and the two files. The sparse one gives :math:`x = \text{acc} \cdot s_x s_w` in floats (libspconv in
-half precision), the dense one begins with QuantizeLinear of the scale :math:`s_y`, so it makes
-:math:`\operatorname{round}(x / s_y)`. Both are the same integer but where the exact value lies on
-the border of two, nearer than the float can tell; there they are one step apart.
+The sparse file returns :math:`x = \text{acc} \cdot s_x s_w` in floats (libspconv in half
+precision), and the dense file begins with QuantizeLinear of the scale :math:`s_y`, which computes
+:math:`\operatorname{round}(x / s_y)`. Both integers are equal, except where the exact value is
+closer to the middle of two steps than the float's precision; there they differ by one step.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class FrameCheck:
     not_run: str = ""
 
     def rows(self) -> dict[str, str]:
-        """What was found, in words."""
+        """Results in words."""
         if self.not_run:
             return {"not run": self.not_run}
         found = {}
@@ -115,19 +115,19 @@ class _MapForms:
     """A map in the whole model.
 
     Attributes:
-        forms: Of its readers, to what they read.
+        forms: Forms of its consumers, to the values that they read.
     """
 
     forms: dict[Any, Tensor] = field(default_factory=dict)
 
     def integers(self) -> Any:
-        """The one form in which all read it; None where some read floats, or what a ReLU leaves."""
+        """The single form of all consumers; None where some read floats, or a ReLU of it."""
         (required, *others) = self.forms
         plain = not others and required.plain and not isinstance(required.form, str)
         return required.form if plain else None
 
     def as_float(self) -> Tensor:
-        """Floats of which every reader makes what it has in the whole model."""
+        """Floats from which every consumer computes the same values as in the whole model."""
         for required, value in self.forms.items():
             if isinstance(required.form, str):
                 return value
@@ -136,17 +136,17 @@ class _MapForms:
 
 
 class WholeRun:
-    """The model that was not cut, on a frame.
+    """The model that was not split, run on a frame.
 
     Args:
-        whole: It, returning a dict of its results.
-        parts: How it was cut.
+        whole: The model, returning a dict of its results.
+        parts: The split.
         inputs: The frame.
 
     Attributes:
         returned: Its results by name.
-        fake: Those of the fake-quantized model.
-        maps: What it has at the cut.
+        fake: Results of the fake-quantized model.
+        maps: Its values at the split.
     """
 
     def __init__(self, whole: IntegerModel, parts: Parts, inputs: Any) -> None:
@@ -173,15 +173,15 @@ class WholeRun:
         self.fake = by_name(source.graph.replay(*args, **kwargs))
 
     def check_map(self, name: str, given: Tensor, *, half: bool) -> MapCheck:
-        """Hold what the sparse file gives against what the whole model has.
+        """Compare a map of the sparse file with the whole model's.
 
         Args:
             name: The map.
-            given: What the file gives, as the next one reads it.
+            given: Its value in the file, as the next file reads it.
             half: Whether it was rounded to half precision.
 
         Raises:
-            ValueError: More differs than rounding explains.
+            ValueError: The difference is larger than rounding explains.
         """
         share = _HALF + _FLOAT if half else _FLOAT
         different = 0
@@ -215,14 +215,14 @@ class WholeRun:
         return MapCheck(name, given.numel(), different)
 
     def own_maps(self) -> dict[str, Tensor]:
-        """Maps of which every reader makes what it has in the whole model."""
+        """Maps from which every consumer computes the same values as in the whole model."""
         return {name: forms_of.as_float() for name, forms_of in self.maps.items()}
 
     def check_sparse(self, parts: Parts, made: Mapping[str, Any]) -> None:
-        """Demand of the sparse part the whole model's bits, in what is returned.
+        """Require that the sparse part returns the whole model's bits.
 
         Raises:
-            ValueError: A result is another one.
+            ValueError: A result differs.
         """
         for name, port in parts.of_sparse.items():
             if port not in self.maps:
@@ -230,10 +230,10 @@ class WholeRun:
                 _refuse_unequal(name, wanted, got)
 
     def check_dense(self, parts: Parts, made: Mapping[str, Any]) -> None:
-        """Demand of the dense part, given `own_maps`, the whole model's bits.
+        """Require that the dense part, run on `own_maps`, returns the whole model's bits.
 
         Raises:
-            ValueError: A result is another one.
+            ValueError: A result differs.
         """
         if any(len(forms_of.forms) > 1 for forms_of in self.maps.values()):
             return  # floats beside integers, which were rounded from sums: not the same bits
@@ -251,22 +251,22 @@ def _refuse_unequal(name: str, wanted: Tensor, made: Tensor) -> None:
 
 
 def by_name(returned: Any) -> dict[str, Any]:
-    """What a part of a graph returns, by name."""
+    """Results of a part of a graph, by name."""
     return returned if isinstance(returned, dict) else {"": returned}
 
 
 def sqnr_db(wanted: Tensor, made: Tensor) -> float:
-    """Power of what is wanted over that of the difference; infinite where there is none."""
+    """Power of the expected values over that of the difference; infinite without a difference."""
     noise = float((wanted.double() - made.double()).square().sum())
     power = float(wanted.double().square().sum())
     return math.inf if not noise else 10 * math.log10(power / noise) if power else -math.inf
 
 
 def refuse_other(frame: str, port: str, wanted: Tensor, made: Tensor) -> None:
-    """Refuse an output that is another one than the dense part's integers make of the same maps.
+    """Refuse an output that differs from the dense part's integers on the same maps.
 
     Raises:
-        ValueError: It is.
+        ValueError: It differs.
     """
     db = sqnr_db(wanted, made)
     if db < _LEAST_DB:

@@ -1,4 +1,4 @@
-"""A whole detector in one call: its sparse file, its dense file, and both held together."""
+"""A whole detector in one call: its sparse file, its dense file, and the check of both."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def export_detector(
 
 
 def _moved(made: DetectorExport, folder: Path) -> DetectorExport:
-    """The same with files where they lie now."""
+    """The result with the files' final paths."""
     sparse, dense = made.sparse, made.dense
     if sparse is not None:
         sparse = replace(sparse, path=folder / sparse.path.name)
@@ -171,7 +171,7 @@ _SPARSE, _DENSE = "sparse.onnx", "dense.onnx"
 
 
 class _Writer:
-    """Writes both parts of a model, and runs them; made of what `export_detector` is given.
+    """Writes and runs both parts of a model; made of the arguments of `export_detector`.
 
     `axes` are the orders of the coordinate columns.
     """
@@ -216,13 +216,13 @@ class _Writer:
             self.dense_integers = self._simulated(parts.dense, given)
 
     def _simulated(self, graph: Graph, inputs: Any = None) -> IntegerModel:
-        """A part in integers; the whole is held against the model, and the parts against that."""
+        """A part in integers; the whole is compared with the model, the parts with the whole."""
         given = self.example if inputs is None else inputs
         sums = self.sums and inputs is not None
         return simulate(self.rounded, given, graph=graph, verify=False, integer_sums=sums)
 
     def _given(self, maps: Mapping[str, Tensor], inputs: Any) -> dict[str, Any]:
-        """Inputs of the dense part: maps, and what a frame gives it beside them."""
+        """Inputs of the dense part: maps, and the frame's other inputs."""
         leaves = dict(zip(self.graph.placeholders, self.graph.leaves(inputs), strict=True))
         return {
             name: maps[name] if name in maps else leaves[node]
@@ -230,7 +230,7 @@ class _Writer:
         }
 
     def _handed_on(self, outputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Maps as the engine of the sparse file gives them."""
+        """Maps in the form of the sparse file's engine."""
         half = self.dialect == "libspconv"
         maps = {name: outputs[name] for name in self.parts.maps if name in outputs}
         return {name: x.half().float() if half else x for name, x in maps.items()}
@@ -338,7 +338,7 @@ class _Writer:
     def _layers(
         self, made: DetectorExport, frame: str, inputs: Any
     ) -> tuple[tuple[LayerDifference, ...], dict[str, Any], dict[str, Tensor]]:
-        """Each layer of the sparse file, what its integers return, and what it hands on."""
+        """Each layer of the sparse file, the result of its integers, and the maps."""
         if made.sparse is None or self.sparse_integers is None:
             return (), {}, {}
         ran = made.sparse.verified
@@ -361,7 +361,7 @@ class _Writer:
         return verified(made.dense, content, program, given, integer_sums=self.sums).differences
 
     def _checked(self, made: DetectorExport, ran: _Ran) -> FrameCheck:
-        """What crosses the cut, and what comes out behind it."""
+        """Check of the maps and of the outputs."""
         half, run = self.dialect == "libspconv", ran.run
         run.check_sparse(self.parts, ran.returned)
         maps = tuple(run.check_map(name, value, half=half) for name, value in ran.maps.items())
@@ -370,7 +370,7 @@ class _Writer:
         return FrameCheck(ran.frame, _counted(integers), maps, _counted(ran.tensors), outputs)
 
     def _outputs(self, file: QdqFile, ran: _Ran) -> tuple[OutputCheck, ...]:
-        """Outputs of the dense file on what was handed on; none where nothing at hand runs it."""
+        """Outputs of the dense file on these maps; none where no runtime is installed."""
         run, integers = ran.run, self.dense_integers
         run.check_dense(self.parts, by_name(integers(**self._given(run.own_maps(), ran.inputs))))
         given = self._given(ran.maps, ran.inputs)
@@ -390,7 +390,7 @@ class _Writer:
 
 
 class _Ran(NamedTuple):
-    """A frame, and what the files made of it."""
+    """A frame, and the results of the files."""
 
     frame: str
     inputs: Any
@@ -402,7 +402,7 @@ class _Ran(NamedTuple):
 
 
 def _cut(model: nn.Module, example: Any) -> tuple[nn.Module, Graph, Parts]:
-    """The model with the sparse file's constants, its graph, and how that is cut."""
+    """The model with the sparse file's constants, its graph, and the split."""
     try:
         graph = capture(model, example)
         parts = parts_of(graph)
@@ -416,7 +416,7 @@ def _cut(model: nn.Module, example: Any) -> tuple[nn.Module, Graph, Parts]:
 
 
 def _other_sizes(file: QdqFile | None, given: Mapping[str, Any]) -> str:
-    """Which input of the dense file has other sizes in a frame; "" where all are its own."""
+    """The input of the dense file that has other sizes in a frame; "" where there is none."""
     tensors = [value for value in given.values() if isinstance(value, Tensor)]
     for (name, sizes), value in zip(file.inputs.items() if file else (), tensors, strict=False):
         pairs = zip(sizes, value.shape, strict=True)
@@ -426,7 +426,7 @@ def _other_sizes(file: QdqFile | None, given: Mapping[str, Any]) -> str:
 
 
 def _range(program: Program, name: str) -> float | None:
-    """Range that a named input is quantized with, also where it is moved before."""
+    """Range of a named input's quantizer, also after a layout operator."""
     moved = set(names_in(program.signature[1][name]))
     for step in program.steps:
         if not moved.intersection(step.inputs):

@@ -1,8 +1,8 @@
-"""Where a detector is cut: behind ``dense()``, with what only permutes and reshapes its result.
+"""Where a detector is split: after ``dense()`` and the permute and reshape of its result.
 
-Of every value of the graph is known whether it is computed of voxels, of maps, of both or of
-neither. What is computed of voxels alone is the sparse part, what else a result needs the dense
-one; a value of both has no place in either.
+Each value of the graph depends on voxels, on maps, on both or on neither. Values of voxels alone
+are the sparse part; everything else that a result needs is the dense part. A value of both has no
+place in either.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _WHOLE = "export_qdq_onnx(profile='onnxruntime') writes the whole model as one f
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """A graph in two.
+    """A graph in two parts.
 
     Attributes:
-        sparse: From the inputs of the whole to `maps` and the sparse tensors that are returned;
-            None where nothing lies on voxels.
-        dense: From `maps`, and other inputs of the whole, to all that is returned else; None where
-            there is nothing behind ``dense()`` or beside it.
-        maps: Port to the node of the whole graph that is handed on there.
-        given: The same of every input of the dense part.
-        of_sparse: Results of the whole that the sparse part makes, to their names there.
-        of_dense: Results of the whole that the dense part makes, in order.
-        left_out: Results that no file has: inputs handed through, and what is computed of
-            coordinates alone.
+        sparse: From the inputs of the whole to `maps` and the returned sparse tensors; None without
+            voxels.
+        dense: From `maps`, and other inputs of the whole, to the other results; None where the
+            model computes nothing else.
+        maps: Name to the node of the whole graph at the split.
+        given: The same for every input of the dense part.
+        of_sparse: Results of the whole that the sparse part computes, to their names there.
+        of_dense: Results of the whole that the dense part computes, in order.
+        left_out: Results without a file: inputs returned unchanged, and values of coordinates
+            alone.
     """
 
     sparse: Graph | None
@@ -57,11 +57,11 @@ class Parts:
 
 
 def parts_of(graph: Graph) -> Parts:
-    """Cut a model.
+    """Split a model.
 
     Raises:
-        ValueError: Something is computed of voxels and of maps, or nothing that is returned has a
-            file; file, line and remedy are named.
+        ValueError: A value depends on voxels and on maps, or no returned value has a file; the
+            message names file, line and remedy.
     """
     return _Cut(graph).parts()
 
@@ -81,7 +81,7 @@ class _Cut:
         self.of_voxels = self.inputs.keys() & set(nodes_behind(graph, layers))
 
     def _of(self, node: fx.Node) -> frozenset[str]:
-        """What a value is computed of; a size of a map is known wherever the map is."""
+        """Kinds of values that a value depends on; a size of a map is known wherever the map is."""
         if node in self.ends:
             return frozenset({_MAPS})
         if _number(node.meta.get("val")) in self.sizes or node.op == "placeholder":
@@ -129,12 +129,12 @@ class _Cut:
         )
 
     def _node(self, result: Any) -> fx.Node:
-        """Of a result; of a sparse tensor that of its features."""
+        """Node of a result; for a sparse tensor that of its features."""
         node: fx.Node = self.graph.outputs[getattr(result, "features", result).index]
         return node
 
     def _kind(self, node: fx.Node) -> str:
-        """Which part a result is of: ``"sparse"`` or ``"dense"``; "" where no file holds it."""
+        """Part of a result: ``"sparse"`` or ``"dense"``; "" where no file holds it."""
         if self.of[node] == {_VOXELS} or node in self.ends:
             return "sparse" if node.meta["val"].is_floating_point() else ""
         if self.of[node]:
@@ -145,7 +145,7 @@ class _Cut:
         return "dense" if computes and self.of_voxels.isdisjoint(read) else ""
 
     def _refuse_both(self, needed: list[fx.Node]) -> None:
-        """Refuse a value of voxels and maps, and one of maps and of what voxels are made of."""
+        """Refuse values of voxels and maps, and values of maps and of the source of voxels."""
         calls = [node for node in needed if node.op == "call_function"]
         met = [(n, "reads maps and what lies on voxels") for n in calls if len(self.of[n]) > 1]
         if self.ends:
@@ -159,16 +159,16 @@ class _Cut:
             )
 
     def _voxel_inputs(self, node: fx.Node) -> list[str]:
-        """Tables among the inputs that a node reads and voxels are made of."""
+        """Input tables that a node reads and voxels are computed from."""
         read = [n for n in node.all_input_nodes if n in self.of_voxels]
         return [self.inputs[n] for n in read if isinstance(n.meta.get("val"), Tensor)]
 
 
 def quantize_first(dense: Graph, name: str, form: Any) -> None:
-    """Let the dense part round a map before it does anything else with it.
+    """Let the dense part round a map before any other operation on it.
 
-    So does the whole integer model, which makes the integers of the map that the next layer reads,
-    pads and resizes them.
+    The whole integer model does the same: it computes the integers for the next layer, then pads
+    and resizes them.
 
     Args:
         dense: The dense part, which is changed.
@@ -195,7 +195,7 @@ def _rounds_to(graph: Graph, node: fx.Node, form: Any) -> bool:
 
 
 def nodes_from(node: fx.Node) -> Iterator[fx.Node]:
-    """What is computed of a value, the nearest first."""
+    """Nodes downstream of a value, the nearest first."""
     found: dict[fx.Node, None] = {}
     pending = deque(node.users)
     while pending:
@@ -207,14 +207,14 @@ def nodes_from(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _becomes_map(node: fx.Node) -> bool:
-    """Whether it makes a map that no voxels are made of again."""
+    """Whether it computes a map that is not turned into voxels again."""
     if op_spec(node.target).kind != "to_dense":
         return False
     return all(op_spec(reader.target).kind not in _ON_VOXELS for reader in nodes_from(node))
 
 
 def _end(node: fx.Node, returned: Collection[fx.Node]) -> fx.Node:
-    """The last of what permutes and reshapes a map, as long as one value is read by one other."""
+    """The last permute or reshape of a map, along values with a single consumer."""
     while node not in returned:
         readers = [n for n in node.users if op_spec(n.target).kind != "size"]
         if len(readers) != 1 or not _keeps_frames(node, readers[0]):
@@ -224,7 +224,7 @@ def _end(node: fx.Node, returned: Collection[fx.Node]) -> fx.Node:
 
 
 def _keeps_frames(node: fx.Node, reader: fx.Node) -> bool:
-    """Whether a reader permutes or reshapes and leaves the first axis, the frames, in place."""
+    """Whether a consumer permutes or reshapes without moving the first axis, the frames."""
     spec = op_spec(reader.target)
     if reader.args[:1] != (node,):
         return False
@@ -241,7 +241,7 @@ def _keeps_frames(node: fx.Node, reader: fx.Node) -> bool:
 
 
 def _number(value: Any) -> str:
-    """The expression of an open number; "" of everything else."""
+    """The expression of an open number; "" for other values."""
     return str(value.node.expr) if isinstance(value, SymInt) else ""
 
 

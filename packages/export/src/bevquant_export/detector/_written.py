@@ -1,4 +1,4 @@
-"""What was written of a detector, and what is known of it."""
+"""Result of a detector's export."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class DetectorExport(HtmlTable):
         return "\n\n".join([*parts, self._found()])
 
     def _found(self) -> str:
-        """What frames made of the files, one column for each."""
+        """Results of the frames, one column each."""
         if not self.checks:
             return "not run one behind the other: whether they make what the model makes is unknown"
         columns = [check.rows() for check in self.checks]

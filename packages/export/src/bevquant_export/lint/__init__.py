@@ -1,4 +1,4 @@
-"""What a target refuses, misreads or runs slowly in an ONNX file, found without running it."""
+"""Defects of an ONNX file for a target: refused, misread or slow parts, found without a run."""
 
 from __future__ import annotations
 

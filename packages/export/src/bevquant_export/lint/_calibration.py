@@ -1,4 +1,4 @@
-"""What a file says of the calibration that its scales come from."""
+"""Findings on a file's calibration, in its metadata."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def note_calibration(path: str | os.PathLike[str], findings: Sequence[object]) -
 
 
 def check_calibration(model: onnx.ModelProto) -> Iterator[Finding]:
-    """Repeat what `note_calibration` wrote."""
+    """Return the findings that `note_calibration` wrote."""
     for entry in model.metadata_props:
         if entry.key == _KEY:
             for text in _texts(entry.value):
@@ -60,7 +60,7 @@ def check_calibration(model: onnx.ModelProto) -> Iterator[Finding]:
 
 
 def _texts(value: str) -> list[object]:
-    """The findings; the whole text where somebody else has written it."""
+    """The findings; the whole text where another tool wrote it."""
     try:
         texts = json.loads(value)
     except (ValueError, RecursionError):

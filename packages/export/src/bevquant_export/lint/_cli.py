@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         0 without errors (warnings do not count), 1 with errors, 2 for a file that cannot be read,
-        or an engine's layers without anything to compare.
+        or for an engine's layers without anything to compare.
 
     Raises:
         SystemExit: With 2 for wrong usage, with 0 after ``--help``.
@@ -79,9 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _layers(file: Path, target: str, against: Path | None, as_text: bool) -> int:
-    """Predicted layers, beside an engine's; 1 where the engine runs one otherwise.
+    """Predicted layers beside an engine's; 1 where the engine runs a layer in another type.
 
-    2 where a file cannot be read, or the engine's layers have nothing to compare with.
+    2 where a file cannot be read, or the engine's layers have nothing to compare.
     """
     read = file
     try:
@@ -104,7 +104,7 @@ _WIDTH = 100
 
 
 def findings_table(findings: Sequence[Finding], name: str, target: str) -> str:
-    """One block a finding, and a line that counts them.
+    """One block per finding, and a line with their number.
 
     Example:
         >>> one = Finding("SPC002", "error", "conv0", "it has 2 inputs", "write the bias")
@@ -130,7 +130,7 @@ def findings_table(findings: Sequence[Finding], name: str, target: str) -> str:
 
 
 def rules_table(rules: Sequence[Rule]) -> str:
-    """Every rule: id, severity, targets, what a file must be, what to do."""
+    """Every rule: id, severity, targets, requirement, remedy."""
     lines = ["RULE    SEVERITY  TARGETS"]
     for rule in rules:
         lines.append(f"{rule.id:<8}{rule.severity:<10}{', '.join(_targets(rule))}")
@@ -149,7 +149,7 @@ def as_json(items: Sequence[Finding | Rule]) -> str:
 
 
 def layers_table(matches: Sequence[LayerMatch], against: bool) -> str:
-    """One line a layer: predicted type, the engine's where there is one, and the reason."""
+    """One line per layer: predicted type, the engine's type where known, and the reason."""
     lines = ["PREDICTED " + ("ENGINE    " if against else "") + "LAYER"]
     for match in matches:
         item = match.predicted
@@ -190,7 +190,7 @@ def _engine(match: LayerMatch) -> str:
 
 
 def _targets(rule: Rule) -> list[str]:
-    """Names of the targets that a rule holds for."""
+    """Names of the targets of a rule."""
     return [target.name for target in targets() if target.holds(rule)]
 
 

@@ -1,4 +1,4 @@
-"""What an engine really made of a file: ``trtexec --exportLayerInfo``, beside the prediction."""
+"""Layers of an engine from ``trtexec --exportLayerInfo``, compared with the prediction."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class EngineLayer:
     """One layer of an engine.
 
     Attributes:
-        name: As the engine calls it: often several nodes, joined by ``+``.
-        kind: Its type of layer; empty where only names were exported.
-        reads: Types of its inputs, ``"int8"``, ``"fp16"``, ``"float32"`` or as they stand there.
+        name: The engine's name: often several nodes, joined by ``+``.
+        kind: Type of layer; empty where only names were exported.
+        reads: Types of its inputs, ``"int8"``, ``"fp16"``, ``"float32"`` or as in the file.
         makes: Types of its outputs.
-        nodes: What the engine says of where it comes from.
+        nodes: Nodes that the engine names as its origin.
     """
 
     name: str
@@ -35,20 +35,20 @@ class EngineLayer:
 
     @property
     def runs(self) -> str:
-        """The type that it computes in: that of what it reads first; empty where not told."""
+        """Type of the computation: that of the first input; empty where unknown."""
         return self.reads[0] if self.reads else ""
 
 
 @dataclass(frozen=True)
 class LayerMatch:
-    """A prediction, and the engine's layer that holds the node; ``None`` where there is none."""
+    """A prediction, and the engine's layer with that node; None without one."""
 
     predicted: LayerPrediction
     layer: EngineLayer | None
 
     @property
     def agrees(self) -> bool | None:
-        """Whether the engine runs it as predicted; ``None`` where it does not tell."""
+        """Whether the engine runs the predicted type; None where the engine does not state it."""
         if self.layer is None or not self.layer.runs:
             return None
         return self.layer.runs == self.predicted.runs
@@ -57,11 +57,11 @@ class LayerMatch:
 def read_engine_layers(path: Path) -> tuple[EngineLayer, ...]:
     """Read the JSON that ``trtexec --exportLayerInfo=layers.json`` writes.
 
-    Types are in it only if the engine was built with ``--profilingVerbosity=detailed``; without
-    that it is a list of names.
+    It has types only if the engine was built with ``--profilingVerbosity=detailed``; otherwise it
+    is a list of names.
 
     Raises:
-        ValueError: It is no such JSON; what is wrong is said.
+        ValueError: The file is not such JSON; the message has the reason.
         OSError: It cannot be read.
     """
     if path.stat().st_size > _MOST_BYTES:
@@ -103,7 +103,7 @@ def _types(ports: Any) -> Iterator[str]:
 
 
 def nothing_compared(matches: Sequence[LayerMatch], layers: Sequence[EngineLayer]) -> str | None:
-    """Why an engine's layers tell nothing about a prediction, with a remedy; None where they do."""
+    """Reason and remedy where an engine's layers cannot be compared; else None."""
     if any(match.agrees is not None for match in matches):
         return None
     if not layers:
@@ -127,8 +127,8 @@ def match_layers(
 ) -> tuple[LayerMatch, ...]:
     """Find each predicted node among the engine's layers, by its name.
 
-    A node that became part of another is found where that one is, or by its own name. Of several
-    layers that name a node, those that reformat are passed over.
+    A fused node is found in the layer of its host node, or by its own name. Of several layers that
+    name a node, reformatting layers are ignored.
     """
     by_node: dict[str, EngineLayer] = {}
     for layer in sorted(layers, key=lambda found: "reformat" in found.name.lower()):

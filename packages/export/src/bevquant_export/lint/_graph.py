@@ -1,6 +1,6 @@
-"""A graph as every rule asks of it: who makes a tensor, who reads it, what is constant.
+"""A graph with the queries of the rules: producers, consumers, constants.
 
-And the rules about any graph: every target reads nodes in order, by name.
+Also the rules that hold for any graph: every target reads nodes in order, by name.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ REPEATED_ATTRIBUTE = Rule(
 
 
 class Node:
-    """A node, its attributes by name, and a name to call it by even where it has none."""
+    """A node, its attributes by name, and a name for messages even where it has none."""
 
     def __init__(self, proto: onnx.NodeProto, index: int) -> None:
         self.index = index
@@ -86,7 +86,7 @@ class Node:
                 self.attributes[attribute.name] = attribute
 
     def input(self, slot: int) -> str:
-        """Name of an input, empty where it is left out."""
+        """Name of an input, empty where it is omitted."""
         return self.inputs[slot] if slot < len(self.inputs) else ""
 
     def integer(self, name: str, default: int = 0) -> int:
@@ -100,7 +100,7 @@ class Node:
         return list(attribute.ints) if attribute is not None and attribute.type == 7 else []
 
     def text(self, name: str) -> str | None:
-        """A STRING attribute; bytes that are no UTF-8 stay visible as escapes."""
+        """A STRING attribute; bytes that are not UTF-8 are shown as escapes."""
         attribute = self.attributes.get(name)
         if attribute is None or attribute.type != 3:
             return None
@@ -151,21 +151,21 @@ class Graph:
 
     @cached_property
     def given(self) -> set[str]:
-        """Names of this graph that exist before its first node runs."""
+        """Names that exist before the first node runs."""
         names = {*self.inputs, *self.initializers}
         if not self.is_function:
             names |= {tensor.values.name for tensor in self.proto.sparse_initializer}
         return names
 
     def sees(self, name: str) -> bool:
-        """Whether a name is given here, or given or made in a graph around this one."""
+        """Whether a name is defined in this graph or in an enclosing one."""
         outer = self.outer
         return name in self.given or (
             outer is not None and (name in outer.producers or outer.sees(name))
         )
 
     def constant(self, name: str) -> onnx.TensorProto | None:
-        """The tensor of an initializer or of a Constant node, None for what is computed."""
+        """The tensor of an initializer or of a Constant node; None for computed values."""
         if name in self.initializers:
             return self.initializers[name]
         node = self.producers.get(name)
@@ -177,12 +177,12 @@ class Graph:
         return _constant(attribute)
 
     def producer(self, name: str, *ops: str) -> Node | None:
-        """The node that makes a tensor, if it is one of these operators."""
+        """The producer of a tensor, if it is one of these operators."""
         node = self.producers.get(name) if name else None
         return node if node is not None and node.op in ops else None
 
     def users(self, node: Node) -> list[Node]:
-        """The nodes of this graph that read what a node makes."""
+        """The consumers of a node's outputs in this graph."""
         # Where two nodes make one name, which is a finding, its readers count for the first alone:
         # the work stays within the number of edges.
         return [
@@ -211,7 +211,7 @@ def _constant(attribute: onnx.AttributeProto) -> onnx.TensorProto | None:
 
 
 def graphs_of(model: onnx.ModelProto) -> Iterator[Graph | Finding]:
-    """Every graph of a model, and what goes too deep to follow."""
+    """Every graph of a model, and a finding for those nested too deep."""
     opsets = _opsets(model.opset_import)
     waiting = deque([Graph(model.graph, opsets, None, "")])
     for function in model.functions:
@@ -237,7 +237,7 @@ def graphs_of(model: onnx.ModelProto) -> Iterator[Graph | Finding]:
 
 
 def passed(name: str, graph: Graph, graphs: Sequence[Graph]) -> list[onnx.TensorProto | None]:
-    """The constant that a name stands for; of a function's input, what each call gives for it."""
+    """The constant that a name stands for; for a function's input, its value in each call."""
     if not graph.is_function or name not in graph.inputs:
         return [graph.constant(name)]
     slot, function = graph.inputs.index(name), graph.proto

@@ -1,4 +1,4 @@
-"""All rules for a target, run over one file."""
+"""All rules of a target, applied to one file."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _shaped(
     folder: Path,
     shared: list[Finding],
 ) -> Iterator[Finding]:
-    """Shapes and types, where the structure stands by which they are inferred."""
+    """Inferred shapes and types, where the structure allows it."""
     stops = [f for f in shared if f.severity == "error" and f.id != _model.CHANNELS.id]
     if stops or any(f.id == _graph.ORDER.id for f in shared):
         return

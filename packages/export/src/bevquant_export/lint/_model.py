@@ -1,4 +1,4 @@
-"""Rules about what a model holds: versions, operators, tensors that leaked into it, layers.
+"""Rules on a model's content: versions, operators, leaked tensors, layers.
 
 Layers of dense files have weights and windows, whose numbers may contradict each other.
 """
@@ -230,7 +230,7 @@ def _of_weight(graph: Graph, node: Node) -> Iterator[str]:
 
 
 def _weight(graph: Graph, name: str) -> list[int] | None:
-    """Dimensions of a constant weight, behind its pair too."""
+    """Dimensions of a constant weight, also behind its pair."""
     for _ in range(4):
         tensor = graph.constant(name)
         if tensor is not None:
@@ -261,7 +261,7 @@ def _channels(graph: Graph, node: Node, folder: Path) -> str | None:
 
 
 def _made(graph: Graph, name: str) -> int | None:
-    """Channels (axis 1) of a tensor; None where the file alone does not tell."""
+    """Channels (axis 1) of a tensor; None where the file does not determine it."""
     for _ in range(len(graph.nodes) + 1):
         maker = graph.producers.get(name)
         if maker is None:

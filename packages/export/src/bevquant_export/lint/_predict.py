@@ -1,9 +1,9 @@
-"""In which type TensorRT will run each layer of a file, and why; nothing is run.
+"""Type in which TensorRT will run each layer of a file, and why; nothing is run.
 
-By its documents on explicit quantization: a layer between a DequantizeLinear and a QuantizeLinear
-runs in int8 if it has such a kernel, a ReLU and a residual sum behind a convolution become part of
-it, and pairs themselves vanish. Whatever has no pair around it runs in the type of the file
-(version 11) or in what the flags allow (version 10 with ``--fp16 --int8``).
+From its documentation of explicit quantization: a layer between a DequantizeLinear and a
+QuantizeLinear runs in int8 if it has such a kernel; a ReLU and a residual sum after a convolution
+are fused into it; the pairs vanish. Layers without pairs run in the type of the file (version 11)
+or in the type that the flags allow (version 10 with ``--fp16 --int8``).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _TYPES = {1: "float32", 10: "fp16"}
 
 @dataclass(frozen=True)
 class LayerPrediction:
-    """What becomes of one node.
+    """Prediction for one node.
 
     Attributes:
-        name: Of the node.
+        name: Name of the node.
         op: Its operator.
         runs: ``"int8"``, ``"fp16"`` or ``"float32"``.
         reason: Why.
-        into: The node whose kernel it becomes part of; empty for a kernel of its own.
-        reformats: Where the engine must convert between types beside it.
+        into: The node whose kernel it is fused into; empty for a kernel of its own.
+        reformats: Places where the engine must convert between types.
     """
 
     name: str
@@ -50,14 +50,14 @@ class LayerPrediction:
 
 
 def predict_layers(path: Path, target: str) -> tuple[LayerPrediction, ...]:
-    """Predict every node of a file's main graph but pairs, constants and casts.
+    """Predict every node of a file's main graph except pairs, constants and casts.
 
     Args:
         path: The file.
         target: ``"tensorrt10"``, ``"tensorrt"`` or ``"tensorrt11"``.
 
     Raises:
-        ValueError: Another target, or no ONNX file.
+        ValueError: Another target, or not an ONNX file.
         OSError: As `lint_onnx`.
     """
     if not target.startswith("tensorrt"):
@@ -91,7 +91,7 @@ class _Prediction:
             )
 
     def _judged(self, node: Node) -> tuple[str, str, str]:
-        """Type, reason, and the node whose part it becomes."""
+        """Type, reason, and the node that it is fused into."""
         float_type = self._float_type(node)
         if node.op in _WEIGHTED:
             return (*self._weighted(node, float_type), "")
@@ -126,7 +126,7 @@ class _Prediction:
         return "int8", f"data and weight have pairs, {ends}"
 
     def _ends_in_pair(self, node: Node) -> bool:
-        """Whether everything behind a node, past activations and sums, is quantized."""
+        """Whether all consumers of a node, past activations and sums, are quantized."""
         users = self.graph.users(node)
         if not users or node.outputs[0] in self.graph.given_away:
             return False
@@ -137,7 +137,7 @@ class _Prediction:
         )
 
     def _sum(self, node: Node) -> tuple[str, str, str] | None:
-        """A sum as part of the convolution that makes one of its operands."""
+        """A sum fused into the convolution that computes one of its operands."""
         for slot, other in ((0, 1), (1, 0)):
             maker = self.graph.producers.get(node.input(slot))
             if maker is None or not self.pairs.is_quantized(maker, "Conv", "ConvTranspose"):

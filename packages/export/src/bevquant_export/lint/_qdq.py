@@ -1,4 +1,4 @@
-"""QuantizeLinear and DequantizeLinear: what they quantize, rules that dense targets share."""
+"""QuantizeLinear and DequantizeLinear: their operands, and the rules that dense targets share."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class Step:
 
     Attributes:
         node: The node.
-        quantizes: Whether it makes integers.
-        constant: What it works on, or what the pair it ends works on, where that is constant.
-        scale: Its scale, None where it is no constant of the file.
-        zero: Its zero point, None where it has none or it is no constant.
-        zero_type: Data type of the zero point's tensor; 0 where there is no constant.
+        quantizes: Whether it is QuantizeLinear.
+        constant: Its operand, or the operand of the pair it ends, where that is constant.
+        scale: Its scale, None where it is not a constant of the file.
+        zero: Its zero point, None where it has none or it is not constant.
+        zero_type: Data type of the zero point's tensor; 0 without a constant.
     """
 
     node: Node
@@ -72,7 +72,7 @@ class Step:
 
     @property
     def per_channel(self) -> bool:
-        """Whether it has more scales than one."""
+        """Whether it has more than one scale."""
         return self.scale is not None and self.scale.size > 1
 
     def same(self, other: Step) -> bool:
@@ -83,7 +83,7 @@ class Step:
 
 
 class Pairs:
-    """All steps of a graph, by node and by the tensor they make."""
+    """All steps of a graph, by node and by output."""
 
     def __init__(self, graph: Graph, folder: Path) -> None:
         self.graph = graph
@@ -126,20 +126,20 @@ class Pairs:
         return self._read[name]
 
     def constant(self, name: str) -> np.ndarray[Any, Any] | None:
-        """Values of a constant of any size; ``None`` of other tensors."""
+        """Values of a constant of any size; None for other tensors."""
         return values(self.graph.constant(name) if name else None, self._folder)
 
     def made(self, name: str) -> Step | None:
-        """The step that makes a tensor."""
+        """The step whose output is this tensor."""
         return self._made.get(name) if name else None
 
     def dequantized(self, name: str) -> Step | None:
-        """The DequantizeLinear that makes a tensor."""
+        """The DequantizeLinear whose output is this tensor."""
         step = self.made(name)
         return step if step is not None and not step.quantizes else None
 
     def quantizers(self, node: Node) -> list[Step]:
-        """The QuantizeLinear nodes that read what a node makes."""
+        """The QuantizeLinear nodes that read a node's output."""
         users = [self._made.get(u.outputs[0]) for u in self.graph.users(node) if u.outputs]
         return [s for s in users if s is not None and s.quantizes]
 
@@ -152,7 +152,7 @@ class Pairs:
 
 
 def check_pairs(pairs: Pairs) -> Iterator[Finding]:
-    """Check what every dense target wants of scales and pairs."""
+    """Check scales and pairs by the rules of all dense targets."""
     graph = pairs.graph
     for name, count in pairs.long.items():
         yield LONG.found(name, f"it has {count} entries")

@@ -1,4 +1,4 @@
-"""Read a file that may be anything, in memory bounded by its size."""
+"""Read a file of any content, in memory bounded by its size."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EMPTY = Rule(
 
 
 def read_model(path: Path) -> onnx.ModelProto | Finding:
-    """Read a model, or say why the file is none.
+    """Read a model, or return a finding.
 
     Args:
         path: A regular file.
@@ -61,10 +61,10 @@ def read_model(path: Path) -> onnx.ModelProto | Finding:
 
 
 def load_model(path: str | os.PathLike[str], *, external_data: bool = True) -> onnx.ModelProto:
-    """A model, with the weights beside it unless `external_data` is False.
+    """A model, with external weights unless `external_data` is False.
 
     Raises:
-        ValueError: The file is none; the message names it.
+        ValueError: The file is not a model; the message names it.
     """
     from onnx.external_data_helper import load_external_data_for_model
 
@@ -81,10 +81,10 @@ def load_model(path: str | os.PathLike[str], *, external_data: bool = True) -> o
 
 @contextmanager
 def reading(path: str | os.PathLike[str], caller: str, *kinds: type[Exception]) -> Iterator[None]:
-    """While the content of a file is used: what goes wrong is a ValueError that names the file.
+    """Turn errors while the content of a file is used into a ValueError that names the file.
 
-    A damaged graph has no node where one is expected, or no input; any class of error follows, or
-    `kinds` alone where a model runs too.
+    A damaged graph lacks nodes or inputs, which raises errors of any class; `kinds` limits them
+    where a model runs too.
     """
     try:
         yield
@@ -129,11 +129,11 @@ _SIZES: dict[int, int | None] = {_VARINT: None, 1: 8, _BYTES: None, 5: 4}
 
 
 def wire_problem(data: bytes, descriptor: Any) -> str | None:
-    r"""Say what is wrong with an encoded message, or None.
+    r"""Return the defect of an encoded message, or None.
 
     An empty submessage takes two bytes in a file and more than a hundred in memory, so the fields
-    are counted first; what is too deep for a recursive reader is found without recursion; text
-    that is not UTF-8 is found here, and not when its name is first printed.
+    are counted first. Nesting too deep for a recursive reader is found without recursion, and text
+    that is not UTF-8 before its first use.
 
     Args:
         data: The encoded message.
@@ -193,7 +193,7 @@ def wire_problem(data: bytes, descriptor: Any) -> str | None:
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """Read an integer; a place of −1 where it does not end in time."""
+    """Read an integer; a position of −1 where it does not end in time."""
     value = shift = 0
     while at < end and shift < 70:
         byte = data[at]

@@ -1,4 +1,4 @@
-"""What a rule is, and what is said where a file breaks one."""
+"""Rules of a linter, and their findings."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """Something that a target demands of a file.
+    """A requirement of a target on a file.
 
     Attributes:
         id: Three letters for the origin, three digits.
         severity: See `Finding`.
-        means: What a file must be.
-        remedy: What to do about a file that is not.
-        targets: Names, families or kinds of the targets that the rule holds for.
+        means: The requirement.
+        remedy: What to do about a file that breaks it.
+        targets: Names, families or kinds of the targets of the rule.
     """
 
     id: str
@@ -54,7 +54,7 @@ class Rule:
     targets: tuple[str, ...] = ANY
 
     def found(self, node: str, reason: str) -> Finding:
-        """Say where this rule is broken."""
+        """A finding of this rule."""
         return Finding(self.id, self.severity, quoted(node, plain=True), reason, self.remedy)
 
 

@@ -1,7 +1,7 @@
-"""Shapes and types: operators whose inputs do not go together, and sizes that have no name.
+"""Shapes and types: operators with incompatible inputs, and sizes without names.
 
-ONNX's own inference, which ONNX Runtime runs when it loads a file, finds most of them. It says
-nothing of sizes that stop a file at its first run; `_fit` checks these with the inferred shapes.
+ONNX's own inference, which ONNX Runtime runs when it loads a file, finds most of them. It accepts
+some sizes that stop a file at its first run; `_fit` checks these with the inferred shapes.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _bare(
 ) -> tuple[onnx.ModelProto, list[Node]]:
     """A copy without large tensors and declared shapes, its nodes named by their numbers.
 
-    ONNX Runtime replaces a declared shape that is not the inferred one, so it is no error.
+    ONNX Runtime replaces a wrong declared shape by the inferred one, so it is not an error.
     """
     import onnx
 
@@ -236,7 +236,7 @@ _CONVS = {"Conv": (1, 2), "ConvInteger": (1, 9), "QLinearConv": (3, 8)}
 
 
 def _fit(node: Node, graph: Graph, known: dict[str, Value], folder: Path) -> Iterator[str]:
-    """Sizes that stop a file at its first run though ONNX's inference passes them."""
+    """Sizes that stop a file at its first run although ONNX's inference accepts them."""
 
     def shape(slot: int) -> tuple[int | None, ...] | None:
         value = known.get(node.input(slot))

@@ -1,4 +1,4 @@
-"""What the forward of a file's model asks about sizes that the file leaves free."""
+"""Conditions of a model's forward on sizes that the file leaves free."""
 
 from __future__ import annotations
 

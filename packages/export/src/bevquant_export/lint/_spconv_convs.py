@@ -1,4 +1,4 @@
-"""libspconv: what each SparseConvolution must be (attributes, weights, bias)."""
+"""libspconv: requirements on each SparseConvolution (attributes, weights, bias)."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ _WRITTEN = (
 
 
 def check_convs(graph: Graph, folder: Path) -> Iterator[Finding]:
-    """Check each SparseConvolution for itself."""
+    """Check each SparseConvolution by itself."""
     counts: dict[str, int] = {}
     for node in graph.nodes:
         if node.op == "SparseConvolution":
@@ -169,7 +169,7 @@ def _infinite(tensor: onnx.TensorProto, folder: Path) -> int:
 
 
 def _misfits(node: Node, dims: list[int]) -> str:
-    """What a weight's dimensions contradict, empty where they fit."""
+    """Contradictions of a weight's dimensions, empty where they fit."""
     if len(dims) != 5:
         return "five dimensions"
     kernel = node.integers("kernel_size")

@@ -1,4 +1,4 @@
-"""libspconv: how nodes hang together, and where the points are (rulebooks, grids, Adds)."""
+"""libspconv: connections of the nodes, and their voxels (rulebooks, grids, Adds)."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _boundary(graph: Graph, types: dict[str, str]) -> Iterator[Finding]:
 
 
 def _dtypes(graph: Graph) -> dict[str, str]:
-    """The runtime type of each tensor of features that a rule can tell."""
+    """Runtime type of each feature tensor, where a rule determines it."""
     types = dict.fromkeys(graph.inputs, "fp16")
     for node in graph.nodes:
         if node.op == "SparseConvolution" or is_add(node):
@@ -180,7 +180,7 @@ def _scatter(node: Node) -> Iterator[Finding]:
 
 
 def _of_other_type(node: Node, name: str) -> bool:
-    """Whether the rule about types speaks about this attribute already."""
+    """Whether the rule on types reports this attribute already."""
     return name in node.attributes and node.attributes[name].type != (3 if name == "format" else 7)
 
 
@@ -256,11 +256,11 @@ PLACE_RULES = (FIRST_KEY, SHARED_KEY, INVERSE, GRID, POINTS)
 
 
 def check_places(graph: Graph) -> Iterator[Finding]:
-    """Follow grids and sets of points from the input on.
+    """Follow grids and sets of voxels from the input on.
 
-    A submanifold conv keeps the points of its input; a strided one makes new ones, which depend on
-    the points, kernel, stride, padding and dilation alone; an inverse conv goes back to the points
-    that the conv with its rulebook started from.
+    A submanifold conv keeps the voxels of its input. A strided conv creates new ones, determined by
+    the voxels, kernel, stride, padding and dilation. An inverse conv returns to the input voxels of
+    the conv with its rulebook.
     """
     points: dict[str, object] = {name: "input" for name in graph.inputs}
     grids: dict[str, list[int]] = {}

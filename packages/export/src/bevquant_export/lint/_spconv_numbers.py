@@ -1,4 +1,4 @@
-"""libspconv: precision, ranges and attribute types, which the parser takes wrong in silence."""
+"""libspconv: precision, ranges and attribute types, which the parser misreads in silence."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def is_add(node: Node) -> bool:
 
 
 def precision(node: Node, name: str = "precision") -> str:
-    """What the parser makes of a precision: "int8" exactly, else fp16."""
+    """The parser's reading of a precision: "int8" exactly, else fp16."""
     return "int8" if node.text(name) == "int8" else "fp16"
 
 
@@ -197,7 +197,7 @@ def _largest(tensor: onnx.TensorProto, folder: Path) -> np.ndarray[Any, Any] | N
 
 
 def _shared(graph: Graph) -> Iterator[Finding]:
-    """Look at each tensor from its readers, which alone know its range."""
+    """Check each tensor from its consumers, which alone state its range."""
     for name, readers in graph.readers.items():
         stated: dict[float, str] = {}
         for node, slot in readers:
@@ -216,7 +216,7 @@ def _shared(graph: Graph) -> Iterator[Finding]:
 
 
 def _int8(graph: Graph, node: Node) -> bool:
-    """Whether a node makes int8; a Relu makes what its Add makes."""
+    """Whether a node's output is int8; a Relu has the type of its Add."""
     if node.op == "Relu":
         maker = graph.producers.get(node.input(0))
         return maker is not None and is_add(maker) and _int8(graph, maker)
@@ -225,7 +225,7 @@ def _int8(graph: Graph, node: Node) -> bool:
 
 
 def _goes_on(readers: list[tuple[Node, int]]) -> bool:
-    """Whether the tensor is only a step inside a fused pair, or its range is at fault already."""
+    """Whether the tensor is inside a fused pair, or its range is reported already."""
     return any(
         node.op == "Relu"
         or any(name in node.attributes for name in _range_names(node))

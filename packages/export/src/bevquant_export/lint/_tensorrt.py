@@ -1,4 +1,4 @@
-"""TensorRT: what its ONNX parser imports, and where pairs must stand for kernels to fuse."""
+"""TensorRT: operators that its ONNX parser imports, and pair placement for fused kernels."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ _CONVS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
 def check_tensorrt(pairs: Pairs, functions: set[tuple[str, str]]) -> Iterator[Finding]:
-    """Check one graph; of a function its operators, as constants may come from its callers."""
+    """Check one graph; of a function the operators alone: constants may come from its callers."""
     for node in pairs.graph.nodes:
         yield from _operator(node, functions)
     if pairs.graph.is_function:
@@ -154,7 +154,7 @@ def check_tensorrt(pairs: Pairs, functions: set[tuple[str, str]]) -> Iterator[Fi
 
 
 def check_types(pairs: Pairs, model: onnx.ModelProto) -> Iterator[Finding]:
-    """The types of one graph, which the engine takes as they are."""
+    """Check the types of one graph, which the engine uses as they are."""
     graph = pairs.graph
     for node in graph.nodes:
         yield from _guard(pairs, node)
@@ -184,7 +184,7 @@ _LEAST = 2.0**-17
 
 
 def _guard(pairs: Pairs, node: Node) -> Iterator[Finding]:
-    """A sum or a clamp with a constant too small for float16, in front of what needs it."""
+    """A sum or clamp with a constant too small for float16, in front of its consumer."""
     slot = _GUARDED.get(node.op)
     if node.op == "Pow":
         power = _halves(pairs, node.input(1))

@@ -1,4 +1,4 @@
-"""Tensors of a file: how large they say they are, how large they are, and their numbers."""
+"""Tensors of a file: claimed size, real size, and values."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _BITS = {
 
 
 def numel(dims: Any) -> int | None:
-    """Number of elements, None where dimensions are negative or no machine could hold them.
+    """Number of elements, None where dimensions are negative or exceed any memory.
 
     Example:
         >>> numel([2, 3]), numel([]), numel([2**62, 2**62]), numel([-1])
@@ -72,12 +72,12 @@ def numel(dims: Any) -> int | None:
 
 
 def shape_of(tensor: onnx.TensorProto) -> list[int]:
-    """Dimensions, at most 65 of them: a tensor may claim more, and be read by every node."""
+    """Dimensions, at most 65 of them: a tensor may claim more, and every node may read it."""
     return list(tensor.dims[: _MOST_DIMS + 1])
 
 
 def check_tensor(tensor: onnx.TensorProto, folder: Path) -> Iterator[Finding]:
-    """Compare what a tensor claims with what is there, without allocating by the claim."""
+    """Compare a tensor's claims with its content, without allocating by the claim."""
     name = tensor.name or "tensor"
     if tensor.data_type not in _BITS:
         yield SIZES.found(name, f"data type {tensor.data_type} is none of ONNX")
@@ -152,7 +152,7 @@ def _external(tensor: onnx.TensorProto, folder: Path) -> tuple[Path, int, int] |
 
 
 def values(tensor: onnx.TensorProto | None, folder: Path) -> np.ndarray[Any, Any] | None:
-    """The numbers of a tensor, None where `check_tensor` finds fault with it or it has strings."""
+    """Values of a tensor, None where `check_tensor` has a finding or it holds strings."""
     import onnx
     from onnx import numpy_helper
 

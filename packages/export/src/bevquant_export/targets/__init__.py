@@ -1,4 +1,4 @@
-"""Engines that files are for: one module each, looked up by name."""
+"""Engines with their files: one module each, found by name."""
 
 from __future__ import annotations
 

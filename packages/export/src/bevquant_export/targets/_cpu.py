@@ -1,4 +1,4 @@
-"""Which integers a CPU multiplies without saturating, and the weights that files store for it."""
+"""Integer products that a CPU computes without saturation, and the stored weights for it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _tested() -> str:
 
 
 def _by_instructions() -> str:
-    """By torch's list of them, which torch has since 2.9; the sums of ARM never saturate."""
+    """From torch's list of instructions (torch 2.9 and later); the sums of ARM never saturate."""
     if platform.machine().lower() in ("aarch64", "arm64"):
         return "vnni"
     found = getattr(torch.cpu, "get_capabilities", dict[str, Any])()
@@ -69,7 +69,7 @@ def _by_instructions() -> str:
 
 
 def cpu_name() -> str:
-    """What this CPU is called, for a line that states a time."""
+    """Name of this CPU, for a line with a time."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -77,7 +77,7 @@ def cpu_name() -> str:
 
 
 def weights_for(cpu: str) -> str:
-    """The type of stored weights for a CPU: ``"int8"``, or ``"uint8"``, which saturates nowhere.
+    """The type of stored weights for a CPU: ``"int8"``, or ``"uint8"``, which never saturates.
 
     Raises:
         ValueError: Another CPU than those of `CPUS`.
@@ -114,12 +114,12 @@ def exact_everywhere(integers: NDArray[Any]) -> bool:
 
 
 def stored_weights(integers: NDArray[Any], weights: str) -> tuple[NDArray[Any], int]:
-    """Integer weights as a file stores them for a CPU, and their zero point.
+    """Integer weights in a file's form for a CPU, and their zero point.
 
     Args:
         integers: From -128 to 127.
-        weights: From `weights_for`. What is `exact_everywhere` is int8 for any CPU too, which
-            multiplies twice as many at a time, but for ``"all uint8"``, as files once had them.
+        weights: From `weights_for`. Weights that are `exact_everywhere` are int8 for any CPU, which
+            is twice as fast, except with ``"all uint8"``, the form of older files.
     """
     if weights == "int8" or (weights != "all uint8" and exact_everywhere(integers)):
         return integers.astype(np.int8), 0
@@ -127,9 +127,9 @@ def stored_weights(integers: NDArray[Any], weights: str) -> tuple[NDArray[Any], 
 
 
 def mark_cpu(model: Any) -> str:
-    """Note in a model's metadata which CPUs it is exact on; returns that.
+    """Write into a model's metadata on which CPUs it is exact; return that.
 
-    Only int8 weights beyond ±64 saturate anywhere.
+    Only int8 weights beyond ±64 can saturate.
     """
     from onnx import TensorProto, numpy_helper
 
@@ -141,15 +141,15 @@ def mark_cpu(model: Any) -> str:
 
 
 def saturates_here(model: Any) -> bool:
-    """Whether a model is for CPUs that sum exactly, and the one at hand does not."""
+    """Whether a model is for CPUs that sum exactly, and this one does not."""
     return cpu_of(model) == "vnni" and cpu_at_hand() == "any"
 
 
 def refuse_saturation(model: Any, what: str) -> None:
-    """Refuse to run a model where its products saturate.
+    """Refuse to run a model whose products saturate here.
 
     Raises:
-        ValueError: `saturates_here`; the remedy is named.
+        ValueError: `saturates_here`; the message names the remedy.
     """
     if saturates_here(model):
         raise ValueError(
@@ -160,7 +160,7 @@ def refuse_saturation(model: Any, what: str) -> None:
 
 
 def cpu_of(model: Any) -> str:
-    """Which CPUs a model says that it is for; ``"any"`` where it says nothing."""
+    """CPUs in a model's metadata; ``"any"`` without an entry."""
     values = [entry.value for entry in model.metadata_props if entry.key == CPU_KEY]
     return values[0] if len(values) == 1 and values[0] in CPUS else "any"
 

@@ -1,4 +1,4 @@
-"""Targets by name: of installed packages, of which this is one, and those added at run time."""
+"""Targets by name: from installed packages, this one included, and added at run time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a target is: an engine that takes files, and everything that is said about it."""
+"""A target: an engine that takes files, with all facts about it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class LintFile:
     """A file under inspection.
 
     Attributes:
-        path: Where it lies; external data and settings lie beside it.
-        model: Its protobuf, which nothing has been said about but that it decodes.
-        graphs: The main graph, then the bodies of functions and the graphs inside of nodes.
-        cpu: Where a file for a CPU shall run: ``"vnni"`` or ``"any"``.
+        path: The file; external data and settings are beside it.
+        model: Its protobuf, decoded and not checked.
+        graphs: The main graph, then bodies of functions and subgraphs.
+        cpu: CPU on which a file for CPUs will run: ``"vnni"`` or ``"any"``.
     """
 
     path: Path
@@ -76,28 +76,28 @@ class Target(ABC):
         Args:
             model: Calibrated, in evaluation mode. It is not changed.
             args: Example inputs.
-            path: The file; it appears whole or not at all.
-            options: Of the target; one that it does not know is a TypeError.
+            path: The file. It is written to a temporary name and renamed.
+            options: Options of the target; an unknown one is a TypeError.
 
         Returns:
-            What was written: an object with at least ``path``.
+            The result: an object with at least ``path``.
 
         Raises:
-            ValueError: Something has no form in such files; its module is named.
+            ValueError: An operation has no form in such files; the message names its module.
         """
 
     @abstractmethod
     def lint(self, file: LintFile) -> Iterator[Finding]:
-        """What the engine refuses, misreads or runs slowly, beyond what every file is asked."""
+        """Findings beyond the rules of every file: refused, misread or slow parts."""
 
     @abstractmethod
     def compare(self, made: Any, model: nn.Module, args: Any) -> Sequence[Any]:
-        """Each tensor of a written file against the integers of the model that it came from.
+        """Compare each tensor of a written file with the integers of its model.
 
         Args:
-            made: From `write`.
+            made: Result of `write`.
             model: The model.
-            args: Inputs, structured like the example.
+            args: Inputs with the structure of the example.
 
         Returns:
             Rows with ``path``, ``elements`` and ``different``.
@@ -113,17 +113,17 @@ class Target(ABC):
         """
 
     def fastest(self, cpu: str) -> dict[str, Any]:
-        """Options of `write` with which the engine runs fastest, and right, on such CPUs.
+        """Options of `write` for the fastest exact file on such CPUs.
 
         Args:
-            cpu: ``"vnni"`` or ``"any"`` (`cpu_at_hand`); says nothing to engines that are no CPU.
+            cpu: ``"vnni"`` or ``"any"`` (`cpu_at_hand`); no effect for engines other than CPUs.
         """
         del cpu
         return {}
 
     @property
     def runner(self) -> str:
-        """What runs its files on a CPU here: ``"onnxruntime"`` or ``"openvino"``, or ``"plain"``.
+        """Runtime of its files on a CPU here: ``"onnxruntime"`` or ``"openvino"``, or ``"plain"``.
 
         The first two optimise, as in use; the last is ONNX Runtime node by node.
         """
@@ -131,14 +131,14 @@ class Target(ABC):
 
     @property
     def half(self) -> bool:
-        """Whether what is not quantized is float16 in its files."""
+        """Whether unquantized parts are float16 in its files."""
         return False
 
     @property
     def labels(self) -> frozenset[str]:
-        """What a rule may call the target: its names, its family, its kind, ``"any"``."""
+        """Labels by which a rule names the target: its names, its family, its kind, ``"any"``."""
         return frozenset({self.name, *self.aliases, self.family, self.kind, "any"}) - {""}
 
     def holds(self, rule: Rule) -> bool:
-        """Whether a rule is one of this target's."""
+        """Whether a rule applies to this target."""
         return not self.labels.isdisjoint(rule.targets)

@@ -164,7 +164,7 @@ def _ends(node: Node) -> bool:
 
 
 def _unmade(graph: Graph, name: str) -> bool:
-    """Whether a name is read that nothing gives, which the rules of structure say."""
+    """Whether a name is read that nothing defines, which the structure rules report."""
     return bool(name) and name not in graph.producers and not graph.sees(name)
 
 
@@ -188,7 +188,7 @@ def _scale(graph: Graph, step: Step) -> Iterator[Finding]:
 
 
 def _float_convs(pairs: Pairs) -> list[Node]:
-    """Convs with a float weight that read a quantized tensor, as it is or handed on."""
+    """Convs with a float weight and a quantized input, through layout operators too."""
     graph, found = pairs.graph, []
     quantized: set[str] = set()
     for node in graph.nodes:
@@ -319,17 +319,17 @@ class _Horizon(QdqTarget):
     )  # fmt: skip
 
     def lint(self, file: LintFile) -> Iterator[Finding]:
-        """The operator set, then what every graph is asked."""
+        """The operator set, then the rules for every graph."""
         yield from check_opset(file.graphs[0].opsets)
         yield from super().lint(file)
 
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
-        """Forms, places and names, the settings beside the file, sizes."""
+        """Forms, positions and names, the settings beside the file, sizes."""
         yield from check_horizon(pairs, file.path)
         yield from check_limits(pairs)
 
     def commands(self, path: Path, *, quantized: bool = True) -> tuple[str, ...]:
-        """The compiler's call, with the settings that lie beside the file."""
+        """The compiler's call, with the settings beside the file."""
         del quantized
         return (f"hb_mapper makertbin --model-type onnx --config {path.stem}.yaml",)
 

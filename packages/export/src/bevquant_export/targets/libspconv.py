@@ -32,7 +32,7 @@ class _Libspconv(SparseTarget):
     unverified = ("libspconv was not at hand: the rules follow its parser's source",)
 
     def lint(self, file: LintFile) -> Iterator[Finding]:
-        """What the parser reads, and what the engine makes of it."""
+        """The parser's and the engine's requirements."""
         graph, folder = file.graphs[0], file.path.parent
         yield from _spconv_graph.check_graph(graph)
         yield from _spconv_convs.check_convs(graph, folder)

@@ -106,7 +106,7 @@ def check_onnxruntime(pairs: Pairs, file: LintFile) -> Iterator[Finding]:
 
 
 def _integer_type(step: Step) -> int:
-    """Data type of the integers that a step reads or makes, UINT8 where nothing is said."""
+    """Data type of a step's integers, UINT8 where nothing states it."""
     return step.zero_type or (
         step.constant.data_type if step.constant is not None and not step.quantizes else 2
     )
@@ -144,7 +144,7 @@ def _relu(pairs: Pairs, node: Node) -> Iterator[Finding]:
 def _weights(
     node: Node, types: list[int], held: Sequence[TensorProto | None], file: LintFile
 ) -> Iterator[Finding]:
-    """Whether the types of data and weight, and the integers held, are those for the CPU."""
+    """Whether the types of data and weight, and the integers, suit the CPU."""
     if types == [2, 3] and file.cpu == "any":
         integers = [values(tensor, file.path.parent) for tensor in held]
         # Of a float weight in front of both nodes of a pair the integers are not told.
@@ -183,7 +183,7 @@ class _OnnxRuntime(QdqTarget):
     )  # fmt: skip
 
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
-        """In which integers, and where, pairs must stand to run as integers."""
+        """Integer types and pair positions that are needed to run as integers."""
         yield from check_onnxruntime(pairs, file)
 
     def commands(self, path: Path, *, quantized: bool = True) -> tuple[str, ...]:

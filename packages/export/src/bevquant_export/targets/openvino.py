@@ -84,7 +84,7 @@ class _OpenVino(QdqTarget):
     )  # fmt: skip
 
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
-        """Which convolutions its plugin takes as integers."""
+        """Convolutions that its plugin takes as integers."""
         del file
         yield from check_openvino(pairs)
 

@@ -25,11 +25,11 @@ class _Portable(SparseTarget):
 
     @property
     def runner(self) -> str:
-        """ONNX Runtime's."""
+        """ONNX Runtime."""
         return ONNXRUNTIME.runner
 
     def lint(self, file: LintFile) -> Iterator[Finding]:
-        """What ONNX Runtime asks of a file."""
+        """ONNX Runtime's requirements on a file."""
         return ONNXRUNTIME.lint(file)
 
     def fastest(self, cpu: str) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class _Portable(SparseTarget):
         return {"weights": weights_for(cpu)}
 
     def compare(self, made: Any, model: nn.Module, args: Any) -> Sequence[Any]:
-        """Layer by layer, as ONNX Runtime itself runs the file."""
+        """Layer by layer, with ONNX Runtime running the file."""
         from bevquant_export.sparse import compare_sparse_onnx, load_sparse_onnx
 
         file = load_sparse_onnx(made.path, backend="onnxruntime")

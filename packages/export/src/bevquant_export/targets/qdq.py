@@ -26,8 +26,7 @@ class QdqTarget(Target):
 
     Attributes:
         form: The profile.
-        weights: Types of stored weights that a caller may choose from; empty where there is no
-            choice.
+        weights: Types of stored weights to choose from; empty without a choice.
     """
 
     form: Profile
@@ -35,12 +34,12 @@ class QdqTarget(Target):
 
     @property
     def runner(self) -> str:
-        """Of the profile."""
+        """The profile's."""
         return self.form.runner
 
     @property
     def half(self) -> bool:
-        """Of the profile."""
+        """The profile's."""
         return self.form.half
 
     def write(self, model: nn.Module, args: Any, path: Path, **options: Any) -> QdqFile:
@@ -54,7 +53,7 @@ class QdqTarget(Target):
         return {"weights": weights_for(cpu), "integer_sums": True} if self.weights else {}
 
     def session(self, proto: Any) -> Any:
-        """What runs a model of this engine's on the CPU at hand (``get_inputs``, ``run``)."""
+        """A session of this engine on this CPU (``get_inputs``, ``run``)."""
         from bevquant_export.dense._runnable import session
 
         return session(proto, self.form.runner)
@@ -66,7 +65,7 @@ class QdqTarget(Target):
         return compare_qdq_onnx(made, model, args)
 
     def lint(self, file: LintFile) -> Iterator[Finding]:
-        """Rules about pairs, then the engine's own, graph by graph."""
+        """Rules on pairs, then the engine's own, graph by graph."""
         for graph in file.graphs:
             pairs = Pairs(graph, file.path.parent)
             yield from check_pairs(pairs)
@@ -76,4 +75,4 @@ class QdqTarget(Target):
 
     @abstractmethod
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
-        """Rules of the engine about one graph."""
+        """The engine's rules for one graph."""

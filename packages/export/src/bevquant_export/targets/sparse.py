@@ -14,7 +14,7 @@ __all__ = ["SparseTarget"]
 
 
 class SparseTarget(Target):
-    """An engine for which `export_sparse_onnx` writes, by its dialect."""
+    """An engine whose files `export_sparse_onnx` writes, by its dialect."""
 
     def write(self, model: nn.Module, args: Any, path: Path, **options: Any) -> Any:
         """`export_sparse_onnx` with this dialect."""

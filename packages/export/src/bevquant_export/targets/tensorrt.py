@@ -1,4 +1,4 @@
-"""TensorRT 10, weakly typed, and 11, whose types are those of the file."""
+"""TensorRT 10, weakly typed, and 11, which takes its types from the file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _TensorRT10(QdqTarget):
     )  # fmt: skip
 
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
-        """What the parser imports, and where pairs must stand."""
+        """Operators that the parser imports, and pair positions."""
         functions = {(f.domain, f.name) for f in file.model.functions}
         yield from _tensorrt.check_tensorrt(pairs, functions)
 
@@ -58,7 +58,7 @@ class _TensorRT10(QdqTarget):
 
 
 class _TensorRT11(_TensorRT10):
-    """Version 11: every network is strongly typed, and its types are those of the file."""
+    """Version 11: every network is strongly typed, by the types of the file."""
 
     name, title, aliases = "tensorrt11", "TensorRT 11", ()
     rules = (*_tensorrt.RULES, *_tensorrt.TYPED_RULES)
@@ -70,7 +70,7 @@ class _TensorRT11(_TensorRT10):
     form = replace(_TensorRT10.form, name="tensorrt11", half=True)
 
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
-        """As for 10, and the types that 11 takes from the file."""
+        """As for 10, and the types."""
         yield from super().lint_pairs(pairs, file)
         yield from _tensorrt.check_types(pairs, file.model)
 
