@@ -384,6 +384,29 @@ def random(session: nox.Session) -> None:
     session.run("python", "-m", "random_models", *session.posargs, env=env)
 
 
+# Their full dependencies include CUDA builds and viewers: see docs/howto/from_mmdetection3d.md.
+MMDET3D = ["mmdet3d==1.4.0", "mmdet==3.3.0", "mmengine==0.10.7", "mmcv-lite==2.1.0"]
+MMDET3D_NEEDS = ["addict", "yapf", "rich", "termcolor", "terminaltables", "pycocotools", "shapely",
+                 "opencv-python-headless", "six", "pyyaml", "scipy", "matplotlib"]  # fmt: skip
+
+
+@nox.session
+def mmdet3d(session: nox.Session) -> None:
+    """Tests against mmdetection3d's wheels, which others skip.
+
+    `-- table` runs the configurations that the table of docs/howto/from_mmdetection3d.md lacks;
+    `-- table centerpoint` those with this in their name.
+    """
+    install(session, everything(), *MMDET3D_NEEDS)
+    session.install("-c", "constraints.txt", "--no-deps", *MMDET3D, env=environment())
+    if session.posargs[:1] == ["table"]:
+        session.run("python", "tests/mmdet3d_configs.py", *session.posargs[1:])
+        return
+    folder = MEMBERS["bevfusion"] / "tests"
+    names = ("test_centerpoint_mmdet3d.py", "test_mmdet3d_frames.py")
+    pytest(session, *(str(folder / name) for name in names), "tests/test_mmdet3d.py")
+
+
 # Imported by the packages below, which are installed without what they ask for: they ask for a
 # torch of their own.
 ZOO_NEEDS = ["huggingface_hub", "tokenizers", "regex", "safetensors", "pyyaml", "requests",

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -273,6 +273,25 @@ class _Extension(ModuleType):
             )
 
         return absent
+
+
+class _TorchOnCpu(ModuleType):
+    """torch, for a module that allocates with types of CUDA."""
+
+    cuda = SimpleNamespace(IntTensor=torch.IntTensor, FloatTensor=torch.FloatTensor)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def allocate_on_cpu() -> None:
+    """Let mmcv's furthest point sampling, once imported, run on the CPU with its stand-in.
+
+    It is the only operator of mmcv that allocates its output with a type of CUDA.
+    """
+    module: Any = sys.modules.get("mmcv.ops.furthest_point_sample")
+    if module is not None and isinstance(sys.modules.get("mmcv._ext"), _Extension):
+        module.torch = _TorchOnCpu("torch")
 
 
 class _Finder(MetaPathFinder, Loader):

@@ -18,6 +18,8 @@ from bev_data.boxes import rotated_iou
 from bevfusion.model.head import greedy_nms
 
 MAX, MEAN = 0, 1
+_PAIRS = 1 << 22
+"""Distances held at once."""
 
 
 def dynamic_voxelize(
@@ -213,9 +215,13 @@ def roiaware_pool(
 
 def three_nn(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
     """Squared distances [b, n, 3] and rows int32 of the three nearest of [b, m, 3] to [b, n, 3]."""
-    distances = (target[:, :, None] - source[:, None]).square().sum(3)
-    sorted_ = distances.sort(dim=2, stable=True)
-    return sorted_.values[..., :3], sorted_.indices[..., :3].int()
+    parts = []
+    for some in target.split(max(1, _PAIRS // source.shape[1]), 1):
+        distances = (some[:, :, None] - source[:, None]).square().sum(3)
+        sorted_ = distances.sort(dim=2, stable=True)
+        parts.append((sorted_.values[..., :3], sorted_.indices[..., :3].int()))
+    squared, rows = zip(*parts, strict=True)
+    return torch.cat(squared, 1), torch.cat(rows, 1)
 
 
 def three_interpolate(features: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
@@ -247,10 +253,13 @@ def ball_query(
     Returns:
         Rows int32 [m, samples], 0 in empty balls; whether each ball is empty, bool [m].
     """
-    squared = (centers[:, None] - points[None]).square().sum(2)
-    inside = (squared == 0) | ((squared >= low * low) & (squared < high * high))
-    order = torch.where(inside, torch.arange(len(points)), len(points)).sort(1).values[:, :samples]
-    order = functional.pad(order, (0, samples - order.shape[1]), value=len(points))
+    parts = []
+    for some in centers.split(max(1, _PAIRS // max(1, len(points)))):
+        squared = (some[:, None] - points[None]).square().sum(2)
+        inside = (squared == 0) | ((squared >= low * low) & (squared < high * high))
+        found = torch.where(inside, torch.arange(len(points)), len(points))
+        parts.append(found.topk(min(samples, len(points)), 1, largest=False).values)
+    order = functional.pad(torch.cat(parts), (0, max(0, samples - len(points))), value=len(points))
     first = order[:, :1]
     rows = torch.where(order < len(points), order, first)
     empty = first[:, 0] >= len(points)

@@ -1,0 +1,252 @@
+"""The configurations of mmdetection3d's wheel through the whole path: a table of the documentation.
+
+    python benchmarks/mmdet3d_configs.py                 # what is not yet in the table
+    python benchmarks/mmdet3d_configs.py centerpoint     # configurations whose name has this
+    python benchmarks/mmdet3d_configs.py --list          # kinds of model, and their configurations
+
+One configuration of each kind of model is folded, quantized with a frame, run in integers on
+another one and written as files. Its grid of voxels, its points and its images are cut down first.
+Others of the kind differ in sizes, data set or schedule. Results go to the table of
+docs/howto/from_mmdetection3d.md. Weights are random. It needs mmdet3d 1.4.0, mmdet 3.3.0, mmengine
+0.10.7 and mmcv-lite 2.1.0, see that page.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from bev_data import InputError
+from bev_scenes import street_frame
+from bevfusion.frameworks import use_operator_standins
+from bevfusion.frameworks._mmdet3d import SECOND_STAGE, load_mmdet3d
+from bevquant_export import export_detector
+from bevquant_fusion import fuse_model
+from bevquant_int8sim import simulate
+from bevquant_qnn import QuantConfig, quantize_model
+from bevquant_quantizers import calibrate
+
+PAGE = Path(__file__).parent.parent / "docs" / "howto" / "from_mmdetection3d.md"
+HEAD = "| configuration | result | int8 | worst output | seconds |\n|---|---|---|---|---|\n"
+
+
+COUNTS = ("num_points", "num_point", "num_proposal", "num_keypoints", "fps_sample_range_lists")
+"""Of points, in models and their samplers."""
+
+
+def configs() -> Iterator[str]:
+    """Names of the wheel's configurations."""
+    import mmdet3d
+
+    root = Path(mmdet3d.__file__).parent / ".mim" / "configs"
+    names = (path.relative_to(root).as_posix() for path in sorted(root.glob("*/*.py")))
+    return (name for name in names if not name.startswith("_base_"))
+
+
+def settings_of(name: str) -> Any:
+    """The configuration, or the error of reading it as text."""
+    import mmdet3d
+    from mmengine.config import Config
+
+    try:
+        return Config.fromfile(Path(mmdet3d.__file__).parent / ".mim" / "configs" / name)
+    except FileNotFoundError as error:
+        return f"mmdetection3d cannot read it: no {Path(str(error.filename)).name}"
+
+
+def kind_of(settings: Any) -> str:
+    """The classes that a model is made of, without sizes."""
+    if isinstance(settings, str):
+        return settings
+    model = settings.model
+    parts = ("voxel_encoder", "middle_encoder", "backbone", "neck", "bbox_head", "roi_head")
+    names = [str(model["type"])]
+    for part in (*parts, "rpn_head", "decode_head", "img_backbone", "bbox_head_3d", "neck_3d"):
+        found = model.get(f"pts_{part}") or model.get(part)
+        if isinstance(found, Mapping):
+            names.append(str(found["type"]))
+    for key in ("dcn", "dcn_config"):
+        if f"'{key}'" in str(model.to_dict()) and f"'{key}': None" not in str(model.to_dict()):
+            names.append("deformable")
+    if str(model.to_dict()).find("sparseconv_backend") >= 0:
+        names.append(model.backbone.get("sparseconv_backend", "torchsparse"))
+    return " ".join(names)
+
+
+def cut_down(settings: Any) -> None:
+    """A sixteenth of the grid, an eighth of the points, small images: seconds of minutes."""
+    model = settings.model
+    layer = model.get("data_preprocessor", {}).get("voxel_layer")
+    if layer is not None and "voxel_size" in layer and max(layer.voxel_size) < 1e3:
+        low, high = layer.point_cloud_range[:3], layer.point_cloud_range[3:]
+        cells = [round((b - a) / s) for a, b, s in zip(low, high, layer.voxel_size, strict=True)]
+        small = [math.ceil(count / 64) * 16 for count in cells[:2]]
+        old, new = list(layer.point_cloud_range), list(layer.point_cloud_range)
+        for axis in (0, 1):
+            length = small[axis] * layer.voxel_size[axis]
+            new[axis] = 0.0 if low[axis] == 0 else -length / 2
+            new[axis + 3] = new[axis] + length
+        _replace(settings.model, old, new)
+        for part in ("middle_encoder", "pts_middle_encoder"):
+            for key in ("sparse_shape", "output_shape"):
+                if key in model.get(part, {}):
+                    model[part][key] = [*model[part][key][:-2], *small[::-1]]
+        _replace(settings.model, cells[:2], small)
+    _smaller_points(settings.model)
+    for step in settings.get("test_pipeline", ()):
+        _smaller_step(step)
+
+
+def _replace(found: Any, old: list[Any], new: list[Any]) -> None:
+    items = found.items() if isinstance(found, Mapping) else enumerate(found)
+    for key, value in list(items):
+        if isinstance(value, list | tuple) and list(value)[: len(old)] == old:
+            found[key] = [*new, *list(value)[len(old) :]]
+        elif isinstance(value, Mapping | list):
+            _replace(value, old, new)
+
+
+def _smaller_points(found: Any) -> None:
+    for key, value in found.items() if isinstance(found, Mapping) else enumerate(found):
+        if key in COUNTS:
+            found[key] = _eighth(value)
+        elif isinstance(value, Mapping | list):
+            _smaller_points(value)
+
+
+def _eighth(number: Any) -> Any:
+    if isinstance(number, int):
+        return max(1, number // 8) if number > 0 else number
+    return tuple(map(_eighth, number))
+
+
+def _smaller_step(step: Any) -> None:
+    for inner in step.get("transforms", ()):
+        _smaller_step(inner)
+    if step["type"] == "PointSample":
+        step["num_points"] //= 8
+    for key in ("scale", "img_scale"):
+        if isinstance(step.get(key), tuple | list):
+            step[key] = tuple(max(32, n // 4 // 32 * 32) for n in step[key])
+
+
+def fit(network: nn.Module, example: Any) -> None:
+    """Batch norms of random weights with the statistics of a frame: else maps fade to nothing."""
+    norms = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    for norm in norms:
+        norm.momentum = 1.0
+        norm.train()
+    with torch.no_grad():
+        network(*example)
+    network.eval()
+
+
+def decibels(wanted: Any, found: Any) -> float:
+    """The lowest signal-to-noise ratio of an output."""
+    ratios = []
+    for a, b in zip(tree_leaves(wanted), tree_leaves(found), strict=True):
+        a, b = getattr(a, "features", a), getattr(b, "features", b)
+        if isinstance(a, torch.Tensor) and a.is_floating_point() and a.square().sum() > 0:
+            noise = (a - b).double().square().sum().clamp(min=1e-30)
+            ratios.append(10 * float(torch.log10(a.double().square().sum() / noise)))
+    return min(ratios)
+
+
+def take(name: str) -> str:
+    """A configuration through the path, as cells of the table."""
+    start = time.process_time()
+    torch.manual_seed(0)
+    detector = load_mmdet3d(name, edit=cut_down)
+    frames = [street_frame(seed, size="nuscenes", cameras="tiny", sweeps=1) for seed in range(3)]
+    example, second, other = map(detector.arguments, frames)
+    fit(detector.network, example)
+    fused = fuse_model(detector.network, example)
+    quantized = quantize_model(fused.model, QuantConfig(), example)
+    calibrate(quantized.model, [example, second])
+    model = simulate(quantized.model, example)
+    with torch.no_grad():
+        wanted = fused.model(*other)
+    worst = decibels(wanted, model(*other))
+    result = []
+    if detector.boxes is not None:
+        detector.boxes(wanted, frames[2])
+        result.append("boxes")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            made = export_detector(quantized.model, example, folder, batches=[other])
+            result += [f.path.name for f in (made.sparse, made.dense) if f is not None]
+        except ValueError as error:
+            print(f"  no files: {error}", file=sys.stderr)
+            result.append("no files")
+    result += ["second stage in float" for note in detector.notes if note == SECOND_STAGE]
+    seconds = time.process_time() - start
+    text = ", ".join(result)
+    return f"{text} | {model.integer_share:.0%} | {worst:.1f} dB | {seconds:.0f}"
+
+
+def attempt(name: str) -> str:
+    """The cells of a configuration, or the reason why it has none."""
+    try:
+        with redirect_stdout(StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return take(name)
+    except (InputError, ValueError) as error:
+        text = str(error).removeprefix(f"mmdet3d:{name}: ").partition("\n")[0]
+        return f"no: {text.partition(';')[0].replace('|', '/')} | | |"
+
+
+def read_table() -> dict[str, str]:
+    """Cells by configuration, from the page."""
+    _, _, after = PAGE.read_text(encoding="utf-8").partition(HEAD)
+    rows = (line.strip("| ").split("|", 1) for line in after.partition("\n\n")[0].splitlines())
+    return {row[0].strip(" `"): row[1].strip() for row in rows}
+
+
+def write_table(cells: Mapping[str, str]) -> None:
+    """The page with these rows."""
+    before, _, after = PAGE.read_text(encoding="utf-8").partition(HEAD)
+    _, _, after = after.partition("\n\n")
+    rows = "\n".join(f"| `{name}` | {cells[name]} |" for name in sorted(cells))
+    PAGE.write_text(f"{before}{HEAD}{rows}\n\n{after}", encoding="utf-8")
+
+
+def kinds() -> dict[str, list[str]]:
+    """Configurations by kind of model."""
+    made: dict[str, list[str]] = {}
+    for name in configs():
+        made.setdefault(kind_of(settings_of(name)), []).append(name)
+    return made
+
+
+def main(wanted: Sequence[str]) -> None:
+    """Run what is asked for, and write the table after each run."""
+    use_operator_standins()
+    grouped = kinds()
+    if "--list" in wanted:
+        for kind, names in grouped.items():
+            print(kind, *names, sep="\n    ")
+        return
+    for first, *others in grouped.values():
+        if first in read_table() and not any(word in first for word in wanted):
+            continue
+        print(first, flush=True)
+        cells = attempt(first)
+        print(f"  {cells}", flush=True)
+        same = cells if cells.startswith("no: ") else f"as `{first}` | | |"
+        write_table({**read_table(), first: cells, **dict.fromkeys(others, same)})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,133 @@
+"""mmdetection3d's wheels: its configurations to boxes, files and a page.
+
+They need mmdet3d 1.4.0, mmdet, mmengine and mmcv-lite: `nox -s mmdet3d` installs them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mmdet3d_configs
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from bev_data.points import Frame
+from bev_scenes import street_frame
+from bevfusion.frameworks import load_detector, use_operator_standins
+from bevfusion.frameworks._mmdet3d import load_mmdet3d
+from bevfusion.frameworks._mmdet3d_frames import to_detections
+
+pytest.importorskip("mmdet3d", reason="needs mmdet3d 1.4.0 with mmcv-lite, mmdet and mmengine")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of their imports, on a newer torch
+CENTERPOINT = "centerpoint/centerpoint_pillar02_second_secfpn_8xb4-cyclic-20e_nus-3d.py"
+
+
+@pytest.fixture(scope="module")
+def frame() -> Frame:
+    return street_frame(0, size="nuscenes", cameras="tiny", sweeps=1)
+
+
+def theirs(detector: Any, frame: Frame) -> Any:
+    """Boxes of the detector's own `predict`, and the axes that they are in."""
+    from mmdet3d import structures
+
+    loader, model = detector.boxes.__self__.loader, detector.network.model
+    first, *calibration = detector.arguments(frame)
+    inputs: dict[str, Any] = {"points": [loader.points(frame)]} if not loader.images else {}
+    metas: dict[str, Any] = {"box_type_3d": structures.LiDARInstance3DBoxes}
+    to_model = loader.to_model
+    if isinstance(first, dict):
+        inputs["voxels"] = first
+    elif loader.images:
+        inputs["imgs"] = first
+        metas = {**loader.image(loader.transformed(frame))[1], **metas}
+        if not calibration:
+            metas["box_type_3d"] = structures.CameraInstance3DBoxes
+            to_model = frame.cameras[0].lidar_to_camera
+    else:
+        inputs["points"] = [first[0]]
+    sample = structures.Det3DDataSample(metainfo=metas)
+    with torch.no_grad():
+        (found,) = model.predict(inputs, [sample])
+    return to_detections(found.pred_instances_3d, to_model)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        CENTERPOINT,
+        "parta2/parta2_hv_secfpn_8xb2-cyclic-80e_kitti-3d-3class.py",
+        "dynamic_voxelization/second_dv_secfpn_8xb6-80e_kitti-3d-car.py",
+        "smoke/smoke_dla34_dlaneck_gn-all_4xb8-6x_kitti-mono3d.py",
+        "imvoxelnet/imvoxelnet_8xb4_kitti-3d-car.py",
+        "3dssd/3dssd_4xb4_kitti-3d-car.py",
+    ],
+)
+def test_boxes_are_those_of_their_predict(name: str, frame: Frame) -> None:
+    torch.manual_seed(0)
+    detector = load_mmdet3d(name, edit=mmdet3d_configs.cut_down)
+    assert detector.boxes is not None
+    with torch.no_grad():
+        outputs = detector.network(*detector.arguments(frame))
+    found, wanted = detector.boxes(outputs, frame), theirs(detector, frame)
+    assert len(found.boxes) == len(wanted.boxes)
+    for ours, own in zip(found, wanted, strict=True):
+        assert np.allclose(ours, own, atol=1e-4)
+
+
+def test_the_table_has_every_configuration() -> None:
+    use_operator_standins()
+    rows = mmdet3d_configs.read_table()
+    grouped = mmdet3d_configs.kinds()
+    assert set(rows) == {name for names in grouped.values() for name in names}
+    for first, *others in grouped.values():
+        for name in others:
+            assert rows[name] in (rows[first], f"as `{first}` | | |")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """CenterPoint's configuration with a smaller grid, and a checkpoint as mmengine saves it."""
+    from mmengine.logging import MessageHub
+    from mmengine.runner.checkpoint import save_checkpoint
+
+    settings = mmdet3d_configs.settings_of(CENTERPOINT)
+    mmdet3d_configs.cut_down(settings)
+    folder = tmp_path_factory.mktemp("mmdet3d")
+    settings.dump(folder / "centerpoint.py")
+    torch.manual_seed(1)
+    network = load_detector(f"mmdet3d:{folder / 'centerpoint.py'}").network
+    hub = MessageHub.get_instance("bevquant")
+    hub.update_scalar("train/loss", np.float64(0.5))
+    state = {
+        "meta": {"epoch": 20, "seed": np.int64(3)},
+        "state_dict": network.model.state_dict(),
+        "message_hub": hub.state_dict(),
+    }
+    save_checkpoint(state, str(folder / "epoch_20.pth"))
+    return SimpleNamespace(
+        config=folder / "centerpoint.py",
+        weights=folder / "epoch_20.pth",
+        state=network.model.state_dict(),
+    )
+
+
+def test_one_command_from_a_checkpoint_to_files(saved: SimpleNamespace, tmp_path: Path) -> None:
+    from bevfusion_quant.cli import main
+
+    command = ["ptq", "--model", f"mmdet3d:{saved.config}", "--weights", str(saved.weights)]
+    options = ["--dataset", "street", "--count", "1", "--runs", str(tmp_path), "--name", "run"]
+    assert main([*command, *options, "--quiet"]) == 0
+    for file in ("dense.onnx",):
+        (found,) = (tmp_path / "run").rglob(file)
+        onnx.checker.check_model(onnx.load(found))
+    assert "Layers" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_checkpoints_weights_are_used(saved: SimpleNamespace) -> None:
+    loaded = load_detector(f"mmdet3d:{saved.config}", saved.weights).network.model.state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in saved.state.items())
