@@ -6,7 +6,8 @@
 
 One configuration of each kind of model is folded, quantized with a frame, run in integers on
 another one and written as files. Its grid of voxels, its points and its images are cut down first.
-Others of the kind differ in sizes, data set or schedule. Results go to the table of
+Others of the kind differ in sizes, data set or schedule, or in the dense backbone and neck of a
+LiDAR model (SECOND or RegNet, SECONDFPN or FPN). Results go to the table of
 docs/howto/from_mmdetection3d.md. Weights are random. It needs mmdet3d 1.4.0, mmdet 3.3.0, mmengine
 0.10.7 and mmcv-lite 2.1.0, see that page.
 """
@@ -45,6 +46,9 @@ HEAD = "| configuration | result | int8 | worst output | seconds |\n|---|---|---
 COUNTS = ("num_points", "num_point", "num_proposal", "num_keypoints", "fps_sample_range_lists")
 """Of points, in models and their samplers."""
 
+DENSE = ("SECOND", "NoStemRegNet", "SECONDFPN", "mmdet.FPN")
+"""Backbones and necks that do not make a kind of their own."""
+
 
 def configs() -> Iterator[str]:
     """Names of the wheel's configurations."""
@@ -75,7 +79,7 @@ def kind_of(settings: Any) -> str:
     names = [str(model["type"])]
     for part in (*parts, "rpn_head", "decode_head", "img_backbone", "bbox_head_3d", "neck_3d"):
         found = model.get(f"pts_{part}") or model.get(part)
-        if isinstance(found, Mapping):
+        if isinstance(found, Mapping) and found["type"] not in DENSE:
             names.append(str(found["type"]))
     for key in ("dcn", "dcn_config"):
         if f"'{key}'" in str(model.to_dict()) and f"'{key}': None" not in str(model.to_dict()):
@@ -104,6 +108,10 @@ def cut_down(settings: Any) -> None:
                 if key in model.get(part, {}):
                     model[part][key] = [*model[part][key][:-2], *small[::-1]]
         _replace(settings.model, cells[:2], small)
+    if "n_voxels" in model:
+        model["n_voxels"] = [n // 32 * 8 if n > 100 else n for n in model["n_voxels"]]
+    if "neck_3d" in model and "voxel_size" in model:
+        model["voxel_size"] = [4 * size for size in model["voxel_size"][:2]] + [0.5]
     _smaller_points(settings.model)
     for step in settings.get("test_pipeline", ()):
         _smaller_step(step)
@@ -156,12 +164,17 @@ def fit(network: nn.Module, example: Any) -> None:
 def decibels(wanted: Any, found: Any) -> float:
     """The lowest signal-to-noise ratio of an output."""
     ratios = []
-    for a, b in zip(tree_leaves(wanted), tree_leaves(found), strict=True):
-        a, b = getattr(a, "features", a), getattr(b, "features", b)
-        if isinstance(a, torch.Tensor) and a.is_floating_point() and a.square().sum() > 0:
-            noise = (a - b).double().square().sum().clamp(min=1e-30)
-            ratios.append(10 * float(torch.log10(a.double().square().sum() / noise)))
+    for a, b in zip(maps_of(wanted), maps_of(found), strict=True):
+        signal, noise = a.double().square().sum(), (a - b).double().square().sum()
+        if signal > 0:
+            ratios.append(10 * float(torch.log10(signal / noise.clamp(min=1e-30))))
     return min(ratios)
+
+
+def maps_of(outputs: Any) -> list[torch.Tensor]:
+    """Tensors of floats, also of sparse tensors."""
+    leaves = [getattr(leaf, "features", leaf) for leaf in tree_leaves(outputs)]
+    return [t for t in leaves if isinstance(t, torch.Tensor) and t.is_floating_point()]
 
 
 def take(name: str) -> str:
@@ -178,10 +191,12 @@ def take(name: str) -> str:
     model = simulate(quantized.model, example)
     with torch.no_grad():
         wanted = fused.model(*other)
-    worst = decibels(wanted, model(*other))
+    integers = model(*other)
+    worst = decibels(wanted, integers)
     result = []
     if detector.boxes is not None:
         detector.boxes(wanted, frames[2])
+        detector.boxes(integers, frames[2])
         result.append("boxes")
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -239,7 +254,8 @@ def main(wanted: Sequence[str]) -> None:
             print(kind, *names, sep="\n    ")
         return
     for first, *others in grouped.values():
-        if first in read_table() and not any(word in first for word in wanted):
+        asked = any(word in first for word in wanted) if wanted else first not in read_table()
+        if not asked:
             continue
         print(first, flush=True)
         cells = attempt(first)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Self
@@ -131,7 +131,10 @@ class FrameBatches(Sequence[Batch]):
         return self._frame(next(index for index, one in made if one is batch))
 
     def _frame(self, index: int) -> Frame:
-        return self.first_frame if index == 0 else self._frames[index]
+        frame = self.first_frame if index == 0 else self._frames[index]
+        if self._config.kind == "foreign" and frame.cameras:  # its code reads all that it gets
+            return replace(frame, cameras=self._named_cameras(frame))
+        return frame
 
     def frame_labels(self, index: int) -> Labels | None:
         """The labels of a batch's frame, kept from when the batch was made."""
@@ -188,6 +191,9 @@ class FrameBatches(Sequence[Batch]):
             raise InputError(
                 f"{frame.name}: the frame has no cameras, and {self.advice['no cameras']}"
             )
+        return self._named_cameras(frame)
+
+    def _named_cameras(self, frame: Frame) -> tuple[Camera, ...]:
         try:
             return order_cameras(frame.cameras, self._cameras)
         except InputError as error:

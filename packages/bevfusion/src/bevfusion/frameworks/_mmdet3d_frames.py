@@ -70,7 +70,10 @@ class FrameLoader:
     def voxels(self, points: Tensor) -> dict[str, Tensor]:
         """Points as the model's own layer voxelizes them."""
         if self.preprocessor.voxel_type == "minkunet":  # whose code needs CUDA
-            size = points.new_tensor(self.preprocessor.voxel_layer.voxel_size)
+            layer = self.preprocessor.voxel_layer
+            bounds, size = points.new_tensor(layer.point_cloud_range), layer.voxel_size
+            inside = (points[:, :3] >= bounds[:3]) & (points[:, :3] <= bounds[3:])
+            points, size = points[inside.all(1)], points.new_tensor(size)
             cells = torch.round(points[:, :3] / size).int()
             cells -= cells.min(0).values
             (rows,) = self.preprocessor.sparse_quantize(cells.numpy(), return_index=True)
