@@ -46,6 +46,7 @@ HEAD = "| configuration | result | int8 | worst output | seconds |\n|---|---|---
 COUNTS = ("num_points", "num_point", "num_proposal", "num_keypoints", "fps_sample_range_lists")
 """Of points, in models and their samplers."""
 
+PLAIN = {ord("|"): "/", ord("`"): None}
 DENSE = ("SECOND", "NoStemRegNet", "SECONDFPN", "mmdet.FPN")
 """Backbones and necks that do not make a kind of their own."""
 
@@ -208,7 +209,7 @@ def take(name: str) -> str:
     result += ["second stage in float" for note in detector.notes if note == SECOND_STAGE]
     seconds = time.process_time() - start
     text = ", ".join(result)
-    return f"{text} | {model.integer_share:.0%} | {worst:.1f} dB | {seconds:.0f}"
+    return f"{text} | {model.integer_share:.0%} | {worst:.1f} dB | {seconds:.0f} |"
 
 
 def attempt(name: str) -> str:
@@ -219,22 +220,21 @@ def attempt(name: str) -> str:
             return take(name)
     except (InputError, ValueError) as error:
         text = str(error).removeprefix(f"mmdet3d:{name}: ").partition("\n")[0]
-        return f"no: {text.partition(';')[0].replace('|', '/')} | | |"
+        return f"no: {text.partition(';')[0].translate(PLAIN)} | | | |"
 
 
 def read_table() -> dict[str, str]:
-    """Cells by configuration, from the page."""
+    """Cells by configuration, from the page, which ends with the table."""
     _, _, after = PAGE.read_text(encoding="utf-8").partition(HEAD)
-    rows = (line.strip("| ").split("|", 1) for line in after.partition("\n\n")[0].splitlines())
-    return {row[0].strip(" `"): row[1].strip() for row in rows}
+    rows = (line.removeprefix("| `").split("` | ", 1) for line in after.splitlines())
+    return {name: cells for name, cells in rows}
 
 
 def write_table(cells: Mapping[str, str]) -> None:
     """The page with these rows."""
-    before, _, after = PAGE.read_text(encoding="utf-8").partition(HEAD)
-    _, _, after = after.partition("\n\n")
-    rows = "\n".join(f"| `{name}` | {cells[name]} |" for name in sorted(cells))
-    PAGE.write_text(f"{before}{HEAD}{rows}\n\n{after}", encoding="utf-8")
+    before, _, _ = PAGE.read_text(encoding="utf-8").partition(HEAD)
+    rows = "".join(f"| `{name}` | {cells[name]}\n" for name in sorted(cells))
+    PAGE.write_text(f"{before}{HEAD}{rows}", encoding="utf-8")
 
 
 def kinds() -> dict[str, list[str]]:
@@ -260,7 +260,7 @@ def main(wanted: Sequence[str]) -> None:
         print(first, flush=True)
         cells = attempt(first)
         print(f"  {cells}", flush=True)
-        same = cells if cells.startswith("no: ") else f"as `{first}` | | |"
+        same = cells if cells.startswith("no: ") else f"as `{first}` | | | |"
         write_table({**read_table(), first: cells, **dict.fromkeys(others, same)})
 
 
