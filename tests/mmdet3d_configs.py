@@ -33,6 +33,7 @@ from bev_data import InputError
 from bev_scenes import street_frame
 from bevfusion.frameworks import use_operator_standins
 from bevfusion.frameworks._mmdet3d import SECOND_STAGE, load_mmdet3d
+from bevfusion.model import random_weights
 from bevquant_export import export_detector
 from bevquant_fusion import fuse_model
 from bevquant_int8sim import simulate
@@ -151,15 +152,16 @@ def _smaller_step(step: Any) -> None:
             step[key] = tuple(max(32, n // 4 // 32 * 32) for n in step[key])
 
 
-def fit(network: nn.Module, example: Any) -> None:
-    """Batch norms of random weights with the statistics of a frame: else maps fade to nothing."""
-    norms = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    for norm in norms:
-        norm.momentum = 1.0
-        norm.train()
-    with torch.no_grad():
-        network(*example)
-    network.eval()
+class Bound(nn.Module):
+    """A network with its arguments."""
+
+    def __init__(self, network: nn.Module, arguments: Any) -> None:
+        super().__init__()
+        self.network, self.arguments = network, arguments
+
+    def forward(self) -> Any:
+        """The network's outputs."""
+        return self.network(*self.arguments)
 
 
 def decibels(wanted: Any, found: Any) -> float:
@@ -181,11 +183,10 @@ def maps_of(outputs: Any) -> list[torch.Tensor]:
 def take(name: str) -> str:
     """A configuration through the path, as cells of the table."""
     start = time.process_time()
-    torch.manual_seed(0)
     detector = load_mmdet3d(name, edit=cut_down)
     frames = [street_frame(seed, size="nuscenes", cameras="tiny", sweeps=1) for seed in range(3)]
     example, second, other = map(detector.arguments, frames)
-    fit(detector.network, example)
+    random_weights(Bound(detector.network, example))
     fused = fuse_model(detector.network, example)
     quantized = quantize_model(fused.model, QuantConfig(), example)
     calibrate(quantized.model, [example, second])

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from bev_data import InputError
+from bev_data.points import Frame
 from bev_scenes import street_frame
-from bevfusion.frameworks import load_detector
+from bevfusion.evaluation import FrameBatches
+from bevfusion.frameworks import ForeignDetector, ForeignModel, ForeignSizes, load_detector
 from bevfusion_quant.cli import main
 from bevfusion_quant.compare import run_compare
 from bevfusion_quant.export import export_run
@@ -35,6 +37,20 @@ def quantized(runs: Path, model: str = "own_detector:make", **how: Any) -> PtqRe
     frames = how.pop("frames", FRAMES)
     config = PtqConfig(model=model, config="nuscenes", branch="all", **how)
     return run_ptq(frames, config, runs=runs, **place)
+
+
+def test_other_code_gets_the_cameras_that_are_named() -> None:
+    frames = [street_frame(size="tiny", cameras="tiny")]
+
+    def arguments(frame: Frame) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.tensor([[float(c.name == "CAM_BACK")]]) for c in frame.cameras)
+
+    detector = ForeignDetector(torch.nn.Identity(), arguments)
+    sizes, model = ForeignSizes("own:make", detector), ForeignModel(detector)
+    batches = FrameBatches(frames, sizes, model, ("CAM_FRONT", "CAM_BACK"))
+    assert [float(value) for value in batches[0]] == [0, 1]
+    with pytest.raises(InputError, match="no camera CAM_TOP"):
+        _ = FrameBatches(frames, sizes, model, ("CAM_TOP",))[0]
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,15 @@ def test_kitti_has_x_forward_and_intensity_to_one() -> None:
     assert torch.allclose(got, torch.tensor([[20, -1, -1.5, 0.2], [9, 3, 0.5, 1]]))
 
 
+def test_the_range_is_in_the_frames_axes() -> None:
+    """KITTI's 0 to 70 m ahead and 40 m to each side."""
+    layer = SimpleNamespace(point_cloud_range=[0, -40, -3, 70, 41, 1])
+    model = SimpleNamespace(data_preprocessor=SimpleNamespace(voxel_layer=layer, voxel_type="hard"))
+    made = FrameLoader(model, {"dataset_type": "KittiDataset"})
+    assert made.extent() == (-41, 0, -3, 40, 70, 1)
+    assert loader("KittiDataset").extent()[0] == -54
+
+
 def test_nuscenes_has_the_frames_axes_and_time() -> None:
     got = loader("NuScenesDataset", {**LOAD, "use_dim": 5}).points(FRAME)
     assert np.array_equal(got.numpy(), POINTS)

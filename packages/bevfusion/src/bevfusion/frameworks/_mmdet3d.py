@@ -104,6 +104,7 @@ def load_mmdet3d(
         made.boxes if made.decodes else None,
         tuple(settings.get("class_names", ())),
         tuple(notes),
+        loader.extent(),
     )
 
 

@@ -15,8 +15,10 @@ from bev_data import InputError
 from bev_data.boxes import Detections
 from bev_data.cameras import Camera
 from bev_data.points import Frame
+from bevfusion.frameworks._detector import ForeignDetector
 from bevfusion.frameworks._mmdet3d_steps import run_steps
 
+Bounds = tuple[float, float, float, float, float, float]
 TO_FORWARD = np.array([[0.0, 1, 0, 0], [-1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
 """From a frame's axes (x right, y forward) to those of KITTI and Waymo (x forward, y left)."""
 FORWARD_DATASETS = ("KittiDataset", "WaymoDataset", "SemanticKittiDataset")
@@ -40,6 +42,15 @@ class FrameLoader:
         self.images = any("Image" in name for name in self.loads)
         self.nuscenes = "nuscenes" in str(settings.get("dataset_type", "")).lower()
         self._steps = steps
+
+    def extent(self) -> Bounds:
+        """What the model sees, in a frame's axes: lower and upper x, y, z [m]."""
+        layer = getattr(self.preprocessor, "voxel_layer", None)
+        if layer is None or self.preprocessor.voxel_type == "cylindrical":
+            return ForeignDetector.point_cloud_range
+        bounds = np.reshape(layer.point_cloud_range, (2, 3)) @ self.to_model[:3, :3]
+        low, high = np.minimum(*bounds).tolist(), np.maximum(*bounds).tolist()
+        return low[0], low[1], low[2], high[0], high[1], high[2]
 
     def points(self, frame: Frame) -> Tensor:
         """Points [n, columns] in the model's axes, with the columns that the model reads."""
