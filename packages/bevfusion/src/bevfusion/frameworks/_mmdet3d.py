@@ -175,8 +175,9 @@ class _Reader:
         """Boxes of a frame from the network's outputs, by the code of its head."""
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # of a newer torch, about their indexing
-            # Their decoders write into what they are given.
-            found, to_model = self._found(tree_map_only(Tensor, Tensor.clone, outputs), frame)
+            # Their decoders write into what they are given, and view it in its order.
+            copies = tree_map_only(Tensor, lambda one: one.contiguous().clone(), outputs)
+            found, to_model = self._found(copies, frame)
         return to_detections(found, to_model)
 
     def _found(self, outputs: Any, frame: Frame) -> tuple[Any, npt.NDArray[np.float64]]:
