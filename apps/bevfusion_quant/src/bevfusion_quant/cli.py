@@ -11,6 +11,7 @@ import re
 import shlex
 import signal
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from types import FrameType
@@ -172,6 +173,7 @@ def _set_up_logging(rank: str, command: Any) -> None:
         logging.getLogger(ours).setLevel(level if first else logging.WARNING)
     # torch.fx notes once that spconv's tensor class asks about tracing; no user can act on it.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "Using a non-tuple sequence")  # spconv's dense(), likewise
 
 
 def _let_waiting_threads_sleep() -> None:
