@@ -159,6 +159,11 @@ class CenterHead(nn.Module):
         return batch
 
 
+class OtherHead(nn.Module):
+    def __init__(self, *sizes):
+        super().__init__()
+
+
 class Net(Detector3DTemplate, nn.Module):
     def __init__(self, config, classes, dataset):
         super().__init__()
@@ -169,7 +174,8 @@ class Net(Detector3DTemplate, nn.Module):
                     if config.VFE.NAME == "DynMeanVFE" else MeanVFE())
         self.backbone_3d = Backbone(features, dataset.grid_size)
         self.map_to_bev_module, self.backbone_2d, self.pfe = HeightCompression(), Bev(), None
-        kind = {"AnchorHead": AnchorHead, "CenterHead": CenterHead}[config.DENSE_HEAD.NAME]
+        kinds = {"AnchorHead": AnchorHead, "CenterHead": CenterHead, "OtherHead": OtherHead}
+        kind = kinds[config.DENSE_HEAD.NAME]
         self.dense_head = kind(classes, low, size)
         self.register_buffer("global_step", torch.zeros(1, dtype=torch.int64))
 

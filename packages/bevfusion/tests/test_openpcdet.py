@@ -156,7 +156,7 @@ def test_where_code_and_configuration_are(
         ("MODEL: {VFE: 1}", "it cannot be built: AttributeError"),
         ("DATA_CONFIG: {DATA_PROCESSOR: [{NAME: own_step}]}", "DATA_PROCESSOR has own_step"),
         ("MODEL: {DENSE_HEAD: {DOUBLE_FLIP: True}}", "DOUBLE_FLIP runs four flipped frames"),
-        ("MODEL: {DENSE_HEAD: {NAME: TransFusionHead}}", "TransFusionHead chooses"),
+        ("MODEL: {DENSE_HEAD: {NAME: OtherHead}}", "OtherHead has no generate_predicted_boxes"),
         ("DATA_CONFIG: {GET_ITEM_LIST: [images]}", "SECONDNet takes camera images"),
         ("_BASE_CONFIG_: cfgs/none.yaml", r"no file cfgs/none\.yaml"),
         ("- a list", "expected a dictionary in YAML, got list"),

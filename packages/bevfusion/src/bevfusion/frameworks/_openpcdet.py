@@ -79,6 +79,11 @@ def _holds_tensors(value: Any) -> bool:
 def _split(head: Any) -> Callable[[Mapping[str, Any]], Any]:
     """Let a head end with the arguments of its decoding; return that decoding, of the arguments."""
     kind = type(head)
+    if not hasattr(kind, "generate_predicted_boxes"):
+        raise InputError(
+            f"{kind.__name__} has no generate_predicted_boxes, which divides a head into maps and "
+            "boxes; name a function that returns your network instead (package.module:function)"
+        )
     signature = inspect.signature(kind.generate_predicted_boxes)
 
     def maps(own: Any, *args: Any, **kwargs: Any) -> tuple[Any, None]:
@@ -127,8 +132,8 @@ def load_openpcdet(
         raise InputError(f"{name}: no such file, nor below tools/cfgs of a checkout; {NEEDS}")
     try:
         models = import_openpcdet(checkout)
-    except ImportError as error:
-        raise InputError(f"{name}: {error}; {NEEDS}") from error
+    except Exception as error:  # of any module in it
+        raise InputError(f"{name}: {type(error).__name__}: {error}; {NEEDS}") from error
     settings = read_config(path, checkout)
     reason = _refusal(settings)
     if reason:
@@ -168,15 +173,13 @@ def load_openpcdet(
 def _refusal(settings: Settings) -> str:
     """Why a configuration has no network from voxels to maps; empty if it has."""
     model, data = settings.get("MODEL", Settings()), settings.get("DATA_CONFIG", Settings())
-    name, head = model.get("NAME"), model.get("DENSE_HEAD", Settings()).get("NAME")
+    name, head = model.get("NAME"), model.get("DENSE_HEAD")
     steps = {step.NAME for step in data.get("DATA_PROCESSOR", ())}
     if "images" in data.get("GET_ITEM_LIST", ()) or "IMAGE_BACKBONE" in model:
         return f"{name} takes camera images, and its frames are points"
     if head is None:
         return f"{name} has no DENSE_HEAD, whose maps end a network here"
-    if head == "TransFusionHead":
-        return "TransFusionHead chooses its queries by sorting, which has no form in integers"
-    if model.DENSE_HEAD.get("DOUBLE_FLIP"):
+    if head.get("DOUBLE_FLIP"):
         return "DOUBLE_FLIP runs four flipped frames; give the configuration without it"
     if not steps <= STEPS:
         return f"its DATA_PROCESSOR has {', '.join(sorted(steps - STEPS))}, unknown here"
@@ -192,10 +195,8 @@ class _Data:
         encoding = config.POINT_FEATURE_ENCODING
         self.features = list(encoding.used_feature_list)
         self.step = next(one for one in config.DATA_PROCESSOR if "VOXEL_SIZE" in one)
-        absent = [one for one in self.features if one not in COLUMNS]
-        self.notes = [f"{', '.join(absent)}: frames do not have it; 0 for every point"] * bool(
-            absent
-        )
+        absent = ", ".join(one for one in self.features if one not in COLUMNS)
+        self.notes = [f"{absent}: frames do not have it; 0 for every point"] if absent else []
 
     def for_model(self, classes: tuple[str, ...]) -> SimpleNamespace:
         """The attributes of OpenPCDet's data set that its models read."""
