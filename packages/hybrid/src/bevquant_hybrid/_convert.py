@@ -9,7 +9,7 @@ from torch import nn
 from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_hybrid._fake_quant._fake_quantize import CalibFakeQuantize, FakeQuantize
-from bevquant_hybrid._fx._calibrated_scales import warn_of_uncollected
+from bevquant_hybrid._fx._scales import warn_of_uncollected
 from bevquant_hybrid.march import require_march
 from bevquant_hybrid.nn.qat._base import OutputQuantized
 from bevquant_hybrid.nn.qat._composed import Composed
@@ -49,11 +49,7 @@ def _as_integers(rounding: str, module: nn.Module, args: Any, result: QTensor) -
 
 
 def refuse_converted(model: nn.Module, caller: str) -> None:
-    """Refuse a model that computes in integers already.
-
-    Raises:
-        ValueError: It does; the message names a module.
-    """
+    """Refuse a model that computes in integers already."""
     for path, module in model.named_modules():
         if isinstance(module, FixedPoint):
             raise ValueError(

@@ -16,6 +16,7 @@ from torch import fx, nn
 from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.operators import OperatorCall, find_violations, trace_calls
 from bevquant_hybrid.partition import Plan, PlanNode, partition, place_operator
+from bevquant_hybrid.utils.fx_helper import called_path, scope_of
 from bevquant_hybrid_tools.performance import LayerEstimate, estimate_layers
 
 __all__ = ["NodeLabel", "estimate_by_layer", "node_labels", "plan_by_layer"]
@@ -62,18 +63,11 @@ def node_labels(graph: fx.GraphModule, prefix: str = "") -> dict[str, NodeLabel]
     modules = dict(graph.named_modules())
     labels = {}
     for node in graph.graph.nodes:
-        owner = node.args[0] if node.op == "call_method" and node.args else None
-        if node.op == "call_module":
-            target = str(node.target)
-        elif isinstance(owner, fx.Node) and owner.op == "get_attr":
-            target = str(owner.target)
-        elif node.op in ("call_function", "call_method"):
-            path = f"{node.meta.get('scope', '')}.{node.name}".strip(".")
+        target = called_path(node)
+        if not target and node.op in ("call_function", "call_method"):
+            path = f"{scope_of(node)}.{node.name}".strip(".")
             labels[node.name] = NodeLabel(prefix + path, path, _function(node), node.name)
-            continue
-        else:
-            continue
-        if not target.endswith(_BOUNDARIES):
+        elif target and not target.endswith(_BOUNDARIES):
             module = modules.get(target)
             path = _layer(target, module)
             labels[node.name] = NodeLabel(prefix + path, path, _operator(node, module), target)

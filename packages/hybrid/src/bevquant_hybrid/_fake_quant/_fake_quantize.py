@@ -12,8 +12,12 @@ from torch import Tensor
 from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_hybrid._fake_quant._function import fake_quantize, is_written
-from bevquant_hybrid._observers._min_max import CalibObserver, MovingAverageMinMaxObserver
-from bevquant_hybrid._observers._range import FixedScaleObserver, RangeObserver
+from bevquant_hybrid._observers import (
+    CalibObserver,
+    FixedScaleObserver,
+    MovingAverageMinMaxObserver,
+    RangeObserver,
+)
 from bevquant_hybrid.dtype import QuantDType
 from bevquant_hybrid.qtensor import QTensor, calling_module, of_each, payload
 

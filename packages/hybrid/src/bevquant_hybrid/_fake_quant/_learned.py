@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
-from bevquant_hybrid._observers._range import scale_of, smallest_scale
+from bevquant_hybrid._observers import scale_of, smallest_scale
 from bevquant_hybrid.qtensor import along
 
 

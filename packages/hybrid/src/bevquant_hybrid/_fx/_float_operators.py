@@ -153,11 +153,7 @@ def _dequantize_before(graph: Graph, root: nn.Module, node: Node, placement: Pla
 
 
 def refuse_float_operators(placement: Placement, caller: str) -> None:
-    """Refuse what cannot read the quantized values that it is given.
-
-    Raises:
-        ValueError: There are such operators; the message names all, with file and line.
-    """
+    """Refuse what cannot read the quantized values that it is given."""
     quantized = _quantized_nodes(placement)
     problems = []
     for node in placement.kinds:

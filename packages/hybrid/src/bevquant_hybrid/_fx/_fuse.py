@@ -47,11 +47,7 @@ def fold(anchor: nn.Module, bn: nn.Module) -> nn.Module:
 
 
 def _refuse_inner_axes(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Refuse what the folded batch norm would have normalized along another axis.
-
-    Raises:
-        ValueError: The input has more than two axes.
-    """
+    """Refuse what the folded batch norm would have normalized along another axis."""
     if args and args[0].dim() > 2:
         path = getattr(module, "qualified_name", "") or type(module).__name__
         raise ValueError(

@@ -20,7 +20,7 @@ from bevquant_graph import layer_class
 from bevquant_hybrid._fx._recipe import Recipe, Step
 from bevquant_hybrid._fx._recipes import recipe_of
 from bevquant_hybrid._fx._settings import Names, Settings, anchor_path_of
-from bevquant_hybrid._fx._tracer import number_nodes, scope_of, with_items
+from bevquant_hybrid._fx._tracer import called_path, number_nodes, scope_of, with_items
 from bevquant_hybrid._quant_stub import QuantStub
 from bevquant_hybrid._scale_keeping import rule_of
 from bevquant_hybrid.nn import _functions as functions
@@ -236,22 +236,14 @@ class Placement:
 
     def module(self, node: Node) -> nn.Module | None:
         """The float module that a node calls, or whose method it calls; None for others."""
-        if node.op == "call_module":
-            return self.modules.get(str(node.target))
-        owner = node.args[0] if node.op == "call_method" and node.args else None
-        if isinstance(owner, Node) and owner.op == "get_attr":
-            found = self.modules.get(str(owner.target))
-            return found if isinstance(found, torch_quantized.FloatFunctional) else None
-        return None
+        path = called_path(node)
+        found = self.modules.get(path) if path else None
+        called = node.op == "call_module" or isinstance(found, torch_quantized.FloatFunctional)
+        return found if called else None
 
     def path(self, node: Node) -> str:
         """Where the node's settings come from: its module, or the one whose forward holds it."""
-        if node.op == "call_module":
-            return str(node.target)
-        owner = node.args[0] if self.module(node) is not None else None
-        if isinstance(owner, Node):
-            return str(owner.target)
-        return scope_of(node)
+        return called_path(node) if self.module(node) is not None else scope_of(node)
 
     def qconfig(self, node: Node) -> Any:
         """The qconfig of a node, or None."""

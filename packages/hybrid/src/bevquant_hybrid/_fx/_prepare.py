@@ -11,11 +11,6 @@ from torch.fx import Graph, Node
 
 from bevquant_hybrid._convert import refuse_converted
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize, _WrappedCalibFakeQuantize
-from bevquant_hybrid._fx._calibrated_scales import (
-    adopt_scales,
-    calibrated_scales,
-    is_calibration,
-)
 from bevquant_hybrid._fx._float_operators import (
     BOUNDARY,
     insert_boundaries,
@@ -30,9 +25,14 @@ from bevquant_hybrid._fx._graph_module import (
     replace_module,
 )
 from bevquant_hybrid._fx._placement import Kind, Placement, has_weight, replace_functions
+from bevquant_hybrid._fx._scales import (
+    adopt_scales,
+    calibrated_scales,
+    is_calibration,
+    unify_cat_scales,
+)
 from bevquant_hybrid._fx._settings import Names, Settings
 from bevquant_hybrid._fx._tracer import is_leaf, scope_of, trace
-from bevquant_hybrid._fx._unify import unify_cat_scales
 from bevquant_hybrid._leaf import MethodCall
 from bevquant_hybrid._quant_stub import DeQuantStub
 from bevquant_hybrid.march import March, get_march, require_march

@@ -145,11 +145,7 @@ class HybridTracer(Tracer):
         return _WritableProxy(node, self)
 
     def iter(self, obj: Proxy) -> Iterator[Any]:
-        """Refuse a loop over a value.
-
-        Raises:
-            TraceError: Always: a traced value has no length.
-        """
+        """Refuse a loop over a value."""
         raise TraceError(
             f"it iterates over {obj.node.name}, and a traced value has no length; take its parts "
             "by index or by unpacking (a, b = x), and give arguments one by one instead of by *"
@@ -213,6 +209,14 @@ def is_leaf(module: nn.Module) -> bool:
     return type(module).__module__.startswith(
         ("bevquant_hybrid.nn.", "bevquant_hybrid._fake_quant")
     )
+
+
+def called_path(node: Node) -> str:
+    """The module that a node calls, or the attribute whose method it calls; ``""``: neither."""
+    if node.op == "call_module":
+        return str(node.target)
+    owner = node.args[0] if node.op == "call_method" and node.args else None
+    return str(owner.target) if isinstance(owner, Node) and owner.op == "get_attr" else ""
 
 
 def scope_of(node: Node) -> str:

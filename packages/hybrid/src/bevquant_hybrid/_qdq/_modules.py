@@ -97,11 +97,7 @@ def limits(call: Call, activation: str) -> dict[str, Any]:
 
 
 def expect_batch(call: Call, rank: int) -> None:
-    """Refuse pictures without a batch, which operators of ONNX do not take.
-
-    Raises:
-        ValueError: There is no first axis.
-    """
+    """Refuse pictures without a batch, which operators of ONNX do not take."""
     found = call.given[0]
     if isinstance(found, Tensor) and found.dim() != rank:
         raise ValueError(

@@ -23,9 +23,9 @@ from bevquant_hybrid._fake_quant._fake_quantize import (
     FakeQuantize,
     _WrappedCalibFakeQuantize,
 )
-from bevquant_hybrid._fx._calibrated_scales import deployed, refuse_uncalibrated
 from bevquant_hybrid._fx._recipes import recipe_of
-from bevquant_hybrid._fx._tracer import number_nodes, scope_of, trace
+from bevquant_hybrid._fx._scales import deployed, refuse_uncalibrated
+from bevquant_hybrid._fx._tracer import called_path, number_nodes, scope_of, trace
 from bevquant_hybrid._qdq._call import SUM, Call, form_of, has_tensor, held
 from bevquant_hybrid._qdq._composed import composed_calls, inline
 from bevquant_hybrid._qdq._modules import (
@@ -282,9 +282,7 @@ class _NodeReader:
             self.refs[node] = args[0][index]
             return
         module = self._module(node)
-        owner = node.args[0] if node.op == "call_method" and module else None
-        path = str(owner.target) if isinstance(owner, Node) else ""
-        path = path or (str(node.target) if module is not None else scope_of(node))
+        path = called_path(node) if module is not None else scope_of(node)
         if node.op == "call_method" and module is not None:
             args, given = args[1:], given[1:]
         on_cpu = bool(self._forced.intersection(names_in((args, kwargs))))
@@ -305,12 +303,10 @@ class _NodeReader:
 
     def _module(self, node: Node) -> nn.Module | None:
         """The module that a node calls, or whose method it calls."""
-        if node.op == "call_module":
-            return self._model.get_submodule(str(node.target))
-        owner = node.args[0] if node.op == "call_method" and node.args else None
-        if isinstance(owner, Node) and owner.op == "get_attr" and self.refs[owner] is None:
-            return self._model.get_submodule(str(owner.target))
-        return None
+        path = called_path(node)
+        if not path or (node.op == "call_method" and self.refs[node.all_input_nodes[0]]):
+            return None
+        return self._model.get_submodule(path)
 
     def _described(self, node: Node, call: Call, module: nn.Module | None) -> Any:
         """Steps of a call, or the value that it hands on."""
@@ -402,11 +398,7 @@ class _NodeReader:
             self.values[name] = Value("int32" if name.endswith(SUM) else form, node.name)
 
     def _refuse_overwriting(self, node: Node, call: Call, module: nn.Module | None) -> None:
-        """Refuse a float function that writes into what others read too.
-
-        Raises:
-            ValueError: It does.
-        """
+        """Refuse a float function that writes into what others read too."""
         what = getattr(node.target, "__name__", str(node.target))
         in_place = getattr(module, "inplace", False) or (
             module is None and changes_its_input(what, node.kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from bevquant_hybrid._colour import bgr2yuv, rgb2yuv
+from bevquant_hybrid.functional import bgr2yuv, rgb2yuv
 
 __all__ = ["BgrToYuv444", "bgr_to_yuv444"]
 

@@ -1,9 +1,11 @@
 """Which operators a BPU runs, under which limits: a table, a check, and a tracer that feeds it."""
 
+from bevquant_hybrid.operators._attributes import row_of_function, row_of_module
+from bevquant_hybrid.operators._expressions import OperatorCall
+
 from ._attributes import tensors_in
-from ._call import OperatorCall
 from ._expressions import Expression
-from ._naming import row_of_function, row_of_module
+from ._recorder import Seen, Watch
 from ._table import (
     Limit,
     March,
@@ -26,9 +28,11 @@ __all__ = [
     "March",
     "Operator",
     "OperatorCall",
+    "Seen",
     "Support",
     "SupportTable",
     "Violation",
+    "Watch",
     "build_table",
     "find_advice",
     "find_violations",

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.ao.nn import quantized as torch_quantized
 from torch.overrides import TorchFunctionMode
+
+from bevquant_hybrid.nn._functions import FLOAT_OPERATIONS, Arithmetic
+from bevquant_hybrid.operators._attributes import is_leaf, row_of_function, row_of_module
+from bevquant_hybrid.operators._expressions import OperatorCall, Value
 
 from ._attributes import (
     count,
@@ -20,11 +26,111 @@ from ._attributes import (
     weight_attributes,
     weighted_part,
 )
-from ._call import OperatorCall, Value
-from ._naming import is_leaf, row_of_function, row_of_module
 from ._table import SupportTable
 
 DtypeOf = Callable[[str, nn.Module | None], str | None]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An operator that is called.
+
+    Attributes:
+        path: Of its module; ``""`` for a function.
+        module: The module; None for a function.
+        method: Which method of a FloatFunctional; None for others.
+        function: The function; None for a module.
+        args: What it is given.
+        kwargs: By name.
+    """
+
+    path: str
+    module: nn.Module | None
+    method: str | None
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Watch(TorchFunctionMode):
+    """Shows the operators that a running model calls, each before and after its call.
+
+    Modules are seen by hooks, methods of FloatFunctionals by standing in front of them, functions
+    by torch's dispatch. What an operator calls itself is a part of it and not shown.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._running: list[Seen] = []
+        self._handles: list[Any] = []
+        self._wrapped: list[tuple[nn.Module, str]] = []
+
+    def concerns(self, given: Any) -> bool:
+        """Whether a function of these arguments is shown."""
+        raise NotImplementedError
+
+    def before(self, seen: Seen) -> None:
+        """An operator is about to run."""
+
+    def after(self, seen: Seen, result: Any) -> Any:
+        """An operator has run; returns the result that the model goes on with."""
+        raise NotImplementedError
+
+    def attach(self, path: str, module: nn.Module) -> None:
+        """Watch a module as one operator."""
+        if not isinstance(module, torch_quantized.FloatFunctional | Arithmetic):
+            self.hook(
+                module,
+                lambda called, args, kwargs: self._enter(path, called, None, args, kwargs),
+                lambda called, args, kwargs, result: self._leave(result),
+            )
+            return
+        for name in FLOAT_OPERATIONS:  # no hook tells of their calls
+            if hasattr(type(module), name):
+                setattr(module, name, self._method(path, module, name))
+                self._wrapped.append((module, name))
+
+    def hook(self, module: nn.Module, before: Any, after: Any) -> None:
+        """Call functions before and after a module's forward, until `detach`."""
+        self._handles += [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, with_kwargs=True),
+        ]
+
+    def detach(self) -> None:
+        """Take the hooks off again."""
+        for handle in self._handles:
+            handle.remove()
+        for module, name in self._wrapped:
+            delattr(module, name)
+
+    def _method(self, path: str, module: nn.Module, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._enter(path, module, name, args, kwargs)
+            return self._leave(getattr(type(module), name)(module, *args, **kwargs))
+
+        return call
+
+    def _enter(self, path: str, module: Any, method: str | None, args: Any, kwargs: Any) -> None:
+        self._running.append(Seen(path, module, method, None, args, kwargs))
+        if len(self._running) == 1:
+            self.before(self._running[0])
+
+    def _leave(self, result: Any) -> Any:
+        if len(self._running) == 1:  # still running: what `after` calls is not shown
+            result = self.after(self._running[0], result)
+        self._running.pop()
+        return result
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._running or not self.concerns((args, kwargs)):
+            return func(*args, **kwargs)
+        seen = Seen("", None, None, func, args, kwargs)
+        self.before(seen)
+        return self.after(seen, func(*args, **kwargs))
 
 
 class _Draft:
@@ -36,8 +142,8 @@ class _Draft:
         self.readers: list[str] = []
 
 
-class Recorder(TorchFunctionMode):
-    """Catches calls and follows values by their identity."""
+class Recorder(Watch):
+    """Writes calls down and follows values by their identity."""
 
     def __init__(self, model: nn.Module, table: SupportTable, dtype_of: DtypeOf | None) -> None:
         super().__init__()
@@ -49,13 +155,10 @@ class Recorder(TorchFunctionMode):
         self._by_path: dict[str, dict[str, Any]] = {}
         self._taken: dict[str, int] = {}
         self._scopes: list[str] = []
-        self._leaves = 0
         self._alive: list[Any] = []  # else a new tensor could get a dead one's identity
         self.dtypes: dict[int, str] = {}
         self.makers: dict[int, str] = {}
         self._index_readers: dict[int, list[str]] = {}
-        self._handles: list[Any] = []
-        self._wrapped: list[tuple[nn.Module, str]] = []
 
     @property
     def scope(self) -> str:
@@ -68,72 +171,44 @@ class Recorder(TorchFunctionMode):
         self.dtypes[id(value)] = dtype
         self.makers[id(value)] = maker
 
-    def attach(self) -> None:
-        """Hook every module that counts as one call, and note where the others begin and end."""
+    def attach_all(self) -> None:
+        """Watch every module that counts as one call, and note where the others begin and end."""
         for path, module in self._model.named_modules():
-            leaf = module is not self._model and is_leaf(module, self._table)
-            leaf = leaf or (module is self._model and bool(row_of_module(module, self._table)))
-            leaf = leaf or path.endswith(_BOUNDARY)
+            leaf = is_leaf if module is not self._model else row_of_module
             if type(module).__name__ in _FUNCTIONALS:
-                self._wrap_methods(path, module)
+                self.attach(path, module)
                 continue
-            before, after = self._hooks(path, leaf)
-            self._handles += [
-                module.register_forward_pre_hook(before, with_kwargs=True),
-                module.register_forward_hook(after, with_kwargs=True),
-            ]
+            self.hook(module, self._scope_of(path), self._leave_scope)
+            if leaf(module, self._table) or path.endswith(_BOUNDARY):
+                self.attach(path, module)
 
-    def detach(self) -> None:
-        """Take the hooks off again."""
-        for handle in self._handles:
-            handle.remove()
-        for module, name in self._wrapped:
-            delattr(module, name)
+    def _scope_of(self, path: str) -> Callable[..., None]:
+        return lambda *_: self._scopes.append(path)
 
-    def _hooks(self, path: str, leaf: bool) -> tuple[Callable[..., None], Callable[..., Any]]:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._scopes.append(path)
-            self._leaves += leaf
+    def _leave_scope(self, *_: Any) -> None:
+        self._scopes.pop()
 
-        def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
-            self._scopes.pop()
-            self._leaves -= leaf
-            if leaf and not self._leaves:
-                if type(result) is Tensor and any(result is v for v in tensors_in(args)):
-                    result = _alias(result)  # a float stub's: its input stays float to others
-                self._record_module(path, module, (args, kwargs), result)
-                return result
-            return None
+    def concerns(self, given: Any) -> bool:
+        """Whether a function reads a value that is followed."""
+        return any(id(v) in self.dtypes for v in tensors_in(given))
 
-        return before, after
-
-    def _wrap_methods(self, path: str, module: nn.Module) -> None:
-        """Stand in front of a FloatFunctional's methods: no hook tells of their calls."""
-        for name in dir(type(module)):
-            base = name.removesuffix("_scalar").removesuffix("_relu")
+    def after(self, seen: Seen, result: Any) -> Any:
+        """Write a call down."""
+        if seen.module is None:
+            self._record_function(seen, result)
+        elif seen.method is not None:
+            base = seen.method.removesuffix("_scalar").removesuffix("_relu")
             row = self._table.find(f"torch.{base}")
-            if name.startswith("_") or hasattr(nn.Module, name) or row is None:
-                continue
-
-            def call(*args: Any, _name: str = name, _row: str = row.name, **kwargs: Any) -> Any:
-                if self._leaves:  # a part of an operator
-                    return getattr(type(module), _name)(module, *args, **kwargs)
-                self._leaves += 1
-                try:
-                    result = getattr(type(module), _name)(module, *args, **kwargs)
-                finally:
-                    self._leaves -= 1
-                inputs = list(tensors_in((args, kwargs)))
-                base = _name.removesuffix("_scalar").removesuffix("_relu")
-                attributes = function_attributes(
-                    *(_row, base, args, kwargs, [shape_of(v) for v in inputs])
-                )
-                attributes["method"] = _name
-                self.record(path, _row, attributes, inputs, result, module)
-                return result
-
-            setattr(module, name, call)
-            self._wrapped.append((module, name))
+            inputs = list(tensors_in((seen.args, seen.kwargs)))
+            name, shapes = row.name if row else base, [shape_of(v) for v in inputs]
+            attributes = function_attributes(name, base, seen.args, seen.kwargs, shapes)
+            attributes["method"] = seen.method
+            self.record(seen.path, name, attributes, inputs, result, seen.module)
+        else:
+            if type(result) is Tensor and any(result is v for v in tensors_in(seen.args)):
+                result = _alias(result)  # a float stub's: its input stays float to others
+            self._record_module(seen.path, seen.module, (seen.args, seen.kwargs), result)
+        return result
 
     def _record_module(self, path: str, module: nn.Module, given: Any, result: Any) -> None:
         name = row_of_module(module, self._table) or f"torch.nn.{type(module).__name__}"
@@ -158,24 +233,16 @@ class Recorder(TorchFunctionMode):
                 source = id(sources[0])
                 self.know(value, self.dtypes[source], self.makers[source])
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if self._leaves:  # a part of an operator
-            return result
-        inputs = list(tensors_in((args, kwargs)))
-        if not any(id(v) in self.dtypes for v in inputs):
-            return result
-        outputs = list(tensors_in(result))
+    def _record_function(self, seen: Seen, result: Any) -> None:
+        func, args, kwargs = seen.function, seen.args, seen.kwargs
+        inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(result))
         plain = getattr(func, "__name__", str(func)).removesuffix(".default")  # of an operator
         if plain == "__get__":
             plain = getattr(getattr(func, "__self__", None), "__name__", "")
             outputs = outputs if plain in ("T", "mT", "H", "mH") else []
         if not outputs or plain == "detach":
             self._pass_through((args, kwargs), result)
-            return result
+            return
         name = row_of_function(func, plain, self._table, len(inputs))
         shapes = [shape_of(v) for v in inputs]
         attributes = function_attributes(name, plain, args, kwargs, shapes)
@@ -188,7 +255,6 @@ class Recorder(TorchFunctionMode):
         biases = sum(count(v) for v in parameters.values()) - weights
         data = [v for v in inputs if id(v) not in parameters or "weight" not in _weight_names(name)]
         self.record(path, name, attributes, data, result, None, weights=weights, biases=biases)
-        return result
 
     def _function_path(self, name: str) -> str:
         if self.node:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevquant_hybrid.operators._naming import is_leaf, row_of_module
+from bevquant_hybrid.operators._attributes import is_leaf, row_of_module
 from bevquant_hybrid.operators._table import SupportTable
 
 _PACKAGE = __package__.partition(".")[0]

@@ -9,8 +9,7 @@ from functools import cache, cached_property
 from importlib import resources
 from typing import Any, Literal
 
-from bevquant_hybrid.operators._call import DTYPES, OperatorCall
-from bevquant_hybrid.operators._expressions import QUANTITIES, Expression
+from bevquant_hybrid.operators._expressions import DTYPES, QUANTITIES, Expression, OperatorCall
 
 # Attributes that a limit may name without the row declaring them: `data = true` limits are
 # checked where the attribute is known and reported as advice where it is not.

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_graph import own_inputs, state_kept
+from bevquant_hybrid.operators._expressions import OperatorCall
 
 from ._attributes import (
     function_attributes,
@@ -31,7 +32,6 @@ from ._attributes import (
     tensors_in,
     weight_attributes,
 )
-from ._call import OperatorCall
 from ._recorder import DtypeOf, Recorder
 from ._script_runner import ScriptRunner, Step, find_module, learn, row_of_script, settings_of
 from ._table import SupportTable, load_support_table
@@ -113,7 +113,7 @@ def trace_calls(
                 module.observer_enabled.zero_()  # its range is that of other inputs than these
         stack.enter_context(torch.no_grad())
         stack.callback(recorder.detach)
-        recorder.attach()
+        recorder.attach_all()
         stack.enter_context(recorder)
         try:
             if isinstance(model, fx.GraphModule):

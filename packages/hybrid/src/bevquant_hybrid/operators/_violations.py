@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ._call import OperatorCall, Value
+from bevquant_hybrid.operators._expressions import OperatorCall, Value
+
 from ._expressions import QUANTITIES
 from ._table import Limit, March, Operator, Support, SupportTable, load_support_table
 

@@ -18,7 +18,6 @@ from bevquant_hybrid._fake_quant._fake_quantize import (
     FakeQuantize,
     _WrappedCalibFakeQuantize,
 )
-from bevquant_hybrid._fx._calibrated_scales import is_calibration
 from bevquant_hybrid._fx._float_operators import BOUNDARY, insert_boundaries
 from bevquant_hybrid._fx._graph_module import (
     GraphModuleWithAttr,
@@ -29,6 +28,7 @@ from bevquant_hybrid._fx._graph_module import (
 )
 from bevquant_hybrid._fx._placement import Kind, Placement
 from bevquant_hybrid._fx._prepare import _copied, _stays, _unprepared, prepare
+from bevquant_hybrid._fx._scales import is_calibration
 from bevquant_hybrid._fx._settings import Names, Settings, anchor_path_of
 from bevquant_hybrid.partition._placement import requested_placement
 from bevquant_hybrid.quantization.fake_quantize import FakeQuantState, set_fake_quantize

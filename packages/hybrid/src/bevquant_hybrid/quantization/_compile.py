@@ -183,11 +183,7 @@ def _written(
 def _refuse_what_the_march_lacks(
     caller: str, module: nn.Module, arguments: tuple[Any, ...], march: str
 ) -> None:
-    """Refuse operators that a march does not have.
-
-    Raises:
-        ValueError: There are such; the message is `check_model`'s table of all that is not met.
-    """
+    """Refuse operators that a march does not have."""
     try:
         calls = bpu_calls(caller, module, arguments)
     except ValueError:

@@ -14,8 +14,6 @@ from bevquant_graph import layer_class
 from bevquant_hybrid._fx._fuse import fused
 from bevquant_hybrid.nn.intrinsic import ACTIVATIONS, ANCHORS
 
-__all__ = ["fuse_known_modules", "fuse_modules"]
-
 Fuser = Callable[..., list[nn.Module]]
 
 

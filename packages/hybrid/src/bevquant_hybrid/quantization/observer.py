@@ -11,18 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_hybrid._observers._min_max import (
+from bevquant_hybrid._observers import (
     AveragingObserver,
     CalibObserver,
+    ClipObserver,
+    FixedScaleObserver,
     MinMaxObserver,
     MovingAverageMinMaxObserver,
     MovingAveragePerChannelMinMaxObserver,
-    PerChannelMinMaxObserver,
-)
-from bevquant_hybrid._observers._range import (
-    ClipObserver,
-    FixedScaleObserver,
     NoopObserver,
+    PerChannelMinMaxObserver,
     scale_of,
 )
 from bevquant_quantizers.calib import HistogramCalibrator
@@ -129,7 +127,7 @@ class ClipStdObserver(AveragingObserver):
     def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Extremes, cut at mean ± std_scale·σ."""
         low, high = super().measure(x)
-        rows = x.reshape(1, -1) if self.ch_axis < 0 else x.movedim(self.ch_axis, 0).flatten(1)
+        rows = self.rows(x)
         deviation, mean = torch.std_mean(rows, dim=1, correction=0)
         reach = self.std_scale * deviation
         return torch.maximum(low, mean - reach), torch.minimum(high, mean + reach)
@@ -154,7 +152,7 @@ class _Search(AveragingObserver):
 
     def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """±best range."""
-        rows = x.reshape(1, -1) if self.ch_axis < 0 else x.movedim(self.ch_axis, 0).flatten(1)
+        rows = self.rows(x)
         amax = rows.abs().amax(1)
         if bool(amax.isfinite().all()):
             amax = self.search(rows.float(), amax.float())

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bevquant_hybrid._observers._min_max import AveragingObserver
+from bevquant_hybrid._observers import MovingAveragePerChannelMinMaxObserver
 from bevquant_hybrid.dtype import qint8
 from bevquant_hybrid.quantization.observer import (
     ClipObserver,
@@ -30,18 +30,8 @@ __all__ = [
 ]
 
 
-class MinMaxObserver(AveragingObserver):
-    """Extremes of each tensor or channel, averaged.
-
-    Args:
-        averaging_constant: As in `MovingAverageMinMaxObserver`, like all that follow.
-        ch_axis: Channel axis, where `qscheme` is per channel.
-        dtype: ``qint8`` or ``qint16``.
-        qscheme: Per tensor or per channel.
-        quant_min: Smallest integer.
-        quant_max: Largest integer.
-        is_sync_quantize: Join ranges over processes.
-        factory_kwargs: Of the buffers.
+class MinMaxObserver(MovingAveragePerChannelMinMaxObserver):
+    """Extremes of each tensor or channel, averaged; arguments as in `AveragingObserver`.
 
     Example:
         >>> observer = MinMaxObserver(0.5)
@@ -57,18 +47,7 @@ class MinMaxObserver(AveragingObserver):
         ch_axis: int = -1,
         dtype: str = qint8,
         qscheme: torch.qscheme = torch.per_tensor_symmetric,
-        quant_min: int | None = None,
-        quant_max: int | None = None,
-        is_sync_quantize: bool = False,
-        factory_kwargs: dict[str, Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(
-            averaging_constant,
-            dtype,
-            qscheme,
-            quant_min,
-            quant_max,
-            is_sync_quantize,
-            factory_kwargs,
-            ch_axis,
-        )
+        super().__init__(averaging_constant, ch_axis, dtype, qscheme, *args, **kwargs)

@@ -29,25 +29,6 @@ from bevquant_hybrid.quantization.observer import (
     PercentileObserver,
 )
 
-__all__ = [
-    "default_8bit_fake_quant",
-    "default_calib_8bit_fake_quant_qconfig",
-    "default_calib_8bit_weight_16bit_act_fake_quant_qconfig",
-    "default_calib_8bit_weight_32bit_out_fake_quant_qconfig",
-    "default_calib_out_8bit_fake_quant_qconfig",
-    "default_qat_8bit_fake_quant_qconfig",
-    "default_qat_8bit_lsq_quant_qconfig",
-    "default_qat_8bit_weight_16bit_act_fake_quant_qconfig",
-    "default_qat_8bit_weight_32bit_out_fake_quant_qconfig",
-    "default_qat_out_8bit_fake_quant_qconfig",
-    "default_weight_8bit_fake_quant",
-    "get_default_calib_qconfig",
-    "get_default_qat_out_qconfig",
-    "get_default_qat_qconfig",
-    "get_default_qconfig",
-    "get_qconfig",
-]
-
 _FAKE_QUANTS = {"fake_quant": FakeQuantize, "lsq": LSQFakeQuantize, "pact": PACTFakeQuantize}
 _OBSERVERS = {
     "min_max": MovingAverageMinMaxObserver,
@@ -271,11 +252,7 @@ def get_default_qconfig(
 
 
 def _refuse_one_range(observer: str, given: Mapping[str, Any] | None) -> None:
-    """Refuse observers of weights that cannot give a range per channel where one is asked for.
-
-    Raises:
-        ValueError: They cannot.
-    """
+    """Refuse observers of weights that cannot give a range per channel where one is asked for."""
     settings = given or {}
     per_channel = settings.get("qscheme") == torch.per_channel_symmetric
     if observer == "kl" and per_channel:

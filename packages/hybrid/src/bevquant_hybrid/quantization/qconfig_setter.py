@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from bevquant_graph import layer_class
 from bevquant_hybrid._fx._settings import anchor_path_of
+from bevquant_hybrid._fx._tracer import called_path
 from bevquant_hybrid.dtype import QuantDType, as_quant_dtype, qint8, qint16
 from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.quantization.qconfig import get_qconfig
@@ -255,10 +256,7 @@ def _calls(graph: Any, root: nn.Module) -> list[Call]:
         return found
 
     for node in graph.nodes:
-        owner = node.args[0] if node.op == "call_method" and node.args else None
-        path = str(node.target) if node.op == "call_module" else ""
-        if isinstance(owner, Node) and owner.op == "get_attr":
-            path = str(owner.target)
+        path = called_path(node)
         module = modules.get(path) if path else None
         if module is None:
             continue

@@ -12,19 +12,21 @@ from torch.ao.quantization import FakeQuantizeBase
 from bevquant_graph import called
 from bevquant_hybrid._convert import convert_in_place, refuse_converted
 from bevquant_hybrid._fake_quant._fake_quantize import CalibFakeQuantize, FakeQuantize
-from bevquant_hybrid._fx._calibrated_scales import adopt_scales, calibrated_scales
 from bevquant_hybrid._fx._graph_module import GraphModuleWithAttr
+from bevquant_hybrid._fx._scales import (
+    adopt_scales,
+    calibrated_scales,
+    refuse_settings,
+    unify_cat_scales,
+)
 from bevquant_hybrid._fx._settings import Settings
 from bevquant_hybrid._fx._tracer import trace
-from bevquant_hybrid._fx._unify import refuse_settings, unify_cat_scales
 from bevquant_hybrid._quant_stub import DeQuantStub
 from bevquant_hybrid.march import JOINS_AT_ONE_SCALE, require_march
 from bevquant_hybrid.nn.qat import float_form, has_qat_form, qat_form
 from bevquant_hybrid.nn.qat._base import expect_pictures, first_prepared, take_over
 from bevquant_hybrid.quantization.quantize_fx import convert_fx
 from bevquant_hybrid.undisturbed import positional, undisturbed
-
-__all__ = ["convert", "load_observer_params", "prepare_calibration", "prepare_qat", "run_once"]
 
 
 def prepare_qat(

@@ -136,7 +136,7 @@ def export_quantized_onnx(
 
     Args:
         model: Result of `convert_fx` or `convert`.
-        args: Example input, or a tuple of them.
+        args: As in `export_to_onnx`, like all that follow.
         f: File name, or a file open for writing in binary.
         export_params: Write the weights too.
         verbose: Print the graph.

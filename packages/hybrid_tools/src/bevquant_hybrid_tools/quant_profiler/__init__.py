@@ -8,6 +8,7 @@ from bevquant_hybrid_tools.quant_profiler._calls import (
     get_module_called_count,
     record_calls,
 )
+from bevquant_hybrid_tools.quant_profiler._compared import compare_weights
 from bevquant_hybrid_tools.quant_profiler._cuda_memory import (
     MemoryReading,
     read_memory,
@@ -18,6 +19,7 @@ from bevquant_hybrid_tools.quant_profiler._features import (
     Statistic,
     get_raw_features,
     profile_featuremap,
+    set_preserve_qat_mode,
 )
 from bevquant_hybrid_tools.quant_profiler._model_profiler import model_profiler
 from bevquant_hybrid_tools.quant_profiler._qconfig import (
@@ -26,7 +28,6 @@ from bevquant_hybrid_tools.quant_profiler._qconfig import (
     check_qconfig,
     check_unfused_operations,
 )
-from bevquant_hybrid_tools.quant_profiler._selection import set_preserve_qat_mode
 from bevquant_hybrid_tools.quant_profiler._stages import (
     Stage,
     compare_script_models,
@@ -34,7 +35,6 @@ from bevquant_hybrid_tools.quant_profiler._stages import (
     render_stages,
     script_profile,
 )
-from bevquant_hybrid_tools.quant_profiler._weights import compare_weights
 
 __all__ = [
     "END",

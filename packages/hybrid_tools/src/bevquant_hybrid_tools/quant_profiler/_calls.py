@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.ao.nn import quantized as torch_quantized
-from torch.overrides import TorchFunctionMode
 
 from bevquant_graph import map_leaves
 from bevquant_hybrid.nn.qat import OutputQuantized, Weighted
-from bevquant_hybrid.nn.quantized import FLOAT_OPERATIONS, Arithmetic, FixedPoint
-from bevquant_hybrid.operators import tensors_in
+from bevquant_hybrid.nn.quantized import FixedPoint
+from bevquant_hybrid.operators import Seen, Watch, tensors_in
 from bevquant_hybrid.qtensor import QTensor, payload
 from bevquant_hybrid.undisturbed import positional, undisturbed
 from bevquant_hybrid.utils.fx_helper import is_leaf
@@ -202,84 +200,35 @@ def copied(value: Any) -> Any:
     return map_leaves(alone, value)
 
 
-class _Recorder(TorchFunctionMode):
-    """Operators by hooks, FloatFunctionals by their methods, functions by torch's dispatch."""
+class _Recorder(Watch):
+    """Lists calls, and which of them read the results of which."""
 
     def __init__(self, keep: bool, watch: Any) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self._keep, self._watch = keep, watch
-        self._depth = 0  # operators that are running
-        self._begun: list[Call | None] = []
         self._counts: Counter[str] = Counter()
         self._makers: dict[int, int] = {}
         self._alive: list[Any] = []  # else a new tensor could get a dead one's identity
-        self._handles: list[Any] = []
-        self._wrapped: list[tuple[nn.Module, str]] = []
 
-    def attach(self, path: str, module: nn.Module) -> None:
-        if isinstance(module, torch_quantized.FloatFunctional | Arithmetic):
-            self._attach_methods(path, module)
-            return
+    def concerns(self, given: Any) -> bool:
+        return any(source is not None for source in self._sources(given))
 
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._begin(path, module, None, args, kwargs)
+    def before(self, seen: Seen) -> None:
+        given = (seen.args, seen.kwargs)
+        about = seen.path, self._counts[seen.path], seen.module, seen.function, seen.method
+        self._begun = Call(*about, *(copied(given) if self._keep else ()))
+        self._begun.sources = self._sources(given)
+        self._counts[seen.path] += seen.module is not None
 
-        def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-            self._finish(args, result)
-
-        self._handles += [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after, with_kwargs=True),
-        ]
-
-    def _attach_methods(self, path: str, module: nn.Module) -> None:
-        """Stand in front of a FloatFunctional's methods: no hook tells of their calls."""
-        for name in FLOAT_OPERATIONS:
-            if not hasattr(type(module), name):
-                continue
-
-            def call(*args: Any, _name: str = name, **kwargs: Any) -> Any:
-                self._begin(path, module, _name, args, kwargs)
-                result = getattr(type(module), _name)(module, *args, **kwargs)
-                self._finish(args, result)
-                return result
-
-            setattr(module, name, call)
-            self._wrapped.append((module, name))
-
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for module, name in self._wrapped:
-            delattr(module, name)
-
-    def _begin(self, path: str, module: nn.Module, method: str | None, args: Any, kw: Any) -> None:
-        self._depth += 1
-        if self._depth > 1:
-            self._begun.append(None)
-            return
-        sources = self._sources((args, kw))
-        call = Call(path, self._counts[path], module, method=method, sources=sources)
-        self._counts[path] += 1
+    def after(self, seen: Seen, result: Any) -> Any:
+        call = self._begun
+        if seen.module is None and next(tensors_in(result), None) is None:
+            return result
         if self._keep:
-            call.args, call.kwargs = copied(args), copied(kw)
-        self._begun.append(call)
-
-    def _finish(self, args: Any, result: Any) -> None:
-        call = self._begun.pop()
-        if call is not None:
-            if self._keep:
-                call.output = copied(result)
-            if self._watch is not None:
-                self._watch(call.path, call.operator, args, result)
-            self._add(call, result)
-        self._depth -= 1
-
-    def _sources(self, given: Any) -> list[int | None]:
-        return [self._makers.get(id(tensor)) for tensor in tensors_in(given)]
-
-    def _add(self, call: Call, result: Any) -> None:
+            call.output = copied(result)
+        if self._watch is not None and seen.module is not None:
+            self._watch(call.path, seen.module, seen.args, result)
         for source in dict.fromkeys(call.sources):
             if source is not None:
                 self.calls[source].readers.append(len(self.calls))
@@ -287,23 +236,10 @@ class _Recorder(TorchFunctionMode):
         for tensor in tensors_in(result):
             self._alive.append(tensor)
             self._makers[id(tensor)] = len(self.calls) - 1
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = (args, kwargs or {})
-        sources = [] if self._depth else self._sources(given)
-        if all(source is None for source in sources):
-            return func(*args, **given[1])
-        if self._keep:
-            given = copied(given)
-        result = func(*args, **(kwargs or {}))
-        if next(tensors_in(result), None) is not None:
-            call = Call("", 0, None, func, None, *given, sources=sources)
-            if self._keep:
-                call.output = copied(result)
-            self._add(call, result)
         return result
+
+    def _sources(self, given: Any) -> list[int | None]:
+        return [self._makers.get(id(tensor)) for tensor in tensors_in(given)]
 
     def end(self, outputs: Any) -> None:
         for source in dict.fromkeys(self._sources(outputs)):

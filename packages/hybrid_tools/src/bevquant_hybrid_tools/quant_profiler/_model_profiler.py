@@ -15,11 +15,11 @@ from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_hybrid.nn.quantized import FixedPoint
 from bevquant_hybrid_tools.quant_profiler._calls import get_module_called_count
+from bevquant_hybrid_tools.quant_profiler._compared import compare_weights
 from bevquant_hybrid_tools.quant_profiler._featuremap import featuremap_similarity
 from bevquant_hybrid_tools.quant_profiler._features import get_raw_features, profile_featuremap
 from bevquant_hybrid_tools.quant_profiler._qconfig import check_qconfig, check_unfused_operations
 from bevquant_hybrid_tools.quant_profiler._tables import curves_picture, page, write_text
-from bevquant_hybrid_tools.quant_profiler._weights import compare_weights
 
 # "prepared": one class of fake quantizer serves calibration and training.
 _FORMS = {

@@ -27,7 +27,7 @@ from bevquant_hybrid.quantization.fake_quantize import _WrappedCalibFakeQuantize
 from bevquant_hybrid.quantization.fx.graph_module import ObservedGraphModule, QuantizedGraphModule
 from bevquant_hybrid.quantization.observer import FixedScaleObserver
 from bevquant_hybrid_tools.quant_profiler._calls import Call, record_calls
-from bevquant_hybrid_tools.quant_profiler._selection import Selection
+from bevquant_hybrid_tools.quant_profiler._features import Selection
 from bevquant_hybrid_tools.quant_profiler._tables import Cell, grid_table, simple_table, write_text
 
 NO_QCONFIG = "qconfig = None"

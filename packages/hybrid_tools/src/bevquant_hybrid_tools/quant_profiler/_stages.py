@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.ao.nn import quantized as torch_quantized
+from torch.ao.nn.quantized import FloatFunctional
 from torch.fx import Node
 
 from bevquant_graph import map_leaves
@@ -26,6 +26,7 @@ from bevquant_hybrid.qtensor import QTensor, along, as_float
 from bevquant_hybrid.quantization.fx.graph_module import ObservedGraphModule, QuantizedGraphModule
 from bevquant_hybrid.runtime import CompiledModel, Program, Step, load, write_program
 from bevquant_hybrid.undisturbed import positional, undisturbed
+from bevquant_hybrid.utils.fx_helper import called_path
 from bevquant_hybrid_tools.quant_profiler._tables import simple_table
 from bevquant_quantizers.documents import write_whole
 
@@ -151,14 +152,10 @@ def _stage(node: Node, trained: _Run, integers: _Run, steps: dict[str, Tensor]) 
 
 def _owner(node: Node, run: _Run) -> str:
     """The module that a node calls, or whose method it calls."""
-    if node.op == "call_module":
-        return str(node.target)
-    first = node.args[0] if node.op == "call_method" and node.args else None
-    if isinstance(first, Node) and first.op == "get_attr":
-        held = run.fetch_attr(str(first.target))
-        if isinstance(held, Arithmetic | torch_quantized.FloatFunctional):
-            return str(first.target)
-    return ""
+    path = called_path(node)
+    if not path or node.op == "call_module":
+        return path
+    return path if isinstance(run.fetch_attr(path), Arithmetic | FloatFunctional) else ""
 
 
 def _quantized(value: Any) -> Any:

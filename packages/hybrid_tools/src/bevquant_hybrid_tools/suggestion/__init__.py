@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ._measure import output_sqnr
+from bevquant_hybrid_tools.suggestion._suggestion import output_sqnr
+
 from ._suggest_cpu import suggest_cpu
 from ._suggestion import CpuMove, CpuSuggestion
 

@@ -12,8 +12,7 @@ from torch import Tensor, fx, nn
 from bevquant_hybrid.march import require_march
 from bevquant_hybrid.partition.trials import NoScaleError, Trials, measured_form, rounding_off
 from bevquant_hybrid_tools.performance import ChipFigures
-
-from ._measure import (
+from bevquant_hybrid_tools.suggestion._suggestion import (
     Cost,
     Forward,
     Measure,
@@ -23,6 +22,7 @@ from ._measure import (
     output_sqnr,
     positional,
 )
+
 from ._suggestion import CpuMove, CpuSuggestion
 
 

@@ -10,7 +10,7 @@ from torch.ao.quantization import QConfig
 
 from bevquant_hybrid import _integer_ops as ops
 from bevquant_hybrid._fake_quant._fake_quantize import CalibFakeQuantize, FakeQuantize
-from bevquant_hybrid._observers._range import FixedScaleObserver
+from bevquant_hybrid._observers import FixedScaleObserver
 from bevquant_hybrid.dtype import qint16
 from bevquant_hybrid.nn._functions import Exp, InverseNorm, Reciprocal
 from bevquant_hybrid.nn._functions import FloatFunctional as FloatArithmetic

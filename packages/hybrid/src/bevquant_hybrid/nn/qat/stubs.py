@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_hybrid._fake_quant._fake_quantize import CalibFakeQuantize, FakeQuantize
-from bevquant_hybrid._observers._range import FixedScaleObserver
+from bevquant_hybrid._observers import FixedScaleObserver
 from bevquant_hybrid.nn.qat._base import OfFloat, module_path, quantized_output, take_over
 from bevquant_hybrid.qtensor import QTensor, as_float, of_each
 

@@ -1,21 +1,28 @@
-"""What calibration found, and a model that takes it over, or is deployed with it."""
+"""Scales of fake quantizers: found by calibration, and shared by what is concatenated."""
 
 from __future__ import annotations
 
 import copy
+import operator
 import warnings
 from typing import Any
 
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
+from bevquant_graph import layer_class
 from bevquant_hybrid._fake_quant._fake_quantize import (
     CalibFakeQuantize,
     FakeQuantize,
     _WrappedCalibFakeQuantize,
 )
+from bevquant_hybrid._fake_quant._learned import LearnedFakeQuantize
 from bevquant_hybrid._fx._float_operators import BOUNDARY
-from bevquant_hybrid._observers._range import FixedScaleObserver
+from bevquant_hybrid._fx._placement import keeps_scale
+from bevquant_hybrid._fx._tracer import called_path
+from bevquant_hybrid._observers import FixedScaleObserver
+from bevquant_hybrid._scale_keeping import rule_of
+from bevquant_hybrid.march import JOINS_AT_ONE_SCALE
 from bevquant_hybrid.nn import qat
 from bevquant_hybrid.nn.qat._composed import Composed
 from bevquant_hybrid.nn.qat._weighted import Weighted, WithBatchNorm
@@ -81,9 +88,7 @@ def _at_new_boundaries(
     found = {}
     for node in model.graph.nodes:
         if node.meta.get(BOUNDARY) == "quantize" and node.name not in scales:
-            maker = node.args[0]
-            owner = maker.args[0] if maker.op == "call_method" else maker
-            path = f"{owner.target}.activation_post_process"
+            path = f"{called_path(node.args[0])}.activation_post_process"
             if path in scales:
                 found[node.name] = scales[path]
     return found
@@ -136,11 +141,7 @@ def _has_steps(module: nn.Module) -> bool:
 
 
 def refuse_uncalibrated(model: nn.Module, graph: Graph, caller: str) -> None:
-    """Refuse a model whose forward rounds to a scale that was never found.
-
-    Raises:
-        ValueError: It does; all of its fake quantizers without a scale are listed.
-    """
+    """Refuse a model whose forward rounds to a scale that was never found."""
     called = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
     found = {
         f"{path}.{name}".strip("."): None
@@ -166,3 +167,141 @@ def warn_of_uncollected(paths: list[str]) -> None:
             UserWarning,
             stacklevel=4,
         )
+
+
+def refuse_settings(optimize_kwargs: dict[str, Any] | None, caller: str) -> None:
+    """Refuse what narrows or widens the optimization."""
+    if optimize_kwargs:
+        raise ValueError(
+            f"{caller}: optimize_kwargs={sorted(optimize_kwargs)}: not offered; "
+            "optimize_graph=True ties inputs and outputs of every FloatFunctional.cat"
+        )
+
+
+def unify_cat_scales(graph: Graph, root: nn.Module, march: str, caller: str) -> list[list[str]]:
+    """Tie the scales of the inputs and the output of every concatenation.
+
+    Each keeps its own observer; the largest range decides. Concatenations that share a tensor
+    become one group. Values are then joined without being rescaled. Other marches rescale, and
+    nothing is changed.
+
+    Args:
+        graph: Calls of the model, with its names.
+        root: The prepared model.
+        march: What it is prepared for.
+        caller: Whom a message names.
+
+    Returns:
+        The names of the modules that share, group by group.
+
+    Raises:
+        ValueError: A group has outputs of 32 bits, of several types, or several fixed scales.
+    """
+    # While a model is calibrated nothing is rounded, so that no scale is shared either.
+    if march not in JOINS_AT_ONE_SCALE or is_calibration(root):
+        return []
+    groups = _groups(graph, root)
+    for paths in groups:
+        _tie(root, paths, caller)
+    return groups
+
+
+def _groups(graph: Graph, root: nn.Module) -> list[list[str]]:
+    """Names of the modules that quantize the inputs and the output of concatenations."""
+    leader: dict[str, str] = {}
+
+    def first(path: str) -> str:
+        while leader[path] != path:
+            path = leader[path]
+        return path
+
+    for node in graph.nodes:
+        if node.op != "call_method" or node.target != "cat":
+            continue
+        found = [path for path in (_quantizer(n, root) for n in _joined(node)) if path]
+        mine = _quantizer(node, root)
+        if mine is None:
+            continue
+        for path in (mine, *found):
+            leader.setdefault(path, path)
+            leader[first(path)] = first(mine)
+    made: dict[str, list[str]] = {}
+    for path in leader:
+        made.setdefault(first(path), []).append(path)
+    return list(made.values())
+
+
+def _joined(node: Node) -> list[Node]:
+    tensors = node.args[1] if len(node.args) > 1 else node.kwargs.get("tensors", ())
+    if isinstance(tensors, Node):
+        return [tensors]
+    return [n for n in tensors if isinstance(n, Node)] if isinstance(tensors, list | tuple) else []
+
+
+def _quantizer(node: Node, root: nn.Module) -> str | None:
+    """Name of the module that gives a node's value its scale, beyond what keeps the scale."""
+    while True:
+        path = called_path(node)
+        module = root.get_submodule(path) if path else None
+        if module is not None and _quantizes(module):
+            return path
+        inputs = [n for n in node.all_input_nodes if n.op != "get_attr"]
+        keeps = _keeps(node) if module is None else keeps_scale(module)
+        if not keeps or not inputs:
+            return None
+        node = inputs[0]
+
+
+def _quantizes(module: nn.Module) -> bool:
+    if isinstance(module, FakeQuantize | CalibFakeQuantize):
+        return True
+    if "activation_post_process" not in module._modules:
+        return False
+    # torch's own arithmetic holds an Identity there.
+    return layer_class(module._modules["activation_post_process"], nn.Identity) is None
+
+
+def _keeps(node: Node) -> bool:
+    """Whether a function's value has its first input's scale."""
+    function: Any = node.target
+    if node.op == "call_method":
+        function = getattr(Tensor, str(node.target), None)
+    return node.op in ("call_function", "call_method") and (
+        function is operator.getitem or rule_of(function) is not None
+    )
+
+
+def _tie(root: nn.Module, paths: list[str], caller: str) -> None:
+    found = {path: _fake_quant(root.get_submodule(path)) for path in paths}
+    wide = [path for path, fake_quant in found.items() if fake_quant is None]
+    kinds = sorted({str(fake_quant.dtype) for fake_quant in found.values() if fake_quant})
+    learned = [path for path, q in found.items() if isinstance(q, LearnedFakeQuantize)]
+    fixed = sorted(
+        {
+            float(q.activation_post_process.fixed_scale)
+            for q in found.values()
+            if q and isinstance(q.activation_post_process, FixedScaleObserver)
+        }
+    )
+    reason = ""
+    if wide:
+        reason = f"{wide[0]} has 32 bits; give it a qconfig with an activation"
+    elif len(kinds) > 1:
+        reason = f"they have {', '.join(kinds)}; give them one type"
+    elif learned:
+        reason = f"that of {learned[0]} is learned; use activation_fake_quant='fake_quant'"
+    elif len(fixed) > 1:
+        reason = f"their scales are fixed at {fixed}; fix one of them"
+    if reason:
+        raise ValueError(
+            f"{caller}: optimize_graph=True gives {', '.join(paths)} one scale, but {reason}, or "
+            "leave optimize_graph off"
+        )
+    first, *others = (q for q in found.values() if isinstance(q, FakeQuantize))
+    first.tie(others)
+
+
+def _fake_quant(module: nn.Module) -> Any:
+    if isinstance(module, FakeQuantize | CalibFakeQuantize):
+        return module
+    return module._modules["activation_post_process"]

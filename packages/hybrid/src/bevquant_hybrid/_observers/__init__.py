@@ -1,1 +1,0 @@
-"""Observers: what range a tensor takes."""
