@@ -94,7 +94,52 @@ def _of_floats(x: Any, part: Callable[[Tensor], Any]) -> Any:
     return of_each(x, lambda t: part(payload(t)) if payload(t).is_floating_point() else t)
 
 
-class FakeQuantize(FakeQuantizeBase):
+class _Observing(FakeQuantizeBase):
+    """Base: an observer, and the type and state that it has."""
+
+    activation_post_process: Any
+
+    @property
+    def dtype(self) -> QuantDType:
+        """The integer type."""
+        found: QuantDType = self.activation_post_process.dtype
+        return found
+
+    @property
+    def observed(self) -> bool:
+        """Whether the observer has seen anything that gives a scale."""
+        return bool(getattr(self.activation_post_process, "observed", False))
+
+    def looks(self) -> bool:
+        """Whether a call observes."""
+        return not is_written() and bool(self.observer_enabled[0])
+
+    def observe(self, x: Any) -> None:
+        """Let the observer see a tensor, or all tensors of a container.
+
+        Raises:
+            ValueError: The observer finds no range in it; the message names the module.
+        """
+        try:
+            self.activation_post_process(_observed(x))
+        except ValueError as error:
+            raise ValueError(f"{calling_module()}: {error}") from error
+
+    def forward(self, x: Any) -> Any:
+        """Return the tensor with its scale, rounded where that is enabled.
+
+        Tensors of a container, as `torch.chunk` makes it, have one scale; indices stay as they are.
+        """
+        if self.looks():
+            self.observe(x)
+        return _of_floats(x, self.marked)
+
+    def marked(self, x: Tensor) -> QTensor:
+        """A tensor with its scale."""
+        raise NotImplementedError
+
+
+class FakeQuantize(_Observing):
     r"""Observe a tensor, then round it to the grid of its scale.
 
     :math:`\operatorname{clamp}(\operatorname{round}(x/s), q_\min, q_\max) \cdot s`, half to even;
@@ -149,12 +194,6 @@ class FakeQuantize(FakeQuantizeBase):
             self._take_scale()
 
     @property
-    def dtype(self) -> QuantDType:
-        """The integer type."""
-        found: QuantDType = self.activation_post_process.dtype
-        return found
-
-    @property
     def quant_min(self) -> int:
         """Smallest integer."""
         return self.activation_post_process.quant_min
@@ -173,11 +212,6 @@ class FakeQuantize(FakeQuantizeBase):
     def qscheme(self) -> torch.qscheme:
         """Per tensor or per channel, symmetric."""
         return self.activation_post_process.qscheme
-
-    @property
-    def observed(self) -> bool:
-        """Whether the scale is more than the 1 it starts with."""
-        return self.activation_post_process.observed
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return the observer's scale and zero point."""
@@ -211,15 +245,8 @@ class FakeQuantize(FakeQuantizeBase):
         return self.scale.detach()
 
     def observe(self, x: Any) -> None:
-        """Let the observer see a tensor, or all tensors of a container, and take its scale.
-
-        Raises:
-            ValueError: The observer finds no range in it; the message names the module.
-        """
-        try:
-            self.activation_post_process(_observed(x))
-        except ValueError as error:
-            raise ValueError(f"{calling_module()}: {error}") from error
+        """Let the observer see a tensor, or all tensors of a container, and take its scale."""
+        super().observe(x)
         if self.activation_post_process.observed:
             self._take_scale()
 
@@ -235,19 +262,6 @@ class FakeQuantize(FakeQuantizeBase):
         for member in self.tied or (self,):
             member.scale = scale.to(member.scale.device)
             member.zero_point = zero_point.to(member.scale.device)
-
-    def forward(self, x: Any) -> Any:
-        """Return the tensor, rounded where that is enabled, with its scale.
-
-        Tensors of a container, as `torch.chunk` makes it, have one scale; indices stay as they are.
-        """
-        if self._looks():
-            self.observe(x)
-        return _of_floats(x, self.marked)
-
-    def _looks(self) -> bool:
-        """Whether a call observes."""
-        return not is_written() and bool(self.observer_enabled[0])
 
     def marked(self, x: Tensor) -> QTensor:
         """Round a tensor where that is enabled, and give it the scale."""
@@ -294,7 +308,7 @@ class FakeQuantize(FakeQuantizeBase):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-class CalibFakeQuantize(FakeQuantizeBase):
+class CalibFakeQuantize(_Observing):
     """Show a tensor to an observer and pass it on as it is.
 
     Args:
@@ -314,17 +328,6 @@ class CalibFakeQuantize(FakeQuantizeBase):
         super().__init__()
         self.activation_post_process = made_observer(type(self).__name__, observer, observer_kwargs)
 
-    @property
-    def dtype(self) -> QuantDType:
-        """The integer type that the model is calibrated for."""
-        found: QuantDType = self.activation_post_process.dtype
-        return found
-
-    @property
-    def observed(self) -> bool:
-        """Whether the observer has seen anything that gives a scale."""
-        return bool(getattr(self.activation_post_process, "observed", False))
-
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return the scale and zero point found; 1 and 0 where nothing was seen."""
         if not self.observed:
@@ -336,16 +339,8 @@ class CalibFakeQuantize(FakeQuantizeBase):
         """Return the tensor."""
         return x
 
-    def forward(self, x: Any) -> Any:
-        """Count where that is enabled; return the values as they are."""
-        if not is_written() and bool(self.observer_enabled[0]):
-            try:
-                self.activation_post_process(_observed(x))
-            except ValueError as error:
-                raise ValueError(f"{calling_module()}: {error}") from error
-        return _of_floats(x, self._passed)
-
-    def _passed(self, x: Tensor) -> QTensor:
+    def marked(self, x: Tensor) -> QTensor:
+        """The tensor as it is."""
         return QTensor(x, torch.ones(1, device=x.device), self.dtype, on_grid=False)
 
 

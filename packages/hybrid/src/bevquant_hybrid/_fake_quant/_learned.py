@@ -20,8 +20,9 @@ def _round_through(x: Tensor) -> Tensor:
 class LearnedFakeQuantize(FakeQuantize):
     """Base: the first tensor observed, or a scale set, starts the parameter; training moves it."""
 
-    def _looks(self) -> bool:
-        return super()._looks() and not self.observed
+    def looks(self) -> bool:
+        """Whether a call observes: until there is a first scale."""
+        return super().looks() and not self.observed
 
 
 class LSQFakeQuantize(LearnedFakeQuantize):

@@ -36,6 +36,7 @@ def program_of(
     name: str,
     march: str,
     options: Mapping[str, Any],
+    kept: dict[str, Tensor] | None = None,
 ) -> Program:
     """Run a model once and return what it computed as a program.
 
@@ -49,6 +50,7 @@ def program_of(
         name: Name of the program.
         march: March of the program.
         options: What the program notes of its compilation.
+        kept: Gets the model's inputs and what its operators returned, by the program's names.
 
     Raises:
         ValueError: The model calls an operator that is none of an integer program, which the
@@ -58,7 +60,7 @@ def program_of(
     """
     # Over all runs: a model that notes something returns something else in the second run.
     with state_kept(module):
-        return _recorded(module, inputs, caller, name, march, options)
+        return _recorded(module, inputs, caller, name, march, options, kept)
 
 
 def _recorded(
@@ -68,12 +70,13 @@ def _recorded(
     name: str,
     march: str,
     options: Mapping[str, Any],
+    kept: dict[str, Tensor] | None,
 ) -> Program:
     given = flatten(inputs, f"{caller}: example_inputs")
     # Each its own: one tensor may have been given twice.
     taken = [tensor.detach().clone() for tensor in given.tensors]
     with torch.no_grad(), following(module) as scope:
-        recorder = Recorder(module, scope)
+        recorder = Recorder(module, scope, kept)
         ports = [
             Port(name, recorder.input(tensor, name), tensor.dtype, tuple(tensor.shape))
             for name, tensor in zip(_input_names(module, given), taken, strict=True)
@@ -243,19 +246,6 @@ def _with_scale(port: Port, scale: str, axis: int, constants: Mapping[str, Tenso
     return replace(port, scale=scale, axis=axis) if scale in constants else port
 
 
-class _Keeping(Recorder):
-    """A recorder that keeps what every operator returned."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.kept: dict[str, Tensor] = {}
-
-    def _value(self, tensor: Tensor, loose: bool) -> str:
-        name = super()._value(tensor, loose)
-        self.kept[name] = tensor.detach().cpu().clone()
-        return name
-
-
 def record_results(
     model: Any, arguments: tuple[Any, ...], caller: str, march: str | None
 ) -> tuple[Program, dict[str, Tensor]]:
@@ -274,17 +264,9 @@ def record_results(
         TypeError, ValueError, RuntimeError: As `converted_model`, `march_of` and `program_of`.
     """
     module = converted_model(model, caller)
-    program = program_of(module, arguments, caller, caller, march_of(march, caller), {})
-    given = flatten(arguments, f"{caller}: example_inputs")
-    taken = [tensor.detach().clone() for tensor in given.tensors]
-    with torch.no_grad(), state_kept(module), following(module) as scope:
-        recorder = _Keeping(module, scope)
-        for name, tensor in zip(_input_names(module, given), taken, strict=True):
-            recorder.input(tensor, name)
-            recorder.kept[name] = tensor.cpu()
-        with torch.jit.optimized_execution(False), recorder:  # type: ignore[attr-defined]
-            module(*given.build(taken))
-    return program, recorder.kept
+    kept: dict[str, Tensor] = {}
+    chosen = march_of(march, caller)
+    return program_of(module, arguments, caller, caller, chosen, {}, kept), kept
 
 
 def with_layouts(program: Program, input_layout: str, output_layout: str) -> Program:

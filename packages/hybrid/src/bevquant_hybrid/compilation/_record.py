@@ -76,6 +76,7 @@ class Recorder(TorchDispatchMode):
     Args:
         module: The model.
         scope: Returns the path of the module that computes now.
+        kept: Gets inputs and results by name; None to keep none.
 
     Attributes:
         steps: The calls.
@@ -86,8 +87,11 @@ class Recorder(TorchDispatchMode):
         calls: How many of this package's operators were called, on constants too.
     """
 
-    def __init__(self, module: nn.Module, scope: Callable[[], str]) -> None:
+    def __init__(
+        self, module: nn.Module, scope: Callable[[], str], kept: dict[str, Tensor] | None = None
+    ) -> None:
         super().__init__()
+        self._kept = kept
         self.steps: list[Step] = []
         self.values: dict[str, Value] = {}
         self.constants: dict[str, Tensor] = {}
@@ -106,8 +110,7 @@ class Recorder(TorchDispatchMode):
 
     def input(self, tensor: Tensor, name: str) -> Ref:
         """Declare an input."""
-        self._know(tensor, _Known(name, False))
-        self.values[name] = Value(TensorType(tensor.dtype, tuple(tensor.shape)), name)
+        self._note(tensor, _Known(name, False))
         return Ref(name)
 
     def operand(self, tensor: Tensor, hint: str) -> Ref:
@@ -213,10 +216,15 @@ class Recorder(TorchDispatchMode):
     def _value(self, tensor: Tensor, loose: bool) -> str:
         self._count += 1
         name = self._free(f"%{self._count}")
-        self._know(tensor, _Known(name, loose))
-        shape = None if loose else tuple(tensor.shape)
-        self.values[name] = Value(TensorType(tensor.dtype, shape), name)
+        self._note(tensor, _Known(name, loose))
         return name
+
+    def _note(self, tensor: Tensor, known: _Known) -> None:
+        self._know(tensor, known)
+        shape = None if known.loose else tuple(tensor.shape)
+        self.values[known.name] = Value(TensorType(tensor.dtype, shape), known.name)
+        if self._kept is not None:
+            self._kept[known.name] = tensor.detach().cpu().clone()
 
     def _arguments(self, func: Any, given: Mapping[str, Any], scope: str) -> Mapping[str, Any]:
         defaults = {

@@ -109,52 +109,38 @@ def find_advice(
 
 def _check_call(call: OperatorCall, march: March, table: SupportTable) -> Iterator[Violation]:
     row = table.find(call.operator)
-    if march.partial and (row is None or march.column not in row.support):
-        return
-    if row is None:
-        near = difflib.get_close_matches(call.operator, table.operators, n=3)
-        hint = f"; names near it: {', '.join(near)}" if near else ""
-        yield Violation(
-            *(call.path, call.operator, march.title, "operator"),
-            expected="an operator of the support table",
-            actual=call.operator,
-            remedy=_ON_CPU + hint,
-        )
-        return
-    support = row.support.get(march.column)
-    if support is None:
-        others = [m.title for m in table.marches.values() if m.column in row.support]
-        yield Violation(
-            *(call.path, row.name, march.title, "operator"),
-            expected=f"an operator that {march.title} supports",
-            actual=row.name + (f" ({' and '.join(others)} alone)" if others else ""),
-            remedy=_ON_CPU,
-        )
+    support = row.support.get(march.column) if row is not None else None
+    if row is None or support is None:
+        if march.partial:
+            return
+        expected, actual, hint = f"an operator that {march.title} supports", call.operator, ""
+        if row is None:
+            expected = "an operator of the support table"
+            near = difflib.get_close_matches(call.operator, table.operators, n=3)
+            hint = f"; names near it: {', '.join(near)}" if near else ""
+        else:
+            others = [m.title for m in table.marches.values() if m.column in row.support]
+            actual = row.name + (f" ({' and '.join(others)} alone)" if others else "")
+        name = call.operator if row is None else row.name
+        about = call.path, name, march.title, "operator"
+        yield Violation(*about, expected, actual, _ON_CPU + hint)
         return
     _check_attributes(call, row)
     yield from _check_dtypes(call, row, support, march)
     quantities = _quantities(call)
     for limit in (*march.limits, *support.limits):
-        if limit.unless_any_rank and row.any_rank:
-            continue
-        if _missing_data(limit, call):
+        free = limit.unless_any_rank and row.any_rank
+        if free or _missing_data(limit, call):
             continue
         if limit.when is not None and not limit.when.holds_for_any(quantities):
             continue
         if not limit.require.holds_for_all(quantities):
-            names = limit.require.names
-            values = [_show(quantities[name]) for name in names]
-            actual = (
-                values[0]
-                if len(names) == 1
-                else ", ".join(f"{n}={v}" for n, v in zip(names, values, strict=True))
-            )
-            yield Violation(
-                *(call.path, row.name, march.title, ", ".join(names)),
-                expected=limit.text,
-                actual=actual,
-                remedy=limit.remedy,
-            )
+            values = {name: _show(quantities[name]) for name in limit.require.names}
+            actual = ", ".join(f"{name}={value}" for name, value in values.items())
+            if len(values) == 1:
+                (actual,) = values.values()
+            about = call.path, row.name, march.title, ", ".join(values)
+            yield Violation(*about, limit.text, actual, limit.remedy)
 
 
 def _check_attributes(call: OperatorCall, row: Operator) -> None:
@@ -177,12 +163,8 @@ def _check_dtypes(
                 remedy = "insert a QuantStub before it"
             elif allowed == ("float32",):
                 remedy = "leave the stub out: its input is quantized already"
-            yield Violation(
-                *(call.path, row.name, march.title, f"dtype of input {index}"),
-                expected=" or ".join(allowed),
-                actual=dtype,
-                remedy=remedy,
-            )
+            about = call.path, row.name, march.title, f"dtype of input {index}"
+            yield Violation(*about, " or ".join(allowed), dtype, remedy)
     if support.output == "same":
         outputs: tuple[str, ...] = call.input_dtypes[:1]
     else:
@@ -190,12 +172,9 @@ def _check_dtypes(
     # A wrong input has been reported; that the output follows it is no second fault.
     known = not support.input or call.input_dtypes[:1] == () or call.input_dtypes[0] != "float32"
     if outputs and call.output_dtype not in outputs and (known or support.input == ("float32",)):
-        yield Violation(
-            *(call.path, row.name, march.title, "dtype of the output"),
-            expected=" or ".join(outputs),
-            actual=call.output_dtype,
-            remedy="change the dtype of its qconfig",
-        )
+        about = call.path, row.name, march.title, "dtype of the output"
+        remedy = "change the dtype of its qconfig"
+        yield Violation(*about, " or ".join(outputs), call.output_dtype, remedy)
 
 
 class _Lazy(dict[str, Value]):

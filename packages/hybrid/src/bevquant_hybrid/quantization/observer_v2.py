@@ -47,7 +47,10 @@ class MinMaxObserver(MovingAveragePerChannelMinMaxObserver):
         ch_axis: int = -1,
         dtype: str = qint8,
         qscheme: torch.qscheme = torch.per_tensor_symmetric,
-        *args: Any,
-        **kwargs: Any,
+        quant_min: int | None = None,
+        quant_max: int | None = None,
+        is_sync_quantize: bool = False,
+        factory_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(averaging_constant, ch_axis, dtype, qscheme, *args, **kwargs)
+        given = dtype, qscheme, quant_min, quant_max, is_sync_quantize, factory_kwargs
+        super().__init__(averaging_constant, ch_axis, *given)
