@@ -136,3 +136,11 @@ def replace_module(root: Any, path: str, module: nn.Module) -> None:
     """Put a module in the place of another, or at a new name."""
     parent, _, name = path.rpartition(".")
     root.get_submodule(parent)._modules[name] = module
+
+
+def copied_graph(graph: Graph) -> Graph:
+    """A graph whose names are those of its nodes alone, so that erased ones are free again."""
+    made = Graph(tracer_cls=getattr(graph, "_tracer_cls", None))
+    result = next(node for node in reversed(graph.nodes) if node.op == "output")
+    made.output(made.graph_copy(graph, val_map={}), type_expr=result.type)
+    return made

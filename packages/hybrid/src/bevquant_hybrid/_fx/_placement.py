@@ -28,7 +28,7 @@ from bevquant_hybrid.nn._pillars import PointPillarsScatter
 from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import has_qat_form
 from bevquant_hybrid.operators import load_support_table, row_of_function, row_of_module
-from bevquant_hybrid.partition._placement import Listed, place_operator
+from bevquant_hybrid.operators._placement import Listed, place_operator
 
 # Methods of FloatFunctional whose operator goes by another name.
 _OPERATORS = {"add_relu": "add", "add_scalar": "add", "mul_scalar": "mul"}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from bevquant_hybrid._convert import refuse_converted
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize, _WrappedCalibFakeQuantize
@@ -22,6 +22,7 @@ from bevquant_hybrid._fx._graph_module import (
     GraphModuleWithAttr,
     ObservedGraphModule,
     clone_containers,
+    copied_graph,
     replace_module,
 )
 from bevquant_hybrid._fx._placement import Kind, Placement, has_weight, replace_functions
@@ -47,7 +48,7 @@ def fuse(model: nn.Module, names: Names, caller: str) -> GraphModuleWithAttr:
     """
     root = clone_containers(model, _stays)
     if isinstance(model, GraphModuleWithAttr):
-        graph = _copied(model.graph)
+        graph = copied_graph(model.graph)
     else:
         _refuse_module_by_module(model, caller)
         graph = trace(root, caller)
@@ -145,14 +146,6 @@ def _refuse_module_by_module(model: nn.Module, caller: str) -> None:
         )
 
 
-def _copied(graph: Graph) -> Graph:
-    """A graph whose names are those of its nodes alone, so that erased ones are free again."""
-    made = Graph(tracer_cls=getattr(graph, "_tracer_cls", None))
-    result = next(node for node in reversed(graph.nodes) if node.op == "output")
-    made.output(made.graph_copy(graph, val_map={}), type_expr=result.type)
-    return made
-
-
 def _unprepared(model: ObservedGraphModule) -> GraphModuleWithAttr:
     """The fused float model that a prepared one was made of: no boundaries, float layers."""
     root = clone_containers(model, _stays)
@@ -165,13 +158,13 @@ def _unprepared(model: ObservedGraphModule) -> GraphModuleWithAttr:
         if made is not module:
             replace_module(root, path, made)
             done.append(path)
-    graph = _copied(graph)
+    graph = copied_graph(graph)
     for node in list(graph.nodes):
         if BOUNDARY in node.meta:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
             root._modules.pop(str(node.target), None)
-    return GraphModuleWithAttr(root, _copied(graph))
+    return GraphModuleWithAttr(root, copied_graph(graph))
 
 
 def _boundary_maker(placement: Placement, wrapped: bool) -> Callable[[Node], nn.Module]:

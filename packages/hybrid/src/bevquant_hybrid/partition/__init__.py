@@ -1,9 +1,9 @@
 """Split a traced model between BPU and CPU, as a library of its own: a plan, JSON, a picture."""
 
 from bevquant_hybrid._documented import names_from
+from bevquant_hybrid.operators._placement import Listed, place_operator
 
 from ._partition import partition
-from ._placement import Listed, place_operator
 from ._plan import Boundary, Plan, PlanComposer, PlanNode, Segment, number_segments
 
 __getattr__ = names_from("partition", "CpuMove", "CpuSuggestion", "suggest_cpu")

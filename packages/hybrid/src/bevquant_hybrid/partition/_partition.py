@@ -5,16 +5,19 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
 
+from bevquant_hybrid._fx._float_operators import BOUNDARY, insert_boundaries
+from bevquant_hybrid._fx._graph_module import copied_graph
+from bevquant_hybrid._fx._placement import Kind
 from bevquant_hybrid._fx._settings import anchor_path_of, class_of
 from bevquant_hybrid._fx._tracer import number_nodes
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
 from bevquant_hybrid.operators import load_support_table, row_of_function, row_of_module
-from bevquant_hybrid.partition._placement import place_operator, requested_placement
+from bevquant_hybrid.operators._placement import place_operator, requested_placement
 from bevquant_hybrid.partition._plan import Plan, PlanNode, number_segments
 from bevquant_hybrid.qtensor import QTensor
 from bevquant_hybrid.undisturbed import undisturbed
@@ -39,7 +42,6 @@ class GraphNode:
         operator: Its row of the support table, or its plain name.
         path: Its module; of a function, the module in whose forward it stands.
         around: Paths and classes of the modules around it, itself included.
-        inputs: Names of the tensors' nodes that it reads, each once.
         shape: Of its result, where known.
         switched_off: Whether its module has the qconfig None.
         quantized: In a graph that is prepared already, whether its module is one that prepare or
@@ -52,7 +54,6 @@ class GraphNode:
     operator: str
     path: str
     around: tuple[tuple[str, type[nn.Module]], ...]
-    inputs: tuple[str, ...]
     shape: tuple[int, ...] | None
     switched_off: bool
     quantized: bool | None = None
@@ -85,7 +86,6 @@ def read_graph(module: fx.GraphModule, example_inputs: tuple[Any, ...] | None) -
         records.append(
             GraphNode(
                 *(node.name, kind, operator, path, around),
-                tuple(n.name for n in node.all_input_nodes if n.name not in aside),
                 shape,
                 switched_off=own is not None and getattr(own, "qconfig", 0) is None,
                 quantized=_is_quantized(own) if prepared else None,
@@ -214,17 +214,15 @@ def partition(
         inputs = tuple(inputs) if isinstance(inputs, list) else (inputs,)
     records = read_graph(graph_module, inputs)
     notes = _unmatched(records, graph_module, names, types)
-    state = _State(load_support_table().march(march).name)
-    for record in records:
-        state.place(record, names, types)
-    for record in records:
-        if record.kind == "operator" and state.kinds[record.name] == "CPU":
-            state.quantize_behind(record.name)
-            state.dequantize_before(record.name)
-    notes += state.unquantized()
+    state = _State(load_support_table().march(march).name, records)
+    graph = copied_graph(graph_module.graph)
+    for node in graph.nodes:
+        state.place(node, names, types)
+    insert_boundaries(graph, nn.Module(), state, lambda node: nn.Identity())
+    notes += state.unquantized(graph)
     for note in notes:
         warnings.warn(note, stacklevel=2)
-    return Plan(state.march, number_segments(state.finish()), tuple(notes))
+    return Plan(state.march, number_segments(state.plan_nodes(graph)), tuple(notes))
 
 
 def _unmatched(
@@ -249,137 +247,118 @@ def _unmatched(
     return notes
 
 
-@dataclass
-class _State:
-    """The nodes under construction, in order."""
+_ROLES = {Kind.PASS: "pass", Kind.BPU: "operator", Kind.CPU: "operator"}
 
-    march: str
-    nodes: dict[str, PlanNode] = field(default_factory=dict)
-    kinds: dict[str, str] = field(default_factory=dict)  # BPU, CPU, PASS, QUANT, DEQUANT, EDGE
-    order: list[str] = field(default_factory=list)
+
+class _State:
+    """Where the nodes of a graph run; what `insert_boundaries` asks of a placement.
+
+    Args:
+        march: The BPU.
+        records: Of all nodes but objects whose methods are called, and numbers.
+    """
+
+    def __init__(self, march: str, records: list[GraphNode]) -> None:
+        self.march = march
+        self.records = {record.name: record for record in records}
+        self.kinds: dict[fx.Node, Kind] = {}
+        self.reasons: dict[fx.Node, str] = {}
 
     def place(
-        self, record: GraphNode, names: tuple[str, ...], types: tuple[type[nn.Module], ...]
+        self, node: fx.Node, names: tuple[str, ...], types: tuple[type[nn.Module], ...]
     ) -> None:
         """Decide the kind of one node, which stands after all that it reads."""
-        kind, place, reason = self._decide(record, names, types)
-        role = {"PASS": "pass", "BPU": "operator", "CPU": "operator"}.get(kind, record.kind)
-        self.kinds[record.name] = kind
-        self.nodes[record.name] = PlanNode(
-            *(record.name, role, place, reason, record.operator, record.path),
-            *(record.inputs, record.shape),
-            dtype=record.dtype,
-        )
-        self.order.append(record.name)
+        record = self.records.get(node.name)
+        found = (Kind.NUMBER, "") if record is None else self._decide(node, record, names, types)
+        self.kinds[node], self.reasons[node] = found
 
     def _decide(
-        self, record: GraphNode, names: tuple[str, ...], types: tuple[type[nn.Module], ...]
-    ) -> tuple[str, str, str]:
+        self,
+        node: fx.Node,
+        record: GraphNode,
+        names: tuple[str, ...],
+        types: tuple[type[nn.Module], ...],
+    ) -> tuple[Kind, str]:
         if record.kind in ("input", "output", "attribute"):
-            return "EDGE", "", ""
+            return Kind.EDGE, ""
         if record.kind == "quantize":
-            return "QUANT", "CPU", "the model quantizes here"
+            return Kind.QUANT, "the model quantizes here"
         if record.kind == "dequantize":
-            return "DEQUANT", "CPU", "the model dequantizes here"
+            return Kind.DEQUANT, "the model dequantizes here"
         for path, cls in record.around:
             if path in names:
-                return "CPU", "CPU", f"hybrid_dict names {path}"
+                return Kind.CPU, f"hybrid_dict names {path}"
             if cls in types:
-                return "CPU", "CPU", f"hybrid_dict names the class {cls.__name__} of {path}"
+                return Kind.CPU, f"hybrid_dict names the class {cls.__name__} of {path}"
         if record.switched_off:
-            return "CPU", "CPU", f"the qconfig of {record.path} is None"
+            return Kind.CPU, f"the qconfig of {record.path} is None"
         if record.quantized:
-            return "BPU", "BPU", "the prepared model quantizes it"
-        if record.quantized is False and not self._reads_integers(record):
-            return "CPU", "CPU", "the prepared model leaves it in float"
+            return Kind.BPU, "the prepared model quantizes it"
+        if record.quantized is False and not any(map(self._is_integer, self.inputs(node))):
+            return Kind.CPU, "the prepared model leaves it in float"
         listed = place_operator(record.operator, self.march)
+        reason = f"{record.operator}: {listed.because}"
         if listed.place == "CPU":
-            return "CPU", "CPU", f"{record.operator}: {listed.because}"
-        if record.operator in _PASSING and record.inputs:
-            source = self.kinds[self.source(record.inputs[0])]
-            place = "BPU" if source in ("BPU", "QUANT") else "CPU"
-            return "PASS", place, "it passes on what it reads, where that is"
-        return "BPU", "BPU", f"{record.operator}: {listed.because}"
+            return Kind.CPU, reason
+        if record.operator in _PASSING and self.inputs(node):
+            return Kind.PASS, "it passes on what it reads, where that is"
+        return Kind.BPU, reason
 
-    def _reads_integers(self, record: GraphNode) -> bool:
-        return any(self.kinds[self.source(name)] in ("BPU", "QUANT") for name in record.inputs)
+    def inputs(self, node: fx.Node) -> list[fx.Node]:
+        """Tensors that a node reads, each once."""
+        return [n for n in node.all_input_nodes if self.kinds[n] is not Kind.NUMBER]
 
-    def source(self, name: str) -> str:
-        """The node whose value ``name`` has, beyond everything that passes it on."""
-        while self.kinds[name] == "PASS":
-            name = self.nodes[name].inputs[0]
-        return name
+    def source(self, node: fx.Node) -> fx.Node:
+        """The node whose value this one has, beyond everything that passes it on."""
+        while self.kinds[node] is Kind.PASS:
+            node = self.inputs(node)[0]
+        return node
 
-    def _readers(self, name: str) -> list[str]:
-        return [reader for reader in self.order if name in self.nodes[reader].inputs]
+    def forced(self, node: fx.Node) -> bool:
+        """Nothing is written into a file."""
+        return False
 
-    def _feeds_bpu(self, name: str) -> bool:
-        if self.kinds[name] == "PASS":
-            return any(self._feeds_bpu(reader) for reader in self._readers(name))
-        return self.kinds[name] == "BPU"
+    def _is_integer(self, node: fx.Node) -> bool:
+        return self.kinds[self.source(node)] in (Kind.BPU, Kind.QUANT)
 
-    def quantize_behind(self, name: str) -> None:
-        """Insert a quantize boundary where a BPU node reads the CPU node's result."""
-        readers = [reader for reader in self._readers(name) if self._feeds_bpu(reader)]
-        if not readers:
-            return
-        boundary = f"{name}_activation_post_process"
-        reason = f"{name} computes floats, {' and '.join(readers)} reads integers"
-        self._insert(boundary, "quantize", name, reason, self.order.index(name) + 1)
-        for reader in readers:
-            self._redirect(reader, name, boundary)
-
-    def dequantize_before(self, name: str) -> None:
-        """Insert a dequantize boundary for each input of a CPU node that is an integer."""
-        integers = [
-            source
-            for source in self.nodes[name].inputs
-            if self.kinds[self.source(source)] in ("BPU", "QUANT")
-        ]
-        for index, source in enumerate(integers):
-            boundary = f"{name}_input_dequant_{index}"
-            reason = f"{source} is integers, {name} computes floats"
-            self._insert(boundary, "dequantize", source, reason, self.order.index(name))
-            self._redirect(name, source, boundary)
-
-    def _insert(self, name: str, kind: str, source: str, reason: str, at: int) -> None:
-        operator = "torch.quantization." + ("QuantStub" if kind == "quantize" else "DeQuantStub")
-        shape = self.nodes[source].shape
-        self.nodes[name] = PlanNode(
-            *(name, kind, "CPU", reason, operator, name, (source,), shape),
-            inserted=True,
-            dtype=self.nodes[source].dtype if kind == "quantize" else "",
-        )
-        self.kinds[name] = "QUANT" if kind == "quantize" else "DEQUANT"
-        self.order.insert(at, name)
-
-    def _redirect(self, reader: str, old: str, new: str) -> None:
-        node = self.nodes[reader]
-        inputs = tuple(new if source == old else source for source in node.inputs)
-        self.nodes[reader] = replace(node, inputs=inputs)
-
-    def unquantized(self) -> list[str]:
+    def unquantized(self, graph: fx.Graph) -> list[str]:
         """A warning for each BPU node that reads floats from outside."""
-        notes = []
-        for name in self.order:
-            if self.kinds[name] != "BPU":
-                continue
-            for source in self.nodes[name].inputs:
-                origin = self.source(source)
-                if self.kinds[origin] == "DEQUANT" or self.nodes[origin].kind == "input":
-                    notes.append(
-                        f"{name} runs on the BPU and reads {origin}, which is float; insert a "
-                        "QuantStub between them"
-                    )
-        return notes
+        return [
+            f"{node.name} runs on the BPU and reads {origin.name}, which is float; insert a "
+            "QuantStub between them"
+            for node in graph.nodes
+            if self.kinds[node] is Kind.BPU
+            for origin in map(self.source, self.inputs(node))
+            if self.kinds[origin] is Kind.DEQUANT or origin.op == "placeholder"
+        ]
 
-    def finish(self) -> list[PlanNode]:
-        """All nodes in order; what passes a value on stands where the value now is."""
-        nodes = []
-        for name in self.order:
-            node = self.nodes[name]
-            if self.kinds[name] == "PASS":
-                source = self.kinds[self.source(name)]
-                node = replace(node, place="BPU" if source in ("BPU", "QUANT") else "CPU")
-            nodes.append(node)
-        return nodes
+    def plan_nodes(self, graph: fx.Graph) -> list[PlanNode]:
+        """All nodes in order; what passes a value on stands where the value is."""
+        made: dict[fx.Node, PlanNode] = {}
+        for node in graph.nodes:
+            if self.kinds[node] is not Kind.NUMBER:
+                boundary = node.name not in self.records
+                made[node] = self._boundary(node, made) if boundary else self._plan_node(node)
+        return [*made.values()]
+
+    def _plan_node(self, node: fx.Node) -> PlanNode:
+        record, kind = self.records[node.name], self.kinds[node]
+        bpu = self._is_integer(node) if kind is Kind.PASS else kind is Kind.BPU
+        place = "" if kind is Kind.EDGE else "BPU" if bpu else "CPU"
+        about = place, self.reasons[node], record.operator, record.path
+        inputs = tuple(n.name for n in self.inputs(node))
+        role = _ROLES.get(kind, record.kind)
+        return PlanNode(node.name, role, *about, inputs, record.shape, dtype=record.dtype)
+
+    def _boundary(self, node: fx.Node, made: dict[fx.Node, PlanNode]) -> PlanNode:
+        kind, source = node.meta[BOUNDARY], made[node.all_input_nodes[0]]
+        readers = " and ".join(user.name for user in node.users)
+        stub, reason = "QuantStub", f"{source.name} computes floats, {readers} reads integers"
+        if kind == "dequantize":
+            stub, reason = "DeQuantStub", f"{source.name} is integers, {readers} computes floats"
+        return PlanNode(
+            *(node.name, kind, "CPU", reason, f"torch.quantization.{stub}", node.name),
+            *((source.name,), source.shape),
+            inserted=True,
+            dtype=source.dtype if kind == "quantize" else "",
+        )

@@ -24,13 +24,14 @@ from bevquant_hybrid._fx._graph_module import (
     ObservedGraphModule,
     QuantizedGraphModule,
     clone_containers,
+    copied_graph,
     replace_module,
 )
 from bevquant_hybrid._fx._placement import Kind, Placement
-from bevquant_hybrid._fx._prepare import _copied, _stays, _unprepared, prepare
+from bevquant_hybrid._fx._prepare import _stays, _unprepared, prepare
 from bevquant_hybrid._fx._scales import is_calibration
 from bevquant_hybrid._fx._settings import Names, Settings, anchor_path_of
-from bevquant_hybrid.partition._placement import requested_placement
+from bevquant_hybrid.operators._placement import requested_placement
 from bevquant_hybrid.quantization.fake_quantize import FakeQuantState, set_fake_quantize
 from bevquant_hybrid.quantization.qconfig import (
     get_default_qat_out_qconfig,
@@ -156,7 +157,7 @@ class Trials:
             NoScaleError: A BPU node would read a value whose range the model does not know.
         """
         root = clone_containers(self._float, _stays)
-        fused = GraphModuleWithAttr(root, _copied(self._float.graph))
+        fused = GraphModuleWithAttr(root, copied_graph(self._float.graph))
         placement = self._placement(fused, names, _AsPrepared(self._quantized))
 
         def make(node: fx.Node) -> nn.Module:

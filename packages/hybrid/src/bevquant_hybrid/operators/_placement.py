@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from bevquant_hybrid.operators import load_support_table
+from bevquant_hybrid.operators._table import load_support_table
 
 _PLACES = ("BPU", "CPU")
 
