@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 
-__all__ = ["positional", "undisturbed"]
+__all__ = ["Followed", "positional", "undisturbed"]
 
 
 @contextlib.contextmanager
@@ -33,6 +33,24 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             module.training = training
         for fake_quant, enabled in observing.items():
             fake_quant.enable_observer(enabled)
+
+
+class Followed(fx.Interpreter):
+    """Runs a graph and shows every node, its arguments (positional and named) and its result."""
+
+    def __init__(
+        self, model: Any, see: Callable[[fx.Node, Any, Any], None], graph: fx.Graph | None = None
+    ) -> None:
+        super().__init__(model, graph=graph)
+        self.extra_traceback = False
+        self._see = see
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node."""
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        result = getattr(self, n.op)(n.target, args, kwargs)
+        self._see(n, (args, kwargs), result)
+        return result
 
 
 def positional(example_inputs: Any) -> tuple[Any, ...]:

@@ -31,7 +31,7 @@ from bevquant_hybrid.quantization import (
     prepare_qat_fx,
     set_fake_quantize,
 )
-from bevquant_hybrid.undisturbed import positional
+from bevquant_hybrid.undisturbed import Followed, positional
 from bevquant_hybrid_tools.by_layer import (
     NodeLabel,
     estimate_by_layer,
@@ -232,19 +232,12 @@ def quantize_dense(
 
 def run_noting(graph: Any, note: Callable[[fx.Node, Any], None], *inputs: Any) -> Any:
     """Run a graph and tell the result of each node that calls something."""
-    return _Noting(graph, note).run(*inputs)
 
+    def see(node: fx.Node, given: Any, result: Any) -> None:
+        if node.op in ("call_module", "call_method", "call_function"):
+            note(node, result)
 
-class _Noting(fx.Interpreter):
-    def __init__(self, graph: Any, note: Callable[[fx.Node, Any], None]) -> None:
-        super().__init__(graph)
-        self._note = note
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if n.op in ("call_module", "call_method", "call_function"):
-            self._note(n, result)
-        return result
+    return Followed(graph, see).run(*inputs)
 
 
 @dataclass(frozen=True)

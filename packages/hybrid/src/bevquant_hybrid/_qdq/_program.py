@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.ao.nn import quantized as torch_quantized
 from torch.ao.quantization import FakeQuantizeBase
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
@@ -42,6 +42,7 @@ from bevquant_hybrid.nn._functions import Arithmetic
 from bevquant_hybrid.nn.qat._weighted import Weighted
 from bevquant_hybrid.nn.quantized._base import FixedPoint
 from bevquant_hybrid.qtensor import QTensor, as_float
+from bevquant_hybrid.undisturbed import Followed
 from bevquant_int8sim.program import (
     PROGRAM_READERS,
     Program,
@@ -89,7 +90,7 @@ def _by_parts(model: nn.Module, graph: Graph, args: Any) -> Graph:
         if node in wanted:
             values[node] = result
 
-    _Followed(model, graph, note).follow(args)
+    _follow(model, graph, note, args)
     inline(model, graph, values)
     return graph
 
@@ -109,7 +110,7 @@ class PreparedProgram:
     def __init__(self, model: nn.Module, graph: Graph, args: Any) -> None:
         self._model, self._graph = model, graph
         reader = _NodeReader(model, graph)
-        _Followed(model, graph, reader.read).follow(args)
+        _follow(model, graph, reader.read, args)
         self._steps = reader.steps
         inputs = {str(n.target): reader.refs[n] for n in graph.nodes if n.op == "placeholder"}
         positional, named = arguments(args)
@@ -142,7 +143,7 @@ class PreparedProgram:
                 read = tuple(sums.get(getattr(ref, "name", "")) for ref in step.args)
                 observe(step, read, (value,))
 
-        return _Followed(self._model, self._graph, see).follow(inputs)
+        return _follow(self._model, self._graph, see, inputs)
 
     def _sum(self, node: Node, given: tuple[Any, ...]) -> Tensor:
         """What a layer gives before the addition that is fused into it."""
@@ -167,26 +168,15 @@ def _is_quantized(value: Any, alone: bool) -> bool:
     return plain and (alone or value.is_floating_point())
 
 
-class _Followed(Interpreter):
-    """Run a graph and show every node, what it reads and what it makes."""
+@torch.no_grad()
+def _follow(model: nn.Module, graph: Graph, see: Callable[..., None], inputs: Any) -> Any:
+    """Run on a tuple of positional inputs, a dict of named ones, or one input."""
 
-    def __init__(self, model: nn.Module, graph: Graph, see: Callable[..., None]) -> None:
-        super().__init__(model, graph=graph)
-        self.extra_traceback = False
-        self._see = see
+    def show(node: Node, given: Any, result: Any) -> None:
+        see(node, given[0], result)
 
-    @torch.no_grad()
-    def follow(self, inputs: Any) -> Any:
-        """Run on a tuple of positional inputs, a dict of named ones, or one input."""
-        given = list(_placed(self.graph, *arguments(inputs)))
-        return self.run(*given, enable_io_processing=False)
-
-    def run_node(self, n: Node) -> Any:
-        """Run a node."""
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        result = getattr(self, n.op)(n.target, args, kwargs)
-        self._see(n, args, result)
-        return result
+    given = list(_placed(graph, *arguments(inputs)))
+    return Followed(model, show, graph).run(*given, enable_io_processing=False)
 
 
 def _placed(graph: Graph, positional: Any, named: Mapping[str, Any]) -> Iterator[Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from bevquant_hybrid._fx._float_operators import BOUNDARY, insert_boundaries
 from bevquant_hybrid._fx._graph_module import copied_graph
-from bevquant_hybrid._fx._placement import Kind
+from bevquant_hybrid._fx._placement import Kind, Placement
 from bevquant_hybrid._fx._settings import anchor_path_of, class_of
 from bevquant_hybrid._fx._tracer import number_nodes
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
@@ -20,7 +20,7 @@ from bevquant_hybrid.operators import load_support_table, row_of_function, row_o
 from bevquant_hybrid.operators._placement import place_operator, requested_placement
 from bevquant_hybrid.partition._plan import Plan, PlanNode, number_segments
 from bevquant_hybrid.qtensor import QTensor
-from bevquant_hybrid.undisturbed import undisturbed
+from bevquant_hybrid.undisturbed import Followed, undisturbed
 
 _PACKAGE = __package__.partition(".")[0]
 _QAT = f"{_PACKAGE}.nn.qat."
@@ -62,7 +62,7 @@ class GraphNode:
 
 def read_graph(module: fx.GraphModule, example_inputs: tuple[Any, ...] | None) -> list[GraphNode]:
     """Records of all nodes in order; shapes from ``example_inputs``, else from the nodes' meta."""
-    results = _Results(module).of(example_inputs) if example_inputs is not None else {}
+    results = _results(module, example_inputs) if example_inputs is not None else {}
     modules = dict(module.named_modules(remove_duplicate=False))
     owners = {
         node.name
@@ -157,22 +157,20 @@ def _shape_in_meta(node: fx.Node) -> tuple[int, ...] | None:
     return None if shape is None else tuple(int(size) for size in shape)
 
 
-class _Results(fx.Interpreter):
-    """Runs the graph and notes shape and integer type of every tensor."""
+def _results(
+    module: fx.GraphModule, inputs: tuple[Any, ...]
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and integer type of every tensor, by the name of its node."""
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
 
-    def of(self, inputs: tuple[Any, ...]) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and integer types by node name."""
-        self._found: dict[str, tuple[tuple[int, ...], str]] = {}
-        with undisturbed(self.module):
-            self.run(*inputs)
-        return self._found
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
+    def see(node: fx.Node, given: Any, result: Any) -> None:
         if isinstance(result, Tensor):
             dtype = str(result.dtype) if isinstance(result, QTensor) else ""
-            self._found[n.name] = tuple(int(size) for size in result.shape), dtype
-        return result
+            found[node.name] = tuple(int(size) for size in result.shape), dtype
+
+    with undisturbed(module):
+        Followed(module, see).run(*inputs)
+    return found
 
 
 def partition(
@@ -250,8 +248,8 @@ def _unmatched(
 _ROLES = {Kind.PASS: "pass", Kind.BPU: "operator", Kind.CPU: "operator"}
 
 
-class _State:
-    """Where the nodes of a graph run; what `insert_boundaries` asks of a placement.
+class _State(Placement):
+    """Where the nodes of a graph run, by the mapper's list alone.
 
     Args:
         march: The BPU.
@@ -307,12 +305,6 @@ class _State:
     def inputs(self, node: fx.Node) -> list[fx.Node]:
         """Tensors that a node reads, each once."""
         return [n for n in node.all_input_nodes if self.kinds[n] is not Kind.NUMBER]
-
-    def source(self, node: fx.Node) -> fx.Node:
-        """The node whose value this one has, beyond everything that passes it on."""
-        while self.kinds[node] is Kind.PASS:
-            node = self.inputs(node)[0]
-        return node
 
     def forced(self, node: fx.Node) -> bool:
         """Nothing is written into a file."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.ao.nn.quantized import FloatFunctional
 from torch.fx import Node
 
@@ -25,7 +25,7 @@ from bevquant_hybrid.nn.quantized import Arithmetic
 from bevquant_hybrid.qtensor import QTensor, along, as_float
 from bevquant_hybrid.quantization.fx.graph_module import ObservedGraphModule, QuantizedGraphModule
 from bevquant_hybrid.runtime import CompiledModel, Program, Step, load, write_program
-from bevquant_hybrid.undisturbed import positional, undisturbed
+from bevquant_hybrid.undisturbed import Followed, positional, undisturbed
 from bevquant_hybrid.utils.fx_helper import called_path
 from bevquant_hybrid_tools.quant_profiler._tables import simple_table
 from bevquant_quantizers.documents import write_whole
@@ -108,19 +108,16 @@ def compare_stages(
         ]
 
 
-class _Run(fx.Interpreter):
-    """Runs a graph and keeps what every node is given and gives."""
+class _Run(Followed):
+    """Keeps what every node is given and gives."""
 
     def __init__(self, model: Any) -> None:
-        super().__init__(model, garbage_collect_values=False)
-        self.given: dict[str, tuple[Any, Any]] = {}
+        self.given: dict[str, Any] = {}
         self.made: dict[str, Any] = {}
+        super().__init__(model, self._keep)
 
-    def run_node(self, n: Node) -> Any:
-        if n.op not in ("placeholder", "output", "get_attr"):
-            self.given[n.name] = self.fetch_args_kwargs_from_env(n)
-        self.made[n.name] = super().run_node(n)
-        return self.made[n.name]
+    def _keep(self, node: Node, given: Any, result: Any) -> None:
+        self.given[node.name], self.made[node.name] = given, result
 
 
 def _stage(node: Node, trained: _Run, integers: _Run, steps: dict[str, Tensor]) -> Stage | None:
