@@ -101,11 +101,6 @@ def fuse_graph(graph: Graph, root: nn.Module, stays_apart: Callable[[Node, Node]
     The module goes to the layer's name, or, with an addition, to the addition's; the names of the
     others hold `nn.Identity`. Every result in between has one reader, and layer and batch norm are
     called once.
-
-    Args:
-        graph: Nodes of the model.
-        root: Its modules.
-        stays_apart: Whether a node (second) may not join a layer (first).
     """
     modules = dict(root.named_modules(remove_duplicate=False))
     calls = Counter(id(modules[n.target]) for n in graph.nodes if n.op == "call_module")

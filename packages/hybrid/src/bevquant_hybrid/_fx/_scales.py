@@ -185,12 +185,6 @@ def unify_cat_scales(graph: Graph, root: nn.Module, march: str, caller: str) -> 
     become one group. Values are then joined without being rescaled. Other marches rescale, and
     nothing is changed.
 
-    Args:
-        graph: Calls of the model, with its names.
-        root: The prepared model.
-        march: What it is prepared for.
-        caller: Whom a message names.
-
     Returns:
         The names of the modules that share, group by group.
 

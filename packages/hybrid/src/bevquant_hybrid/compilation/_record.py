@@ -323,11 +323,6 @@ def in_graph(module: Any, operator: str, behind: int) -> tuple[str, str]:
 
     torch splits some calls before they are seen: the graph has ``aten::prelu`` in the place of
     ``aten::_prelu_kernel``. The path is ``""`` where it is not found.
-
-    Args:
-        module: Traced.
-        operator: As torch's registry names it.
-        behind: How many operators of this package are called before.
     """
     calls = 0
     found: list[tuple[str, str]] = []

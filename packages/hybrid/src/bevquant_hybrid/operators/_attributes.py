@@ -179,15 +179,7 @@ def output_dtype(
     inputs: Sequence[str],
     output: Any,
 ) -> str:
-    """What the output says itself, else what its operator or module fixes, else its input's.
-
-    Args:
-        operator: Name of the operator.
-        row: Its row, where it has one.
-        module: The module that was called, if it was one.
-        inputs: Dtypes of its inputs.
-        output: The first tensor that it returned.
-    """
+    """What the output says itself, else what its operator or module fixes, else its input's."""
     told = getattr(output, "dtype", None)
     if isinstance(told, str) and told in DTYPES:  # a quantized tensor knows its own
         return str(told)

@@ -66,10 +66,6 @@ def module_path(module: nn.Module) -> str:
 def float_layer(source: nn.Module, cls: type[ModuleT] | None = None) -> ModuleT:
     """Return the module that a QAT form takes over: a layer that computes what its class does.
 
-    Args:
-        source: The float module.
-        cls: The class that it must be; any known one by default.
-
     Raises:
         TypeError: It is of another class, or has code of its own that the QAT form would leave out.
     """
@@ -245,14 +241,7 @@ class OutputQuantized(OfFloat):
 def derived(
     role: type[nn.Module], source: type[nn.Module], module: str, **attributes: Any
 ) -> type[Any]:
-    """The class with a role in QAT or converted models of a float class, under the same name.
-
-    Args:
-        role: A base class of this package.
-        source: The float class.
-        module: Where the class is to be found, for pickle and for what prints its path.
-        **attributes: Of the class.
-    """
+    """The class with a role in QAT or converted models of a float class, under the same name."""
     name = source.__name__
     text = f"`{name}`: {(role.__doc__ or '').splitlines()[0]}"
     bases = (role, source) if role is not source else (source,)
