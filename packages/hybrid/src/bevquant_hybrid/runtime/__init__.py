@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from bevquant_hybrid.runtime._compiled_model import CompiledModel
 from bevquant_hybrid.runtime._file import read_program, write_program
-from bevquant_hybrid.runtime._program import Port, Program, operator_step
+from bevquant_hybrid.runtime._program import CompiledModel, Port, Program, operator_step
 from bevquant_int8sim.program import Ref as Operand
 from bevquant_int8sim.program import Step, Value
 
