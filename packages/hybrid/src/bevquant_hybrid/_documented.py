@@ -28,16 +28,10 @@ def tool(path: str) -> ModuleType:
 
 
 def names_from(path: str, *names: str) -> Callable[[str], Any]:
-    """The ``__getattr__`` of the module at ``bevquant_hybrid.<path>``.
-
-    Args:
-        path: Where the tool is documented.
-        *names: Those of its public names that are documented there; all by default.
-    """
+    """The ``__getattr__`` of the module at ``bevquant_hybrid.<path>``: names that `tool` has."""
 
     def find(name: str) -> Any:
-        private = name.startswith("_") and name != "__all__"
-        if private or (names and name not in names):
+        if name not in names:
             raise AttributeError(f"module 'bevquant_hybrid.{path}' has no attribute {name!r}")
         return getattr(tool(path), name)
 

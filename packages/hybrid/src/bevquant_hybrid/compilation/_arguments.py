@@ -14,6 +14,7 @@ from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_hybrid._fx._graph_module import GraphModuleWithAttr
 from bevquant_hybrid.march import KNOWN, get_march
+from bevquant_hybrid.nn.qat import is_qat
 from bevquant_hybrid.nn.quantized._base import FixedPoint
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
 from bevquant_hybrid.operators import OperatorCall, is_float, trace_calls
@@ -176,9 +177,6 @@ def check_options(
     }
 
 
-_QAT = "bevquant_hybrid.nn.qat."
-
-
 def require_module(caller: str, module: object) -> None:
     """Refuse what is no module.
 
@@ -212,20 +210,15 @@ def bpu_calls(caller: str, module: nn.Module, arguments: tuple[Any, ...]) -> lis
             "convert or convert_fx returns"
         )
     on_cpu = [f"{call.path} ({call.operator})" for call in calls if is_float(call)]
-    if on_cpu and (script or _is_quantized(module)):
+    # Of a float model, float operators are no sign that it is hybrid.
+    made = any(is_fixed_point(part) or is_qat(part) for part in module.modules())
+    if on_cpu and (script or made):
         raise ValueError(
             f"{caller} takes models that the BPU runs alone, and this one is hybrid: on the CPU, "
             f"in floats, run {', '.join(on_cpu)}. Look at its parts with visualize_partition, and "
             "hand it to hb_mapper with utils.onnx_helper.export_to_onnx and mapper.write_config"
         )
     return calls
-
-
-def _is_quantized(module: nn.Module) -> bool:
-    """Whether the model was prepared or converted: its float operators are meant to be that."""
-    return any(
-        is_fixed_point(part) or type(part).__module__.startswith(_QAT) for part in module.modules()
-    )
 
 
 def model_name(caller: str, module: nn.Module, name: str | None = None) -> str:

@@ -15,6 +15,7 @@ from bevquant_hybrid._fx._graph_module import copied_graph
 from bevquant_hybrid._fx._placement import Kind, Placement
 from bevquant_hybrid._fx._settings import anchor_path_of, class_of
 from bevquant_hybrid._fx._tracer import number_nodes
+from bevquant_hybrid.nn.qat import is_qat
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
 from bevquant_hybrid.operators import load_support_table, row_of_function, row_of_module
 from bevquant_hybrid.operators._placement import place_operator, requested_placement
@@ -22,8 +23,6 @@ from bevquant_hybrid.partition._plan import Plan, PlanNode, number_segments
 from bevquant_hybrid.qtensor import QTensor
 from bevquant_hybrid.undisturbed import Followed, undisturbed
 
-_PACKAGE = __package__.partition(".")[0]
-_QAT = f"{_PACKAGE}.nn.qat."
 _EDGES = {"placeholder": "input", "output": "output", "get_attr": "attribute"}
 # The value of these is that of their input, seen otherwise; where the march has them at all.
 _PASSING = (
@@ -97,7 +96,7 @@ def read_graph(module: fx.GraphModule, example_inputs: tuple[Any, ...] | None) -
 
 def _is_quantized(module: nn.Module | None) -> bool:
     """Whether prepare or convert made the module: a QAT or fixed-point form."""
-    return is_fixed_point(module) or type(module).__module__.startswith(_QAT)
+    return is_fixed_point(module) or is_qat(module)
 
 
 def _describe(

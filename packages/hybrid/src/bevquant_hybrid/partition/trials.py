@@ -31,6 +31,7 @@ from bevquant_hybrid._fx._placement import Kind, Placement
 from bevquant_hybrid._fx._prepare import _stays, _unprepared, prepare
 from bevquant_hybrid._fx._scales import is_calibration
 from bevquant_hybrid._fx._settings import Names, Settings, anchor_path_of
+from bevquant_hybrid.nn.qat import is_qat
 from bevquant_hybrid.operators._placement import requested_placement
 from bevquant_hybrid.quantization.fake_quantize import FakeQuantState, set_fake_quantize
 from bevquant_hybrid.quantization.qconfig import (
@@ -140,7 +141,7 @@ class Trials:
         self._float = _unprepared(model)
         self._march = march
         modules = dict(model.named_modules(remove_duplicate=False))
-        self._quantized = {path: m for path, m in modules.items() if _is_qat(m)}
+        self._quantized = {path: m for path, m in modules.items() if is_qat(m)}
         self._scaled = frozenset(
             path for path, m in self._quantized.items() if hasattr(m, "activation_post_process")
         )
@@ -203,10 +204,6 @@ class Trials:
     ) -> Placement:
         requests = Names({"module_name": [*names]})
         return Placement(fused.graph, fused, settings, requests, True, self._march)
-
-
-def _is_qat(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("bevquant_hybrid.nn.qat.")
 
 
 def measured_form(
@@ -315,9 +312,7 @@ def _as_calibrated(model: ObservedGraphModule, floats: tuple[str, ...]) -> dict[
     """A qconfig_dict in the integer types that a model was calibrated for."""
     types: dict[str, str | None] = {}
     for path, module in model.named_modules():
-        if type(module).__module__.startswith("bevquant_hybrid.nn.qat.") and hasattr(
-            module, "activation_post_process"
-        ):
+        if is_qat(module) and hasattr(module, "activation_post_process"):
             own = module.activation_post_process
             types[path] = None if own is None else str(own.dtype)
     common = Counter(kind for kind in types.values() if kind).most_common(1)[0][0]

@@ -18,6 +18,7 @@ from bevquant_hybrid.nn.qat._replace import (
     float_form,
     has_qat_form,
     is_elementwise,
+    is_qat,
     qat_form,
 )
 from bevquant_hybrid.nn.qat._weighted import (
@@ -121,5 +122,6 @@ __all__ = [
     "float_form",
     "has_qat_form",
     "is_elementwise",
+    "is_qat",
     "qat_form",
 ]

@@ -134,9 +134,14 @@ def qat_form(module: nn.Module, qconfig: Any, path: str = "") -> nn.Module:
     return made
 
 
+def is_qat(module: object) -> bool:
+    """Whether a module is one of this package's that train quantized."""
+    return type(module).__module__.startswith(f"{__package__}.")
+
+
 def float_form(module: nn.Module) -> nn.Module:
     """Return the float module that a QAT one was made of; another module as it is."""
-    if not type(module).__module__.startswith(__name__.rpartition(".")[0]):
+    if not is_qat(module):
         return module
     qat: Any = module
     made: nn.Module = qat.to_float()
