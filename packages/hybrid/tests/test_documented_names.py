@@ -80,6 +80,15 @@ def test_names_are_where_the_documents_import_them(path: str) -> None:
         assert hasattr(module, name), name
 
 
+@pytest.mark.parametrize("path", ["nn", "nn.qat", "nn.quantized"])
+def test_classes_are_found_where_pickle_looks_for_them(path: str) -> None:
+    package = importlib.import_module(f"bevquant_hybrid.{path}")
+    classes = [c for n in package.__all__ if isinstance(c := getattr(package, n), type)]
+    assert len(classes) > 20
+    for cls in classes:
+        assert getattr(importlib.import_module(cls.__module__), cls.__qualname__) is cls
+
+
 def test_submodules_are_attributes_of_the_package() -> None:
     import bevquant_hybrid as horizon
 
