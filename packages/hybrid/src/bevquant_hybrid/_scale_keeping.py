@@ -88,6 +88,14 @@ def max_pooled(
     return ops.max_pool(x, kernel, strides, sides, ops.pair(dilation), ceil_mode)
 
 
+def _on_grid_of(x: QTensor, values: Tensor) -> QTensor:
+    """Float values rounded to the grid of a tensor, where that lies on one."""
+    if not x.on_grid:
+        return x.like(values)
+    info = qinfo(x.dtype)
+    return x.like(fake_quantize(values, x.scale, -1, info.min, info.max))
+
+
 def resized(
     x: QTensor,
     size: int | Sequence[int] | None,
@@ -113,10 +121,7 @@ def resized(
         mode,
         align_corners if mode == "bilinear" else None,
     )
-    if not x.on_grid:
-        return x.like(values)
-    info = qinfo(x.dtype)
-    return x.like(fake_quantize(values, x.scale, -1, info.min, info.max))
+    return _on_grid_of(x, values)
 
 
 def sampled(x: QTensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool) -> QTensor:
@@ -135,10 +140,7 @@ def sampled(x: QTensor, grid: Tensor, mode: str, padding_mode: str, align_corner
         settings = mode, padding_mode, align_corners, x.rounding
         return x.like(grid_sample_integers(payload(x), places, *settings))
     values = F.grid_sample(payload(x), places, mode, padding_mode, align_corners)
-    if not x.on_grid:
-        return x.like(values)
-    info = qinfo(x.dtype)
-    return x.like(fake_quantize(values, x.scale, -1, info.min, info.max))
+    return _on_grid_of(x, values)
 
 
 def clamped(x: QTensor, low: float | None, high: float | None) -> QTensor:

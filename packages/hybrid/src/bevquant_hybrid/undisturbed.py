@@ -10,29 +10,34 @@ import torch
 from torch import fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 
-__all__ = ["Followed", "positional", "undisturbed"]
+__all__ = ["Followed", "positional", "undisturbed", "unobserved"]
+
+
+@contextlib.contextmanager
+def unobserved(model: nn.Module) -> Iterator[None]:
+    """Switch observers off, and afterwards on again where they were."""
+    found = [module for module in model.modules() if isinstance(module, FakeQuantizeBase)]
+    before = [bool(module.observer_enabled[0]) for module in found]
+    try:
+        for fake_quant in found:
+            fake_quant.enable_observer(False)
+        yield
+    finally:
+        for fake_quant, enabled in zip(found, before, strict=True):
+            fake_quant.enable_observer(enabled)
 
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, no gradients, no observing; afterwards everything is as before."""
     modes = {module: module.training for module in model.modules()}
-    observing = {
-        module: bool(module.observer_enabled[0])
-        for module in modes
-        if isinstance(module, FakeQuantizeBase)
-    }
     try:
         model.eval()
-        for fake_quant in observing:
-            fake_quant.enable_observer(False)
-        with torch.no_grad():
+        with unobserved(model), torch.no_grad():
             yield
     finally:
         for module, training in modes.items():
             module.training = training
-        for fake_quant, enabled in observing.items():
-            fake_quant.enable_observer(enabled)
 
 
 class Followed(fx.Interpreter):

@@ -229,8 +229,7 @@ class FakeQuantize(_Observing):
         for member in self.tied or (self,):
             half = (member.quant_max - member.quant_min) / 2
             member.activation_post_process.set_range(value * half)
-            member.scale = value.detach().clone()
-            member.zero_point = torch.zeros_like(member.scale, dtype=torch.long)
+            member.set_scale(value.detach().clone())
 
     def tie(self, others: Iterable[FakeQuantize]) -> None:
         """Share the largest scale that this one and others observe, or the one that is fixed."""
@@ -251,7 +250,7 @@ class FakeQuantize(_Observing):
             self._take_scale()
 
     def _take_scale(self) -> None:
-        scale, zero_point = self.calculate_qparams()
+        scale = self.calculate_qparams()[0]
         for member in self.tied:
             found = member.calculate_qparams()[0].to(scale.device)
             if isinstance(member.activation_post_process, FixedScaleObserver):
@@ -260,8 +259,12 @@ class FakeQuantize(_Observing):
             if member.observed:
                 scale = torch.maximum(scale, found) if self.observed else found
         for member in self.tied or (self,):
-            member.scale = scale.to(member.scale.device)
-            member.zero_point = zero_point.to(member.scale.device)
+            member.set_scale(scale.to(member.scale.device))
+
+    def set_scale(self, scale: Tensor) -> None:
+        """Round to another scale from now on; the range stays."""
+        self.scale = scale
+        self.zero_point = torch.zeros_like(scale, dtype=torch.long)
 
     def marked(self, x: Tensor) -> QTensor:
         """Round a tensor where that is enabled, and give it the scale."""

@@ -49,20 +49,12 @@ class LSQFakeQuantize(LearnedFakeQuantize):
         del self._buffers["scale"]
         self.scale = torch.nn.Parameter(scale)
 
-    def _take_scale(self) -> None:
-        scale, zero_point = self.calculate_qparams()
-        if isinstance(self.scale, torch.nn.Parameter):
-            self.scale.data = scale.to(self.scale.device)
-        else:
-            self.scale = scale
-        self.zero_point = zero_point.to(self.scale.device)
-
-    def set_qparams(self, scale: Tensor | float, zero_point: Tensor | int | None = None) -> None:
-        """Start from a scale."""
-        value = torch.as_tensor(scale, dtype=torch.float32, device=self.scale.device).reshape(-1)
-        self.activation_post_process.set_range(value * (self.quant_max - self.quant_min) / 2)
-        self.scale.data = value.detach().clone()
-        self.zero_point = torch.zeros_like(value, dtype=torch.long)
+    def set_scale(self, scale: Tensor) -> None:
+        """Start the parameter from a scale."""
+        if not isinstance(self.scale, torch.nn.Parameter):  # it is being made
+            return super().set_scale(scale)
+        self.scale.data = scale
+        self.zero_point = torch.zeros_like(scale, dtype=torch.long)
 
     def _positive(self) -> Tensor:
         return self.scale.abs().clamp(min=smallest_scale)
@@ -114,15 +106,11 @@ class PACTFakeQuantize(LearnedFakeQuantize):
         if alpha is not None:
             self.set_qparams(2 * alpha / (self.quant_max - self.quant_min))
 
-    def _take_scale(self) -> None:
-        super()._take_scale()
+    def set_scale(self, scale: Tensor) -> None:
+        """Start α from a scale."""
+        super().set_scale(scale)
         if hasattr(self, "alpha"):
-            self.alpha.data = self.scale * (self.quant_max - self.quant_min) / 2
-
-    def set_qparams(self, scale: Tensor | float, zero_point: Tensor | int | None = None) -> None:
-        """Start from a scale."""
-        super().set_qparams(scale, zero_point)
-        self.alpha.data = self.scale * (self.quant_max - self.quant_min) / 2
+            self.alpha.data = scale * (self.quant_max - self.quant_min) / 2
 
     def current_scale(self) -> Tensor:
         """The scale that α has now."""

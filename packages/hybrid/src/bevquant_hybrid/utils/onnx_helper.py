@@ -11,7 +11,6 @@ from typing import IO, Any
 
 import torch
 from torch import nn
-from torch.ao.quantization import FakeQuantizeBase
 from torch.onnx import OperatorExportTypes, TrainingMode
 from torch.onnx.errors import UnsupportedOperatorError
 
@@ -21,6 +20,7 @@ from bevquant_hybrid.nn import DetectionPostProcess, DetectionPostProcessV1, Rcn
 from bevquant_hybrid.nn.qat.stubs import take_marks_out
 from bevquant_hybrid.nn.quantized._base import FixedPoint
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
+from bevquant_hybrid.undisturbed import unobserved
 from bevquant_quantizers.documents import write_whole
 
 __all__ = ["export_quantized_onnx", "export_to_onnx"]
@@ -85,7 +85,7 @@ def export_to_onnx(
     if opset_version not in _OPSETS:
         raise ValueError(f"export_to_onnx: opset_version={opset_version}: expected 11 or 13")
     _refuse_converted(model)
-    with _nothing_observed(model), _own_operators_named(model):
+    with unobserved(model), _own_operators_named(model):
         proto = _exported(
             model,
             args,
@@ -230,20 +230,6 @@ def _refuse_converted(model: nn.Module) -> None:
                 "the QAT model, before it is converted, or look at this one with "
                 "export_quantized_onnx"
             )
-
-
-@contextlib.contextmanager
-def _nothing_observed(model: nn.Module) -> Iterator[None]:
-    """Switch observers off, and afterwards on again where they were."""
-    found = [m for m in model.modules() if isinstance(m, FakeQuantizeBase)]
-    before = [bool(m.observer_enabled[0]) for m in found]
-    for module in found:
-        module.enable_observer(False)
-    try:
-        yield
-    finally:
-        for module, enabled in zip(found, before, strict=True):
-            module.enable_observer(enabled)
 
 
 @contextlib.contextmanager
