@@ -271,64 +271,40 @@ def record_results(
 
 def with_layouts(program: Program, input_layout: str, output_layout: str) -> Program:
     """Return a program whose inputs or outputs of four axes are NHWC where that is asked for."""
-    if input_layout == "NHWC":
-        program = _with_inputs_last(program)
-    return _with_outputs_last(program) if output_layout == "NHWC" else program
-
-
-def _with_inputs_last(program: Program) -> Program:
-    ports: list[Port] = []
-    before: list[Step] = []
-    values = dict(program.values)
-    refs: dict[str, Ref] = {}
-    for port in program.inputs:
-        if port.shape is None or len(port.shape) != 4:
-            ports.append(port)
-            continue
-        name = f"%{port.operand.name}.NCHW"
-        refs[port.operand.name] = Ref(name)
-        values[name] = Value(TensorType(port.dtype, port.shape), name)
-        before.append(_permute(port.operand, _TO_NCHW, name))
-        shape = tuple(port.shape[i] for i in _TO_NHWC)
-        ports.append(replace(port, shape=shape, axis=_moved(port.axis)))
-
-    def renamed(ref: Ref) -> Ref:
-        return refs.get(ref.name, ref)
-
-    steps = [replace(step, kwargs=replaced(step.kwargs, renamed)) for step in program.steps]
-    return replace(
-        program,
-        inputs=tuple(ports),
-        outputs=tuple(replace(port, operand=renamed(port.operand)) for port in program.outputs),
-        result=replaced(program.result, renamed),
-        steps=(*before, *steps),
-        values=values,
-    )
-
-
-def _with_outputs_last(program: Program) -> Program:
-    ports: list[Port] = []
-    behind: list[Step] = []
+    inputs, outputs = list(program.inputs), list(program.outputs)
     values, constants = dict(program.values), dict(program.constants)
-    for port in program.outputs:
-        if port.shape is None or len(port.shape) != 4:
-            ports.append(port)
-            continue
-        shape = tuple(port.shape[i] for i in _TO_NHWC)
-        name = f"%{port.name}.NHWC"
-        values[name] = Value(TensorType(port.dtype, shape), name)
-        behind.append(_permute(port.operand, _TO_NHWC, name))
-        scale = port.scale
-        if scale is not None and constants[scale].dim() == 4:  # one for each element
-            constants[f"{port.name}.NHWC.scale"] = constants[scale].permute(_TO_NHWC).contiguous()
-            scale = f"{port.name}.NHWC.scale"
-        axis = _moved(port.axis)
-        ports.append(replace(port, operand=Ref(name), shape=shape, scale=scale, axis=axis))
+    first: list[Step] = []
+    last: list[Step] = []
+    turned: dict[str, Ref] = {}
+    for place, port in enumerate(inputs if input_layout == "NHWC" else ()):
+        if port.shape is not None and len(port.shape) == 4:
+            name = f"%{port.operand.name}.NCHW"
+            turned[port.operand.name] = Ref(name)
+            values[name] = Value(TensorType(port.dtype, port.shape), name)
+            first.append(_permute(port.operand, _TO_NCHW, name))
+            inputs[place] = _channels_last(port)
+
+    def read(ref: Ref) -> Ref:
+        return turned.get(ref.name, ref)
+
+    steps = [replace(step, kwargs=replaced(step.kwargs, read)) for step in program.steps]
+    for place, given in enumerate(outputs):
+        port = outputs[place] = replace(given, operand=read(given.operand))
+        if output_layout == "NHWC" and port.shape is not None and len(port.shape) == 4:
+            name = f"%{port.name}.NHWC"
+            last.append(_permute(port.operand, _TO_NHWC, name))
+            if port.scale is not None and constants[port.scale].dim() == 4:  # one for each element
+                scale = f"{port.name}.NHWC.scale"
+                constants[scale] = constants[port.scale].permute(_TO_NHWC).contiguous()
+                port = replace(port, scale=scale)
+            outputs[place] = port = replace(_channels_last(port), operand=Ref(name))
+            values[name] = Value(TensorType(port.dtype, port.shape), name)
     made = replace(
         program,
-        outputs=tuple(ports),
-        result=flatten(program.result, program.name).build([port.operand for port in ports]),
-        steps=(*program.steps, *behind),
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        result=flatten(program.result, program.name).build([port.operand for port in outputs]),
+        steps=(*first, *steps, *last),
         values=values,
     )
     return replace(made, constants=used_constants(made, constants))
@@ -338,6 +314,8 @@ def _permute(source: Ref, order: tuple[int, ...], result: str) -> Step:
     return operator_step("aten::permute", {"self": source, "dims": order}, (result,))
 
 
-def _moved(axis: int) -> int:
-    """Where an axis of NCHW stands in NHWC."""
-    return _TO_NHWC.index(axis) if axis >= 0 else axis
+def _channels_last(port: Port) -> Port:
+    """A port of four axes in the order of NHWC."""
+    assert port.shape is not None
+    axis = _TO_NHWC.index(port.axis) if port.axis >= 0 else port.axis
+    return replace(port, shape=tuple(port.shape[i] for i in _TO_NHWC), axis=axis)
