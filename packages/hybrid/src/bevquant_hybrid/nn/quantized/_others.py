@@ -14,6 +14,7 @@ from bevquant_hybrid._sampling import roi_align_real
 from bevquant_hybrid.nn import qat
 from bevquant_hybrid.nn._correlation import channels_of, correlate_integers
 from bevquant_hybrid.nn._functions import normalized
+from bevquant_hybrid.nn.qat import _operators
 from bevquant_hybrid.nn.qat._base import KeepsScale, take_over
 from bevquant_hybrid.nn.qat.batchnorm import channel_affine
 from bevquant_hybrid.nn.quantized._base import FixedPoint, integers, real
@@ -189,12 +190,12 @@ FORMS: dict[type[nn.Module], Any] = {
     qat.QuantStub: Quantize,
     qat.FloatFunctional: QFunctional,
     **dict.fromkeys((qat.BatchNorm2d, qat.BatchNorm3d, qat.SyncBatchNorm), BatchNorm2d),
+    qat.AdaptiveAvgPool2d: AdaptiveAvgPool2d,
+    qat.AvgPool2d: AvgPool2d,
+    qat.SegmentLUT: SegmentLUT,
     **{
-        getattr(qat, form.__name__): form
-        for form in (
-            *(AdaptiveAvgPool2d, AvgPool2d, Correlation, Div, GLU, LayerNorm, MultiScaleRoIAlign),
-            *(RMSNorm, SegmentLUT, Where),
-        )
+        getattr(_operators, form.__name__): form
+        for form in (Correlation, Div, GLU, LayerNorm, MultiScaleRoIAlign, RMSNorm, Where)
     },
 }
 # Of what keeps the scale of its input.
