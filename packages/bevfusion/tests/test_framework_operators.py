@@ -125,7 +125,24 @@ def test_roiaware_pool_equals_a_loop(how: int) -> None:
                 assert largest[b][place].tolist() == [rows[i] for i in values.argmax(0)]
 
 
-def test_neighbours_equal_loops() -> None:
+def test_mmcvs_roipoint_pool_equals_a_loop() -> None:
+    points, own, features = cloud(800)[None, :, :3], boxes(4)[None], torch.randn(1, 800, 2)
+    own[0, 3, :2] = 50  # without points
+    pooled, empty = torch.zeros(1, 4, 5, 5), torch.full((1, 4), -1)
+    MMCV["roipoint_pool3d_forward"](points, own, features, pooled, empty)
+    inside = operators.points_in_boxes(points[0], own[0], bottom=True)
+    assert empty.tolist() == [[0, 0, 0, 1]]
+    for box, members in enumerate(inside.tolist()):
+        rows = [row for row, member in enumerate(members) if member][:5]
+        for slot in range(5 if rows else 0):
+            row = rows[slot % len(rows)]
+            assert torch.equal(pooled[0, box, slot], torch.cat([points[0, row], features[0, row]]))
+    assert not pooled[0, 3].any()
+
+
+@pytest.mark.parametrize("pairs", [1 << 22, 70])
+def test_neighbours_equal_loops(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "_PAIRS", pairs)  # a few rows at a time
     target, source = torch.randn(2, 20, 3), torch.randn(2, 30, 3)
     squared, rows = operators.three_nn(target, source)
     centers, points = target[0], source[0]

@@ -117,6 +117,12 @@ def _roiaware_pool(
         given.copy_(result)
 
 
+def _roipoint_pool(
+    points: Tensor, boxes: Tensor, features: Tensor, pooled: Tensor, empty: Tensor
+) -> None:
+    operators.roipoint_pool(points, boxes, features, pooled, empty, bottom=True)
+
+
 def _three_nn(target: Tensor, source: Tensor, squared: Tensor, rows: Tensor, **_: int) -> None:
     for given, result in zip((squared, rows), operators.three_nn(target, source), strict=True):
         given.copy_(result)
@@ -235,6 +241,7 @@ MMCV: Functions = {
     "points_in_boxes_cpu_forward": _points_in_boxes_bottom,
     "points_in_boxes_part_forward": _points_in_boxes_part,
     "roiaware_pool3d_forward": _roiaware_pool,
+    "roipoint_pool3d_forward": _roipoint_pool,
     "stack_ball_query_forward": _stack_ball_query,
     "stack_group_points_forward": _stack_group_points,
     "three_interpolate_forward": _three_interpolate,

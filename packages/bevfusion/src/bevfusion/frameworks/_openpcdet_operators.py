@@ -72,15 +72,7 @@ def _roiaware_pool(
 def _roipoint_pool(
     points: Tensor, boxes: Tensor, features: Tensor, pooled: Tensor, empty: Tensor
 ) -> None:
-    samples = torch.arange(pooled.shape[2])
-    for frame, (place, own) in enumerate(zip(points, boxes, strict=True)):
-        inside = operators.points_in_boxes(place, own, bottom=False, margin=MARGIN)
-        both = torch.cat([place, features[frame]], 1)
-        for box, members in enumerate(inside):
-            rows = torch.nonzero(members)[: len(samples), 0]
-            empty[frame, box] = int(not len(rows))
-            if len(rows):  # too few points start again from the first
-                pooled[frame, box] = both[rows[samples % len(rows)]]
+    operators.roipoint_pool(points, boxes, features, pooled, empty, bottom=False, margin=MARGIN)
 
 
 def _ingroup(groups: Tensor, out: Tensor) -> None:

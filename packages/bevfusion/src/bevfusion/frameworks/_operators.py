@@ -213,6 +213,34 @@ def roiaware_pool(
     return pooled, largest, members
 
 
+def roipoint_pool(
+    points: Tensor, boxes: Tensor, features: Tensor, pooled: Tensor, empty: Tensor, *,
+    bottom: bool, margin: float = 0.0,
+) -> None:  # fmt: skip
+    """Write the first points of each box, with their features (PointRCNN, Shi et al. 2019).
+
+    A box with fewer points starts again from its first one.
+
+    Args:
+        points: [b, n, 3].
+        boxes: [b, t, 7].
+        features: [b, n, c].
+        pooled: [b, t, samples, 3 + c], left as it is for boxes without points.
+        empty: Integers [b, t], 1 for boxes without points.
+        bottom: See `local_points`.
+        margin: See `points_in_boxes`.
+    """
+    samples = torch.arange(pooled.shape[2])
+    for frame, (place, own) in enumerate(zip(points, boxes, strict=True)):
+        inside = points_in_boxes(place, own, bottom=bottom, margin=margin)
+        both = torch.cat([place, features[frame]], 1)
+        for box, members in enumerate(inside):
+            rows = torch.nonzero(members)[: len(samples), 0]
+            empty[frame, box] = int(not len(rows))
+            if len(rows):
+                pooled[frame, box] = both[rows[samples % len(rows)]]
+
+
 def three_nn(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
     """Squared distances [b, n, 3] and rows int32 of the three nearest of [b, m, 3] to [b, n, 3]."""
     parts = []
