@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bevfusion.frameworks import _operators as operators
 from bevfusion.frameworks import use_operator_standins
@@ -268,3 +268,15 @@ def test_mmcv_forms_fill_what_they_are_given() -> None:
     ]
     assert [found.tolist() for found in both] == [[1], [1, 2]]
     assert EXTENSIONS["mmcv._ext"] is MMCV
+
+
+def test_furthest_points_are_one_operator_of_a_graph() -> None:
+    class Sampler(nn.Module):
+        def forward(self, points: Tensor) -> Tensor:
+            return points[operators.furthest_points(points, 64, pairwise=False).long()]
+
+    points = cloud(300)[:, :3]
+    graph = torch.export.export(Sampler(), (points,))
+    assert len([node for node in graph.graph.nodes if node.op == "call_function"]) < 6
+    other = cloud(300, seed=5)[:, :3]
+    assert torch.equal(graph.module()(other), Sampler()(other))

@@ -301,7 +301,17 @@ def furthest_points(distances_to: Tensor, count: int, *, pairwise: bool) -> Tens
         distances_to: Points [n, 3], or with `pairwise` their squared distances [n, n].
         count: Rows to choose.
         pairwise: See `distances_to`.
+
+    Returns:
+        int32 [count].
     """
+    chosen: Tensor = _furthest_points(distances_to, count, pairwise)
+    return chosen
+
+
+# One operator of a traced graph: its loop would be thousands of them.
+@torch.library.custom_op("bevfusion::furthest_points", mutates_args=())
+def _furthest_points(distances_to: Tensor, count: int, pairwise: bool) -> Tensor:
     chosen = torch.zeros(count, dtype=torch.int32)
     nearest = torch.full((len(distances_to),), 1e10, dtype=distances_to.dtype)
     for step in range(1, count):
@@ -313,6 +323,11 @@ def furthest_points(distances_to: Tensor, count: int, *, pairwise: bool) -> Tens
         nearest = torch.minimum(nearest, squared)
         chosen[step] = int(nearest.argmax())
     return chosen
+
+
+@_furthest_points.register_fake
+def _(distances_to: Tensor, count: int, pairwise: bool) -> Tensor:
+    return distances_to.new_empty(count, dtype=torch.int32)
 
 
 def deformable_attention(value: Tensor, shapes: Tensor, places: Tensor, weights: Tensor) -> Tensor:
