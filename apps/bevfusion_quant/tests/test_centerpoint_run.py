@@ -36,6 +36,30 @@ def test_a_run_is_read_back_and_exported(model: str, tmp_path: Path) -> None:
     assert names == {f"{encoder}.onnx", "rpn_centerhead.onnx"}
 
 
+def test_a_bpu_runs_decoder_and_head(tmp_path: Path) -> None:
+    from bevfusion_quant.bpu import load_bpu_run
+
+    runs = ["--dataset", "street", "--runs", str(tmp_path), "--quiet"]
+    model = ["--model", "centerpoint-pillars", "--config", "tiny"]
+    assert main(["ptq", *model, "--target", "bpu", *runs, "--name", "q"]) == 0
+    plan = json.loads((tmp_path / "q" / "plan.json").read_text())
+    on_cpu = {n["path"] for n in plan["nodes"] if (n["kind"], n["place"]) == ("operator", "CPU")}
+    assert on_cpu == {"pts_voxel_encoder", "pts_middle_encoder"}
+    (output,) = (node for node in plan["nodes"] if node["kind"] == "output")
+    assert len(output["inputs"]) == 36
+    loaded = load_bpu_run(tmp_path / "q")
+    assert loaded.units.parts == ("decoder", "head")
+    summary = json.loads((tmp_path / "q" / "summary.json").read_text())
+    found = {row["stage"]: row["integer_sqnr_db"] for row in summary["bpu"]["stages"]}
+    assert found.keys() == {"lidar", "decoder", "head"}
+    assert found["decoder"] > 15
+    assert found["head"] > 15
+    pytest.importorskip("onnxruntime")
+    assert main(["export", "--run", str(tmp_path / "q"), *runs, "--name", "files"]) == 0
+    names = {path.name for path in (tmp_path / "files" / "onnx").iterdir()}
+    assert names >= {"pts_voxel_encoder.onnx", "rpn_centerhead.onnx", "rpn_centerhead.yaml"}
+
+
 def test_two_steps_of_training_leave_weights_that_load(tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ["--model", "centerpoint-pillars", "--dataset", "street", "--config", "tiny"]
@@ -55,7 +79,8 @@ def test_what_the_model_lacks_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     for more, reason in (
         (["--branch", "camera"], "--branch camera: --model centerpoint has lidar, decoder, head"),
         (["--branch", "fuser"], "--branch fuser"),
-        (["--target", "bpu"], "--target bpu is for bevfusion alone"),
+        (["--target", "bpu", "--branch", "lidar"], "its sparse convolutions have no BPU form"),
+        (["--target", "bpu", "--branch", "fuser"], "has no such part; choose --branch decoder, he"),
         (["--config", "nuscenes-mmdet3d"], "expected one of nuscenes, nuscenes-voxel01, waymo"),
     ):
         assert main(["ptq", *given, *more]) != 0

@@ -23,6 +23,7 @@ from bevfusion.quantization import (
     quantize_detector,
 )
 from bevfusion.training import RARE, Targets, untrained_model
+from bevquant_export import open_onnx
 from bevquant_int8sim import simulate
 
 KINDS = ("centerpoint", "centerpoint-pillars")
@@ -44,7 +45,10 @@ def frames(count: int = 2) -> list[Frame]:
 
 @pytest.fixture(scope="module", params=KINDS)
 def made(request: pytest.FixtureRequest) -> tuple[Sizes, Detector, Detector, FrameBatches]:
-    sizes = small(request.param)
+    return quantized_as(small(request.param))
+
+
+def quantized_as(sizes: Any) -> tuple[Sizes, Detector, Detector, FrameBatches]:
     model = build_detector(sizes)
     batches = FrameBatches(frames(), sizes, model)
     random_weights(model, *batches[0])
@@ -90,10 +94,47 @@ def test_files_in_a_row_are_the_integer_model(made: Any, target: str, tmp_path: 
         assert written.files[0].inputs[0].shape == (8000, 20, 11)
 
 
-def test_autoware_is_refused_with_the_reason(made: Any, tmp_path: Path) -> None:
+def test_autoware_reads_pillars_of_its_own_sizes_alone(made: Any, tmp_path: Path) -> None:
     sizes, folded, quantized, batches = made
-    with pytest.raises(InputError, match="9 columns"):
-        export_files(folded, quantized, batches, sizes, tmp_path / "files", target="autoware")
+    if sizes.kind == "centerpoint-pillars":
+        with pytest.raises(InputError, match=r"has 2 tasks.*20 points a pillar.*--config autoware"):
+            export_files(folded, quantized, batches, sizes, tmp_path / "files", target="autoware")
+        return
+    written = export_files(folded, quantized, batches, sizes, tmp_path / "files", target="autoware")
+    assert not written.failures
+    assert [file.name for file in written.files] == ["centerpoint.scn.onnx", "rpn_centerhead.onnx"]
+    assert written.agreement[0].matched > 0
+    assert any("no node for a CenterPoint of voxels" in note for note in written.files[0].notes)
+
+
+def test_autoware_s_node_reads_boxes_of_older_mmdetection3d(tmp_path: Path) -> None:
+    sizes = DETECTORS["centerpoint-pillars"].configs["tiny"]
+    sizes = replace(
+        sizes,
+        lidar=replace(sizes.lidar, max_num_points=32),
+        head=replace(sizes.head, tasks=(("car", "truck"),)),
+    )
+    _, folded, quantized, batches = quantized_as(sizes)
+    written = export_files(folded, quantized, batches, sizes, tmp_path / "files", target="autoware")
+    assert not written.failures
+    encoder, dense = written.files
+    assert encoder.name == "pts_voxel_encoder_centerpoint.onnx"
+    assert dense.name == "pts_backbone_neck_head_centerpoint.onnx"
+    assert [port.name for port in encoder.inputs] == ["input_features"]
+    # The node binds the outputs by their places.
+    maps = ["heatmap", "reg", "height", "dim", "rot", "vel"]
+    assert [port.name for port in dense.outputs] == maps
+    assert written.agreement[0].matched > 0
+    with torch.no_grad():
+        features = quantized.encode_lidar(*batches[0][:3])
+        wanted = quantized(*batches[0])
+    got = open_onnx(tmp_path / "files" / dense.name)({"spatial_features": features})
+    length, width, height = wanted["dim_0"][0]
+    apart = (got["dim"][0] - torch.stack([width, length, height])).abs()
+    assert float(apart.mean()) < 0.05 < float((length - width).abs().mean())
+    yaw = torch.atan2(*wanted["rot_0"][0])
+    node_yaw = -torch.atan2(*got["rot"][0]) - torch.pi / 2  # as autoware_lidar_centerpoint's
+    assert float(torch.sin((node_yaw - yaw) / 2).abs().median()) < 0.05
 
 
 def test_patterns_may_leave_the_part_out() -> None:

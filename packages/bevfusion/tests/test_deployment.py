@@ -17,7 +17,9 @@ from bevfusion.deployment import (
     autoware_files,
     bpu_files,
     bpu_pieces,
+    bpu_units,
     compose_plan,
+    cpu_weights,
     evaluate_split,
     nvidia_files,
     split_stage_table,
@@ -26,6 +28,7 @@ from bevfusion.deployment import (
     walk,
     watching,
 )
+from bevfusion.detectors import DETECTORS, build_detector, example_of
 from bevfusion.model import CONFIGS, PARTS, Batch, build_model, example_batch, random_weights
 
 TINY = CONFIGS["tiny"]
@@ -57,7 +60,8 @@ def test_files_in_a_row_are_the_model() -> None:
 def test_every_set_is_closed() -> None:
     """A file reads frames, the pooled map, or what one before it makes."""
     given = {"features", "coords", "images", "depth", "flat_images", "flat_depth", "pooled"}
-    sets = [nvidia_files(PARTS), autoware_files(("lidar", "decoder", "head"))]
+    lidar = build_model(TINY, ("lidar", "decoder", "head"))
+    sets = [nvidia_files(PARTS), autoware_files(lidar)]
     sets += [bpu_files(PARTS, on) for on in ((), ("fuser",), ("camera", "fuser", "decoder"))]
     for files in sets:
         known = set(given)
@@ -81,9 +85,48 @@ class Notes:
         self.told.append((name, inputs, reason))
         return name
 
-    def unit(self, plan: str, *inputs: str) -> str:
+    def unit(self, plan: str, *inputs: str) -> tuple[str, ...]:
         self.told.append((plan, inputs, "unit"))
-        return plan
+        return (plan,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts", "flow", "files"),
+    [
+        ("centerpoint", ("decoder", "head"), ["LiDAR encoder", "unit"], ["rpn_centerhead"]),
+        (
+            "centerpoint-pillars",
+            ("head",),
+            ["pillar encoder", "scatter", "decoder backbone", "decoder neck", "unit"],
+            ["rpn", "centerhead"],
+        ),
+        ("centerpoint", ("decoder",), ["LiDAR encoder", "unit", "head"], ["rpn", "centerhead"]),
+    ],
+)
+def test_centerpoint_is_split_behind_its_encoder(
+    kind: str, parts: tuple[str, ...], flow: list[str], files: list[str]
+) -> None:
+    model, notes = build_detector(DETECTORS[kind].configs["tiny"]), Notes()
+    reasons = {"decoder": "left out", "head": "left out"}
+    last = compose_plan(model, parts, {"bev": "unit"}, notes, shapes={}, reasons=reasons)
+    assert last == (flow[-1],)
+    assert [(name, *inputs) for name, inputs, _ in notes.told] == [
+        ("voxels",), *zip(flow, ["voxels", *flow], strict=False)
+    ]  # fmt: skip
+    forms = {"bev": SimpleNamespace(float_graph=0, fake_graph=0, integer_graph=0, prefix="")}
+    pieces = bpu_pieces(model, parts, forms)
+    assert [piece.file.name for piece in pieces[1:]] == files
+    on_bpu = {"rpn_centerhead": parts, "rpn": ("decoder",), "centerhead": ("head",)}
+    for piece in pieces[1:]:
+        assert (piece.kind == "bpu") == (on_bpu[piece.file.name] == parts)
+    (unit,) = bpu_units(model, parts).values()
+    held = {name for name in model.state_dict() if name in unit.state_dict()}
+    assert held == model.state_dict().keys() - cpu_weights(model, parts).keys()
+    with torch.no_grad():
+        x = model.encode_lidar(*example_of(DETECTORS[kind].configs["tiny"])[:3])
+        x = x if "decoder" in parts else model.decoder["neck"](model.decoder["backbone"](x))
+        made = unit(x)
+    assert len(made) == (len(model.head.output_names) if "head" in parts else 1)
 
 
 def test_a_split_detector_is_planned_and_written_in_the_order_of_its_flow() -> None:
@@ -91,7 +134,7 @@ def test_a_split_detector_is_planned_and_written_in_the_order_of_its_flow() -> N
     parts, plans = ("camera", "fuser"), {"camera": "images' unit", "bev": "maps' unit"}
     reasons = {"decoder": "nobody asked for it"}
     last = compose_plan(model, parts, plans, notes, shapes={}, reasons=reasons)
-    assert last == "head"
+    assert last == ("head",)
     flow = {name: inputs for name, inputs, _ in notes.told}
     assert flow["images' unit"] == ("images",)
     assert flow["view transform"] == ("images' unit", "depth")

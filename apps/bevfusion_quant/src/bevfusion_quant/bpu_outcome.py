@@ -49,7 +49,7 @@ class BpuOutcome:
     @property
     def picture(self) -> str:
         """The plan as SVG text."""
-        return self.plan.draw(title=f"BEVFusion on CPU and BPU ({self.march})")
+        return self.plan.draw(title=f"Detector on CPU and BPU ({self.march})")
 
     @property
     def on_cpu(self) -> tuple[PlanNode, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 from bev_data.points import Frame
 from bevfusion import deployment
@@ -34,7 +34,7 @@ from bevfusion.deployment import (
     write_piece,
 )
 from bevfusion.detectors import example_of, is_foreign
-from bevfusion.model import CONFIGS, BEVFusion, Detector, Sizes, example_batch
+from bevfusion.model import Detector, Sizes
 from bevfusion_quant._errors import InputError, VerificationError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.integer import lowered
@@ -43,7 +43,7 @@ from bevfusion_quant.pages import write_found
 from bevfusion_quant.plan import PLAN_FILE, read_plan, refuse_in_files
 from bevfusion_quant.run import Clock, new_run, return_freed_memory, versions
 from bevfusion_quant.saved_run import ModelSettings, load_run, read_model_settings, refuse_unfolded
-from bevfusion_quant.stages import fuse_branch
+from bevfusion_quant.stages import fuse_branch, sizes_of
 from bevquant_export.targets import CPUS, cpu_at_hand, find_target, targets
 from bevquant_int8sim import LayerRow, compare
 from bevquant_quantizers.plugins import importable
@@ -201,8 +201,8 @@ def _export_bpu(
 
     with clock.step("load the run"):
         loaded = load_bpu_run(run)
-    config, sizes = loaded.config, CONFIGS[loaded.config.config]
-    folded = cast("BEVFusion", fuse_branch(loaded.units.model, example_batch(sizes)).model)
+    config, sizes = loaded.config, sizes_of(loaded.config.model, loaded.config.config)
+    folded = fuse_branch(loaded.units.model, example_of(sizes)).model
     with for_march(config.march):
         batches = FrameBatches(frames, sizes, folded, cameras or config.cameras)
         pieces = bpu_pieces(folded, loaded.units.parts, loaded.forms)

@@ -21,7 +21,7 @@ from bevfusion.deployment import (
     stage_shapes,
     unit_inputs,
 )
-from bevfusion.model import Batch, BEVFusion, BEVFusionConfig
+from bevfusion.model import Batch, Detector, Sizes
 from bevfusion.quantization import expand_patterns
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
@@ -40,34 +40,38 @@ from bevquant_hybrid_tools.forms import (
 )
 
 _PARTS: dict[str, tuple[str, ...]] = {
-    "camera": ("camera",),
-    "fuser": ("fuser",),
-    "decoder": ("decoder",),
-    "all": ("camera", "fuser", "decoder"),
+    "bevfusion": ("camera", "fuser", "decoder"),
+    "centerpoint": ("decoder", "head"),
+    "centerpoint-pillars": ("decoder", "head"),
 }
 _NO_BPU_PART = {
-    "lidar": "its sparse convolutions have no BPU form",
-    "head": "its attention and its choice of queries run on the CPU",
+    ("bevfusion", "lidar"): "its sparse convolutions have no BPU form",
+    ("bevfusion", "head"): "its attention and its choice of queries run on the CPU",
+    ("centerpoint", "lidar"): "its sparse convolutions have no BPU form",
+    ("centerpoint-pillars", "lidar"): "its pillar encoder stays float and its scatter has no BPU "
+    "form",
 }
 
 
-def bpu_parts(branch: str) -> tuple[str, ...]:
+def bpu_parts(branch: str, model: str = "bevfusion") -> tuple[str, ...]:
     """The parts of the model that run on the BPU, wholly or but for what follows the neck.
 
     Raises:
         InputError: The branch has no part that a BPU could run.
 
     Example:
-        >>> bpu_parts("all")
-        ('camera', 'fuser', 'decoder')
+        >>> bpu_parts("all"), bpu_parts("all", "centerpoint")
+        (('camera', 'fuser', 'decoder'), ('decoder', 'head'))
     """
-    if branch not in _PARTS:
+    parts = _PARTS[model]
+    if branch not in (*parts, "all"):
+        images = " (with --dataset, as they read images)" if "camera" in parts else ""
+        why = _NO_BPU_PART.get((model, branch), f"--model {model} has no such part")
         raise InputError(
-            f"--target bpu has nothing to do for --branch {branch}: {_NO_BPU_PART[branch]}; choose "
-            f"--branch {', '.join(_PARTS)} (with --dataset, as they read images), or leave "
-            "--target bpu out"
+            f"--target bpu has nothing to do for --branch {branch}: {why}; choose "
+            f"--branch {', '.join(parts)}, all{images}, or leave --target bpu out"
         )
-    return _PARTS[branch]
+    return parts if branch == "all" else (branch,)
 
 
 class Models(NamedTuple):
@@ -108,7 +112,7 @@ def calibrating_form(fused: nn.Module, method: str, on_cpu: Iterable[str]) -> An
 
 
 def names_on_cpu(
-    model: BEVFusion, units: Mapping[str, nn.Module], exclude: Iterable[str]
+    model: Detector, units: Mapping[str, nn.Module], exclude: Iterable[str]
 ) -> dict[str, list[str]]:
     """Modules of each unit that `exclude` names, as paths within the unit.
 
@@ -141,9 +145,9 @@ class SplitUnits:
         config: What the run does.
     """
 
-    def __init__(self, model: BEVFusion, config: BpuConfig) -> None:
+    def __init__(self, model: Detector, config: BpuConfig) -> None:
         self.model, self.config = model, config
-        self.parts = bpu_parts(config.branch)
+        self.parts = bpu_parts(config.branch, config.model)
         self.units = bpu_units(model, self.parts)
         self.on_cpu = names_on_cpu(model, self.units, config.exclude)
         self.fused: dict[str, Any] = {name: fuse_fx(unit) for name, unit in self.units.items()}
@@ -190,7 +194,7 @@ class SplitUnits:
     def plan(self, forms: Mapping[str, Forms]) -> Plan:
         """Where everything in the model runs: sensors, units, and on the CPU what lies between."""
         made = PlanComposer(self.config.march)
-        output = compose_plan(
+        outputs = compose_plan(
             self.model,
             self.parts,
             {
@@ -201,7 +205,7 @@ class SplitUnits:
             shapes=self.shapes,
             reasons={part: why_float(part, self.config.branch) for part in self.model.parts},
         )
-        return made.plan(output)
+        return made.plan(*outputs)
 
     def estimates(self, forms: Mapping[str, Forms]) -> dict[str, BpuEstimate]:
         """What each unit costs, estimated."""
@@ -210,14 +214,14 @@ class SplitUnits:
 
     def _inputs(self, unit: str) -> list[tuple[int, ...]]:
         """Shapes of a unit's inputs."""
-        return [self.shapes[name] for name in unit_inputs(unit, self.parts)]
+        return [self.shapes[name] for name in unit_inputs(unit, self.parts, self.model.kind)]
 
 
 def compare_forms(
     models: Models,
     forms: Mapping[str, Forms],
     batches: FrameBatches,
-    config: BEVFusionConfig,
+    config: Sizes,
     accuracy: AccuracyAccumulator | None = None,
 ) -> SplitComparison:
     """`bevfusion.deployment.evaluate_split` of the three models.

@@ -13,8 +13,8 @@ import torch
 from bev_data.metrics import AccuracyAccumulator, Bootstrap
 from bev_data.points import Frame
 from bevfusion.deployment import UNIT_PREFIXES, cpu_weights, split_weights, unit_weights
+from bevfusion.detectors import build_detector
 from bevfusion.evaluation import PoorData, accuracy_accumulator, data_findings
-from bevfusion.model import CONFIGS, build_model
 from bevfusion.quantization import relative_change, whole_output
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.bpu._prepare import Models, SplitUnits, bpu_parts, compare_forms, for_march
@@ -24,7 +24,7 @@ from bevfusion_quant.options import BpuConfig, Place
 from bevfusion_quant.pages import EvaluatedRun
 from bevfusion_quant.run import CONFIG_FILE, Clock, RunRecord, new_run, sha256
 from bevfusion_quant.saved_run import read_model_settings
-from bevfusion_quant.stages import built_parts, fill_weights, quantized_parts
+from bevfusion_quant.stages import built_parts, fill_weights, sizes_of
 from bevquant_hybrid_tools.account import folded_norms, quantized_modules
 from bevquant_hybrid_tools.forms import Forms
 from bevquant_quantizers.documents import as_form, read_tensors, write_tensors, write_whole
@@ -61,8 +61,10 @@ def load_bpu_run(folder: str | Path) -> LoadedBpuRun:
         form = as_form(entries, BpuConfig, where=CONFIG_FILE, what="run's settings")
         config = replace(form, weights=weights)
         state = read_tensors(folder / WEIGHTS).tensors
-        model = build_model(CONFIGS[config.config], built_parts(config.branch))
-        wanted = cpu_weights(model.state_dict(), bpu_parts(config.branch))
+        model = build_detector(
+            sizes_of(config.model, config.config), built_parts(config.branch, config.model)
+        )
+        wanted = cpu_weights(model, bpu_parts(config.branch, config.model))
         model.load_state_dict({**model.state_dict(), **{name: state[name] for name in wanted}})
         with for_march(config.march):
             units = SplitUnits(model, config)
@@ -111,9 +113,9 @@ def run_bpu(
     clock = Clock()
     count = config.calibration_count(len(frames))
     with new_run("ptq", clock, _PACKAGES, **place) as record, for_march(config.march):
-        sizes = CONFIGS[config.config]
+        sizes: Any = sizes_of(config.model, config.config)
         with clock.step("build"):
-            model = build_model(sizes, built_parts(config.branch))
+            model = build_detector(sizes, built_parts(config.branch, config.model))
             batches = FrameBatches(frames, sizes, model, config.cameras)
         with clock.step("read and voxelize"):
             first = batches[0]
@@ -178,7 +180,7 @@ def run_bpu_evaluate(
         with clock.step("load the run"):
             loaded = load_bpu_run(run)
         config, units = loaded.config, loaded.units
-        sizes = CONFIGS[config.config]
+        sizes = sizes_of(config.model, config.config)
         with for_march(config.march):
             batches = FrameBatches(frames, sizes, units.model, cameras or config.cameras)
             with clock.step("read and voxelize"):
@@ -186,8 +188,9 @@ def run_bpu_evaluate(
             accumulator = accuracy_accumulator(sizes, batches, bootstrap)
             outcome = _outcome(units, loaded.forms, batches, clock, accumulator)
         settings = {
-            **{"target": "bpu", "evaluates": str(run), "config": config.config},
-            **{"branch": config.branch, "march": config.march, "weights": config.weights},
+            **{"target": "bpu", "evaluates": str(run), "model": config.model},
+            **{"config": config.config, "branch": config.branch, "march": config.march},
+            **{"weights": config.weights},
             "cameras": cameras,
         }
         warnings = _warnings(outcome)
@@ -216,7 +219,7 @@ def _outcome(
             units.models(forms),
             forms,
             batches,
-            CONFIGS[units.config.config],
+            sizes_of(units.config.model, units.config.config),
             accumulator,
         )
     if accumulator is None:
@@ -245,13 +248,14 @@ def _write(
     records: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, float], float]:
     """Pictures, plan, settings, page and summary; `decides` is what the page does not say."""
+    sizes = sizes_of(settings["model"], settings["config"])
     evaluated = EvaluatedRun(
-        record, CONFIGS[settings["config"]], batches, outcome.comparison.evaluation,
+        record, sizes, batches, outcome.comparison.evaluation,
         records or {},
         bpu=outcome,
         accuracy=outcome.accuracy,
     )  # fmt: skip
-    evaluated.draw(quantized_parts(settings["branch"])[-1])
+    evaluated.draw(bpu_parts(settings["branch"], settings["model"])[-1])
     outcome.plan.save(record.folder / "plan.json")
     write_whole(record.folder / "partition.svg", outcome.picture)
     record.write_settings({**settings, **decides})

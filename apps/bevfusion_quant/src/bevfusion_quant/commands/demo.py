@@ -34,8 +34,8 @@ class Demo(RunOptions):
 
     Args:
         model: The detector: bevfusion, centerpoint (LiDAR alone, voxels) or centerpoint-pillars.
-        config: Sizes of the model: tiny of bevfusion comes trained and takes seconds; nuscenes is
-            mit-bevfusion's, with random weights, and takes minutes.
+        config: Sizes of the model: tiny of bevfusion and centerpoint comes trained and takes
+            seconds; nuscenes is mit-bevfusion's, with random weights, and takes minutes.
         branch: What to quantize; see `ptq`.
         method: How activation ranges are chosen.
         weights: trained: those that come with the package, by default where it has some for the

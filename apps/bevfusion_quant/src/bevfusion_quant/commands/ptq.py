@@ -22,6 +22,7 @@ from bevfusion_quant.options import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from bevfusion.model import Sizes
     from bevfusion_quant.options import Branch
 
 __all__ = ["Ptq"]
@@ -42,8 +43,8 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
             OpenPCDet, or package.module:function that returns a model of yours.
         name: The run's folder in it; by default ptq, ptq-2, …
         target: What is quantized for. nvidia: every part, as TensorRT and libspconv take it. bpu:
-            the dense parts for a Horizon BPU (camera backbone and neck, fuser, decoder), the rest
-            in float on its CPU.
+            the dense parts for a Horizon BPU (camera backbone and neck, fuser, decoder; of
+            centerpoint decoder and head), the rest in float on its CPU.
         march: Of --target bpu, the BPU's architecture: bayes (Journey 5, RDK Ultra; the default),
             bernoulli2 (RDK X3) or bayes-e (RDK X5).
         allow_poor_calibration: End with 0 where the calibration cannot be right too; what is wrong
@@ -72,7 +73,7 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
                 f"--quantize-head goes with --branch all or a detector, not with {branch}"
             )
         if self.target == "bpu":
-            return self._execute_bpu(branch, command)
+            return self._execute_bpu(branch, sizes, command)
         if self.march is not None:
             raise InputError(
                 f"--march {self.march} goes with --target bpu: add that, or leave it out"
@@ -104,18 +105,18 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
         )
         return run_text(result, self, allow_poor=self.allow_poor_calibration)
 
-    def _execute_bpu(self, branch: Branch, command: str) -> str:
+    def _execute_bpu(self, branch: Branch, sizes: Sizes, command: str) -> str:
         from bevfusion.model import named_weights
         from bevfusion_quant.bpu import BpuConfig, bpu_parts, run_bpu
         from bevfusion_quant.frames import camera_names, frames_of
-        from bevfusion_quant.ptq import is_detector
+        from bevfusion_quant.ptq import is_detector, reads_images
 
         if branch != "all" and is_detector(branch):
             raise InputError(
                 f"--branch {branch}: for a BPU the detector is the whole one, of cameras and "
                 "LiDAR; choose --branch camera, fuser, decoder or all"
             )
-        bpu_parts(branch)  # refuses before any frame is read
+        bpu_parts(branch, self.model)  # refuses before any frame is read
         self._refuse_without_bpu_form()
         config = config_from(
             BpuConfig,
@@ -123,22 +124,17 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
             branch=branch,
             march=self.march or BpuConfig.march,
             method=self.method or BpuConfig.method,
-            weights=named_weights(self.weights, self.config),
+            weights=named_weights(self.weights, sizes.name),
             cameras=camera_names(self),
         )
-        frames = frames_of(self, with_cameras=True, size=self.config)
+        frames = frames_of(self, with_cameras=reads_images("all", self.model), size=self.config)
         result = run_bpu(frames, config, **self.place(command))
         return bpu_run_text(result, self, allow_poor=self.allow_poor_calibration)
 
     def _refuse_without_bpu_form(self) -> None:
         """Refuse what `PtqOptions` has beyond any target's."""
-        if self.model != "bevfusion":
-            raise InputError(
-                f"--model {self.model}: --target bpu is for bevfusion alone; leave it out, or "
-                "choose --model bevfusion"
-            )
         if self.quantize_head:
-            raise InputError("--quantize-head: for a BPU the head stays on the CPU; leave it out")
+            raise InputError("--quantize-head: for a BPU --branch decides it; leave it out")
         if self.plan is not None:
             raise InputError(
                 f"--plan {self.plan}: a BPU's layers are int8, or float on its CPU: name the "

@@ -119,7 +119,9 @@ def _cpus() -> Iterable[str]:
     return CPUS
 
 
-ConfigName = Literal["nuscenes", "tiny", "nuscenes-mmdet3d", "nuscenes-voxel01", "waymo"]
+ConfigName = Literal[
+    "nuscenes", "tiny", "nuscenes-mmdet3d", "nuscenes-voxel01", "waymo", "autoware"
+]
 """The sizes in `bevfusion.detectors.DETECTORS`; which of them a model has is asked later."""
 
 PartBranch = Literal["camera", "lidar", "fuser", "decoder", "head", "all"]

@@ -100,7 +100,7 @@ def partition_picture(plan: str) -> Markup:
 
     read = Plan.from_json(plan)
     march = load_support_table().march(read.march).title
-    return Markup(by_page_scheme(read.draw(title=f"BEVFusion on CPU and BPU ({march})")))
+    return Markup(by_page_scheme(read.draw(title=f"Detector on CPU and BPU ({march})")))
 
 
 def by_page_scheme(svg: str) -> str:

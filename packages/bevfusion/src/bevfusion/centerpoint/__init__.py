@@ -5,6 +5,7 @@ boxes in what its head answers. The parts that it shares with BEVFusion are `bev
 """
 
 from bevfusion.centerpoint._config import (
+    BRANCHES,
     NUSCENES_TASKS,
     PILLAR_CONFIGS,
     VOXEL_CONFIGS,
@@ -27,6 +28,7 @@ from bevfusion.centerpoint._pillars import (
 )
 
 __all__ = [
+    "BRANCHES",
     "CENTER_OBJECTIVE",
     "NUSCENES_TASKS",
     "PILLAR_CONFIGS",

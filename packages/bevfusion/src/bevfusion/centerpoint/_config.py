@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from bev_data import InputError
 from bevfusion.model import CONFIGS, DecoderConfig, LidarConfig
-from bevfusion.model.head import NMS_KINDS
+from bevfusion.model.head import NMS_KINDS, MapSizes
 
 NUSCENES_TASKS = (
     ("car",), ("truck", "construction_vehicle"), ("bus", "trailer"), ("barrier",),
@@ -66,7 +65,7 @@ class PillarConfig:
 
 
 @dataclass(frozen=True)
-class CenterHeadConfig:
+class CenterHeadConfig(MapSizes):
     """Everything that `CenterHead` and `decode` need to know. The defaults are nuScenes'.
 
     Attributes:
@@ -133,25 +132,10 @@ class CenterHeadConfig:
             count = len(self.tasks)
             self._expect("nms_radius", len(self.nms_radius) == count, f"{count} radii, one a task")
 
-    def _expect(self, name: str, holds: bool, what: str) -> None:
-        if not holds:
-            raise InputError(f"CenterHeadConfig.{name} must be {what}, not {getattr(self, name)!r}")
-
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, task after task."""
         return tuple(name for task in self.tasks for name in task)
-
-    @property
-    def num_classes(self) -> int:
-        """Channels of all heatmaps."""
-        return len(self.classes)
-
-    @property
-    def cell_size(self) -> tuple[float, float]:
-        """Metres that a cell of the map spans along x and y."""
-        x, y = self.voxel_size
-        return x * self.out_size_factor, y * self.out_size_factor
 
 
 @dataclass(frozen=True)
@@ -188,6 +172,7 @@ _TINY_HEAD = CenterHeadConfig(
     64, shared_channels=32, branch_channels=16, map_size=(80, 80), voxel_size=(0.3375, 0.3375),
     out_size_factor=4,
 )  # fmt: skip
+_AUTOWARE = (-76.8, -76.8)
 _WIDTHS, _UP = (64, 128, 256), (128, 128, 128)
 
 VOXEL_CONFIGS: dict[str, CenterPointConfig] = {
@@ -242,6 +227,20 @@ PILLAR_CONFIGS: dict[str, CenterPointConfig] = {
             out_size_factor=1, origin=_WAYMO_PILLARS[:2],
         ),
     ),
+    "autoware": CenterPointConfig(
+        "centerpoint-pillars-autoware",
+        PillarConfig(
+            "autoware", (0.32, 0.32, 10.0), (*_AUTOWARE, -4.0, 76.8, 76.8, 6.0),
+            max_num_points=32, max_voxels=(40000, 40000), feat_channels=(32, 32),
+        ),
+        DecoderConfig(32, (3, 5, 5), _WIDTHS, (1, 2, 2), _UP, (1, 2, 4)),
+        CenterHeadConfig(
+            384, (("car", "truck", "bus", "bicycle", "pedestrian"),), map_size=(480, 480),
+            voxel_size=(0.32, 0.32), out_size_factor=1, origin=_AUTOWARE,
+            post_center_range=(-200.0, -200.0, -10.0, 200.0, 200.0, 10.0), nms="circle",
+            nms_radius=(1.0,),
+        ),
+    ),
     "tiny": CenterPointConfig(
         "centerpoint-pillars-tiny",
         PillarConfig(
@@ -252,4 +251,6 @@ PILLAR_CONFIGS: dict[str, CenterPointConfig] = {
         replace(_TINY_HEAD, voxel_size=(0.675, 0.675), out_size_factor=2),
     ),
 }  # fmt: skip
-"""By size, as `VOXEL_CONFIGS`, with pillars: mmdetection3d's of 0.2 m, det3d's of 0.32 m."""
+"""By size, as `VOXEL_CONFIGS`, with pillars: mmdetection3d's of 0.2 m, det3d's of 0.32 m, and those
+that Autoware's node reads.
+"""

@@ -87,6 +87,10 @@ class CenterPoint(Detector):
             raise LookupError(f"this model has no head, only {', '.join(self.parts)}")
         return self.pts_bbox_head
 
+    def encode_lidar(self, features: Tensor, coords: Tensor, batch_size: int) -> Any:
+        """Of pillars, `pts_voxel_encoder` runs before the scatter to the map."""
+        return self.pts_middle_encoder(self.pts_voxel_encoder(features), coords, batch_size)
+
     def forward(
         self,
         features: Tensor,
@@ -110,7 +114,7 @@ class CenterPoint(Detector):
         Returns:
             The head's dict of maps; without a head the last part's map.
         """
-        x = self.pts_middle_encoder(self.pts_voxel_encoder(features), coords, batch_size)
+        x = self.encode_lidar(features, coords, batch_size)
         if "pts_backbone" in self._modules:
             x = self.pts_neck(self.pts_backbone(x))
         return self.pts_bbox_head(x) if "pts_bbox_head" in self._modules else x

@@ -5,6 +5,7 @@ the model is cut, and what goes in and comes out; `export_files` writes a set by
 and holds each file and all of them in a row against the model.
 """
 
+from bevfusion.deployment._autoware import AUTOWARE_BOXES, autoware_files
 from bevfusion.deployment._bpu import (
     beside_bpu_layers,
     bpu_pieces,
@@ -15,14 +16,12 @@ from bevfusion.deployment._bpu import (
 from bevfusion.deployment._check import Figures, beside_layers, join_figures
 from bevfusion.deployment._export import SetExport, export_files, export_pieces
 from bevfusion.deployment._files import (
-    AUTOWARE_BOXES,
     HEAD,
     LIDAR,
     POOLED,
     FilePart,
     HeldPart,
     ReadPart,
-    autoware_files,
     bpu_files,
     centerpoint_files,
     files_of,
@@ -43,12 +42,10 @@ from bevfusion.deployment._result import (
     SetStage,
 )
 from bevfusion.deployment._split import (
-    UNIT_PREFIXES,
     SplitComparison,
     SplitModel,
     SplitStage,
     boundary_table,
-    bpu_units,
     cpu_weights,
     evaluate_split,
     split_stage_table,
@@ -63,6 +60,7 @@ from bevfusion.deployment._text import (
     file_stage_table,
     set_verdict,
 )
+from bevfusion.deployment._units import UNIT_PREFIXES, bpu_units
 from bevfusion.deployment._walk import STAGE_ENDS, Execute, between, file_boxes, walk, watching
 from bevfusion.deployment._whole import export_whole
 

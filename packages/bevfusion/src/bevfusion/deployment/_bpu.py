@@ -14,17 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from bevfusion.deployment._check import Figures, join_figures
-from bevfusion.deployment._files import LIDAR, FilePart, bpu_files
+from bevfusion.deployment._files import FilePart, bpu_files, centerpoint_files
 from bevfusion.deployment._pieces import Piece
 from bevfusion.deployment._result import ExportedFile
 from bevfusion.deployment._split import SplitModel
-from bevfusion.model import PART_PATHS, Batch, BEVFusion
+from bevfusion.model import PART_PATHS, Batch, Detector
 
 Shape = tuple[int, ...]
 PlanOfUnit = TypeVar("PlanOfUnit", contravariant=True)
 
 _WHY_CPU = {
     "lidar": "sparse convolutions, where a BPU has dense ones alone",
+    "scatter": "each pillar's features go to its cell, a place that the frame decides",
     "vtransform": "a softmax over depth, then sums over the frustum points of each cell; the "
     "mapper runs the first on the CPU and does not know the second",
     "head": "attention and a choice of queries by score; the mapper runs parts of both on the CPU, "
@@ -49,8 +50,8 @@ class Composer(Protocol[PlanOfUnit]):
     ) -> str:
         """A part that runs on the CPU as a whole."""
 
-    def unit(self, plan: PlanOfUnit, *inputs: str) -> str:
-        """A part with a plan of its own."""
+    def unit(self, plan: PlanOfUnit, *inputs: str) -> tuple[str, ...]:
+        """A part with a plan of its own; its outputs."""
 
 
 def stage_shapes(split: SplitModel, batch: Batch) -> dict[str, Shape]:
@@ -72,56 +73,76 @@ def stage_shapes(split: SplitModel, batch: Batch) -> dict[str, Shape]:
     return shapes
 
 
-def unit_inputs(unit: str, parts: Sequence[str]) -> tuple[str, ...]:
+def unit_inputs(unit: str, parts: Sequence[str], kind: str = "bevfusion") -> tuple[str, ...]:
     """What a unit reads, under the names that `stage_shapes` has.
 
     Args:
         unit: "camera" or "bev".
         parts: What runs on the BPU.
+        kind: Of the detector.
     """
     if unit == "camera":
         return ("images",)
-    return ("camera", "lidar") if "fuser" in parts else ("fuser",)
+    if "fuser" in parts:
+        return ("camera", "lidar")
+    if "decoder" in parts:
+        return ("fuser" if kind == "bevfusion" else "lidar",)
+    return ("decoder",)
 
 
 def compose_plan(
-    model: BEVFusion,
+    model: Detector,
     parts: Sequence[str],
     units: Mapping[str, PlanOfUnit],
     made: Composer[PlanOfUnit],
     *,
     shapes: Mapping[str, Shape],
     reasons: Mapping[str, str],
-) -> str:
+) -> tuple[str, ...]:
     """Where everything in the model runs: sensors, units, and on the CPU what lies between.
 
     Args:
         model: In float.
-        parts: What runs on the BPU: any of "camera", "fuser" and "decoder".
+        parts: What runs on the BPU; see `bpu_units`.
         units: The plan of each unit; see `bpu_units`.
         made: Takes the nodes, in the order of execution.
         shapes: From `stage_shapes`.
         reasons: Why each part that a BPU could run and that is not in `parts` runs on the CPU.
 
     Returns:
-        The name of the model's output.
+        The names of the model's outputs.
     """
 
     def source(name: str) -> str:
         return made.source(name, shapes.get(name))
 
-    def on_cpu(name: str, part: str, below: str, stage: str, *inputs: str) -> str:
-        path = f"{PART_PATHS[part]}{below}"
-        why = _WHY_CPU.get(below.removeprefix(".")) or _WHY_CPU.get(part) or reasons[part]
-        operator = type(model.get_submodule(path)).__name__
-        shape = shapes.get(stage)
+    def place(name: str, path: str, why: str, stage: str, *inputs: str) -> str:
+        operator, shape = type(model.get_submodule(path)).__name__, shapes.get(stage)
         return made.on_cpu(name, *inputs, reason=why, operator=operator, path=path, shape=shape)
 
+    def on_cpu(name: str, part: str, below: str, stage: str, *inputs: str) -> str:
+        why = _WHY_CPU.get(below.removeprefix(".")) or _WHY_CPU.get(part) or reasons[part]
+        return place(name, f"{PART_PATHS[part]}{below}", why, stage, *inputs)
+
+    if model.kind != "bevfusion":
+        x = source("voxels")
+        for path, why in model.kept_in_float.items():
+            x = place("pillar encoder", path, why, "", x)
+        name, why = ("scatter",) * 2 if model.kept_in_float else ("LiDAR encoder", "lidar")
+        x = place(name, model.stages["lidar"], _WHY_CPU[why], "lidar", x)
+        if "decoder" not in parts:
+            backbone, neck = model.part_paths["decoder"]
+            x = place("decoder backbone", backbone, reasons["decoder"], "", x)
+            x = place("decoder neck", neck, reasons["decoder"], "decoder", x)
+        outputs = made.unit(units["bev"], x)
+        if "head" in model.parts and "head" not in parts:
+            outputs = (place("head", model.stages["head"], reasons["head"], "head", *outputs),)
+        return outputs
     maps = []
     if "camera" in model.parts:
         x = source("images")
         if "camera" in parts:
-            x = made.unit(units["camera"], x)
+            (x,) = made.unit(units["camera"], x)
         else:
             x = on_cpu("camera backbone", "camera", ".backbone", "", x)
             x = on_cpu("camera neck", "camera", ".neck", "neck", x)
@@ -132,17 +153,17 @@ def compose_plan(
         maps.append(on_cpu("LiDAR encoder", "lidar", ".backbone", "lidar", voxels))
     x = maps[0]
     if "fuser" in parts:
-        x = made.unit(units["bev"], *maps)
-    elif model.fuser is not None:
+        (x,) = made.unit(units["bev"], *maps)
+    elif "fuser" in model.parts:
         x = on_cpu("fuser", "fuser", "", "fuser", *maps)
-    if model.decoder is not None and "decoder" not in parts:
+    if "decoder" in model.parts and "decoder" not in parts:
         x = on_cpu("decoder backbone", "decoder", ".backbone", "", x)
         x = on_cpu("decoder neck", "decoder", ".neck", "decoder", x)
-    elif model.decoder is not None and "fuser" not in parts:
-        x = made.unit(units["bev"], x)
-    if model.heads is not None:
+    elif "decoder" in model.parts and "fuser" not in parts:
+        (x,) = made.unit(units["bev"], x)
+    if "head" in model.parts:
         x = on_cpu("head", "head", "", "head", x)
-    return x
+    return (x,)
 
 
 class UnitForms(Protocol):
@@ -166,31 +187,38 @@ class UnitForms(Protocol):
 
 
 def bpu_pieces(
-    folded: BEVFusion, parts: Sequence[str], forms: Mapping[str, UnitForms]
+    folded: Detector, parts: Sequence[str], forms: Mapping[str, UnitForms]
 ) -> list[Piece]:
     """The files for a BPU and its CPU, in the order of execution.
 
     Args:
         folded: The float model, batch norms folded.
-        parts: What runs on the BPU: any of "camera", "fuser" and "decoder".
-        forms: Of the units, by name; see `bpu_units`.
+        parts: What runs on the BPU; see `bpu_units`.
+        forms: Of the units, by name.
     """
     pieces = []
-    for file in bpu_files(folded.parts, parts):
+    if folded.kind == "bevfusion":
+        files = bpu_files(folded.parts, parts)
+    else:
+        files = centerpoint_files(folded, apart=len(parts) == 1)
+    for file in files:
         form = forms.get(_unit(file, parts))
         if form is not None:
             graphs = form.float_graph, form.fake_graph, _as_it_is(form.integer_graph)
             pieces.append(Piece(file, "bpu", *graphs, prefix=form.prefix))
         else:
             module = file.module(folded)
-            pieces.append(Piece(file, "sparse" if file.name == LIDAR else "float", module, module))
+            pieces.append(Piece(file, "sparse" if file.sparse else "float", module, module))
     return pieces
 
 
 def _unit(file: FilePart, on_bpu: Sequence[str]) -> str:
     """Name of the unit that a file holds; empty for one of the CPU's."""
-    units = {"camera.backbone": ("camera", "camera"), "fuser": ("fuser", "bev"),
-             "decoder": ("decoder", "bev")}  # fmt: skip
+    units = {
+        "camera.backbone": ("camera", "camera"), "fuser": ("fuser", "bev"),
+        "decoder": ("decoder", "bev"), "rpn_centerhead": ("decoder", "bev"),
+        "rpn": ("decoder", "bev"), "centerhead": ("head", "bev"),
+    }  # fmt: skip
     part, unit = units.get(file.name, ("", ""))
     return unit if part in on_bpu else ""
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bevfusion.deployment._autoware import AUTOWARE_BOXES
 from bevfusion.deployment._check import (
     TOLERANCE,
     box_agreement,
@@ -17,7 +18,7 @@ from bevfusion.deployment._check import (
     runner,
     set_stages,
 )
-from bevfusion.deployment._files import AUTOWARE_BOXES, HEAD, LIDAR, POOLED, FilePart
+from bevfusion.deployment._files import HEAD, LIDAR, POOLED, FilePart
 from bevfusion.deployment._pieces import (
     Piece,
     Written,

@@ -169,32 +169,26 @@ class BoxesPart(nn.Module):
         return score, found["rot"], found["dim"], found["center"], found["height"], found["vel"]
 
 
-class PackedBoxesPart(BoxesPart):
-    """The head as Autoware's node reads it: one frame; boxes, scores and classes apart."""
+class CenterPart(nn.Module):
+    """CenterPoint's dense parts under their own names: backbone and neck, head, or all."""
 
-    def forward(self, middle: Tensor) -> tuple[Tensor, ...]:
-        """Centre, height, dim, rot and vel [10, queries], score [queries] and class [queries]."""
-        score, rot, dim, center, height, vel = super().forward(middle)
-        best, label = score[0].max(0)
-        return torch.cat([part[0] for part in (center, height, dim, rot, vel)]), best, label
-
-
-class ScoredMapsPart(nn.Module):
-    """CenterPoint behind its encoder: backbone, neck and head, under their own names."""
-
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Detector, parts: Iterable[str]) -> None:
         super().__init__()
-        built = dict(model.named_children())
-        self.names = [n for n in ("pts_backbone", "pts_neck", "pts_bbox_head") if n in built]
+        self.names = [path for part in parts for path in model.part_paths[part]]
         for name in self.names:
-            self.add_module(name, built[name])
+            self.add_module(name, model.get_submodule(name))
 
     def forward(self, spatial_features: Tensor) -> Any:
         """A map [1, channels, y, x] to the head's maps in their order, or the neck's."""
+        x = self.made(spatial_features)
+        return tuple(x.values()) if isinstance(x, dict) else x
+
+    def made(self, spatial_features: Tensor) -> Any:
+        """What the last of the modules makes."""
         x: Any = spatial_features
         for name in self.names:
             x = self.get_submodule(name)(x)
-        return tuple(x.values()) if isinstance(x, dict) else x
+        return x
 
 
 LIDAR = "lidar.backbone.xyz"
@@ -220,6 +214,8 @@ class FilePart:
         outputs: Name in the file to the tensor that comes out.
         make: The part of a model that it holds.
         sparse: Whether that is a sparse encoder, which takes the batch size too.
+        order: Of a sparse encoder's coordinates, "xyz" or "zyx".
+        notes: For whoever deploys it.
     """
 
     name: str
@@ -227,6 +223,8 @@ class FilePart:
     outputs: Mapping[str, str]
     make: Callable[[Any], nn.Module]
     sparse: bool = False
+    order: str = "xyz"
+    notes: tuple[str, ...] = ()
 
     def module(self, model: Detector) -> nn.Module:
         """The part of `model`; its layers are the model's own."""
@@ -250,6 +248,10 @@ _LIDAR = FilePart(
 _FUSER = FilePart(
     "fuser", {"camera": "camera", "lidar": "lidar"}, {"middle": "middle"}, FusedPart
 )  # fmt: skip
+PILLAR_FILE = FilePart(
+    "pts_voxel_encoder", {"features": PADDED}, {"pillar_features": PILLARS},
+    lambda m: HeldPart("pts_voxel_encoder", m.pts_voxel_encoder),
+)  # fmt: skip
 _HEAD = FilePart(
     HEAD, {"middle": "middle"},
     {name: name for name in ("score", "rot", "dim", "reg", "height", "vel")},
@@ -268,12 +270,6 @@ _FUSED_ALONE = FilePart(
     "fuser", {"camera": "camera", "lidar": "lidar"}, {"fused": "fused"},
     lambda m: FusedPart(m, decoder=False),
 )  # fmt: skip
-AUTOWARE_BOXES = FilePart(
-    "head.autoware", {"middle": "middle"},
-    {name: name for name in ("bbox_pred", "score", "label_pred")},
-    lambda m: PackedBoxesPart(m.head),
-)  # fmt: skip
-"""The head as Autoware's node reads it, part of the whole file alone."""
 
 
 class _Named(HeldPart):
@@ -299,10 +295,14 @@ def nvidia_files(parts: Iterable[str]) -> tuple[FilePart, ...]:
     return tuple(file for part in parts for file in wanted.get(part, ()))
 
 
-def centerpoint_files(model: Detector) -> tuple[FilePart, ...]:
+def centerpoint_files(model: Detector, *, apart: bool = False) -> tuple[FilePart, ...]:
     """CenterPoint's set: an encoder of voxels or pillars, and the dense part behind it.
 
-    The dense file's outputs are the head's maps, `reg_0`, …, `heatmap_0`, `reg_1`, …
+    The head's outputs are its maps, `reg_0`, …, `heatmap_0`, `reg_1`, …
+
+    Args:
+        model: Of any parts.
+        apart: Whether decoder and head are a file each.
 
     Example:
         >>> from bevfusion.centerpoint import PILLAR_CONFIGS, build_centerpoint
@@ -310,30 +310,24 @@ def centerpoint_files(model: Detector) -> tuple[FilePart, ...]:
         >>> [(file.name, *file.outputs) for file in centerpoint_files(model)]
         [('pts_voxel_encoder', 'pillar_features'), ('rpn_centerhead', 'middle')]
     """
-    encoder = replace(_LIDAR, name="centerpoint.scn")
-    if model.kind == "centerpoint-pillars":
-        encoder = FilePart(
-            "pts_voxel_encoder", {"features": PADDED}, {"pillar_features": PILLARS},
-            lambda m: HeldPart("pts_voxel_encoder", m.pts_voxel_encoder),
-        )  # fmt: skip
-    if "decoder" not in model.parts:
-        return (encoder,)
-    names = model.head.output_names if "head" in model.parts else ("middle",)
-    dense = FilePart(
-        "rpn_centerhead", {"spatial_features": "lidar"}, {n: n for n in names}, ScoredMapsPart
+    pillars = model.kind == "centerpoint-pillars"
+    encoder = PILLAR_FILE if pillars else replace(_LIDAR, name="centerpoint.scn", order="zyx")
+    built = [part for part in ("decoder", "head") if part in model.parts]
+    groups = {"rpn": built[:1], "centerhead": built[1:]} if apart else {"rpn_centerhead": built}
+    return encoder, *(_dense(model, name, parts) for name, parts in groups.items() if parts)
+
+
+def _dense(model: Detector, name: str, parts: Iterable[str]) -> FilePart:
+    names = model.head.output_names if "head" in parts else ("middle",)
+    reads = "lidar" if "decoder" in parts else "middle"
+    return FilePart(
+        name, {"spatial_features": reads}, {n: n for n in names}, lambda m: CenterPart(m, parts)
     )
-    return encoder, dense
 
 
 def files_of(model: Detector) -> tuple[FilePart, ...]:
     """The set of files for NVIDIA's engines and CPUs of a detector of any kind."""
     return nvidia_files(model.parts) if model.kind == "bevfusion" else centerpoint_files(model)
-
-
-def autoware_files(parts: Iterable[str]) -> tuple[FilePart, ...]:
-    """The LiDAR encoder, and of a LiDAR detector what follows it."""
-    parts = tuple(parts)
-    return nvidia_files(("lidar",) if "fuser" in parts else parts)
 
 
 def _decoder(reads: str) -> FilePart:

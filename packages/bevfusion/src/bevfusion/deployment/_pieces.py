@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from bev_data import InputError
+from bevfusion.deployment._autoware import autoware_files
 from bevfusion.deployment._files import (
     HEAD,
     FilePart,
     HeldPart,
     ReadPart,
-    autoware_files,
     files_of,
 )
 from bevfusion.model import Detector
@@ -85,8 +85,6 @@ def quantizers_on(module: nn.Module) -> dict[str, TensorQuantizer]:
 
 REFUSALS = MappingProxyType(
     {
-        "not bevfusion": "Autoware's plugin is for BEVFusion; its CenterPoint node reads pillars "
-        "of 9 columns and one task: export for tensorrt",
         "no lidar": "the model has no LiDAR branch, and Autoware's plugin is for sparse "
         "convolutions",
         "head": "the model's head is quantized, and a file holds that in float alone: its "
@@ -112,15 +110,13 @@ def nvidia_pieces(
         refusals: As `REFUSALS`.
 
     Raises:
-        InputError: The head is quantized, or for Autoware the model has no LiDAR branch.
+        InputError: BEVFusion's head is quantized, or Autoware cannot read the model.
     """
     refusals = {**REFUSALS, **refusals}
     if target == "autoware":
-        if quantized_model.kind != "bevfusion":
-            raise InputError(refusals["not bevfusion"])
         if "lidar" not in quantized_model.parts:
             raise InputError(refusals["no lidar"])
-        files = autoware_files(quantized_model.parts)
+        files = autoware_files(quantized_model)
         return _pieces(files, float_model, quantized_model, refusals)
     files = files_of(quantized_model)
     pieces = _pieces(files, float_model, quantized_model, refusals)
@@ -243,22 +239,37 @@ def write_piece(
         InputError: The exporter refuses it.
     """
     path = folder / f"{piece.file.name}.onnx"
-    engine = find_target(target)
     try:
-        if piece.kind == "sparse" and engine.name == "autoware":
-            return _plugin(piece, args, frames, path)
-        if engine.name == "autoware":  # what follows the plugin's part is TensorRT's
-            engine = find_target(engine.family)
-        if piece.kind == "sparse":
-            return _sparse(piece, args, frames, path, engine, cpu, example, measure)
-        if piece.kind == "float":
-            return _float(piece, args, frames, path, engine)
-        more = {"march": march} if engine.name == "horizon" else engine.fastest(cpu)
-        if measure:  # whose float32 form the integers of an example lack
-            more, example = {**more, "measure": True}, None
-        return _quantized(piece, args, path, engine, more, example)
+        written = _written(piece, args, frames, path, target, march, cpu, example, measure)
     except ValueError as error:
         raise InputError(f"{piece.file.name} cannot be exported: {error}") from error
+    return replace(written, notes=(*written.notes, *piece.file.notes))
+
+
+def _written(
+    piece: Piece,
+    args: tuple[Any, ...],
+    frames: Sequence[tuple[Any, ...]],
+    path: Path,
+    target: str,
+    march: str,
+    cpu: str,
+    example: Any,
+    measure: bool,
+) -> Written:
+    engine = find_target(target)
+    if piece.kind == "sparse" and engine.name == "autoware":
+        return _plugin(piece, args, frames, path)
+    if engine.name == "autoware":  # what follows the plugin's part is TensorRT's
+        engine = find_target(engine.family)
+    if piece.kind == "sparse":
+        return _sparse(piece, args, frames, path, engine, cpu, example, measure)
+    if piece.kind == "float":
+        return _float(piece, args, frames, path, engine)
+    more = {"march": march} if engine.name == "horizon" else engine.fastest(cpu)
+    if measure:  # whose float32 form the integers of an example lack
+        more, example = {**more, "measure": True}, None
+    return _quantized(piece, args, path, engine, more, example)
 
 
 def _quantized(
@@ -333,6 +344,7 @@ def _plugin(
         precision="int8" if integers else "fp16",
         batches=frames,
         output_names=list(piece.file.outputs),
+        model_order=piece.file.order,
     )
     floats = tuple(f"{layer}: fp16" for layer, form in made.layers.values() if form != "int8")
     once, alone = made.pair_generations

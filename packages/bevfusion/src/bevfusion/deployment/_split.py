@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
-from torch.ao.quantization import DeQuantStub, QuantStub
 
 from bev_data.metrics import AccuracyAccumulator, AgreementRow, FoundRow
 from bev_data.tables import CellParts, Row, Table, or_dash, table_of
+from bevfusion.deployment._units import UNIT_PREFIXES, bpu_units
 from bevfusion.evaluation import FrameBatches, ModelAccumulators
-from bevfusion.model import PART_PATHS, Batch, BEVFusion, BEVFusionConfig
+from bevfusion.model import Batch, Detector, Sizes
 from bevfusion.quantization import STAGE_TITLES, QuantizationEvaluation, StageProbe, whole_output
 from bevquant_qnn import LayerRow, PairSums
 
@@ -21,83 +21,12 @@ Note = Callable[[str, Tensor], None]
 """Takes a value and its name."""
 RunGraph = Callable[..., Tensor]
 """Runs a graph: called with it, with what takes every node and its result, and with the inputs."""
-UNIT_PREFIXES = {"camera": "encoders.camera.", "bev": ""}
-"""Unit → what stands before its modules' paths in the model."""
-
-
-class CameraUnit(nn.Module):
-    """Backbone and neck: images to the feature map that the view transform lifts."""
-
-    def __init__(self, camera: nn.ModuleDict) -> None:
-        super().__init__()
-        self.quant_images = QuantStub()
-        self.backbone = camera["backbone"]
-        self.neck = camera["neck"]
-        self.dequant_features = DeQuantStub()
-
-    def forward(self, images: Tensor) -> Any:
-        """Float [images, 3, height, width] → float [images, channels, rows, columns]."""
-        return self.dequant_features(self.neck(self.backbone(self.quant_images(images)))[0])
-
-
-class FusedUnit(nn.Module):
-    """Fuser, and the decoder behind it where that is quantized too."""
-
-    def __init__(self, fuser: nn.Module, decoder: nn.ModuleDict | None) -> None:
-        super().__init__()
-        self.quant_camera_map, self.quant_lidar_map = QuantStub(), QuantStub()
-        self.fuser = fuser
-        self.decoder = decoder
-        self.dequant_map = DeQuantStub()
-
-    def forward(self, camera_map: Tensor, lidar_map: Tensor) -> Any:
-        """Two bird's-eye-view maps → one."""
-        x = self.fuser(self.quant_camera_map(camera_map), self.quant_lidar_map(lidar_map))
-        if self.decoder is not None:
-            x = self.decoder["neck"](self.decoder["backbone"](x))
-        return self.dequant_map(x)
-
-
-class DecoderUnit(nn.Module):
-    """SECOND and SECONDFPN."""
-
-    def __init__(self, decoder: nn.ModuleDict) -> None:
-        super().__init__()
-        self.quant_fused_map = QuantStub()
-        self.decoder = decoder
-        self.dequant_map = DeQuantStub()
-
-    def forward(self, fused_map: Tensor) -> Any:
-        """The fused map → the decoded one."""
-        x = self.quant_fused_map(fused_map)
-        return self.dequant_map(self.decoder["neck"](self.decoder["backbone"](x)))
-
-
-def bpu_units(model: BEVFusion, parts: Iterable[str]) -> dict[str, nn.Module]:
-    """The units in which a BPU runs parts of the model, "camera", "bev" or both.
-
-    Args:
-        model: In float; the units' layers are its own.
-        parts: What runs on the BPU: any of "camera", "fuser" and "decoder".
-    """
-    chosen = set(parts)
-    units: dict[str, nn.Module] = {}
-    if "camera" in chosen:
-        units["camera"] = CameraUnit(model.camera)
-    if "fuser" in chosen:
-        assert model.fuser is not None
-        units["bev"] = FusedUnit(model.fuser, model.decoder if "decoder" in chosen else None)
-    elif "decoder" in chosen:
-        assert model.decoder is not None
-        units["bev"] = DecoderUnit(model.decoder)
-    return {name: unit.eval() for name, unit in units.items()}
-
 
 _GRAPH = "bpu."  # before the names of a unit's graph, in a file
 
 
 def split_weights(
-    model: BEVFusion, graphs: Mapping[str, nn.Module], parts: Sequence[str]
+    model: Detector, graphs: Mapping[str, nn.Module], parts: Sequence[str]
 ) -> dict[str, Tensor]:
     """Weights of a detector whose units are graphs, for one file.
 
@@ -106,28 +35,33 @@ def split_weights(
     Args:
         model: Of which the CPU's parts are.
         graphs: By unit, such as "camera".
-        parts: What they replace: any of "camera", "fuser" and "decoder".
+        parts: What they replace; see `bpu_units`.
     """
-    tensors = cpu_weights(model.state_dict(), parts)
+    tensors = cpu_weights(model, parts)
     for unit, graph in graphs.items():
         tensors |= {f"{_GRAPH}{unit}.{name}": t for name, t in graph.state_dict().items()}
     return tensors
 
 
-def cpu_weights(state: Mapping[str, Tensor], parts: Iterable[str]) -> dict[str, Tensor]:
-    """Those of a model's weights, or of `split_weights`, that belong to parts in float.
+def cpu_weights(model: Detector, parts: Sequence[str]) -> dict[str, Tensor]:
+    """Those of a model's weights that belong to parts in float.
+
+    Args:
+        model: In float.
+        parts: What runs on the BPU; see `bpu_units`.
 
     Example:
-        >>> state = {"fuser.0.bias": Tensor(), "bpu.bev.0.bias": Tensor(), "decoder.x": Tensor()}
-        >>> list(cpu_weights(state, ["fuser"]))
-        ['decoder.x']
+        >>> from bevfusion.model import CONFIGS, build_model
+        >>> model = build_model(CONFIGS["tiny"], ("lidar", "decoder"))
+        >>> {name.split(".")[0] for name in cpu_weights(model, ["decoder"])}
+        {'encoders'}
     """
-    graphs = [_GRAPH]
-    for part in parts:
-        path = PART_PATHS[part]
-        inside = (f"{path}.backbone.", f"{path}.neck.") if part == "camera" else (f"{path}.",)
-        graphs += inside
-    return {name: tensor for name, tensor in state.items() if not name.startswith(tuple(graphs))}
+    on_bpu = {
+        UNIT_PREFIXES[unit] + name
+        for unit, module in bpu_units(model, parts).items()
+        for name in module.state_dict()
+    }
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in on_bpu}
 
 
 def unit_weights(state: Mapping[str, Tensor], unit: str) -> dict[str, Tensor]:
@@ -144,18 +78,18 @@ def _nothing(name: str, value: Tensor) -> None:
 
 
 class SplitModel(nn.Module):
-    """`BEVFusion` with some parts replaced by graphs, whatever these compute in.
+    """A detector with some parts replaced by graphs, whatever these compute in.
 
     Args:
         model: Runs the other parts, in float.
-        graphs: By unit: "camera" (images → feature map), "bev" (maps → map).
-        parts: What the graphs replace: any of "camera", "fuser", "decoder".
+        graphs: By unit: "camera" (images → feature map), "bev" (maps → map, or the head's maps).
+        parts: What the graphs replace; see `bpu_units`.
         run: Runs a graph, such as `bevquant_hybrid_tools.forms.run_noting`.
     """
 
     def __init__(
         self,
-        model: BEVFusion,
+        model: Detector,
         graphs: Mapping[str, fx.GraphModule],
         parts: Sequence[str],
         run: RunGraph,
@@ -165,6 +99,11 @@ class SplitModel(nn.Module):
         self._run_graph = run
         self.parts = tuple(parts)
         self.graphs = nn.ModuleDict(dict(graphs))
+        self._ends = {
+            f"{unit}/{node}": stage
+            for unit, graph in graphs.items()
+            for node, stage in _stage_ends(graph, self.parts)
+        }
 
     def forward(
         self,
@@ -180,7 +119,7 @@ class SplitModel(nn.Module):
         """Run a `Batch`.
 
         Args:
-            features: As `BEVFusion` takes them, like all but `note`.
+            features: As the model takes them, like all but `note`.
             coords: Of the voxels.
             batch_size: Number of frames.
             images: Of the cameras.
@@ -189,9 +128,10 @@ class SplitModel(nn.Module):
             note: Called with every result on the way: of an operator under "unit/node", of a
                 stage under its name.
         """
-        model = self.model
+        model: Any = self.model
+        built = self.model.parts
         maps = []
-        if "camera" in model.encoders:
+        if "camera" in built:
             assert images is not None
             camera = model.camera
             flat = images.flatten(0, 1)
@@ -203,42 +143,51 @@ class SplitModel(nn.Module):
             note("neck", x)
             maps.append(camera["vtransform"](x.unflatten(0, (batch_size, -1)), depth, cells))
             note("camera", maps[-1])
-        if "lidar" in model.encoders:
-            maps.append(model.lidar["backbone"](features, coords, batch_size))
+        if "lidar" in built:
+            maps.append(model.encode_lidar(features, coords, batch_size))
             note("lidar", maps[-1])
-        x = self._decoded(maps, note)
-        if model.heads is None:
-            return x
-        outputs = model.heads["object"](x)
-        note("head", whole_output(outputs))
-        return outputs
+        return self._dense(maps, note)
 
-    def _decoded(self, maps: list[Tensor], note: Note) -> Tensor:
-        """Fuser and decoder, as far as they are there, in float or as a graph."""
-        model, parts = self.model, self.parts
-        x = maps[0]
-        if "fuser" in parts:
-            x = self._run("bev", note, *maps)
-        elif model.fuser is not None:
-            x = model.fuser(*maps)
-            note("fuser", x)
-        if model.decoder is None:
-            return x
-        if "decoder" not in parts:
-            x = model.decoder["neck"](model.decoder["backbone"](x))
-        elif "fuser" not in parts:
-            x = self._run("bev", note, x)
-        note("decoder", x)
+    def _dense(self, maps: list[Tensor], note: Note) -> Any:
+        """Fuser, decoder and head, as far as they are there, in float or as a graph."""
+        model: Any = self.model
+        x: Any = maps if "fuser" in model.parts else maps[0]
+        on_cpu: dict[str, Callable[[Any], Any]] = {
+            "fuser": lambda maps: model.fuser(*maps),
+            "decoder": lambda x: model.decoder["neck"](model.decoder["backbone"](x)),
+            "head": lambda x: model.head(x),
+        }
+        on_bpu = [part for part in on_cpu if part in self.parts]
+        for part in (part for part in on_cpu if part in model.parts):
+            if part not in on_bpu:
+                x = on_cpu[part](x)
+            elif part == on_bpu[0]:  # the graph holds those that follow too
+                x = self._run("bev", note, *(x if part == "fuser" else [x]))
+            if part == "head":
+                x = x if isinstance(x, dict) else dict(zip(model.head.output_names, x, strict=True))
+                note(part, whole_output(x))
+            elif part not in on_bpu[:-1]:
+                note(part, x)
         return x
 
-    def _run(self, unit: str, note: Note, *inputs: Tensor) -> Tensor:
+    def _run(self, unit: str, note: Note, *inputs: Tensor) -> Any:
         def tell(node: fx.Node, value: Any) -> None:
             if isinstance(value, Tensor):
                 note(f"{unit}/{node.name}", value)
-            if node.target == FUSED_LAYER:
-                note("fuser", value)
+            if stage := self._ends.get(f"{unit}/{node.name}"):
+                note(stage, value)
 
         return self._run_graph(self.graphs[unit], tell, *inputs)
+
+
+def _stage_ends(graph: fx.GraphModule, parts: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Nodes of a unit that make the map of a stage before its last one, and the stage."""
+    inside = [n for n in graph.graph.nodes if str(n.target).startswith("pts_bbox_head.")]
+    for node in graph.graph.nodes if "decoder" in parts else ():
+        if node.target == FUSED_LAYER:
+            yield node.name, "fuser"
+        elif node not in inside and set(node.users).intersection(inside):
+            yield node.name, "decoder"
 
 
 CompareStage = Callable[[Tensor, Tensor, Tensor], None]
@@ -309,7 +258,7 @@ def evaluate_split(
     models: Sequence[SplitModel],
     comparing: Callable[[Mapping[str, CompareStage]], Comparison],
     batches: FrameBatches,
-    config: BEVFusionConfig,
+    config: Sizes,
     accuracy: AccuracyAccumulator | None = None,
 ) -> SplitComparison:
     """Run three forms of a split detector side by side on every batch.
@@ -330,7 +279,7 @@ def evaluate_split(
         wanted, fake, got = comparison.run([_on(batch, split) for split in models])
         whole.add(whole_output(wanted), whole_output(fake))
         shape = whole_output(wanted).shape
-        if model.heads is not None:
+        if "head" in model.parts:
             outputs = {"float": wanted, "quantized": fake, "integer": got}
             found = {who: model.head.decode(output)[0] for who, output in outputs.items()}
             name, labels = batches.names[index][0], batches.frame_labels(index)

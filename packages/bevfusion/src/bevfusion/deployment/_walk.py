@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bevfusion.deployment._autoware import node_box
 from bevfusion.deployment._files import LIFTED, PADDED, PILLARS, POOLED, FilePart
 from bevfusion.model import Batch, Detector
 from bevfusion.model.camera import splat
@@ -153,7 +154,10 @@ def file_boxes(model: Detector, tensors: Mapping[str, Tensor]) -> Detections:
         tensors: That `walk` made.
     """
     if model.kind != "bevfusion":
-        boxes: Detections = model.head.decode(dict(tensors))[0]
+        maps = dict(tensors)
+        if "node_dim_0" in maps:
+            maps["dim_0"], maps["rot_0"] = node_box(maps["node_dim_0"], maps["node_rot_0"])
+        boxes: Detections = model.head.decode(maps)[0]
         return boxes
     score = tensors["score"]
     outputs: dict[str, Any] = {name: tensors[name] for name in ("rot", "dim", "height", "vel")}

@@ -101,6 +101,10 @@ class Detector(nn.Module):
         """The arguments of a call; None of a model that takes a `Batch`."""
         return None
 
+    def encode_lidar(self, features: Any, coords: Any, batch_size: int) -> Any:
+        """The map of the LiDAR branch, which `forward` makes of a batch's voxels."""
+        return self.lidar["backbone"](features, coords, batch_size)
+
     def paths_outside(self, chosen: Iterable[str]) -> tuple[str, ...]:
         """The modules of all parts but the chosen ones: `exclude` of `bevquant_qnn.QuantConfig`.
 

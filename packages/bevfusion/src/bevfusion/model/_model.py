@@ -142,7 +142,7 @@ class BEVFusion(Detector):
             maps.append(self._camera_map(images, depth, cells, batch_size))
         if "lidar" in self.encoders:
             require("LiDAR", features=features, coords=coords)
-            maps.append(self.lidar["backbone"](features, coords, batch_size))
+            maps.append(self.encode_lidar(features, coords, batch_size))
         x = maps[0] if self.fuser is None else self.fuser(*maps)
         if self.decoder is not None:
             x = self.decoder["neck"](self.decoder["backbone"](x))

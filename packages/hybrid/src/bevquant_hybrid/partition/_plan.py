@@ -296,7 +296,7 @@ class PlanComposer:
         ...     PlanNode("output", "output", inputs=("conv",)),
         ... ]))
         >>> whole = PlanComposer("bayes")
-        >>> x = whole.unit(unit, whole.source("images"))
+        >>> (x,) = whole.unit(unit, whole.source("images"))
         >>> plan = whole.plan(whole.on_cpu("head", x, reason="attention"))
         >>> [(node.name, node.inputs) for node in plan.nodes]
         [('images', ()), ('conv', ('images',)), ('head', ('conv',)), ('output', ('head',))]
@@ -328,25 +328,25 @@ class PlanComposer:
         self._nodes.append(node)
         return name
 
-    def unit(self, plan: Plan, *inputs: str) -> str:
-        """A part with a plan of its own, of one output, reading `inputs` in its inputs' order.
+    def unit(self, plan: Plan, *inputs: str) -> tuple[str, ...]:
+        """A part with a plan of its own, reading `inputs` in its inputs' order; its outputs.
 
         Raises:
             ValueError: Other than one input for each of the plan's.
         """
         placeholders = [node.name for node in plan.nodes if node.kind == "input"]
         given = dict(zip(placeholders, inputs, strict=True))
-        last = ""
+        outputs: tuple[str, ...] = ()
         for node in plan.nodes:
             sources = tuple(given.get(source, source) for source in node.inputs)
             if node.kind == "output":
-                (last,) = sources
+                outputs = sources
             elif node.kind != "input":
                 self._nodes.append(replace(node, inputs=sources))
         self._warnings += plan.warnings
-        return last
+        return outputs
 
-    def plan(self, output: str) -> Plan:
-        """All of it, ending with `output`, its segments numbered anew."""
-        nodes = [*self._nodes, PlanNode("output", "output", inputs=(output,))]
+    def plan(self, *outputs: str) -> Plan:
+        """All of it, ending with `outputs`, its segments numbered anew."""
+        nodes = [*self._nodes, PlanNode("output", "output", inputs=outputs)]
         return Plan(self._march, number_segments(nodes), tuple(self._warnings))

@@ -2,7 +2,7 @@
 
 from bev_data.boxes import NUSCENES_CLASSES, Detections, rotated_iou
 from bevfusion.model.head._branches import ConvUnit
-from bevfusion.model.head._config import NMS_KINDS, HeadConfig
+from bevfusion.model.head._config import NMS_KINDS, HeadConfig, MapSizes
 from bevfusion.model.head._decode import circle_nms, decode, greedy_nms, rotated_nms, valid_rows
 from bevfusion.model.head._head import DecoderLayer, TransFusionHead
 from bevfusion.model.head._queries import QueryPicker, best_queries, local_maxima
@@ -14,6 +14,7 @@ __all__ = [
     "DecoderLayer",
     "Detections",
     "HeadConfig",
+    "MapSizes",
     "QueryPicker",
     "TransFusionHead",
     "best_queries",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from bev_data import InputError
 from bev_data.boxes import NUSCENES_CLASSES
@@ -11,8 +12,28 @@ NMS_KINDS = ("none", "circle", "rotated")
 HEIGHTS = ("top", "centre")
 
 
+class MapSizes:
+    """What the sizes of every head have: a map of cells for each class."""
+
+    def _expect(self, name: str, holds: bool, what: str) -> None:
+        if not holds:
+            found = getattr(self, name)
+            raise InputError(f"{type(self).__name__}.{name} must be {what}, not {found!r}")
+
+    @property
+    def num_classes(self: Any) -> int:
+        """Channels of the heatmap, of all tasks together."""
+        return len(self.classes)
+
+    @property
+    def cell_size(self: Any) -> tuple[float, float]:
+        """Metres that a cell of the map spans along x and y."""
+        x, y = self.voxel_size
+        return x * self.out_size_factor, y * self.out_size_factor
+
+
 @dataclass(frozen=True)
-class HeadConfig:
+class HeadConfig(MapSizes):
     """Everything that `TransFusionHead` and `decode` need to know.
 
     Attributes:
@@ -102,22 +123,7 @@ class HeadConfig:
         self._expect("nms", self.nms in NMS_KINDS, f"one of {', '.join(NMS_KINDS)}")
         self._expect("score_threshold", 0 <= self.score_threshold <= 1, "from 0 to 1")
 
-    def _expect(self, name: str, holds: bool, what: str) -> None:
-        if not holds:
-            raise InputError(f"HeadConfig.{name} must be {what}, not {getattr(self, name)!r}")
-
     @property
     def center_drop(self) -> float:
         """Heights of a box from the z that the head predicts down to the box's centre."""
         return 0.5 if self.height == "top" else 0.0
-
-    @property
-    def num_classes(self) -> int:
-        """Channels of the heatmap."""
-        return len(self.classes)
-
-    @property
-    def cell_size(self) -> tuple[float, float]:
-        """Metres that a cell of the map spans along x and y."""
-        x, y = self.voxel_size
-        return x * self.out_size_factor, y * self.out_size_factor
