@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -18,7 +19,14 @@ from torch.nn import functional as F
 
 from bev_data import InputError
 from bevfusion.centerpoint import PILLAR_CONFIGS, VOXEL_CONFIGS, build_centerpoint
-from bevfusion.model import CONFIGS, NAMINGS, build_model, load_state_dict, load_weights
+from bevfusion.model import (
+    CONFIGS,
+    NAMINGS,
+    build_model,
+    example_batch,
+    load_state_dict,
+    load_weights,
+)
 from bevfusion.model._names import rename
 
 BN = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
@@ -100,15 +108,16 @@ def det3d(config) -> Iterator[Pair]:
                 yield from blocks(f"backbone.conv{stage}.{first + i}", f"{STAGE}{stage}.{i}")
         yield from unit("backbone.extra_conv", "pts_middle_encoder.conv_out")
     else:
-        path = "pfn_layers.0"
-        norm = f"reader.{path}.norm", f"pts_voxel_encoder.{path}.norm"
-        yield from both(f"reader.{path}.linear", f"pts_voxel_encoder.{path}.linear", norm)
+        for layer in range(len(config.lidar.feat_channels)):
+            path = f"pfn_layers.{layer}"
+            norm = f"reader.{path}.norm", f"pts_voxel_encoder.{path}.norm"
+            yield from both(f"reader.{path}.linear", f"pts_voxel_encoder.{path}.linear", norm)
     yield from decoder("neck", config)
     shared, ours = "bbox_head.shared_conv", "pts_bbox_head.shared_conv"
     yield from both(f"{shared}.0", f"{ours}.conv", (f"{shared}.1", f"{ours}.bn"))
     yield f"{shared}.0.bias", f"{ours}.conv.bias"
     for task in range(len(config.head.tasks)):
-        for name in (*BRANCHES, "heatmap"):
+        for name in (*dict(config.head.branches), "heatmap"):
             path = f"bbox_head.tasks.{task}.{'hm' if name == 'heatmap' else name}"
             ours = f"pts_bbox_head.task_heads.{task}.{name}"
             yield from both(f"{path}.0", f"{ours}.0.conv", (f"{path}.1", f"{ours}.0.bn"))
@@ -321,6 +330,163 @@ def test_files_of_mmdetection3d_before_1_0_have_another_box(tmp_path) -> None:
         assert report.checkpoint.facts["meta.mmdet3d_version"] == version
 
 
+# BEVFusion of OpenPCDet -------------------------------------------------------------------------
+
+
+def pcdet_bevfusion_name(name: str) -> str:
+    stage = re.match(r"encoders\.lidar\.backbone\.encoder_layers\.encoder_layer(\d)\.(\d)\.", name)
+    if stage:
+        i, j = int(stage[1]), int(stage[2])
+        place = f"conv{i + 1}.0." if j == 2 else f"conv{i}.{j + (i > 1)}."
+        return f"backbone_3d.{place}{name[stage.end() :]}"
+    if block := re.match(r"decoder\.backbone\.blocks\.(\d)\.(\d+)\.", name):
+        return f"backbone_2d.blocks.{block[1]}.{int(block[2]) + 1}.{name[block.end() :]}"
+    if head := re.match(r"heads\.object\.prediction_heads\.0\.(\w+)\.(0\.conv|0\.bn|1)\.", name):
+        place = {"0.conv": "0.0", "0.bn": "0.1", "1": "1"}[head[2]]
+        return f"dense_head.prediction_head.{head[1]}.{place}.{name[head.end() :]}"
+    for ours, theirs in {
+        "encoders.camera.backbone.": "image_backbone.", "encoders.camera.neck.": "neck.",
+        "encoders.camera.vtransform.": "vtransform.", "encoders.lidar.backbone.": "backbone_3d.",
+        "fuser.": "fuser.conv.", "decoder.neck.": "backbone_2d.",
+        "heads.object.decoder.0.": "dense_head.decoder.", "heads.object.": "dense_head.",
+    }.items():  # fmt: skip
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
+    raise AssertionError(name)
+
+
+def pcdet_bevfusion_value(name: str, value: Tensor) -> Tensor:
+    if ".dim.1." in name:
+        return value[[1, 0, 2]]
+    if ".rot.1." in name:
+        return -value[[1, 0]]
+    if value.ndim == 5:  # [out, x, y, z, in]
+        return value.transpose(1, 3)
+    if value.ndim == 4 and not name.startswith("encoders.camera."):
+        return value.transpose(2, 3)
+    return value
+
+
+def test_bevfusion_of_openpcdet() -> None:
+    sizes = CONFIGS["tiny"]
+    head = dataclasses.replace(sizes.head, height="centre")
+    model = build_model(dataclasses.replace(sizes, head=head))
+    own = random_state(model)
+    own |= {n: t for n, t in model.state_dict().items() if "vtransform" in n and t.ndim != 1}
+    own |= {n: t for n, t in model.state_dict().items() if re.search(r"vtransform\.[dbn]x$", n)}
+    file = {pcdet_bevfusion_name(n): pcdet_bevfusion_value(n, t) for n, t in own.items()}
+    assert file["backbone_3d.conv_out.0.weight"].shape[1:4] == (3, 1, 1)
+    report = load_state_dict(model, file)
+    assert report.names == "openpcdet-bevfusion"
+    assert set(report.loaded) == set(own)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, own[name]), name
+    top = build_model(sizes, ("lidar", "decoder", "head"))
+    with pytest.raises(InputError, match=r"predicts the centre of boxes"):
+        load_state_dict(top, file)
+    # Its LiDAR part has CenterPoint's axes.
+    centerpoint = build_centerpoint(CONFIGS_OF["voxels"], ("lidar",))
+    assert load_state_dict(centerpoint, file).names == "openpcdet"
+
+
+def test_exchanged_axes_are_the_same_function() -> None:
+    sizes = CONFIGS["tiny"]
+    theirs = build_centerpoint(CONFIGS_OF["voxels"], ("lidar",))
+    theirs.load_state_dict(random_state(theirs))
+    file = {
+        pcdet_bevfusion_name(n.replace("pts_middle_encoder", "encoders.lidar.backbone")): t
+        for n, t in theirs.state_dict().items()
+    }
+    ours = build_model(sizes, ("lidar",))
+    load_state_dict(ours, {**file, "fuser.conv.0.weight": torch.ones(1, 1, 3, 3)})
+    features, coords, _ = example_batch(sizes)[:3]
+    with torch.no_grad():
+        wanted = theirs.encode_lidar(features, coords[:, [0, 3, 2, 1]].contiguous(), 1)
+        torch.testing.assert_close(ours.encode_lidar(features, coords, 1), wanted.mT)
+
+
+# SECOND, PointPillars, VoxelNeXt ------------------------------------------------------------------
+
+
+def test_parts_below_an_anchor_head_load() -> None:
+    pillars = CONFIGS_OF["pillars"]
+    model = build_centerpoint(pillars, ("lidar", "decoder"))
+    own = random_state(model)
+    file = {n.removeprefix("pts_"): t for n, t in own.items()}
+    file["bbox_head.conv_cls.weight"] = torch.ones(18, 64, 1, 1)
+    report = load_state_dict(model, file)
+    assert report.names == "mmdet3d-voxelnet"
+    assert report.not_used == ("bbox_head.conv_cls.weight",)
+    weight = "pts_voxel_encoder.pfn_layers.0.linear.weight"
+    assert list(report.converted) == [weight]
+    # legacy=True: the offsets from the pillar's centre take the place of the coordinates too.
+    points = torch.rand(5, 20, 11)
+    legacy = torch.cat([points[..., -3:], points[..., 3:]], -1)
+    wanted = F.linear(legacy, own[weight])
+    torch.testing.assert_close(F.linear(points, model.state_dict()[weight]), wanted)
+    for name, tensor in model.state_dict().items():
+        assert name == weight or torch.equal(tensor, own[name]), name
+    with pytest.raises(InputError, match="anchor head"):
+        load_state_dict(build_centerpoint(pillars), file)
+    voxels = CONFIGS_OF["voxels"]
+    model = build_centerpoint(voxels, ("lidar", "decoder"))
+    second = stored("openpcdet", random_state(build_centerpoint(voxels)), voxels)
+    second = {n: t for n, t in second.items() if not n.startswith("dense_head.")}
+    second["dense_head.conv_box.weight"] = torch.ones(42, 64, 1, 1)
+    assert load_state_dict(model, second).not_used == ("dense_head.conv_box.weight",)
+
+
+def test_stages_of_voxelnext_fit_an_encoder_of_six() -> None:
+    from bevfusion.model._encoder import SparseEncoder
+
+    lidar = dataclasses.replace(
+        CONFIGS_OF["voxels"].lidar,
+        encoder_channels=((8, 8, 16), *[(16, 16, 16)] * 4, (16, 16)),
+        encoder_paddings=(*[(0, 0, 1)] * 5, (0, 0)),
+    )
+    model = nn.Module()
+    model.pts_middle_encoder = SparseEncoder(lidar)
+    del model.pts_middle_encoder.conv_out
+    own = random_state(model)
+    file = {
+        pcdet_bevfusion_name(n.replace("pts_middle_encoder", "encoders.lidar.backbone")): t
+        for n, t in own.items()
+    }
+    assert "backbone_3d.conv6.2.bn2.weight" in file
+    report = load_state_dict(model, file)
+    assert report.names == "openpcdet"
+    assert set(report.loaded) == set(own)
+
+
+# det3d's Waymo --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["voxels", "pillars"])
+@pytest.mark.parametrize("prefix", ["", "single_det."])
+def test_waymo_of_det3d_in_one_stage_and_two(form: str, prefix: str) -> None:
+    config = {"voxels": VOXEL_CONFIGS, "pillars": PILLAR_CONFIGS}[form]["waymo"]
+    small = dataclasses.replace(CONFIGS_OF[form].decoder, layers=config.decoder.layers)
+    sizes = dataclasses.replace(
+        CONFIGS_OF[form],
+        decoder=small if form == "voxels" else config.decoder,
+        lidar=CONFIGS_OF[form].lidar if form == "voxels" else config.lidar,
+        head=config.head if form == "pillars" else dataclasses.replace(
+            CONFIGS_OF[form].head, tasks=config.head.tasks, branches=config.head.branches
+        ),
+    )  # fmt: skip
+    model = build_centerpoint(sizes)
+    own = random_state(model)
+    file = {f"{prefix}{n}": t for n, t in stored("det3d", own, sizes).items()}
+    second = {"roi_head.shared_fc_layer.0.weight": torch.ones(2, 2, 1)} if prefix else {}
+    report = load_state_dict(model, {**file, **second})
+    assert report.names == "det3d"
+    assert set(report.loaded) == set(own)
+    assert report.not_used == tuple(second)
+    assert not any(".vel." in name for name in own)
+    if form == "pillars":
+        assert own["pts_voxel_encoder.pfn_layers.1.linear.weight"].shape == (64, 64)
+
+
 # What does not fit ------------------------------------------------------------------------------
 
 
@@ -355,8 +521,9 @@ def test_what_does_not_fit_is_named_with_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("backbone_3d.conv5.0.0.weight", "VoxelNeXt"),
+        ("backbone_3d.shared_conv.0.weight", "VoxelNeXt"),
         ("dense_head.conv_cls.weight", "anchor head"),
+        ("vtransform.dtransform.0.weight", "OpenPCDet's BEVFusion"),
     ],
 )
 def test_networks_without_a_counterpart_are_named(name: str, said: str) -> None:

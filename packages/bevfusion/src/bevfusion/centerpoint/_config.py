@@ -220,7 +220,10 @@ PILLAR_CONFIGS: dict[str, CenterPointConfig] = {
     ),
     "waymo": CenterPointConfig(
         "centerpoint-pillars-waymo",
-        PillarConfig("waymo", (0.32, 0.32, 6.0), _WAYMO_PILLARS, max_voxels=(32000, 60000)),
+        PillarConfig(
+            "waymo", (0.32, 0.32, 6.0), _WAYMO_PILLARS, max_voxels=(32000, 60000),
+            feat_channels=(64, 64),
+        ),
         DecoderConfig(64, (3, 5, 5), _WIDTHS, (1, 2, 2), _UP, (1, 2, 4)),
         replace(
             _WAYMO_HEAD, in_channels=384, map_size=(468, 468), voxel_size=(0.32, 0.32),

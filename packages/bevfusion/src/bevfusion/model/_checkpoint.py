@@ -48,15 +48,16 @@ _KINDS = (
     ),
     (
         r"^vtransform\.dtransform\.",
-        "this is OpenPCDet's BEVFusion, whose axes are z, y, x: no model here has a view transform "
-        "with these",
+        "this is OpenPCDet's BEVFusion: build BEVFusion with the sizes nuscenes-mmdet3d, or of "
+        "CenterPoint the LiDAR part alone",
     ),
     (
-        r"^pts_middle_encoder\.conv5\.",
-        "this is OpenPCDet's VoxelNeXt: no model here has its sparse head",
+        r"^pts_middle_encoder\.shared_conv\.",
+        "this is OpenPCDet's VoxelNeXt: no model here has its sparse head; conv_input and conv1 to "
+        "conv6 alone fit an encoder of six stages",
     ),
     (
-        r"^dense_head\.conv_cls\.",
+        r"\.conv_cls\.",
         "this checkpoint has an anchor head, as SECOND and PointPillars: no model here has one; "
         "build the model without its head",
     ),
@@ -190,7 +191,7 @@ def _load(
 
 def _check_height(model: nn.Module, renamed: Renamed) -> None:
     """mit-bevfusion's head predicts the top of a box, mmdetection3d's its centre."""
-    wanted = "centre" if renamed.names == "mmdet3d-bevfusion" else "top"
+    wanted = "centre" if renamed.names.endswith("-bevfusion") else "top"
     name = "heads.object.prediction_heads.0.height.1.weight"
     config = getattr(dict(model.named_modules()).get("heads.object"), "config", None)
     height = getattr(config, "height", wanted)

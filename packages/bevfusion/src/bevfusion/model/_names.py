@@ -9,8 +9,10 @@ names here, CenterPoint mmdetection3d's. Besides names, projects differ in:
   `rot` are linear: exchanged rows, negated ones where need be, are the same function.
 - biases of convolutions that a batch norm follows: subtracted from the running mean, they are the
   same function in evaluation.
-- mmdetection3d's BEVFusion predicts the z of a box's centre, mit-bevfusion that of its top: see
-  `HeadConfig.height`.
+- mmdetection3d's and OpenPCDet's BEVFusion predict the z of a box's centre, mit-bevfusion that of
+  its top: see `HeadConfig.height`.
+- the axes of the grid. OpenPCDet's BEVFusion has z, y, x, mit-bevfusion x, y, z: kernels with
+  exchanged axes are the same function of exchanged maps.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.functional import pad as torch_pad
@@ -43,6 +45,11 @@ class Rule(NamedTuple):
         return f"{self.pattern} -> {self.replacement or '(not used)'}"
 
 
+_OTHER_TRANSFUSION_BOX = (
+    Rule(r"(\.prediction_heads\.\d\.dim\.1\.)", r"\1", "width and length exchanged"),
+    Rule(r"(\.prediction_heads\.\d\.rot\.1\.)", r"\1", "yaw turned"),
+)
+
 MMDET3D_BEVFUSION = (
     Rule(r"^img_backbone\.", "encoders.camera.backbone."),
     Rule(r"^img_neck\.", "encoders.camera.neck."),
@@ -57,8 +64,7 @@ MMDET3D_BEVFUSION = (
     Rule(r"\.ffn\.layers\.0\.0\.", ".linear1."),
     Rule(r"\.ffn\.layers\.1\.", ".linear2."),
     Rule(r"\.norms\.(\d)\.", ".norm{1+1}."),
-    Rule(r"(\.prediction_heads\.\d\.dim\.1\.)", r"\1", "width and length exchanged"),
-    Rule(r"(\.prediction_heads\.\d\.rot\.1\.)", r"\1", "yaw turned"),
+    *_OTHER_TRANSFUSION_BOX,
 )
 
 _OTHER_BOX = (
@@ -108,20 +114,51 @@ _OPENPCDET = (
     Rule(r"(\.task_heads\.\d+\.\w+\.\d)\.0\.", r"\1.conv."),
     Rule(r"(\.task_heads\.\d+\.\w+\.\d)\.1\.", r"\1.bn."),
     Rule(r"(\.task_heads\.\d+\.rot\.1\.)", r"\1", "sine and cosine exchanged"),
+    Rule(r"^dense_head\.", "pts_bbox_head."),
 )
 
-OPENPCDET = (
+# VoxelNeXt has the stages 5 and 6.
+_OPENPCDET_STAGES = (
     Rule(r"^backbone_3d\.conv1\.", "pts_middle_encoder.encoder_layers.encoder_layer1."),
     Rule(
-        r"^backbone_3d\.conv([234])\.0\.",
+        r"^backbone_3d\.conv([2-6])\.0\.",
         "pts_middle_encoder.encoder_layers.encoder_layer{1-1}.2.",
     ),
     Rule(
-        r"^backbone_3d\.conv([234])\.([12])\.",
+        r"^backbone_3d\.conv([2-6])\.([12])\.",
         r"pts_middle_encoder.encoder_layers.encoder_layer\1.{2-1}.",
     ),
-    *_OPENPCDET,
 )
+
+OPENPCDET = (*_OPENPCDET_STAGES, *_OPENPCDET)
+
+_TURNED = "axes of the grid exchanged"
+OPENPCDET_BEVFUSION = (
+    Rule(r"^global_step$", None),
+    Rule(r"^image_backbone\.", "encoders.camera.backbone."),
+    Rule(r"^neck\.", "encoders.camera.neck."),
+    Rule(r"^vtransform\.", "encoders.camera.vtransform."),
+    *_OPENPCDET_STAGES,
+    Rule(r"^(backbone_3d|pts_middle_encoder)\.", "encoders.lidar.backbone.", _TURNED),
+    Rule(r"^fuser\.conv\.", "fuser.", _TURNED),
+    Rule(r"^backbone_2d\.blocks\.(\d)\.(\d+)\.", r"decoder.backbone.blocks.\1.{2-1}.", _TURNED),
+    Rule(r"^backbone_2d\.deblocks\.", "decoder.neck.deblocks.", _TURNED),
+    Rule(r"^dense_head\.decoder\.", "heads.object.decoder.0."),
+    Rule(r"^dense_head\.prediction_head\.", "heads.object.prediction_heads.0."),
+    Rule(r"^dense_head\.", "heads.object.", _TURNED),
+    Rule(r"(\.prediction_heads\.0\.\w+\.0)\.0\.", r"\1.conv."),
+    Rule(r"(\.prediction_heads\.0\.\w+\.0)\.1\.", r"\1.bn."),
+    *_OTHER_TRANSFUSION_BOX,
+)
+
+# Of one sensor: SECOND, PointPillars.
+MMDET3D_VOXELNET = (
+    Rule(
+        r"^voxel_encoder\.(pfn_layers\.0\.linear\.)", r"pts_voxel_encoder.\1",
+        "columns of PillarFeatureNet(legacy=True), its default",
+    ),
+    Rule(r"^(voxel_encoder|middle_encoder|backbone|neck|bbox_head)\.", r"pts_\1."),
+)  # fmt: skip
 
 OPENPCDET_PLAIN = (
     Rule(r"^backbone_3d\.conv([1-4])\.", r"pts_middle_encoder.encoder_layers.encoder_layer\1."),
@@ -133,7 +170,9 @@ NAMINGS: dict[str, tuple[Rule, ...]] = {
     "mmdet3d-bevfusion": MMDET3D_BEVFUSION,
     "openpcdet": OPENPCDET,
     "openpcdet-plain": OPENPCDET_PLAIN,
+    "openpcdet-bevfusion": OPENPCDET_BEVFUSION,
     "det3d": DET3D,
+    "mmdet3d-voxelnet": MMDET3D_VOXELNET,
     "mmdet3d-0": _OTHER_BOX,
 }
 """Rules by the name of the naming.
@@ -142,9 +181,11 @@ NAMINGS: dict[str, tuple[Rule, ...]] = {
 |---|---|
 | `own` | mit-bevfusion's BEVFusion; CenterPoint of mmdetection3d since 1.0 |
 | `mmdet3d-bevfusion` | BEVFusion of mmdetection3d's `projects` |
-| `openpcdet` | OpenPCDet's CenterPoint, with VoxelResBackBone8x or pillars |
+| `openpcdet` | OpenPCDet's CenterPoint, with VoxelResBackBone8x or pillars; stages of VoxelNeXt |
 | `openpcdet-plain` | the same with VoxelBackBone8x, as SECOND has it |
+| `openpcdet-bevfusion` | OpenPCDet's BEVFusion, whose maps have the axes y, x |
 | `det3d` | tianweiy/CenterPoint |
+| `mmdet3d-voxelnet` | mmdetection3d's SECOND and PointPillars (VoxelNet), but for anchor heads |
 | `mmdet3d-0` | CenterPoint of mmdetection3d before 1.0, with the names of `own` and other boxes |
 """
 
@@ -178,12 +219,40 @@ def _conv_of_deconv(tensor: Tensor, module: nn.Module) -> Tensor:
     return transposed if isinstance(weight, Tensor) and transposed.shape == weight.shape else tensor
 
 
+def _turned(tensor: Tensor, module: nn.Module) -> Tensor:
+    """A kernel of z, y, x (or y, x) as one of x, y, z (or x, y); other entries stay."""
+    if tensor.ndim == 4 and tensor.shape[2:] != (1, 1):
+        return tensor.transpose(2, 3)
+    if tensor.ndim != 5:
+        return tensor
+    conv: Any = module
+    sides, (into, out) = tuple(reversed(conv.kernel_size)), (conv.in_channels, conv.out_channels)
+    for first, shape in (
+        (1, (out, *sides, into)),
+        (0, (*sides, into, out)),
+        (2, (out, into, *sides)),
+    ):
+        if tuple(tensor.shape) == shape:
+            return tensor.transpose(first, first + 2)
+    return tensor
+
+
+def _without_alias(tensor: Tensor, module: nn.Module) -> Tensor:
+    """With `legacy=True` the first columns are the offsets from the pillar's centre once more."""
+    moved = tensor.clone()
+    moved[:, -3:] += moved[:, :3]
+    moved[:, :3] = 0
+    return moved
+
+
 CONVERSIONS: dict[str, Callable[[Tensor, nn.Module], Tensor]] = {
     "width and length exchanged": _exchanged,
     "sine and cosine exchanged": _exchanged,
     "yaw turned": lambda tensor, module: -_exchanged(tensor, module),
     "column for z added": _padded,
     "1×1 deconvolution": _conv_of_deconv,
+    _TURNED: _turned,
+    MMDET3D_VOXELNET[0].convert: _without_alias,
 }
 """What is done with values: from the file's tensor and the module that takes it to its own."""
 
