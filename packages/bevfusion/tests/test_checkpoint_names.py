@@ -384,6 +384,12 @@ def test_bevfusion_of_openpcdet() -> None:
     top = build_model(sizes, ("lidar", "decoder", "head"))
     with pytest.raises(InputError, match=r"predicts the centre of boxes"):
         load_state_dict(top, file)
+    swin = {n: t for n, t in file.items() if not n.startswith("image_backbone.")}
+    swin["image_backbone.stages.0.blocks.0.attn.w_msa.qkv.weight"] = torch.ones(2)
+    with pytest.raises(InputError, match="Swin transformer"):
+        load_state_dict(model, swin)
+    lidar = build_model(sizes, ("lidar",))
+    assert load_state_dict(lidar, swin).names == "openpcdet-bevfusion"
     # Its LiDAR part has CenterPoint's axes.
     centerpoint = build_centerpoint(CONFIGS_OF["voxels"], ("lidar",))
     assert load_state_dict(centerpoint, file).names == "openpcdet"

@@ -114,7 +114,7 @@ OTHERS = {
     "heads.object.task_heads.0.reg.0.conv.weight": "CenterPoint",
     "encoders.lidar.backbone.pts_voxel_encoder.pfn_layers.0.linear.weight": "PointPillars",
     "pts_middle_encoder.conv_input.0.weight": "holds lidar and nothing of camera",
-    "image_backbone.stages.0.blocks.0.attn.w_msa.qkv.weight": "Swin transformer",
+    "vtransform.dtransform.0.weight": "holds camera and nothing of lidar",
     "fuser.0._input_quantizer._amax": "with quantizers",
 }
 
