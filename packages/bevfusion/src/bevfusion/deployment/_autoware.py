@@ -91,7 +91,7 @@ def autoware_files(model: Detector) -> tuple[FilePart, ...]:
     settings = (
         f"the node's parameters: class_names {list(head.classes)}, voxel_size {head.voxel_size}, "
         f"range from {head.origin}, downsample_factor {head.out_size_factor}, map {x} × {y}",
-        "the node's trt_precision: int8, for quantized files",
+        "the node builds the engines itself: set its trt_precision to int8 for quantized files",
     )
     encoder = replace(
         PILLAR_FILE, name="pts_voxel_encoder_centerpoint", inputs={"input_features": PADDED}
