@@ -20,9 +20,16 @@ _PARTS = {
 }
 
 
-def decibels(value: float | None) -> str:
-    """An SQNR."""
-    return DASH if finite(value) is None else f"{value:.1f} dB"
+def decibels(value: float | None, cosine: float | None = None) -> str:
+    """An SQNR; "equal" where the cosine says that there is no noise.
+
+    Examples:
+        >>> decibels(26.52), decibels(None, 1.0), decibels(None)
+        ('26.5 dB', 'equal', '–')
+    """
+    if finite(value) is not None:
+        return f"{value:.1f} dB"
+    return "equal" if cosine is not None and abs(cosine - 1) < 1e-9 else DASH
 
 
 def seconds(value: float) -> str:

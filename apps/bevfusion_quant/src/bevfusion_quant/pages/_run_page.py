@@ -77,7 +77,7 @@ def _figures(content: ReportContent) -> Iterator[Figure]:
     if output is not None:
         known = finite(output.cosine)
         cosine = "" if known is None else f"cosine {known:.5f}"
-        yield _figure("SQNR of the output", decibels(output.sqnr_db), cosine)
+        yield _figure("SQNR of the output", decibels(output.sqnr_db, output.cosine), cosine)
     if content.layers:
         yield _low_layers(content)
     if content.quantizers:
