@@ -23,12 +23,18 @@ class WeightSize:
     before: int
     after: int
 
-    def __str__(self) -> str:
-        """As `3.9 MiB float32, 1.2 MiB quantized (3.3 times smaller)`."""
+    @property
+    def texts(self) -> tuple[str, str]:
+        """Both sizes in words: MiB, below half of one KiB."""
         before, after = (
             f"{size / MIB:.1f} MiB" if size >= MIB / 2 else f"{size / 2**10:.1f} KiB"
             for size in (self.before, self.after)
         )
+        return before, after
+
+    def __str__(self) -> str:
+        """As `3.9 MiB float32, 1.2 MiB quantized (3.3 times smaller)`."""
+        before, after = self.texts
         times = self.before / max(self.after, 1)
         return f"{before} float32, {after} quantized ({times:.1f} times smaller)"
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from bev_data.metrics import Accuracy, AgreementRow, points, span
 from bev_data.points import Frame
 from bev_data.tables import finite, or_dash, plural
-from bevfusion.deployment import ExportedSet, file_size
+from bevfusion.deployment import ExportedSet
 from bevfusion.detectors import is_foreign
 from bevfusion.model import Sizes
 from bevfusion.model.head import Detections
@@ -412,8 +412,8 @@ def cost_figures(size: WeightSize | None, simulation: Simulation | None) -> Iter
     with n multiply-accumulates in integers and in float, of two operations each, and the rates r.
     """
     if size is not None:
-        note = f"from {file_size(size.before)} in float32"
-        yield ReportFigure("Quantized weights", file_size(size.after), note)
+        before, after = size.texts
+        yield ReportFigure("Quantized weights", after, f"from {before} in float32")
     if simulation is not None and simulation.operations:
         count = f"{simulation.operations / 1e9:.2f} G"
         share = simulation.integer_share

@@ -86,6 +86,7 @@ class FrameBatches(Sequence[Batch]):
         self.names: dict[int, tuple[str, int]] = {}
         self._frames, self._config, self._cameras = frames, config, tuple(cameras)
         self._arguments: Callable[[Frame], Any] = model.arguments
+        self._reads_all = not model.stages  # a network in other code may read any part of a frame
         self._count = len(frames)
         self._kept: dict[int, Any] = {}
         self._labels: dict[int, Labels | None] = {}
@@ -186,7 +187,7 @@ class FrameBatches(Sequence[Batch]):
             InputError: The frame has no cameras, or not all of those wanted.
         """
         if self._view is None:
-            return ()
+            return tuple(frame.cameras or ()) if self._reads_all else ()
         if not frame.cameras:
             raise InputError(
                 f"{frame.name}: the frame has no cameras, and {self.advice['no cameras']}"
