@@ -196,6 +196,7 @@ def test_classes_without_names_are_numbers(tmp_path: Path) -> None:
     made = quantized(tmp_path, "own_detector:unnamed_classes", frames=FRAMES[:1])
     assert made.agreement[0].float_detections == 20
     assert not made.labels_found
+    assert made.left_out[0] == "the network has no camera branch"
     found = run_evaluate(made.folder, FRAMES[:1], runs=tmp_path, name="judged")
     assert found.accuracy is None
 

@@ -15,6 +15,7 @@ from bev_data.points import Frame
 from bev_data.tables import finite, or_dash, plural
 from bevfusion.deployment import ExportedSet
 from bevfusion.detectors import is_foreign
+from bevfusion.frameworks import ForeignSizes
 from bevfusion.model import Sizes
 from bevfusion.model.head import Detections
 from bevfusion.quantization import QuantizationEvaluation, short_path
@@ -216,15 +217,16 @@ class EvaluatedRun:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What is not measured of a detector in other code, and why."""
-        if not is_foreign(self.config.name):
+        """Notes of a detector in other code, and what is not measured of it, and why."""
+        if not isinstance(self.config, ForeignSizes):
             return ()
-        left = ["feature maps of stages: no part of a network in other code is known"]
+        notes = self.config.detector.notes
+        left = (*notes, "feature maps of stages: no part of a network in other code is known")
         if not self.evaluation.float_detections:
             return (*left, "boxes and mAP: the model gives no function that makes boxes")
         if not self.config.head.classes:
             return (*left, "mAP and labels found: the model names no classes")
-        return tuple(left)
+        return left
 
     def draw(self, stage: str) -> None:
         """bev.png (the frame, and one stage in float, quantized and their difference), layers.png.
