@@ -48,7 +48,6 @@ def own_imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def load(checkout: Path, name: str, weights: Path | None = None) -> Any:
-    torch.manual_seed(0)
     return load_detector(f"openpcdet:{checkout}/tools/cfgs/own_models/{name}.yaml", weights)
 
 
@@ -84,15 +83,16 @@ def test_centers_and_what_is_left_out(checkout: Path) -> None:
     assert detector.notes == (
         "elongation: frames do not have it; 0 for every point",
         "the second stage (OwnHead) is left out: boxes are the first stage's",
+        "DynMeanVFE runs in float in front of the network",
     )
-    (points,) = detector.arguments(FRAME)
-    assert list(points) == ["points"]  # the model voxelizes them
-    given = points["points"]
-    assert given.shape[1] == 6
-    assert not given[:, 0].any()
-    assert not given[:, 5].any()
-    assert float(given[:, 4].max()) <= np.tanh(1) + 1e-6
-    found = detector.boxes(detector.network(points), FRAME)
+    (given,) = detector.arguments(FRAME)
+    assert list(given) == ["features", "coords"]  # of its own encoder, which makes voxels of points
+    assert given["features"].shape == (len(given["coords"]), 5)
+    assert given["coords"].shape[1] == 4
+    assert 0.1 < float(given["features"][:, 3].max()) <= np.tanh(1) + 1e-6
+    assert not given["features"][:, 4].any()
+    assert "vfe" not in dict(detector.network.named_children())
+    found = detector.boxes(detector.network(given), FRAME)
     assert found.boxes.shape == (7, 7)
     assert found.boxes[0, 6] == pytest.approx(7 - 2 * np.pi)
     assert found.velocities.tolist() == [[1, -1]] * 7
@@ -107,6 +107,16 @@ def test_a_network_is_quantized(checkout: Path) -> None:
     assert {one.path if hasattr(one, "path") else str(one) for one in quantized.quantized} == {
         "backbone_3d.conv.0", "backbone_2d.block.0", "dense_head.conv_cls", "dense_head.conv_box",
     }  # fmt: skip
+
+
+def test_random_weights_are_the_same_in_every_run(checkout: Path) -> None:
+    first, second = (load(checkout, "anchors").network.state_dict() for _ in range(2))
+    assert all(torch.equal(one, second[name]) for name, one in first.items())
+    torch.manual_seed(1)
+    wanted = torch.rand(1)
+    torch.manual_seed(1)
+    load(checkout, "anchors")
+    assert torch.equal(torch.rand(1), wanted)
 
 
 def test_nothing_stays_behind(checkout: Path) -> None:

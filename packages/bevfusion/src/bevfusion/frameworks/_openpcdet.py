@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,11 +46,16 @@ NEEDS = (
 
 
 class FirstStage(nn.Module):
-    """Voxels of one frame to a head's maps: a detector without voxelization and decoding."""
+    """Voxels of one frame to a head's maps: a detector without voxelization and decoding.
 
-    def __init__(self, model: Any) -> None:
+    Args:
+        model: OpenPCDet's detector.
+        parts: Those of its modules that run here, of `PARTS`.
+    """
+
+    def __init__(self, model: Any, parts: Sequence[str] = PARTS) -> None:
         super().__init__()
-        for name in PARTS:
+        for name in parts:
             if getattr(model, name, None) is not None:
                 self.add_module(name, getattr(model, name))
 
@@ -58,10 +63,13 @@ class FirstStage(nn.Module):
         """What the head decodes.
 
         Args:
-            voxels: OpenPCDet's "voxels", "voxel_num_points" and "voxel_coords" (batch, z, y, x), or
-                "points" (batch, x, y, z, …) of a model that makes its own voxels of them.
+            voxels: OpenPCDet's "voxels", "voxel_num_points" and "voxel_coords" (batch, z, y, x);
+                without an encoder of voxels its results, "features" and "coords".
         """
         batch: dict[str, Any] = {**voxels, "batch_size": 1}
+        for name in ("features", "coords"):
+            if name in voxels:
+                batch[f"voxel_{name}"] = batch[f"pillar_{name}"] = voxels[name]
         for part in self.children():
             batch = part(batch)
         boxes = batch.get("final_box_dicts")
@@ -143,10 +151,10 @@ def load_openpcdet(
         )
     classes = tuple(settings.get("CLASS_NAMES", ()))
     try:
-        with without_cuda():
-            data = _Data(
-                settings.DATA_CONFIG, voxelized=not settings.MODEL.VFE.NAME.startswith("Dyn")
-            )
+        with without_cuda(), torch.random.fork_rng(devices=()):
+            dynamic = settings.MODEL.VFE.NAME.startswith("Dyn")
+            data = _Data(settings.DATA_CONFIG, voxelized=not dynamic)
+            torch.manual_seed(0)  # random weights are the same in every run
             model = models.build_network(settings.MODEL, len(classes), data.for_model(classes))
     except Exception as error:  # of the configuration, or of a constructor anywhere
         raise InputError(f"{name}: it cannot be built: {type(error).__name__}: {error}") from error
@@ -154,7 +162,7 @@ def load_openpcdet(
     notes = [*data.notes]
     if checkpoint is not None:
         notes.insert(0, str(load_weights(model, checkpoint)))
-    if data.voxelized and settings.MODEL.get("BACKBONE_3D") is None:
+    if settings.MODEL.get("BACKBONE_3D") is None:
         notes.append(
             "the dense file takes as many pillars as the first frame has: begin with the frame of "
             "most pillars, and repeat any pillar of a frame with fewer"
@@ -163,11 +171,29 @@ def load_openpcdet(
     if second is not None:
         notes.append(f"the second stage ({second.NAME}) is left out: boxes are the first stage's")
     decode = _split(model.dense_head)
-    network = FirstStage(model).eval()
+    network = FirstStage(model, PARTS[1:] if dynamic else PARTS).eval()
     use_bevquant_kernels(network)
+    arguments = _encoded(model.vfe, data.arguments) if dynamic else data.arguments
+    if dynamic:
+        notes.append(f"{settings.MODEL.VFE.NAME} runs in float in front of the network")
     return ForeignDetector(
-        network, data.arguments, _boxes(model, decode), classes, tuple(notes), data.bounds
+        network, arguments, _boxes(model, decode), classes, tuple(notes), data.bounds
     )
+
+
+def _encoded(
+    encoder: Any, arguments: Callable[[Frame], tuple[Any, ...]]
+) -> Callable[[Frame], tuple[Any, ...]]:
+    """Results of an encoder that makes its own voxels by `torch.unique`, which no file can do."""
+
+    def encoded(frame: Frame) -> tuple[Any, ...]:
+        with torch.no_grad():
+            made = encoder({**arguments(frame)[0], "batch_size": 1})
+        kind = "pillar" if "pillar_features" in made else "voxel"
+        coords = made["pillar_coords" if "pillar_coords" in made else "voxel_coords"]
+        return ({"features": made[f"{kind}_features"], "coords": coords},)
+
+    return encoded
 
 
 def _refusal(settings: Settings) -> str:
@@ -247,9 +273,8 @@ def _boxes(
     model: Any, decode: Callable[[Mapping[str, Any]], Any]
 ) -> Callable[[Any, Frame], Detections]:
     """The head's decoding, then suppression where it is the detector's."""
-    # The method of a two-stage detector takes the boxes of its second stage.
+    # Not the method of the detector's class, which may take the boxes of a second stage.
     template = importlib.import_module("pcdet.models.detectors").Detector3DTemplate
-    own = type(model) if getattr(model, "roi_head", None) is None else template
     heads = getattr(model.dense_head, "rpn_heads", ())
     labels = [getattr(head, "head_label_indices", None) for head in heads]
 
@@ -264,7 +289,7 @@ def _boxes(
                     "cls_preds_normalized": False,
                     "multihead_label_mapping": labels,
                 }
-                made = own.post_processing(model, batch)[0]
+                made = template.post_processing(model, batch)[0]
         found = made[0]
         rows = found["pred_boxes"].numpy()
         return sorted_detections(
