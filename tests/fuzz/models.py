@@ -226,6 +226,14 @@ def onnx_file() -> Target:
     return Target(files, {"n.onnx": changed_onnx}, read)
 
 
+def qdq_file() -> Target:
+    """The same file, read as an integer model."""
+    from bevquant_export import load_qdq_onnx
+
+    files = onnx_file().files
+    return Target(files, {"n.onnx": changed_onnx}, lambda f: load_qdq_onnx(f / "n.onnx"))
+
+
 def sparse_encoder() -> tuple[nn.Module, tuple[Any, ...]]:
     """A small calibrated one, and a frame."""
     import spconv.pytorch as spconv
@@ -357,6 +365,7 @@ READERS: dict[str, tuple[int, Callable[[], Target]]] = {
     "partition plan": (8000, partition_plan),
     "CPU suggestion": (8000, cpu_suggestion),
     ".onnx (lint)": (1000, onnx_file),
+    ".onnx (qdq)": (300, qdq_file),
     "libspconv .onnx": (2000, lambda: sparse_onnx(portable=False)),
     "portable .onnx": (2000, lambda: sparse_onnx(portable=True)),
     "Autoware's .onnx": (1500, autoware_onnx),

@@ -28,6 +28,7 @@ from bevquant_export.floats import (
     export_float_onnx,
 )
 from bevquant_export.lint import Finding, lint_onnx, note_calibration
+from bevquant_export.qdq_reader import float_qdq_model, load_qdq_onnx
 from bevquant_export.sparse import (
     LayerDifference,
     SparseExport,
@@ -69,8 +70,10 @@ __all__ = [
     "export_qdq_onnx",
     "export_sparse_onnx",
     "find_target",
+    "float_qdq_model",
     "lift_horizon_onnx",
     "lint_onnx",
+    "load_qdq_onnx",
     "load_sparse_onnx",
     "lower_to_portable",
     "note_calibration",

@@ -104,7 +104,10 @@ OPERATORS: dict[str, OpSpec] = {
     ),
     **_rows("batch_norm", "norm", shape=True, mixes=False,
             modules=("SyncBatchNorm", *(f"BatchNorm{d}" for d in _DIMS))),
-    **_rows("bevquant_quantizers::fake_quantize", "quantize", shape=True, mixes=False),
+    **_rows(
+        "bevquant_quantizers::fake_quantize bevquant_quantizers::fake_quantize_affine",
+        "quantize", shape=True, mixes=False,
+    ),
     **_rows(
         "bevquant_sparse::rulebook bevquant_sparse::subm_rulebook "
         "bevquant_sparse::inverse_rulebook bevquant_sparse::identity_rulebook", "rulebook",

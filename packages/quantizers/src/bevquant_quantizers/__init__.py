@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import calib, documents, nn, plugins, ranks, tensor_quant
 from ._adopt import adopt_quantizers
+from ._affine import AffineQuantizer
 from ._calibrate import calibrate
 from ._calibrator_state import calibrator_state, load_calibrator_state
 from ._distributed import PeerError, all_merge, merge
@@ -27,6 +28,7 @@ from .tensor_quant import QuantDescriptor
 
 __version__ = "0.2.0"
 __all__ = [
+    "AffineQuantizer",
     "CalibrationFinding",
     "CalibrationReport",
     "DocumentError",

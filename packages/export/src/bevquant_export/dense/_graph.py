@@ -300,6 +300,12 @@ class Graph:
 
     def _check(self, path: str, form: Integers) -> None:
         where = path or "the model"
+        if not form.full:
+            raise ValueError(
+                f"export_qdq_onnx: {where}: its integers are {form.low}…{form.high} around a zero "
+                "point (AffineQuantizer); expected −128…127 without one. Quantize the float model "
+                "with quantize_model and calibrate"
+            )
         if form.bits != 8:
             raise ValueError(
                 f"export_qdq_onnx: {where}: its activations have {form.bits} bits; expected 8. "

@@ -102,10 +102,11 @@ def _form(tensor: str, readings: list[Reading], parts: list[Reading]) -> TensorF
 
 def _check_integers(reading: Reading, relu: bool) -> None:
     form = reading.form
-    if form.bits != 8:
+    if form.bits != 8 or not form.full:
         raise ValueError(
-            f"export_sparse_onnx: {reading.by} reads integers of {form.bits} bits; the engine has "
-            "8: quantize it with num_bits=8, or disable() its quantizers"
+            f"export_sparse_onnx: {reading.by} reads integers of {form.bits} bits, {form.low} to "
+            f"{form.high}; the engine has 8, -128 to 127: quantize it with num_bits=8, or "
+            "disable() its quantizers"
         )
     if form.low != -128 and not relu:
         raise ValueError(

@@ -115,7 +115,7 @@ class LayerComparison(ForcedRun):
         self.batches = 0
         for value in self.placed:
             step, form = self.makers[value], model.program.values[value].form
-            kind = f"int{form.bits}" if isinstance(form, Integers) else str(form)
+            kind = str(form)
             self._totals[value] = LayerSums(place(step), _op(step), kind, _why(step))
 
     @property

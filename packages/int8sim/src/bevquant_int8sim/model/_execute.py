@@ -54,8 +54,10 @@ def execute(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], backend: 
         ):
             raise
         raise type(error)(f"{step.path or 'the model'}: {error}") from error
-    ceiling = step.attributes.get("ceiling")
-    return made if ceiling is None else (made[0].clamp(max=ceiling), *made[1:])
+    floor, ceiling = (step.attributes.get(name) for name in ("floor", "ceiling"))
+    if floor is None and ceiling is None:
+        return made
+    return (made[0].clamp(floor, ceiling), *made[1:])
 
 
 _BARE = {"out": "int32", "relu": False}
@@ -70,7 +72,8 @@ def makes_accumulators(step: Step) -> bool:
 def accumulators(step: Step, args: tuple[Any, ...], backend: str) -> Tensor:
     """The int32 accumulators of a layer's step, before it requantizes them."""
     tensors = {name: t for name, t in step.tensors.items() if name != "multiplier"}
-    attributes = {**step.attributes, **_BARE}
+    bounds = ("floor", "ceiling")  # of what the step stores
+    attributes = {n: value for n, value in step.attributes.items() if n not in bounds} | _BARE
     bare = Step(step.op, step.path, step.args, step.outputs, attributes=attributes, tensors=tensors)
     result: Tensor = execute(bare, args, {}, backend)[0]
     return result

@@ -13,10 +13,14 @@ _DTYPES = {8: torch.int8, 16: torch.int16}
 class Integers:
     """Integers q that stand for q · scale, between `low` and `high`.
 
+    A tensor with a zero point z holds q − z: of uint8 with z = 3 the integers −3 to 252. The value
+    0 is then the integer 0 in every tensor, for padding, sums and clamps too.
+
     Attributes:
         scale: Value of one step.
-        bits: Bits of the integer, 2 to 16.
-        low: Smallest integer: −128, or −127 where the quantizer's range is narrow.
+        bits: Bits of the integer, 2 to 16, sign included.
+        low: Smallest integer: −128, or −127 where the quantizer's range is narrow; with a zero
+            point q_min − z.
         high: Largest integer.
     """
 
@@ -29,6 +33,16 @@ class Integers:
     def dtype(self) -> torch.dtype:
         """Type that holds them."""
         return _DTYPES[8 if self.bits <= 8 else 16]
+
+    @property
+    def full(self) -> bool:
+        """Whether they are all integers of `bits` bits, but for the most negative one."""
+        return self.high == 2 ** (self.bits - 1) - 1 and self.low in (-self.high, -self.high - 1)
+
+    def __str__(self) -> str:
+        """Their kind, such as ``"int8"``; ``"affine8"`` of 256 integers around a zero point."""
+        spread = (self.high - self.low).bit_length()
+        return f"int{self.bits}" if self.full else f"affine{spread}"
 
     @property
     def narrow(self) -> bool:

@@ -20,7 +20,7 @@ from bevquant_int8sim.model._coords import Geometry, convolved_coords
 from bevquant_int8sim.model._form import Form
 from bevquant_int8sim.model._operation import Operation
 from bevquant_int8sim.model._program import Ref, SparseRef
-from bevquant_quantizers import TensorQuantizer
+from bevquant_quantizers import AffineQuantizer, TensorQuantizer
 
 __all__ = ["GraphValues", "is_coords", "nested"]
 
@@ -116,10 +116,15 @@ class GraphValues:
         for node in self.graph.graph.nodes:
             called = node.op == "call_function" and node.target is not OPAQUE
             if self.graph.constant(node) is not None or (
-                called and found.issuperset(node.all_input_nodes)
+                called and found.issuperset(node.all_input_nodes) and not self._is_operand(node)
             ):
                 found.add(node)
         return found
+
+    def _is_operand(self, node: fx.Node) -> bool:
+        """Whether a quantized constant is added to integers, and so is one of them."""
+        kinds = {op_spec(user.target).kind for user in node.users}
+        return "add" in kinds and isinstance(self.graph.module(node), AffineQuantizer)
 
     def _resolved(self, value: Any) -> Any:
         """Arguments with `Ref`s in the place of nodes."""

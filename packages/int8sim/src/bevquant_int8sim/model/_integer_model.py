@@ -439,5 +439,5 @@ def _row(step: Step, program: Program) -> tuple[str, str, str, str]:
 
 def _result(form: Form) -> str:
     if isinstance(form, Integers):
-        return f"int{form.bits} × {form.scale:.4g}"
+        return f"{form} × {form.scale:.4g}"
     return str(form)

@@ -362,13 +362,17 @@ class _Lowering:
 
 def _fusable(form: Form) -> bool:
     """Whether a layer's kernel can store this form itself."""
-    return not isinstance(form, Integers) or form.bits in (8, 16)
+    return not isinstance(form, Integers) or form.bits in (8, 16) or not form.full
 
 
 def _limits(required: RequiredType, relu: bool = False) -> dict[str, Any]:
     """Attributes of a step that stores what a ReLU makes of its result."""
     limits: dict[str, Any] = {"relu": required.relu or relu}
-    return limits if required.ceiling is None else limits | {"ceiling": required.top()}
+    top, form = required.top(), required.form
+    if isinstance(form, Integers) and not form.full:
+        limits |= {"floor": form.low}
+        top = form.high if top is None else top
+    return limits if top is None else limits | {"ceiling": top}
 
 
 def _out(form: Form) -> str:

@@ -22,7 +22,7 @@ from bevquant_int8sim.model._quantizers import (
     unsupported,
 )
 from bevquant_qnn import QuantSparseConvolution
-from bevquant_quantizers import TensorQuantizer, fake_quantize
+from bevquant_quantizers import AffineQuantizer, TensorQuantizer, fake_quantize
 from bevquant_sparse import WeightLayout, permute_weight
 
 _OPS: dict[type[Any], str] = {
@@ -119,13 +119,17 @@ def _integer_weight(weight: Tensor, scale: Tensor, bits: int, narrow: bool) -> T
 
 
 def _integer_bias(
-    bias: Tensor | None, input_scale: float, scale: Tensor, path: str
+    module: Any, input_scale: float, scale: Tensor, path: str
 ) -> tuple[Tensor | None, Tensor]:
     """``(int32 bias, scale of the accumulator)``, both per channel.
+
+    A module may hold the int32 bias of a file (`integer_bias`), of which a float32 bias keeps 24
+    bits.
 
     A channel whose weights are all zero has a bias and no scale: it gets the finest one of the
     layer that still holds its bias.
     """
+    bias = module.bias
     live = scale[scale > 0]
     finest = float(live.min()) if live.numel() else 2.0**-20
     filled = scale.masked_fill(scale == 0, finest)
@@ -133,8 +137,9 @@ def _integer_bias(
         needed = bias.detach().abs().double() / input_scale / 2.0**30
         filled = torch.where(scale == 0, torch.maximum(filled, needed), filled)
     total = filled * input_scale
-    if bias is None:
-        return None, total
+    stored = module._buffers.get("integer_bias")
+    if bias is None or stored is not None:
+        return stored, total
     return quantize_bias(bias.detach(), input_scale, filled, name=f"simulate: {path}"), total
 
 
@@ -180,16 +185,22 @@ def _integers(
     problem = _weight_problem(quantizer)
     if problem:
         return problem
-    amax = calibrated_range(quantizer)
+    affine = isinstance(quantizer, AffineQuantizer)
+    amax: Any = quantizer.step if affine else calibrated_range(quantizer)
     if amax is not None and amax.numel() > 1 and tuple(amax.shape) not in shapes:
         return (
             f"its weight's ranges, shape {tuple(amax.shape)}, do not run along the output channels"
         )
     if amax is None and quantizer.axis is None:
         amax = by_channel.abs().amax()
+    if affine:
+        scale = amax.double().reshape(-1).expand(len(by_channel))
+        q = quantize(by_channel, scale, bits=quantizer.num_bits, name=f"simulate: {path}")
+        q = q.clamp(int(quantizer.low.max()), int(quantizer.high.min()))
+        return q, *_integer_bias(module, integers.scale, scale, path)
     scale = _weight_scale(by_channel, amax, quantizer.num_bits, path)
     q = _integer_weight(by_channel, scale, quantizer.num_bits, quantizer._narrow_range)
-    return q, *_integer_bias(module.bias, integers.scale, scale, path)
+    return q, *_integer_bias(module, integers.scale, scale, path)
 
 
 def _range_shapes(module: Any, op: str) -> list[tuple[int, ...]]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from bevquant_graph import Graph
 from bevquant_int8sim.model._form import Integers
-from bevquant_quantizers import TensorQuantizer
+from bevquant_quantizers import AffineQuantizer, TensorQuantizer
 
 # Fake quantization counts a range at or below this as zero.
 SMALLEST_AMAX = 2.0**-24
@@ -47,11 +47,14 @@ def unsupported(quantizer: TensorQuantizer) -> str:
 
 
 def integers_of(quantizer: TensorQuantizer, path: str) -> Integers:
-    """The integers of an activation's quantizer: scale = amax / (2^(bits−1) − 1).
+    """The integers of an activation's quantizer: scale = amax / (2^(bits−1) − 1), or as given.
 
     Raises:
         ValueError: No usable range; `path` and what to do are named.
     """
+    if isinstance(quantizer, AffineQuantizer):
+        low, high = int(quantizer.low), int(quantizer.high)
+        return Integers(float(quantizer.step), quantizer.num_bits, low, high)
     amax = calibrated_range(quantizer)
     problem = _problem(amax)
     if problem or amax is None:
@@ -73,6 +76,8 @@ def check_calibrated(model: nn.Module, graph: Graph | None = None) -> None:
     """
     problems = []
     for path, module in model.named_modules():
+        if isinstance(module, AffineQuantizer):
+            continue  # its scale was checked when it was made
         if isinstance(module, TensorQuantizer) and is_active(module):
             owner = path.rpartition(".")[0]
             if graph is not None and graph.called.isdisjoint((path, owner)):

@@ -29,6 +29,7 @@ class _Any(Struct, kw_only=True):
     """Attributes of every step, as it writes them; more of them are passed over."""
 
     what: str = ""
+    floor: int | None = None
     ceiling: float | None = None
     rounding: Rounding = "half_even"
     arithmetic: Literal["float64", "fixed_point"] = "float64"
@@ -220,10 +221,17 @@ def _check_output(step: Step, form: Form, path: str) -> None:
     held = "float32" if held == "float" else held
     if made and made != held:
         raise ValueError(f"{path}: {step.op} makes {made} where its value is {held}")
+    makes = bool(made) or step.op == "requantize"
+    if isinstance(form, Integers) and not form.full and makes:
+        floor, ceiling = step.attributes.get("floor"), step.attributes.get("ceiling")
+        if floor != form.low or ceiling is None or ceiling > form.high:
+            raise ValueError(f"{path}: {step.op} stores {floor}…{ceiling}, of {form!r}")
     fields = ("scale", "bits", "narrow") if step.op in ("add", "quantize") else ()
     for name in fields if isinstance(form, Integers) else ():
         if step.attributes.get(name) != getattr(form, name):
-            raise ValueError(f"{path}: {step.op} has {name}={step.attributes.get(name)}, of {form}")
+            raise ValueError(
+                f"{path}: {step.op} has {name}={step.attributes.get(name)}, of {form!r}"
+            )
 
 
 def _check_factors(step: Step, path: str) -> None:
@@ -242,8 +250,8 @@ def _check_factors(step: Step, path: str) -> None:
 
 def _check_form(name: str, form: Integers) -> None:
     top = 2 ** (form.bits - 1) - 1 if 2 <= form.bits <= 16 else 0
-    if form.high != top or form.low not in (-top, -top - 1) or not form.scale > 0:
-        raise ValueError(f"value {name}: {form} are no integers of a positive scale")
+    if not -top - 1 <= form.low <= 0 < form.high <= top or not form.scale > 0:
+        raise ValueError(f"value {name}: {form!r} are no integers of a positive scale")
 
 
 def _check_layer(step: Step, path: str) -> None:

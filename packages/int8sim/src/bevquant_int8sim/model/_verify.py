@@ -170,7 +170,7 @@ class StepBounds:
         weight = tensors["weight"]
         sums = sums_of_sizes(weight, _CHANNELS.get(step.op, 0))
         products = int(sums.max()) if weight.numel() else 0
-        top = read.high if isinstance(read, Integers) else 0
+        top = max(read.high, -read.low) if isinstance(read, Integers) else 0
         return largest * (("bias" in tensors) / 2 + _SUM * products * top)
 
 

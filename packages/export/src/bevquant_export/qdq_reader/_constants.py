@@ -1,0 +1,159 @@
+"""Quantized constants and the parameters of QuantizeLinear and DequantizeLinear."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bevquant_quantizers import AffineQuantizer
+
+Array = Any  # numpy array of any type
+STORED = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "int8": 8, "uint8": 8, "int16": 16,
+           "uint16": 16, "int32": 32}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """What a QuantizeLinear or DequantizeLinear says.
+
+    Attributes:
+        scale: float32, of no axis or one.
+        zero: Zero points, likewise.
+        dtype: Name of the stored type, such as ``"uint8"``.
+        axis: Axis of several scales.
+        block: Values along `axis` that share a scale; 0 for all.
+        clip: Bounds that a Clip of the integers sets, within those of `dtype`.
+    """
+
+    scale: Array
+    zero: Array
+    dtype: str
+    axis: int
+    block: int = 0
+    clip: tuple[int, int] | None = None
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Smallest and largest stored integer."""
+        if self.clip is not None:
+            return self.clip
+        bits, signed = STORED[self.dtype], not self.dtype.startswith("u")
+        return (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+
+    @property
+    def single(self) -> bool:
+        """Whether there is one scale."""
+        return int(self.scale.size) == 1
+
+    @property
+    def non_negative(self) -> bool:
+        """Whether no stored integer stands for a negative value."""
+        return bool(np.all(self.zero == self.bounds[0]))
+
+    def same(self, other: Grid) -> bool:
+        """Whether the integers of both stand for the same values."""
+        axes = self.single or (self.axis, self.block) == (other.axis, other.block)
+        pairs = ((self.scale, other.scale), (self.zero, other.zero))
+        alike = (self.dtype, self.clip) == (other.dtype, other.clip)
+        return bool(axes and alike and all(np.array_equal(a, b) for a, b in pairs))
+
+    def spread(self, values: Array, shape: tuple[int, ...]) -> Array:
+        """Scales or zero points in a shape that broadcasts to `shape`.
+
+        Raises:
+            ValueError: Their number does not fit the axis.
+        """
+        if self.single:
+            return values.reshape(())
+        axis = self.axis % len(shape) if -len(shape) <= self.axis < len(shape) else None
+        if self.block and axis is not None:
+            return np.repeat(values, self.block, axis)[
+                tuple(slice(n) if i == axis else slice(None) for i, n in enumerate(shape))
+            ]
+        if axis is None or values.shape != (shape[axis],):
+            raise ValueError(
+                f"{values.size} scales along axis {self.axis} of a tensor of shape {shape}; "
+                "expected one, or one per entry of the axis"
+            )
+        return values.reshape([-1 if i == axis else 1 for i in range(len(shape))])
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Scale and zero point as tensors."""
+        return [torch.from_numpy(values) for values in (self.scale, self.zero)]
+
+    def quantizer(self, ndim: int) -> AffineQuantizer:
+        """Fake quantization by this grid of a tensor of that many axes."""
+        shape = [1] * ndim
+        if not self.single and self.block:
+            raise ValueError("an activation has scales per block; expected per tensor or channel")
+        if not self.single:
+            shape[self.axis] = self.scale.size
+        step, zero = (v.reshape(() if self.single else shape) for v in self.tensors)
+        return AffineQuantizer(step, zero, *self.bounds)
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A constant behind DequantizeLinear: (q − z)·s.
+
+    Attributes:
+        integers: q, int32.
+        grid: s, z and their axis.
+    """
+
+    integers: Array
+    grid: Grid
+
+    @cached_property
+    def centred(self) -> Array:
+        """The int32 values q − z."""
+        shape = self.integers.shape
+        return np.asarray(self.integers - self.grid.spread(self.grid.zero.astype(np.int32), shape))
+
+    @cached_property
+    def value(self) -> Array:
+        """The floats."""
+        scale = self.grid.spread(self.grid.scale, self.integers.shape)
+        return np.asarray(self.centred.astype(np.float32) * scale, np.float32)
+
+    def transposed(self, perm: list[int]) -> Stored | None:
+        """With permuted axes; None of scales per block."""
+        grid = self.grid
+        if grid.block:
+            return None
+        axis = 0 if grid.single else perm.index(grid.axis % self.integers.ndim)
+        moved = Grid(grid.scale, grid.zero, grid.dtype, axis)
+        return Stored(self.integers.transpose(perm), moved)
+
+
+def value_of(constant: Array | Stored) -> Array:
+    """A constant's floats (or integers, of one that is not quantized)."""
+    return constant.value if isinstance(constant, Stored) else constant
+
+
+def raw(constant: Array | Stored) -> Array:
+    """A constant as it lies in the file."""
+    return constant.integers if isinstance(constant, Stored) else constant
+
+
+def stored(values: Array, grid: Grid) -> Array:
+    """QuantizeLinear of a constant: clamp(round(x / s) + z), half to even, in float32."""
+    scale, zero = (grid.spread(v, values.shape) for v in (grid.scale, grid.zero))
+    rounded = np.rint(values.astype(np.float32) / scale) + zero
+    return np.asarray(np.clip(rounded, *grid.bounds)).astype(np.int32)
+
+
+def dequantized(x: Tensor, step: Tensor, zero: Tensor) -> Tensor:
+    """DequantizeLinear of integers that a model is given: (q − z)·s."""
+    return (x.float() - zero) * step
+
+
+def quantized(x: Tensor, step: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
+    """The stored integers of values that lie on a grid: round(x / s) + z."""
+    return (torch.round(x / step) + zero).to(dtype)

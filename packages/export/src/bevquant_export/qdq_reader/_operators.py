@@ -1,0 +1,582 @@
+"""ONNX operators (opsets 13 to 23) as functions of torch.
+
+A value is a tensor, or a numpy array where it is known without data: constants of the file, and
+sizes. Sizes are arrays of objects, which hold torch's symbolic integers. Operators on arrays alone
+compute in numpy, so that ``Shape → Gather → Concat → Reshape`` leaves sizes open.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Function = Callable[..., Any]
+OPERATORS: dict[str, Function] = {}
+"""Operator to its function: inputs by position (None where left out), attributes by name."""
+
+VALUES_KEPT = frozenset(
+    "Identity Dropout Reshape Transpose Flatten Squeeze Unsqueeze Slice Split MaxPool Relu "
+    "DepthToSpace SpaceToDepth Expand Tile".split()
+)
+"""Operators of one tensor whose results are values of it: integers keep their scale."""
+
+_TYPES = {
+    1: torch.float32, 2: torch.uint8, 3: torch.int8, 5: torch.int16, 6: torch.int32,
+    7: torch.int64, 9: torch.bool, 10: torch.float32, 11: torch.float32, 16: torch.float32,
+}  # fmt: skip
+"""Types of ``Cast``; every float is held in float32."""
+
+
+def tensor(value: Any) -> Tensor:
+    """A value as a tensor."""
+    if isinstance(value, Tensor):
+        return value
+    if value.dtype == object:
+        return torch.stack([torch.as_tensor(v) for v in value.ravel()]).reshape(value.shape)
+    return torch.from_numpy(np.array(value))  # a copy: those of a file cannot be written to
+
+
+def _numbers(value: Any, what: str) -> list[Any]:
+    """A known value as a list of numbers."""
+    if isinstance(value, Tensor):
+        raise ValueError(
+            f"{what} is computed from data; expected a constant or a size. Simplify the file "
+            "(onnxsim, onnxslim) or cut the model before this node"
+        )
+    return list(np.asarray(value).ravel())
+
+
+def _integers(value: Any, what: str) -> list[Any]:
+    return [n if isinstance(n, torch.SymInt) else int(n) for n in _numbers(value, what)]
+
+
+def _op(*names: str) -> Callable[[Function], Function]:
+    def register(function: Function) -> Function:
+        OPERATORS.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def _known(*values: Any) -> bool:
+    return not any(isinstance(value, Tensor) for value in values)
+
+
+def _both(ours: Function, numpy: Function) -> Function:
+    def call(*values: Any) -> Any:
+        if _known(*values):
+            return np.asarray(numpy(*values))
+        return ours(*map(tensor, values))
+
+    return call
+
+
+def _divide(x: Tensor, y: Tensor) -> Tensor:
+    whole = not (x.is_floating_point() or y.is_floating_point())
+    return torch.div(x, y, rounding_mode="trunc" if whole else None)
+
+
+def _divide_sizes(x: Any, y: Any) -> Any:
+    return np.floor_divide(x, y) if x.dtype == object or x.dtype.kind == "i" else np.divide(x, y)
+
+
+OPERATORS |= {
+    "Add": _both(torch.add, np.add),
+    "Sub": _both(torch.sub, np.subtract),
+    "Mul": _both(torch.mul, np.multiply),
+    "Div": _both(_divide, _divide_sizes),
+    "Pow": _both(torch.pow, np.power),
+    "Equal": _both(torch.eq, np.equal),
+    "Greater": _both(torch.gt, np.greater),
+    "GreaterOrEqual": _both(torch.ge, np.greater_equal),
+    "Less": _both(torch.lt, np.less),
+    "LessOrEqual": _both(torch.le, np.less_equal),
+    "And": _both(torch.logical_and, np.logical_and),
+    "Or": _both(torch.logical_or, np.logical_or),
+    "Xor": _both(torch.logical_xor, np.logical_xor),
+    "Where": _both(torch.where, np.where),
+    "Max": lambda *x: reduce(torch.maximum, map(tensor, x)),
+    "Min": lambda *x: reduce(torch.minimum, map(tensor, x)),
+    "Sum": lambda *x: reduce(torch.add, map(tensor, x)),
+    "Mean": lambda *x: reduce(torch.add, map(tensor, x)) / len(x),
+    "MatMul": lambda x, y: torch.matmul(tensor(x), tensor(y)),
+    "Identity": lambda x: x,
+    "Dropout": lambda x, *_, **__: x,
+    "Relu": F.relu,
+    "Sigmoid": torch.sigmoid,
+    "Tanh": torch.tanh,
+    "Erf": torch.erf,
+    "Exp": torch.exp,
+    "Log": torch.log,
+    "Sqrt": torch.sqrt,
+    "Abs": torch.abs,
+    "Neg": torch.neg,
+    "Reciprocal": torch.reciprocal,
+    "Floor": torch.floor,
+    "Ceil": torch.ceil,
+    "Round": torch.round,
+    "Sign": torch.sign,
+    "Sin": torch.sin,
+    "Cos": torch.cos,
+    "Not": torch.logical_not,
+    "HardSwish": F.hardswish,
+    "Mish": F.mish,
+    "Softplus": F.softplus,
+    "Softsign": F.softsign,
+    "Selu": lambda x, alpha=None, gamma=None: F.selu(x),
+    "Elu": lambda x, alpha=1.0: F.elu(x, alpha),
+    "Gelu": lambda x, approximate="none": F.gelu(x, approximate=approximate),
+    "LeakyRelu": lambda x, alpha=0.01: F.leaky_relu(x, alpha),
+    "PRelu": lambda x, slope: torch.where(x >= 0, x, tensor(slope) * x),
+    "HardSigmoid": lambda x, alpha=0.2, beta=0.5: torch.clamp(alpha * x + beta, 0, 1),
+    "Softmax": lambda x, axis=-1: torch.softmax(x, axis),
+    "LogSoftmax": lambda x, axis=-1: torch.log_softmax(x, axis),
+    "Einsum": lambda *x, equation: torch.einsum(equation, *map(tensor, x)),
+    "GlobalAveragePool": lambda x: _ADAPTIVE[x.dim() - 2](x, 1),
+    "GlobalMaxPool": lambda x: x.amax(tuple(range(2, x.dim())), keepdim=True),
+    "GatherElements": lambda x, index, axis=0: torch.gather(x, axis, tensor(index)),
+    "CumSum": lambda x, axis: torch.cumsum(x, _integers(axis, "axis")[0]),
+    "Size": lambda x: np.array(math.prod(x.shape), dtype=object),
+}
+_ADAPTIVE: dict[int, Any] = {
+    1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d,
+}  # fmt: skip
+
+
+@_op("Clip")
+def _clip(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
+    bottom, top = (None if v is None else float(_numbers(v, "min, max")[0]) for v in (low, high))
+    top = None if top is not None and top >= torch.finfo(torch.float32).max else top
+    if bottom == 0 and (top is None or top > 0):
+        return F.relu(x) if top is None else F.hardtanh(x, 0.0, top)
+    return x if bottom is None and top is None else torch.clamp(x, bottom, top)
+
+
+@_op("Gemm")
+def _gemm(
+    a: Any, b: Any, c: Any = None, alpha: float = 1.0, beta: float = 1.0, transA: int = 0,
+    transB: int = 0,
+) -> Tensor:  # fmt: skip
+    a, b = tensor(a), tensor(b)
+    product = (a.t() if transA else a) @ (b.t() if transB else b) * alpha
+    made: Tensor = product if c is None else product + beta * tensor(c)
+    return made
+
+
+# Norms
+
+
+@_op("LayerNormalization")
+def _layer_norm(
+    x: Tensor, scale: Any, bias: Any = None, axis: int = -1, epsilon: float = 1e-5, **_: Any
+) -> Tensor:
+    shape = x.shape[axis % x.dim() :]
+    return F.layer_norm(x, shape, tensor(scale), None if bias is None else tensor(bias), epsilon)
+
+
+@_op("RMSNormalization")
+def _rms_norm(x: Tensor, scale: Any, axis: int = -1, epsilon: float = 1e-5, **_: Any) -> Tensor:
+    return F.rms_norm(x, x.shape[axis % x.dim() :], tensor(scale), epsilon)
+
+
+@_op("GroupNormalization")
+def _group_norm(
+    x: Tensor, scale: Any, bias: Any, num_groups: int, epsilon: float = 1e-5, **_: Any
+) -> Tensor:
+    weights = [tensor(v) for v in (scale, bias)]
+    # Before opset 21 there is one scale per group.
+    gain, shift = (v.repeat_interleave(x.shape[1] // len(v)) for v in weights)
+    return F.group_norm(x, num_groups, gain, shift, epsilon)
+
+
+@_op("InstanceNormalization")
+def _instance_norm(x: Tensor, scale: Any, bias: Any, epsilon: float = 1e-5) -> Tensor:
+    return F.instance_norm(x, weight=tensor(scale), bias=tensor(bias), eps=epsilon)
+
+
+@_op("BatchNormalization")
+def _batch_norm(
+    x: Tensor, scale: Any, bias: Any, mean: Any, var: Any, epsilon: float = 1e-5,
+    training_mode: int = 0, **_: Any,
+) -> Tensor:  # fmt: skip
+    if training_mode:
+        raise ValueError("training_mode=1; expected 0: export the model in evaluation mode")
+    scale, bias, mean, var = map(tensor, (scale, bias, mean, var))
+    return F.batch_norm(x, mean, var, scale, bias, eps=epsilon)
+
+
+# Shape and order
+
+
+@_op("Shape")
+def _shape(x: Any, start: int = 0, end: int | None = None) -> Any:
+    sizes = list(x.shape)[start:end]
+    made = np.empty(len(sizes), dtype=object)
+    made[:] = sizes
+    return made
+
+
+@_op("Cast")
+def _cast(x: Any, to: int, **_: Any) -> Any:
+    if to not in _TYPES:
+        raise ValueError(f"type {to}; expected a float, an integer up to 64 bits or bool")
+    if _known(x):
+        kind = np.dtype(str(_TYPES[to]).removeprefix("torch."))
+        return x if x.dtype == object and kind.kind == "i" else x.astype(kind)
+    rounds = {10: torch.float16, 16: torch.bfloat16}  # which a value keeps in float32
+    return x.to(rounds[to]).float() if to in rounds else x.to(_TYPES[to])
+
+
+@_op("CastLike")
+def _cast_like(x: Any, like: Any, **_: Any) -> Any:
+    return x.to(like.dtype) if isinstance(x, Tensor) else x.astype(np.asarray(like).dtype)
+
+
+@_op("Reshape")
+def _reshape(x: Any, shape: Any, allowzero: int = 0) -> Any:
+    sizes = _integers(shape, "shape")
+    if not allowzero:
+        sizes = [x.shape[i] if n == 0 else n for i, n in enumerate(sizes)]
+    return x.reshape(sizes)
+
+
+@_op("Flatten")
+def _flatten(x: Tensor, axis: int = 1) -> Tensor:
+    if axis == 1:
+        return x.flatten(1)
+    return x.reshape(math.prod(x.shape[: axis % (x.dim() + 1)]), -1)
+
+
+@_op("Transpose")
+def _transpose(x: Tensor, perm: Any = None) -> Tensor:
+    return x.permute(list(range(x.dim()))[::-1] if perm is None else list(perm))
+
+
+@_op("Squeeze")
+def _squeeze(x: Any, axes: Any = None) -> Any:
+    given = None if axes is None else tuple(_integers(axes, "axes"))
+    if isinstance(x, Tensor):
+        return x.squeeze() if given is None else x.squeeze(given)
+    return np.squeeze(x, given)
+
+
+@_op("Unsqueeze")
+def _unsqueeze(x: Any, axes: Any) -> Any:
+    given = _integers(axes, "axes")
+    if not isinstance(x, Tensor):
+        return np.expand_dims(x, tuple(given))
+    rank = x.dim() + len(given)
+    for axis in sorted(a % rank for a in given):
+        x = x.unsqueeze(axis)
+    return x
+
+
+@_op("Concat")
+def _concat(*parts: Any, axis: int) -> Any:
+    if _known(*parts):
+        return np.concatenate([np.asarray(p) for p in parts], axis)
+    return torch.cat([tensor(p) for p in parts], axis)
+
+
+@_op("Split")
+def _split(
+    x: Any, sizes: Any = None, axis: int = 0, num_outputs: int | None = None, outputs: int = 1
+) -> Any:
+    count = num_outputs or outputs
+    each = -(-x.shape[axis] // count)
+    parts = each if sizes is None else _integers(sizes, "split")
+    if isinstance(x, Tensor):
+        return torch.split(x, parts, axis)
+    return np.split(x, count if sizes is None else np.cumsum(parts)[:-1], axis)
+
+
+@_op("Slice")
+def _slice(x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> Any:
+    first, last = _integers(starts, "starts"), _integers(ends, "ends")
+    along = list(range(len(first))) if axes is None else _integers(axes, "axes")
+    strides = [1] * len(first) if steps is None else _integers(steps, "steps")
+    parts: list[Any] = [slice(None)] * x.ndim
+    for axis, start, end, step in zip(along, first, last, strides, strict=True):
+        stop = None if isinstance(end, int) and abs(end) >= 2**31 - 1 else end
+        if step < 0 and isinstance(x, Tensor):
+            if (step, start, stop) not in ((-1, -1, None), (-1, x.shape[axis] - 1, None)):
+                raise ValueError(f"a slice from {start} to {end} by {step}; expected a whole axis")
+            x = x.flip(axis)
+        else:
+            parts[axis] = slice(start, stop, step)
+    return x[tuple(parts)]
+
+
+@_op("Gather")
+def _gather(x: Any, index: Any, axis: int = 0) -> Any:
+    if _known(x, index):
+        return np.asarray(np.take(x, index.astype(np.int64), axis))
+    x = tensor(x)
+    axis %= x.dim()
+    if _known(index) and not index.ndim:
+        return x.select(axis, int(index))
+    if _known(index) and index.ndim == 1:
+        index = np.where(index < 0, index + x.shape[axis], index)
+        return x.index_select(axis, tensor(index).long())
+    return x[(*[slice(None)] * axis, tensor(index).long())]
+
+
+@_op("Expand")
+def _expand(x: Any, shape: Any) -> Tensor:
+    x = tensor(x)
+    sizes = _integers(shape, "shape")
+    own: list[Any] = [1] * (len(sizes) - x.dim()) + list(x.shape)
+    sizes = [1] * (len(own) - len(sizes)) + sizes
+    wide = [a if isinstance(b, int) and b == 1 else b for a, b in zip(own, sizes, strict=True)]
+    made: Tensor = x.expand(wide)
+    return made
+
+
+@_op("Tile")
+def _tile(x: Any, repeats: Any) -> Any:
+    counts = _integers(repeats, "repeats")
+    return x.repeat(counts) if isinstance(x, Tensor) else np.tile(x, counts)
+
+
+@_op("ConstantOfShape")
+def _constant_of_shape(shape: Any, value: Any = None) -> Any:
+    fill = np.zeros(1, np.float32) if value is None else value
+    sizes = _integers(shape, "shape")
+    if fill.dtype.kind == "i" and all(isinstance(n, int) for n in sizes):
+        return np.full(sizes, fill[0])
+    kind = getattr(torch, "float32" if fill.dtype.kind == "f" else str(fill.dtype))
+    return torch.full(sizes, fill[0].item(), dtype=kind)
+
+
+@_op("Range")
+def _range(start: Any, limit: Any, delta: Any) -> Tensor:
+    ends: list[Any] = [_numbers(v, "start, limit, delta")[0] for v in (start, limit, delta)]
+    return torch.arange(*(n.item() if isinstance(n, np.generic) else n for n in ends))
+
+
+@_op("Pad")
+def _pad(x: Tensor, pads: Any, value: Any = None, axes: Any = None, mode: str = "constant") -> Any:
+    sizes = _integers(pads, "pads")
+    half = len(sizes) // 2
+    along = range(x.dim()) if axes is None else _integers(axes, "axes")
+    by_axis = {a % x.dim(): (sizes[i], sizes[half + i]) for i, a in enumerate(along)}
+    ends = [by_axis.get(a, (0, 0)) for a in range(x.dim())]
+    while ends and ends[0] == (0, 0):
+        ends = ends[1:]
+    flat = [n for pair in reversed(ends) for n in pair]
+    fill = 0.0 if value is None else float(_numbers(value, "constant_value")[0])
+    if mode == "constant":
+        return F.pad(x, flat, value=fill) if flat else x
+    names = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
+    return F.pad(x, flat, names[mode]) if flat else x
+
+
+@_op("DepthToSpace")
+def _depth_to_space(x: Tensor, blocksize: int, mode: str = "DCR") -> Tensor:
+    if mode == "CRD":
+        return F.pixel_shuffle(x, blocksize)
+    n, c, h, w = x.shape
+    parts = x.reshape(n, blocksize, blocksize, c // blocksize**2, h, w)
+    return parts.permute(0, 3, 4, 1, 5, 2).reshape(
+        n, c // blocksize**2, h * blocksize, w * blocksize
+    )
+
+
+@_op("SpaceToDepth")
+def _space_to_depth(x: Tensor, blocksize: int) -> Tensor:
+    n, c, h, w = x.shape
+    parts = x.reshape(n, c, h // blocksize, blocksize, w // blocksize, blocksize)
+    return parts.permute(0, 3, 5, 1, 2, 4).reshape(
+        n, c * blocksize**2, h // blocksize, w // blocksize
+    )
+
+
+# Reductions and choices
+
+
+def _reduction(function: Function) -> Function:
+    def call(x: Any, axes: Any = None, keepdims: int = 1, noop_with_empty_axes: int = 0) -> Any:
+        given = [] if axes is None else _integers(axes, "axes")
+        if not given and noop_with_empty_axes:
+            return x
+        if not isinstance(x, Tensor):
+            return np.asarray(reduce(operator.mul, x.ravel(), 1)).reshape(
+                [1] * (keepdims and x.ndim)
+            )
+        along = sorted(a % x.dim() for a in given) or list(range(x.dim()))
+        return function(x, along, bool(keepdims))
+
+    return call
+
+
+def _mean(x: Tensor, axes: list[int], keep: bool) -> Tensor:
+    if x.dim() in (4, 5) and axes == list(range(2, x.dim())):  # which has an integer form
+        pooled: Tensor = _ADAPTIVE[x.dim() - 2](x, 1)
+        return pooled if keep else pooled.flatten(1)
+    return x.mean(axes, keepdim=keep)
+
+
+OPERATORS |= {
+    "ReduceMean": _reduction(_mean),
+    "ReduceSum": _reduction(lambda x, axes, keep: x.sum(axes, keepdim=keep)),
+    "ReduceMax": _reduction(lambda x, axes, keep: x.amax(axes, keepdim=keep)),
+    "ReduceMin": _reduction(lambda x, axes, keep: x.amin(axes, keepdim=keep)),
+    "ReduceL2": _reduction(lambda x, axes, keep: x.norm(2, axes, keepdim=keep)),
+    "ReduceProd": _reduction(lambda x, axes, keep: reduce(
+        lambda y, a: y.prod(a, keepdim=keep), axes[::-1], x)),
+}  # fmt: skip
+
+
+@_op("ArgMax")
+def _argmax(x: Tensor, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
+    if select_last_index:
+        raise ValueError("select_last_index=1; expected 0")
+    return torch.argmax(x, axis, keepdim=bool(keepdims))
+
+
+@_op("TopK")
+def _topk(x: Tensor, k: Any, axis: int = -1, largest: int = 1, sorted: int = 1) -> Any:
+    # Of equal values the first, as ONNX says; torch.topk takes any.
+    values, places = torch.sort(x, dim=axis, descending=bool(largest), stable=True)
+    count = _integers(k, "k")[0]
+    return values.narrow(axis, 0, count), places.narrow(axis, 0, count)
+
+
+# Windows
+
+
+def window_pads(
+    sizes: Any, kernel: Any, strides: Any, dilations: Any, auto_pad: str, pads: Any
+) -> list[tuple[int, int]]:
+    """Padding before and behind each axis of a window's operator."""
+    if auto_pad in ("NOTSET", "VALID"):
+        half = len(kernel)
+        given = list(pads or [0] * 2 * half) if auto_pad == "NOTSET" else [0] * 2 * half
+        return list(zip(given[:half], given[half:], strict=True))
+    found = []
+    for n, k, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True):
+        n = 0 if stride == 1 else int(n)  # of stride 1 the size has no part in it
+        total = max((-(-n // stride) - 1) * stride + dilation * (k - 1) + 1 - n, 0)
+        found.append((total // 2, total - total // 2))
+    return found if auto_pad == "SAME_UPPER" else [pair[::-1] for pair in found]
+
+
+def padded(x: Tensor, pads: list[tuple[int, int]], value: float = 0.0) -> Tensor:
+    """The tensor with its last axes padded."""
+    return F.pad(x, [n for pair in reversed(pads) for n in pair], value=value)
+
+
+@_op("MaxPool")
+def _max_pool(
+    x: Tensor, kernel_shape: Any, strides: Any = None, pads: Any = None, dilations: Any = None,
+    ceil_mode: int = 0, auto_pad: str = "NOTSET", storage_order: int = 0,
+) -> Tensor:  # fmt: skip
+    rank = len(kernel_shape)
+    step, spread = list(strides or [1] * rank), list(dilations or [1] * rank)
+    ends = window_pads(x.shape[2:], kernel_shape, step, spread, auto_pad, pads)
+    if any(a != b or 2 * a > k for (a, b), k in zip(ends, kernel_shape, strict=True)):
+        x, ends = padded(x, ends, float(torch.finfo(torch.float32).min)), [(0, 0)] * rank
+    pool: Any = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}[rank]
+    sizes = [a for a, _ in ends]
+    made: Tensor = pool(x, list(kernel_shape), step, sizes, spread, bool(ceil_mode))
+    return made
+
+
+@_op("AveragePool")
+def _average_pool(
+    x: Tensor, kernel_shape: Any, strides: Any = None, pads: Any = None, dilations: Any = None,
+    ceil_mode: int = 0, count_include_pad: int = 0, auto_pad: str = "NOTSET",
+) -> Tensor:  # fmt: skip
+    rank = len(kernel_shape)
+    step = list(strides or [1] * rank)
+    if any(d != 1 for d in dilations or ()):
+        raise ValueError(f"dilations={dilations}; expected 1")
+    ends = window_pads(x.shape[2:], kernel_shape, step, [1] * rank, auto_pad, pads)
+    pool: Any = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}[rank]
+
+    def pooled(values: Tensor, sizes: list[int], count: bool) -> Tensor:
+        made: Tensor = pool(values, list(kernel_shape), step, sizes, bool(ceil_mode), count)
+        return made
+
+    if all(a == b and 2 * a <= k for (a, b), k in zip(ends, kernel_shape, strict=True)):
+        return pooled(x, [a for a, _ in ends], bool(count_include_pad))
+    if ceil_mode:
+        raise ValueError(f"pads={pads} with ceil_mode=1; expected pads alike on both sides")
+    sums = pooled(padded(x, ends), [0] * rank, True)
+    if count_include_pad:
+        return sums
+    return sums / pooled(padded(torch.ones_like(x[:1, :1]), ends), [0] * rank, True)
+
+
+@_op("Conv")
+def _conv(
+    x: Tensor, weight: Any, bias: Any = None, kernel_shape: Any = None, strides: Any = None,
+    pads: Any = None, dilations: Any = None, group: int = 1, auto_pad: str = "NOTSET",
+) -> Tensor:  # fmt: skip
+    weight = tensor(weight)
+    rank = weight.dim() - 2
+    step, spread = list(strides or [1] * rank), list(dilations or [1] * rank)
+    ends = window_pads(x.shape[2:], weight.shape[2:], step, spread, auto_pad, pads)
+    convolve: Any = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[rank]
+    shift = None if bias is None else tensor(bias)
+    made: Tensor = convolve(padded(x, ends), weight, shift, step, 0, spread, group)
+    return made
+
+
+_COORDINATES = ("half_pixel", "pytorch_half_pixel", "align_corners", "asymmetric")
+
+
+@_op("Resize")
+def _resize(
+    x: Tensor, roi: Any = None, scales: Any = None, sizes: Any = None, mode: str = "nearest",
+    coordinate_transformation_mode: str = "half_pixel", nearest_mode: str = "round_prefer_floor",
+    cubic_coeff_a: float = -0.75, antialias: int = 0, axes: Any = None,
+    keep_aspect_ratio_policy: str = "stretch", **_: Any,
+) -> Tensor:  # fmt: skip
+    rank = x.dim() - 2
+    along = [a % x.dim() for a in axes] if axes is not None else list(range(x.dim()))
+    size: Any = None
+    factors: Any = None
+    given = _numbers(sizes if sizes is not None else scales, "sizes or scales")
+    by_axis = dict(zip(along, given, strict=True))
+    if sizes is not None:
+        size = [int(n) if not isinstance(n := by_axis.get(a, x.shape[a]), torch.SymInt) else n
+                for a in range(2, x.dim())]  # fmt: skip
+    else:
+        factors = [float(by_axis.get(a, 1.0)) for a in range(2, x.dim())]
+    how = coordinate_transformation_mode
+    outer = [float(by_axis.get(a, 1.0)) for a in (0, 1)] if factors else [1.0, 1.0]
+    whole = factors is not None and all(f == int(f) and f >= 1 for f in factors)
+    floor = (how, nearest_mode) == ("asymmetric", "floor")
+    # Whole factors: the nearest pixel by half_pixel is that by asymmetric and floor.
+    exact = floor or (whole and how in _COORDINATES[:2] and nearest_mode.startswith("round"))
+    linear = mode in ("linear", "cubic") and how in _COORDINATES[:3]
+    fits = exact if mode == "nearest" else linear and (mode == "linear" or cubic_coeff_a == -0.75)
+    if not fits or outer != [1.0, 1.0] or keep_aspect_ratio_policy != "stretch" or rank > 3:
+        raise ValueError(
+            f"mode={mode}, {how}, {nearest_mode}; expected nearest (asymmetric and floor, or whole "
+            "factors), linear or cubic (half_pixel or align_corners) over grid axes. Export the "
+            "resizing with one of these"
+        )
+    names = {"nearest": "nearest", "cubic": "bicubic"}
+    name = names.get(mode, {1: "linear", 2: "bilinear", 3: "trilinear"}.get(rank, ""))
+    corners = {} if mode == "nearest" else {"align_corners": how == "align_corners"}
+    smooth = {"antialias": True} if antialias else {}
+    return F.interpolate(x, size, factors, name, **corners, **smooth)
+
+
+@_op("GridSample")
+def _grid_sample(
+    x: Tensor, grid: Any, mode: str = "linear", padding_mode: str = "zeros", align_corners: int = 0
+) -> Tensor:
+    names = {"linear": "bilinear", "cubic": "bicubic"}
+    kind = names.get(mode, mode)
+    return F.grid_sample(x, tensor(grid), kind, padding_mode, bool(align_corners))
