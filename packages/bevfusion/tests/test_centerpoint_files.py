@@ -121,6 +121,8 @@ def test_autoware_s_node_reads_boxes_of_older_mmdetection3d(tmp_path: Path) -> N
     assert encoder.name == "pts_voxel_encoder_centerpoint.onnx"
     assert dense.name == "pts_backbone_neck_head_centerpoint.onnx"
     assert [port.name for port in encoder.inputs] == ["input_features"]
+    assert "autoware_lidar_centerpoint builds" in dense.build
+    assert "class_names ['car', 'truck']" in dense.notes[-1]
     # The node binds the outputs by their places.
     maps = ["heatmap", "reg", "height", "dim", "rot", "vel"]
     assert [port.name for port in dense.outputs] == maps

@@ -90,19 +90,25 @@ def autoware_files(model: Detector) -> tuple[FilePart, ...]:
     outputs = {name: f"{'node_' * (name in ('dim', 'rot'))}{name}_0" for name in maps}
     settings = (
         f"the node's parameters: class_names {list(head.classes)}, voxel_size {head.voxel_size}, "
-        f"range from {head.origin}, downsample_factor {head.out_size_factor}, map {x} × {y}",
-        "the node builds the engines itself: set its trt_precision to int8 for quantized files",
+        f"range from {head.origin}, downsample_factor {head.out_size_factor}, map {x} × {y}"
     )
     encoder = replace(
-        PILLAR_FILE, name="pts_voxel_encoder_centerpoint", inputs={"input_features": PADDED}
+        PILLAR_FILE,
+        name="pts_voxel_encoder_centerpoint",
+        inputs={"input_features": PADDED},
+        build=_NODE_BUILDS,
     )
     dense_parts = ("decoder", "head")
     return encoder, FilePart(
         "pts_backbone_neck_head_centerpoint", {"spatial_features": "lidar"}, outputs,
-        lambda m: NodeMapsPart(m, dense_parts), notes=settings,
+        lambda m: NodeMapsPart(m, dense_parts), notes=(settings,), build=_NODE_BUILDS,
     )  # fmt: skip
 
 
+_NODE_BUILDS = (
+    "autoware_lidar_centerpoint builds both engines itself, float32 at their ends: trt_precision "
+    "int8 where the dense file is quantized"
+)
 _NODE_POINTS, _NODE_COLUMNS, _NODE_CHANNELS = 32, (10, 11), 32
 
 

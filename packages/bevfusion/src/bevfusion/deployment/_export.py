@@ -339,7 +339,8 @@ def exported_file(written: Written, layers: tuple[FileLayer, ...]) -> ExportedFi
         name=written.path.name,
         kind=kind,
         runs_on=engine.title,
-        build="; ".join(engine.commands(written.path, quantized=quantized)),
+        build=written.piece.file.build
+        or "; ".join(engine.commands(written.path, quantized=quantized)),
         size=written.path.stat().st_size,
         sha256=sha256(written.path),
         companions={p.name: sha256(p) for p in _companions(written)},

@@ -215,7 +215,8 @@ class FilePart:
         make: The part of a model that it holds.
         sparse: Whether that is a sparse encoder, which takes the batch size too.
         order: Of a sparse encoder's coordinates, "xyz" or "zyx".
-        notes: For whoever deploys it.
+        notes: For its deployment.
+        build: How an engine of it is built, where the target's commands do not fit.
     """
 
     name: str
@@ -225,6 +226,7 @@ class FilePart:
     sparse: bool = False
     order: str = "xyz"
     notes: tuple[str, ...] = ()
+    build: str = ""
 
     def module(self, model: Detector) -> nn.Module:
         """The part of `model`; its layers are the model's own."""

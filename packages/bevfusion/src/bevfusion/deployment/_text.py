@@ -24,7 +24,7 @@ def export_text(made: ExportedSet) -> tuple[str, ...]:
         parts += [(boxes := file_box_table(made)).title, boxes.text()]
     if made.measured:
         parts.append(f"Measured on this CPU: {made.measured}")
-    parts.append("\n".join(["Engines", *(f"  {file.build}" for file in made.files)]))
+    parts.append("\n".join(["Engines", *dict.fromkeys(f"  {file.build}" for file in made.files)]))
     return tuple(parts)
 
 
