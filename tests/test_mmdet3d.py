@@ -6,7 +6,6 @@ They need mmdet3d 1.4.0, mmdet, mmengine and mmcv-lite: `nox -s mmdet3d` install
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mmdet3d_configs
@@ -24,6 +23,7 @@ from bevfusion.frameworks._mmdet3d_frames import to_detections
 pytest.importorskip("mmdet3d", reason="needs mmdet3d 1.4.0 with mmcv-lite, mmdet and mmengine")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of their imports, on a newer torch
 CENTERPOINT = "centerpoint/centerpoint_pillar02_second_secfpn_8xb4-cyclic-20e_nus-3d.py"
+SMOKE = "smoke/smoke_dla34_dlaneck_gn-all_4xb8-6x_kitti-mono3d.py"
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def theirs(detector: Any, frame: Frame) -> Any:
         CENTERPOINT,
         "parta2/parta2_hv_secfpn_8xb2-cyclic-80e_kitti-3d-3class.py",
         "dynamic_voxelization/second_dv_secfpn_8xb6-80e_kitti-3d-car.py",
-        "smoke/smoke_dla34_dlaneck_gn-all_4xb8-6x_kitti-mono3d.py",
+        SMOKE,
         "imvoxelnet/imvoxelnet_8xb4_kitti-3d-car.py",
         "3dssd/3dssd_4xb4_kitti-3d-car.py",
     ],
@@ -89,45 +89,51 @@ def test_the_table_has_every_configuration() -> None:
             assert rows[name] in (rows[first], f"as `{first}` | | | |")
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """CenterPoint's configuration with a smaller grid, and a checkpoint as mmengine saves it."""
+def saved(name: str, folder: Path) -> dict[str, torch.Tensor]:
+    """A configuration cut down, and a checkpoint as mmengine saves it; the weights in it."""
     from mmengine.logging import MessageHub
     from mmengine.runner.checkpoint import save_checkpoint
 
-    settings = mmdet3d_configs.settings_of(CENTERPOINT)
+    settings = mmdet3d_configs.settings_of(name)
     mmdet3d_configs.cut_down(settings)
-    folder = tmp_path_factory.mktemp("mmdet3d")
-    settings.dump(folder / "centerpoint.py")
+    settings.dump(folder / "config.py")
     torch.manual_seed(1)
-    network = load_detector(f"mmdet3d:{folder / 'centerpoint.py'}").network
+    weights = load_detector(f"mmdet3d:{folder / 'config.py'}").network.model.state_dict()
     hub = MessageHub.get_instance("bevquant")
     hub.update_scalar("train/loss", np.float64(0.5))
     state = {
         "meta": {"epoch": 20, "seed": np.int64(3)},
-        "state_dict": network.model.state_dict(),
+        "state_dict": weights,
         "message_hub": hub.state_dict(),
     }
     save_checkpoint(state, str(folder / "epoch_20.pth"))
-    return SimpleNamespace(
-        config=folder / "centerpoint.py",
-        weights=folder / "epoch_20.pth",
-        state=network.model.state_dict(),
-    )
+    return weights
 
 
-def test_one_command_from_a_checkpoint_to_files(saved: SimpleNamespace, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "cameras", "files"),
+    [
+        ("second/second_hv_secfpn_8xb6-80e_kitti-3d-car.py", [], ("sparse.onnx", "dense.onnx")),
+        (CENTERPOINT, [], ("dense.onnx",)),
+        (SMOKE, ["--cameras", "CAM_FRONT"], ("dense.onnx",)),
+    ],
+)
+def test_one_command_from_a_checkpoint_to_files(
+    name: str, cameras: list[str], files: tuple[str, ...], tmp_path: Path
+) -> None:
     from bevfusion_quant.cli import main
 
-    command = ["ptq", "--model", f"mmdet3d:{saved.config}", "--weights", str(saved.weights)]
-    options = ["--dataset", "street", "--count", "1", "--runs", str(tmp_path), "--name", "run"]
-    assert main([*command, *options, "--quiet"]) == 0
-    for file in ("dense.onnx",):
-        (found,) = (tmp_path / "run").rglob(file)
-        onnx.checker.check_model(onnx.load(found))
+    saved(name, tmp_path)
+    command = ["ptq", "--model", f"mmdet3d:{tmp_path / 'config.py'}"]
+    command += ["--weights", str(tmp_path / "epoch_20.pth"), "--dataset", "street", "--count", "1"]
+    assert main([*command, *cameras, "--runs", str(tmp_path), "--name", "run", "--quiet"]) == 0
+    for file in files:
+        assert onnx.load(tmp_path / "run" / "onnx" / file).graph.node
     assert "Layers" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
-def test_the_checkpoints_weights_are_used(saved: SimpleNamespace) -> None:
-    loaded = load_detector(f"mmdet3d:{saved.config}", saved.weights).network.model.state_dict()
-    assert all(torch.equal(loaded[name], value) for name, value in saved.state.items())
+def test_the_checkpoints_weights_are_used(tmp_path: Path) -> None:
+    weights = saved(CENTERPOINT, tmp_path)
+    detector = load_detector(f"mmdet3d:{tmp_path / 'config.py'}", tmp_path / "epoch_20.pth")
+    loaded = detector.network.model.state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in weights.items())

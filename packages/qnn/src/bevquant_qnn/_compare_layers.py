@@ -157,6 +157,8 @@ class _Probe:
         if amax is None:
             return
         for value in args:
+            if value is None:  # an argument that may be absent
+                continue
             x = self.output(value)
             if isinstance(self.reader, InputChannels):
                 x = self.reader.times_factors(x)

@@ -283,22 +283,27 @@ class _Extension(ModuleType):
 
 
 class _TorchOnCpu(ModuleType):
-    """torch, for a module that allocates with types of CUDA."""
+    """torch, for modules that allocate by CUDA's types or ask for the current device."""
 
-    cuda = SimpleNamespace(IntTensor=torch.IntTensor, FloatTensor=torch.FloatTensor)
+    cuda = SimpleNamespace(
+        IntTensor=torch.IntTensor,
+        FloatTensor=torch.FloatTensor,
+        current_device=lambda: -1,  # what `Tensor.get_device` says of the CPU
+    )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
 
 def allocate_on_cpu() -> None:
-    """Let mmcv's furthest point sampling, once imported, run on the CPU with its stand-in.
+    """Let mmcv's operators that are written for CUDA alone run on the CPU with their stand-ins.
 
-    It is the only operator of mmcv that allocates its output with a type of CUDA.
+    Called once mmcv is imported.
     """
-    module: Any = sys.modules.get("mmcv.ops.furthest_point_sample")
-    if module is not None and isinstance(sys.modules.get("mmcv._ext"), _Extension):
-        module.torch = _TorchOnCpu("torch")
+    for name in ("furthest_point_sample", "points_in_boxes", "knn"):
+        module: Any = sys.modules.get(f"mmcv.ops.{name}")
+        if module is not None and isinstance(sys.modules.get("mmcv._ext"), _Extension):
+            module.torch = _TorchOnCpu("torch")
 
 
 class _Finder(MetaPathFinder, Loader):

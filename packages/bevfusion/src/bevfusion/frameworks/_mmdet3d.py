@@ -199,7 +199,8 @@ class _Reader:
             return self._second_stage(outputs, frame, metas), to_model
         if isinstance(network, PointNetwork):
             (points,) = self.arguments(frame)
-            return head.predict_by_feat(points, outputs, batch_input_metas=[metas])[0], to_model
+            found = head.predict_by_feat([points[0]], outputs, batch_input_metas=[metas])
+            return found[0], to_model
         if kind == "Depth":
             outputs = (*outputs[0], outputs[1])
         given = (outputs,) if hasattr(head, "task_heads") else tuple(outputs)
