@@ -27,6 +27,10 @@ NODES: list[Node] = [
     ).split()),
     *((op, [F32(0.5)], {}) for op in "Add Sub Mul Div Max Min Sum Mean".split()),
     ("Pow", [F32(2)], {}),
+    ("Selu", [], {"alpha": 2.0, "gamma": 0.5}),
+    ("Dropout", [F32(0.5), np.array(False)], {}),
+    ("ReduceProd", [np.array([1, 3], I64)], {"keepdims": 0}),
+    ("Slice", [np.array(v, I64) for v in ([0], [-(2**40)], [1])], {}),
     ("Clip", [F32(0), F32(6)], {}),
     ("Clip", [F32(-0.5)], {}),
     ("Gelu", [], {"approximate": "tanh"}),
@@ -63,6 +67,8 @@ NODES: list[Node] = [
     ("MaxPool", [], {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}),
     ("MaxPool", [], {"kernel_shape": [3, 3], "strides": [2, 2], "auto_pad": "SAME_UPPER"}),
     ("MaxPool", [], {"kernel_shape": [2, 2], "strides": [2, 2], "ceil_mode": 1}),
+    ("AveragePool", [], {"kernel_shape": [3, 3], "strides": [2, 2], "ceil_mode": 1}),
+    ("MatMul", [np.linspace(-1, 1, 192, dtype=F32).reshape(8, 6, 4)], {}),
     ("AveragePool", [], {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}),
     ("AveragePool", [], {"kernel_shape": [3, 2], "pads": [0, 0, 1, 1], "strides": [2, 1]}),
     ("AveragePool", [], {"kernel_shape": [3, 3], "pads": [0, 1, 2, 1], "count_include_pad": 1}),
@@ -118,6 +124,22 @@ def test_operators_compute_what_onnx_runtime_computes(tmp_path: Path) -> None:
     )
     shape = graph.node("Concat", [ends[1], ends[1]], axis=0)
     best.append(graph.node("ConstantOfShape", [shape], "zeros"))
+    both = graph.node("Concat", ends, axis=0)
+    for op in ("ReduceProd", "ReduceMax"):  # of sizes
+        count = graph.node("Cast", [graph.node(op, [both])], to=TensorProto.FLOAT)
+        best.append(graph.node("Mul", [x, count], f"{op}_of_sizes"))
+    deep = graph.node("MatMul", [x, graph.constant("deep", np.ones((8, 6, 4), F32))])
+    best.append(graph.node("Add", [deep, graph.constant("shift", np.ones(4, F32))], "shifted"))
+    square = graph.node(
+        "Gemm",
+        [
+            graph.node("Reshape", [x, graph.constant("rows", np.array([-1, 6], I64))]),
+            graph.constant("gw", np.ones((6, 96), F32)),
+            graph.constant("gb", np.arange(96, dtype=F32).reshape(96, 1)),
+        ],
+        "rows_shifted",
+    )
+    best.append(square)
     zero, one = (graph.constant(f"n{i}", np.array(i, I64)) for i in (0, 1))
     steps = graph.node("Range", [zero, row, one])
     best.append(graph.node("Mul", [x, graph.node("CastLike", [steps, x])], "scaled"))

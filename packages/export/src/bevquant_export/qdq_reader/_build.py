@@ -271,7 +271,7 @@ class Builder:
         bias = self.constants.get(rest[0]) if rest and rest[0] else None
         if x in self.constants or value is None or (rest and rest[0] and bias is None):
             return False
-        if node.op_type == "MatMul":
+        if node.op_type == "MatMul" and raw(value).ndim == 2:
             bias, output = self._added_bias(node, raw(value).shape[-1], merged)
         layer = layer_of(node.op_type, attributes, value, bias)
         if layer is None:

@@ -170,7 +170,7 @@ def layer_of(
         channels = raw(weight).shape[0]
         if op == "ConvTranspose":
             channels = raw(weight).shape[1] * settings["groups"]
-    if bias is not None and raw(bias).size != channels:
+    if bias is not None and raw(bias).shape not in ((channels,), (1, channels)):
         if raw(bias).size != 1:
             return None
         bias = np.full(channels, value_of(bias).reshape(()), np.float32)

@@ -109,7 +109,6 @@ OPERATORS |= {
     "Mean": lambda *x: reduce(torch.add, map(tensor, x)) / len(x),
     "MatMul": lambda x, y: torch.matmul(tensor(x), tensor(y)),
     "Identity": lambda x: x,
-    "Dropout": lambda x, *_, **__: x,
     "Relu": F.relu,
     "Sigmoid": torch.sigmoid,
     "Tanh": torch.tanh,
@@ -131,7 +130,9 @@ OPERATORS |= {
     "Mish": F.mish,
     "Softplus": F.softplus,
     "Softsign": F.softsign,
-    "Selu": lambda x, alpha=None, gamma=None: F.selu(x),
+    "Selu": lambda x, alpha=1.67326319217681884765625, gamma=1.05070102214813232421875: (
+        gamma * F.elu(x, alpha)
+    ),
     "Elu": lambda x, alpha=1.0: F.elu(x, alpha),
     "Gelu": lambda x, approximate="none": F.gelu(x, approximate=approximate),
     "LeakyRelu": lambda x, alpha=0.01: F.leaky_relu(x, alpha),
@@ -149,6 +150,13 @@ OPERATORS |= {
 _ADAPTIVE: dict[int, Any] = {
     1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d,
 }  # fmt: skip
+
+
+@_op("Dropout")
+def _dropout(x: Tensor, ratio: Any = None, training: Any = None, seed: int = 0) -> Tensor:
+    if training is not None and _numbers(training, "training_mode")[0]:
+        raise ValueError("training_mode=1; expected 0: export the model in evaluation mode")
+    return x
 
 
 @_op("Clip")
@@ -305,7 +313,7 @@ def _slice(x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) 
     strides = [1] * len(first) if steps is None else _integers(steps, "steps")
     parts: list[Any] = [slice(None)] * x.ndim
     for axis, start, end, step in zip(along, first, last, strides, strict=True):
-        stop = None if isinstance(end, int) and abs(end) >= 2**31 - 1 else end
+        stop = None if isinstance(end, int) and end * (1 if step > 0 else -1) > 2**31 - 2 else end
         if step < 0 and isinstance(x, Tensor):
             if (step, start, stop) not in ((-1, -1, None), (-1, x.shape[axis] - 1, None)):
                 raise ValueError(f"a slice from {start} to {end} by {step}; expected a whole axis")
@@ -402,15 +410,15 @@ def _space_to_depth(x: Tensor, blocksize: int) -> Tensor:
 # Reductions and choices
 
 
-def _reduction(function: Function) -> Function:
+def _reduction(function: Function, of_sizes: Function | None = None) -> Function:
     def call(x: Any, axes: Any = None, keepdims: int = 1, noop_with_empty_axes: int = 0) -> Any:
         given = [] if axes is None else _integers(axes, "axes")
         if not given and noop_with_empty_axes:
             return x
-        if not isinstance(x, Tensor):
-            return np.asarray(reduce(operator.mul, x.ravel(), 1)).reshape(
-                [1] * (keepdims and x.ndim)
-            )
+        if _known(x) and x.ndim == 1 and of_sizes is not None:
+            made = np.asarray(reduce(of_sizes, x))
+            return made.reshape(1) if keepdims else made
+        x = tensor(x)
         along = sorted(a % x.dim() for a in given) or list(range(x.dim()))
         return function(x, along, bool(keepdims))
 
@@ -430,8 +438,10 @@ OPERATORS |= {
     "ReduceMax": _reduction(lambda x, axes, keep: x.amax(axes, keepdim=keep)),
     "ReduceMin": _reduction(lambda x, axes, keep: x.amin(axes, keepdim=keep)),
     "ReduceL2": _reduction(lambda x, axes, keep: x.norm(2, axes, keepdim=keep)),
-    "ReduceProd": _reduction(lambda x, axes, keep: reduce(
-        lambda y, a: y.prod(a, keepdim=keep), axes[::-1], x)),
+    "ReduceProd": _reduction(
+        lambda x, axes, keep: reduce(lambda y, a: y.prod(a, keepdim=keep), axes[::-1], x),
+        operator.mul,
+    ),
 }  # fmt: skip
 
 
@@ -539,7 +549,8 @@ def _resize(
     x: Tensor, roi: Any = None, scales: Any = None, sizes: Any = None, mode: str = "nearest",
     coordinate_transformation_mode: str = "half_pixel", nearest_mode: str = "round_prefer_floor",
     cubic_coeff_a: float = -0.75, antialias: int = 0, axes: Any = None,
-    keep_aspect_ratio_policy: str = "stretch", **_: Any,
+    keep_aspect_ratio_policy: str = "stretch", exclude_outside: int = 0,
+    extrapolation_value: float = 0.0,
 ) -> Tensor:  # fmt: skip
     rank = x.dim() - 2
     along = [a % x.dim() for a in axes] if axes is not None else list(range(x.dim()))
@@ -559,7 +570,8 @@ def _resize(
     # Whole factors: the nearest pixel by half_pixel is that by asymmetric and floor.
     exact = floor or (whole and how in _COORDINATES[:2] and nearest_mode.startswith("round"))
     linear = mode in ("linear", "cubic") and how in _COORDINATES[:3]
-    fits = exact if mode == "nearest" else linear and (mode == "linear" or cubic_coeff_a == -0.75)
+    cubic = cubic_coeff_a == -0.75 and not exclude_outside
+    fits = exact if mode == "nearest" else linear and (mode == "linear" or cubic)
     if not fits or outer != [1.0, 1.0] or keep_aspect_ratio_policy != "stretch" or rank > 3:
         raise ValueError(
             f"mode={mode}, {how}, {nearest_mode}; expected nearest (asymmetric and floor, or whole "
