@@ -227,3 +227,36 @@ def test_sensitivity_refuses_outputs_of_other_rows(metric: str) -> None:
     with pytest.raises(ValueError, match="values decide which rows remain"):
         sensitivity(quantized, [x], metric)
     assert len(sensitivity(quantized, [x], metric, outputs=["score"]).rows) == 3
+
+
+class Inside(nn.Module):
+    """Adds two maps of a list in place, and returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, maps: list[Tensor]) -> None:
+        maps[0] = self.conv(maps[0]) + maps[1]
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inside, self.last = nn.Conv2d(3, 3, 1), Inside(), nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = [self.first(x), x]
+        self.inside(maps)
+        return self.last(maps[0])
+
+
+def test_modules_that_return_nothing_are_passed_over() -> None:
+    torch.manual_seed(0)
+    model, x = InPlace().eval(), torch.randn(2, 3, 4, 4)
+    quantized = quantize_model(model, example_inputs=x).model
+    calibrate(quantized, [x])
+    rows = {row.layer: row for row in compare_layers(model, quantized, [x])}
+    assert {"first", "inside.conv", "last", "output"} <= set(rows)
+    assert "inside" not in rows
+    assert rows["output"].sqnr_db is not None

@@ -157,8 +157,6 @@ class _Probe:
         if amax is None:
             return
         for value in args:
-            if value is None:  # an argument that may be absent
-                continue
             x = self.output(value)
             if isinstance(self.reader, InputChannels):
                 x = self.reader.times_factors(x)
@@ -412,7 +410,7 @@ class _Hooks:
 
     def _share(self, side: int, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if len(self.leaders) == 1:
+            if len(self.leaders) == 1 or output is None:
                 return  # no comparison beside asks for it
             number = self._calls[side, path]
             self._calls[side, path] += 1
@@ -422,7 +420,8 @@ class _Hooks:
 
     def _hand_out(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self.leaders[0].hand_out(path, self._output(output))
+            if output is not None:
+                self.leaders[0].hand_out(path, self._output(output))
 
         return hook
 
@@ -430,6 +429,8 @@ class _Hooks:
         probes = [(i, probe) for i, probe in enumerate(self.probes) if probe.layer == path]
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if output is None:  # a module that changes its arguments; its layers are compared
+                return
             wanted, got = self.leaders[0].take(path), self._output(output)
             for place, probe in probes:
                 if place not in self.order:
