@@ -184,7 +184,7 @@ def maps_of(outputs: Any) -> list[torch.Tensor]:
 def take(name: str) -> str:
     """A configuration through the path, as cells of the table."""
     start = time.process_time()
-    detector = load_mmdet3d(name, edit=cut_down)
+    detector = load_mmdet3d(name, edit=cut_down).turned()
     frames = [street_frame(seed, size="nuscenes", cameras="tiny", sweeps=1) for seed in range(3)]
     example, second, other = map(detector.arguments, frames)
     random_weights(Bound(detector.network, example))

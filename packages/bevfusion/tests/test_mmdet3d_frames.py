@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,31 +13,34 @@ import torch
 
 from bev_data import InputError
 from bev_data.cameras import Camera, project
-from bev_data.points import Frame
-from bevfusion.frameworks._mmdet3d_frames import TO_FORWARD, FrameLoader, to_detections
+from bev_data.datasets import open_dataset
+from bev_data.points import Frame, axes_motion, move_frame
+from bevfusion.frameworks import ForeignDetector
+from bevfusion.frameworks._detector import DATASET_AXES
+from bevfusion.frameworks._mmdet3d_frames import FrameLoader, to_detections
 from bevfusion.frameworks._mmdet3d_steps import run_steps
 
 LOAD = {"type": "LoadPointsFromFile", "coord_type": "LIDAR", "use_dim": 4}
 POINTS = np.array([[1, 20, -1.5, 51, 0.1], [-3, 9, 0.5, 255, 0]], np.float32)
 FRAME = Frame("two", POINTS)
 MODEL = SimpleNamespace(data_preprocessor=None)
+TO_FORWARD = np.linalg.inv(axes_motion("forward,left,up"))
 
 
 def loader(dataset: str, *steps: dict[str, Any]) -> FrameLoader:
     return FrameLoader(MODEL, {"dataset_type": dataset, "test_pipeline": [*steps]})
 
 
-def test_kitti_has_x_forward_and_intensity_to_one() -> None:
-    got = loader("KittiDataset", LOAD).points(FRAME)
+def test_kitti_has_intensity_to_one() -> None:
+    got = loader("KittiDataset", LOAD).points(move_frame(FRAME, TO_FORWARD))
     assert torch.allclose(got, torch.tensor([[20, -1, -1.5, 0.2], [9, 3, 0.5, 1]]))
 
 
-def test_the_range_is_in_the_frames_axes() -> None:
-    """KITTI's 0 to 70 m ahead and 40 m to each side."""
+def test_the_range_is_the_voxel_layers() -> None:
     layer = SimpleNamespace(point_cloud_range=[0, -40, -3, 70, 41, 1])
     model = SimpleNamespace(data_preprocessor=SimpleNamespace(voxel_layer=layer, voxel_type="hard"))
     made = FrameLoader(model, {"dataset_type": "KittiDataset"})
-    assert made.extent() == (-41, 0, -3, 40, 70, 1)
+    assert made.extent() == (0, -40, -3, 70, 41, 1)
     assert loader("KittiDataset").extent()[0] == -54
 
 
@@ -67,7 +72,7 @@ def test_images_and_calibration_are_in_the_models_axes() -> None:
     to_camera = np.array([[1.0, 0, 0, 0.1], [0, 0, -1, -0.2], [0, 1, 0, -0.3], [0, 0, 0, 1]])
     image = np.arange(90 * 160 * 3).reshape(90, 160, 3).astype(np.uint8)
     camera = Camera("CAM_FRONT", image, intrinsics, to_camera)
-    frame = Frame("camera", POINTS, cameras=(camera,))
+    frame = move_frame(Frame("camera", POINTS, cameras=(camera,)), TO_FORWARD)
     loaded = loader("KittiDataset", {"type": "LoadImageFromFileMono3D"}).transformed(frame)
     assert np.array_equal(loaded["img"], image[:, :, ::-1])
     own = TO_FORWARD @ [1, 20, -1.5, 1]
@@ -113,10 +118,16 @@ def instances(boxes: Any, kind: str) -> Any:
     )
 
 
-def test_boxes_of_lidar_return_to_the_frames_axes() -> None:
+def test_boxes_return_to_the_frames_axes() -> None:
     """A car 20 m ahead of KITTI's scanner that drives ahead, and one that drives to the left."""
     rows = [[20.0, -1, 0, 4, 2, 1.5, 0, 3, 0], [20, -1, 0, 4, 2, 1.5, np.pi / 2, 0, 3]]
-    found = to_detections(instances(rows, "LiDARInstance3DBoxes"), TO_FORWARD)
+    own = to_detections(instances(rows, "LiDARInstance3DBoxes"), np.eye(4))
+    detector = ForeignDetector(
+        torch.nn.Identity(), lambda frame: (frame,), lambda *_: own, axes="forward,left,up"
+    ).turned()
+    assert detector.turned() is detector
+    assert detector.boxes is not None
+    found = detector.boxes(None, FRAME)
     assert found.labels.tolist() == [1, 0]
     assert np.allclose(found.boxes[1], [1, 20, 0, 4, 2, 1.5, np.pi / 2], atol=1e-6)
     assert np.allclose(np.abs(found.boxes[0, 6]), np.pi, atol=1e-6)
@@ -131,6 +142,23 @@ def test_boxes_of_a_camera_return_to_the_frames_axes() -> None:
     assert np.allclose(found.boxes[1], [0, 10.3, -1.2, 4, 2, 1.5, np.pi / 2], atol=1e-6)
     assert np.allclose(found.boxes[0, 6], 0, atol=1e-6)
     assert np.allclose(found.velocities, [[3, 0], [0, 3]], atol=1e-6)
+
+
+def test_a_model_of_kitti_gets_the_numbers_of_kittis_files() -> None:
+    """Frames of the data set have x right; the network gets the scanner's own x forward."""
+    shared = Path(__file__).parents[3] / "shared" / "data"
+    folder = Path(os.environ.get("BEVQUANT_DATA", shared)) / "avod_kitti13"
+    if not folder.is_dir():
+        pytest.skip("real data is not here: avod_kitti13 (set BEVQUANT_DATA)")
+    frame = open_dataset("kitti", folder)[0]
+    made = loader("KittiDataset", LOAD)
+    axes = DATASET_AXES["KittiDataset"]
+    detector = ForeignDetector(torch.nn.Identity(), lambda f: (made.points(f),), axes=axes)
+    (found,) = detector.turned().arguments(frame)
+    (file,) = folder.rglob(f"velodyne/{frame.name}.bin")
+    rows = np.fromfile(file, "<f4").reshape(-1, 4)
+    assert len(found) == len(rows)
+    assert np.allclose(found, rows, atol=1e-5)
 
 
 def test_images_are_resized_with_their_calibration() -> None:

@@ -55,7 +55,8 @@ def test_anchors_are_decoded_by_their_own_code(checkout: Path) -> None:
     detector = load(checkout, "anchors")
     assert detector.classes == ("Car", "Cyclist")
     assert detector.point_cloud_range == pytest.approx((-25.6, -25.6, -4, 25.6, 25.6, 4))
-    assert not detector.notes
+    (turned,) = detector.notes
+    assert "to its axes, forward,left,up" in turned
     (voxels,) = detector.arguments(FRAME)
     assert voxels["voxels"].shape[1:] == (5, 4)
     assert set(voxels["voxel_coords"][:, 0].tolist()) == {0}
@@ -80,7 +81,7 @@ def test_anchors_are_decoded_by_their_own_code(checkout: Path) -> None:
 
 def test_centers_and_what_is_left_out(checkout: Path) -> None:
     detector = load(checkout, "centers")
-    assert detector.notes == (
+    assert detector.notes[:-1] == (
         "elongation: frames do not have it; 0 for every point",
         "the second stage (OwnHead) is left out: boxes are the first stage's",
         "DynMeanVFE runs in float in front of the network",
@@ -94,8 +95,39 @@ def test_centers_and_what_is_left_out(checkout: Path) -> None:
     assert "vfe" not in dict(detector.network.named_children())
     found = detector.boxes(detector.network(given), FRAME)
     assert found.boxes.shape == (7, 7)
-    assert found.boxes[0, 6] == pytest.approx(7 - 2 * np.pi)
-    assert found.velocities.tolist() == [[1, -1]] * 7
+    assert found.boxes[0, 6] == pytest.approx(7 - 1.5 * np.pi)  # a quarter more than their 7
+    assert found.velocities.tolist() == [[1, 1]] * 7  # of their 1 ahead and 1 to the right
+
+
+@pytest.mark.parametrize(
+    ("dataset", "given"),
+    [
+        ("WaymoDataset", [12, -3]),
+        ("NuScenesDataset", [3, 12]),
+        ("ONCEDataset", [-3, -12]),
+        ("LyftDataset", [3, 12]),
+    ],
+)
+def test_points_are_in_the_axes_of_the_data_set(
+    checkout: Path, dataset: str, given: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A point 12 m ahead and 3 m to the right."""
+    path = checkout / "tools" / "cfgs" / "axes.yaml"
+    base = "_BASE_CONFIG_: cfgs/own_models/anchors.yaml"
+    path.write_text(f"{base}\nDATA_CONFIG: {{DATASET: {dataset}}}\n")
+    frame = Frame("point", np.float32([[3, 12, 1, 100, 0]]))
+
+    def seen(name: str) -> Any:
+        (given,) = load_detector(name).arguments(frame)
+        return given["voxels"][0, 0, :2].tolist()
+
+    assert seen(f"openpcdet:{path}") == pytest.approx(given)
+    assert ("axes of its data set are unknown" in caplog.text) == (dataset == "LyftDataset")
+    caplog.clear()
+    assert seen(f"openpcdet:{path}@back,right,up") == pytest.approx([-12, 3])
+    assert not caplog.text
+    with pytest.raises(InputError, match="axes='ahead,left,up': expected the directions"):
+        seen(f"openpcdet:{path}@ahead,left,up")
 
 
 def test_a_network_is_quantized(checkout: Path) -> None:
@@ -199,7 +231,7 @@ def test_without_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_voxels_are_refused(checkout: Path) -> None:
     frame = Frame("v", voxels=(np.zeros((1, 5), np.float32), np.zeros((1, 4), np.int32)))
-    with pytest.raises(InputError, match="the model voxelizes points itself"):
+    with pytest.raises(InputError, match="v: holds voxels, whose axes cannot be changed"):
         load(checkout, "anchors").arguments(frame)
 
 

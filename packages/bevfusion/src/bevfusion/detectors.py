@@ -14,6 +14,7 @@ Example:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ __all__ = [
     "is_foreign",
     "kind_of",
 ]
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -110,11 +113,14 @@ def find_detector(name: str, weights: Path | None = None) -> DetectorKind:
     if is_foreign(name):
         try:
             with redirect_stdout(StringIO()):  # mmengine prints
-                return kind_of(ForeignSizes(name, load_detector(name, weights)))
+                sizes = ForeignSizes(name, load_detector(name, weights))
         except InputError:
             raise
         except Exception as error:
             raise InputError(f"--model {name}: building it raised {user_error(error)}") from error
+        for note in sizes.detector.notes:
+            _LOG.info("--model %s: %s", name, note)
+        return kind_of(sizes)
     if name not in DETECTORS:
         raise InputError(
             f"--model {name}: expected one of {', '.join(DETECTORS)}, mmdet3d:CONFIG.py, "

@@ -18,7 +18,7 @@ from bev_data.cameras import Camera
 from bev_data.datasets._image import read_camera
 from bev_data.datasets._json_file import matrix, read_json
 from bev_data.points import Frame, Labels, read_frames, read_points
-from bev_data.points._frame import move_labels
+from bev_data.points._frame import move_objects
 from bevquant_quantizers.documents import Size, write_arrays, write_folder, write_whole
 
 _FILE = "calib.json"
@@ -83,7 +83,7 @@ def read_frame_folder(folder: Path, **options: Any) -> Frame:
     motion = axes_motion(options.get("axes", "right,forward,up"))
     if data.labels is not None:
         labels = _read_labels(path, data.labels)
-        labels = labels if motion is None else move_labels(labels, motion)
+        labels = labels if motion is None else move_objects(labels, motion)
     return Frame(
         folder.absolute().name,
         frame.points,

@@ -26,7 +26,7 @@ from bev_data.datasets._matching import WhichCameras, check_which, with_cameras
 from bev_data.datasets._names import translate
 from bev_data.datasets._nuscenes import read_sweep
 from bev_data.points import Frame, Labels, read_points
-from bev_data.points._frame import move_labels, rows_of
+from bev_data.points._frame import move_objects, rows_of
 from bevquant_quantizers.documents import DocumentError, Finite, as_form, read_plain_pickle
 
 _LOG = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ def mmdet3d(
         points = _points(where, folder, cloud, record, sweeps, reading)
         if motion is not None:
             points = move_points(points, motion)
-            labels = labels and move_labels(labels, motion)
+            labels = labels and move_objects(labels, motion)
         seen: tuple[Camera, ...] = ()
         if cameras != "none":
             images = record.images.items()

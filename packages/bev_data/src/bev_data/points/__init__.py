@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bev_data._motion import axes_motion
 from bev_data.points._errors import PointsError
-from bev_data.points._frame import Frame, Labels, VoxelData
+from bev_data.points._frame import Frame, Labels, VoxelData, move_frame, move_objects
 from bev_data.points._nvidia_tensor import load_tensor, save_tensor
 from bev_data.points._read import FrameFiles, read_frames, read_points
 
@@ -13,7 +14,10 @@ __all__ = [
     "Labels",
     "PointsError",
     "VoxelData",
+    "axes_motion",
     "load_tensor",
+    "move_frame",
+    "move_objects",
     "read_frames",
     "read_points",
     "save_tensor",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from bev_data._motion import move_boxes
+from bev_data._motion import inverse, move_boxes, move_points
+from bev_data.boxes import Detections
 from bev_data.cameras import Camera
 from bev_data.points._errors import PointsError
 
@@ -98,12 +99,49 @@ class Frame:
         return len(rows_of(self))
 
 
-def move_labels(labels: Labels, motion: npt.NDArray[np.float64]) -> Labels:
-    """The same objects in the other frame."""
-    speeds = labels.velocities
+Objects = TypeVar("Objects", Labels, Detections)
+
+
+def move_objects(objects: Objects, motion: npt.NDArray[np.float64]) -> Objects:
+    """The same objects in other axes: boxes and velocities.
+
+    Args:
+        objects: Of a frame.
+        motion: [4, 4], from the frame's axes to the others; of `axes_motion`, for example.
+    """
+    speeds = objects.velocities
     if speeds is not None:
         speeds = (speeds @ motion[:2, :2].T).astype(np.float32)
-    return labels._replace(boxes=move_boxes(labels.boxes, motion), velocities=speeds)
+    return objects._replace(boxes=move_boxes(objects.boxes, motion), velocities=speeds)
+
+
+def move_frame(frame: Frame, motion: npt.NDArray[np.float64]) -> Frame:
+    """The same frame in other axes: points, labels and cameras.
+
+    Args:
+        frame: With points.
+        motion: As in `move_objects`.
+
+    Raises:
+        PointsError: The frame holds voxels.
+
+    Example:
+        >>> from bev_data.points import axes_motion
+        >>> frame = Frame("one point", np.float32([[5, -1, 0, 100, 0]]))
+        >>> move_frame(frame, axes_motion("forward,left,up")).points[0, :3].tolist()
+        [1.0, 5.0, 0.0]
+    """
+    if frame.points is None:
+        raise PointsError(f"{frame.name}: holds voxels, whose axes cannot be changed; give points")
+    back = inverse(motion)
+    return replace(
+        frame,
+        points=move_points(frame.points, motion),
+        labels=frame.labels and move_objects(frame.labels, motion),
+        cameras=tuple(
+            replace(one, lidar_to_camera=one.lidar_to_camera @ back) for one in frame.cameras
+        ),
+    )
 
 
 def rows_of(frame: Frame) -> npt.NDArray[np.float32]:

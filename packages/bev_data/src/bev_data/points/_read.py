@@ -12,12 +12,12 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from bev_data._motion import axes_motion, move_points
+from bev_data._motion import axes_motion
 from bev_data.points._binary import read_binary
 from bev_data.points._columns import Content, Said, parse_columns, points_of
 from bev_data.points._errors import PointsError
 from bev_data.points._feather import read_feather
-from bev_data.points._frame import Frame, VoxelData, move_labels, rows_of
+from bev_data.points._frame import Frame, VoxelData, move_frame, rows_of
 from bev_data.points._numpy import read_npz
 from bev_data.points._nvidia_tensor import find_sibling, load_tensor, read_voxels
 from bev_data.points._pcd import read_pcd
@@ -103,8 +103,7 @@ def read_points(
         return frame
     if frame.points is None:
         raise PointsError(f"{file}: holds voxels, whose axes cannot be changed; leave axes= out")
-    labels = frame.labels and move_labels(frame.labels, motion)
-    return replace(frame, points=move_points(frame.points, motion), labels=labels)
+    return move_frame(frame, motion)
 
 
 def _read(

@@ -6,7 +6,7 @@ import copy
 import re
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,9 +17,22 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from bev_data import InputError
 from bev_data.boxes import Detections
-from bev_data.points import Frame
+from bev_data.points import Frame, axes_motion, move_frame, move_objects
 from bevfusion.centerpoint._model import METRES_IN_FLOAT
 from bevfusion.model import Detector
+
+FRAME_AXES, FORWARD = "right,forward,up", "forward,left,up"
+DATASET_AXES = {
+    "NuScenesDataset": FRAME_AXES, "NuScenesSegDataset": FRAME_AXES, "SUNRGBDDataset": FRAME_AXES,
+    "ScanNetDataset": FRAME_AXES, "ScanNetSegDataset": FRAME_AXES, "S3DISDataset": FRAME_AXES,
+    "S3DISSegDataset": FRAME_AXES, "KittiDataset": FORWARD, "SemanticKittiDataset": FORWARD,
+    "WaymoDataset": FORWARD, "Argo2Dataset": FORWARD, "PandasetDataset": FORWARD,
+    "CustomDataset": FORWARD, "ONCEDataset": "left,back,up",
+}  # fmt: skip
+"""Directions of x, y and z by the class of a data set, of mmdetection3d and of OpenPCDet.
+
+Lyft's is absent: its scanners were mounted in several directions.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +48,8 @@ class ForeignDetector:
         notes: What a user has to know: what was passed over in a checkpoint, stand-ins in use.
         point_cloud_range: Smallest x, y, z and largest x, y, z that the network sees [m]: what
             pictures show, and where labels count.
+        axes: Directions of x, y and z that `arguments`, `boxes` and `point_cloud_range` have, as in
+            `bev_data.points.read_points`; empty where unknown. `turned` is for frames.
     """
 
     network: nn.Module
@@ -45,10 +60,46 @@ class ForeignDetector:
     point_cloud_range: tuple[float, float, float, float, float, float] = (
         -54.0, -54.0, -5.0, 54.0, 54.0, 3.0,
     )  # fmt: skip
+    axes: str = FRAME_AXES
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForeignDetector:
         """Itself: copies of a model share it."""
         return self
+
+    def turned(self) -> ForeignDetector:
+        """The same for frames with x right, y forward, z up.
+
+        A frame is turned to `axes` for `arguments` and `boxes`; boxes and range are turned back.
+        Itself where the axes are those of frames, or unknown.
+
+        Raises:
+            InputError: `axes` are no directions.
+        """
+        back = axes_motion(self.axes or FRAME_AXES)
+        if back is None:
+            return self
+        arguments, boxes = self.arguments, self.boxes
+        there = np.linalg.inv(back).astype(np.float64)
+
+        def moved_boxes(output: Any, frame: Frame) -> Detections:
+            assert boxes is not None
+            found = boxes(output, move_frame(frame, there))
+            return move_objects(found, back) if isinstance(found, Detections) else found
+
+        corners = np.reshape(self.point_cloud_range, (2, 3)) @ back[:3, :3].T
+        low, high = np.minimum(*corners).tolist(), np.maximum(*corners).tolist()
+        note = (
+            f"frames are turned from {FRAME_AXES} to its axes, {self.axes}; files of --points that "
+            f"have these need --axes {self.axes}"
+        )
+        return replace(
+            self,
+            arguments=lambda frame: arguments(move_frame(frame, there)),
+            boxes=boxes and moved_boxes,
+            notes=(*self.notes, note),
+            point_cloud_range=(*low, *high),
+            axes=FRAME_AXES,
+        )
 
 
 class ForeignSizes:
@@ -62,7 +113,7 @@ class ForeignSizes:
     kind = "foreign"
 
     def __init__(self, name: str, detector: ForeignDetector) -> None:
-        self.name, self.detector = name, detector
+        self.name, self.detector = name, (detector := detector.turned())
         self.classes, self.point_cloud_range = detector.classes, detector.point_cloud_range
         left, front, _, right, back, _ = detector.point_cloud_range
         self.extent = left, front, right, back
@@ -101,7 +152,7 @@ class ForeignModel(Detector):
             for path, module in self.named_modules()
             if hasattr(module, "pfn_layers")  # a pillar encoder of mmdetection3d, OpenPCDet, det3d
         }
-        self._detector = detector
+        self._detector = detector.turned()
         self.eval()
 
     def forward(self, *arguments: Any) -> Any:

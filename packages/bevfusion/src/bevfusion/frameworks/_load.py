@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import logging
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,12 @@ from torch import nn
 
 from bev_data import InputError
 from bev_data.points import Frame
-from bevfusion.frameworks._detector import ForeignDetector
+from bevfusion.frameworks._detector import FORWARD, FRAME_AXES, ForeignDetector
 from bevfusion.frameworks._mmdet3d import load_mmdet3d
 from bevfusion.frameworks._openpcdet import load_openpcdet
 from bevfusion.model import load_weights
+
+_LOG = logging.getLogger(__name__)
 
 
 def points_argument(frame: Frame) -> tuple[Any, ...]:
@@ -62,8 +67,14 @@ def load_detector(name: str, weights: Path | None = None) -> ForeignDetector:
     """The detector that a name stands for.
 
     Args:
-        name: ``mmdet3d:CONFIG.py``, ``openpcdet:CONFIG.yaml`` or ``package.module:function``.
+        name: ``mmdet3d:CONFIG.py``, ``openpcdet:CONFIG.yaml`` or ``package.module:function``. If
+            the network reads other axes than its configuration suggests, followed by ``@`` and
+            their directions: ``mmdet3d:CONFIG.py@forward,left,up``.
         weights: A checkpoint for it; the model's own weights without.
+
+    Returns:
+        A detector of frames with x right, y forward, z up. It turns them to the network's axes, and
+        boxes back.
 
     Raises:
         InputError: It cannot be imported or built, or the checkpoint is another model's.
@@ -74,12 +85,22 @@ def load_detector(name: str, weights: Path | None = None) -> ForeignDetector:
         ...
         bev_data._errors.InputError: --model nowhere:nothing: ModuleNotFoundError: ...
     """
-    framework, _, config = name.partition(":")
+    said = re.fullmatch(r"(.+)@(\w+,\w+,\w+)", name)
+    bare = said[1] if said else name
+    framework, _, config = bare.partition(":")
     if framework == "mmdet3d":
-        return load_mmdet3d(config, weights)
-    if framework == "openpcdet":
-        return load_openpcdet(config, weights)
-    detector = load_function(name)
-    if weights is not None:
-        load_weights(detector.network, weights)
-    return detector
+        detector = load_mmdet3d(config, weights)
+    elif framework == "openpcdet":
+        detector = load_openpcdet(config, weights)
+    else:
+        detector = load_function(bare)
+        if weights is not None:
+            load_weights(detector.network, weights)
+    if said:
+        detector = replace(detector, axes=said[2])
+    elif not detector.axes:
+        _LOG.warning(
+            "--model %s: the axes of its data set are unknown. It reads frames as they are, %s; "
+            "for x forward give --model %s@%s", name, FRAME_AXES, name, FORWARD,
+        )  # fmt: skip
+    return detector.turned()

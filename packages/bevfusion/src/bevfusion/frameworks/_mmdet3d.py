@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from bev_data import InputError
 from bev_data.boxes import Detections
 from bev_data.points import Frame
-from bevfusion.frameworks._detector import ForeignDetector
+from bevfusion.frameworks._detector import DATASET_AXES, ForeignDetector
 from bevfusion.frameworks._extensions import allocate_on_cpu, use_operator_standins
 from bevfusion.frameworks._mmdet3d_frames import FrameLoader, to_detections
 from bevfusion.frameworks._mmdet3d_networks import (
@@ -105,6 +105,7 @@ def load_mmdet3d(
         tuple(settings.get("class_names", ())),
         tuple(notes),
         loader.extent(),
+        DATASET_AXES.get(loader.dataset, ""),
     )
 
 
@@ -177,14 +178,13 @@ class _Reader:
             warnings.simplefilter("ignore")  # of a newer torch, about their indexing
             # Their decoders write into what they are given, and view it in its order.
             copies = tree_map_only(Tensor, lambda one: one.contiguous().clone(), outputs)
-            found, to_model = self._found(copies, frame)
-        return to_detections(found, to_model)
+            found, to_boxes = self._found(copies, frame)
+        return to_detections(found, to_boxes)
 
     def _found(self, outputs: Any, frame: Frame) -> tuple[Any, npt.NDArray[np.float64]]:
         from mmdet3d import structures
 
         network, loader, head = self.network, self.loader, self.network.head
-        to_model = loader.to_model
         if isinstance(network, ImageNetwork):
             metas = {
                 **loader.image(loader.transformed(frame))[1],
@@ -196,15 +196,15 @@ class _Reader:
         kind = "Depth" if getattr(network.model, "coord_type", "") == "DEPTH" else "LiDAR"
         metas = {"box_type_3d": getattr(structures, f"{kind}Instance3DBoxes")}
         if network.part("roi_head") is not None:
-            return self._second_stage(outputs, frame, metas), to_model
+            return self._second_stage(outputs, frame, metas), np.eye(4)
         if isinstance(network, PointNetwork):
             (points,) = self.arguments(frame)
             found = head.predict_by_feat([points[0]], outputs, batch_input_metas=[metas])
-            return found[0], to_model
+            return found[0], np.eye(4)
         if kind == "Depth":
             outputs = (*outputs[0], outputs[1])
         given = (outputs,) if hasattr(head, "task_heads") else tuple(outputs)
-        return head.predict_by_feat(*given, batch_input_metas=[metas])[0], to_model
+        return head.predict_by_feat(*given, batch_input_metas=[metas])[0], np.eye(4)
 
     def _second_stage(self, outputs: Any, frame: Frame, metas: dict[str, Any]) -> Any:
         """Boxes of the second stage, in float, from the first one's outputs."""

@@ -19,9 +19,6 @@ from bevfusion.frameworks._detector import ForeignDetector
 from bevfusion.frameworks._mmdet3d_steps import run_steps
 
 Bounds = tuple[float, float, float, float, float, float]
-TO_FORWARD = np.array([[0.0, 1, 0, 0], [-1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
-"""From a frame's axes (x right, y forward) to those of KITTI and Waymo (x forward, y left)."""
-FORWARD_DATASETS = ("KittiDataset", "WaymoDataset", "SemanticKittiDataset")
 
 
 class FrameLoader:
@@ -35,29 +32,26 @@ class FrameLoader:
     def __init__(self, model: Any, settings: Mapping[str, Any]) -> None:
         self.preprocessor = model.data_preprocessor
         steps = settings.get("test_pipeline", ())
-        self.forward = settings.get("dataset_type") in FORWARD_DATASETS
-        self.to_model = TO_FORWARD if self.forward else np.eye(4)
+        self.dataset = str(settings.get("dataset_type", ""))
         self.loads = {step["type"]: step for step in steps if step["type"].startswith("Load")}
         self.views = "LoadMultiViewImageFromFiles" in self.loads
         self.images = any("Image" in name for name in self.loads)
-        self.nuscenes = "nuscenes" in str(settings.get("dataset_type", "")).lower()
+        self.nuscenes = "nuscenes" in self.dataset.lower()
         self._steps = steps
 
     def extent(self) -> Bounds:
-        """What the model sees, in a frame's axes: lower and upper x, y, z [m]."""
+        """What the model sees: lower and upper x, y, z [m]."""
         layer = getattr(self.preprocessor, "voxel_layer", None)
         if layer is None or self.preprocessor.voxel_type == "cylindrical":
             return ForeignDetector.point_cloud_range
-        bounds = np.reshape(layer.point_cloud_range, (2, 3)) @ self.to_model[:3, :3]
-        low, high = np.minimum(*bounds).tolist(), np.maximum(*bounds).tolist()
-        return low[0], low[1], low[2], high[0], high[1], high[2]
+        left, front, low, right, back, high = map(float, layer.point_cloud_range)
+        return left, front, low, right, back, high
 
     def points(self, frame: Frame) -> Tensor:
-        """Points [n, columns] in the model's axes, with the columns that the model reads."""
+        """Points [n, columns] with the columns that the model reads."""
         if frame.points is None:
             raise InputError(f"{frame.name}: it holds voxels; the model takes points")
         points = frame.points.copy()
-        points[:, :3] = points[:, :3] @ self.to_model[:3, :3].T
         load = self.loads["LoadPointsFromFile"]
         # Frames have intensities 0..255 and seconds; others than nuScenes' models read 0..1, and in
         # the fifth column Waymo's elongation, which frames do not have.
@@ -122,7 +116,7 @@ class FrameLoader:
         return {name: torch.tensor(np.array(metas[name]), dtype=torch.float32) for name in names}
 
     def _camera(self, frame: Frame) -> dict[str, Any]:
-        """Images as files of mmcv hold them (BGR), with calibration in the model's axes."""
+        """Images as files of mmcv hold them (BGR), with calibration."""
         if not frame.cameras:
             raise InputError(
                 f"{frame.name}: the model reads an image and the frame has none: --dataset street, "
@@ -134,7 +128,7 @@ class FrameLoader:
         return {name: [part[name] for part in parts] for name in parts[0]}
 
     def _one_camera(self, camera: Camera) -> dict[str, Any]:
-        to_camera = camera.lidar_to_camera @ self.to_model.T
+        to_camera = camera.lidar_to_camera
         to_image = np.eye(4)
         to_image[:3, :3] = camera.intrinsics
         size = camera.image.shape[:2]
@@ -145,7 +139,7 @@ class FrameLoader:
         }  # fmt: skip
 
 
-def to_detections(found: Any, to_model: npt.NDArray[np.float64]) -> Detections:
+def to_detections(found: Any, to_boxes: npt.NDArray[np.float64]) -> Detections:
     """mmdetection3d's instances as boxes in a frame's axes, best score first.
 
     A box is mapped by its centre, and by the direction of its length: (cos, sin, 0) of the yaw in
@@ -153,14 +147,14 @@ def to_detections(found: Any, to_model: npt.NDArray[np.float64]) -> Detections:
 
     Args:
         found: With `bboxes_3d`, `scores_3d`, `labels_3d`.
-        to_model: [4, 4], from the frame's axes to those of the boxes.
+        to_boxes: [4, 4], from the frame's axes to those of the boxes, such as a camera's.
     """
     boxes = found.bboxes_3d
     rows = boxes.tensor.detach().double().numpy()
     of_camera = type(boxes).__name__ == "CameraInstance3DBoxes"
     flat, sizes = ((0, 2), (3, 5, 4)) if of_camera else ((0, 1), (3, 4, 5))
     sign = -1 if of_camera else 1
-    back = np.linalg.inv(to_model)
+    back = np.linalg.inv(to_boxes)
     directions, velocities = np.zeros((2, len(rows), 3))
     directions[:, flat[0]], directions[:, flat[1]] = np.cos(rows[:, 6]), sign * np.sin(rows[:, 6])
     if rows.shape[1] > 8:

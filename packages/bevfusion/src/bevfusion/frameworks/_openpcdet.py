@@ -19,7 +19,7 @@ from bev_data import InputError
 from bev_data.boxes import Detections
 from bev_data.points import Frame
 from bevfusion.frameworks import _operators as operators
-from bevfusion.frameworks._detector import ForeignDetector, sorted_detections
+from bevfusion.frameworks._detector import DATASET_AXES, ForeignDetector, sorted_detections
 from bevfusion.frameworks._openpcdet_config import CHECKOUT, Settings, find_checkout, read_config
 from bevfusion.frameworks._openpcdet_imports import import_openpcdet, without_cuda
 from bevfusion.model import load_weights
@@ -177,8 +177,9 @@ def load_openpcdet(
     if dynamic:
         notes.append(f"{settings.MODEL.VFE.NAME} runs in float in front of the network")
     return ForeignDetector(
-        network, arguments, _boxes(model, decode), classes, tuple(notes), data.bounds
-    )
+        network, arguments, _boxes(model, decode), classes, tuple(notes), data.bounds,
+        DATASET_AXES.get(settings.DATA_CONFIG.get("DATASET"), ""),
+    )  # fmt: skip
 
 
 def _encoded(
