@@ -235,7 +235,7 @@ def test_the_written_run_is_a_run_like_any_other(
     assert all(torch.equal(exact[name], value) for name, value in before.items())
     frames = small_streets(1)
     with without_pictures(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bevfusion_quant.ptq.load_run", lambda run: reloaded)
+        patch.setattr("bevfusion_quant.ptq.load_run", lambda run, frames: reloaded)
         result = run_evaluate(trained, frames, runs=tmp_path, name="judged")
     models = [entry.model for entry in result.accuracy.models]
     assert models == ["float", "quantized"]
@@ -312,7 +312,8 @@ def test_a_plan_stays_obeyed(
     kinds = [(e.quantizer._disabled, e.quantizer.num_bits) for e in named_quantizers(model)]
     assert {bits for off, bits in kinds if not off} == {8, 16}
     assert any(off for off, _ in kinds)
-    loaded = LoadedRun(as_settings(ModelSettings, config), copy.deepcopy(start.float_model), model)
+    settings, float_model = as_settings(ModelSettings, config), copy.deepcopy(start.float_model)
+    loaded = LoadedRun(settings, start.sizes, float_model, model)
     monkeypatch.setattr("bevfusion_quant.qat.load_run", lambda run: loaded)
     result = qat(runs, tmp_path, planned, steps=1, batch=1)
     assert (result.folder / "plan.json").read_bytes() == (planned / "plan.json").read_bytes()
