@@ -1,6 +1,6 @@
 """What the cost of each step grows like: voxels, batch, frames, layers, calibrated tensors.
 
-    python benchmarks/growth.py [voxels] [batch] [frames] [layers] [tensors] [--short]
+    python benchmarks/growth.py [voxels] [batch] [frames] [layers] [parts] [tensors] [--short]
 
 Every row is a process of its own: seconds, peak memory above what it held before, and the
 exponent e of ``cost ~ size^e`` against the row before; below each table the exponent over all its
@@ -11,6 +11,8 @@ rows (least squares of logarithms). 1 is linear. `--short` leaves the largest ro
 - batch: the same, 1 to 8 frames of 80,000 voxels.
 - frames: calibration (histograms, mse) and the integer comparison of a small net, 10 to 1,000.
 - layers: folding, quantizing, calibrating, lowering and writing a residual net, 10 to 500 layers.
+- parts: the capture of a net of so many blocks; each writes into slices, and a part of each that
+  sorts by numpy cannot be followed.
 - tensors: the search for ranges of as many histograms, 20 to 2,000, mse.
 """
 
@@ -27,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from _int8_timing import MEMORY_IS_KNOWN, child, peak_mb
 from _machine import print_machine
@@ -37,6 +40,7 @@ SIZES = {
     "batch": (1, 2, 4, 8),
     "frames": (10, 30, 100, 300, 1_000),
     "layers": (10, 30, 100, 200, 500),
+    "parts": (2, 5, 10, 20, 50),
     "tensors": (20, 60, 200, 600, 2_000),
 }
 Costs = dict[str, float]
@@ -141,6 +145,44 @@ def layers(count: int) -> Costs:
     return costs
 
 
+class Sorted(nn.Module):
+    """A part that no graph can follow."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Along the last axis."""
+        return torch.from_numpy(np.sort(x.numpy(), -1))
+
+
+class Writes(nn.Module):
+    """A residual block that writes into slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.sorted = nn.Linear(16, 16), Sorted()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Two halves, one after the other."""
+        y = self.layer(x)
+        y[..., :8] += self.sorted(x[..., 8:])
+        y[..., 8:] = y[..., 8:].sigmoid()
+        return x + y
+
+
+def parts(count: int) -> Costs:
+    """The capture of blocks with a part that cannot be followed, and of the same without."""
+    from bevquant_graph import capture
+
+    x, costs = torch.randn(4, 16), dict[str, float]()
+    net = nn.Sequential(*(Writes() for _ in range(count))).eval()
+    with step(costs, "not followed"):
+        capture(net, x)
+    for block in net:
+        block.sorted = nn.Softmax(-1)
+    with step(costs, "followed"):
+        capture(net, x)
+    return costs
+
+
 def tensors(count: int) -> Costs:
     """Ranges of so many histograms."""
     from bevquant_quantizers import TensorQuantizer, calibrate
@@ -166,6 +208,7 @@ WORK: dict[str, Callable[[int], Costs]] = {
     "batch": lambda batch: encoder(80_000, batch),
     "frames": frames,
     "layers": layers,
+    "parts": parts,
     "tensors": tensors,
 }
 

@@ -343,6 +343,48 @@ def test_a_form_of_torchs_exporter_is_made_once(
     assert list(_torch_form._known) == ["another"]
 
 
+class Shifted(nn.Module):
+    """Attention over shifted windows, with a mask that the forward fills for the map's size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x).roll((-1, -1), (2, 3))
+        height, width = x.shape[2:]
+        mask, count = torch.zeros(1, 1, height, width), 0
+        for rows in (slice(0, -2), slice(-2, -1), slice(-1, None)):
+            mask[:, :, rows] = count
+            count += 1
+        one, each = (self._windows(y, height, width) for y in (mask, x))
+        apart = one.mT - one
+        scores = each.mT @ each + apart.masked_fill(apart != 0, -100.0)
+        return self.out(x) * scores.softmax(-1).mean()
+
+    @staticmethod
+    def _windows(x: Tensor, height: int, width: int) -> Tensor:
+        x = x.reshape(x.shape[0], x.shape[1], height // 2, 2, width // 2, 2)
+        return x.permute(0, 2, 4, 1, 3, 5).flatten(4).flatten(1, 2)
+
+
+@pytest.mark.parametrize("profile", ["tensorrt", "onnxruntime"])
+def test_what_is_computed_of_sizes_alone_is_a_constant(
+    profile: str, calibrated: Fixture, run: Fixture, tmp_path: Path
+) -> None:
+    x = torch.randn(2, 4, 6, 6)
+    model = calibrated(Shifted(), x)
+    want = simulate(model, x)(x)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", profile)
+    written = {node.op_type for node in onnx.load(file.path).graph.node}
+    assert not written & {"ConstantOfShape", "ScatterND", "Expand", "Where", "Sub", "Not", "Equal"}
+    (made,), _ = run(file, x)
+    torch.testing.assert_close(made, want, rtol=1e-4, atol=1e-5)
+    free = export_qdq_onnx(model, x, tmp_path / "free.onnx", profile, dynamic_batch=True)
+    (made,), _ = run(free, x[:1])
+    torch.testing.assert_close(made, simulate(model, x)(x[:1]), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("profile", ["tensorrt", "onnxruntime", "horizon"])
 def test_group_norm_is_written_without_torchs_exporter(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,11 +26,21 @@ from bevquant_export.dense._voxels import Voxels
 from bevquant_export.dense._weighted import block_of, unflattened, weighted_layer
 from bevquant_export.sparse.portable._body import INT64
 from bevquant_graph import own_code
-from bevquant_int8sim.program import Integers, Ref, Step, integers_of, is_active, names_in
+from bevquant_int8sim.program import (
+    Integers,
+    Ref,
+    Step,
+    integers_of,
+    is_active,
+    names_in,
+    replaced,
+)
 from bevquant_qnn import QuantAdd, QuantConcat
 
 Made = TypeVar("Made", str, str | None, str | list[str])
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+_IS_RANDOM = torch.Tag.nondeterministic_seeded
+_MOST = 1 << 20  # elements of a constant that is computed while a file is written
 
 
 def emit(
@@ -98,6 +109,10 @@ class Emitter:
         if step.op == "constant":
             self._constants[made] = step
             return
+        folded = self._folded(step)
+        if folded is not None:
+            self._constants[made] = folded
+            return
         self._called = step
         if step.op == "float":
             step = as_layer(step, self._values())
@@ -115,6 +130,30 @@ class Emitter:
             if not line or line in str(error):
                 raise
             raise ValueError(f"{error} ({line})") from error
+
+    def _folded(self, step: Step) -> Step | None:
+        """A step on constants and fixed sizes as a constant, as the mask of shifted windows."""
+        target, hosts = step.function, self.source.hosts
+        if isinstance(target, torch._ops.OpOverload):
+            if _IS_RANDOM in target.tags:
+                return None
+        elif target is not operator.getitem:
+            return None
+        if self.source.form(step.outputs[0]) != "float" or len(step.outputs) > 1:
+            return None
+        for name in step.inputs:
+            fixed = name in hosts and self.source.wider_hosts.get(name) == hosts[name]
+            if not fixed and name not in self._constants:
+                return None
+        values = self._values()
+        given = self.source.constants(step.path, (step.args, dict(step.kwargs)))
+        args, kwargs = replaced(given, lambda ref: values[ref.name])
+        with torch.no_grad():
+            made = target(*args, **kwargs)
+        if not isinstance(made, Tensor) or made.dtype == torch.float64 or made.numel() > _MOST:
+            return None
+        path = f"{step.path}.constant" if step.path else "constant"
+        return Step("constant", path, (), step.outputs, tensors={"value": made.contiguous()})
 
     def give(self, name: str) -> None:
         """Write returned values that no step reads: coordinates, constants."""
