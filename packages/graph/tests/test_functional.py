@@ -84,6 +84,12 @@ def an_input(net: Any, x: Tensor) -> Tensor:
     return x
 
 
+def a_part_of_an_input(net: Any, x: Tensor) -> tuple[Tensor, ...]:
+    for frame in range(2):
+        x[frame, :, 1:] = x[frame, :, 1:] * 2
+    return net.conv(x), x
+
+
 def what_nobody_reads_before_no_grad(net: Any, x: Tensor) -> Tensor:
     y = net.conv(x)
     y.softmax(1)
@@ -150,12 +156,19 @@ def an_axis_of_one(net: Any, x: Tensor) -> Tensor:
     return y.flatten(1).unflatten(1, (4, -1)).relu_()
 
 
-BY_TORCH = [an_input]
+def through_a_view_without_an_inverse(net: Any, x: Tensor) -> Tensor:
+    y = net.conv(x)
+    y.mT[..., 0] = 3
+    return y
+
+
+BY_TORCH = [through_a_view_without_an_inverse]
 OTHERS = [
     a_slice_that_nobody_else_reads, a_permutation, one_of_several_parts,
     what_nobody_reads_before_no_grad, the_whole_is_read, the_whole_is_an_output, parts_overlap,
     a_part_of_the_part, the_same_part_once_more, windows_are_numbered, boxes_are_refined,
     chosen_rows, one_by_one, a_view_from_before, a_table_is_filled, an_axis_of_one,
+    an_input, a_part_of_an_input,
 ]  # fmt: skip
 
 

@@ -280,11 +280,12 @@ class _Traces:
         found, place = where(error, traced, self.opaque)
         return found, f"{_met(error)}" + (f" ({place})" if place else "")
 
-    def _reason_to_close(self, traced: nn.Module, error: Exception) -> str:
+    def _reason_to_close(self, traced: nn.Module, path: str, error: Exception) -> str:
         """Why the module that an error ends is to be closed at once; "" where it is not."""
         if self._remedy(error, traced) is not None:
             return ""
-        return self._reason(traced, error)[1]
+        found, reason = self._reason(traced, error)
+        return reason if found == path else ""
 
     def _closed(self, traced: nn.Module, error: Exception) -> dict[str, Opaque]:
         """The module that the error comes from as one node.

@@ -65,14 +65,18 @@ class Closing:
 
     @contextmanager
     def on_errors(
-        self, traced: nn.Module, opaque: Mapping[str, Opaque], reason: Callable[[Exception], str]
+        self,
+        traced: nn.Module,
+        opaque: Mapping[str, Opaque],
+        reason: Callable[[str, Exception], str],
     ) -> Iterator[dict[str, Opaque]]:
         """While it is entered, modules whose forwards end in an error are closed.
 
         Args:
             traced: The model in the trace.
             opaque: Modules that are one node already.
-            reason: Of an error; "" where the trace is to end with it.
+            reason: Why the module at a path, which an error ends, is to be closed; "" where the
+                trace is to end with the error.
 
         Yields:
             What was closed, by path, filled during the block.
@@ -82,7 +86,9 @@ class Closing:
         own = [
             (path, module, module.forward)
             for path, module in traced.named_modules()
-            if path and not any(f"{path}.".startswith(f"{other}.") for other in opaque)
+            if path
+            and not any(f"{path}.".startswith(f"{other}.") for other in opaque)
+            and not isinstance(module, torch.jit.ScriptModule)  # it is the model's own
         ]
 
         def forward(path: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +98,7 @@ class Closing:
             try:
                 return run(*args, **kwargs)
             except Exception as error:
-                why = "" if isinstance(error, TraceEnds) else reason(error)
+                why = "" if isinstance(error, TraceEnds) else reason(path, error)
                 if not why:
                     raise
                 _leave(depth)

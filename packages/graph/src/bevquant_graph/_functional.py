@@ -4,8 +4,9 @@ Tensors that share memory are views of its first one, the root, which the traced
 write makes a new value of the view that it writes to. Scattered into the view's source, and that
 into its own (``x[:, 2:]`` by ``slice_scatter``, a permutation by the inverse one), it is the root's
 new value, and a view that is read afterwards is taken of that again. This adds nodes for the writes
-alone. Writes to inputs and buffers, through views without such an inverse, and `torch.vmap` take
-torch's functionalization, which traces the whole graph twice more.
+alone. New values of inputs and buffers are returned before the results. Writes through views
+without such an inverse, and `torch.vmap`, take torch's functionalization, which traces the whole
+graph twice more.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor, fx
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
 
 from ._operators import op_spec
 from ._registrations import registered_once
@@ -37,7 +39,9 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     try:
         if mapped:
             raise _NoForm("torch.vmap")
-        program.graph_module.graph = _Rewriter(program.graph).made()
+        rewriter = _Rewriter(program)
+        program.graph_module.graph = rewriter.made()
+        program.graph_signature.output_specs[:0] = rewriter.written
     except _NoForm:
         _copy_views(program.graph)
         with registered_once():
@@ -57,8 +61,11 @@ class _Rewriter:
     Keys are nodes of the old graph, values are nodes of the new one.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self.old, self.new = graph, fx.Graph()
+    def __init__(self, program: ExportedProgram) -> None:
+        self.old, self.new = program.graph, fx.Graph()
+        inputs = [node for node in self.old.nodes if node.op == "placeholder"]
+        self.inputs = dict(zip(inputs, program.graph_signature.input_specs, strict=True))
+        self.written: list[OutputSpec] = []  # inputs and buffers, whose values come first
         self.source: dict[fx.Node, fx.Node] = {}  # a view, or a write, to the tensor that it is of
         self.root: dict[fx.Node, fx.Node] = {}
         self.version: dict[fx.Node, int] = {}  # writes so far, by root
@@ -82,20 +89,34 @@ class _Rewriter:
                 owner |= dict.fromkeys(memory, node)
         for node in memories:
             for root in (self.root.get(target) for target in _written(node)):
-                if root is None or root in unclear or root.op != "call_function":
-                    raise _NoForm("an input, a buffer, or memory of several tensors")
+                known = root in self.inputs and self.inputs[root].kind in _MUTATIONS
+                if root is None or root in unclear or not (known or root.op == "call_function"):
+                    raise _NoForm("a parameter, or memory of several tensors")
 
     def made(self) -> fx.Graph:
         """The new graph."""
         for node in self.old.nodes:
             targets = _written(node)
-            if not targets:
+            if node.op == "output":
+                self._return(node)
+            elif not targets:
                 self._keep(node, self._copied(node))
             elif len(targets) == 1:
                 self._write(node, targets[0])
             else:
                 raise _NoForm("several tensors")
         return self.new
+
+    def _return(self, node: fx.Node) -> None:
+        made = self._copied(node)
+        values: list[fx.Node] = []
+        for root, spec in self.inputs.items():
+            if self.version.get(root):
+                values.append(self.value(root, node))
+                target = spec.target or spec.arg.name
+                kind = _MUTATIONS[spec.kind]
+                self.written.append(OutputSpec(kind, TensorArgument(values[-1].name), target))
+        made.args = ((*values, *made.args[0]),)  # type: ignore[misc]
 
     def _copied(self, node: fx.Node) -> fx.Node:
         return self.new.node_copy(node, lambda read: self.value(read, node))
@@ -176,6 +197,10 @@ class _Rewriter:
         return tuple(args)
 
 
+_MUTATIONS = {
+    InputKind.USER_INPUT: OutputKind.USER_INPUT_MUTATION,
+    InputKind.BUFFER: OutputKind.BUFFER_MUTATION,
+}
 # torch's trace shows the memory of the constant that it copies.
 _FRESH = torch.ops.aten.lift_fresh_copy.default
 # Of a view: its source's new value, by the source before the write, and the view's new value.
