@@ -1,4 +1,4 @@
-"""From a model that trained quantized to one that computes in integers."""
+"""Conversion of QAT modules to fixed-point modules."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from bevquant_hybrid.qtensor import QTensor
 
 
 def preserved_form(module: nn.Module, rounding: str) -> nn.Module | None:
-    """Let a QAT module compute as it trained, on integers that come in, and hand integers on.
+    """Keep a QAT module's computation, with integers as its input and output.
 
-    It observes nothing any more.
+    Its observers are switched off.
 
     Args:
         module: Changed in place.
-        rounding: Of the fixed-point modules that read its result.
+        rounding: Rounding of its fixed-point consumers.
 
     Returns:
-        The module; None where it is no QAT module with a scale.
+        The module; None if it is not a QAT module with a scale.
     """
     if not isinstance(module, Weighted | OutputQuantized | QuantStub):
         return None
@@ -49,7 +49,7 @@ def _as_integers(rounding: str, module: nn.Module, args: Any, result: QTensor) -
 
 
 def refuse_converted(model: nn.Module, caller: str) -> None:
-    """Refuse a model that computes in integers already."""
+    """Refuse a model that is already converted."""
     for path, module in model.named_modules():
         if isinstance(module, FixedPoint):
             raise ValueError(
@@ -61,12 +61,12 @@ def refuse_converted(model: nn.Module, caller: str) -> None:
 def convert_in_place(
     model: nn.Module, caller: str, remove_qconfig: bool, rounding: str
 ) -> nn.Module:
-    """Replace every QAT module below `model`, or return the form of the model itself.
+    """Replace every QAT module in `model`, or return the converted form of `model` itself.
 
     Raises:
         RuntimeError: No march is set.
-        ValueError: A calibration model, one that is converted already, an unknown rounding, or
-            settings a BPU does not execute.
+        ValueError: A calibration model, a converted model, an unknown rounding, or settings that a
+            BPU does not execute.
     """
     require_march(caller)
     if rounding not in ("half_up", "half_even"):

@@ -1,4 +1,4 @@
-"""Documented names of tools that are a package of their own, found there when asked for."""
+"""Documented names of tools in another package, imported on first use."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from bevquant_quantizers.plugins import installed, load
 
-_GROUP = "bevquant_hybrid.documented"  # entry points: where this package documents it → its module
+_GROUP = "bevquant_hybrid.documented"  # entry points: documented path → module
 
 
 def tool(path: str) -> ModuleType:
-    """The module that holds what is documented below ``bevquant_hybrid.<path>``.
+    """The module with the names documented under ``bevquant_hybrid.<path>``.
 
     Raises:
         ImportError: No installed package has it.
@@ -28,7 +28,7 @@ def tool(path: str) -> ModuleType:
 
 
 def names_from(path: str, *names: str) -> Callable[[str], Any]:
-    """The ``__getattr__`` of the module at ``bevquant_hybrid.<path>``: names that `tool` has."""
+    """A ``__getattr__`` for ``bevquant_hybrid.<path>`` that finds the names of `tool`."""
 
     def find(name: str) -> Any:
         if name not in names:

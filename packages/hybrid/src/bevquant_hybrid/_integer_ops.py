@@ -25,7 +25,7 @@ def quantize(x: Tensor, scale: Tensor, axis: int, bits: int, rounding: str) -> T
 
 @operator
 def dequantize(x: Tensor, scale: Tensor, axis: int) -> Tensor:
-    """Integers times scale, as float32. A scale shaped as `x` holds one for each element."""
+    """Integers times scale, as float32; a scale shaped like `x` is per element."""
     if scale.dim() > 1:
         return (x.double() * scale).float()
     factor = scale if axis >= 0 else scale.reshape(())
@@ -45,7 +45,7 @@ def conv(
     output_padding: Sequence[int],
     name: str,
 ) -> Tensor:
-    """int32 accumulators of a convolution of any rank, transposed in two dimensions."""
+    """int32 accumulators of a convolution of any rank, or a transposed 2-D convolution."""
     run: Callable[..., Tensor] = int8sim.int8_conv_transpose2d
     settings: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation}
     if transposed:
@@ -88,7 +88,7 @@ def add(
     rounding: str,
     name: str,
 ) -> Tensor:
-    """clamp(round(a·Ma + b·Mb)), rounded once; shapes broadcast, and 8 and 16 bits may meet."""
+    """clamp(round(a·Ma + b·Mb)), rounded once; shapes broadcast, 8 and 16 bits may be mixed."""
     width = torch.promote_types(torch.promote_types(a.dtype, b.dtype), _STORAGE[bits])
     left, right = torch.broadcast_tensors(a.to(width), b.to(width))
     factors = float(multiplier_a), float(multiplier_b)
@@ -139,7 +139,7 @@ def concat(
     rounding: str,
     name: str,
 ) -> Tensor:
-    """Concatenate, each tensor requantized by its multiplier; 1 leaves it as it is."""
+    """Concatenate, each tensor requantized by its multiplier (1: unchanged)."""
     widest = functools.reduce(torch.promote_types, (t.dtype for t in tensors), _STORAGE[bits])
     parts = [tensor.to(widest) for tensor in tensors]
     factors = [float(multiplier) for multiplier in multipliers]
@@ -203,7 +203,7 @@ def resize(
     align_corners: bool,
     rounding: str,
 ) -> Tensor:
-    """Height and width resized; `size` or `scale_factor` is empty."""
+    """Resize height and width; `size` or `scale_factor` is empty."""
     return int8sim.int8_resize(
         x,
         size or None,
@@ -221,7 +221,7 @@ def _narrow(q: Tensor, bits: int) -> Tensor:
 
 
 def pair(value: int | Sequence[int]) -> list[int]:
-    """One integer twice, or the two given."""
+    """Return an integer twice, or a pair unchanged."""
     return [value, value] if isinstance(value, int) else [int(v) for v in value]
 
 
@@ -241,7 +241,7 @@ def gate(x: Tensor, scale: Tensor, dim: int) -> Tensor:
 def filled(x: Tensor, excluded: Tensor, lowest: bool, dim: int | None) -> Tensor:
     """The tensor with its smallest value, or 0, where a mask is True.
 
-    With `dim`, rows along it that are True alone stay as they are: nothing would be left of them.
+    With `dim`, rows along it whose mask is all True stay unchanged.
     """
     where = excluded if dim is None else excluded & ~excluded.all(dim, keepdim=True)
     return x.masked_fill(where, x.detach().amin() if lowest and x.numel() else 0)
@@ -255,7 +255,7 @@ def exclude(x: Tensor, excluded: Tensor, lowest: bool, dim: int | None) -> Tenso
 
 @operator
 def split_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Where a float mask is −∞, and the mask with 0 there."""
+    """Positions where a float mask is −∞, and the mask with 0 there."""
     excluded = mask.isneginf()
     return excluded, mask.masked_fill(excluded, 0.0)
 
@@ -271,7 +271,7 @@ def quantize_bias(bias: Tensor, input_scale: Tensor, weight_scale: Tensor, name:
 def accumulate(
     acc: Tensor, other: Tensor, multiplier: Tensor, axis: int, rounding: str, name: str
 ) -> Tensor:
-    """Acc + round(other · multiplier), the second input brought to the accumulator's scale.
+    """Acc + round(other · multiplier): adds the second input at the accumulator's scale.
 
     Raises:
         AccumulatorOverflowError: A sum leaves int32.

@@ -1,4 +1,4 @@
-"""Make one node of what tracing cannot or should not look into."""
+"""Calls that tracing records as one node."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Wrapped = TypeVar("Wrapped", bound=Any)
 
 
 def wrap(skip_compile: bool = False) -> Callable[[Wrapped], Wrapped]:
-    """Decorate a function, a method or a Module class: traced models call it as one node.
+    """Decorate a function, a method or a Module class, so that tracing records it as one node.
 
-    Called on a string at the top of a module, it does so for the function of that name there, a
-    builtin for instance. Modules that a method calls are prepared and converted like others.
+    A string names a function of the calling module (at its top level), such as a builtin. Modules
+    that a method calls are prepared and converted as usual.
 
     Args:
         skip_compile: Accepted for old scripts.
 
     Raises:
-        TypeError: In the decoration, where the object is none of these.
+        TypeError: At decoration: the object is none of these.
 
     Example:
         >>> import torch
@@ -90,7 +90,7 @@ class MethodCall(nn.Module):
 
     Attributes:
         function: The method.
-        owner_path: The module whose method it is; ``""`` for the model.
+        owner_path: Path of the module that owns the method; ``""`` for the model.
     """
 
     def __init__(self, function: Any, owner_path: str) -> None:
@@ -100,7 +100,7 @@ class MethodCall(nn.Module):
         self._root: weakref.ref[nn.Module] | None = None
 
     def of(self, root: nn.Module) -> MethodCall:
-        """The same method in another model, which holds it without being a part of it."""
+        """The same method of another model, which the call does not own."""
         made = MethodCall(self.function, self.owner_path)
         made._root = weakref.ref(root)
         return made

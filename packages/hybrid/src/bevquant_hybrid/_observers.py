@@ -1,4 +1,4 @@
-"""Observers: what range a tensor takes."""
+"""Observers, which measure the range of a tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ smallest_scale = torch.finfo(torch.float32).eps
 def scale_of(amax: Tensor, quant_min: int, quant_max: int) -> Tensor:
     r"""Scale of a symmetric range: :math:`s = 2\,a / (q_\max - q_\min)`, a/127.5 for int8.
 
-    A range of zeros gets the smallest scale, 2⁻²³, so that nothing is divided by 0.
+    A range of zeros has the smallest scale, 2⁻²³, to avoid a division by 0.
     """
     return (amax * 2 / (quant_max - quant_min)).clamp(min=smallest_scale)
 
@@ -27,15 +27,15 @@ def scale_of(amax: Tensor, quant_min: int, quant_max: int) -> Tensor:
 class RangeObserver(ObserverBase):
     r"""Base of observers that keep ``min_val`` and ``max_val``.
 
-    :math:`s = \max(|\min|, |\max|) \cdot 2 / (q_\max - q_\min)`, zero point 0. Nothing observed
-    yet: the range is empty, [∞, −∞], and the scale 1. Empty tensors change nothing.
+    :math:`s = \max(|\min|, |\max|) \cdot 2 / (q_\max - q_\min)`, zero point 0. Before the first
+    observation the range is empty, [∞, −∞], and the scale 1. Empty tensors change nothing.
 
     Args:
         dtype: ``qint8`` or ``qint16``, or its name.
         qscheme: ``torch.per_tensor_symmetric`` or ``torch.per_channel_symmetric``.
         quant_min: Smallest integer; None for the type's.
         quant_max: Largest integer; None for the type's.
-        ch_axis: Channel axis where ranges are per channel.
+        ch_axis: Channel axis of per-channel ranges.
         is_sync_quantize: Join ranges over the processes of ``torch.distributed``.
         factory_kwargs: Device and dtype of the buffers, as for torch's observers.
 
@@ -77,21 +77,21 @@ class RangeObserver(ObserverBase):
         return bool((self.min_val <= self.max_val).all())
 
     def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Range of one tensor, ``[1]`` or ``[channels]``; here its extremes."""
+        """Range of one tensor, ``[1]`` or ``[channels]``; by default its extremes."""
         low, high = torch.aminmax(self.rows(x), dim=1)
         return low, high
 
     def rows(self, x: Tensor) -> Tensor:
-        """Values that share a range in a row each: ``[1, values]`` or ``[channels, values]``."""
+        """One row of values per range: ``[1, values]`` or ``[channels, values]``."""
         return x.reshape(1, -1) if self.ch_axis < 0 else x.movedim(self.ch_axis, 0).flatten(1)
 
     def combine(self, old: Tensor, new: Tensor, largest: bool) -> Tensor:
-        """Bound kept so far and bound of a new tensor: by default the wider one."""
+        """Combine the kept bound with a new tensor's; by default the wider one."""
         return torch.maximum(old, new) if largest else torch.minimum(old, new)
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
-        """Take a tensor into account and return it as it came.
+        """Observe a tensor and return it unchanged.
 
         Raises:
             ValueError: NaN or infinite values.
@@ -120,7 +120,7 @@ class RangeObserver(ObserverBase):
         return low, high
 
     def set_range(self, amax: Tensor) -> None:
-        """Take ±`amax`, ``[1]`` or ``[channels]``, as the range."""
+        """Set the range to ±`amax`, ``[1]`` or ``[channels]``."""
         amax = amax.detach().reshape(-1).to(self.min_val)
         self.min_val, self.max_val = -amax, amax.clone()
 
@@ -139,7 +139,7 @@ class RangeObserver(ObserverBase):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # A range per channel is as long as the tensor observed, which this observer may not know.
+        # The length of a per-channel range is unknown before the first tensor or checkpoint.
         for name in ("min_val", "max_val"):
             loaded = state_dict.get(prefix + name)
             if loaded is not None:
@@ -148,11 +148,11 @@ class RangeObserver(ObserverBase):
 
 
 class FixedScaleObserver(RangeObserver):
-    """A scale given once, such as 1/128 for pictures in [−1, 1).
+    """A fixed scale, such as 1/128 for pictures in [−1, 1).
 
     Args:
         scale: Value of one integer step, positive.
-        zero_point: 0, the only one there is.
+        zero_point: 0, the only allowed value.
         averaging_constant: Accepted, as of the observer that this one replaces.
         **kwargs: As in `RangeObserver`.
 
@@ -187,17 +187,17 @@ class FixedScaleObserver(RangeObserver):
         return x
 
     def set_range(self, amax: Tensor) -> None:
-        """Keep the fixed scale; its range is what `scale` says."""
+        """Do nothing: the scale is fixed."""
         super().set_range(self.fixed_scale * (self.quant_max - self.quant_min) / 2)
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Return the scale as it was given, and 0."""
+        """Return the fixed scale and 0."""
         scale = self.fixed_scale.to(self.min_val.device)
         return scale, torch.zeros_like(scale, dtype=torch.long)
 
 
 class ClipObserver(RangeObserver):
-    """Extremes of everything seen, cut to [xmin, xmax].
+    """Extremes of all observed values, clipped to [xmin, xmax].
 
     Args:
         xmin: Smallest bound.
@@ -228,7 +228,7 @@ class ClipObserver(RangeObserver):
         self.xmin, self.xmax = xmin, xmax
 
     def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Extremes, cut."""
+        """Clipped extremes."""
         low, high = super().measure(x)
         if not bool((low.isfinite() & high.isfinite()).all()):
             return low, high
@@ -236,7 +236,7 @@ class ClipObserver(RangeObserver):
 
 
 class NoopObserver(torch.nn.Module):
-    """Observes nothing: weights need no calibration, their range is known.
+    """Observes nothing, for weights: their range needs no calibration.
 
     Example:
         >>> NoopObserver(dtype=qint8)
@@ -253,7 +253,7 @@ class NoopObserver(torch.nn.Module):
 
 
 class MinMaxObserver(RangeObserver):
-    """Smallest and largest value of everything seen.
+    """Smallest and largest observed value.
 
     Example:
         >>> observer = MinMaxObserver()
@@ -279,11 +279,11 @@ class PerChannelMinMaxObserver(MinMaxObserver):
 class AveragingObserver(RangeObserver):
     r"""Base of observers that average bounds: :math:`v \leftarrow v + c\,(v_{new} - v)`.
 
-    The first tensor sets the range. c = 0 freezes it, c = 1 forgets what was before.
+    The first tensor sets the range. c = 0 freezes it; c = 1 uses the latest tensor alone.
 
     Args:
         averaging_constant: c, within [0, 1].
-        dtype: As in `RangeObserver`, like all that follow.
+        dtype: As in `RangeObserver`, like the arguments below.
         qscheme: Per tensor or per channel.
         quant_min: Smallest integer.
         quant_max: Largest integer.
@@ -358,7 +358,7 @@ class MovingAveragePerChannelMinMaxObserver(AveragingObserver):
 
 
 class CalibObserver(RangeObserver):
-    """Histogram of absolute values over every batch; the range is a percentile of it.
+    """Histogram of absolute values over all batches; the range is a percentile of it.
 
     The first batch's maximum sets the width of the bins; larger values append bins. The range is
     the lower edge of the bin where the percentile is reached.
@@ -391,7 +391,7 @@ class CalibObserver(RangeObserver):
                 f"CalibObserver: percentile={percentile}, bins={bins}, ch_axis={self.ch_axis}: "
                 "expected a percentile in (0, 100], at least one bin and one range per tensor"
             )
-        # Its bounds follow from the histogram: they are no state of their own.
+        # Its bounds follow from the histogram and are not saved.
         del self.min_val, self.max_val
         self.percentile = percentile
         self._histogram = HistogramCalibrator(8, None, False, num_bins=bins)
@@ -415,7 +415,7 @@ class CalibObserver(RangeObserver):
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
-        """Count a batch and return it as it came.
+        """Count a batch and return it unchanged.
 
         Raises:
             ValueError: NaN or infinite values.
@@ -424,11 +424,11 @@ class CalibObserver(RangeObserver):
         return x
 
     def set_range(self, amax: Tensor) -> None:
-        """Refuse: a histogram has the range that was counted."""
+        """Refuse: the range follows from the histogram."""
         raise TypeError("CalibObserver: its range follows from the batches; run them instead")
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Return scale and zero point, both ``[1]``; scale 1 where nothing was counted."""
+        """Return scale and zero point, both ``[1]``; scale 1 before the first batch."""
         amax = self._histogram.compute_amax("percentile", percentile=self.percentile)
         scale = torch.ones(1)
         if amax is not None:

@@ -1,4 +1,4 @@
-"""Where quantized parts of a model begin and end."""
+"""Start of a model's quantized part."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["DeQuantStub", "QuantStub"]
 
 
 class QuantStub(nn.Module):
-    """Mark where float values become quantized ones; the identity in a float model.
+    """Mark where float values are quantized; the identity in a float model.
 
     Args:
         scale: Value of one step, fixed (1/128 for pictures in [−1, 1)); None to observe it.
@@ -20,8 +20,8 @@ class QuantStub(nn.Module):
         qconfig: Quantization settings of this stub alone.
 
     Raises:
-        TypeError: A scale that is no number.
-        ValueError: A scale that is not positive, or another zero point.
+        TypeError: The scale is not a number.
+        ValueError: The scale is not positive, or the zero point is not 0.
 
     Example:
         >>> QuantStub(scale=1 / 128)

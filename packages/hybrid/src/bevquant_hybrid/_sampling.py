@@ -1,4 +1,4 @@
-"""Values picked between pixels: RoIAlign, and sampling by a grid, in float and of integers."""
+"""Interpolated sampling: RoIAlign and grid sampling, of floats and of integers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bevquant_hybrid._torch_operator import operator
 
 
 def _ends(at: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pixels on either side of positions, the share of the second, and which lie within reach.
+    """Both neighbouring pixels of positions, the second one's weight, and a validity mask.
 
     A position up to one pixel outside takes the border's value.
     """
@@ -56,16 +56,16 @@ def roi_align(
     sampling_ratio: int,
     aligned: bool,
 ) -> Tensor:
-    """RoIAlign (He et al., 2017): the mean of values sampled between pixels, in every bin of a box.
+    """RoIAlign (He et al., 2017): the mean of interpolated samples in every bin of a box.
 
     Args:
         maps: Float ``[N, C, H, W]``.
         boxes: ``[K, 4]``: left, top, right, bottom, in pixels of the model's input.
-        sample: ``[K]``, int64: which map of the batch each box lies in.
+        sample: ``[K]``, int64: index of each box's map in the batch.
         output_size: Bins in height and width.
-        spatial_scale: Pixels of the map for one of the input.
-        sampling_ratio: Samples along each axis of a bin; 0 or less for one to a pixel.
-        aligned: Put pixel centres at half steps (and let boxes be smaller than a pixel).
+        spatial_scale: Map pixels per input pixel.
+        sampling_ratio: Samples along each axis of a bin; 0 or less for one per pixel.
+        aligned: Put pixel centres at half steps, and allow boxes smaller than a pixel.
 
     Returns:
         ``[K, C, *output_size]``.
@@ -106,10 +106,10 @@ def multi_scale_roi_align(
     canonical_scale: float,
     canonical_level: float,
 ) -> Tensor:
-    """RoIAlign on the map that fits each box (Lin et al., FPN, 2017, equation 1).
+    """RoIAlign with one map selected per box (Lin et al., FPN, 2017, equation 1).
 
     Level ⌊k₀ + log₂(√area / s₀) + 10⁻⁶⌋ with k₀ = `canonical_level` and s₀ = `canonical_scale`,
-    cut to the levels that the maps' scales 2⁻ᵏ name.
+    clipped to the levels k of the maps' scales 2⁻ᵏ.
     """
     settings = output_size, sampling_ratio, aligned
     if len(maps) == 1:
@@ -145,14 +145,14 @@ def grid_sample_integers(
 
 
 def sampling_places(grid: Tensor, height: int, width: int) -> Tensor:
-    r"""Displacements in pixels as the places in [−1, 1] that `grid_sample` reads (corners apart).
+    r"""Displacements in pixels as `grid_sample`'s positions in [−1, 1] (corners not aligned).
 
-    :math:`(2\,(w + d_x) + 1) / W - 1`, and the same with rows.
+    :math:`(2\,(w + d_x) + 1) / W - 1`, likewise for rows.
 
     Args:
         grid: ``[N, H', W', 2]``: d_x and d_y from each output point.
-        height: Of the map that is sampled.
-        width: Of the map that is sampled.
+        height: Height of the sampled map.
+        width: Width of the sampled map.
     """
     if grid.requires_grad:
         return _places(grid, height, width)

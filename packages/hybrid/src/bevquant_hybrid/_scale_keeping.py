@@ -1,4 +1,4 @@
-"""What may be done to a quantized tensor without giving it another scale."""
+"""Functions that keep the scale of a quantized tensor."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def max_pooled(
 
 
 def _on_grid_of(x: QTensor, values: Tensor) -> QTensor:
-    """Float values rounded to the grid of a tensor, where that lies on one."""
+    """Float values rounded to a tensor's grid, if that tensor lies on one."""
     if not x.on_grid:
         return x.like(values)
     info = qinfo(x.dtype)
@@ -128,7 +128,7 @@ def sampled(x: QTensor, grid: Tensor, mode: str, padding_mode: str, align_corner
     """Sample by a grid; the result lies on the grid of the input's scale.
 
     Raises:
-        NotImplementedError: Modes that a BPU does not do.
+        NotImplementedError: A mode that a BPU does not execute.
     """
     if mode not in ("nearest", "bilinear") or padding_mode not in ("zeros", "border"):
         raise NotImplementedError(
@@ -177,17 +177,17 @@ def padded(x: QTensor, sides: Sequence[int], mode: str, value: float) -> QTensor
 
 
 def rule_of(func: Callable[..., Any]) -> Rule | None:
-    """Return how a function applies to quantized tensors, or None where it does not."""
+    """Return the rule of a function for quantized tensors, or None."""
     return RULES.get(func)
 
 
 def gives_plain(func: Callable[..., Any]) -> bool:
-    """Whether a function of quantized tensors gives indices, truth values or facts."""
+    """Whether a function returns indices, truth values or properties, without a scale."""
     return func in _PLAIN or func in _FACTS
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> QTensor:
-    """The quantized tensor that gives the result its scale."""
+    """The quantized tensor whose scale the result has."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, QTensor):
             return value
@@ -203,7 +203,7 @@ def _view(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     values = call_on(func, args, kwargs, payload)
     if source.has_one_scale:
         return _wrapped(values, source.like)
-    # Channels of a high-precision output have scales of their own, which move with them.
+    # A 32-bit output has per-channel scales, which must be permuted too.
     scales = call_on(func, args, kwargs, QTensor.scale_of_each)
     if isinstance(values, Tensor):
         return source.rescaled(values, scales)
@@ -222,7 +222,7 @@ def _order(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _wrapped(result: Any, wrap: Callable[[Tensor], QTensor]) -> Any:
-    """Values get a scale; indices beside them (int64) stay plain."""
+    """Attach the scale to values; int64 indices stay plain."""
     if isinstance(result, Tensor):
         return result if result.dtype == torch.int64 else wrap(result)
     items = [_wrapped(item, wrap) for item in result]
@@ -301,7 +301,7 @@ def _grid_sample(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _double(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # torch.jit.trace compares what a traced model returns, plain integers, with what the model did.
+    # torch.jit.trace compares the traced model's plain integers with the model's result.
     if sys._getframe(2).f_globals.get("__name__") != "torch.jit._trace":
         raise NotImplementedError(
             "double of a QTensor may mean its integers or its values; say int_repr() or "
@@ -321,7 +321,7 @@ def _pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 def _arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], *names: tuple[str, Any]
 ) -> tuple[Any, ...]:
-    """Arguments behind the first one, by position or name."""
+    """Arguments after the first, by position or name."""
     given = dict(zip((name for name, _ in names), args[1:], strict=False)) | kwargs
     return tuple(given.get(name, default) for name, default in names)
 

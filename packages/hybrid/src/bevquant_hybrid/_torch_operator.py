@@ -1,4 +1,4 @@
-"""Functions that torch knows by name, so that tracing records the call and not what it does."""
+"""Functions registered with torch, so that tracing records the call and not its steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 _NAMESPACE = "bevquant_hybrid"
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# As torch's registry writes them; its own reading of annotations makes symbolic sizes of integers.
+# Spelled as in torch's schemas: torch's own inference turns integers into symbolic sizes.
 _TYPES = {
     **{name: name for name in ("Tensor", "int", "float", "bool", "str")},
     **{f"Sequence[{name}]": f"{name}[]" for name in ("Tensor", "int", "float")},
@@ -22,8 +22,8 @@ def operator(function: Function, name: str = "") -> Function:
     """Register a function as ``torch.ops.bevquant_hybrid.<its name>`` and return that operator.
 
     Args:
-        function: Its annotations, of a module that postpones them, are the schema.
-        name: The function's by default, without low lines before it.
+        function: Its postponed annotations are the schema.
+        name: Default: the function's name without leading underscores.
     """
     kinds = {name: _schema_of(kind) for name, kind in function.__annotations__.items()}
     result = kinds.pop("return")

@@ -1,4 +1,4 @@
-"""Pictures of partitions, under its documented path: `bevquant_hybrid_tools` has it."""
+"""Pictures of partitions, from `bevquant_hybrid_tools`, under their documented path."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _OF_TORCH = {torch.qint8: qint8, torch.qint32: qint32}
 
 
 def as_quant_dtype(dtype: str | torch.dtype) -> QuantDType:
-    """Return the type of a name, the type itself, or what torch's ``torch.qint8`` stands for.
+    """Return the type for a name, a `QuantDType` or torch's type such as ``torch.qint8``.
 
     Raises:
         ValueError: No quantized type of that name.
@@ -62,13 +62,13 @@ def as_quant_dtype(dtype: str | torch.dtype) -> QuantDType:
 
 @dataclass(frozen=True, init=False)
 class qinfo:
-    """Range of a quantized type, as `torch.iinfo` gives it for others.
+    """Range of a quantized type, like `torch.iinfo`.
 
     Attributes:
         bits: Width.
         min: Smallest integer.
         max: Largest integer.
-        dtype: The type asked for.
+        dtype: The type.
 
     Example:
         >>> qinfo("qint8").min, qinfo(qint16).max

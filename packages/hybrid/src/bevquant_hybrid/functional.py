@@ -1,4 +1,4 @@
-"""Functions under their documented path: colours, and results that need no DeQuantStub."""
+"""Functions under their documented path: colours, `argmax` and `filter`."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _TO_YUV: dict[str, tuple[tuple[int, int, int], ...]] = {
     "full": ((77, 150, 29), (-43, -84, 127), (127, -106, -21)),
 }
 _OFFSETS = {"studio": (16, 128, 128), "full": (0, 128, 128)}
-# What a step of Y and of U or V is worth in RGB: 219 and 224 steps span the studio swing.
+# Size of a step of Y and of U or V in RGB: 219 and 224 steps span the studio swing.
 _GAINS = {"studio": (255 / 219, 255 / 224), "full": (1.0, 1.0)}
 _RED, _GREEN, _BLUE = 0.299, 0.587, 0.114  # luma of BT.601
 _OF_RED, _OF_BLUE = 2 * (1 - _RED), 2 * (1 - _BLUE)  # 1.402 and 1.772
 
 
 def _planes(image: Tensor, what: str) -> list[Tensor]:
-    """Three channels in float, as the axis before height and width holds them.
+    """The three channels (third axis from the end) in float.
 
     Raises:
-        ValueError: There are not three.
+        ValueError: There are not three channels.
     """
     # While torch.jit traces, sizes are tensors.
     if not torch._C._is_tracing() and (image.dim() < 3 or image.shape[-3] != 3):
@@ -121,7 +121,7 @@ def bgr2yuv(input: Tensor, swing: str = "studio") -> Tensor:
 
 @wrap()
 def rgb2centered_yuv(input: Tensor, swing: str = "studio") -> Tensor:
-    """RGB to YUV444 less 128, as a BPU's image pyramid gives it; see `rgb2yuv`.
+    """RGB to YUV444 minus 128, the output of a BPU's image pyramid; see `rgb2yuv`.
 
     Example:
         >>> rgb2centered_yuv(torch.full((1, 3, 1, 1), 255.0), "full").flatten()
@@ -132,7 +132,7 @@ def rgb2centered_yuv(input: Tensor, swing: str = "studio") -> Tensor:
 
 @wrap()
 def bgr2centered_yuv(input: Tensor, swing: str = "studio") -> Tensor:
-    """BGR to YUV444 less 128; see `rgb2yuv`."""
+    """BGR to YUV444 minus 128; see `rgb2yuv`."""
     return _to_yuv(input, swing, True, "bgr2centered_yuv") - 128
 
 
@@ -150,13 +150,13 @@ def bgr2gray(input: Tensor) -> Tensor:
 
 @wrap()
 def rgb2centered_gray(input: Tensor) -> Tensor:
-    """RGB to grey less 128."""
+    """RGB to grey minus 128."""
     return _to_gray(input, False, "rgb2centered_gray") - 128
 
 
 @wrap()
 def bgr2centered_gray(input: Tensor) -> Tensor:
-    """BGR to grey less 128."""
+    """BGR to grey minus 128."""
     return _to_gray(input, True, "bgr2centered_gray") - 128
 
 
@@ -238,18 +238,17 @@ def centered_yuv2rgb(
 ) -> QTensor:
     r"""Centred YUV444 to RGB, normalized and quantized as a model's QuantStub did in training.
 
-    For a converted model that trained on RGB and is fed YUV: put it behind the QuantStub, hand it
-    the scale that the stub had, and set the stub's scale to 1. With y = (Y + 128 − o)·255/219 and
-    u, v = U, V·255/224 (studio; both gains are 1 in full swing), BT.601 gives R = y + 1.402 v,
-    G = y − 0.344 u − 0.714 v, B = y + 1.772 u, cut to 0…255; then
-    :math:`q = \operatorname{clamp}(\operatorname{round}((rgb - mean)/(std \cdot s)))`, computed in
-    float64.
+    For a converted model that was trained on RGB and receives YUV: call it on the QuantStub's
+    output, pass the stub's scale as `q_scale`, and set the stub's scale to 1. With y = (Y + 128 −
+    o)·255/219 and u, v = U, V·255/224 (studio; both gains are 1 in full swing), BT.601 gives R = y
+    + 1.402 v, G = y − 0.344 u − 0.714 v, B = y + 1.772 u, clipped to 0…255; then :math:`q =
+    \operatorname{clamp}(\operatorname{round}((rgb - mean)/(std \cdot s)))`, computed in float64.
 
     Args:
-        input: ``[N, 3, height, width]`` of QuantStub with scale 1, or its float values.
+        input: ``[N, 3, height, width]`` from the QuantStub with scale 1, or its float values.
         swing: ``"studio"`` or ``"full"``, which BPUs give.
-        mean: Of RGB, one number or three, in 0…255.
-        std: The same.
+        mean: Mean of RGB, one number or three, in 0…255.
+        std: Standard deviation, likewise.
         q_scale: Scale of the QuantStub in training.
 
     Returns:
@@ -302,12 +301,12 @@ def filter(
 
     Args:
         *inputs: Float or quantized ``[N, C, H, W]``, of the same N, H and W.
-        threshold: What the largest value must exceed.
-        idx_range: First channel and last + 1 to look at, in the first input; None for all.
+        threshold: Lower limit (exclusive) of the largest value.
+        idx_range: First channel and last + 1 of the first input to compare; None for all.
 
     Returns:
-        For each sample: the largest values ``[M]``, their channels (counted from the first one
-        looked at) ``[M]``, the pixels ``[M, 2]`` as row and column, and of each input ``[M, C]``.
+        For each sample: the largest values ``[M]``, their channels ``[M]`` (counted from the first
+        compared one), the pixels ``[M, 2]`` as row and column, and each input's values ``[M, C]``.
         All dequantized, in the order of the pixels.
 
     Raises:

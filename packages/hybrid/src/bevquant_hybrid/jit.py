@@ -1,4 +1,4 @@
-"""Traced models: saved and loaded with this package's version beside them, moved to a device."""
+"""Traced models: saved and loaded with this package's version, moved to a device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def save(m: torch.jit.ScriptModule, f: File, _extra_files: dict[str, Any] | None
     Args:
         m: Result of `torch.jit.trace` on a converted model.
         f: File name, or a file open for writing in binary.
-        _extra_files: Names and contents of files to save beside it.
+        _extra_files: Names and contents of further files to save.
 
     Raises:
         TypeError: No traced model.
@@ -59,10 +59,10 @@ def load(
     Args:
         f: File name, or a file open for reading in binary.
         map_location: Device that the tensors go to.
-        _extra_files: Names of files saved beside it; their contents are put in.
+        _extra_files: Names of further saved files; their contents are filled in.
 
     Warns:
-        UserWarning: Another version of this package saved it, or none.
+        UserWarning: The file has no version of this package, or another one.
     """
     wanted = _extra_files if _extra_files is not None else {}
     extra: dict[str, Any] = {**wanted, _VERSION: ""}
@@ -84,11 +84,11 @@ def load(
 
 
 def to_device(m: torch.jit.ScriptModule, device: str | torch.device) -> torch.jit.ScriptModule:
-    """Return a copy of a traced model on a device, with the tensors that its trace made constants.
+    """Return a copy of a traced model on a device, including the constants of its graph.
 
     Args:
-        m: Result of `torch.jit.trace`; it stays where it is.
-        device: Where the copy goes.
+        m: Result of `torch.jit.trace`; not changed.
+        device: Device of the copy.
 
     Raises:
         TypeError: No traced model.
@@ -113,5 +113,5 @@ def to_device(m: torch.jit.ScriptModule, device: str | torch.device) -> torch.ji
 
 
 def _without_deprecation() -> warnings.catch_warnings[None]:
-    """Silence torch's advice to leave torch.jit, which the caller has taken already."""
+    """Silence torch's deprecation warning of torch.jit, which the caller chose."""
     return warnings.catch_warnings(action="ignore", category=DeprecationWarning)

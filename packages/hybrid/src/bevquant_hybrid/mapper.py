@@ -14,7 +14,7 @@ __all__ = ["makertbin", "marches", "write_config"]
 
 
 def marches() -> tuple[str, ...]:
-    """The marches that hb_mapper compiles for: those whose row in the support table says so.
+    """The marches that hb_mapper compiles for, from the support table.
 
     Example:
         >>> marches()
@@ -31,8 +31,8 @@ def makertbin(config: str | os.PathLike[str]) -> None:
         config: The YAML file that `write_config` wrote.
 
     Raises:
-        FileNotFoundError: There is no hb_mapper on the PATH, or no such file.
-        RuntimeError: It failed; the message ends with what it printed last.
+        FileNotFoundError: hb_mapper is not on the PATH, or the file does not exist.
+        RuntimeError: It failed; the message ends with its last output.
     """
     path = Path(config).resolve()
     if not path.is_file():

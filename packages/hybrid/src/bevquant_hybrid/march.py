@@ -1,4 +1,4 @@
-"""The micro-architecture that models are prepared for: one choice for the whole process."""
+"""The BPU micro-architecture that models are prepared for, one per process."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class March:
     NASH_E = "nash-e"
     NASH_M = "nash-m"
     NASH_P = "nash-p"
-    # As one page of the documents spells them.
+    # Spellings on one page of the documents.
     Bernoulli2 = BERNOULLI2
     Bayes = BAYES
 
 
 _NASH = (March.NASH_E, March.NASH_M, March.NASH_P)
 KNOWN = (March.BERNOULLI2, March.BAYES, March.BAYES_E, *_NASH)
-# Where marches differ in what is prepared and converted; their limits are in the support table.
-JOINS_AT_ONE_SCALE = (March.BERNOULLI2,)  # others rescale what is concatenated
+# Differences between marches in prepare and convert; limits are in the support table.
+JOINS_AT_ONE_SCALE = (March.BERNOULLI2,)  # others rescale inputs of concatenations
 ON_FOUR_AXES = (March.BERNOULLI2,)
 HAS_QINT4 = _NASH  # weights
 _chosen: list[str] = []  # the march set last, if any
@@ -54,7 +54,8 @@ def set_march(march: str) -> None:
     """Choose the march that models are prepared, converted and checked for.
 
     Args:
-        march: A constant of `March`, or its name in any case (``"bayes"``, ``"BAYES_E"``).
+        march: A constant of `March`, or its name in upper or lower case (``"bayes"``,
+            ``"BAYES_E"``).
 
     Raises:
         ValueError: No march of that name.
@@ -71,13 +72,13 @@ def set_march(march: str) -> None:
 
 
 def get_march() -> str | None:
-    """Return the march set last, or None where none was set."""
+    """Return the current march, or None."""
     return _chosen[0] if _chosen else None
 
 
 @contextmanager
 def use_march(march: str) -> Iterator[None]:
-    """Choose the march for a block; what was chosen before comes back behind it.
+    """Set the march within a `with` block, then restore the previous one.
 
     Raises:
         ValueError: No march of that name.
@@ -99,7 +100,7 @@ def use_march(march: str) -> Iterator[None]:
 
 
 def require_march(caller: str) -> str:
-    """Return the march, for a function that cannot go on without one.
+    """Return the march, for a function that requires one.
 
     Raises:
         RuntimeError: No march was set; the message names `caller`.

@@ -1,4 +1,4 @@
-"""Estimates of time, under its documented path: `bevquant_hybrid_tools` has it."""
+"""Estimates of time, from `bevquant_hybrid_tools`, under their documented path."""
 
 from __future__ import annotations
 

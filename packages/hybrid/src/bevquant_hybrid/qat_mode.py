@@ -1,4 +1,4 @@
-"""What becomes of a batch norm behind a convolution while a model trains quantized."""
+"""Treatment of a convolution's batch norm during quantization-aware training."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ class QATMode:
     """Names of the modes.
 
     Attributes:
-        FuseBN: The batch norm is folded when the model is fused; nothing of it is trained.
-        WithBN: conv with a quantized weight, then the batch norm; folded by convert.
-        WithBNReverseFold: The weight is quantized as it will be once folded, γ/√(σ² + ε)·w, so
-            that folding at any time changes nothing.
+        FuseBN: The batch norm is folded when the model is fused, and not trained.
+        WithBN: Convolution with a quantized weight, then the batch norm, which convert folds.
+        WithBNReverseFold: The folded weight γ/√(σ² + ε)·w is quantized, so that folding does not
+            change the result.
     """
 
     FuseBN = "fuse_bn"
@@ -25,7 +25,7 @@ _chosen = [QATMode.FuseBN]
 
 
 def set_qat_mode(mode: str) -> None:
-    """Choose the mode that fuse and prepare functions read from now on.
+    """Set the mode for later calls of fuse and prepare functions.
 
     Raises:
         ValueError: No such mode.
@@ -41,5 +41,5 @@ def set_qat_mode(mode: str) -> None:
 
 
 def get_qat_mode() -> str:
-    """Return the mode set last; `QATMode.FuseBN` at the start."""
+    """Return the current mode (default: `QATMode.FuseBN`)."""
     return _chosen[0]

@@ -1,4 +1,4 @@
-"""Tensors that know their scale: what quantized modules hand to each other."""
+"""Tensors with a scale, the inputs and outputs of quantized modules."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from bevquant_hybrid.dtype import QuantDType, as_quant_dtype, qinfo
 __all__ = ["QTensor", "as_float", "calling_module", "payload"]
 
 Rule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-# What functions do to quantized tensors; `bevquant_hybrid._scale_keeping` writes it.
+# Rules of functions for quantized tensors; filled by `bevquant_hybrid._scale_keeping`.
 RULES: dict[Any, Rule] = {}
 
 
 class _AlsoTraced(type(Tensor)):  # type: ignore[misc]
-    """Has isinstance count what stands for a quantized tensor while torch.export traces."""
+    """Make isinstance accept `TracedQTensor` as a `QTensor`."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         found = super().__instancecheck__(instance)
@@ -33,21 +33,21 @@ class _AlsoTraced(type(Tensor)):  # type: ignore[misc]
 class QTensor(Tensor, metaclass=_AlsoTraced):
     """A quantized tensor.
 
-    While a model is calibrated or trained it carries float values; in a converted model, the
-    integers themselves. Functions that keep the scale (views, pooling by maximum, ReLU, resizing,
-    comparisons and the like) take it; any other raises `NotImplementedError`, because its result
-    would need a scale of its own.
+    It holds float values during calibration and training, and integers in a converted model.
+    Functions that keep the scale accept it, such as views, max pooling, ReLU, resizing and
+    comparisons. Any other function raises `NotImplementedError`, because its result would need
+    another scale.
 
     Args:
         data: Float values on the grid of the scale, or integers of `dtype`.
         scale_tensor: Value of one step: ``[1]``, or one per entry of `per_channel_axis`.
         dtype: ``qint8``, ``qint16`` or ``qint32``.
         per_channel_axis: Axis that a scale per channel runs along; −1 for one scale.
-        rounding: How integer functions of it round, ``"half_up"`` or ``"half_even"``.
-        lenient: Let other functions take the float values instead of raising, and give a plain
-            tensor (eager models prepared with hybrid=True).
-        on_grid: Whether float values lie on the grid of the scale; False while a model is
-            calibrated, where they pass unrounded.
+        rounding: Rounding of integer functions, ``"half_up"`` or ``"half_even"``.
+        lenient: Apply other functions to the float values and return a plain tensor instead of
+            raising (eager models prepared with hybrid=True).
+        on_grid: Whether float values lie on the grid of the scale; False during calibration, which
+            does not round.
 
     Example:
         >>> q = QTensor(torch.tensor([[-0.5, 1.0]]), torch.tensor([0.5]), "qint8")
@@ -108,7 +108,7 @@ class QTensor(Tensor, metaclass=_AlsoTraced):
 
     @property
     def holds_integers(self) -> bool:
-        """Whether the tensor carries integers (converted model) instead of floats (training)."""
+        """Whether the tensor holds integers (converted model) instead of floats (training)."""
         return not payload(self).is_floating_point()
 
     def dequantize(self) -> Tensor:
@@ -119,7 +119,7 @@ class QTensor(Tensor, metaclass=_AlsoTraced):
         return ops.dequantize(values, self._q_scale, self._q_axis)
 
     def int_repr(self) -> Tensor:
-        """Return the integers as a plain tensor of the type that holds them."""
+        """Return the integers as a plain tensor of the storage type."""
         values = payload(self)
         if not values.is_floating_point():
             return values
@@ -132,7 +132,7 @@ class QTensor(Tensor, metaclass=_AlsoTraced):
         return self.rescaled(data, self._q_scale, self._q_axis)
 
     def rescaled(self, data: Tensor, scale: Tensor, per_channel_axis: int = -1) -> QTensor:
-        """Return other data of another scale, with this tensor's type and settings."""
+        """Return other data and another scale, with this tensor's type and settings."""
         return QTensor(
             data,
             scale,
@@ -144,7 +144,7 @@ class QTensor(Tensor, metaclass=_AlsoTraced):
         )
 
     def scale_of_each(self) -> Tensor:
-        """Return the scale of every element, shaped as the tensor."""
+        """Return the scale of every element, in the tensor's shape."""
         return along(self._q_scale, self.dim(), self._q_axis).expand(self.shape)
 
     @property
@@ -186,9 +186,9 @@ class QTensor(Tensor, metaclass=_AlsoTraced):
 
 
 class TracedQTensor:
-    """A quantized tensor while torch.export traces, whose tensors take no other class.
+    """A quantized tensor under torch.export, which does not allow tensor subclasses.
 
-    What it is asked for it answers as `QTensor` does; functions of torch reach it as they do that.
+    It has the attributes of `QTensor` and the same torch functions.
     """
 
     def __init__(self, data: Tensor) -> None:
@@ -237,7 +237,7 @@ pytree.register_pytree_node(
 
 
 def payload(x: Tensor) -> Tensor:
-    """Return what a `QTensor` carries as a plain tensor; any other tensor as it is."""
+    """Return a `QTensor`'s data as a plain tensor; other values unchanged."""
     if not isinstance(x, QTensor):
         return x
     if isinstance(x, TracedQTensor):
@@ -247,12 +247,12 @@ def payload(x: Tensor) -> Tensor:
 
 
 def as_float(x: Tensor) -> Tensor:
-    """Return the float values of a `QTensor`; any other tensor as it is."""
+    """Return the float values of a `QTensor`; other values unchanged."""
     return x.dequantize() if isinstance(x, QTensor) else x
 
 
 def of_each(value: Any, part: Callable[[Tensor], Any]) -> Any:
-    """Return a value with `part` taken of each tensor in its lists, tuples and dictionaries.
+    """Apply `part` to each tensor in lists, tuples and dictionaries.
 
     Example:
         >>> of_each(torch.ones(2, 1).max(0), Tensor.neg).values
@@ -282,7 +282,7 @@ def along(scale: Tensor, dims: int, axis: int) -> Tensor:
 def call_on(
     func: Rule | Callable[..., Any], args: Any, kwargs: Any, part: Callable[..., Any]
 ) -> Any:
-    """Call with `part` taken of every quantized tensor."""
+    """Call with `part` applied to every quantized tensor."""
 
     def of(value: Any) -> Any:
         if isinstance(value, list | tuple) and type(value) in (list, tuple):
@@ -298,10 +298,10 @@ def on_floats(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def calling_module() -> str:
-    """Path and class of the innermost module whose method is running, or an empty text.
+    """Path and class of the innermost running module, or an empty string.
 
-    The path is that below the outermost such module, the model that was called. It walks the
-    stack: for failures only.
+    The path is relative to the outermost running module, the model. It walks the stack, so use it
+    for error messages only.
     """
     inner: nn.Module | None = None
     outer: nn.Module | None = None

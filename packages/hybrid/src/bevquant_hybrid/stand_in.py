@@ -1,4 +1,4 @@
-"""Scripts that stay as they are: imports of the documented package find this one."""
+"""Imports of the documented package resolve to this one, for unchanged scripts."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def _normal(name: str) -> str:
 
 
 class _Metadata(Distribution):
-    """What importlib.metadata says of the documented package while this one stands in."""
+    """importlib.metadata's answer for the documented package."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def read_text(self, filename: str) -> str | None:
-        """The one file that there is."""
+        """Return the METADATA file, the only one."""
         if filename != "METADATA":
             return None
         version = importlib.import_module(_OURS).__version__
@@ -39,15 +39,15 @@ class _Metadata(Distribution):
         )
 
     def locate_file(self, path: Any) -> Any:
-        """There are no files under this name."""
+        """Refuse: there are no files under this name."""
         raise FileNotFoundError(f"{self._name}: {path}: bevquant-hybrid stands in for it")
 
 
 class _Finder(DistributionFinder, Loader):
-    """Gives modules of this package under another name: the same objects, not copies.
+    """Finds this package's modules under another name, as the same objects.
 
-    An entry in ``sys.modules`` alone would have Python read every sub-module a second time, each
-    with a march of its own.
+    With an entry in ``sys.modules`` alone, Python would import every submodule a second time, each
+    with its own march.
     """
 
     def __init__(self, name: str) -> None:
@@ -73,24 +73,24 @@ class _Finder(DistributionFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system has just given the module the other name's specification.
+        # The import system has just set the module's __spec__ to the other name's.
         given = module.__spec__
         if given is not None:
             module.__spec__ = self._specs.pop(given.name)
 
 
 def stand_in(name: str = "horizon_plugin_pytorch") -> None:
-    """Have imports of `name` and what is below it find this package, in this process.
+    """Make imports of `name` and its submodules find this package, in this process.
 
     `importlib.metadata` finds a distribution of that name too, with this package's version.
 
-    ``python -m bevquant_hybrid script.py …`` does so and then runs a script.
+    ``python -m bevquant_hybrid script.py …`` does the same and then runs a script.
 
     Args:
         name: Top-level name of the package that scripts import.
 
     Raises:
-        ValueError: It is imported already, and is another package.
+        ValueError: Another package of this name is already imported.
 
     Example:
         >>> stand_in()

@@ -1,4 +1,4 @@
-"""Look at a model that runs, and leave it as it was."""
+"""Inspect a running model without changing it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Followed", "positional", "undisturbed", "unobserved"]
 
 @contextlib.contextmanager
 def unobserved(model: nn.Module) -> Iterator[None]:
-    """Switch observers off, and afterwards on again where they were."""
+    """Switch observers off, then restore their states."""
     found = [module for module in model.modules() if isinstance(module, FakeQuantizeBase)]
     before = [bool(module.observer_enabled[0]) for module in found]
     try:
@@ -29,7 +29,7 @@ def unobserved(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no gradients, no observing; afterwards everything is as before."""
+    """Evaluation mode without gradients and observers; the previous state is restored."""
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
@@ -41,7 +41,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 class Followed(fx.Interpreter):
-    """Runs a graph and shows every node, its arguments (positional and named) and its result."""
+    """Runs a graph and reports every node, its arguments (positional and named) and its result."""
 
     def __init__(
         self, model: Any, see: Callable[[fx.Node, Any, Any], None], graph: fx.Graph | None = None
@@ -59,7 +59,7 @@ class Followed(fx.Interpreter):
 
 
 def positional(example_inputs: Any) -> tuple[Any, ...]:
-    """A forward's arguments: a tuple or list holds them, anything else is the only one."""
+    """A forward's arguments from a tuple or list; any other value is the only argument."""
     if isinstance(example_inputs, tuple | list):
         return tuple(example_inputs)
     return (example_inputs,)

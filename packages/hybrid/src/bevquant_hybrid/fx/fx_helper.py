@@ -1,4 +1,4 @@
-"""The tracer's decorator under the path that newer scripts take it from."""
+"""`wrap` under its newer documented path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of a forward that are traced as they run."""
+"""Marks of dynamic blocks in a forward."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ __all__ = ["Tracer"]
 
 
 class Tracer:
-    """Marks of parts whose control flow is not the same in every call."""
+    """Marks of blocks whose control flow differs between calls."""
 
     @staticmethod
     @contextmanager
     def dynamic_block(module: nn.Module, name: str) -> Iterator[None]:
         """Mark calls inside a loop or branch, within its body.
 
-        A trace here holds the calls that one run makes, with the loop's turns one after another:
-        the block changes nothing that is computed. A loop whose length depends on data is refused
-        by `quantization.prepare`, in a block or not.
+        A trace holds the calls of one run, with loops unrolled: the block does not change the
+        result. `quantization.prepare` refuses a loop whose length depends on data, inside a block
+        or not.
 
         Args:
-            module: Whose forward it is in.
-            name: Of the block, another one for each in a forward.
+            module: Module of the forward.
+            name: Name of the block, unique in a forward.
 
         Raises:
-            TypeError: No module (a function, for instance), or no name.
+            TypeError: `module` is not a module (but a function, for instance), or `name` is not a
+                string.
 
         Example:
             >>> with Tracer.dynamic_block(nn.Identity(), "Add"):

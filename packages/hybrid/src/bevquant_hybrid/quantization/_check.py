@@ -42,27 +42,28 @@ def check_model(
     advice: int | None = None,
     check_quanti_param: bool = True,
 ) -> int:
-    """Check whether a BPU can run a model, and print what keeps it from that.
+    """Check whether a BPU can run a model, and print all violations.
 
-    Every operator call of one run is held against the documented limits of the march, all of them
-    at once. No compiler is asked: limits that no document names are not known here.
+    Every operator call of one run is compared with the documented limits of the march. No compiler
+    is called: undocumented limits are not checked.
 
     Args:
         module: Float with stubs, prepared, converted, or converted and traced.
         example_inputs: One tensor, or a tuple or list of the forward's arguments.
-        march: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"``; that of the process by default.
-        input_source: ``"ddr"``, ``"resizer"`` or ``"pyramid"``, or one for each input. What the
-            resizer or the pyramid gives comes from a camera: its QuantStub needs the scale 1/128.
-        advice: Microseconds: name the layers that wait for memory for longer, as estimated from
-            public figures by `bevquant_hybrid_tools`; without it a line says so. None names none.
-        check_quanti_param: Check that all scales are finite and above zero.
+        march: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"`` (default: `set_march`).
+        input_source: ``"ddr"``, ``"resizer"`` or ``"pyramid"``, or one for each input. The resizer
+            and the pyramid deliver camera images: their QuantStub needs the scale 1/128.
+        advice: Threshold in microseconds: layers that wait longer for memory are printed, as
+            estimated from public figures by `bevquant_hybrid_tools` (if it is missing, a line says
+            so). None: no estimate.
+        check_quanti_param: Check that all scales are finite and positive.
 
     Returns:
         0 if nothing is violated, else 1. Remarks on precision do not count.
 
     Raises:
-        TypeError: No module, or inputs of the wrong type.
-        ValueError: A hybrid model, an unknown source or march, or none is set.
+        TypeError: Not a module, or inputs of the wrong type.
+        ValueError: A hybrid model, an unknown source or march, or no march is set.
         RuntimeError: The model does not run on the inputs.
 
     Example:
@@ -110,14 +111,14 @@ def check_model(
 def _camera_violations(
     module: nn.Module, calls: Sequence[OperatorCall], sources: Sequence[str], title: str
 ) -> Iterator[Violation]:
-    """QuantStubs behind a camera whose scale is another than the camera's."""
+    """QuantStubs of camera inputs with another scale than the camera's."""
     stubs = [c for c in calls if c.operator.endswith(".QuantStub") and c.inputs == ("",)]
-    if len(stubs) != len(sources):  # which stub reads which input is not on record
+    if len(stubs) != len(sources):  # the record does not pair stubs with inputs
         stubs = stubs if set(sources).isdisjoint(("ddr",)) else []
         sources = [sources[0]] * len(stubs) if sources else []
     for call, source in zip(stubs, sources, strict=True):
         stub = find_module(module, call.path)
-        if source == "ddr" or stub is None:  # or a second call, behind whose path is a number
+        if source == "ddr" or stub is None:  # or a second call: its path ends with a number
             continue
         scale = _scale_of(stub)
         if scale is not None and isclose(scale, _CAMERA_SCALE, rel_tol=1e-6):
@@ -139,7 +140,7 @@ def _scale_of(stub: nn.Module) -> float | None:
 
 
 def _scale_violations(module: nn.Module, title: str) -> Iterator[Violation]:
-    """Scales that no integer can be read with."""
+    """Scales that are not finite and positive."""
     for path, buffer in module.named_buffers():
         owner, _, name = path.rpartition(".")
         if not name.endswith("scale") or not buffer.is_floating_point():
@@ -168,7 +169,7 @@ def _never_observed(module: nn.Module) -> list[str]:
 
 
 def violation_table(found: Sequence[Violation], title: str) -> str:
-    """What a march does not run of a model, a line for each condition that is not met."""
+    """A model's violations of a march's limits, one line each."""
     what = "condition" if len(found) == 1 else "conditions"
     first = f"{len(found)} {what} of {title} {'is' if len(found) == 1 else 'are'} not met:"
     head = ["module", "operator", "constraint", "value", "expected", "what to do"]
@@ -183,7 +184,7 @@ def _fail(found: Sequence[Violation], title: str) -> int:
 
 
 def _print_advice(calls: Sequence[OperatorCall], march: str) -> None:
-    """The table's remarks on operators, each once with all that it is about."""
+    """Print the table's remarks, each once with all its operators."""
     about: dict[str, list[str]] = {}
     for remark in find_advice([c for c in calls if not c.operator.endswith(_SELF_EVIDENT)], march):
         about.setdefault(remark.text, []).append(remark.path)

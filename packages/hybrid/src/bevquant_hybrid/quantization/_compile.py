@@ -44,39 +44,39 @@ def compile_model(
 ) -> int:
     """Write a converted model as an integer program that runs without its Python classes.
 
-    **The file is not a BPU binary.** The vendor's compiler is not public: no chip runs what is
-    written here, whatever the file is called. It is this project's own format, one safetensors
-    file with the constants and, as JSON, every operator call with its types, shapes and scales;
-    `bevquant_hybrid.runtime.load` runs it with the functions of the fixed-point modules, and its
-    outputs are those of the converted model, bit for bit.
+    **The file is not a BPU binary.** The vendor's compiler is not public: no chip runs this file,
+    whatever its name. It is this project's own format, a safetensors file with the constants and a
+    JSON list of operator calls with types, shapes and scales. `bevquant_hybrid.runtime.load` runs
+    it with the functions of the fixed-point modules. Its outputs equal the converted model's, bit
+    for bit.
 
     Args:
-        module: Result of `convert` or `convert_fx`, not hybrid, or a `torch.jit.trace` of one.
-        example_inputs: A tensor, or a list or tuple of the forward's arguments. The program takes
-            their types and shapes, and no others.
-        hbm: Where the file goes; its folder is made.
+        module: Result of `convert` or `convert_fx`, not hybrid, or its `torch.jit.trace`.
+        example_inputs: A tensor, or a list or tuple of the forward's arguments. The program accepts
+            only their types and shapes.
+        hbm: File to write; its folder is created.
         march: March that it is for; the one of `set_march` by default.
-        name: Name of the model; that of its class by default.
+        name: Name of the model (default: its class name).
         input_source: ``"ddr"``, ``"resizer"`` or ``"pyramid"``, for all inputs or one for each;
-            noted in the file.
-        input_layout: ``"NCHW"`` (None) or ``"NHWC"``: how the program takes inputs of four axes.
-        output_layout: ``"NCHW"`` or ``"NHWC"``: how it returns outputs of four axes.
-        opt: 0 to 3, ``"O0"`` to ``"O3"``, ``"ddr"``, ``"fast"`` or ``"balance"``; noted in the
-            file, a program is the same with each.
-        balance_factor: For ``opt="balance"``; noted in the file.
+            recorded in the file.
+        input_layout: ``"NCHW"`` (None) or ``"NHWC"``: layout of four-axis inputs.
+        output_layout: ``"NCHW"`` or ``"NHWC"``: layout of four-axis outputs.
+        opt: 0 to 3, ``"O0"`` to ``"O3"``, ``"ddr"``, ``"fast"`` or ``"balance"``; recorded in the
+            file, without effect on the program.
+        balance_factor: For ``opt="balance"``; recorded in the file.
         progressbar: Accepted for old scripts.
         jobs: Accepted for old scripts.
         debug: Accepted for old scripts.
-        extra_args: Further arguments of the vendor's compiler; noted in the file.
+        extra_args: Further arguments of the vendor's compiler; recorded in the file.
 
     Returns:
-        0. Whatever prevents the file from being written is raised.
+        0. Every failure raises an exception.
 
     Raises:
-        TypeError, ValueError: An argument does not fit; the message names it. Or the model calls
-            what is no operator of an integer program, or an operator that the march does not have;
-            the message names that and its module.
-        RuntimeError: The program does not return what the model does.
+        TypeError, ValueError: An argument does not fit, or the model calls an operator that integer
+            programs or the march do not support. The message names the argument, or the operator
+            and its module.
+        RuntimeError: The program's result differs from the model's.
 
     Example:
         >>> import tempfile, torch
@@ -114,18 +114,18 @@ def export_hbir(
     hbir: str | os.PathLike[str],
     march: str | None = None,
 ) -> tuple[list[str], list[str]]:
-    """Write what `compile_model` writes, and return the names of inputs and outputs.
+    """Write the program of `compile_model` and return the names of inputs and outputs.
 
     The vendor's intermediate format is not public either: the file is the same integer program.
 
     Args:
         module: As for `compile_model`.
         example_inputs: As for `compile_model`.
-        hbir: Where the file goes; its folder is made.
+        hbir: File to write; its folder is created.
         march: March that it is for; the one of `set_march` by default.
 
     Returns:
-        Names of the inputs, and of the outputs: where they stand in the result.
+        Names of the inputs, and names of the outputs (their places in the result).
 
     Raises:
         TypeError, ValueError, RuntimeError: As for `compile_model`.
@@ -160,7 +160,7 @@ def _written(
     name: str | None,
     given: dict[str, Any],
 ) -> Program:
-    """Make the program of a model, write it and say what it is."""
+    """Build a model's program, write it and print a summary."""
     chosen = march_of(march, caller)
     arguments = forward_arguments(example_inputs, caller)
     tensors = len(flatten(arguments, f"{caller}: example_inputs").tensors)

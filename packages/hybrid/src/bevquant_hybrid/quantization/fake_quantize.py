@@ -1,4 +1,4 @@
-"""Fake quantizers, and the switch between calibration, training and validation."""
+"""Fake quantizers, and switching between calibration, training and validation."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = [
 
 
 class FakeQuantState(Enum):
-    """What the fake quantizers of a model do.
+    """Modes of a model's fake quantizers.
 
     Attributes:
         QAT: Observe and round.
-        CALIBRATION: Observe; values pass as they are.
-        VALIDATION: Round with the scales found; observe nothing.
+        CALIBRATION: Observe; values pass unchanged.
+        VALIDATION: Round with the current scales; observe nothing.
     """
 
     QAT = "qat"

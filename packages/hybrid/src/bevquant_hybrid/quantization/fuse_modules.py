@@ -22,17 +22,17 @@ def fuse_known_modules(
     is_qat: bool = False,
     additional_fuser_method_mapping: dict[Any, Any] | None = None,
 ) -> list[nn.Module]:
-    """Fuse a list of modules; what `torch.quantization.fuse_modules` takes as ``fuser_func``.
+    """Fuse a list of modules: a ``fuser_func`` for `torch.quantization.fuse_modules`.
 
-    Conv2d, Conv3d, ConvTranspose2d or Linear first, then any of batch norm, FloatFunctional and
-    ReLU or ReLU6, in this order. The batch norm is folded in by its running statistics, in
-    training and evaluation mode alike (`set_qat_mode` keeps it). The result stands where the layer
-    was; with a FloatFunctional, there, so that ``add(x, y)`` then means conv(x) + y.
+    The order is Conv2d, Conv3d, ConvTranspose2d or Linear, then optionally batch norm,
+    FloatFunctional, and ReLU or ReLU6. The batch norm is folded with its running statistics, in
+    training and evaluation mode alike (`set_qat_mode` can keep it). The result replaces the layer;
+    with a FloatFunctional it replaces that, and ``add(x, y)`` then computes conv(x) + y.
 
     Args:
         mod_list: Modules in the order of their calls.
-        is_qat: Accepted for torch's sake.
-        additional_fuser_method_mapping: Accepted for torch's sake.
+        is_qat: Accepted for compatibility with torch.
+        additional_fuser_method_mapping: Accepted for compatibility with torch.
 
     Returns:
         As many modules: the fused one, and `nn.Identity` for the others.
@@ -82,8 +82,8 @@ def fuse_modules(
         model: Float model.
         modules_to_fuse: Names, or lists of names, in the order of their calls.
         inplace: Change the model itself.
-        fuser_func: As torch takes it.
-        fuse_custom_config_dict: As torch takes it.
+        fuser_func: As in torch.
+        fuse_custom_config_dict: As in torch.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(1, 1, 1), nn.ReLU6())

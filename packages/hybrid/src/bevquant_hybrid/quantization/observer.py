@@ -1,7 +1,4 @@
-"""Observers under their documented path; those that look for a range are defined here.
-
-They search among percentiles, by mean squared error or by entropy.
-"""
+"""Observers under their documented path, with definitions of those that search a range."""
 
 from __future__ import annotations
 
@@ -99,7 +96,7 @@ class PercentileObserver(AveragingObserver):
 
 
 class ClipStdObserver(AveragingObserver):
-    """Extremes of each tensor, but within `std_scale` standard deviations of its mean, averaged.
+    """Averaged extremes of each tensor, clipped at `std_scale` standard deviations from the mean.
 
     Args:
         std_scale: Standard deviations to keep.
@@ -125,7 +122,7 @@ class ClipStdObserver(AveragingObserver):
         self.std_scale = std_scale
 
     def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Extremes, cut at mean ± std_scale·σ."""
+        """Extremes, clipped at mean ± std_scale·σ."""
         low, high = super().measure(x)
         rows = self.rows(x)
         deviation, mean = torch.std_mean(rows, dim=1, correction=0)
@@ -134,7 +131,7 @@ class ClipStdObserver(AveragingObserver):
 
 
 def _least_error(x: Tensor, candidates: Iterable[Tensor], low: int, high: int) -> Tensor:
-    """For each row of `x` the candidate amax ``[rows]`` that rounds it least (sum of squares)."""
+    """For each row of `x` the candidate amax ``[rows]`` with the least squared rounding error."""
     best, least = x.new_zeros(len(x)), x.new_full((len(x),), torch.inf)
     for amax in candidates:
         scale = scale_of(amax, low, high)[:, None]
@@ -160,7 +157,7 @@ class _Search(AveragingObserver):
 
 
 class MSEObserver(_Search):
-    """Tries 1, 1 + stride, … percent of the maximum; the least squared error wins.
+    """Tries 1, 1 + stride, … percent of the maximum; selects the least squared error.
 
     The maximum itself is always tried.
 
@@ -197,8 +194,8 @@ class KLObserver(AveragingObserver):
 
     Args:
         bins: Bins of the histogram of |x|.
-        update_interval: Tensors that one histogram counts: a range is searched at every n-th
-            tensor, and there is none before the first search.
+        update_interval: Tensors per histogram: a range is searched at every n-th tensor. Before the
+            first search there is none.
         averaging_constant: As in `MovingAverageMinMaxObserver`.
         **kwargs: As in `RangeObserver`.
 
@@ -237,7 +234,7 @@ class KLObserver(AveragingObserver):
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
-        """Count a tensor, and search where its turn has come.
+        """Count a tensor; search a range at every n-th.
 
         Raises:
             ValueError: NaN or infinite values.
@@ -249,7 +246,7 @@ class KLObserver(AveragingObserver):
         return x if self._counted < self.update_interval else super().forward(x)
 
     def measure(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """±best range of what was counted, which is then forgotten."""
+        """±best range of the histogram, which is then reset."""
         found = self._histogram.compute_amax("entropy")
         amax = x.abs().amax().reshape(1) if found is None else found.reshape(1).to(x)
         self._counted = 0
@@ -258,7 +255,7 @@ class KLObserver(AveragingObserver):
 
 
 class MixObserver(_Search):
-    """Percentiles, the maximum and the best share of it as candidates; least squared error wins.
+    """Selects among percentiles, the maximum and its best share by least squared error.
 
     Args:
         percentiles: Percentiles to try.

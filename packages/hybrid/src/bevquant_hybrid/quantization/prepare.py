@@ -1,4 +1,4 @@
-"""`prepare`: one call for models of the newer generation of the API."""
+"""`prepare`, of the newer generation of the API."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class PrepareMethod(Enum):
     """How a model's structure is found.
 
     Attributes:
-        EAGER: It is not: modules are replaced one by one, as by `prepare_qat`.
+        EAGER: No graph: modules are replaced one by one, as by `prepare_qat`.
         SYMBOLIC: By tracing, as by `prepare_qat_fx`.
-        JIT: The same here; example inputs are run through the result.
-        JIT_STRIP: The same; layers before the QuantStubs and behind the DeQuantStubs stay float,
+        JIT: As SYMBOLIC; the result is run on the example inputs.
+        JIT_STRIP: As JIT; layers upstream of QuantStubs and downstream of DeQuantStubs stay float,
             whatever their settings.
     """
 
@@ -42,24 +42,23 @@ def prepare(
 ) -> nn.Module:
     """Prepare a float model for calibration and quantization-aware training.
 
-    Functions become modules, what can be fused is, and fake quantizers are put in. Calibration and
+    Functions become modules, layers are fused, and fake quantizers are inserted. Calibration and
     training differ in `set_fake_quantize` and in the observers of their qconfigs.
 
     Args:
-        model: Float model with stubs; it stays as it is.
-        example_inputs: Arguments of the forward, or one tensor; needed for JIT and JIT_STRIP. They
-            are run through the result once, unobserved, so that what does not run fails here.
-        qconfig_setter: One setter, or several, of which earlier ones win; None for the qconfigs
-            that modules have as attributes.
-        method: How the structure is found. A forward that depends on data is not followed by any
-            but EAGER.
+        model: Float model with stubs; not changed.
+        example_inputs: Arguments of the forward, or one tensor; required for JIT and JIT_STRIP. The
+            result is run on them once, unobserved, to find errors early.
+        qconfig_setter: One setter, or several (earlier ones take precedence); None for the modules'
+            ``qconfig`` attributes.
+        method: How the structure is found. Only EAGER supports a forward that depends on data.
 
     Returns:
-        The prepared model, in the model's mode.
+        The prepared model, in the mode (training or evaluation) of `model`.
 
     Raises:
         RuntimeError: No march is set.
-        TypeError: No setter.
+        TypeError: The setter has the wrong type.
         ValueError: No example inputs, or as `prepare_qat_fx` raises.
 
     Example:

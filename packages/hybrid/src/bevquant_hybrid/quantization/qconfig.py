@@ -1,4 +1,4 @@
-"""How weights and outputs are quantized: recipes under their documented names."""
+"""Quantization settings of weights and outputs under their documented names."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def _chosen(what: str, name: str, known: dict[str, Any]) -> Any:
 def _factory(
     part: str, kind: str, observer: Any, settings: dict[str, Any], given: Any
 ) -> Callable[..., Any]:
-    """A fake quantizer's constructor; what the caller gave comes last and wins."""
+    """A fake quantizer's constructor; the caller's arguments take precedence."""
     cls = _chosen(f"{part}_fake_quant", kind, _FAKE_QUANTS)
     return _checked(f"{part}_qkwargs", cls, {"observer": observer, **settings}, given)
 
 
 def _checked(what: str, cls: Any, settings: dict[str, Any], given: Any) -> Callable[..., Any]:
-    """The constructor of `cls`, once all that it is given is known to be taken."""
+    """The constructor of `cls`, after a check of its arguments."""
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(
             f"{what}={given!r}: expected a dictionary of what the observer and the fake quantizer "
@@ -105,19 +105,19 @@ def get_default_qat_qconfig(
     *,
     bits: int | None = None,
 ) -> QConfig:
-    """Settings of a layer that trains quantized: one averaged range, weights per channel.
+    """Settings for QAT: averaged ranges, one per activation and one per weight channel.
 
     Args:
-        dtype: Of the output, ``"qint8"`` or ``"qint16"``; or its bits, as the older form
-            ``(bits, backend)`` has them in this place.
+        dtype: Type of the output, ``"qint8"`` or ``"qint16"``; or its bits, for the older form
+            ``(bits, backend)``.
         weight_dtype: Of the weight.
         activation_fake_quant: ``"fake_quant"``, ``"lsq"`` or ``"pact"``.
         weight_fake_quant: ``"fake_quant"`` or ``"lsq"``.
-        activation_qkwargs: Anything that the observer and the fake quantizer take, and
-            ``observer`` itself.
+        activation_qkwargs: Arguments of the observer and the fake quantizer, and ``observer``
+            itself.
         weight_qkwargs: The same for the weight.
         backend: Accepted for old scripts.
-        bits: ``dtype`` as old scripts say it: 8 or 16.
+        bits: ``dtype`` in old scripts: 8 or 16.
 
     Raises:
         TypeError: A setting that neither the observer nor the fake quantizer takes.
@@ -157,15 +157,15 @@ def get_default_qat_out_qconfig(
     *,
     bits: int | None = None,
 ) -> QConfig:
-    """Settings of a last layer: its accumulators leave the BPU as they are, in 32 bits.
+    """Settings of a last layer: the output is the 32-bit accumulators.
 
     Args:
-        dtype: Of the weight; or bits of the output, as the older form ``(bits, backend)`` has them
-            in this place. The output has 32.
+        dtype: Type of the weight; or bits of the output, for the older form ``(bits, backend)``.
+            The output has 32 bits.
         weight_fake_quant: As in `get_default_qat_qconfig`.
         weight_qkwargs: As in `get_default_qat_qconfig`.
         backend: Accepted for old scripts.
-        bits: As `dtype` is: 8 or 16.
+        bits: As `dtype`: 8 or 16.
 
     Raises:
         ValueError: Another number of bits.
@@ -187,11 +187,11 @@ def get_default_qat_out_qconfig(
 def get_default_calib_qconfig(
     dtype: str = "qint8", calib_qkwargs: dict[str, Any] | None = None, backend: str = ""
 ) -> QConfig:
-    """Settings of a model that is calibrated: histograms of outputs, nothing rounded.
+    """Settings for calibration: histograms of outputs, without rounding.
 
     Args:
-        dtype: Of the output that is calibrated for.
-        calib_qkwargs: What the observer takes, and ``observer`` itself.
+        dtype: Type of the output.
+        calib_qkwargs: Arguments of the observer, and ``observer`` itself.
         backend: Accepted for old scripts.
 
     Example:
@@ -223,7 +223,7 @@ def get_default_qconfig(
         activation_observer: ``"min_max"``, ``"fixed_scale"``, ``"clip"``, ``"percentile"``,
             ``"clip_std"``, ``"mse"``, ``"kl"`` or ``"mix"``.
         weight_observer: The same for weights. ``"min_max"`` measures per output channel.
-        activation_qkwargs: Anything that the observer and the fake quantizer take.
+        activation_qkwargs: Arguments of the observer and the fake quantizer.
         weight_qkwargs: The same for weights.
 
     Raises:
@@ -252,7 +252,7 @@ def get_default_qconfig(
 
 
 def _refuse_one_range(observer: str, given: Mapping[str, Any] | None) -> None:
-    """Refuse observers of weights that cannot give a range per channel where one is asked for."""
+    """Refuse weight observers without the requested per-channel ranges."""
     settings = given or {}
     per_channel = settings.get("qscheme") == torch.per_channel_symmetric
     if observer == "kl" and per_channel:
@@ -282,13 +282,13 @@ def get_qconfig(
     Args:
         observer: Class, or name as in `get_default_qconfig`, of the output's observer: MinMax for
             training, MSE for calibration. Weights are measured per channel.
-        in_dtype: None: inputs have the type of the output that they are.
+        in_dtype: None: an input has the type of its producer's output.
         weight_dtype: Of the weight.
         out_dtype: Of the output; None for 32 bits.
         fix_scale: Keep the scale that calibration found (an averaging constant of 0).
 
     Raises:
-        ValueError: A type that is none of integers, or an input's.
+        ValueError: A type that is not an integer type, or an `in_dtype`.
 
     Example:
         >>> get_qconfig(out_dtype=qint16).activation().dtype

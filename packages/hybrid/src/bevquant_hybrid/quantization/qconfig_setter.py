@@ -1,4 +1,4 @@
-"""Settings of a model by templates: which output, which input, which weight has which type."""
+"""Settings of a model by templates for the types of outputs, inputs and weights."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _LAYERS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.Linear)
 
 
 class Call:
-    """An operator that a template may speak of.
+    """An operator that templates can select.
 
     Attributes:
-        path: Of its module; of one that prepare made of a function, that one's name.
+        path: Path of its module; for a function, the name of the module that prepare makes.
         kind: ``"conv"``, ``"matmul"`` or ``""``.
-        inputs: The calls that make its inputs, beyond what passes values on.
-        dtype: Of its output.
-        weight: Of its weight.
+        inputs: The producers of its inputs, skipping calls that pass values on.
+        dtype: Type of its output.
+        weight: Type of its weight.
     """
 
     def __init__(self, path: str, kind: str, inputs: list[Call]) -> None:
@@ -67,15 +67,16 @@ def _type(value: Any, what: str) -> QuantDType:
 
 
 class ModuleNameTemplate:
-    """The type of outputs, by the names of modules; ``""`` is the model.
+    """Types of outputs by module name; ``""`` is the model.
 
     Args:
         module_name_to_dtype: ``{"": qint8, "head": qint16}``, or ``{"head": {"output": qint16}}``
-            (or ``"dtype"``). A name covers the module and what is inside it; longer names win.
+            (or ``"dtype"``). A name covers the module and its submodules; longer names take
+            precedence.
 
     Raises:
-        ValueError: A type that no output has here, or a further setting (``"threshold"``): public
-            documents do not say what scale follows from it.
+        ValueError: An unsupported type, or a further setting (``"threshold"``), whose effect on the
+            scale public documents do not define.
 
     Example:
         >>> template = ModuleNameTemplate({"": qint8, "head": {"output": qint16}})
@@ -103,9 +104,9 @@ class ModuleNameTemplate:
 
 
 class ConvDtypeTemplate:
-    """The type of what convolutions and linear layers read, and of their weights.
+    """Types of inputs and weights of convolutions and linear layers.
 
-    What makes an input has one output, of one type: whoever else reads it reads that too.
+    The producer of an input has one output type, which applies to all its consumers.
 
     Args:
         input_dtype: ``qint8`` or ``qint16``.
@@ -130,7 +131,7 @@ class ConvDtypeTemplate:
 
 
 class MatmulDtypeTemplate:
-    """The types of what matrix products read.
+    """Types of the inputs of matrix products.
 
     Args:
         input_dtypes: One type, or one for each input.
@@ -154,7 +155,7 @@ class MatmulDtypeTemplate:
 
 
 class QconfigSetterBase:
-    """Base of what gives the modules of a model their qconfigs."""
+    """Base of classes that set the qconfigs of a model's modules."""
 
     def qconfigs(self, graph: Any, root: nn.Module) -> dict[str, Any]:
         """Qconfigs by names, ``""`` for the model."""
@@ -162,14 +163,14 @@ class QconfigSetterBase:
 
 
 class QconfigSetter(QconfigSetterBase):
-    """Settings by templates, which are applied in their order: a later one wins.
+    """Settings by templates, applied in order: later ones take precedence.
 
     Args:
-        reference_qconfig: Observers and all else but the types.
+        reference_qconfig: Observers and all settings but the types.
         templates: `ModuleNameTemplate`, `ConvDtypeTemplate`, `MatmulDtypeTemplate`.
         enable_optimize: Accepted; no template is changed.
         save_dir: Accepted; nothing is written.
-        custom_qconfig_mapping: Qconfigs by names, which win over all templates.
+        custom_qconfig_mapping: Qconfigs by names, which take precedence over all templates.
 
     Example:
         >>> setter = QconfigSetter(get_qconfig(), [ModuleNameTemplate({"": qint8})])
@@ -211,7 +212,7 @@ class ModuleNameQconfigSetter(QconfigSetterBase):
         self.given = dict(module_name_to_qconfig)
 
     def qconfigs(self, graph: Any, root: nn.Module) -> dict[str, Any]:
-        """What was given."""
+        """The given qconfigs."""
         return self.given
 
 
@@ -233,7 +234,7 @@ qat_8bit_weight_16bit_fixed_act_qconfig_setter = _OneForAll(out_dtype=qint16, fi
 
 
 def _of_types(qconfig: Any, dtype: QuantDType, weight: QuantDType) -> Any:
-    """A qconfig with other types."""
+    """Return a qconfig with other types."""
     changed = {}
     for name, value in (("activation", dtype), ("weight", weight)):
         maker = getattr(qconfig, name)
@@ -242,7 +243,7 @@ def _of_types(qconfig: Any, dtype: QuantDType, weight: QuantDType) -> Any:
 
 
 def _calls(graph: Any, root: nn.Module) -> list[Call]:
-    """The calls of modules of a fused graph, with what feeds them."""
+    """The calls of modules in a fused graph, with the producers of their inputs."""
     modules = dict(root.named_modules(remove_duplicate=False))
     made: dict[Node, Call] = {}
 

@@ -1,4 +1,4 @@
-"""Quantization of models as they are, module by module."""
+"""Eager quantization, module by module."""
 
 from __future__ import annotations
 
@@ -39,24 +39,23 @@ def prepare_qat(
     example_inputs: Any = None,
     verbose: int = 0,
 ) -> nn.Module:
-    """Replace the modules of a model by those that train quantized.
+    """Replace the modules of a model by QAT modules.
 
-    A module has the ``qconfig`` of the one that holds it unless it has its own; None leaves it
-    float.
+    A module without a ``qconfig`` attribute inherits its parent's. None leaves it float.
 
     Args:
-        model: Float model with stubs, fused where it should be, or a calibrated one.
-        mapping: Float classes (exact ones) to classes of one's own, whose ``from_float(module)``
-            is called with the module's qconfig as its attribute; they go before this package's.
+        model: Float model with stubs, fused as wanted, or a calibrated model.
+        mapping: Exact float classes to the user's classes, with precedence over this package's.
+            Their ``from_float(module)`` gets a module with the qconfig as attribute.
         inplace: Change the model itself.
-        optimize_graph: On BERNOULLI2, one scale for inputs and output of each concatenation; the
-            model must then be one that torch.fx can trace.
-        hybrid: Let float operators take quantized tensors (as floats) and quantized ones float
-            tensors, instead of raising.
-        optimize_kwargs: None; the documented narrowing of `optimize_graph` is not offered.
+        optimize_graph: On BERNOULLI2, one scale for inputs and output of each concatenation. The
+            model must then be traceable by torch.fx.
+        hybrid: Let float operators accept quantized tensors (as floats), and quantized operators
+            float tensors, instead of raising.
+        optimize_kwargs: None; the documented restrictions of `optimize_graph` are not supported.
         example_inputs: Arguments of the forward, or one tensor; the prepared model is run on them
-            once, unobserved, so that what does not run fails here.
-        verbose: Above 0, print what each module became.
+            once, unobserved, to find errors early.
+        verbose: Above 0, print the replacement of each module.
 
     Raises:
         RuntimeError: No march is set.
@@ -85,7 +84,7 @@ def prepare_qat(
 
 
 def prepare_calibration(model: nn.Module, inplace: bool = False) -> nn.Module:
-    """Replace the modules of a model by those that collect statistics.
+    """Replace the modules of a model by modules that collect statistics.
 
     Args:
         model: Float model whose ``qconfig`` is a calibration qconfig.
@@ -123,7 +122,7 @@ def _prepare(
             UserWarning,
             stacklevel=3,
         )
-    done: dict[int, nn.Module] = {}  # a module under two names stays one module
+    done: dict[int, nn.Module] = {}  # a module under two names stays shared
 
     def form(path: str, module: nn.Module) -> nn.Module:
         qconfig = settings.of(path)
@@ -143,7 +142,7 @@ def _prepare(
                 part.lenient = True
         return prepared
 
-    # Everything is made before anything is replaced: a failure leaves the model as it was.
+    # All modules are made before the first is replaced: a failure leaves the model unchanged.
     graph = trace(made, caller) if optimize_graph and march in JOINS_AT_ONE_SCALE else None
     planned = {
         path: form(path, module) for path, module in made.named_modules(remove_duplicate=False)
@@ -158,7 +157,7 @@ def _prepare(
 
 
 def run_once(model: nn.Module, example_inputs: Any) -> None:
-    """Run a model in evaluation mode with no observer looking on."""
+    """Run a model in evaluation mode without observing."""
     with undisturbed(model):
         called(model, positional(example_inputs))
 
@@ -182,14 +181,14 @@ def convert(
     fast_mode: bool = False,
     rounding: str = "half_up",
 ) -> nn.Module:
-    """Convert a model that trained quantized to integers.
+    """Convert a QAT model to integers.
 
     Args:
         module: Result of `prepare_qat` or `prepare_qat_fx`.
-        mapping: Classes of one's own (exact ones) to those that take their place, by their
-            ``from_float(module)``; they go before this package's.
+        mapping: Exact classes of the user's QAT modules to their converted classes, by
+            ``from_float(module)``, with precedence over this package's.
         inplace: Change the model itself.
-        remove_qconfig: Take the qconfig attributes off.
+        remove_qconfig: Remove the qconfig attributes.
         fast_mode: Accepted for old scripts.
         rounding: Ties of integer operations: ``"half_up"`` or ``"half_even"``.
 
@@ -228,7 +227,7 @@ def convert(
 
 
 def _made_of(kind: Any, module: nn.Module, qconfig: Any) -> nn.Module:
-    """Make a user's QAT module of a float one, which stays as it is."""
+    """Make a user's QAT module from a float module, which is not changed."""
     source = take_over(type(module), module)
     source.qconfig = qconfig
     made: nn.Module = kind.from_float(source)
@@ -239,8 +238,8 @@ def load_observer_params(src: nn.Module, dst: nn.Module) -> None:
     """Copy ranges and scales between models, by the names of their fake quantizers.
 
     Args:
-        src: A prepared model that has observed.
-        dst: Another prepared model; fake quantizers that `src` does not have stay as they are.
+        src: A prepared model with observed ranges.
+        dst: Another prepared model; fake quantizers without a counterpart in `src` do not change.
 
     Raises:
         ValueError: The two have no fake quantizer in common.

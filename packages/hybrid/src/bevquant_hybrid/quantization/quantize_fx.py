@@ -30,10 +30,11 @@ __all__ = [
 def fuse_fx(
     model: nn.Module, fuse_custom_config_dict: dict[str, Any] | None = None
 ) -> GraphModuleWithAttr:
-    """Trace a model and fuse batch norms, additions and activations into the layers before them.
+    """Trace a model and fuse batch norms, additions and activations into their upstream layers.
 
     Args:
-        model: Float model; it stays as it is, and shares what was not fused with the result.
+        model: Float model; not changed, but it shares the modules that were not fused with the
+            result.
         fuse_custom_config_dict: Accepted for old scripts; every attribute is preserved.
 
     Returns:
@@ -64,29 +65,28 @@ def prepare_qat_fx(
     """Prepare a model for quantization-aware training.
 
     Args:
-        model: Float model, the result of `fuse_fx`, or a calibrated model, whose scales are then
-            the first ones. It stays as it is; parameters that fusing does not change are shared.
+        model: Float model, the result of `fuse_fx`, or a calibrated model, whose scales are the
+            initial ones. It is not changed; parameters that fusing does not change are shared.
         qconfig_dict: ``{"": qconfig, "module_type": [(class, qconfig)], "module_name": [(name,
-            qconfig)]}``; later ones win, and a module's own ``qconfig`` attribute over all. None
-            as a qconfig leaves a module float.
+            qconfig)]}``; later ones take precedence, and a module's own ``qconfig`` attribute over
+            all. None as a qconfig leaves a module float.
         prepare_custom_config_dict: Accepted for old scripts; every attribute is preserved.
-        optimize_graph: On BERNOULLI2, one scale for inputs and output of each concatenation;
-            other marches rescale instead, and nothing changes.
-        hybrid: Let operators run on the CPU: those that a BPU has no form of, and those that
-            `hybrid_dict` names.
-        hybrid_dict: ``{"module_type": [class], "module_name": [name]}``, each with all inside it.
+        optimize_graph: On BERNOULLI2, one scale for inputs and output of each concatenation; no
+            effect on other marches, which rescale the inputs.
+        hybrid: Let operators run on the CPU: those without a BPU form, and those in `hybrid_dict`.
+        hybrid_dict: ``{"module_type": [class], "module_name": [name]}``, each with its submodules.
 
     Returns:
-        A graph module that prints as the model does, followed by its forward.
+        A graph module whose repr is the model's, followed by its forward.
 
     Raises:
         RuntimeError: No march is set.
-        ValueError: The forward cannot be traced, a qconfig is missing or does not fit, or the
-            model is prepared already.
+        ValueError: The forward cannot be traced, a qconfig is missing or does not fit, or the model
+            is already prepared.
 
     Warns:
-        UserWarning: A name matches no module; a BPU layer reads a float value; a layer has no
-            qconfig; a scale was never calibrated.
+        UserWarning: A name matches no module, a BPU layer has a float input, a layer has no
+            qconfig, or a scale was never calibrated.
 
     Example:
         >>> import torch
@@ -112,12 +112,12 @@ def prepare_calibration_fx(
     """Prepare a model for calibration: `prepare_qat_fx` with a calibration qconfig.
 
     Args:
-        model: As in `prepare_qat_fx`, like all that follow.
-        qconfig_dict: With `get_default_calib_qconfig`.
+        model: As in `prepare_qat_fx`.
+        qconfig_dict: As there, with `get_default_calib_qconfig`.
         prepare_custom_config_dict: Accepted for old scripts.
-        optimize_graph: As in `prepare_qat_fx`, where it is given too.
+        optimize_graph: As in `prepare_qat_fx`, which needs the same value.
         hybrid: Let operators run on the CPU.
-        hybrid_dict: Which ones, beside those that must.
+        hybrid_dict: Further operators on the CPU.
     """
     caller = "prepare_calibration_fx"
     return prepare(model, qconfig_dict, hybrid, hybrid_dict, caller, optimize_graph)
@@ -131,14 +131,14 @@ def convert_fx(
     fast_mode: bool = False,
     rounding: str = "half_up",
 ) -> QuantizedGraphModule:
-    """Convert a model that trained quantized to integers; of a hybrid one, its BPU parts.
+    """Convert a QAT model to integers; in a hybrid model, only the BPU parts.
 
     Args:
         graph_module: Result of `prepare_qat_fx`.
-        inplace: Convert the model itself instead of a copy. (Older signatures have
-            `convert_custom_config_dict` in this place; a dictionary or None is taken for it.)
+        inplace: Convert the model itself instead of a copy. (A dictionary or None here is
+            `convert_custom_config_dict`, as in older signatures.)
         convert_custom_config_dict: Accepted for old scripts; every attribute is preserved.
-        _remove_qconfig: Take the qconfig attributes off.
+        _remove_qconfig: Remove the qconfig attributes.
         fast_mode: Accepted for old scripts.
         rounding: Ties of integer operations: ``"half_up"`` or ``"half_even"``.
 
@@ -146,7 +146,7 @@ def convert_fx(
         The converted model in evaluation mode.
 
     Raises:
-        TypeError: No graph module of `prepare_qat_fx`.
+        TypeError: Not a result of `prepare_qat_fx`.
         RuntimeError: No march is set.
         ValueError: A calibration model, or settings that a BPU does not execute.
 

@@ -11,7 +11,7 @@ __all__ = ["fx_helper", "onnx_helper", "quant_profiler"]
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import the profiler when it is asked for: it needs modules that need this package."""
+    """Import the profiler on first use, since it imports this package."""
     if name == "quant_profiler":
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,3 +1,3 @@
-"""What scripts import before ``torch.onnx.export``; fake quantizers bring their own ONNX nodes."""
+"""Imported by scripts for ``torch.onnx.export``; empty: fake quantizers need no registration."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tracer's decorator under its documented path, and what traced models call as one node."""
+"""`wrap` under its documented path: traced models call the decorated object as one node."""
 
 from __future__ import annotations
 

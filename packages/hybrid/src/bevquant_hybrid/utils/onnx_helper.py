@@ -1,4 +1,4 @@
-"""ONNX files: of models that train quantized for hb_mapper, of any for viewers."""
+"""ONNX files of QAT models for hb_mapper, and of converted models for viewers."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def export_to_onnx(
 ) -> None:
     """Write a float or QAT model as ONNX.
 
-    Every fake quantizer becomes QuantizeLinear and DequantizeLinear; weights stay float and pass
-    through a pair of their own; operators on the CPU stand bare. Nodes are named
-    ``<operator>_<place>``, ``Conv_32``, which is what hb_mapper's ``run_on_cpu`` takes. Nothing is
-    observed while the file is written. Next to the file of a hybrid model hb_mapper's settings are
-    written (``qat.yaml`` for ``qat.onnx``): what the user put on the CPU, although a BPU could run
-    it, would be quantized by the mapper where its input is quantized, and is listed there.
+    Every fake quantizer becomes QuantizeLinear and DequantizeLinear; weights stay float, each with
+    its own pair; CPU operators have none. Nodes are named ``<operator>_<place>``, such as
+    ``Conv_32``, for hb_mapper's ``run_on_cpu``. The observers are off during the export. For a
+    hybrid model, hb_mapper's settings are written too (``qat.yaml`` for ``qat.onnx``). They list
+    the operators that the user put on the CPU although a BPU could run them: hb_mapper would
+    quantize those with quantized inputs.
 
     Args:
         model: Float model, or result of `prepare_qat_fx` or `prepare_qat`; before convert.
@@ -65,9 +65,8 @@ def export_to_onnx(
         training: As in `torch.onnx.export`.
         input_names: Names of the inputs.
         output_names: Names of the outputs.
-        operator_export_type: None for standard operators alone; others are accepted.
-        opset_version: 11, which hb_mapper takes; 13 gives scales per channel an axis, so that
-            onnxruntime runs the file.
+        operator_export_type: None for standard operators alone; other values are accepted.
+        opset_version: 11 for hb_mapper; 13 for onnxruntime (per-channel scales have an axis).
         do_constant_folding: Fold constants.
         example_outputs: Accepted for old scripts.
         strip_doc_string: Accepted for old scripts.
@@ -78,8 +77,8 @@ def export_to_onnx(
 
     Raises:
         ImportError: onnx is not installed.
-        ValueError: Another opset, a converted model, a tensor of 16 bits, or, among standard
-            operators alone, detection post-processing or gathering of points.
+        ValueError: Another opset, a converted model, a 16-bit tensor, or, with standard operators
+            alone, detection post-processing or `point_pillars_preprocess`.
     """
     onnx = _onnx()
     if opset_version not in _OPSETS:
@@ -129,22 +128,22 @@ def export_quantized_onnx(
     keep_initializers_as_inputs: bool | None = None,
     custom_opsets: dict[str, int] | None = None,
 ) -> None:
-    """Write a converted model as ONNX, to be looked at.
+    """Write a converted model as ONNX for viewers.
 
-    Each integer operation is one node of the domain ``bevquant_hybrid``; what leads to a table
-    stands before its lookup. No runtime executes the file.
+    Each integer operation is one node of the domain ``bevquant_hybrid``. The operators that compute
+    a table are upstream of its lookup. No runtime executes the file.
 
     Args:
         model: Result of `convert_fx` or `convert`.
-        args: As in `export_to_onnx`, like all that follow.
+        args: As in `export_to_onnx`, like the arguments below.
         f: File name, or a file open for writing in binary.
         export_params: Write the weights too.
         verbose: Print the graph.
         training: As in `torch.onnx.export`.
         input_names: Names of the inputs.
         output_names: Names of the outputs.
-        operator_export_type: Accepted for old scripts; operations of this package are nodes.
-        opset_version: Of the standard operators in between; None for 13.
+        operator_export_type: Accepted for old scripts.
+        opset_version: Opset of the standard operators; None for 13.
         do_constant_folding: Fold constants.
         example_outputs: Accepted for old scripts.
         dynamic_axes: As in `torch.onnx.export`.
@@ -181,11 +180,11 @@ def export_quantized_onnx(
 
 
 def _exported(model: nn.Module, args: Any, **options: Any) -> Any:
-    """What torch writes, read by onnx."""
+    """Torch's export as an onnx model."""
     onnx = _onnx()
     buffer: Any = io.BytesIO()
     with warnings.catch_warnings():
-        # The exporter's own age, branches on settings, operators that it does not know.
+        # The exporter's deprecation, branches on settings, unknown operators.
         warnings.simplefilter("ignore")
         torch.onnx.export(model, _positional(args), buffer, dynamo=False, **options)
     return onnx.load_from_string(buffer.getvalue())
@@ -194,12 +193,12 @@ def _exported(model: nn.Module, args: Any, **options: Any) -> Any:
 def _positional(args: Any) -> tuple[Any, ...]:
     if isinstance(args, tuple):
         return args
-    # torch takes a dictionary at the end for arguments by name: an empty one says that it is not.
+    # torch reads a last dictionary as keyword arguments; an empty one prevents that.
     return (args, {}) if isinstance(args, dict) else (args,)
 
 
 def _join_equal_weights(graph: Any) -> None:
-    """Take out the Identity nodes by which the exporter shares weights that are equal."""
+    """Remove the exporter's Identity nodes for equal weights."""
     weights = {weight.name for weight in graph.initializer}
     shared = {
         node.output[0]: node.input[0]
@@ -234,10 +233,10 @@ def _refuse_converted(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _own_operators_named(model: nn.Module) -> Iterator[None]:
-    """Say which module calls an operator of this package, which ONNX does not have.
+    """Refuse operators of this package that ONNX lacks; the message names the module.
 
     Raises:
-        ValueError: One does.
+        ValueError: The model calls such an operator.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The profiler, under its documented path: `bevquant_hybrid_tools` has it."""
+"""The profiler of `bevquant_hybrid_tools` under its documented path."""
 
 from __future__ import annotations
 

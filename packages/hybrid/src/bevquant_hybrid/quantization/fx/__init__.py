@@ -1,1 +1,1 @@
-"""What traced models are, under its documented path."""
+"""Classes of traced models under their documented path."""
