@@ -85,6 +85,25 @@ def test_constants_are_added_as_integers_and_all_is_compared(model: Any) -> None
     assert "affine8 × 0.02" in str(integer)
 
 
+class Resized(nn.Module):
+    """A map made larger, read by two quantizers, one behind a ReLU with the wider range."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.low, self.high = (AffineQuantizer(step) for step in (0.04, 0.01, 0.03))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = F.interpolate(self.read(x), scale_factor=2.0)
+        return self.low(y), self.high(torch.relu(y))
+
+
+def test_a_resized_map_read_in_two_ranges_is_verified() -> None:
+    x = torch.linspace(-5, 5, 128).view(1, 2, 8, 8)
+    net = Resized().eval()
+    for got, wanted in zip(simulate(net, x)(x), net(x), strict=True):
+        assert torch.equal(got, wanted)
+
+
 @pytest.mark.bits
 def test_saved_and_loaded(model: Any, tmp_path: Path) -> None:
     _, x, integer = model

@@ -80,7 +80,8 @@ class ForcedRun:
         self._resized: dict[fx.Node, dict[str | None, list[str]]] = {}
         for node, values in self.values.items():
             reads: dict[str | None, list[str]] = {}
-            resizes = op_spec(node.target).kind == "resize"  # or is a ReLU behind one
+            spec = op_spec(node.target)  # or of a ReLU behind a resize; nearest ones do commute
+            resizes = spec.kind == "resize" and not spec.values
             for value in values:
                 step = self.makers[value]
                 operand = step.args[0]
