@@ -67,7 +67,7 @@ def batch_arguments(model: nn.Module, batch: Any, *, example: bool = False) -> A
 
 
 def as_example(model: nn.Module, inputs: Any) -> Any:
-    """Example inputs as a tuple of positional ones or a dict of named ones (`batch_arguments`).
+    """Example inputs as a tuple of positional inputs or a dict of named inputs (`batch_arguments`).
 
     Example:
         >>> as_example(nn.Flatten(), [torch.ones(2, 3), torch.tensor([0, 1])])

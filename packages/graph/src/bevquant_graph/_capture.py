@@ -52,37 +52,38 @@ tracing_config: Any = functorch_config
 def capture(
     model: nn.Module, example_inputs: Any, *, check: bool = True, open_sizes: bool = True
 ) -> Graph:
-    """Follow `model` on example inputs and return its graph.
+    """Capture `model` on example inputs and return its graph.
 
-    Sizes of the inputs stay open where the forward allows it (batch, height, voxels), so one graph
-    serves frames of any size; sizes that the forward fixes are constants, see `Graph.fixed`, and
-    all are where torch cannot compute with open ones (maps of several strides joined, slices of
-    coordinates divided by each other, windows of maps that every stage pads). A module
-    that cannot be followed is one opaque node (`Graph.opaque`), with its reason, file and line; a
-    number that the forward takes out of a tensor and counts with, such as the largest batch index,
-    stays what it is in the example, and
-    every later frame is held to that; what it asks of the model's own parameters and buffers is
-    answered as they stand. The model is not changed; it runs in evaluation mode and
-    without gradients. Of dictionaries and dataclasses in the arguments only the members that it
-    reads are inputs (`Graph.members`). A graph that is still in use is answered again for the same
-    model, unchanged, and inputs of the same sizes; and what was followed of a model serves others
-    of the same structure, whose bits it gives.
+    - Sizes of the inputs stay open where the forward allows it (batch, height, voxels), so one
+      graph serves frames of any size. Sizes that the forward fixes are constants (`Graph.fixed`).
+      All sizes are constants where torch cannot compute with open ones (concatenated maps of
+      several strides, quotients of coordinate slices, windows of maps that every stage pads).
+    - A module that cannot be captured is one opaque node (`Graph.opaque`) with reason, file and
+      line.
+    - A number that the forward takes from a tensor and counts with, such as the largest batch
+      index, is the example's; later frames must agree with it. Numbers taken from the model's own
+      parameters and buffers are constants.
+    - Only the members of dictionaries and dataclasses that the forward reads are inputs
+      (`Graph.members`).
+
+    The model is not changed; it runs in evaluation mode without gradients. For an unchanged model
+    and inputs of the same sizes, a graph that is still in use is returned again. A capture also
+    serves other models of the same structure, with their bits.
 
     Args:
         model: Any module. Sparse convolutions must run on bevquant's kernels
             (`bevquant_sparse.use_bevquant_kernels`, or a quantized model).
-        example_inputs: A tuple of positional inputs, a dict of named ones, or a single input:
-            tensors, sparse tensors, dicts, numpy arrays, numbers, nested as the forward takes them.
-        check: Replay the graph on the example and demand the model's own bits; a graph that
-            another capture made is always held to them. False also means that all members of the
-            arguments are inputs.
-        open_sizes: False fixes every size to the example's, for whoever reads the structure alone:
-            a third of the time or less, as torch then computes no symbolic sizes.
+        example_inputs: A tuple of positional inputs, a dict of named inputs, or one input: tensors,
+            sparse tensors, dicts, numpy arrays, numbers, nested as the forward takes them.
+        check: Replay the graph on the example and require the model's bits; a graph of another
+            capture is always checked. False also makes all members of the arguments inputs.
+        open_sizes: False fixes every size to the example's, for readers of the structure alone: a
+            third of the time or less, as torch then computes no symbolic sizes.
 
     Raises:
-        TypeError: `model` is no module.
-        CaptureError: The forward of the model itself cannot be followed, or the graph does not
-            give what the model gives; module, file, line and remedy are named.
+        TypeError: `model` is not a module.
+        CaptureError: The forward of the model itself cannot be captured, or the graph returns other
+            values than the model; the message names module, file, line and remedy.
 
     Example:
         >>> import torch

@@ -15,16 +15,16 @@ from ._faults import described
 def copied(model: nn.Module, who: str) -> nn.Module:
     """Return a deep copy of a model: parameters, buffers, attributes and hooks.
 
-    ``copy.deepcopy`` takes functions as they are. A hook or an attribute that is a closure over
+    ``copy.deepcopy`` does not copy functions. Here a hook or an attribute that is a closure over
     modules or tensors of the model becomes a closure over those of the copy.
 
     Args:
-        model: It stays as it is.
-        who: The function that copies, for the message. It has an argument ``inplace``.
+        model: It is not changed.
+        who: The calling function, for the message. It has an argument ``inplace``.
 
     Raises:
-        ValueError: Something in the model cannot be copied (a lock, an open file, a tensor that
-            autograd computed). Module, attribute and remedy are named.
+        ValueError: A member cannot be copied (a lock, an open file, a tensor computed by autograd).
+            The message names module, attribute and remedy.
 
     Example:
         >>> import torch

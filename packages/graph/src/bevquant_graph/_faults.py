@@ -17,10 +17,10 @@ from ._signature import flatten
 
 
 class CaptureError(ValueError):
-    """A forward that cannot be captured: where, what was met, and what to do.
+    """A forward that cannot be captured: location, cause and remedy.
 
     Attributes:
-        reason: What was met and where, without the rest; "" where the graph is not the model.
+        reason: Cause and location alone; "" where the graph differs from the model.
     """
 
     def __init__(self, message: str, reason: str = "") -> None:
@@ -104,7 +104,7 @@ _SPCONV = (
 
 @contextmanager
 def running(model: nn.Module, who: str, advice: str) -> Iterator[None]:
-    """While a model runs: an error of its own gets a note with module, file, line and advice."""
+    """Add module, file, line and advice to an error of a running model."""
     try:
         yield
     except Exception as error:
@@ -130,7 +130,7 @@ def described(path: str, module: nn.Module, place: str = "") -> str:
 
 
 def forward_line(module: nn.Module) -> str:
-    """``file:line`` of a module's forward; "" where it is no author's."""
+    """``file:line`` of a module's forward; "" for library code."""
     forward = getattr(type(module), "forward", None)
     code = getattr(getattr(forward, "__wrapped__", forward), "__code__", None)
     if code is None or not is_authors(code.co_filename):
@@ -144,17 +144,17 @@ _IN_INTEGERS = re.compile(r"torch\.(ao\.)?nn\..*\bquantized\.(?!.*\b(FX)?FloatFu
 
 
 def refuse_unusable(model: Any, who: str, *, finite: bool = True) -> None:
-    """Refuse what can be run but not read, and parameters that are no numbers.
+    """Refuse models that cannot be captured, and parameters that are not finite.
 
     Args:
-        model: What was given as a model.
-        who: The function that it was given to.
-        finite: Whether parameters are looked at for NaN and infinite values.
+        model: The given model.
+        who: The calling function.
+        finite: Whether parameters are checked for NaN and infinite values.
 
     Raises:
-        TypeError: No torch module.
+        TypeError: Not a torch module.
         ValueError: Scripted, compiled or quantized by torch; parameters on the meta device, complex
-            ones, or with NaN or infinite values. Module path and remedy are named.
+            ones, or with NaN or infinite values. The message names module path and remedy.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{who}: expected a torch module, got {type(model).__name__}")
@@ -198,7 +198,7 @@ def _unusable(value: Tensor, finite: bool) -> str:
 def all_finite(value: Tensor) -> bool:
     """Whether no value is NaN or infinite, in a fifth of the time of ``isfinite().all()``.
 
-    NaN passes through a minimum, and an infinity is one or the other.
+    A minimum and a maximum propagate NaN, and infinite values are one or the other.
 
     Example:
         >>> all_finite(torch.tensor([1.0, float("nan")])), all_finite(torch.tensor([]))
@@ -211,14 +211,14 @@ def all_finite(value: Tensor) -> bool:
 
 
 def first_fault(model: nn.Module, run: Callable[[], Any]) -> str:
-    """Which module gives other values for equal ones in a second run, or NaN for numbers.
+    """The module that returns different values in a second run, or NaN for finite inputs.
 
     Args:
         model: The model.
         run: Runs it, each time on the same inputs.
 
     Returns:
-        The innermost one, in words, with what to do; "" where there is none.
+        The innermost such module, in words, with a remedy; "" where there is none.
     """
     first, second = _observed(model, run), _observed(model, run)
     for (path, module, taken, given), (_, _, taken2, given2) in zip(first, second, strict=False):

@@ -27,7 +27,7 @@ from ._tidy import ANSWER, NUMBERS, REQUIRE, SHELL, fixed_number, inside
 
 
 class Graph:
-    """The operations of a model, functional: no operation changes a value that another made.
+    """The operations of a model, functional: no operation changes another's result.
 
     Nodes are `torch.fx` nodes over ATen operators and bevquant's (`bevquant_sparse::…`,
     `bevquant_quantizers::fake_quantize`, `bevquant_graph::opaque`). Made by `capture`.
@@ -35,16 +35,17 @@ class Graph:
     Attributes:
         model: The model; paths of nodes and constants are paths in it.
         program: The exported program that holds `graph`.
-        inputs: How the arguments of a call are put together of `placeholders`.
-        result: How what a call returns is put together of `outputs`.
-        opaque: Path to the module that is one node, with the reason.
-        conditions: What torch specialised the graph on, in symbols of sizes; see `guards`.
+        inputs: Structure of a call's arguments over `placeholders`.
+        result: Structure of a call's result over `outputs`.
+        opaque: Path of each module that is one node, with the reason.
+        conditions: Conditions that torch specialised the graph on, in symbols of sizes; see
+            `guards`.
         placeholders: Nodes of the inputs, in the order of their leaves.
-        outputs: Nodes (or numbers) that are returned, in the order of their leaves.
-        members: Which members of dictionaries and dataclasses a call must have.
-        writes: Buffers (by path) and inputs (by name) that the forward writes to.
-        decided: Whether numbers out of tensors decide what is computed (a branch, the length of a
-            loop): the graph is then that of the example's numbers, and its requirements say so.
+        outputs: Returned nodes (or numbers), in the order of their leaves.
+        members: Members of dictionaries and dataclasses that a call needs.
+        writes: Buffers (by path) and inputs (by name) that the forward writes.
+        decided: Whether numbers taken from tensors decide a branch or the length of a loop. The
+            graph then holds for the example's numbers, as its requirements state.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Graph:
 
     @property
     def operations(self) -> Iterator[fx.Node]:
-        """Nodes that compute something, in order."""
+        """Nodes that compute a value, in order."""
         return (node for node in self.graph.nodes if node.op == "call_function")
 
     @cached_property
@@ -126,7 +127,7 @@ class Graph:
     # Where a node comes from
 
     def stack(self, node: fx.Node) -> tuple[str, ...]:
-        """Paths of the modules whose forwards were running, outermost (the model, "") first."""
+        """Paths of the modules whose forwards were running, the model ("") first."""
         entries = node.meta.get("nn_module_stack") or {}
         paths = [inside(path) for path, _ in entries.values() if path.split(".")[0] == SHELL]
         return tuple(paths) or ("",)
@@ -147,7 +148,7 @@ class Graph:
         return self.stack(node)[-1]
 
     def call(self, node: fx.Node, path: str | None = None) -> tuple[str, int]:
-        """Path of that module, and which of its calls it was, from 0.
+        """Path of that module, and the index of its call, from 0.
 
         Args:
             node: The node.
@@ -164,11 +165,11 @@ class Graph:
         return self.model.get_submodule(self.path(node))
 
     def location(self, node: fx.Node) -> str:
-        """``file:line`` of the author's code that computes the node; "" where it is not known."""
+        """``file:line`` of the author's code that computes the node; "" where unknown."""
         return author_line(node)
 
     def required(self, requirement: fx.Node) -> str:
-        """The tensor of a requirement's number, or of its number of rows, and who asks about it."""
+        """The tensor of a requirement's number, or of its number of rows, and its consumer."""
         pending = list(requirement.all_input_nodes)
         for node in pending:
             if str(node.target) in (*NUMBERS, "aten.sym_size.int"):
@@ -204,7 +205,7 @@ class Graph:
         return value
 
     def opaque_of(self, node: fx.Node) -> tuple[Opaque, Any]:
-        """What an opaque node calls: its entry, and the call with trees of inputs and result."""
+        """The module of an opaque node: its entry, and the call with trees of inputs and result."""
         call = opaque_call(str(node.args[1]))
         return self.opaque[call.key.rpartition(":")[0]], call
 
@@ -223,25 +224,25 @@ class Graph:
     # Running
 
     def replay(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph on other inputs of the example's structure.
+        """Run the graph on other inputs with the example's structure.
 
-        Of dictionaries and dataclasses only the members that the forward reads are required. The
-        arguments stay as they are: what the forward writes into a container is in the container
-        that is returned, beside the members that the caller gave and the forward does not read.
+        Only the members of dictionaries and dataclasses that the forward reads are required. The
+        arguments are not changed: a container that the forward writes to is returned as a new one,
+        with the caller's other members.
 
         Raises:
             TypeError: The arguments have another structure than the example inputs.
-            ValueError: Sizes with which the forward goes another way; condition, file and line are
-                named.
+            ValueError: Sizes for which the forward takes another branch; the message has condition,
+                file and line.
         """
         given = args, kwargs
         return self.members.handed_on(rebuild(self.result, self._run(self._checked(given))), given)
 
     def check(self, example_inputs: Any) -> None:
-        """Demand that the graph gives the model's own bits.
+        """Require that the graph returns the model's bits.
 
         Raises:
-            CaptureError: It does not; the first module that departs is named.
+            CaptureError: It does not; the message names the first module that differs.
         """
         given = arguments(self.inputs_of(example_inputs))
         leaves = self._checked(given)
@@ -300,15 +301,15 @@ class Graph:
 
         Raises:
             TypeError: Inputs of another structure than the example's.
-            ValueError: Sizes with which the forward goes another way.
+            ValueError: Sizes for which the forward takes another branch.
         """
         return self._checked(arguments(self.inputs_of(inputs)))
 
     def inputs_of(self, batch: Any) -> Any:
-        """A loader's batch as a tuple of positional inputs or a dict of named ones (`as_example`).
+        """A loader's batch as a tuple of positional or a dict of named inputs (`as_example`).
 
-        Inputs of the example's structure are returned as they are. A list is one input where the
-        example's first input is one.
+        Inputs with the example's structure are returned unchanged. A list is one input where the
+        example's first input is a list.
         """
         tree: Any = self.inputs
         args, kwargs = tree.members
@@ -359,7 +360,7 @@ class Graph:
         return list(made[len(made) - len(self.outputs) :])
 
     def refuse(self, requirement: fx.Node) -> None:
-        """Refuse a frame that does not fulfil a requirement.
+        """Refuse a frame that breaks a requirement.
 
         Raises:
             ValueError: Always.

@@ -11,15 +11,15 @@ _OWN = frozenset(("_modules", "_parameters", "_buffers"))
 
 
 def replace_modules(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> None:
-    """Put modules in the place of others, wherever the model holds them.
+    """Replace modules wherever the model holds them.
 
-    That is as a child, and in attributes that are no children: forwards go over lists, tuples and
-    dicts of layers that were also registered by `torch.nn.Module.add_module`. Such a container is
-    not written to, the attribute becomes another one. A container may hold itself.
+    That is as children, and in other attributes: forwards iterate over lists, tuples and dicts of
+    layers that were also registered by `torch.nn.Module.add_module`. Such a container is not
+    written; the attribute gets a new one. A container may contain itself.
 
     Args:
         model: It is changed.
-        replaced: A module of the model to what takes its place.
+        replaced: Module of the model to its replacement.
 
     Example:
         >>> class Net(nn.Module):

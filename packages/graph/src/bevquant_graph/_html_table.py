@@ -11,8 +11,8 @@ from typing import Any
 class HtmlTable:
     """A dataclass that a notebook shows as one HTML table.
 
-    Each record (a dataclass in a field that is a tuple) is a row. The caption has the other fields,
-    the lines below the table have texts such as warnings, and results inside this one.
+    Each record (a dataclass in a field that is a tuple) is a row. The caption has the other fields.
+    Texts such as warnings, and nested results, are below the table.
     """
 
     def _repr_html_(self) -> str:

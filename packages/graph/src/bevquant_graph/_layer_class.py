@@ -39,26 +39,26 @@ _HARMLESS = frozenset(
 
 
 def layer_class(module: object, *classes: type[Any]) -> type[Any] | None:
-    """Tell which known class a module computes the function of.
+    """The known class whose function a module computes.
 
-    A module *is* a layer of class C where its class is C, or a subclass that adds nothing to what
-    C computes: a subclass with a `forward`, a `_conv_forward` or any other method of C of its own
-    (timm's `BatchNormAct2d`: batch norm and activation), a property in the place of a parameter
-    (a parametrized weight), or a method replaced on the instance make it another layer. A `forward`
-    that only treats empty inputs apart (mmcv's wrappers; followed in its source) is none of its
-    own. A subclass that only has an `__init__`, an `extra_repr`, another way to load its state or
-    methods of other names is the layer. Classes of torch, of sparse libraries and of this project
-    are known as they are; a class that says ``float_class = C`` in its own body, as the quantized
-    layers do, says that it computes what C does, apart from quantization. Hooks are not looked at.
+    A module *is* a layer of class C where its class is C, or a subclass that adds nothing to C's
+    computation. Not a layer of C are subclasses with their own `forward`, `_conv_forward` or
+    another method of C (timm's `BatchNormAct2d`: batch norm and activation), a property in place of
+    a parameter (a parametrized weight), or a method replaced on the instance. A `forward` that only
+    handles empty inputs (mmcv's wrappers; its source is read) does not count as its own. Nor do an
+    `__init__`, an `extra_repr`, state loading, or methods of other names. Classes of torch, of
+    sparse libraries and of this project are known. A class with ``float_class = C`` in its own
+    body, as the quantized layers have, computes C's function, apart from quantization. Hooks are
+    ignored.
 
     Args:
         module: Any object.
-        classes: The classes asked for, in order. Without any, the known class itself is asked for:
-            the first one along the module's bases that a library wrote.
+        classes: Candidate classes, in order. Without any, the result is the known class itself: the
+            first library class among the module's bases.
 
     Returns:
-        The first of `classes` that the module is; without classes, its known class. `None` where
-        it is none of them or has code of its own.
+        The first of `classes` that the module is; without classes, its known class. None where it
+        is none of them or has its own code.
 
     Example:
         >>> class Named(nn.ReLU):
@@ -80,15 +80,15 @@ def layer_class(module: object, *classes: type[Any]) -> type[Any] | None:
 
 
 def own_code(module: object, cls: type[Any] | None = None) -> str | None:
-    """Name what makes a module compute something else than a known class.
+    """Name the part of a module that changes a known class's computation.
 
     Args:
         module: Any object.
-        cls: The class, one of the module's bases; by default the one that `layer_class` finds.
+        cls: The class, one of the module's bases (default: the one that `layer_class` finds).
 
     Returns:
-        What is the module's own, for a message, as ``"zoo.BNAct has a forward of its own"``;
-        `None` where there is nothing, and where there is no known class.
+        The module's own part, for a message, as ``"zoo.BNAct has a forward of its own"``; None
+        where there is none, and without a known class.
 
     Example:
         >>> bn = nn.BatchNorm2d(3)
@@ -145,11 +145,10 @@ def _written(cls: type) -> type:
 
 
 def is_library_class(cls: type) -> bool:
-    """Tell whether a library wrote the class, so that what it computes is known by its name.
+    """Whether a library wrote the class, so that its name determines its computation.
 
-    Libraries are torch, those of sparse convolutions (spconv wherever it was copied to) and this
-    project; a class registered by `bevquant_sparse.register_layout` is vouched for. What is derived
-    from such a class is not one.
+    Libraries are torch, libraries of sparse convolutions (spconv, also as a copy) and this project,
+    and classes registered by `bevquant_sparse.register_layout`. Classes derived from these are not.
 
     Example:
         >>> class Mine(nn.ReLU): ...
@@ -167,11 +166,11 @@ def _is_sparse_class(cls: type) -> bool:
 
 
 def zero_padding(conv: Any) -> tuple[tuple[int, int], ...]:
-    """Zeros before and behind each axis, as torch's forward of Conv1d, 2d and 3d puts them.
+    """Zeros in front of and after each axis, as in torch's forward of Conv1d, 2d and 3d.
 
-    It reads `padding`, `dilation` and `kernel_size` when it runs, so these may be set after the
-    layer was made (backbones of segmentation models get their dilation that way); what torch keeps
-    for its other padding modes is then out of date.
+    `padding`, `dilation` and `kernel_size` are read when it runs, so they may be set after
+    construction (as backbones of segmentation models set their dilation). torch's stored value for
+    other padding modes is outdated then.
 
     Args:
         conv: The layer; its padding is a number per axis, ``"same"`` or ``"valid"``.

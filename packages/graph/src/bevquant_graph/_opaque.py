@@ -28,9 +28,9 @@ class Opaque:
 
     Attributes:
         path: The module.
-        reason: What could not be followed, with file and line.
+        reason: Why it could not be captured, with file and line.
         calls: For each call in order: key, tree of the arguments, example outputs, tree of these.
-        called: Paths of the modules inside of it that run in these calls, its own among them.
+        called: Paths of the modules that run in these calls, its own among them.
     """
 
     path: str
@@ -43,7 +43,7 @@ class Opaque:
         return any(n is None for c in self.calls for sizes in c.sizes for n in sizes)
 
     def fix_sizes(self) -> None:
-        """Take the sizes of the example for what the module makes."""
+        """Use the example's sizes for the module's outputs."""
         for call in self.calls:
             call.sizes = [list(t.shape) for t in call.outputs]
 
@@ -100,7 +100,7 @@ def _(tensors: list[Tensor], key: str) -> list[Tensor]:
 def fixed_sizes(node: fx.Node) -> list[dict[int, int]]:
     """Sizes of an opaque node's outputs that the graph may hold as constants: axis to size.
 
-    Of outputs that are read, those of the example that follow no rows.
+    For consumed outputs: the example's sizes that do not follow a number of rows.
     """
     call = opaque_call(str(node.args[1]))
     read = {u.args[1] for u in node.users if any(r.op != "output" for r in u.users)}
@@ -113,10 +113,10 @@ def fixed_sizes(node: fx.Node) -> list[dict[int, int]]:
 def refuse_other_sizes(
     path: str, fixed: Sequence[Mapping[int, int]], outputs: Sequence[Tensor]
 ) -> None:
-    """Refuse what a module returns where a size is not the one that a graph holds.
+    """Refuse a module's result where a size differs from the graph's constant.
 
     Raises:
-        ValueError: It is another one; module, axis and sizes are named.
+        ValueError: It differs; the message names module, axis and sizes.
     """
     for sizes, made in zip(fixed, outputs, strict=False):
         for axis, size in sizes.items():

@@ -18,27 +18,27 @@ from ._layer_class import layer_class
 
 @dataclass(frozen=True)
 class OpSpec:
-    """What an operator does.
+    """Properties of an operator.
 
     Attributes:
-        name: The operator, in ATen's word.
-        kind: What it is for a reader of graphs:
-            ``"identity"`` the very same tensor, or a copy;
-            ``"layout_op"`` values as they are, in another shape, order or selection;
+        name: The operator's ATen name.
+        kind: Its class for readers of graphs:
+            ``"identity"`` the same tensor, or a copy;
+            ``"layout_op"`` unchanged values in another shape, order or selection;
             ``"concat"`` several tensors side by side;
             ``"relu"``, ``"add"``, ``"max_pool"``, ``"avg_pool"``, ``"resize"``;
             ``"layer"`` products with a weight;
             ``"norm"`` a batch norm of fixed statistics;
             ``"quantize"`` fake quantization;
             ``"rulebook"``, ``"sparse_layer"``, ``"sparse_pool"``, ``"to_dense"``;
-            ``"size"`` a question about a shape;
-            ``"float"`` everything else.
-        values: Whether each output value is one of the inputs' (or a padding zero).
-        order: Whether values also keep their place in the tensor's memory order.
+            ``"size"`` a query of a shape;
+            ``"float"`` all others.
+        values: Whether each output value is an input value (or a padding zero).
+        order: Whether values also keep their position in memory order.
         shape: Whether the output has the input's shape.
-        mixes: Whether an output value is made of several input values.
+        mixes: Whether an output value is computed from several input values.
         modules: Classes of torch.nn (by name) whose forward is this operator alone.
-        places: Whether what is behind the first operand only tells where that is read.
+        places: Whether operands after the first only select where the first is read.
     """
 
     name: str
@@ -136,12 +136,11 @@ _BY_MODULE = _by_module()
 
 
 def op_spec(target: object) -> OpSpec:
-    """What an operator does, however it is named.
+    """Properties of an operator, under any of its names.
 
     Args:
-        target: An ATen or custom operator, a function, the name of a method, a module (what
-            `layer_class` finds that it is) or a class of torch.nn. In-place forms are the operator
-            itself.
+        target: An ATen or custom operator, a function, the name of a method, a module (by
+            `layer_class`) or a class of torch.nn. In-place forms are the operator itself.
 
     Example:
         >>> import torch

@@ -24,15 +24,15 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleT
 
 
 def own_inputs(value: Any, change: Callable[[Tensor], Tensor] | None = torch.clone) -> Any:
-    """The value in containers of its own, so that a forward that writes to them changes no frame.
+    """The value in new containers, so that a forward that writes to them changes no frame.
 
     Lists, dictionaries, sets, dataclasses, sparse tensors and objects with attributes are copied,
-    at any depth and with their classes; one that stands in several places stays one.
+    at any depth, with their classes; an object in several places stays one.
 
     Args:
-        value: What a forward is given.
-        change: Makes a tensor's copy, for forwards with ``x.mul_(2)``; numpy arrays are copied too.
-            None: tensors and arrays stay the same objects.
+        value: Arguments of a forward.
+        change: Copies a tensor, for forwards with ``x.mul_(2)``; numpy arrays are copied too. None:
+            tensors and arrays stay the same objects.
 
     Example:
         >>> frame = {"image": [1, 2]}

@@ -26,7 +26,7 @@ _SIZE = torch.ops.aten.sym_size.int
 
 
 def named_results(graph: Graph) -> dict[str, Tree]:
-    """What a graph returns, by the keys and places that lead to it; sparse tensors whole.
+    """Results of a graph, by keys and positions; sparse tensors whole.
 
     Numbers and constants are left out. A single result has the name "".
 
@@ -59,9 +59,9 @@ def _named(graph: Graph, tree: Tree, name: str) -> Iterator[tuple[str, Tree]]:
 def nodes_behind(
     graph: Graph, values: Iterable[fx.Node], given: Collection[fx.Node] = ()
 ) -> list[fx.Node]:
-    """What values are computed of, themselves among it, in order; nothing behind `given`.
+    """Nodes that values depend on, themselves included, in order, up to `given`.
 
-    A number that is a size of what is given is known there.
+    A number that is a size of a given value is known there.
 
     Example:
         >>> import torch
@@ -90,8 +90,8 @@ def part_of(
 ) -> Graph:
     """The graph that computes `results` from `given`.
 
-    A number that is a size of a value given is read there. What the whole graph demands of numbers
-    that it takes out of tensors is not demanded again.
+    A number that is a size of a given value is read from it. Requirements of the whole graph on
+    numbers taken from tensors are not repeated.
 
     Args:
         graph: The whole.
@@ -100,7 +100,7 @@ def part_of(
         given: Name to the node that is an input of that name. None: the inputs of the whole.
 
     Raises:
-        ValueError: Something is computed of an input that is not given; it is named.
+        ValueError: A result depends on an input that is not given; the message names it.
 
     Example:
         >>> import torch

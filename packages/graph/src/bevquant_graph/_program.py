@@ -46,12 +46,12 @@ _FUNCTIONS: dict[Any, Any] = {
 
 
 def module_of(program: ExportedProgram | fx.GraphModule) -> nn.Module:
-    """The module that a program was exported from, as far as the program tells.
+    """The module that a program was exported from, as far as the program shows it.
 
-    Convolutions, linear layers, batch norms, pools, ReLUs, dropouts and flattenings of torch's own
-    classes are modules of these classes again, at their paths and with the program's parameters
-    (the same objects). Modules of the author's are modules at their paths that run their part of
-    the program. The result is held to the program: on the program's example inputs it gives the
+    Convolutions, linear layers, batch norms, pools, ReLUs, dropouts and flattenings of torch's
+    classes become modules of these classes again, at their paths, with the program's parameters
+    (the same objects). The author's modules become modules at their paths that run their part of
+    the program. The result is compared with the program: on the program's example inputs it has the
     same bits. It takes inputs of the sizes that the program takes.
 
     Args:
@@ -60,7 +60,7 @@ def module_of(program: ExportedProgram | fx.GraphModule) -> nn.Module:
     Raises:
         TypeError: `program` is neither.
         ValueError: It was exported in training mode, or holds control flow or sparse convolutions;
-            node, module, file, line and remedy are named.
+            the message names node, module, file, line and remedy.
 
     Example:
         >>> import torch
@@ -87,7 +87,8 @@ def module_of(program: ExportedProgram | fx.GraphModule) -> nn.Module:
 def as_module(model: Any, example_inputs: Any) -> tuple[Any, Any]:
     """The module of an exported program, and its example inputs where none are given.
 
-    Another module is returned, its example inputs as its forward takes them (`as_example`).
+    Other modules are returned unchanged, with their example inputs as the forward takes them
+    (`as_example`).
     """
     if not isinstance(model, ExportedProgram):
         given = example_inputs is not None and isinstance(model, nn.Module)

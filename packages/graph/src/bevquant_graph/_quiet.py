@@ -23,10 +23,10 @@ _LOGGERS = ("torch", "torch.__trace", "torch.export", "torch._export", "torch.fx
 
 @contextmanager
 def quiet(*more: str) -> Iterator[None]:
-    """Neither warnings nor what torch logs while it traces, such as which sizes are fixed.
+    """Suppress warnings and torch's log while it traces, such as which sizes are fixed.
 
-    Nor the graph so far, which torch.export prints where a forward asks for values. One thread at
-    a time traces; to all others modules are what they were.
+    Also the graph that torch.export prints where a forward asks for values. One thread at a time
+    traces; other threads see unchanged modules.
 
     Args:
         more: Loggers beside torch's own for tracing.
@@ -82,9 +82,9 @@ def _say_nothing(*_: object, **__: object) -> None:
 
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode, and each back in its own mode afterwards.
+    """Set every module to evaluation mode, and back to its own mode afterwards.
 
-    Attention is computed as it is while torch traces, without torch's fused form of it.
+    Attention runs in the form that torch traces, without torch's fused form.
     """
     modes = {module: module.training for module in model.modules()}
     with _without_fast_path():

@@ -25,15 +25,15 @@ from ._watch import WATCHED, Place, Watch, unnoted, watched_of, with_fields
 
 @dataclass(frozen=True)
 class ReadMembers:
-    """Members of dictionaries and dataclasses that a forward reads, and those that it hands on.
+    """Members of dictionaries and dataclasses that a forward reads, and those that it returns.
 
     Attributes:
-        asked: Place of a container in ``(args, kwargs)`` to the keys that the forward asks for:
-            those of the example in its order, then those that it does not have. Containers without
-            an entry are read whole.
-        handed: Containers of the arguments in the result: place in the result, place in the
+        asked: Position of a container in ``(args, kwargs)`` to the keys that the forward asks for:
+            those of the example in its order, then those that it lacks. Containers without an entry
+            are read whole.
+        handed: Containers of the arguments in the result: position in the result, position in the
             arguments, and the keys that the forward asks for or writes. A call returns the other
-            members as they are given.
+            members unchanged.
     """
 
     asked: Mapping[Place, tuple[Any, ...]] = field(default_factory=dict)
@@ -42,18 +42,18 @@ class ReadMembers:
     def required(self, given: Arguments) -> Arguments:
         """The arguments of a call without the members that the forward does not ask for.
 
-        They are in new containers; fields of a dataclass become None. Arguments that have no
-        others are returned as they are.
+        They are in new containers; fields of a dataclass become None. Arguments without other
+        members are returned unchanged.
         """
         kept: Arguments = _kept(given, self.asked)
         return kept
 
     def required_inputs(self, inputs: Any) -> Any:
-        """As `required`, of a tuple of positional inputs, a dict of named ones, or one input."""
+        """As `required`, for a tuple of positional inputs, a dict of named inputs, or one input."""
         return rearranged(self.required, inputs)
 
     def made(self, result: Any) -> Any:
-        """A result without the members that are handed on, in its order."""
+        """A result without the members that are returned unchanged, in its order."""
         known = {
             place: [key for key in _keys(result, place) if key in keys]
             for place, _, keys in self.handed
@@ -61,11 +61,11 @@ class ReadMembers:
         return _kept(result, known)
 
     def handed_on(self, result: Any, given: Arguments) -> Any:
-        """A result of `required` arguments with the other members of the arguments of the call.
+        """A result of `required` arguments with the other members of the call's arguments.
 
         Args:
             result: Its containers are changed.
-            given: The arguments as the caller gave them.
+            given: The arguments of the caller.
         """
         for place, source, keys in self.handed:
             container, own = _at(result, place), _keys(given, source)
@@ -81,14 +81,14 @@ class ReadMembers:
         return result
 
     def refuse_misplaced(self, signature: Any, result: Any) -> None:
-        """Refuse places that are none in a program, as a damaged file may name them.
+        """Refuse positions that do not exist in a program, as a damaged file may contain.
 
         Args:
             signature: The arguments of a call, with dictionaries for dataclasses.
-            result: What a call returns, likewise.
+            result: The result of a call, likewise.
 
         Raises:
-            ValueError: A place leads to no dictionary, or that has keys that nobody asks for.
+            ValueError: A position has no dictionary, or one with keys that nothing asks for.
         """
         handed = [(result, place, None) for place, _, _ in self.handed]
         handed += [(signature, place, None) for _, place, _ in self.handed]
@@ -124,8 +124,8 @@ def _kept(value: Any, kept: Mapping[Place, Collection[Any]], place: Place = ()) 
 def in_order(wanted: Any, given: Any) -> Any:
     """A value with the members of its dictionaries in the order of another value, at any depth.
 
-    Members that only `given` has follow. What has them all in this order already is returned as it
-    is, the other containers are new.
+    Members that only `given` has are last. A value in this order already is returned unchanged;
+    other containers are new.
 
     Example:
         >>> in_order({"image": 1, "points": 2}, {"points": 3, "name": "x", "image": 4})
@@ -139,11 +139,11 @@ def in_order(wanted: Any, given: Any) -> Any:
 
 
 def rearranged(change: Callable[[Arguments], Arguments], inputs: Any) -> Any:
-    """Inputs behind a change of their arguments; as they are where it changes nothing.
+    """Inputs after a change of their arguments; unchanged where it changes nothing.
 
     Args:
-        change: Returns the arguments themselves where they stay as they are.
-        inputs: A tuple of positional inputs, a dict of named ones, or one input.
+        change: Returns the arguments themselves where they do not change.
+        inputs: A tuple of positional inputs, a dict of named inputs, or one input.
     """
     given = arguments(inputs)
     made = change(given)

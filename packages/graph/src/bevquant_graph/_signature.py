@@ -57,10 +57,10 @@ Tree = Leaf | Constant | Nested | Sparse
 
 
 def arguments(example_inputs: Any) -> Arguments:
-    """Positional and keyword arguments: of a tuple, a dict of named inputs, or a single input.
+    """Positional and keyword arguments, from a tuple, a dict of named inputs, or one input.
 
-    A dict whose keys are the model's parameters names its inputs; wrap a dict that *is* the one
-    input (a `batch_dict`) in a tuple.
+    A dict whose keys are the model's parameters names its inputs. Put a dict that *is* the single
+    input (a `batch_dict`) into a tuple.
     """
     if isinstance(example_inputs, dict):
         return (), dict(example_inputs)
@@ -72,7 +72,7 @@ def arguments(example_inputs: Any) -> Arguments:
 def is_sparse_tensor(value: object) -> bool:
     """Whether `value` is an spconv-style sparse tensor, by its attributes.
 
-    No mapping is one: some answer to every attribute (mmcv's configs, Pointcept's `Point`).
+    Mappings are not: some have every attribute (mmcv's configs, Pointcept's `Point`).
     """
     return not isinstance(value, Tensor | nn.Module | Mapping) and all(
         hasattr(value, name) for name in ("features", "indices", "spatial_shape", "batch_size")
@@ -80,10 +80,10 @@ def is_sparse_tensor(value: object) -> bool:
 
 
 def flatten(value: Any, *, numbers: bool = False) -> tuple[list[Any], Tree]:
-    """Tensors of `value` in order, and how it is put together.
+    """Tensors of `value` in order, and its structure.
 
     Args:
-        value: Nested dicts, lists, tuples, dataclasses, sparse tensors, anything.
+        value: Nested dicts, lists, tuples, dataclasses, sparse tensors, other objects.
         numbers: Whether integers are leaves too; floats and booleans never are.
     """
     leaves: list[Any] = []
@@ -116,10 +116,10 @@ def flatten(value: Any, *, numbers: bool = False) -> tuple[list[Any], Tree]:
 
 
 def members_of(value: Any) -> dict[Any, Any] | None:
-    """Members of a container by their keys, of lists and tuples by their places.
+    """Members of a container by key; of lists and tuples by position.
 
     Returns:
-        None for what is no mapping, list, tuple or dataclass.
+        None for values other than mappings, lists, tuples and dataclasses.
 
     Example:
         >>> members_of({"image": 1}), members_of([2, 3]), members_of(4)
@@ -145,7 +145,7 @@ def _members(value: Any) -> tuple[tuple[Any, ...] | None, tuple[Any, ...]] | Non
 
 
 def same_constant(wanted: Any, got: Any) -> bool:
-    """Whether two constants are equal; objects that cannot tell are what they are.
+    """Whether two constants are equal; objects without equality are compared by identity.
 
     Example:
         >>> same_constant("a", "a"), same_constant(True, 1), same_constant(0.5, 0.25)
@@ -195,10 +195,10 @@ def matched(wanted: Tree, given: Tree, where: str) -> Iterator[int]:
 
 
 def refuse_other_members(wanted: Collection[Any], given: Collection[Any], where: str) -> None:
-    """Refuse a container with other keys than the example has, of those that the forward asks for.
+    """Refuse a container whose keys, of those that the forward asks for, differ from the example's.
 
     Raises:
-        TypeError: Keys are missing, or there are others; they are named.
+        TypeError: Keys are missing, or there are others; the message names them.
     """
     missing = [key for key in wanted if key not in given]
     others = [key for key in given if key not in wanted]
@@ -223,13 +223,13 @@ def _described(tree: Tree) -> str:
 
 
 def rebuild(tree: Tree, leaves: Any, *, sparse: Callable[..., Any] | None = None) -> Any:
-    """The value that `tree` describes, with these leaves; containers are new at every call.
+    """The value that `tree` describes, with these leaves; containers are new in every call.
 
     Args:
         tree: From `flatten`.
-        leaves: What stands at each `Leaf`.
+        leaves: Value of each `Leaf`.
         sparse: Makes a sparse tensor of ``(features, indices, spatial_shape, batch_size)``; by
-            default an object of the class that was seen.
+            default an object of the original class.
     """
     if isinstance(tree, Leaf):
         return leaves[tree.index]
@@ -268,7 +268,7 @@ def refilled(kind: type[Any], members: Iterable[Any]) -> Any:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What nested lists, tuples and mappings hold, in their order.
+    """Members of nested lists, tuples and mappings, in order.
 
     Example:
         >>> list(leaves([1, {"a": (2, 3)}]))
@@ -284,7 +284,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """The value with other `leaves`, in lists and tuples of its classes, and in dictionaries.
+    """The value with other `leaves`, in lists, tuples and dictionaries of the same classes.
 
     Example:
         >>> map_leaves(str, [1, {"a": (2, 3)}])
@@ -298,7 +298,7 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def leaf_names(module: nn.Module, inputs: Tree) -> list[str]:
-    """A name for each leaf of ``(args, kwargs)``: the parameter that it goes to, and its key.
+    """A name for each leaf of ``(args, kwargs)``: its parameter and key.
 
     Example:
         >>> import torch

@@ -30,8 +30,8 @@ class Guard:
 
     Attributes:
         condition: In Python's notation, as ``s0 % 2 == 0``; ``s0`` is the first of `sizes`.
-        sizes: Input and axis of each size; the axis of an input that is itself a number is None.
-        file: Source file of the forward that asks; "" where it is not known.
+        sizes: Input and axis of each size; the axis is None for an input that is a number.
+        file: Source file of the forward that asks; "" where unknown.
         line: The line there.
 
     Example:
@@ -52,13 +52,13 @@ class Guard:
 
     @property
     def text(self) -> str:
-        """The condition with inputs and axes in it."""
+        """The condition in terms of inputs and axes."""
         names = [n if axis is None else f"{n}.shape[{axis}]" for n, axis in self.sizes]
         return re.sub(r"\bs(\d+)\b", lambda found: names[int(found[1])], self.condition)
 
     @property
     def place(self) -> str:
-        """``file:line`` of the forward; "" where it is not known."""
+        """``file:line`` of the forward; "" where unknown."""
         return f"{self.file}:{self.line}" if self.file else ""
 
     @cached_property
@@ -69,11 +69,11 @@ class Guard:
 
     @property
     def agrees(self) -> bool:
-        """Whether it fixes a size, or makes two agree: layers refuse others themselves."""
+        """Whether it fixes a size, or requires two equal ones: layers refuse others themselves."""
         return self.fixes is not None or self.condition == "s0 == s1"
 
     def holds(self, sizes: Sizes) -> bool:
-        """Whether inputs of these sizes fulfil it; what is no input there is not asked about.
+        """Whether inputs of these sizes fulfil it; guards on other inputs hold.
 
         Args:
             sizes: Input to its shape, or to the number that it is.
@@ -92,11 +92,11 @@ class Guard:
             return False
 
     def renamed(self, names: Mapping[str, str]) -> Guard:
-        """The guard with inputs under other names."""
+        """The guard with other names of inputs."""
         return replace(self, sizes=tuple((names.get(n, n), axis) for n, axis in self.sizes))
 
     def where(self, known: Mapping[tuple[str, int | None], int]) -> Guard | None:
-        """The guard of the other sizes where some are known; None where all are.
+        """The guard on the remaining sizes where some are known; None where all are.
 
         Args:
             known: Input and axis to the size.
@@ -125,10 +125,10 @@ class Guard:
 
     @classmethod
     def from_json(cls, data: Any) -> Guard:
-        """Undo `to_json`.
+        """Inverse of `to_json`.
 
         Raises:
-            ValueError: It is none, or its condition is more than arithmetic on its sizes.
+            ValueError: Not a guard, or its condition is more than arithmetic on its sizes.
         """
         match data:
             case {
@@ -156,15 +156,15 @@ def _size(item: Any) -> tuple[str, int | None]:
 
 
 def check_guards(guards: Iterable[Guard], sizes: Sizes, remedy: str) -> None:
-    """Refuse inputs of sizes with which the forward would go another way.
+    """Refuse inputs of sizes for which the forward takes another branch.
 
     Args:
-        guards: What must hold.
+        guards: Guards that must hold.
         sizes: Input to its shape, or to the number that it is.
         remedy: What to do, for the message.
 
     Raises:
-        ValueError: A guard does not hold; condition, input, file and line are named.
+        ValueError: A guard does not hold; the message has condition, input, file and line.
 
     Example:
         >>> check_guards([Guard("s0 > 9", (("x", 0),))], {"x": (8,)}, "give more")

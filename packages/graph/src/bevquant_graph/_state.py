@@ -27,15 +27,15 @@ _TORCHS = vars(nn.Module()).keys()
 
 
 def called(model: nn.Module, args: Any = (), kwargs: Any = None) -> Any:
-    """What a call of a model returns; the model and its arguments are as before.
+    """Result of a model's call that leaves the model and its arguments unchanged.
 
-    The forward gets containers and tensors of its own (`own_inputs`), and what it writes to
-    buffers and attributes is put back (`state_kept`).
+    The forward gets containers and tensors of its own (`own_inputs`), and buffers and attributes
+    that it writes are restored (`state_kept`).
 
     Args:
         model: The model.
         args: Positional arguments.
-        kwargs: Named ones.
+        kwargs: Named arguments.
 
     Example:
         >>> class Counts(nn.Module):
@@ -54,16 +54,16 @@ def called(model: nn.Module, args: Any = (), kwargs: Any = None) -> Any:
 
 @contextmanager
 def state_kept(*models: nn.Module) -> Iterator[list[bool]]:
-    """While it is entered models may run; what they noted meanwhile is put back.
+    """Restore the state that models change while they run inside.
 
-    That are buffers, attributes (counters, tensors, objects and what containers hold) and
+    State is buffers, attributes (counters, tensors, objects and contents of containers) and
     registrations. Other threads that enter it with one of the models wait.
 
     Args:
-        models: They are not to be changed otherwise meanwhile.
+        models: They must not be changed otherwise inside.
 
     Yields:
-        A list that afterwards holds, for each model, whether it had noted something.
+        A list that afterwards holds, for each model, whether its state had changed.
 
     Example:
         >>> net = nn.Sequential(nn.BatchNorm1d(2))
@@ -92,11 +92,11 @@ def put_back(model: nn.Module) -> Iterator[None]:
 
 
 def on_batch(forward: Forward | None = None, *, keeps_state: bool = True) -> Forward:
-    """A function of a model and a batch that leaves the batch, and the model, as they were.
+    """A function of a model and a batch that leaves both unchanged.
 
     Args:
         forward: Called as ``forward(model, batch)``. None: `batch_arguments` decides.
-        keeps_state: Whether what the model notes is put back after each batch (`state_kept`).
+        keeps_state: Whether the model's own state is restored after each batch (`state_kept`).
 
     Example:
         >>> run, frame = on_batch(), {"input": torch.ones(2)}
@@ -118,10 +118,10 @@ def _called_on(model: nn.Module, batch: Any) -> Any:
 
 @contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """While it is entered new tensors are ordinary ones, under ``torch.inference_mode()`` too.
+    """Create ordinary tensors inside, under ``torch.inference_mode()`` too.
 
-    An inference tensor could neither be written to nor be trained with afterwards. Gradients are
-    recorded or not as before.
+    Inference tensors can neither be written nor trained with later. Recording of gradients does not
+    change.
 
     Example:
         >>> with torch.inference_mode(), ordinary_tensors():
@@ -135,9 +135,9 @@ def ordinary_tensors() -> Iterator[None]:
 
 @contextmanager
 def alone(*models: nn.Module) -> Iterator[None]:
-    """Other threads that enter it with one of the models, or with a part of one, wait.
+    """Let other threads wait that enter it with one of the models, or with a part of one.
 
-    Tensors that are made meanwhile are ordinary ones (`ordinary_tensors`).
+    Tensors created inside are ordinary ones (`ordinary_tensors`).
 
     Example:
         >>> with alone(nn.ReLU()):

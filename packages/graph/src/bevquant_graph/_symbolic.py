@@ -15,12 +15,12 @@ def trace_around(
     tracer: Callable[[Container[nn.Module]], fx.Tracer],
     unknown: dict[nn.Module, Exception],
 ) -> fx.Graph | None:
-    """The forward of a module; modules inside that cannot be followed are one node each.
+    """Trace the forward of a module; inner modules that cannot be traced become one node each.
 
     Args:
         root: The module.
-        tracer: Makes a tracer that takes modules of a container as one node each.
-        unknown: Gets the modules that could not be followed, each with the error that came.
+        tracer: Makes a tracer that treats modules of a container as one node each.
+        unknown: Receives the modules that could not be traced, each with its error.
 
     Returns:
         The graph; None where the error came from the forward of `root` itself, which is in
