@@ -166,11 +166,10 @@ class VolumeNetwork(Network):
             calibration: See `camera_metas`.
         """
         metas = camera_metas(images, calibration)
-        x = self.model.extract_feat({"imgs": images}, [SimpleNamespace(metainfo=metas)])
-        if not isinstance(x, tuple):
-            return self.head(x)
-        outputs = self.head(x[0])
-        return (outputs, x[1]) if getattr(self.model, "coord_type", "") == "DEPTH" else outputs
+        x, *valid = self.model.extract_feat({"imgs": images}, [SimpleNamespace(metainfo=metas)])
+        outputs = self.head([x] if isinstance(x, Tensor) else x)
+        # The decoder of rooms reads which places an image sees.
+        return (outputs, *valid) if getattr(self.model, "coord_type", "") == "DEPTH" else outputs
 
 
 def camera_metas(images: Tensor, calibration: Mapping[str, Tensor]) -> dict[str, Any]:
