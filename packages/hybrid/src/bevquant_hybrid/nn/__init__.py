@@ -1,4 +1,4 @@
-"""Modules: float ones that functions stand for, and their QAT and fixed-point forms."""
+"""Float modules in place of functions, and their QAT and fixed-point forms."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from bevquant_hybrid._torch_operator import operator
 
 
 def plain_sizes(x: Tensor) -> tuple[int, ...]:
-    """The shape as numbers; a model that torch.jit traces takes those that it was traced with."""
+    """The shape as integers; under torch.jit.trace they become constants."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TracerWarning)
         return tuple(int(size) for size in x.shape)
@@ -46,9 +46,9 @@ def correlate(
         x: ``[N, C, H, W]``, float or integers of 8 or 16 bits.
         y: The same.
         kernel_size: Side of a patch, odd.
-        max_displacement: How far y is looked at around each place, in pixels.
-        stride1: Pixels from place to place.
-        stride2: Pixels from displacement to displacement.
+        max_displacement: Largest displacement in y, in pixels.
+        stride1: Pixels between places.
+        stride2: Pixels between displacements.
         pad_size: Zeros around both maps.
 
     Returns:
@@ -99,10 +99,10 @@ correlate_integers = operator(correlate, "correlate_integers")
 
 
 def channels_of(where: str, x: Tensor, y: Tensor) -> int:
-    """How many channels two maps have that can be compared place by place.
+    """The number of channels of two comparable maps.
 
     Raises:
-        ValueError: They have other than four axes, or different shapes.
+        ValueError: They do not have four axes, or have different shapes.
     """
     first, second = plain_sizes(x), plain_sizes(y)
     if len(first) != 4 or first != second:
@@ -119,25 +119,23 @@ class Correlation(nn.Module):
               f_{1,n,c}(p_{ij} + o) \, f_{2,n,c}(p_{ij} + s_2 q + o)
 
     with K = `kernel_size`, :math:`p_{ij} = (i, j) \cdot s_1 + d` for d = `max_displacement`, both
-    maps padded with `pad_size` zeros on every side, and q over
-    :math:`[-\lfloor d/s_2 \rfloor, \lfloor d/s_2 \rfloor]^2`, row by row: channel
-    :math:`(q_y + r) D + q_x + r` of :math:`D^2 = (2r + 1)^2` for :math:`r = \lfloor d/s_2 \rfloor`.
-    (FlowNet: Dosovitskiy et al., 2015, equation 1; arguments, defaults, normalization and sizes as
-    MXNet's and FlowNet's operators of this name have them.) There are
-    :math:`\lceil (H + 2 \cdot pad - 2 (d + (K - 1)/2)) / s_1 \rceil` rows of places, and columns
-    alike.
+    maps padded with `pad_size` zeros on every side, and q over :math:`[-\lfloor d/s_2 \rfloor,
+    \lfloor d/s_2 \rfloor]^2`, row by row: channel :math:`(q_y + r) D + q_x + r` of :math:`D^2 = (2r
+    + 1)^2` for :math:`r = \lfloor d/s_2 \rfloor`. (FlowNet: Dosovitskiy et al., 2015, equation 1;
+    arguments, defaults, normalization and sizes as in MXNet's and FlowNet's operators of this
+    name.) There are :math:`\lceil (H + 2 \cdot pad - 2 (d + (K - 1)/2)) / s_1 \rceil` rows of
+    places, and columns alike.
 
-    Trained quantized, the result has a scale of its own. Converted,
-    :math:`q_{out} = \operatorname{round}(acc \cdot s_1 s_2 / (K^2 C s_{out}))` of exact sums acc of
-    integers, which must fit int32.
+    In QAT the result has its own scale. Converted, :math:`q_{out} = \operatorname{round}(acc \cdot
+    s_1 s_2 / (K^2 C s_{out}))` of exact sums acc of integers, which must fit int32.
 
     Args:
         kernel_size: Side of a patch in pixels, odd.
-        max_displacement: How far from its own place a patch is looked for, in pixels.
-        stride1: Pixels from place to place in the first map.
-        stride2: Pixels from displacement to displacement in the second.
+        max_displacement: Largest displacement of a patch, in pixels.
+        stride1: Pixels between places in the first map.
+        stride2: Pixels between displacements in the second map.
         pad_size: Zeros around both maps, in pixels.
-        is_multiply: True; differences in the place of products are documented as not supported.
+        is_multiply: True; differences instead of products are documented as not supported.
 
     Raises:
         ValueError: A setting does not fit; the message names it.
@@ -182,7 +180,7 @@ class Correlation(nn.Module):
 
     @property
     def window(self) -> tuple[int, int, int, int, int]:
-        """What follows the maps in a call of `correlate`."""
+        """Arguments of `correlate` after the maps."""
         sides = self.kernel_size, self.max_displacement
         return *sides, self.stride1, self.stride2, self.pad_size
 

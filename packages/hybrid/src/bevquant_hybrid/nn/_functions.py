@@ -1,4 +1,4 @@
-"""Modules in place of functions, for models whose quantization goes by modules."""
+"""Modules in place of functions, since modules are quantized."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from bevquant_hybrid.qtensor import as_float
 
 
 class ElementwiseFunction(nn.Module):
-    """Base of modules that apply one function to every element; quantized, a look-up table.
+    """Base of elementwise functions; their quantized form is a look-up table.
 
     Attributes:
-        function: What is applied.
-        jumps: Whether it jumps, so that its table must read what training reads, to the last bit.
+        function: The applied function.
+        jumps: Whether it is discontinuous, so that the table's inputs must equal training's bit for
+            bit.
 
     Example:
         >>> Exp()(torch.zeros(2))
@@ -59,7 +60,7 @@ class Pow(nn.Module):
     """x to a constant exponent.
 
     Args:
-        exponent: The exponent; None where each call gives it.
+        exponent: The exponent; None if each call passes it.
 
     Raises:
         ValueError: In a call, neither has one.
@@ -82,7 +83,7 @@ class Interpolate(nn.Module):
 
     Args:
         size: Height and width of the output.
-        scale_factor: Output size over input size, instead of `size`.
+        scale_factor: Output size / input size, instead of `size`.
         mode: ``"nearest"`` or ``"bilinear"``.
         align_corners: As in torch.
         recompute_scale_factor: As in torch; a BPU needs True with a scale factor.
@@ -126,9 +127,9 @@ class Interpolate(nn.Module):
 class GridSample(nn.Module):
     r"""Read a map at places beside each point: :math:`y_{c,h,w} = x_{c,\,h + d_y,\,w + d_x}`.
 
-    The grid holds displacements in pixels, (d_x, d_y) from each output point, where
-    `torch.nn.functional.grid_sample` has places in [−1, 1]. Public documents do not say so; public
-    client code subtracts each point's own coordinates and quantizes what is left to 16 bits.
+    The grid holds displacements (d_x, d_y) in pixels from each output point, not positions in [−1,
+    1] as in `torch.nn.functional.grid_sample`. Public documents do not define this. Public client
+    code subtracts each point's coordinates and quantizes the difference to 16 bits.
 
     Args:
         mode: ``"bilinear"`` or ``"nearest"``.
@@ -180,7 +181,7 @@ class LayerNorm(nn.LayerNorm):
         normalized_shape: Shape of weight and bias, which broadcast against the input from the
             right: ``[channels, 1, 1]`` for ``dim=1`` of ``[N, channels, height, width]``.
         eps: Added to the variance.
-        elementwise_affine: Whether there are weight and bias.
+        elementwise_affine: Whether the module has weight and bias.
         device: As in torch, like `dtype`.
         dtype: As in torch.
         dim: Axis or axes of the statistics; None for the last ones, as many as
@@ -294,7 +295,7 @@ FLOAT_OPERATIONS: dict[str, Callable[..., Tensor]] = {
 
 
 def _number(value: Any) -> float:
-    """A number as a program keeps it: torch.jit.trace has tensors where shapes give numbers."""
+    """A plain number: under torch.jit.trace, sizes are tensors."""
     if not isinstance(value, Tensor):
         return float(value) if isinstance(value, int | float) else value
     with warnings.catch_warnings():
@@ -303,7 +304,7 @@ def _number(value: Any) -> float:
 
 
 class Arithmetic:
-    """Methods of `FloatFunctional`; one object stands for one place in a model."""
+    """Methods of `FloatFunctional`; each object is one place in a model."""
 
     def operate(self, name: str, tensors: list[Tensor], **settings: Any) -> Tensor:
         """Compute one of `FLOAT_OPERATIONS`."""
@@ -326,11 +327,11 @@ class Arithmetic:
         return self.operate("mul", [x, y])
 
     def maximum(self, x: Tensor, y: Tensor) -> Tensor:
-        """The larger of either."""
+        """Elementwise maximum."""
         return self.operate("maximum", [x, y])
 
     def minimum(self, x: Tensor, y: Tensor) -> Tensor:
-        """The smaller of either."""
+        """Elementwise minimum."""
         return self.operate("minimum", [x, y])
 
     def matmul(self, x: Tensor, y: Tensor, x_trans: bool = False, y_trans: bool = False) -> Tensor:
@@ -341,7 +342,7 @@ class Arithmetic:
         """Join along `dim`.
 
         Raises:
-            TypeError: One tensor in the place of the list, as torch raises.
+            TypeError: One tensor instead of a list, as in torch.
         """
         if isinstance(tensors, Tensor):
             name = getattr(self, "qualified_name", "") or type(self).__name__
@@ -371,7 +372,7 @@ class Arithmetic:
 class FloatFunctional(Arithmetic, torch_quantized.FloatFunctional):
     """`torch.nn.quantized.FloatFunctional` with sub, mean, sum, maximum, minimum and matmul.
 
-    One object stands for one place in a model: its QAT form keeps the scale of that result.
+    Use one object per place in a model: its QAT form has one output scale.
 
     Example:
         >>> import torch
@@ -400,7 +401,7 @@ class Div(nn.Module):
 class Where(nn.Module):
     """X where a condition holds, else y; x or y may be a number, and shapes broadcast.
 
-    Quantized, both are brought to the result's scale, each rounded once.
+    Quantized, both are rescaled to the result's scale, each rounded once.
 
     Example:
         >>> x = torch.tensor([-1.0, 2.0])

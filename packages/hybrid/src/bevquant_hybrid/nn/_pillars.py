@@ -1,4 +1,4 @@
-"""Pillars of a cloud of points: made of it, and laid out as a map."""
+"""Pillars of point clouds: voxelization and scattering."""
 
 from __future__ import annotations
 
@@ -25,30 +25,28 @@ def point_pillars_preprocess(
     norm_range: Tensor | None = None,
     norm_dims: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""Gather points in pillars (PointPillars: Lang et al., 2019, section 2.1), on the CPU.
+    r"""Group points into pillars (PointPillars: Lang et al., 2019, section 2.1), on the CPU.
 
-    A point p lies in the cell :math:`\lfloor (p - p_{\min}) / size \rfloor` of the grid of
-    :math:`\operatorname{round}((p_{\max} - p_{\min}) / size)` cells. Points outside of it, and
-    those with a coordinate that is not finite, are left out. Cells are numbered in the order in
-    which their first point comes; the first `max_voxels` of each cloud are kept, and of each cell
-    its first `max_points_per_voxel` points.
+    Point p lies in cell :math:`\lfloor (p - p_{\min}) / size \rfloor` of the grid of
+    :math:`\operatorname{round}((p_{\max} - p_{\min}) / size)` cells. Points outside the grid and
+    points with a non-finite coordinate are dropped. Cells are numbered by their first point. Each
+    cloud keeps its first `max_voxels` cells, each cell its first `max_points_per_voxel` points.
 
-    With `norm_range` and `norm_dims`, after that,
-    :math:`f_d \leftarrow (f_d - low_d) / (high_d - low_d)` for those dimensions of the kept points.
+    Then, with `norm_range` and `norm_dims`, :math:`f_d \leftarrow (f_d - low_d) / (high_d -
+    low_d)` for those dimensions of the kept points.
 
-    The documents name the arguments. Where they are silent this is the choice: the order of cells
-    and points, features of the points themselves with zeros behind the last point of a cell (what
-    a pillar network computes from them is its own), and `use_max`.
+    The documents name the arguments. This package chose the order of cells and points, the point
+    features (raw, padded with zeros after a cell's last point), and `use_max`.
 
     Args:
         points_list: Clouds ``[points, dimensions]``, float; x, y and z come first, in metres.
         pc_range: ``[6]``: least x, y, z, then largest.
         voxel_size: ``[3]``: a cell's sides along x, y, z.
-        max_voxels: Cells to keep of each cloud.
-        max_points_per_voxel: Points to keep of each cell.
-        use_max: Return `max_voxels` rows for each cloud whatever it holds, as fixed shapes need:
-            rows without a cell are zeros with coordinates −1, which `PointPillarsScatter` leaves
-            out. False: as many rows as there are cells, and no limit to them.
+        max_voxels: Most cells per cloud.
+        max_points_per_voxel: Most points per cell.
+        use_max: Return `max_voxels` rows for each cloud, for fixed shapes: rows without a cell are
+            zeros with coordinates −1, which `PointPillarsScatter` skips. False: one row per cell,
+            without a limit.
         norm_range: ``[2 · dimensions]``: least values, then largest.
         norm_dims: Dimensions to normalize.
 
@@ -93,7 +91,7 @@ def _point_pillars_preprocess(
     norm_range: Tensor | None,
     norm_dims: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """What `point_pillars_preprocess` computes."""
+    """Implementation of `point_pillars_preprocess`."""
     shapes = [tuple(points.shape) for points in points_list]
     width = shapes[0][-1] if shapes and shapes[0] else 0
     if width < 3 or any(len(shape) != 2 or shape[1] != width for shape in shapes):
@@ -135,9 +133,9 @@ def _point_pillars_preprocess(
 def _pillars(
     points: Tensor, low: Tensor, size: Tensor, grid: Tensor, count: int | None, each: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Features of a cloud's cells, where those are points', and z, y, x of the cells."""
+    """Features of a cloud's cells, a mask of their points, and z, y, x of the cells."""
     cells = ((points[:, :3].double() - low) / size).floor()
-    inside = ((cells >= 0) & (cells < grid)).all(1)  # of what is not finite neither holds
+    inside = ((cells >= 0) & (cells < grid)).all(1)  # both are false for NaN
     points, cells = points[inside], cells[inside].long()
     number = (cells[:, 2] * grid[1] + cells[:, 1]) * grid[0] + cells[:, 0]
     _, pillar = torch.unique(number, return_inverse=True)
@@ -178,13 +176,13 @@ def _normalized(features: Tensor, norm_range: Tensor, norm_dims: Tensor) -> Tens
 
 
 class PointPillarsScatter(nn.Module):
-    """Write the features of pillars into a picture of zeros.
+    """Write pillar features into a map of zeros.
 
-    The scale of a quantized input is that of the output. In ONNX files it is a ScatterND, which
-    leaves open what counts of several pillars at one place.
+    The output keeps the scale of a quantized input. In ONNX files it is a ScatterND, whose result
+    is undefined for several pillars at one place.
 
     Args:
-        output_shape: ``(N, C, H, W)``; None where each call gives it.
+        output_shape: ``(N, C, H, W)``; None if each call passes it.
 
     Example:
         >>> features = torch.tensor([[1.0, 2.0]])  # one pillar, two channels
@@ -203,11 +201,11 @@ class PointPillarsScatter(nn.Module):
         """Scatter.
 
         Args:
-            voxel_features: ``[M, …]``; what follows M is flattened to the channels.
+            voxel_features: ``[M, …]``; the axes after M are flattened to the channels.
             coords: ``[M, (n, …, y, x)]``: the sample, the row and the column of each pillar, in
-                grid cells. A pillar whose sample is negative is left out; of several at one place
-                the last counts.
-            output_shape: ``(N, C, H, W)``, in place of the module's own.
+                grid cells. Pillars with a negative sample are skipped; of several at one place the
+                last one is kept.
+            output_shape: ``(N, C, H, W)``, instead of the module's.
 
         Returns:
             ``[N, C, H, W]``.
@@ -233,7 +231,7 @@ class PointPillarsScatter(nn.Module):
 
 
 def _check(features: Tensor, places: Tensor, shape: Sequence[int]) -> None:
-    """Refuse what does not fit the picture."""
+    """Refuse shapes and places that do not fit the map."""
     batch, channels, height, width = shape
     if places.dim() != 2 or len(places) != len(features) or features.shape[1] != channels:
         raise ValueError(
@@ -259,9 +257,9 @@ def _scattered(features: Tensor, places: Tensor, shape: Sequence[int]) -> Tensor
         canvas = features.new_zeros(cells + 1, channels).index_put((cell,), features)
         return canvas[:cells].reshape(batch, height, width, channels).permute(0, 3, 1, 2)
     order = torch.arange(len(places), device=places.device)
-    # One cell more, for pillars that are left out.
+    # An extra cell for skipped pillars.
     winner = order.new_full((cells + 1,), -1).scatter_reduce(0, cell, order, "amax")[:cells]
-    # And one row of zeros, for cells without a pillar.
+    # An extra row of zeros for cells without a pillar.
     rows = torch.cat([features, features.new_zeros(1, channels)])
     picked = rows[torch.where(winner < 0, len(places), winner)]
     return picked.reshape(batch, height, width, channels).permute(0, 3, 1, 2).contiguous()
@@ -269,12 +267,11 @@ def _scattered(features: Tensor, places: Tensor, shape: Sequence[int]) -> Tensor
 
 @operator
 def scatter_pillars(features: Tensor, places: Tensor, shape: Sequence[int]) -> Tensor:
-    """Features ``[M, C]`` at places ``[M, (n, …, y, x)]`` of a picture of zeros.
+    """Features ``[M, C]`` at places ``[M, (n, …, y, x)]`` of a map of zeros.
 
     Raises:
         ValueError: Shapes that do not fit, or places outside the picture.
     """
-    # Here and not before the call: no recorder or tracer looks into an operator, and a decision
-    # that depends on values can be neither recorded nor traced.
+    # Inside the operator: recorders and tracers cannot follow a value-dependent branch.
     _check(features, places, shape)
     return _scattered(features, places, shape)

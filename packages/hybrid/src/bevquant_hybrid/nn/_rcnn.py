@@ -1,4 +1,4 @@
-"""Two-stage detectors: anchors, boxes, and the detections that their heads' boxes leave."""
+"""Two-stage detectors: anchors, box decoding, non-maximum suppression and detections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bevquant_hybrid._torch_operator import operator
 from bevquant_hybrid.nn._correlation import plain_sizes
 from bevquant_hybrid.qtensor import as_float
 
-_LARGEST = math.log(1000 / 16)  # what Detectron and torchvision let a side grow by
+_LARGEST = math.log(1000 / 16)  # largest growth of a side in Detectron and torchvision
 
 
 def of_each_anchor(maps: Tensor, anchors: int) -> Tensor:
@@ -26,7 +26,7 @@ def of_each_anchor(maps: Tensor, anchors: int) -> Tensor:
 
 
 def decoded(anchors: Tensor, deltas: Tensor, absolute: bool = False) -> Tensor:
-    r"""Boxes that regressions (dx, dy, dw, dh) make of anchors.
+    r"""Boxes decoded from anchors and regressions (dx, dy, dw, dh).
 
     :math:`x = x_a + d_x w_a,\; y = y_a + d_y h_a,\; w = w_a e^{d_w},\; h = h_a e^{d_h}` of centres
     and sides (Girshick et al., R-CNN, 2014, appendix C); dw and dh are cut at log(1000/16).
@@ -45,25 +45,25 @@ def decoded(anchors: Tensor, deltas: Tensor, absolute: bool = False) -> Tensor:
 
 
 def clipped(boxes: Tensor, image_size: Sequence[float]) -> Tensor:
-    """Corners cut to 0 … width and 0 … height of an image ``(height, width)``."""
+    """Corners clipped to 0 … width and 0 … height of an image ``(height, width)``."""
     height, width = (float(side) for side in image_size)
     zero = boxes.new_zeros(4)
     return boxes.clamp(min=zero, max=boxes.new_tensor([width, height, width, height]))
 
 
 def wide_and_high_enough(boxes: Tensor, height: float, width: float) -> Tensor:
-    """Which of boxes ``[n, 4]`` have at least these sides."""
+    """Mask of boxes ``[n, 4]`` with at least these sides."""
     sides = boxes[:, 2:] - boxes[:, :2]
     return (sides[:, 0] >= width) & (sides[:, 1] >= height)
 
 
 def best(scores: Tensor, count: int | None) -> Tensor:
-    """Indices of the highest scores, highest first; of equals the first. None: all of them."""
+    """Indices of the highest scores in descending order (stable). None: all."""
     return torch.sort(scores, descending=True, stable=True).indices[:count]
 
 
 def _overlaps(box: Tensor, boxes: Tensor) -> Tensor:
-    """Intersection over union of one box with others ``[n, 4]``; 0 where nothing is covered."""
+    """Intersection over union of one box with others ``[n, 4]``; 0 for an empty union."""
     low, high = torch.maximum(box[:2], boxes[:, :2]), torch.minimum(box[2:], boxes[:, 2:])
     shared = (high - low).clamp(min=0).prod(1)
     areas = (boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(1)
@@ -76,18 +76,18 @@ def survivors(
 ) -> Tensor:
     """Non-maximum suppression within classes, from the highest score down.
 
-    A kept box suppresses one behind it of the same class where their intersection over union is
-    above the threshold and its own score is higher by more than the margin.
+    A kept box suppresses a later one of the same class if their intersection over union is above
+    the threshold and its score is higher by more than the margin.
 
     Args:
         boxes: ``[n, 4]``.
         scores: ``[n]``.
         classes: ``[n]``.
         iou_threshold: Overlap that is allowed.
-        margin: How much higher the score must be; below 0 for any score that is not lower.
+        margin: Required score difference; below 0, equal scores suppress too.
 
     Returns:
-        Indices of what is kept, highest score first; of equals the first.
+        Indices of kept boxes, in descending order of scores (stable).
     """
     order = best(scores, None)
     boxes, scores, classes = boxes[order], scores[order], classes[order]
@@ -103,25 +103,25 @@ def survivors(
 
 
 class AnchorGenerator(nn.Module):
-    r"""Boxes around every cell of feature maps, as region proposals start from.
+    r"""Anchor boxes around every cell of feature maps, for region proposals.
 
-    In the place of torchvision's operator of this name (anchors: Ren et al., Faster R-CNN, 2015,
-    section 3.1.1). Around the cell in row i and column j of a map of stride t stand
+    A replacement of torchvision's operator of this name (anchors: Ren et al., Faster R-CNN, 2015,
+    section 3.1.1). The anchors of the cell in row i and column j of a map of stride t are
 
     .. math:: (jt, it, jt, it) + \tfrac12 (-w, -h, w, h), \qquad
               w = b s / \sqrt r, \quad h = b s \sqrt r
 
-    for each ratio r = h/w and scale s: area (b·s)² whatever the ratio. The documents give no
-    constructor. Arguments are those that public configurations call it with; centres at multiples
-    of the stride, ratios that vary slowest and rounded corners are torchvision's.
+    for each ratio r = h/w and scale s, with area (b·s)². The documents give no constructor: the
+    arguments are those of public configurations. Centres at multiples of the stride, the slowest
+    index for ratios and rounded corners follow torchvision.
 
     Args:
-        feat_strides: Pixels of the model's input from cell to cell, one for each map.
+        feat_strides: Cell size of each map in pixels of the model's input.
         scales: Sides of the anchors as multiples of the base size.
         ratios: Heights divided by widths.
-        base_sizes: b of each map in pixels; None for its stride.
-        anchor_wh_groups: In the place of scales and ratios, for each map its anchors as
-            ``[width, height]`` in pixels.
+        base_sizes: b of each map in pixels (default: its stride).
+        anchor_wh_groups: Anchors of each map as ``[width, height]`` in pixels, instead of scales
+            and ratios.
         legacy_bbox: A box ends at its last pixel: its corners are w − 1 and h − 1 apart.
         round_anchor: Round the corners' distances from the centre to whole pixels, half to even.
 
@@ -177,12 +177,12 @@ class AnchorGenerator(nn.Module):
         """Make anchors.
 
         Args:
-            feature_maps: ``[N, C, H, W]`` for each stride, float or quantized; nothing but their
-                shapes matters, which must not change once the model is traced.
+            feature_maps: ``[N, C, H, W]`` for each stride, float or quantized. Only their shapes
+                are used; they must not change after tracing.
 
         Returns:
-            For each map ``[N, anchors · 4, H, W]``, float32: left, top, right, bottom of the first
-            anchor, then of the next one, in pixels of the model's input.
+            For each map ``[N, anchors · 4, H, W]``, float32: left, top, right, bottom of each
+            anchor in turn, in pixels of the model's input.
 
         Raises:
             ValueError: More or fewer maps than strides, or maps without four axes.
@@ -215,7 +215,7 @@ class AnchorGenerator(nn.Module):
         return boxes.float().reshape(1, -1, height, width).repeat(batch, 1, 1, 1)
 
     def extra_repr(self) -> str:
-        """Print strides, and how many anchors a cell has."""
+        """Print strides and the number of anchors per cell."""
         return (
             f"feat_strides={self.feat_strides}, "
             f"anchors={[len(group) for group in self.anchor_wh_groups]}"
@@ -229,29 +229,29 @@ def _positive(name: str, values: Sequence[float]) -> Sequence[float]:
 
 
 class RcnnPostProcess(nn.Module):
-    """Detections of Fast R-CNN's head, on the CPU.
+    """Detections from Fast R-CNN's head, on the CPU.
 
     For each image:
 
-    1. Each box gets the class with the highest score; it is dropped where that is the background
-       (class 0) or the score is below `box_filter_threshold`.
-    2. It moves by that class's deltas · `delta_std` + `delta_mean` = (dx, dy, dw, dh):
-       x = x_b + dx·w_b, y = y_b + dy·h_b, w = w_b·exp(dw), h = h_b·exp(dh) of centres and sides,
-       and is cut to the image.
-    3. From the highest score down, a box is dropped where a kept one of the same class overlaps it
-       by more than `nms_threshold` (intersection over union).
+    1. Each box gets the class with the highest score. It is dropped if that is the background
+        (class 0) or the score is below `box_filter_threshold`.
+    2. It moves by that class's deltas · `delta_std` + `delta_mean` = (dx, dy, dw, dh): x = x_b +
+       dx·w_b, y = y_b + dy·h_b, w = w_b·exp(dw), h = h_b·exp(dh) of centres and sides, and is
+       clipped to the image.
+    3. In descending order of scores, a box is dropped if a kept one of the same class overlaps it
+        by more than `nms_threshold` (intersection over union).
     4. The best `post_nms_top_k` are kept; rows of −1 fill up to that number.
 
-    The documents name the arguments, the shapes and these steps. Where they are silent this is the
-    choice: the background is class 0, as in Fast R-CNN, and classes are returned without it, from
-    0; scores are taken as they come, without a softmax; w_b and h_b are x2 − x1 and y2 − y1; dw and
-    dh are cut at log(1000/16); among equal scores the first box goes first.
+    The documents name the arguments, the shapes and these steps. This package chose the rest. The
+    background is class 0, as in Fast R-CNN, and returned classes count from 0 without it. Scores
+    get no softmax. w_b and h_b are x2 − x1 and y2 − y1. dw and dh are limited to log(1000/16).
+    Equal scores keep the order of the boxes.
 
-    It takes what DeQuantStubs give, or quantized tensors, which it dequantizes; prepare and
-    convert leave it as it is. Nothing of it has a gradient.
+    Inputs are floats or quantized tensors, which it dequantizes. Prepare and convert do not change
+    it. It has no gradient.
 
     Args:
-        image_size: ``(height, width)`` of every image, unless each call gives them.
+        image_size: ``(height, width)`` of every image, unless each call passes them.
         nms_threshold: Overlap that is allowed.
         box_filter_threshold: Least score of a box.
         num_classes: Classes without the background.
@@ -308,7 +308,7 @@ class RcnnPostProcess(nn.Module):
             boxes: For each image ``[n, 4]``, as (x1, y1, x2, y2) in pixels.
             scores: ``[boxes of all images, num_classes + 1, 1, 1]``, the background first.
             deltas: ``[boxes of all images, (num_classes + 1) · 4, 1, 1]``, class by class.
-            image_sizes: ``[N, 2]``: height and width of each image, in the place of `image_size`.
+            image_sizes: ``[N, 2]``: height and width of each image, instead of `image_size`.
 
         Returns:
             ``[N, post_nms_top_k, 6]``, float32: x1, y1, x2, y2, score, class; best score first.
@@ -352,7 +352,7 @@ def detect_regions(
     delta_mean: Sequence[float],
     delta_std: Sequence[float],
 ) -> Tensor:
-    """What `RcnnPostProcess` computes."""
+    """Implementation of `RcnnPostProcess`."""
     count = sum(len(of) for of in boxes)
     wanted = (count, num_classes + 1), (count, 4 * (num_classes + 1))
     shapes = [tuple(x.shape) for x in boxes], tuple(scores.shape), tuple(deltas.shape)
@@ -381,7 +381,7 @@ def detect_regions(
         size: Any = image_size if image_sizes is None else image_sizes[image]
         moved = clipped(moved, size)
         score, kind = best[own][kept].float(), classes[own][kept] - 1
-        # −1: of equal scores too the one that comes first drops the other.
+        # −1: among equal scores the first one suppresses the others.
         first = survivors(moved, score, kind, nms_threshold, -1.0)[:post_nms_top_k]
         rows = torch.cat([moved, score[:, None], kind[:, None].float()], 1)[first]
         missing = rows.new_full((post_nms_top_k - len(rows), 6), -1.0)

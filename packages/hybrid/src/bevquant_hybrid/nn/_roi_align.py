@@ -13,18 +13,18 @@ from bevquant_hybrid.qtensor import as_float
 
 
 class MultiScaleRoIAlign(nn.Module):
-    """`torchvision.ops.MultiScaleRoIAlign` on lists: each box on the map that fits its size.
+    """`torchvision.ops.MultiScaleRoIAlign` on lists: the box size selects the map.
 
     Args:
         output_size: Bins in height and width, or one number for both.
-        feature_strides: Pixels of the model's input for one of each map, powers of 2.
-        sampling_ratio: Samples along each axis of a bin; 0 or less for one to a pixel.
-        canonical_scale: Side of a box that belongs to `canonical_level`, in pixels of the input.
+        feature_strides: Input pixels per pixel of each map, powers of 2.
+        sampling_ratio: Samples along each axis of a bin; 0 or less for one per pixel.
+        canonical_scale: Side of a box of `canonical_level`, in pixels of the input.
         canonical_level: log₂ of the stride of that level.
         aligned: Put pixel centres at half steps.
 
     Raises:
-        ValueError: Strides that are no powers of 2, or no bins.
+        ValueError: Strides that are not powers of 2, or no bins.
 
     Example:
         >>> align = MultiScaleRoIAlign((2, 2), [4, 8])
@@ -80,7 +80,7 @@ class MultiScaleRoIAlign(nn.Module):
         return torch.cat(flat), torch.cat(samples)
 
     def settings(self) -> Any:
-        """What follows maps, boxes and samples in a call of `multi_scale_roi_align`."""
+        """Arguments of `multi_scale_roi_align` after maps, boxes and samples."""
         scales = [1.0 / stride for stride in self.feature_strides]
         levels = float(self.canonical_scale), float(self.canonical_level)
         return self.output_size, scales, self.sampling_ratio, self.aligned, *levels

@@ -1,4 +1,4 @@
-"""Pictures from BGR to YUV, where a model's input is prepared."""
+"""BGR images to YUV, for preprocessing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["BgrToYuv444", "bgr_to_yuv444"]
 
 
 def bgr_to_yuv444(input: Tensor, channel_reversal: bool = False) -> Tensor:
-    """BGR to YUV444 of BT.601 in full swing, which BPUs take; see `rgb2yuv`.
+    """BGR to full-swing YUV444 of BT.601, the BPU's input; see `rgb2yuv`.
 
     Args:
         input: ``[N, 3, height, width]``, 0…255.

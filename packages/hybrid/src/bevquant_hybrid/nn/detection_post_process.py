@@ -1,4 +1,4 @@
-"""From anchors, scores and regressions to detections, for most detectors with anchors."""
+"""Detections from anchors, scores and regressions, for most anchor-based detectors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def detect(
     nms_on_each_level: bool,
     mode: str,
 ) -> list[Tensor]:
-    """What `DetectionPostProcess` computes: boxes of all images, then scores, then classes."""
+    """Implementation of `DetectionPostProcess`: boxes of all images, then scores, then classes."""
     yolo = mode == "yolo"
     levels = [
         _level(i, *given, yolo)
@@ -114,7 +114,7 @@ def _candidates(
     background: int | None,
     yolo: bool,
 ) -> _Found:
-    """Boxes of all classes with a score that counts, of anchors ``[M, 4]``."""
+    """Boxes of all classes above the score threshold, from anchors ``[M, 4]``."""
     if scale is not None:
         deltas = deltas * deltas.new_tensor(scale)
     boxes = decoded(anchors[:, None], deltas, yolo)
@@ -154,45 +154,45 @@ def _suppressed(
 
 
 class DetectionPostProcess(nn.Module):
-    """Detections of YOLO, SSD, RetinaNet, Faster R-CNN and the like, on the CPU.
+    """Detections of YOLO, SSD, RetinaNet, Faster R-CNN and similar models, on the CPU.
 
-    For each image, and until step 5 for each level (feature map) apart:
+    For each image, and up to step 5 for each level (feature map) separately:
 
-    1. Of the anchors, those `pre_decode_top_n` are kept whose first score is highest.
+    1. The `pre_decode_top_n` anchors with the highest first score are kept.
     2. Each anchor becomes a box by its regression times `regression_scale`: x = x_a + dx·w_a,
        y = y_a + dy·h_a, w = w_a·exp(dw), h = h_a·exp(dh) of centres and sides.
-    3. Each box stands once for each class, with that class's score, unless the class is
-       `background_class_idx` or the score is below `score_threshold`.
-    4. Boxes are cut to the image, and dropped where a side is below `size_threshold`.
+    3. Each box is a candidate for each class, with that class's score, unless the class is
+        `background_class_idx` or the score is below `score_threshold`.
+    4. Boxes are clipped to the image, and dropped if a side is below `size_threshold`.
     5. The best `post_decode_top_n` are kept; then levels are joined.
-    6. The best `pre_nms_top_n` are kept; where `iou_threshold` is given, a box is dropped if one of
-       the same class with a higher score overlaps it by more than that (intersection over union;
-       among equal scores none drops the other, as documented); the best `post_nms_top_n` are kept.
-       With `nms_on_each_level` this happens to each level before they are joined, and the last cut
-       once more behind it.
+    6. The best `pre_nms_top_n` are kept. With `iou_threshold`, a box is dropped if one of the same
+        class with a higher score overlaps it by more (intersection over union; equal scores do not
+        suppress each other, as documented). The best `post_nms_top_n` are kept. `nms_on_each_level`
+        applies this step to each level before the join, and the last selection again after it.
 
-    ``mode="yolo"``: the first score is the objectness, which `score_threshold` holds for in the
-    place of the classes' scores, and which those are multiplied by; classes count from the score
-    behind it; dx and dy are pixels (x = x_a + dx).
+    ``mode="yolo"``: the first score is the objectness, and classes count from the second.
+    `score_threshold` applies to the objectness, and class scores are multiplied by it. dx and dy
+    are pixels (x = x_a + dx).
 
-    The documents name the arguments and what each does. Where they are silent this is the choice:
-    the order of the steps, what is done by level, w_a and h_a as x2 − x1 and y2 − y1, dw and dh
-    cut at log(1000/16), equals in the order of level, row, column, anchor, class.
+    The documents name the arguments and their effects. This package chose the order of the steps,
+    the steps per level, w_a and h_a as x2 − x1 and y2 − y1, the limit log(1000/16) of dw and dh,
+    and the order of equal scores: level, row, column, anchor, class.
 
-    It takes what DeQuantStubs give, or quantized tensors, which it dequantizes; prepare and
-    convert leave it as it is. Nothing of it has a gradient.
+    Inputs are floats or quantized tensors, which it dequantizes. Prepare and convert do not change
+    it. It has no gradient.
 
     Args:
         score_threshold: Least score of a box.
         regression_scale: Factors of dx, dy, dw, dh; None for 1.
-        background_class_idx: Class that gives no boxes; None for none.
+        background_class_idx: Class without boxes; None for no such class.
         size_threshold: Least height and width of a box in pixels; None for any.
-        image_size: ``(height, width)`` to cut boxes to, unless each call gives its images'.
-        pre_decode_top_n: Anchors of a level to go on with; None for all, as for what follows.
-        post_decode_top_n: Boxes of a level to go on with.
-        iou_threshold: Overlap that is allowed; None for no suppression.
-        pre_nms_top_n: Boxes that suppression looks at.
-        post_nms_top_n: Boxes to return.
+        image_size: ``(height, width)`` to clip boxes to, unless each call passes its images'
+            sizes.
+        pre_decode_top_n: Most anchors of a level; None for all, as for the arguments below.
+        post_decode_top_n: Most boxes of a level.
+        iou_threshold: Allowed overlap; None for no suppression.
+        pre_nms_top_n: Most boxes before suppression.
+        post_nms_top_n: Most boxes returned.
         nms_on_each_level: Suppress within levels.
         mode: ``"normal"`` or ``"yolo"``.
 
@@ -257,12 +257,12 @@ class DetectionPostProcess(nn.Module):
         """Detect.
 
         Args:
-            boxes: Anchors of each level, ``[N, A · 4, H, W]`` as `AnchorGenerator` makes them, or
-                ``[N, M, 4]``; N may be 1 for all images.
+            boxes: Anchors of each level, ``[N, A · 4, H, W]`` as from `AnchorGenerator`, or ``[N,
+                M, 4]``; N may be 1 for all images.
             scores: For each level ``[N, A · scores, H, W]`` or ``[N, M, scores]``.
-            regressions: For each level ``[N, A · 4, H, W]`` or ``[N, M, 4]``; or as many times 4 as
-                there are classes (scores, less the objectness of ``"yolo"``), class by class.
-            image_shapes: ``[N, 2]``: height and width of each image, to cut boxes to.
+            regressions: For each level ``[N, A · 4, H, W]`` or ``[N, M, 4]``; or 4 per class
+                (scores without the objectness of ``"yolo"``), class by class.
+            image_shapes: ``[N, 2]``: height and width of each image, to clip boxes to.
 
         Returns:
             For each image, best score first: boxes ``[n, 4]``, scores ``[n]``, and classes

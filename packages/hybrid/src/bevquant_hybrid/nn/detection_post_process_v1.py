@@ -1,4 +1,4 @@
-"""From heads and anchors to detections, one box for each anchor."""
+"""Detections from heads and anchors, one box for each anchor."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def detect_v1(
     nms_padding_mode: str | None,
     bbox_min_hw: Sequence[float],
 ) -> list[Tensor]:
-    """What `DetectionPostProcessV1` computes: boxes, scores and classes of image after image."""
+    """Implementation of `DetectionPostProcessV1`: boxes, scores and classes, image by image."""
     _check(data, anchors, num_classes, len(class_offsets))
     if any(use_clippings) and image_size is None and image_sizes is None:
         raise ValueError(
@@ -89,7 +89,7 @@ def _check(
 
 
 def _filled(values: Tensor, count: int, mode: str | None) -> Tensor:
-    """Rows up to a number: zeros, or the same rows again."""
+    """Rows padded to a number with zeros, or by repetition."""
     if mode is None or len(values) == count:
         return values.clone()
     if mode == "rollover" and len(values):
@@ -98,44 +98,43 @@ def _filled(values: Tensor, count: int, mode: str | None) -> Tensor:
 
 
 class DetectionPostProcessV1(nn.Module):
-    """Detections of heads that give regressions and scores in one map; BERNOULLI2 alone has it.
+    """Detections from heads with regressions and scores in one map; on BERNOULLI2 only.
 
     For each image:
 
-    1. Each anchor of each branch gets the class with the highest score, plus that branch's entry
-       of `class_offsets`; it is dropped where that score is below `box_filter_threshold`.
+    1. Each anchor of each branch gets the class with the highest score, plus that branch's entry of
+       `class_offsets`; it is dropped if that score is below `box_filter_threshold`.
     2. It becomes a box by its regression: x = x_a + dx·w_a, y = y_a + dy·h_a, w = w_a·exp(dw),
        h = h_a·exp(dh) of centres and sides.
-    3. Boxes are cut to the image where `use_clippings` says so, and dropped where they are lower or
-       narrower than `bbox_min_hw`.
+    3. Boxes are clipped to the image with `use_clippings`, and dropped if they are lower or
+        narrower than `bbox_min_hw`.
     4. The best `pre_nms_top_k` of all branches are kept.
     5. A box is dropped if one of the same class overlaps it by more than `nms_threshold`
        (intersection over union) and has a score that is higher by more than `nms_margin`.
-    6. The best `post_nms_top_k` are kept, and filled up to that number as `nms_padding_mode` says.
+    6. The best `post_nms_top_k` are kept, and padded to that number by `nms_padding_mode`.
 
-    The documents name the arguments and what each does. Where they are silent this is the choice:
-    the order of the steps; the channels of an anchor are dx, dy, dw, dh and then its scores; w_a
-    and h_a are x2 − x1 and y2 − y1; dw and dh are cut at log(1000/16); among equal scores the first
-    by branch, row, column and anchor goes first, so that `use_stable_sort` changes nothing.
+    The documents name the arguments and their effects. This package chose the order of the steps.
+    The channels of an anchor are dx, dy, dw, dh and then its scores; w_a and h_a are x2 − x1 and y2
+    − y1; dw and dh are limited to log(1000/16). Equal scores are ordered by branch, row, column and
+    anchor, so `use_stable_sort` has no effect.
 
-    Quantized maps come in 8 bits of scale 1/16, as documented: of another scale they are brought to
-    it, clamp(round(16·x), −128, 127), ties as the model rounds them, so that what is above 7.9375
-    saturates. Then they are dequantized, and all that follows is computed in floats, where the chip
-    may round again. Floats are taken as they are. Prepare and convert leave the module as it is.
-    Nothing of it has a gradient.
+    Quantized maps have 8 bits and scale 1/16, as documented. Others are requantized,
+    clamp(round(16·x), −128, 127), ties as in the model: values above 7.9375 saturate. They are then
+    dequantized, and the rest is computed in floats, where the chip may round again. Float maps are
+    not rounded. Prepare and convert do not change the module. It has no gradient.
 
     Args:
         num_classes: Scores of each anchor.
         box_filter_threshold: Least score of a box.
-        class_offsets: For each branch what is added to its classes.
-        use_clippings: Cut boxes to the image; or one answer for each branch.
-        image_size: ``(height, width)`` of every image; None where each call gives them.
-        nms_threshold: Overlap that is allowed.
-        pre_nms_top_k: Boxes of an image that suppression looks at.
-        post_nms_top_k: Boxes of an image to return.
-        nms_padding_mode: None for as many boxes as there are; ``"pad_zero"``: zeros behind them;
-            ``"rollover"``: the same boxes again from the first one (zeros where there is none).
-        nms_margin: How much higher the score must be.
+        class_offsets: Offset added to the classes of each branch.
+        use_clippings: Clip boxes to the image; or one flag per branch.
+        image_size: ``(height, width)`` of every image; None if each call passes them.
+        nms_threshold: Allowed overlap.
+        pre_nms_top_k: Most boxes of an image before suppression.
+        post_nms_top_k: Most boxes returned per image.
+        nms_padding_mode: None for no padding; ``"pad_zero"``: zeros; ``"rollover"``: the boxes
+            repeated from the first one (zeros if there is none).
+        nms_margin: Required score difference.
         use_stable_sort: Accepted; sorting is always stable.
         bbox_min_hw: Least height and width of a box in pixels.
 
@@ -206,16 +205,16 @@ class DetectionPostProcessV1(nn.Module):
 
         Args:
             data: For each branch ``[N, (4 + num_classes) · A, H, W]``.
-            anchors: For each branch ``[N, A · 4, H, W]``, as `AnchorGenerator` makes them; N may
-                be 1 for all images.
-            image_sizes: ``[N, 2]`` or one ``(height, width)``, in the place of `image_size`.
+            anchors: For each branch ``[N, A · 4, H, W]``, as from `AnchorGenerator`; N may be 1 for
+                all images.
+            image_sizes: ``[N, 2]`` or one ``(height, width)``, instead of `image_size`.
 
         Returns:
             For each image, best score first: boxes ``[n, 4]`` as (x1, y1, x2, y2), scores ``[n]``
             and classes ``[n]``, int64.
 
         Raises:
-            ValueError: Shapes that do not fit, or boxes to cut and no size of the image.
+            ValueError: Shapes that do not fit, or clipping without an image size.
         """
         one, each = self.image_size, None
         if isinstance(image_sizes, Tensor):
@@ -249,7 +248,7 @@ class DetectionPostProcessV1(nn.Module):
 
 
 def _in_sixteenths(x: Tensor) -> Tensor:
-    """A quantized map as the chip takes it, in floats; any other as it is."""
+    """A quantized map rounded to 1/16 steps, in floats; other maps unchanged."""
     if not isinstance(x, QTensor):
         return x
     values = x.dequantize()

@@ -1,4 +1,4 @@
-"""Which operators a BPU runs, under which limits: a table, a check, and a tracer that feeds it."""
+"""Operators of a BPU and their limits: a table, a check, and a tracer for its input."""
 
 from bevquant_hybrid.operators._attributes import row_of_function, row_of_module
 from bevquant_hybrid.operators._expressions import OperatorCall

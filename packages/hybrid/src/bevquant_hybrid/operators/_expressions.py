@@ -1,4 +1,4 @@
-"""Limits as the table writes them: expressions over quantities of a call."""
+"""Limits in the table: expressions over quantities of a call."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ DTYPES = ("qint8", "qint16", "qint32", "qbool", "float32", "constant")
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """One call of an operator, with everything that decides whether a march can run it.
+    """One call of an operator, with all data for the check of its limits.
 
     Attributes:
-        path: Where it stands: the module's path, or the graph node's name.
+        path: The module's path, or the graph node's name.
         operator: The name of its row, e.g. ``"torch.nn.Conv2d"``, or one of the row's aliases.
-        attributes: What the row's limits ask for, e.g. ``{"kernel_size": (3, 3)}``. A number
-            stands for every axis.
-        input_shapes: One per tensor that it reads; a weight is no input.
+        attributes: Quantities in the row's limits, e.g. ``{"kernel_size": (3, 3)}``. A number
+            applies to every axis.
+        input_shapes: One per input tensor; a weight is not an input.
         input_dtypes: One per input shape: ``qint8``, ``qint16``, ``qint32``, ``qbool``,
-            ``float32``, or ``constant`` for a tensor that no input of the model reaches.
+            ``float32``, or ``constant`` for a tensor that does not depend on the model's inputs.
         output_shape: Of the first output.
         output_dtype: Of the first output.
-        is_model_output: Whether its result leaves the model, directly or through a dequantize
+        is_model_output: Whether its result is a model output, directly or through a dequantize
             stub.
-        weight_count: Weights that it holds.
-        bias_count: Bias values that it holds.
-        inputs: Paths of the calls whose results it reads, ``""`` for an input of the model.
+        weight_count: Number of weights.
+        bias_count: Number of bias values.
+        inputs: Paths of the producers of its inputs, ``""`` for an input of the model.
     """
 
     path: str

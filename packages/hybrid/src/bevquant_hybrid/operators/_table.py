@@ -1,4 +1,4 @@
-"""The support table: its rows, what they say of a call on floats, and how it is printed."""
+"""The support table: rows, marches and rendering."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Limit:
     """A condition that a call must meet.
 
     Attributes:
-        require: What must hold of every number.
-        when: Where this holds of any number the limit applies; None: always.
-        remedy: What the user can do.
-        needs_data: The limit is about values or dtypes of weights, which a plain shape does not
-            tell: without the attribute it is advice.
-        older: From the documents before the table's own, which say nothing to the contrary.
-        unless_any_rank: A limit of the march that rows of any rank are free of.
+        require: Comparison that must hold for every number.
+        when: Comparison that activates the limit if any number meets it; None: always.
+        remedy: Advice for the user.
+        needs_data: The limit concerns values or dtypes of weights. Without that attribute it is
+            only advice.
+        older: From older documents, which the table's documents do not contradict.
+        unless_any_rank: A limit of the march that rows with `any_rank` are exempt from.
     """
 
     require: Expression
@@ -49,13 +49,13 @@ class Limit:
 
 @dataclass(frozen=True)
 class Support:
-    """What one march supports of an operator.
+    """One march's support of an operator.
 
     Attributes:
         input: Dtypes of its inputs; empty: any.
         second_input: Dtypes of the inputs after the first; None: as ``input``; empty: any.
         output: Dtypes of the output, or ``"same"`` as the first input.
-        limits: What else must hold.
+        limits: Further conditions.
     """
 
     input: tuple[str, ...]
@@ -80,12 +80,12 @@ class Operator:
         name: The documents' name, e.g. ``torch.nn.AvgPool2d``.
         family: The file that holds it.
         aliases: Other spellings of the same computation.
-        eager: What takes its place in eager mode, or ``""``.
-        needs: Attributes that a call of it must carry.
-        any_rank: Free of a march's limit on the number of dimensions.
-        advice: Remarks on precision and use, which no check can decide.
+        eager: Its replacement in eager mode, or ``""``.
+        needs: Required attributes of a call.
+        any_rank: Exempt from a march's limit on the number of dimensions.
+        advice: Remarks on precision and use that cannot be checked.
         support: By column; a missing column is not supported.
-        on_cpu: A CPU runs it beside the BPU, on floats, as the documents say.
+        on_cpu: Documented to run on the CPU, on floats.
     """
 
     name: str
@@ -104,14 +104,14 @@ class March:
     """A BPU architecture: its column of the table and the limits of all its operators.
 
     Attributes:
-        name: As it is set.
-        title: As the documents write it.
-        chips: That have it.
+        name: Name in `set_march`.
+        title: Name in the documents.
+        chips: Chips with this architecture.
         column: Of the table.
         limits: Of every operator.
-        placement: Column of the list that says where a mapper runs operators.
-        partial: Whether the column holds a part of the public table alone: nothing is said then of
-            operators that it does not hold.
+        placement: Column of the mapper's placement list.
+        partial: Whether the column has only a part of the public table: support of the other
+            operators is unknown.
         hb_mapper: Whether hb_mapper compiles for it.
     """
 
@@ -141,7 +141,7 @@ class SupportTable:
     _spellings: Mapping[str, str]
 
     def find(self, name: str) -> Operator | None:
-        """The row of a name, of an alias, or of its twin among functions and tensor methods."""
+        """The row of a name, an alias, or the equivalent function or tensor method."""
         for spelling in (name, *_twins(name)):
             if spelling in self._spellings:
                 return self.operators[self._spellings[spelling]]
@@ -149,7 +149,7 @@ class SupportTable:
 
     @cached_property
     def replaced_by(self) -> Mapping[str, Sequence[str]]:
-        """The rows that a module in eager mode stands for, by its name."""
+        """The rows that an eager module replaces, by its name."""
         found: dict[str, list[str]] = {}
         for row in self.operators.values():
             found.setdefault(row.eager, []).append(row.name)
@@ -287,7 +287,7 @@ def _once(spellings: dict[str, str], spelling: str, row: str) -> None:
 
 
 def is_float(call: OperatorCall) -> bool:
-    """Whether a call computes on floats; boxes beside quantized maps, say, may be floats."""
+    """Whether a call computes on floats (some inputs, such as boxes, may be floats anyway)."""
     if call.operator.endswith("Stub") or "float32" not in call.input_dtypes:
         return False
     row = load_support_table().find(call.operator)
@@ -301,7 +301,7 @@ def is_float(call: OperatorCall) -> bool:
 
 
 def runs_on_cpu(call: OperatorCall) -> bool:
-    """Whether a call computes on floats, or is one that the documents give to the CPU."""
+    """Whether a call computes on floats, or is documented to run on the CPU."""
     row = load_support_table().find(call.operator)
     return is_float(call) or (row is not None and row.on_cpu)
 
@@ -312,10 +312,10 @@ def render_support_table(
     """The support table as text.
 
     Args:
-        march: Its column alone; None: both columns.
+        march: Only its column; None: both columns.
         markdown: A Markdown table with every limit spelled out; else one line per operator and
             one below it for each limit.
-        table: Another table than the package's own.
+        table: Another table than the package's.
 
     Example:
         >>> print(render_support_table("bernoulli2").splitlines()[0])

@@ -1,13 +1,12 @@
-"""Run a model once and write down every operator call, with shapes and dtypes.
+"""Run a model once and record every operator call, with shapes and dtypes.
 
-The model runs for real, on the example inputs: control flow that depends on shapes or values is no
-obstacle, and what is written down is what was computed. Modules that a row describes count as one
-call; between them torch's functions and tensor methods are caught one by one.
+The model runs on the example inputs, so control flow may depend on shapes or values. A module with
+a row in the table is one call; between modules, torch's functions and tensor methods are recorded
+one by one.
 
-A model that torch has traced has forgotten its modules' settings, but not their classes, buffers
-and calls, and each operation has its settings among its arguments. Its graphs are run node by node
-(`_read_script`): a module counts as one call there too, and what stands between modules is told by
-its operation.
+A model traced by torch keeps its modules' classes, buffers and calls, but not their settings, which
+are arguments of its operations. Its graphs are run node by node (`_read_script`). A module is one
+call there too; between modules each operation is recorded.
 """
 
 from __future__ import annotations
@@ -79,13 +78,13 @@ def trace_calls(
 
     Args:
         model: A module or `torch.fx.GraphModule`. It runs in eval mode, without gradients and
-            with no observer looking on; modes and observers are put back afterwards. Or a
-            converted model that `torch.jit.trace` has traced.
+            observers, which are restored afterwards. Or a converted model that `torch.jit.trace`
+            has traced.
         example_inputs: One tensor, or a tuple or list of the forward's arguments.
         input_dtype: Dtype of the inputs: ``"qint8"`` for a part of a model that starts on the BPU.
-        dtype_of: Asked with path and module (None for a function) for the dtype of each output;
-            None leaves it to the model: a quantize stub makes ``qint8``, a dequantize stub
-            ``float32``, a layer whose qconfig has no activation ``qint32``, a module with an
+        dtype_of: Function from path and module (None for a function) to the dtype of each output.
+            None: from the model: a quantize stub makes ``qint8``, a dequantize stub ``float32``, a
+            layer whose qconfig has no activation ``qint32``, a module with an
             ``activation_post_process`` its dtype, and all others keep the dtype of their input.
         table: Another support table than the package's own.
 

@@ -1,4 +1,4 @@
-"""Hold calls against the table: every violation at once, and the advice that no check decides."""
+"""Comparison of calls with the table: all violations, and advice that cannot be checked."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _ON_CPU = "run it on the CPU: name the module in hybrid_dict"
 
 @dataclass(frozen=True)
 class Violation:
-    """One condition that one call does not meet.
+    """A condition that a call does not meet.
 
     Attributes:
         path: The module or node.
-        operator: What it computes.
-        march: Where it was to run.
+        operator: The operator.
+        march: The march.
         constraint: The quantities at fault, e.g. ``kernel_size``.
         expected: The condition.
-        actual: What the call has.
-        remedy: What to do.
+        actual: The call's value.
+        remedy: Advice for the user.
     """
 
     path: str
@@ -46,7 +46,7 @@ class Violation:
 
 @dataclass(frozen=True)
 class Advice:
-    """A remark on a call: precision, or a limit that its record cannot decide."""
+    """A remark on a call: precision, or a limit that its record does not cover."""
 
     path: str
     operator: str
@@ -56,7 +56,7 @@ class Advice:
 def find_violations(
     calls: Iterable[OperatorCall], march: str, *, table: SupportTable | None = None
 ) -> list[Violation]:
-    """List everything that keeps ``march`` from running ``calls``.
+    """List all violations of ``march``'s limits by ``calls``.
 
     Args:
         calls: The operators of the BPU part, in order.
@@ -86,7 +86,7 @@ def find_violations(
 def find_advice(
     calls: Iterable[OperatorCall], march: str, *, table: SupportTable | None = None
 ) -> list[Advice]:
-    """List the table's remarks on ``calls``, and the limits that their records cannot decide."""
+    """List the table's remarks on ``calls``, and the limits that their records do not cover."""
     table = table or load_support_table()
     target = table.march(march)
     column = target.column

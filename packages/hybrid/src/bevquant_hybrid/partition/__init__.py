@@ -1,4 +1,4 @@
-"""Split a traced model between BPU and CPU, as a library of its own: a plan, JSON, a picture."""
+"""Partition of a traced model between BPU and CPU: a plan, JSON, a picture."""
 
 from bevquant_hybrid._documented import names_from
 from bevquant_hybrid.operators._placement import Listed, place_operator

@@ -1,4 +1,4 @@
-"""Which node of a model runs on the BPU and which on the CPU, and why."""
+"""Placement of a model's nodes on BPU and CPU, with reasons."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bevquant_hybrid.qtensor import QTensor
 from bevquant_hybrid.undisturbed import Followed, undisturbed
 
 _EDGES = {"placeholder": "input", "output": "output", "get_attr": "attribute"}
-# The value of these is that of their input, seen otherwise; where the march has them at all.
+# Views of their input, if the march supports them.
 _PASSING = (
     *("torch.nn.Identity", "torch.nn.Dropout", "torch.nn.Dropout2d", "torch.Tensor.reshape"),
     *("torch.Tensor.transpose", "torch.Tensor.getitem"),
@@ -33,16 +33,16 @@ _PASSING = (
 
 @dataclass(frozen=True)
 class GraphNode:
-    """A node before it has a place.
+    """A node before its placement.
 
     Attributes:
         name: The graph node's name.
         kind: ``input``, ``output``, ``attribute``, ``operator``, ``quantize`` or ``dequantize``.
         operator: Its row of the support table, or its plain name.
-        path: Its module; of a function, the module in whose forward it stands.
+        path: Its module; for a function, the module whose forward calls it.
         around: Paths and classes of the modules around it, itself included.
         shape: Of its result, where known.
-        switched_off: Whether its module has the qconfig None.
+        switched_off: Whether its module's qconfig is None.
         quantized: In a graph that is prepared already, whether its module is one that prepare or
             convert made; None in a float graph.
         dtype: Of the integers of its result, where a run showed some; else ``""``.
@@ -179,28 +179,27 @@ def partition(
     *,
     example_inputs: Any = None,
 ) -> Plan:
-    """Plan where each node of a float graph runs, and where values are quantized and dequantized.
+    """Plan the placement of each node, and the quantize and dequantize boundaries.
 
     A node runs on the CPU if the mapper's list has no BPU form of it for the march, if
-    ``hybrid_dict`` names it or a module around it, or if its module's ``qconfig`` is None. Behind a
-    CPU node whose result a BPU node reads, directly or through nodes that pass it on, stands a
-    quantize boundary ``<node>_activation_post_process``; before a CPU node that reads an integer, a
-    dequantize boundary ``<node>_input_dequant_<i>``. Readers on the CPU keep the float value.
+    ``hybrid_dict`` names it or a module around it, or if its module's ``qconfig`` is None. A CPU
+    node with a BPU consumer, directly or through nodes that pass values on, gets a quantize
+    boundary ``<node>_activation_post_process`` on its output. An integer input of a CPU node gets a
+    dequantize boundary ``<node>_input_dequant_<i>``. CPU consumers keep the float value.
 
     Args:
-        graph_module: Traced with its QuantStubs and DeQuantStubs as leaves; or one that is prepared
-            or converted already, whose modules then say where they run. It is not changed.
+        graph_module: Float graph, traced with QuantStubs and DeQuantStubs as leaves; or a prepared
+            or converted graph, whose modules define the placement. It is not changed.
         march: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"``.
-        hybrid_dict: ``{"module_name": ["a.b", …], "module_type": [nn.Conv2d, …]}``: what is to run
-            on the CPU, with everything inside it.
-        example_inputs: One tensor, or a tuple or list of arguments, for the shapes and so the bytes
-            that cross boundaries; without them from the nodes' ``tensor_meta``, if they have it.
-            The integers of a prepared or converted graph are counted with their own width, those
-            of a float one as int8.
+        hybrid_dict: ``{"module_name": ["a.b", …], "module_type": [nn.Conv2d, …]}``: modules to run
+            on the CPU, with their submodules.
+        example_inputs: One tensor, or a tuple or list of arguments, for shapes and transfer bytes.
+            Without them, the nodes' ``tensor_meta`` is used, if available. Integers of a prepared
+            or converted graph count with their width, those of a float graph as int8.
 
     Returns:
-        The plan. Names and classes of ``hybrid_dict`` that match nothing, and operators that read
-        an input which no stub has quantized, are among its warnings, and warned of.
+        The plan. Unmatched names and classes of ``hybrid_dict``, and operators with an unquantized
+        input, are in its warnings and also emitted as warnings.
 
     Raises:
         ValueError: If the march or a key of ``hybrid_dict`` is unknown, or its value is no list.

@@ -1,4 +1,4 @@
-"""Plans: every node with its place, the segments that can run in one go, plans made of plans."""
+"""Plans: placed nodes, segments that run without interruption, and composition of plans."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class PlanNode:
         name: The graph node's name; of an inserted boundary, the name that prepare gives it.
         kind: ``input``, ``output``, ``attribute``, ``operator``, ``pass`` (its value is its
             input's), ``quantize`` or ``dequantize``.
-        place: ``BPU``, ``CPU``, or ``""`` for what is neither.
-        reason: Why it is there.
+        place: ``BPU``, ``CPU``, or ``""`` for neither.
+        reason: Reason of the placement.
         operator: The row of the support table, or the plain name.
-        path: The module, or the module in whose forward the call stands.
-        inputs: Names of the nodes that it reads.
+        path: The module, or the module whose forward makes the call.
+        inputs: Names of its producers.
         shape: Of its result, where known.
-        segment: Which segment it belongs to; None for boundaries, inputs and outputs.
+        segment: Its segment; None for boundaries, inputs and outputs.
         inserted: Whether the partition added it.
-        dtype: Of the integers that it gives, ``qint8``, ``qint16`` or ``qint32``; ``""`` where that
-            is not known, or it gives floats.
+        dtype: Type of its integer result, ``qint8``, ``qint16`` or ``qint32``; ``""`` if unknown or
+            float.
     """
 
     name: str
@@ -55,7 +55,7 @@ class PlanNode:
 
 @dataclass(frozen=True)
 class Segment:
-    """Nodes of one place that can run in one go.
+    """Nodes of one place that run without interruption.
 
     Attributes:
         index: Segments run in this order.
@@ -75,11 +75,11 @@ class Boundary:
     Attributes:
         name: The node.
         kind: ``quantize`` or ``dequantize``.
-        source: What it converts.
-        readers: What reads the result.
+        source: Producer of its input.
+        readers: Consumers of its result.
         transfer_bytes: Bytes of the integers that cross: 1, 2 or 4 each for ``qint8``, ``qint16``
-            and ``qint32``, 1 where the type is not known; 0 for a DeQuantStub that reads floats,
-            which does nothing; None where the shape is not known.
+            and ``qint32``, 1 for an unknown type; 0 for a DeQuantStub with a float input; None for
+            an unknown shape.
         inserted: Whether the partition added it.
     """
 
@@ -93,12 +93,12 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Plan(JsonDocument):
-    """Where everything runs.
+    """Placement of all nodes.
 
     Attributes:
         march: The BPU architecture.
         nodes: In the order of execution.
-        warnings: What the user should look at.
+        warnings: Warnings for the user.
     """
 
     march: str
@@ -141,7 +141,7 @@ class Plan(JsonDocument):
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """What runs in one go, in order."""
+        """The segments, in order."""
         groups: dict[int, list[PlanNode]] = {}
         for node in self.nodes:
             if node.segment is not None:
@@ -175,13 +175,13 @@ class Plan(JsonDocument):
 
     @property
     def transfer_bytes(self) -> int | None:
-        """Bytes that cross all boundaries in one run; None where a shape is not known."""
+        """Bytes that cross all boundaries in one run; None for an unknown shape."""
         sizes = [boundary.transfer_bytes for boundary in self.boundaries]
         known = [size for size in sizes if size is not None]
         return sum(known) if len(known) == len(sizes) else None
 
     def to_json(self) -> str:
-        """The plan as JSON; segments and boundaries are written along for other readers."""
+        """The plan as JSON, including segments and boundaries for other readers."""
         data = {
             **{"schema": _SCHEMA, "version": _VERSION, "march": self.march},
             "nodes": [asdict(node) for node in self.nodes],
@@ -196,7 +196,7 @@ class Plan(JsonDocument):
         """Read and check what `to_json` wrote.
 
         Raises:
-            ValueError: If it is no such JSON, of another version, or contradicts itself.
+            ValueError: If it is not a plan, has another version, or is inconsistent.
         """
         head = {"schema": _SCHEMA, "version": tuple(range(1, _VERSION + 1))}
         what, remedy = "partition plan", "make the plan again"
@@ -246,7 +246,7 @@ class _Document(msgspec.Struct):
 
 
 def number_segments(nodes: Sequence[PlanNode]) -> tuple[PlanNode, ...]:
-    """Number the segments in an order in which they can run.
+    """Number the segments in an executable order.
 
     A node's stage is the number of changes of place on the way to it, at most. Nodes of one place
     and one stage that read one another are a segment: no path leaves it and comes back, since a
@@ -284,7 +284,7 @@ def number_segments(nodes: Sequence[PlanNode]) -> tuple[PlanNode, ...]:
 
 
 class PlanComposer:
-    """A plan that grows in the order of execution; every method answers a name for `inputs`.
+    """Builds a plan in the order of execution; every method returns names for `inputs`.
 
     Args:
         march: The BPU of all of it.

@@ -1,4 +1,4 @@
-"""Running what `compile_model` wrote: integer programs, without the model's Python classes."""
+"""Running programs of `compile_model` without the model's Python classes."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def load(path: str | os.PathLike[str]) -> CompiledModel:
     """Read a file of `bevquant_hybrid.quantization.compile_model`.
 
     Args:
-        path: The ``.hbm`` file. It holds a program of this project, and is no binary of the
-            vendor's compiler; such a one is refused.
+        path: The ``.hbm`` file. Binaries of the vendor's compiler are refused.
 
     Returns:
-        A callable that returns exactly what the converted model did.
+        A callable with exactly the converted model's results.
 
     Raises:
         FileNotFoundError: There is no such file.
         ValueError: It was not written by `compile_model`, is truncated or changed, has another
-            schema, lacks a tensor, or calls what a program may not call. The message names it.
+            schema, lacks a tensor, or calls an operator that programs do not allow. The message
+            names it.
 
     Example:
         >>> import tempfile, torch

@@ -68,7 +68,7 @@ class _FileData(msgspec.Struct):
 
 
 def write_program(program: Program, path: Path, written_by: str) -> None:
-    """Write a program; whoever reads meanwhile finds the old file or the new one."""
+    """Write a program atomically."""
     document, tensors = to_document(program)
     data = {
         "schema": SCHEMA,
@@ -150,7 +150,7 @@ def _port(data: _PortData) -> Port:
 
 
 def _validate(program: Program) -> None:
-    """Check what `from_document` leaves: which operators, their arguments, inputs and outputs.
+    """Check operators, arguments, inputs and outputs, which `from_document` does not.
 
     Raises:
         ValueError: What is wrong, and in which step.

@@ -1,10 +1,9 @@
 """Compiled programs: integer programs of `bevquant_int8sim` whose steps call operators of torch.
 
-Those of bevquant_hybrid are the very functions that fixed-point modules call. Those of torch move
-integers, order and compare them, or belong to the few modules that compute exactly in float64
-between two roundings (softmax, layer norm, adaptive pooling, numbers added and multiplied).
-Detections and pillars are whole operators of this package, on floats and for the CPU. No others
-may be called.
+The operators of bevquant_hybrid are the functions that fixed-point modules call. Torch's operators
+move, order and compare integers, or compute in float64 between two roundings (softmax, layer norm,
+adaptive pooling, addition and multiplication of numbers). Detections and pillars are operators of
+this package on floats, for the CPU. No others are allowed.
 """
 
 from __future__ import annotations
@@ -93,15 +92,15 @@ class Port:
     """An input or output.
 
     Attributes:
-        name: Of an input: its argument's; of an output: where it stands in the result.
+        name: An input's argument name, or an output's place in the result.
         operand: The tensor in the program.
-        dtype: What is given or returned.
+        dtype: Type of the tensor.
         shape: Its shape.
-        scale: Constant that holds the value of one integer step, where that is known: of an input
-            the scale that quantizes it, of an output the one of its integers.
+        scale: Constant with the value of one integer step, if known: the scale that quantizes the
+            input, or that of the output's integers.
         axis: Axis that the scale runs along, −1 for one scale.
         quantized: ``qint8``, ``qint16`` or ``qint32`` where a `QTensor` is returned.
-        rounding: How that one rounds.
+        rounding: Its rounding.
     """
 
     name: str
@@ -123,7 +122,7 @@ class Program(int8sim.Program):
         march: That it was compiled for.
         inputs: In the order of the `Ref`s in `signature`.
         outputs: In the order of the `Ref`s in `result`.
-        options: What the compilation was asked for.
+        options: Options of the compilation.
     """
 
     name: str
@@ -214,7 +213,7 @@ def used_constants(program: Program, constants: Mapping[str, Tensor]) -> dict[st
 
 
 class CompiledModel:
-    """A program of integer operators that can be called as the converted model could.
+    """A program of integer operators, called like the converted model.
 
     It computes on the CPU, with the functions of the fixed-point modules; results are returned on
     the device of the first input. Its string is a listing of the program.
@@ -223,8 +222,8 @@ class CompiledModel:
         program: The program.
         name: Of the model.
         march: That it was compiled for.
-        inputs: What it takes: names, types, shapes, scales.
-        outputs: What it returns.
+        inputs: Names, types, shapes and scales of inputs.
+        outputs: The same of outputs.
     """
 
     def __init__(self, program: Program) -> None:
@@ -238,12 +237,12 @@ class CompiledModel:
         """Run the program.
 
         Args:
-            *inputs: Tensors of the types and shapes that it was compiled for, nested as then.
-                Members of dictionaries are found by their keys.
+            *inputs: Tensors of the types, shapes and nesting that it was compiled for. Members of
+                dictionaries are found by their keys.
 
         Returns:
-            What the converted model returned: the same integers and floats, nested alike (named
-            tuples as tuples).
+            The converted model's result: the same integers, floats and nesting (named tuples as
+            tuples).
 
         Raises:
             TypeError: Other inputs than it was compiled for: their number, nesting or type.
@@ -257,7 +256,7 @@ class CompiledModel:
         return made.build([self._result(port, tensor, device) for port, tensor in ports])
 
     def values(self, *inputs: Any) -> dict[str, Tensor]:
-        """Run the program and return what every operator computed.
+        """Run the program and return every operator's result.
 
         Args:
             *inputs: As for a call.
@@ -280,7 +279,7 @@ class CompiledModel:
         return found
 
     def scale_of(self, port: Port) -> Tensor | None:
-        """Return the value of one integer step of an input or output, where it is known."""
+        """Return the value of one integer step of an input or output, or None."""
         return None if port.scale is None else self.program.constants[port.scale]
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""A convolution or linear layer with what is computed right behind it."""
+"""A convolution or linear layer fused with its downstream operators."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "ReLU", nn.ReLU6: "ReLU6"}
 
 
 class Fused(nn.Module):
-    """Anchor, batch norm, addition and activation, whichever there are, in this order.
+    """Anchor layer, then optionally batch norm, addition and activation, in this order.
 
     Without an addition the members are named "0", "1", …; with one, "conv", "bn" and "relu".
 
     Args:
         anchor: Convolution or linear layer.
-        bn: Batch norm that is trained on.
+        bn: Batch norm that continues to be trained.
         activation: ``nn.ReLU`` or ``nn.ReLU6``.
 
     Example:
@@ -55,7 +55,7 @@ class Fused(nn.Module):
         return self._modules[self._roles[role]] if role in self._roles else None
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
-        """Compute all of it; `other` is what is added."""
+        """Compute; `other` is the addend."""
         for role in ("conv", "bn", "add", "relu"):
             module = self.part(role)
             if module is not None:

@@ -1,4 +1,4 @@
-"""Modules of models that train quantized."""
+"""QAT modules."""
 
 from __future__ import annotations
 

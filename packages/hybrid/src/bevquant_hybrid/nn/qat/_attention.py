@@ -1,4 +1,4 @@
-"""Attention and a recurrent cell that train quantized: products, sums and tables with scales."""
+"""QAT forms of attention and an LSTM cell: products, sums and tables, each with a scale."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from bevquant_hybrid.qtensor import QTensor, payload
 
 
 class MultiheadAttention(Composed):
-    r"""`torch.nn.MultiheadAttention` out of quantized parts, trained and converted alike.
+    r"""`torch.nn.MultiheadAttention` from quantized parts, for QAT and conversion.
 
     :math:`\operatorname{softmax}(qk^\top/\sqrt d + mask)\,v` of every head, then the output layer;
     the projections, the product of scores, the mask added, the softmax, the weighted sum and the
-    mean of weights over heads have a scale each. What a mask excludes (True, or −∞) takes no part
-    in the softmax; other values of a float mask are quantized and added. The three input
-    projections are layers of their own, with parameters split off the float module's.
+    mean of weights over heads have a scale each. Masked positions (True, or −∞) are excluded from
+    the softmax; other values of a float mask are quantized and added. The three input projections
+    are separate layers, with parameters split from the float module's.
     """
 
     float_class = nn.MultiheadAttention
@@ -93,7 +93,7 @@ class MultiheadAttention(Composed):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend; arguments and results as `torch.nn.MultiheadAttention` has them, quantized."""
+        """Attend; arguments and results as in `torch.nn.MultiheadAttention`, quantized."""
         single = query.dim() == 2
         if single:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
@@ -135,7 +135,7 @@ class MultiheadAttention(Composed):
         key_padding_mask: Tensor | None,
         is_causal: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Which scores are excluded, and what is added to the others."""
+        """Mask of excluded scores, and the addend of the others."""
         size = scores.shape[0], self.num_heads, scores.shape[2], scores.shape[3]
         if is_causal and attn_mask is None:
             ones = torch.ones(size[2], size[3], dtype=torch.bool, device=scores.device)
@@ -159,7 +159,7 @@ class MultiheadAttention(Composed):
 
 
 class LSTMCell(Composed):
-    r"""`torch.nn.LSTMCell` out of quantized parts, trained and converted alike.
+    r"""`torch.nn.LSTMCell` from quantized parts, for QAT and conversion.
 
     :math:`g = W_i x + b_i + W_h h + b_h`, :math:`c' = \sigma(g_f) c + \sigma(g_i) \tanh(g_g)`,
     :math:`h' = \sigma(g_o) \tanh(c')`: both products, their sum, the tables and the three products

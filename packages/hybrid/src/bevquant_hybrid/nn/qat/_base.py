@@ -1,4 +1,4 @@
-"""What modules of a model that trains quantized have in common."""
+"""Base classes and shared functions of QAT modules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def take_over(cls: type[ModuleT], source: nn.Module) -> ModuleT:
 
 
 def give_back(cls: type[ModuleT], qat: nn.Module) -> ModuleT:
-    """Undo `take_over`: without fake quantizers, and with the qconfig that its user gave it."""
+    """Undo `take_over`: no fake quantizers, and the user's qconfig."""
     made = take_over(cls, qat)
     for name in ("weight_fake_quant", "activation_post_process"):
         made._modules.pop(name, None)
@@ -42,32 +42,32 @@ def give_back(cls: type[ModuleT], qat: nn.Module) -> ModuleT:
 
 
 def remember_qconfig(made: Any, source: nn.Module, qconfig: Any) -> None:
-    """Note what a module was prepared with, and whether its user had set that on it."""
+    """Record a module's qconfig, and whether the user set it on this module."""
     made._prepared_with = (qconfig, "qconfig" in source.__dict__)
     made.qconfig = qconfig
 
 
 def hand_over_qconfig(source: nn.Module, made: nn.Module) -> None:
-    """Move a qconfig that was set on a module to the one that now holds it."""
+    """Move a qconfig from a module to its new parent."""
     if "qconfig" in source.__dict__:
         made.qconfig = source.__dict__.pop("qconfig")
 
 
 def name_place(module: Any, path: str) -> None:
-    """Note where a module stands in its model, for `module_path`."""
+    """Record a module's path in its model, for `module_path`."""
     module.qualified_name = path
 
 
 def module_path(module: nn.Module) -> str:
-    """Where a module stands in its model, as far as prepare has said so."""
+    """A module's path in its model, if prepare recorded it."""
     return getattr(module, "qualified_name", "") or type(module).__name__
 
 
 def float_layer(source: nn.Module, cls: type[ModuleT] | None = None) -> ModuleT:
-    """Return the module that a QAT form takes over: a layer that computes what its class does.
+    """Return the float module for a QAT form, after a check of its class and forward.
 
     Raises:
-        TypeError: It is of another class, or has code of its own that the QAT form would leave out.
+        TypeError: It has another class, or code that the QAT form would drop.
     """
     if layer_class(source, *([cls] if cls else [])) is None:
         wanted = cls.__name__ if cls else "a layer of torch or of bevquant_hybrid"
@@ -90,7 +90,7 @@ def first_prepared(model: nn.Module) -> str:
 
 @contextmanager
 def errors_that_name(path: str) -> Iterator[None]:
-    """Put a module's path in front of what is wrong with its settings."""
+    """Put a module's path in front of errors about its settings."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -101,16 +101,16 @@ def errors_that_name(path: str) -> Iterator[None]:
 
 
 def activation_of(qconfig: Any) -> nn.Module | None:
-    """Make the fake quantizer of an output, or None for a 32-bit one."""
+    """Make the fake quantizer of an output; None for a 32-bit output."""
     made: nn.Module | None = None if qconfig.activation is None else qconfig.activation()
     return made
 
 
 def scaling_qconfig(source: nn.Module, qconfig: Any = None) -> Any:
-    """The qconfig given, or the module's own, which gives its result a scale.
+    """The given qconfig or the module's own, which must have an activation.
 
     Raises:
-        ValueError: There is none, or it has no activation.
+        ValueError: There is no qconfig, or it has no activation.
     """
     found = qconfig or getattr(source, "qconfig", None)
     if found is None or found.activation is None:
@@ -123,9 +123,9 @@ def scaling_qconfig(source: nn.Module, qconfig: Any = None) -> Any:
 
 
 def expect_pictures(model: nn.Module, march: str, hybrid: bool) -> None:
-    """Have every QAT module of a model say whether it warns of inputs that have not four axes.
+    """Set whether QAT modules of a model warn of inputs without four axes.
 
-    BERNOULLI2 computes on four; what the mapper of a hybrid model makes of others is its own.
+    BERNOULLI2 computes on four axes; a hybrid model's mapper may change the shapes.
     """
     module: Any
     for module in model.modules():
@@ -173,7 +173,7 @@ def quantized_output(module: Any, x: Tensor) -> Tensor:
 
 
 class OfFloat(nn.Module):
-    """Base of QAT modules that are a float module and give it back."""
+    """Base of QAT modules that convert back to their float module."""
 
     _float_class: type[nn.Module]
 
@@ -186,17 +186,16 @@ class OfFloat(nn.Module):
         return self
 
     def to_float(self) -> nn.Module:
-        """Return the float module that this one was made of."""
+        """Return the float module."""
         made = give_back(self._float_class, self)
         made.__dict__.pop("_float_class")
         return made
 
 
 class KeepsScale(OfFloat):
-    """A float module under its QAT name; quantized tensors keep their scale in its forward.
+    """A float module under its QAT name; its output keeps the input's scale.
 
-    There is no fake quantizer: every value it returns is on its input's grid already, or is
-    brought there by the operation itself.
+    It needs no fake quantizer: its output values lie on the input's grid.
     """
 
 
@@ -204,7 +203,7 @@ class OutputQuantized(OfFloat):
     """A float module without a weight whose result is quantized.
 
     Attributes:
-        reads: Places of the arguments that are quantized tensors, or lists of them.
+        reads: Positions of the arguments that are quantized tensors or lists of them.
     """
 
     reads: ClassVar[tuple[int, ...]] = (0,)
@@ -241,7 +240,7 @@ class OutputQuantized(OfFloat):
 def derived(
     role: type[nn.Module], source: type[nn.Module], module: str, **attributes: Any
 ) -> type[Any]:
-    """The class with a role in QAT or converted models of a float class, under the same name."""
+    """The QAT or converted subclass of a float class, under the same name."""
     name = source.__name__
     text = f"`{name}`: {(role.__doc__ or '').splitlines()[0]}"
     bases = (role, source) if role is not source else (source,)

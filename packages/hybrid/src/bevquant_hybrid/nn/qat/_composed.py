@@ -1,4 +1,4 @@
-"""Modules that a BPU computes in several steps: QAT parts that convert one by one."""
+"""Modules of several quantized steps: QAT parts that convert one by one."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from bevquant_hybrid.qtensor import QTensor, payload
 class Composed(nn.Module):
     """Base of modules whose forward calls QAT parts.
 
-    The parts become fixed-point ones when the model is converted; the forward stays, since both
-    kinds of part hand on quantized tensors.
+    Conversion replaces the parts by fixed-point ones. The forward stays the same, since both kinds
+    of parts exchange quantized tensors.
 
     Attributes:
-        float_class: What it is the QAT form of.
-        settings: Attributes that it has from there.
-        one_operator: Whether a file has one operator for it: its parts round to 16 bits, which
-            files do not hold.
+        float_class: The float class.
+        settings: Attributes copied from the float module.
+        one_operator: Whether files have one operator for it: its parts round to 16 bits, which
+            files do not support.
     """
 
     float_class: type[nn.Module]
@@ -63,7 +63,7 @@ class Composed(nn.Module):
         """Take over a float module.
 
         Raises:
-            TypeError: It is of another class than `float_class`, or has code of its own.
+            TypeError: It is not a `float_class`, or has another forward.
             ValueError: No qconfig with an activation, or settings that a BPU does not execute.
         """
         qconfig = qconfig or getattr(source, "qconfig", None)
@@ -83,7 +83,7 @@ class Composed(nn.Module):
         return self
 
     def make_parts(self, source: Any) -> None:
-        """Add the parts that a float module's form is made of."""
+        """Add the parts for a float module."""
         raise NotImplementedError
 
     def part(
@@ -100,8 +100,8 @@ class Composed(nn.Module):
             name: Of the part.
             kind: Its QAT class.
             source: The float part.
-            needed_for: When a call needs it, if not always.
-            qconfig: Its own settings; None for those of the whole.
+            needed_for: Condition for the part, if it is optional.
+            qconfig: Its settings; None for those of the module.
         """
         if needed_for:
             self.optional[name] = needed_for
@@ -110,7 +110,7 @@ class Composed(nn.Module):
         self.add_module(name, kind.from_float(source, qconfig or self.qconfig))
 
     def drop_unused(self) -> None:
-        """Drop optional parts that saw nothing: they have no scale to convert."""
+        """Drop optional parts without observations: they have no scale to convert."""
         for name in self.optional:
             part = self._modules[name]
             fake_quant: Any = getattr(part, "activation_post_process", None)
@@ -138,7 +138,7 @@ class Composed(nn.Module):
         return made
 
     def float_source(self) -> Any:
-        """A copy of the float module, with the qconfig that its user gave it since."""
+        """A copy of the float module, with the user's current qconfig."""
         source = self._float_source[0]
         made = take_over(type(source), source)
         for name, child in made._modules.items():
@@ -158,7 +158,7 @@ def linear_of(weight: Any, bias: Any) -> nn.Linear:
 
 
 def of_16_bits(qconfig: Any) -> QConfig:
-    """Settings of a step within: as those of the result, but in 16 bits and never fixed.
+    """Settings of an inner step: those of the result, in 16 bits and without a fixed scale.
 
     Raises:
         ValueError: They have no activation.
@@ -183,7 +183,7 @@ _EXP_SCALE = 1 / 32767.5  # of values in (0, 1], in 16 bits
 
 
 class Softmax(Composed):
-    r"""`torch.nn.Softmax` in the steps that the documents print, trained and converted alike.
+    r"""`torch.nn.Softmax` in the documented steps, for QAT and conversion.
 
     :math:`y = e \cdot (1/\sum e)` with :math:`e = \exp(x - \max x)`: difference, exponential, sum
     and reciprocal in 16 bits, the exponential with the scale 1/32767.5; the product has the type
@@ -210,7 +210,7 @@ class Softmax(Composed):
 
         Args:
             x: Quantized.
-            excluded: Where True, a value counts as −∞; a row without others gives zeros.
+            excluded: Where True, a value counts as −∞; a row of excluded values returns zeros.
         """
         dim = self.dim
         if dim is None:  # torch's own choice
@@ -238,7 +238,7 @@ class Softmax(Composed):
         return quantized
 
     def extra_repr(self) -> str:
-        """Print the axis, as torch does."""
+        """Print the axis, as in torch."""
         return f"dim={self.dim}"
 
 
@@ -258,10 +258,9 @@ def _filled(x: QTensor, excluded: Tensor, *, lowest: bool, dim: int | None = Non
 
 
 class GroupNorm(Composed):
-    """`torch.nn.GroupNorm` in two steps: every group's layer norm, then weight and bias.
+    """`torch.nn.GroupNorm` in two steps: a layer norm per group, then weight and bias.
 
-    The second step is a convolution by 1×1 with a group per channel. Its parameters are made of
-    the float module's.
+    The second step is a depthwise 1×1 convolution with the float module's weight and bias.
     """
 
     float_class = nn.GroupNorm

@@ -1,4 +1,4 @@
-"""Operators without a weight that train quantized with a scale of their own."""
+"""QAT operators without a weight, with their own output scale."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Div(OutputQuantized, _functions.Div):
 
 
 def largest(module: Any) -> Tensor | float:
-    """The largest value of a module's scale so far; 0 before any."""
+    """The largest value on a module's current scale; 0 before the first observation."""
     fake_quant = module.activation_post_process
     if not getattr(fake_quant, "observed", False) or not hasattr(fake_quant, "current_scale"):
         return 0.0

@@ -1,4 +1,4 @@
-"""Which QAT module stands for which float one, and back."""
+"""Mapping between float and QAT modules."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _OTHERS: dict[type[nn.Module], Any] = {
 
 
 def is_elementwise(module: nn.Module) -> bool:
-    """Whether a module is a function of single elements, which a table can hold."""
+    """Whether a module is an elementwise function, which a table can hold."""
     return layer_class(module, *ELEMENTWISE) is not None
 
 
@@ -82,7 +82,7 @@ def _known(module: nn.Module) -> type[nn.Module]:
 def _with_weight(
     anchor: type[nn.Module], adds: bool, activation: type[nn.Module] | None
 ) -> type[Weighted]:
-    """The class of a layer with what is fused into it."""
+    """The class of a layer with its fused operators."""
     home = conv2d if anchor is nn.Conv2d else _weighted
     found: type[Weighted] = getattr(home, fused_name(anchor, False, adds, activation))
     return found
@@ -105,7 +105,7 @@ def _class_of(module: nn.Module) -> Any:
 
 
 def has_qat_form(module: nn.Module) -> bool:
-    """Whether a float module has a QAT form, by the class whose function it computes."""
+    """Whether a float module's forward belongs to a class with a QAT form."""
     return _class_of(module) is not None
 
 
@@ -113,12 +113,12 @@ def qat_form(module: nn.Module, qconfig: Any, path: str = "") -> nn.Module:
     """Return the QAT form of a float module, which shares its parameters.
 
     Args:
-        module: Float module; it stays as it is.
-        qconfig: How its weight and output are quantized.
-        path: Where it stands in its model, for messages.
+        module: Float module; not changed.
+        qconfig: Settings of its weight and output.
+        path: Its path in the model, for messages.
 
     Raises:
-        TypeError: It has none, or its qconfig is made of what no fake quantizer takes.
+        TypeError: It has none, or its qconfig has an unknown fake quantizer.
         ValueError: The qconfig does not fit.
     """
     found = _class_of(module)
@@ -135,12 +135,12 @@ def qat_form(module: nn.Module, qconfig: Any, path: str = "") -> nn.Module:
 
 
 def is_qat(module: object) -> bool:
-    """Whether a module is one of this package's that train quantized."""
+    """Whether a module is one of this package's QAT modules."""
     return type(module).__module__.startswith(f"{__package__}.")
 
 
 def float_form(module: nn.Module) -> nn.Module:
-    """Return the float module that a QAT one was made of; another module as it is."""
+    """Return a QAT module's float module; other modules unchanged."""
     if not is_qat(module):
         return module
     qat: Any = module

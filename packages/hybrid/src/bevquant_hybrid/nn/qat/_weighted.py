@@ -68,7 +68,8 @@ class Weighted(nn.Module):
         """Take over a float layer or a `Fused` one; parameters are shared.
 
         Raises:
-            ValueError: No qconfig, one without a weight, or a padding that a BPU does not do.
+            ValueError: No qconfig, one without a weight, or a padding mode that a BPU does not
+                execute.
         """
         qconfig = qconfig or getattr(source, "qconfig", None)
         anchor: nn.Module = float_layer(anchor_of(source))
@@ -114,7 +115,7 @@ class Weighted(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
-        """Compute; `other` is what a fused addition adds.
+        """Compute; `other` is the addend of a fused addition.
 
         Raises:
             TypeError: An input is not quantized.
@@ -130,25 +131,25 @@ class Weighted(nn.Module):
         return QTensor(y, scale, "qint32", axis, lenient=x.lenient, on_grid=False)
 
     def compute(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer with its weight quantized, and the scale of that per output channel."""
+        """The layer's result with a quantized weight, and the weight's scale per output channel."""
         weight = self.weight_fake_quant(self.weight)
         y = self.operate(x, weight.dequantize(), self.bias)
         return y, self.scale_of_channels(weight.scale)
 
     def as_quantized(self, weight: Tensor) -> QTensor:
-        """A weight on the grid that was observed last; nothing is observed."""
+        """A weight on the last observed grid, without observing."""
         fake_quant = self.weight_fake_quant
         values = fake_quant.fake_quantize(weight)
         return QTensor(values, fake_quant.current_scale(), fake_quant.dtype, fake_quant.ch_axis)
 
     def fixed_weight(self) -> tuple[QTensor, Tensor, Tensor | None]:
-        """What convert takes: integers, their scale per output channel, and the bias."""
+        """The integers for convert, their scale per output channel, and the bias."""
         quantized = self.as_quantized(self.weight.detach())
         bias = None if self.bias is None else self.bias.detach()
         return quantized, self.scale_of_channels(quantized.scale), bias
 
     def scale_of_channels(self, scale: Tensor) -> Tensor:
-        """One scale per output channel, where there is one per channel of the weight."""
+        """The weight's scales per output channel."""
         return scale
 
     def add(self, x: Tensor, other: Tensor) -> Tensor:
@@ -214,7 +215,7 @@ class WithBatchNorm(Weighted):
         return quantized
 
     def compute(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Layer and batch norm, and the scale of what the weight amounts to."""
+        """The result of layer and batch norm, and the effective weight's scale."""
         weight = self.quantized_weight()
         factor, _ = channel_affine(self.bn)
         values = weight.dequantize()

@@ -1,4 +1,4 @@
-"""Average pooling that trains quantized; pooling by maximum keeps its input's scale."""
+"""QAT average pooling; max pooling keeps its input's scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch norms that train quantized on their own."""
+"""QAT batch norms that are not fused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bevquant_hybrid.nn.qat._base import (
 
 
 def channel_affine(bn: Any) -> tuple[Tensor, Tensor]:
-    """Factor and offset per channel that a batch norm amounts to in evaluation."""
+    """Factor and offset per channel of a batch norm in evaluation."""
     factor = torch.rsqrt(bn.running_var + bn.eps)
     if bn.weight is not None:
         factor = factor * bn.weight
@@ -28,7 +28,7 @@ def channel_affine(bn: Any) -> tuple[Tensor, Tensor]:
 
 
 class _Alone(OutputQuantized):
-    """A batch norm that stands alone: in evaluation a depthwise 1×1 convolution, as on the BPU."""
+    """An unfused batch norm: in evaluation a depthwise 1×1 convolution, as on the BPU."""
 
     weight_fake_quant: Any
 
@@ -52,7 +52,7 @@ class _Alone(OutputQuantized):
         return quantized_output(self, values * factor.view(shape) + offset.view(shape))
 
     def _factor_and_offset(self) -> tuple[Tensor, Tensor]:
-        """What evaluation computes, the factor quantized; its range follows the statistics."""
+        """Factor (quantized; its range follows the statistics) and offset in evaluation."""
         factor, offset = channel_affine(self)
         if isinstance(self.weight_fake_quant, FakeQuantize):
             factor = self.weight_fake_quant(factor.reshape(-1, 1, 1, 1)).dequantize().reshape(-1)

@@ -1,4 +1,4 @@
-"""Two-dimensional convolutions that train quantized, alone and with what is fused into them."""
+"""QAT 2-D convolutions, alone and with fused operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arithmetic on quantized tensors while a model trains quantized."""
+"""QAT arithmetic on quantized tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resizing of models that train quantized."""
+"""QAT resizing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ReLUs of models that train quantized; behind a convolution they are fused into it."""
+"""QAT ReLUs; after a convolution they are fused into it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Boundaries of the quantized parts of a model that trains quantized."""
+"""Boundaries of the quantized parts of a QAT model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DOMAIN = "bevquant_hybrid.marks"
 
 
 def mark_forced(x: Tensor) -> Tensor:
-    """Mark a value: whoever reads it was put on the CPU although a BPU could run it."""
+    """Mark a value whose consumer runs on the CPU by the user's choice."""
     result: Tensor = _Mark.apply(x)
     return result
 
@@ -32,7 +32,7 @@ class _Mark(torch.autograd.Function):
 
 
 def take_marks_out(proto: Any) -> list[Any]:
-    """Remove the marks from a model and return the nodes that read a marked value."""
+    """Remove the marks from a model and return the consumers of marked values."""
     graph = proto.graph
     marked = {n.output[0]: n.input[0] for n in graph.node if n.domain == _DOMAIN}
     readers = [n for n in graph.node if n.domain != _DOMAIN and set(n.input) & set(marked)]
@@ -50,9 +50,9 @@ def take_marks_out(proto: Any) -> list[Any]:
 
 
 class QuantStub(OfFloat):
-    """Quantize what comes in.
+    """Quantize the input.
 
-    A value that is quantized already keeps its scale, which the stub then takes over.
+    A quantized input keeps its scale, which the stub adopts.
     """
 
     activation_post_process: Any
@@ -87,7 +87,7 @@ class QuantStub(OfFloat):
         return quantized_output(self, x)
 
     def extra_repr(self) -> str:
-        """Print as the stub of a float model does."""
+        """Print as the float stub."""
         return ""
 
 
@@ -114,7 +114,7 @@ class DeQuantStub(nn.Module):
         return made
 
     def to_float(self) -> nn.Module:
-        """Return the stub that this one was made of; one that a boundary put in is its own."""
+        """Return the float stub; an inserted boundary returns itself."""
         if "_float_class" not in self.__dict__:
             return self
         made: nn.Module = take_over(self.__dict__["_float_class"], self)

@@ -1,4 +1,4 @@
-"""Torch's upsampling modules in models that train quantized."""
+"""QAT forms of torch's upsampling modules."""
 
 from __future__ import annotations
 

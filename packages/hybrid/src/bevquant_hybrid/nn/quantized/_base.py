@@ -1,4 +1,4 @@
-"""What fixed-point modules have in common."""
+"""Base class and shared functions of fixed-point modules."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from bevquant_hybrid.qtensor import QTensor, along
 def integers(module: nn.Module, x: Any, what: str = "input") -> QTensor:
     """Return a tensor that holds integers of 8 or 16 bits.
 
-    Float values of a known scale, as a caller makes them by ``QTensor(values, scale, dtype)``, are
-    brought to that scale's integers; halves go up.
+    Float values of a known scale, from ``QTensor(values, scale, dtype)``, are rounded to integers
+    (half up).
 
     Raises:
         TypeError: It is neither.
@@ -36,13 +36,13 @@ def integers(module: nn.Module, x: Any, what: str = "input") -> QTensor:
 
 
 class FixedPoint(nn.Module):
-    """Base: an output scale and type, and how ties are rounded.
+    """Base: output scale, output type and rounding.
 
     Attributes:
         scale: Value of one output step, ``[1]``.
         dtype: Output type.
         rounding: ``"half_up"`` or ``"half_even"``.
-        settings: Attributes that it has from its QAT form.
+        settings: Attributes copied from its QAT form.
     """
 
     settings: ClassVar[tuple[str, ...]] = ()
@@ -77,7 +77,7 @@ class FixedPoint(nn.Module):
         return self.output(ops.quantize(values, self.scale, -1, self.bits, self.rounding))
 
     def requantized(self, acc: Tensor, scale: Tensor, axis: int = -1) -> QTensor:
-        """Rescale accumulators of a scale to the output's."""
+        """Requantize accumulators to the output's scale."""
         assert self.dtype is not None
         info = qinfo(self.dtype)
         multiplier = scale.double() / self.scale.double()

@@ -1,4 +1,4 @@
-"""Fixed-point modules without a weight, batch norms, and which form stands for which QAT module."""
+"""Fixed-point modules without a weight, batch norms, and the mapping from QAT modules."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ _KEEPING = (ReLU, ReLU6, Interpolate, Upsample, UpsamplingBilinear2d, Upsampling
 
 
 class _Boundary(nn.Module):
-    """A fake quantizer between CPU and BPU, as the owner of itself."""
+    """A fake quantizer between CPU and BPU, with itself as owner."""
 
     def __init__(self, fake_quant: nn.Module, path: str) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class _Boundary(nn.Module):
 
 
 def fixed_point_form(module: nn.Module, path: str, rounding: str) -> nn.Module | None:
-    """Return the fixed-point form of a QAT module, or None where it has none.
+    """Return the fixed-point form of a QAT module, or None.
 
     Raises:
         ValueError: It has settings that a BPU does not execute.

@@ -18,10 +18,10 @@ from bevquant_hybrid.qtensor import QTensor
 class _Weighted(FixedPoint):
     r"""acc = op(x, w) + round(b/(s_x·s_w)) in int32, then to the output's scale.
 
-    A second input is brought to the accumulator's scale and added there, and ReLU clamps, before
-    one rounding: :math:`q = \operatorname{clamp}(\operatorname{round}(acc\,s_x s_w / s_y))`. Without an
-    output scale the accumulators are the result, with a scale per channel.
-    """  # noqa: E501
+    A second input is requantized to the accumulator's scale and added, and ReLU clamps, before one
+    rounding: :math:`q = \operatorname{clamp}(\operatorname{round}(acc\,s_x s_w / s_y))`. Without an
+        output scale the result is the accumulators, with a scale per channel.
+    """
 
     weight: Tensor
     weight_scale: Tensor

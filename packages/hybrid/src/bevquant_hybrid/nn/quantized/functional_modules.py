@@ -1,4 +1,4 @@
-"""Fixed-point arithmetic, and the float one under its documented path."""
+"""Fixed-point arithmetic, and the float class under its documented path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["FloatFunctional", "QFunctional"]
 
 
 class QFunctional(Arithmetic, FixedPoint):
-    """FloatFunctional on integers: operands are brought to the result's scale, rounded once."""
+    """FloatFunctional on integers: operands are rescaled to the result's scale, rounded once."""
 
     def operate(self, name: str, tensors: list[Tensor], **settings: Any) -> Tensor:
         """Compute one operation."""

@@ -17,19 +17,19 @@ __all__ = ["DeQuantize", "Quantize", "is_fixed_point"]
 class Quantize(FixedPoint):
     """clamp(round(x / scale)).
 
-    ``scale`` is a buffer that may be changed in place, as where a model's input is integers
-    already (``quant.scale.fill_(1.0)``).
+    ``scale`` is a buffer that may be changed in place: ``quant.scale.fill_(1.0)`` is for integer
+    inputs.
     """
 
     def forward(self, x: Any) -> Any:
-        """Quantize; quantized values stay as they are, and so do integers of a container."""
+        """Quantize; quantized values and integers in containers stay unchanged."""
         if isinstance(x, Tensor | QTensor):
             return x if isinstance(x, QTensor) else self.quantized(x)
         return of_each(x, lambda t: self.forward(t) if t.is_floating_point() else t)
 
 
 def is_fixed_point(module: Any) -> bool:
-    """Whether a module is of a converted model: it computes in integers, or ends them."""
+    """Whether a module belongs to a converted model: fixed-point, or `DeQuantize`."""
     return isinstance(module, FixedPoint | DeQuantize)
 
 

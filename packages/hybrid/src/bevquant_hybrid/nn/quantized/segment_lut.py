@@ -15,8 +15,8 @@ from bevquant_hybrid.qtensor import QTensor
 class SegmentLUT(FixedPoint):
     """A table of the function at every integer: 256 entries of 8 bits, 65,536 of 16.
 
-    Where the function has no value (the logarithm of −1) the entry is 0; where it is infinite, the
-    largest.
+    The entry is 0 where the function is undefined (the logarithm of −1), and the largest integer
+    where it is infinite.
     """
 
     def __init__(self, source: Any, rounding: str) -> None:
