@@ -1,4 +1,4 @@
-"""visualize_model and visualize_partition: a model's layers, and where they run, as pictures."""
+"""visualize_model and visualize_partition: pictures of a model's layers and their placement."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _PASSED_OVER = ("Identity", "Dropout", "Dropout2d")  # nothing of them is left o
 
 
 def show_picture(path: Path) -> None:
-    """Show an SVG file in the notebook, or with the desktop's viewer; print where it lies."""
+    """Show an SVG file in the notebook or the desktop's viewer; print its path."""
     if _in_notebook():
         notebook: Any = importlib.import_module("IPython.display")
         notebook.display(notebook.SVG(filename=str(path)))
@@ -56,7 +56,7 @@ def _in_notebook() -> bool:
 
 
 def _viewer() -> list[str]:
-    """The desktop's command that opens files, or nothing where there is no desktop."""
+    """The desktop's command that opens files, or nothing without a desktop."""
     if sys.platform == "darwin":
         return ["open"]
     found = shutil.which("xdg-open")
@@ -85,13 +85,13 @@ def visualize_model(
         module: Float with stubs, prepared, converted, or converted and traced.
         example_inputs: One tensor, or a tuple or list of the forward's arguments.
         march: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"``; that of the process by default.
-        save_path: Where to write the picture, ``.svg``; folders are made.
-        show: In a notebook, show it there; elsewhere open it with the desktop's viewer, if there
-            is one, and print where it lies. It never waits, and without a display nothing opens.
+        save_path: File to write, ``.svg``; folders are created.
+        show: Show the picture in a notebook, or else open it with the desktop's viewer and print
+            its path. It never waits. Without a display nothing opens.
 
     Raises:
         TypeError: Inputs of the wrong type.
-        ValueError: An unknown march, none is set, or a file name that is not of an SVG picture.
+        ValueError: An unknown march, no march is set, or a file name without ``.svg``.
         RuntimeError: The model does not run on the inputs.
 
     Example:
@@ -121,20 +121,20 @@ def visualize_partition(
     save_path: str | os.PathLike[str] | None = None,
     show: bool = True,
 ) -> Plan:
-    """Draw which parts of a hybrid model run on BPU and CPU, with the boundaries between them.
+    """Draw the BPU and CPU parts of a hybrid model, with the boundaries between them.
 
     Args:
-        model: A float model, which is then traced and fused as prepare does it; or the result of
-            `fuse_fx`, `prepare_calibration_fx`, `prepare_qat_fx` or `convert_fx`.
+        model: A float model, which is traced and fused as in prepare; or the result of `fuse_fx`,
+            `prepare_calibration_fx`, `prepare_qat_fx` or `convert_fx`.
         example_inputs: One tensor, or a tuple or list of arguments, for the shapes.
         march: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"``; that of the process by default.
-        hybrid_dict: What is to run on the CPU besides, as in `prepare_qat_fx`; a prepared model
-            knows that itself.
-        save_path: As in `visualize_model`, like what follows.
-        show: Whether to show it.
+        hybrid_dict: Further operators on the CPU, as in `prepare_qat_fx`; not for a prepared
+            model.
+        save_path: As in `visualize_model`.
+        show: As in `visualize_model`.
 
     Returns:
-        The plan that was drawn.
+        The drawn plan.
 
     Raises:
         ValueError: The model cannot be traced, an argument has an unknown value, or no march is
@@ -161,7 +161,7 @@ def visualize_partition(
 def _give_out(
     picture: str, name: str, save_path: str | os.PathLike[str] | None, show: bool
 ) -> None:
-    """Write the picture where it was asked for, and show it."""
+    """Write the picture and show it, as requested."""
     if save_path is not None:
         path = Path(save_path)
         if path.suffix.lower() != ".svg":
@@ -174,11 +174,11 @@ def _give_out(
 
 
 def _nodes_of(calls: Sequence[OperatorCall], count: int) -> list[DrawnNode]:
-    """Nodes of a picture: the calls, and before and behind them inputs and the output."""
+    """Nodes of a picture: inputs, calls and the output."""
     nodes: list[DrawnNode] = []
     stands_for: dict[str, tuple[str, ...]] = {}
     outside = [call.path for call in calls if "" in call.inputs]
-    apart = len(outside) == count  # else which call reads which input is not on record
+    apart = len(outside) == count  # otherwise inputs cannot be assigned to calls
     read: set[str] = set()
     for call in calls:
         sources: list[str] = []

@@ -1,7 +1,7 @@
-"""What became of a model on its way to a BPU, as records and as text.
+"""Account of a model's conversion for a BPU, as records and as text.
 
-Which batch norms were folded, which modules were quantized, what runs where, and what it costs;
-for `bevquant_hybrid_tools.forms`, of one part of a model or of several.
+Folded batch norms, quantized modules, placement and estimated cost, for one or several parts of a
+model in `bevquant_hybrid_tools.forms`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class Folded(NamedTuple):
-    """A batch norm behind a convolution, and whether `fuse_fx` folded it into that."""
+    """A batch norm on a convolution's output, and whether `fuse_fx` folded it."""
 
     conv: str
     bn: str
@@ -38,12 +38,12 @@ class Folded(NamedTuple):
 
 
 def folded_norms(model: nn.Module, fused: nn.Module, prefix: str = "") -> Iterator[Folded]:
-    """What became of each batch norm that stands behind a convolution, in their order.
+    """Record each batch norm on a convolution's output, in order.
 
     Args:
-        model: That was fused; it can be traced by `torch.fx`.
-        fused: What `fuse_fx` made of it.
-        prefix: What stands before its modules' paths in a model that it is part of.
+        model: The model before fusing, traceable by `torch.fx`.
+        fused: Result of `fuse_fx`.
+        prefix: Prefix of its modules' paths in the whole model.
     """
     left, modules = dict(fused.named_modules()), dict(model.named_modules())
     for node in fx.symbolic_trace(model).graph.nodes:
@@ -54,7 +54,7 @@ def folded_norms(model: nn.Module, fused: nn.Module, prefix: str = "") -> Iterat
 
 
 class QuantizedModule(NamedTuple):
-    """A module that was quantized: its path, the class that stands there now, what it was."""
+    """A quantized module: its path, its class now, its class before."""
 
     path: str
     kind: str
@@ -62,7 +62,7 @@ class QuantizedModule(NamedTuple):
 
 
 def quantized_modules(forms: Forms) -> Iterator[QuantizedModule]:
-    """The modules of the fake-quantized form that quantize what they compute."""
+    """The modules of the fake-quantized form that quantize their output."""
     modules = dict(forms.fake_graph.named_modules())
     for label in forms.labels.values():
         module = modules.get(label.place)
@@ -76,7 +76,7 @@ def nodes_on_cpu(plan: Plan) -> tuple[PlanNode, ...]:
 
 
 def plan_segments(plan: Plan) -> Iterator[tuple[str, tuple[str, ...], int]]:
-    """Of each segment its place, its first and last node, and how many operators it has."""
+    """Place, first and last node, and number of operators of each segment."""
     for segment in plan.segments:
         operators = [name for name in segment.nodes if plan.node(name).kind == "operator"]
         ends = dict.fromkeys((segment.nodes[0], segment.nodes[-1]))
@@ -84,13 +84,13 @@ def plan_segments(plan: Plan) -> Iterator[tuple[str, tuple[str, ...], int]]:
 
 
 def segments_text(plan: Plan) -> str:
-    """What runs where, a segment a line."""
+    """Placement, one line per segment."""
     rows = [(" … ".join(ends), place, str(count)) for place, ends, count in plan_segments(plan)]
     return _table(("segment", "runs on", "operators"), rows)
 
 
 def estimate_record(estimate: BpuEstimate) -> dict[str, Any]:
-    """An estimate, its layers with their seconds and what bounds them, for JSON."""
+    """An estimate for JSON, with the seconds and the bound of each layer."""
     return {
         "what": "a roofline estimate from public figures, no measurement",
         "cores": estimate.cores,
@@ -105,7 +105,7 @@ def estimate_record(estimate: BpuEstimate) -> dict[str, Any]:
 
 
 def estimates_text(estimates: Mapping[str, BpuEstimate]) -> str:
-    """Operations, bytes and milliseconds of each part, and what they are worth.
+    """Operations, bytes and milliseconds of each part, and their basis.
 
     Args:
         estimates: By the name of the part; at least one.

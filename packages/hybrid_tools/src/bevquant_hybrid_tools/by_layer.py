@@ -1,7 +1,7 @@
-"""What is known of a prepared graph's nodes, under the names that the model's layers have.
+"""Plans and estimates of a prepared graph under the names of the model's layers.
 
-A graph that `prepare_qat_fx` made has nodes for fused layers, generated functions and boundaries,
-under names of its own. Here each goes by the layer it came from: in a plan, in an estimate.
+A graph from `prepare_qat_fx` has generated names for fused layers, functions and boundaries. Here
+each node has the name of its original layer.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class NodeLabel(NamedTuple):
     Attributes:
         path: In the whole model, such as "encoders.camera.backbone.layer1.0.conv3".
         short: The same within the graph's own model, where each is unique.
-        operator: What it computes, such as "Conv2d + add + ReLU".
-        place: What calls of it are recorded under: the module's path, or the node's name.
+        operator: Its operators, such as "Conv2d + add + ReLU".
+        place: Name of its recorded calls: the module's path, or the node's name.
     """
 
     path: str
@@ -41,14 +41,13 @@ class NodeLabel(NamedTuple):
 
 
 def node_labels(graph: fx.GraphModule, prefix: str = "") -> dict[str, NodeLabel]:
-    """Labels by node name, of everything that is called but the boundaries that prepare put in.
+    """Labels by node name, for all calls but the boundaries inserted by prepare.
 
-    A fused addition goes by the layer that it is computed with, a function by the module in whose
-    forward it stands.
+    A fused addition has its layer's name, a function that of the module whose forward calls it.
 
     Args:
         graph: From `prepare_qat_fx`.
-        prefix: What stands before its paths in the whole model, such as "encoders.camera.".
+        prefix: Prefix of its paths in the whole model, such as "encoders.camera.".
 
     Example:
         >>> from bevquant_hybrid.march import March, set_march
@@ -75,7 +74,7 @@ def node_labels(graph: fx.GraphModule, prefix: str = "") -> dict[str, NodeLabel]
 
 
 def _layer(target: str, module: Any) -> str:
-    """The layer's own path; of what stands for a function, its place in the forward."""
+    """The layer's path; for a function's module, its place in the forward."""
     layer = module.part("conv") if isinstance(module, Fused) else module
     anchor = getattr(layer, "anchor_path", None)
     if isinstance(anchor, str):
@@ -111,14 +110,14 @@ def plan_by_layer(
     prefix: str = "",
     on_cpu: Mapping[str, str] | None = None,
 ) -> Plan:
-    """`partition` of a prepared graph: where each node runs and why, under the names of its layers.
+    """`partition` of a prepared graph, under the names of the layers.
 
     Args:
         graph: From `prepare_qat_fx`.
         march: The BPU.
-        shapes: Of the graph's inputs; of the first axis one entry is run, and told as it is given.
-        prefix: What stands before its paths in the whole model.
-        on_cpu: Paths of modules that were put on the CPU, and the reason to tell.
+        shapes: Shapes of the graph's inputs; one entry of the first axis is run, all are reported.
+        prefix: Prefix of its paths in the whole model.
+        on_cpu: Paths of modules on the CPU, with the reported reason.
     """
     found = partition(graph, march, example_inputs=_single(shapes))
     labels = node_labels(graph, prefix)
@@ -151,18 +150,18 @@ def estimate_by_layer(
     march: str,
     shapes: Sequence[tuple[int, ...]],
 ) -> tuple[tuple[LayerEstimate, ...], tuple[str, ...]]:
-    """`estimate_layers` of what runs on the BPU, under the names of the layers.
+    """`estimate_layers` of the BPU part, under the names of the layers.
 
     Args:
         graph: From `convert_fx`.
-        labels: Of the form that it was converted from.
+        labels: Labels of the prepared graph.
         march: The BPU.
-        shapes: Of the graph's inputs; of the first axis one entry is run, since shapes are all that
-            counts and tracing holds every activation, and the estimate is of all of them.
+        shapes: Shapes of the graph's inputs. One entry of the first axis is run, since only shapes
+            count and tracing keeps every activation; the estimate is for all entries.
 
     Returns:
-        A row for each call but the boundaries, and what the march's table of operators does not
-        allow, a line each.
+        A row for each call but the boundaries, and the violations of the march's limits, one line
+        each.
     """
     calls = [_of_all(call, shapes) for call in trace_calls(graph, _single(shapes))]
     on_bpu = [c for c in calls if c.operator.endswith("Stub") or "float32" not in c.input_dtypes]

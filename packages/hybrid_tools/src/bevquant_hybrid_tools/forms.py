@@ -1,10 +1,9 @@
-"""A dense model for a BPU in three forms, and what each of its operators loses in them.
+"""Three forms of a dense model for a BPU, and the accuracy of each operator in them.
 
-`quantize_dense` takes a model, or the part of one that a BPU runs, from float to integers;
-`calibrating_form` and `finished_forms` are its two halves, for whoever runs the part within a
-larger model. `Forms` has the three that come of it, node by node the same graph, with plan and
-estimate. `compare_forms` runs them side by side; `FormsComparison` does where several units stand
-in one model, and keeps one value at a time.
+`quantize_dense` converts a model, or its BPU part, from float to integers. `calibrating_form` and
+`finished_forms` are its two halves, for parts of a larger model. `Forms` holds the three forms, the
+same graph node by node, with plan and estimate. `compare_forms` compares them; `FormsComparison`
+supports several units in one model and keeps one value at a time.
 """
 
 from __future__ import annotations
@@ -70,13 +69,13 @@ Note = Callable[[str, Tensor], None]
 
 @dataclass(frozen=True)
 class BpuEstimate:
-    """A roofline estimate from public figures, no measurement.
+    """A roofline estimate from public figures, not a measurement.
 
     Attributes:
-        figures: What is known of the chip, each number with its source.
+        figures: Figures of the chip with their sources.
         cores: How many of the chip's cores share the work.
         layers: One for each call on the BPU, named as in the model; boundaries left out.
-        violations: What the march's table of operators does not allow, one line each.
+        violations: Violations of the march's limits, one line each.
     """
 
     figures: ChipFigures
@@ -86,20 +85,20 @@ class BpuEstimate:
 
     @property
     def seconds(self) -> float:
-        """Layers one after the other."""
+        """Sum over the layers."""
         return sum(layer.seconds for layer in self.layers)
 
 
 @dataclass(frozen=True, eq=False)
 class Forms:
-    """One model three times, node by node the same graph, and what was warned of on the way.
+    """Three forms of one model, the same graph node by node, and the conversion's warnings.
 
     Attributes:
         float_graph: Fused.
         fake_graph: Fake-quantized, for evaluation.
         integer_graph: In integers.
         warnings: Of the conversion.
-        prefix: What stands before its modules' paths in the whole model.
+        prefix: Prefix of its modules' paths in the whole model.
         on_cpu: Paths of modules within it that run on the CPU.
     """
 
@@ -112,30 +111,30 @@ class Forms:
 
     @cached_property
     def labels(self) -> dict[str, NodeLabel]:
-        """The names that its nodes have in the model."""
+        """The names of its nodes in the model."""
         return node_labels(self.fake_graph, self.prefix)
 
     def plan(
         self, march: str, shapes: Sequence[tuple[int, ...]], why_cpu: str = "it was put there"
     ) -> Plan:
-        """Where everything in it runs and why; see `plan_by_layer`.
+        """The placement of its nodes, with reasons; see `plan_by_layer`.
 
         Args:
             march: The BPU.
             shapes: Of its inputs.
-            why_cpu: The reason to tell of `on_cpu`.
+            why_cpu: The reported reason of `on_cpu`.
         """
         on_cpu = dict.fromkeys(self.on_cpu, why_cpu)
         return plan_by_layer(self.fake_graph, march, shapes, prefix=self.prefix, on_cpu=on_cpu)
 
     def estimate(self, march: str, shapes: Sequence[tuple[int, ...]]) -> BpuEstimate:
-        """What it costs on one core of the BPU; see `estimate_by_layer`."""
+        """Its estimated cost on one BPU core; see `estimate_by_layer`."""
         found = estimate_by_layer(self.integer_graph, self.labels, march, shapes)
         return BpuEstimate(load_chip_figures(march), 1, *found)
 
 
 def calibrating_form(fused: nn.Module, method: str, on_cpu: Iterable[str] = ()) -> Any:
-    """The form that counts activations while float values pass through it.
+    """The calibration form, which counts activations of float values.
 
     Args:
         fused: From `fuse_fx`.
@@ -166,8 +165,8 @@ def finished_forms(
         fused: From `fuse_fx`.
         calibrated: From `calibrating_form`, after its batches.
         on_cpu: As that had it.
-        state: Of the fake-quantized form, instead of what was calibrated.
-        prefix: What stands before its modules' paths in the model.
+        state: State of the fake-quantized form, instead of the calibrated one.
+        prefix: Prefix of its modules' paths in the model.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -201,9 +200,9 @@ def quantize_dense(
     Args:
         model: Between QuantStub and DeQuantStub; the march is set.
         batches: What it is called with: tensors, or tuples of arguments.
-        method: How ranges are found, one of `OBSERVERS`.
+        method: Calibration method, one of `OBSERVERS`.
         on_cpu: Paths of modules to run on the CPU in float.
-        prefix: What stands before its modules' paths in a model that it is part of.
+        prefix: Prefix of its modules' paths in the whole model.
 
     Raises:
         ValueError: Another method.
@@ -231,7 +230,7 @@ def quantize_dense(
 
 
 def run_noting(graph: Any, note: Callable[[fx.Node, Any], None], *inputs: Any) -> Any:
-    """Run a graph and tell the result of each node that calls something."""
+    """Run a graph and report the result of each call."""
 
     def see(node: fx.Node, given: Any, result: Any) -> None:
         if node.op in ("call_module", "call_method", "call_function"):
@@ -246,7 +245,7 @@ class BpuLayer:
 
     Attributes:
         layer: Its path in the model.
-        operator: What it computes.
+        operator: The operator.
         channels: Of the result.
         cells: Of the result, in a frame.
         fake_sqnr_db: Of the fake-quantized result against float; None where equal or all zero.
@@ -331,11 +330,11 @@ class _Probe:
 
 
 class FormsComparison:
-    """Collects what float, fake-quantized and integer model compute, operator by operator.
+    """Compares the float, fake-quantized and integer model, operator by operator.
 
     Args:
-        forms: By unit; a unit's values are told under "unit/node".
-        also: Names of other values that all three models tell, to what takes them: float,
+        forms: By unit; a unit's values are reported as "unit/node".
+        also: Names of further values of all three models, to their consumers: float,
             fake-quantized, integer.
     """
 
@@ -357,12 +356,12 @@ class FormsComparison:
                     self._probes[f"{unit}/{node.name}"] = _Probe(label, sources)
 
     def run(self, models: Sequence[Callable[[Note], Any]]) -> tuple[Any, Any, Any]:
-        """Run the three models on one batch, one value ahead of each other; their outputs.
+        """Run the three models on one batch in lockstep and return their outputs.
 
-        Only what is watched is handed from one to the other, so that no model's values pile up.
+        Only compared values are exchanged, so no model's values accumulate.
 
         Args:
-            models: Float, fake-quantized and integer; each is given what to tell its values to.
+            models: Float, fake-quantized and integer; each gets a callback for its values.
         """
         leaders: list[Leader[Any]] = []
 
@@ -390,7 +389,7 @@ class FormsComparison:
             return real.result(), fake.result(), got
 
     def layers(self) -> tuple[BpuLayer, ...]:
-        """Operators that gave integers, in the order of execution."""
+        """Operators with integer results, in the order of execution."""
         return tuple(
             probe.row([self._order[name] for name in probe.sources if name in self._order])
             for probe in self._order.values()

@@ -1,6 +1,6 @@
 """Pictures of a model that is split between BPU and CPU, as SVG.
 
-Here are edges between boxes, and the page around them; boxes in `_boxes`, their order in `_layers`.
+Edges and the page are here, boxes in `_boxes`, their order in `_layers`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Shifts = dict[tuple[str, str], float]
 
 
 def _draw_edges(layering: Layering, by_name: Mapping[str, DrawnNode], plan: Plan) -> list[str]:
-    """One path for each edge, with its head at the reader; dashed where floats travel."""
+    """One path for each edge, with its arrowhead at the consumer; dashed for floats."""
     leaving, arriving = _ports(layering, plan)
     parts = []
     turns: dict[int, int] = {}
@@ -66,7 +66,7 @@ def _draw_edges(layering: Layering, by_name: Mapping[str, DrawnNode], plan: Plan
 
 
 def _ports(layering: Layering, plan: Plan) -> tuple[Shifts, Shifts]:
-    """Where along a node's side each edge leaves or arrives, so that no two fall into one."""
+    """Distinct positions of the edges along each node's side."""
     leaving: dict[str, list[tuple[float, tuple[str, str]]]] = {}
     arriving: dict[str, list[tuple[float, tuple[str, str]]]] = {}
     for edge, path in layering.edges.items():
@@ -128,17 +128,17 @@ def _turn(lower: Box, start: float, end: float, turn: int, right: float, bottom:
 def draw_partition(nodes: Sequence[DrawnNode], *, title: str = "Partition") -> str:
     """The picture of a partition as SVG text.
 
-    Data flows from top to bottom; a long model continues at the top of the next column. What runs
-    on the BPU lies in blue regions, what runs on the CPU in orange ones. Quantize and dequantize
-    boundaries are filled signs between them. Solid lines carry integers, dashed ones floats. The
-    colours follow the viewer's light or dark scheme.
+    Data flows from top to bottom; a long model continues at the top of the next column. BPU nodes
+    lie in blue regions, CPU nodes in orange ones. Filled signs between them are quantize and
+    dequantize boundaries. Solid lines carry integers, dashed ones floats. The colours follow the
+    viewer's light or dark scheme.
 
     Args:
         nodes: In any order.
         title: Above the picture.
 
     Raises:
-        ValueError: If two nodes share a name, an input is no node, or there is a circle.
+        ValueError: If two nodes share a name, an input is not a node, or the graph has a cycle.
 
     Example:
         >>> picture = draw_partition([
@@ -193,7 +193,7 @@ def draw_plan(plan: partition.Plan, *, title: str | None = None) -> str:
 def write_partition(
     nodes: Sequence[DrawnNode], path: str | os.PathLike[str], *, title: str = "Partition"
 ) -> Path:
-    """Write the picture to ``path``, whole or not at all; return the path."""
+    """Write the picture to ``path`` atomically; return the path."""
     return write_whole(path, draw_partition(nodes, title=title), parents=True)
 
 

@@ -1,4 +1,4 @@
-"""Boxes of nodes and areas of what runs in one place: colours, type, shapes."""
+"""Boxes of nodes and regions of one place: colours, type, shapes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _NEAR = 40.0  # between branches whose region has no hole between them
 
 
 def safe(text: str) -> str:
-    """``text`` for XML: markup escaped, and what no XML file may hold shown as a box."""
+    """``text`` for XML: markup escaped, forbidden characters shown as a box."""
     return escape(_NOT_XML.sub("\ufffd", text), quote=True)
 
 
@@ -80,7 +80,7 @@ def columns(text: str) -> int:
 
 
 def fit(text: str, letters: int) -> str:
-    """``text`` in at most so many letters: the middle goes, since names differ at their ends.
+    """``text`` in at most so many letters; the middle is removed, since names differ at their ends.
 
     Example:
         >>> fit("backbone.layer4.2.downsample.0", 20)

@@ -1,4 +1,4 @@
-"""Plain nodes, and where they stand: in which layer, in which order there, how far apart."""
+"""Nodes and their positions: layers, order within layers, distances."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class DrawnNode:
 
     Attributes:
         name: Unique; the module's path or the graph node's name.
-        operator: What it computes; the second line.
-        place: ``"BPU"``, ``"CPU"``, or ``""`` for what runs nowhere: inputs, outputs, boundaries.
-        inputs: Names of the nodes that it reads.
-        boundary: ``"quantize"`` or ``"dequantize"`` where numbers change their type.
+        operator: The operator; the second line.
+        place: ``"BPU"``, ``"CPU"``, or ``""`` for inputs, outputs and boundaries.
+        inputs: Names of its producers.
+        boundary: ``"quantize"`` or ``"dequantize"`` for a boundary.
         detail: A few words more on the second line, such as a shape.
-        note: Shown while the pointer rests on the node: why it is where it is.
+        note: Tooltip of the node: the reason of its placement.
         floats: Whether its result is floats although it runs on the BPU.
     """
 
@@ -35,7 +35,7 @@ class DrawnNode:
     floats: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what the picture has no sign for."""
+        """Refuse unknown places and boundaries."""
         if not self.name:
             raise ValueError("a node without a name cannot be drawn")
         if self.place not in _PLACES:
@@ -47,11 +47,10 @@ class DrawnNode:
 
 
 def in_order(nodes: Sequence[DrawnNode]) -> list[DrawnNode]:
-    """The nodes, each after what it reads, else in the order given.
+    """The nodes in topological order, otherwise in the given order.
 
     Raises:
-        ValueError: If a name occurs twice, an input is no node, or nodes read one another in a
-            circle.
+        ValueError: If a name occurs twice, an input is not a node, or the graph has a cycle.
     """
     by_name: dict[str, DrawnNode] = {}
     for node in nodes:
@@ -93,7 +92,7 @@ class Layering:
     Attributes:
         layers: Names in each layer, from left to right. ``"a>b@2"`` is the place where the edge
             from ``a`` to ``b`` passes through layer 2.
-        edges: For each edge the names it runs through, from its source to its reader.
+        edges: For each edge the names it runs through, from its producer to its consumer.
         neighbours: Edges between a layer and the next, as pairs of names.
     """
 
@@ -106,7 +105,7 @@ def layer_nodes(nodes: Sequence[DrawnNode]) -> Layering:
     """Longest-path layers, then barycentre sweeps.
 
     Args:
-        nodes: In an order where each comes after what it reads.
+        nodes: In topological order.
     """
     depth = _depths(nodes)
     count = 1 + max(depth.values(), default=-1)
@@ -158,7 +157,7 @@ def count_crossings(
 
 
 def _order(layers: list[list[str]], neighbours: Sequence[list[tuple[str, str]]]) -> list[list[str]]:
-    """The best of several sweeps: each layer by the mean place of what it is tied to."""
+    """The best of several sweeps, which order each layer by the mean place of its neighbours."""
     best, least = layers, count_crossings(layers, neighbours)
     current = [list(layer) for layer in layers]
     for sweep in range(_SWEEPS):
@@ -181,7 +180,7 @@ def _order(layers: list[list[str]], neighbours: Sequence[list[tuple[str, str]]])
 
 
 def _by_barycentre(layer: list[str], ties: Mapping[str, list[int]]) -> list[str]:
-    """Sort what is tied by its mean place; what is tied to nothing keeps its own place."""
+    """Sort names with neighbours by their mean place; others keep their place."""
     means = {name: sum(places) / len(places) for name, places in ties.items()}
     moving = iter(sorted((n for n in layer if n in means), key=lambda n: means[n]))
     return [next(moving) if name in means else name for name in layer]
@@ -250,9 +249,9 @@ def place_layers(
 ) -> dict[str, float]:
     """Centres of all nodes.
 
-    Sweeps down and up move each layer towards what it is tied to, as closely as the widths and the
-    gap allow. Heavy nodes go where they wish and light ones give way: the main path of a model
-    becomes a straight line, and its shortcuts bend around it.
+    Sweeps down and up move each layer towards its neighbours, as far as widths and gap allow. Heavy
+    nodes have priority over light ones: the main path of a model becomes a straight line, and its
+    shortcuts bend around it.
 
     Args:
         layers: Names in each layer, from left to right.

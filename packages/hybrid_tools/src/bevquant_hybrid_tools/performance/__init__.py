@@ -1,4 +1,4 @@
-"""What a model costs on BPU and CPU, layer by layer: a roofline estimate from public figures."""
+"""Roofline estimates of layers on BPU and CPU from public figures."""
 
 from ._estimate import (
     LayerEstimate,

@@ -1,4 +1,4 @@
-"""How long a BPU, or the CPU beside it, takes for layers: a roofline over operations and bytes."""
+"""Roofline estimates of layers on a BPU or its CPU from operations and bytes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Traffic:
     Attributes:
         loaded: Inputs and weights.
         stored: Its output.
-        fused_into: Path of the layer that computes it on the way out; ``""`` if it is a layer.
+        fused_into: Path of the layer that it is fused into; ``""`` if it is a layer.
     """
 
     loaded: int
@@ -104,9 +104,9 @@ class Traffic:
 def count_traffic(calls: Sequence[OperatorCall]) -> list[Traffic]:
     """Bytes of each call, where every layer reads inputs and weights once and writes its output.
 
-    Weights are int8, biases int32. An activation, batch norm or addition that alone reads a
-    convolution's or linear layer's result is computed with it: it moves nothing but the other
-    operand of the addition. What the documents give to the CPU moves nothing here.
+    Weights are int8, biases int32. An activation, batch norm or addition that is the only consumer
+    of a convolution or linear layer is fused into it: it moves only the other operand of the
+    addition. Operators documented for the CPU move nothing here.
     """
     readers = Counter(path for call in calls for path in set(call.inputs))
     layers: dict[str, str] = {}
@@ -142,7 +142,7 @@ def count_traffic(calls: Sequence[OperatorCall]) -> list[Traffic]:
 def _host(
     call: OperatorCall, name: str, layers: dict[str, str], readers: Counter[str]
 ) -> int | None:
-    """Which input comes from the layer that ``call`` is computed with; None if it stands alone."""
+    """Index of the input from the layer that ``call`` is fused into; None if there is none."""
     if name not in _FUSED and name != "add":
         return None
     for i, source in enumerate(call.inputs):
@@ -153,17 +153,17 @@ def _host(
 
 @dataclass(frozen=True)
 class LayerEstimate:
-    """What one layer costs.
+    """The cost of one layer.
 
     Attributes:
         path: The module or node.
-        operator: What it computes.
-        operations: Of which a multiplication and its addition are two.
+        operator: The operator.
+        operations: Number of operations; a multiplication and its addition are two.
         loaded_bytes: From DDR memory: inputs and weights.
         stored_bytes: To DDR memory.
         compute_seconds: At the peak rate.
         memory_seconds: At the DDR bandwidth.
-        fused_into: The layer that computes it on the way out, or ``""``.
+        fused_into: The layer that it is fused into, or ``""``.
     """
 
     path: str
@@ -177,7 +177,7 @@ class LayerEstimate:
 
     @property
     def seconds(self) -> float:
-        """The longer of computing and moving."""
+        """The larger of compute and memory time."""
         return max(self.compute_seconds, self.memory_seconds)
 
     @property
@@ -188,7 +188,7 @@ class LayerEstimate:
 
     @property
     def bound(self) -> str:
-        """``"compute"``, ``"memory"``, or ``""`` for what costs nothing."""
+        """``"compute"``, ``"memory"``, or ``""`` without cost."""
         if not self.seconds:
             return ""
         return "compute" if self.compute_seconds > self.memory_seconds else "memory"
@@ -204,8 +204,8 @@ def estimate_layers(
     """Estimate each call on ``cores`` cores of the chip of ``march``.
 
     Args:
-        calls: Operators of a quantized model, in order. What the documents give to the CPU, as
-            detection post-processing, costs the BPU nothing.
+        calls: Operators of a quantized model, in order. Operators documented for the CPU, such as
+            detection post-processing, cost the BPU nothing.
         march: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"``.
         cores: How many BPU cores share the work, evenly.
         figures: Of another chip.
@@ -250,16 +250,16 @@ def estimate_cpu_layers(
 
     A call takes the longer of its operations at cores · clock · operations per cycle and its bytes
     at the DDR bandwidth: inputs, weights and output of four bytes each. A quantize or dequantize
-    stub moves integers of their own width on one side and floats on the other; one that changes
-    nothing is free. Peak rates are optimistic: expect several times as much.
+    stub moves integers of their width on one side and floats on the other; a stub without
+    conversion is free. Peak rates are optimistic: expect several times as much.
 
     Args:
-        calls: Operators that the CPU runs, and stubs.
+        calls: Operators on the CPU, and stubs.
         march: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"``.
         figures: Of another chip.
 
     Raises:
-        ValueError: If the figures say nothing of a CPU.
+        ValueError: If the figures have no CPU.
 
     Example:
         >>> conv = OperatorCall(
@@ -283,7 +283,7 @@ def estimate_cpu_layers(
 
 
 def _cpu_traffic(call: OperatorCall) -> Traffic:
-    """Bytes of floats, and of the integers that a stub takes or gives."""
+    """Bytes of floats, and of a stub's integers."""
     name = call.operator.rpartition(".")[2]
     if name.endswith("Stub"):
         loaded = sum(
@@ -309,8 +309,8 @@ def estimate_performance(
 ) -> dict[str, Any]:
     """The report of ``perf_model``, estimated.
 
-    The keys are those of the documented report; besides, ``"estimate"`` says how the figures came
-    about and ``"figures"`` gives the chip's figures with their sources.
+    The keys are those of the documented report; in addition, ``"estimate"`` explains the method and
+    ``"figures"`` lists the chip's figures with their sources.
 
     Args:
         calls: Operators of a quantized model, in order.

@@ -14,13 +14,13 @@ _BASES = ("documented", "measured", "assumed")
 
 @dataclass(frozen=True)
 class Figure:
-    """One number and where it comes from.
+    """One number and its source.
 
     Attributes:
         value: The number.
         basis: ``"documented"``, ``"measured"`` or ``"assumed"``.
         source: Address of the page.
-        note: What the page says, or what is assumed.
+        note: The page's statement, or the assumption.
     """
 
     value: float
@@ -29,7 +29,7 @@ class Figure:
     note: str
 
     def __post_init__(self) -> None:
-        """Refuse figures that no estimate can rest on."""
+        """Refuse invalid figures."""
         if not self.value > 0:
             raise ValueError(f"figure {self.value}; expected a number above zero")
         if self.basis not in _BASES:
@@ -38,7 +38,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class ChipFigures:
-    """What the estimate knows of a chip.
+    """Figures of a chip.
 
     Attributes:
         chip: Its name.
@@ -46,7 +46,7 @@ class ChipFigures:
             are two.
         cores: BPU cores.
         ddr_gigabytes_per_second: 10⁹ bytes per second between DDR memory and the BPU.
-        cpu_cores: CPU cores beside the BPU; None where they are not known, as those that follow.
+        cpu_cores: CPU cores; None if unknown, as for the attributes below.
         cpu_gigahertz: Their clock, in 10⁹ cycles per second.
         cpu_operations_per_cycle: Float32 operations of one core in one cycle.
     """

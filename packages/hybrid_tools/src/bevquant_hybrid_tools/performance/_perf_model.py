@@ -1,4 +1,4 @@
-"""perf_model: an estimate of speed, written as JSON and as a page."""
+"""perf_model: an estimate of speed as JSON and HTML."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _FIGURES = {
 
 
 def render_layers(layers: Sequence[LayerEstimate]) -> str:
-    """A table of the layers: operations, bytes, operations per byte, time, and what bounds it.
+    """A table of the layers: operations, bytes, operations per byte, time, and its bound.
 
     Example:
         >>> layer = LayerEstimate("conv", "torch.nn.Conv2d", 2_000_000, 900, 100, 2e-6, 1e-6, "")
@@ -137,7 +137,7 @@ def _duration(microseconds: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """No more decimals than three digits need: an estimate is no finer."""
+    """Three significant digits: an estimate is not finer."""
     return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
@@ -230,21 +230,21 @@ def perf_model(
     """Estimate the speed of a model on one BPU core, and write it as JSON and as an HTML page.
 
     Each layer takes the longer of its operations at the chip's peak rate and its bytes at the DDR
-    bandwidth, both from public pages that the result names. It is no measurement and no
-    compiler's forecast: compare layers and models by it, and measure frame rates on a board.
+    bandwidth, both from public pages, which the result names. It is neither a measurement nor a
+    compiler's forecast: use it to compare layers and models, and measure frame rates on a board.
 
     Args:
         module: Float with stubs, prepared, converted, or converted and traced.
         example_inputs: One tensor, or a tuple or list of the forward's arguments.
-        march: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"``; that of the process by default.
-        out_dir: Folder of the two files; it is made.
-        name: Of the model and the files; that of its class by default.
-        hbm: Where to write a converted model too, as `compile_model` does.
+        march: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"`` (default: `set_march`).
+        out_dir: Folder of the two files; created if missing.
+        name: Name of the model and the files (default: its class name).
+        hbm: File for a converted model's program, as in `compile_model`.
         input_source: ``"ddr"``, ``"resizer"`` or ``"pyramid"``, or one for each input.
         input_layout: ``"NCHW"`` or ``"NHWC"``.
         output_layout: The same.
-        opt: 0 to 3, ``"O0"`` to ``"O3"``, ``"ddr"``, ``"fast"`` or ``"balance"``. Like all that
-            tells a compiler how to work, it is checked and noted, and changes no figure.
+        opt: 0 to 3, ``"O0"`` to ``"O3"``, ``"ddr"``, ``"fast"`` or ``"balance"``. Like all compiler
+            options it is checked and recorded, without effect on the figures.
         balance_factor: Accepted for old scripts.
         progressbar: Accepted for old scripts.
         jobs: Accepted for old scripts.
@@ -252,13 +252,13 @@ def perf_model(
         extra_args: Accepted for old scripts.
 
     Returns:
-        ``{"summary": {…}}`` with the documented keys as far as they can be estimated; besides,
-        ``"estimate"`` says how the figures came about and ``"figures"`` what they rest on.
+        ``{"summary": {…}}`` with the documented keys as far as they can be estimated; in addition,
+        ``"estimate"`` explains the method and ``"figures"`` lists the sources.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: A hybrid model, a float operator, an argument with an unknown value, or no
-            march is set.
+        ValueError: A hybrid model, a float operator, an unknown value of an argument, or no march
+            is set.
         RuntimeError: The model does not run on the inputs.
 
     Example:

@@ -1,4 +1,4 @@
-"""Tools that tell where a quantized model loses accuracy, at their documented path."""
+"""Tools that locate accuracy loss of a quantized model, at their documented path."""
 
 from __future__ import annotations
 

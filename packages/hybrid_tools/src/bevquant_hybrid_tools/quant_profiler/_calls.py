@@ -1,4 +1,4 @@
-"""Leaf modules, and the calls of them that one run of a model makes."""
+"""Leaf modules, and their calls in one run of a model."""
 
 from __future__ import annotations
 
@@ -79,15 +79,15 @@ class Call:
 
     Attributes:
         path: Its name; empty for a function.
-        repeat: How often it had been called before.
+        repeat: Number of earlier calls.
         module: The operator; None for a function.
         function: The function; None for an operator.
-        method: Which method of a FloatFunctional; None for others.
-        args: What it was given, as copies.
-        kwargs: By name.
-        output: What it returned, as a copy.
-        sources: For each tensor that it was given, which call made it; None for none.
-        readers: Which calls read its result, and `END` where the model returns it.
+        method: Method of a FloatFunctional; None for others.
+        args: Positional arguments, as copies.
+        kwargs: Keyword arguments.
+        output: Its result, as a copy.
+        sources: The producer call of each input tensor, or None.
+        readers: The consumer calls of its result, and `END` if the model returns it.
     """
 
     path: str
@@ -185,7 +185,7 @@ def get_module_called_count(
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Tensors on a device, whatever holds them."""
+    """Move the tensors of a nested value to a device."""
     return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
 
 
@@ -201,7 +201,7 @@ def copied(value: Any) -> Any:
 
 
 class _Recorder(Watch):
-    """Lists calls, and which of them read the results of which."""
+    """Lists calls with their producers and consumers."""
 
     def __init__(self, keep: bool, watch: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How alike two tensors, two calls' results and two models' weights are."""
+"""Similarity of two tensors, two calls' results and two models' weights."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from bevquant_hybrid_tools.quant_profiler._tables import grid_table, write_histo
 
 @dataclass(frozen=True)
 class Measure:
-    """A similarity, and which of its values are worth a look.
+    """A similarity measure and its threshold for reports.
 
     Attributes:
-        name: As callers spell it.
-        compute: Of two tensors of one shape, as float64, flat.
-        higher_is_better: Whether values below the threshold are reported, else those above.
+        name: Its name.
+        compute: Function of two flat float64 tensors of one shape.
+        higher_is_better: Whether values below the threshold are reported, otherwise those above.
         threshold: The default; None for no report.
     """
 
@@ -94,7 +94,7 @@ _MEASURES = {
 
 
 def measure_of(similarity_func: str | Callable[..., Any], caller: str) -> Measure:
-    r"""Return a measure by its name, or make one of a function.
+    r"""Return a measure by its name, or make one from a function.
 
     Cosine: ⟨x, y⟩/(‖x‖‖y‖), 0 where either is zero. MSE: mean of (x − y)². L1: mean of |x − y|.
     KL: Σ p·ln(p/q) with p and q the softmax of all values of x and y. SQNR:
@@ -273,9 +273,9 @@ def compare_weights(
 ) -> dict[str, dict[str, Tensor]]:
     """Compare weights layer by layer; print the table and write ``weight_comparison.txt``.
 
-    Folding a batch norm changes a weight: pass the float model after `fuse_fx` or `fuse_modules`.
-    A QAT model's weights are taken as they train, before rounding; a converted one's are the
-    integers times their scale. Atol is the largest difference.
+    Folding a batch norm changes a weight: pass the float model after `fuse_fx` or `fuse_modules`. A
+    QAT model's weights are compared before rounding; a converted model's are integers times scale.
+    Atol is the largest difference.
 
     Args:
         float_model: Float model, or an earlier form of the other.
@@ -325,7 +325,7 @@ def compare_weights(
 
 
 def _weight(module: nn.Module | None) -> Tensor | None:
-    """The weight of a layer in any form, as floats."""
+    """The float weight of a layer in any form."""
     if isinstance(module, Fused):
         module = module.part("conv")
     elif isinstance(module, SegmentLUT):

@@ -45,17 +45,17 @@ def show_cuda_memory_consumption(
     file_name: str | None = None,
     custom_backward: Callable[[Any], None] | None = None,
 ) -> Path:
-    """Run a copy of a model forward and backward and draw what its tensors take on the device.
+    """Run a copy of a model forward and backward and draw its memory on the device.
 
     Args:
-        model: Float, calibration or QAT model; it stays as it is, and its mode counts.
+        model: Float, calibration or QAT model; not changed. The run uses its mode.
         example_inputs: A tensor, or a tuple or list of the forward's arguments.
         device: A CUDA device.
         check_leaf_module: Whether a module is one operator; None as in `get_module_called_count`.
         out_dir: Folder of the page; None for the current one.
         file_name: Of the page, without suffix; None for ``mem_info``.
-        custom_backward: Is given the result and calls backward; None: the result is one tensor,
-            and its sum is differentiated.
+        custom_backward: Function that gets the result and calls backward; None: the result is one
+            tensor, and its sum is differentiated.
 
     Returns:
         The path of the HTML page.

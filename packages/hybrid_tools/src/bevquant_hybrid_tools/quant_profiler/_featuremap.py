@@ -1,4 +1,4 @@
-"""Two forms of a model, operator by operator: which calls correspond, and how alike they are."""
+"""Matching and similarity of calls in two forms of a model, operator by operator."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def featuremap_similarity(
 ) -> list[list[Any]]:
     """Compare the results of two forms of a model, operator by operator.
 
-    Operators are matched by name; a fused one stands for all that it took in. ``similarity.txt``
-    holds them in the order of execution, ``ordered_op_error_similarity.txt`` by the error that each
-    makes alone, and ``similarity.html`` the curve of the similarities. Below the tables stand the
-    names that the other model does not have. What lies beyond the threshold is printed.
+    Operators are matched by name; a fused one matches all its members. ``similarity.txt`` lists
+    them in the order of execution, ``ordered_op_error_similarity.txt`` by the error of each alone,
+    and ``similarity.html`` shows the curve of the similarities. Unmatched names follow the tables.
+    Values beyond the threshold are printed.
 
     Args:
         model1: Float, fused, calibration, QAT or converted model.
@@ -63,7 +63,7 @@ def featuremap_similarity(
             nothing.
         inputs: A tensor, or a tuple or list of the forward's arguments.
         similarity_func: ``"Cosine"``, ``"MSE"``, ``"L1"``, ``"KL"``, ``"SQNR"``, or a function of
-            two flat float64 tensors that gives one number, larger for what is more alike.
+            two flat float64 tensors to one number, larger for more similar ones.
         threshold: Cosine (0.99) and SQNR (20 dB) below it are printed, MSE, L1 and KL (1.0) above
             it, and what a function gives below it; None for the numbers given here, and none for a
             function.

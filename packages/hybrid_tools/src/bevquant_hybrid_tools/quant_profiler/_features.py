@@ -1,4 +1,4 @@
-"""What operators hold and return: those asked for, their tensors, and statistics of these."""
+"""Selected operators, their tensors, and statistics of these."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from bevquant_hybrid_tools.quant_profiler._tables import (
 
 
 class Selection:
-    """The modules that a caller asks for, by the start of their names and by class.
+    """Modules selected by prefixes of their names and by class.
 
     A prefix that is the name of a module means it and what it holds (``conv1`` is not ``conv10``);
     any other is the start of names.
@@ -92,12 +92,12 @@ def set_preserve_qat_mode(
     types: type | Iterable[type] = (),
     value: bool = True,
 ) -> list[str]:
-    """Mark modules, so that convert leaves them in QAT form between fixed-point ones.
+    """Mark modules that convert shall leave in QAT form.
 
-    It tells which conversion to integers costs accuracy. Of what is fused, the convolution's or
-    linear layer's mark counts; of a function that fx made a module of, that module's in the QAT
-    model. ``module.preserve_qat_mode = True`` does the same; a module without a mark goes by the
-    one that holds it.
+    This locates conversions that cost accuracy. For fused modules, the mark of the convolution or
+    linear layer applies; for functions, that of the generated module in the QAT model.
+    ``module.preserve_qat_mode = True`` has the same effect. A module without a mark inherits its
+    parent's.
 
     Args:
         model: Float or QAT model.
@@ -106,7 +106,7 @@ def set_preserve_qat_mode(
         value: The mark.
 
     Returns:
-        The names that were marked.
+        The marked names.
 
     Raises:
         TypeError: Prefixes that are no strings, types that are no classes.

@@ -66,7 +66,7 @@ def check_qconfig(
     custom_check_func: Callable[[nn.Module, Any, Any], None] | None = None,
     out_dir: str | os.PathLike[str] | None = None,
 ) -> QConfigReport:
-    """Run a prepared model, list how each layer is quantized, and print what to look at.
+    """Run a prepared model, list the quantization of each layer, and print suspicious settings.
 
     All is written to ``qconfig_info.txt``. Printed are outputs that are not quantized, fixed
     scales, weights of another type than qint8, layers with a weight and no qconfig, and layers
@@ -189,7 +189,7 @@ def check_deploy_device(
     print_tabulate: bool = True,
     out_dir: str | os.PathLike[str] | None = None,
 ) -> dict[str, tuple[str, str]]:
-    """Say for each operator of a hybrid model whether it runs on the BPU or on the CPU.
+    """Return the device, BPU or CPU, of each operator of a hybrid model.
 
     It reads the prepared graph with `bevquant_hybrid.partition`. Stubs and the boundaries that
     prepare put in count as CPU; views and Identity are where their input is and are not listed.
@@ -249,7 +249,7 @@ def _row(node: Node, modules: dict[str, nn.Module]) -> tuple[str, str]:
 def check_unfused_operations(
     model: nn.Module, example_inputs: Any, print_tabulate: bool = True
 ) -> list[list[str]]:
-    """Find layers that stand before a batch norm, addition or ReLU that could be fused into them.
+    """Find layers whose downstream batch norm, addition or ReLU could be fused into them.
 
     A layer is a Conv2d, Conv3d, ConvTranspose2d or Linear; behind it any of batch norm, an addition
     of a FloatFunctional, and ReLU or ReLU6, in this order, each the only reader of the one before.

@@ -1,4 +1,4 @@
-"""Where the stages of one model part, operator by operator: trained, converted and compiled.
+"""Differences between QAT, converted and compiled model, operator by operator.
 
 `compare_stages` tells what conversion and compilation change, `script_profile` what a converted
 model gives and whether its file gives the same, `compare_script_models` what two versions convert.
@@ -69,8 +69,8 @@ def compare_stages(
 ) -> list[Stage]:
     """Compare a QAT model with its converted and its compiled form, operator by operator.
 
-    An operator that rounds within one step of its QAT form may stand behind many others: the sums
-    of their differences are what *free* shows, and its own is what *forced* shows.
+    *free* shows an operator's difference including those of its upstream operators; *forced* shows
+    its own difference alone.
 
     Args:
         qat_model: Result of `prepare_qat_fx`, hybrid or not.

@@ -1,4 +1,4 @@
-"""Which layers of a hybrid model should run on the CPU, from what each costs in accuracy."""
+"""Suggestion of CPU layers for a hybrid model, from the accuracy cost of each layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which BPU layers should move to the CPU: the one that gains most per millisecond, and so on."""
+"""Greedy selection of BPU layers to move to the CPU, by gain per millisecond."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def suggest_cpu(
     example_inputs: Any = None,
     figures: ChipFigures | None = None,
 ) -> CpuSuggestion:
-    """Propose which BPU layers should run on the CPU, by what each of them costs in accuracy.
+    """Suggest BPU layers to run on the CPU, by the accuracy cost of each.
 
-    The model rounds with the ranges that it has, and is held against its float form, all fake
-    quantizers off. Each candidate is measured as `prepare_qat_fx` with that `hybrid_dict` would
-    make the model: the layer's weight is a float, its input is dequantized, and its output is
-    quantized for readers on the BPU alone. Candidates are the layers that run on the BPU, one by
-    one, and a layer together with all BPU readers of its output, since only then the value between
-    them is a float. The one that gains most per millisecond is picked (one that adds no time comes
-    before all others), then the others are measured again behind it, until none gains, or none
-    fits the budget. What keeps the scale of its input (pooling by maximum, resizing, ReLU) has no
-    range of its own and moves only where none of its readers stays on the BPU.
+    The model rounds with its current ranges and is compared with its float form, all fake
+    quantizers off. Each candidate is measured as the model from `prepare_qat_fx` with that
+    `hybrid_dict`: the layer's weight is float, its input is dequantized, and its output is
+    quantized only for BPU consumers. Candidates are the layers that run on the BPU, one by one, and
+    a layer together with all BPU readers of its output, since only then the value between them is a
+    float. The candidate with the largest gain per millisecond is picked (candidates without added
+    time first). The others are then measured again, until none gains or fits the budget. Operators
+    that keep the scale of their input (max pooling, resizing, ReLU) have no range and move only if
+    no consumer stays on the BPU.
 
     It takes (picks + 1) · candidates · batches runs of the model, and the memory of one copy of it
-    and of the float outputs of all batches. The model stays as it is.
+    and of the float outputs of all batches. The model is not changed.
 
     Args:
         model: From `prepare_calibration_fx`, calibrated, or from `prepare_qat_fx`; hybrid or not.

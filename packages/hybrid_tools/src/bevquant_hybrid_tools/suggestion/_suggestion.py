@@ -1,4 +1,4 @@
-"""What a move to the CPU costs and gains: measured, and as rows, table and JSON."""
+"""Cost and gain of moves to the CPU: measured, and as rows, table and JSON."""
 
 from __future__ import annotations
 
