@@ -1,1 +1,1 @@
-"""From a float model to a graph whose nodes know where they run."""
+"""Tracing, fusing, placement and preparation of float models."""

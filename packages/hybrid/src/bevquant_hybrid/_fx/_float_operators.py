@@ -1,6 +1,6 @@
 """Operators of a prepared model that compute on floats: refused, or listed with their reason.
 
-Those of a hybrid model run on the CPU, and stubs carry values between them and the BPU.
+In a hybrid model they run on the CPU, with stubs between them and the BPU.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class CpuOperator:
     Attributes:
         node: Name of its node.
         operator: The module's class, or the function.
-        path: The module, or the one whose forward holds the function.
+        path: The module, or the module whose forward calls the function.
         line: File and line of the forward that calls it.
-        reason: Why it is not on the BPU.
+        reason: Reason why it is not on the BPU.
     """
 
     node: str
@@ -90,11 +90,11 @@ def list_cpu_operators(placement: Placement) -> tuple[CpuOperator, ...]:
 
 
 def insert_boundaries(graph: Graph, root: nn.Module, placement: Placement, make: Make) -> None:
-    """Insert what carries values between CPU and BPU, in one pass in the graph's order.
+    """Insert boundaries between CPU and BPU, in one pass in the graph's order.
 
-    Behind a CPU node ``n`` from which a BPU node is reachable through views alone:
-    ``n_activation_post_process``, which `make` builds. Before a CPU node, for its i-th input that
-    comes from the BPU: ``n_input_dequant_i``, all of them one module ``n_input_dequant``.
+    Output of a CPU node ``n`` with a BPU consumer, directly or through views:
+    ``n_activation_post_process``, built by `make`. The i-th BPU input of a CPU node:
+    ``n_input_dequant_i``, all calls of one module ``n_input_dequant``.
 
     Args:
         graph: Nodes, changed in place.
@@ -153,7 +153,7 @@ def _dequantize_before(graph: Graph, root: nn.Module, node: Node, placement: Pla
 
 
 def refuse_float_operators(placement: Placement, caller: str) -> None:
-    """Refuse what cannot read the quantized values that it is given."""
+    """Refuse operators that do not accept their quantized inputs."""
     quantized = _quantized_nodes(placement)
     problems = []
     for node in placement.kinds:
@@ -193,7 +193,7 @@ def _problem(node: Node, placement: Placement, quantized: set[Node]) -> str:
 
 
 def _is_float(node: Node, placement: Placement) -> bool:
-    """Whether a value surely is no quantized tensor, whatever the model is given."""
+    """Whether a value is never a quantized tensor, for any input."""
     kind = placement.kinds[node]
     if kind is Kind.DEQUANT:
         return True

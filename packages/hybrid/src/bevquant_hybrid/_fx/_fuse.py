@@ -66,7 +66,7 @@ def fused(
 ) -> nn.Module:
     """The module of a layer, batch norm, addition and activation, as the mode of QAT has it.
 
-    The float model's own layer stays as it is; of the copy, `path` says where it was.
+    The float model's layer is not changed; `path` is the copy's original path.
     """
     if norm is not None and get_qat_mode() == QATMode.FuseBN:
         anchor, norm = fold(anchor, norm), None
@@ -98,9 +98,8 @@ class _Chain:
 def fuse_graph(graph: Graph, root: nn.Module, stays_apart: Callable[[Node, Node], bool]) -> None:
     """Fuse in place.
 
-    The module goes to the layer's name, or, with an addition, to the addition's; the names of the
-    others hold `nn.Identity`. Every result in between has one reader, and layer and batch norm are
-    called once.
+    The fused module has the layer's name, or the addition's if there is one; the other names hold
+    `nn.Identity`. Every intermediate result has one consumer; layer and batch norm are called once.
     """
     modules = dict(root.named_modules(remove_duplicate=False))
     calls = Counter(id(modules[n.target]) for n in graph.nodes if n.op == "call_module")

@@ -1,4 +1,4 @@
-"""Graph modules that keep everything of the model they were traced from."""
+"""Graph modules that keep all attributes of the traced model."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class QuantizedGraphModule(GraphModuleWithAttr):
 def clone_containers(root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> nn.Module:
     """Copy the containers of a model; leaves, parameters and buffers stay the same objects.
 
-    What is then replaced in the copy leaves the original as it was. Attributes that lead to copied
-    modules (lists of layers, methods put on a module) lead to the copies.
+    Replacements in the copy do not change the original. Attributes that refer to copied modules
+    (lists of layers, methods set on a module) refer to the copies.
     """
     made: dict[int, nn.Module] = {}
 

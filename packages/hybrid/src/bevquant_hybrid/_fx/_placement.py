@@ -165,7 +165,7 @@ def mapper_place(module: nn.Module | None, method: str | None, march: str) -> Li
 
 
 class Kind(Enum):
-    """What a node is to the partition.
+    """A node's kind in the partition.
 
     Attributes:
         EDGE: Inputs, outputs and attributes of the model, and dictionaries of values.
@@ -200,19 +200,19 @@ def has_weight(module: nn.Module | None) -> bool:
 class Placement:
     """The kind of every node of a float graph.
 
-    A node runs on the CPU where the mapper of a hybrid model has no BPU form of it, where
-    `hybrid_dict` names it or a module that holds it, or where it has no qconfig. A node without a
-    weight that reads float values only (inputs, and what a DeQuantStub gives) stays with them.
+    A node runs on the CPU if the mapper of a hybrid model has no BPU form of it, if `hybrid_dict`
+    names it or a parent module, or if it has no qconfig. A node without a weight whose inputs are
+    all float (model inputs, results of DeQuantStubs) stays float.
 
     Args:
         graph: Fused nodes.
         root: Their modules.
         settings: The qconfigs.
-        names: What the user wants on the CPU.
+        names: Modules that the user puts on the CPU.
         hybrid: Whether operators may run on the CPU at all.
         march: Whose list of operators decides what must.
-        strip: Let layers that read float values alone stay float: what lies before the QuantStubs
-            and behind the DeQuantStubs.
+        strip: Keep layers with only float inputs in float: those upstream of QuantStubs and
+            downstream of DeQuantStubs.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""From a float, fused or calibrated model to one that is calibrated or trains quantized."""
+"""Preparation of float, fused or calibrated models for calibration and QAT."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from bevquant_hybrid.nn.qat._base import errors_that_name, expect_pictures, firs
 
 
 def fuse(model: nn.Module, names: Names, caller: str) -> GraphModuleWithAttr:
-    """Trace a model, give functions modules, fuse; the model itself stays as it is.
+    """Trace a model, replace functions by modules, fuse; the model itself is not changed.
 
     Functions that the mapper of a hybrid model runs on the CPU stay functions.
     """

@@ -1,4 +1,4 @@
-"""The calls that stand for a function: new modules, methods of them, functions of tensors."""
+"""The calls that replace a function: new modules, their methods, functions of tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How torch's functions are computed out of operators that have a quantized form."""
+"""Decompositions of torch's functions into operators with a quantized form."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Rule = Callable[..., Any]
 def recipe_of(
     node: Node, numbers: set[Node], arithmetic: set[str], parameter: Callable[[Node], Any]
 ) -> Recipe | None:
-    """What a function is as operators that have a quantized form; None where there is none.
+    """The decomposition of a function into operators with a quantized form, or None.
 
     Args:
         node: The node.

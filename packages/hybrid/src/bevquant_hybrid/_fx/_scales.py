@@ -1,4 +1,4 @@
-"""Scales of fake quantizers: found by calibration, and shared by what is concatenated."""
+"""Scales of fake quantizers: from calibration, and shared by concatenated tensors."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def calibrated_scales(model: nn.Module) -> dict[str, Tensor | None]:
 def adopt_scales(model: nn.Module, scales: dict[str, Tensor | None]) -> None:
     """Start the fake quantizers of a model from the scales found at the same names.
 
-    Where an operator runs on the CPU that did not during the calibration, what quantizes its result
-    takes the scale that this had.
+    If an operator has moved to the CPU since the calibration, the boundary on its output takes the
+    operator's scale.
     """
     if isinstance(model, GraphModule):
         scales = {**scales, **_at_new_boundaries(model, scales)}
@@ -97,8 +97,8 @@ def _at_new_boundaries(
 def deployed(model: nn.Module) -> nn.Module:
     """A copy in evaluation mode, in which every fake quantizer rounds and none observes.
 
-    What only calibrates becomes a fake quantizer of the scale that it found, and weights get the
-    scale of the largest value of each output channel.
+    Calibration observers become fake quantizers with the observed scale. Weights get the scale of
+    the largest value of each output channel.
     """
     made = copy.deepcopy(model).eval()
     for owner in list(made.modules()):
@@ -141,7 +141,7 @@ def _has_steps(module: nn.Module) -> bool:
 
 
 def refuse_uncalibrated(model: nn.Module, graph: Graph, caller: str) -> None:
-    """Refuse a model whose forward rounds to a scale that was never found."""
+    """Refuse a model whose forward rounds to a scale without calibration."""
     called = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
     found = {
         f"{path}.{name}".strip("."): None

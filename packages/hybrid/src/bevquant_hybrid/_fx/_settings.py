@@ -1,4 +1,4 @@
-"""Which settings hold for which module: by model, class, name, and the module's own attribute."""
+"""Settings of each module: by model, class, name, and its own attribute."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Settings:
     """A qconfig for every module of a model.
 
     Precedence: ``""`` < ``"module_type"`` < ``"module_name"`` < the module's own ``qconfig``
-    attribute; what a module does not say itself it has from the one that holds it. None: float.
+    attribute; a module without a setting inherits its parent's. None: float.
 
     Args:
         root: The model.
@@ -136,7 +136,7 @@ def _warn_of_unknown_names(
 
 
 class Names:
-    """Modules that run on the CPU because the user said so, by name or by class.
+    """Modules that the user puts on the CPU, by name or by class.
 
     Args:
         hybrid_dict: ``{"module_name": [...], "module_type": [...]}``, or None.

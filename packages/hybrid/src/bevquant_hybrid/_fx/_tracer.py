@@ -39,16 +39,15 @@ def _writing(function: Callable[..., Any]) -> Callable[[Proxy, Any], Proxy]:
 def with_items(
     mapping: Mapping[str, Any], items: Mapping[str, Any], taken: Collection[str] = ()
 ) -> dict[str, Any]:
-    """A dictionary that a forward was given, with what it wrote into it, less what it took out."""
+    """Return a copy of a forward's input dictionary with its insertions and removals."""
     return {**{name: mapping[name] for name in mapping if name not in taken}, **items}
 
 
 class _WritableProxy(Proxy):
-    """A traced value that records ``x += y`` as what it is: other names show the result too.
+    """A traced value that records ``x += y`` as in-place: all names of the value see the result.
 
-    What a forward writes into a dictionary that it was given (``batch["maps"] = x``) it reads back
-    from there; who is handed the dictionary gets another one that has it, and has not what was
-    taken out.
+    An item written to an input dictionary (``batch["maps"] = x``) can be read back. Consumers of
+    the dictionary get a copy with the changes applied.
     """
 
     def __init__(self, node: Node, tracer: Tracer) -> None:
@@ -272,13 +271,13 @@ _VIEWS = {
 
 
 def _without_writing(graph: Graph, model: nn.Module, caller: str) -> None:
-    """Have every call that writes into its input make a new tensor, which later readers read.
+    """Replace in-place calls by calls with a new result, which later consumers use.
 
-    ``x += y``, ``x.mul_(2)`` and modules with ``inplace=True`` change what every name of that
-    tensor shows. A traced name shows the value as it was: later readers get the result instead.
+    ``x += y``, ``x.mul_(2)`` and modules with ``inplace=True`` change all aliases of the tensor.
+    Traced names keep the old value, so later consumers are redirected to the result.
 
     Raises:
-        ValueError: It writes through a view into what is read later.
+        ValueError: A write through a view changes a value with later consumers.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
     writing = [node for node in graph.nodes if _writes(node, model)]
@@ -353,7 +352,7 @@ def _own_forward(model: nn.Module, caller: str) -> Iterator[None]:
 
 
 def trace(model: nn.Module, caller: str) -> Graph:
-    """Trace a model; what it writes in place is written anew.
+    """Trace a model; in-place writes become new values.
 
     Raises:
         ValueError: Its forward cannot be followed; the message names the module.

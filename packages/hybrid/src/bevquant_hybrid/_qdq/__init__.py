@@ -1,1 +1,1 @@
-"""Models that train quantized, read as programs in integers."""
+"""Conversion of QAT models to integer programs for exporters."""

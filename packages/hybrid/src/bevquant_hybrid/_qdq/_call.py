@@ -1,4 +1,4 @@
-"""One call of a forward, and how the values between calls are held."""
+"""One call of a forward, and the form (integer or float) of values."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Call:
         kwargs: Named ones.
         given: Positional arguments as they are in the example.
         result: What it makes there.
-        on_cpu: Whether a BPU could run it, and shall not.
-        reason: Why it is computed in float, where it is.
+        on_cpu: Whether it runs on the CPU although a BPU could run it.
+        reason: Reason of float computation, if any.
     """
 
     name: str

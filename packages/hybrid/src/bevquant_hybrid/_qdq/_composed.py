@@ -1,4 +1,4 @@
-"""Modules out of several quantized parts, as calls of these parts: a file rounds where they do."""
+"""Modules of several quantized parts, replaced by calls of the parts, which round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prepared model as it will be deployed, as a program in integers that exporters write.
+"""A prepared model in its deployed form, as an integer program for exporters.
 
 Its nodes are read one after the other, as they run on the example.
 """
@@ -63,11 +63,11 @@ def read(model: nn.Module, args: Any) -> PreparedProgram:
 
     Args:
         model: Result of `prepare_qat_fx`, `prepare_calibration_fx`, or of `prepare_qat` where its
-            forward can be traced; calibrated. It stays as it is.
+            forward can be traced; calibrated. It is not changed.
         args: A tuple of positional inputs, a dict of named ones, or one input.
 
     Raises:
-        TypeError: Inputs that the forward does not take.
+        TypeError: Inputs that the forward does not accept.
         ValueError: Converted already, not calibrated, not traceable, or quantized to 16 bits.
     """
     refuse_converted(model, _CALLER)
@@ -125,7 +125,7 @@ class PreparedProgram:
         )
 
     def run(self, inputs: Any, *, observe: Observe) -> Any:
-        """Run, and show every step with what it makes, as integers where it has eight bits."""
+        """Run, and report every step with its results, as integers if they have eight bits."""
         sums: dict[str, Tensor] = {}
 
         def see(node: Node, given: tuple[Any, ...], result: Any) -> None:

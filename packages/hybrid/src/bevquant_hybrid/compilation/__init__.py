@@ -1,4 +1,4 @@
-"""What functions share that take a model for a BPU: arguments checked, calls, the program."""
+"""Shared parts of functions on BPU models: argument checks, calls, the program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of functions that take a model for a BPU, checked, and the operators that it calls."""
+"""Checked arguments of functions on BPU models, and a model's operator calls."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _LAYOUTS = ("NCHW", "NHWC", "BPU_RAW")
 
 
 def converted_model(module: Any, caller: str) -> nn.Module:
-    """Return a model that may be compiled.
+    """Return the model if it can be compiled.
 
     Raises:
-        TypeError: It is no model.
+        TypeError: It is not a model.
         ValueError: It is hybrid, trains quantized, or is float.
     """
     if not isinstance(module, nn.Module):
@@ -62,7 +62,7 @@ def forward_arguments(example_inputs: Any, caller: str) -> tuple[Any, ...]:
     """Return example inputs as the arguments of a forward: one tensor alone is one.
 
     Raises:
-        TypeError: Neither a tensor nor a list or tuple of what holds tensors.
+        TypeError: Neither a tensor nor a list or tuple of nested tensors.
         ValueError: There are none.
     """
     if isinstance(example_inputs, Tensor):
@@ -78,7 +78,7 @@ def forward_arguments(example_inputs: Any, caller: str) -> tuple[Any, ...]:
 
 
 def march_of(march: Any, caller: str) -> str:
-    """Return the march asked for, or the one that is set.
+    """Return the requested march, or the one of `set_march`.
 
     Raises:
         ValueError: No march of that name, or none at all.
@@ -95,7 +95,7 @@ def march_of(march: Any, caller: str) -> str:
 
 
 def check_path(file: Any, caller: str, what: str = "hbm") -> Path:
-    """Return where the file goes.
+    """Return the path of the file.
 
     Raises:
         TypeError: No path.
@@ -121,10 +121,10 @@ def check_options(
     jobs: Any = 16,
     extra_args: Any = None,
 ) -> dict[str, Any]:
-    """Return what a program notes of its compilation.
+    """Return the options of a compilation, as recorded in the program.
 
     Args:
-        caller: Function that messages name.
+        caller: Function named in messages.
         tensors: How many inputs there are.
         input_source: Where inputs come from: one source, or one for each.
         input_layout: Order of their axes.
@@ -178,7 +178,7 @@ def check_options(
 
 
 def require_module(caller: str, module: object) -> None:
-    """Refuse what is no module.
+    """Refuse other values than modules.
 
     Raises:
         TypeError: It is none.
@@ -222,10 +222,10 @@ def bpu_calls(caller: str, module: nn.Module, arguments: tuple[Any, ...]) -> lis
 
 
 def model_name(caller: str, module: nn.Module, name: str | None = None) -> str:
-    """The name given, or that of the class that the model had before it was traced or converted.
+    """The given name, or the original class name of a traced or converted model.
 
     Raises:
-        ValueError: The name is none for a file.
+        ValueError: The name is not a valid file name.
 
     Example:
         >>> model_name("perf_model", nn.Sequential())

@@ -1,4 +1,4 @@
-"""A converted model as a program: its steps, and what it takes and returns."""
+"""A converted model as a program: steps, inputs and outputs."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def program_of(
     options: Mapping[str, Any],
     kept: dict[str, Tensor] | None = None,
 ) -> Program:
-    """Run a model once and return what it computed as a program.
+    """Run a model once and return its computation as a program.
 
-    The program is then run too, and must return the same; on other values as well, so that
-    whatever escaped the record is found.
+    The program is then run on the same and on other inputs, and must return the model's results.
+    This finds computations that the record missed.
 
     Args:
         module: Converted, or a traced form of one.
@@ -50,7 +50,7 @@ def program_of(
         name: Name of the program.
         march: March of the program.
         options: What the program notes of its compilation.
-        kept: Gets the model's inputs and what its operators returned, by the program's names.
+        kept: Filled with the model's inputs and its operators' results, by the program's names.
 
     Raises:
         ValueError: The model calls an operator that is none of an integer program, which the
@@ -58,7 +58,7 @@ def program_of(
         TypeError: Its inputs or outputs hold something else than tensors and numbers.
         RuntimeError: The program returns something else, as for a model that changes when called.
     """
-    # Over all runs: a model that notes something returns something else in the second run.
+    # Over all runs: a stateful model returns another result in the second run.
     with state_kept(module):
         return _recorded(module, inputs, caller, name, march, options, kept)
 
@@ -123,14 +123,14 @@ def _recorded(
         with torch.no_grad():
             output = module(*given.build([tensor.clone() for tensor in others]))
     except (ValueError, RuntimeError):
-        return program  # nobody said that it takes these: a sum may leave int32
+        return program  # other values may overflow int32
     again = flatten(output, f"{caller}: the model's output").tensors
     _check_equal(program, given.build(others), [payload(tensor) for tensor in again], caller)
     return program
 
 
 def _other_values(tensor: Tensor) -> Tensor:
-    """The same tensor with some elements zero: what a model computes must follow."""
+    """The same tensor with some elements zero, for a second comparison."""
     keep = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(0)) < 0.5
     return tensor * keep.to(tensor.device)
 
@@ -183,7 +183,7 @@ def _check_equal(
 
 
 def _input_names(module: nn.Module, arguments: Nested) -> list[str]:
-    """Name inputs as the forward's arguments are named, and what is nested by its place there."""
+    """Name inputs by the forward's arguments, and nested ones by their places."""
     if isinstance(module, torch.jit.ScriptModule):
         graph = [value.debugName().partition(".")[0] for value in module.inlined_graph.inputs()]
         known = graph[1:]
@@ -249,7 +249,7 @@ def _with_scale(port: Port, scale: str, axis: int, constants: Mapping[str, Tenso
 def record_results(
     model: Any, arguments: tuple[Any, ...], caller: str, march: str | None
 ) -> tuple[Program, dict[str, Tensor]]:
-    """The program of a converted model, and what the model's own operators returned.
+    """The program of a converted model, and the results of the model's operators.
 
     Args:
         model: Converted, or a traced form of one; not hybrid.
@@ -270,7 +270,7 @@ def record_results(
 
 
 def with_layouts(program: Program, input_layout: str, output_layout: str) -> Program:
-    """Return a program whose inputs or outputs of four axes are NHWC where that is asked for."""
+    """Return a program with NHWC four-axis inputs or outputs, if requested."""
     inputs, outputs = list(program.inputs), list(program.outputs)
     values, constants = dict(program.values), dict(program.constants)
     first: list[Step] = []

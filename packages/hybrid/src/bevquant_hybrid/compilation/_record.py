@@ -1,4 +1,4 @@
-"""Record which operators a model calls while it runs, and which of its modules calls them."""
+"""Recorder of a running model's operator calls and the calling modules."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _NEUTRAL = tuple(
 
 
 class RefusedError(ValueError):
-    """A call that no program can hold; names the operator, not yet the module.
+    """A call that programs do not support; names the operator, not yet the module.
 
     Attributes:
         operator: The operator.
@@ -80,9 +80,9 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         steps: The calls.
-        values: What they make, by name.
-        constants: What they read, by name.
-        refused: Why the model cannot be recorded, once that is known.
+        values: Their results, by name.
+        constants: Their constants, by name.
+        refused: Reason why the model cannot be recorded, if any.
         refused_in: Path of the module that was the reason.
         calls: How many of this package's operators were called, on constants too.
     """
@@ -114,12 +114,12 @@ class Recorder(TorchDispatchMode):
         return Ref(name)
 
     def operand(self, tensor: Tensor, hint: str) -> Ref:
-        """Return what a tensor is in the program; a new constant is named after `hint`."""
+        """Return a tensor's operand in the program; a new constant is named after `hint`."""
         known = self._find(tensor)
         return Ref(known.name) if known else self.constant(tensor, hint)
 
     def constant(self, tensor: Tensor, hint: str) -> Ref:
-        """Return the constant that a tensor is, and take it into the program."""
+        """Add a tensor to the program as a constant and return its name."""
         place = _place(tensor)
         if place not in self._constant_of:
             name = self._free(self._names.get(place) or hint)
@@ -183,7 +183,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _path(self, name: str | None) -> str:
-        """The path of the module that computes: what an operator is told, where that is a path."""
+        """The path of the running module, or the path passed to the operator."""
         return str(name if name in self._modules else self._scope() or name or "")
 
     def _know(self, tensor: Tensor, known: _Known) -> None:
@@ -248,7 +248,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _place(tensor: Tensor) -> _Place:
-    """Where a tensor's values lie: the same for every object that stands for it."""
+    """The memory of a tensor's values, equal for all its aliases."""
     memory = tensor.untyped_storage()._cdata
     return (
         memory,
@@ -265,7 +265,7 @@ def _number_kept(tensor: Tensor) -> Any:
 
 
 def _only_moves(name: str, given: Mapping[str, Any]) -> bool:
-    """Whether a call puts the same values in the same order into other memory."""
+    """Whether a call only copies values in the same order."""
     source: Any = given.get("self")
     if name in _SAME_VALUES:
         return True
@@ -284,7 +284,7 @@ def _only_moves(name: str, given: Mapping[str, Any]) -> bool:
 
 
 def _canonical(name: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the operator that a program holds in the place of this one, and its arguments."""
+    """Return the canonical operator for this one, with its arguments."""
     if name in _RESHAPES:
         shape = given.get("size", given.get("shape"))
         return "aten::reshape", {"self": given["self"], "shape": shape}
@@ -319,10 +319,10 @@ def following(module: nn.Module) -> Iterator[Callable[[], str]]:
 
 
 def in_graph(module: Any, operator: str, behind: int) -> tuple[str, str]:
-    """Return what a traced model calls an operator that was refused, and the path of its module.
+    """Return a traced model's name of a refused operator, and the path of its module.
 
-    torch splits some calls before they are seen: the graph has ``aten::prelu`` in the place of
-    ``aten::_prelu_kernel``. The path is ``""`` where it is not found.
+    torch decomposes some calls before they are recorded: the graph has ``aten::prelu`` for
+    ``aten::_prelu_kernel``. The path is ``""`` if it is not found.
     """
     calls = 0
     found: list[tuple[str, str]] = []

@@ -135,7 +135,7 @@ def _pillars(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Features of a cloud's cells, a mask of their points, and z, y, x of the cells."""
     cells = ((points[:, :3].double() - low) / size).floor()
-    inside = ((cells >= 0) & (cells < grid)).all(1)  # both are false for NaN
+    inside = ((cells >= 0) & (cells < grid)).all(1)  # false for NaN and infinity
     points, cells = points[inside], cells[inside].long()
     number = (cells[:, 2] * grid[1] + cells[:, 1]) * grid[0] + cells[:, 0]
     _, pillar = torch.unique(number, return_inverse=True)

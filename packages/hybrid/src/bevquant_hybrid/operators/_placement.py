@@ -1,4 +1,4 @@
-"""Which operators of a hybrid model run on the BPU: by the mapper's list, and as is wished."""
+"""Placement of a hybrid model's operators: the mapper's list, and the user's requests."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _PLACES = ("BPU", "CPU")
 
 @dataclass(frozen=True)
 class Listed:
-    """Where an operator runs, and why."""
+    """An operator's placement and its reason."""
 
     place: str
     because: str
 
 
 def place_operator(operator: str, march: str) -> Listed:
-    """Where the mapper runs ``operator``, a row of the support table or one of its aliases.
+    """The mapper's placement of ``operator``, a row of the support table or an alias.
 
     Example:
         >>> [place_operator("torch.sub", march).place for march in ("bernoulli2", "bayes")]

@@ -1,4 +1,4 @@
-"""Catch the calls of a running model: modules by hooks, functions by torch's own dispatch."""
+"""Recorder of a running model's calls: modules by hooks, functions by torch's dispatch."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ DtypeOf = Callable[[str, nn.Module | None], str | None]
 
 @dataclass(frozen=True)
 class Seen:
-    """An operator that is called.
+    """A called operator.
 
     Attributes:
-        path: Of its module; ``""`` for a function.
+        path: Path of its module; ``""`` for a function.
         module: The module; None for a function.
-        method: Which method of a FloatFunctional; None for others.
+        method: Method of a FloatFunctional; None for others.
         function: The function; None for a module.
-        args: What it is given.
-        kwargs: By name.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
     """
 
     path: str
@@ -53,10 +53,10 @@ class Seen:
 
 
 class Watch(TorchFunctionMode):
-    """Shows the operators that a running model calls, each before and after its call.
+    """Reports the operators of a running model, each before and after its call.
 
-    Modules are seen by hooks, methods of FloatFunctionals by standing in front of them, functions
-    by torch's dispatch. What an operator calls itself is a part of it and not shown.
+    Modules are observed by hooks, methods of FloatFunctionals by wrappers, functions by torch's
+    dispatch. Calls inside an operator are not reported.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Watch(TorchFunctionMode):
         self._wrapped: list[tuple[nn.Module, str]] = []
 
     def concerns(self, given: Any) -> bool:
-        """Whether a function of these arguments is shown."""
+        """Whether a function with these arguments is reported."""
         raise NotImplementedError
 
     def before(self, seen: Seen) -> None:
@@ -98,7 +98,7 @@ class Watch(TorchFunctionMode):
         ]
 
     def detach(self) -> None:
-        """Take the hooks off again."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         for module, name in self._wrapped:
@@ -134,7 +134,7 @@ class Watch(TorchFunctionMode):
 
 
 class _Draft:
-    """A call under construction: who reads its result is known at the end."""
+    """A call under construction: its consumers are known at the end."""
 
     def __init__(self, fields: dict[str, Any], index: object) -> None:
         self.fields = fields
@@ -143,7 +143,7 @@ class _Draft:
 
 
 class Recorder(Watch):
-    """Writes calls down and follows values by their identity."""
+    """Records calls and follows values by their identity."""
 
     def __init__(self, model: nn.Module, table: SupportTable, dtype_of: DtypeOf | None) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Recorder(Watch):
         self.makers[id(value)] = maker
 
     def attach_all(self) -> None:
-        """Watch every module that counts as one call, and note where the others begin and end."""
+        """Watch every module that counts as one call, and record the begin and end of others."""
         for path, module in self._model.named_modules():
             leaf = is_leaf if module is not self._model else row_of_module
             if type(module).__name__ in _FUNCTIONALS:
@@ -189,11 +189,11 @@ class Recorder(Watch):
         self._scopes.pop()
 
     def concerns(self, given: Any) -> bool:
-        """Whether a function reads a value that is followed."""
+        """Whether a function has a followed value as input."""
         return any(id(v) in self.dtypes for v in tensors_in(given))
 
     def after(self, seen: Seen, result: Any) -> Any:
-        """Write a call down."""
+        """Record a call."""
         if seen.module is None:
             self._record_function(seen, result)
         elif seen.method is not None:
@@ -274,7 +274,7 @@ class Recorder(Watch):
         weights: int = 0,
         biases: int = 0,
     ) -> None:
-        """Write a call down: its place, settings, tensors and parameters."""
+        """Record a call: its place, settings, tensors and parameters."""
         outputs = list(tensors_in(result))
         if not outputs:
             return
@@ -315,19 +315,19 @@ class Recorder(Watch):
         return self._by_path.get(path)
 
     def rename(self, old: str, new: str) -> str:
-        """Give a call on record another path, as long as nothing has read its result."""
+        """Change a recorded call's path, as long as its result has no consumer."""
         new = self._unique(new)
         fields = self._by_path[new] = self._by_path.pop(old)
         fields["path"] = new
         return new
 
     def forget(self, path: str) -> None:
-        """Take a call off the record that turned out to be part of another."""
+        """Remove a recorded call that is part of another."""
         fields = self._by_path.pop(path, None)
         self._drafts = [draft for draft in self._drafts if draft.fields is not fields]
 
     def finish(self, outputs: Any) -> list[OperatorCall]:
-        """The calls, with what only the end of the run tells."""
+        """The calls, completed with consumers and outputs."""
         readers: dict[str, list[dict[str, Any]]] = {}
         for draft in self._drafts:
             for maker in draft.fields["inputs"]:

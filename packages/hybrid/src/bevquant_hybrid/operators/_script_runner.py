@@ -1,4 +1,4 @@
-"""Traced modules: what tracing leaves of their classes and settings, and running their graphs."""
+"""Traced modules: recovery of classes and settings, and an interpreter of their graphs."""
 
 from __future__ import annotations
 
@@ -119,9 +119,9 @@ class ScriptRunner:
 
     Args:
         model: Traced in this process or loaded from a file.
-        step: Told of every operation after it ran.
-        enter: Told of every call of a module, with its path, the module, its arguments and a
-            function that runs it; what it returns is the result of the call.
+        step: Called after every operation.
+        enter: Called for every call of a module, with its path, the module, its arguments and a
+            function that runs it; returns the call's result.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class ScriptRunner:
         """Run the model.
 
         Raises:
-            ValueError: It has branches or loops: it was scripted, not traced.
+            ValueError: It has branches or loops, so it was scripted, not traced.
             RuntimeError: An operation fails; the message names the module.
         """
         return self._call(_Held(self._model, ""), "forward", inputs)

@@ -1,4 +1,4 @@
-"""Prepared models with some operators on the CPU, made and tried: what `suggest_cpu` measures."""
+"""Prepared models with some operators on the CPU, measured by `suggest_cpu`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SWAPPED = (Kind.BPU, Kind.QUANT, Kind.DEQUANT)
 
 
 class NoScaleError(ValueError):
-    """A value would have to be quantized behind a CPU node, and no range of it is known."""
+    """A CPU node's output must be quantized, but has no known range."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Trial:
     """A model with some layers on the CPU.
 
     Attributes:
-        model: Runs with the fake quantizers of the model that it was built from.
+        model: Model with the fake quantizers of its source.
         placement: The kinds of its nodes.
-        scaled: Paths of the modules whose result has a scale of its own.
+        scaled: Paths of the modules whose output has its own scale.
     """
 
     model: ObservedGraphModule
@@ -63,16 +63,16 @@ class Trial:
     scaled: frozenset[str]
 
     def names(self, kind: Kind) -> tuple[str, ...]:
-        """What `hybrid_dict` calls the modules that run somewhere, in the graph's order."""
+        """Names in `hybrid_dict` of the modules in a place, in the graph's order."""
         kinds = self.placement.kinds
         found = [_name_of(self.placement, node) for node, where in kinds.items() if where is kind]
         return tuple(dict.fromkeys(name for name in found if name))
 
     def moves(self) -> list[tuple[str, ...]]:
-        """What could go to the CPU next: single layers, and layers with a value between them.
+        """Candidates for the CPU: single layers, and producers with their consumers.
 
-        A value between two layers of the BPU stays quantized when one of them moves; it is a
-        float only where its producer and all its readers run on the CPU.
+        A value between two BPU layers stays quantized if one of them moves. It is a float only if
+        its producer and all its consumers run on the CPU.
         """
         order = {name: i for i, name in enumerate(self.names(Kind.BPU))}
         found: dict[tuple[str, ...], None] = {(name,): None for name in order}
@@ -87,7 +87,7 @@ class Trial:
         return [*found]
 
     def _readers(self, node: fx.Node) -> list[fx.Node]:
-        """BPU nodes that read a value on its scale, through what keeps that scale."""
+        """BPU consumers of a value, also through operators that keep its scale."""
         found = []
         for user in node.users:
             kind = self.placement.kinds.get(user)
@@ -152,10 +152,10 @@ class Trials:
         }
 
     def build(self, names: Iterable[str]) -> Trial:
-        """The model as prepare makes it where `hybrid_dict` has these names.
+        """The prepared model for a `hybrid_dict` with these names.
 
         Raises:
-            NoScaleError: A BPU node would read a value whose range the model does not know.
+            NoScaleError: An input of a BPU node has no known range.
         """
         root = clone_containers(self._float, _stays)
         fused = GraphModuleWithAttr(root, copied_graph(self._float.graph))
@@ -179,7 +179,7 @@ class Trials:
         return Trial(result, placement, self._scaled)
 
     def kept_float(self) -> tuple[str, ...]:
-        """Names of what could run on the BPU, but was prepared to run on the CPU."""
+        """Names of modules that a BPU could run, but were prepared for the CPU."""
         could = self._placement(self._float, (), _EveryoneHas()).kinds
         now = self._placement(self._float, (), _AsPrepared(self._quantized))
         found = [

@@ -125,7 +125,7 @@ def scaling_qconfig(source: nn.Module, qconfig: Any = None) -> Any:
 def expect_pictures(model: nn.Module, march: str, hybrid: bool) -> None:
     """Set whether QAT modules of a model warn of inputs without four axes.
 
-    BERNOULLI2 computes on four axes; a hybrid model's mapper may change the shapes.
+    BERNOULLI2 computes on four axes; for hybrid models the mapper decides.
     """
     module: Any
     for module in model.modules():
