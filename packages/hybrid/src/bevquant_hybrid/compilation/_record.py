@@ -119,7 +119,7 @@ class Recorder(TorchDispatchMode):
         return Ref(known.name) if known else self.constant(tensor, hint)
 
     def constant(self, tensor: Tensor, hint: str) -> Ref:
-        """Add a tensor to the program as a constant and return its name."""
+        """Add a tensor to the program as a constant and return its operand."""
         place = _place(tensor)
         if place not in self._constant_of:
             name = self._free(self._names.get(place) or hint)
@@ -183,7 +183,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _path(self, name: str | None) -> str:
-        """The path of the running module, or the path passed to the operator."""
+        """The path passed to the operator if it names a module, else the running module's."""
         return str(name if name in self._modules else self._scope() or name or "")
 
     def _know(self, tensor: Tensor, known: _Known) -> None:
