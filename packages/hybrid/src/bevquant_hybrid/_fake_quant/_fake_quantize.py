@@ -135,7 +135,7 @@ class _Observing(FakeQuantizeBase):
         return _of_floats(x, self.marked)
 
     def marked(self, x: Tensor) -> QTensor:
-        """A tensor with its scale."""
+        """Return the tensor with its scale."""
         raise NotImplementedError
 
 
@@ -244,7 +244,7 @@ class FakeQuantize(_Observing):
         return self.scale.detach()
 
     def observe(self, x: Any) -> None:
-        """Let the observer see a tensor, or all tensors of a container, and take its scale."""
+        """Observe a tensor, or all tensors of a container, and update the scale."""
         super().observe(x)
         if self.activation_post_process.observed:
             self._take_scale()
@@ -312,7 +312,7 @@ class FakeQuantize(_Observing):
 
 
 class CalibFakeQuantize(_Observing):
-    """Show a tensor to an observer and pass it on as it is.
+    """Observe a tensor and return it unchanged.
 
     Args:
         observer: Class of the observer; `NoopObserver` for weights.
@@ -343,7 +343,7 @@ class CalibFakeQuantize(_Observing):
         return x
 
     def marked(self, x: Tensor) -> QTensor:
-        """The tensor as it is."""
+        """Return the tensor unchanged."""
         return QTensor(x, torch.ones(1, device=x.device), self.dtype, on_grid=False)
 
 

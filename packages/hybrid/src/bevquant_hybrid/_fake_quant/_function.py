@@ -107,7 +107,7 @@ def _quantize_dequantize(
 
 
 def _traced(x: Tensor, scale: Tensor, axis: int) -> Tensor:
-    """The two nodes for the exporter that goes by torch.export."""
+    """The two nodes for the exporter based on torch.export."""
     step = scale.reshape(()) if axis < 0 else scale
     zero = torch.zeros(step.shape, dtype=torch.int8)
     attributes: Any = {} if axis < 0 else {"axis": axis}

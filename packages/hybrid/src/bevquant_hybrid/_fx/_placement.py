@@ -30,7 +30,7 @@ from bevquant_hybrid.nn.qat import has_qat_form
 from bevquant_hybrid.operators import load_support_table, row_of_function, row_of_module
 from bevquant_hybrid.operators._placement import Listed, place_operator
 
-# Methods of FloatFunctional whose operator goes by another name.
+# Methods of FloatFunctional whose operator has another name.
 _OPERATORS = {"add_relu": "add", "add_scalar": "add", "mul_scalar": "mul"}
 _PASS_MODULES = (nn.Identity, nn.Dropout, nn.Dropout2d, nn.Flatten, nn.Unflatten)
 _PASS_FUNCTIONS = {operator.getitem, torch.flatten, torch.reshape, F.dropout, F.dropout2d}

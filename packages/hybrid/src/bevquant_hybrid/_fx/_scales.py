@@ -136,7 +136,7 @@ def _quantize_weight(owner: Any) -> None:
 
 
 def _has_steps(module: nn.Module) -> bool:
-    """Whether a module has several steps, some of which may never run: no file holds it."""
+    """Whether a module has several steps with optional ones, which files do not support."""
     return isinstance(module, Composed) and not isinstance(module, qat.Softmax)
 
 

@@ -86,7 +86,7 @@ def batch_norm(call: Call, norm: Any) -> list[Step]:
 
 
 def limits(call: Call, activation: str) -> dict[str, Any]:
-    """What an exporter is told of a ReLU or ReLU6 behind a layer."""
+    """Exporter arguments of a ReLU or ReLU6 fused into a layer."""
     if activation == "relu":
         return {"relu": True}
     if isinstance(call.form, Integers):
@@ -132,7 +132,7 @@ def _settings(layer: Any, op: str) -> dict[str, Any]:
 
 
 def module_steps(call: Call, module: nn.Module) -> list[Step] | Ref:
-    """Steps of a module, or the value that it hands on as it is."""
+    """Steps of a module, or its unchanged input."""
     if layer_class(module, nn.Identity, nn.Dropout, nn.Dropout2d):
         handed_on: Ref = call.args[0]
         return handed_on
@@ -265,7 +265,7 @@ def arithmetic_steps(call: Call, method: str) -> list[Step]:
 
 
 def function_steps(call: Call, function: Callable[..., Any] | str) -> list[Step] | Ref:
-    """A function, or a method by its name; or the value that it hands on as it is."""
+    """Steps of a function or named method, or its unchanged input."""
     what = function if isinstance(function, str) else function.__name__
     args, kwargs = call.args, dict(call.kwargs)
     if not args and "input" in kwargs:

@@ -168,8 +168,8 @@ class _Reader:
         self._scope = ""  # path of the innermost module that is no operator
         self._inside: nn.Module | None = None  # settings of the operator that is running
         self._adds = False  # whether it adds a second input
-        self._real: dict[int, tuple[Any, set[str]]] = {}  # float64: of which value, by what
-        self._transposed: dict[int, Any] = {}  # of which value it is the matrix transposed
+        self._real: dict[int, tuple[Any, set[str]]] = {}  # float64: source value, operations
+        self._transposed: dict[int, Any] = {}  # the value whose transpose it is
         self._from_zero: set[int] = set()  # clamped at zero from below
         self._askers: dict[int, str] = {}  # which module asked for a value of another scale
 

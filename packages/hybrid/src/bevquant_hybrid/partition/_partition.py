@@ -135,7 +135,7 @@ def _around(
         found[str(entry[0])] = entry[1] if isinstance(entry[1], type) else type(entry[1])
     paths = [path]
     if path in modules:
-        # What was fused goes by its layer: at that layer's name, and as of that layer's class.
+        # A fused module has its layer's name and class.
         own = modules[path]
         kind = class_of(own)
         found[path] = found.get(path, kind) if kind is type(own) else kind

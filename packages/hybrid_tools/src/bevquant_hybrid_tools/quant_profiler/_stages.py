@@ -312,7 +312,7 @@ def compare_script_models(
         record_results(model, arguments, caller, march) for model in (model1, model2)
     )
     same = [s.operator for s in one.steps] == [s.operator for s in other.steps]
-    # A traced model does not say of which module an operator is: the other one may.
+    # A traced model does not record an operator's module; the other model may.
     names = max(one, other, key=lambda p: sum(bool(s.path) for s in p.steps)) if same else None
     equal = _compared(_named(one, first, names), _named(other, second, names))
     _print(equal, "All ops in two ScriptModules are same.")
