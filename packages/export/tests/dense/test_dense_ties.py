@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 
 from bevquant_export import compare_qdq_onnx, export_qdq_onnx, find_target
 from bevquant_export.dense._rounding_boundary import RoundingBoundary, products_at
-from bevquant_int8sim import simulate
+from bevquant_int8sim import program, simulate
 from bevquant_int8sim.program import Step
 from bevquant_qnn import QuantAdd, QuantConfig, quantize_model
 from bevquant_quantizers import calibrate
@@ -124,6 +125,24 @@ def test_a_sum_on_a_border_is_a_tie() -> None:
     found = RoundingBoundary(integers.program, values, {}, find_target("onnxruntime").form)
     places, borders = np.array([[0, 0], [0, 1], [0, 2]]), np.full(3, 1.5)
     assert found.count(step.outputs[0], places, borders, (1, 3)) == 1
+
+
+def test_a_choice_is_a_tie_if_the_chosen_value_is() -> None:
+    """Models of bevquant_hybrid round the result of `torch.where` themselves."""
+    tenths = program.Integers(0.1, 8, -128, 127)
+    forms = {"mask": "float", "one": tenths, "two": tenths, "y": program.Integers(1, 8, -128, 127)}
+    refs = tuple(program.Ref(name) for name in ("mask", "one", "two"))
+    step = Step("float", "where", refs, ("y",), attributes={"what": "Where"})
+    held: Any = SimpleNamespace(
+        values={name: SimpleNamespace(form=form) for name, form in forms.items()}, steps=[step]
+    )
+    values = {
+        "mask": np.array([True, False, True]), "one": np.array([5, 5, 7], np.int8),
+        "two": np.array([7, 7, 5], np.int8),
+    }  # fmt: skip
+    boundary = RoundingBoundary(held, values, {}, find_target("horizon").form)
+    assert boundary.reads("y") == {"mask", "one", "two"}
+    assert boundary.count("y", np.arange(3)[:, None], np.full(3, 0.5), (3,)) == 1
 
 
 def test_a_weight_that_is_a_step_off_is_no_tie(tmp_path: Path, on_borders: Any) -> None:

@@ -130,6 +130,16 @@ class RoundingBoundary:
             return self._resized(step, places, shape)
         if step.op == "avg_pool" and len(refs) == 1:
             return self._averaged(step, places, shape)
+        if step.op == "float" and step.attributes.get("what") == "Where" and len(refs) == 3:
+            mask, one, two = (self._read(ref.name, places, shape) for ref in refs)
+            if mask is None or one is None or two is None:
+                return None
+            first = mask.value != 0
+            value, error = (
+                np.where(first, one.value, two.value),
+                np.where(first, one.error, two.error),
+            )
+            return _Real(value, error)
         if step.op != "add":
             return None
         parts = [self._read(ref.name, places, shape) for ref in refs]
