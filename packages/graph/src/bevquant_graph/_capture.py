@@ -7,46 +7,33 @@ is replayed on the example against the model before anybody sees it.
 
 from __future__ import annotations
 
-import copy
 import re
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import lru_cache, partial
+from functools import partial
 from time import perf_counter
-from types import FrameType
 from typing import Any
-from unittest import mock
 
 import torch
-import torch._functorch.config as functorch_config
-import torch.fx.experimental._config as symbolic_shapes_config
 from torch import Tensor, fx, nn
-from torch._library.utils import MutationChecker
-from torch._subclasses import fake_utils, meta_utils
-from torch.export import Dim, ExportedProgram
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
-
-from bevquant_sparse import open_shapes
+from torch.export import ExportedProgram
 
 from ._batch_arguments import batch_arguments
 from ._closing import Closing, TraceEnds
-from ._conditions import Condition, conditions_of, keep_answers, places_noted
+from ._conditions import Condition, conditions_of, keep_answers
 from ._constants import Constants
+from ._export import Grown, exported, nothing
 from ._faults import CaptureError, forward_line, running, spconv_call, where
-from ._functional import functional
 from ._graph import Graph
 from ._opaque import Opaque, opaque_modules
-from ._own_inputs import own_inputs, twin
+from ._own_inputs import twin
 from ._quiet import evaluation, quiet
 from ._read_members import ReadMembers, read_members
 from ._recall import State, recalled, remember, state_of
-from ._signature import Arguments, Tree, flatten, rebuild
+from ._signature import Arguments, Tree, flatten
 from ._state import called, state_kept
 from ._tidy import NUMBERS, fixed_number, tidy
-
-tracing_config: Any = functorch_config
 
 
 def capture(
@@ -215,7 +202,7 @@ class _Traces:
                     closing = self._closing.on_errors(traced, self.opaque, reason)
                     closed = stack.enter_context(closing)
                 stack.enter_context(opaque_modules(traced, self.opaque))
-                program, result, answered = _exported(
+                program, result, answered = exported(
                     traced, self.inputs, self._leaves, self._shares, self.constants,
                     values=self.values is not None, open_sizes=self.open_sizes, closed=closed,
                 )  # fmt: skip
@@ -246,7 +233,7 @@ class _Traces:
     def _remedy(self, error: Exception, traced: nn.Module) -> Callable[[], None] | None:
         """What is to be changed before the next trace; None: a module cannot be followed."""
         if len(self._shares) > self._met:
-            return _nothing  # such an int(…) leaves it open now
+            return nothing  # such an int(…) leaves it open now
         if self.open_sizes and _by_sizes(error):
             return partial(self._fix_sizes, where(error, traced, self.opaque)[1])
         if any(isinstance(leaf, int) for leaf in self._leaves):
@@ -316,169 +303,6 @@ class _Traces:
             self.members = read_members(self.model, self.given, self.opaque)
 
 
-class _Shell(nn.Module):
-    """The model as a function from tensors to tensors."""
-
-    def __init__(
-        self, model: nn.Module, inputs: Tree, note: Callable[[Tree], None], constants: Constants
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.__dict__["constants"] = constants
-        self.__dict__["inputs"] = inputs
-        # torch.export puts attributes back as they were; what is noted elsewhere stays.
-        self.__dict__["note"] = note
-
-    def forward(self, *leaves: Any) -> tuple[Any, ...]:
-        args, kwargs = own_inputs(rebuild(self.__dict__["inputs"], leaves), None)
-        with self.__dict__["constants"].begin(self.model):
-            made, result = flatten(self.model(*args, **kwargs))
-        self.__dict__["note"](result)
-        return tuple(made)
-
-
-def _exported(
-    model: nn.Module,
-    inputs: Tree,
-    leaves: list[Any],
-    shares: list[dict[str, Any]],
-    constants: Constants,
-    *,
-    values: bool,
-    open_sizes: bool,
-    closed: Mapping[str, Opaque],
-) -> tuple[ExportedProgram, Tree, list[Condition]]:
-    # Imported here: torch's compiler and sympy take as long as torch itself.
-    import sympy
-    from torch._dynamo import config as dynamo_config
-    from torch.fx.experimental import proxy_tensor, symbolic_shapes
-
-    from ._open_sizes import batch_norm_of_rows, elementwise_shapes, open_lengths
-
-    results: list[Tree] = []
-
-    def note(result: Tree) -> None:
-        if closed:
-            raise TraceEnds
-        results.append(result)
-
-    shell = _Shell(model, inputs, note, constants)
-    shell.training = model.training
-    given = tuple(copy.deepcopy(leaf) for leaf in leaves)
-    dims = (tuple(_open(leaf) for leaf in given),) if open_sizes else None
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(open_shapes())
-        stack.enter_context(open_lengths(model, shares))
-        stack.enter_context(mock.patch.object(torch, "batch_norm", batch_norm_of_rows))
-        stack.enter_context(mock.patch.object(proxy_tensor, "_extract_tensor_metadata", _nothing))
-        stack.enter_context(elementwise_shapes())
-        outermost = _Shell.forward.__code__, _exported.__code__
-        answered = stack.enter_context(places_noted(outermost))
-        if open_sizes:
-            for holder, name, longest in (
-                (sympy, "simplify", 64),
-                (symbolic_shapes, "bound_sympy", 1024),
-            ):
-                limited = _limited(getattr(holder, name), longest)
-                stack.enter_context(mock.patch.object(holder, name, limited))
-            # Asked for at every sum and product of sizes, and each time of all of their terms.
-            known = property(lru_cache(maxsize=1 << 14)(vars(sympy.Expr)["is_number"].fget))
-            stack.enter_context(mock.patch.object(sympy.Expr, "is_number", known))
-            # Of symbols hardly any answer is asked for twice, and making its key takes longer.
-            stack.enter_context(dynamo_config.patch(fake_tensor_cache_enabled=False))
-        # Passes of torch.export compile the graph anew each, and nobody runs what they compiled.
-        stack.enter_context(_use_lazy_graph_module(True))
-        # A size of 1 in the example stays open as any other.
-        config: Any = symbolic_shapes_config
-        stack.enter_context(config.patch(backed_size_oblivious=True))
-        if values:
-            # The example's own numbers run along; what is decided by them becomes a requirement.
-            stack.enter_context(tracing_config.patch(fake_tensor_propagate_real_tensors=True))
-            stack.enter_context(mock.patch.object(meta_utils, "_safe_copy", _copied))
-            # Its check that operators leave their operands alone takes an absent one for changed.
-            stack.enter_context(mock.patch.object(MutationChecker, "check"))
-            # torch compares offsets of the real values with the symbolic ones, which fixes sizes.
-            stack.enter_context(
-                mock.patch.object(fake_utils, "_check_fake_real_tensors", _passed_over)
-            )
-        stack.enter_context(mock.patch.object(fx.proxy, "CapturedTraceback", _Calls, create=True))
-        program = torch.export.export(shell, given, dynamic_shapes=dims, strict=False)
-        result = results[-1]
-        program = functional(program)
-    return program, result, answered
-
-
-class _Grown(RuntimeError):
-    """A size is a longer term than can be computed with in seconds."""
-
-
-def _limited(compute: Callable[..., Any], longest: int) -> Callable[..., Any]:
-    """As sympy or torch computes, but not what would take it minutes: terms nest with every stage.
-
-    Convolutions, pools and pads make a size of about ten operations; TensorFlow's "same" padding
-    makes it three times as long at every stage.
-    """
-
-    def made(term: Any, *args: Any, **kwargs: Any) -> Any:
-        if term.count_ops() > longest:
-            raise _Grown(f"a size is a term of {term.count_ops()} operations")
-        return compute(term, *args, **kwargs)
-
-    return made
-
-
-class _Calls:
-    """The calls between the model and an operation: what torch notes with every node.
-
-    torch itself looks up the source line of every call of the process, down to its first, and then
-    drops what lies outside the forward: a fifth of the time that a capture takes.
-    """
-
-    @classmethod
-    def extract(cls, **_: Any) -> _Calls:
-        """Of where it is called."""
-        return cls()
-
-    def summary(self) -> traceback.StackSummary:
-        """Outermost first, without what torch would drop."""
-        from torch.fx.experimental.symbolic_shapes import uninteresting_files  # and sympy
-
-        passed_over = uninteresting_files() | {Constants.__torch_function__.__code__.co_filename}
-        frame: FrameType | None = sys._getframe(1)
-        calls: list[traceback.FrameSummary] = []
-        while frame is not None:
-            code = frame.f_code
-            if code.co_filename not in passed_over:  # which line it is takes torch's frames longest
-                calls.append(_place(code.co_filename, frame.f_lineno, code.co_name))
-            if code is _Shell.forward.__code__:
-                break
-            frame = frame.f_back
-        return traceback.StackSummary(calls[::-1])
-
-
-@lru_cache(maxsize=1 << 12)  # the frames outside are those of every operation
-def _place(file: str, line: int, name: str) -> traceback.FrameSummary:
-    return traceback.FrameSummary(file, line, name, lookup_line=False)
-
-
-def _nothing(*_: Any) -> None:
-    """In place of what torch notes of strides beside every value; nobody here reads it."""
-
-
-def _passed_over(*_: Any, **__: Any) -> None:
-    """In place of a check whose questions about sizes would become guards."""
-
-
-def _copied(value: Tensor, source: Any) -> None:
-    """What torch's copy of real values does for tensors, for parameters as well.
-
-    These it passes over, and their numbers are whatever the memory held before.
-    """
-    if type(source) in (Tensor, nn.Parameter):
-        value.copy_(source)
-
-
 def _takes_integers(program: ExportedProgram) -> bool:
     """Whether all that is taken out of tensors are integers: no branch on values is.
 
@@ -501,10 +325,6 @@ def _fixes_numbers(program: ExportedProgram, leaves: list[Any]) -> bool:
     return any(fixed_number(value) is not None for value in values)
 
 
-def _open(value: Any) -> Any:
-    return dict.fromkeys(range(value.dim()), Dim.AUTO) if isinstance(value, Tensor) else Dim.AUTO
-
-
 def _counts(error: BaseException) -> bool:
     """Whether the forward needs what a tensor holds as a number."""
     name = type(error).__name__
@@ -520,7 +340,7 @@ def _by_sizes(error: BaseException | None) -> bool:
     if error is not None and not _counts(error) and _SIZES.search(str(error)):
         return True
     while error is not None:
-        if isinstance(error, _Grown):
+        if isinstance(error, Grown):
             return True
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if frame.f_globals.get("__name__", "").startswith("sympy.solvers"):
@@ -530,6 +350,8 @@ def _by_sizes(error: BaseException | None) -> bool:
 
 
 _OF_MEMBERS = (LookupError, AttributeError, TypeError)  # by one that is left out
+
+
 _SIZES = re.compile(r"\bs\d+\b|\bsymbolic shape\b|\bSymInt\b")
 
 

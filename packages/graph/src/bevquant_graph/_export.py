@@ -1,0 +1,214 @@
+"""One run of `torch.export` over a model: its operations, and the structure of its result."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import lru_cache
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._functorch.config as functorch_config
+import torch.fx.experimental._config as symbolic_shapes_config
+from torch import Tensor, fx, nn
+from torch._library.utils import MutationChecker
+from torch._subclasses import fake_utils, meta_utils
+from torch.export import Dim, ExportedProgram
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+from bevquant_sparse import open_shapes
+
+from ._closing import TraceEnds
+from ._conditions import Condition, places_noted
+from ._constants import Constants
+from ._functional import functional
+from ._opaque import Opaque
+from ._own_inputs import own_inputs
+from ._signature import Tree, flatten, rebuild
+
+tracing_config: Any = functorch_config
+
+
+class _Shell(nn.Module):
+    """The model as a function from tensors to tensors."""
+
+    def __init__(
+        self, model: nn.Module, inputs: Tree, note: Callable[[Tree], None], constants: Constants
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.__dict__["constants"] = constants
+        self.__dict__["inputs"] = inputs
+        # torch.export puts attributes back as they were; what is noted elsewhere stays.
+        self.__dict__["note"] = note
+
+    def forward(self, *leaves: Any) -> tuple[Any, ...]:
+        args, kwargs = own_inputs(rebuild(self.__dict__["inputs"], leaves), None)
+        with self.__dict__["constants"].begin(self.model):
+            made, result = flatten(self.model(*args, **kwargs))
+        self.__dict__["note"](result)
+        return tuple(made)
+
+
+def nothing(*_: Any) -> None:
+    """In place of what torch notes of strides beside every value; nobody here reads it."""
+
+
+def exported(
+    model: nn.Module,
+    inputs: Tree,
+    leaves: list[Any],
+    shares: list[dict[str, Any]],
+    constants: Constants,
+    *,
+    values: bool,
+    open_sizes: bool,
+    closed: Mapping[str, Opaque],
+) -> tuple[ExportedProgram, Tree, list[Condition]]:
+    """Export the model once; return the program, the tree of its result and its conditions.
+
+    Args:
+        model: The model.
+        inputs: Structure of the arguments.
+        leaves: Their tensors and numbers.
+        shares: Names of modules whose forwards take a share of an open number, as `int(n * 0.5)`;
+            see `open_lengths`.
+        constants: Parameters and buffers that the forward takes numbers from.
+        values: Whether numbers may be taken from tensors.
+        open_sizes: Whether sizes stay open.
+        closed: Modules that are one node each, by path.
+    """
+    # Imported here: torch's compiler and sympy take as long as torch itself.
+    import sympy
+    from torch._dynamo import config as dynamo_config
+    from torch.fx.experimental import proxy_tensor, symbolic_shapes
+
+    from ._open_sizes import batch_norm_of_rows, elementwise_shapes, open_lengths
+
+    results: list[Tree] = []
+
+    def note(result: Tree) -> None:
+        if closed:
+            raise TraceEnds
+        results.append(result)
+
+    shell = _Shell(model, inputs, note, constants)
+    shell.training = model.training
+    given = tuple(copy.deepcopy(leaf) for leaf in leaves)
+    dims = (tuple(_open(leaf) for leaf in given),) if open_sizes else None
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(open_shapes())
+        stack.enter_context(open_lengths(model, shares))
+        stack.enter_context(mock.patch.object(torch, "batch_norm", batch_norm_of_rows))
+        stack.enter_context(mock.patch.object(proxy_tensor, "_extract_tensor_metadata", nothing))
+        stack.enter_context(elementwise_shapes())
+        outermost = _Shell.forward.__code__, exported.__code__
+        answered = stack.enter_context(places_noted(outermost))
+        if open_sizes:
+            for holder, name, longest in (
+                (sympy, "simplify", 64),
+                (symbolic_shapes, "bound_sympy", 1024),
+            ):
+                limited = _limited(getattr(holder, name), longest)
+                stack.enter_context(mock.patch.object(holder, name, limited))
+            # Asked for at every sum and product of sizes, and each time of all of their terms.
+            known = property(lru_cache(maxsize=1 << 14)(vars(sympy.Expr)["is_number"].fget))
+            stack.enter_context(mock.patch.object(sympy.Expr, "is_number", known))
+            # Of symbols hardly any answer is asked for twice, and making its key takes longer.
+            stack.enter_context(dynamo_config.patch(fake_tensor_cache_enabled=False))
+        # Passes of torch.export compile the graph anew each, and nobody runs what they compiled.
+        stack.enter_context(_use_lazy_graph_module(True))
+        # A size of 1 in the example stays open as any other.
+        config: Any = symbolic_shapes_config
+        stack.enter_context(config.patch(backed_size_oblivious=True))
+        if values:
+            # The example's own numbers run along; what is decided by them becomes a requirement.
+            stack.enter_context(tracing_config.patch(fake_tensor_propagate_real_tensors=True))
+            stack.enter_context(mock.patch.object(meta_utils, "_safe_copy", _copied))
+            # Its check that operators leave their operands alone takes an absent one for changed.
+            stack.enter_context(mock.patch.object(MutationChecker, "check"))
+            # torch compares offsets of the real values with the symbolic ones, which fixes sizes.
+            stack.enter_context(
+                mock.patch.object(fake_utils, "_check_fake_real_tensors", _passed_over)
+            )
+        stack.enter_context(mock.patch.object(fx.proxy, "CapturedTraceback", _Calls, create=True))
+        program = torch.export.export(shell, given, dynamic_shapes=dims, strict=False)
+        result = results[-1]
+        program = functional(program)
+    return program, result, answered
+
+
+class Grown(RuntimeError):
+    """A size is a longer term than can be computed with in seconds."""
+
+
+def _limited(compute: Callable[..., Any], longest: int) -> Callable[..., Any]:
+    """As sympy or torch computes, but not what would take it minutes: terms nest with every stage.
+
+    Convolutions, pools and pads make a size of about ten operations; TensorFlow's "same" padding
+    makes it three times as long at every stage.
+    """
+
+    def made(term: Any, *args: Any, **kwargs: Any) -> Any:
+        if term.count_ops() > longest:
+            raise Grown(f"a size is a term of {term.count_ops()} operations")
+        return compute(term, *args, **kwargs)
+
+    return made
+
+
+class _Calls:
+    """The calls between the model and an operation: what torch notes with every node.
+
+    torch itself looks up the source line of every call of the process, down to its first, and then
+    drops what lies outside the forward: a fifth of the time that a capture takes.
+    """
+
+    @classmethod
+    def extract(cls, **_: Any) -> _Calls:
+        """Of where it is called."""
+        return cls()
+
+    def summary(self) -> traceback.StackSummary:
+        """Outermost first, without what torch would drop."""
+        from torch.fx.experimental.symbolic_shapes import uninteresting_files  # and sympy
+
+        passed_over = uninteresting_files() | {Constants.__torch_function__.__code__.co_filename}
+        frame: FrameType | None = sys._getframe(1)
+        calls: list[traceback.FrameSummary] = []
+        while frame is not None:
+            code = frame.f_code
+            if code.co_filename not in passed_over:  # which line it is takes torch's frames longest
+                calls.append(_place(code.co_filename, frame.f_lineno, code.co_name))
+            if code is _Shell.forward.__code__:
+                break
+            frame = frame.f_back
+        return traceback.StackSummary(calls[::-1])
+
+
+@lru_cache(maxsize=1 << 12)  # the frames outside are those of every operation
+def _place(file: str, line: int, name: str) -> traceback.FrameSummary:
+    return traceback.FrameSummary(file, line, name, lookup_line=False)
+
+
+def _passed_over(*_: Any, **__: Any) -> None:
+    """In place of a check whose questions about sizes would become guards."""
+
+
+def _copied(value: Tensor, source: Any) -> None:
+    """What torch's copy of real values does for tensors, for parameters as well.
+
+    These it passes over, and their numbers are whatever the memory held before.
+    """
+    if type(source) in (Tensor, nn.Parameter):
+        value.copy_(source)
+
+
+def _open(value: Any) -> Any:
+    return dict.fromkeys(range(value.dim()), Dim.AUTO) if isinstance(value, Tensor) else Dim.AUTO
