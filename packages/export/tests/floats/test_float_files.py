@@ -167,8 +167,13 @@ def test_refusals(make: object, options: dict, message: str, tmp_path: Path) -> 
 def test_what_is_no_module_or_tensor(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"module: expected nn\.Module, got builtin"):
         export_float_onnx(torch.relu, torch.ones(1), tmp_path / "net.onnx")
+
+    class Product(nn.Module):
+        def forward(self, x: Tensor, factor: int) -> Tensor:
+            return x * factor
+
     with pytest.raises(ValueError, match=r"argument 1 is int; expected tensors alone"):
-        export_float_onnx(nn.ReLU().eval(), (torch.ones(1), 3), tmp_path / "net.onnx")
+        export_float_onnx(Product().eval(), (torch.ones(1), 3), tmp_path / "net.onnx")
     with pytest.raises(ValueError, match=r"there is no folder .*absent; make it first"):
         export_float_onnx(nn.ReLU().eval(), torch.ones(1), tmp_path / "absent" / "net.onnx")
 

@@ -10,7 +10,7 @@ Every format passes through `points_of`. It returns x, y, z [m], intensity 0..25
 - `ring` and its synonyms are dropped.
 
 Refused, in rows whose values are all finite: coordinates from 1000 m on, a cloud of 1000 points
-within 1 m, intensities outside of 0..255, and lags beyond 10 s.
+within 1 m (other than zeros), intensities outside of 0..255, and lags beyond 10 s.
 """
 
 from __future__ import annotations
@@ -288,7 +288,8 @@ def fault(points: npt.NDArray[np.float32]) -> str | None:
             f"coordinates reach {reach:.4g} m; expected metres from the scanner, below "
             f"{_COORDINATE_LIMIT:g}: millimetres and a map's coordinates are converted beforehand"
         )
-    if len(good) >= _MANY and reach < _TINY:
+    # Points that are all zeros, of a scanner without returns, are a matter of the calibration.
+    if len(good) >= _MANY and 0 < reach < _TINY:
         return (
             f"coordinates of {len(good)} points reach {reach:.3g} m; expected metres: scaled or "
             "normalised coordinates are converted beforehand"
