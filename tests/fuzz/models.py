@@ -365,7 +365,7 @@ READERS: dict[str, tuple[int, Callable[[], Target]]] = {
     "partition plan": (8000, partition_plan),
     "CPU suggestion": (8000, cpu_suggestion),
     ".onnx (lint)": (1000, onnx_file),
-    ".onnx (qdq)": (300, qdq_file),
+    ".onnx (qdq)": (500, qdq_file),
     "libspconv .onnx": (2000, lambda: sparse_onnx(portable=False)),
     "portable .onnx": (2000, lambda: sparse_onnx(portable=True)),
     "Autoware's .onnx": (1500, autoware_onnx),

@@ -41,7 +41,6 @@ from bevquant_export.sparse import (
     with_half_constants,
 )
 from bevquant_export.targets import Target, cpu_at_hand, find_target, register_target, target_names
-from bevquant_graph import check_public
 
 __all__ = [
     "DetectorExport",
@@ -83,5 +82,3 @@ __all__ = [
     "target_names",
     "with_half_constants",
 ]
-
-check_public(globals())

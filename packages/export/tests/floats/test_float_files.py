@@ -165,7 +165,7 @@ def test_refusals(make: object, options: dict, message: str, tmp_path: Path) -> 
 
 
 def test_what_is_no_module_or_tensor(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"module: expected nn\.Module, got builtin"):
+    with pytest.raises(TypeError, match="expected a module, got builtin"):
         export_float_onnx(torch.relu, torch.ones(1), tmp_path / "net.onnx")
 
     class Product(nn.Module):

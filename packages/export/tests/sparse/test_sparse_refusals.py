@@ -204,7 +204,7 @@ def test_folder_that_is_not_there(nets, tmp_path):
 
 
 def test_not_a_module(tmp_path):
-    with pytest.raises(TypeError, match=r"model: expected nn\.Module .*, got dict"):
+    with pytest.raises(TypeError, match="expected a module, got dict"):
         export_sparse_onnx({}, (), tmp_path / "a.onnx")
 
 

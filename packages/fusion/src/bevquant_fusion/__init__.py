@@ -1,7 +1,5 @@
 """Fold batch normalisation into dense and sparse convolutions, found by data flow."""
 
-from bevquant_graph import check_public
-
 from ._fuse_model import fuse_model, fuse_parts
 from ._fuse_pair import fuse_conv_bn, fuse_sparse_conv_bn
 from ._remove_bn import norm_as_convolution, norms_to_convolutions
@@ -23,5 +21,3 @@ __all__ = [
     "norm_as_convolution",
     "norms_to_convolutions",
 ]
-
-check_public(globals())

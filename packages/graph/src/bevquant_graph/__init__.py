@@ -22,7 +22,6 @@ from ._graph import Graph
 from ._guards import only_guards
 from ._held import replace_modules
 from ._html_table import HtmlTable
-from ._kinds import check_public, checked_kinds
 from ._layer_class import is_library_class, layer_class, own_code, zero_padding
 from ._opaque import OPAQUE, Opaque, fixed_sizes, refuse_other_sizes
 from ._operators import OPERATORS, OpSpec, op_spec
@@ -73,8 +72,6 @@ __all__ = [
     "called",
     "capture",
     "check_guards",
-    "check_public",
-    "checked_kinds",
     "copied",
     "evaluation",
     "first_fault",

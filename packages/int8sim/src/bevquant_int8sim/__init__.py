@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bevquant_graph import check_public
 from bevquant_int8sim._accumulator import AccumulatorOverflowError
 from bevquant_int8sim._add_concat import int8_add, int8_concat
 from bevquant_int8sim._backends import (
@@ -87,5 +86,3 @@ __all__ = [
     "simulate",
     "usable_backend",
 ]
-
-check_public(globals())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bevquant_graph import check_public
 from bevquant_qnn._add import QuantAdd
 from bevquant_qnn._assign_precision import BIT_OPERATIONS, Budget, assign_precision
 from bevquant_qnn._attention import QuantMultiheadAttention
@@ -131,5 +130,3 @@ __all__ = [
     "weight_size",
     "weighted_layers",
 ]
-
-check_public(globals())

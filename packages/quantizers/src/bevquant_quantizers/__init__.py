@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from bevquant_graph import check_public
-
 from . import calib, documents, nn, plugins, ranks, tensor_quant
 from ._adopt import adopt_quantizers
 from ._affine import AffineQuantizer
@@ -68,5 +66,3 @@ __all__ = [
     "watching_quantizers",
     "write_whole",
 ]
-
-check_public(globals())

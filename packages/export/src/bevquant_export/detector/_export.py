@@ -115,6 +115,8 @@ def export_detector(
         ...     files = export_detector(model, frames[0], "onnx", "tensorrt11", batches=frames)
         ...     print(files)
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"export_detector: expected a module, got {type(model).__name__}")
     engine = find_target(target)
     if not isinstance(engine, QdqTarget) or engine.kind != "dense":
         raise ValueError(

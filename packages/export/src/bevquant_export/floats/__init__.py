@@ -179,6 +179,8 @@ def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def _check(module: nn.Module, opset: int, target: Path) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"export_float_onnx: expected a module, got {type(module).__name__}")
     if opset < OPSET:
         raise ValueError(
             f"export_float_onnx: opset={opset}: expected {OPSET} or more; torch's exporter writes "

@@ -134,9 +134,11 @@ def export_sparse_onnx(
         raise ValueError(f"export_sparse_onnx: head_room={head_room}: expected 1 or more")
     if isinstance(model, IntegerModel):
         rounded, integers = _source_of(model), model
-    else:
+    elif isinstance(model, nn.Module):
         rounded = with_half_constants(model)
         integers = simulate(rounded, example_inputs, verify=verify)
+    else:
+        raise TypeError(f"export_sparse_onnx: expected a module, got {type(model).__name__}")
     return write_sparse(
         rounded, integers, integers.inputs_of(example_inputs), path, dialect=dialect,
         model_order=model_order, order=order, batches=batches, head_room=head_room,
@@ -217,7 +219,7 @@ def write_sparse(
             f"export_sparse_onnx: {path}: the file begins behind {'; '.join(before)}: its input "
             f"{graph.input!r} is what these make, and libspconv takes any features of that width: "
             "compute them before the engine",
-            stacklevel=4,  # the check of kinds is one
+            stacklevel=3,
         )
     layers = layers_of(graph)
     figures = figures_of(content, on_cpu=dialect == "portable", timing=timing)
