@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -81,10 +82,12 @@ def float_file(net: nn.Module, tmp_path_factory: Any) -> Callable[[int], Path]:
         axes: Any = {"dynamic_axes": {"image": {0: "batch"}}}
         if opset > 17:
             axes = {"dynamic_shapes": ({0: torch.export.Dim("batch")},)}
-        torch.onnx.export(
-            net, (IMAGE,), path, input_names=["image"], opset_version=opset, dynamo=opset > 17,
-            verbose=False, **axes,
-        )  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the older exporter is deprecated
+            torch.onnx.export(
+                net, (IMAGE,), path, input_names=["image"], opset_version=opset, dynamo=opset > 17,
+                verbose=False, **axes,
+            )  # fmt: skip
         return path
 
     return write
