@@ -14,13 +14,13 @@ from pcdet_like import write
 
 from bev_data import InputError
 from bev_data.points import Frame
-from bev_scenes import street_frame
 from bevfusion.frameworks import load_detector
 from bevfusion.frameworks._openpcdet_config import CHECKOUT, Settings, read_config
 from bevquant_fusion import fuse_model
 from bevquant_qnn import quantize_model
 
-FRAME = street_frame(seed=0, size="tiny", cameras=None)
+scenes = pytest.importorskip("bev_scenes", reason="frames are streets of bev_scenes")
+FRAME = scenes.street_frame(seed=0, size="tiny", cameras=None)
 pytestmark = [
     pytest.mark.usefixtures("spconv"),
     pytest.mark.filterwarnings("ignore:Using a non-tuple sequence"),  # spconv's dense()

@@ -19,7 +19,6 @@ import onnx
 import pytest
 import torch
 
-from bev_scenes import street_frame
 from bevfusion.centerpoint import VOXEL_CONFIGS, build_centerpoint
 from bevfusion.frameworks import ForeignDetector, load_detector
 from bevfusion.frameworks._openpcdet import _Data, load_openpcdet
@@ -35,7 +34,8 @@ from bevquant_sparse import use_bevquant_kernels
 CODE = os.environ.get(CHECKOUT)
 if CODE is None and importlib.util.find_spec("pcdet") is None:
     pytest.skip(f"needs OpenPCDet's code: name a checkout in {CHECKOUT}", allow_module_level=True)
-FRAME = street_frame(seed=0, size="tiny", cameras=None)
+scenes = pytest.importorskip("bev_scenes", reason="frames are streets of bev_scenes")
+FRAME = scenes.street_frame(seed=0, size="tiny", cameras=None)
 pytestmark = [
     pytest.mark.usefixtures("spconv"),
     pytest.mark.filterwarnings("ignore"),  # of their code, on a newer torch and numpy
