@@ -108,6 +108,7 @@ def test_autoware_reads_pillars_of_its_own_sizes_alone(made: Any, tmp_path: Path
 
 
 def test_autoware_s_node_reads_boxes_of_older_mmdetection3d(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")  # writes the float encoder
     sizes = DETECTORS["centerpoint-pillars"].configs["tiny"]
     sizes = replace(
         sizes,
