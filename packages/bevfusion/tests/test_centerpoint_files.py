@@ -100,6 +100,7 @@ def test_autoware_reads_pillars_of_its_own_sizes_alone(made: Any, tmp_path: Path
         with pytest.raises(InputError, match=r"has 2 tasks.*20 points a pillar.*--config autoware"):
             export_files(folded, quantized, batches, sizes, tmp_path / "files", target="autoware")
         return
+    pytest.importorskip("onnxruntime")
     written = export_files(folded, quantized, batches, sizes, tmp_path / "files", target="autoware")
     assert not written.failures
     assert [file.name for file in written.files] == ["centerpoint.scn.onnx", "rpn_centerhead.onnx"]
@@ -109,6 +110,7 @@ def test_autoware_reads_pillars_of_its_own_sizes_alone(made: Any, tmp_path: Path
 
 def test_autoware_s_node_reads_boxes_of_older_mmdetection3d(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")  # writes the float encoder
+    pytest.importorskip("onnxruntime")
     sizes = DETECTORS["centerpoint-pillars"].configs["tiny"]
     sizes = replace(
         sizes,
