@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -17,7 +18,13 @@ import torch
 from torch import Tensor
 
 from bevfusion.frameworks import _operators as operators
-from bevfusion.frameworks._openpcdet_operators import Functions, openpcdet_extensions
+from bevfusion.frameworks._openpcdet_operators import (
+    Functions,
+    openpcdet_extensions,
+    points_in_boxes,
+    roiaware_pool,
+    roipoint_pool,
+)
 
 
 def _dynamic_voxelize(
@@ -90,12 +97,6 @@ def _iou_rotated(a: Tensor, b: Tensor, out: Tensor, mode_flag: int, aligned: boo
     out.copy_((found.diagonal() if aligned else found).reshape(out.shape))
 
 
-def _points_in_boxes_part(boxes: Tensor, points: Tensor, out: Tensor) -> None:
-    for own, place, found in zip(boxes, points, out, strict=True):
-        inside = operators.points_in_boxes(place, own, bottom=True)
-        found.copy_(torch.where(inside.any(0), inside.int().argmax(0), -1))
-
-
 def _points_in_boxes_all(boxes: Tensor, points: Tensor, out: Tensor) -> None:
     for own, place, found in zip(boxes, points, out, strict=True):
         found.copy_(operators.points_in_boxes(place, own, bottom=True).T)
@@ -103,24 +104,6 @@ def _points_in_boxes_all(boxes: Tensor, points: Tensor, out: Tensor) -> None:
 
 def _points_in_boxes_bottom(boxes: Tensor, points: Tensor, out: Tensor) -> None:
     out.copy_(operators.points_in_boxes(points, boxes, bottom=True))
-
-
-def _roiaware_pool(
-    boxes: Tensor, points: Tensor, features: Tensor, largest: Tensor, members: Tensor,
-    pooled: Tensor, pool_method: int,
-) -> None:  # fmt: skip
-    cells = tuple(int(n) for n in pooled.shape[1:4])
-    found = operators.roiaware_pool(
-        boxes, points, features, cells, members.shape[-1], pool_method, bottom=True,  # type: ignore[arg-type]
-    )  # fmt: skip
-    for given, result in zip((pooled, largest, members), found, strict=True):
-        given.copy_(result)
-
-
-def _roipoint_pool(
-    points: Tensor, boxes: Tensor, features: Tensor, pooled: Tensor, empty: Tensor
-) -> None:
-    operators.roipoint_pool(points, boxes, features, pooled, empty, bottom=True)
 
 
 def _three_nn(target: Tensor, source: Tensor, squared: Tensor, rows: Tensor, **_: int) -> None:
@@ -239,9 +222,9 @@ MMCV: Functions = {
     "nms_rotated": _nms_rotated,
     "points_in_boxes_all_forward": _points_in_boxes_all,
     "points_in_boxes_cpu_forward": _points_in_boxes_bottom,
-    "points_in_boxes_part_forward": _points_in_boxes_part,
-    "roiaware_pool3d_forward": _roiaware_pool,
-    "roipoint_pool3d_forward": _roipoint_pool,
+    "points_in_boxes_part_forward": partial(points_in_boxes, bottom=True),
+    "roiaware_pool3d_forward": partial(roiaware_pool, bottom=True),
+    "roipoint_pool3d_forward": partial(roipoint_pool, bottom=True),
     "stack_ball_query_forward": _stack_ball_query,
     "stack_group_points_forward": _stack_group_points,
     "three_interpolate_forward": _three_interpolate,

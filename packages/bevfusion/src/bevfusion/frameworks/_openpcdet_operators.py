@@ -6,6 +6,7 @@ Its functions fill the outputs that they are given. Boxes have their z at the ce
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -17,6 +18,7 @@ from bevfusion.frameworks import _operators as operators
 Functions = Mapping[str, Callable[..., Any]]
 """Of a compiled module, by name."""
 CPU_MARGIN, MARGIN = 1e-2, 1e-5
+_CENTRED: dict[str, Any] = {"bottom": False, "margin": MARGIN}
 """Along x and y of a box [m], where points still count as inside: on the CPU, on CUDA."""
 
 
@@ -50,29 +52,35 @@ def _points_in_boxes_cpu(boxes: Tensor, points: Tensor, out: Tensor) -> None:
     out.copy_(operators.points_in_boxes(points, boxes, bottom=False, margin=CPU_MARGIN))
 
 
-def _points_in_boxes(boxes: Tensor, points: Tensor, out: Tensor) -> None:
+def points_in_boxes(boxes: Tensor, points: Tensor, out: Tensor, **convention: Any) -> None:
+    """Number of the first box that holds a point, frame by frame; −1 outside of all.
+
+    Here and in the two below `convention` is `bottom` and `margin` of the operator.
+    """
     for own, place, found in zip(boxes, points, out, strict=True):
-        inside = operators.points_in_boxes(place, own, bottom=False, margin=MARGIN)
+        inside = operators.points_in_boxes(place, own, **convention)
         found.copy_(torch.where(inside.any(0), inside.int().argmax(0), -1))
 
 
-def _roiaware_pool(
+def roiaware_pool(
     boxes: Tensor, points: Tensor, features: Tensor, largest: Tensor, members: Tensor,
-    pooled: Tensor, pool_method: int,
+    pooled: Tensor, pool_method: int, **convention: Any,
 ) -> None:  # fmt: skip
+    """Features of the points in each cell of a box."""
     x, y, z = map(int, pooled.shape[1:4])
     found = operators.roiaware_pool(
-        boxes, points, features, (x, y, z), members.shape[-1], pool_method, bottom=False,
-        margin=MARGIN,
-    )  # fmt: skip
+        boxes, points, features, (x, y, z), members.shape[-1], pool_method, **convention
+    )
     for given, result in zip((pooled, largest, members), found, strict=True):
         given.copy_(result)
 
 
-def _roipoint_pool(
-    points: Tensor, boxes: Tensor, features: Tensor, pooled: Tensor, empty: Tensor
-) -> None:
-    operators.roipoint_pool(points, boxes, features, pooled, empty, bottom=False, margin=MARGIN)
+def roipoint_pool(
+    points: Tensor, boxes: Tensor, features: Tensor, pooled: Tensor, empty: Tensor,
+    **convention: Any,
+) -> None:  # fmt: skip
+    """Points of each box with their features."""
+    operators.roipoint_pool(points, boxes, features, pooled, empty, **convention)
 
 
 def _ingroup(groups: Tensor, out: Tensor) -> None:
@@ -179,9 +187,9 @@ def openpcdet_extensions(mmcv: Functions) -> Mapping[str, Functions]:
             "voxel_query_wrapper": _voxel_query,
         },
         "roiaware_pool3d_cuda": {
-            "forward": _roiaware_pool,
+            "forward": partial(roiaware_pool, **_CENTRED),
             "points_in_boxes_cpu": _points_in_boxes_cpu,
-            "points_in_boxes_gpu": _points_in_boxes,
+            "points_in_boxes_gpu": partial(points_in_boxes, **_CENTRED),
         },
-        "roipoint_pool3d_cuda": {"forward": _roipoint_pool},
+        "roipoint_pool3d_cuda": {"forward": partial(roipoint_pool, **_CENTRED)},
     }
