@@ -113,7 +113,7 @@ def test_a_module_around_another_one_is_closed_alone() -> None:
 
 
 class Twice(nn.Module):
-    """A shared part, of which the second call alone cannot be followed."""
+    """A shared part whose second call alone cannot be followed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -270,7 +270,7 @@ def _load_alike(
 
 
 def _refuse_without_boxes(model: Detector, sizes: Sizes) -> None:
-    """Refuse a model in other code of which labels judge nothing.
+    """Refuse a model in other code that has nothing to compare with labels.
 
     Raises:
         InputError: It makes no boxes, or boxes of classes without names.

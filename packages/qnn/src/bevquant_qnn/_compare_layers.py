@@ -231,8 +231,8 @@ def compare_layers(
 class LayerComparison:
     """`compare_layers` batch by batch: each batch gives a record, and records are added.
 
-    Sums are taken per batch and added in the order of `add`, so the result has the same bits
-    whichever process ran a batch.
+    Sums are taken per batch and added in the order of `add`, so the bits of the result do
+    not depend on the process that ran a batch.
 
     Args:
         float_model: The folded float model.

@@ -1,4 +1,4 @@
-"""Files in QDQ format, whoever wrote them, as integer models."""
+"""QDQ files of any tool as integer models."""
 
 from __future__ import annotations
 

@@ -123,8 +123,7 @@ def _integer_bias(
 ) -> tuple[Tensor | None, Tensor]:
     """``(int32 bias, scale of the accumulator)``, both per channel.
 
-    A module may hold the int32 bias of a file (`integer_bias`), of which a float32 bias keeps 24
-    bits.
+    A module may hold the int32 bias of a file (`integer_bias`): float32 keeps 24 of its bits.
 
     A channel whose weights are all zero has a bias and no scale: it gets the finest one of the
     layer that still holds its bias.
