@@ -15,7 +15,7 @@ from torch import nn
 
 from bevquant_export import find_target, lint_onnx, register_target, target_names
 from bevquant_export.lint import Finding, Rule, main
-from bevquant_export.targets import LintFile, Target, _registry
+from bevquant_export.targets import LintFile, Target, _target
 from bevquant_quantizers import plugins
 
 NO_SOFTMAX = Rule("TOY001", "error", "no Softmax", "leave it out", ("toy",))
@@ -62,7 +62,7 @@ def only(entry: EntryPoint) -> Callable[..., list[EntryPoint]]:
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> Toy:
-    monkeypatch.setattr(_registry, "_added", {})
+    monkeypatch.setattr(_target, "_added", {})
     toy = Toy()
     register_target(toy)
     return toy
@@ -115,29 +115,29 @@ def test_a_name_is_taken_once(registered: Toy) -> None:
 def test_a_broken_entry_point_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("broken", "no_such_module_at_all:TARGET", "bevquant.targets")
     monkeypatch.setattr(plugins, "entry_points", only(entry))
-    _registry._loaded.cache_clear()
+    _target._loaded.cache_clear()
     with pytest.raises(ImportError, match="target 'broken': its entry point no_such_module_at_all"):
         find_target("toy")
-    _registry._loaded.cache_clear()
+    _target._loaded.cache_clear()
 
 
 def test_an_entry_point_adds_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("toy", f"{__name__}:TOY", "bevquant.targets")
     monkeypatch.setattr(plugins, "entry_points", only(entry))
     monkeypatch.setattr(EntryPoint, "load", lambda self: Toy())
-    _registry._loaded.cache_clear()
+    _target._loaded.cache_clear()
     assert find_target("plaything").title == "A toy"
-    _registry._loaded.cache_clear()
+    _target._loaded.cache_clear()
 
 
 def test_an_entry_point_bears_a_name_of_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("game", f"{__name__}:TOY", "bevquant.targets")
     monkeypatch.setattr(plugins, "entry_points", only(entry))
     monkeypatch.setattr(EntryPoint, "load", lambda self: Toy())
-    _registry._loaded.cache_clear()
+    _target._loaded.cache_clear()
     with pytest.raises(ValueError, match=r"is called 'game', which is no name of it; .* toy"):
         find_target("toy")
-    _registry._loaded.cache_clear()
+    _target._loaded.cache_clear()
 
 
 def test_every_target_says_how_it_is_built(tmp_path: Path) -> None:

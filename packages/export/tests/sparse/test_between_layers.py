@@ -14,7 +14,7 @@ from bevquant_export import (
 )
 from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._compare import counted
-from bevquant_export.sparse._reference import Made
+from bevquant_export.sparse._observe import Made
 
 onnxruntime = pytest.importorskip("onnxruntime")
 

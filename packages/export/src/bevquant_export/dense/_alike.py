@@ -1,8 +1,18 @@
-"""Whether two float outputs are equal up to rounding."""
+"""Whether two outputs are equal up to rounding, and up to the order of equal scores.
+
+torch leaves the order of equal values open in ``topk`` and ``sort``, so a heat map with many empty
+cells gives other indices in torch than in a file that is right. A model is compared with its file
+while its choices are ONNX's: of equal scores the one of lowest index is chosen, and every other
+value stays what torch computes. A file that differs in more than that still differs.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bevquant_export.dense._graph import Array
 
@@ -33,3 +43,58 @@ def _gaps(want: Array, got: Array) -> tuple[float, float, float, float]:
         apart = np.where(same, 0.0, np.abs(want - got))
     finite = np.where(np.isfinite(want), np.abs(want), 0.0)
     return apart.max(), finite.max(), (apart**2).sum(), (finite**2).sum()
+
+
+_ATEN = torch.ops.aten
+
+
+class StableChoices(TorchDispatchMode):
+    """While it is active, ``topk``, ``sort`` and ``argsort`` take equal values by their index.
+
+    Attributes:
+        ties: How many such calls met equal values next to each other in their order.
+
+    Example:
+        >>> with StableChoices() as choices:
+        ...     torch.tensor([0.0, 1.0, 0.0, 0.0]).topk(3).indices.tolist()
+        [1, 0, 2]
+        >>> choices.ties
+        1
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ties = 0
+
+    def notes(self) -> tuple[str, ...]:
+        """What a result says of them: nothing where no two scores were equal."""
+        if not self.ties:
+            return ()
+        return (
+            "choices among equal scores: the file takes the lowest index, torch's order is open; "
+            "they were compared up to that",
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _ATEN.topk.default:
+            return self._topk(*args, **kwargs)
+        if func is _ATEN.sort.default:
+            return self._sort(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _sort(self, x: Any, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
+        values, order = _ATEN.sort.stable(x, stable=True, dim=dim, descending=descending)
+        if x.dim():
+            self.ties += bool((values.diff(dim=dim) == 0).any())
+        return values, order
+
+    def _topk(
+        self, x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+    ) -> tuple[Any, Any]:
+        values, order = self._sort(x, dim, largest)
+        if not x.dim():
+            return values, order
+        return values.narrow(dim, 0, k), order.narrow(dim, 0, k)

@@ -1,9 +1,9 @@
-"""An interval of numbers, and the inputs of an operator's bound rule."""
+"""Intervals of numbers, and the interval of a product, a quotient, a norm or a sum of products."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -137,3 +137,219 @@ class Reading:
 
 
 Rule = Callable[[Reading], Bound]
+
+
+def sum_of_squares(at: Reading) -> Bound:
+    n, x = at.reduced(), at[0]
+    return Bound(0.0, times(n, x.largest**2), x.whole)
+
+
+def mul(at: Reading) -> Bound:
+    if at.node.input[0] == at.node.input[1]:
+        return square(at[0])
+    rooted = over_root(at, *at.node.input) or over_root(at, *reversed(at.node.input))
+    found = product(at[0], at[1])
+    return found if rooted is None else found.within(rooted, False)
+
+
+def square(x: Bound) -> Bound:
+    return Bound(x.least**2, x.largest**2, x.whole)
+
+
+def div(at: Reading) -> Bound:
+    found = product(at[0], inverse(at[1]))
+    rooted = norm_of(at, *at.node.input, root=False)
+    found = found._replace(whole=False)
+    return found if rooted is None else found.within(rooted, False)
+
+
+def over_root(at: Reading, x: str, factor: str) -> float | None:
+    """Bound of x · (1/root), as of x divided by the root."""
+    node = at.bounds.makers.get(factor)
+    while node is not None and node.op_type in RENAMED | {"Expand"}:
+        node = at.bounds.makers.get(node.input[0])
+    if node is None or node.op_type != "Reciprocal":
+        return None
+    return norm_of(at, x, node.input[0], root=False)
+
+
+def norm_of(at: Reading, x: str, under: str, *, root: bool) -> float | None:
+    """Largest |x| over a root of x's own squares; None where `under` is another value."""
+    bounds = at.bounds
+    node = bounds.makers.get(under)
+    if node is None:
+        return None
+    if node.op_type in RENAMED | {"Expand", "Cast"}:
+        return norm_of(at, x, node.input[0], root=root)
+    if node.op_type == "Sqrt" and not root:
+        return norm_of(at, x, node.input[0], root=True)
+    if node.op_type in ("Add", "Max"):
+        for one, other in (node.input[:2], reversed(node.input[:2])):
+            if bounds[other].low >= 0 and bounds.array(other) is not None:
+                return norm_of(at, x, one, root=root)
+        return None
+    if node.op_type == "Clip" and (len(node.input) < 3 or not node.input[2]):
+        return norm_of(at, x, node.input[0], root=root)
+    if node.op_type == "ReduceL2" and not root and node.input[0] == x:
+        return 1.0
+    if node.op_type not in ("ReduceMean", "ReduceSum") or not root:
+        return None
+    squares = bounds.makers.get(node.input[0])
+    if squares is None or squares.input[0] != x or not is_square(bounds, squares):
+        return None
+    return math.sqrt(Reading(bounds, node).reduced()) if node.op_type == "ReduceMean" else 1.0
+
+
+def is_square(bounds: Any, node: Any) -> bool:
+    if node.op_type == "Mul":
+        return bool(node.input[0] == node.input[1])
+    power = bounds.array(node.input[1]) if node.op_type == "Pow" else None
+    return power is not None and power.size == 1 and float(power.flat[0]) == 2
+
+
+def pow(at: Reading) -> Bound:
+    x, power = at[0], at.array(1)
+    if power is None or power.size != 1:
+        return UNKNOWN
+    p = float(power.flat[0])
+    if p < 0:
+        return powered(inverse(x), -p) if x.low >= 0 else UNKNOWN
+    return powered(x, p)
+
+
+def powered(x: Bound, p: float) -> Bound:
+    def end(value: float) -> float:
+        try:
+            return float(value**p)
+        except OverflowError:
+            return INF
+
+    if p == 0:
+        return Bound(1.0, 1.0, True)
+    if p % 2 == 0:
+        return Bound(end(x.least), end(x.largest), x.whole)
+    if p % 1 == 0:
+        low = -end(-x.low) if x.low < 0 else end(x.low)
+        high = -end(-x.high) if x.high < 0 else end(x.high)
+        return Bound(low, high, x.whole)
+    return Bound(end(max(x.low, 0.0)), end(max(x.high, 0.0)))
+
+
+def matmul(at: Reading) -> Bound:
+    for slot, axis in ((1, -2), (0, -1)):
+        weight = at.array(slot)
+        if weight is not None and weight.ndim:
+            return weighted(at[1 - slot], weight, axis if weight.ndim > 1 else 0)
+    a, b = at[0], at[1]
+    maker = at.bounds.makers.get(at.node.input[0])
+    if maker is not None and maker.op_type == "Softmax" and Reading(at.bounds, maker).is_last():
+        return joined([b, Bound(0.0, 0.0)])._replace(whole=False)
+    shape = at.shape(0)
+    if shape is None or shape[-1] is None:
+        return UNKNOWN
+    largest = times(float(shape[-1]), times(a.largest, b.largest))
+    return Bound(-largest, largest, a.whole and b.whole)
+
+
+def weighted(x: Bound, weight: Any, axes: int | tuple[int, ...]) -> Bound:
+    """Bound of sums of products with a constant over `axes`, and of all partial sums."""
+    w = np.asarray(weight, np.float64)
+    low, high = min(x.low, 0.0), max(x.high, 0.0)
+    positive, negative = np.maximum(w, 0).sum(axes), np.minimum(w, 0).sum(axes)
+    lows = [
+        times(float(p), low) + times(float(n), high)
+        for p, n in extremes(positive, negative, low, high, -1)
+    ]
+    highs = [
+        times(float(p), high) + times(float(n), low)
+        for p, n in extremes(positive, negative, low, high, 1)
+    ]
+    whole = x.whole and bool((w == np.round(w)).all())
+    return Bound(min(lows, default=0.0), max(highs, default=0.0), whole)
+
+
+def extremes(
+    positive: Any, negative: Any, low: float, high: float, sign: int
+) -> Iterator[tuple[Any, Any]]:
+    """The sums of weights with the smallest (-1) or the largest (1) product."""
+    p, n = np.ravel(positive), np.ravel(negative)
+    if not p.size:
+        return
+    if math.isinf(low) or math.isinf(high):
+        yield p.max(), n.min()
+        return
+    value = p * low + n * high if sign < 0 else p * high + n * low
+    place = int(value.argmin() if sign < 0 else value.argmax())
+    yield p[place], n[place]
+
+
+def with_bias(made: Bound, at: Reading, slot: int, factor: float = 1.0) -> Bound:
+    if len(at.node.input) <= slot or not at.node.input[slot]:
+        return made
+    bias = product(at[slot], Bound(factor, factor))
+    return Bound(made.low + bias.low, made.high + bias.high)
+
+
+def gemm(at: Reading) -> Bound:
+    weight, alpha = at.array(1), float(at.attribute("alpha", 1.0))
+    if weight is None:
+        return UNKNOWN
+    made = weighted(at[0], alpha * weight, 1 if at.attribute("transB", 0) else 0)
+    return with_bias(made, at, 2, float(at.attribute("beta", 1.0)))
+
+
+def conv(at: Reading) -> Bound:
+    weight = at.array(1)
+    if weight is None:
+        return UNKNOWN
+    return with_bias(weighted(at[0], weight, tuple(range(1, weight.ndim))), at, 2)
+
+
+def conv_transpose(at: Reading) -> Bound:
+    weight = at.array(1)  # [in, out / groups, kernel]
+    if weight is None:
+        return UNKNOWN
+    return with_bias(weighted(at[0], weight, (0, *range(2, weight.ndim))), at, 2)
+
+
+def einsum(at: Reading) -> Bound:
+    equation = at.attribute("equation").decode().replace(" ", "")
+    left, _, right = equation.partition("->")
+    sizes: dict[str, int | None] = {}
+    for slot, labels in enumerate(left.split(",")):
+        shape = at.shape(slot)
+        if shape is None or "." in labels or len(shape) != len(labels):
+            return UNKNOWN
+        sizes |= dict(zip(labels, shape, strict=True))
+    summed = [size for label, size in sizes.items() if label not in right]
+    if "->" not in equation or None in summed:
+        return UNKNOWN
+    largest = float(math.prod(size or 0 for size in summed))
+    for x in at.given():
+        largest = times(largest, x.largest)
+    return Bound(-largest, largest, all(x.whole for x in at.given()))
+
+
+def norm_rule(at: Reading) -> Bound:
+    """x̂ γ + β with |x̂| ≤ √n for n normalised values."""
+    shape = at.shape(0)
+    axis = int(at.attribute("axis", -1)) if at.node.op_type == "LayerNormalization" else 2
+    if shape is None or None in shape[axis:]:
+        return UNKNOWN
+    root = math.sqrt(math.prod(size or 0 for size in shape[axis:]))
+    return with_bias(product(Bound(-root, root), at[1]), at, 2)
+
+
+def batch_norm(at: Reading) -> Bound:
+    arrays = [at.array(slot) for slot in range(1, 5)]
+    if any(value is None for value in arrays):
+        return UNKNOWN
+    gamma, beta, mean, var = (np.asarray(value, np.float64) for value in arrays)
+    factor = gamma / np.sqrt(var + float(at.attribute("epsilon", 1e-5)))
+    shift, x = beta - mean * factor, at[0]
+    ends = [
+        times(float(f), end) + float(s)
+        for f, s in zip(factor.ravel(), shift.ravel(), strict=True)
+        for end in x[:2]
+    ]
+    return Bound(min(ends), max(ends))

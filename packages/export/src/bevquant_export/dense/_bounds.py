@@ -1,4 +1,4 @@
-r"""Bounds of every tensor of a file, for every frame: interval arithmetic.
+r"""Bounds of every tensor of a file, for every frame, by interval arithmetic.
 
 Sources are constants, ranges of pairs (the output of a DequantizeLinear is within its range for any
 input) and the recorded ranges of the calibration. Each operator's rule continues from them:
@@ -14,13 +14,281 @@ of the mean square of n values is in [−√n, √n].
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from bevquant_export.dense._bound import RENAMED, TRUTH, UNKNOWN, Bound, Reading, bound_of
-from bevquant_export.dense._bound_rules import RULES
+from bevquant_export.dense import _bound as products
+from bevquant_export.dense._bound import (
+    INF,
+    RENAMED,
+    TRUTH,
+    UNKNOWN,
+    Bound,
+    Reading,
+    Rule,
+    bound_of,
+    inverse,
+    joined,
+    product,
+    times,
+)
+
+
+def _monotone(function: Callable[[float], float], low: float = -INF) -> Rule:
+    """Bound of an increasing function, defined from `low` on."""
+
+    def bounded(at: Reading) -> Bound:
+        x = at[0]
+        with np.errstate(all="ignore"):
+            ends = [float(function(np.float64(max(end, low)))) for end in x[:2]]
+        return UNKNOWN if any(math.isnan(end) for end in ends) else Bound(ends[0], ends[1])
+
+    return bounded
+
+
+def _least_of(function: Callable[[float], float], least: float) -> Rule:
+    """Bound of an activation whose minimum is `least` and whose maximum is at an end."""
+
+    def bounded(at: Reading) -> Bound:
+        ends = [0.0 if end == -INF else float(function(end)) for end in at[0][:2]]
+        return Bound(min(least, *ends), max(0.0, *ends))
+
+    return bounded
+
+
+def _fixed(low: float, high: float, whole: bool = False) -> Rule:
+    return lambda at: Bound(low, high, whole)
+
+
+def _add(at: Reading) -> Bound:
+    a, b = at[0], at[1]
+    return Bound(a.low + b.low, a.high + b.high, a.whole and b.whole)
+
+
+def _sub(at: Reading) -> Bound:
+    a, b = at[0], at[1]
+    return Bound(a.low - b.high, a.high - b.low, a.whole and b.whole)
+
+
+def _clip(at: Reading) -> Bound:
+    x = at[0]
+    ends = [at.attribute("min", -INF), at.attribute("max", INF)]
+    for slot in (1, 2):
+        if len(at.node.input) > slot and at.node.input[slot]:
+            ends[slot - 1] = at[slot].low if slot == 1 else at[slot].high
+    low, high = min(max(x.low, ends[0]), ends[1]), min(max(x.high, ends[0]), ends[1])
+    return Bound(low, high, x.whole and all(e % 1 == 0 for e in ends if math.isfinite(e)))
+
+
+def _extreme(pick: Callable[[Any], float]) -> Rule:
+    def bounded(at: Reading) -> Bound:
+        given = at.given()
+        lows, highs, wholes = zip(*given, strict=True)
+        return Bound(pick(lows), pick(highs), all(wholes))
+
+    return bounded
+
+
+def _where(at: Reading) -> Bound:
+    a, b = at[1], at[2]
+    kind, looked_at = tested(at.bounds, at.node.input[0])
+    if kind == "IsNaN" or (kind == "IsInf" and looked_at.largest < INF):
+        return b  # of finite numbers nothing is replaced
+    constants = [at.array(slot) for slot in (1, 2)]
+    # Infinity in a place marks it, and has no range of its own.
+    marks = [c is not None and c.size > 0 and np.isinf(c).all() for c in constants]
+    if any(marks) and not all(marks):
+        return b if marks[0] else a
+    return joined([a, b])
+
+
+def tested(bounds: Any, condition: str) -> tuple[str, Bound]:
+    """The test of a condition, IsNaN or IsInf, and the bound of the tested values."""
+    node = bounds.makers.get(condition)
+    if node is None:
+        return "", UNKNOWN
+    if node.op_type in ("IsNaN", "IsInf"):
+        return node.op_type, bounds[node.input[0]]
+    if node.op_type == "Equal":
+        for one, other in (node.input[:2], reversed(node.input[:2])):
+            value = bounds.array(other)
+            if value is not None and value.size and np.isinf(value).all():
+                return "IsInf", bounds[one]
+    if node.op_type == "And":
+        for name in node.input:
+            kind, bound = tested(bounds, name)
+            if kind:
+                return kind, bound
+    return "", UNKNOWN
+
+
+def _sum(at: Reading) -> Bound:
+    n, x = at.reduced(), at[0]
+    return Bound(min(times(n, x.low), x.low), max(times(n, x.high), x.high), x.whole)
+
+
+def _cumulative(at: Reading) -> Bound:
+    shape, axis, x = at.shape(0), at.array(1), at[0]
+    if shape is None or axis is None or shape[int(axis.flat[0])] is None:
+        return UNKNOWN._replace(whole=x.whole)
+    n = float(shape[int(axis.flat[0])] or 0)
+    low, high = min(times(n, x.low), x.low, 0.0), max(times(n, x.high), x.high, 0.0)
+    return Bound(low, high, x.whole)
+
+
+def _norm2(at: Reading) -> Bound:
+    squares = products.sum_of_squares(at)
+    return Bound(0.0, math.sqrt(squares.high))
+
+
+def _norm1(at: Reading) -> Bound:
+    return Bound(0.0, times(at.reduced(), at[0].largest), at[0].whole)
+
+
+def _log(at: Reading) -> Bound:
+    low, high = (-INF if end <= 0 else math.log(end) for end in at[0][:2])
+    return Bound(low, high)
+
+
+def _dequantize(at: Reading) -> Bound:
+    value = at.bounds.array(at.node.output[0])
+    if value is not None:
+        return bound_of(value)
+    scale, zero = at.array(1), at.array(2)
+    if scale is None:
+        return UNKNOWN
+    zeros = np.zeros((), np.int8) if zero is None else zero
+    limits = np.iinfo(zeros.dtype)
+    steps = [float(limits.min) - float(zeros.max()), float(limits.max) - float(zeros.min())]
+    if limits.bits > 8:
+        return UNKNOWN
+    largest = float(np.abs(scale).max())
+    return Bound(steps[0] * largest, steps[1] * largest)
+
+
+def _softmax_log(at: Reading) -> Bound:
+    x = at[0]
+    shape = at.shape(0)
+    n = shape[int(at.attribute("axis", -1))] if shape else None
+    return UNKNOWN if n is None else Bound(x.low - x.high - math.log(max(n, 1)), 0.0)
+
+
+def _filled(at: Reading) -> Bound:
+    value = at.attribute("value")
+    from onnx import numpy_helper
+
+    return Bound(0.0, 0.0, True) if value is None else bound_of(numpy_helper.to_array(value))
+
+
+def _range(at: Reading) -> Bound:
+    start, limit, step = at.given()
+    if not math.isfinite(limit.largest):
+        return Bound(-INF, INF, start.whole and step.whole)
+    return joined([start, limit])._replace(whole=start.whole and step.whole)
+
+
+def _cast(at: Reading) -> Bound:
+    x = at[0]
+    integer = at.attribute("to") in (2, 3, 4, 5, 6, 7, 9, 12, 13)
+    return x._replace(whole=True) if integer else x
+
+
+def _leaky(at: Reading) -> Bound:
+    slope = float(at.attribute("alpha", 0.01))
+    slopes = at[1] if at.node.op_type == "PRelu" else Bound(slope, slope)
+    x = at[0]
+    below = product(Bound(min(x.low, 0.0), min(x.high, 0.0)), slopes)
+    above = Bound(max(x.low, 0.0), max(x.high, 0.0))
+    return joined([below, above])._replace(whole=False)
+
+
+def _elu(at: Reading) -> Bound:
+    alpha = {"Selu": 1.7581, "Elu": float(at.attribute("alpha", 1.0))}.get(at.node.op_type, 1.0)
+    gain = 1.0508 if at.node.op_type == "Selu" else 1.0
+    return Bound(-abs(alpha) if at[0].low < 0 else 0.0, max(gain * at[0].high, 0.0))
+
+
+def _pad(at: Reading) -> Bound:
+    value = at[2] if len(at.node.input) > 2 and at.node.input[2] else Bound(0.0, 0.0, True)
+    return joined([at[0], value]) if at.attribute("mode", b"constant") == b"constant" else at[0]
+
+
+def _with_zero(at: Reading) -> Bound:
+    return joined([at[0], Bound(0.0, 0.0, True)])
+
+
+def _resized(at: Reading) -> Bound:
+    x = at[0]
+    if at.attribute("mode", b"nearest") == b"nearest":
+        return x
+    wide = 1.5 * x.largest if at.attribute("mode") == b"cubic" else 0.0
+    return Bound(min(x.low, -wide), max(x.high, wide))
+
+
+def _scattered(at: Reading) -> Bound:
+    found = joined([at[0], at[2]])
+    return found if at.attribute("reduction", b"none") == b"none" else UNKNOWN
+
+
+def _averaged(at: Reading) -> Bound:
+    return _with_zero(at)._replace(whole=False)
+
+
+def _mean(at: Reading) -> Bound:
+    return at[0]._replace(whole=False)
+
+
+def _softplus(value: float) -> float:
+    return float(np.logaddexp(0.0, value))
+
+
+def _sigmoid(value: float) -> float:
+    return float(0.5 * (1 + np.tanh(0.5 * value)))
+
+
+_SELECTED = RENAMED | set(
+    "Slice Expand Tile Gather GatherElements GatherND DepthToSpace SpaceToDepth Split MaxPool "
+    "GlobalMaxPool ReduceMax ReduceMin TopK QuantizeLinear".split()
+)
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_SELECTED, lambda at: at[0]),
+    **dict.fromkeys(("Floor", "Ceil", "Round"), lambda at: at[0]._replace(
+        low=math.floor(at[0].low) if math.isfinite(at[0].low) else -INF,
+        high=math.ceil(at[0].high) if math.isfinite(at[0].high) else INF, whole=True)),
+    **dict.fromkeys(
+        "Greater GreaterOrEqual Less LessOrEqual Equal And Or Not Xor IsNaN IsInf".split(),
+        lambda at: TRUTH,
+    ),
+    "Abs": lambda at: Bound(at[0].least, at[0].largest, at[0].whole),
+    "Acos": _fixed(0.0, math.pi), "Add": _add, "Asin": _fixed(-2.0, 2.0),
+    "Atan": _fixed(-2.0, 2.0), "AveragePool": _averaged, "BatchNormalization": products.batch_norm,
+    "Cast": _cast, "Clip": _clip, "Concat": lambda at: joined(at.given()),
+    "ConstantOfShape": _filled, "Conv": products.conv, "ConvTranspose": products.conv_transpose,
+    "Cos": _fixed(-1.0, 1.0), "CumSum": _cumulative, "DequantizeLinear": _dequantize,
+    "Div": products.div, "Einsum": products.einsum, "Elu": _elu, "Erf": _fixed(-1.0, 1.0),
+    "Exp": _monotone(np.exp), "Gelu": _least_of(lambda v: max(v, 0.0), -0.18),
+    "Gemm": products.gemm, "GlobalAveragePool": _mean, "GridSample": _with_zero,
+    "HardSigmoid": _fixed(0.0, 1.0), "HardSwish": _least_of(lambda v: max(v, 0.0), -0.375),
+    "InstanceNormalization": products.norm_rule, "LayerNormalization": products.norm_rule,
+    "LeakyRelu": _leaky, "Log": _log, "LogSoftmax": _softmax_log, "MatMul": products.matmul,
+    "Max": _extreme(max), "Min": _extreme(min), "Mish": _least_of(lambda v: max(v, 0.0), -0.31),
+    "Mul": products.mul, "Neg": lambda at: Bound(-at[0].high, -at[0].low, at[0].whole),
+    "OneHot": lambda at: at[2], "PRelu": _leaky, "Pad": _pad, "Pow": products.pow, "Range": _range,
+    "Reciprocal": lambda at: inverse(at[0]), "ReduceL1": _norm1, "ReduceL2": _norm2,
+    "ReduceMean": _mean, "ReduceSum": _sum, "ReduceSumSquare": products.sum_of_squares,
+    "Relu": lambda at: Bound(max(at[0].low, 0.0), max(at[0].high, 0.0), at[0].whole),
+    "Resize": _resized, "ScatterElements": _scattered, "ScatterND": _scattered, "Selu": _elu,
+    "Sigmoid": _monotone(_sigmoid), "Sign": _fixed(-1.0, 1.0, True), "Sin": _fixed(-1.0, 1.0),
+    "Softmax": _fixed(0.0, 1.0), "Softplus": _monotone(_softplus), "Softsign": _fixed(-1.0, 1.0),
+    "Sqrt": _monotone(np.sqrt, 0.0), "Sub": _sub, "Tanh": _monotone(np.tanh),
+    "Trilu": _with_zero, "Where": _where,
+}  # fmt: skip
+
 
 HEAD_ROOM = 2.0  # a later frame may have values beyond those of every calibration frame
 _BOOL = 9

@@ -12,13 +12,19 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from bevquant_export.dense._alike import HALF, alike
+from bevquant_export.dense._alike import HALF, StableChoices, alike
 from bevquant_export.dense._cut import AT_ONCE, CutFile
 from bevquant_export.dense._float_errors import FloatErrors
 from bevquant_export.dense._graph import Array
 from bevquant_export.dense._half import half_inputs, in_half
 from bevquant_export.dense._profile import profile_of
-from bevquant_export.dense._program_of import (
+from bevquant_export.dense._runnable import (
+    any_session,
+    rounded_session,
+    session,
+    upgraded_opset,
+)
+from bevquant_export.dense._source import (
     QdqProgram,
     example_of,
     inputs_of,
@@ -27,14 +33,7 @@ from bevquant_export.dense._program_of import (
     placed,
     program_of,
 )
-from bevquant_export.dense._runnable import (
-    any_session,
-    rounded_session,
-    session,
-    upgraded_opset,
-)
 from bevquant_export.dense._written import QdqFile, TensorDifference
-from bevquant_export.floats._stable_choices import StableChoices
 from bevquant_export.lint._read import load_model, reading
 from bevquant_graph import arguments, in_order, rearranged
 from bevquant_int8sim import IntegerModel

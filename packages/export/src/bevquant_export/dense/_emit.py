@@ -19,8 +19,7 @@ from bevquant_export.dense._graph import Graph, TensorState
 from bevquant_export.dense._grid import average_pool, max_pool, resize
 from bevquant_export.dense._layout_ops import keeps_scale, moved
 from bevquant_export.dense._numbers import Numbers
-from bevquant_export.dense._program_of import integer_model, location
-from bevquant_export.dense._source import Source
+from bevquant_export.dense._source import Source, integer_model, location
 from bevquant_export.dense._torch_form import torch_form
 from bevquant_export.dense._voxels import Voxels
 from bevquant_export.dense._weighted import block_of, unflattened, weighted_layer

@@ -26,15 +26,13 @@ from bevquant_export._taken_numbers import frame_tables
 from bevquant_export.dense._compare import tensors_by_input, verified
 from bevquant_export.dense._emit import emit
 from bevquant_export.dense._graph import Graph
-from bevquant_export.dense._half_file import typed_file
+from bevquant_export.dense._half_tried import recorded, typed_file
 from bevquant_export.dense._profile import profile_of
-from bevquant_export.dense._program_of import example_of, integer_model
 from bevquant_export.dense._read_model import read_model
-from bevquant_export.dense._recorded import recorded
 from bevquant_export.dense._runnable import session
-from bevquant_export.dense._source import Source
+from bevquant_export.dense._source import Source, example_of, integer_model
 from bevquant_export.dense._written import QdqFile
-from bevquant_export.floats._ports import checked
+from bevquant_export.floats._torch_exporter import checked
 from bevquant_export.lint._model import VOXELS
 from bevquant_export.lint._read import load_model
 from bevquant_export.sparse.portable._body import OPSET

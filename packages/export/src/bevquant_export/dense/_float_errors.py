@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from bevquant_export.dense._graph import Array
-from bevquant_export.dense._program_of import QdqProgram, inputs_of
 from bevquant_export.dense._rounding_boundary import LAYERS, UNIT, per_channel
+from bevquant_export.dense._source import QdqProgram, inputs_of
 from bevquant_graph import op_spec, refilled
 from bevquant_int8sim.program import Integers, Program, Ref, Step, replaced
 

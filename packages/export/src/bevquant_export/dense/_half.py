@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from bevquant_export.dense._bound import RENAMED
-from bevquant_export.dense._half_graph import FLOAT, FloatGraph
-from bevquant_export.dense._half_limits import LARGEST_HALF, SINGLE_INPUTS
+from bevquant_export.dense._half_limits import FLOAT, LARGEST_HALF, SINGLE_INPUTS, FloatGraph
 from bevquant_export.dense._half_single import Known, Measure, Singles
 from bevquant_graph import flatten, rebuild
 

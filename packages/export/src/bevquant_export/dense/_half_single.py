@@ -24,16 +24,18 @@ from typing import Any
 
 from bevquant_export.dense._bound import RENAMED
 from bevquant_export.dense._bounds import Bounds
-from bevquant_export.dense._half_digits import Size, few_digits, is_small
-from bevquant_export.dense._half_graph import FloatGraph
 from bevquant_export.dense._half_limits import (
     LARGEST_HALF,
     UNKNOWN_RANGE,
+    FloatGraph,
+    Size,
     argument,
     beyond,
+    few_digits,
+    is_small,
+    lower_masks,
     overflow,
 )
-from bevquant_export.dense._half_masks import lower_masks
 
 Known = Mapping[str, tuple[float, bool]]
 Measure = Callable[[Collection[str]], Mapping[str, Size]]

@@ -1,16 +1,157 @@
-"""Trial of half types before a file is written."""
+"""A file in half precision, tried on its frames and on the inputs where that fails first."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+import torch
+from torch import Tensor, nn
 
-from bevquant_export.dense._half import Typed, half_typed
-from bevquant_export.dense._half_digits import Size
+from bevquant_export.dense._alike import HALF, alike
+from bevquant_export.dense._bounds import HEAD_ROOM
+from bevquant_export.dense._compare import departing, refusal, required_of, tensors_by_input
+from bevquant_export.dense._half import Typed, half_inputs, half_typed, with_tensors
+from bevquant_export.dense._half_limits import LARGEST_HALF, Size, size_of
 from bevquant_export.dense._half_single import Known, Measure
+from bevquant_export.dense._runnable import any_session, rounded_session
+from bevquant_export.dense._source import Source, integer_model
+from bevquant_export.dense._written import QdqFile
+from bevquant_int8sim.program import Ref, Step, names_in
+from bevquant_quantizers import TensorQuantizer, float_ranges
+
+_COMPUTED = frozenset("float conv conv_transpose linear resize max_pool avg_pool".split())
+Recorded = dict[str, tuple[float, bool]]
+EXAMPLE, LARGEST = "the example", "the largest calibrated values"
+
+
+def recorded(
+    model: Any, source: Source, states: Mapping[str, Any], names: Mapping[str, str]
+) -> Recorded:
+    """Tensors of a file to the largest value of any calibration frame, and whether all were whole.
+
+    Inputs are known where `model` itself was calibrated, not a module around its layers. A layer's
+    input and output are known where it is one step of the program.
+
+    Args:
+        model: Calibrated, or an integer model.
+        source: The program.
+        states: Value of the program to its tensor in the file.
+        names: Input of the program to its name in the file.
+    """
+    if not isinstance(model, nn.Module):
+        held = integer_model(source.integer)
+        model = held.source.graph.model if held is not None and held.source is not None else None
+    if model is None:
+        return {}
+    ranges, found = float_ranges(model), Recorded()
+    modules = dict(model.named_modules())
+
+    def note(ref: str, path: str, key: str) -> None:
+        seen = ranges.get(path, {}).get(key)
+        name = names.get(ref) or getattr(states.get(ref), "name", None)
+        if seen is not None and name is not None:
+            # A layer's own record may be in front of its ReLU, its reader's is behind it.
+            largest, whole = found.get(name, (seen.largest, False))
+            found[name] = min(largest, seen.largest), whole or seen.whole
+
+    for ref, path in source.inputs.items():
+        note(ref, "", path)
+    for step in _alone(source.program.steps, modules):
+        note(step.outputs[0], step.path, "output")
+        given = [key for key in ranges.get(step.path, {}) if key != "output"]
+        first = step.args[0] if step.args else None
+        if len(given) == 1 and isinstance(first, Ref):
+            note(first.name, step.path, given[0])
+    return found
+
+
+def _alone(steps: Any, modules: Mapping[str, nn.Module]) -> Iterator[Step]:
+    """Steps that are the whole computation of a layer without child layers."""
+    of_path: dict[str, list[Step]] = {}
+    for step in steps:
+        if step.op in _COMPUTED or step.op in ("move", "add"):
+            of_path.setdefault(step.path, []).append(step)
+    for path, found in of_path.items():
+        module = modules.get(path)
+        if not path or module is None or len(found) > 1 or len(found[0].outputs) > 1:
+            continue
+        inner = [m for m in module.children() if not isinstance(m, TensorQuantizer)]
+        if not inner and names_in(found[0].args):
+            yield found[0]
+
+
+def measured(
+    proto: Any, frames: Iterable[Mapping[str, Any]], names: Collection[str]
+) -> dict[str, Size]:
+    """Sizes of a float32 file's tensors while it runs.
+
+    Args:
+        proto: The file.
+        frames: Input to its array, for each frame.
+        names: Tensors to look at.
+    """
+    import onnx
+
+    every = copy.deepcopy(proto)
+    held = {port.name for port in every.graph.output}
+    inferred = onnx.shape_inference.infer_shapes(proto, check_type=True)
+    every.graph.output.extend(
+        v for v in inferred.graph.value_info if v.name in names and v.name not in held
+    )
+    running, _ = any_session(every, "plain", at_once=1)
+    taken = {port.name for port in running.get_inputs()}
+    made = [port.name for port in every.graph.output]
+    found: dict[str, Size] = {}
+    for frame in frames:
+        values = running.run(made, {n: v for n, v in frame.items() if n in taken})
+        for name, value in [*frame.items(), *zip(made, values, strict=True)]:
+            if name in names and value.dtype.kind in "fiu":
+                found[name] = size_of(value).joined(found.get(name))
+    return found
+
+
+def hard_inputs(
+    args: Any, names: list[str], known: Mapping[str, tuple[float, bool]]
+) -> Iterator[tuple[str, Any]]:
+    """Inputs on which half precision fails first, each with its name.
+
+    The example itself, all zeros, every other row zero (padding, empty pillars), and the example
+    scaled to the largest calibration frame.
+
+    Args:
+        args: The example.
+        names: Names of its tensors, in order.
+        known: Result of `recorded`.
+    """
+
+    def changed(change: Any) -> Any:
+        def of(name: str, value: Tensor) -> Tensor:
+            return change(name, value) if value.is_floating_point() else value
+
+        return with_tensors(of, names, args)
+
+    def rows(name: str, value: Tensor) -> Tensor:
+        value = value.clone()
+        value[(..., slice(1, None, 2), slice(None)) if value.dim() > 1 else slice(1, None, 2)] = 0
+        return value
+
+    def largest(name: str, value: Tensor) -> Tensor:
+        wanted, top = (
+            known.get(name, (0.0, False))[0],
+            float(value.abs().max()) if len(value) else 0,
+        )
+        fits = 0 < top < wanted < float("inf")
+        return value * (wanted / top) if fits else value
+
+    yield EXAMPLE, args
+    yield "zeros", changed(lambda name, value: torch.zeros_like(value))
+    yield "rows of zeros", changed(rows)
+    yield LARGEST, changed(largest)
 
 
 def tried(
@@ -33,3 +174,107 @@ def tried(
 
 def arrays(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
+
+
+def typed_file(
+    file: QdqFile, proto: Any, source: Source, args: Any, known: Known, *, verify: bool, sums: bool
+) -> Typed:
+    """A QDQ file in half precision, except for parts that then differ from the integer model.
+
+    Raises:
+        ValueError: onnxruntime does not run the file on inputs that the model accepts.
+    """
+    required = required_of(file, source.integer, args)
+    given, notes = {EXAMPLE: required}, []
+    for name, inputs in hard_inputs(required, list(file.inputs), known):
+        why = "" if name == EXAMPLE else refusal(source.integer, inputs)
+        if why:
+            notes.append(f"half precision is not tried on {name}: the model refuses it: {why}")
+        else:
+            given[name] = inputs
+    frames = [
+        arrays(tensors_by_input(file, given[name])) for name in (EXAMPLE, LARGEST) if name in given
+    ]
+
+    @cache
+    def measure(names: frozenset[str]) -> Mapping[str, Size]:
+        return measured(proto, frames, names)
+
+    def apart(typed: Typed) -> set[str]:
+        content, found = typed.proto.SerializeToString(), set[str]()
+        for name, inputs in given.items():
+            found |= departing(
+                file, content, source.integer, inputs, integer_sums=sums, inputs=name
+            )
+        return found
+
+    typed = tried(proto, known, measure, apart if verify else lambda typed: ())
+    return replace(typed, reasons=(*typed.reasons, *notes))
+
+
+Frame = Mapping[str, Any]
+
+
+def typed_floats(
+    proto: Any,
+    inputs: Mapping[str, Tensor],
+    frames: Sequence[Mapping[str, Tensor]],
+    *,
+    verify: bool,
+) -> Typed:
+    """A float file in half precision, but for what departs from float32 with it.
+
+    Without frames any value of float16 is expected of an input.
+
+    Args:
+        proto: The file, all floats float32.
+        inputs: Its inputs to the example.
+        frames: More of them.
+        verify: Whether the file is run.
+    """
+    names = [v.name for v in (*proto.graph.input, *proto.graph.output)]
+    seen = [arrays(inputs), *map(arrays, frames)]
+    makers = {name for node in proto.graph.node for name in node.output}
+    sizes = measured(proto, seen, {*names, *makers})
+    # A binding of float16 holds any value, which is halved for the head room.
+    known = dict.fromkeys(inputs, (LARGEST_HALF / HEAD_ROOM, False))
+    if frames:
+        known = {n: (s.largest if s.finite else np.inf, s.whole) for n, s in sizes.items()}
+    plain, notes = any_session(proto, "plain", at_once=1)[0], []
+    for name, inputs_tried in hard_inputs(dict(inputs), list(inputs), known if frames else {}):
+        frame = arrays(inputs_tried)
+        try:
+            _run(plain, proto, frame)
+        except RuntimeError as error:  # onnxruntime's, such as a place outside of a table
+            notes.append(f"half precision is not tried on {name}: the file refuses it: {error}")
+        else:
+            seen.append(frame)
+
+    def apart(typed: Typed) -> set[str]:
+        rounded = rounded_session(typed.proto) or any_session(typed.proto, "plain", at_once=1)[0]
+        return {name for frame in seen for name in _apart(plain, rounded, typed.proto, frame)}
+
+    typed = tried(proto, known, lambda names: sizes, apart if verify else lambda typed: ())
+    return replace(typed, reasons=(*typed.reasons, *notes))
+
+
+def _run(running: Any, proto: Any, frame: Frame) -> list[Any]:
+    taken = {port.name for port in running.get_inputs()}  # one that is not read is no input
+    given = {name: value for name, value in frame.items() if name in taken}
+    with np.errstate(all="ignore"):
+        made: list[Any] = running.run([port.name for port in proto.graph.output], given)
+    return made
+
+
+def _apart(plain: Any, rounded: Any, proto: Any, frame: Frame) -> list[str]:
+    """Outputs of a file in half precision that are others than those in float32."""
+    halves = half_inputs(proto)
+    given = {n: v.astype(np.float16) if n in halves else v for n, v in frame.items()}
+    same = {n: v.astype(np.float32) if n in halves else v for n, v in given.items()}
+    names = [port.name for port in proto.graph.output]
+    made = _run(plain, proto, same), _run(rounded, proto, given)
+    pairs = zip(names, *made, strict=True)
+    return [
+        name for name, want, got in pairs
+        if want.dtype.kind == "f" and not alike(want, got.astype(np.float32), HALF)
+    ]  # fmt: skip

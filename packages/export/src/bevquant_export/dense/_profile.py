@@ -8,7 +8,7 @@ from typing import Any
 from numpy.typing import DTypeLike
 
 from bevquant_export.targets._cpu import chosen_weights
-from bevquant_export.targets._registry import targets
+from bevquant_export.targets._target import targets
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_export._taken_numbers import refuse_decisions, taken_numbers
-from bevquant_export.dense._program_of import (
+from bevquant_export.dense._source import (
     QdqProgram,
+    Shape,
+    Source,
     bound,
     inputs_of,
     integer_model,
     ports_of,
     program_of,
 )
-from bevquant_export.dense._source import Shape, Source
 from bevquant_graph import map_leaves
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import Program, Step, names_in

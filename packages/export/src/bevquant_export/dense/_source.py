@@ -1,19 +1,227 @@
 """A calibrated model as integer steps, with all sizes.
 
-An exporter writes the steps that the simulator, or the model itself, runs, so the two cannot
-disagree on the integers and scales of a tensor.
+The program is the simulator's, or that of the model's own package. An exporter writes the steps
+that the simulator, or the model itself, runs, so the two cannot disagree on the integers and scales
+of a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
-from bevquant_export.dense._program_of import QdqProgram
-from bevquant_int8sim.program import Program, Ref, Step, names_in, replaced
+from bevquant_graph import as_example, is_sparse_tensor, members_of, refuse_other_members
+from bevquant_int8sim import IntegerModel, simulate
+from bevquant_int8sim.program import (
+    PROGRAM_READERS,
+    Program,
+    Ref,
+    SparseRef,
+    Step,
+    arguments,
+    names_in,
+    replaced,
+)
+
+Observe = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]
+Sums = bool | Mapping[str, float]
+
+
+class QdqProgram(Protocol):
+    """Program that `export_qdq_onnx` writes and `compare_qdq_onnx` compares a file with.
+
+    Models of `bevquant_qnn` are simulated. Other packages read their own models through
+    `bevquant_int8sim.program.PROGRAM_READERS`. The steps are those of `bevquant_int8sim.program`,
+    with these additions to an `IntegerModel`'s:
+
+    * ``tensors["weight_scale"]`` of a layer is the step size of each output channel, and its
+      ``tensors["bias"]`` may be float;
+    * a ``"float"`` step may be a layout operator, and its result may be quantized;
+    * ``attributes["on_cpu"]`` says that hb_mapper must not quantize the step.
+
+    Attributes:
+        program: The steps in order.
+        names: For each input of the program, the parameter of the model that it stands for.
+    """
+
+    @property
+    def program(self) -> Program: ...
+
+    @property
+    def names(self) -> Mapping[str, str]: ...
+
+    def run(self, inputs: Any, *, observe: Observe) -> Any:
+        """Run, and return the model's result, in floats.
+
+        `observe` gets each step, its inputs, and integers where the result has some.
+        """
+
+
+class _Simulated:
+    """A `bevquant_qnn` model."""
+
+    def __init__(
+        self, model: nn.Module | IntegerModel, args: Any, sums: Sums, verify: bool
+    ) -> None:
+        self.model: IntegerModel
+        if isinstance(model, IntegerModel):
+            self.model = model
+            other = next((step.rounding for step in model.steps if step.rounding), None)
+            if other is not None:
+                raise ValueError(
+                    f"export_qdq_onnx: the integer model rounds otherwise than files do ({other}): "
+                    "half to even, in floats; give the calibrated model"
+                )
+            if model.source is None or (sums and not model.sum_ranges and _adds_sums(model)):
+                met = "was loaded from a folder" if model.source is None else "adds accumulators"
+                raise ValueError(
+                    f"export_qdq_onnx: the integer model {met}; give the calibrated model, or what "
+                    f"simulate(…, integer_sums={bool(sums)}) makes of it"
+                )
+            return
+        try:
+            self.model = simulate(model, args, integer_sums=sums, verify=verify)
+        except (TypeError, ValueError) as error:
+            message = str(error).replace("simulate:", "export_qdq_onnx:", 1)
+            raise type(error)(message) from error
+
+    @property
+    def program(self) -> Program:
+        return self.model.program
+
+    @property
+    def sum_ranges(self) -> Mapping[str, float]:
+        return self.model.sum_ranges
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        return {name: path for name, (path, _) in ports_of(self.model).items()}
+
+    def run(self, inputs: Any, *, observe: Observe) -> Any:
+        returned, _ = self.model.run(inputs, record=False, observe=observe)
+        return returned
+
+
+def _adds_sums(model: IntegerModel) -> bool:
+    """Whether a sum reads accumulators."""
+    values = model.program.values
+    adds = (step for step in model.steps if step.op == "add")
+    return any(values[name].form == "int32" for step in adds for name in step.inputs)
+
+
+def ports_of(model: IntegerModel) -> dict[str, tuple[str, Any]]:
+    """Inputs of a program to the parameters that they are, and to the nodes of the graph.
+
+    A sparse tensor is one input; the node of its features stands for it.
+    """
+    assert model.source is not None
+    graph = model.source.graph
+    owners = [p.removesuffix(".features") for p in graph.input_names if p.endswith(".features")]
+    parts = {f"{owner}.{part}" for owner in owners for part in ("indices", "batch_size")}
+    found = [
+        (path.removesuffix(".features"), node)
+        for path, node in zip(graph.input_names, graph.placeholders, strict=True)
+        if path not in parts
+    ]
+    return dict(zip(names_in(model.program.signature), found, strict=True))
+
+
+def location(program: QdqProgram, step: Step) -> str:
+    """``file:line`` of the author's code that computes a step; "" where unknown."""
+    source = program.model.source if isinstance(program, _Simulated) else None
+    if source is None:
+        return ""
+    made = set(step.outputs)
+    nodes = (node for node, held in source.held.items() if made & set(held.values()))
+    return next((source.graph.location(node) for node in nodes), "")
+
+
+def integer_model(program: QdqProgram) -> IntegerModel | None:
+    """The `IntegerModel`, whose every sum is exact, where the program is that of one."""
+    return program.model if isinstance(program, _Simulated) else None
+
+
+def program_of(
+    model: nn.Module | IntegerModel, args: Any, sums: Sums = False, *, verify: bool
+) -> QdqProgram:
+    """Read a model.
+
+    Args:
+        model: The model, or the integer model that was made of it.
+        args: Example inputs.
+        sums: How sums read layers, as ``simulate(integer_sums=…)``; packages that read their own
+            models decide themselves.
+        verify: Compare the integers with the model on `args`.
+
+    Raises:
+        TypeError: Not a module.
+        ValueError: Not calibrated, cannot be captured, or in training mode.
+    """
+    read = _reader_of(model)
+    if read is not None:
+        found: QdqProgram = read(model, args)
+        return found
+    return _Simulated(model, args, sums, verify)
+
+
+def _reader_of(model: Any) -> Any:
+    """The reader of another package's model; None for simulated models."""
+    held = list(model.modules()) if isinstance(model, nn.Module) else []
+    readers = PROGRAM_READERS.items()
+    return next((r for kind, r in readers if any(isinstance(m, kind) for m in held)), None)
+
+
+def inputs_of(program: Program, args: Any) -> Iterator[tuple[str, Any]]:
+    """Inputs of the program and their values in a call.
+
+    A sparse tensor ``x`` gives its features, as ``x``, and its coordinates, as ``x.indices``.
+    """
+    for name, value in bound(program, args):
+        if is_sparse_tensor(value):
+            yield name, value.features
+            yield f"{name}.indices", value.indices
+        else:
+            yield name, value
+
+
+def example_of(model: Any, args: Any) -> Any:
+    """Example inputs, or a loader's batch, as arguments of the model (`as_example`).
+
+    For another package's model a dict or a tensor is returned unchanged: that package reads it.
+    """
+    if not isinstance(args, tuple | list) and _reader_of(model) is not None:
+        return args
+    return model.inputs_of(args) if isinstance(model, IntegerModel) else as_example(model, args)
+
+
+def bound(program: Program, args: Any) -> Iterator[tuple[str, Any]]:
+    """Inputs of the program and their values in a call, sparse tensors whole."""
+    yield from placed(program.signature, arguments(args))
+
+
+def placed(wanted: Any, given: Any, where: str = "inputs") -> Iterator[tuple[str, Any]]:
+    """Names in a structure of `Ref`s, and the members of another value at these positions.
+
+    Members of containers are found by their keys. A `SparseRef` stands for two tensors.
+
+    Raises:
+        TypeError: A member is missing.
+    """
+    if isinstance(wanted, Ref):
+        yield wanted.name, given
+    elif isinstance(wanted, SparseRef):
+        yield wanted.features, given.features
+        yield wanted.coords, given.indices
+    else:
+        members, own = members_of(wanted) or {}, members_of(given) or {}
+        refuse_other_members(members, {key: own[key] for key in own if key in members}, where)
+        for key, item in members.items():
+            yield from placed(item, own[key], f"{where}[{key!r}]")
+
 
 Shape = tuple[int, ...]
 

@@ -6,9 +6,14 @@ part and runs frames through both, which `_chain` compares with the model that w
 
 from __future__ import annotations
 
-from bevquant_export.detector._chain import FrameCheck, MapCheck, OutputCheck
+from bevquant_export.detector._chain import (
+    DetectorExport,
+    DetectorMap,
+    FrameCheck,
+    MapCheck,
+    OutputCheck,
+)
 from bevquant_export.detector._export import export_detector
-from bevquant_export.detector._written import DetectorExport, DetectorMap
 
 __all__ = [
     "DetectorExport",

@@ -16,8 +16,10 @@ from bevquant_export._taken_numbers import refuse_decisions
 from bevquant_export.dense import QdqFile, TensorDifference, open_onnx
 from bevquant_export.dense._compare import verified
 from bevquant_export.dense._export import beside_floats
-from bevquant_export.dense._program_of import program_of
+from bevquant_export.dense._source import program_of
 from bevquant_export.detector._chain import (
+    DetectorExport,
+    DetectorMap,
     FrameCheck,
     OutputCheck,
     WholeRun,
@@ -27,7 +29,6 @@ from bevquant_export.detector._chain import (
     sqnr_db,
 )
 from bevquant_export.detector._parts import Parts, parts_of, quantize_first
-from bevquant_export.detector._written import DetectorExport, DetectorMap
 from bevquant_export.lint import Finding, lint_onnx
 from bevquant_export.lint._read import load_model
 from bevquant_export.sparse import LayerDifference, SparseExport, load_sparse_onnx

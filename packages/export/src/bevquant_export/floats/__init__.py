@@ -12,13 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bevquant_export.dense._alike import StableChoices
+from bevquant_export.dense._half_tried import typed_floats
 from bevquant_export.dense._runnable import session
-from bevquant_export.floats._half_floats import typed_floats
-from bevquant_export.floats._ports import by_parameter, called
-from bevquant_export.floats._ports import input_names as named_inputs
-from bevquant_export.floats._ports import output_names as named_outputs
-from bevquant_export.floats._stable_choices import StableChoices
-from bevquant_export.floats._torch_exporter import OPSET, exported
+from bevquant_export.floats._torch_exporter import OPSET, by_parameter, called, exported
+from bevquant_export.floats._torch_exporter import input_names as named_inputs
+from bevquant_export.floats._torch_exporter import output_names as named_outputs
 from bevquant_export.lint._read import load_model, reading
 from bevquant_graph import as_example
 from bevquant_quantizers import TensorQuantizer, write_whole

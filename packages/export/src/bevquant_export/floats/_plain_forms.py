@@ -39,8 +39,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from bevquant_export.floats._axis_forms import AXIS_FORMS
-from bevquant_export.floats._old_set_forms import FIRST_GRID_SAMPLE, GRID_SAMPLES, OLD_SET_FORMS
+from bevquant_export.floats._old_set_forms import (
+    AXIS_FORMS,
+    FIRST_GRID_SAMPLE,
+    GRID_SAMPLES,
+    OLD_SET_FORMS,
+)
 from bevquant_export.floats._scatter_sums import ORDERED_SUMS, SCATTER_SUMS
 
 _FIRST_EINSUM = 12  # operator set

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from bevquant_export.lint._calibration import note_calibration
 from bevquant_export.lint._cli import main
-from bevquant_export.lint._engine_layers import match_layers, read_engine_layers
-from bevquant_export.lint._lint import lint_onnx, rules
-from bevquant_export.lint._predict import LayerPrediction, predict_layers
+from bevquant_export.lint._lint import lint_onnx, note_calibration, rules
+from bevquant_export.lint._predict import (
+    LayerPrediction,
+    match_layers,
+    predict_layers,
+    read_engine_layers,
+)
 from bevquant_export.lint._rule import Finding, Rule
 
 __all__ = [

@@ -12,17 +12,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bevquant_export._version import __version__
-from bevquant_export.lint._engine_layers import (
+from bevquant_export.lint._lint import lint_onnx, rules
+from bevquant_export.lint._predict import (
     LayerMatch,
     match_layers,
     nothing_compared,
+    predict_layers,
     read_engine_layers,
 )
-from bevquant_export.lint._lint import lint_onnx, rules
-from bevquant_export.lint._predict import predict_layers
 from bevquant_export.lint._rule import Finding, Rule, quoted
 from bevquant_export.targets._cpu import CPUS, HERE
-from bevquant_export.targets._registry import find_target, target_names, targets
+from bevquant_export.targets._target import find_target, target_names, targets
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

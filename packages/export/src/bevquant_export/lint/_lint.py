@@ -1,30 +1,107 @@
-"""All rules of a target, applied to one file."""
+"""All rules of a target, applied to one file; among them the rules on the file's metadata."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bevquant_export._size_guards import first_refused, frames_of, guards_of
 from bevquant_export.lint import (
-    _calibration,
     _graph,
     _model,
     _qdq,
     _read,
     _shapes,
-    _sizes,
     _tensors,
 )
-from bevquant_export.lint._rule import Finding, Rule
+from bevquant_export.lint._read import load_model
+from bevquant_export.lint._rule import Finding, Rule, quoted
 from bevquant_export.targets._cpu import CPUS, HERE, cpu_at_hand, cpu_of
-from bevquant_export.targets._registry import find_target, target_names, targets
-from bevquant_export.targets._target import LintFile, Target
+from bevquant_export.targets._target import LintFile, Target, find_target, target_names, targets
+from bevquant_quantizers import write_whole
 
 if TYPE_CHECKING:
     import onnx
+
+POOR = Rule(
+    "CAL001",
+    "warning",
+    "the scales come from a calibration that may be right",
+    "calibrate with whole, varied frames without broken values, and export again",
+)
+_KEY = "bevquant.calibration"
+
+
+def note_calibration(path: str | os.PathLike[str], findings: Sequence[object]) -> None:
+    """Write findings on the calibration into a file's metadata, where the linter reports them.
+
+    Engines do not read the metadata. Without findings, the file is not changed.
+
+    Args:
+        path: An ONNX file.
+        findings: Texts, such as `CalibrationReport.poor` of `bevquant_quantizers`.
+
+    Example:
+        >>> import tempfile, pathlib, onnx
+        >>> graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["a"], ["b"])], "g",
+        ...     *([onnx.helper.make_tensor_value_info(n, 1, [1])] for n in "ab"))
+        >>> file = pathlib.Path(tempfile.mkdtemp(), "relu.onnx")
+        >>> _ = file.write_bytes(onnx.helper.make_model(graph).SerializeToString())
+        >>> note_calibration(file, ["conv1: all zero"])
+        >>> [item.reason for item in check_calibration(onnx.load(file))]
+        ["'conv1: all zero'"]
+    """
+    if not findings:
+        return
+
+    model = load_model(path, external_data=False)
+    entry = model.metadata_props.add()
+    entry.key, entry.value = _KEY, json.dumps([str(finding) for finding in findings])
+    write_whole(path, model.SerializeToString(deterministic=True))
+
+
+def check_calibration(model: onnx.ModelProto) -> Iterator[Finding]:
+    """Return the findings that `note_calibration` wrote."""
+    for entry in model.metadata_props:
+        if entry.key == _KEY:
+            for text in _texts(entry.value):
+                yield POOR.found("file", quoted(text))
+
+
+def _texts(value: str) -> list[object]:
+    """The findings; the whole text where another tool wrote it."""
+    try:
+        texts = json.loads(value)
+    except (ValueError, RecursionError):
+        return [value]
+    return texts if isinstance(texts, list) else [value]
+
+
+ASKED = Rule(
+    "ONX024",
+    "warning",
+    "the model does not ask about sizes that the file leaves free",
+    "give the engine inputs of such sizes only, or take the question out of the forward, and "
+    "export again",
+)
+
+
+def check_guards(model: onnx.ModelProto) -> Iterator[Finding]:
+    """Report the conditions in a file's metadata, which engines do not read, and damaged ones."""
+    try:
+        guards, _ = guards_of(model), frames_of(model)
+    except ValueError as error:
+        yield ASKED.found("file", str(error))
+        return
+    for guard in guards:
+        if first_refused(guard) is None:
+            continue
+        yield ASKED.found(guard.sizes[0][0], f"the file is right where {quoted(guard, plain=True)}")
+
 
 _SHARED: tuple[Rule, ...] = (
     *(_read.UNREADABLE, _read.EMPTY, _graph.TENSOR_NAMES, _graph.NODE_NAMES),
@@ -35,8 +112,8 @@ _SHARED: tuple[Rule, ...] = (
     *(_model.WINDOWS, _model.CHANNELS, _model.SIZES),
     *(_shapes.SHAPES, _shapes.FREE, _shapes.FORM),
     *_qdq.RULES,
-    _calibration.POOR,
-    _sizes.ASKED,
+    POOR,
+    ASKED,
 )
 _MOST_OF_ONE = 100
 
@@ -118,8 +195,8 @@ def _findings(model: onnx.ModelProto, path: Path, target: Target, cpu: str) -> I
     yield from _shapes.free_sizes(graphs)
     if target.kind == "dense":
         yield from _shaped(model, graphs, target, path.parent, shared)
-    yield from _calibration.check_calibration(model)
-    yield from _sizes.check_guards(model)
+    yield from check_calibration(model)
+    yield from check_guards(model)
     yield from target.lint(LintFile(path, model, graphs, cpu))
 
 

@@ -15,27 +15,25 @@ import torch
 from torch import fx, nn
 
 from bevquant_export.qdq_reader._constants import (
+    OWN,
     STORED,
     Grid,
-    Stored,
-    dequantized,
-    quantized,
-    raw,
-    stored,
-    value_of,
-)
-from bevquant_export.qdq_reader._layers import layer_of, pad_windows
-from bevquant_export.qdq_reader._nodes import (
-    OWN,
     Operator,
+    Stored,
     as_float32,
     attributes_of,
     constant_of,
+    dequantized,
     identifier,
     item,
+    quantized,
+    raw,
     refusal,
+    stored,
+    value_of,
     where_of,
 )
+from bevquant_export.qdq_reader._layers import layer_of, pad_windows
 from bevquant_export.qdq_reader._operators import OPERATORS, VALUES_KEPT
 
 _QUANTIZE, _DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"

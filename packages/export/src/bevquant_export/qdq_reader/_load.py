@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bevquant_export.dense._runnable import upgraded_opset
 from bevquant_export.lint._read import load_model, reading
 from bevquant_export.qdq_reader._build import Builder
-from bevquant_export.qdq_reader._nodes import activations, identifier
+from bevquant_export.qdq_reader._constants import activations, identifier
 from bevquant_int8sim import IntegerModel, simulate
 
 _OPSETS = range(13, 24)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from bevquant_export.sparse._compare import LayerDifference, compare_sparse_onnx
 from bevquant_export.sparse._export import export_sparse_onnx
 from bevquant_export.sparse._half_precision import with_half_constants
-from bevquant_export.sparse._layers import SparseExport, SparseLayer
 from bevquant_export.sparse._load import SparseOnnxModel, load_sparse_onnx
-from bevquant_export.sparse._lower_file import lower_to_portable
+from bevquant_export.sparse._verify import SparseExport, SparseLayer, lower_to_portable
 
 __all__ = [
     "LayerDifference",

@@ -12,9 +12,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from bevquant_export.sparse._beginning import Beginning, beginning, is_float_conv
+from bevquant_export.sparse._beginning import (
+    REMEDY,
+    Beginning,
+    beginning,
+    is_float_conv,
+    is_unfollowed,
+    location,
+    no_operator,
+)
 from bevquant_export.sparse._follow import Draft, Followed, Follower, Reading, place
-from bevquant_export.sparse._no_operator import REMEDY, is_unfollowed, location, no_operator
 from bevquant_export.sparse._steps import Between
 from bevquant_graph import leaves
 from bevquant_int8sim import IntegerModel

@@ -1,10 +1,19 @@
-"""Conditions between the nodes of a file: before it runs, and before it is written."""
+"""What follows from a file's graph: conditions between nodes, ranges, names and constants."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from bevquant_export.sparse._graph import Add, Conv, Graph, Node, Pool, Relu
+from bevquant_int8sim import quantize, quantize_bias
 
 
 def check_graph(graph: Graph) -> None:
@@ -107,3 +116,103 @@ def _check_inverse(conv: Conv, partner: Conv | Pool | None) -> None:
             f"indice_key={conv.rulebook!r}, and no strided convolution of kernel size "
             f"{conv.kernel_size} before it has that key"
         )
+
+
+def tensor_ranges(graph: Graph) -> Mapping[str, float]:
+    """Return amax of every int8 tensor.
+
+    Raises:
+        ValueError: An int8 tensor has no int8 consumer, or its consumers disagree; they are named.
+    """
+    stated: dict[str, dict[str, float]] = {}
+    for node in graph.nodes:
+        for name, amax in node.stated_ranges.items():
+            stated.setdefault(name, {})[node.name] = amax
+    behind = {node.x: node.y for node in graph.nodes if isinstance(node, Relu)}
+    found: dict[str, float] = {}
+    for node in graph.nodes:
+        if not node.makes_int8:
+            continue
+        tensor = behind.get(node.y, node.y)
+        readers = stated.get(tensor, {})
+        if len(set(readers.values())) != 1:
+            what = ", ".join(f"{name} {amax:g}" for name, amax in readers.items())
+            raise ValueError(
+                f"{node.name} makes int8, and its readers say "
+                f"{'these ranges: ' + what if readers else 'no range'}; expected one. Run the file "
+                'with mode="float", or export it again with one quantizer per tensor'
+            )
+        found[tensor] = found[node.y] = next(iter(readers.values()))
+    return found
+
+
+def numbered(graph: Graph, outputs: Mapping[str, str] | None = None) -> Graph:
+    """Tensors "0", "1", … in order of execution; nodes ``conv0``, ``add0``, ``relu0`` and so on.
+
+    `outputs` has other names, for tensors that the file returns.
+    """
+    names = {graph.input: "0"}
+    counts: Counter[str] = Counter()
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        names[node.y] = (outputs or {}).get(node.y, str(len(names)))
+        nodes.append(_renamed(node, names, f"{node.kind}{counts[node.kind]}"))
+        counts[node.kind] += 1
+    return replace(
+        graph,
+        input="0",
+        nodes=tuple(nodes),
+        outputs=tuple(names[name] for name in graph.outputs),
+        shapes={names[name]: shape for name, shape in graph.shapes.items()},
+    )
+
+
+def _renamed(node: Node, names: Mapping[str, str], name: str) -> Node:
+    """The node with another name, its tensors with those in `names`."""
+    read: dict[str, Any] = {}
+    for field in ("x", "other", "xs", "places"):
+        held = getattr(node, field, None)
+        if held is not None:
+            read[field] = names[held] if isinstance(held, str) else tuple(names[x] for x in held)
+    return replace(node, y=names[node.y], name=name, **read)
+
+
+_STEPS = 127
+
+
+class ConvConstants:
+    """Constants of a convolution: floats, and integers computed on first use."""
+
+    def __init__(self, conv: Conv) -> None:
+        self.conv = conv
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """float32, KRSC."""
+        return self.conv.weight.float()
+
+    @cached_property
+    def bias(self) -> Tensor:
+        """float32 ``[out_channels]``."""
+        return self.conv.bias.float()
+
+    @cached_property
+    def input_scale(self) -> float:
+        """Value of one step of the input."""
+        return float(self.conv.input_range or 0.0) / _STEPS
+
+    @cached_property
+    def weight_scale(self) -> Tensor:
+        """float64 ``[out_channels]``."""
+        return torch.tensor(self.conv.weight_ranges, dtype=torch.float64) / _STEPS
+
+    @cached_property
+    def integer_weight(self) -> Tensor:
+        """round(w / s), int8, KRSC."""
+        return quantize(self.weight, self.weight_scale, axis=0, name=self.conv.name)
+
+    @cached_property
+    def integer_bias(self) -> Tensor:
+        """round(b / (s_x · s_w)), int32."""
+        scales = self.input_scale, self.weight_scale
+        return quantize_bias(self.bias, *scales, name=self.conv.name)

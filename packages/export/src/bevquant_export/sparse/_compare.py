@@ -17,7 +17,7 @@ from bevquant_export.sparse._channel_permutations import PERMUTED, permutes_chan
 from bevquant_export.sparse._graph import Add, Conv, Node, Relu, Select, Steps
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._load import SparseOnnxModel
-from bevquant_export.sparse._reference import Made, reference_of
+from bevquant_export.sparse._observe import Made, reference_of
 from bevquant_export.sparse._run import Integers
 from bevquant_int8sim import IntegerModel, SparseOutput, dequantize, simulate
 

@@ -17,16 +17,20 @@ from bevquant_export._figures import figures_of
 from bevquant_export._taken_numbers import refuse_computed_grids, refuse_decisions
 from bevquant_export.sparse._axes import turned
 from bevquant_export.sparse._between import follow
+from bevquant_export.sparse._check_graph import numbered
 from bevquant_export.sparse._compare import LayerDifference
 from bevquant_export.sparse._graph import Conv, Graph, Node
 from bevquant_export.sparse._half_precision import with_half_constants
-from bevquant_export.sparse._layers import SparseExport, layers_of
-from bevquant_export.sparse._lower_file import portable_bytes
 from bevquant_export.sparse._make_graph import sparse_graph
-from bevquant_export.sparse._names import numbered
-from bevquant_export.sparse._read_proto import graph_of_bytes
-from bevquant_export.sparse._verify import beside_floats, verified, with_note
-from bevquant_export.sparse._write_proto import proto_bytes
+from bevquant_export.sparse._proto import graph_of_bytes, proto_bytes
+from bevquant_export.sparse._verify import (
+    SparseExport,
+    beside_floats,
+    layers_of,
+    portable_bytes,
+    verified,
+    with_note,
+)
 from bevquant_int8sim import IntegerModel, simulate
 from bevquant_quantizers import write_whole
 

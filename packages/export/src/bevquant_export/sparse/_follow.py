@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from bevquant_export.sparse._beginning import (
+    REMEDY,
     Beginning,
     coord_inputs,
     for_coords,
     is_float_conv,
+    location,
     names_in,
+    no_operator,
 )
 from bevquant_export.sparse._channel_permutations import Selections
-from bevquant_export.sparse._no_operator import REMEDY, location, no_operator
 from bevquant_export.sparse._steps import Between
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.model import Step

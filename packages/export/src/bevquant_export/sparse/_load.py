@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from bevquant_export._size_guards import REMEDY
-from bevquant_export.sparse._constants import ConvConstants
+from bevquant_export.sparse._axes import Voxels
+from bevquant_export.sparse._check_graph import ConvConstants, numbered, tensor_ranges
 from bevquant_export.sparse._graph import Conv, Graph, Node, first_on_input
-from bevquant_export.sparse._names import numbered
-from bevquant_export.sparse._ranges import tensor_ranges
-from bevquant_export.sparse._read_proto import read_graph
+from bevquant_export.sparse._proto import read_graph
 from bevquant_export.sparse._run import Floats, FrameRun, Integers, See, TensorState
 from bevquant_export.sparse._steps import session_run, silent_session
-from bevquant_export.sparse._voxels import Voxels
 from bevquant_export.sparse.portable._lower import Lowered
 from bevquant_export.sparse.portable._outputs import LayerOutput
 from bevquant_export.sparse.portable._record import recorded

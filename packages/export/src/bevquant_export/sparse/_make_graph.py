@@ -11,13 +11,19 @@ from torch import nn
 
 from bevquant_export._size_guards import sparse_guards
 from bevquant_export.sparse._axes import AXES, three_axes
+from bevquant_export.sparse._beginning import BEHIND_DENSE
 from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._channel_permutations import with_channel_permutations
 from bevquant_export.sparse._check_graph import check_rulebooks
 from bevquant_export.sparse._compare import frame_of
-from bevquant_export.sparse._conv_node import affine_node, check_axes, conv_node
+from bevquant_export.sparse._conv_node import (
+    TensorForm,
+    affine_node,
+    agreed_forms,
+    check_axes,
+    conv_node,
+)
 from bevquant_export.sparse._follow import Draft, Followed, place
-from bevquant_export.sparse._forms import TensorForm, agreed_forms
 from bevquant_export.sparse._graph import (
     Add,
     Concat,
@@ -32,8 +38,7 @@ from bevquant_export.sparse._graph import (
     Select,
     Steps,
 )
-from bevquant_export.sparse._half_values import check_half_values
-from bevquant_export.sparse._no_operator import BEHIND_DENSE
+from bevquant_export.sparse._half_precision import check_half_values
 from bevquant_export.sparse._observe import Seen, observe
 from bevquant_export.sparse._steps import Bodies
 from bevquant_int8sim import IntegerModel

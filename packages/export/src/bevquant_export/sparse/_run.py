@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from bevquant_export.sparse._axes import Voxels, convolved, refuse_more
 from bevquant_export.sparse._channel_permutations import permutes_channels
-from bevquant_export.sparse._constants import ConvConstants
+from bevquant_export.sparse._check_graph import ConvConstants
 from bevquant_export.sparse._graph import (
     Add,
     Concat,
@@ -28,7 +29,6 @@ from bevquant_export.sparse._graph import (
     Steps,
 )
 from bevquant_export.sparse._steps import run_body
-from bevquant_export.sparse._voxels import Voxels, convolved, refuse_more
 from bevquant_int8sim import (
     SparseOutput,
     dequantize,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bevquant_export.sparse._axes import AXES, with_axes
-from bevquant_export.sparse._no_operator import REMEDY
+from bevquant_export.sparse._beginning import REMEDY
 from bevquant_export.sparse.portable._body import DOMAIN, DOUBLE, FLOAT, INT32, INT64, OPSET
 from bevquant_quantizers.plugins import importable
 

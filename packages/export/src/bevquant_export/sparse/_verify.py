@@ -1,28 +1,122 @@
-"""Run of a sparse file on the example before it gets its name."""
+"""Result of an export, the run of a file before it gets its name, and libspconv files lowered."""
 
 from __future__ import annotations
 
 import math
+import os
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bevquant_export._check_tensors import check_tensors
-from bevquant_export._figures import Timing, timed
+from bevquant_export._figures import Figures, Timing, figures_of, timed
+from bevquant_export._size_guards import note_guards
 from bevquant_export.dense._runnable import session
+from bevquant_export.dense._written import verdict
+from bevquant_export.sparse._check_graph import numbered
 from bevquant_export.sparse._compare import LayerDifference, compared, frame_for
-from bevquant_export.sparse._graph import Conv, Graph, Steps
+from bevquant_export.sparse._graph import Add, Conv, Graph, Steps
 from bevquant_export.sparse._load import SparseOnnxModel, in_floats
-from bevquant_export.sparse._read_proto import graph_of_bytes
+from bevquant_export.sparse._proto import graph_of_bytes, read_graph
 from bevquant_export.sparse.portable._record import recorded
-from bevquant_export.targets._cpu import saturates_here
+from bevquant_export.targets._cpu import chosen_weights, saturates_here
+from bevquant_graph import HtmlTable
 from bevquant_int8sim import IntegerModel
+from bevquant_quantizers import write_whole
 from bevquant_quantizers.plugins import importable
+
+if TYPE_CHECKING:
+    from bevquant_export.sparse._compare import LayerDifference
+
+
+@dataclass(frozen=True)
+class SparseLayer:
+    """One convolution or addition of a sparse file.
+
+    Attributes:
+        name: Name of the node.
+        path: Module that it was exported from.
+        precision: ``"int8"`` or ``"fp16"``.
+        output_precision: Precision of the output tensor.
+        input_range: amax of the input; None for fp16 additions.
+        output_bound: Largest number of output voxels; None for additions.
+    """
+
+    name: str
+    path: str
+    precision: str
+    output_precision: str
+    input_range: float | None
+    output_bound: int | None
+
+
+@dataclass(frozen=True)
+class SparseExport(HtmlTable):
+    """Result of `export_sparse_onnx`.
+
+    Attributes:
+        path: The file.
+        layers: Layers in order.
+        verified: Runtime that ran the file on the example before it got its name, as in the
+            metadata; ``"no"`` with ``verify=False``.
+        differences: Result of that run per layer, as from `compare_sparse_onnx`.
+        integer_model: Integer model that the file was written from and compared with; None for a
+            file made by `lower_to_portable`.
+        returned: Result of `integer_model` for the example from the verification; None without
+            verification.
+        begins_behind: Operations that the model runs on the voxel features before the first layer
+            of the file. The file does not contain them; its inputs are their results.
+        features: Name of the features input: ``"0"`` for libspconv, ``"features"`` for portable
+            files. Portable files that begin after leading operations use the last operation's name,
+            as in ``"sigmoid_features"``.
+        figures: Size of the file, CPUs where it is exact, and the time with ``measure=True``.
+    """
+
+    path: Path
+    layers: tuple[SparseLayer, ...]
+    verified: str = "no"
+    differences: tuple[LayerDifference, ...] = ()
+    integer_model: IntegerModel | None = field(default=None, repr=False, compare=False)
+    begins_behind: tuple[str, ...] = ()
+    features: str = "features"
+    returned: Any = field(default=None, repr=False, compare=False)
+    figures: Figures | None = None
+
+    def __str__(self) -> str:
+        forms = Counter(layer.precision for layer in self.layers)
+        layers = " and ".join(f"{count} in {form}" for form, count in forms.items())
+        text = verdict(self.verified, (row for row in self.differences if row.form == "int8"))
+        floats = [row.largest / (row.size or 1.0) for row in self.differences if row.form != "int8"]
+        if floats:
+            text += f"; floats differ by at most {max(floats):.2g} of the largest"
+        for step in self.begins_behind:
+            text += f"\nnot in the file, whose input {self.features!r} is what it makes: {step}"
+        figures = f"{self.figures}\n" if self.figures else ""
+        return f"{self.path}: layers: {layers}\n{figures}{text}"
+
+
+def layers_of(graph: Graph) -> tuple[SparseLayer, ...]:
+    """Convolutions and additions in order."""
+    return tuple(
+        SparseLayer(
+            name=node.name,
+            path=node.path,
+            precision=node.precision,
+            output_precision=node.output_precision,
+            input_range=node.input_range if isinstance(node, Conv) else node.range_x,
+            output_bound=node.output_bound if isinstance(node, Conv) else None,
+        )
+        for node in graph.nodes
+        if isinstance(node, Conv | Add)
+    )
+
 
 _KEY = "verified"
 _VOXELS = 300
@@ -158,3 +252,87 @@ def with_note(content: bytes, ran: str) -> bytes:
     model.metadata_props.add(key=_KEY, value=ran)
     noted: bytes = model.SerializeToString(deterministic=True)
     return noted
+
+
+def lower_to_portable(
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    all_layers: bool = False,
+    weights: str = "auto",
+    verify: bool = True,
+) -> SparseExport:
+    """Write a libspconv file, ours or NVIDIA's, as a file that onnxruntime runs on a CPU.
+
+    Each sparse operator becomes standard operators in a function of the file (opset 18, domain
+    ``bevquant.sparse``), so ``onnx.checker`` accepts the file and no plugin is needed. Integers
+    equal those of `load_sparse_onnx` on the source. fp16 layers run in float32, in onnxruntime's
+    order of summation.
+
+    Inputs of the new file, all required:
+
+    - ``features`` float32 ``[voxels, channels]``: any number of voxels, in any order. Files that
+      begin after leading operations use the last operation's name, as in ``sigmoid_features``;
+    - ``coords`` int32 ``[voxels, 4]``: batch, then the axes in the order of the source file;
+    - ``batch_size`` int64 ``[1]``: number of frames (the last ones may have no voxel).
+
+    A voxel outside the grid or the batch, a duplicate voxel and NaN stop the run with an error that
+    names the rule (``voxels_occur_once``). Outputs: ``output`` float32 (``output0``, … for
+    several), dense ``[batch, …]`` as in the source, or the rows of a sparse tensor, whose voxels
+    are ``output.coords``, int32. `output_bound` has no effect: any number of voxels is possible.
+
+    Args:
+        source: A libspconv file. A portable file is written again.
+        path: The new file. It is written to a temporary name and renamed.
+        all_layers: Return each convolution, sum and ReLU too, by node name: int8, or float32 where
+            the layer's output is fp16; new voxels as ``<node>.coords``.
+        weights: ``"auto"``, ``"uint8"`` or ``"int8"``, see `export_sparse_onnx`.
+        verify: Run both files on random voxels, where onnxruntime is installed, before the new one
+            gets its name. The metadata ``verified`` says so.
+
+    Returns:
+        The file and its layers, whose names are those of the outputs.
+
+    Raises:
+        ValueError: The source is damaged, consumers of a tensor state several ranges, sums may
+            leave int32, or a layer's voxels are not known; the message names the node.
+
+    Example:
+        >>> lower_to_portable("missing.onnx", "portable.onnx")
+        Traceback (most recent call last):
+        ...
+        ValueError: lower_to_portable: missing.onnx: no such file as missing.onnx
+    """
+    try:
+        weights = chosen_weights(weights)
+        graph = _named(read_graph(Path(source)))
+        content = portable_bytes(graph, all_layers=all_layers, weights=weights)
+        ran = same_as_source(content, graph) if verify else "no"
+    except ValueError as error:
+        raise ValueError(f"lower_to_portable: {error}") from error
+    content = with_note(content, ran)
+    write_whole(path, content)
+    figures = figures_of(content, on_cpu=True)
+    return SparseExport(Path(path), layers_of(graph), ran, features=graph.features, figures=figures)
+
+
+def _named(graph: Graph) -> Graph:
+    """Number the nodes; a node without module keeps its other name."""
+    nodes = [
+        replace(new, path=old.name) if not old.path and old.name != new.name else new
+        for old, new in zip(graph.nodes, numbered(graph).nodes, strict=True)
+    ]
+    return replace(numbered(graph), nodes=tuple(nodes))
+
+
+def portable_bytes(graph: Graph, *, all_layers: bool, weights: str) -> bytes:
+    """The portable file of a graph that was read from a file, nodes numbered.
+
+    Raises:
+        ValueError: Other weights than `chosen_weights` knows.
+    """
+    whole = replace(graph, weights=chosen_weights(weights))
+    model = recorded(whole, all_layers=all_layers).model
+    note_guards(model, graph.guards)
+    content: bytes = model.SerializeToString(deterministic=True)
+    return content

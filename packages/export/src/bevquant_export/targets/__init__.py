@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bevquant_export.targets._cpu import CPUS, cpu_at_hand
-from bevquant_export.targets._registry import (
+from bevquant_export.targets._target import (
+    LintFile,
+    Target,
     find_target,
     register_target,
     target_names,
     targets,
 )
-from bevquant_export.targets._target import LintFile, Target
 
 __all__ = [
     "CPUS",

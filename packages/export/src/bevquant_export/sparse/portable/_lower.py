@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bevquant_export.sparse._check_graph import tensor_ranges
 from bevquant_export.sparse._graph import (
     Add,
     Concat,
@@ -24,14 +25,15 @@ from bevquant_export.sparse._graph import (
     Steps,
     first_on_input,
 )
-from bevquant_export.sparse._ranges import tensor_ranges
 from bevquant_export.sparse.portable._body import FLOAT, INT32, INT64
 from bevquant_export.sparse.portable._emit import Emitter
-from bevquant_export.sparse.portable._outputs import LayerOutput, Outputs, Shape
-from bevquant_export.sparse.portable._tensor_state import (
+from bevquant_export.sparse.portable._outputs import (
     Accumulators,
     Floats,
     Integers,
+    LayerOutput,
+    Outputs,
+    Shape,
     Sum,
     TensorState,
 )

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bevquant_export.sparse._constants import ConvConstants
+from bevquant_export.sparse._check_graph import ConvConstants
 from bevquant_export.sparse._graph import Conv
 from bevquant_export.targets._cpu import stored_weights
 from bevquant_int8sim import quantize

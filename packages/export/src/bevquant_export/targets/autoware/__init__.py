@@ -13,8 +13,11 @@ from bevquant_export.lint._qdq import Pairs, check_axis, check_pairs
 from bevquant_export.targets._target import LintFile, Target
 from bevquant_export.targets.autoware._bindings import check_bindings
 from bevquant_export.targets.autoware._contract import RULES, check_contract
-from bevquant_export.targets.autoware._export import export_autoware_onnx
-from bevquant_export.targets.autoware._join import behind_encoder, join_autoware_onnx
+from bevquant_export.targets.autoware._export import (
+    behind_encoder,
+    export_autoware_onnx,
+    join_autoware_onnx,
+)
 from bevquant_export.targets.autoware._plugin import DOMAIN, AutowareFile
 from bevquant_export.targets.autoware._reference import (
     PLUGIN_OPERATORS,
