@@ -11,6 +11,7 @@ from ._distributed import PeerError, all_merge, merge
 from ._fake_quant import fake_quantize
 from ._findings import CalibrationFinding
 from ._float_ranges import FloatRange, float_ranges
+from ._format import Format, NumBits, format_of
 from ._ranges import load_ranges, save_ranges
 from ._report import CalibrationReport, QuantizerReport
 from ._select import (
@@ -33,8 +34,10 @@ __all__ = [
     "CalibrationReport",
     "DocumentError",
     "FloatRange",
+    "Format",
     "JsonDocument",
     "NamedQuantizer",
+    "NumBits",
     "PeerError",
     "QuantDescriptor",
     "QuantizerReport",
@@ -49,6 +52,7 @@ __all__ = [
     "documents",
     "fake_quantize",
     "float_ranges",
+    "format_of",
     "load_calibrator_state",
     "load_ranges",
     "merge",

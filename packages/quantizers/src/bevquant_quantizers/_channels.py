@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from ._descriptor import QuantDescriptor
 from ._findings import CalibrationFinding
+from ._format import format_of
 from ._select import NamedQuantizer
-from ._steps import integer_bounds
 from .calib._calibrator import Calibrator
 from .nn import TensorQuantizer
 
@@ -112,7 +112,9 @@ class InputChannels:
                     layers.setdefault(layer, path)
                 elif "weight" not in child and not hasattr(layer, "hands_floats_on"):
                     self._others.setdefault(quantizer, []).append(path)
-            if layers and quantizer.axis is None:
+            # FP8 is as fine for small values: one range serves channels of several units.
+            floats = isinstance(quantizer.num_bits, tuple)
+            if layers and quantizer.axis is None and not floats:
                 few = self._foldable(quantizer) and all(
                     len(w) * w.shape[2] <= _MOST_HISTOGRAMS
                     for w in (layer.weight_by_channel() for layer in layers)
@@ -293,7 +295,7 @@ def _watch(reader: _Reader) -> Any:
 
 
 def _top(quantizer: Any) -> int:
-    return int(integer_bounds(quantizer.num_bits, quantizer.unsigned, True)[1])
+    return int(format_of(quantizer.num_bits, quantizer.unsigned).high)
 
 
 def _spread(ranges: Tensor) -> float:

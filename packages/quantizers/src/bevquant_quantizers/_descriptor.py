@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ._format import NumBits, check_bits, format_of
+
 _log = logging.getLogger(__name__)
 _LARGEST = float(np.finfo(np.float32).max)
 _DEFAULTS: dict[str, Any] = {
@@ -23,20 +25,6 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 Axis = int | tuple[int, ...] | None
-
-
-def check_bits(num_bits: object) -> int:
-    """`num_bits` as it is.
-
-    Raises:
-        TypeError: It is no integer.
-        ValueError: It is not from 0 to 32.
-    """
-    if not isinstance(num_bits, int):
-        raise TypeError(f"num_bits must be an integer, not {type(num_bits)}.")
-    if not 0 <= num_bits <= 32:
-        raise ValueError(f"num_bits must be >= 0 and at most 32, not {num_bits}.")
-    return num_bits
 
 
 def kept_axes(axis: int | Sequence[int] | None, shape: Sequence[int], who: str) -> list[int]:
@@ -60,7 +48,8 @@ class ScaledQuantDescriptor:
     """Bits, range and granularity of a quantized tensor; read-only, as in pytorch-quantization.
 
     Args:
-        num_bits: Bits of the integer, 0 to 32; 0 quantizes everything to zero.
+        num_bits: Bits of the integer, 0 to 32; 0 quantizes everything to zero. (4, 3) is FP8 E4M3
+            and (5, 2) FP8 E5M2, as in ModelOpt.
         name: A name for messages, or None.
         fake_quant: Return floats that lie on the integer grid (True), or integers and a scale.
         axis: Axis or axes of the tensor that each have their own range; None is one range for the
@@ -74,10 +63,11 @@ class ScaledQuantDescriptor:
         narrow_range: Leave out the most negative integer.
 
     Raises:
-        TypeError: `num_bits` is no int, `name` no string, `amax` neither float, list nor array,
-            `axis` no axes, `scale_amax` no number, an unknown keyword, or `axis` together with
-            `learn_amax`.
-        ValueError: `num_bits` is negative or above 32, or `amax` holds no numbers.
+        TypeError: `num_bits` is no int or pair, `name` no string, `amax` neither float, list nor
+            array, `axis` no axes, `scale_amax` no number, an unknown keyword, or `axis` together
+            with `learn_amax`.
+        ValueError: `num_bits` is negative, above 32 or another pair, `unsigned` with FP8, or `amax`
+            holds no numbers.
 
     Examples:
         >>> str(ScaledQuantDescriptor(8, axis=0))
@@ -86,8 +76,9 @@ class ScaledQuantDescriptor:
         {'num_bits': 4, 'name': None, 'unsigned': True}
     """
 
-    def __init__(self, num_bits: int = 8, name: str | None = None, **kwargs: Any) -> None:
-        if check_bits(num_bits) == 0:
+    def __init__(self, num_bits: NumBits = 8, name: str | None = None, **kwargs: Any) -> None:
+        num_bits = check_bits(num_bits)
+        if num_bits == 0:
             _log.error("num_bits is 0: every value will be quantized to zero, for debugging only")
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name must be a string or None, not {type(name)}.")
@@ -100,6 +91,7 @@ class ScaledQuantDescriptor:
                 "axis must be None when learn_amax is true: a learned range is per tensor, "
                 f"got axis={values['axis']!r}"
             )
+        format_of(num_bits, bool(values["unsigned"]))
         amax = values["amax"]
         if amax is not None:
             if not isinstance(amax, float | list | np.ndarray):
@@ -127,8 +119,8 @@ class ScaledQuantDescriptor:
         self._narrow_range = bool(values["narrow_range"])
 
     @property
-    def num_bits(self) -> int:
-        """Bits of the integer."""
+    def num_bits(self) -> NumBits:
+        """Bits of the integer, or exponent and mantissa bits of FP8."""
         return self._num_bits
 
     @property
@@ -216,10 +208,8 @@ class ScaledQuantDescriptor:
         return out
 
     def to_yaml(self) -> str:
-        """Return `dict()` as YAML, axes as a list; needs PyYAML."""
-        out = self.dict()
-        if isinstance(out.get("axis"), tuple):
-            out["axis"] = list(out["axis"])
+        """Return `dict()` as YAML, tuples as lists; needs PyYAML."""
+        out = {k: list(v) if isinstance(v, tuple) else v for k, v in self.dict().items()}
         text: str = _yaml().dump(out, width=120)
         return text
 

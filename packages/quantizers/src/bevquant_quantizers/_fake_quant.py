@@ -1,4 +1,4 @@
-"""Fake quantization: quantize to integers and back, in one differentiable step."""
+"""Fake quantization: quantize to integers or FP8 and back, in one differentiable step."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ._descriptor import kept_axes
+from ._format import NumBits, check_bits, format_of
 from ._jit import use_numba
-from ._steps import integer_bounds, refuse_negative, scales
+from ._steps import refuse_negative, scales
 
 # Loading numba for less than this is not worth it.
 _SMALLEST_KERNEL = 1 << 14
 
-_Step = Callable[[Tensor, Tensor, tuple[int, bool, bool], bool], tuple[Tensor, Tensor | None]]
+_Options = tuple[NumBits, bool, bool]
+_Step = Callable[[Tensor, Tensor, _Options, bool], tuple[Tensor, Tensor | None]]
 
 
 def fake_quantize(
     x: Tensor,
     amax: Tensor | float,
-    num_bits: int = 8,
+    num_bits: NumBits = 8,
     unsigned: bool = False,
     narrow_range: bool = True,
     axis: int | Sequence[int] | None = None,
     *,
     backend: str = "auto",
 ) -> Tensor:
-    r"""Round to the integers of `num_bits` bits and return to floating point.
+    r"""Round to the numbers of a format and return to floating point.
 
     .. math:: y = \operatorname{clamp}(\operatorname{round}(x s), q_\min, q_\max) / s,
               \quad s = q_\max / \text{amax}
@@ -38,6 +40,9 @@ def fake_quantize(
     Bit for bit what ``pytorch_quantization.tensor_quant.fake_tensor_quant`` 2.1.3 computes.
     Rounding is half to even, after the multiplication and before the clamp. The clamp range is
     −127…127 for eight signed bits, −128…127 with ``narrow_range=False``, 0…255 when unsigned.
+    With (4, 3) and (5, 2) the clamp comes first, then the cast to FP8 (E4M3 up to 448, E5M2 up to
+    57344; half to even, subnormal numbers included), in float32: ModelOpt's values, but for its
+    zeros where \|x\| < 2⁻²⁴.
     Where amax is at most 2⁻²⁴ the output is zero, where it is infinite or NaN it is NaN. float16 is
     computed in float32.
 
@@ -49,7 +54,7 @@ def fake_quantize(
         x: Values, any shape, float.
         amax: Largest absolute value represented: a number, a tensor that broadcasts to `x`, or,
             with `axis`, one value for each index of these axes.
-        num_bits: Bits of the integer, sign included.
+        num_bits: Bits of the integer, sign included; (4, 3) or (5, 2) for FP8.
         unsigned: Use 0…2^num_bits − 1. Negative inputs are then an error.
         narrow_range: Leave out the most negative integer, so that the range is symmetric.
         axis: Axis or axes of `x` that `amax` runs over, where its shape does not say so.
@@ -82,7 +87,9 @@ def fake_quantize(
     if axis is not None:
         amax = _along(amax, x, axis)
     if torch.compiler.is_compiling():  # torch.export too: one operator, whatever computes it
-        traced: Tensor = _operator(x, amax, num_bits, unsigned, narrow_range)
+        exponent = num_bits[0] if isinstance(num_bits, tuple) else 0
+        bits = format_of(num_bits, unsigned).bits
+        traced: Tensor = _operator(x, amax, bits, unsigned, narrow_range, exponent)
         return traced
     if any(
         a not in (1, n) and n != 1 for a, n in zip(amax.shape[::-1], x.shape[::-1], strict=False)
@@ -90,10 +97,10 @@ def fake_quantize(
         raise ValueError(
             f"amax of shape {tuple(amax.shape)} does not fit an input of shape {tuple(x.shape)}"
         )
-    return _computed(x, amax, (num_bits, unsigned, narrow_range), backend)
+    return _computed(x, amax, (check_bits(num_bits), unsigned, narrow_range), backend)
 
 
-def _computed(x: Tensor, amax: Tensor, options: tuple[int, bool, bool], backend: str) -> Tensor:
+def _computed(x: Tensor, amax: Tensor, options: _Options, backend: str) -> Tensor:
     step: _Step = _torch_step
     if use_numba(backend, _worth_a_kernel(x)):
         from ._fake_quant_numba import one_pass
@@ -106,14 +113,31 @@ def _computed(x: Tensor, amax: Tensor, options: tuple[int, bool, bool], backend:
 
 
 @torch.library.custom_op("bevquant_quantizers::fake_quantize", mutates_args=())
-def _operator(x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool) -> Tensor:
-    """`fake_quantize` as one operator of a traced graph."""
+def _operator(
+    x: Tensor,
+    amax: Tensor,
+    num_bits: int,
+    unsigned: bool,
+    narrow_range: bool,
+    exponent_bits: int = 0,
+) -> Tensor:
+    """`fake_quantize` as one operator of a traced graph; all bits and the exponent's of FP8."""
+    bits: NumBits = num_bits
+    if exponent_bits:
+        bits = exponent_bits, num_bits - 1 - exponent_bits
     # A capture may run it, so it must not ask whether there is one.
-    return _computed(x, amax, (num_bits, unsigned, narrow_range), "auto")
+    return _computed(x, amax, (bits, unsigned, narrow_range), "auto")
 
 
 @_operator.register_fake
-def _(x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool) -> Tensor:
+def _(
+    x: Tensor,
+    amax: Tensor,
+    num_bits: int,
+    unsigned: bool,
+    narrow_range: bool,
+    exponent_bits: int = 0,
+) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -128,7 +152,7 @@ def _straight_through(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_amax = None
     if ctx.needs_input_grad[1]:
         grad_amax = torch.where(inside, 0.0, grad * x.sign()).sum_to_size(amax.shape)
-    return grad_x, grad_amax, None, None, None
+    return grad_x, grad_amax, None, None, None, None
 
 
 _operator.register_autograd(_straight_through, setup_context=_save)
@@ -159,24 +183,27 @@ def _along(amax: Tensor, x: Tensor, axis: int | Sequence[int]) -> Tensor:
 
 
 def _torch_step(
-    x: Tensor, amax: Tensor, options: tuple[int, bool, bool], masked: bool
+    x: Tensor, amax: Tensor, options: _Options, masked: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the fake-quantized x and, where asked, the mask of what lies inside the range."""
-    low, top = integer_bounds(*options)
+    form = format_of(*options)
     if options[1] and bool((x < 0).any()):
         refuse_negative(x)
-    up, down = scales(amax, top)
+    up, down = scales(amax, form.high)
+    if form.dtype is not None:  # E5M2's scales are beyond float16
+        wide = x.float() if x.dtype in (torch.half, torch.bfloat16) else x
+        return (form.rounded(wide * up) / down).to(x.dtype), x.abs() <= amax if masked else None
     if x.dtype == torch.half:
-        q = torch.clamp((x.float() * up).round_(), low, top).half()
+        q = form.rounded(x.float() * up).half()
     else:
-        q = torch.clamp((x * up).round_(), low, top)
+        q = form.rounded(x * up)
     return q / down.to(x.dtype), x.abs() <= amax if masked else None
 
 
 class _FakeQuantize(Function):
     @staticmethod
     def forward(
-        x: Tensor, amax: Tensor, options: tuple[int, bool, bool], step: _Step
+        x: Tensor, amax: Tensor, options: _Options, step: _Step
     ) -> tuple[Tensor, Tensor | None]:
         return step(x, amax, options, True)
 
@@ -222,13 +249,18 @@ def _keep(grad: Tensor, inside: Tensor) -> Tensor:
 
 
 def torch_fake_quantize(
-    inputs: Tensor, amax: Tensor, num_bits: int, unsigned: bool, where: str
+    inputs: Tensor, amax: Tensor, num_bits: NumBits, unsigned: bool, where: str
 ) -> Tensor:
     """Fake-quantize with torch's own ops, by the full range; `where` begins a message.
 
     Raises:
-        TypeError: Another type than float32, or an amax with several axes.
+        TypeError: FP8, another type than float32, or an amax with several axes.
     """
+    if isinstance(num_bits, tuple):
+        raise TypeError(
+            f"{where}: torch's fake-quantization ops (use_fb_fake_quant) know integers alone, got "
+            f"num_bits={num_bits}: leave use_fb_fake_quant off, or use num_bits=8"
+        )
     if inputs.dtype in (torch.half, torch.bfloat16) or amax.dtype == torch.half:
         raise TypeError(
             f"{where}: torch's fake-quantization ops (use_fb_fake_quant) need float32, got "

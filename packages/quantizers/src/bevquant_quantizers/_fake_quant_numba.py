@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ._format import NumBits, format_of
 from ._jit import jit
 from ._memory_order import memory_order
-from ._steps import integer_bounds, refuse_negative, scales
+from ._steps import refuse_negative, scales
 from ._stream_numba import LANES, keep_stream, quantize_stream
 from ._threads import run_parts
 
@@ -109,7 +110,7 @@ def _masked_gradient(grad: Any, inside: Any, out: Any) -> None:
 def one_pass(
     x: Tensor,
     amax: Tensor,
-    options: tuple[int, bool, bool],
+    options: tuple[NumBits, bool, bool],
     masked: bool,
     *,
     otherwise: Callable[..., tuple[Tensor, Tensor | None]],
@@ -117,13 +118,16 @@ def one_pass(
 ) -> tuple[Tensor, Tensor | None]:
     """Fake-quantize as ``otherwise(x, amax, options, masked)`` does, which takes what is not ours.
 
-    Ours is dense float32 on the CPU with one range, or one range an index of a single axis. With
-    `packed` the mask may be one bit a value, 16 in an int16, where x is large and contiguous.
+    Ours is integers of dense float32 on the CPU with one range, or one range an index of a single
+    axis. With `packed` the mask may be one bit a value, 16 in an int16, where x is large and
+    contiguous.
     """
     order = memory_order(x)
     dense = x.detach().permute(order)
+    form = format_of(*options)
     if (
-        x.dtype != torch.float32
+        form.dtype is not None
+        or x.dtype != torch.float32
         or x.device.type != "cpu"
         or amax.dtype not in (torch.float32, torch.float16)
         or amax.device.type != "cpu"
@@ -137,11 +141,10 @@ def one_pass(
     if len(wide) > 1 or any(ranges.shape[d] != dense.shape[d] for d in wide):
         return otherwise(x, amax, options, masked)
 
-    low, top = integer_bounds(*options)
-    up, down = (s.reshape(-1).numpy() for s in scales(ranges, top))
+    up, down = (s.reshape(-1).numpy() for s in scales(ranges, form.high))
     amaxs = ranges.reshape(-1).numpy()
     y, y_array = _empty(dense.shape, order, np.float32)
-    bounds = (np.float32(low), np.float32(top))
+    bounds = (np.float32(form.low), np.float32(form.high))
     if packed and not wide and not options[1] and _streams(x, y_array):
         # Without `masked` the bits are written all the same: a thirty-second of what y is.
         words = np.empty(x.numel() // LANES, np.int16)

@@ -9,9 +9,11 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from ._abs_histogram import AbsHistogram
+from ._format import Format, NumBits, format_of
 from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
 
@@ -75,7 +77,8 @@ def find(
     every = [*_range(rows, found)]
     if rows and found is not None and bool(found.any()):
         ranges = found.detach().float().cpu().reshape(-1).tolist()
-        every += _spread(rows, ranges, 2 ** (calibrator._num_bits - 1))
+        form = format_of(calibrator._num_bits, calibrator._unsigned)
+        every += _spread(rows, ranges, form)
         every += _method(rows, calibrator, ranges, method)
     return tuple(
         CalibrationFinding(tensor, frame, kind, why, what, kind != "method")
@@ -99,16 +102,18 @@ def _range(rows: Sequence[AbsHistogram], found: Tensor | None) -> _Found:
         yield "float16", evidence, remedy, _peak(max(rows, key=_largest)) if rows else None
 
 
-def _spread(rows: Sequence[AbsHistogram], ranges: Sequence[float], magnitudes: int) -> _Found:
+def _spread(rows: Sequence[AbsHistogram], ranges: Sequence[float], form: Format) -> _Found:
     """What the histograms say of the values, those of all channels together."""
     more = "calibrate with more, and more varied, data"
     values = sum(row.values for row in rows)
+    magnitudes = 2 ** (form.bits - 1) if form.dtype is None else len(form.levels)
     if values < magnitudes:
-        evidence = f"{values} values, and integers have {magnitudes} magnitudes"
+        kind = "integers have" if form.dtype is None else f"{form.name} has"
+        evidence = f"{values} values, and {kind} {magnitudes} magnitudes"
         yield "few values", evidence, more, None
         return
     outlying = max(zip(rows, ranges, strict=True), key=lambda pair: _outlying(*pair))
-    if _outlying(*outlying) > _OUTLYING:
+    if form.dtype is None and _outlying(*outlying) > _OUTLYING:  # FP8 is as fine for small values
         row, limit = outlying
         usual = _crowd(row)
         few = int(row.counts.numpy()[_starts(row) >= usual].sum())
@@ -142,7 +147,7 @@ def _method(
 
 
 def expected_sqnr(
-    rows: Sequence[AbsHistogram], ranges: Sequence[float], num_bits: int, unsigned: bool
+    rows: Sequence[AbsHistogram], ranges: Sequence[float], num_bits: NumBits, unsigned: bool
 ) -> float:
     r"""Signal to quantization noise of values that lie at the centres of their bins, in dB.
 
@@ -153,18 +158,20 @@ def expected_sqnr(
     Args:
         rows: One histogram, or one for each channel.
         ranges: The range a of each.
-        num_bits: Bits of the integer.
+        num_bits: Bits of the integer, or of FP8.
         unsigned: Whether the integers start at 0.
 
     Returns:
         The ratio in decibels; infinite where nothing is lost.
     """
-    top = 2.0 ** (num_bits - 1 + int(unsigned)) - 1
+    form = format_of(num_bits, unsigned)
     signal = noise = 0.0
     for row, amax in zip(rows, ranges, strict=True):
         counts, centers = _nonzero(row), _starts(row) + bin_width(row) / 2
-        step = amax / top
-        exact = np.minimum(np.rint(centers / step), top) * step if step else np.zeros_like(centers)
+        step = amax / form.high
+        exact = np.zeros_like(centers)
+        if step:
+            exact = form.rounded(torch.from_numpy(centers / step)).numpy() * step
         signal += float(counts @ centers**2)
         noise += float(counts @ (exact - centers) ** 2)
     if not noise:

@@ -12,7 +12,7 @@ from bevquant_graph import HtmlTable
 
 from ._abs_histogram import AbsHistogram
 from ._findings import CalibrationFinding, bin_width, find, reach
-from ._steps import integer_bounds
+from ._format import format_of
 from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
 from .documents import text_table
@@ -168,7 +168,8 @@ def describe(
         saturation = above / values
         if not warnings:
             # Up to half a step above, rounding brings a value back to the range as clipping does.
-            edge = 1 + 0.5 / integer_bounds(calibrator._num_bits, calibrator._unsigned, True)[1]
+            form = format_of(calibrator._num_bits, calibrator._unsigned)
+            edge = 1 + 0.5 * form.last_step / form.high
             lost = sum(_above(row, limit * edge) for row, limit in zip(rows, ranges, strict=True))
             warnings = _suspicious(rows, ranges, lost / values)
     bins = max((row.counts.numel() for row in rows), default=None)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ._descriptor import kept_axes
+from ._format import format_of
 
 
 @torch.no_grad()
@@ -89,9 +90,10 @@ def _without_lowest(quantizer: Any, factor: Tensor, inputs: Tensor, who: str) ->
         return inputs
     if quantizer.unsigned:
         raise ValueError(f"{who}: a factor is negative, and the integers are unsigned")
-    if quantizer.narrow_range and not quantizer.use_fb_fake_quant:
+    form = format_of(quantizer.num_bits, narrow_range=quantizer.narrow_range)
+    if form.low == -form.high and not quantizer.use_fb_fake_quant:
         return inputs
-    top = 2.0 ** (quantizer.num_bits - 1) - 1
+    top = form.high
     amax = quantizer._get_amax(inputs)
     lowest = inputs.double() * (top / amax.double()) <= -(top + 0.5) * (1 - 1e-6)
     if bool((lowest & (factor < 0)).any()):

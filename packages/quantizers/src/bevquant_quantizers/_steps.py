@@ -1,20 +1,12 @@
-"""The steps of a range: their integers, and the scale that leads there and back."""
+"""The scale that leads from a range to the numbers of a format, and back."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ._descriptor import check_bits
-
 # Upstream's threshold: below the smallest float16 above zero a range counts as zero.
 SMALLEST_AMAX = 1.0 / (1 << 24)
-
-
-def integer_bounds(num_bits: int, unsigned: bool, narrow_range: bool) -> tuple[float, float]:
-    """Return the smallest and the largest integer."""
-    top = 2.0 ** (check_bits(num_bits) - 1 + bool(unsigned)) - 1.0
-    return (0.0 if unsigned else -top if narrow_range else -top - 1.0), top
 
 
 def scales(amax: Tensor, top: float) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from ._format import NumBits, format_of
 from ._jit import has_numba
 from ._memory_order import as_it_lies, memory_order
 
@@ -107,7 +108,9 @@ def watching_quantizers(model: nn.Module) -> Iterator[list[QuantizerValues]]:
     with ExitStack() as stack, torch.no_grad():
         found = []
         for module, paths in seen.items():
-            values = QuantizerValues(tuple(paths), cast(int, module.num_bits), _amax(module))
+            values = QuantizerValues(
+                tuple(paths), format_of(cast(NumBits, module.num_bits)).bits, _amax(module)
+            )
             stack.callback(module.register_forward_pre_hook(_count(values)).remove)
             found.append(values)
         yield found

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ._clip import Clip
 from ._descriptor import Axis, QuantDescriptor, ScaledQuantDescriptor, kept_axes
 from ._fake_quant import torch_fake_quantize
+from ._format import NumBits, check_bits, format_of
 from ._scale_range import scale_range
 from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
@@ -128,13 +129,13 @@ class TensorQuantizer(nn.Module):
             self._calibrator.name = value
 
     @property
-    def num_bits(self) -> int:
-        """Bits of the integer."""
+    def num_bits(self) -> NumBits:
+        """Bits of the integer, or exponent and mantissa bits of FP8."""
         return self._num_bits
 
     @num_bits.setter
-    def num_bits(self, value: int) -> None:
-        self._num_bits = value
+    def num_bits(self, value: NumBits) -> None:
+        self._num_bits = value = check_bits(value)
         if self._calibrator is not None:
             self._calibrator._num_bits = value
 
@@ -227,11 +228,15 @@ class TensorQuantizer(nn.Module):
 
     @property
     def step_size(self) -> Tensor | None:
-        """The distance between two values on the grid, amax / 127 for eight signed bits."""
+        """The distance between two values on the grid, amax / 127 for eight signed bits.
+
+        Of FP8, whose values lie in unequal steps, the scale: amax / 448 of E4M3.
+        """
         if self.amax is None:
             _log.error("step_size is undefined under dynamic amax mode!")
             return None
-        return self.amax / (2.0 ** (self._num_bits - 1 + int(self._unsigned)) - 1.0)
+        step: Tensor = self.amax / format_of(self._num_bits, self._unsigned).high
+        return step
 
     def disable(self) -> None:
         """Return inputs unchanged from now on."""

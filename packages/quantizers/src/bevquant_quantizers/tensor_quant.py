@@ -10,6 +10,7 @@ from torch.autograd import Function
 
 from ._descriptor import QuantDescriptor, ScaledQuantDescriptor
 from ._fake_quant import fake_quantize
+from ._format import NumBits, format_of
 from ._steps import SMALLEST_AMAX
 
 __all__ = [
@@ -46,7 +47,7 @@ QUANT_DESC_8BIT_CONVTRANSPOSE3D_WEIGHT_PER_CHANNEL = QuantDescriptor(num_bits=8,
 def fake_tensor_quant(
     inputs: Tensor,
     amax: Tensor,
-    num_bits: int = 8,
+    num_bits: NumBits = 8,
     unsigned: bool = False,
     narrow_range: bool = True,
 ) -> Tensor:
@@ -57,7 +58,7 @@ def fake_tensor_quant(
     Args:
         inputs: Values, any shape, float.
         amax: Range, a tensor that broadcasts to `inputs`.
-        num_bits: Bits of the integer, sign included.
+        num_bits: Bits of the integer, sign included; (4, 3) or (5, 2) for FP8.
         unsigned: Use 0…2^num_bits − 1; a negative input is then an error.
         narrow_range: Leave out the most negative integer.
 
@@ -81,7 +82,7 @@ legacy_fake_tensor_quant = fake_tensor_quant
 def tensor_quant(
     inputs: Tensor,
     amax: Tensor,
-    num_bits: int = 8,
+    num_bits: NumBits = 8,
     unsigned: bool = False,
     narrow_range: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -97,13 +98,13 @@ def tensor_quant(
     Args:
         inputs: Values, any shape, float.
         amax: Range, a tensor that broadcasts to `inputs`.
-        num_bits: Bits of the integer, sign included.
+        num_bits: Bits of the integer, sign included; (4, 3) or (5, 2) for FP8.
         unsigned: Use 0…2^num_bits − 1; a negative input is then an error.
         narrow_range: Leave out the most negative integer.
 
     Returns:
-        The integers in the dtype of `inputs`, and the scale: integers / scale is the value. The
-        scale is 1 where amax is at most 2⁻²⁴; the integers are 0 there.
+        The integers (of FP8 its numbers) in the dtype of `inputs`, and the scale: q / scale is the
+        value. The scale is 1 where amax is at most 2⁻²⁴; the integers are 0 there.
 
     Raises:
         TypeError: A negative input while unsigned.
@@ -152,7 +153,7 @@ def fake_affine_tensor_quant(
 class _TensorQuant(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool
+        ctx: Any, x: Tensor, amax: Tensor, num_bits: NumBits, unsigned: bool, narrow_range: bool
     ) -> tuple[Tensor, Tensor]:
         if unsigned and x.numel() and bool(x.min() < 0):
             raise TypeError("Negative values encountered in unsigned quantization.")
@@ -162,12 +163,11 @@ class _TensorQuant(Function):
         half = x.dtype in (torch.float16, torch.bfloat16)
         wide = x.float() if half else x
         amax = amax.float() if amax.dtype in (torch.float16, torch.bfloat16) else amax
-        top = 2.0 ** (num_bits - 1 + int(unsigned)) - 1.0
-        low = 0.0 if unsigned else -top if narrow_range else -top - 1.0
+        form = format_of(num_bits, unsigned, narrow_range)
         # A tensor over a tensor: a Python number over one is a reciprocal times the number.
-        scale = torch.full((), top, dtype=torch.float32, device=amax.device) / amax
+        scale = torch.full((), form.high, dtype=torch.float32, device=amax.device) / amax
         dead = amax <= SMALLEST_AMAX
-        q = torch.clamp((wide * scale.masked_fill(dead, 0.0)).round(), low, top)
+        q = form.rounded(wide * scale.masked_fill(dead, 0.0))
         scale = scale.masked_fill(dead, 1.0)
         if x.dtype == torch.float16 and scale.numel() and bool(scale.max() > 65504):
             raise ValueError(f"scale is too large for FP16 with amax={amax}")

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_quantizers._descriptor import Axis, check_bits, kept_axes
+from bevquant_quantizers._descriptor import Axis, kept_axes
+from bevquant_quantizers._format import NumBits, check_bits
 
 
 class Calibrator(ABC):
     """Watches tensors and derives a range from them.
 
     Args:
-        num_bits: Bits of the integer.
+        num_bits: Bits of the integer, or of FP8.
         axis: Axes with a range of their own; None is one range.
         unsigned: Whether the integers start at 0.
     """
@@ -26,7 +27,7 @@ class Calibrator(ABC):
     is_read_by_forwards = False
     """What was counted changes no forward: whoever tells models apart by theirs passes it over."""
 
-    def __init__(self, num_bits: int, axis: Axis, unsigned: bool) -> None:
+    def __init__(self, num_bits: NumBits, axis: Axis, unsigned: bool) -> None:
         self._num_bits = check_bits(num_bits)
         self._axis: Axis = axis
         self._unsigned = unsigned

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bevquant_quantizers._abs_histogram import AbsHistogram, abs_histogram, add_counts, merge_bins
 from bevquant_quantizers._descriptor import Axis
+from bevquant_quantizers._format import NumBits
 
 from ._calibrator import Calibrator
 from ._search import search_amax
@@ -31,7 +32,7 @@ class HistogramCalibrator(Calibrator):
     change nothing.
 
     Args:
-        num_bits: Bits of the integer.
+        num_bits: Bits of the integer, or of FP8.
         axis: Axes with a histogram and a range of their own; None is one for the whole tensor.
         unsigned: Whether the integers start at 0.
         num_bins: Bins of the first tensor.
@@ -40,7 +41,7 @@ class HistogramCalibrator(Calibrator):
         torch_hist: Unused: both of upstream's collections are this one.
 
     Raises:
-        TypeError: `num_bits` is no integer.
+        TypeError: `num_bits` is no integer or pair.
         ValueError: `num_bins` below 1 or above 2²⁰.
 
     Examples:
@@ -53,7 +54,7 @@ class HistogramCalibrator(Calibrator):
 
     def __init__(
         self,
-        num_bits: int,
+        num_bits: NumBits,
         axis: Axis,
         unsigned: bool,
         num_bins: int = 2048,
@@ -130,7 +131,8 @@ class HistogramCalibrator(Calibrator):
 
         Raises:
             TypeError: An unknown method.
-            ValueError: A percentile outside 0…100, a stride below 1, a negative first bin.
+            ValueError: ``"entropy"`` of FP8, a percentile outside 0…100, a stride below 1, a
+                negative first bin.
         """
         found = [
             search_amax(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bevquant_quantizers._descriptor import Axis
+from bevquant_quantizers._format import NumBits
 
 from ._calibrator import Calibrator
 
@@ -21,7 +22,7 @@ class MaxCalibrator(Calibrator):
     """Keeps the largest absolute value, per tensor or per channel.
 
     Args:
-        num_bits: Bits of the integer.
+        num_bits: Bits of the integer, or of FP8.
         axis: Axes with a range of their own; None is one range.
         unsigned: Whether the integers start at 0.
         track_amax: Keep the range of every tensor watched, in `amaxs`.
@@ -34,7 +35,9 @@ class MaxCalibrator(Calibrator):
         tensor(3.)
     """
 
-    def __init__(self, num_bits: int, axis: Axis, unsigned: bool, track_amax: bool = False) -> None:
+    def __init__(
+        self, num_bits: NumBits, axis: Axis, unsigned: bool, track_amax: bool = False
+    ) -> None:
         super().__init__(num_bits, axis, unsigned)
         self._track_amax = track_amax
         self._amaxs: list[np.ndarray[Any, Any]] = []

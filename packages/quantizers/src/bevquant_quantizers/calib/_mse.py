@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bevquant_quantizers._fake_quant import fake_quantize
+from bevquant_quantizers._format import Format, NumBits, format_of
 from bevquant_quantizers._jit import has_numba
 from bevquant_quantizers.calib._bounds import CHUNK, in_chunks
 
@@ -25,7 +26,7 @@ _LARGEST_SQUARED = 1e12
 def mse_amax(
     counts: npt.NDArray[np.int64],
     edges: npt.NDArray[np.float32],
-    num_bits: int,
+    num_bits: NumBits,
     unsigned: bool,
     stride: int,
     start_bin: int,
@@ -40,19 +41,23 @@ def mse_amax(
     Candidates a are the bin centres from `start_bin` on, and the largest value, which wins only by
     being better than all of them. The errors of all candidates are found in float64 from prefix
     sums; those that rounding cannot tell from the least are scored with upstream's own float32
-    expression, the first least one wins: the result is upstream's, to the bit.
+    expression, the first least one wins: the result is upstream's, to the bit. Of FP8, Q is its
+    rounding, and the errors are those in float64.
 
     Args:
         counts: int64 [bins], not all zero.
         edges: float32 [bins + 1], from 0 in equal steps.
-        num_bits: Bits of the integer.
+        num_bits: Bits of the integer, or of FP8.
         unsigned: Whether the integers start at 0.
         stride: Step between candidates, in bins.
         start_bin: First candidate.
         largest: The largest value counted, above 0.
         backend: ``"numba"``, ``"numpy"``, or ``"auto"``: numba where it is installed.
     """
-    steps = 2 ** (num_bits - 1 + int(unsigned)) - 1
+    form = format_of(num_bits, unsigned)
+    if form.dtype is not None:
+        return _float_amax(counts, edges, form, stride, start_bin, largest)
+    steps = int(form.high)
     if steps < 1:
         return largest  # every range quantizes everything to zero
     if edges[-1] > _LARGEST_SQUARED:
@@ -86,8 +91,38 @@ def mse_amax(
     return float(amaxes[int(np.argmin(scores))])
 
 
+def _float_amax(
+    counts: Ints,
+    edges: npt.NDArray[np.float32],
+    form: Format,
+    stride: int,
+    start: int,
+    largest: float,
+) -> float:
+    r"""Return the range of least error for numbers v_k in unequal steps.
+
+    With b_k the first bin beyond the middle of v_{k−1} and v_k, and P0, P1, T0, T1 as below,
+
+    .. math:: \sum n c^2 - 2 s \sum_k (v_k - v_{k-1}) (T_1 - P_1[b_k])
+              + s^2 \sum_k (v_k^2 - v_{k-1}^2) (T_0 - P_0[b_k])
+    """
+    centers = ((edges[1:] + edges[:-1]) / 2).astype(np.float64)
+    ranges = np.append(centers[start::stride], np.float64(np.float32(largest)))
+    p0, p1, energy = _moments(counts, centers)
+    levels, errors = form.levels, np.empty(len(ranges))
+    middles, steps, squares = (levels[1:] + levels[:-1]) / 2, np.diff(levels), np.diff(levels**2)
+    rows = max(CHUNK // len(levels), 1)
+    for first in range(0, len(ranges), rows):
+        part = slice(first, first + rows)
+        s = ranges[part] / form.high
+        bounds = np.searchsorted(centers, middles * s[:, None])
+        cross, square = (p1[-1] - p1[bounds]) @ steps, (p0[-1] - p0[bounds]) @ squares
+        errors[part] = energy - 2.0 * s * cross + s * s * square
+    return float(ranges[int(np.argmin(errors))])
+
+
 def _upstream_scores(
-    centers: Tensor, counts: Tensor, amaxes: Tensor, num_bits: int, unsigned: bool
+    centers: Tensor, counts: Tensor, amaxes: Tensor, num_bits: NumBits, unsigned: bool
 ) -> list[float]:
     weights = counts.to(torch.float32)
     scores = []

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
+from bevquant_quantizers._format import NumBits
+
 from ._entropy import entropy_amax
 from ._mse import mse_amax
 
@@ -22,7 +24,7 @@ def search_amax(
     counts: npt.NDArray[np.int64],
     edges: npt.NDArray[np.float32],
     *,
-    num_bits: int,
+    num_bits: NumBits,
     unsigned: bool,
     stride: int = 1,
     start_bin: int = 128,
@@ -35,7 +37,7 @@ def search_amax(
         method: ``"mse"``, ``"entropy"``, ``"percentile"`` or ``"max"``.
         counts: int64 [bins].
         edges: float32 [bins + 1], ascending from 0 in equal steps.
-        num_bits: Bits of the integer.
+        num_bits: Bits of the integer, or of FP8.
         unsigned: Whether the integers start at 0.
         stride: Step between candidates, in bins.
         start_bin: First candidate.
@@ -47,7 +49,8 @@ def search_amax(
 
     Raises:
         TypeError: An unknown method.
-        ValueError: A percentile outside 0…100, a stride below 1, a negative first bin.
+        ValueError: Entropy of FP8, a percentile outside 0…100, a stride below 1, a negative first
+            bin.
     """
     if method not in METHODS:
         raise TypeError(
@@ -72,6 +75,11 @@ def search_amax(
     stride = min(stride, len(counts))
     if method == "percentile":
         return percentile_amax(counts, edges, percentile)
+    if isinstance(num_bits, tuple) and method == "entropy":
+        raise ValueError(
+            "calibration method 'entropy' merges bins into equal steps, which FP8 does not have: "
+            "use 'mse' or 'max'"
+        )
     if method == "entropy":
         return entropy_amax(counts, edges, num_bits, unsigned, stride, start_bin)
     return mse_amax(counts, edges, num_bits, unsigned, stride, start_bin, top)
@@ -172,7 +180,7 @@ def _row_amax(
     row: npt.NDArray[np.float32],
     method: str,
     num_bins: int,
-    num_bits: int,
+    num_bits: NumBits,
     unsigned: bool,
     percentile: float,
 ) -> float:
