@@ -1,4 +1,4 @@
-"""The model split for a BPU: units fused, calibrated and in all their forms; plan and estimate."""
+"""The model split for a BPU: units folded, calibrated, converted; plan and estimate."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ _NO_BPU_PART = {
 
 
 def bpu_parts(branch: str, model: str = "bevfusion") -> tuple[str, ...]:
-    """The parts of the model that run on the BPU, wholly or but for what follows the neck.
+    """Parts of the model that run on the BPU, whole or up to the neck.
 
     Raises:
-        InputError: The branch has no part that a BPU could run.
+        InputError: No part of the branch can run on a BPU.
 
     Example:
         >>> bpu_parts("all"), bpu_parts("all", "centerpoint")
@@ -84,7 +84,7 @@ class Models(NamedTuple):
 
 @contextmanager
 def for_march(march: str) -> Iterator[None]:
-    """`use_march`, under the name of the option.
+    """`use_march`, with the option's name in its error.
 
     Raises:
         InputError: No such march.
@@ -98,10 +98,10 @@ def for_march(march: str) -> Iterator[None]:
 
 
 def calibrating_form(fused: nn.Module, method: str, on_cpu: Iterable[str]) -> Any:
-    """`bevquant_hybrid_tools.forms.calibrating_form`, under the name of the option.
+    """`bevquant_hybrid_tools.forms.calibrating_form`, with the option's name in its error.
 
     Raises:
-        InputError: Another method.
+        InputError: An unknown method.
     """
     try:
         return dense.calibrating_form(fused, method, on_cpu)
@@ -117,7 +117,7 @@ def names_on_cpu(
     """Modules of each unit that `exclude` names, as paths within the unit.
 
     Raises:
-        InputError: A pattern that names nothing on the BPU.
+        InputError: A pattern matches nothing on the BPU.
     """
     found: dict[str, list[str]] = {name: [] for name in units}
     for given in exclude:
@@ -138,11 +138,11 @@ def names_on_cpu(
 
 
 class SplitUnits:
-    """The units of a model on their way to the BPU; the march must be set.
+    """Units of a model for the BPU. Set the march first.
 
     Args:
-        model: Float; shares its layers with the units.
-        config: What the run does.
+        model: The float model; shares its layers with the units.
+        config: Settings of the run.
     """
 
     def __init__(self, model: Detector, config: BpuConfig) -> None:
@@ -154,14 +154,14 @@ class SplitUnits:
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def calibrating(self) -> dict[str, Any]:
-        """Graphs that count activations while float values pass through them."""
+        """Graphs that record activations while float values pass through them."""
         return {
             name: calibrating_form(fused, self.config.method, self.on_cpu[name])
             for name, fused in self.fused.items()
         }
 
     def run(self, graphs: Mapping[str, Any], batches: Iterable[Batch]) -> None:
-        """Run the whole model with the graphs in it; the shapes of its stages are kept."""
+        """Run the whole model with the graphs in it, and record the shapes of its stages."""
         split = SplitModel(self.model, graphs, self.parts, run_noting)
         for batch in batches:
             for name, shape in stage_shapes(split, batch).items():
@@ -172,7 +172,7 @@ class SplitUnits:
         calibrated: Mapping[str, Any],
         state_of: Callable[[str], Mapping[str, Tensor]] | None = None,
     ) -> dict[str, Forms]:
-        """All forms of each unit, with the ranges found, or with the state of a file."""
+        """All forms of each unit, with the calibrated ranges or the state of a file."""
         return {
             name: finished_forms(
                 self.fused[name], graph, self.on_cpu[name],
@@ -192,7 +192,7 @@ class SplitUnits:
         return Models(*(SplitModel(self.model, g, self.parts, run_noting).eval() for g in graphs))
 
     def plan(self, forms: Mapping[str, Forms]) -> Plan:
-        """Where everything in the model runs: sensors, units, and on the CPU what lies between."""
+        """Placement of the whole model: sensors, units, and the CPU parts between them."""
         made = PlanComposer(self.config.march)
         outputs = compose_plan(
             self.model,
@@ -208,7 +208,7 @@ class SplitUnits:
         return made.plan(*outputs)
 
     def estimates(self, forms: Mapping[str, Forms]) -> dict[str, BpuEstimate]:
-        """What each unit costs, estimated."""
+        """Estimated cost of each unit."""
         march = self.config.march
         return {name: form.estimate(march, self._inputs(name)) for name, form in forms.items()}
 
@@ -228,9 +228,9 @@ def compare_forms(
 
     Args:
         models: Float, fake-quantized, integers.
-        forms: Of the units in them.
+        forms: Forms of their units.
         batches: At least one.
         config: Sizes.
-        accuracy: Is handed the models' detections, as "float", "quantized" and "integer".
+        accuracy: Receives the detections as "float", "quantized" and "integer".
     """
     return evaluate_split(models, partial(FormsComparison, forms), batches, config, accuracy)

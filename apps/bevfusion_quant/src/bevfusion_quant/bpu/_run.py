@@ -1,4 +1,4 @@
-"""The whole job for a BPU, from the float model to the page; its run on disk and back."""
+"""A run for a BPU, from the float model to the page; saving and loading it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LoadedBpuRun:
 
 
 def load_bpu_run(folder: str | Path) -> LoadedBpuRun:
-    """What `run_bpu` wrote, bit for bit; nothing is unpickled.
+    """Load a folder of `run_bpu`, bit for bit. Nothing is unpickled.
 
     Raises:
         InputError: The folder is no run for a BPU, or its files are damaged.
@@ -79,10 +79,10 @@ def load_bpu_run(folder: str | Path) -> LoadedBpuRun:
 
 @dataclass(frozen=True, eq=False)
 class BpuResult:
-    """Where the run lies, what came out, what to look at, seconds by step, peak memory in MiB.
+    """Folder, result, warnings, seconds by step, peak memory in MiB.
 
-    `holds_model` says whether the folder holds the weights too; an evaluation's does not.
-    `findings` are of the frames that calibrated.
+    `holds_model` says whether the folder holds the weights; an evaluation does not. `findings`
+    concern the calibration frames.
     """
 
     folder: Path
@@ -102,13 +102,13 @@ def run_bpu(
     """Split the model between BPU and CPU, quantize the BPU's part, and write `runs/name`.
 
     Args:
-        frames: At least one; ranges come from the first `calibration_frames`, the comparison from
-            all of them.
-        config: What to do.
+        frames: At least one. Ranges come from the first `calibration_frames`, the comparison from
+            all.
+        config: Settings.
         **place: Where the run is written; see `Place`.
 
     Raises:
-        InputError: Whatever is wrong with the input; nothing is written then.
+        InputError: The input is wrong. Nothing is written.
     """
     clock = Clock()
     count = config.calibration_count(len(frames))
@@ -160,20 +160,19 @@ def run_bpu_evaluate(
     bootstrap: Bootstrap | None = None,
     **place: Unpack[Place],
 ) -> BpuResult:
-    """Compare a run's three models on other frames and write `runs/name`; the run stays as it is.
+    """Compare a run's three models on other frames and write `runs/name`; the run is not changed.
 
-    Where frames have labels and the model a head, every model's detections are judged by them.
+    If frames have labels and the model has a head, the detections of every model are scored.
 
     Args:
-        run: A folder that `run_bpu` wrote.
+        run: A folder of `run_bpu`.
         frames: At least one.
-        cameras: Names of the cameras to use; those of the run by default.
-        bootstrap: How the intervals of the mean average precision are found; `Bootstrap()` by
-            default.
+        cameras: Names of the cameras to use. Default: those of the run.
+        bootstrap: Method of the intervals of the mean average precision. Default: `Bootstrap()`.
         **place: Where the evaluation is written; see `Place`.
 
     Raises:
-        InputError: Whatever is wrong with the run or the input; nothing is written then.
+        InputError: The run or the input is wrong. Nothing is written.
     """
     clock = Clock()
     with new_run("evaluate", clock, _PACKAGES, keep=run, **place) as record:
@@ -209,7 +208,7 @@ def _outcome(
     clock: Clock,
     accumulator: AccuracyAccumulator | None = None,
 ) -> BpuOutcome:
-    """Plan, estimate and comparison; with an accumulator, accuracy by labels."""
+    """Plan, estimate and comparison; with an accumulator, scores against labels."""
     with clock.step("partition"):
         plan = units.plan(forms)
     with clock.step("estimate"):
@@ -232,7 +231,7 @@ def _outcome(
 def _warnings(
     outcome: BpuOutcome, forms: Mapping[str, Forms] | None = None, findings: Sequence[PoorData] = ()
 ) -> tuple[str, ...]:
-    """What to look at: of the forms and the frames where this run made them, and of the plan."""
+    """Warnings about the plan and, if this run made them, about forms and frames."""
     entries = [text for form in (forms or {}).values() for text in form.warnings]
     return (*entries, *finding_lines(findings), *outcome.plan.warnings, *outcome.violations)
 
@@ -247,7 +246,7 @@ def _write(
     entries: Mapping[str, Any],
     records: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, float], float]:
-    """Pictures, plan, settings, page and summary; `decides` is what the page does not say."""
+    """Write pictures, plan, settings, page, summary; `decides` holds settings not on the page."""
     sizes = sizes_of(settings["model"], settings["config"])
     evaluated = EvaluatedRun(
         record, sizes, batches, outcome.comparison.evaluation,
@@ -264,7 +263,7 @@ def _write(
 
 
 def folding_record(units: SplitUnits, change: float) -> dict[str, Any]:
-    """Batch norms of the units and the convolutions that took them; `change` of the output."""
+    """Batch norms of the units and their convolutions; `change` is that of the output."""
     folded, kept = [], []
     for name, unit in units.units.items():
         for conv, bn, done in folded_norms(unit, units.fused[name], UNIT_PREFIXES[name]):
@@ -277,7 +276,7 @@ def folding_record(units: SplitUnits, change: float) -> dict[str, Any]:
 
 
 def placement_record(forms: Mapping[str, Forms], outcome: BpuOutcome) -> dict[str, Any]:
-    """Modules that were quantized, and what runs on the CPU in float with the reason."""
+    """Quantized modules, and modules in float on the CPU with the reason."""
     quantized = [row._asdict() for form in forms.values() for row in quantized_modules(form)]
     skipped = [{"path": node.path, "reason": node.reason} for node in outcome.on_cpu]
     return {"quantized": quantized, "shared": [], "skipped": skipped}

@@ -1,7 +1,7 @@
-"""The sub-commands of `bevfusion-quant`, a file each: its options, what it does, what it prints.
+"""The sub-commands of `bevfusion-quant`, a file each: options, action, output.
 
-The options' classes are read by tyro, and their docstrings are the help. Libraries are imported
-when a command is executed, so that help and refusals of options are quick.
+tyro reads the options' classes; their docstrings are the help. Libraries are imported when a
+command is executed, so help and errors in options are fast.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _SHARED = (Ptq, Evaluate, Compare, Sensitivity, Qat)
 
 
 def check_processes(options: Command, world: int) -> None:
-    """Refuse several processes for what runs in one.
+    """Refuse several processes for a command that runs in one.
 
     Raises:
-        InputError: There are several, and they would all do the same.
+        InputError: There are several processes.
     """
     for_bpu = getattr(options, "target", None) == "bpu"
     if world > 1 and (for_bpu or not isinstance(options, _SHARED)):

@@ -1,4 +1,4 @@
-"""What several commands print, and how they end where something is not right."""
+"""Common output of the commands, and errors for wrong results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def joined(parts: Iterable[str]) -> str:
-    """Paragraphs, after an empty line."""
+    """Paragraphs, each after an empty line."""
     return "\n" + "\n\n".join(parts)
 
 
@@ -28,10 +28,13 @@ def finished_text(
     warnings: Sequence[str] = (),
     verdict: Sequence[str] = (),
 ) -> str:
-    """What a command prints at its end.
+    """Final output of a command.
 
-    With --json the run's summary, with --quiet the verdict or else the folder and the page. By
-    default tables, warnings, seconds, peak memory, what was written, and the verdict.
+    | option | output |
+    |---|---|
+    | --json | the run's summary |
+    | --quiet | the verdict, or else the folder and the page |
+    | default | tables, warnings, seconds, peak memory, written files, verdict |
     """
     from bevfusion_quant.run import written_text
 
@@ -45,9 +48,9 @@ def finished_text(
 
 
 def shown(folder: Path, options: RunOptions, text: str) -> str:
-    """What --json and --quiet print: the run's summary, or the text; the page where that is empty.
+    """Output of --json and --quiet: the run's summary, or the text, or else the page.
 
-    Other ranks than the first have no folder and print nothing.
+    Ranks after the first have no folder and print nothing.
     """
     from bevfusion_quant.run import SUMMARY_FILE, written_text
     from bevquant_quantizers.ranks import current_ranks
@@ -61,10 +64,10 @@ def shown(folder: Path, options: RunOptions, text: str) -> str:
 
 
 def dry_run_text(command: Any, folder: Path) -> str:
-    """What a command would read, compute and write: each group's options that are set.
+    """Planned reads, computations and writes: each group's options that are set.
 
     Args:
-        command: Of `COMMANDS`, checked.
+        command: A checked command of `COMMANDS`.
         folder: The folder that it would write.
     """
     from bevfusion_quant.frames import frames_of
@@ -98,10 +101,10 @@ def _words(value: Any) -> str:
 def run_text(
     result: PtqResult | EvaluateResult, options: RunOptions, *, allow_poor: bool = False
 ) -> str:
-    """A run of `run_ptq` or `run_evaluate`: layers, stages, detections, integers, labels, files.
+    """Output of `run_ptq` or `run_evaluate`: layers, stages, detections, integers, labels, files.
 
     Raises:
-        VerificationError: Files that the run wrote are not right, or could not be written.
+        VerificationError: Written files are wrong, or could not be written.
         InputError: The ranges cannot be right, unless `allow_poor`.
     """
     from bev_data.metrics import accuracy_text
@@ -148,7 +151,7 @@ def run_text(
 
 
 def bpu_run_text(result: BpuResult, options: RunOptions, *, allow_poor: bool = False) -> str:
-    """A run of `run_bpu` or `run_bpu_evaluate`.
+    """Output of `run_bpu` or `run_bpu_evaluate`.
 
     Raises:
         InputError: The ranges cannot be right, unless `allow_poor`.
@@ -160,7 +163,7 @@ def bpu_run_text(result: BpuResult, options: RunOptions, *, allow_poor: bool = F
 
 
 def _calibrated(text: str, findings: Sequence[PoorData], *, allow_poor: bool) -> str:
-    """The text of a run whose ranges may be right; raises what ends the command where not."""
+    """The text of a run; raises if its ranges cannot be right."""
     from bevfusion_quant.ptq import refuse_poor
     from bevquant_quantizers.ranks import current_ranks
 

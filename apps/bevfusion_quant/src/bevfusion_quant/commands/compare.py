@@ -30,7 +30,7 @@ class Compare(RunOptions, BootstrapOptions, FrameOptions):
     backend: Backend = "auto"
 
     def execute(self, command: str) -> str:
-        """Run it and answer what to print."""
+        """Execute the command and return its output."""
         from bevfusion_quant.compare import comparison_text, run_compare
         from bevfusion_quant.saved_run import frames_for_run, read_model_settings
 

@@ -52,7 +52,7 @@ class Demo(RunOptions):
     seed: int = 0
 
     def execute(self, command: str) -> str:
-        """Run it and answer what to print."""
+        """Execute the command and return its output."""
         from bev_scenes import stored_street, street_frame
         from bevfusion.model import named_weights, trained_weights
         from bevfusion_quant.frames import street_size
@@ -82,7 +82,7 @@ class Demo(RunOptions):
 
 @contextmanager
 def _kernels_compiled_beside() -> Iterator[None]:
-    """On another core, from the start, what a first run would compile in the middle."""
+    """Compile the kernels of a first run on another core, from the start."""
     if (os.cpu_count() or 1) < 2:
         yield
         return
@@ -97,7 +97,7 @@ def _kernels_compiled_beside() -> Iterator[None]:
 
 
 def demo_target(branch: Branch, model: str = "bevfusion") -> str | None:
-    """What the demo's files are for; None where none can be written, which is said."""
+    """Engine of the demo's files; None, with a message, if no file can be written."""
     from bevfusion_quant.export import missing_libraries
 
     missing = missing_libraries()

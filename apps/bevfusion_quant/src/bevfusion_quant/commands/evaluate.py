@@ -25,7 +25,7 @@ class Evaluate(RunOptions, BootstrapOptions, FrameOptions):
     run: Path
 
     def execute(self, command: str) -> str:
-        """Run it and answer what to print."""
+        """Execute the command and return its output."""
         return self._execute(command, integers=None)
 
     def _execute(
@@ -90,5 +90,5 @@ class Simulate(Evaluate):
     layer_frames: int | None = None
 
     def execute(self, command: str) -> str:
-        """Run it and answer what to print."""
+        """Execute the command and return its output."""
         return self._execute(command, integers=self.backend, layer_frames=self.layer_frames)

@@ -39,7 +39,7 @@ class Export(RunOptions, FrameOptions):
     measure: bool = False
 
     def execute(self, command: str) -> str:
-        """Run it and answer what to print."""
+        """Execute the command and return its output."""
         from bevfusion_quant.export import export_run, export_text, refuse_wrong_files
         from bevfusion_quant.saved_run import frames_for_run, read_model_settings
 

@@ -56,7 +56,7 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
     allow_poor_calibration: bool = False
 
     def execute(self, command: str) -> str:
-        """Run it and answer what to print."""
+        """Execute the command and return its output."""
         from bevfusion.detectors import is_foreign
         from bevfusion.model import named_weights
         from bevfusion_quant.ptq import is_detector

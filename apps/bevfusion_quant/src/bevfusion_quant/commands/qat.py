@@ -43,7 +43,7 @@ class Qat(RunOptions, TrainingOptions, QatOptions, FrameOptions):
     run: Path
 
     def execute(self, command: str) -> str:
-        """Run it and answer what to print.
+        """Execute the command and return its output.
 
         Raises:
             InputError: As `run_qat`, and whatever the frame options refuse.
@@ -69,7 +69,7 @@ class Qat(RunOptions, TrainingOptions, QatOptions, FrameOptions):
 
 
 def _text(result: QatResult) -> str:
-    """The losses along the run, and how good the model is where that was asked."""
+    """The losses during the run, and scores if requested."""
     from bev_data.metrics import accuracy_text
     from bevfusion.training import losses_table
     from bevfusion_quant.ptq import written_text

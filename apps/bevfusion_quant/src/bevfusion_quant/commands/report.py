@@ -39,7 +39,7 @@ class Report(RunOptions):
     browser: Path | None = None
 
     def execute(self, command: str) -> str:
-        """Run it and answer what to print."""
+        """Execute the command and return its output."""
         from bevfusion_quant.ptq import written_text
         from bevfusion_quant.report import report_text, run_report
 

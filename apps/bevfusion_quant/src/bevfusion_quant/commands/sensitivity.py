@@ -52,7 +52,7 @@ class Sensitivity(RunOptions, FrameOptions):
     plan_rounds: int = 2
 
     def execute(self, command: str) -> str:
-        """Run it and answer what to print.
+        """Execute the command and return its output.
 
         Raises:
             VerificationError: No plan keeps within the budget; what was measured is kept.

@@ -41,7 +41,7 @@ class Train(ShownOptions, TrainingOptions, TrainOptions, FrameOptions):
     out: Path
 
     def execute(self, command: str) -> str:
-        """Run it and answer what to print.
+        """Execute the command and return its output.
 
         Raises:
             InputError: As `run_train`, and whatever the frame options refuse.
@@ -67,7 +67,7 @@ class Train(ShownOptions, TrainingOptions, TrainOptions, FrameOptions):
 
 
 def _text(result: TrainResult) -> str:
-    """The losses along the run, and how good the weights are where that was asked."""
+    """The losses during the run, and scores if requested."""
     from bevfusion.evaluation import evaluation_text
     from bevfusion.training import losses_table
     from bevfusion_quant.train import WEIGHTS

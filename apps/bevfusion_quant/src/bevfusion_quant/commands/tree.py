@@ -33,7 +33,7 @@ class Tree:
     quantize_head: bool = False
 
     def execute(self, command: str) -> str:
-        """Answer the tree; `command` says nothing here."""
+        """Return the tree; `command` is not used."""
         branch = self.branch or ("lidar" if self.model == "bevfusion" else "all")
         if self.quantize_head and branch != "all":
             raise InputError(f"--quantize-head goes with --branch all, not with {branch}")
@@ -49,11 +49,11 @@ def tree(
     *,
     quantize_head: bool = False,
 ) -> nn.Module:
-    """The part of the model that a stage is about, ready to be printed.
+    """The part of the model at a stage, ready to be printed.
 
-    The part alone for a part, the whole model for `all`. Of the LiDAR branch, the float stage is
-    all of it (voxelize, backbone); folding and quantization rewrite the backbone, and the other
-    stages are that alone. Quantizers are not calibrated.
+    A single part for a part, the whole model for `all`. The LiDAR branch at the float stage has
+    voxelization and backbone; folding and quantization rewrite the backbone, so later stages show
+    the backbone alone. Quantizers are not calibrated.
     """
     from bev_scenes import stored_street
     from bevfusion.detectors import build_detector, example_of
@@ -76,7 +76,7 @@ def tree(
 
 
 def _below(model: nn.Module, paths: list[str]) -> nn.Module:
-    """The modules at these paths as one."""
+    """The modules at these paths as one module."""
     from torch import nn
 
     found = {path: model.get_submodule(path) for path in paths}

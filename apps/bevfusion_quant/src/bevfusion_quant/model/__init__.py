@@ -1,4 +1,4 @@
-"""`bevfusion.model` under the name that it had here."""
+"""Alias of `bevfusion.model`."""
 
 from bevfusion.model import *  # noqa: F403
 from bevfusion.model import __all__ as __all__

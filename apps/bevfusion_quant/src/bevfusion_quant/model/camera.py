@@ -1,4 +1,4 @@
-"""`bevfusion.model.camera` under the name that it had here."""
+"""Alias of `bevfusion.model.camera`."""
 
 from bevfusion.model.camera import *  # noqa: F403
 from bevfusion.model.camera import __all__ as __all__

@@ -1,4 +1,4 @@
-"""`bevfusion.model.head` under the name that it had here."""
+"""Alias of `bevfusion.model.head`."""
 
 from bevfusion.model.head import *  # noqa: F403
 from bevfusion.model.head import __all__ as __all__

@@ -1,8 +1,8 @@
-"""What a command can be told: read from the command line, stored in runs, passed by callers.
+"""Options of the commands: read from the command line, stored in runs, passed by callers.
 
 The configurations (`ptq.PtqConfig`, `bpu.BpuConfig`, `train.TrainConfig`, `qat.QatConfig`) are
-these classes with every default decided, and the commands (`commands`) are them with frames and a
-folder for the run. Help texts are the docstrings. Nothing here imports torch: `--help` is quick.
+these classes with every default resolved. The commands (`commands`) add frames and a folder for the
+run. Help texts are the docstrings. Nothing here imports torch, so `--help` is fast.
 """
 
 from bevfusion_quant.options._choices import (

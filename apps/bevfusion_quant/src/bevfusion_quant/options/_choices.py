@@ -1,9 +1,10 @@
 """The names that options take.
 
-What packages can add, engines and kinds of data, are entry points, and marches a table: their names
-are read without importing any of them. Other names belong to code that imports torch, for which
-`--help` does not wait: the help tells those known here, any name is taken, and before anything is
-read `unknown_name` asks the owner. tests/test_choices.py holds what the help tells to the owners.
+Engines and kinds of data are entry points, and marches are rows of a table: their names are read
+without importing the packages. Other names belong to code that imports torch, which `--help` must
+not wait for. For these the help lists the names known here, the parser takes any name, and
+`unknown_name` asks the owner before anything is read. tests/test_choices.py compares the help with
+the owners.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 @dataclass(frozen=True)
 class _Owned(PrimitiveConstructorSpec[str]):
-    """A name of which the help tells the known ones.
+    """Names of which the help lists the known ones.
 
     Attributes:
-        names: All of them, from their owner; None where whatever uses the name refuses it.
+        names: All names, from their owner; None if the code that uses the name checks it.
     """
 
     names: Callable[[], Iterable[str]] | None = None
@@ -42,15 +43,16 @@ def _known(names: Iterable[str], owner: Callable[[], Iterable[str]] | None = Non
 
 
 def _installed(group: str) -> _Owned:
-    """The names that installed packages have in a group of entry points, for the help.
+    """Names of a group of entry points, for the help.
 
-    Any name is taken: a program may have registered one, and the registry refuses what it lacks.
+    The parser takes any name: a program may have registered one. The registry refuses unknown
+    names.
     """
     return _known(dict.fromkeys(entry.name for entry in entry_points(group=group)))
 
 
 def _marches_with_figures() -> Iterable[str]:
-    """The marches of which `bevquant_hybrid_tools` has figures, from its table, for the help."""
+    """Marches with figures in `bevquant_hybrid_tools`, read from its table, for the help."""
     package = find_spec("bevquant_hybrid_tools")
     assert package is not None  # a dependency
     assert package.origin is not None
@@ -59,10 +61,10 @@ def _marches_with_figures() -> Iterable[str]:
 
 
 def unknown_name(hint: Any, value: Any) -> str:
-    """Why an option's value is none of the names that its type stands for; "" where it is.
+    """The error text for an option's unknown name; "" if the name is known.
 
     Args:
-        hint: The option's type, with what is annotated.
+        hint: The option's type, with its annotation.
         value: A name, or several.
     """
     given = [value] if isinstance(value, str) else value if isinstance(value, tuple) else ()
@@ -101,7 +103,7 @@ def _precisions() -> Iterable[str]:
 
 
 def _marches() -> Iterator[str]:
-    """Those of whose chips there are public figures, which the estimate needs."""
+    """Marches with public figures of their chips, which the estimate needs."""
     from bevquant_hybrid.march import KNOWN
     from bevquant_hybrid_tools.performance import load_chip_figures
 

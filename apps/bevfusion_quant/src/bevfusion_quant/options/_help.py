@@ -87,7 +87,7 @@ def grouped(command: type, defaults: Mapping[str, Any] | None = None) -> type:
 
 
 def flat(command: type[DataclassInstance], read: Any) -> Any:
-    """The command of what tyro read in the form of `grouped`."""
+    """The flat command of an object of the class that `grouped` made."""
     values = {
         one.name: getattr(getattr(read, group.name), one.name)
         for group in fields(read)

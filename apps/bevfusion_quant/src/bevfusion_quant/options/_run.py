@@ -1,4 +1,4 @@
-"""Options of every command: where frames come from, what is quantized, where the run is written."""
+"""Options of every command: source of the frames, quantization, folder of the run."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ class TargetOptions:
     exclude: tuple[str, ...] = ()
 
     def calibration_count(self, frames: int) -> int:
-        """How many of so many frames set the ranges.
+        """Number of the frames that set the ranges.
 
         Raises:
-            InputError: More than there are, or a negative number of them or as the seed.
+            InputError: More frames than there are, or a negative number or seed.
         """
         count = self.calibration_frames or frames
         if not 1 <= count <= frames:
@@ -128,17 +128,17 @@ class PtqConfig(PtqOptions):
 
     @property
     def changes_weights(self) -> bool:
-        """Whether the quantized model's weights or biases are other than the float model's."""
+        """Whether the quantized model's weights or biases differ from the float model's."""
         return self.rounding != "nearest" or self.bias_correction
 
     def check_weights(self, *, needs_folding: str = "") -> None:
-        """Refuse settings of the weights that do not go together.
+        """Refuse settings of the weights that contradict each other.
 
         Args:
-            needs_folding: What else the run is to do that an unfolded model cannot, as "files".
+            needs_folding: A requested result that an unfolded model cannot give, such as "files".
 
         Raises:
-            InputError: Naming the options.
+            InputError: Names the options.
         """
         if not 4 <= self.weight_bits <= 8:
             raise InputError(f"--weight-bits {self.weight_bits}: weights have 4 to 8 bits")
@@ -237,11 +237,11 @@ class FrameOptions:
 
 
 class Place(TypedDict, total=False):
-    """Where a run is written: keywords of every `run_…`.
+    """Destination of a run: keywords of every `run_…`.
 
     Attributes:
-        runs: Folder of all runs; "runs" by default.
-        name: The run's folder in it; by default the command's name.
+        runs: Folder of all runs. Default: "runs".
+        name: The run's folder in it. Default: the command's name.
         overwrite: Replace an earlier run of that name.
         command: The command line that repeats the run, for its summary.
     """
@@ -297,7 +297,7 @@ class RunOptions(ShownOptions):
     json: bool = False
 
     def place(self, command: str) -> Place:
-        """As keywords; without a name, the command's, with a number where that is taken.
+        """The destination; its default name is the command, with a number if it is taken.
 
         Raises:
             DryRun: The options ask for no run.
@@ -322,14 +322,14 @@ class BootstrapOptions:
     resample_seed: int = 0
 
     def bootstrap(self) -> Bootstrap:
-        """As the metrics take it."""
+        """The argument of the metrics."""
         from bev_data.metrics import Bootstrap
 
         return Bootstrap(self.resamples, self.resample_seed)
 
 
 def free_name(runs: Path, stem: str) -> str:
-    """`stem`, or `stem-2`, `stem-3`, …: the first that no run in `runs` has."""
+    """`stem`, `stem-2`, `stem-3`, …: the first name without a run in `runs`."""
     number = 1
     while os.path.lexists(runs / (name := stem if number == 1 else f"{stem}-{number}")):
         number += 1
@@ -337,12 +337,12 @@ def free_name(runs: Path, stem: str) -> str:
 
 
 def config_from(form: type[Config], options: DataclassInstance, **decided: Any) -> Config:
-    """The configuration in the options: each of its fields that they have, or as decided.
+    """The configuration of the options.
 
     Args:
         form: A dataclass, such as `PtqConfig`.
-        options: Of a command, whose class has the fields of `form` too.
-        decided: Fields of which the options leave the value open, or that they do not have.
+        options: Options of a command, with the fields of `form`.
+        decided: Values of fields that the options leave open or lack.
     """
     given_values = {one.name: getattr(options, one.name) for one in fields(options)}
     own = {one.name for one in fields(form)}
@@ -355,10 +355,10 @@ _LARGEST = {"seed": 2**63 - 1, "resample_seed": 2**63 - 1, "resamples": 100_000,
 
 
 def check_options(options: DataclassInstance) -> None:
-    """Refuse numbers that no command can use and names that nobody has, before anything is read.
+    """Refuse numbers out of range and unknown names before anything is read.
 
     Raises:
-        InputError: The first of them, by its option.
+        InputError: Names the first such option.
     """
     hints = get_type_hints(type(options), include_extras=True)
     for one in fields(options):

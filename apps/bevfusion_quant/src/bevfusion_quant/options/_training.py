@@ -1,4 +1,4 @@
-"""What decides the result of training, in float and with quantizers, and how it goes on."""
+"""Settings of training, in float and with quantizers, and of its execution."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class _Execution(TypedDict):
-    """What `run_train` and `run_qat` are told of how to go about it."""
+    """Keywords of `run_train` and `run_qat` that do not change the result."""
 
     resume: bool
     device: str
@@ -51,13 +51,13 @@ class TrainingOptions:
     checkpoint_every: int = 100
 
     def augmentation(self) -> Augmentation:
-        """As training takes it."""
+        """The augmentation object of the training."""
         from bevfusion.training import Augmentation
 
         return Augmentation(self.flip, self.rotation, self.scale)
 
     def execution(self) -> _Execution:
-        """As keywords of `run_train` and `run_qat`."""
+        """Keywords of `run_train` and `run_qat`."""
         values = {name: getattr(self, name) for name in _Execution.__annotations__}
         return cast("_Execution", values)
 
@@ -83,10 +83,10 @@ class OptimizerOptions:
     seed: int = 0
 
     def check_optimizer(self) -> None:
-        """Refuse what nothing can be trained with.
+        """Refuse settings outside their range.
 
         Raises:
-            InputError: A setting outside its range, named as the option of the command.
+            InputError: A setting is outside its range; named as the command's option.
         """
         for name in ("steps", "batch"):
             if getattr(self, name) < 1:

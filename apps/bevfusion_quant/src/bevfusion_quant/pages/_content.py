@@ -1,4 +1,4 @@
-"""What the page of a run is made of, and whether it fits together."""
+"""Content of a run's page, and its checks."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ class ReportBoxes:
 
 @dataclass(frozen=True, eq=False)
 class ReportScene:
-    """The frame that was looked at.
+    """The frame that is drawn.
 
     Attributes:
         name: The frame's name.
         points: float [points, ≥3], x, y, z [m] in the LiDAR frame: points, or centres of voxels.
-        extent: What the bird's-eye view shows: smallest x, smallest y, largest x, largest y [m].
-        kind: What `points` are: "points" or "voxels".
+        extent: Range of the bird's-eye view: smallest x, smallest y, largest x, largest y [m].
+        kind: Kind of `points`: "points" or "voxels".
         labels: Labelled objects.
-        float_detections: What the float model finds.
-        quantized_detections: What the quantized model finds.
-        cameras: The pictures taken with the points; boxes are projected into them.
-        integer_detections: What the model in integers finds.
+        float_detections: Detections of the float model.
+        quantized_detections: Detections of the quantized model.
+        cameras: Pictures taken with the points; boxes are projected into them.
+        integer_detections: Detections of the integer model.
     """
 
     name: str
@@ -115,39 +115,35 @@ class ReportStage:
 
 @dataclass(frozen=True, eq=False)
 class ReportContent:
-    """Everything on the page. Every field but the title may stay empty: its section is left out.
+    """Content of the page. Every field but the title may be empty; its section is then left out.
 
     Attributes:
         title: Name of the run.
         config: Name of the sizes: "nuscenes" or "tiny".
         command: The command line that repeats the run.
         versions: Version by package.
-        settings: What else decides the result: method, seed, weights, branch, threads.
-        frames: Names of the frames that were compared.
+        settings: Further settings: method, seed, weights, branch, threads.
+        frames: Names of the compared frames.
         seconds: Seconds by step, "total" included.
         peak_memory_mib: Largest resident memory of the process.
-        figures: More headline figures, shown after the built-in ones.
-        left_out: What was not measured, and why.
-        scene: The frame that was looked at.
+        figures: Further headline figures, shown after the built-in ones.
+        left_out: Results that were not measured, with reasons.
+        scene: The frame that is drawn.
         stages: Feature maps in the order of execution.
         layers: The layer table in the order of execution.
-        quantizers: What each quantizer saw, and its range.
-        fusion: What was folded: "fused" [{conv, bn, how}], "skipped" [{bn, reason}],
+        quantizers: Observed values and range of each quantizer.
+        fusion: Folded batch norms: "fused" [{conv, bn, how}], "skipped" [{bn, reason}],
             optionally "largest_relative_change".
-        quantization: What was quantized: "quantized" [{path, kind, was}],
+        quantization: Quantized layers: "quantized" [{path, kind, was}],
             "shared" [{tensor, readers, reason}], "skipped" [{path, reason}].
-        calibration: How ranges were found: "quantizers" [{names, method, amax, …,
-            warnings}], "warnings".
-        integers: What running in integers gave.
-        bpu: Of a run for a BPU: plan, comparison, estimate.
-        accuracy: How well the models find what is labelled.
-        export: The ONNX files that were written, and what checking them gave.
-        sensitivity: What each layer's rounding costs, and the plan made from it.
-        low_sqnr_db: Layers below this are counted and marked.
-
-    Examples:
-        >>> ReportContent(title="demo").low_sqnr_db
-        20.0
+        calibration: Calibrated ranges: "quantizers" [{names, method, amax, …, warnings}],
+            "warnings".
+        integers: Result of the integer model.
+        bpu: For a run for a BPU: plan, comparison, estimate.
+        accuracy: Scores of the models against labels.
+        export: The written ONNX files, and the result of their checks.
+        sensitivity: Quantization loss of each layer, and the plan.
+        low_sqnr_db: Layers below this value are counted and marked.
     """
 
     title: str
@@ -176,7 +172,7 @@ class ReportContent:
 
 
 def arranged(names: Sequence[str]) -> list[int]:
-    """Indices of cameras as they are shown: front left to right, then back, then any other."""
+    """Indices of cameras in display order: front left to right, then back, then others."""
     place = {name: index for index, name in enumerate(GRID)}
     return sorted(range(len(names)), key=lambda i: (place.get(names[i], len(GRID)), i))
 
@@ -185,7 +181,7 @@ def check(content: ReportContent) -> None:
     """Refuse content that cannot be drawn.
 
     Raises:
-        ValueError: Naming the field, what was expected and what came.
+        ValueError: Names the field, the expected and the given value.
     """
     names = [stage.name for stage in content.stages]
     twice = sorted({name for name in names if names.count(name) > 1})

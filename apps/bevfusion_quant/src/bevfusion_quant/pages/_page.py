@@ -1,4 +1,4 @@
-"""Pages: templates filled with plain data, in one file that asks the network for nothing."""
+"""Pages: templates filled with plain data, in one file that makes no network request."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ _UNFIT = (TemplateError, TypeError, ValueError, LookupError, AttributeError, Ari
 
 @dataclass(frozen=True)
 class Section:
-    """One part of a page: a template, and what it is filled with.
+    """One part of a page: a template and its data.
 
     Attributes:
         key: Its id on the page; its template is "<key>.html", with a macro `section(data)`.
         title: Its name in the navigation.
-        data: What its template is filled with. Everything in it is made plain: strings, numbers,
-            lists and mappings; NaN and infinities are None, as JSON has neither.
-        script: What the page's script draws from; None for nothing.
-        source: On a page that borrowed it, the folder it is from and its frames, in words.
+        data: Data of the template, converted to strings, numbers, lists and mappings; NaN and
+            infinities become None, as JSON has neither.
+        script: Data of the page's script; None for none.
+        source: On another run's page, the source folder and its frames, as text.
     """
 
     key: str
@@ -65,13 +65,13 @@ class Section:
     source: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Make the data plain, so that it fills the template the same after it was written."""
+        """Convert the data to plain types, so that saved and unsaved sections look the same."""
         object.__setattr__(self, "data", plain(self.data))
         object.__setattr__(self, "script", plain(self.script))
 
     @property
     def html(self) -> str:
-        """Its markup, without the heading; names in it are escaped."""
+        """Its markup without the heading; names are escaped."""
         macro: Any = _template(self.key).module
         return Markup(macro.section(self.data))
 
@@ -79,17 +79,17 @@ class Section:
 def write_page(path: Path | str, title: str, top: Section, sections: Sequence[Section]) -> Path:
     """Write a page of these sections, whole or not at all; the same data gives the same bytes.
 
-    The file holds its style, scripts, pictures and numbers; its content security policy forbids
-    every request and every script but its own.
+    The file holds its style, scripts, pictures and numbers. Its content security policy forbids
+    every request and every foreign script.
 
     Args:
-        path: The file to write; a file already there is replaced.
-        title: Of the browser's window.
-        top: What stands above the sections.
+        path: The file to write; an existing file is replaced.
+        title: Title of the browser's window.
+        top: Data above the sections.
         sections: In the order of the page, each key once.
 
     Returns:
-        `path`; beside it lies page.json, the sections as data, which `read_sections` reads.
+        `path`. Beside it is page.json, the sections as data, for `read_sections`.
     """
     keys = [section.key for section in sections]
     code = "\n".join(map(_read, [*_SCRIPTS, *(_SCRIPT_OF[k] for k in keys if k in _SCRIPT_OF)]))
@@ -125,10 +125,10 @@ class _PageData(msgspec.Struct):
 
 
 def read_sections(path: Path) -> dict[str, Section]:
-    """The sections of a page from the page.json beside it, by key, in their order.
+    """Sections of a page by key, in their order, from the page.json beside it.
 
     Raises:
-        DocumentError: It is no such file, one of another form, or does not fill the templates.
+        DocumentError: The file is missing, of another form, or does not fill the templates.
     """
     found: _PageData = read_json(path, _PageData, what="page's data", head=_HEAD)
     sections = {}
@@ -157,9 +157,10 @@ def _script_json(value: Any) -> str:
 
 
 class _LinesJoined(Extension):
-    """Line breaks of HTML templates are layout of the source alone.
+    """Removes the line breaks that only lay out the templates' source.
 
-    Beside an element or an expression a break and its indentation are nothing, within text a space.
+    Beside an element or an expression, a break and its indentation vanish; within text they become
+    a space.
     """
 
     def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:

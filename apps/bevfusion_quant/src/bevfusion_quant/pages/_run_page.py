@@ -41,7 +41,7 @@ Figure = dict[str, Any]
 
 
 def head(content: ReportContent) -> Section:
-    """Title, what was compared, headline figures, the command."""
+    """Title, compared models, headline figures, command."""
     about = [sizes_title(content.config)]
     frames = list(content.frames)
     if frames:
@@ -63,13 +63,13 @@ def head(content: ReportContent) -> Section:
 
 
 def sizes_title(name: str) -> str:
-    """Name of the sizes, or of a model in other code, with what it is."""
+    """Name of the sizes, or of a detector in its own code, with its kind."""
     kind = "model" if is_foreign(name) else "config"
     return f"{kind} {name}" if name else ""
 
 
 def _figure(label: str, value: str, note: str = "", low: bool = False) -> Figure:
-    """A figure and a note below it, whose end may be made a link: `link`, to the id `href`."""
+    """A figure with a note below it; the note may end in a link: text `link` to the id `href`."""
     return {"label": label, "value": value, "note": note, "low": low, "href": "", "link": ""}
 
 
@@ -104,7 +104,7 @@ def _figures(content: ReportContent) -> Iterator[Figure]:
 
 
 def _low_layers(content: ReportContent) -> Figure:
-    """How many are low, and the layer of lowest SQNR, linked to its row."""
+    """Number of layers with low SQNR, and the lowest layer, linked to its row."""
     known = [
         (decibel, index)
         for index, row in enumerate(content.layers)
@@ -123,7 +123,7 @@ def _low_layers(content: ReportContent) -> Figure:
 
 
 def _mean_ap(accuracy: Accuracy) -> Figure:
-    """Mean average precision of the last model, against the first."""
+    """Mean average precision of the last model, compared with the first."""
     first, last = accuracy.models[0], accuracy.models[-1]
     note = f"{first.model} {points(first.metrics.mean_ap)}"
     if last.difference is not None and last.difference.mean_ap is not None:
@@ -134,7 +134,7 @@ def _mean_ap(accuracy: Accuracy) -> Figure:
 
 
 def _departure(simulation: Simulation) -> Figure:
-    """Where integer and fake-quantized results part."""
+    """First difference between integer and fake-quantized results."""
     first, layers = simulation.first_departure, simulation.layers
     most = max((row.forced_max_steps or 0 for row in layers), default=0)
     title, low = "Integer against fake-quantized, same inputs", bool(simulation.wrong)
@@ -163,27 +163,19 @@ def _bpu(outcome: BpuOutcome) -> Iterator[Figure]:
 def write_report(path: Path | str, content: ReportContent) -> Path:
     """Write the page, whole or not at all; the same content gives the same bytes.
 
-    The file holds its style, scripts, pictures and numbers; its content security policy forbids
-    every request and every script but its own. Whatever the content names is escaped.
+    The file holds its style, scripts, pictures and numbers. Its content security policy forbids
+    every request and every foreign script. All names are escaped.
 
     Args:
-        path: The file to write; a file already there is replaced.
-        content: What to show.
+        path: The file to write; an existing file is replaced.
+        content: Content of the page.
 
     Returns:
         `path`.
 
     Raises:
-        ValueError: Arrays of the wrong shape, maps of one stage that differ in shape, two stages of
-            one name; nothing is written then.
-
-    Examples:
-        >>> import tempfile
-        >>> from bevfusion_quant.pages import ReportContent
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     page = write_report(Path(folder) / "report.html", ReportContent("demo"))
-        ...     page.read_text(encoding="utf-8")[:15]
-        '<!doctype html>'
+        ValueError: Arrays of the wrong shape, maps of one stage with different shapes, or two
+            stages of one name. Nothing is written.
     """
     check(content)
     return write_page(path, content.title, head(content), run_sections(content))
@@ -191,18 +183,18 @@ def write_report(path: Path | str, content: ReportContent) -> Path:
 
 @dataclass(frozen=True, eq=False)
 class EvaluatedRun:
-    """A run whose models were judged frame by frame, as it is drawn and written down.
+    """A run with frame-by-frame results, as drawn and written.
 
     Args:
-        record: Of the run.
+        record: Record of the run.
         config: Sizes.
         batches: The frames; the first is shown.
-        evaluation: What was measured.
-        records: `fusion`, `quantization` and `calibration`, as far as the run did them.
-        simulation: What running in integers gave, if the run did that.
-        bpu: Of a run for a BPU: what runs where, and how it compares.
-        accuracy: How well the models find what is labelled.
-        exported: The ONNX files that the run wrote.
+        evaluation: Result of the evaluation.
+        records: `fusion`, `quantization` and `calibration`, if the run did them.
+        simulation: Result of the integer model, if it ran.
+        bpu: For a run for a BPU: placement and comparison.
+        accuracy: Scores of the models against labels.
+        exported: The ONNX files of the run.
     """
 
     record: RunRecord
@@ -217,7 +209,7 @@ class EvaluatedRun:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Notes of a detector in other code, and what is not measured of it, and why."""
+        """Notes about a detector in its own code, and missing results with reasons."""
         if not isinstance(self.config, ForeignSizes):
             return ()
         notes = self.config.detector.notes
@@ -229,11 +221,10 @@ class EvaluatedRun:
         return left
 
     def draw(self, stage: str) -> None:
-        """bev.png (the frame, and one stage in float, quantized and their difference), layers.png.
+        """Draw layers.png, and bev.png: the frame, and a stage in float, quantized, difference.
 
         Args:
-            stage: Of `evaluation.stages`, by name; a detector in other code has none, and no
-                bev.png.
+            stage: Name in `evaluation.stages`. A detector in its own code has none, and no bev.png.
         """
         from bevfusion.pictures import bev_picture, layer_picture
 
@@ -246,11 +237,11 @@ class EvaluatedRun:
             layer_picture(self.record.folder, self.evaluation.layers)
 
     def write_page(self, settings: Mapping[str, object], size: WeightSize | None = None) -> None:
-        """report.html.
+        """Write report.html.
 
         Args:
-            settings: What decides the result; without `weights` they were random.
-            size: Of the parameters, for the head of the page.
+            settings: Settings of the run; without `weights` they were random.
+            size: Size of the parameters, for the head of the page.
         """
         evaluation = self.evaluation
         with self.record.step("page"):
@@ -278,7 +269,7 @@ class EvaluatedRun:
             write_report(self.record.folder / PAGE_FILE, content)
 
     def write_summary(self, entries: Mapping[str, Any]) -> tuple[dict[str, float], float]:
-        """summary.json: what is told, then all that was found.
+        """Write summary.json: the given fields, then all results.
 
         Returns:
             Seconds by step, and the peak memory in MiB.
@@ -299,15 +290,15 @@ def write_found(
     batches: FrameBatches,
     **found: Any,
 ) -> tuple[dict[str, float], float]:
-    """Settings, page and summary of a command that asked one thing of a finished run.
+    """Write settings, page and summary of a command that measured one thing of a finished run.
 
     Args:
-        record: Of the folder that is written.
-        settings: What decides the result.
-        ran: The settings of the run.
-        run: Where it lies.
+        record: Record of the new folder.
+        settings: Settings of the command.
+        ran: Settings of the run.
+        run: Folder of the run.
         batches: The frames.
-        found: What was found, by the field of `ReportContent` that takes it.
+        found: Results by field of `ReportContent`.
 
     Returns:
         Seconds by step, and the peak memory in MiB.
@@ -328,7 +319,7 @@ def write_found(
 
 
 def _scene_points(frame: Frame) -> tuple[npt.NDArray[np.float32], str]:
-    """Points of a frame, float32 [n, 3] in metres, or its voxels' mean points; and which."""
+    """Points of a frame, float32 [n, 3] in metres, or its voxels' mean points; and their kind."""
     if frame.points is not None:
         return frame.points[:, :3], "points"
     assert frame.voxels is not None

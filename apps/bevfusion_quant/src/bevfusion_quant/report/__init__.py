@@ -1,4 +1,4 @@
-"""One page to sign: a run, what was measured of it, what is missing, where each figure is from."""
+"""One page to sign: a run, its measurements, missing ones, and the source of each figure."""
 
 from bevfusion_quant.report._checks import Check
 from bevfusion_quant.report._gather import Evidence, Gathered, Measured, gather, read_evidence

@@ -1,4 +1,4 @@
-"""What a reviewer asks of a run, and what its folders answer."""
+"""A reviewer's questions about a run, and the answers from its folders."""
 
 from __future__ import annotations
 
@@ -23,14 +23,11 @@ _SOURCE = {"--points": 0, "--dataset": 1, "--data": 0, "--split": 1, "--data-ver
 
 
 def command_for(what: str, measured: Measured) -> str:
-    """The command that measures it, with the frames' source as the run's own command names it.
+    """The command that measures a missing result, with the frames of the run's own command.
 
     Args:
         what: A sub-command, or "bpu" for `ptq --target bpu`.
-        measured: The run, and what is there.
-
-    Examples:
-        `bevfusion-quant simulate --run runs/ptq --dataset street --first 100 --count 200`
+        measured: The run and its measurements.
     """
     run = measured.run
     source = _options(run, _SOURCE)
@@ -59,7 +56,7 @@ def _weights(run: Evidence) -> list[str]:
 
 
 def _options(run: Evidence, wanted: dict[str, int]) -> list[str]:
-    """Those of the run's command, each with its values."""
+    """Options of the run's command, each with its values."""
     found: list[str] = []
     words = iter(shlex.split(run.command))
     taking, left = False, 0
@@ -85,10 +82,10 @@ class Check:
     """One question.
 
     Attributes:
-        question: What is asked.
-        answer: What was found.
-        state: "good", "look" where a reviewer should look closer, "missing" where nobody measured.
-        command: Of what is missing, the command that measures it.
+        question: The question.
+        answer: The answer.
+        state: "good", "look" where a reviewer should look closer, "missing" without a measurement.
+        command: For a missing answer, the command that measures it.
     """
 
     question: str
@@ -98,10 +95,10 @@ class Check:
 
 
 def checks(gathered: Gathered, groups: Sequence[HeadlineGroup]) -> tuple[Check, ...]:
-    """The questions of a run, in the order of the page.
+    """Questions about a run, in the order of the page.
 
     Args:
-        gathered: What there is.
+        gathered: Sources of the page.
         groups: The headline table.
     """
     return tuple(_checks(gathered, groups))
@@ -131,7 +128,7 @@ def _accuracy(question: str, measured: Measured, groups: Sequence[HeadlineGroup]
 
 
 def _loss(row: HeadlineRow) -> tuple[str, str]:
-    """The difference in words; "look" where it is a loss beyond chance, or may well be one."""
+    """The difference in words; "look" if it is, or may be, a loss beyond chance."""
     answer = f"{row.model}: mAP {points(row.mean_ap)}"
     if row.difference is None:
         return f"{answer}, float's is not known", "look"
@@ -168,7 +165,7 @@ def _held_out(main: Measured, groups: Sequence[HeadlineGroup]) -> Check:
 
 
 def _trained_apart(source: str, frames: Sequence[str]) -> tuple[str, str]:
-    """Streets to train on have seeds of their own; of other frames the reader must tell."""
+    """Training streets have seeds of their own; other splits are for the reader to check."""
     seeds = [name.removeprefix("street_") for name in frames if name.startswith("street_")]
     apart = len(seeds) == len(frames) and all(int(seed) < FIRST_TRAINING_SEED for seed in seeds)
     known = apart and "dataset street" in source
@@ -200,7 +197,7 @@ def _simulated(question: str, found: SimulationSummary) -> Check:
 
 
 def _on_chip(question: str, found: BpuSummary) -> Check:
-    """Nothing there is given the same input, so the two are compared by what they lose to float."""
+    """Integer model and BPU run have different inputs, so the losses to float are compared."""
     most = max((row.max_steps or 0 for row in found.layers), default=0)
     lost = [
         (row.fake_sqnr_db - row.integer_sqnr_db, row.title)
@@ -276,7 +273,7 @@ def _files(main: Measured) -> Check:
 
 
 def exported_files(evidence: Evidence) -> list[tuple[str, str, bool]]:
-    """Each file's name, the sha256 it was verified with, and whether it still has it."""
+    """Each file's name, the sha256 of its verification, and whether it is unchanged."""
     folder = evidence.folder / ONNX_FOLDER
     files = []
     made = evidence.summary.export
@@ -288,7 +285,7 @@ def exported_files(evidence: Evidence) -> list[tuple[str, str, bool]]:
 
 
 def _trained(gathered: Gathered, groups: Sequence[HeadlineGroup]) -> Iterator[Check]:
-    """Of the run that stands beside; a run that is itself trained on answers above."""
+    """Answer for the trained run shown beside; a main run that was trained is answered above."""
     if gathered.main.run.kind != "ptq":
         return
     question = "What does training it further bring?"

@@ -1,4 +1,4 @@
-"""Finished folders: what each says, and which were measured of a run, by its weights' digests."""
+"""Finished folders: their content, and those that measured a run, found by weights' digests."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Evidence:
     """One finished folder.
 
     Attributes:
-        folder: Where it lies.
-        kind: `RunSettings.kind`; "simulation" where an evaluation ran integers.
-        settings: What decided it.
-        summary: What it found.
-        sections: Those of its page, by key, from their data.
-        digests: sha256 of config.json, summary.json and page.json, as they were read.
+        folder: Its path.
+        kind: `RunSettings.kind`; "simulation" if an evaluation ran integers.
+        settings: Its settings.
+        summary: Its results.
+        sections: Sections of its page by key, from their data.
+        digests: sha256 of config.json, summary.json and page.json, as read.
     """
 
     folder: Path
@@ -52,17 +52,17 @@ class Evidence:
 
     @property
     def frames(self) -> tuple[str, ...]:
-        """Names of the frames it was made with."""
+        """Names of its frames."""
         return self.summary.frame_names
 
     @property
     def model_digests(self) -> Mapping[str, str]:
-        """sha256 of the model's files, of a run that holds one."""
+        """sha256 of the model's files, for a run that holds one."""
         return self.settings.sha256 or {}
 
 
 def read_config(folder: Path) -> RunSettings | None:
-    """The settings of a folder that this program wrote; None for any other folder."""
+    """Settings of a folder of this program; None for any other folder."""
     try:
         return read_settings(folder)
     except DocumentError:
@@ -70,10 +70,10 @@ def read_config(folder: Path) -> RunSettings | None:
 
 
 def read_evidence(folder: Path) -> Evidence:
-    """Read a finished folder's settings, summary and the data of its page.
+    """Read a finished folder's settings, summary and page data.
 
     Raises:
-        InputError: It is no such folder, damaged, or of another version.
+        InputError: Not such a folder, a damaged one, or one of another version.
     """
     config = read_config(folder)
     if config is None:
@@ -100,7 +100,7 @@ def read_evidence(folder: Path) -> Evidence:
 
 
 def _checked(folder: Path) -> dict[str, str]:
-    """The digests of what a page is made of, which must be those that the run wrote down."""
+    """Digests of the page's source files, checked against those of the run."""
     known = read_digests(folder)
     if known is None:
         raise ValueError(
@@ -116,14 +116,7 @@ def _checked(folder: Path) -> dict[str, str]:
 
 
 def frames_text(frames: Sequence[str]) -> str:
-    """How many frames, and which.
-
-    Examples:
-        >>> frames_text(["street_100", "street_101", "street_102"])
-        '3 frames, street_100 … street_102'
-        >>> frames_text(["a"])
-        '1 frame, a'
-    """
+    """Number and names of the frames."""
     if not frames:
         return "no frames"
     ends = frames[0] if len(frames) == 1 else f"{frames[0]} … {frames[-1]}"
@@ -141,13 +134,13 @@ _TAKEN = {"comparison", *(kind for kinds in _SLOTS.values() for kind in kinds)}
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A run and what was measured of it: one folder of each kind.
+    """A run and its measurements: one folder of each kind.
 
     Attributes:
         run: The run, which holds the model.
-        evaluation: What `simulate` wrote, else `evaluate`.
-        sensitivity: What `sensitivity` wrote.
-        export: What `export` wrote.
+        evaluation: Folder of `simulate`, else of `evaluate`.
+        sensitivity: Folder of `sensitivity`.
+        export: Folder of `export`.
     """
 
     run: Evidence
@@ -157,21 +150,21 @@ class Measured:
 
     @property
     def all(self) -> tuple[Evidence, ...]:
-        """Every folder there is, the run first."""
+        """All folders, the run first."""
         found = (self.run, self.evaluation, self.sensitivity, self.export)
         return tuple(evidence for evidence in found if evidence is not None)
 
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """Everything that a page is made of.
+    """All sources of a page.
 
     Attributes:
         main: The run to be signed.
-        qat: The run trained on, if one was named.
+        qat: The trained run, if one was named.
         bpu: The run for a BPU, if one was named.
-        comparison: What `compare` wrote of the run to be signed, beside others.
-        notes: Folders that would have belonged here and were not taken, and why.
+        comparison: Folder of `compare` with the run to be signed.
+        notes: Folders that fit but were not taken, with reasons.
     """
 
     main: Measured
@@ -182,26 +175,26 @@ class Gathered:
 
     @property
     def measured(self) -> tuple[Measured, ...]:
-        """The runs that hold a model, with what was measured of each."""
+        """Runs that hold a model, each with its measurements."""
         return tuple(one for one in (self.main, self.qat, self.bpu) if one is not None)
 
     @property
     def all(self) -> tuple[Evidence, ...]:
-        """Every folder, each once."""
+        """All folders, each once."""
         found = [evidence for one in self.measured for evidence in one.all]
         return tuple(found if self.comparison is None else [*found, self.comparison])
 
 
 @dataclass
 class _Finder:
-    """Picks folders and remembers what was passed over."""
+    """Selects folders and records those not taken."""
 
     folders: Sequence[Path]
     taken: Sequence[Evidence]
     notes: list[str] = field(default_factory=list)
 
     def measured(self, run: Evidence) -> Measured:
-        """The newest folder of each kind that was made with the weights of this run."""
+        """The newest folder of each kind with the weights of this run."""
         candidates = [read_evidence(f) for f in self._of(run)]
         found: dict[str, Evidence] = {}
         for slot, kinds in _SLOTS.items():
@@ -265,21 +258,20 @@ def gather(
     bpu: Path | None = None,
     take: Sequence[Path] = (),
 ) -> Gathered:
-    """Find what was measured of a run.
+    """Find the measurements of a run.
 
-    A folder belongs to a run if it was made with its weights: the digests that the folder's
-    config.json names are those of the run's. Of several, the one written last is taken, and one of
-    `simulate` before one of `evaluate`.
+    A folder belongs to a run if the digests in its config.json equal those of the run's weights. Of
+    several folders, the newest is taken, and one of `simulate` before one of `evaluate`.
 
     Args:
         run: The run to be signed: a folder that holds a model.
-        runs: Folder of all runs, where evaluations and the like are looked for.
-        qat: A run of `qat`, to stand beside.
-        bpu: A run of `ptq --target bpu`, to stand beside.
+        runs: Folder of all runs, searched for evaluations and other measurements.
+        qat: A run of `qat`, shown beside.
+        bpu: A run of `ptq --target bpu`, shown beside.
         take: Folders to take instead of the newest of their kind.
 
     Raises:
-        InputError: A folder that is no run, of another kind, damaged, or of another model.
+        InputError: A folder is no run, of another kind, damaged, or of another model.
     """
     main = _read_model(run, "--run", ("ptq", "qat", "bpu"))
     trained = None if qat is None else _read_model(qat, "--qat", ("qat",))
@@ -314,15 +306,15 @@ def gather(
 
 
 def _read_model(folder: Path, option: str, kinds: tuple[str, ...]) -> Evidence:
-    """Read a run that holds a model, its files as they were written.
+    """Read a run that holds a model, and check that its files are unchanged.
 
     Args:
-        folder: Of the run.
-        option: What it was named with, for messages.
-        kinds: Of `Evidence.kind`: what is taken there.
+        folder: Folder of the run.
+        option: The option that named it, for messages.
+        kinds: Accepted values of `Evidence.kind`.
 
     Raises:
-        InputError: No such run, one of another kind, or its files were changed.
+        InputError: No such run, one of another kind, or changed files.
     """
     evidence = read_evidence(folder)
     if evidence.kind not in kinds:
@@ -346,10 +338,10 @@ def _read_model(folder: Path, option: str, kinds: tuple[str, ...]) -> Evidence:
 
 
 def _check_alike(main: Evidence, other: Evidence, option: str) -> None:
-    """Refuse a run that did not begin with the float model of the main one.
+    """Refuse a run whose float model is not that of the main run.
 
     Raises:
-        InputError: Sizes, weights or, of random weights, seeds differ.
+        InputError: Sizes, weights or, for random weights, seeds differ.
     """
     first, second = main.settings, other.settings
     for key in ("config", "weights", "seed"):
@@ -363,7 +355,7 @@ def _check_alike(main: Evidence, other: Evidence, option: str) -> None:
 
 
 def _same_bytes(one: str | None, two: str | None) -> bool:
-    """Whether two names of weights are of one content; not where a file is gone since."""
+    """Whether two paths of weights have equal content; False if a file is gone."""
     paths = [Path(str(name)) for name in (one, two)]
     return all(path.is_file() for path in paths) and len({sha256(path) for path in paths}) == 1
 
@@ -381,5 +373,5 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _written(folder: Path) -> tuple[int, str]:
-    """When, and for folders of one instant the name, so that the choice is always the same."""
+    """Sort key: time of writing, then the name, so the choice is always the same."""
     return (folder / SUMMARY_FILE).stat().st_mtime_ns, folder.name

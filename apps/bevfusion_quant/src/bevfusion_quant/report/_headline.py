@@ -1,4 +1,4 @@
-"""The headline table: every model that was judged, with intervals, beside float."""
+"""The headline table: scores of every model with intervals, beside float."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class HeadlineRow:
 
     Attributes:
         model: Its name.
-        run: The run that holds it, as `Evidence.folder` says it; empty for the float model.
+        run: Its run, as `Evidence.folder` names it; empty for the float model.
         mean_ap: Mean average precision, 0 to 1; None without labels or a head.
-        interval: Of `mean_ap`.
-        difference: `mean_ap` less that of the group's float model, on the same frames.
-        difference_interval: Of `difference`, paired.
-        nds: nuScenes' score over the errors that can be told.
-        sqnr_db: 10·log₁₀(Σ float² / Σ (model − float)²) at the end of the last quantized stage;
-            None of float, and where it was not measured.
+        interval: Interval of `mean_ap`.
+        difference: `mean_ap` minus that of the group's float model, on the same frames.
+        difference_interval: Paired interval of `difference`.
+        nds: nuScenes' score over the errors that the labels allow.
+        sqnr_db: 10·log₁₀(Σ float² / Σ (model − float)²) at the output of the last quantized stage;
+            None for float, and where it was not measured.
     """
 
     model: str
@@ -55,15 +55,15 @@ class HeadlineRow:
 
 @dataclass(frozen=True)
 class HeadlineGroup:
-    """Models judged on the same frames, the float one first.
+    """Models with scores on the same frames, the float model first.
 
     Attributes:
-        source: The folder that says so.
+        source: The folder with the scores.
         frames: Names of its frames.
-        labels: How many labels counted; None without any.
-        stage: Where SQNR was taken.
+        labels: Number of counted labels; None without labels.
+        stage: Stage of the SQNR.
         rows: The models.
-        missing: Errors of nuScenes' score that NDS is without.
+        missing: Errors that this NDS leaves out.
     """
 
     source: str
@@ -74,7 +74,7 @@ class HeadlineGroup:
     missing: tuple[str, ...]
 
     def table(self) -> Table:
-        """Its models; the title says of what frames."""
+        """The group as a table; the title names the frames."""
         rows = [
             Row(
                 (
@@ -95,13 +95,13 @@ class HeadlineGroup:
 
 
 def run_title(settings: RunSettings) -> str:
-    """How a run's models are called, by its settings."""
+    """Title of a run's models, from its settings."""
     bits, title = settings.weight_bits, TITLES[settings.kind]
     return title if bits == 8 else f"{title} W{bits}A8"
 
 
 def headline(gathered: Gathered) -> tuple[HeadlineGroup, ...]:
-    """A group for each set of frames: the comparison of several runs, then each run's own."""
+    """One group per set of frames: the comparison of several runs, then each run's own."""
     groups = []
     if gathered.comparison is not None:
         groups.append(_of_comparison(gathered, gathered.comparison))
@@ -116,14 +116,14 @@ def headline(gathered: Gathered) -> tuple[HeadlineGroup, ...]:
 def headline_group(
     groups: Sequence[HeadlineGroup], run: Evidence
 ) -> tuple[HeadlineGroup, HeadlineRow] | None:
-    """A run's mean average precision on the most frames: of its integers, where they ran.
+    """A run's mean average precision on the largest set of frames: of its integers, if they ran.
 
     Args:
         groups: The headline table.
         run: A run that holds a model.
 
     Returns:
-        The line and its group; None where no labels told anything of the run.
+        The row and its group; None without scores of the run.
     """
     found = [
         (group, row)
@@ -158,7 +158,7 @@ def _of_evaluation(run: Evidence, evidence: Evidence) -> HeadlineGroup:
 
 
 def _of_comparison(gathered: Gathered, evidence: Evidence) -> HeadlineGroup:
-    """Of models called float, "<run> quantized" and "<run> integers"."""
+    """Group of a comparison, with models called float, "<run> quantized" and "<run> integers"."""
     accuracy = evidence.summary.accuracy or AccuracySummary()
     there = {entry.name: entry for entry in evidence.settings.compares or ()}
     known = [m.run for m in gathered.measured]

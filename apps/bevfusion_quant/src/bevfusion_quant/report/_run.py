@@ -29,13 +29,13 @@ MARKS = {"good": "ok", "look": "LOOK", "missing": "missing"}
 
 
 def find_browser(named: Path | None = None) -> Path:
-    """Where Chromium or Chrome lies.
+    """Path of Chromium or Chrome.
 
     Args:
-        named: The browser to take; by default the first on the path.
+        named: The browser to take. Default: the first on the path.
 
     Raises:
-        InputError: There is none.
+        InputError: No browser was found.
     """
     for name in [str(named)] if named is not None else NAMES:
         found = shutil.which(name)
@@ -51,12 +51,12 @@ def find_browser(named: Path | None = None) -> Path:
 
 
 def print_pdf(page: Path, pdf: Path, browser: Path) -> Path:
-    """Print a page as a browser's print command does, without its header and footer.
+    """Print a page to PDF with the browser's print command, without header and footer.
 
     Args:
         page: The page.
         pdf: The file to write.
-        browser: From `find_browser`.
+        browser: Result of `find_browser`.
 
     Raises:
         InputError: The browser did not print it.
@@ -92,7 +92,7 @@ _PACKAGES = ("bevquant-export", "bevquant-hybrid")
 
 @dataclass(frozen=True, eq=False)
 class ReportResult:
-    """Where the page lies, what it is made of, and what it says first."""
+    """Path of the page, its sources, and its headline."""
 
     folder: Path
     gathered: Gathered
@@ -110,23 +110,23 @@ def run_report(
     browser: Path | None = None,
     **place: Unpack[Place],
 ) -> ReportResult:
-    """Put a run and what was measured of it on one page to sign, and write `runs/name`.
+    """Put a run and its measurements on one page to sign, and write `runs/name`.
 
-    Nothing is measured anew and no folder is changed. The page borrows the sections of the runs'
-    own pages; what nobody measured it names, with the command that would.
+    Nothing is measured again and no source folder is changed. The page takes the sections of the
+    runs' own pages. For each missing measurement it names the command.
 
     Args:
-        run: A folder that `run_ptq`, `run_qat` or `bpu.run_bpu` wrote.
-        qat: A run of `qat` from the same float model, to stand beside.
-        bpu: A run for a BPU of the same float model, to stand beside.
+        run: A folder of `run_ptq`, `run_qat` or `bpu.run_bpu`.
+        qat: A run of `qat` from the same float model, shown beside.
+        bpu: A run for a BPU of the same float model, shown beside.
         take: Folders to take instead of the newest of their kind in `runs`.
         pdf: Print the page to report.pdf.
-        browser: Chromium or Chrome; by default the first on the path.
+        browser: Chromium or Chrome. Default: the first on the path.
         **place: Where the page is written; see `Place`.
 
     Raises:
-        InputError: A folder that is no run, damaged, of another version or of other weights; no
-            browser to print with. Nothing is written then.
+        InputError: A folder is no run, damaged, of another version or of other weights, or there is
+            no browser to print with. Nothing is written.
     """
     if browser is not None and not pdf:
         raise InputError(f"--browser {browser} goes with --pdf: add that, or leave it out")
@@ -164,7 +164,7 @@ def run_report(
 
 
 def report_text(result: ReportResult) -> tuple[str, ...]:
-    """Headline tables, then each question with its answer, and what would answer the others."""
+    """Headline tables, then each question with its answer or the command that answers it."""
     tables = [group.table() for group in result.headline]
     parts = [f"{table.title}\n\n{table.text()}" for table in tables]
     return (*parts, "\n".join(_lines(result.checks)), *result.gathered.notes)
@@ -211,7 +211,7 @@ def _verdict(groups: Sequence[HeadlineGroup], checks: Sequence[Check]) -> dict[s
 
 
 def _borrowed(gathered: Gathered) -> Iterator[Section]:
-    """Sections of the runs' own pages; each says where it is from."""
+    """Sections of the runs' own pages; each names its source."""
     main, chip = gathered.main, gathered.bpu
     evaluated = (main.evaluation, main.run)
     sources: dict[str, tuple[Evidence | None, ...]] = {
@@ -261,7 +261,7 @@ def _folder(evidence: Evidence) -> dict[str, Any]:
 
 
 def _versions(found: Sequence[Evidence], own: Mapping[str, str]) -> Table:
-    """One column where every folder was made with the same versions, else one for each set."""
+    """One column if all folders have the same versions, else one per set of versions."""
     sets: dict[tuple[tuple[str, str], ...], list[str]] = {}
     said = [(evidence.folder.name, evidence.summary.versions) for evidence in found]
     for name, there in [*said, ("this page", own)]:

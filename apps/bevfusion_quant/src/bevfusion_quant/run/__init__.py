@@ -1,4 +1,4 @@
-"""What every run has, whoever makes it: its folder, its record, what ranks have finished of it."""
+"""Common parts of every run: its folder, its record, finished results of ranks."""
 
 from bevfusion_quant.run._folder import (
     CONFIG_FILE,

@@ -37,21 +37,21 @@ _OF_OLDER_RUNS = (
 def run_folder(
     runs: Path, name: str, *, overwrite: bool, keep: Sequence[Path] = ()
 ) -> Iterator[Path]:
-    """Give an empty folder to write into; at the end it becomes `runs/name` in one step.
+    """Yield an empty folder to write into; at the end it becomes `runs/name` in one step.
 
-    Whatever ends the block early, Ctrl-C included, leaves no trace of it, and an older run that was
-    to be replaced stays as it was. Of several ranks the first alone gets one; the path that the
-    others get is no folder, and nothing becomes of it.
+    If the block ends early, Ctrl-C included, the new folder is removed and an older run stays as it
+    was. With several ranks only the first gets a folder; the other ranks get a path that is never
+    created.
 
     Args:
-        runs: Folder of all runs; made when missing, and removed again if the run fails.
+        runs: Folder of all runs; created if missing, and removed again if the run fails.
         name: One path component: letters, digits, `.`, `_`, `-`, not starting with a dot.
         overwrite: Replace `runs/name`, if it is a run of this program.
         keep: Runs that are read and must not be replaced.
 
     Raises:
-        InputError: The name is unusable, or taken and not to be overwritten, or taken by something
-            that is not a run, or by a run to keep.
+        InputError: The name is invalid, or taken and `overwrite` is False, or taken by a folder
+            that is no run, or by a run in `keep`.
     """
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
         raise InputError(
@@ -93,7 +93,7 @@ def write_digests(folder: Path) -> Path:
 
 
 def read_digests(folder: Path) -> dict[str, str] | None:
-    """What `write_digests` wrote; None where there is none, as of runs before it was written.
+    """The file of `write_digests`; None if missing, as in older runs.
 
     Raises:
         DocumentError: It is damaged.
@@ -110,9 +110,9 @@ class _Digests(msgspec.Struct):
 
 
 def written_text(folder: Path) -> tuple[str, ...]:
-    """The lines that say what a run left in its folder, and where its page is.
+    """Lines that list the files of a run and its page.
 
-    None in a process that writes nothing, where the folder may not be there yet.
+    None in a process that writes nothing, where the folder may not exist yet.
     """
     if not current_ranks().first:
         return ()
@@ -143,7 +143,7 @@ def _refuse(target: Path, overwrite: bool) -> None:
 
 
 def _files_of_others(folder: Path) -> list[str]:
-    """Files in a run's folder that the run does not name; of older runs, that no run has."""
+    """Files in a run's folder that the run did not write; for older runs, that no run writes."""
     known = read_digests(folder)
     there = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir()]
     if known is None:

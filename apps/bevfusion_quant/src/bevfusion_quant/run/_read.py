@@ -1,7 +1,7 @@
-"""What finished folders say: config.json and summary.json as one typed form each.
+"""Content of finished folders: config.json and summary.json as one typed form each.
 
-A field that a reader needs is added here alone, with the default that older runs mean by leaving
-it out. What a command writes beside these fields is kept, and read by nobody.
+Add a field that a reader needs here, with the default that older runs imply by its absence. Other
+fields that a command writes are kept and not read.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Form = TypeVar("Form", bound="RunSettings")
 
 
 class RunSettings(msgspec.Struct, kw_only=True):
-    """config.json of any folder: what decides the result, and what the folder is.
+    """config.json of any folder: its settings and its kind.
 
     Attributes:
-        written: All of it as it was written, to be copied.
-        sha256: Of the model's files, of a run that holds one.
-        run_sha256: The same of the run that the folder was made of.
-        evaluates: The run, or the runs, that the folder was made of.
-        reviews: The run that `report` put on a page.
+        written: The whole document as written, to be copied.
+        sha256: Digests of the model's files, for a run that holds one.
+        run_sha256: The same of the run that this folder evaluates or exports.
+        evaluates: The evaluated run, or runs.
+        reviews: The run on the page of `report`.
         compares: The runs of `compare`.
         measures: The run of `sensitivity`.
         exports: The run of `export`.
-        qat: How the model was trained, of a run of `qat`.
+        qat: How the model was trained, for a run of `qat`.
     """
 
     version: int = 1
@@ -71,22 +71,22 @@ class RunSettings(msgspec.Struct, kw_only=True):
 
     @property
     def for_bpu(self) -> bool:
-        """Whether a BPU is what the model was quantized for."""
+        """Whether the model was quantized for a BPU."""
         return self.target == "bpu"
 
     @property
     def sizes_name(self) -> str:
-        """The sizes of the model, as pages name them."""
+        """Name of the model's sizes on pages."""
         if ":" in self.model:  # in other code
             return self.model
         return self.config if self.model == "bevfusion" else f"{self.model} {self.config}"
 
     @property
     def kind(self) -> str:
-        """What the folder is.
+        """Kind of the folder.
 
-        "ptq", "qat", "bpu" of runs that hold a model; "evaluation" of what `evaluate` and
-        `simulate` wrote; "sensitivity", "export", "comparison", "report".
+        "ptq", "qat", "bpu" for runs that hold a model; "evaluation" for `evaluate` and `simulate`;
+        "sensitivity", "export", "comparison", "report".
         """
         for found, kind in (
             (self.reviews, "report"),
@@ -101,26 +101,26 @@ class RunSettings(msgspec.Struct, kw_only=True):
 
 
 class ComparedSettings(RunSettings, kw_only=True):
-    """Of one of the runs that `compare` judged: its own settings, and its name in the tables."""
+    """Settings of one of the runs of `compare`, and its name in the tables."""
 
     name: str
     run: str = ""
 
 
 def settings_of(written: dict[str, Any]) -> RunSettings:
-    """Settings in their form.
+    """Settings of a document.
 
     Raises:
-        DocumentError: A field is of another type.
+        DocumentError: A field has another type.
     """
     return as_settings(RunSettings, written)
 
 
 def as_settings(form: type[Form], written: dict[str, Any]) -> Form:
-    """Settings in a narrower form.
+    """Settings as a narrower class.
 
     Raises:
-        DocumentError: A field is of another type, or missing.
+        DocumentError: A field has another type, or is missing.
     """
     found: Form = as_form(written, form, where=CONFIG_FILE, what="run's settings")
     found.written = written
@@ -128,28 +128,28 @@ def as_settings(form: type[Form], written: dict[str, Any]) -> Form:
 
 
 def read_settings(folder: Path) -> RunSettings:
-    """The settings of a folder that this program wrote, whatever its version.
+    """Settings of a folder of this program, of any version.
 
     Raises:
-        DocumentError: There are none, or they are damaged.
+        DocumentError: They are missing or damaged.
     """
     return settings_of(read_written(folder))
 
 
 def read_written(folder: Path) -> dict[str, Any]:
-    """config.json of any folder as it stands, for whoever looks at its version first.
+    """config.json of any folder, unchecked, to look at its version first.
 
     Raises:
-        DocumentError: There is none.
+        DocumentError: The file is missing.
     """
     return _read(folder / CONFIG_FILE, "run's settings")
 
 
 def refuse_version(name: str, version: object) -> None:
-    """Refuse a schema that this program does not read.
+    """Refuse a schema version that this program does not read.
 
     Raises:
-        ValueError: It is none of `RUN_VERSIONS`.
+        ValueError: It is not in `RUN_VERSIONS`.
     """
     if version not in RUN_VERSIONS:
         raise ValueError(
@@ -217,7 +217,7 @@ class BpuSummary(msgspec.Struct):
 
 
 class QatSummary(msgspec.Struct):
-    """What a run was trained from, and on."""
+    """Start and frames of a training run."""
 
     run: str
     training_frames: str
@@ -228,7 +228,7 @@ class _Frame(msgspec.Struct):
 
 
 class RunSummary(msgspec.Struct):
-    """summary.json of any folder: what was found."""
+    """summary.json of any folder: its results."""
 
     version: int = 1
     command: str = ""
@@ -247,15 +247,15 @@ class RunSummary(msgspec.Struct):
 
     @property
     def frame_names(self) -> tuple[str, ...]:
-        """Names of the frames it was made with."""
+        """Names of its frames."""
         return tuple(frame if isinstance(frame, str) else frame.name for frame in self.frames)
 
 
 def read_summary(folder: Path) -> RunSummary:
-    """What a finished folder found.
+    """Read the results of a finished folder.
 
     Raises:
-        ValueError: There is no summary, it is damaged, or of a schema that is not read here.
+        ValueError: The summary is missing, damaged, or of an unknown schema.
     """
     written = _read(folder / SUMMARY_FILE, "summary")
     refuse_version(f"{SUMMARY_FILE} is of", written.get("version", 1))

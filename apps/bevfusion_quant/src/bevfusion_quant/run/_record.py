@@ -1,7 +1,7 @@
-"""What every run writes down, the same for all commands: settings, summary, and what its page says.
+"""Record of every run, the same for all commands: settings, summary and page data.
 
-A field that all runs are to have is added here alone. Here too is told what decides the figures of
-a run that several processes share.
+A field for all runs is added here. Settings that decide the figures of a run with several processes
+are defined here too.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ PACKAGES = (
 
 
 def versions(*more: str) -> dict[str, str]:
-    """Versions of Python and of every package that decides the result; absent ones left out.
+    """Versions of Python and of every package that decides the result, if installed.
 
     Args:
-        *more: Packages that this run needed besides.
+        *more: Further packages of this run.
     """
     found = {"python": platform.python_version()}
     for name in (*PACKAGES, *more):
@@ -55,15 +55,15 @@ def versions(*more: str) -> dict[str, str]:
 
 
 def peak_memory_mib() -> float:
-    """Largest resident memory of this process so far, in MiB, as the kernel counts it."""
+    """Largest resident memory of this process so far, in MiB, as counted by the kernel."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def return_freed_memory() -> None:
-    """Give what was freed back to the system: blocks that no later tensor may fit into.
+    """Return freed blocks to the system, which later tensors may not fit into.
 
-    The app keeps freed blocks within a step, where the next layer takes them.
+    Within a step the app keeps freed blocks for the next layer.
     """
     try:
         ctypes.CDLL(None).malloc_trim(0)
@@ -84,9 +84,9 @@ class Clock:
 
     @contextmanager
     def step(self, name: str, blame: str = "") -> Iterator[None]:
-        """Time a step; with `blame`, what it refuses is the input's fault and is said so.
+        """Time a step; with `blame`, errors in it are reported as errors of the input.
 
-        Memory that it freed is given back behind it.
+        Freed memory is returned to the system afterwards.
         """
         start = time.perf_counter()
         try:
@@ -100,7 +100,7 @@ class Clock:
         self.taken[name] = round(time.perf_counter() - start, 3)
 
     def seconds(self) -> dict[str, float]:
-        """The steps, and `total` from the first moment."""
+        """Seconds by step, and `total` since the start."""
         return {**self.taken, "total": round(time.perf_counter() - self._start, 3)}
 
     def spent(self) -> tuple[dict[str, float], float]:
@@ -110,14 +110,14 @@ class Clock:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run's record, while its folder is written.
+    """Record of one run, while its folder is written.
 
     Args:
-        folder: The run's.
+        folder: Folder of the run.
         command: The command line that repeats it.
-        clock: Times its steps; None where nothing was computed.
-        packages: That this run needed besides those of every run.
-        path: What the folder becomes.
+        clock: Times its steps; None if nothing was computed.
+        packages: Further packages of this run.
+        path: Final path of the folder.
     """
 
     folder: Path
@@ -128,15 +128,15 @@ class RunRecord:
     _shards: list[Shards] = field(default_factory=list)
 
     def step(self, name: str) -> AbstractContextManager[None]:
-        """Time a step of writing, where the run has a clock."""
+        """Time a step of writing, if the run has a clock."""
         return nullcontext() if self.clock is None else self.clock.step(name)
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
-        """config.json: what decides the result."""
+        """Write config.json: the settings."""
         write_json(self.folder / CONFIG_FILE, {**_HEAD, **settings, **_HEAD})
 
     def write_summary(self, found: Mapping[str, Any]) -> tuple[dict[str, float], float]:
-        """summary.json: what was found; answers seconds by step and the peak memory in MiB."""
+        """Write summary.json: the results. Returns seconds by step and peak memory in MiB."""
         content = {**_HEAD, "command": self.command, "versions": versions(*self.packages)}
         if self.clock is None:
             write_json(self.folder / SUMMARY_FILE, {**content, **found})
@@ -150,12 +150,12 @@ class RunRecord:
     def shards(
         self, frames: Sequence[Frame], settings: Mapping[str, Any], *models: nn.Module
     ) -> Shards:
-        """Where the run keeps what is finished; all ranks must have the same models and frames.
+        """Storage of finished results; all ranks must have the same models and frames.
 
         Args:
-            frames: Its frames; their names and the sizes of their files count, not their content.
-            settings: What else decides the figures.
-            models: Their weights and ranges do.
+            frames: Frames of the run; compared by names and file sizes, not by content.
+            settings: Further settings that decide the figures.
+            models: Compared by weights and ranges.
 
         Raises:
             InputError: The ranks differ.
@@ -173,10 +173,10 @@ class RunRecord:
         return self._shards[-1]
 
     def on_page(self, settings: Mapping[str, object]) -> dict[str, Any]:
-        """What the page of any run says, as fields of `ReportContent`.
+        """Fields of `ReportContent` that every run has.
 
         Args:
-            settings: What decides the result, as far as the page tells.
+            settings: Settings shown on the page.
         """
         return {
             "command": self.command,
@@ -199,14 +199,14 @@ def new_run(
     overwrite: bool = False,
     command: str = "",
 ) -> Iterator[RunRecord]:
-    """The record of a run whose folder is written in the block, whole or not at all.
+    """Record of a run whose folder is written in the block, whole or not at all.
 
     Args:
-        kind: Its name by default.
-        clock: Times its steps; None where nothing is computed.
-        packages: That this run needs besides those of every run.
+        kind: Its default name.
+        clock: Times its steps; None if nothing is computed.
+        packages: Further packages of this run.
         keep: Runs that are read and must not be replaced.
-        runs: Folder of all runs; this and what follows is the caller's `Place`.
+        runs: Folder of all runs; this and the next arguments are the caller's `Place`.
         name: The run's folder in it.
         overwrite: Replace an earlier run of that name.
         command: The command line that repeats the run.

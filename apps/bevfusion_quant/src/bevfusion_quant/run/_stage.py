@@ -1,4 +1,4 @@
-"""The stage that runs: a line in a log, on a terminal its time; compilations are named."""
+"""The current stage: a line in a log, elapsed time on a terminal; compilations are named."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ COMPILING = "compiling kernels, once on this machine"
 
 
 class _Compilations(Listener):  # type: ignore[misc]  # numba has no types
-    """Says when numba compiles a kernel that no cache has."""
+    """Reports when numba compiles a kernel that is not in its cache."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
 
     def on_start(self, event: Event) -> None:
-        """A compilation begins."""
+        """A compilation starts."""
         self._say(COMPILING)
 
     def on_end(self, event: Event) -> None:
-        """It ends."""
+        """A compilation ends."""
         self._say("")
 
 
 @contextmanager
 def shown_stage(name: str) -> Iterator[None]:
-    """Say what runs while the block does; nothing with --quiet.
+    """Show the name of the stage while the block runs; nothing with --quiet.
 
     Args:
-        name: Of the stage.
+        name: Name of the stage.
     """
     if not LOG.isEnabledFor(logging.INFO):
         yield

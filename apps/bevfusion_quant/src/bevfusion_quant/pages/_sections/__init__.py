@@ -1,8 +1,7 @@
 """The sections of a run's page, one module each.
 
-A section is a module here, with its place on the page, `ORDER`, and `section(content)`, which
-answers its data or None where the run has nothing of it; and a template of its key. Nothing else
-names it.
+A section is a module here with its position, `ORDER`, and `section(content)`, which returns its
+data, or None if the run has none; and a template with the name of its key. No other code names it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ __all__ = ["run_sections"]
 
 
 def run_sections(content: ReportContent) -> list[Section]:
-    """All that the content has something for, in the order of the page."""
+    """All sections with data, in the order of the page."""
     made = (module.section(content) for module in _modules())
     return [section for section in made if section is not None]
 

@@ -1,4 +1,4 @@
-"""What the models find of what is labelled: figures, curves, frames from above."""
+"""Detections against labels: figures, curves, frames from above."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def section(content: ReportContent) -> Section | None:
 
 
 def _curves(accuracy: Accuracy) -> Iterator[dict[str, Any]]:
-    """One chart for each distance, then one for each class with labels at the errors' distance."""
+    """One chart per distance, then one per class with labels, at the distance of the errors."""
     for distance in accuracy.rules.distances:
         means = {
             entry.model: np.mean(
@@ -73,7 +73,7 @@ def _chart(
 
 
 def _line(precision: Floats) -> str:
-    """The curve up to its largest recall, and from there straight down."""
+    """The curve up to its largest recall, then straight down."""
     reached = np.flatnonzero(precision)
     last = int(reached[-1]) if len(reached) else 0
     xs = LEFT + WIDE * RECALLS[: last + 1]
@@ -83,9 +83,9 @@ def _line(precision: Floats) -> str:
 
 
 def _sketch(sketch: Sketch, accuracy: Accuracy, models: list[str]) -> dict[str, Any]:
-    """A frame with its labels, and of each model as many of the best detections as there are.
+    """A frame with its labels and, for each model, as many of its best detections as labels.
 
-    So a model that finds everything draws one box on each of them.
+    A model that finds everything thus draws one box on each label.
     """
     labels = _labels(sketch, accuracy.classes)
     sets = {"label": labels}

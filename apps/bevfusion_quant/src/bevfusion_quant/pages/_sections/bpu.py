@@ -1,4 +1,4 @@
-"""What runs on the BPU and what on the CPU: picture, boundaries, reasons, layers, estimate."""
+"""Placement on BPU and CPU: picture, boundaries, reasons, layers, estimate."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _estimates(outcome: BpuOutcome) -> Iterator[dict[str, Any]]:
 
 
 def _estimate(unit: str, estimate: BpuEstimate) -> Table:
-    """Operations, bytes and time of each layer, and what bounds it."""
+    """Operations, bytes and time of each layer, and its bottleneck."""
     columns: Columns = {
         Column("Layer"): lambda layer: CellParts(path=layer.path),
         Column("Operations", "minor"): "{operations:,.0f}",

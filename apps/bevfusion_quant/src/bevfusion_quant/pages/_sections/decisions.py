@@ -1,4 +1,4 @@
-"""What was fused, shared, left in float, and what the calibration warns of."""
+"""Folded, shared and float layers, and warnings of the calibration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOW = {
 
 
 def section(content: ReportContent) -> Section | None:
-    """Collapsible lists, one search over all of them."""
+    """Collapsible lists with one search over all of them."""
     lists = list(_lists(content))
     return Section("decisions", "Decisions", lists) if lists else None
 
@@ -47,7 +47,7 @@ def _lists(content: ReportContent) -> Iterator[Record]:
 def _list(
     name: str, title: str, entries: Iterator[Record], note: str = "", opens: bool = False
 ) -> Record:
-    """A list, open where it holds something that a reader should see."""
+    """A list; open if it holds entries that a reader should see."""
     found = list(entries)
     opened = opens and bool(found)
     return {"name": name, "title": title, "note": note, "open": opened, "entries": found}

@@ -1,4 +1,4 @@
-"""The ONNX files: what they are, whether they are proved, every tensor in four executions."""
+"""The ONNX files: content, result of the checks, every tensor in four executions."""
 
 from __future__ import annotations
 

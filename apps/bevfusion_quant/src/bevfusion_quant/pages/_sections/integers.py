@@ -1,4 +1,4 @@
-"""The model in integers: what departs first, stages, every step, what stays float."""
+"""The integer model: first difference, stages, every step, float steps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ COLUMNS = (
 
 
 def section(content: ReportContent) -> Section | None:
-    """What departs first, then stages, steps and float fallbacks."""
+    """First difference, then stages, steps and float fallbacks."""
     simulation = content.integers
     if simulation is None:
         return None
@@ -91,7 +91,7 @@ def _departure(layers: Sequence[LayerRow], row: LayerRow) -> dict[str, Any]:
 
 
 def _table(layers: Sequence[LayerRow]) -> Table:
-    """A row for each step that is no float step with equal results, in the order of execution."""
+    """A row per step in the order of execution, except float steps with equal results."""
     most = max((row.max_steps or 0 for row in layers), default=0)
     best = max((finite(row.integer_sqnr_db) or 0 for row in layers), default=0.0)
     rows = [_row(i, row, float(most), best) for i, row in enumerate(layers) if _tells(row)]
@@ -126,13 +126,13 @@ def _row(index: int, row: LayerRow, most: float, best: float) -> Row:
 
 
 def _tells(row: LayerRow) -> bool:
-    """Float steps before anything quantized give the same in all three executions."""
+    """Whether a step can differ: float steps upstream of all quantized layers are equal."""
     figures = (row.max_steps, row.peak_bits, row.fake_sqnr_db, row.integer_sqnr_db)
     return any(figure is not None for figure in figures)
 
 
 def _float_parts(islands: Sequence[FloatPart]) -> Iterator[dict[str, Any]]:
-    """A reason, then everything that it holds for."""
+    """Each reason with the parts that it applies to."""
     for reason, found in groupby(islands, key=lambda fallback: fallback.reason):
         group = list(found)
         members: dict[str, list[str]] = {}

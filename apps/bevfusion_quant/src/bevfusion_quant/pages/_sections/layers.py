@@ -54,7 +54,7 @@ def section(content: ReportContent) -> Section | None:
 
 
 def finite_row(row: LayerRow) -> LayerRow:
-    """A row whose NaN and infinities are None: neither can be sorted or drawn."""
+    """A row with None for NaN and infinities, which cannot be sorted or drawn."""
     return replace(
         row,
         sqnr_db=finite(row.sqnr_db),

@@ -1,4 +1,4 @@
-"""One card for each quantizer: where it sits, its range, a histogram of what it saw."""
+"""One card per quantizer: position, range, histogram of observed values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STRIP = 64  # bars at most in the strip of channel ranges
 
 
 def section(content: ReportContent) -> Section | None:
-    """Controls, then a grid of cards whose histograms are drawn when they come into view."""
+    """Controls, then a grid of cards whose histograms are drawn when they scroll into view."""
     quantizers = content.quantizers
     if not quantizers:
         return None
@@ -68,7 +68,7 @@ def _card(values: QuantizerValues, method: str) -> dict[str, Any]:
 def _drawn(values: QuantizerValues) -> dict[str, Any]:
     """Counts of the bins over ±largest, range, channel ranges as shares of the widest.
 
-    Where no value is negative, `counts` holds the upper half alone.
+    Without negative values, `counts` holds the upper half alone.
     """
     counts = values.counts.tolist()
     middle = len(counts) // 2

@@ -1,4 +1,4 @@
-"""Settings, versions and where the time went."""
+"""Settings, versions and times of the steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ORDER = 110
 
 
 def section(content: ReportContent) -> Section | None:
-    """The tables, as far as there is something in them."""
+    """The tables that have content."""
     tables = list(_tables(content))
     return Section("reproduce", "Reproduce", tables) if tables else None
 

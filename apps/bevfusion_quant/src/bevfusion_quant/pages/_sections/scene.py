@@ -64,7 +64,7 @@ def section(content: ReportContent) -> Section | None:
 
 
 def _drawable(boxes: ReportBoxes) -> ReportBoxes:
-    """The boxes without those that hold NaN or infinity, as arrays of float64."""
+    """The boxes without NaN or infinity, as arrays of float64."""
     values = np.asarray(boxes.boxes, np.float64)
     keep: npt.NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(values), axis=1)
     scores = None if boxes.scores is None else np.asarray(boxes.scores, np.float64)
@@ -75,7 +75,7 @@ def _drawable(boxes: ReportBoxes) -> ReportBoxes:
 
 
 def _least_score(present: Mapping[str, ReportBoxes]) -> float:
-    """The score from which detections are shown at first: about sixty of the float model's."""
+    """Initial score threshold: shows about sixty of the float model's detections."""
     for kind in ("float", "quantized"):
         boxes = present.get(kind)
         if boxes is not None and boxes.scores is not None and len(boxes.scores) > SHOWN:
@@ -86,7 +86,7 @@ def _least_score(present: Mapping[str, ReportBoxes]) -> float:
 
 
 def _classes(present: Mapping[str, ReportBoxes], least: float) -> Table:
-    """How many objects of each class each set has; the page's script counts again by score."""
+    """Number of objects by class and set; the page's script counts again by score."""
     counts = {kind: Counter(_names(boxes, least)) for kind, boxes in present.items()}
     total = {
         name: sum(c[name] for c in counts.values()) for s in present.values() for name in s.names
@@ -118,7 +118,7 @@ def _camera(camera: Camera, present: Mapping[str, ReportBoxes]) -> dict[str, Any
 
 
 def _heights(scene: ReportScene) -> dict[str, Any]:
-    """Height of the highest point of each cell, as a share of the scene's usual heights."""
+    """Height of the highest point of each cell, relative to the scene's usual heights."""
     left, bottom, right, top = scene.extent
     cell = max(right - left, top - bottom) / CELLS
     points = np.asarray(scene.points, np.float64)[:, :3]

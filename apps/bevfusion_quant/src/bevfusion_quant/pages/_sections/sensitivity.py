@@ -1,4 +1,4 @@
-"""What each layer's rounding costs, as a chart of bars, and the plan made from it."""
+"""Quantization loss of each layer as a bar chart, and the plan."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def section(content: ReportContent) -> Section | None:
 
 
 def _drawn(stage: ReportStage, cameras: Sequence[str]) -> dict[str, Any]:
-    """The maps as they are shown, first row on top, and the ends of the two colour scales."""
+    """The maps in display order, first row on top, and the limits of the two colour scales."""
     difference = stage.difference_map
     if difference is None:
         difference = stage.quantized_map - stage.float_map
@@ -73,7 +73,7 @@ def _shown(values: Map, stage: ReportStage, cameras: Sequence[str]) -> Map:
 
 
 def _scale(values: Map) -> list[float]:
-    """Both ends of a colour scale: around zero where values have both signs."""
+    """Limits of a colour scale: around zero where values have both signs."""
     known = values[np.isfinite(values)]
     if not known.size:
         return [0.0, 1.0]
