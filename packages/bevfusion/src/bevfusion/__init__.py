@@ -1,8 +1,8 @@
-"""mit-bevfusion's detector in plain PyTorch, and the parts that train it.
+"""BEVFusion and CenterPoint in plain PyTorch, and their training.
 
-`bevfusion.model` builds it, loads its checkpoints and finds boxes; `bevfusion.training` makes
-targets, losses and batches; `bevfusion.evaluation` runs models on frames and counts what they find;
-`bevfusion.quantization` quantizes the detector, `bevfusion.deployment` cuts it into engines' files.
+`bevfusion.model` builds the detector, loads checkpoints and decodes boxes; `bevfusion.training`
+makes targets, losses and batches; `bevfusion.evaluation` runs models on frames and scores them;
+`bevfusion.quantization` quantizes the detector; `bevfusion.deployment` cuts it into files.
 """
 
 from bevfusion import evaluation, model, training

@@ -1,7 +1,7 @@
-"""The detectors by name: how each is built, trained and judged, whatever its kind.
+"""Detectors by name: building, training and evaluation of each kind.
 
-A row of `DETECTORS` is all that a program needs to know of a model. Sizes say by their `kind` which
-row is theirs. `find_detector` also makes the row of a detector in other code.
+A row of `DETECTORS` holds all that a program needs to know of a model. Sizes name their row by
+`kind`. `find_detector` also makes the row of a detector in its own code.
 
 Example:
     >>> from bevfusion.detectors import DETECTORS, build_detector
@@ -62,12 +62,12 @@ class DetectorKind:
 
     Attributes:
         configs: Sizes by name.
-        build: From sizes and parts to a float model.
-        example: A small batch for sizes, to trace a model with; None of a detector in other code,
-            which is traced with a frame.
-        parts: That a whole model has, in the order in which they run.
-        objective: What it is trained by; None of a detector in other code.
-        head_in_float: Whether quantizing everything leaves the head in float.
+        build: Maps sizes and parts to a float model.
+        example: A small batch for sizes, for capturing; None for a detector in its own code, which
+            is captured with a frame.
+        parts: Parts of a whole model, in the order of execution.
+        objective: Training objective; None for a detector in its own code.
+        head_in_float: Whether the head stays float when everything is quantized.
     """
 
     configs: Mapping[str, Any]
@@ -96,19 +96,19 @@ DETECTORS: Mapping[str, DetectorKind] = MappingProxyType(
 
 
 def is_foreign(name: str) -> bool:
-    """Whether a name is that of a detector in other code, as `load_detector` takes it."""
+    """Whether a name belongs to a detector in its own code, for `load_detector`."""
     return ":" in name
 
 
 def find_detector(name: str, weights: Path | None = None) -> DetectorKind:
-    """The row of a detector by name; one in other code is loaded.
+    """The row of a detector by name; a detector in its own code is loaded.
 
     Args:
-        name: Of `DETECTORS`, or as `bevfusion.frameworks.load_detector` takes it.
-        weights: The checkpoint of a detector in other code; its own weights without.
+        name: A name in `DETECTORS`, or for `bevfusion.frameworks.load_detector`.
+        weights: The checkpoint of a detector in its own code. Default: its own weights.
 
     Raises:
-        InputError: There is no such detector, or it cannot be loaded.
+        InputError: An unknown detector, or one that cannot be loaded.
     """
     if is_foreign(name):
         try:
@@ -143,8 +143,8 @@ def build_detector(sizes: Sizes, parts: Iterable[str] | None = None) -> Detector
     """A float model of the given sizes, in eval mode.
 
     Args:
-        sizes: Of any kind.
-        parts: Those to build; all by default.
+        sizes: Sizes of any kind.
+        parts: Parts to build. Default: all.
 
     Raises:
         InputError: Parts that cannot run together, or sizes that contradict each other.
@@ -154,15 +154,15 @@ def build_detector(sizes: Sizes, parts: Iterable[str] | None = None) -> Detector
 
 
 def example_of(sizes: Sizes, like: Batch | None = None) -> Batch:
-    """A small batch for a model of these sizes, to trace it with.
+    """A small batch for capturing a model of these sizes.
 
     Args:
-        sizes: Of any kind.
-        like: The example has the sensors of this batch, all by default; of a detector in other
-            code it is this batch.
+        sizes: Sizes of any kind.
+        like: The example has the sensors of this batch. Default: all sensors. For a detector in its
+            own code the example is this batch.
 
     Raises:
-        ValueError: Of a detector in other code there is no batch.
+        ValueError: A detector in its own code without a batch.
     """
     make = kind_of(sizes).example
     if make is None:

@@ -1,8 +1,7 @@
-"""A comparison as PNG files: a frame and its maps from above, layers one after the other.
+"""A comparison as PNG files: a frame and its maps from above, layers in order.
 
-Needs matplotlib: ``pip install matplotlib``. `bevfusion.quantization.evaluate_quantized`
-gives what
-is drawn.
+Needs matplotlib: ``pip install matplotlib``. The data comes from
+`bevfusion.quantization.evaluate_quantized`.
 """
 
 from __future__ import annotations

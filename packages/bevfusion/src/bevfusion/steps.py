@@ -1,4 +1,4 @@
-"""What long functions say of their steps, for a program that times or shows them.
+"""Names of the steps of long functions, for a program that times or shows them.
 
 Example:
     >>> from contextlib import contextmanager
@@ -26,5 +26,5 @@ Step = Callable[[str, str], AbstractContextManager[None]]
 
 
 def silent_step(name: str, blame: str) -> AbstractContextManager[None]:
-    """Nothing is said of the steps: the default."""
+    """Report nothing: the default."""
     return nullcontext()

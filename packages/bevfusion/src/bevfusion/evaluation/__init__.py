@@ -1,7 +1,7 @@
-"""Models on frames: batches, what is known of each frame, detections counted against labels.
+"""Models on frames: batches, notes about each frame, detections against labels.
 
-Of the processes that a launcher started each runs its share of the frames, and all get the figures
-of one, bit for bit (`bevquant_quantizers.ranks`).
+Each process of a launcher runs its share of the frames. All get the figures of a single process,
+bit for bit (`bevquant_quantizers.ranks`).
 """
 
 from bevfusion.evaluation._accumulate import (

@@ -1,4 +1,4 @@
-"""Empty tallies for models of a configuration, and models whose detections fill one."""
+"""Accumulators for the models of a configuration, and the loop that fills them."""
 
 from __future__ import annotations
 
@@ -35,37 +35,37 @@ if TYPE_CHECKING:
 def accuracy_accumulator(
     config: Sizes, batches: FrameBatches, bootstrap: Bootstrap | None = None
 ) -> AccuracyAccumulator:
-    """An empty tally for the models of `config` on these frames.
+    """An empty accumulator of scores for the models of `config` on these frames.
 
     Args:
         config: Sizes: the map's extent, the classes.
-        batches: The frames; their data set says from where distances count and what is a scene.
-        bootstrap: How intervals are found; `Bootstrap()` by default.
+        batches: The frames; their data set defines the origin of distances and the scenes.
+        bootstrap: Method of the intervals. Default: `Bootstrap()`.
     """
     rules = detection_rules(config, batches)
     return AccuracyAccumulator(config.head.classes, rules, bootstrap, batches.dataset)
 
 
 def detection_rules(config: Sizes, batches: FrameBatches) -> DetectionRules:
-    """What counts of these frames: boxes in the map, distances from where the data set has them."""
+    """Evaluation rules: boxes on the map, distances from the data set's origin."""
     return DetectionRules(extent=config.lidar.extent, origin=range_origin(batches.dataset))
 
 
 def agreement_accumulator(config: Sizes) -> AgreementAccumulator:
-    """An empty tally of two models of `config` against each other."""
+    """An empty accumulator of the agreement of two models of `config`."""
     return AgreementAccumulator(config.head.classes, config.lidar.extent)
 
 
 class ModelAccumulators:
-    """Detections of a float model against those of others, and of all of them by the labels.
+    """Detections of models against those of the float model, and of all models against labels.
 
     Args:
         config: Sizes.
-        accuracy: Is handed every model's detections, under its name.
+        accuracy: Receives every model's detections by name.
 
     Attributes:
-        first: Each model's of the first frame; empty before, and without a head.
-        float_detections: The float model's, frame by frame.
+        first: Each model's detections of the first frame; empty without a head.
+        float_detections: The float model's detections, frame by frame.
     """
 
     def __init__(self, config: Sizes, accuracy: AccuracyAccumulator | None = None) -> None:
@@ -82,8 +82,8 @@ class ModelAccumulators:
         Args:
             index: Its number.
             name: Its name.
-            found: What each model found, "float" first.
-            labels: What there is; None for a frame that nobody labelled.
+            found: Detections of each model, "float" first.
+            labels: Its labels; None for an unlabelled frame.
         """
         labels = labels if self._config.head.classes else None  # whose names nothing is known of
         self.first = self.first or dict(found)
@@ -98,7 +98,7 @@ class ModelAccumulators:
                 self._accuracy.add(who, index, name, detections, labels)
 
     def rows(self, who: str) -> tuple[list[AgreementRow], list[FoundRow]]:
-        """How a model's detections agree with the float one's, which labels both find."""
+        """Agreement of a model's detections with the float model's, and labels that both find."""
         accumulator = self._accumulators.get(who)
         return ([], []) if accumulator is None else (accumulator.agreement(), accumulator.found())
 
@@ -111,20 +111,20 @@ def accumulate_models(
     accumulator: AccuracyAccumulator,
     shards: Shards | None = None,
 ) -> Iterator[int]:
-    """Hand every model's detections to the accumulator, in order of frames.
+    """Run the models and pass their detections to the accumulator, in order of frames.
 
-    Of several ranks each runs its share of the frames.
+    With several ranks, each runs its share of the frames.
 
     Args:
-        step: Names the records in `shards`.
-        models: What is run on each frame, by its name in the accumulator.
-        detector: Makes the boxes of any model's outputs.
+        step: Name of the records in `shards`.
+        models: Models to run on each frame, by name in the accumulator.
+        detector: Makes boxes of any model's outputs.
         batches: The frames.
-        accumulator: Takes the detections.
-        shards: Keeps finished frames; None keeps nothing.
+        accumulator: Receives the detections.
+        shards: Storage of finished frames; None for none.
 
     Yields:
-        The index of each frame that is counted.
+        The index of each counted frame.
     """
 
     def run(index: int) -> dict[str, Any]:
@@ -149,13 +149,13 @@ def evaluate_detector(model: Detector, batches: FrameBatches, config: Sizes) -> 
 
     Args:
         model: In eval mode, on the CPU.
-        batches: Of labelled frames.
+        batches: Labelled frames.
         config: Sizes.
 
     Returns:
-        JSON: labels, mean_ap, interval (95 %, over frames), nds, and mean_ap by class; of a fused
-        model also what it finds with grey pictures (mean_ap_without_pictures), which tells what
-        the cameras add to the LiDAR in this very model.
+        JSON: labels, mean_ap, interval (95 %, over frames), nds, and mean_ap by class. A fused
+        model also has mean_ap_without_pictures, its score with grey pictures, which shows the
+        cameras' contribution.
 
     Raises:
         InputError: A frame has no labels.
@@ -187,7 +187,7 @@ def evaluate_detector(model: Detector, batches: FrameBatches, config: Sizes) -> 
 
 
 def evaluation_text(found: Mapping[str, Any]) -> str:
-    """What `evaluate_detector` found: labels, mAP and NDS, then each class; 0 to 1.
+    """The result of `evaluate_detector` as text: labels, mAP and NDS, then each class; 0 to 1.
 
     Example:
         >>> found = {"labels": 1200, "mean_ap": 0.5, "interval": [0.4, 0.6], "nds": None}

@@ -1,4 +1,4 @@
-"""Frames become what the model is called with: once each, and only when asked for."""
+"""Frames as the model's arguments: made once each, on demand."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ KEPT_BYTES = 200 * 2**20
 
 
 class FrameBatches(Sequence[Batch]):
-    """The frames of a sequence as batches of one; the first few are kept, the rest made anew.
+    """The frames of a sequence as batches of one; the first few are kept, others are made again.
 
-    A model with a LiDAR branch gets voxels, one with a camera branch images, depth and cells. The
-    frame's parts that the model does not read are not made. A network in other code says itself
-    how a frame becomes its arguments (`Detector.arguments`). Processes that a launcher started
-    (`bevquant_quantizers.ranks.launched`) share what is known of each frame.
+    A model with a LiDAR branch gets voxels, one with a camera branch images, depth and cells. Parts
+    of the frame that the model does not read are not made. A detector in its own code converts
+    frames itself (`Detector.arguments`). Processes of one launcher
+    (`bevquant_quantizers.ranks.launched`) share the notes about each frame.
 
     Args:
-        frames: Any number; each is asked for when its batch is.
+        frames: Any number; each is read when its batch is requested.
         config: Sizes.
-        model: The model that will be called; its voxelizer and its view transform are used.
+        model: The model to run; its voxelizer and its view transform are used.
         cameras: Names of the cameras to use, in this order.
 
     Attributes:
-        advice: What an error says to do, for a program to put its own options in.
+        advice: Remedy in errors; a program puts its own options in.
 
     Example:
         >>> import numpy as np
@@ -100,14 +100,14 @@ class FrameBatches(Sequence[Batch]):
         self._view: Any = built.camera["vtransform"] if "camera" in parts else None
 
     def head(self, count: int) -> Self:
-        """The first `count` frames, sharing what is already made."""
+        """The first `count` frames, sharing finished batches."""
         part = copy.copy(self)
         part._count = count
         return part
 
     @property
     def dataset(self) -> str | None:
-        """The kind of data set that the frames are of, where they say so."""
+        """Kind of the frames' data set, if they name one."""
         return getattr(self._frames, "kind", None)
 
     @property
@@ -118,12 +118,12 @@ class FrameBatches(Sequence[Batch]):
         return self._first
 
     def boxes(self, model: Detector, output: Any, batch: Any) -> Detections:
-        """Boxes of a batch's frame from what the model, or another form of it, returned.
+        """Boxes of a batch's frame, from the output of the model or another form of it.
 
         Args:
             model: Makes the boxes.
-            output: What was returned for the batch.
-            batch: The last one asked for, or one of those kept.
+            output: Output for the batch.
+            batch: The last requested one, or one that is kept.
         """
         return model.boxes(output, partial(self._frame_of, batch))
 
@@ -138,7 +138,7 @@ class FrameBatches(Sequence[Batch]):
         return frame
 
     def frame_labels(self, index: int) -> Labels | None:
-        """The labels of a batch's frame, kept from when the batch was made."""
+        """Labels of a batch's frame, kept since the batch was made."""
         if index not in self._labels:
             self._labels[index] = self._frames[index].labels
         return self._labels[index]
@@ -154,14 +154,14 @@ class FrameBatches(Sequence[Batch]):
         return [{"name": name, "size": size} for _, (name, size) in made]
 
     def note(self, index: int) -> FrameNote:
-        """Name, size, labels and findings of a frame whose batch was made."""
+        """Record name, size, labels and findings of a frame whose batch was made."""
         return FrameNote(*self.names[index], self._labels[index], self._findings[index])
 
     def share_notes(self, shards: Shards | None = None) -> None:
-        """Let all ranks know every frame's name, size and labels; a process alone knows them.
+        """Share every frame's name, size and labels among all ranks.
 
         Args:
-            shards: Keeps what is finished.
+            shards: Storage of finished results.
         """
         if current_ranks().alone or self._notes_shared:
             return
@@ -176,7 +176,7 @@ class FrameBatches(Sequence[Batch]):
         self._notes_shared = True
 
     def learn(self, index: int, note: FrameNote) -> None:
-        """Take another process's word for a frame, which is then not read here."""
+        """Take another process's note about a frame, which is then not read here."""
         self.names[index] = note.name, note.size
         self._labels[index], self._findings[index] = note.labels, note.findings
 
@@ -184,7 +184,7 @@ class FrameBatches(Sequence[Batch]):
         """The frame's cameras that the model reads, in its order.
 
         Raises:
-            InputError: The frame has no cameras, or not all of those wanted.
+            InputError: The frame lacks cameras.
         """
         if self._view is None:
             return tuple(frame.cameras or ()) if self._reads_all else ()
@@ -246,10 +246,10 @@ class FrameBatches(Sequence[Batch]):
         return Batch(features, coords, 1, images, depth, cells)
 
     def _voxels(self, frame: Frame) -> tuple[torch.Tensor, torch.Tensor]:
-        """Voxels that came with the frame, or its points put into voxels.
+        """Voxels of the frame, or voxels made of its points.
 
         Raises:
-            InputError: No point in range, or voxels that are not of this configuration's grid.
+            InputError: No point in range, or voxels of another grid.
         """
         if self._voxelize is None:
             columns = self._config.lidar.in_channels
@@ -293,14 +293,14 @@ def _check_grid(name: str, coords: torch.Tensor, sizes: Sizes, advice: str) -> N
 def data_findings(
     batches: FrameBatches, count: int, report: CalibrationReport | None = None
 ) -> tuple[PoorData, ...]:
-    """All that is known of the first `count` frames, which set the ranges, those of frames first.
+    """All findings about the first `count` frames, which set the ranges; frames first.
 
-    A frame of few voxels among others that are right adds little, and forbids nothing.
+    A frame of few voxels among good frames adds little and forbids nothing.
 
     Args:
-        batches: The frames, made.
-        count: How many of them calibrated.
-        report: What the calibration found.
+        batches: The frames, with their batches made.
+        count: Number of calibration frames.
+        report: Report of the calibration.
     """
     notes = {index: batches.note(index) for index in range(count) if index in batches.names}
     every = [finding for note in notes.values() for finding in note.findings]

@@ -1,4 +1,4 @@
-"""What is kept of a frame that a process has run: name, size, labels, detections, what is wrong."""
+"""Records of a frame that a process ran: name, size, labels, detections, findings."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class PoorData:
     """One finding.
 
     Attributes:
-        tensor: Path of the quantizer that watched it, or of the branch that reads it.
-        frame: Name of the frame, or which frames.
+        tensor: Path of the quantizer that observed it, or of the branch that reads it.
+        frame: Name of the frame, or of several.
         kind: As `bevquant_quantizers.CalibrationFinding.kind`, or "few voxels" or "intensity".
-        evidence: What was seen.
+        evidence: The observed values.
         remedy: What to do.
         poor: Whether the calibration cannot be right.
     """
@@ -44,11 +44,11 @@ class PoorData:
 
 
 def frame_findings(frame: Frame, voxels: int) -> tuple[PoorData, ...]:
-    """Judge what a LiDAR branch is given.
+    """Check the input of a LiDAR branch.
 
     Args:
         frame: Points, or voxels made elsewhere.
-        voxels: How many voxels it makes.
+        voxels: Number of voxels.
     """
     found = []
     if voxels < _FEW_VOXELS:
@@ -88,7 +88,7 @@ _DETECTION_FORMS: _Forms = {
 
 
 class FrameNote(NamedTuple):
-    """What is kept of a frame: its name, number of points or voxels, labels, what is wrong."""
+    """Note about a frame: its name, number of points or voxels, labels, findings."""
 
     name: str
     size: int
@@ -110,7 +110,7 @@ def note_record(note: FrameNote) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def note_of(record: Record) -> FrameNote:
-    """The note that `note_record` wrote.
+    """The note of a record of `note_record`.
 
     Raises:
         DocumentError: The record holds something else.
@@ -136,7 +136,7 @@ def detections_record(who: str, found: Detections) -> dict[str, np.ndarray[Any, 
 
 
 def detections_of(who: str, record: Record) -> Detections:
-    """The detections that `detections_record` wrote.
+    """The detections of a record of `detections_record`.
 
     Raises:
         DocumentError: The record holds something else.

@@ -1,9 +1,8 @@
-"""The detector quantized: parts folded and quantized, compared with float, trained on.
+"""Quantization of a detector: folding, quantizers, comparison with float, training.
 
-`fuse_detector` and `quantize_detector` take it to fake quantization, `evaluate_quantized`
-compares both on
-frames: layers, stages, detections; `MeanAp` is what `bevquant_qnn.sensitivity` may score by, and
-`QatDetectorTrainer` trains with the rounding in place.
+`fuse_detector` and `quantize_detector` make the fake-quantized model. `evaluate_quantized` compares
+both models on frames: layers, stages, detections. `MeanAp` is a metric for
+`bevquant_qnn.sensitivity`. `QatDetectorTrainer` trains with rounding.
 """
 
 from bevfusion.quantization._evaluate import (

@@ -1,4 +1,4 @@
-"""Everything that is measured on a float and a quantized model, and its tables for the screen."""
+"""All measurements of a float and a quantized model, and their tables for the screen."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Pair = Callable[[int, Any, Any], None]
 class Comparison(NamedTuple):
     """Rows of the layer table, the stages, and both models' output for the first batch.
 
-    The outputs are None in a process that another one spared the first batch.
+    The outputs are None in a process that did not run the first batch.
     """
 
     rows: list[LayerRow]
@@ -52,13 +52,13 @@ def compare_layers(
 
     Args:
         float_model: The folded float model.
-        quantized_model: The calibrated model made from it.
-        batches: At least one; every batch is run through both models.
-        each: Called with the batch's index and both models' output, batch after batch.
+        quantized_model: Its calibrated quantized model.
+        batches: At least one; every batch runs through both models.
+        each: Called with each batch's index and both models' output.
 
     Returns:
-        Rows pooled over all batches. The row `output` is the bird's-eye view that the model
-        answers, or the head's heatmap.
+        Rows pooled over all batches. The row `output` is the model's bird's-eye view, or the head's
+        heatmap.
     """
     comparison = DetectorComparison(float_model, quantized_model)
     with comparison.watching():
@@ -71,18 +71,18 @@ def compare_layers(
 
 
 class DetectorComparison:
-    """`compare_layers` frame by frame: what one frame gave is a record, and records are added up.
+    """`compare_layers` frame by frame: a frame's result is a record, and records are added up.
 
     Args:
         float_model: The folded float model.
-        quantized_model: The calibrated model made from it.
-        integers: The comparison of both with the integer model, which then goes on beside them and
-            reads what their layers return.
-        integer_frames: On how many of the first frames it does; None for all.
+        quantized_model: Its calibrated quantized model.
+        integers: Comparison of both with the integer model, which runs beside them and reads the
+            outputs of their layers.
+        integer_frames: Number of frames, from the first, on which it runs; None for all.
 
     Attributes:
-        quantizers: What each quantizer was handed in the first batch; empty in a process that
-            another one spared that.
+        quantizers: Values at each quantizer in the first batch; empty in a process that did not run
+            it.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class DetectorComparison:
         self._first: tuple[Any, Any] = (None, None)
 
     def run(self, index: int, batch: Batch) -> tuple[dict[str, Any], Any, Any]:
-        """Run both models on a batch; a record of arrays, and the two outputs."""
+        """Run both models on a batch; returns a record of arrays, and the two outputs."""
         first = index == 0
         for stage in self._stages:
             stage.start(draws=first)
@@ -138,10 +138,10 @@ class DetectorComparison:
             self._kind = "first tensor"
 
     def result(self) -> Comparison:
-        """Rows and stages over the frames added.
+        """Rows and stages over the added frames.
 
         Raises:
-            ValueError: None were.
+            ValueError: No frame was added.
         """
         *rows, output = self._layers.rows()
         stages = [stage.result() for stage in self._stages]
@@ -150,17 +150,17 @@ class DetectorComparison:
 
 @dataclass(frozen=True, eq=False)
 class QuantizationEvaluation:
-    """How far the quantized model is from the float one.
+    """Distance of the quantized model from the float one.
 
     Attributes:
         layers: The layer table, pooled over all frames.
-        stages: Maps of the first frame and figures over all frames, stage by stage.
-        values: What each quantizer saw on the first frame; empty but on the first rank.
-        agreement: How well the detections agree; empty without a head.
-        found: How many labelled objects both find; empty without a head or labels.
+        stages: Maps of the first frame and figures over all frames, by stage.
+        values: Values at each quantizer on the first frame; on the first rank only.
+        agreement: Agreement of the detections; empty without a head.
+        found: Labelled objects that both find; empty without a head or labels.
         detections: Float and quantized ones of the first frame; None without a head.
         float_detections: The float model's, frame by frame; empty without a head.
-        wanted: The float model's output for the first frame; None but on the first rank.
+        wanted: The float model's output for the first frame; on the first rank only.
     """
 
     layers: list[LayerRow]
@@ -174,7 +174,7 @@ class QuantizationEvaluation:
 
     @property
     def quantizers(self) -> list[QuantizerRow]:
-        """What each quantizer saw, as one line."""
+        """Values at each quantizer, as one line."""
         return [QuantizerRow.of(values) for values in self.values]
 
     @property
@@ -206,19 +206,19 @@ def evaluate_quantized(
     integers: bevquant_int8sim.LayerComparison | None = None,
     integer_frames: int | None = None,
 ) -> QuantizationEvaluation:
-    """Compare layers, stages and detections over all batches; watch the quantizers on the first.
+    """Compare layers, stages and detections over all batches; observe quantizers on the first.
 
-    Several ranks share the batches and each gets the tables, the bits of one process.
+    Several ranks share the batches. Each gets the tables of a single process, bit for bit.
 
     Args:
         float_model: The folded float model.
-        quantized_model: The calibrated model made from it.
+        quantized_model: Its calibrated quantized model.
         batches: At least one.
         config: Sizes.
-        accuracy: Is handed both models' detections, as "float" and "quantized".
-        shards: Keeps what is finished while several ranks work.
-        integers: Of the two models with the integer one; gets the batches too, in the same walk.
-        integer_frames: How many it gets, from the first on; None for all.
+        accuracy: Receives both models' detections as "float" and "quantized".
+        shards: Storage of finished results while several ranks work.
+        integers: Comparison of the two models with the integer one, run on the same batches.
+        integer_frames: Number of frames, from the first, on which it runs; None for all.
     """
     accumulators = ModelAccumulators(config, accuracy)
     has_boxes = float_model.finds_boxes
@@ -274,7 +274,7 @@ def stage_table(rows: Sequence[StageRow]) -> str:
 
 
 def short_names(rows: Sequence[LayerRow]) -> list[str]:
-    """Layer names without what they all begin with."""
+    """Layer names without their common beginning."""
     paths = [row.layer for row in rows if row.layer != "output"]
     lidar = "encoders.lidar.backbone."
     prefix = lidar if all(path.startswith(lidar) for path in paths) else ""
@@ -285,7 +285,7 @@ def short_names(rows: Sequence[LayerRow]) -> list[str]:
 
 
 def short_path(path: str, prefix: str = "") -> str:
-    """A layer's path without the name of the group that most layers are in.
+    """A layer's path without the name of the largest group.
 
     Example:
         >>> short_path("encoders.lidar.backbone"), short_path("network.neck.0")

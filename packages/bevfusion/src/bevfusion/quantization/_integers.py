@@ -1,4 +1,4 @@
-"""The detector in integers: run on frames beside float, stage by stage, and what stays float."""
+"""The detector in integers: run on frames beside float, stage by stage; parts that stay float."""
 
 from __future__ import annotations
 
@@ -37,19 +37,20 @@ _PARTS = {"neck": "camera"}
 
 @dataclass(frozen=True)
 class IntegerStage:
-    """One stage: how its last layer came out, and the widest gap in it.
+    """One stage: error of its last layer, and the largest difference in it.
 
     Attributes:
         stage: Its name.
         title: Its title.
-        layer: The last step in it.
-        integers: How many of its steps compute in integers, and
-        floats: in float.
-        fake_sqnr_db: Of the last step's output, fake-quantized against float; None where equal.
-        integer_sqnr_db: In integers against float.
-        max_steps: Largest difference of fake-quant and integer results in the stage, in steps of
-            the layer's output; None where no output is held in integers.
-        mean_steps: Mean of its size at the last output that is.
+        layer: Its last step.
+        integers: Number of its steps in integers.
+        floats: Number of its steps in float.
+        fake_sqnr_db: SQNR of the last step's output, fake-quantized against float; None where
+            equal.
+        integer_sqnr_db: The same, integers against float.
+        max_steps: Largest difference of integer and fake-quantized results in the stage, in steps
+            of the layer's output; None without integer outputs.
+        mean_steps: Mean absolute difference at the last integer output.
         forced_max_steps: Largest difference of a layer in the stage on the same inputs.
     """
 
@@ -66,7 +67,7 @@ class IntegerStage:
 
 
 def in_integers(row: LayerRow) -> bool:
-    """Whether the step computes in integers, whatever its reader takes: a last layer gives floats.
+    """Whether a step computes in integers. A last layer does although its output is float.
 
     Only layers have accumulators.
     """
@@ -112,9 +113,8 @@ class SavedPart:
 
     Attributes:
         part: Path of the module, or "model" for all of it.
-        folder: Where `IntegerModel.load` finds it, below the run's folder; empty where it is not
-            saved.
-        reason: Why not.
+        folder: Folder for `IntegerModel.load`, relative to the run's folder; empty if not saved.
+        reason: Reason why it is not saved.
     """
 
     part: str
@@ -124,9 +124,9 @@ class SavedPart:
 
 @dataclass(frozen=True)
 class FloatPart:
-    """Something computed in float: the module, its class or the function's name, and why.
+    """A part in float: the module, its class or the function's name, and the reason.
 
-    `share` is that of the model's operations, 0 to 1; None where they were not counted.
+    `share` is its share of the model's operations, 0 to 1; None if not counted.
     """
 
     path: str
@@ -137,22 +137,21 @@ class FloatPart:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """What running in integers gave.
+    """Result of running in integers.
 
     Attributes:
-        layers: One row for each step that computes, in the order of execution.
-        stages: The same for each stage of the model.
-        islands: What was computed in float, and why.
-        agreement: Detections of the float model against those of the integer model; empty without
-            a head.
+        layers: One row per computing step, in the order of execution.
+        stages: The same per stage of the model.
+        islands: Parts in float, with reasons.
+        agreement: Detections of the integer model against the float model; empty without a head.
         found: Labelled objects that both find; empty without a head or labels.
-        backend: The kernels that ran, and the instructions they use.
-        frame_seconds: Of the integer model alone, frame by frame; the first one warms up.
-        saved: The integer model in the run folder, or why it is not there.
-        detections: Of the integer model on the first frame; None without a head.
-        layer_frames: How many of the frames, from the first on, the layers were compared on; None
-            for all.
-        operations: Of one frame: multiply-accumulates, and the values that other steps compute.
+        backend: The kernels and their instruction set.
+        frame_seconds: Seconds of the integer model alone, by frame; the first warms up.
+        saved: The integer model in the run folder, or the reason why it is missing.
+        detections: Detections of the integer model on the first frame; None without a head.
+        layer_frames: Number of frames, from the first, on which layers were compared; None for all.
+        operations: Operations of one frame: multiply-accumulates, and values that other steps
+            compute.
         integer_share: Share of `operations` in integers, 0 to 1.
     """
 
@@ -171,7 +170,7 @@ class Simulation:
 
     @property
     def compared_on(self) -> str:
-        """On which frames the operations were compared, where not on all."""
+        """The frames of the layer comparison, as text; empty for all."""
         frames = len(self.frame_seconds)
         if self.layer_frames is None or self.layer_frames >= frames:
             return ""
@@ -184,7 +183,7 @@ class Simulation:
 
     @property
     def first_departure(self) -> LayerRow | None:
-        """The first layer whose integers leave the fake-quantized ones by more than one step."""
+        """The first layer whose integers differ from the fake-quantized result by over a step."""
         return self._table.first_departure
 
     @property
@@ -194,11 +193,11 @@ class Simulation:
 
     @property
     def explained(self) -> tuple[LayerRow, ...]:
-        """Layers more than one step apart on the same inputs, whose row says why."""
+        """Layers more than one step apart on the same inputs, with a reason in their row."""
         return tuple(r for r in self.layers if (r.forced_max_steps or 0) > 1 and r.why)
 
     def summary(self) -> dict[str, Any]:
-        """Everything, for summary.json."""
+        """All results, for summary.json."""
         first = self.first_departure
         return {
             "backend": self.backend,
@@ -219,7 +218,7 @@ class Simulation:
 
 
 class StageSummary(msgspec.Struct):
-    """The end of one part of the model against float, read back from the JSON of a summary."""
+    """Error of one part of the model against float, read from the JSON of a summary."""
 
     stage: str
     title: str
@@ -229,13 +228,13 @@ class StageSummary(msgspec.Struct):
 
 
 class IntegerLayerSummary(msgspec.Struct):
-    """A step in integers, read back: how far it departs at most."""
+    """Largest error of an integer step, read from the JSON of a summary."""
 
     max_steps: float | None = None
 
 
 class SimulationSummary(msgspec.Struct):
-    """What `Simulation.summary` says of the model, read back from JSON."""
+    """Fields of `Simulation.summary`, read from JSON."""
 
     wrong: list[str]
     explained: list[str]
@@ -259,16 +258,16 @@ def simulate_detector(
     """Run the integer model on the frames; several ranks share them.
 
     Args:
-        model: From `bevquant_int8sim.simulate`.
-        comparison: Of it with the float model; `evaluate_quantized` gave it the frames.
+        model: Result of `bevquant_int8sim.simulate`.
+        comparison: Its comparison with the float model, fed by `evaluate_quantized`.
         quantized_model: The calibrated model.
         batches: At least one.
         config: Sizes.
-        evaluation: Of the float and the quantized model on the same batches.
-        backend: Its kernels, in words.
-        reasons: Why parts stay float, by their names, and "excluded" why single layers do.
-        accuracy: Is handed the integer model's detections, as "integer".
-        shards: Keeps what is finished while several ranks work.
+        evaluation: Evaluation of the float and the quantized model on the same batches.
+        backend: Its kernels, as text.
+        reasons: Reasons why parts stay float, by name; "excluded" is that of single layers.
+        accuracy: Receives the integer model's detections as "integer".
+        shards: Storage of finished results while several ranks work.
     """
     accumulators, seconds = ModelAccumulators(config), []
 
@@ -311,14 +310,14 @@ def simulate_detector(
 def float_parts(
     islands: Sequence[FloatFallback], model: Detector, reasons: Mapping[str, str]
 ) -> tuple[FloatPart, ...]:
-    """The float fallbacks with the reason that lies furthest back.
+    """The float fallbacks, each with its root reason.
 
-    Of a part without any quantizer that is the choice not to quantize it; of a convolution or
-    linear layer in a quantized part, that it was left out.
+    For a part without quantizers this is the choice not to quantize it; for a convolution or linear
+    layer in a quantized part, its exclusion.
 
     Args:
-        islands: Of the integer model.
-        model: The quantized one.
+        islands: Float fallbacks of the integer model.
+        model: The quantized model.
         reasons: By part, and "excluded".
     """
     left = {path: why for part, why in reasons.items() for path in model.part_paths.get(part, ())}

@@ -1,4 +1,4 @@
-"""What running in integers gave, as text and as tables."""
+"""Result of running in integers as text and tables."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _LONGEST = 46
 
 
 def simulation_text(simulation: Simulation, *, layers: bool, reasons_in: str = "`islands`") -> str:
-    """What departs first, then tables: layers if wanted, stages, detections; kernels and time.
+    """First difference, then tables: layers on request, stages, detections; kernels and time.
 
     Args:
-        simulation: From `simulate_detector`.
+        simulation: Result of `simulate_detector`.
         layers: Whether each layer has a line.
-        reasons_in: Where a reader finds why steps run in float.
+        reasons_in: Where the reasons of float steps are listed.
     """
     parts = ["\n".join(_verdict(simulation))]
     if simulation.stages:
@@ -53,7 +53,7 @@ def simulation_text(simulation: Simulation, *, layers: bool, reasons_in: str = "
 
 
 def _verdict(simulation: Simulation) -> list[str]:
-    """Which layer departs first and by how much; which layers are off by themselves, and why."""
+    """The first layer that differs, and by how much; layers with errors of their own; reasons."""
     first = simulation.first_departure
     text = "Integer and fake-quantized results agree within one step everywhere."
     if first is not None:
@@ -122,13 +122,13 @@ def _layer_table(rows: Sequence[LayerRow]) -> str:
 
 
 def _short(path: str) -> str:
-    """The beginning of a long path is cut, the layer's own name stays."""
+    """A long path without its beginning; the layer's own name stays."""
     short = short_path(path).replace(".encoder_layers.", ".")
     return short if len(short) <= _LONGEST else "…" + short[1 - _LONGEST :]
 
 
 def integer_stage_table(simulation: Simulation) -> Table:
-    """Both quantized models against float at the end of each stage, and where they part."""
+    """Both quantized models against float at the end of each stage, and their difference."""
     columns: Columns = {
         "Last layer of the stage": lambda row: CellParts(text=row.title, note_path=row.layer),
         "Fake dB": "{fake_sqnr_db:.1f}",

@@ -1,4 +1,4 @@
-"""nuScenes' mean average precision as a metric of sensitivity, and what is kept of its frames."""
+"""nuScenes' mean average precision as a metric of sensitivity, with stored results of frames."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class KeptScores:
     """`bevquant_qnn.Kept` in a run's shards: pairs of numbers, or boxes.
 
     Args:
-        shards: Of the run.
+        shards: Shards of the run.
     """
 
     def __init__(self, shards: Shards) -> None:
@@ -56,17 +56,17 @@ def _boxes(record: Record) -> list[Detections]:
 class MeanAp:
     """nuScenes' mean average precision over the labelled frames, in points of 100.
 
-    Called with a batch's outputs it answers the detections; `reduce` judges those of all batches,
-    in order. Frames without labels are passed over.
+    Called with a batch's outputs, it returns the detections; `reduce` scores those of all batches,
+    in order. Frames without labels are skipped.
 
     Args:
-        model: Whose head decodes.
+        model: The model; its head decodes.
         batches: The frames, for their labels.
         config: Sizes.
-        shards: Keeps what is finished while several ranks share the frames.
+        shards: Storage of finished results while several ranks share the frames.
 
     Attributes:
-        advice: What errors say, for a program to name its own options.
+        advice: Remedy in errors; a program names its own options.
 
     Raises:
         InputError: The model has no head, or no frame has labels.

@@ -1,4 +1,4 @@
-"""The detector folded, quantized, calibrated and rounded, any of its parts."""
+"""Folding, quantization, calibration and rounding of a detector or of its parts."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _ADDED = ("quant_add", "quant_concat", "residual_quantizer")
 def fuse_detector(
     model: Detector, example: Batch, state: Mapping[str, Tensor] | None = None
 ) -> FusionResult:
-    """A copy of the float model with every BatchNorm folded into its convolution.
+    """A copy of the float model with every batch norm folded into its convolution.
 
-    Each module with a forward of its own is folded by itself, on the inputs that the example gives
-    it. BEVFusion's head is folded without: which cells become queries hangs on differences as small
-    as rounding, so its outputs before and after cannot be compared one by one.
+    Each module with a forward of its own is folded by itself, on the inputs of the example.
+    BEVFusion's head is folded without an example: differences as small as rounding change its
+    choice of queries, so its outputs before and after folding cannot be compared one by one.
 
     Args:
-        model: In float; stays as it is.
-        example: Anything that it can run on.
-        state: Of the folded model, where only its modules are wanted. Which batch norms are gone is
-            told by their structure, in a quarter of the time that it takes to capture and compare
-            them; where the state says otherwise, by capturing.
+        model: The float model; not changed.
+        example: A batch that it can run on.
+        state: State of the folded model, if only its modules are needed. Removed batch norms then
+            follow from the structure, in a quarter of the time of capturing and comparing. If the
+            state disagrees, the model is captured.
     """
     if state is not None:
         result = fuse_model(model)
@@ -66,15 +66,15 @@ def quantize_detector(
     """A copy of the folded model with quantizers in some of its parts, not calibrated yet.
 
     Args:
-        fused: From `fuse_detector`; stays as it is.
-        example: Anything the model can run on.
-        parts: What gets quantizers: any of `bevfusion.model.PARTS` that the model has.
+        fused: Result of `fuse_detector`; not changed.
+        example: A batch that the model can run on.
+        parts: Parts that get quantizers: any of `bevfusion.model.PARTS` that the model has.
         method: "max" puts running-maximum calibrators on activations, others histograms.
         exclude: Paths or globs to leave float, in full or below the part, such as `conv_input.*`.
         first_layer: Quantize the first sparse convolution too, which NVIDIA deploys in fp16.
-        reasons: Why a part stays float, by its name, and "first layer" why that does: what the
-            result's `skipped` tells, a line for each.
-        **settings: weight_bits and whatever else `bevquant_qnn.QuantConfig` has.
+        reasons: Reasons why parts stay float, by name, and "first layer" for that layer: one line
+            each in the result's `skipped`.
+        **settings: weight_bits and other fields of `bevquant_qnn.QuantConfig`.
 
     Raises:
         InputError: A part that the model does not have.
@@ -111,15 +111,15 @@ def quantize_detector(
 def calibrate_detector(model: Detector, batches: Iterable[Batch], **how: Any) -> CalibrationReport:
     """Find every quantizer's range from the batches, in place.
 
-    Several ranks share the batches, and each gets the ranges of one process, bit for bit.
+    Several ranks share the batches. Each gets the ranges of a single process, bit for bit.
 
     Args:
         model: The quantized model.
         batches: At least one.
-        **how: method, resume and whatever else `bevquant_quantizers.calibrate` takes.
+        **how: method, resume and other arguments of `bevquant_quantizers.calibrate`.
 
     Raises:
-        ValueError: As `bevquant_quantizers.calibrate`; of `FrameBatches` the frame is named.
+        ValueError: As `bevquant_quantizers.calibrate`; for `FrameBatches` it names the frame.
     """
     try:
         return calibrate(model, batches, forward=_run, **how)
@@ -162,11 +162,11 @@ def first_sparse_conv(model: nn.Module) -> list[str]:
 
 
 def expand_patterns(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
-    """Full paths or globs for patterns that leave the part's own path out.
+    """Full paths or globs for patterns without the part's own path.
 
     `conv_input` becomes `encoders.lidar.backbone.conv_input`, `layer1.*` the layers of the camera's
-    backbone. A pattern that names modules as it stands is kept, and so is one that names none, for
-    `quantize_model` to refuse.
+    backbone. A pattern that matches as it stands is kept. One that matches nothing is kept too, and
+    `quantize_model` refuses it.
     """
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     expanded: list[str] = []

@@ -1,4 +1,4 @@
-"""What a detector learns by in quantization-aware training: its head, and the float model."""
+"""Losses of quantization-aware training: of the head, and of the distance to the float model."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ from bevquant_qnn import QatTrainer, distillation_loss
 
 
 class Distiller:
-    """Compares the decoder's map and the heat map, in which cells mean the same in both models.
+    """Compares the decoder's map and the heat map, whose cells correspond in both models.
 
-    Behind them each model looks at queries of its own choice, so their boxes cannot be compared
-    one by one.
+    Downstream each model selects queries of its own, so boxes do not correspond one to one.
 
     Args:
-        student: In training.
+        student: The trained model.
         teacher: The float model; put in eval mode.
-        weight: Of the distance in the loss.
+        weight: Weight of the distance in the loss.
     """
 
     def __init__(self, student: Detector, teacher: Detector, weight: float) -> None:
@@ -43,11 +42,11 @@ class Distiller:
             self._handles.append(neck.register_forward_hook(self._keeper(name)))
 
     def loss(self, batch: Batch, outputs: dict[str, Tensor]) -> Tensor:
-        """Weight · mean of Σ(q − f)²/Σf² of both maps, for what the student just answered.
+        """Weight · mean of Σ(q − f)²/Σf² over both maps, for the student's last output.
 
         Args:
-            batch: What it was called with.
-            outputs: What it answered, with gradient.
+            batch: Its input.
+            outputs: Its output, with gradient.
         """
         with torch.no_grad():
             wanted = self._teacher(*batch)
@@ -57,7 +56,7 @@ class Distiller:
         return self._weight * distillation_loss(*pairs)
 
     def stop(self) -> None:
-        """Keep no more maps."""
+        """Remove the hooks that record maps."""
         for handle in self._handles:
             handle.remove()
 
@@ -72,28 +71,28 @@ SURVEYED = 16  # frames whose maxima ranges are followed from
 
 
 class QatDetectorTrainer(QatTrainer):
-    """`QatTrainer` of a detector, on frames that are moved at random.
+    """`QatTrainer` of a detector, on randomly moved frames.
 
-    Every random choice comes from the seed and the number of the frame in the run, so that neither
-    a stop between two steps nor the process that runs a frame shows in the result.
+    Every random choice derives from the seed and the frame's number in the run. An interrupted run,
+    or another distribution over processes, gives the same result.
 
     Args:
-        model: Calibrated, where it is to be trained; changed in place.
-        frames: To train on.
-        steps: Of the whole run.
-        batch: Frames in each step; each is run by itself.
+        model: The calibrated model on its training device; changed in place.
+        frames: Frames to train on.
+        steps: Steps of the whole run.
+        batch: Frames in each step; each runs by itself.
         lr: Largest learning rate; see `one_cycle`.
-        weight_decay: AdamW's.
+        weight_decay: Weight decay of AdamW.
         clip: Largest norm of a step's gradient.
-        seed: Of order, augmentation and dropout.
-        augmentation: How frames are moved.
+        seed: Seed of order, augmentation and dropout.
+        augmentation: Random movements of frames.
         learn_ranges: Learn the ranges by gradient instead of following the largest values.
-        frozen_after: The step from which on ranges stand still.
-        teacher: The float model to stay near, or None.
+        frozen_after: Step from which ranges are constant.
+        teacher: Float model for distillation, or None.
         distill: Weight of the distance to it; see `Distiller`.
 
     Attributes:
-        terms: What the losses of a step are.
+        terms: Names of the losses.
     """
 
     model: Detector
@@ -134,7 +133,7 @@ class QatDetectorTrainer(QatTrainer):
         )
 
     def survey(self) -> None:
-        """Set what ranges are followed from, by the first frames."""
+        """Initialise the followed ranges from the first frames."""
         count = min(SURVEYED, len(self._frames))
         self.begin(
             self._batch_of(index, Motion())[0]
@@ -142,7 +141,7 @@ class QatDetectorTrainer(QatTrainer):
         )
 
     def finish(self) -> Detector:
-        """The model as it is written: ranges constant, on the CPU in eval mode."""
+        """The model for saving: ranges constant, on the CPU in eval mode."""
         if self._distiller is not None:
             self._distiller.stop()
         super().finish()

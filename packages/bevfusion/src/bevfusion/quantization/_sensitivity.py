@@ -1,4 +1,4 @@
-"""Each group of the detector's layers alone quantized, and alone in float; the plan made of it."""
+"""Quantization loss of each group of the detector's layers, and the plan."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class FramesInTurn(Sequence["Batch"]):
 
     Args:
         batches: All of them.
-        before_each: Called before each is made: what a recorded run held is of no use to frames
-            with other numbers of voxels, and may be given back to the system.
-        reported: Say of each when it is made.
+        before_each: Called before each is made: cached results of a run are useless for frames with
+            other numbers of voxels, and their memory can be returned.
+        reported: Report each frame when it is made.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class FramesInTurn(Sequence["Batch"]):
 
 
 def sensitivity_output(model: Detector, metric: str = "sqnr", output: str | None = None) -> str:
-    """The path of the module whose output is scored; "" for the model's own.
+    """Path of the module whose output is scored; "" for the model's own.
 
     Args:
         model: The quantized model.
         metric: "sqnr", "kl" or "mAP".
-        output: "map": the last bird's-eye view before the head; "heatmap": the head's. By default
-            the heat map for "kl" and where the head is quantized, else the map.
+        output: "map": the last bird's-eye view before the head; "heatmap": the head's. Default: the
+            heat map for "kl" and for a quantized head, else the map.
 
     Raises:
-        InputError: An unknown metric or output, or one that the model does not have.
+        InputError: An unknown metric or output, or one that the model lacks.
     """
     if metric not in METRICS:
         raise InputError(f"metric={metric!r}: expected one of {', '.join(METRICS)}")
@@ -119,28 +119,28 @@ def study_sensitivity(
     before_each: Callable[[], None] = lambda: None,
     step: Step = silent_step,
 ) -> SensitivityOutcome:
-    """Measure what every group of layers loses, and find the plan in a budget.
+    """Measure the quantization loss of every group of layers, and find the plan in a budget.
 
-    A score that not even the float model reaches on these frames shows when they are measured: then
-    there is no plan, and the outcome's `refusal` says why.
+    If even the float model misses the requested score on these frames, there is no plan, and the
+    outcome's `refusal` says so.
 
     Args:
-        model: As `measure_sensitivity` takes it, like all but the following.
+        model: As for `measure_sensitivity`, like the arguments without a description here.
         batches: At least one frame.
         config: Sizes.
-        metric: What scores.
-        output: What "sqnr" and "kl" look at.
-        precisions: At which each group is measured alone.
+        metric: Metric of the score.
+        output: Output that "sqnr" and "kl" compare.
+        precisions: Precisions at which each group is measured alone.
         without: Measure each group alone in float, too.
         estimate: Estimate instead.
-        budget: As `bevquant_qnn.Budget.parse` reads it; "" for no plan.
-        rounds: As `refine_within` takes it.
-        shards: Keeps what is finished while several ranks share the frames.
+        budget: Text for `bevquant_qnn.Budget.parse`; "" for no plan.
+        rounds: As for `refine_within`.
+        shards: Storage of finished results while several ranks share the frames.
         before_each: Called before each frame is made.
         step: Called around "measure" and "measure plans".
 
     Raises:
-        InputError: As `measure_sensitivity`, or a budget that no plan of the precisions can keep.
+        InputError: As `measure_sensitivity`, or no plan of these precisions keeps the budget.
     """
     limit = Budget.parse(budget) if budget else None
     chosen = tuple(dict.fromkeys(precisions))
@@ -169,7 +169,7 @@ def study_sensitivity(
 
 
 def _check_reachable(limit: Budget, text: str, metric: str, precisions: Sequence[str]) -> None:
-    """Refuse before the measurement what no measurement can make possible."""
+    """Refuse an impossible request before the measurement."""
     if limit.time is not None:
         fastest = min(cost for name, cost in BIT_OPERATIONS.items() if name in precisions)
         if limit.time < fastest:
@@ -196,23 +196,23 @@ def measure_sensitivity(
     shards: Shards | None = None,
     before_each: Callable[[], None] = lambda: None,
 ) -> SensitivityTable:
-    """Measure what every group of layers loses: `bevquant_qnn.sensitivity` of the detector.
+    """Measure the quantization loss of every group of layers with `bevquant_qnn.sensitivity`.
 
-    Frames are run one by one; of each, the activations of one run are held. With "int16" the
-    frames are run once before, for the largest values of 16-bit ranges.
+    Frames run one by one, and only one frame's activations are in memory. With "int16" the frames
+    run once more in advance, for the largest values of 16-bit ranges.
 
     Args:
-        model: Calibrated; it is left as it was.
+        model: The calibrated model; not changed.
         batches: At least one frame.
         config: Sizes.
         metric: "sqnr", 10·log₁₀(Σf²/Σ(f − q)²) in dB; "kl", minus the divergence of the classes'
-            softmax in nats, per cell of the heat map; neither reads labels. "mAP", nuScenes' in
-            points of 100, over the frames that have labels.
-        output: What "sqnr" and "kl" look at; see `sensitivity_output`.
-        precisions: At which each group is measured alone: "int4", "int8", "int16".
+            softmax in nats, per cell of the heat map; neither needs labels. "mAP", nuScenes' in
+            points of 100, over the labelled frames.
+        output: Output that "sqnr" and "kl" compare; see `sensitivity_output`.
+        precisions: Precisions at which each group is measured alone: "int4", "int8", "int16".
         without: Measure each group alone in float, too: half of the time.
         estimate: `bevquant_qnn.estimate_sensitivity` instead, without that half.
-        shards: Keeps what is finished while several ranks share the frames.
+        shards: Storage of finished results while several ranks share the frames.
         before_each: Called before each frame is made.
 
     Raises:
@@ -236,16 +236,16 @@ def measure_sensitivity(
 
 
 def plan_precisions() -> tuple[str, ...]:
-    """At which a group of layers can be measured alone: those of a plan but float."""
+    """Precisions at which a group of layers can be measured alone: those of a plan except float."""
     there = get_args(get_type_hints(PlannedGroup)["precision"])
     return tuple(name for name in there if name != "float")
 
 
 def check_precisions(precisions: Sequence[str]) -> None:
-    """Refuse what is not measured here.
+    """Refuse unknown precisions.
 
     Raises:
-        InputError: Nothing, or something unknown.
+        InputError: None, or an unknown one.
     """
     known = plan_precisions()
     unknown = [name for name in precisions if name not in known]
@@ -262,13 +262,13 @@ def plan_within(
     """The best plan in the budget: `bevquant_qnn.assign_precision`.
 
     Args:
-        model: The model that was measured.
+        model: The measured model.
         table: Its table.
         budget: A limit on the estimated time or on the score.
-        **costs: `costs`, time of one operation by precision, where yours are known.
+        **costs: `costs`, time of one operation by precision, if you know it.
 
     Raises:
-        InputError: The table is another model's, or no plan lies within the budget.
+        InputError: The table belongs to another model, or no plan keeps the budget.
     """
     try:
         return assign_precision(model, table, budget, **costs)
@@ -292,19 +292,20 @@ def refine_within(
     """The best measured plan in the budget: `bevquant_qnn.refine_plan` of the detector.
 
     Args:
-        model: The model that was measured; it is left as it was.
-        batches: The frames that it was measured on.
+        model: The measured model; not changed.
+        batches: The frames of the measurement.
         config: Sizes.
-        plan: From `plan_within`.
+        plan: Result of `plan_within`.
         table: Its table, by "sqnr", "kl" or "mAP".
         budget: A limit on the estimated time or on the score.
-        output: As it was measured; see `sensitivity_output`.
-        rounds: Of as many plans as there are groups, for each precision beside int8.
-        shards: Keeps what is finished while several ranks share the frames.
+        output: Output of the measurement; see `sensitivity_output`.
+        rounds: Number of rounds; each measures as many plans as there are groups, for each
+            precision beside int8.
+        shards: Storage of finished results while several ranks share the frames.
         before_each: Called before each frame is made.
 
     Raises:
-        InputError: The plan or the table is another model's, or the budget cannot be kept.
+        InputError: The plan or the table belongs to another model, or the budget cannot be kept.
     """
     path = sensitivity_output(model, table.metric, output)
     task = MeanAp(model, batches, config, shards) if table.metric == "mAP" else None
@@ -326,7 +327,7 @@ def refine_within(
 
 
 def _collect(model: Detector, batches: FrameBatches) -> None:
-    """Let the calibrators see the frames; ranges stay what they are."""
+    """Run the calibrators on the frames without changing ranges."""
     quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
     ranges = {q: (q.amax.clone(), q.channel_factors) for q in quantizers if q.amax is not None}
     calibrate(model, batches, forward=lambda net, batch: net(*batch), method="max")

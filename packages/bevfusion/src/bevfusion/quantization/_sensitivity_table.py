@@ -1,4 +1,4 @@
-"""What measuring the sensitivity found, as text, as a table, and as a record."""
+"""Result of measuring the sensitivity as text, table and record."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _SCORED = {
 
 @dataclass(frozen=True, eq=False)
 class SensitivityOutcome:
-    """The table, what was scored, and the plan where a budget was given.
+    """The table, the scored output, and the plan if a budget was given.
 
     Attributes:
-        table: What every group of layers loses.
+        table: Quantization loss of every group of layers.
         output: Path of the module whose output was scored; "" for the model's own.
-        precisions: At which groups were measured alone, in that order.
-        plan: Within the budget; None without one.
-        budget: As it was written, such as "time=1.2"; "" without one.
-        refusal: Why there is no plan although a budget was given; else "".
-        estimated: The plan by losses added up, from which the measured one was found.
-        refined: The measured plan, that first one measured, and how many were run.
+        precisions: Precisions at which groups were measured alone, in that order.
+        plan: Plan within the budget; None without one.
+        budget: The budget as given, such as "time=1.2"; "" without one.
+        refusal: Reason why there is no plan although a budget was given; else "".
+        estimated: The plan from added losses, with which the measurement started.
+        refined: The measured plan, the measured first plan, and the number of measured plans.
     """
 
     table: SensitivityTable
@@ -55,7 +55,7 @@ class SensitivityOutcome:
 
     @property
     def scored(self) -> str:
-        """What was scored, in words."""
+        """The scored output, as text."""
         return "the boxes" if self.table.metric == "mAP" else _SCORED[self.output]
 
     @property
@@ -64,12 +64,12 @@ class SensitivityOutcome:
         return sum(row.operations for row in self.table)
 
     def share(self, row: SensitivityRow, precision: str) -> float:
-        """A group's part of what all groups lose at that precision; 0 where nothing is lost."""
+        """A group's share of the loss of all groups at that precision; 0 without loss."""
         whole = sum(self.table.loss(other, precision) for other in self.table)
         return self.table.loss(row, precision) / whole if whole else 0.0
 
     def gain(self, row: SensitivityRow) -> float | None:
-        """What the score wins where this group alone is left in float."""
+        """Gain of the score if this group alone is left in float."""
         if row.without is None or self.table.quantized_score is None:
             return None
         return row.without - self.table.quantized_score
@@ -79,7 +79,7 @@ class SensitivityOutcome:
         return None if self.plan is None else self.plan[row.name]
 
     def summary(self) -> dict[str, Any]:
-        """Everything, as JSON has it."""
+        """All results, as JSON."""
         return {
             "scored": self.scored,
             "output": self.output,
@@ -117,7 +117,7 @@ class _Table(msgspec.Struct):
 
 
 class SensitivitySummary(msgspec.Struct):
-    """What `SensitivityOutcome.summary` says of the layers, read back from JSON."""
+    """Fields of `SensitivityOutcome.summary` about the layers, read from JSON."""
 
     precisions: list[str]
     unit: str
@@ -190,7 +190,7 @@ def _bars(outcome: SensitivityOutcome, row: SensitivityRow) -> dict[str, object]
 
 
 def sensitivity_headline(outcome: SensitivityOutcome) -> str:
-    """What was scored, and the two ends of the scale."""
+    """The scored output, and the scores of the float and the quantized model."""
     table, form = outcome.table, _DIGITS[outcome.table.metric]
     frames = f"{table.batches} frame{'s' * (table.batches != 1)}"
     groups = len(table.rows)
@@ -203,7 +203,7 @@ def sensitivity_headline(outcome: SensitivityOutcome) -> str:
 
 
 def sensitivity_plan(outcome: SensitivityOutcome) -> str:
-    """The plan in a line: what is chosen how often, estimated time and score."""
+    """The plan in a line: number of groups by precision, estimated time and score."""
     plan = outcome.plan
     if plan is None:
         return ""

@@ -1,4 +1,4 @@
-"""The maps between the parts of the model: one pair of pictures and one row for each."""
+"""Maps between the parts of the model: one pair of pictures and one row each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STAGE_TITLES = {
 
 @dataclass(frozen=True)
 class StageRow:
-    """How far the two models are apart at the end of one stage, pooled over all frames."""
+    """Distance of the two models at the end of one stage, pooled over all frames."""
 
     stage: str
     title: str
@@ -42,12 +42,12 @@ class StageRow:
 
 @dataclass(frozen=True, eq=False)
 class StageMaps:
-    """The first frame at the end of one stage, as pictures; NaN in cells that hold nothing.
+    """The first frame at the end of one stage, as pictures; NaN in empty cells.
 
     Bird's-eye maps are float32 [x, y]; camera features [cameras, rows, columns]. Feature maps are
-    shown as their norm over the channels, the difference as the norm of the difference vector; the
+    drawn as their norm over the channels, the difference as the norm of the difference vector; the
     heatmap as the highest class probability, the difference as quantized − float. Empty in a
-    process that another one spared the first frame.
+    process that did not run the first frame.
     """
 
     row: StageRow
@@ -64,11 +64,11 @@ class StageMaps:
 
 
 class StageProbe:
-    """Collects one stage from both models: sums over all frames, pictures of the first.
+    """Collects one stage of both models: sums over all frames, pictures of the first.
 
     Attributes:
-        frame_sums: Of the frame that is run.
-        draws: Whether that one is pictured.
+        frame_sums: Sums of the current frame.
+        draws: Whether the current frame is drawn.
     """
 
     def __init__(self, stage: str, path: str, *, transposed: bool = False) -> None:
@@ -80,11 +80,11 @@ class StageProbe:
         self._maps: tuple[Map, Map, Map] = (_NOTHING, _NOTHING, _NOTHING)
 
     def start(self, *, draws: bool) -> None:
-        """Forget the frame before."""
+        """Reset the sums of the current frame."""
         self.frame_sums, self.draws = PairSums(), draws
 
     def compare(self, wanted: Tensor, got: Tensor) -> None:
-        """One batch, whose sums stand apart."""
+        """Compare one batch, with sums of its own."""
         self.frame_sums.add(wanted, got)
         self.channels = wanted.shape[1]
         if self.draws:
@@ -95,7 +95,7 @@ class StageProbe:
             self._maps = first, second, third
 
     def add(self, wanted: Tensor, got: Tensor) -> None:
-        """One batch, where this process runs all of them."""
+        """Compare and add one batch, if this process runs all of them."""
         self.compare(wanted, got)
         self.add_sums(self.frame_sums.as_sums(), self.channels)
         self.start(draws=False)
@@ -130,12 +130,12 @@ def stage_probes(model: Detector) -> list[StageProbe]:
 
 
 def whole_output(output: Any) -> Tensor:
-    """The dense tensor that stands for what a module or model answers: its map, or heatmap.
+    """The dense tensor of an output: the map, or the heatmap.
 
-    The heatmaps of several tasks are one behind the other. Of other results it is the first tensor.
+    The heatmaps of several tasks are concatenated. For other outputs it is the first tensor.
 
     Raises:
-        InputError: There is no tensor in it.
+        InputError: The output has no tensor.
     """
     if isinstance(output, Mapping) and output:
         heatmaps = [value for name, value in output.items() if name.startswith("heatmap_")]

@@ -1,4 +1,4 @@
-"""Which query answers for which object: the matching of least cost, one to one."""
+"""One-to-one matching of queries and objects with the least total cost."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def matching_cost(
     classes: Ints,
     extent: tuple[float, float],
 ) -> Floats:
-    """What it costs to let a query answer for an object.
+    """Cost of each pair of query and object.
 
-    0.15 · focal(p) + 0.25 · (|Δx| / X + |Δy| / Y) − 0.25 · IoU, mit-bevfusion's weights for
+    0.15 · focal(p) + 0.25 · (|Δx| / X + |Δy| / Y) − 0.25 · IoU, with mit-bevfusion's weights for
     TransFusion (Bai et al. 2022, section 3.4; the assigner HungarianAssigner3D): focal(p) =
     −α (1 − p)^γ ln p + (1 − α) p^γ ln(1 − p) of the object's class, α = 0.25, γ = 2 (Lin et al.
-    2017); centres in parts of the map's extent X × Y; the overlap of the rotated boxes seen from
-    above, where mit-bevfusion takes that of their volumes.
+    2017); distances of centres relative to the map's extent X × Y; the overlap of the rotated boxes
+    seen from above. mit-bevfusion takes the overlap of their volumes.
 
     Args:
         probabilities: float64 [queries, classes], after the sigmoid.
         predicted: float64 [queries, 7], boxes as in `points.Labels`.
         boxes: float64 [objects, 7].
         classes: int64 [objects].
-        extent: Metres that the map spans along x and y.
+        extent: Size of the map along x and y [m].
 
     Returns:
         float64 [queries, objects].
@@ -52,11 +52,11 @@ def matching_cost(
 
 
 def assign(cost: npt.ArrayLike) -> tuple[Ints, Ints]:
-    """The one-to-one matching of least total cost, of as many pairs as the shorter side has.
+    """The one-to-one matching of least total cost; it has as many pairs as the shorter side.
 
     The Hungarian method (Kuhn 1955) by shortest augmenting paths with potentials, O(n² m): each row
     in turn enters along the cheapest alternating path. Of equal paths the lower column is taken, so
-    that the answer is the same everywhere.
+    the result is deterministic.
 
     Args:
         cost: float [rows, columns], finite.

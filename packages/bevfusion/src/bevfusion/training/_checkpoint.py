@@ -35,12 +35,12 @@ _MODEL, _OPTIMIZER, _OWN, _LOSSES = "model.", "optimizer.", "own.", "losses"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a run needs to go on.
+    """State of an interrupted run.
 
     Attributes:
-        step: Steps that are done.
-        identity: What decides the result, as JSON has it.
-        tensors: The model's, the optimizer's, the run's own and the losses so far.
+        step: Number of finished steps.
+        identity: Settings that decide the result, as JSON.
+        tensors: State of the model, the optimizer and the trainer, and the losses so far.
     """
 
     step: int
@@ -49,12 +49,12 @@ class Checkpoint:
 
     @property
     def losses(self) -> Tensor:
-        """float32 [steps done, terms], such as heatmap, classes, boxes."""
+        """float32 [finished steps, terms], such as heatmap, classes, boxes."""
         return self.tensors[_LOSSES]
 
     @property
     def own(self) -> dict[str, Tensor]:
-        """What the run keeps beside model and optimizer."""
+        """State of the trainer beside model and optimizer."""
         return _part(self.tensors, _OWN)
 
 
@@ -67,16 +67,16 @@ def write_checkpoint(
     identity: dict[str, Any],
     own: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write the state, whole or not at all: a kill leaves the checkpoint before.
+    """Write the state, whole or not at all; a kill leaves the previous checkpoint.
 
     Args:
         path: The file.
-        model: Whose state dict is kept.
-        optimizer: Of the model's parameters.
-        step: Steps that are done.
-        losses: Of each of them.
-        identity: What decides the result.
-        own: What the run keeps besides.
+        model: Its state dict is stored.
+        optimizer: Optimizer of the model's parameters.
+        step: Number of finished steps.
+        losses: Losses of each step.
+        identity: Settings that decide the result.
+        own: Further state of the trainer.
 
     Example:
         >>> import tempfile
@@ -101,10 +101,10 @@ def write_checkpoint(
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read what `write_checkpoint` wrote.
+    """Read a file of `write_checkpoint`.
 
     Raises:
-        InputError: The file is damaged, or something else.
+        InputError: The file is damaged, or no checkpoint.
     """
     try:
         held = read_tensors(path, "training checkpoint")
@@ -136,10 +136,10 @@ class _About(msgspec.Struct):
 
 
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put a checkpoint's state into a model and its optimizer, bit for bit.
+    """Load a checkpoint's state into a model and its optimizer, bit for bit.
 
     Raises:
-        InputError: It is the state of another model.
+        InputError: The state belongs to another model.
     """
     state = _part(checkpoint.tensors, _MODEL)
     wanted = model.state_dict()
@@ -175,28 +175,28 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
 
 
 class Trainer(Protocol):
-    """What takes the steps of a training, such as `DetectorTrainer`."""
+    """Interface of an object that takes training steps, such as `DetectorTrainer`."""
 
     @property
     def model(self) -> nn.Module:
-        """What learns."""
+        """The trained model."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Of the model's parameters."""
+        """Optimizer of the model's parameters."""
 
     @property
     def terms(self) -> Sequence[str]:
-        """What the losses of a step are."""
+        """Names of the losses."""
 
     def step(self, number: int) -> list[float]:
-        """Take one step, counted from 0, and answer its losses."""
+        """Take one step, counted from 0, and return its losses."""
 
     def own(self) -> dict[str, Tensor]:
-        """What must be kept beside model and optimizer to go on."""
+        """Further state for a checkpoint, beside model and optimizer."""
 
     def go_on(self, own: dict[str, Tensor]) -> None:
-        """Go on with what `own` answered."""
+        """Restore the state of `own`."""
 
 
 def take_steps(
@@ -210,20 +210,20 @@ def take_steps(
     title: str = "train",
     quiet: bool = False,
 ) -> tuple[list[list[float]], int]:
-    """Take all steps, or those behind a checkpoint; write one every now and then and at the end.
+    """Take all steps, or those after a checkpoint; write checkpoints regularly and at the end.
 
     Args:
-        trainer: Takes one.
+        trainer: Takes the steps.
         checkpoint: The file to write.
-        identity: What decides the result.
-        begun: What the file held, to go on from it.
-        steps: Of the whole run.
+        identity: Settings that decide the result.
+        begun: Content of the file, to continue from.
+        steps: Steps of the whole run.
         every: Steps between two checkpoints.
-        title: Of the progress bar.
-        quiet: Show none and write nothing; see `run_steps`.
+        title: Title of the progress bar.
+        quiet: Show no bar and write no file; see `run_steps`.
 
     Returns:
-        The losses of every step, and how many of them were taken before.
+        The losses of every step, and the number of steps taken earlier.
 
     Raises:
         InputError: As `restore` and `run_steps`.
@@ -257,12 +257,12 @@ def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def identity_of(source: FrameSource, config: Any, **more: str) -> dict[str, Any]:
-    """What decides the result, as it comes back from JSON.
+    """Settings that decide the result, as they return from JSON.
 
     Args:
         source: Frames to train on.
         config: A dataclass of settings.
-        more: Other things that decide it, by name.
+        more: Further settings by name.
     """
     about = {"training_frames": source.describe, "settings": {**asdict(config), **more}}
     identity: dict[str, Any] = json.loads(json.dumps(about, default=str))
@@ -270,12 +270,12 @@ def identity_of(source: FrameSource, config: Any, **more: str) -> dict[str, Any]
 
 
 def begun_before(checkpoint: Path, identity: dict[str, Any], place: str) -> Checkpoint | None:
-    """What a stopped run left, to go on from with `take_steps`; None where there is no file.
+    """Checkpoint of an interrupted run for `take_steps`; None without a file.
 
     Args:
         checkpoint: The file.
-        identity: Of the run that is asked for.
-        place: The option that says where the run lies.
+        identity: Settings of the requested run.
+        place: The option that names the run's folder.
 
     Raises:
         InputError: As `read_checkpoint` and `check_identity`.
@@ -294,16 +294,16 @@ def begun_before(checkpoint: Path, identity: dict[str, Any], place: str) -> Chec
 def check_identity(
     checkpoint: Path, begun: Checkpoint, identity: dict[str, Any], place: str
 ) -> None:
-    """Refuse to go on with another run.
+    """Refuse to continue a run with other settings.
 
     Args:
         checkpoint: The file.
-        begun: What it holds.
-        identity: Of the run that is asked for.
-        place: The option that says where the run lies.
+        begun: Its content.
+        identity: Settings of the requested run.
+        place: The option that names the run's folder.
 
     Raises:
-        InputError: Naming every setting that differs.
+        InputError: Names every setting that differs.
     """
     old, new = (
         {"training_frames": d["training_frames"], **d["settings"]}

@@ -1,4 +1,4 @@
-"""A frame as training needs it, in about a megabyte: what the model reads, and the labels."""
+"""A frame for training in about a megabyte: the model's inputs and the labels."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class CompactFrame:
 
     @property
     def labels(self) -> Labels:
-        """The labels as the frame had them."""
+        """The labels of the frame."""
         counted = self.num_points if (self.num_points >= 0).all() else None
         return Labels(self.boxes, self.names, self.velocities, num_points=counted)
 
@@ -86,10 +86,10 @@ class CompactFrame:
 
     @classmethod
     def load(cls, path: Path) -> CompactFrame:
-        """Read what `save` wrote.
+        """Read a file of `save`.
 
         Raises:
-            InputError: The file is damaged or something else.
+            InputError: The file is damaged, or no such frame.
         """
         try:
             values: dict[str, Any] = dict(
@@ -120,7 +120,7 @@ _FORMS: dict[str, tuple[Any, tuple[int | str, ...]]] = {
 def compact(
     frame: Frame, image_size: tuple[int, int] | None, cameras: Sequence[str] = CAMERA_NAMES
 ) -> CompactFrame:
-    """Reduce a frame to what training reads.
+    """Reduce a frame to the data of training.
 
     Args:
         frame: With points and labels, and with cameras if `image_size` is given.
@@ -128,7 +128,7 @@ def compact(
         cameras: Names of the cameras to keep, in this order.
 
     Raises:
-        InputError: The frame has no labels, no points, or not all of the cameras.
+        InputError: The frame has no labels, no points, or lacks a camera.
     """
     if frame.labels is None or frame.points is None:
         what = "labels" if frame.labels is None else "points, only voxels"

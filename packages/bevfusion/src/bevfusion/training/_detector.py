@@ -1,4 +1,4 @@
-"""A float detector in training: how it begins, and one step after the other."""
+"""Training of a float detector: initial weights, and single steps."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ RARE = 0.1  # what the heatmap says before it has learned anything
 
 
 def untrained_model(build: Callable[[], Trained], seed: int = 0) -> Trained:
-    """A detector with the seed's weights, to begin to train with.
+    """A detector with initial weights from a seed.
 
     Every layer has its own default initialisation; the biases of the head's `heatmap_layers` are
-    −ln((1 − p) / p) with p = 0.1, so that the many empty cells do not rule the first steps (Lin et
-    al. 2017, section 4.1). The global random generators are left as they were.
+    −ln((1 − p) / p) with p = 0.1, so that the many empty cells do not dominate the first steps (Lin
+    et al. 2017, section 4.1). The global random generators are not changed.
 
     Args:
-        build: Makes the model, a head among its parts.
-        seed: Of the weights.
+        build: Makes the model; a head is among its parts.
+        seed: Seed of the weights.
 
     Example:
         >>> from bevfusion.model import CONFIGS, build_model
@@ -49,27 +49,27 @@ def untrained_model(build: Callable[[], Trained], seed: int = 0) -> Trained:
 
 
 class DetectorTrainer:
-    """Steps of AdamW on a one-cycle schedule, on frames that are moved at random.
+    """Steps of AdamW on a one-cycle schedule, on randomly moved frames.
 
-    Every random choice of a step comes from the seed and the step's number, so that a stop between
-    two steps does not show in the result. Norms and biases do not decay (Loshchilov and Hutter
-    2019); gradients are scaled down to `clip`.
+    Every random choice of a step derives from the seed and the step's number, so an interrupted run
+    gives the same result. Norms and biases do not decay (Loshchilov and Hutter 2019); gradients are
+    scaled down to `clip`.
 
     Args:
-        model: Where it is to be trained; changed in place, in training mode.
-        frames: To train on.
-        steps: Of the whole run.
+        model: The model on its training device; changed in place, in training mode.
+        frames: Frames to train on.
+        steps: Steps of the whole run.
         batch: Frames in each step.
         lr: Largest learning rate; see `one_cycle`.
-        weight_decay: AdamW's.
+        weight_decay: Weight decay of AdamW.
         clip: Largest norm of a step's gradient.
-        seed: Of order, augmentation and dropout.
-        augmentation: How frames are moved.
-        objective: What is minimised; BEVFusion's loss by default.
+        seed: Seed of order, augmentation and dropout.
+        augmentation: Random movements of frames.
+        objective: Loss to minimise. Default: BEVFusion's.
 
     Attributes:
-        optimizer: Whose state a checkpoint keeps.
-        terms: What the losses of a step are.
+        optimizer: The optimizer; a checkpoint holds its state.
+        terms: Names of the losses.
     """
 
     def __init__(
@@ -98,17 +98,17 @@ class DetectorTrainer:
         self.optimizer = torch.optim.AdamW(groups, lr=lr)
 
     def own(self) -> dict[str, Tensor]:
-        """What must be kept beside model and optimizer to go on: nothing."""
+        """Further state for a checkpoint: none."""
         return {}
 
     def go_on(self, own: dict[str, Tensor]) -> None:
-        """Go on with what `own` answered."""
+        """Restore the state of `own`."""
 
     def step(self, number: int) -> list[float]:
-        """Take one step, counted from 0, and answer its losses.
+        """Take one step, counted from 0, and return its losses.
 
         Raises:
-            FloatingPointError: A loss or gradient is no number; the step is not taken.
+            FloatingPointError: A loss or gradient is not finite; the step is not taken.
         """
         chosen = order_of(self._seed, number * self._batch, self._batch, len(self._frames))
         generator = np.random.default_rng((self._seed, 2, number))
@@ -133,12 +133,12 @@ class DetectorTrainer:
 
 
 def stored_weights(model: nn.Module, *, half: bool) -> dict[str, Tensor]:
-    """The model's state dict as it is stored.
+    """The model's state dict in the form of a weights file.
 
     Args:
         model: On the CPU.
-        half: Weights with more than one axis become float16. Norms, biases and the view transform's
-            geometry stay as they are: they are few, a variance may exceed 65504, and the geometry
+        half: Store weights with more than one axis as float16. Norms, biases and the view
+            transform's geometry stay: they are small, a variance may exceed 65504, and the geometry
             must be exact.
     """
     learned = {n for n, p in model.named_parameters() if p.requires_grad and p.ndim > 1}

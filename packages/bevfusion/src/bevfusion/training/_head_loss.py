@@ -68,11 +68,11 @@ def focal_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def l1_loss(predicted: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-    """Σ weight · |predicted − target| over the targets that are known.
+    """Σ weight · |predicted − target| over the known targets.
 
     Args:
         predicted: float [objects, values].
-        target: Same shape; NaN where not known, which then counts nothing.
+        target: Same shape; NaN, where unknown, counts 0.
         weights: float [values].
 
     Example:
@@ -105,7 +105,7 @@ class HeadLoss(NamedTuple):
 
     @property
     def total(self) -> Tensor:
-        """What is minimised: the sum of the three."""
+        """The minimised loss: the sum of the three."""
         return self.heatmap + self.classes + self.boxes
 
 
@@ -212,12 +212,12 @@ def code_weights(cell_size: tuple[float, float]) -> Tensor:
 
 
 class Objective(NamedTuple):
-    """What a detector is trained by.
+    """Training objective of a detector.
 
     Attributes:
-        loss: From a head's outputs, the frames' targets and the head's configuration to a named
+        loss: Maps a head's outputs, the frames' targets and the head's configuration to a named
             tuple of terms with their `total`.
-        terms: What the terms are called.
+        terms: Names of the terms.
     """
 
     loss: Callable[[Mapping[str, Tensor], Sequence[Targets], Any], Any]

@@ -1,4 +1,4 @@
-"""Steps one after the other at their learning rates, with progress, checkpoints and a clean end."""
+"""The loop of training steps: learning rates, progress, checkpoints, clean stop."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ RISE, FIRST, LAST = 0.3, 25.0, 1e4
 
 
 def one_cycle(step: int, steps: int, highest: float) -> float:
-    """Smith and Topin's one-cycle schedule (2018), with cosines, as torch's `OneCycleLR` has it.
+    """Smith and Topin's one-cycle schedule (2018), with cosines, as torch's `OneCycleLR`.
 
-    From highest / 25 up to `highest` in the first 30 % of the steps, then down to
-    highest / 25 / 10⁴ at the last one, each along half a cosine. A function of the step alone, so
-    that a run goes on where it stopped.
+    From highest / 25 up to `highest` in the first 30 % of the steps, then down to highest / 25 /
+    10⁴ at the last step, each along half a cosine. It depends on the step alone, so a run can be
+    resumed.
 
     Args:
-        step: From 0.
-        steps: Of the whole run.
+        step: Number of the step, from 0.
+        steps: Steps of the whole run.
         highest: The largest learning rate.
 
     Example:
@@ -49,7 +49,7 @@ def _between(start: float, end: float, share: float) -> float:
 
 @dataclass
 class StopRequest:
-    """Whether somebody wants the run to end.
+    """Whether a stop was requested.
 
     Attributes:
         asked: Set by the first signal; the second one interrupts at once.
@@ -60,10 +60,10 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Note SIGINT and SIGTERM instead of breaking off in the middle of a step.
+    """Record SIGINT and SIGTERM instead of stopping in the middle of a step.
 
-    The handlers that were there come back at the end. In a thread, where Python lets nobody handle
-    signals, the request stays as it is.
+    The previous handlers are restored at the end. In a thread other than the main one Python allows
+    no handlers, so no request is recorded.
     """
     request = StopRequest()
 
@@ -99,20 +99,20 @@ def run_steps(
     title: str = "train",
     quiet: bool = False,
 ) -> float:
-    """Take the steps from `len(losses)` to `steps` − 1, and save every now and then and at the end.
+    """Take the steps from `len(losses)` to `steps` − 1, and save regularly and at the end.
 
-    torch's random state is the caller's again afterwards: no step may lean on another's.
+    torch's random state is restored afterwards: each step sets its own.
 
     Args:
-        step: Takes one step and answers its losses.
-        save: Writes a checkpoint, given how many steps are done.
-        losses: Of the steps that are done; each step's are appended.
-        steps: Of the whole run.
+        step: Takes one step and returns its losses.
+        save: Writes a checkpoint, given the number of finished steps.
+        losses: Losses of the finished steps; each step's are appended.
+        steps: Steps of the whole run.
         every: Steps between two checkpoints.
-        terms: What each loss is called.
-        title: Of the progress bar.
-        quiet: Show none, and leave it to others to save and to stop when somebody asks: of several
-            processes that take the same steps, all but the first.
+        terms: Names of the losses.
+        title: Title of the progress bar.
+        quiet: Show no bar, save nothing and ignore stop requests: for all but the first of several
+            processes that take the same steps.
 
     Returns:
         Seconds.
@@ -163,7 +163,7 @@ def in_parts(losses: list[list[float]]) -> list[tuple[float, ...]]:
 
 
 def losses_table(terms: Sequence[str], parts: Sequence[tuple[float, ...]]) -> str:
-    """What `in_parts` answers, with the sum of the losses, as a table to print."""
+    """The result of `in_parts`, with the sum of the losses, as a table to print."""
     count = len(parts)
     rows = [
         (

@@ -1,4 +1,4 @@
-"""Frames made ahead, by several processes, and kept on disk."""
+"""Frames prepared ahead by several processes and stored on disk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FrameSource:
     """Frames that another process can open too.
 
     Args:
-        describe: What they are, in words that change when the frames do.
+        describe: Description that changes when the frames do.
         open: Opens them; can be pickled.
     """
 
@@ -43,7 +43,7 @@ class FrameSource:
 
 
 class FrameForm(Protocol):
-    """What frames are prepared for: the sizes, pictures and cameras of the model to train."""
+    """Form of prepared frames: sizes, pictures and cameras of the model to train."""
 
     @property
     def config(self) -> str:
@@ -51,7 +51,7 @@ class FrameForm(Protocol):
 
     @property
     def image_size(self) -> tuple[int, int] | None:
-        """Height and width of the network's images; None where it reads none."""
+        """Height and width of the network's images; None without cameras."""
 
     @property
     def cameras(self) -> tuple[str, ...]:
@@ -62,8 +62,8 @@ class PreparedFrames:
     """The frames of a folder, read one at a time.
 
     Args:
-        folder: Where they lie.
-        count: How many.
+        folder: Folder of the frames.
+        count: Number of frames.
     """
 
     def __init__(self, folder: Path, count: int) -> None:
@@ -79,20 +79,20 @@ class PreparedFrames:
 def prepare_frames(
     source: FrameSource, config: FrameForm, folder: Path, *, workers: int = 1
 ) -> PreparedFrames:
-    """Make every frame of `source` once, unless it lies in `folder` already.
+    """Prepare every frame of `source` that is not yet in `folder`.
 
-    Ray casting and reading images take longer than a step of a small model; an .npz takes a
-    millisecond. A stopped preparation goes on where it was.
+    Ray casting and reading images take longer than a step of a small model; reading an .npz takes a
+    millisecond. An interrupted preparation continues.
 
     Args:
-        source: What to make.
-        config: Says the network's image size and cameras.
-        folder: Made where missing; may be shared by runs on the same frames.
-        workers: Processes beside this one; 0 makes the frames in this one.
+        source: Frames to prepare.
+        config: Provides the network's image size and cameras.
+        folder: Created if missing; runs on the same frames may share it.
+        workers: Processes beside this one; 0 prepares the frames in this process.
 
     Raises:
-        InputError: The folder holds frames of another source or form, there are no frames, or one
-            cannot be trained on.
+        InputError: The folder holds frames of another source or form, there are no frames, or a
+            frame is unsuitable for training.
     """
     frames = source.open()
     if not len(frames):
@@ -167,7 +167,7 @@ def _make_in_processes(
 
 
 def _end_with_parent() -> None:
-    """Let no process go on, or wait for ever, after the one that asked was killed."""
+    """End a worker when the process that started it was killed."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return

@@ -1,4 +1,4 @@
-"""Prepared frames, turned, mirrored and scaled, become the batches that a step trains on."""
+"""Prepared frames, rotated, mirrored and scaled, as the batches of training steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Motion:
         return matrix
 
     def points(self, points: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Points [n, 3 or more], x, y, z moved and the rest as it was."""
+        """Points [n, 3 or more] with x, y, z moved and other columns unchanged."""
         moved = points.copy()
         moved[:, :3] = points[:, :3] @ self.matrix[:3, :3].T.astype(np.float32)
         return moved
@@ -64,11 +64,11 @@ class Motion:
         return labels._replace(boxes=boxes, velocities=velocities)
 
     def camera(self, lidar_to_camera: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Matrices [..., 4, 4] that take moved points to where the cameras saw them.
+        """Matrices [..., 4, 4] that map moved points to the cameras' original coordinates.
 
-        The pictures and their depth stay as they are: lidar_to_camera · T⁻¹ · (T p) is the old
-        place of p. So the camera branch fills the moved map, and cameras need no augmentation of
-        their own to stay consistent.
+        Pictures and their depth are not changed: lidar_to_camera · T⁻¹ · (T p) is the original
+        position of p. The camera branch thus fills the moved map, and cameras need no augmentation
+        of their own.
         """
         moved: npt.NDArray[np.float64] = lidar_to_camera @ np.linalg.inv(self.matrix)
         return moved
@@ -76,7 +76,7 @@ class Motion:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """From which motions training draws; mit-bevfusion's GlobalRotScaleTrans and RandomFlip3D.
+    """Distribution of random motions; mit-bevfusion's GlobalRotScaleTrans and RandomFlip3D.
 
     Args:
         flip: Mirror x and y, each in half of the draws.
@@ -104,7 +104,7 @@ class Augmentation:
             raise InputError(f"--scale {self.scale}: it must be from 0 to 0.9")
 
     def draw(self, generator: np.random.Generator) -> Motion:
-        """One motion; the generator moves on by the same numbers whatever the settings."""
+        """One motion; the generator advances by the same amount for all settings."""
         angle, scale = generator.uniform(-1, 1, 2)
         x, y = generator.integers(0, 2, 2)
         mirror = (1 - 2 * int(x), 1 - 2 * int(y)) if self.flip else (1, 1)
@@ -112,10 +112,9 @@ class Augmentation:
 
 
 def order_of(seed: int, position: int, count: int, frames: int) -> list[int]:
-    """Which frames the samples from `position` on are, each epoch in an order of its own.
+    """Indices of the frames of the samples from `position` on; each epoch has its own order.
 
-    Depends on nothing but its arguments, so that a run goes on where it stopped without a
-    generator's state.
+    It depends on its arguments alone, so a run can be resumed without a generator's state.
 
     Example:
         >>> order_of(0, 0, 4, 4) == order_of(0, 0, 2, 4) + order_of(0, 2, 2, 4)
@@ -132,12 +131,12 @@ def order_of(seed: int, position: int, count: int, frames: int) -> list[int]:
 def make_batch(
     frames: Sequence[CompactFrame], motions: Sequence[Motion], model: Detector
 ) -> tuple[Batch, list[Targets]]:
-    """The frames, moved, as the model is called with them, and what its head should answer.
+    """The moved frames as the model's arguments, and the targets of its head.
 
     Args:
         frames: At least one.
         motions: One for each.
-        model: Whose voxelizer, view transform and head's sizes are used; on any device.
+        model: Provides voxelizer, view transform and the head's sizes; on any device.
 
     Returns:
         The batch, and the targets.

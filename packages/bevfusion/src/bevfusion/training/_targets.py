@@ -1,4 +1,4 @@
-"""What the head should answer for a frame's labels, in the head's own units."""
+"""Training targets of a head: a frame's labels in the head's own units."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Targets(NamedTuple):
 
 
 class HeadSizes(Protocol):
-    """What targets need to know of a head: classes and map."""
+    """Properties of a head that targets depend on: classes and map."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -43,30 +43,30 @@ class HeadSizes(Protocol):
 
     @property
     def num_classes(self) -> int:
-        """How many."""
+        """Number of classes."""
 
     @property
     def map_size(self) -> tuple[int, int]:
-        """Cells along x and y."""
+        """Number of cells along x and y."""
 
     @property
     def cell_size(self) -> tuple[float, float]:
-        """Metres of a cell along x and y."""
+        """Size of a cell along x and y [m]."""
 
     @property
     def origin(self) -> tuple[float, float]:
-        """X and y [m] of the map's low corner."""
+        """X and y of the map's low corner [m]."""
 
 
 def targets_of(labels: Labels, config: HeadSizes) -> Targets:
-    """The labels of the head's classes with the centre on its map and at least one LiDAR point.
+    """Labels of the head's classes with their centre on the map and at least one LiDAR point.
 
-    nuScenes leaves boxes without a point out of its evaluation too; labels that do not count their
-    points all stay.
+    nuScenes' evaluation leaves out boxes without points too. Labels without counted points all
+    stay.
 
     Args:
-        labels: Of one frame; an augmentation comes before.
-        config: Of the head.
+        labels: Labels of one frame, after augmentation.
+        config: Configuration of the head.
     """
     known = np.array([name in config.classes for name in labels.names], bool)
     cells = _cells(labels.boxes[:, :2], config)
@@ -86,20 +86,20 @@ def targets_of(labels: Labels, config: HeadSizes) -> Targets:
 
 
 def encode_boxes(targets: Targets, config: HeadConfig) -> Floats:
-    """What the head's branches should say of each object: the inverse of `head.decode`.
+    """Target values of the head's branches for each object: the inverse of `head.decode`.
 
     center = (xy − origin) / cell, height = z + h / 2 (the top of the box; z
     where `HeadConfig.height` is "centre"), dim = ln(w, l, h), rot =
     (−cos yaw, −sin yaw): sine and cosine of mmdetection3d 0.x' yaw, −yaw − π/2. Source:
-    mit-bevfusion's TransFusionBBoxCoder; `decode` tells why height is the top.
+    mit-bevfusion's TransFusionBBoxCoder; `decode` explains why height is the top.
 
     Args:
-        targets: Of one frame.
-        config: Of the head.
+        targets: Targets of one frame.
+        config: Configuration of the head.
 
     Returns:
         float32 [objects, 10]: center (2, in cells), height [m], dim (3, ln m), rot (2), vel
-        (2, m/s; NaN where not known).
+        (2, m/s; NaN where unknown).
     """
     boxes = targets.boxes.astype(np.float64)
     length, width, height = boxes[:, 3], boxes[:, 4], boxes[:, 5]
@@ -117,9 +117,9 @@ def encode_boxes(targets: Targets, config: HeadConfig) -> Floats:
 
 
 def decode_boxes(code: npt.NDArray[np.floating], config: HeadConfig) -> npt.NDArray[np.float64]:
-    """Boxes float64 [n, 7] of codes [n, 8 or more], as `encode_boxes` makes them.
+    """Boxes float64 [n, 7] of codes [n, 8 or more] of `encode_boxes`.
 
-    Sizes are bounded to e^±5 m, so that a head that has learned nothing yet makes boxes too.
+    Sizes are clamped to e^±5 m, so that an untrained head gives finite boxes.
     """
     code = np.asarray(code, np.float64)
     width, length, height = np.exp(np.clip(code[:, 3:6], -5.0, 5.0)).T
@@ -143,7 +143,7 @@ def _cells(xy: npt.NDArray[np.floating], config: HeadSizes) -> npt.NDArray[np.fl
 
 
 def gaussian_radius(length: float, width: float, min_overlap: float = _MIN_OVERLAP) -> float:
-    """How far, in cells, a corner may move before the box no longer overlaps itself enough.
+    """Largest displacement of a corner, in cells, at which the box still overlaps itself enough.
 
     CornerNet (Law and Deng 2018, section 3.2; used by CenterNet, Zhou et al. 2019): the least of
     the roots r of three cases for a box l × w and an overlap o,
@@ -152,13 +152,13 @@ def gaussian_radius(length: float, width: float, min_overlap: float = _MIN_OVERL
     - both move inwards: (l − 2r)(w − 2r) / lw = o,
     - both move outwards: lw / ((l + 2r)(w + 2r)) = o.
 
-    The smaller root of the first two and the positive one of the third are taken. The code that
-    mit-bevfusion uses divides by 2 where the quadratic formula says 2a, which makes the radius of
-    its last two cases larger; here the formula stands.
+    The smaller root of the first two and the positive root of the third are taken. mit-bevfusion's
+    code divides by 2 where the quadratic formula has 2a, which enlarges the radius of its last two
+    cases; here the formula is used.
 
     Args:
-        length: Of the box, in cells.
-        width: Of the box, in cells.
+        length: Length of the box, in cells.
+        width: Width of the box, in cells.
         min_overlap: Intersection over union, 0 to 1; mit-bevfusion's is 0.1.
 
     Example:
@@ -173,15 +173,15 @@ def gaussian_radius(length: float, width: float, min_overlap: float = _MIN_OVERL
 
 
 def heatmap_target(targets: Targets, config: HeadSizes) -> npt.NDArray[np.float32]:
-    """The heatmap to learn: per class the largest of its objects' Gaussians.
+    """Target heatmap: for each class the maximum of its objects' Gaussians.
 
     exp(−((i − i₀)² + (j − j₀)²) / 2σ²) with σ = (2r + 1) / 6, cut to |i − i₀|, |j − j₀| ≤ r, and 1
-    in the object's own cell (i₀, j₀). r is `gaussian_radius` rounded down, and at least as many
-    whole cells as 1.2 m hold, and one: mit-bevfusion's least radius, two cells of 0.6 m, in metres.
+    in the object's own cell (i₀, j₀). r is `gaussian_radius` rounded down, with a minimum of one
+    cell and of the whole cells in 1.2 m, which is mit-bevfusion's minimum of two cells of 0.6 m.
 
     Args:
-        targets: Of one frame, all centres on the map.
-        config: Of the head.
+        targets: Targets of one frame, all centres on the map.
+        config: Configuration of the head.
 
     Returns:
         float32 [classes, x, y], from 0 to 1.
