@@ -28,10 +28,11 @@ def tool(path: str) -> ModuleType:
 
 
 def names_from(path: str, *names: str) -> Callable[[str], Any]:
-    """A ``__getattr__`` for ``bevquant_hybrid.<path>`` that finds the names of `tool`."""
+    """A ``__getattr__`` for ``bevquant_hybrid.<path>`` that finds names of `tool`; default: all."""
 
     def find(name: str) -> Any:
-        if name not in names:
+        public = name == "__all__" or not name.startswith("__")
+        if name not in names if names else not public:
             raise AttributeError(f"module 'bevquant_hybrid.{path}' has no attribute {name!r}")
         return getattr(tool(path), name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bevquant_hybrid.compilation._arguments import (
+    OPTIONS,
     bpu_calls,
     check_options,
     check_path,
@@ -15,6 +16,7 @@ from bevquant_hybrid.compilation._arguments import (
 from bevquant_hybrid.compilation._program_of import program_of, record_results, with_layouts
 
 __all__ = [
+    "OPTIONS",
     "bpu_calls",
     "check_options",
     "check_path",

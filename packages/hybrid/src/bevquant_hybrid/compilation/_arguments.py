@@ -19,6 +19,9 @@ from bevquant_hybrid.nn.quantized._base import FixedPoint
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
 from bevquant_hybrid.operators import OperatorCall, is_float, trace_calls
 
+OPTIONS = (  # of a compilation, which the program notes
+    *("input_source", "input_layout", "output_layout", "opt", "balance_factor", "extra_args"),
+)
 _OPTIMIZATIONS = ("O0", "O1", "O2", "O3", "ddr", "fast", "balance")
 _SOURCES = ("ddr", "resizer", "pyramid")
 _LAYOUTS = ("NCHW", "NHWC", "BPU_RAW")

@@ -16,6 +16,10 @@ from bevquant_hybrid.nn._correlation import plain_sizes
 from bevquant_hybrid.qtensor import as_float
 
 _LARGEST = math.log(1000 / 16)  # largest growth of a side in Detectron and torchvision
+_SETTINGS = (  # attributes of `RcnnPostProcess`, in the order of the operator's arguments
+    *("image_size", "nms_threshold", "box_filter_threshold", "num_classes", "post_nms_top_k"),
+    *("delta_mean", "delta_std"),
+)
 
 
 def of_each_anchor(maps: Tensor, anchors: int) -> Tensor:
@@ -290,10 +294,8 @@ class RcnnPostProcess(nn.Module):
                     f"RcnnPostProcess: {what}={list(four)}: expected four numbers, for dx, dy, dw "
                     "and dh"
                 )
-        self.image_size = image_size
-        self.nms_threshold, self.box_filter_threshold = nms_threshold, box_filter_threshold
-        self.num_classes, self.post_nms_top_k = num_classes, post_nms_top_k
-        self.delta_mean, self.delta_std = list(delta_mean), list(delta_std)
+        given = locals()
+        vars(self).update({name: given[name] for name in _SETTINGS})
 
     def forward(
         self,
@@ -321,13 +323,7 @@ class RcnnPostProcess(nn.Module):
             as_float(scores),
             as_float(deltas),
             None if image_sizes is None else as_float(image_sizes),
-            [int(side) for side in self.image_size],
-            float(self.nms_threshold),
-            float(self.box_filter_threshold),
-            self.num_classes,
-            self.post_nms_top_k,
-            [float(mean) for mean in self.delta_mean],
-            [float(deviation) for deviation in self.delta_std],
+            *(getattr(self, name) for name in _SETTINGS),
         )
 
     def extra_repr(self) -> str:

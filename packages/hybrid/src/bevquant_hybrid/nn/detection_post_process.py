@@ -22,6 +22,11 @@ from bevquant_hybrid.qtensor import as_float
 __all__ = ["DetectionPostProcess", "detect"]
 
 _Found = tuple[Tensor, Tensor, Tensor]  # boxes, scores, classes
+_SETTINGS = (  # attributes of the module, in the order of the operator's arguments
+    *("score_threshold", "regression_scale", "background_class_idx", "size_threshold"),
+    *("image_size", "pre_decode_top_n", "post_decode_top_n", "iou_threshold", "pre_nms_top_n"),
+    *("post_nms_top_n", "nms_on_each_level", "mode"),
+)
 
 
 @operator
@@ -227,25 +232,14 @@ class DetectionPostProcess(nn.Module):
         super().__init__()
         if mode not in ("normal", "yolo"):
             raise ValueError(f"DetectionPostProcess: mode={mode!r}: expected 'normal' or 'yolo'")
-        counts = {
-            **{"pre_decode_top_n": pre_decode_top_n, "post_decode_top_n": post_decode_top_n},
-            **{"pre_nms_top_n": pre_nms_top_n, "post_nms_top_n": post_nms_top_n},
-        }
-        for name, count in counts.items():
-            if count is not None and count < 1:
+        given = locals()
+        for name in (name for name in _SETTINGS if name.endswith("_top_n")):
+            if given[name] is not None and given[name] < 1:
                 raise ValueError(
-                    f"DetectionPostProcess: {name}={count}: expected 1 or more, or None for all"
+                    f"DetectionPostProcess: {name}={given[name]}: expected 1 or more, or None for "
+                    "all"
                 )
-        self.score_threshold = score_threshold
-        self.regression_scale = regression_scale
-        self.background_class_idx = background_class_idx
-        self.size_threshold = size_threshold
-        self.image_size = image_size
-        self.pre_decode_top_n, self.post_decode_top_n = pre_decode_top_n, post_decode_top_n
-        self.iou_threshold = iou_threshold
-        self.pre_nms_top_n, self.post_nms_top_n = pre_nms_top_n, post_nms_top_n
-        self.nms_on_each_level = nms_on_each_level
-        self.mode = mode
+        vars(self).update({name: given[name] for name in _SETTINGS})
 
     def forward(
         self,
@@ -271,24 +265,11 @@ class DetectionPostProcess(nn.Module):
         Raises:
             ValueError: Shapes that do not fit.
         """
-        scale = self.regression_scale
-        found = detect(
-            [as_float(x) for x in boxes],
-            [as_float(x) for x in scores],
-            [as_float(x) for x in regressions],
+        operate: Any = detect
+        found = operate(
+            *([as_float(x) for x in each] for each in (boxes, scores, regressions)),
             None if image_shapes is None else as_float(image_shapes),
-            float(self.score_threshold),
-            None if scale is None else [float(factor) for factor in scale],
-            self.background_class_idx,
-            None if self.size_threshold is None else float(self.size_threshold),
-            None if self.image_size is None else [int(side) for side in self.image_size],
-            self.pre_decode_top_n,
-            self.post_decode_top_n,
-            None if self.iou_threshold is None else float(self.iou_threshold),
-            self.pre_nms_top_n,
-            self.post_nms_top_n,
-            self.nms_on_each_level,
-            self.mode,
+            *(getattr(self, name) for name in _SETTINGS),
         )
         images = len(found) // 3
         return tuple(found[:images]), tuple(found[images:-images]), tuple(found[-images:])

@@ -22,6 +22,15 @@ from bevquant_hybrid.qtensor import QTensor, as_float
 
 __all__ = ["DetectionPostProcessV1", "detect_v1"]
 
+# Attributes of the module, in the order of the operator's arguments before and after image_size.
+_SETTINGS = (
+    ("num_classes", "box_filter_threshold", "class_offsets", "use_clippings"),
+    (
+        *("nms_threshold", "nms_margin", "pre_nms_top_k", "post_nms_top_k", "nms_padding_mode"),
+        "bbox_min_hw",
+    ),
+)
+
 
 @operator
 def detect_v1(
@@ -187,13 +196,10 @@ class DetectionPostProcessV1(nn.Module):
                 f"{name}: class_offsets={list(class_offsets)} and use_clippings={use_clippings}: "
                 "expected one of each for each branch"
             )
-        self.num_classes, self.box_filter_threshold = num_classes, box_filter_threshold
-        self.class_offsets, self.use_clippings = list(class_offsets), clippings
-        self.image_size = image_size
-        self.nms_threshold, self.nms_margin = nms_threshold, nms_margin
-        self.pre_nms_top_k, self.post_nms_top_k = pre_nms_top_k, post_nms_top_k
-        self.nms_padding_mode = nms_padding_mode
-        self.bbox_min_hw = bbox_min_hw
+        given = {**locals(), "use_clippings": [int(clips) for clips in clippings]}
+        vars(self).update(
+            {name: given[name] for name in (*_SETTINGS[0], "image_size", *_SETTINGS[1])}
+        )
 
     def forward(
         self,
@@ -216,26 +222,20 @@ class DetectionPostProcessV1(nn.Module):
         Raises:
             ValueError: Shapes that do not fit, or clipping without an image size.
         """
-        one, each = self.image_size, None
+        one: Any = self.image_size
+        each = None
         if isinstance(image_sizes, Tensor):
             each = as_float(image_sizes)
         elif image_sizes is not None:
             one = image_sizes
-        found = detect_v1(
+        operate: Any = detect_v1
+        found = operate(
             [_in_sixteenths(x) for x in data],
             [as_float(x) for x in anchors],
             each,
-            self.num_classes,
-            float(self.box_filter_threshold),
-            self.class_offsets,
-            [int(clips) for clips in self.use_clippings],
-            None if one is None else [int(side) for side in one],
-            float(self.nms_threshold),
-            float(self.nms_margin),
-            self.pre_nms_top_k,
-            self.post_nms_top_k,
-            self.nms_padding_mode,
-            [float(side) for side in self.bbox_min_hw],
+            *(getattr(self, name) for name in _SETTINGS[0]),
+            one,
+            *(getattr(self, name) for name in _SETTINGS[1]),
         )
         return list(zip(found[::3], found[1::3], found[2::3], strict=True))
 

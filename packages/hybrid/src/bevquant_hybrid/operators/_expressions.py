@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from types import MappingProxyType
-from typing import Any
+from types import CodeType, MappingProxyType
 
 Scalar = int | float | str | bool | None
 Value = Scalar | tuple[Scalar, ...]
@@ -63,22 +61,6 @@ class OperatorCall:
 
 
 BYTES = {"qint8": 1, "qint16": 2, "qint32": 4, "qbool": 1, "float32": 4, "constant": 4}
-
-_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.In: lambda value, choices: value in choices,
-}
 
 
 def _first(call: OperatorCall) -> tuple[int, ...]:
@@ -211,6 +193,13 @@ QUANTITIES: dict[str, Callable[[OperatorCall], Value]] = {
 }
 
 
+_ALLOWED = (
+    *(ast.Expression, ast.Compare, ast.Name, ast.Load, ast.Constant, ast.Set, ast.BinOp),
+    *(ast.Add, ast.Sub, ast.Mult, ast.Div),
+    *(ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq, ast.In),
+)
+
+
 @dataclass(frozen=True)
 class Expression:
     """A parsed comparison.
@@ -224,24 +213,23 @@ class Expression:
 
     text: str
     names: tuple[str, ...]
-    _tree: ast.Compare
+    _code: CodeType
 
     @classmethod
     def parse(cls, text: str) -> Expression:
         """Parse ``text``; a ``ValueError`` names what the language does not have."""
         try:
-            tree = ast.parse(text, mode="eval").body
+            tree = ast.parse(text, mode="eval")
         except SyntaxError as error:
             raise ValueError(f"limit {text!r} is no expression: {error.msg}") from error
-        if not isinstance(tree, ast.Compare):
+        if not isinstance(tree.body, ast.Compare):
             raise ValueError(f"limit {text!r} is no comparison, such as 'kernel_size <= 7'")
-        names: dict[str, None] = {}
-        for comparison in tree.ops:
-            if type(comparison) not in _COMPARISONS:
-                raise ValueError(f"limit {text!r}: {type(comparison).__name__} is not allowed")
-        for term in (tree.left, *tree.comparators):
-            _check(term, text, names)
-        return cls(text, tuple(names), tree)
+        for node in ast.walk(tree):
+            if not isinstance(node, _ALLOWED):
+                kind = ast.unparse(node) if isinstance(node, ast.expr) else type(node).__name__
+                raise ValueError(f"limit {text!r}: {kind} is not allowed")
+        code = compile(tree, text, "eval")
+        return cls(text, code.co_names, code)
 
     def holds_for_all(self, quantities: Mapping[str, Value]) -> bool:
         """Whether the comparison is true of every number of every quantity."""
@@ -252,54 +240,18 @@ class Expression:
         return any(self._outcomes(quantities))
 
     def _outcomes(self, quantities: Mapping[str, Value]) -> list[bool]:
-        left = _evaluate(self._tree.left, quantities)
-        outcomes: list[bool] = []
-        for comparison, term in zip(self._tree.ops, self._tree.comparators, strict=True):
-            right = _evaluate(term, quantities)
-            outcomes += _pairwise(_COMPARISONS[type(comparison)], left, right, self.text)
-            left = right
+        """For each number of a quantity with its partner of others; one number fits all."""
+        given = {name: quantities[name] for name in self.names}
+        several = [value for value in given.values() if isinstance(value, tuple)]
+        counts = {len(value) for value in several} or {1}
+        if len(counts) > 1:
+            raise ValueError(f"{self.text!r}: {' and '.join(map(str, several))} differ in length")
+        outcomes = []
+        for i in range(*counts):
+            each = {n: v[i] if isinstance(v, tuple) else v for n, v in given.items()}
+            try:
+                outcomes.append(bool(eval(self._code, {"__builtins__": {}}, each)))
+            except TypeError as error:
+                values = " and ".join(map(repr, (*each.values(), *self._code.co_consts)))
+                raise ValueError(f"{self.text!r}: cannot be computed of {values}") from error
         return outcomes
-
-
-def _check(term: ast.expr, text: str, names: dict[str, None]) -> None:
-    if isinstance(term, ast.Name):
-        names[term.id] = None
-    elif isinstance(term, ast.BinOp) and type(term.op) in _ARITHMETIC:
-        _check(term.left, text, names)
-        _check(term.right, text, names)
-    elif isinstance(term, ast.Set) and all(isinstance(e, ast.Constant) for e in term.elts):
-        return
-    elif not isinstance(term, ast.Constant):
-        raise ValueError(f"limit {text!r}: {ast.unparse(term)!r} is not allowed")
-
-
-def _evaluate(term: ast.expr, quantities: Mapping[str, Value]) -> Any:
-    if isinstance(term, ast.Name):
-        return quantities[term.id]
-    if isinstance(term, ast.Constant):
-        return term.value
-    if isinstance(term, ast.Set):
-        return frozenset(e.value for e in term.elts if isinstance(e, ast.Constant))
-    if isinstance(term, ast.BinOp):
-        left, right = (_evaluate(side, quantities) for side in (term.left, term.right))
-        values = _pairwise(_ARITHMETIC[type(term.op)], left, right, ast.unparse(term))
-        return tuple(values) if isinstance(left, tuple) or isinstance(right, tuple) else values[0]
-    raise TypeError(f"cannot evaluate {ast.dump(term)}")  # parse() lets nothing else in
-
-
-def _pairwise(function: Callable[[Any, Any], Any], left: Any, right: Any, text: str) -> list[Any]:
-    """``function`` of each number of ``left`` with its partner of ``right``; one fits all."""
-    if isinstance(left, tuple) and isinstance(right, tuple):
-        if len(left) != len(right):
-            raise ValueError(f"{text!r}: {left} and {right} differ in length")
-        pairs = list(zip(left, right, strict=True))
-    elif isinstance(left, tuple):
-        pairs = [(value, right) for value in left]
-    elif isinstance(right, tuple):
-        pairs = [(left, value) for value in right]
-    else:
-        pairs = [(left, right)]
-    try:
-        return [function(*pair) for pair in pairs]
-    except TypeError as error:
-        raise ValueError(f"{text!r}: cannot be computed of {left!r} and {right!r}") from error

@@ -11,6 +11,7 @@ from torch import nn
 
 from bevquant_hybrid._version import __version__
 from bevquant_hybrid.compilation._arguments import (
+    OPTIONS,
     bpu_calls,
     check_options,
     check_path,
@@ -94,15 +95,8 @@ def compile_model(
 binary for a BPU, and no chip runs it
         0
     """
-    options = {
-        "input_source": input_source,
-        "input_layout": input_layout,
-        "output_layout": output_layout,
-        "opt": opt,
-        "balance_factor": balance_factor,
-        "jobs": jobs,
-        "extra_args": extra_args,
-    }
+    given = locals()
+    options = {name: given[name] for name in (*OPTIONS, "jobs")}
     path = check_path(hbm, "compile_model")
     _written("compile_model", module, example_inputs, path, march, name, options)
     return 0

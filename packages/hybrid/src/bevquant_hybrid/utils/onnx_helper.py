@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
 import torch
@@ -26,6 +26,10 @@ from bevquant_quantizers.documents import write_whole
 __all__ = ["export_quantized_onnx", "export_to_onnx"]
 
 _OPSETS = (11, 13)
+_OPTIONS = (  # handed on to torch's exporter
+    *("export_params", "verbose", "training", "input_names", "output_names", "opset_version"),
+    *("do_constant_folding", "dynamic_axes", "keep_initializers_as_inputs", "custom_opsets"),
+)
 
 
 def export_to_onnx(
@@ -80,30 +84,17 @@ def export_to_onnx(
         ValueError: Another opset, a converted model, a 16-bit tensor, or, with standard operators
             alone, detection post-processing or `point_pillars_preprocess`.
     """
+    given = locals()
     onnx = _onnx()
     if opset_version not in _OPSETS:
         raise ValueError(f"export_to_onnx: opset_version={opset_version}: expected 11 or 13")
     _refuse_converted(model)
     with unobserved(model), _own_operators_named(model):
-        proto = _exported(
-            model,
-            args,
-            export_params=export_params,
-            verbose=verbose,
-            training=training,
-            input_names=input_names,
-            output_names=output_names,
-            operator_export_type=operator_export_type or OperatorExportTypes.ONNX,
-            opset_version=opset_version,
-            do_constant_folding=do_constant_folding,
-            dynamic_axes=dynamic_axes,
-            keep_initializers_as_inputs=bool(keep_initializers_as_inputs),
-            custom_opsets=custom_opsets,
-        )
+        kind = operator_export_type or OperatorExportTypes.ONNX
+        proto = _exported(given, operator_export_type=kind)
     _join_equal_weights(proto.graph)
     forced = take_marks_out(proto)
-    for place, node in enumerate(proto.graph.node):
-        node.name = f"{node.op_type}_{place}"
+    _name_nodes(proto.graph)
     if enable_onnx_checker:
         onnx.checker.check_model(proto)
     _write(proto.SerializeToString(), f)
@@ -154,40 +145,36 @@ def export_quantized_onnx(
         ImportError: onnx is not installed.
         ValueError: The model is not converted.
     """
+    given = locals()
     if not any(isinstance(module, FixedPoint) for module in model.modules()):
         raise ValueError(
             "export_quantized_onnx: no module of the model computes in integers; convert it first, "
             "or write it with export_to_onnx"
         )
-    proto = _exported(
-        model,
-        args,
-        export_params=export_params,
-        verbose=verbose,
-        training=training,
-        input_names=input_names,
-        output_names=output_names,
-        operator_export_type=OperatorExportTypes.ONNX_FALLTHROUGH,
-        opset_version=opset_version or _OPSETS[-1],
-        do_constant_folding=do_constant_folding,
-        dynamic_axes=dynamic_axes,
-        keep_initializers_as_inputs=bool(keep_initializers_as_inputs),
-        custom_opsets=custom_opsets,
-    )
-    for place, node in enumerate(proto.graph.node):
-        node.name = f"{node.op_type}_{place}"
+    kind = OperatorExportTypes.ONNX_FALLTHROUGH
+    opset = opset_version or _OPSETS[-1]
+    proto = _exported(given, operator_export_type=kind, opset_version=opset)
+    _name_nodes(proto.graph)
     _write(proto.SerializeToString(), f)
 
 
-def _exported(model: nn.Module, args: Any, **options: Any) -> Any:
-    """Torch's export as an onnx model."""
+def _exported(given: Mapping[str, Any], **settings: Any) -> Any:
+    """Torch's export as an onnx model, with the arguments of an export function."""
     onnx = _onnx()
     buffer: Any = io.BytesIO()
+    options = {name: given[name] for name in _OPTIONS} | settings
+    options["keep_initializers_as_inputs"] = bool(options["keep_initializers_as_inputs"])
     with warnings.catch_warnings():
         # The exporter's deprecation, branches on settings, unknown operators.
         warnings.simplefilter("ignore")
-        torch.onnx.export(model, _positional(args), buffer, dynamo=False, **options)
+        args = _positional(given["args"])
+        torch.onnx.export(given["model"], args, buffer, dynamo=False, **options)
     return onnx.load_from_string(buffer.getvalue())
+
+
+def _name_nodes(graph: Any) -> None:
+    for place, node in enumerate(graph.node):
+        node.name = f"{node.op_type}_{place}"
 
 
 def _positional(args: Any) -> tuple[Any, ...]:

@@ -1,13 +1,20 @@
-"""Nodes and their positions: layers, order within layers, distances."""
+"""Layout of a graph: layers, order within layers, places along them, columns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
+from math import inf
+from statistics import fmean
 
-_PLACES = ("BPU", "CPU", "")
-_BOUNDARIES = ("quantize", "dequantize", "")
+_ASPECT = 1.25  # width over height that a screen shows well
+_MOST_CUT = 3  # edges that one break between columns may cut
+_CUT = 0.15  # badness of one more
+_SWEEPS = 12
+_PULLS = 17  # odd, so that the last one goes down
+
+Pairs = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -38,12 +45,13 @@ class DrawnNode:
         """Refuse unknown places and boundaries."""
         if not self.name:
             raise ValueError("a node without a name cannot be drawn")
-        if self.place not in _PLACES:
-            raise ValueError(f"{self.name}: place {self.place!r}; expected one of {_PLACES}")
-        if self.boundary not in _BOUNDARIES:
-            raise ValueError(
-                f"{self.name}: boundary {self.boundary!r}; expected one of {_BOUNDARIES}"
-            )
+        for what, known in (
+            ("place", ("BPU", "CPU", "")),
+            ("boundary", ("quantize", "dequantize", "")),
+        ):
+            found = getattr(self, what)
+            if found not in known:
+                raise ValueError(f"{self.name}: {what} {found!r}; expected one of {known}")
 
 
 def in_order(nodes: Sequence[DrawnNode]) -> list[DrawnNode]:
@@ -52,37 +60,27 @@ def in_order(nodes: Sequence[DrawnNode]) -> list[DrawnNode]:
     Raises:
         ValueError: If a name occurs twice, an input is not a node, or the graph has a cycle.
     """
-    by_name: dict[str, DrawnNode] = {}
+    names: set[str] = set()
     for node in nodes:
-        if node.name in by_name:
+        if node.name in names:
             raise ValueError(f"two nodes are called {node.name!r}; names must be unique")
-        by_name[node.name] = node
+        names.add(node.name)
     for node in nodes:
         for source in node.inputs:
-            if source not in by_name:
+            if source not in names:
                 raise ValueError(f"{node.name} reads {source!r}, which is no node of the picture")
-    ordered: list[DrawnNode] = []
-    done: set[str] = set()
+    ordered: dict[str, DrawnNode] = {}
     waiting = list(nodes)
     while waiting:
-        ready = [node for node in waiting if done.issuperset(node.inputs)]
-        if not ready:
-            names = ", ".join(node.name for node in waiting[:5])
-            raise ValueError(f"nodes read one another in a circle: {names}")
         for node in waiting:
-            if done.issuperset(node.inputs):
-                ordered.append(node)
-                done.add(node.name)
-        waiting = [node for node in waiting if node.name not in done]
-    return ordered
-
-
-_SWEEPS = 12
-
-_ASPECT = 1.25  # width over height that a screen shows well
-_MOST_CROSSING = 3  # edges that one break may cut
-_CUT = 0.15  # how bad it is to cut one more
-_PULLS = 17  # odd, so that the last one goes down
+            if all(source in ordered for source in node.inputs):
+                ordered[node.name] = node
+        left = [node for node in waiting if node.name not in ordered]
+        if len(left) == len(waiting):
+            circle = ", ".join(node.name for node in waiting[:5])
+            raise ValueError(f"nodes read one another in a circle: {circle}")
+        waiting = left
+    return list(ordered.values())
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class Layering:
 
     layers: list[list[str]]
     edges: dict[tuple[str, str], list[str]]
-    neighbours: list[list[tuple[str, str]]]
+    neighbours: list[Pairs]
 
 
 def layer_nodes(nodes: Sequence[DrawnNode]) -> Layering:
@@ -113,7 +111,7 @@ def layer_nodes(nodes: Sequence[DrawnNode]) -> Layering:
     for node in nodes:
         layers[depth[node.name]].append(node.name)
     edges: dict[tuple[str, str], list[str]] = {}
-    neighbours: list[list[tuple[str, str]]] = [[] for _ in range(max(0, count - 1))]
+    neighbours: list[Pairs] = [[] for _ in range(max(0, count - 1))]
     for node in nodes:
         for source in dict.fromkeys(node.inputs):
             first, last = depth[source], depth[node.name]
@@ -139,88 +137,73 @@ def _depths(nodes: Sequence[DrawnNode]) -> dict[str, int]:
     return depth
 
 
-def count_crossings(
-    layers: Sequence[Sequence[str]], neighbours: Sequence[list[tuple[str, str]]]
-) -> int:
-    """How many pairs of edges cross between neighbouring layers."""
-    crossings = 0
-    for level, pairs in enumerate(neighbours):
-        upper = {name: i for i, name in enumerate(layers[level])}
-        lower = {name: i for i, name in enumerate(layers[level + 1])}
-        ends = sorted((upper[a], lower[b]) for a, b in pairs)
-        crossings += sum(
-            ends[i][0] < ends[j][0] and ends[i][1] > ends[j][1]
-            for i in range(len(ends))
-            for j in range(i + 1, len(ends))
-        )
-    return crossings
+def _levels(count: int, sweep: int) -> Iterator[tuple[int, int]]:
+    """Each layer and the one that it is moved towards: down in even sweeps, up in odd ones."""
+    if sweep % 2:
+        return ((level, level + 1) for level in range(count - 2, -1, -1))
+    return ((level, level - 1) for level in range(1, count))
 
 
-def _order(layers: list[list[str]], neighbours: Sequence[list[tuple[str, str]]]) -> list[list[str]]:
+def _ties(neighbours: Sequence[Pairs], level: int, fixed: int) -> dict[str, list[str]]:
+    """Names of a layer, with their neighbours in the layer above or below."""
+    found: dict[str, list[str]] = {}
+    for pair in neighbours[min(level, fixed)]:
+        mine, other = pair if level < fixed else pair[::-1]
+        found.setdefault(mine, []).append(other)
+    return found
+
+
+def _order(layers: list[list[str]], neighbours: Sequence[Pairs]) -> list[list[str]]:
     """The best of several sweeps, which order each layer by the mean place of its neighbours."""
-    best, least = layers, count_crossings(layers, neighbours)
+    best, least = layers, _crossings(layers, neighbours)
     current = [list(layer) for layer in layers]
-    for sweep in range(_SWEEPS):
-        if not least:
-            break
-        down = sweep % 2 == 0
-        levels = range(1, len(layers)) if down else range(len(layers) - 2, -1, -1)
-        for level in levels:
-            fixed = current[level - 1 if down else level + 1]
-            place = {name: i for i, name in enumerate(fixed)}
-            ties: dict[str, list[int]] = {}
-            for upper, lower in neighbours[level - 1 if down else level]:
-                mine, other = (lower, upper) if down else (upper, lower)
-                ties.setdefault(mine, []).append(place[other])
-            current[level] = _by_barycentre(current[level], ties)
-        crossings = count_crossings(current, neighbours)
+    for sweep in range(_SWEEPS if least else 0):
+        for level, fixed in _levels(len(layers), sweep):
+            place = {name: i for i, name in enumerate(current[fixed])}
+            ties = _ties(neighbours, level, fixed)
+            means = {name: fmean(place[other] for other in ties[name]) for name in ties}
+            moving = iter(sorted((n for n in current[level] if n in means), key=means.__getitem__))
+            current[level] = [next(moving) if n in means else n for n in current[level]]
+        crossings = _crossings(current, neighbours)
         if crossings < least:
             best, least = [list(layer) for layer in current], crossings
     return best
 
 
-def _by_barycentre(layer: list[str], ties: Mapping[str, list[int]]) -> list[str]:
-    """Sort names with neighbours by their mean place; others keep their place."""
-    means = {name: sum(places) / len(places) for name, places in ties.items()}
-    moving = iter(sorted((n for n in layer if n in means), key=lambda n: means[n]))
-    return [next(moving) if name in means else name for name in layer]
+def _crossings(layers: Sequence[Sequence[str]], neighbours: Sequence[Pairs]) -> int:
+    """How many pairs of edges cross between neighbouring layers."""
+    total = 0
+    for two, pairs in zip(pairwise(layers), neighbours, strict=True):
+        upper, lower = ({name: i for i, name in enumerate(layer)} for layer in two)
+        ends = sorted((upper[a], lower[b]) for a, b in pairs)
+        total += sum(a[0] < b[0] and a[1] > b[1] for a, b in combinations(ends, 2))
+    return total
 
 
 def break_columns(
-    cut_edges: Sequence[int],
-    width_of: Callable[[range], float],
-    pitch: float,
-    *,
-    gutter: float,
+    cut_edges: Sequence[int], width_of: Callable[[range], float], pitch: float, *, gutter: float
 ) -> list[range]:
-    """Choose the layers of each column.
+    """Choose the layers of each column, top to bottom.
 
     Args:
         cut_edges: How many edges run between layer i and i + 1: what a break there would cut.
         width_of: The width that a run of layers takes.
         pitch: Height of a layer.
         gutter: Room between columns.
-
-    Returns:
-        The layers of each column, top to bottom.
     """
-    best, least = [], float("inf")
+    best: list[range] = []
+    least = inf
     for columns in range(1, 9):
         parts = _split(cut_edges, columns)
         if parts is None:
             break
         width = sum(width_of(part) + gutter for part in parts) - gutter
-        badness = _badness(width, max(len(part) for part in parts) * pitch)
+        ratio = width / (max(map(len, parts)) * pitch) / _ASPECT
+        badness = max(ratio, 1 / ratio)  # twice as tall is as bad as twice as wide
         badness += _CUT * sum(cut_edges[part.start - 1] - 1 for part in parts[1:])
         if badness < least:
             best, least = parts, badness
     return best
-
-
-def _badness(width: float, height: float) -> float:
-    """0 at the wanted shape; twice as tall is as bad as twice as wide."""
-    ratio = width / height / _ASPECT
-    return max(ratio, 1 / ratio) - 1
 
 
 def _split(cut_edges: Sequence[int], columns: int) -> list[range] | None:
@@ -228,24 +211,18 @@ def _split(cut_edges: Sequence[int], columns: int) -> list[range] | None:
     count = len(cut_edges) + 1
     if columns > 1 and count < 6 * columns:
         return None
-    breaks = []
+    ends = [0]
     for column in range(1, columns):
         ideal = round(count * column / columns)
         near = range(ideal - 3, ideal + 4)
-        best = min(near, key=lambda i: (cut_edges[i - 1], abs(i - ideal)))
-        if cut_edges[best - 1] > _MOST_CROSSING:
-            return None
-        breaks.append(best)
-    ends = [0, *breaks, count]
-    return [range(a, b) for a, b in pairwise(ends)]
+        ends.append(min(near, key=lambda i: (cut_edges[i - 1], abs(i - ideal))))
+    if any(cut_edges[end - 1] > _MOST_CUT for end in ends[1:]):
+        return None
+    return [range(a, b) for a, b in pairwise([*ends, count])]
 
 
 def place_layers(
-    layers: Sequence[Sequence[str]],
-    neighbours: Sequence[Sequence[tuple[str, str]]],
-    widths: Mapping[str, float],
-    weights: Mapping[str, float],
-    gap: float,
+    layering: Layering, widths: Mapping[str, float], weights: Mapping[str, float], gap: float
 ) -> dict[str, float]:
     """Centres of all nodes.
 
@@ -254,33 +231,24 @@ def place_layers(
     shortcuts bend around it.
 
     Args:
-        layers: Names in each layer, from left to right.
-        neighbours: Edges between each layer and the next.
+        layering: The layers.
         widths: Of every name.
         weights: Of every name, above zero.
         gap: Between two names of a layer.
     """
     centres: dict[str, float] = {}
-    for layer in layers:
-        left = 0.0
-        for name in layer:
-            centres[name] = left + widths[name] / 2
-            left += widths[name] + gap
+
+    def place(layer: Sequence[str], wanted: Sequence[float]) -> None:
+        own = [[of[name] for name in layer] for of in (widths, weights)]
+        centres.update(zip(layer, place_layer(wanted, own[0], gap, weights=own[1]), strict=True))
+
+    for layer in layering.layers:
+        place(layer, [0.0] * len(layer))
     for sweep in range(_PULLS):
-        down = sweep % 2 == 0
-        levels = range(1, len(layers)) if down else range(len(layers) - 2, -1, -1)
-        for level in levels:
-            ties: dict[str, list[tuple[float, float]]] = {name: [] for name in layers[level]}
-            for upper, lower in neighbours[level - 1 if down else level]:
-                mine, other = (lower, upper) if down else (upper, lower)
-                ties[mine].append((centres[other], weights[other]))
-            placed = place_layer(
-                [_middle(ties[name] or [(centres[name], 1.0)]) for name in layers[level]],
-                [widths[name] for name in layers[level]],
-                gap,
-                weights=[weights[name] for name in layers[level]],
-            )
-            centres.update(zip(layers[level], placed, strict=True))
+        for level, fixed in _levels(len(layering.layers), sweep):
+            ties, layer = _ties(layering.neighbours, level, fixed), layering.layers[level]
+            pulls = [[(centres[o], weights[o]) for o in ties.get(n, (n,))] for n in layer]
+            place(layer, [_middle(of) for of in pulls])
     return centres
 
 
@@ -289,10 +257,10 @@ def _middle(pulls: Sequence[tuple[float, float]]) -> float:
     ordered = sorted(pulls)
     half = sum(weight for _, weight in ordered) / 2
     seen = 0.0
-    for i, (place, weight) in enumerate(ordered):
+    for (place, weight), (after, _) in pairwise([*ordered, ordered[-1]]):
         seen += weight
-        if i + 1 < len(ordered) and abs(seen - half) < 1e-6 * half:
-            return (place + ordered[i + 1][0]) / 2
+        if abs(seen - half) < 1e-6 * half:
+            return (place + after) / 2
         if seen > half:
             return place
     return ordered[-1][0]
@@ -331,53 +299,34 @@ def place_layer(
 
 def straighten(
     centres: dict[str, float],
-    layers: Sequence[Sequence[str]],
+    layering: Layering,
     passing: Iterable[Sequence[str]],
     widths: Mapping[str, float],
     gap: float,
 ) -> None:
-    """Move the places that long edges pass through so that each edge bends as seldom as it can.
+    """Put the places that a long edge passes through on one line, where there is room for it.
 
     Args:
         centres: Of all names; those of ``passing`` are changed.
-        layers: Names in each layer, from left to right.
+        layering: The layers.
         passing: For each long edge the names it passes through, from top to bottom.
         widths: Of every name.
         gap: To the next name of the layer.
     """
-    beside: dict[str, tuple[str | None, str | None]] = {}
-    for layer in layers:
-        for i, name in enumerate(layer):
-            left = layer[i - 1] if i else None
-            beside[name] = (left, layer[i + 1] if i + 1 < len(layer) else None)
+    beside = {
+        name: (left, right)
+        for layer in layering.layers
+        for left, name, right in zip(["", *layer], layer, [*layer[1:], ""], strict=False)
+    }
     for names in passing:
-        run: list[str] = []
-        low, high = float("-inf"), float("inf")
+        low, high = -inf, inf
         for name in names:
-            least, most = _room(name, beside, centres, widths, gap)
-            if run and max(low, least) > min(high, most):
-                _align(centres, run, low, high)
-                run, low, high = [], float("-inf"), float("inf")
-            run.append(name)
-            low, high = max(low, least), min(high, most)
-        _align(centres, run, low, high)
-
-
-def _room(
-    name: str,
-    beside: Mapping[str, tuple[str | None, str | None]],
-    centres: Mapping[str, float],
-    widths: Mapping[str, float],
-    gap: float,
-) -> tuple[float, float]:
-    """How far left and right ``name`` may go; where it stands is always within."""
-    left, right = beside[name]
-    own, half = centres[name], widths[name] / 2
-    least = centres[left] + widths[left] / 2 + gap + half if left else float("-inf")
-    most = centres[right] - widths[right] / 2 - gap - half if right else float("inf")
-    return min(least, own), max(most, own)
-
-
-def _align(centres: dict[str, float], run: Sequence[str], low: float, high: float) -> None:
-    mean = sum(centres[name] for name in run) / len(run)
-    centres.update(dict.fromkeys(run, min(max(mean, low), high)))
+            (left, right), own = beside[name], centres[name]
+            half = widths[name] / 2 + gap
+            if left:
+                low = max(low, min(own, centres[left] + widths[left] / 2 + half))
+            if right:
+                high = min(high, max(own, centres[right] - widths[right] / 2 - half))
+        if low <= high:
+            mean = fmean(centres[name] for name in names)
+            centres.update(dict.fromkeys(names, min(max(mean, low), high)))

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from bevquant_hybrid.compilation import (
+    OPTIONS,
     bpu_calls,
     check_options,
     forward_arguments,
@@ -275,21 +276,14 @@ def perf_model(
         >>> result["summary"]["BPU OPs per run (effective)"]
         1769472
     """
+    given = locals()
+    asked = {name: given[name] for name in OPTIONS}
     caller = "perf_model"
     require_module(caller, module)
     target = march_of(march, caller)
     arguments = forward_arguments(example_inputs, caller)
-    options = check_options(
-        caller,
-        sum(1 for _ in tensors_in(arguments)),
-        input_source=input_source,
-        input_layout=input_layout,
-        output_layout=output_layout,
-        opt=opt,
-        balance_factor=balance_factor,
-        jobs=jobs,
-        extra_args=extra_args,
-    )
+    count = sum(1 for _ in tensors_in(arguments))
+    options = check_options(caller, count, jobs=jobs, **asked)
     called = model_name(caller, module, name)
     calls = bpu_calls(caller, module, arguments)
     result = estimate_performance(calls, target, name=called, layer_details=layer_details)
@@ -302,19 +296,7 @@ def perf_model(
     text = json.dumps(result, indent=2, ensure_ascii=False) + "\n"
     write_whole(folder / f"{called}.json", text)
     if hbm is not None:
-        compile_model(
-            module,
-            example_inputs,
-            hbm,
-            target,
-            called,
-            input_source,
-            input_layout,
-            output_layout,
-            opt,
-            balance_factor,
-            extra_args=extra_args,
-        )
+        compile_model(module, example_inputs, hbm, target, called, **asked)
     if layer_details:
         print(render_layers(layers))
     print(f"FPS={summary['FPS']}, latency = {summary['latency (us)']} us   (see {page})")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -13,17 +12,17 @@ from bevquant_hybrid.march import require_march
 from bevquant_hybrid.partition.trials import NoScaleError, Trials, measured_form, rounding_off
 from bevquant_hybrid_tools.performance import ChipFigures
 from bevquant_hybrid_tools.suggestion._suggestion import (
-    Cost,
+    CpuMove,
+    CpuSuggestion,
     Forward,
-    Measure,
+    Measured,
     Metric,
+    Metrics,
     call_model,
     estimate_cost,
     output_sqnr,
     positional,
 )
-
-from ._suggestion import CpuMove, CpuSuggestion
 
 
 def suggest_cpu(
@@ -109,7 +108,8 @@ def suggest_cpu(
         (1, True)
     """
     least = (0.1 if metric is None else 0.0) if min_gain is None else float(min_gain)
-    limits = Limits(_above_zero("budget", budget), _above_zero("layers", layers), least)
+    _expect_above_zero("budget", budget)
+    _expect_above_zero("layers", layers)
     if budget is None and layers is None:
         raise ValueError(
             "suggest_cpu: give a budget: milliseconds (budget=0.5), a number of layers (layers=3), "
@@ -129,182 +129,141 @@ def suggest_cpu(
     listed = list(batches)
     if not listed:
         raise ValueError("suggest_cpu: there are no batches; pass at least one, as for calibration")
-    arguments = first_arguments(given, listed[0], forward, example_inputs)
+    arguments = _first_arguments(given, listed[0], forward, example_inputs)
     with rounding_off(given):
-        measure = Measure(given, listed, forward, metric or output_sqnr)
-    search = Search(trials, kept, measure, arguments, march, figures, limits)
+        metric_of = Metrics(given, listed, forward, metric or output_sqnr)
+
+    def measure(placed: fx.GraphModule, what: str) -> Measured:
+        cost = estimate_cost(placed, arguments, march, figures)
+        return Measured(metric_of(placed, what), *cost)
+
+    rows, start = _Search(trials, kept, measure, budget, layers, least).run()
     name = "SQNR (dB)" if metric is None else getattr(metric, "__name__", type(metric).__name__)
-    rows, start = search.run()
-    return CpuSuggestion(
-        *(march, name, measure.of(given, "the model as given"), start.metric),
-        *(start.cost.milliseconds, kept, rows),
-    )
+    as_given = metric_of(given, "the model as given")
+    return CpuSuggestion(march, name, as_given, start.metric, start.milliseconds, kept, rows)
 
 
-def _above_zero(name: str, value: Any) -> Any:
+def _expect_above_zero(name: str, value: Any) -> None:
     if value is None:
-        return None
+        return
     good = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
     if not good or math.isnan(value) or (name == "layers" and value != int(value)):
         expected = "a whole number of layers" if name == "layers" else "milliseconds"
         raise ValueError(f"suggest_cpu: {name}={value!r}; expected {expected} above 0")
-    return value
 
 
-Names = tuple[str, ...]
+_Names = tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Limits:
-    """When to stop.
-
-    Attributes:
-        milliseconds: That all moves may add; None for any.
-        layers: That may move; None for any.
-        min_gain: That a move must exceed.
-    """
-
-    milliseconds: float | None
-    layers: int | None
-    min_gain: float
-
-    def allow(self, layers: int, milliseconds: float) -> bool:
-        """Whether so many layers may move, adding so much time."""
-        few = self.layers is None or layers <= self.layers
-        return few and (self.milliseconds is None or milliseconds <= self.milliseconds)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """How well a placement computes, and what it costs."""
-
-    metric: float
-    cost: Cost
-
-
-class Search:
+class _Search:
     """Greedy search over moves to the CPU.
 
     Args:
         trials: Builds the models.
         kept: Names that are on the CPU whatever happens.
-        measure: The metric.
-        arguments: Of a run whose time is estimated.
-        march: Of the board.
-        figures: Of another chip; None for the march's.
-        limits: When to stop.
+        measure: The metric and the cost of a model, which its second argument names in errors.
+        budget: Milliseconds that all moves may add; None for any.
+        layers: How many layers may move; None for any.
+        min_gain: Gain that a move must exceed.
     """
 
     def __init__(
         self,
         trials: Trials,
-        kept: Names,
-        measure: Measure,
-        arguments: tuple[Any, ...],
-        march: str,
-        figures: ChipFigures | None,
-        limits: Limits,
+        kept: _Names,
+        measure: Callable[[fx.GraphModule, str], Measured],
+        budget: float | None,
+        layers: int | None,
+        min_gain: float,
     ) -> None:
         self._trials, self._kept, self._measure = trials, kept, measure
-        self._arguments, self._march, self._figures = arguments, march, figures
-        self._limits = limits
+        self._budget, self._layers, self._min_gain = budget, layers, min_gain
         self._known: dict[frozenset[str], Measured | None] = {}
 
     def run(self) -> tuple[tuple[CpuMove, ...], Measured]:
         """The rows, and the model before any move."""
-        start = now = self._measured(self._trials.build(self._kept).model, "the hybrid model")
-        picked: Names = ()
+        model = self._trials.build(self._kept).model
+        start = now = self._measure(model, "the hybrid model")
+        picked: _Names = ()
         rows: list[CpuMove] = []
         while True:
             moves = self._trials.build((*self._kept, *picked)).moves()
             found = [(names, self._of((*picked, *names))) for names in moves]
             behind = {names: there for names, there in found if there}
-            gaining = [n for n in behind if behind[n].metric - now.metric > self._limits.min_gain]
-            fitting = [n for n in gaining if self._fits(start, picked, n, behind[n])]
+            gains = {names: there.metric - now.metric for names, there in behind.items()}
+            gaining = [names for names in gains if gains[names] > self._min_gain]
+            fitting = [n for n in gaining if not self._beyond(start, picked, n, behind[n])]
             if not fitting:
-                return (*rows, *self._stay(start, now, picked, behind)), start
+                return (*rows, *self._staying(start, picked, behind, gains)), start
             # max takes the first of equals: the graph's order decides.
-            best = max(fitting, key=lambda n: _rank(now, behind[n]))
-            rows.append(self._row(start, now, best, behind, len(gaining)))
-            now, picked = behind[best], (*picked, *best)
+            best = max(fitting, key=lambda names: _rank(gains[names], now, behind[names]))
+            reason = f"gains {gains[best]:.2f}, most per ms of {len(gaining)}"
+            if len(best) > 1:
+                alone = [f"{name} {gains[name,]:+.2f}" for name in best if (name,) in gains]
+                reason += (
+                    f"; the value between is a float then (alone {', '.join(alone) or 'none'})"
+                )
+            there, single = behind[best], self._of(best)
+            gain = gains[best] if single is None else single.metric - start.metric
+            rows.append(_move(best, gain, there.metric, now, there, reason))
+            now, picked = there, (*picked, *best)
 
-    def _of(self, moved: Names) -> Measured | None:
+    def _of(self, moved: _Names) -> Measured | None:
         """Measure a placement once; None where a value has no range."""
         key = frozenset(moved)
         if key not in self._known:
             try:
-                trial = self._trials.build((*self._kept, *moved))
+                model = self._trials.build((*self._kept, *moved)).model
             except NoScaleError:
                 self._known[key] = None
-                return None
-            what = f"the model with {', '.join(moved)} on the CPU"
-            self._known[key] = self._measured(trial.model, what)
+            else:
+                what = f"the model with {', '.join(moved)} on the CPU"
+                self._known[key] = self._measure(model, what)
         return self._known[key]
 
-    def _measured(self, model: fx.GraphModule, what: str) -> Measured:
-        metric = self._measure.of(model, what)
-        return Measured(metric, estimate_cost(model, self._arguments, self._march, self._figures))
+    def _beyond(self, start: Measured, picked: _Names, names: _Names, there: Measured) -> str:
+        """The limit that a move would exceed, if any."""
+        if self._layers is not None and len(picked) + len(names) > self._layers:
+            return f"no more than {self._layers} layers may move"
+        if self._budget is not None and there.milliseconds - start.milliseconds > self._budget:
+            return f"adds more than {self._budget:g} ms"
+        return ""
 
-    def _fits(self, start: Measured, picked: Names, names: Names, there: Measured) -> bool:
-        added = there.cost.milliseconds - start.cost.milliseconds
-        return self._limits.allow(len(picked) + len(names), added)
-
-    def _row(
+    def _staying(
         self,
         start: Measured,
-        now: Measured,
-        names: Names,
-        behind: dict[Names, Measured],
-        gaining: int,
-    ) -> CpuMove:
-        alone, there = self._of(names), behind[names]
-        reason = f"gains {there.metric - now.metric:.2f}, most per ms of {gaining}"
-        if len(names) > 1:
-            single = {name: behind[(name,)] for name in names if (name,) in behind}
-            gains = [f"{name} {one.metric - now.metric:+.2f}" for name, one in single.items()]
-            reason += f"; the value between is a float then (alone {', '.join(gains) or 'none'})"
-        gain = there.metric - now.metric if alone is None else alone.metric - start.metric
-        return _move(names, gain, there.metric, now, there, reason)
-
-    def _stay(
-        self, start: Measured, now: Measured, picked: Names, behind: dict[Names, Measured]
+        picked: _Names,
+        behind: dict[_Names, Measured],
+        gains: dict[_Names, float],
     ) -> list[CpuMove]:
+        """Rows of what stays, the largest gain first."""
         rows = []
         for names, there in behind.items():
-            alone = self._of(names)
-            if alone is None:
+            alone, gain = self._of(names), gains[names]
+            idle = gain <= self._min_gain
+            if alone is None or (len(names) > 1 and idle):
                 continue
-            gain, here = alone.metric - start.metric, there.metric - now.metric
-            if len(names) > 1 and here <= self._limits.min_gain:
-                continue
-            if here <= self._limits.min_gain:
+            reason = f"gains {gain:.2f}, but {self._beyond(start, picked, names, there)}"
+            if idle:
                 reason = "gains nothing" if not picked else "gains nothing behind what moves"
-            elif self._limits.layers is not None and len(picked) + len(names) > self._limits.layers:
-                reason = f"gains {here:.2f}, but no more than {self._limits.layers} layers may move"
-            else:
-                reason = f"gains {here:.2f}, but adds more than {self._limits.milliseconds:g} ms"
-            rows.append(_move(names, gain, None, start, alone, reason))
+            rows.append(_move(names, alone.metric - start.metric, None, start, alone, reason))
         return sorted(rows, key=lambda row: -row.gain_alone)
 
 
-def _rank(now: Measured, there: Measured) -> tuple[float, float]:
-    gain = there.metric - now.metric
-    added = there.cost.milliseconds - now.cost.milliseconds
+def _rank(gain: float, now: Measured, there: Measured) -> tuple[float, float]:
+    added = there.milliseconds - now.milliseconds
     return (gain / added if added > 0 else math.inf, gain)
 
 
 def _move(
-    names: Names, gain: float, metric: float | None, before: Measured, after: Measured, reason: str
+    names: _Names, gain: float, metric: float | None, before: Measured, after: Measured, reason: str
 ) -> CpuMove:
-    return CpuMove(
-        *(names[0], names[1:], gain, metric),
-        milliseconds=after.cost.milliseconds - before.cost.milliseconds,
-        transfer_bytes=after.cost.transfer_bytes - before.cost.transfer_bytes,
-        reason=reason,
-    )
+    added = after.milliseconds - before.milliseconds
+    transfer = after.transfer_bytes - before.transfer_bytes
+    return CpuMove(names[0], names[1:], gain, metric, added, transfer, reason)
 
 
-def first_arguments(
+def _first_arguments(
     model: fx.GraphModule, batch: Any, forward: Forward | None, example_inputs: Any
 ) -> tuple[Any, ...]:
     """The arguments of the model's own forward on a batch, or the examples in their order."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -32,23 +32,27 @@ Forward = Callable[[nn.Module, Any], Any]
 _MOST = 20 * math.log10(2**24)  # what float32 itself resolves, in dB
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Of one run.
+class Measured(NamedTuple):
+    """How well a model computes, and its estimated cost.
 
     Attributes:
+        metric: The metric.
         milliseconds: Of all layers one after the other, and of the stubs between BPU and CPU.
         transfer_bytes: Bytes of the integers that cross between BPU and CPU.
     """
 
+    metric: float
     milliseconds: float
     transfer_bytes: int
 
 
 def estimate_cost(
     model: fx.GraphModule, inputs: tuple[Any, ...], march: str, figures: ChipFigures | None
-) -> Cost:
-    """Estimate a prepared model by roofline: what reads floats runs on the CPU, as do stubs."""
+) -> tuple[float, int]:
+    """Milliseconds of one run by roofline, and bytes that cross between BPU and CPU.
+
+    What reads floats runs on the CPU, as do stubs.
+    """
     calls = trace_calls(model, inputs)
     on_cpu = [call for call in calls if _is_stub(call) or "float32" in call.input_dtypes]
     on_bpu = [call for call in calls if _is_stub(call) or "float32" not in call.input_dtypes]
@@ -56,23 +60,21 @@ def estimate_cost(
         *estimate_layers(on_bpu, march, figures=figures),
         *estimate_cpu_layers(on_cpu, march, figures=figures),
     ]
-    return Cost(1e3 * sum(layer.seconds for layer in layers), sum(map(_crossing, calls)))
+    return 1e3 * sum(layer.seconds for layer in layers), sum(
+        map(_crossing, filter(_is_stub, calls))
+    )
 
 
 def _is_stub(call: OperatorCall) -> bool:
     return call.operator.endswith("Stub")
 
 
-def _crossing(call: OperatorCall) -> int:
+def _crossing(stub: OperatorCall) -> int:
     """Bytes of the integers that a stub takes or gives."""
-    if not _is_stub(call):
-        return 0
-    if call.operator.endswith(".QuantStub"):
-        changes = "float32" in call.input_dtypes
-        return prod(call.output_shape) * _BYTES.get(call.output_dtype, 0) if changes else 0
-    pairs: Sequence[tuple[tuple[int, ...], str]] = [
-        *zip(call.input_shapes, call.input_dtypes, strict=True)
-    ]
+    if stub.operator.endswith(".QuantStub"):
+        changes = "float32" in stub.input_dtypes
+        return prod(stub.output_shape) * _BYTES.get(stub.output_dtype, 0) if changes else 0
+    pairs = zip(stub.input_shapes, stub.input_dtypes, strict=True)
     return sum(prod(shape) * _BYTES.get(dtype, 0) for shape, dtype in pairs)
 
 
@@ -134,7 +136,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-class Measure:
+class Metrics:
     """A metric of models against one reference: its mean over the batches.
 
     Args:
@@ -146,32 +148,27 @@ class Measure:
     """
 
     def __init__(
-        self,
-        reference: nn.Module,
-        batches: Sequence[Any],
-        forward: Forward | None,
-        metric: Metric,
+        self, reference: nn.Module, batches: Sequence[Any], forward: Forward | None, metric: Metric
     ) -> None:
-        self._batches, self._forward, self._metric = batches, forward, metric
-        self._expected = [call_model(reference, batch, forward) for batch in batches]
+        self._forward, self._metric = forward, metric
+        self._pairs = [(batch, call_model(reference, batch, forward)) for batch in batches]
 
-    def of(self, model: nn.Module, what: str) -> float:
+    def __call__(self, model: nn.Module, what: str) -> float:
         """The metric of a model; `what` names it in errors.
 
         Raises:
             ValueError: The metric is no finite number.
         """
         total = 0.0
-        for index, (batch, expected) in enumerate(zip(self._batches, self._expected, strict=True)):
-            output = call_model(model, batch, self._forward)
-            value = float(self._metric(output, expected))
+        for index, (batch, expected) in enumerate(self._pairs):
+            value = float(self._metric(call_model(model, batch, self._forward), expected))
             if not math.isfinite(value):
                 raise ValueError(
                     f"suggest_cpu: the metric of {what} is {value} on batch {index}; expected a "
                     "finite number: look for NaN or infinite values in that batch or in the model"
                 )
             total += value
-        return total / len(self._batches)
+        return total / len(self._pairs)
 
 
 def call_model(model: nn.Module, batch: Any, forward: Forward | None) -> Any:
@@ -187,8 +184,7 @@ _NOTE = (
 )
 
 
-@dataclass(frozen=True)
-class CpuMove:
+class CpuMove(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One layer, or several that only help together, and what moving it does.
 
     Attributes:
@@ -203,9 +199,9 @@ class CpuMove:
 
     path: str
     others: tuple[str, ...]
-    gain_alone: float
-    metric: float | None
-    milliseconds: float
+    gain_alone: Finite
+    metric: Finite | None
+    milliseconds: Finite
     transfer_bytes: int
     reason: str
 
@@ -282,7 +278,8 @@ class CpuSuggestion(JsonDocument):
         """The suggestion as JSON; `hybrid_dict` is written along for other readers."""
         data = {
             **{"schema": _SCHEMA, "version": _VERSION, "note": _NOTE},
-            **asdict(self),
+            **vars(self),
+            "rows": [msgspec.structs.asdict(row) for row in self.rows],
             "hybrid_dict": self.hybrid_dict,
         }
         return json.dumps(data, indent=1, allow_nan=False) + "\n"
@@ -301,22 +298,11 @@ class CpuSuggestion(JsonDocument):
             head={"schema": _SCHEMA, "version": _VERSION},
             remedy="suggest again with this version",
         )
-        rows = tuple(CpuMove(**msgspec.structs.asdict(row)) for row in data.rows)
         numbers = (data.as_given, data.start, data.start_milliseconds)
-        made = cls(data.march, data.metric_name, *numbers, data.kept, rows)
+        made = cls(data.march, data.metric_name, *numbers, data.kept, data.rows)
         if data.hybrid_dict is not None and data.hybrid_dict != made.hybrid_dict:
             raise DocumentError("not a CPU suggestion: its hybrid_dict is not that of its rows")
         return made
-
-
-class _Row(msgspec.Struct, forbid_unknown_fields=True):
-    path: str
-    others: tuple[str, ...]
-    gain_alone: Finite
-    metric: Finite | None
-    milliseconds: Finite
-    transfer_bytes: int
-    reason: str
 
 
 class _Document(msgspec.Struct):
@@ -326,7 +312,7 @@ class _Document(msgspec.Struct):
     start: Finite
     start_milliseconds: Finite
     kept: tuple[str, ...]
-    rows: list[_Row]
+    rows: tuple[CpuMove, ...]
     hybrid_dict: Any = None
 
 
