@@ -42,7 +42,7 @@ def chain(layers=4):
 @pytest.fixture(scope="module")
 def measured():
     model, images = chain()
-    table = sensitivity(model, images, precisions=("int4", "int8", "int16"), without=False)
+    table = sensitivity(model, images, precisions=("int4", "int8", "fp8", "int16"), without=False)
     return model, images, table
 
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, Self, get_args
 
 from bevquant_qnn._descriptors import Axis
-from bevquant_quantizers import QuantDescriptor
+from bevquant_quantizers import NumBits, QuantDescriptor, format_of
 from bevquant_quantizers.documents import as_form, parse_json
 
 Calibrator = Literal["histogram", "max"]
@@ -22,7 +22,7 @@ class QuantConfig:
     """Settings of `quantize_model`.
 
     Attributes:
-        num_bits: Bits of every quantizer, 2 to 16.
+        num_bits: Bits of every quantizer, 2 to 16, or (4, 3) and (5, 2) for FP8 E4M3 and E5M2.
         weight_bits: Bits of weights where they are others, such as 4; None for `num_bits`.
         input_calibrator: `"histogram"` (any of mse, entropy, percentile afterwards) or `"max"`,
             for everything that is not a weight.
@@ -49,8 +49,8 @@ class QuantConfig:
         True
     """
 
-    num_bits: int = 8
-    weight_bits: int | None = None
+    num_bits: NumBits = 8
+    weight_bits: NumBits | None = None
     input_calibrator: Calibrator = "histogram"
     weight_calibrator: Calibrator = "max"
     weight_per_channel: bool = True
@@ -68,7 +68,9 @@ class QuantConfig:
             bits = getattr(self, name)
             if bits is None and name == "weight_bits":
                 continue
-            if not isinstance(bits, int) or not 2 <= bits <= 16:
+            if isinstance(bits, tuple):
+                format_of(bits)  # refuses pairs that are no FP8
+            elif not isinstance(bits, int) or not 2 <= bits <= 16:
                 msg = f"QuantConfig.{name} must be a whole number from 2 to 16, got {bits}."
                 raise ValueError(msg)
         for name in ("input_calibrator", "weight_calibrator"):

@@ -12,6 +12,7 @@ from torch import Generator, Tensor, nn
 
 from bevquant_qnn._freeze import range_in_use
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
+from bevquant_quantizers import format_of
 from bevquant_sparse import WeightLayout, conv_forward, permute_weight, set_weight
 
 
@@ -36,13 +37,16 @@ def grid_step(module: Any) -> Tensor:
     """Return the distance between two weights on the grid, float64 [groups, out/groups, 1].
 
     Raises:
-        ValueError: Ranges that do not number the output channels.
+        ValueError: FP8, which has no steps of one size, or ranges that do not number the output
+            channels.
     """
+    if isinstance(module.weight_quantizer.num_bits, tuple):
+        raise ValueError("its weight is FP8, whose numbers lie in unequal steps")
     quantizer, weight = module.weight_quantizer, module.weight_to_quantize().detach()
     amax = range_in_use(quantizer, {quantizer: weight})
     assert amax is not None
     largest = as_matrix(module, amax.to(weight).expand_as(weight)).double()
-    step: Tensor = largest / (2 ** (quantizer.num_bits - 1) - 1)
+    step: Tensor = largest / format_of(quantizer.num_bits).high
     if bool((step != step[..., :1]).any()):
         raise ValueError(
             f"the weight's ranges, shape {tuple(amax.shape)}, do not run along the output channels"

@@ -1,4 +1,4 @@
-"""What a precision means for a quantizer: bits of activations, bits of weights, or off."""
+"""Precisions of layers: formats of activations and weights, or float."""
 
 from __future__ import annotations
 
@@ -6,21 +6,31 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from torch import Tensor
 
-from bevquant_quantizers import TensorQuantizer
+from bevquant_quantizers import NumBits, TensorQuantizer, format_of
 from bevquant_quantizers.calib import HistogramCalibrator
 
-Precision = Literal["int4", "int8", "int16", "float"]
+Precision = Literal["int4", "int8", "int16", "fp8", "float"]
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
-# (bits of activations, bits of weights). Integer kernels of 16 bits take weights of 8.
-_BITS: Mapping[str, tuple[int, int]] = MappingProxyType(
-    {"int4": (8, 4), "int8": (8, 8), "int16": (16, 8)}
+# (bits of activations, bits of weights). Integer kernels of 16 bits take weights of 8; FP8 is E4M3.
+_BITS: Mapping[str, tuple[NumBits, NumBits]] = MappingProxyType(
+    {"int8": (8, 8), "int4": (8, 4), "int16": (16, 8), "fp8": ((4, 3), (4, 3))}
 )
+
+REASONS: Mapping[str, str] = MappingProxyType(
+    {
+        "float": "the plan leaves it in float",
+        "int16": "the plan gives it activations of 16 bits, weights of 8",
+        "int4": "the plan gives it weights of 4 bits, activations of 8",
+        "fp8": "the plan gives it activations and weights of FP8 (E4M3)",
+    }
+)
+"""What a plan does to a layer that is not int8."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,7 @@ class Setting:
     """What one quantizer does at a precision: its bits and its range, or nothing."""
 
     disabled: bool
-    bits: int
+    bits: NumBits
     amax: Tensor | None
 
 
@@ -55,13 +65,13 @@ def own_precision(
         ValueError: Their bits are those of none.
     """
     bits = [{q.num_bits for q in held if not q._disabled} for held in (inputs, weights)]
-    for name in ("int8", "int4", "int16"):
-        expected = _BITS[name]
+    for name, expected in _BITS.items():
         if all(found <= {want} for found, want in zip(bits, expected, strict=True)):
-            return name
+            return cast(Precision, name)
+    texts = [sorted(map(str, found)) for found in bits]
     raise ValueError(
-        f"{where}: activations of {sorted(bits[0])} and weights of {sorted(bits[1])} bits are no "
-        f"precision; name those to measure, of {', '.join(_BITS)}"
+        f"{where}: activations of {' and '.join(texts[0])} bits with weights of "
+        f"{' and '.join(texts[1])} are no precision; name those to measure, of {', '.join(_BITS)}"
     )
 
 
@@ -81,14 +91,14 @@ def setting_at(quantizer: TensorQuantizer, precision: str, *, weight: bool) -> S
     return Setting(False, bits, amax)
 
 
-def _searched(quantizer: TensorQuantizer, bits: int, now: Tensor) -> Tensor:
+def _searched(quantizer: TensorQuantizer, bits: NumBits, now: Tensor) -> Tensor:
     calibrator = quantizer._calibrator
     if not isinstance(calibrator, HistogramCalibrator):
         return now
     before = calibrator._num_bits
     calibrator._num_bits = bits
     try:
-        found = calibrator.compute_amax("mse" if bits <= 8 else "max")
+        found = calibrator.compute_amax("mse" if format_of(bits).bits <= 8 else "max")
     finally:
         calibrator._num_bits = before
     if found is None or not bool(found.any()):

@@ -12,17 +12,12 @@ import msgspec
 from torch import nn
 
 from bevquant_graph import ordinary_tensors
-from bevquant_qnn._precision import Precision, check_precisions, put, setting_at
+from bevquant_qnn._precision import REASONS, Precision, check_precisions, put, setting_at
 from bevquant_qnn._precision_groups import precision_groups
 from bevquant_qnn._result import SkippedModule
 from bevquant_quantizers.documents import DocumentError, Finite, JsonDocument, parse_json
 
 _SCHEMA = "bevquant-precision/1"
-_REASONS = {
-    "float": "the plan leaves it in float",
-    "int16": "the plan gives it activations of 16 bits, weights of 8",
-    "int4": "the plan gives it weights of 4 bits, activations of 8",
-}
 
 
 @dataclass(frozen=True)
@@ -115,7 +110,7 @@ class PrecisionPlan(JsonDocument):
         raise KeyError(f"the plan holds no layer {path!r}")
 
     def before_calibration(self) -> Self:
-        """Return the plan under which ranges are searched: 8 bits in place of other integers.
+        """Return the plan under which ranges are searched: int8 in place of other formats.
 
         Layers of 8 bits then get the same range as without a plan. Wider ranges are searched in the
         same values later, when the plan itself is applied.
@@ -129,7 +124,7 @@ class PrecisionPlan(JsonDocument):
     def other_than_int8(self) -> tuple[SkippedModule, ...]:
         """Return the layers with another precision than int8, and that precision."""
         return tuple(
-            SkippedModule(path, _REASONS[group.precision])
+            SkippedModule(path, REASONS[group.precision])
             for group in self
             if group.precision != "int8"
             for path in group.modules
@@ -198,9 +193,9 @@ def apply_precision(model: nn.Module, plan: PrecisionPlan) -> tuple[str, ...]:
     """Set every quantizer of the model as `plan` says, in place; all of them or, on error, none.
 
     ``"float"`` disables a group's quantizers. ``"int8"``, ``"int16"`` (activations of 16 bits,
-    weights of 8) and ``"int4"`` (activations of 8, weights of 4) enable them with those bits. Where
-    the bits change, a range is searched again in the calibrator's values (mse up to 8 bits, the
-    largest value above), so the model is the measured one. A model without calibration is
+    weights of 8), ``"int4"`` (activations of 8, weights of 4) and ``"fp8"`` (E4M3) enable them with
+    that format. Where it changes, a range is searched again in the calibrator's values (mse up to 8
+    bits, the largest value above), so the model is the measured one. A model without calibration is
     calibrated by the plan later. `calibrate`, `freeze`, the integer simulation and the exporters
     follow the quantizers' states.
 

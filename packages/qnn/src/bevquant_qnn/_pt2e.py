@@ -24,7 +24,7 @@ from bevquant_qnn._quantize_model import quantized
 from bevquant_qnn._result import QuantizeResult, SkippedModule
 from bevquant_qnn._share import ranges_of
 from bevquant_qnn._weighted import QuantWeighted
-from bevquant_quantizers import QuantDescriptor, TensorQuantizer
+from bevquant_quantizers import QuantDescriptor, TensorQuantizer, format_of
 
 
 def pt2e_quantizer(config: QuantConfig | None = None, *, method: str = "mse") -> Any:
@@ -47,10 +47,17 @@ def pt2e_quantizer(config: QuantConfig | None = None, *, method: str = "mse") ->
 
     Raises:
         ImportError: torchao is not installed.
-        ValueError: From ``prepare_pt2e``, for a program that `bevquant_graph.module_of` refuses.
+        ValueError: FP8 in `config`; and from ``prepare_pt2e``, for a program that
+            `bevquant_graph.module_of` refuses.
     """
+    config = config or QuantConfig()
+    if isinstance(config.num_bits, tuple) or isinstance(config.weight_bits, tuple):
+        raise ValueError(
+            "pt2e_quantizer: torchao's PT2E annotations are of integers; use num_bits=8 here, or "
+            "quantize_model for FP8"
+        )
     quantizer, _, _ = _classes()
-    return quantizer(config or QuantConfig(), method)
+    return quantizer(config, method)
 
 
 @cache
@@ -74,7 +81,7 @@ def _classes() -> tuple[Any, Any, Any]:
             axis = settings.pop("ch_axis", None)
             super().__init__(**settings)
             self.ch_axis = -1 if axis is None else axis
-            self.bits, self.method = descriptor.num_bits, method
+            self.high, self.method = format_of(descriptor.num_bits).high, method
             self.calibrator: Any = TensorQuantizer(descriptor)._calibrator
 
         def forward(self, x: Tensor) -> Tensor:
@@ -90,7 +97,7 @@ def _classes() -> tuple[Any, Any, Any]:
                     "an observer has seen no values: run the prepared model on calibration data "
                     "before convert_pt2e"
                 )
-            scale = amax.detach().float().flatten() / (2 ** (self.bits - 1) - 1)
+            scale = amax.detach().float().flatten() / self.high
             scale = torch.where(scale > 0, scale, torch.ones_like(scale))
             return scale, torch.zeros(scale.shape, dtype=torch.int64, device=scale.device)
 
@@ -179,14 +186,14 @@ def _spec(descriptor: QuantDescriptor, method: str) -> Any:
 
     _, per_tensor, per_channel = _classes()
     axis = descriptor.axis
-    high = 2 ** (descriptor.num_bits - 1) - 1
+    form = format_of(descriptor.num_bits, narrow_range=descriptor.narrow_range)
     observer = per_tensor if axis is None else per_channel
     schemes = torch.per_tensor_symmetric, torch.per_channel_symmetric
     return QuantizationSpec(
-        dtype=torch.int8 if descriptor.num_bits <= 8 else torch.int16,
+        dtype=torch.int8 if form.bits <= 8 else torch.int16,
         observer_or_fake_quant_ctr=observer.with_args(descriptor=descriptor, method=method),
-        quant_min=-high if descriptor.narrow_range else -high - 1,
-        quant_max=high,
+        quant_min=int(form.low),
+        quant_max=int(form.high),
         qscheme=schemes[axis is not None],
         ch_axis=axis,
     )

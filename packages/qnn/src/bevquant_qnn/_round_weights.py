@@ -14,7 +14,7 @@ from torch import Generator, Tensor, nn
 from bevquant_graph import Forward, on_batch
 from bevquant_qnn._layer_inputs import inference, input_of, layers_called
 from bevquant_qnn._linear_form import grid_step, matrix_of, put_matrix, sampled_patches
-from bevquant_quantizers import quantization_disabled
+from bevquant_quantizers import format_of, quantization_disabled
 
 Rounding = Literal["gptq", "nearest"]
 
@@ -231,8 +231,8 @@ def _round(
 
 def _integers(module: Any) -> tuple[int, int]:
     quantizer = module.weight_quantizer
-    high = 2 ** (quantizer.num_bits - 1) - 1
-    return (-high if quantizer.narrow_range else -high - 1), high
+    form = format_of(quantizer.num_bits, narrow_range=quantizer.narrow_range)
+    return int(form.low), int(form.high)
 
 
 def _power(matrix: Tensor, second: Tensor) -> float:

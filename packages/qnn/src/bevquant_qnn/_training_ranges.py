@@ -12,7 +12,7 @@ from torch.autograd import Function
 from bevquant_graph import ordinary_tensors
 from bevquant_qnn._freeze import range_in_use, weights_read
 from bevquant_qnn._holders import activation_quantizers
-from bevquant_quantizers import TensorQuantizer, fake_quantize
+from bevquant_quantizers import NumBits, TensorQuantizer, fake_quantize, format_of
 
 SMALLEST = 2.0**-20
 
@@ -58,7 +58,7 @@ class LearnedRange(TensorQuantizer):
 
 
 def lsq(
-    x: Tensor, amax: Tensor, num_bits: int, unsigned: bool = False, narrow_range: bool = False
+    x: Tensor, amax: Tensor, num_bits: NumBits, unsigned: bool = False, narrow_range: bool = False
 ) -> Tensor:
     r"""Fake-quantize with the gradients of learned step size quantization.
 
@@ -73,7 +73,7 @@ def lsq(
     Args:
         x: Values, any shape.
         amax: Range, broadcasts to `x`; a value below 2⁻²⁰ counts as that.
-        num_bits: Bits of the integer.
+        num_bits: Bits of the integer, or of FP8, whose rounding is y/s and q_max 448 (E4M3).
         unsigned: Integers from 0.
         narrow_range: Without the most negative integer.
 
@@ -94,20 +94,18 @@ def lsq(
 class _Lsq(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool
+        ctx: Any, x: Tensor, amax: Tensor, num_bits: NumBits, unsigned: bool, narrow_range: bool
     ) -> Tensor:
         amax = amax.detach().clamp(min=SMALLEST)
         y = fake_quantize(x, amax, num_bits, unsigned, narrow_range)
         ctx.save_for_backward(x, amax, y)
-        ctx.bits = (num_bits, unsigned, narrow_range)
+        ctx.form = format_of(num_bits, unsigned, narrow_range)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, amax, y = ctx.saved_tensors
-        num_bits, unsigned, narrow_range = ctx.bits
-        high = 2 ** (num_bits - 1 + int(unsigned)) - 1
-        low = 0 if unsigned else -high if narrow_range else -high - 1
+        low, high = ctx.form.low, ctx.form.high
         step = amax / high
         grad_x = torch.where(x.clamp(low * step, amax) == x, grads[0], 0.0)
         # s·∂y/∂s is y − x within the range and y beyond.

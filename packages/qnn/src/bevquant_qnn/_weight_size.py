@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from bevquant_quantizers import TensorQuantizer
+from bevquant_quantizers import TensorQuantizer, format_of
 
 MIB = 2**20
 
@@ -56,7 +56,7 @@ def weight_size(model: nn.Module) -> WeightSize:
     for module in model.modules():
         quantizer = getattr(module, "_weight_quantizer", None)
         if isinstance(quantizer, TensorQuantizer) and not quantizer._disabled:
-            bits[id(module.weight)] = int(quantizer.num_bits)
+            bits[id(module.weight)] = format_of(quantizer.num_bits).bits
     parameters = list(model.parameters())
     before = sum(4 * one.numel() for one in parameters)
     after = sum(one.numel() * bits.get(id(one), 32) // 8 for one in parameters)

@@ -31,8 +31,8 @@ class Sensitivity(RunOptions, FrameOptions):
         output: What sqnr looks at: the map before the head, or the head's heat map. By default the
             map, or where the head is quantized the heat map.
         precisions: At which each group of layers is measured alone, and which a plan may choose
-            beside float: int8, int16 (activations of 16 bits), int4 (weights of 4). By default
-            int8, of a run with --weight-bits 4 int4.
+            beside float: int8, int16 (activations of 16 bits), int4 (weights of 4), fp8 (E4M3).
+            By default int8, of a run with --weight-bits 4 int4.
         estimate: Estimate sqnr from gradients, one pass a frame whatever the number of layers,
             without the second half. A plan is measured all the same.
         alone_only: Leave out the second half of the measurement, each group alone left in float.

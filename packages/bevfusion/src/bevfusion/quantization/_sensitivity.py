@@ -198,8 +198,8 @@ def measure_sensitivity(
 ) -> SensitivityTable:
     """Measure the quantization loss of every group of layers with `bevquant_qnn.sensitivity`.
 
-    Frames run one by one, and only one frame's activations are in memory. With "int16" the frames
-    run once more in advance, for the largest values of 16-bit ranges.
+    Frames run one by one, and only one frame's activations are in memory. With "int16" or "fp8"
+    the frames run once more in advance, for the ranges of these formats.
 
     Args:
         model: The calibrated model; not changed.
@@ -209,7 +209,8 @@ def measure_sensitivity(
             softmax in nats, per cell of the heat map; neither needs labels. "mAP", nuScenes' in
             points of 100, over the labelled frames.
         output: Output that "sqnr" and "kl" compare; see `sensitivity_output`.
-        precisions: Precisions at which each group is measured alone: "int4", "int8", "int16".
+        precisions: Precisions at which each group is measured alone: "int4", "int8", "int16"
+            or "fp8".
         without: Measure each group alone in float, too: half of the time.
         estimate: `bevquant_qnn.estimate_sensitivity` instead, without that half.
         shards: Storage of finished results while several ranks share the frames.
@@ -221,7 +222,7 @@ def measure_sensitivity(
     path = sensitivity_output(model, metric, output)
     check_precisions(precisions)
     task = MeanAp(model, batches, config, shards) if metric == "mAP" else None
-    if "int16" in precisions:
+    if {"int16", "fp8"}.intersection(precisions):
         _collect(model, batches)
     frames = FramesInTurn(batches, before_each)
     options: dict[str, Any] = {
