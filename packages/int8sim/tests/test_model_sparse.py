@@ -16,6 +16,7 @@ from bevquant_fusion import fuse_model
 from bevquant_int8sim import IntegerModel, SparseOutput, simulate
 from bevquant_int8sim.model import Coords, Geometry
 from bevquant_int8sim.model._coords import pooled
+from bevquant_int8sim.program import Float8Layer
 from bevquant_qnn import QuantConfig, freeze, quantize_model
 from bevquant_quantizers import calibrate
 from bevquant_sparse import to_dense, use_bevquant_kernels
@@ -512,3 +513,33 @@ def test_an_inverse_without_its_convolution_names_the_layer():
     other = dataclasses.replace(up, kernel_size=(1, 3, 3))
     with pytest.raises(ValueError, match=r"up: its kernel size \(1, 3, 3\) is not the \(3, 3, 3\)"):
         lower.convolved(other, "down", "up")
+
+
+@pytest.mark.parametrize("up", [False, True])
+def test_fp8_layers_sum_over_voxels(tmp_path, up):
+    net = calibrated_net(QuantConfig(num_bits=(4, 3)), up=up)
+    given = frame(5)
+    integer = simulate(net, given)
+    found = {s.path: s.module for s in integer.steps if isinstance(s.module, Float8Layer)}
+    assert len(found) == 4 + up
+    with torch.no_grad():
+        made, wanted = (getattr(t, "features", t) for t in (integer(*given), net(*given)))
+    torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    integer.save(tmp_path / "saved")
+    again = IntegerModel.load(tmp_path / "saved")(*given)
+    assert torch.equal(getattr(again, "features", again), made)
+    # The stem by hand: a loop over its kernel's cells in float64.
+    layer = next(iter(found.values()))
+    coords = Coords(given[1], SHAPE, 2)
+    out, _ = layer(given[0], coords)
+    q = (given[0] / layer.input_scale).clamp(-448, 448).to(torch.float8_e4m3fn).double()
+    cells = {tuple(c): row for row, c in enumerate(given[1].tolist())}
+    sums = torch.zeros(len(out), out.shape[1], dtype=torch.float64)
+    for cell, row in cells.items():
+        for k, offset in enumerate(np.ndindex(3, 3, 3)):
+            near = (cell[0], *(c + o - 1 for c, o in zip(cell[1:], offset, strict=True)))
+            if near in cells:
+                sums[row] += q[cells[near]] @ layer.weight[k].double()
+    wanted = sums * layer.weight_scale.double() * layer.input_scale + layer.bias.double()
+    assert torch.equal(out, wanted.float())
+    assert bool((layer.bound(given[0], coords) > 0).all())

@@ -34,6 +34,7 @@ from typing import Any
 from torch import nn
 
 from bevquant_graph import arguments
+from bevquant_int8sim.model._float8 import FLOAT8, Float8Layer, float8_round
 from bevquant_int8sim.model._form import Form, Integers, TensorType
 from bevquant_int8sim.model._grid_operations import grid_call, module_call
 from bevquant_int8sim.model._load import from_document
@@ -53,7 +54,9 @@ from bevquant_int8sim.model._rowwise import contiguous
 from bevquant_int8sim.model._save import to_document
 
 __all__ = [
+    "FLOAT8",
     "PROGRAM_READERS",
+    "Float8Layer",
     "FloatFallback",
     "Form",
     "Integers",
@@ -65,6 +68,7 @@ __all__ = [
     "Value",
     "arguments",
     "contiguous",
+    "float8_round",
     "from_document",
     "grid_call",
     "integers_of",

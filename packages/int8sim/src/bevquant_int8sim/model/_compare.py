@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_int8sim.model._execute import accumulators, makes_accumulators
+from bevquant_int8sim.model._float8 import float8_round
 from bevquant_int8sim.model._forced import ForcedRun, place
 from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
@@ -115,7 +116,7 @@ class LayerComparison(ForcedRun):
         self.batches = 0
         for value in self.placed:
             step, form = self.makers[value], model.program.values[value].form
-            kind = str(form)
+            kind = step.args[2] if step.function is float8_round else str(form)
             self._totals[value] = LayerSums(place(step), _op(step), kind, _why(step))
 
     @property

@@ -21,7 +21,7 @@ class LayerRow:
     Attributes:
         path: Module.
         op: Operation of the step.
-        form: ``"int8"`` and the like, or ``"float"``.
+        form: ``"int8"`` and the like, ``"fp8_e4m3"`` and ``"fp8_e5m2"``, or ``"float"``.
         values: Number of output values.
         fake_sqnr_db: 10·log10(Σ float² / Σ (fake-quant − float)²); None for equal outputs, an
             all-zero float output and outputs that are not finite.
@@ -30,7 +30,7 @@ class LayerRow:
             zero or not finite.
         integer_cosine: The same for the integer result.
         max_steps: Largest difference between integer and fake-quant result in steps, where both
-            models run from the same input; None for a float output.
+            models run from the same input; None for an output in float or FP8.
         mean_steps: Mean absolute difference.
         off: Share of values that differ at all.
         forced_max_steps: Largest difference where the fake-quant layer reads the integer model's
@@ -118,6 +118,8 @@ class LayerTable(HtmlTable):
 
     def _departure(self) -> str:
         first = self.first_departure
+        if all(row.max_steps is None for row in self.rows):
+            return "no result is held in integers: FP8 and float are compared in dB"
         if first is None:
             return "integer and fake-quant results agree within one step everywhere"
         return (

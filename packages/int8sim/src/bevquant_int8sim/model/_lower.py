@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from bevquant_int8sim.model._float8 import Float8Layer
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form, Integers, RequiredType
 from bevquant_int8sim.model._operation import (
     Operation,
@@ -179,7 +180,8 @@ class _Lowering:
                 step = Step(
                     "float", operation.path, (Ref(value),), (made,),
                     attributes={"what": "relu", **_limits(required)},
-                    function=torch.relu, reason="its input and its readers are float",
+                    function=torch.relu,
+                    reason="" if _is_float8(operation) else "its input and its readers are float",
                 )  # fmt: skip
             self.steps.append(step)
             self._keep(source, required, made)
@@ -358,6 +360,11 @@ class _Lowering:
         limits = _limits(required)
         self.steps.append(Step("relu", operation.path, (Ref(value),), (made,), attributes=limits))
         self._keep(operation.output, required, made)
+
+
+def _is_float8(operation: Operation) -> bool:
+    """Whether FP8 numbers make the tensor, whose ReLU an engine does in the same kernel."""
+    return isinstance(operation.module, Float8Layer)
 
 
 def _fusable(form: Form) -> bool:

@@ -13,16 +13,19 @@ from torch import Tensor, nn
 from bevquant_graph import layer_class, own_code, zero_padding
 from bevquant_int8sim._quantize import quantize, quantize_bias
 from bevquant_int8sim.model._coords import Geometry
+from bevquant_int8sim.model._float8 import Float8Input, Float8Layer
 from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._quantizers import (
     SMALLEST_AMAX,
     calibrated_range,
+    float8_of,
+    float8_scale,
     integers_of,
     is_active,
     unsupported,
 )
 from bevquant_qnn import QuantSparseConvolution
-from bevquant_quantizers import AffineQuantizer, TensorQuantizer, fake_quantize
+from bevquant_quantizers import AffineQuantizer, TensorQuantizer, fake_quantize, format_of
 from bevquant_sparse import WeightLayout, permute_weight
 
 _OPS: dict[type[Any], str] = {
@@ -57,22 +60,27 @@ class Layer:
     settings: Mapping[str, Any]
 
 
-def _weight_problem(quantizer: TensorQuantizer) -> str:
-    """Why a weight's quantizer has no integers for the kernels; empty where it has."""
+def _weight_problem(quantizer: TensorQuantizer, read: Integers | Float8Input) -> str:
+    """Why a weight's quantizer has no integers or FP8 for the kernels; empty where it has."""
     if not is_active(quantizer):
         return "its weight quantizer is off"
-    if quantizer.num_bits > 8 or quantizer._unsigned:
+    if isinstance(read, Float8Input):
+        if float8_of(quantizer) is not None:
+            return ""
+        return f"its input is {read.form.name} and its weight is not: give both num_bits=(4, 3)"
+    form = format_of(quantizer.num_bits, quantizer._unsigned)
+    if form.dtype is not None or form.bits > 8 or quantizer._unsigned:
         return "its weight has no signed integers of 8 bits or fewer"
     return ""
 
 
-def _weight_scale(weight: Tensor, amax: Tensor | None, bits: int, path: str) -> Tensor:
-    """Scale per output channel, float64: amax / (2^(bits−1) − 1); 0 for a channel of zeros.
+def _weight_scale(weight: Tensor, amax: Tensor | None, high: float, path: str) -> Tensor:
+    """Scale per output channel, float64: amax / `high`; 0 for a channel of zeros.
 
     Args:
         weight: Float ``[out_channels, the rest]``.
         amax: Range of the weight: one number or one per channel, or ``None``: max |w| of each.
-        bits: Bits of the weight.
+        high: Largest number of the weight: 2^(bits−1) − 1 of integers, 448 of FP8 E4M3.
         path: The layer that a message names.
 
     Raises:
@@ -94,7 +102,7 @@ def _weight_scale(weight: Tensor, amax: Tensor | None, bits: int, path: str) -> 
             f"simulate: {path}: the weight's range of channel {channel} is zero or too small, its "
             f"largest weight is {float(largest[channel]):g}; calibrate the weight quantizer again"
         )
-    scale: Tensor = ranges.masked_fill(dead, 0.0) / (2 ** (bits - 1) - 1)
+    scale: Tensor = ranges.masked_fill(dead, 0.0) / high
     return scale
 
 
@@ -142,8 +150,22 @@ def _integer_bias(
     return quantize_bias(bias.detach(), input_scale, filled, name=f"simulate: {path}"), total
 
 
-def dense_layer(module: Any, integers: Integers, path: str) -> Layer | str:
-    """The layer, or why it has no integer form.
+def _float8_weight(weight: Tensor, scale: Tensor, quantizer: TensorQuantizer) -> Tensor:
+    """The FP8 numbers that fake quantization rounds to, ``[out_channels, the rest]``.
+
+    As for `_integer_weight`, a tie is fake quantization's word.
+    """
+    form = format_of(quantizer.num_bits)
+    amax = (scale * form.high).float()[:, None]
+    rounded = fake_quantize(weight.float(), amax, form.num_bits)
+    step = scale.masked_fill(scale == 0, 1.0).float()[:, None]
+    return (rounded / step).to(form.dtype)
+
+
+def dense_layer(
+    module: Any, integers: Integers | Float8Input, path: str
+) -> Layer | Float8Layer | str:
+    """The layer, or why it has no form in integers or FP8.
 
     Raises:
         ValueError: A weight's range or the bias is unusable.
@@ -161,27 +183,43 @@ def dense_layer(module: Any, integers: Integers, path: str) -> Layer | str:
     )
     if isinstance(made, str):
         return made
-    q, bias, accumulator = made
-    return Layer(
-        op=op,
-        weight=_as_stored(module, q, op).contiguous(),
-        bias=bias,
-        scale=accumulator,
-        input=integers,
-        relu=False,
-        settings=_settings(module, op),
-    )
+    q, bias, scale = made
+    stored = _as_stored(module, q, op).contiguous()
+    return _layer(op, stored, bias, scale, integers, _settings(module, op))
+
+
+def _layer(
+    op: str,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor,
+    read: Integers | Float8Input,
+    settings: dict[str, Any],
+    *,
+    relu: bool = False,
+) -> Layer | Float8Layer:
+    """The layer of an input's form."""
+    if isinstance(read, Integers):
+        return Layer(op, weight, bias, scale, read, relu, settings)
+    settings = {key: value for key, value in settings.items() if key != "channel_axis"}
+    return Float8Layer(op, weight, scale, bias, read.scale, read.form.name, settings)
 
 
 def _integers(
-    module: Any, by_channel: Tensor, shapes: list[tuple[int, ...]], integers: Integers, path: str
+    module: Any,
+    by_channel: Tensor,
+    shapes: list[tuple[int, ...]],
+    integers: Integers | Float8Input,
+    path: str,
 ) -> tuple[Tensor, Tensor | None, Tensor] | str:
     """Weight in integers, bias, scale of the accumulators; or why there are none.
+
+    Of FP8 the weight's numbers, the bias in float32 and the weight's own scale in float32.
 
     The weight is ``[out_channels, the rest]``; ranges of these shapes number the output channels.
     """
     quantizer = module._weight_quantizer
-    problem = _weight_problem(quantizer)
+    problem = _weight_problem(quantizer, integers)
     if problem:
         return problem
     affine = isinstance(quantizer, AffineQuantizer)
@@ -192,12 +230,17 @@ def _integers(
         )
     if amax is None and quantizer.axis is None:
         amax = by_channel.abs().amax()
+    if isinstance(integers, Float8Input):
+        scale = _weight_scale(by_channel, amax, format_of(quantizer.num_bits).high, path)
+        bias = None if module.bias is None else module.bias.detach().float()
+        numbers = _float8_weight(by_channel, scale, quantizer)
+        return numbers, bias, scale.masked_fill(scale == 0, 1.0).float()
     if affine:
         scale = amax.double().reshape(-1).expand(len(by_channel))
         q = quantize(by_channel, scale, bits=quantizer.num_bits, name=f"simulate: {path}")
         q = q.clamp(int(quantizer.low.max()), int(quantizer.high.min()))
         return q, *_integer_bias(module, integers.scale, scale, path)
-    scale = _weight_scale(by_channel, amax, quantizer.num_bits, path)
+    scale = _weight_scale(by_channel, amax, 2 ** (quantizer.num_bits - 1) - 1, path)
     q = _integer_weight(by_channel, scale, quantizer.num_bits, quantizer._narrow_range)
     return q, *_integer_bias(module, integers.scale, scale, path)
 
@@ -276,13 +319,15 @@ def sparse_activation(module: Any) -> str:
     return name.rstrip("_")
 
 
-def sparse_layer(module: Any, integers: Integers, path: str) -> Layer | str:
-    """The layer, or why it has no integer form.
+def sparse_layer(
+    module: Any, integers: Integers | Float8Input, path: str
+) -> Layer | Float8Layer | str:
+    """The layer, or why it has no form in integers or FP8.
 
     Raises:
         ValueError: A weight's range or the bias is unusable.
     """
-    problem = _weight_problem(module._weight_quantizer)
+    problem = _weight_problem(module._weight_quantizer, integers)
     if problem:
         return problem
     if sparse_activation(module) not in ("None", "ReLU"):
@@ -294,24 +339,25 @@ def sparse_layer(module: Any, integers: Integers, path: str) -> Layer | str:
     made = _integers(module, moved.reshape(len(moved), -1), [along], integers, path)
     if isinstance(made, str):
         return made
-    q, bias, accumulator = made
+    q, bias, scale = made
     q = q.view(moved.shape).movedim(0, axis)
     geometry, key = geometry_of(module), getattr(module, "indice_key", None)
-    return Layer(
-        op="sparse_conv",
-        weight=permute_weight(
-            q, module.weight_layout, WeightLayout.VCK, kernel_size=geometry.kernel_size
-        ).contiguous(),
-        bias=bias,
-        scale=accumulator,
-        input=integers,
+    weight = permute_weight(
+        q, module.weight_layout, WeightLayout.VCK, kernel_size=geometry.kernel_size
+    )
+    return _layer(
+        "sparse_conv",
+        weight.contiguous(),
+        bias,
+        scale,
+        integers,
+        {**asdict(geometry), "indice_key": None if key is None else str(key)},
         relu=sparse_activation(module) == "ReLU",
-        settings={**asdict(geometry), "indice_key": None if key is None else str(key)},
     )
 
 
-def quantized_layer(module: nn.Module, path: str) -> Layer | str:
-    """The integer layer of a quantized module, or the reason why it stays float.
+def quantized_layer(module: nn.Module, path: str) -> Layer | Float8Layer | str:
+    """The integer or FP8 layer of a quantized module, or the reason why it stays float.
 
     Raises:
         ValueError: A range or a bias is unusable; the layer is named.
@@ -322,7 +368,12 @@ def quantized_layer(module: nn.Module, path: str) -> Layer | str:
     reason = unsupported(quantizer)
     if reason:
         return reason
-    integers = integers_of(quantizer, path)
+    form = float8_of(quantizer)
+    integers: Integers | Float8Input
+    if form is None:
+        integers = integers_of(quantizer, path)
+    else:
+        integers = Float8Input(float8_scale(quantizer, form, path), form)
     if isinstance(module, QuantSparseConvolution):
         own = own_code(module, QuantSparseConvolution)
         return own or sparse_layer(module, integers, path)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from bevquant_graph import Graph
 from bevquant_int8sim.model._form import Integers
-from bevquant_quantizers import AffineQuantizer, TensorQuantizer
+from bevquant_quantizers import AffineQuantizer, Format, TensorQuantizer, format_of
 
 # Fake quantization counts a range at or below this as zero.
 SMALLEST_AMAX = 2.0**-24
@@ -41,9 +41,27 @@ def unsupported(quantizer: TensorQuantizer) -> str:
         return "its activations are unsigned; integer kernels take signed ones"
     if quantizer.axis is not None:
         return "its activations have a range per channel; integer kernels take one per tensor"
-    if not 2 <= quantizer.num_bits <= 16:
+    form = format_of(quantizer.num_bits)
+    if form.dtype is None and not 2 <= form.bits <= 16:
         return f"its activations have {quantizer.num_bits} bits; integer kernels take 2 to 16"
     return ""
+
+
+def float8_of(quantizer: object) -> Format | None:
+    """The format of a quantizer of FP8; None of any other."""
+    if not isinstance(quantizer, TensorQuantizer) or isinstance(quantizer, AffineQuantizer):
+        return None
+    form = format_of(quantizer.num_bits, quantizer.unsigned)
+    return None if form.dtype is None else form
+
+
+def float8_scale(quantizer: TensorQuantizer, form: Format, path: str) -> float:
+    """Scale of an FP8 activation: amax / 448 of E4M3, rounded to float32 as files hold it.
+
+    Raises:
+        ValueError: No usable range; `path` and what to do are named.
+    """
+    return float((_usable_range(quantizer, path).float() / form.high).float())
 
 
 def integers_of(quantizer: TensorQuantizer, path: str) -> Integers:
@@ -54,14 +72,22 @@ def integers_of(quantizer: TensorQuantizer, path: str) -> Integers:
     """
     if isinstance(quantizer, AffineQuantizer):
         low, high = int(quantizer.low), int(quantizer.high)
-        return Integers(float(quantizer.step), quantizer.num_bits, low, high)
+        return Integers(float(quantizer.step), format_of(quantizer.num_bits).bits, low, high)
+    amax = _usable_range(quantizer, path)
+    form = format_of(quantizer.num_bits, narrow_range=quantizer._narrow_range)
+    if form.dtype is not None:
+        raise ValueError(
+            f"simulate: {path}: {form.name} where integers are read; quantize it with num_bits=8"
+        )
+    return Integers(float(amax) / form.high, form.bits, int(form.low), int(form.high))
+
+
+def _usable_range(quantizer: TensorQuantizer, path: str) -> Tensor:
     amax = calibrated_range(quantizer)
     problem = _problem(amax)
     if problem or amax is None:
         raise ValueError(f"simulate: {path}: {problem}; {_REMEDY}")
-    high = 2 ** (quantizer.num_bits - 1) - 1
-    low = -high if quantizer._narrow_range else -high - 1
-    return Integers(float(amax) / high, quantizer.num_bits, low, high)
+    return amax
 
 
 def check_calibrated(model: nn.Module, graph: Graph | None = None) -> None:

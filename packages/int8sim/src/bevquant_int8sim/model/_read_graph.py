@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from bevquant_graph import OPAQUE, REQUIRE, Graph, OpSpec, fixed_sizes, op_spec
 from bevquant_int8sim.model._coords import dense, pooled
+from bevquant_int8sim.model._float8 import Float8Layer, float8_round
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form, Integers
 from bevquant_int8sim.model._graph_values import GraphValues, is_coords, nested
@@ -22,7 +23,13 @@ from bevquant_int8sim.model._opaque_call import OpaqueCall
 from bevquant_int8sim.model._operation import Operation, Operations
 from bevquant_int8sim.model._program import Ref
 from bevquant_int8sim.model._quantized_layer import quantized_layer
-from bevquant_int8sim.model._quantizers import integers_of, is_active, unsupported
+from bevquant_int8sim.model._quantizers import (
+    float8_of,
+    float8_scale,
+    integers_of,
+    is_active,
+    unsupported,
+)
 from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import WeightLayout, permute_weight
 
@@ -44,6 +51,7 @@ class _Reader(GraphValues):
     """Reads one node after the other; `_read_<kind>` an operator of that kind in the table."""
 
     def run(self) -> Operations:
+        self._float8: dict[str, tuple[float, str]] = {}  # FP8 tensors to scale and format
         buffers = [name for name in self.graph.writes if name not in self.graph.input_names]
         if buffers:
             raise ValueError(
@@ -93,6 +101,14 @@ class _Reader(GraphValues):
         reason = unsupported(module)
         if reason:
             return self._float(node, (x,), {}, reason, module=module, what="TensorQuantizer")
+        form = float8_of(module)
+        if form is not None:
+            scale = float8_scale(module, form, path)
+            made = self._float(
+                node, (x, scale, form.name), {}, "", function=float8_round, what="quantize"
+            )
+            self._float8[made.name] = scale, form.name
+            return made
         integers = integers_of(module, path)
         if self.natural[x.name] == integers:
             return x
@@ -101,6 +117,9 @@ class _Reader(GraphValues):
     def _read_layer(self, node: fx.Node, spec: OpSpec) -> Any:
         layer = self._layer_of(node)
         x = self._ref(node.args[0])
+        layer = self._reading(layer, x)
+        if isinstance(layer, Float8Layer):
+            return self._float(node, (x,), {}, "", module=layer, what=layer.op)
         if not isinstance(layer, str) and self._is_input_of(x, layer.input):
             return self._tensor(
                 node, "layer", args=(x,), what=type(self.graph.module(node)).__name__,
@@ -115,6 +134,13 @@ class _Reader(GraphValues):
         if "_input_quantizer" in module._modules and "_weight_quantizer" in module._modules:
             return quantized_layer(module, self.graph.path(node))
         return ""
+
+    def _reading(self, layer: Any, x: Any) -> Any:
+        """The layer; of FP8 the reason why it stays float where another tensor reaches it."""
+        known = self._float8.get(x.name) if self._is_tensor(x) else None
+        if isinstance(layer, Float8Layer) and known != (layer.input_scale, layer.form):
+            return "its input is not the result of its quantizer"
+        return layer
 
     def _is_input_of(self, x: Any, form: Integers) -> bool:
         return self._is_tensor(x) and self.natural[x.name] == form
@@ -292,7 +318,13 @@ class _Reader(GraphValues):
         x = self._ref(node.args[0])
         made = self._name(node)
         behind = f"{made}.sites"
-        if not isinstance(layer, str) and self._is_input_of(x, layer.input):
+        layer = self._reading(layer, x)
+        if isinstance(layer, Float8Layer):
+            result = self._float(
+                node, (x, Ref(coords)), {}, "", module=layer, what=layer.op, output=made,
+                coords=behind,
+            )  # fmt: skip
+        elif not isinstance(layer, str) and self._is_input_of(x, layer.input):
             result = self._tensor(
                 node, "layer", made, args=(x, Ref(coords)), what=type(module).__name__,
                 layer=replace(layer, relu=False), natural=ACCUMULATORS, coords=behind,

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from bevquant_graph import layer_class
 from bevquant_int8sim.model._coords import Geometry, convolved_coords, dense, pooled
+from bevquant_int8sim.model._float8 import FLOAT8, Float8Layer, float8_round
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._grid_operations import max_pool, require, resize
 from bevquant_int8sim.model._method import Method, torch_operator
@@ -47,6 +48,7 @@ _METHODS = frozenset(
 )
 _NAMED: dict[str, Callable[..., Any]] = {
     "convolved_sites": convolved_coords,
+    "float8_round": float8_round,
     "getattr": getattr,
     "pooled": pooled,
     "require": require,
@@ -157,6 +159,10 @@ def module_config(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]
     """``({"class": …, arguments}, tensors)`` of a module, or why it cannot be saved."""
     if isinstance(module, FloatSparseConv):
         return _sparse_config(module)
+    if isinstance(module, Float8Layer):
+        names = ("op", "input_scale", "form", "settings")
+        held = {name: getattr(module, name) for name in names}
+        return {"class": "Float8Layer", **held}, dict(module.state_dict())
     if isinstance(module, OpaqueCall):
         module = module.module
     known = layer_class(module)
@@ -192,6 +198,14 @@ def _sparse_config(module: FloatSparseConv) -> tuple[dict[str, Any], dict[str, T
     return config, dict(module.state_dict())
 
 
+def _float8_layer(state: dict[str, Tensor], form: str, **arguments: Any) -> Float8Layer:
+    weight, scale, bias = (state.get(name) for name in ("weight", "weight_scale", "bias"))
+    known = {one.dtype for one in FLOAT8.values()}
+    if form not in FLOAT8 or weight is None or weight.dtype not in known or scale is None:
+        raise ValueError(f"an FP8 layer has a format of {', '.join(FLOAT8)} and a weight in FP8")
+    return Float8Layer(weight=weight, weight_scale=scale, bias=bias, form=form, **arguments).eval()
+
+
 def rebuilt_module(config: dict[str, Any], state: dict[str, Tensor]) -> nn.Module:
     """The module that `module_config` described.
 
@@ -206,6 +220,8 @@ def rebuilt_module(config: dict[str, Any], state: dict[str, Tensor]) -> nn.Modul
         if name == "FloatSparseConv":
             geometry = Geometry(**arguments.pop("geometry"))
             return FloatSparseConv(state["weight"], state.get("bias"), geometry, **arguments).eval()
+        if name == "Float8Layer":
+            return _float8_layer(state, **arguments)
         if name not in _CLASSES:
             raise ValueError(f"a saved program may not hold a module of class {name!r}")
         if set(arguments) != set(_MODULES[_CLASSES[name]].split()):

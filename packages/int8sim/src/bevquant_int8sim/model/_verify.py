@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bevquant_graph import arguments, flatten, own_inputs
 from bevquant_int8sim._accumulator import sums_of_sizes
+from bevquant_int8sim.model._float8 import Float8Layer, float8_round, float8_steps
 from bevquant_int8sim.model._forced import ForcedRun, place
 from bevquant_int8sim.model._form import ACCUMULATORS, Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
@@ -39,9 +40,10 @@ def verify_model(integer: IntegerModel, example_inputs: Any) -> None:
 
     steps: one for a value on the border of two integers, b for the bias, which is rounded to half
     a unit of the accumulator, and e for the fake-quantized model's own float32 sums,
-    2⁻¹⁴·Σ|w|·max|x|. What is held in floats may differ by b + e and 2⁻¹² of its largest value, or
-    by noise 40 dB below it. As every step is judged on the same inputs, neither the depth of a
-    model nor its data move these bounds.
+    2⁻¹⁴·Σ|w|·max|x|. FP8 tensors may differ by one step of FP8, results of FP8 layers by e and 2⁻¹²
+    of their largest value. What else is held in floats may differ by b + e and 2⁻¹² of its largest
+    value, or by noise 40 dB below it. As every step is judged on the same inputs, neither the depth
+    of a model nor its data move these bounds.
 
     What each step multiplies on the way is kept as `Program.operations`.
 
@@ -133,9 +135,14 @@ class StepBounds:
         step, form, slack = self._run.makers[value], self._values[value].form, self._of(value)
         if got.shape != forced.shape:
             raise _departure(step, f"has shape {tuple(got.shape)}, not {tuple(forced.shape)}")
+        if step.function is float8_round:
+            codes = float8_steps(forced, got, *step.args[1:])
+            if codes > 1:
+                raise _departure(step, f"differs by {codes} steps of {step.args[2]}, not by one")
+            return
         if not isinstance(form, Integers):
             floats = self._run.as_float(value, got)
-            if not _alike(forced, floats, slack):
+            if not _alike(forced, floats, slack, sums=isinstance(step.module, Float8Layer)):
                 apart = (forced.double() - floats.double()).abs().max()
                 raise _departure(step, f"differs by up to {float(apart):.3g}")
             return
@@ -153,6 +160,8 @@ class StepBounds:
             step = self._run.makers[value]
             if step.op in _LAYERS:
                 self._slack[value] = self._of_layer(step)
+            elif isinstance(step.module, Float8Layer):
+                self._slack[value] = step.module.slack()
             else:
                 refs = [arg.name for arg in step.args if isinstance(arg, Ref)]
                 self._slack[value] = sum(
@@ -183,8 +192,9 @@ def _departure(step: Step, what: str) -> ValueError:
     )
 
 
-def _alike(want: Tensor, got: Tensor, slack: float) -> bool:
+def _alike(want: Tensor, got: Tensor, slack: float, *, sums: bool = False) -> bool:
+    """Whether values are near one another; of sums alone, whatever the noise."""
     if want.shape != got.shape:
         return False
     most, energy, top, power = float_gaps(want, got)
-    return most <= slack + _FLOAT * top or energy <= _ENERGY * power
+    return most <= slack + _FLOAT * top or (energy <= _ENERGY * power and not sums)
