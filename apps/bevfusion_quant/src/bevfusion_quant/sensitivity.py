@@ -144,8 +144,8 @@ def run_sensitivity(
         frames: At least one.
         metric: "sqnr", "kl" or "mAP"; see `measure_sensitivity`.
         output: "map" or "heatmap"; see `sensitivity_output`.
-        precisions: At which each group is measured alone: "int4", "int8", "int16", "fp8"; by default
-            the run's own, "int8", or "int4" where its weights have 4 bits.
+        precisions: At which each group is measured alone: "int4", "int8", "int16", "fp8";
+            by default the run's own, "int8", or "int4" where its weights have 4 bits.
         without: Measure each group alone in float, too.
         estimate: Estimate "sqnr" from gradients, without that half; a plan is measured all the
             same.
