@@ -218,7 +218,7 @@ def test_files_that_compute_something_else_end_the_command_with_one(
     folder = runs / "bad"
     try:
         message = captured.err.splitlines()[-1]
-        assert "not what the model computes" in message
+        assert "do not compute the model" in message
         assert str(folder / "onnx") in message
         assert "Not verified" in captured.out
         told = manifest(folder)

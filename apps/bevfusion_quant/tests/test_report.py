@@ -421,7 +421,7 @@ def test_data_that_fills_no_template_is_refused(tmp_path: Path, key: str, data: 
     page = json.loads((tmp_path / "page.json").read_text())
     page["sections"] = [{"key": key, "title": "t", "data": data}]
     (tmp_path / "page.json").write_text(json.dumps(page))
-    with pytest.raises(ValueError, match=f"what it says of '{key}' does not fill that section's"):
+    with pytest.raises(ValueError, match=f"its data of '{key}' do not fit that section's"):
         read_sections(tmp_path / "page.json")
 
 

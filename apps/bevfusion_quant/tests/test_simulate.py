@@ -253,7 +253,7 @@ def test_the_page_to_sign_reads_what_the_commands_wrote(runs: Path, tmp_path: Pa
     stage = summary(runs / "one")["integers"]["stages"][0]
     assert group.rows[-1].sqnr_db == stage["integer_sqnr_db"]
     states = {check.question: check.state for check in result.checks}
-    assert states["Do integers compute what the quantized model says?"] == "good"
+    assert states["Do integers compute the quantized model?"] == "good"
     assert states["What does it lose against float?"] == "missing"  # no head finds boxes
     sections = read_sections(result.folder / "page.json")
     assert {"verdict", "layers", "quantizers", "integers", "decisions"} <= set(sections)

@@ -295,7 +295,7 @@ def test_documented_rule_where_a_forward_cannot_be_followed(randomise, error_of)
     reasons = {s.bn: s.reason for s in result.skipped}
     assert "the model cannot be followed" in reasons["bn"]
     assert "branches on the values of a tensor" in reasons["bn"]
-    assert reasons["starts.0"] == "normalises what comes from outside the traced part of the model"
+    assert reasons["starts.0"] == "normalises an input of the traced part of the model"
     assert error_of(result.model(x), model(x)) <= 1e-10
     assert list(result.untraced) == [""]
     assert [f.bn for f in fuse_model(model).fused] == ["chain.1", "block.bn1", "block.bn2"]

@@ -177,7 +177,7 @@ def test_a_message_with_another_type_is_refused(
 def test_a_rank_with_other_settings_is_named(together: Together) -> None:
     found = together(3, lambda ranks: ranks.agree("the weights", "ab" if ranks.rank < 2 else "c"))
     assert all(isinstance(error, LaunchError) for error in found)
-    assert "the weights: rank 2 has another than rank 0" in str(found[0])
+    assert "the weights of rank 2 differ from rank 0" in str(found[0])
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -157,7 +157,7 @@ def test_a_shape_that_tells_no_layout_is_reported(monkeypatch, caplog):
     conv, weight = standin.SubMConv3d(3, 3, 3, bias=False), torch.randn(3, 3, 3, 3, 3)
     conv.load_state_dict({"weight": weight})
     assert torch.equal(conv.weight, weight)
-    assert "does not tell spconv 2's layout (KRSC) from spconv 1's (RSCK)" in caplog.text
+    assert "fits spconv 2's layout (KRSC) and spconv 1's (RSCK)" in caplog.text
     for layout, axis in (("RSCK", -1), ("RSKC", -2), ("KRSC", 0)):
         monkeypatch.setattr(_constants, "SAVED_WEIGHT_LAYOUT", layout)
         conv.load_state_dict({"weight": weight})

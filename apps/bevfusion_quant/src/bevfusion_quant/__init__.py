@@ -1,8 +1,8 @@
-"""BEVFusion from float PyTorch to verified INT8: the whole job, one command.
+"""BEVFusion, CenterPoint or your own detector, from float PyTorch to verified INT8.
 
-`bevfusion_quant.points`, `.cameras`, `.scenes` and `.datasets` give frames, `.voxelize` voxels,
-`.model` the detector or parts of it, `.ptq` the steps of the job and the whole of it, `.report` and
-`.pictures` what a run looks like.
+Frames: `bevfusion_quant.points`, `.cameras`, `.scenes`, `.datasets`. Voxels: `.voxelize`.
+Detectors and their parts: `.model`. The steps of a run: `.ptq`. Pages and pictures: `.report`,
+`.pictures`.
 """
 
 from bevfusion_quant._errors import InputError, VerificationError

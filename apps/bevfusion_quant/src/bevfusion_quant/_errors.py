@@ -1,4 +1,4 @@
-"""Exceptions that end a command: the input is at fault, or what came out is not right."""
+"""Exceptions that end a command: wrong input, or a wrong result."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from bev_data import InputError as InputError
 
 
 class VerificationError(Exception):
-    """What was written is not what it should be; the files stay, to be looked into.
+    """A written file does not compute the model. The files stay for inspection.
 
-    The command line prints what the run has to say, then the message, and ends with exit code 1.
+    The command line prints the run's output, then the message, and returns exit code 1.
 
     Args:
-        message: Which file and layer, and how far off.
-        output: What the run printed.
+        message: File, layer and difference.
+        output: Text that the run printed.
     """
 
     def __init__(self, message: str, output: str) -> None:

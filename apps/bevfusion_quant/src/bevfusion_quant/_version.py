@@ -1,3 +1,3 @@
-"""The version, where modules below the package can read it."""
+"""The version, importable by the modules of the package."""
 
 __version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""Everything that a run for a BPU found out: for the page, the screen and summary.json."""
+"""Result of a run for a BPU: for the page, the screen and summary.json."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ class BpuOutcome:
     """Plan, comparison and estimate of one run.
 
     Attributes:
-        plan: Of the whole model.
-        comparison: Float, fake-quantized and integers on the run's frames.
-        estimates: What the units cost on the BPU, by unit.
-        accuracy: All three models judged by labels; None where a run does not, without a head or
-            without labels.
+        plan: Placement of the whole model.
+        comparison: Float, fake-quantized and integer model on the run's frames.
+        estimates: Estimated time on the BPU, by unit.
+        accuracy: Scores of the three models against labels; None without a head or labels.
     """
 
     plan: Plan
@@ -43,7 +42,7 @@ class BpuOutcome:
 
     @property
     def march(self) -> str:
-        """The BPU's architecture as its maker writes it."""
+        """Name of the BPU's architecture in Horizon's spelling."""
         return load_support_table().march(self.plan.march).title
 
     @property
@@ -58,11 +57,11 @@ class BpuOutcome:
 
     @property
     def violations(self) -> tuple[str, ...]:
-        """What the march's table of operators does not allow."""
+        """Operators that break a limit of the march."""
         return tuple(text for e in self.estimates.values() for text in e.violations)
 
     def summary(self) -> dict[str, Any]:
-        """Everything but the plan's nodes, which plan.json holds."""
+        """All results except the plan's nodes, which are in plan.json."""
         return {
             "march": self.plan.march,
             "transfer_bytes": self.plan.transfer_bytes,
@@ -85,7 +84,7 @@ BPU_UNITS = {"camera": "camera", "bev": "bird's-eye view"}
 
 
 def bpu_text(outcome: BpuOutcome) -> Iterator[str]:
-    """Titles and tables: layers, stages, detections, accuracy, what runs where, estimate."""
+    """Titles and tables: layers, stages, detections, accuracy, placement, estimate."""
     comparison = outcome.comparison
     evaluation = comparison.evaluation
     yield "Float against fake-quantized, output of each layer on the BPU"

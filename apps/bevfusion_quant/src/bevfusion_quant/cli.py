@@ -1,4 +1,4 @@
-"""The command `bevfusion-quant`: options in, exit code out, no traceback for a user's mistake."""
+"""The command `bevfusion-quant`: parses options, returns an exit code, prints one-line errors."""
 
 from __future__ import annotations
 
@@ -30,14 +30,17 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0: done. 1: done, but files that were written do not compute what the model computes, or no
-    plan of precisions reaches the score asked for. 2: the
-    input, the options or the surroundings are at fault, or the run was interrupted; nothing
-    half-written is left. The last line on stderr says what is wrong and what to do. Of several
-    processes that torchrun, Slurm or Kubernetes started, the first prints and speaks for all.
+    | code | meaning |
+    |---|---|
+    | 0 | done |
+    | 1 | done, but a written file does not compute the model, or no plan reaches the score |
+    | 2 | wrong input, options or environment, or interrupted; no partial output is left |
+
+    The last line on stderr names the error and the remedy. Where torchrun, Slurm or Kubernetes
+    started several processes, only the first prints.
 
     Args:
-        arguments: Without the program's name; those of the process by default.
+        arguments: Without the program's name. Default: those of the process.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -109,10 +112,10 @@ def _run(arguments: list[str]) -> int:
 
 
 def _read(arguments: Sequence[str]) -> Any:
-    """The command in the arguments; --config FILE sets defaults from a run's config.json.
+    """Parse the arguments; --config FILE sets defaults from a run's config.json.
 
     Raises:
-        ValueError: The file of --config is no run's settings.
+        ValueError: The file of --config holds no settings of a run.
     """
     import tyro
 
@@ -140,13 +143,13 @@ def _fail(message: str, code: int = USAGE_ERROR) -> int:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """What every process would say of its options, the first one says."""
+    """Suppress messages about options in all processes but the first."""
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         yield
 
 
 class _BesideBars(logging.StreamHandler):  # type: ignore[type-arg]
-    """Lines on stderr, above the bars that a terminal shows."""
+    """Log handler: writes lines to stderr above progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the line."""
@@ -159,7 +162,7 @@ class _BesideBars(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def _set_up_logging(rank: str, command: Any) -> None:
-    """Progress of the first process; of the others warnings alone, under their number."""
+    """Log progress in the first process; in the others warnings only, with the process number."""
     first = rank == "0"
     quiet, verbose = getattr(command, "quiet", False), getattr(command, "verbose", False)
     level = logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO
@@ -177,20 +180,19 @@ def _set_up_logging(rank: str, command: Any) -> None:
 
 
 def _let_waiting_threads_sleep() -> None:
-    """Spare other programs on this machine, and us: OpenMP's threads spin while they wait.
+    """Let OpenMP's threads sleep while they wait. By default they spin.
 
-    On a busy machine that doubles the time of a run. It must be said before torch starts.
+    On a busy machine spinning doubles a run's time. OpenMP reads the setting when torch starts.
     """
     if "torch" not in sys.modules:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _reuse_freed_memory() -> None:
-    """Keep freed feature maps for the next layer instead of giving them back to the system.
+    """Make glibc keep freed feature maps for the next layer.
 
-    glibc maps every block of some size anew, and the kernel clears each of its pages: a fifth of
-    a forward pass at full size. As with the threads, a program that has torch already decides
-    that itself.
+    By default glibc maps each large block anew and the kernel clears its pages: a fifth of a
+    forward pass at full size. In a program that has imported torch, its own settings stay.
     """
     if "torch" in sys.modules or not sys.platform.startswith("linux"):
         return
@@ -204,10 +206,11 @@ def _reuse_freed_memory() -> None:
 
 
 def _look_for_garbage_less_often() -> None:
-    """Torch's compiler is a million objects that stay, and Python looks through all of them again.
+    """Scan old objects for garbage less often.
 
-    That is 7 % of a small run. Young objects are looked through nearly as often as they were,
-    so no map waits for long in a circle; a program that has torch already decides that itself.
+    Torch's compiler holds a million permanent objects, and each full scan visits them: 7 % of a
+    small run. Young objects are scanned nearly as often as by default, so feature maps in reference
+    cycles are still freed soon. In a program that has imported torch, its own settings stay.
     """
     if "torch" not in sys.modules:
         gc.set_threshold(2000, 20, 50)
@@ -216,7 +219,7 @@ def _look_for_garbage_less_often() -> None:
 
 @contextmanager
 def _sigterm_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM clean up as Ctrl-C does, and give the old handler back afterwards."""
+    """Treat SIGTERM as Ctrl-C in the block; restore the old handler afterwards."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Several finished runs of one float model, judged by the same labels in one pass."""
+"""Several finished runs of one float model, scored on the same labels in one pass."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ class ComparedRun:
 
     Attributes:
         name: Its name in the tables.
-        folder: Where it lies.
-        settings: What its config.json says.
-        integers: Whether it was run in integers too.
-        why_not: Why it was not, where that was asked for.
+        folder: Its folder.
+        settings: Settings from its config.json.
+        integers: Whether its integer model runs too.
+        why_not: Reason why no integer model runs although it was requested.
     """
 
     name: str
@@ -82,19 +82,19 @@ class ComparedRun:
 
     @property
     def models(self) -> dict[str, str]:
-        """Names of its models in the tables, by form: "quantized", "integers"."""
+        """Names of its models in the tables, by kind: "quantized", "integers"."""
         forms = ("quantized", "integers") if self.integers else ("quantized",)
         return {form: f"{self.name} {form}" for form in forms}
 
     def shown_settings(self) -> dict[str, Any]:
-        """The settings that runs of one model can differ in, under the names of tables."""
+        """Settings in which runs of one model can differ, by title in the tables."""
         shown = {title: getattr(self.settings, name) for name, title in _SHOWN.items()}
         for name, default in _OTHERS.items():
             shown[name.replace("_", " ")] = self.settings.written.get(name, default)
         return {**shown, "trained by qat": self.settings.qat is not None}
 
     def summary(self) -> dict[str, Any]:
-        """For summary.json and config.json: where it lies, digests, settings."""
+        """Folder, digests and settings, for summary.json and config.json."""
         apart = ("format", "version", "sizes")
         written = self.settings.written
         settings = {key: value for key, value in written.items() if key not in apart}
@@ -103,24 +103,24 @@ class ComparedRun:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Runs side by side.
+    """Several runs beside each other.
 
     Attributes:
-        runs: In the order given.
-        accuracy: Of float, then of each run's models.
+        runs: In the given order.
+        accuracy: Scores of the float model, then of each run's models.
     """
 
     runs: tuple[ComparedRun, ...]
     accuracy: Accuracy
 
     def differing(self) -> list[str]:
-        """Titles of the settings in which the runs differ; of a single run "ranges"."""
+        """Titles of the settings in which the runs differ; "ranges" for a single run."""
         shown = [run.shown_settings() for run in self.runs]
         differ = [title for title in shown[0] if any(t[title] != shown[0][title] for t in shown)]
         return differ or ["ranges"]
 
     def left_out(self) -> list[str]:
-        """Which runs were not run in integers though that was asked for; a sentence a reason."""
+        """Runs without the requested integer model; one sentence per reason."""
         left: dict[str, list[str]] = {}
         for run in self.runs:
             if run.why_not:
@@ -133,11 +133,11 @@ class Comparison:
 
 
 def _write_page(record: RunRecord, comparison: Comparison, frames: Sequence[str]) -> Path:
-    """Write report.html: the tables, and how to repeat them.
+    """Write report.html: the tables, and the command that repeats them.
 
     Args:
-        record: Of the comparison.
-        comparison: What was found.
+        record: Record of the comparison.
+        comparison: Its result.
         frames: Names of all frames.
     """
     title, settings = record.path.name, comparison.runs[0].settings
@@ -158,7 +158,7 @@ def _write_page(record: RunRecord, comparison: Comparison, frames: Sequence[str]
 
 
 def comparison_text(comparison: Comparison) -> tuple[str, ...]:
-    """Headline, classes, in what the runs differ, and what to know; a model a line."""
+    """Headline, scores by class, differing settings, notes; one line per model."""
     tables = (table.text() for table in _tables(comparison))
     return (*tables, "\n".join(_notes(comparison)))
 
@@ -168,7 +168,7 @@ def _notes(comparison: Comparison) -> list[str]:
 
 
 def _tables(comparison: Comparison) -> tuple[Table, Table, Table]:
-    """Every model beside float, class by class, and in what the runs differ."""
+    """Scores of all models by class, and the differing settings."""
     return (*model_tables(comparison.accuracy), _settings(comparison))
 
 
@@ -195,11 +195,11 @@ _COMPARED_APART: dict[str, Callable[[ModelSettings], object]] = {
 
 
 def _check_settings(folders: Sequence[Path]) -> list[ModelSettings]:
-    """The runs' settings, if the runs can be compared as far as those tell.
+    """Read the runs' settings and check that the runs are comparable.
 
     Raises:
-        InputError: No run, one given twice, one for a BPU or without a head, or two of models
-            that differ in sizes, parts or cameras.
+        InputError: No run; the same run twice; a run for a BPU or without a head; models of
+            different sizes, parts or cameras.
     """
     if not folders:
         raise InputError("no runs to compare: name finished runs with --run")
@@ -221,14 +221,14 @@ def _check_settings(folders: Sequence[Path]) -> list[ModelSettings]:
             one, other = read(settings), read(found[0])
             if one != other:
                 raise InputError(
-                    f"--run {folder} is no run of the float model of {folders[0]}: its {what} is "
-                    f"{one}, there it is {other}; compare runs of one model"
+                    f"--run {folder} has another float model than {folders[0]}: its {what} is "
+                    f"{one}, not {other}; compare runs of one model"
                 )
     return found
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """A name for each run: its folder's, or where that is not the only one the whole path."""
+    """A name for each run: its folder's name, or the whole path where names are equal."""
     often = Counter(folder.resolve().name for folder in folders)
     return [f.resolve().name if often[f.resolve().name] == 1 else str(f) for f in folders]
 
@@ -236,19 +236,19 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 def _load_alike(
     folders: Sequence[Path], frames: Sequence[Frame], batch: Batch
 ) -> tuple[Detector, list[Detector]]:
-    """Load the runs one after the other; of the float models the first stays.
+    """Load the runs one after another and keep the first run's float model.
 
     Args:
         folders: Checked by `_check_settings`.
-        frames: Detectors in other code are traced with the first.
-        batch: On which the float models must agree, within a thousandth of the heat map's largest
-            value: runs with and without folded batch norms do.
+        frames: Detectors in their own code are captured with the first frame.
+        batch: On this batch the float models must agree within a thousandth of the heat map's
+            largest value. Runs with and without folded batch norms do.
 
     Returns:
-        One float model, and what the runs made of it, in eval mode.
+        One float model, and the models of each run, in eval mode.
 
     Raises:
-        InputError: A run cannot be loaded, or began with other weights.
+        InputError: A run cannot be loaded, or its float weights differ.
     """
     quantized: list[Detector] = []
     first: tuple[Detector, Tensor] | None = None
@@ -270,10 +270,10 @@ def _load_alike(
 
 
 def _refuse_without_boxes(model: Detector, sizes: Sizes) -> None:
-    """Refuse a model in other code that has nothing to compare with labels.
+    """Check that a detector in its own code has boxes to compare with labels.
 
     Raises:
-        InputError: It makes no boxes, or boxes of classes without names.
+        InputError: It makes no boxes, or its classes have no names.
     """
     if not model.finds_boxes or not sizes.head.classes:
         lacks = "class names for its boxes" if model.finds_boxes else "boxes"
@@ -286,7 +286,7 @@ def _refuse_without_boxes(model: Detector, sizes: Sizes) -> None:
 
 @dataclass(frozen=True, eq=False)
 class CompareResult:
-    """Where the comparison lies, what it found, seconds by step, peak memory in MiB."""
+    """Folder, result, seconds by step, peak memory in MiB."""
 
     folder: Path
     comparison: Comparison
@@ -303,25 +303,24 @@ def run_compare(
     bootstrap: Bootstrap | None = None,
     **place: Unpack[Place],
 ) -> CompareResult:
-    """Judge several runs of one float model by the labels of the same frames; write `runs/name`.
+    """Score several runs of one float model on the labels of the same frames; write `runs/name`.
 
-    Every frame is made once and run through the float model, each run's fake-quantized model and,
-    where asked for, its integers; detections alone are kept of it. Intervals of the differences to
-    float draw the same scenes for both. All runs' models are held at once, the float model once.
-    Of several ranks each runs its share of the frames.
+    Each frame is read once. The float model, each run's fake-quantized model and, on request, its
+    integer model run on it; only detections are kept. Confidence intervals of differences to float
+    resample the same scenes for both models. All models are in memory at once, the float model
+    once. With several ranks, each runs its share of the frames.
 
     Args:
-        compared: Folders that `run_ptq` wrote, or QAT, all from the same float weights.
+        compared: Folders of `run_ptq` or `run_qat`, all from the same float weights.
         frames: At least one with labels.
-        integers: Kernels to run the models in integers on, such as "auto"; None for no integers.
-            Runs whose batch norms are not folded have none, which is said.
-        cameras: Names of the cameras to use; those of the runs by default.
-        bootstrap: How intervals are found; `Bootstrap()` by default.
+        integers: Kernels of the integer models, such as "auto"; None for no integer models. Runs
+            with unfolded batch norms have none; the result says so.
+        cameras: Names of the cameras to use. Default: those of the runs.
+        bootstrap: Method of the intervals. Default: `Bootstrap()`.
         **place: Where the comparison is written; see `Place`.
 
     Raises:
-        InputError: Runs that cannot be compared, or whatever is wrong with the frames; nothing is
-            written then.
+        InputError: The runs are not comparable, or the frames are wrong. Nothing is written.
     """
     if integers is not None:
         check_backend(integers)
@@ -387,7 +386,7 @@ def _models(
     batches: FrameBatches,
     backend: str | None,
 ) -> dict[str, Callable[..., Any]]:
-    """What is run on each frame, by its name in the tables."""
+    """The models that run on each frame, by name in the tables."""
     models: dict[str, Callable[..., Any]] = {"float": float_model}
     for run, model in zip(read_runs, quantized, strict=True):
         names = run.models

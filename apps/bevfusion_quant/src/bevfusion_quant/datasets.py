@@ -1,4 +1,4 @@
-"""`bev_data.datasets` under the name that it had here, kinds of other packages among them."""
+"""Alias of `bev_data.datasets`, with the kinds that other packages register."""
 
 from bev_data import datasets
 from bev_data.datasets import *  # noqa: F403

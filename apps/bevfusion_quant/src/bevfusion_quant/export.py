@@ -1,4 +1,4 @@
-"""A run's model as ONNX files: written, linted, run and held against the integer model."""
+"""A run's model as ONNX files: written, linted, run and compared with the integer model."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ _PACKAGES = ("bevquant-export", *LIBRARIES)
 
 
 def missing_libraries() -> str:
-    """What writing and checking files needs and is not installed, or nothing."""
+    """Missing packages that writing and checking files needs; empty if none."""
     return ", ".join(name for name in LIBRARIES if not importable(name))
 
 
@@ -101,20 +101,20 @@ def export_model(
     layers: Sequence[LayerRow] = (),
     **how: Any,
 ) -> ExportedSet:
-    """Write the set for TensorRT with libspconv, or for ONNX Runtime, to `folder` and check it.
+    """Write the files for an engine to `folder` and check them.
 
     Args:
-        float_model: The folded model that was quantized.
-        quantized_model: The calibrated one.
-        batches: At least one; the first is run, all of them bound the number of voxels.
+        float_model: The folded float model.
+        quantized_model: Its calibrated quantized model.
+        batches: At least one. The files run on the first; all of them bound the number of voxels.
         config: Sizes.
         clock: Times the steps.
-        folder: Made here; holds the files and manifest.json.
+        folder: Created here; holds the files and manifest.json.
         target: Name of an engine.
-        layers: Of `bevquant_int8sim.compare`, to stand beside the files' tensors; compared on the
-            first batch where none are given.
-        **how: cpu, measure, known and calibration of `bevfusion.deployment.export_pieces`,
-            `known` by ``"float"`` and ``"fake"``; command, run and settings, for the manifest.
+        layers: Result of `bevquant_int8sim.compare`, printed beside the files' tensors. Default:
+            compared on the first batch.
+        **how: cpu, measure, known and calibration of `bevfusion.deployment.export_pieces`
+            (`known` by ``"float"`` and ``"fake"``); command, run and settings for the manifest.
 
     Raises:
         InputError: A library is missing, the head is quantized, or a file cannot be written.
@@ -138,7 +138,7 @@ def export_model(
 def nvidia_pieces(
     float_model: Detector, quantized_model: Detector, target: str = "tensorrt"
 ) -> list[Piece]:
-    """`bevfusion.deployment.nvidia_pieces` whose errors name the options of the commands."""
+    """`bevfusion.deployment.nvidia_pieces`, with the commands' option names in its errors."""
     refusals = {
         "no lidar": "the run has no LiDAR branch, and Autoware's plugin is for sparse "
         "convolutions: quantize with ptq --branch lidar or lidar-detector",
@@ -172,16 +172,16 @@ def _exported(
 
 
 def refuse_wrong_files(made: ExportedSet, text: str) -> None:
-    """End a command where files do not compute what the model does.
+    """End the command if a file does not compute the model.
 
     Raises:
-        VerificationError: After `text`, the first of what differs.
+        VerificationError: Names the first difference; its output begins with `text`.
     """
     if not made.failures:
         return
     more = f" and {len(made.failures) - 1} more" if len(made.failures) > 1 else ""
     raise VerificationError(
-        f"the ONNX files in {made.folder} are not what the model computes: "
+        f"the ONNX files in {made.folder} do not compute the model: "
         f"{made.failures[0]}{more}: do not deploy them; the page shows every layer",
         text,
     )
@@ -196,7 +196,7 @@ def _export_bpu(
     cameras: Sequence[str] | None,
     **given: Any,
 ) -> tuple[ExportedSet, FrameBatches]:
-    """Write and check the set of a run for a BPU; `given` is command and settings."""
+    """Write and check the files of a run for a BPU; `given` holds command and settings."""
     from bevfusion_quant.bpu import compare_forms, for_march, load_bpu_run
 
     with clock.step("load the run"):
@@ -223,7 +223,7 @@ def _export_bpu(
 
 @dataclass(frozen=True, eq=False)
 class ExportResult:
-    """Where the run lies, what was written, seconds by step, peak memory in MiB."""
+    """Run folder, written files, seconds by step, peak memory in MiB."""
 
     folder: Path
     exported: ExportedSet
@@ -241,26 +241,25 @@ def export_run(
     cameras: Sequence[str] | None = None,
     **place: Unpack[Place],
 ) -> ExportResult:
-    """Write a run's model as ONNX files to `runs/name/onnx`, check them, and write a page about it.
+    """Write a run's model as ONNX files to `runs/name/onnx`, check them, and write a page.
 
-    The run is read and left as it is. The folder appears whole or not at all; one whose files were
-    written but do not compute what the integer model computes appears too, with "verified": false
-    in its manifest and the layers in `ExportResult.exported.failures`.
+    The run's own folder is not changed. The new folder appears whole or not at all. If a file does
+    not compute the integer model, the folder appears too: its manifest has "verified": false, and
+    `ExportResult.exported.failures` lists the layers.
 
     Args:
-        run: A folder that `run_ptq` or `bpu.run_bpu` wrote.
-        frames: At least one. The files are checked on the first; the voxels of all of them bound
-            what the sparse file can hold.
-        target: Name of an engine (`bevquant_export.find_target`); by default "bpu" for a run for a
+        run: A folder of `run_ptq` or `bpu.run_bpu`.
+        frames: At least one. The files are checked on the first; the voxel counts of all frames
+            set the capacity of the sparse file.
+        target: Name of an engine (`bevquant_export.find_target`). Default: "bpu" for a run for a
             BPU, else "tensorrt".
-        cpu: Of files for a CPU, "vnni" or "any"; by default what this one is.
-        measure: Time each quantized file for a CPU beside its part in float32.
-        cameras: Names of the cameras to use; those of the run by default.
+        cpu: For files for a CPU, "vnni" or "any". Default: the CPU at hand.
+        measure: Time each quantized file for a CPU beside its float32 part.
+        cameras: Names of the cameras to use. Default: those of the run.
         **place: Where the export is written; see `Place`.
 
     Raises:
-        InputError: Whatever is wrong with the run, the target or the input; nothing is written
-            then.
+        InputError: The run, the target or the input is wrong. Nothing is written.
     """
     _check_libraries()
     ran = read_model_settings(run)
@@ -302,14 +301,14 @@ def export_run(
 
 
 def _cpu(cpu: str | None) -> str:
-    """The CPU that is wanted, or the one at hand."""
+    """The requested CPU, or the one at hand."""
     if cpu is not None and cpu not in CPUS:
         raise InputError(f"--cpu {cpu}: expected one of {', '.join(CPUS)}")
     return cpu or cpu_at_hand()
 
 
 def _engines_on_cpu() -> list[str]:
-    """Names of engines whose files depend on the CPU that they run on."""
+    """Names of engines whose files depend on the CPU."""
     return [
         name
         for target in targets()
@@ -319,7 +318,7 @@ def _engines_on_cpu() -> list[str]:
 
 
 def _target(target: str | None, ran: ModelSettings, run: str | Path) -> str:
-    """The target wanted, if the run is of its kind."""
+    """The requested target, if it fits the run."""
     bpu = find_target("bpu")
     for_bpu = ran.for_bpu
     try:

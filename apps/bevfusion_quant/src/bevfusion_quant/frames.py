@@ -1,4 +1,4 @@
-"""The frames that the options name, to run and to train on, and what is wrong with them."""
+"""Frames named by the options, for running and training, and checks of their content."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LISTED = 8
 
 
 class FrameBatches(evaluation.FrameBatches):
-    """`bevfusion.evaluation.FrameBatches` whose errors name the options of the commands."""
+    """`bevfusion.evaluation.FrameBatches`, with the commands' option names in its errors."""
 
     advice = MappingProxyType(
         {
@@ -42,7 +42,7 @@ OF_POINTS = ("columns", "axes", "dtype", "intensity_scale", "key", "nonfinite")
 
 
 def as_options(message: str) -> str:
-    """A reader's message with the command's options in place of its keywords.
+    """A reader's message, with the command's options in place of its keywords.
 
     Example:
         >>> as_options("a.bin: say columns=4 and dtype='float32', or set intensity_scale=")
@@ -60,21 +60,21 @@ def as_options(message: str) -> str:
 
 
 def street_size(config: str) -> str:
-    """The street's scan and images for the sizes of a model: small for small ones."""
+    """Size of the street's scans and images for a model: small for a small model."""
     return "tiny" if config == "tiny" else "nuscenes"
 
 
 def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequence[Frame]:
-    """Open what `--points` or `--dataset` names.
+    """Open the frames of `--points` or `--dataset`.
 
     Args:
         options: The frame options.
-        with_cameras: Whether images are read at all.
-        size: Of the model, which decides the street's scan and images.
+        with_cameras: Whether to read images.
+        size: Size of the model; sets the street's scans and images.
 
     Raises:
-        InputError: None of the two or both, a kind that no package has, options that do not go with
-            the choice, cameras that the street's car lacks, no frames left.
+        InputError: Neither or both are given; an unknown kind of data set; options of another
+            source; cameras that the street's car lacks; no frames left.
     """
     if bool(options.points) == (options.dataset is not None):
         given = "frames given twice" if options.points else "no frames given"
@@ -84,8 +84,8 @@ def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequen
         )
     if options.cameras and not with_cameras:
         raise InputError(
-            f"--cameras {' '.join(options.cameras)}: what is run reads no images; leave it out, or "
-            "choose a --branch with cameras"
+            f"--cameras {' '.join(options.cameras)}: the model reads no images; leave the option "
+            "out, or choose a --branch with cameras"
         )
     reads = {} if options.dataset is None else _of_kind(options.dataset, _parameters)
     _refuse_options_of_others(options, reads)
@@ -137,7 +137,7 @@ def _default(name: str) -> object:
 
 
 def _renamed(classes: Sequence[str]) -> dict[str, str]:
-    """Names by names, of texts such as "bus=truck"."""
+    """Mapping of names from texts such as "bus=truck"."""
     pairs = [text.partition("=") for text in classes]
     wrong = [f"{own}{sign}{name}" for own, sign, name in pairs if not own or not name]
     if wrong:
@@ -146,12 +146,12 @@ def _renamed(classes: Sequence[str]) -> dict[str, str]:
 
 
 def _parameters(kind: str) -> Mapping[str, Parameter]:
-    """What opens data sets of this kind can be told."""
+    """Parameters of the function that opens this kind of data set."""
     return signature(find_dataset(kind)).parameters
 
 
 def _of_kind(kind: str, ask: Callable[[str], Found]) -> Found:
-    """What is known of a kind of data set, under the option's name where there is no such kind."""
+    """The registered kind of data set; its error names the option."""
     try:
         return ask(kind)
     except InputError as error:
@@ -159,7 +159,7 @@ def _of_kind(kind: str, ask: Callable[[str], Found]) -> Found:
 
 
 def camera_names(options: FrameOptions) -> tuple[str, ...]:
-    """The cameras to use: those named, else those that the data set has."""
+    """The cameras to use: the named ones, or all of the data set."""
     if options.cameras:
         return options.cameras
     return CAMERA_NAMES if options.dataset is None else _of_kind(options.dataset, dataset_cameras)
@@ -181,7 +181,7 @@ def _part(frames: Sequence[Frame], options: FrameOptions) -> Sequence[Frame]:
 
 
 def _refuse_unmounted(names: Sequence[str], size: str) -> None:
-    """Refuse cameras that the street's car lacks before a street is rendered, which takes long."""
+    """Refuse cameras that the street's car lacks, before the slow rendering starts."""
     from bev_scenes import RIGS
 
     mounted = [mount.name for mount in RIGS[size].cameras]
@@ -194,7 +194,7 @@ def _refuse_unmounted(names: Sequence[str], size: str) -> None:
 
 
 def _refuse_options_of_others(options: FrameOptions, reads: Mapping[str, Parameter]) -> None:
-    """Say which options the chosen source does not read, instead of passing them over."""
+    """Refuse options that the chosen source does not read."""
     source = f"--dataset {options.dataset}" if options.dataset else "--points"
     reads_files = options.dataset is None or "reading" in reads  # of `read_points`
     reads_cameras = "cameras" in reads and options.dataset != "nuscenes"  # which has all or none
@@ -221,14 +221,16 @@ HELD_OUT_FRAME = 28  # of a PandaSet sequence
 def training_frames(options: FrameOptions, *, size: str, with_cameras: bool) -> FrameSource:
     """The frames to train on.
 
-    Of streets, those of the seeds from 1,000,000 + `first` on, 1,000 of them unless `count` says
-    otherwise: `demo`, `ptq` and `evaluate` count from 0. Of a PandaSet sequence, the frames
-    numbered below 28. Of other data sets all that the options name.
+    | source | training frames |
+    |---|---|
+    | streets | seeds from 1,000,000 + `first`, 1,000 of them by default (elsewhere from 0) |
+    | a PandaSet sequence | frames 0 to 27 |
+    | other data sets | all that the options name |
 
     Args:
         options: Where the frames are.
-        size: Of the street's scan and images.
-        with_cameras: Whether images are read.
+        size: Size of the street's scans and images.
+        with_cameras: Whether to read images.
     """
     if options.dataset == "street":
         count = options.count or 1000
@@ -247,9 +249,9 @@ def training_frames(options: FrameOptions, *, size: str, with_cameras: bool) -> 
 def held_out(
     options: FrameOptions, *, size: str, with_cameras: bool, count: int
 ) -> FrameSource | None:
-    """Frames to judge by that training never sees; None where the data set is not split here.
+    """Frames for scores that training never sees; None where the data set has no split here.
 
-    Of streets, the seeds 0 to `count` − 1; of a PandaSet sequence, the frames from 28 on.
+    Streets: seeds 0 to `count` − 1. A PandaSet sequence: frames from 28.
     """
     if count == 0 or options.dataset not in ("street", "pandaset"):
         return None
@@ -275,17 +277,17 @@ def _half(
 
 
 def finding_lines(findings: Sequence[PoorData]) -> tuple[str, ...]:
-    """The first of them, one a line; one wrong frame may spoil every tensor."""
+    """The first findings, one per line. One wrong frame can spoil every range."""
     listed = tuple(map(str, findings[:_LISTED]))
     more = len(findings) - _LISTED
     return (*listed, f"{more} more tensors: the page names them") if more > 0 else listed
 
 
 def refuse_poor(findings: Sequence[PoorData], output: str) -> None:
-    """End the command where the calibration cannot be right.
+    """End the command if the calibration cannot be right.
 
     Raises:
-        VerificationError: It cannot.
+        VerificationError: It cannot be right.
     """
     poor = [finding for finding in findings if finding.poor]
     if poor:

@@ -1,4 +1,4 @@
-"""A quantized model in integer arithmetic: what an INT8 chip computes, beside float and fake."""
+"""A quantized model in integer arithmetic, as an INT8 chip computes, beside float and fake."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ __all__ = [
 
 
 def check_backend(backend: str) -> str:
-    """Which kernels `backend` means on this machine, as text.
+    """The kernels that `backend` selects on this machine, as text.
 
     Raises:
-        InputError: It cannot be used here.
+        InputError: The backend is not available here.
     """
     try:
         status = bevquant_int8sim.usable_backend(backend)
@@ -65,13 +65,13 @@ def check_backend(backend: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """The calibrated model in integers, and what compares its layers.
+    """The integer model of a calibrated model, and the comparison of its layers.
 
     Attributes:
         model: The integer model.
-        backend: Its kernels, and the instructions they use.
-        layers: With the float and the fake-quantized model; `evaluate_quantized`
-            gives it the frames.
+        backend: Its kernels and their instruction set.
+        layers: Comparison with the float and the fake-quantized model; `evaluate_quantized` feeds
+            it the frames.
     """
 
     model: IntegerModel
@@ -87,11 +87,10 @@ def lower_model(
     clock: Clock,
     backend: str | None,
 ) -> Lowered | None:
-    """Lower the calibrated model for `simulate_model`; nothing where `backend` is None.
+    """Convert the calibrated model to integers for `simulate_model`; None if `backend` is None.
 
     Raises:
-        InputError: No layer of the model is quantized, one has no range, or the backend is not
-            there.
+        InputError: No layer is quantized, a layer has no range, or the backend is not available.
     """
     if backend is None:
         return None
@@ -116,19 +115,19 @@ def simulate_model(
     accuracy: AccuracyAccumulator | None = None,
     shards: Shards | None = None,
 ) -> Simulation:
-    """Run the integer model (`bevfusion.quantization.simulate_detector`), and save it.
+    """Run the integer model (`bevfusion.quantization.simulate_detector`) and save it.
 
     Args:
-        made: From `lower_model`, its layers compared by `evaluate_quantized`.
+        made: Result of `lower_model`; `evaluate_quantized` has compared its layers.
         quantized_model: The calibrated model.
         batches: At least one.
         config: Sizes.
-        evaluation: Of the same models on the same batches.
+        evaluation: Evaluation of the same models on the same batches.
         clock: Times the steps.
         folder: Where the first rank writes `integer/`.
-        branch: What the run quantized; says why the rest is float.
-        accuracy: Is handed the integer model's detections, as "integer".
-        shards: Keeps what is finished while several ranks work.
+        branch: The quantized branch; explains why the rest is float.
+        accuracy: Receives the integer model's detections as "integer".
+        shards: Keeps finished results while several ranks work.
     """
     with clock.step("run in integers", blame="the integer model cannot run on these frames"):
         simulation = simulate_detector(
@@ -158,20 +157,20 @@ def evaluate_models(
     accumulator: AccuracyAccumulator | None = None,
     layer_frames: int | None = None,
 ) -> tuple[QuantizationEvaluation, Simulation | None]:
-    """Judge both models, and where there is one the integer one, frame by frame.
+    """Evaluate the float, fake-quantized and, if present, integer model frame by frame.
 
     Args:
-        float_model: Of which the others were made.
+        float_model: The float model of the others.
         quantized_model: The calibrated model.
-        low: From `lower_model`.
+        low: Result of `lower_model`.
         batches: At least one.
-        sizes: Of the model.
+        sizes: Sizes of the model.
         clock: Times the steps.
         folder: Where the first rank writes `integer/`.
-        shards: Keeps what is finished while several ranks work.
-        branch: What the run quantized.
-        accumulator: Is handed all models' detections.
-        layer_frames: On how many frames, from the first on, layers in integers are compared; None
+        shards: Keeps finished results while several ranks work.
+        branch: The quantized branch.
+        accumulator: Receives all models' detections.
+        layer_frames: Number of frames, from the first, on which integer layers are compared; None
             for all.
     """
     blame = "" if low is None else "float and integer model cannot be compared"
@@ -193,7 +192,7 @@ def evaluate_models(
 
 
 def _reasons(model: Detector, branch: Branch) -> dict[str, str]:
-    """Why parts and layers of the quantized model stay float."""
+    """Reasons why parts and layers of the quantized model stay float."""
     heads, paths = model.part_paths.get("head", ()), [path for path, _ in model.named_modules()]
     with_head = any(lies_below(p, head) and "_quantizer" in p for p in paths for head in heads)
     quantized = quantized_parts(branch, model.kind, with_head=with_head)
@@ -204,10 +203,10 @@ def _reasons(model: Detector, branch: Branch) -> dict[str, str]:
 def lowered(
     quantized_model: Detector, batch: Batch, backend: str, *, verify: bool = True
 ) -> IntegerModel:
-    """The whole model in integers, verified on the batch but where a comparison does so.
+    """The whole model in integers, verified on the batch unless a comparison follows.
 
     Raises:
-        InputError: Nothing in it computes in integers, or ranges are missing.
+        InputError: No layer computes in integers, or ranges are missing.
     """
     try:
         model = simulate(quantized_model, tuple(batch), backend=backend, verify=verify)
@@ -221,7 +220,7 @@ def lowered(
         why = f" ({first.path or 'the model'}: {first.reason})" if first is not None else ""
         raise InputError(
             f"the run cannot be simulated in integers: none of its layers computes in integers{why}"
-            ": mend what the reason names, or quantize with fewer --exclude"
+            ": correct the cause, or quantize with fewer --exclude"
         )
     return model
 

@@ -1,4 +1,4 @@
-"""`bevfusion.pictures` under the name that it had here."""
+"""Alias of `bevfusion.pictures`."""
 
 from bevfusion.pictures import *  # noqa: F403
 from bevfusion.pictures import __all__ as __all__

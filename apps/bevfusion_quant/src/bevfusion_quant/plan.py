@@ -1,4 +1,4 @@
-"""The one plan of precisions that calibration, comparison, simulation and export obey."""
+"""The plan of precisions that calibration, comparison, simulation and export follow."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _IN_FILES = ("int8", "float")
 
 
 def read_plan(path: Path) -> PrecisionPlan:
-    """A plan as `bevfusion-quant sensitivity --budget` writes it.
+    """Read a plan of `bevfusion-quant sensitivity --budget`.
 
     Raises:
-        InputError: There is no such file, or it holds something else.
+        InputError: The file is missing or holds no plan.
     """
     try:
         return PrecisionPlan.load(path)
@@ -31,10 +31,10 @@ def read_plan(path: Path) -> PrecisionPlan:
 
 
 def apply_plan(model: nn.Module, plan: PrecisionPlan) -> None:
-    """Set the model's quantizers.
+    """Set the model's quantizers to the plan's precisions.
 
     Raises:
-        InputError: The plan is another model's.
+        InputError: The plan belongs to another model.
     """
     try:
         apply_precision(model, plan)
@@ -46,14 +46,14 @@ def apply_plan(model: nn.Module, plan: PrecisionPlan) -> None:
 
 
 def refuse_in_files(plan: PrecisionPlan, where: str | Path) -> None:
-    """Refuse to write files of a plan with precisions that files cannot hold.
+    """Refuse a plan with precisions that files cannot hold.
 
     Args:
-        plan: Of the run.
-        where: The run, for the message.
+        plan: Plan of the run.
+        where: Name of the run, for the message.
 
     Raises:
-        InputError: Naming the layers.
+        InputError: Names the layers.
     """
     wide = [group for group in plan if group.precision not in _IN_FILES]
     if wide:

@@ -1,4 +1,4 @@
-"""Post-training quantization of a detector or a part of it, whole or step by step."""
+"""Post-training quantization of a detector or a part of it: one call, or step by step."""
 
 from __future__ import annotations
 
@@ -125,9 +125,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PtqResult:
-    """Where the run lies, its tables, what to look at, seconds by step, memory, poor data.
+    """Folder, tables, warnings, seconds by step and memory of a run.
 
-    `refused` says why no files could be written, `left_out` what is not measured, and why.
+    `refused` is the reason why files could not be written; `left_out` lists results that are
+    missing, with reasons.
     """
 
     folder: Path
@@ -157,19 +158,19 @@ def run_ptq(
 ) -> PtqResult:
     """Quantize the model or a part of it on the given frames and write `runs/name`.
 
-    Several ranks share the frames. The first one writes; the others answer the same figures,
-    without what the quantizers saw, which is of the first frame alone.
+    Several ranks share the frames. The first rank writes. All ranks return the same figures, except
+    the quantizers' observations of the first frame, which only the first rank has.
 
     Args:
-        frames: At least one; ranges come from the first `calibration_frames`, the comparison from
-            all of them.
-        config: What to do.
-        integers: Kernels to run the model in integers on, such as "auto"; None for no such run.
-        export: What to write ONNX files for, "tensorrt" or "onnxruntime"; None for no files.
+        frames: At least one. Ranges come from the first `calibration_frames`, the comparison from
+            all.
+        config: Settings.
+        integers: Kernels of the integer model, such as "auto"; None for no integer model.
+        export: Engine of the ONNX files, such as "tensorrt" or "onnxruntime"; None for no files.
         **place: Where the run is written; see `Place`.
 
     Raises:
-        InputError: Whatever is wrong with the input; nothing is written then.
+        InputError: The input is wrong. Nothing is written.
     """
     clock = Clock()
     count = config.calibration_count(len(frames))
@@ -311,13 +312,13 @@ def run_ptq(
 
 
 def _warnings(report: CalibrationReport, findings: Sequence[PoorData]) -> tuple[str, ...]:
-    """What the calibration found suspicious, each line naming its quantizer."""
+    """Suspicious results of the calibration, one line per quantizer."""
     named = [f"{q.name}: {text}" for q in report.quantizers for text in q.warnings]
     return (*report.warnings, *named, *finding_lines(findings))
 
 
 def _rounding(result: RoundingResult) -> dict[str, Any]:
-    """Each layer's relative output error, rounded to the nearest and now; what was left and why."""
+    """Relative output error of each layer before and after rounding; layers left out; reasons."""
     return {
         "layers": [
             {"path": layer.path, "nearest": layer.nearest, "error": layer.error}
@@ -329,7 +330,7 @@ def _rounding(result: RoundingResult) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class EvaluateResult:
-    """Where the evaluation lies, its tables, seconds by step, peak memory in MiB.
+    """Folder, tables, seconds by step, peak memory in MiB.
 
     `accuracy` is None without a head or without labels.
     """
@@ -358,24 +359,23 @@ def run_evaluate(
 ) -> EvaluateResult:
     """Compare a run's models on the given frames and write `runs/name`.
 
-    The float model is the run's own, its batch norms folded if the run folded them. The run is
-    read and left as it is. Where frames have labels and the model a head, every model's detections
-    are judged by them.
+    The float model is the run's own, with batch norms folded if the run folded them. The run's own
+    folder is not changed. If frames have labels and the model has a head, the detections of every
+    model are scored.
 
     Args:
-        run: A folder that `run_ptq` wrote.
+        run: A folder of `run_ptq`.
         frames: At least one.
-        cameras: Names of the cameras to use; those of the run by default.
-        integers: Kernels to run the model in integers on, such as "auto"; None for float and
-            fake-quantized alone.
-        layer_frames: On how many of the frames, from the first on, every operation in integers is
-            compared with float and fake-quantized; on all by default.
-        bootstrap: How the intervals of the mean average precision are found; `Bootstrap()` by
-            default.
+        cameras: Names of the cameras to use. Default: those of the run.
+        integers: Kernels of the integer model, such as "auto"; None for float and fake-quantized
+            alone.
+        layer_frames: Number of frames, from the first, on which each integer operation is compared
+            with float and fake-quantized. Default: all.
+        bootstrap: Method of the intervals of the mean average precision. Default: `Bootstrap()`.
         **place: Where the evaluation is written; see `Place`.
 
     Raises:
-        InputError: Whatever is wrong with the run or the input; nothing is written then.
+        InputError: The run or the input is wrong. Nothing is written.
     """
     if integers is not None:
         check_backend(integers)

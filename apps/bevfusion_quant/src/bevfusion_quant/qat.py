@@ -1,4 +1,4 @@
-"""Quantization-aware training: a quantized run goes on learning with its rounding in place."""
+"""Quantization-aware training: a quantized run is trained further with its rounding."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class QatConfig(QatOptions):
-    """Settings of a run of `run_qat`; see `QatOptions`.
+    """Settings of `run_qat`; see `QatOptions`.
 
     Args:
-        augmentation: How frames are moved.
+        augmentation: Random movements of frames.
 
     Raises:
-        InputError: A setting outside its range, named as the option of the command.
+        InputError: A setting is outside its range; named as the command's option.
 
     Example:
         >>> QatConfig(steps=300).frozen_after
@@ -99,14 +99,14 @@ class QatConfig(QatOptions):
 
     @property
     def frozen_after(self) -> int:
-        """The step from which on ranges stand still."""
+        """Step from which ranges are constant."""
         return self.steps // 2 if self.freeze_after is None else self.freeze_after
 
 
 def trainer_for(
     config: QatConfig, model: Detector, teacher: Detector | None, frames: PreparedFrames
 ) -> QatDetectorTrainer:
-    """What trains the calibrated model, in place, as the configuration says."""
+    """The trainer of the calibrated model, which it changes in place."""
     training = {name: getattr(config, name) for name in _TRAINED_BY}
     return QatDetectorTrainer(model, frames, teacher=teacher, **training)
 
@@ -118,10 +118,10 @@ _TRAINED_BY = (
 
 
 def read_trainable(run: str | Path) -> ModelSettings:
-    """Read a run's settings and refuse what has no loss.
+    """Read a run's settings and refuse a run without a loss.
 
     Raises:
-        InputError: No run with a model, one for a BPU, or one without a head.
+        InputError: No run with a model, a run for a BPU, or a run without a head.
     """
     settings = read_model_settings(run)
     if settings.for_bpu:
@@ -147,17 +147,17 @@ def read_trainable(run: str | Path) -> ModelSettings:
 
 @dataclass(frozen=True)
 class QatResult:
-    """Where the run lies, and how it went.
+    """Folder and course of a training run.
 
     Attributes:
-        folder: A run like that of `run_ptq`.
+        folder: A run folder as that of `run_ptq`.
         work: Prepared frames, unless they are kept elsewhere.
-        terms: What each loss is called.
-        losses: The mean of each in up to ten equal parts of the run.
-        steps: That this process took.
-        seconds: By step.
-        accuracy: On held-out frames, "float" the model that the quantized run was made from,
-            "quantized" the trained one; None without such frames.
+        terms: Names of the losses.
+        losses: Mean of each loss in up to ten equal parts of the run.
+        steps: Steps of this process.
+        seconds: Seconds by step of the job.
+        accuracy: Scores on held-out frames: "float" is the run's float model, "quantized" the
+            trained one. None without held-out frames.
     """
 
     folder: Path
@@ -185,35 +185,35 @@ def run_qat(
 ) -> QatResult:
     """Train a run's quantized model with its fake quantizers on, and write it as `runs/name`.
 
-    The model's batch norms are folded, its weights' bits and its plan of precisions are the run's.
-    At the end every range is a constant, so that the new run is like one of `run_ptq` to every
-    other command. The old one is read and left as it is.
+    Batch norms are folded. The bits of weights and the plan of precisions are the run's. At the end
+    every range is constant, so every other command takes the new run as one of `run_ptq`. The old
+    run is not changed.
 
-    Until then `runs/name.training` holds the checkpoint. SIGTERM and Ctrl-C end the run between
-    two steps; it then goes on with `resume`, and ends with the bits of one that nobody stopped, on
-    the same machine with the same number of threads.
+    During training `runs/name.training` holds the checkpoint. SIGTERM and Ctrl-C stop between two
+    steps; `resume` continues. On the same machine with the same number of threads, the result then
+    equals that of an uninterrupted run bit for bit.
 
-    Several ranks share the frames of each step, and `runs` must be one folder to all of them; the
-    weights are those of one process, bit for bit. The first rank writes.
+    Several ranks share the frames of each step, and `runs` must be one folder to all of them. The
+    weights equal those of one process bit for bit. The first rank writes.
 
     Args:
-        run: A folder that `run_ptq` or `run_qat` wrote, with a head.
+        run: A folder of `run_ptq` or `run_qat`, with a head.
         source: Labelled frames to train on.
-        config: How.
-        resume: Go on from the checkpoint, or begin where there is none.
+        config: Settings.
+        resume: Continue from the checkpoint, or start where there is none.
         device: torch's name, such as "cpu" or "cuda".
-        workers: Processes that prepare frames ahead; 0 prepares them in this one.
-        cache: Folder of the prepared frames; `runs/name.training/frames` by default.
+        workers: Processes that prepare frames ahead; 0 prepares them in this process.
+        cache: Folder of the prepared frames. Default: `runs/name.training/frames`.
         checkpoint_every: Steps between checkpoints.
-        judge_by: Labelled frames to judge by at the end; the first is the page's. Without, the
-            page shows the first training frame, and nothing is judged.
-        cameras: Names of the cameras to use; those of the run by default.
-        **place: Where the new run is written; see `Place`. To overwrite an earlier one forgets its
+        judge_by: Labelled frames for scores at the end; the page shows the first. Default: no
+            scores, and the page shows the first training frame.
+        cameras: Names of the cameras to use. Default: those of the run.
+        **place: Where the new run is written; see `Place`. Overwriting an earlier run removes its
             checkpoint too.
 
     Raises:
-        InputError: Whatever is wrong with the run or the input, a loss that is no number, or a
-            request to stop, which names the step reached.
+        InputError: The run or the input is wrong, a loss is not finite, or a stop was requested;
+            the message names the step.
     """
     if checkpoint_every < 1:
         raise InputError(f"--checkpoint-every {checkpoint_every}: it must be at least 1")
@@ -248,7 +248,7 @@ def run_qat(
             )
             frames = prepare() if ranks.first else None
             step = 0 if begun is None else begun.step
-            ranks.agree("what is trained", f"{identity}, after step {step}")
+            ranks.agree("the state of the training", f"{identity}, after step {step}")
             frames = prepare() if frames is None else frames
         shown = source.open()[:1] if judge_by is None else judge_by.open()
         teacher = copy.deepcopy(loaded.float_model).to(target) if config.distill else None
@@ -294,13 +294,13 @@ def run_qat(
 
 
 def _sensors(parts: Sequence[str]) -> TrainedBranch:
-    """What `train` calls a detector that reads the same."""
+    """The name in `train` of a detector with the same sensors."""
     both = {"lidar", "camera"} <= set(parts)
     return "all" if both else "camera" if "camera" in parts else "lidar"
 
 
 def _digest(sha256: Mapping[str, str]) -> str:
-    """What tells the run's model from another's."""
+    """Digest that identifies the run's model."""
     return ", ".join(f"{name} {digest[:16]}" for name, digest in sha256.items())
 
 
@@ -316,24 +316,23 @@ def write_run(
     shown: Sequence[Frame],
     evaluated: bool,
 ) -> Accuracy | None:
-    """Write what `ptq` writes: model, settings, summary, page, pictures.
+    """Write the files of a `ptq` run: model, settings, summary, page, pictures.
 
-    The float model beside the trained one, in the page and in the folder, is that of the run that
-    training began from.
+    The float model in the page and in the folder is that of the run from which training started.
 
     Args:
-        record: Of the new run.
-        start: The run that training began from.
-        model: Trained, ranges constant, on the CPU in eval mode.
-        training: What was done, kept under `qat`.
+        record: Record of the new run.
+        start: The run from which training started.
+        model: The trained model, with constant ranges, on the CPU in eval mode.
+        training: Record of the training, stored under `qat`.
         clock: Times the steps.
-        run: Folder of the run that training began from, for its plan.
-        cameras: Names of the cameras that were used.
+        run: Folder of the run from which training started, for its plan.
+        cameras: Names of the used cameras.
         shown: Frames; the first is drawn.
-        evaluated: Whether all of them are judged by their labels.
+        evaluated: Whether all frames are scored against their labels.
 
     Returns:
-        How well the models find what is labelled, if they were judged.
+        Scores of the models, if frames were scored.
     """
     ran = start.settings
     sizes, branch = start.sizes, ran.branch

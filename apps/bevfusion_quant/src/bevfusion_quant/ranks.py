@@ -1,4 +1,4 @@
-"""`bevquant_quantizers.ranks` under the name that it had here."""
+"""Alias of `bevquant_quantizers.ranks`."""
 
 from bevquant_quantizers.ranks import *  # noqa: F403
 from bevquant_quantizers.ranks import __all__ as __all__

@@ -1,4 +1,4 @@
-"""A run's model on disk and back."""
+"""Save and load the model of a run."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def save_model(
     """Write weights.safetensors (folded weights and ranges) and ranges.json (ranges alone).
 
     Args:
-        folder: Where to.
+        folder: Destination.
         model: The quantized model.
-        float_model: What it was made from. Where its weights are others than the quantized
-            model's, which rounding or training changed, they go to float_weights.safetensors.
-        plan: That it follows, for plan.json.
+        float_model: Its float model. If rounding or training changed the quantized model's weights,
+            the float weights go to float_weights.safetensors.
+        plan: Plan that the model follows, for plan.json.
 
     Returns:
-        The sha256 of each, by name: what `load_run` knows them by.
+        The sha256 of each file by name; `load_run` checks them.
     """
     save_ranges(model, folder / "ranges.json")
     held = model.state_dict()
@@ -74,7 +74,7 @@ def save_model(
 
 
 class ModelSettings(RunSettings, kw_only=True):
-    """Settings of a run that holds a model, whichever command wrote it."""
+    """Settings of a run that holds a model, of any command."""
 
     config: str
     branch: Branch = "lidar"
@@ -84,20 +84,20 @@ class ModelSettings(RunSettings, kw_only=True):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts of the model that are built."""
+        """The built parts of the model."""
         return built_parts(self.branch, self.model)
 
     @property
     def used_cameras(self) -> tuple[str, ...]:
-        """The cameras that its models read."""
+        """Cameras that the models read."""
         return tuple(self.cameras or CAMERA_NAMES)
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedRun:
-    """A run's settings, its sizes, float model and calibrated quantized one, in eval mode.
+    """A run's settings, sizes, float model and calibrated quantized model, in eval mode.
 
-    The float model's batch norms are folded, unless the run left them as they are.
+    The float model's batch norms are folded, unless the run kept them.
     """
 
     settings: ModelSettings
@@ -107,36 +107,36 @@ class LoadedRun:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The settings as they were written."""
+        """The settings as written."""
         return self.settings.written
 
 
 def load_quantized(folder: str | Path) -> Detector:
-    """The fake-quantized model of a run, as it was when the run was written; nothing is unpickled.
+    """Load the fake-quantized model of a run. Nothing is unpickled.
 
     Args:
         folder: A run folder, `runs/name`.
 
     Returns:
-        The calibrated model in eval mode; its output is the run's, bit for bit.
+        The calibrated model in eval mode; its output equals the run's bit for bit.
 
     Raises:
-        InputError: The folder is not a run, or its files are damaged or do not belong together.
+        InputError: The folder is not a run, or its files are damaged or of different runs.
     """
     return load_run(folder).quantized_model
 
 
 def read_run_config(folder: str | Path) -> dict[str, Any]:
-    """A run's settings, as `run_ptq` wrote them.
+    """Read the settings of a run.
 
     Raises:
-        InputError: The folder is not a run that holds a model.
+        InputError: The folder is not a run with a model.
     """
     return read_model_settings(folder).written
 
 
 def read_model_settings(folder: str | Path) -> ModelSettings:
-    """The settings of a run that holds a model.
+    """Read the settings of a run with a model, of any command.
 
     Raises:
         InputError: As `read_run_config`.
@@ -158,14 +158,14 @@ def read_model_settings(folder: str | Path) -> ModelSettings:
 
 
 def load_run(folder: str | Path, frames: Sequence[Frame] = ()) -> LoadedRun:
-    """Both models of a run: the file of folded weights and ranges holds either.
+    """Load the float and the quantized model of a run.
 
-    Where rounding or training gave the quantized model other weights, the float model's lie beside
-    it.
+    Both read the file of folded weights and ranges. If rounding or training changed the quantized
+    model's weights, the float weights have a file of their own.
 
     Args:
         folder: A run folder.
-        frames: A detector in other code is traced with the first; with a street by default.
+        frames: A detector in its own code is captured with the first frame. Default: a street.
 
     Raises:
         InputError: As `load_quantized`.
@@ -206,7 +206,7 @@ def load_run(folder: str | Path, frames: Sequence[Frame] = ()) -> LoadedRun:
 
 
 def _config(settings: ModelSettings) -> PtqConfig:
-    """What decided how the model was quantized, as far as it is no file."""
+    """Settings that decided how the model was quantized, without file paths."""
     given_values = {
         **settings.written,
         "branch": settings.branch,
@@ -219,11 +219,11 @@ def _config(settings: ModelSettings) -> PtqConfig:
 
 
 def frames_for_run(options: FrameOptions, settings: ModelSettings) -> Sequence[Frame]:
-    """The frames of the options, as the model of a finished run takes them.
+    """Frames of the options, in the form that the run's model reads.
 
     Args:
         options: The frame options.
-        settings: Of the run.
+        settings: Settings of the run.
     """
     images = reads_images(settings.branch, settings.model)
     images |= is_foreign(settings.model) and bool(options.cameras)
@@ -231,15 +231,15 @@ def frames_for_run(options: FrameOptions, settings: ModelSettings) -> Sequence[F
 
 
 def refuse_unfolded(settings: ModelSettings, run: str | Path, what: str) -> None:
-    """Refuse what a run with batch norms in place cannot give.
+    """Refuse an operation that needs folded batch norms.
 
     Args:
-        settings: Of the run.
-        run: Where it lies, for the message.
-        what: What was asked for, such as "run in integers".
+        settings: Settings of the run.
+        run: Its folder, for the message.
+        what: The operation, such as "run in integers".
 
     Raises:
-        InputError: The run has them.
+        InputError: The run's batch norms are not folded.
     """
     if not settings.fold:
         raise InputError(

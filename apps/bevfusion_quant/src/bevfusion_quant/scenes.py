@@ -1,4 +1,4 @@
-"""`bev_scenes` under the name that it had here."""
+"""Alias of `bev_scenes`."""
 
 from bev_scenes import *  # noqa: F403
 from bev_scenes import __all__ as __all__

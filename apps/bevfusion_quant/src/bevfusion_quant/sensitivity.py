@@ -1,4 +1,4 @@
-"""What each layer's rounding costs a finished run's model, and the plan within a budget."""
+"""Quantization loss of each layer of a finished run, and the plan within a budget."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ __all__ = [
 
 
 def parse_budget(text: str) -> Budget:
-    """Read "time=1.2" (of the int8 model's) or "score=35" (in the metric's unit).
+    """Parse "time=1.2" (relative to the int8 model) or "score=35" (in the metric's unit).
 
     Raises:
-        InputError: Anything else.
+        InputError: Another text.
 
     Example:
         >>> parse_budget("time=1.2").time, parse_budget("score=35").score
@@ -69,16 +69,16 @@ _OWN = {8: "int8", 4: "int4"}
 def precisions_of(
     settings: RunSettings, requested: Sequence[str], run: str | Path
 ) -> tuple[str, ...]:
-    """Those asked for, or the run's own: "int8", or of a run with weights of 4 bits "int4".
+    """The requested precisions, or the run's own: "int8", or "int4" for a run with 4-bit weights.
 
     Args:
-        settings: Of the run.
-        requested: At which to measure; empty for the run's own.
-        run: Where it lies, for the message.
+        settings: Settings of the run.
+        requested: Requested precisions; empty for the run's own.
+        run: Its folder, for the message.
 
     Raises:
-        InputError: The run's weights have bits that are no precision of a plan, or were rounded so
-            that its layers cannot be put back into float.
+        InputError: No plan has the run's bits of weights, or the run's rounding method changed the
+            weights, so its layers cannot return to float.
     """
     if settings.rounding != "nearest" or settings.bias_correction:
         raise InputError(
@@ -97,7 +97,7 @@ def precisions_of(
 
 @contextmanager
 def _naming_options() -> Iterator[None]:
-    """An argument that an error names, as metric='kl', is an option here: --metric kl."""
+    """Replace an argument in an error, as metric='kl', by the command's option: --metric kl."""
     try:
         yield
     except InputError as error:
@@ -111,7 +111,7 @@ def _option(named: re.Match[str]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class SensitivityResult:
-    """Where the run lies, what it found, seconds by step, peak memory in MiB."""
+    """Folder, result, seconds by step, peak memory in MiB."""
 
     folder: Path
     outcome: SensitivityOutcome
@@ -133,30 +133,28 @@ def run_sensitivity(
     cameras: Sequence[str] | None = None,
     **place: Unpack[Place],
 ) -> SensitivityResult:
-    """Measure what each group of layers of a run's model loses, and write `runs/name`.
+    """Measure the quantization loss of each group of layers of a run, and write `runs/name`.
 
-    The run is read and left as it is. The folder holds sensitivity.json, plan.json where a budget
-    is given, summary.json and the page. A score that even the float model does not reach on these
-    frames is known when they are measured: then there is no plan, and `outcome.refusal` says so.
+    The run's own folder is not changed. The new folder holds sensitivity.json, plan.json if a
+    budget is given, summary.json and the page. If even the float model misses the requested score
+    on these frames, there is no plan, and `outcome.refusal` says so.
 
     Args:
-        run: A folder that `run_ptq` wrote.
+        run: A folder of `run_ptq`.
         frames: At least one.
         metric: "sqnr", "kl" or "mAP"; see `measure_sensitivity`.
         output: "map" or "heatmap"; see `sensitivity_output`.
-        precisions: At which each group is measured alone: "int4", "int8", "int16", "fp8";
-            by default the run's own, "int8", or "int4" where its weights have 4 bits.
+        precisions: Precisions at which each group is measured alone: "int4", "int8", "int16",
+            "fp8". Default: the run's own, "int8", or "int4" for 4-bit weights.
         without: Measure each group alone in float, too.
-        estimate: Estimate "sqnr" from gradients, without that half; a plan is measured all the
-            same.
+        estimate: Estimate "sqnr" from gradients, without that half. A plan is measured in any case.
         budget: "time=1.2" or "score=35": choose precisions within it.
-        plan_rounds: Of measuring plans around the estimated one; see `bevquant_qnn.refine_plan`.
-        cameras: Names of the cameras to use; those of the run by default.
+        plan_rounds: Rounds of measured plans around the estimate; see `bevquant_qnn.refine_plan`.
+        cameras: Names of the cameras to use. Default: those of the run.
         **place: Where the measurement is written; see `Place`.
 
     Raises:
-        InputError: Whatever is wrong with the run, the options or the input; nothing is written
-            then.
+        InputError: The run, the options or the input are wrong. Nothing is written.
     """
     if precisions:
         with _naming_options():

@@ -1,4 +1,4 @@
-"""What `--branch` means, and the model at each stage: float, folded, quantized, calibrated."""
+"""Parts of each `--branch`, and the model at each stage: float, folded, quantized, calibrated."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _DETECTORS = {
 
 
 def sizes_of(model: str, config: str, weights: Path | None = None) -> Sizes:
-    """The sizes that `--model` and `--config` name; a detector in other code is loaded.
+    """Sizes of `--model` and `--config`; a detector in its own code is loaded.
 
     Args:
         model: Name of the detector.
         config: Name of the sizes.
-        weights: The checkpoint of a detector in other code.
+        weights: The checkpoint of a detector in its own code.
 
     Raises:
-        InputError: There is no such detector, it cannot be loaded, or it has no such sizes.
+        InputError: An unknown detector, one that cannot be loaded, or one without these sizes.
     """
     configs = find_detector(model, weights).configs
     if config not in configs:
@@ -52,10 +52,10 @@ def sizes_of(model: str, config: str, weights: Path | None = None) -> Sizes:
 
 
 def built_parts(branch: Branch, model: str = "bevfusion") -> tuple[str, ...]:
-    """The parts of the model that a branch needs: a sensor's own, a detector's, or all of them.
+    """Parts of the model that a branch needs: those of one sensor, of a detector, or all.
 
     Raises:
-        InputError: The model lacks one of them.
+        InputError: The model lacks a part.
 
     Example:
         >>> built_parts("lidar"), built_parts("fuser")
@@ -75,12 +75,12 @@ def built_parts(branch: Branch, model: str = "bevfusion") -> tuple[str, ...]:
 
 
 def is_detector(branch: Branch) -> bool:
-    """Whether more than one part is quantized, so that the head may go along."""
+    """Whether several parts are quantized, so the head may be one of them."""
     return branch == "all" or branch in _DETECTORS
 
 
 def reads_images(branch: Branch, model: str = "bevfusion") -> bool:
-    """Whether a part that is built reads the cameras."""
+    """Whether a built part reads the cameras."""
     return "camera" in built_parts(branch, model)
 
 
@@ -99,7 +99,7 @@ def quantized_parts(
 
 
 def why_float(part: str, branch: Branch) -> str:
-    """Why a part that is built stays float, for the report."""
+    """The reason why a built part stays float, for the report."""
     if not is_detector(branch):
         return f"--branch {branch} quantizes the {branch} alone"
     return (
@@ -110,7 +110,7 @@ def why_float(part: str, branch: Branch) -> str:
 
 @dataclass(frozen=True)
 class Stage(Generic[Result]):
-    """A model, and what was done to get it."""
+    """A model and an account of the step that made it."""
 
     model: Detector
     result: Result
@@ -119,10 +119,12 @@ class Stage(Generic[Result]):
 def fill_weights(
     model: Detector, config: TargetOptions, first: Batch, clock: Clock
 ) -> tuple[dict[str, object], Any]:
-    """Weights from the file, or random ones fitted to the first frame; none of other code.
+    """Load weights from the file, or fit random ones to the first frame.
+
+    A detector in its own code has its weights already.
 
     Returns:
-        Which, and what the model makes of the first frame, where fitting them told.
+        An account of the weights, and the model's output on the first frame if it was computed.
     """
     if is_foreign(config.model):  # which was built with them
         source = "its own" if config.weights is None else str(config.weights)
@@ -152,13 +154,13 @@ def fill_weights(
 
 
 def fuse_branch(model: Detector, example: Batch) -> Stage[FusionResult]:
-    """A copy of the float model with every BatchNorm folded into its convolution."""
+    """A copy of the float model with every batch norm folded into its convolution."""
     result = fuse_detector(model, example)
     return Stage(cast("Detector", result.model), result)
 
 
 def keep_batch_norms(model: Detector, example: Batch) -> Stage[FusionResult]:
-    """A copy of the float model as it is, with an account of the batch norms that stay."""
+    """A copy of the float model, with a list of the batch norms that stay."""
     model = copy.deepcopy(model).eval()
     left = tuple(
         Skipped(path, "--no-fold leaves batch norms as they are")
@@ -176,15 +178,15 @@ def quantize_branch(
     with_head: bool = False,
     **how: Any,
 ) -> Stage[QuantizeResult]:
-    """A copy of the folded model with quantizers in place, not calibrated yet.
+    """A copy of the folded model with quantizers, not calibrated yet.
 
     Args:
-        fused: From `fuse_branch`; stays as it is.
-        example: Anything the model can run on.
-        branch: Which part gets quantizers; of `all` and of detectors every part, the head only
+        fused: Result of `fuse_branch`; not changed.
+        example: A batch that the model can run on.
+        branch: Part that gets quantizers; for `all` and detectors every part, the head only
             `with_head`.
-        with_head: Quantize the head too; says nothing for a single part.
-        **how: method, exclude and whatever else `bevfusion.quantization.quantize_detector` takes.
+        with_head: Quantize the head too; without effect on a single part.
+        **how: method, exclude and other arguments of `bevfusion.quantization.quantize_detector`.
     """
     parts = quantized_parts(branch, fused.kind, with_head=with_head)
     why = {part: why_float(part, branch) for part in fused.parts}
@@ -196,14 +198,14 @@ def quantize_branch(
 def quantize_as(
     fused: Detector, example: Batch, config: PtqConfig, plan: PrecisionPlan | None
 ) -> Stage[QuantizeResult]:
-    """`quantize_branch` as a run's configuration says, which is read here alone.
+    """`quantize_branch` with the arguments of a run's configuration.
 
     Args:
-        fused: From `fuse_branch`; stays as it is.
-        example: Anything the model can run on.
-        config: Of the run.
-        plan: That the run follows; one that names the first sparse convolution decides by itself
-            whether that gets quantizers.
+        fused: Result of `fuse_branch`; not changed.
+        example: A batch that the model can run on.
+        config: Configuration of the run.
+        plan: Plan that the run follows. A plan that names the first sparse convolution decides
+            whether that layer gets quantizers.
     """
     first = first_sparse_conv(fused)
     planned = any(path in group.modules for group in plan or () for path in first)

@@ -1,4 +1,4 @@
-"""Training a detector: prepared frames in, checkpoints and weights out; runs can be killed."""
+"""Training of a detector: from prepared frames to checkpoints and weights; it can be resumed."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ TRAINED_BRANCHES: dict[str, Branch] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(TrainOptions):
-    """Everything that decides the trained weights, the frames apart; see `TrainOptions`.
+    """Settings that decide the trained weights, apart from the frames; see `TrainOptions`.
 
     Args:
-        augmentation: How frames are moved.
+        augmentation: Random movements of frames.
         cameras: Names of the cameras to use, in this order.
 
     Raises:
-        InputError: A setting outside its range, named as the option of the command.
+        InputError: A setting is outside its range; named as the command's option.
     """
 
     augmentation: Augmentation = field(default_factory=Augmentation)
@@ -93,12 +93,12 @@ class TrainConfig(TrainOptions):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts of the model that are built."""
+        """The built parts of the model."""
         return built_parts(TRAINED_BRANCHES[self.branch], self.model)
 
     @property
     def image_size(self) -> tuple[int, int] | None:
-        """Height and width of the network's images; None where it reads none."""
+        """Height and width of the network's images; None without cameras."""
         sizes: Any = self.sizes
         return sizes.camera.image_size if "camera" in self.parts else None
 
@@ -111,10 +111,10 @@ LOG = logging.getLogger(__name__)
 
 
 def usable_device(name: str) -> torch.device:
-    """The device, tried; "cuda" is each rank's own GPU, where it has one.
+    """Check a device; "cuda" is each rank's own GPU.
 
     Raises:
-        InputError: torch does not know it, or cannot use it here.
+        InputError: torch does not know the device, or cannot use it here.
     """
     try:
         device = torch.device(name)
@@ -131,10 +131,10 @@ def usable_device(name: str) -> torch.device:
 
 @contextmanager
 def refusing_divergence() -> Iterator[None]:
-    """What to do about a loss that is no number.
+    """Turn a loss that is not finite into an error with a remedy.
 
     Raises:
-        InputError: There was one in the block.
+        InputError: A loss in the block was not finite.
     """
     try:
         yield
@@ -145,7 +145,7 @@ def refusing_divergence() -> Iterator[None]:
 
 
 def first_model(config: TrainConfig) -> Detector:
-    """A model with the seed's weights, or with those of `config.start` where they fit.
+    """A model with the seed's weights, or with those of `config.start` that fit.
 
     Raises:
         InputError: No entry of `config.start` fits the model.
@@ -170,15 +170,16 @@ _TRAINED_BY = ("steps", "batch", "lr", "weight_decay", "clip", "seed", "augmenta
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Where the run lies, and how it went.
+    """Folder and course of a training run.
 
     Attributes:
-        folder: With `weights.safetensors` and the last checkpoint.
+        folder: Holds `weights.safetensors` and the last checkpoint.
         losses: Mean of each loss in up to ten equal parts of the run.
-        terms: What the losses are called.
-        seconds: Of this process's steps.
-        steps: That this process took.
-        held_out: What the weights, as stored, do on frames never trained on; None without such.
+        terms: Names of the losses.
+        seconds: Seconds of this process's steps.
+        steps: Steps of this process.
+        held_out: Scores of the stored weights on frames that training never saw; None without such
+            frames.
     """
 
     folder: Path
@@ -202,28 +203,27 @@ def run_train(
     judge_by: FrameSource | None = None,
     command: str = "",
 ) -> TrainResult:
-    """Train a detector, or go on with one, and write `out/weights.safetensors`.
+    """Train a detector, or resume its training, and write `out/weights.safetensors`.
 
-    Every random choice of a step comes from the seed and the step's number, so a run that was
-    killed and goes on from its checkpoint ends with the weights of one that was not, bit for bit,
-    on the same machine with the same number of threads. SIGTERM and Ctrl-C end it between two
-    steps with a checkpoint.
+    Every random choice of a step derives from the seed and the step's number. On the same machine
+    with the same number of threads, a resumed run therefore gives the weights of an uninterrupted
+    one, bit for bit. SIGTERM and Ctrl-C stop between two steps and write a checkpoint.
 
     Args:
         source: Frames to train on.
-        config: What to do.
+        config: Settings.
         out: Folder of the run.
-        resume: Go on from the checkpoint in `out`, or begin where there is none.
+        resume: Continue from the checkpoint in `out`, or start where there is none.
         device: torch's name, such as "cpu" or "cuda".
-        workers: Processes that prepare frames ahead; 0 prepares them in this one.
-        cache: Folder of the prepared frames; `out/frames` by default.
+        workers: Processes that prepare frames ahead; 0 prepares them in this process.
+        cache: Folder of the prepared frames. Default: `out/frames`.
         checkpoint_every: Steps between checkpoints.
-        judge_by: Frames of which nuScenes' metrics are told at the end.
-        command: The command line that repeats this run, kept with the weights.
+        judge_by: Frames for nuScenes' metrics at the end.
+        command: The command line that repeats this run, stored with the weights.
 
     Raises:
-        InputError: Whatever is wrong with the input, a loss that is no number, or a request to
-            stop, which names the step reached.
+        InputError: The input is wrong, a loss is not finite, or a stop was requested; the message
+            names the step.
     """
     if checkpoint_every < 1:
         raise InputError(f"--checkpoint-every {checkpoint_every}: it must be at least 1")

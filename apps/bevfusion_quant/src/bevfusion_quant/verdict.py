@@ -1,4 +1,4 @@
-"""The five lines at the end of `ptq` and `demo`: is the quantized model good, and where to look."""
+"""The five lines at the end of `ptq` and `demo`: quality of the quantized model, and next steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def verdict(result: PtqResult) -> tuple[str, ...]:
-    """Boxes kept, worst layer, sizes, files, page: a line each, without what the run lacks."""
+    """One line each: boxes kept, worst layer, sizes, files, page. Missing results have no line."""
     lines = [
         ("Boxes", _boxes(result)),
         ("Worst layer", _worst_layer(result)),

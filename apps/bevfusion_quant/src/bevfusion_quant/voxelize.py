@@ -1,4 +1,4 @@
-"""`bev_data.voxelize` under the name that it had here."""
+"""Alias of `bev_data.voxelize`."""
 
 from bev_data.voxelize import *  # noqa: F403
 from bev_data.voxelize import __all__ as __all__

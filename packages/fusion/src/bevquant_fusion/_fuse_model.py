@@ -299,7 +299,7 @@ def _changed_norm(model: nn.Module, result: FusionResult, inputs: _Inputs) -> st
             )
     return (
         "no folded batch norm has another result, and no module computes at random; probably a "
-        "forward reads what a layer makes, or its parameters, before the batch norm"
+        "forward reads a layer's output or parameters before the batch norm"
     )
 
 

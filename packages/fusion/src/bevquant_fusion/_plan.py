@@ -162,7 +162,7 @@ class _Planner(Reader):
         if path not in self.found:
             norms = self.norms[path]
             where = self.graph.location(norms[0])
-            self.found[path] = Skipped(path, "reads what it makes itself", where)
+            self.found[path] = Skipped(path, "reads its own output", where)
             try:
                 planned: Fold | Skipped = self.fold(path, norms)
             except Refused as refusal:
@@ -205,7 +205,7 @@ class _Planner(Reader):
         layers = {self.layer(node) for node in ends}
         if len(layers) != 1:
             shared = f"is shared: it is called {len(norms)} times, and" if norms[1:] else "reads"
-            raise Refused(f"{shared} what several layers make: {', '.join(map(str, layers))}")
+            raise Refused(f"{shared} the outputs of several layers: {', '.join(map(str, layers))}")
         conv = str(next(iter(layers)))
         own = all(self.applies_weights(conv, node) for node in ends)
         marks = {n: numbered(n, self.channel_axis(conv, n)) for n in ends}

@@ -15,7 +15,7 @@ _HOW = {
     "identity": "now nn.Identity",
     "removed": "taken out of its SparseSequential",
     "rebuilt": "deleted, and its call with it",
-    "rest": "now what followed the normalisation",
+    "rest": "now the operations after the normalisation",
     "neutral": "still called, as an exact identity",
     "depthwise": "now a depthwise 1×1 convolution",
 }

@@ -172,7 +172,7 @@ class _Reader:
             return f"is shared: it is called {len(calls)} times"
         path, node = self.producer(bn)
         if node is None or node.op == "placeholder":
-            return "normalises what comes from outside the traced part of the model"
+            return "normalises an input of the traced part of the model"
         module = None if path is None else self.modules[path]
         if module is None or path is None or not is_convolution(module):
             return f"follows {self.describe(node)}, not a convolution or linear layer"

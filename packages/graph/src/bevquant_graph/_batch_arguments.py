@@ -169,6 +169,6 @@ def _of_mapping(
     raise TypeError(
         f"{type(model).__name__}.forward({names}) has no parameters "
         f"{', '.join(sorted(map(str, required - items.keys()))) or 'for them'} among the batch's "
-        f"keys {', '.join(map(str, items))}; say what it takes, as in "
+        f"keys {', '.join(map(str, items))}; give the call, as in "
         "forward=lambda m, b: m(b['image'])"
     )

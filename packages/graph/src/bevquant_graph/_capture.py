@@ -87,7 +87,7 @@ def capture(
     given = batch_arguments(model, example_inputs, example=True)
     if not flatten(given)[0]:
         raise CaptureError(
-            "capture: example_inputs hold no tensor; give what one call of the model takes"
+            "capture: example_inputs hold no tensor; give the arguments of one call of the model"
         )
     state = state_of(model, given, open_sizes, check)
     return recalled(model, given, state) or _captured(model, given, state, check, open_sizes, check)

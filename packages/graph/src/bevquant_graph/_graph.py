@@ -265,8 +265,8 @@ class Graph:
 
     def _unlike(self, what: str, given: Arguments) -> str:
         return (
-            f"capture: {what} of the graph of {type(self.model).__name__} is not the model's: "
-            f"{self._fault(given)}"
+            f"capture: {what} of the graph of {type(self.model).__name__} differs from the "
+            f"model's: {self._fault(given)}"
         )
 
     def _called(self, given: Arguments) -> Any:

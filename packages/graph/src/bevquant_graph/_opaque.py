@@ -124,7 +124,7 @@ def refuse_other_sizes(
                 raise ValueError(
                     f"{path}: expected an output of size {size} in axis {axis}, as in the "
                     f"example, got shape {tuple(made.shape)}; the module could not be followed, "
-                    "and the forward reads what it returns: capture again with such inputs"
+                    "and the forward depends on its output's size: capture again with such inputs"
                 )
 
 

@@ -24,7 +24,7 @@ def checked_scale(scale: Tensor | float, what: str) -> Tensor:
         except (TypeError, ValueError) as error:
             raise TypeError(f"{what}: expected a number, got {type(scale).__name__}") from error
         except (OverflowError, RuntimeError) as error:
-            raise ValueError(f"{what} is beyond what float64 holds") from error
+            raise ValueError(f"{what} exceeds the range of float64") from error
     values = scale.detach()
     if values.is_complex() or values.dtype == torch.bool:
         raise TypeError(f"{what}: expected real numbers, got {values.dtype}")

@@ -94,4 +94,4 @@ def _reason(module: nn.Module) -> str:
         return f"{name} stays float: it is {why}"
     if is_library_module(module):
         return f"{name} has no quantized form: it stays float"
-    return f"what {name} computes with its own parameters stays float"
+    return f"operations of {name} with its own parameters stay float"

@@ -184,8 +184,8 @@ class _FunctionalMode(TorchFunctionMode):
             place = "" if planned is None else f" in {planned.site[0].function}"
             raise ValueError(
                 f"{type(self.module).__name__}: the product{place} has other parameters or "
-                "settings in this call than in the example, so it is not what was quantized; "
-                "quantize the model with example_inputs of the form it is called with"
+                "settings in this call than in the example, so it is not the quantized "
+                "product; quantize the model with example_inputs of the form it is called with"
             )
         return child(product.x)
 
@@ -213,7 +213,7 @@ class _FunctionalMode(TorchFunctionMode):
         return (
             f"{type(self.module).__name__}: the addition or concatenation in {place.function}, "
             f"line {place.line}, runs {count} times in this call and ran {seen} times in the "
-            "example, so which quantizer is whose cannot be told; quantize the model with "
+            "example, so its quantizers cannot be assigned; quantize the model with "
             "example_inputs of the form it is called with"
         )
 

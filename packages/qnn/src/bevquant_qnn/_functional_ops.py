@@ -163,7 +163,7 @@ def quantize_functional_ops(
         pattern = config.excluded_by(path)
         reason = found.unfollowed.get(path) if pattern is None else f"it is excluded by {pattern!r}"
         if is_table(module) and reason is None and not observed:
-            reason = "without example inputs nobody knows what it is given"
+            reason = "its inputs are unknown without example inputs"
         if reason is not None:
             hint = "Call" if observed else "Pass example_inputs, or call"
             reason = (
@@ -270,7 +270,7 @@ class _Placer:
     def _add(self, op: FunctionalOp) -> None:
         node, steps = op.node, op.steps
         if node is None:
-            self._pass_over(op, "is not found among what the model's outputs are made of")
+            self._pass_over(op, "is not found upstream of the model's outputs")
             return
         left, right = op.operands
         if not (steps.is_tensor(left) and steps.is_tensor(right)):
@@ -313,7 +313,7 @@ class _Placer:
     def _concat(self, op: FunctionalOp) -> None:
         node, steps = op.node, op.steps
         if node is None:
-            self._pass_over(op, "is not found among what the model's outputs are made of")
+            self._pass_over(op, "is not found upstream of the model's outputs")
             return
         operands, dim = op.operands, op.dim
         nodes = [operand for operand in operands if isinstance(operand, fx.Node)]

@@ -246,7 +246,7 @@ def _notes(model: nn.Module, flow: Flow, static: bool) -> Iterator[SkippedModule
         yield SkippedModule(
             path,
             f"not followed ({reason}): quantizers are shared only inside its children. Pass "
-            "example_inputs to share by what really runs",
+            "example_inputs to share by the executed data flow",
         )
     reached = {read.quantizer for read in flow.reads}
     for holder in activation_quantizers(model):

@@ -201,16 +201,16 @@ def _refusal(module: nn.Module) -> str | None:
         )
     own = own_code(module, float_class)
     if own is not None:
-        return f"{own}; replacing it by {kind.__name__} would change what it computes"
+        return f"{own}; replacing it by {kind.__name__} would change its result"
     return None
 
 
 def _sparse_refusal(module: nn.Module) -> str | None:
     name = type(module).__qualname__
     if "weight" not in module._parameters or not hasattr(module, "indice_key"):
-        return f"{name} is no spconv-style module (weight, indice_key, …), which is what can run"
+        return f"{name} is no spconv-style module (weight, indice_key, …)"
     own = own_code(module)
-    return None if own is None else f"{own}; taking it over would change what it computes"
+    return None if own is None else f"{own}; taking it over would change its result"
 
 
 def _attention(

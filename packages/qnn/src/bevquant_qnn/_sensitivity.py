@@ -253,7 +253,9 @@ def _precisions_of(
         return (own_precision(group.inputs, group.weights, f"sensitivity: {group.name}"),)
     check_precisions(precisions, "sensitivity")
     if not precisions or "float" in precisions:
-        raise ValueError("sensitivity: name precisions to measure, float is what they are held to")
+        raise ValueError(
+            "sensitivity: name precisions other than float, which they are compared with"
+        )
     return tuple(dict.fromkeys(precisions))
 
 

@@ -111,7 +111,7 @@ def _adopted_calibrator(old: Any, path: str) -> Calibrator | None:
             counted.load_histogram(*_histogram(old._calib_hist, old._calib_bin_edges))
         return counted
     raise TypeError(
-        f"{path}: its calibrator is a {type(old).__qualname__}, of which nothing is known here: "
+        f"{path}: its calibrator is a {type(old).__qualname__}, which is unknown here: "
         "set the quantizer's _calibrator to None before adopting it"
     )
 

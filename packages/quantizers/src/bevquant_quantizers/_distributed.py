@@ -153,8 +153,8 @@ def merge_all(calibrators: Sequence[Calibrator], peers: Peers, batches: int) -> 
     replies = peers.exchange("done", (batches, states))
     if len({reply[0] for reply in replies}) > 1:
         raise ValueError(
-            f"the processes saw {[reply[0] for reply in replies]} batches: give each the same "
-            "batches, of which it takes its share"
+            f"the processes saw {[reply[0] for reply in replies]} batches: give all of them "
+            "the same batches; each takes its share"
         )
     for i, calibrator in enumerate(calibrators):
         merged = _merged(calibrator, [reply[1][i] for reply in replies])

@@ -256,8 +256,8 @@ def _check(
 ) -> None:
     if not isinstance(layout, WeightLayout):
         raise TypeError(
-            f"sparse_conv: layout must be a WeightLayout, got {layout!r}; layout_of(module) tells "
-            "a module's"
+            f"sparse_conv: layout must be a WeightLayout, got {layout!r}; layout_of(module) "
+            "returns a module's"
         )
     check_features("sparse_conv", features, rulebook)
     _check_like("weight", weight, features)

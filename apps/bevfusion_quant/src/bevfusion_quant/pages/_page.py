@@ -138,8 +138,7 @@ def read_sections(path: Path) -> dict[str, Section]:
             str(section.html)  # filled here, so that whoever takes it finds that it fits
         except _UNFIT as error:
             raise DocumentError(
-                f"{path}: what it says of {part.key!r} does not fill that section's template: "
-                f"{error}"
+                f"{path}: its data of {part.key!r} do not fit that section's template: {error}"
             ) from error
         sections[part.key] = section
     return sections

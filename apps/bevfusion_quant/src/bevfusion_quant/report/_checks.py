@@ -122,7 +122,7 @@ def _checks(gathered: Gathered, groups: Sequence[HeadlineGroup]) -> Iterator[Che
 def _accuracy(question: str, measured: Measured, groups: Sequence[HeadlineGroup]) -> Check:
     found = headline_group(groups, measured.run)
     if found is None:
-        answer = f"nobody judged {measured.run.folder} by labelled frames"
+        answer = f"{measured.run.folder} was not scored on labelled frames"
         return Check(question, answer, "missing", command_for("simulate", measured))
     return Check(question, *_loss(found[1]))
 
@@ -173,7 +173,7 @@ def _trained_apart(source: str, frames: Sequence[str]) -> tuple[str, str]:
 
 
 def _integers(main: Measured) -> Check:
-    question = "Do integers compute what the quantized model says?"
+    question = "Do integers compute the quantized model?"
     for evidence in (main.evaluation, main.run):
         if evidence is None:
             continue
@@ -245,7 +245,7 @@ def _sensitivity(main: Measured) -> Check:
     question = "Which layers cost most?"
     found = None if main.sensitivity is None else main.sensitivity.summary.sensitivity
     if found is None:
-        answer = "nobody measured what single layers cost"
+        answer = "the losses of single layers were not measured"
         return Check(question, answer, "missing", command_for("sensitivity", main))
     precision = found.precisions[0]
     worst = min(found.table.rows, key=lambda row: row.alone[precision])

@@ -86,7 +86,9 @@ def read_evidence(folder: Path) -> Evidence:
         summary = read_summary(folder)
         kind = config.kind
         if kind in _FOUND and getattr(summary, kind) is None:
-            raise ValueError(f"{SUMMARY_FILE} lacks what a folder of kind {kind} found, {kind!r}")
+            raise ValueError(
+                f"{SUMMARY_FILE} lacks {kind!r}, the results of a folder of kind {kind}"
+            )
         digests = _checked(folder)
         sections = read_sections(folder / PAGE_DATA)
     except (OSError, ValueError) as error:
@@ -104,8 +106,8 @@ def _checked(folder: Path) -> dict[str, str]:
     known = read_digests(folder)
     if known is None:
         raise ValueError(
-            f"it has no {DIGESTS_FILE}, so nothing tells whether its figures are as they were "
-            "measured; it is from an earlier version"
+            f"it has no {DIGESTS_FILE}, so its figures cannot be checked; it is from an "
+            "earlier version"
         )
     found = {}
     for name in (CONFIG_FILE, SUMMARY_FILE, PAGE_DATA):
@@ -324,15 +326,15 @@ def _read_model(folder: Path, option: str, kinds: tuple[str, ...]) -> Evidence:
         raise InputError(f"{option} {folder} is of kind {what_it_is}: {hint}")
     if not evidence.model_digests:
         raise InputError(
-            f"{option} {folder} does not say the digests of its files, so nothing can be told to "
-            "belong to it: quantize again with this version"
+            f"{option} {folder} has no digests of its files, so its measurements cannot be "
+            "found: quantize again with this version"
         )
     for name, digest in evidence.model_digests.items():
         path = folder / name
         if not path.is_file() or sha256(path) != digest:
             raise InputError(
-                f"{path} is missing or not the file that the run wrote: nothing that was measured "
-                "of the run tells of it; quantize again"
+                f"{path} is missing or was changed since the run wrote it, so the run's "
+                "measurements do not apply; quantize again"
             )
     return evidence
 

@@ -160,7 +160,9 @@ class ForeignModel(Detector):
         if torch.compiler.is_exporting():  # which looks at errors itself
             return self.network(*arguments)
         given = tree_map(_described, arguments)
-        advice = f"it was called with {given}: arguments returns what forward takes, on the CPU"
+        advice = (
+            f"it was called with {given}: arguments must return forward's arguments, on the CPU"
+        )
         return _called("forward", self.network, *arguments, advice=advice)
 
     @property

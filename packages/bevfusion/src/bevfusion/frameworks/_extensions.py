@@ -258,8 +258,8 @@ class _Extension(ModuleType):
 
         def absent(*args: Any, **kwargs: Any) -> Any:
             raise NotImplementedError(
-                f"{self.__name__}.{name} has no stand-in: install the compiled package, or leave "
-                "the module that calls it out of what is quantized"
+                f"{self.__name__}.{name} has no stand-in: install the compiled package, or "
+                "exclude the module that calls it from the quantized network"
             )
 
         return absent

@@ -366,8 +366,8 @@ def kind_of(
     if not held:
         example = next(iter(state), "nothing")
         return (
-            "is this a checkpoint of such a model? Its entries have none of the names of "
-            f"{', '.join(NAMINGS)}, such as {example!r}"
+            "it is probably no checkpoint of such a model: none of its entries has a name of "
+            f"{', '.join(NAMINGS)}; the first is {example!r}"
         )
     if absent:
         return (
@@ -459,8 +459,8 @@ def _source_layout(
         if open_names:
             raise InputError(
                 f"the shape of {open_names[0]} ({list(given[open_names[0]].shape)}) fits more "
-                f"than one weight layout ({', '.join(sorted(fits[open_names[0]]))}), so it cannot "
-                f"be told from the file: say it {hint}"
+                f"than one weight layout ({', '.join(sorted(fits[open_names[0]]))}), so the "
+                f"file is ambiguous: give the layout {hint}"
             )
         layout = common.pop()
     misfits = [

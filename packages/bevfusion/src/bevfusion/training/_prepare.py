@@ -159,8 +159,8 @@ def _make_in_processes(
                 bar.update(future.result())
         except BrokenProcessPool as error:
             raise InputError(
-                "a process that prepares frames was killed, perhaps for want of memory: run the "
-                "command again with fewer --workers; what is prepared stays"
+                "a process that prepares frames was killed, probably because memory ran out: run "
+                "the command again with fewer --workers; it continues with the finished frames"
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)

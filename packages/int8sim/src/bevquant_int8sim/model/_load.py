@@ -169,8 +169,8 @@ def _content(folder: Path) -> dict[str, bytes]:
     for name, raw in content.items():
         if hashlib.sha256(raw).hexdigest() != manifest.sha256.get(name):
             raise DocumentError(
-                f"{folder}: {name} is not what was saved (its checksum differs); copy the folder "
-                "again or save the model again"
+                f"{folder}: {name} was changed since it was saved (its checksum differs); copy the "
+                "folder again or save the model again"
             )
     if text != manifest_text(content).encode():
         raise DocumentError(f"{folder}: {MANIFEST} is not as it was written")

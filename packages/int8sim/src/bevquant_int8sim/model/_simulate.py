@@ -115,7 +115,7 @@ def simulate(
         example_inputs = graph.inputs_of(example_inputs)
     if not flatten(example_inputs)[0]:
         raise ValueError(
-            "simulate: example_inputs hold no tensor; give what one call of the model takes"
+            "simulate: example_inputs hold no tensor; give the arguments of one call of the model"
         )
     for path, module in model.named_modules():
         if module.training and (not path or _asks_for_training(module)):

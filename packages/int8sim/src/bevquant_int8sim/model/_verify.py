@@ -79,8 +79,8 @@ def check_results(integer: IntegerModel, batch: Any, returned: Any, forced: Sequ
     for index, (want, got) in enumerate(zip(floats, made, strict=False)):
         if not _alike(want, got, 0.0):
             raise ValueError(
-                f"simulate: result {index} of the integer model is not what its steps make of the "
-                "same values; verify=False turns this check off"
+                f"simulate: result {index} of the integer model differs from the result of its "
+                "steps on the same values; verify=False turns this check off"
             )
     if integer.calls_other_steps:  # than those that were followed
         args, kwargs = integer.program.members.required(
@@ -91,8 +91,8 @@ def check_results(integer: IntegerModel, batch: Any, returned: Any, forced: Sequ
             one, other = tensor_of(want), tensor_of(got)
             if one is not None and other is not None and not _alike(one, other, 0.0):
                 raise ValueError(
-                    f"simulate: result {index} of a call, which joins steps and sorts voxels, is "
-                    "not what these make one by one; verify=False turns this check off"
+                    f"simulate: result {index} of a call, which joins steps and sorts voxels, "
+                    "differs from that of single steps; verify=False turns this check off"
                 )
 
 
@@ -186,9 +186,9 @@ class StepBounds:
 def _departure(step: Step, what: str) -> ValueError:
     return ValueError(
         f"simulate: {place(step)} ({step.op}) {what} from the fake-quantized model, given the same "
-        "inputs: something in the forward has no integer form and was not found out, such as a "
-        "write to a part of a tensor. Write it as a new tensor or keep this part in float (exclude "
-        "it in QuantConfig); verify=False turns this check off"
+        "inputs: probably the forward has an operation without an integer form that was not "
+        "recognised, such as a write to a part of a tensor. Write it as a new tensor or keep this "
+        "part in float (exclude it in QuantConfig); verify=False turns this check off"
     )
 
 

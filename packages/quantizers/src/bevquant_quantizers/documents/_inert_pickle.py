@@ -357,7 +357,7 @@ class _Machine:
 
     def _binpersid(self, _: Any) -> None:
         if self.storage_of is None:
-            raise ValueError("a persistent id, of which this file has none")
+            raise ValueError("a persistent id, which such a file does not have")
         self.stack.append(self.storage_of(self.stack.pop()))
 
 
@@ -409,7 +409,7 @@ def read_plain_pickle(path: str | os.PathLike[str], what: str = "pickle") -> Any
     where, name = next(iter(unknown.items()))
     raise DocumentError(
         f"{place} is not {a(what)}: it holds an object of the class {name}"
-        f"{f' at {where!r}' if where else ''}, which is not made; write plain data in its place"
+        f"{f' at {where!r}' if where else ''}, which is not created; write plain data in its place"
     )
 
 

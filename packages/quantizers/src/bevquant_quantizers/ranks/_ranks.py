@@ -315,7 +315,7 @@ class Ranks:
         apart = [rank for rank, other in texts.items() if other != texts[0]]
         if apart:
             raise LaunchError(
-                f"{what}: rank {apart[0]} has another than rank 0: give every rank the same "
+                f"{what} of rank {apart[0]} differ from rank 0: give every rank the same "
                 "command, files, library versions and kind of machine"
             )
 

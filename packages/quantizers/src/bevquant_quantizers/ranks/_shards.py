@@ -76,7 +76,7 @@ class Shards:
         self.ranks.agree("the settings of the run", f"{name} {digest}")
         self.folder = runs / f".{name}.{digest[:12]}.shards"
         self.ranks.goes_on(
-            f"run the same command again, and it goes on from what is finished, in {self.folder}"
+            f"run the same command again; it continues with the finished results in {self.folder}"
         )
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.ranks.first:

@@ -50,7 +50,7 @@ def _as_own(module: Any, weight: Tensor, key: str) -> Tensor:
     }
     if not layout and tuple(weight.shape) == own == shapes["RSCK"] and max(own) > 1:
         logger.warning(
-            "%s: its shape %s does not tell spconv 2's layout (KRSC) from spconv 1's (RSCK); read "
+            "%s: its shape %s fits spconv 2's layout (KRSC) and spconv 1's (RSCK); read "
             "as KRSC. Set spconv.constants.SAVED_WEIGHT_LAYOUT to the layout of the file",
             key, own,
         )  # fmt: skip
