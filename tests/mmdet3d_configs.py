@@ -27,19 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from bev_data import InputError
 from bev_scenes import street_frame
-from bevfusion.frameworks import use_operator_standins
+from bevfusion.frameworks import ForeignModel, use_operator_standins
 from bevfusion.frameworks._mmdet3d import SECOND_STAGE, load_mmdet3d
 from bevfusion.model import random_weights
+from bevfusion.quantization import calibrate_detector, fuse_detector, quantize_detector
 from bevquant_export import export_detector
-from bevquant_fusion import fuse_model
 from bevquant_int8sim import simulate
-from bevquant_qnn import QuantConfig, quantize_model
-from bevquant_quantizers import calibrate
 
 PAGE = Path(__file__).parent.parent / "docs" / "howto" / "from_mmdetection3d.md"
 HEAD = "| configuration | result | int8 | worst output | seconds |\n|---|---|---|---|---|\n"
@@ -153,18 +150,6 @@ def _smaller_step(step: Any) -> None:
             step[key] = tuple(max(32, n // 4 // 32 * 32) for n in step[key])
 
 
-class Bound(nn.Module):
-    """A network with its arguments."""
-
-    def __init__(self, network: nn.Module, arguments: Any) -> None:
-        super().__init__()
-        self.network, self.arguments = network, arguments
-
-    def forward(self) -> Any:
-        """The network's outputs."""
-        return self.network(*self.arguments)
-
-
 def decibels(wanted: Any, found: Any) -> float:
     """The lowest signal-to-noise ratio of an output."""
     ratios = []
@@ -182,40 +167,46 @@ def maps_of(outputs: Any) -> list[torch.Tensor]:
 
 
 def take(name: str) -> str:
-    """A configuration through the path, as cells of the table."""
+    """A configuration through the path of `ptq`, as cells of the table."""
     start = time.process_time()
-    detector = load_mmdet3d(name, edit=cut_down).turned()
+    detector = load_mmdet3d(name, edit=cut_down)
+    network = ForeignModel(detector)
     frames = [street_frame(seed, size="nuscenes", cameras="tiny", sweeps=1) for seed in range(3)]
-    example, second, other = map(detector.arguments, frames)
-    random_weights(Bound(detector.network, example))
-    for path, module in detector.network.named_modules():
+    example, second, other = map(network.arguments, frames)
+    random_weights(network, *example)
+    for path, module in network.named_modules():
         if path.endswith("conv_offset"):  # trained offsets are small
             module.weight.detach().mul_(0.05)
             module.bias.detach().zero_()
-    fused = fuse_model(detector.network, example)
-    quantized = quantize_model(fused.model, QuantConfig(), example)
-    calibrate(quantized.model, [example, second])
-    model = simulate(quantized.model, example)
+    fused = fuse_detector(network, example).model
+    quantized = quantize_detector(fused, example, network.parts, first_layer=False).model
+    calibrate_detector(quantized, [example, second], method="mse")
+    model = simulate(quantized, example)
     with torch.no_grad():
-        wanted = fused.model(*other)
+        wanted = fused(*other)
     integers = model(*other)
     worst = decibels(wanted, integers)
     result = []
-    if detector.boxes is not None:
-        detector.boxes(wanted, frames[2])
-        detector.boxes(integers, frames[2])
+    if network.finds_boxes:
+        network.boxes(wanted, lambda: frames[2])
+        network.boxes(integers, lambda: frames[2])
         result.append("boxes")
     with tempfile.TemporaryDirectory() as folder:
         try:
-            made = export_detector(quantized.model, example, folder, batches=[other])
+            made = export_detector(quantized.network, example, folder, batches=[other])
             result += [f.path.name for f in (made.sparse, made.dense) if f is not None]
         except ValueError as error:
-            print(f"  no files: {error}", file=sys.stderr)
-            result.append("no files")
+            result.append(f"no files: {short(error)}")
     result += ["second stage in float" for note in detector.notes if note == SECOND_STAGE]
     seconds = time.process_time() - start
     text = ", ".join(result)
     return f"{text} | {model.integer_share:.0%} | {worst:.1f} dB | {seconds:.0f} |"
+
+
+def short(error: Exception) -> str:
+    """The reason in an error, as a cell: without paths of this machine and remedies."""
+    text = re.sub(r"'/\S*/", "'", str(error).partition("\n")[0])
+    return text.partition(";")[0].translate(PLAIN)
 
 
 def attempt(name: str) -> str:
@@ -225,9 +216,7 @@ def attempt(name: str) -> str:
             warnings.simplefilter("ignore")
             return take(name)
     except (InputError, ValueError) as error:
-        text = str(error).removeprefix(f"mmdet3d:{name}: ").partition("\n")[0]
-        text = re.sub(r"'/\S*/", "'", text)
-        return f"no: {text.partition(';')[0].translate(PLAIN)} | | | |"
+        return f"no: {short(error).removeprefix(f'mmdet3d:{name}: ')} | | | |"
 
 
 def read_table() -> dict[str, str]:

@@ -53,6 +53,14 @@ def test_other_code_gets_the_cameras_that_are_named() -> None:
         _ = FrameBatches(frames, sizes, model, ("CAM_TOP",))[0]
 
 
+def test_a_forward_that_writes_to_its_arguments_changes_no_frame() -> None:
+    network = torch.nn.Threshold(3, 0, inplace=True)
+    model = ForeignModel(ForeignDetector(network, lambda frame: (torch.ones(2),)))
+    given = torch.ones(2)
+    assert not model(given).any()
+    assert given.all()
+
+
 @pytest.fixture(scope="module")
 def result(spconv: object, tmp_path_factory: pytest.TempPathFactory) -> PtqResult:
     runs = tmp_path_factory.mktemp("runs")
@@ -196,7 +204,10 @@ def test_classes_without_names_are_numbers(tmp_path: Path) -> None:
     made = quantized(tmp_path, "own_detector:unnamed_classes", frames=FRAMES[:1])
     assert made.agreement[0].float_detections == 20
     assert not made.labels_found
-    assert made.left_out[0] == "the network has no camera branch"
+    assert made.notes == ("the network has no camera branch",)
+    page = (made.folder / "report.html").read_text(encoding="utf-8")
+    assert "About the model" in page
+    assert "Left out: the network has no camera branch" not in page
     found = run_evaluate(made.folder, FRAMES[:1], runs=tmp_path, name="judged")
     assert found.accuracy is None
 

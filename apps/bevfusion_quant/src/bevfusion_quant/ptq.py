@@ -127,8 +127,8 @@ __all__ = [
 class PtqResult:
     """Folder, tables, warnings, seconds by step and memory of a run.
 
-    `refused` is the reason why files could not be written; `left_out` lists results that are
-    missing, with reasons.
+    `refused` is the reason why files could not be written; `notes` are facts about a model in other
+    code; `left_out` lists results that are missing, with reasons.
     """
 
     folder: Path
@@ -145,6 +145,7 @@ class PtqResult:
     exported: ExportedSet | None = None
     weights: WeightSize | None = None
     refused: str = ""
+    notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 
 
@@ -279,7 +280,7 @@ def run_ptq(
             simulation=simulation,
             exported=exported,
         )  # fmt: skip
-        left_out = evaluated.left_out
+        about: dict[str, Any] = {"notes": evaluated.notes, "left_out": evaluated.left_out}
         evaluated.draw(quantized_parts(config.branch, config.model)[-1])
         with clock.step("write"):
             digests = save_model(folder, quantized.model, fused.model, plan)
@@ -307,7 +308,7 @@ def run_ptq(
         exported = replace(exported, folder=record.path / ONNX_FOLDER)
     return outcome(
         seconds=seconds, peak_memory_mib=peak, simulation=simulation, exported=exported,
-        refused=refused, left_out=left_out,
+        refused=refused, **about,
     )  # fmt: skip
 
 
@@ -344,6 +345,7 @@ class EvaluateResult:
     peak_memory_mib: float
     simulation: Simulation | None = None
     accuracy: Accuracy | None = None
+    notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 
 
@@ -427,9 +429,9 @@ def run_evaluate(
         evaluated = EvaluatedRun(
             record, sizes, batches, evaluation, simulation=simulation, accuracy=accuracy
         )
-        left_out = evaluated.left_out
+        about: dict[str, Any] = {"notes": evaluated.notes, "left_out": evaluated.left_out}
         evaluated.draw(quantized_parts(ran.branch, ran.model)[-1])
         record.write_settings({"run_sha256": ran.sha256, **settings})
         evaluated.write_page(settings)
         seconds, peak = evaluated.write_summary({"evaluates": str(run), "accuracy": None})
-    return made(seconds=seconds, peak_memory_mib=peak, left_out=left_out)
+    return made(seconds=seconds, peak_memory_mib=peak, **about)

@@ -136,6 +136,24 @@ def write(spconv, tmp_path):
     return export
 
 
+def test_steps_in_front_of_the_sparse_file_are_named(spconv, tmp_path):
+    class Averaged(Detector):
+        def forward(self, camera, features, coords, batch_size):
+            return super().forward(camera, features.sum(1), coords, batch_size)
+
+    given = frame(0)
+    given["features"] = given["features"][:, None].repeat(1, 3, 1)
+    torch.manual_seed(0)
+    net = Averaged(spconv, one_map).eval()
+    use_bevquant_kernels(net)
+    model = quantize_model(net, example_inputs=given).model
+    calibrate(model, [given], forward=lambda m, batch: m(**batch))
+    place = re.escape(str(tmp_path / "sparse.onnx"))  # not the temporary folder's
+    with pytest.warns(UserWarning, match=f"export_detector: {place}: the file begins behind sum"):
+        made = export_detector(model, given, tmp_path, model_order="zyx")
+    assert "Compute these before the engine" in str(made)
+
+
 def chained(made, inputs):
     """The files one behind the other, by the names of their ports alone."""
     given = dict(inputs)

@@ -140,8 +140,9 @@ def run_text(
         parts += ["Against labels", accuracy_text(accuracy)]
     if exported is not None:
         parts += export_text(exported)
-    if result.left_out:
-        parts.append("\n".join(["Left out", *(f"  {line}" for line in result.left_out)]))
+    for title, lines in (("About the model", result.notes), ("Left out", result.left_out)):
+        if lines:
+            parts.append("\n".join([title, *(f"  {line}" for line in lines)]))
     text = finished_text(parts, result, options, warnings, last)
     if exported is not None:
         refuse_wrong_files(exported, text)

@@ -127,6 +127,7 @@ class ReportContent:
         seconds: Seconds by step, "total" included.
         peak_memory_mib: Largest resident memory of the process.
         figures: Further headline figures, shown after the built-in ones.
+        notes: Facts about a model in other code, such as the entries of its checkpoint.
         left_out: Results that were not measured, with reasons.
         scene: The frame that is drawn.
         stages: Feature maps in the order of execution.
@@ -155,6 +156,7 @@ class ReportContent:
     seconds: Mapping[str, float] = field(default_factory=dict)
     peak_memory_mib: float | None = None
     figures: Sequence[ReportFigure] = ()
+    notes: Sequence[str] = ()
     left_out: Sequence[str] = ()
     scene: ReportScene | None = None
     stages: Sequence[ReportStage] = ()

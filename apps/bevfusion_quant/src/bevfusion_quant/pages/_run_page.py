@@ -56,6 +56,7 @@ def head(content: ReportContent) -> Section:
             for stage in content.stages
         ],
         "figures": list(_figures(content)),
+        "notes": list(content.notes),
         "left_out": list(content.left_out),
         "command": content.command,
     }
@@ -208,12 +209,16 @@ class EvaluatedRun:
     exported: ExportedSet | None = None
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes of a detector in other code."""
+        return self.config.detector.notes if isinstance(self.config, ForeignSizes) else ()
+
+    @property
     def left_out(self) -> tuple[str, ...]:
-        """Notes about a detector in its own code, and missing results with reasons."""
+        """Missing results of a detector in other code, with reasons."""
         if not isinstance(self.config, ForeignSizes):
             return ()
-        notes = self.config.detector.notes
-        left = (*notes, "feature maps of stages: no part of a network in other code is known")
+        left = ("feature maps of stages: no part of a network in other code is known",)
         if not self.evaluation.float_detections:
             return (*left, "boxes and mAP: the model gives no function that makes boxes")
         if not self.config.head.classes:
@@ -254,6 +259,7 @@ class EvaluatedRun:
                     *_agreement_figures(evaluation.agreement),
                     _weights(settings, self.config),
                 ],
+                notes=self.notes,
                 left_out=self.left_out,
                 scene=_scene(self.config, self.batches, evaluation, self.simulation),
                 stages=_stages(self.config, evaluation),

@@ -391,4 +391,5 @@ def written_sparse(piece: Piece, made: Any, dialect: str) -> Written:
     return Written(
         piece, made.path, made, linted,
         voxel_bound=bound, runs_in_float=floats, returned=_tensors(made.returned),
+        notes=(made.beginning,) if made.beginning else (),
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +60,8 @@ def export_whole(
         )
     first, *others = batches
     folder.mkdir()
-    with step("write ONNX files", ""):
+    with step("write ONNX files", ""), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*the file begins behind")  # in the file's notes
         try:
             made = export_detector(
                 network, first, folder, target,

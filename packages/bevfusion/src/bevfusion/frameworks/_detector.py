@@ -7,6 +7,7 @@ import re
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +20,8 @@ from bev_data import InputError
 from bev_data.boxes import Detections
 from bev_data.points import Frame, axes_motion, move_frame, move_objects
 from bevfusion.centerpoint._model import METRES_IN_FLOAT
-from bevfusion.model import Detector
+from bevfusion.model import Detector, load_weights
+from bevquant_graph import own_inputs
 
 FRAME_AXES, FORWARD = "right,forward,up", "forward,left,up"
 DATASET_AXES = {
@@ -45,7 +47,7 @@ class ForeignDetector:
         boxes: From the network's output for a frame to boxes; None where only maps are compared.
         classes: Names of the classes, by the numbers in `Detections.labels`; empty where unknown,
             and boxes are then not compared with labels.
-        notes: What a user has to know: what was passed over in a checkpoint, stand-ins in use.
+        notes: Facts for the user: entries of a checkpoint, stand-ins in use, axes.
         point_cloud_range: Smallest x, y, z and largest x, y, z that the network sees [m]: what
             pictures show, and where labels count.
         axes: Directions of x, y and z that `arguments`, `boxes` and `point_cloud_range` have, as in
@@ -100,6 +102,13 @@ class ForeignDetector:
             point_cloud_range=(*low, *high),
             axes=FRAME_AXES,
         )
+
+
+def checkpoint_notes(model: nn.Module, checkpoint: str | Path) -> tuple[str, ...]:
+    """Load a checkpoint into a model, and return the report's lines for `ForeignDetector.notes`."""
+    return tuple(
+        f"checkpoint: {line}" for line in str(load_weights(model, checkpoint)).splitlines()
+    )
 
 
 class ForeignSizes:
@@ -163,7 +172,8 @@ class ForeignModel(Detector):
         advice = (
             f"it was called with {given}: arguments must return forward's arguments, on the CPU"
         )
-        return _called("forward", self.network, *arguments, advice=advice)
+        # A batch runs many times, and forwards may write to it, as PillarFeatureNet does.
+        return _called("forward", self.network, *own_inputs(arguments), advice=advice)
 
     @property
     def finds_boxes(self) -> bool:

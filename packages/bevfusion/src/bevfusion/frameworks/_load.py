@@ -14,10 +14,14 @@ from torch import nn
 
 from bev_data import InputError
 from bev_data.points import Frame
-from bevfusion.frameworks._detector import FORWARD, FRAME_AXES, ForeignDetector
+from bevfusion.frameworks._detector import (
+    FORWARD,
+    FRAME_AXES,
+    ForeignDetector,
+    checkpoint_notes,
+)
 from bevfusion.frameworks._mmdet3d import load_mmdet3d
 from bevfusion.frameworks._openpcdet import load_openpcdet
-from bevfusion.model import load_weights
 
 _LOG = logging.getLogger(__name__)
 
@@ -95,7 +99,8 @@ def load_detector(name: str, weights: Path | None = None) -> ForeignDetector:
     else:
         detector = load_function(bare)
         if weights is not None:
-            load_weights(detector.network, weights)
+            notes = (*detector.notes, *checkpoint_notes(detector.network, weights))
+            detector = replace(detector, notes=notes)
     if said:
         detector = replace(detector, axes=said[2])
     elif not detector.axes:

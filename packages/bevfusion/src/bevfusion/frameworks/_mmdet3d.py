@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from bev_data import InputError
 from bev_data.boxes import Detections
 from bev_data.points import Frame
-from bevfusion.frameworks._detector import DATASET_AXES, ForeignDetector
+from bevfusion.frameworks._detector import DATASET_AXES, ForeignDetector, checkpoint_notes
 from bevfusion.frameworks._extensions import allocate_on_cpu, use_operator_standins
 from bevfusion.frameworks._mmdet3d_frames import FrameLoader, to_detections
 from bevfusion.frameworks._mmdet3d_networks import (
@@ -31,7 +31,6 @@ from bevfusion.frameworks._mmdet3d_networks import (
     UNetNetwork,
     VolumeNetwork,
 )
-from bevfusion.model import load_weights
 from bevquant_sparse import use_bevquant_kernels
 
 NEEDS = (
@@ -93,7 +92,7 @@ def load_mmdet3d(
     model.eval()
     loader = FrameLoader(model, settings)
     network = _network(model, loader, f"mmdet3d:{config}").eval()
-    notes = [] if checkpoint is None else [str(load_weights(model, checkpoint))]
+    notes = [] if checkpoint is None else [*checkpoint_notes(model, checkpoint)]
     use_bevquant_kernels(network)
     made = _Reader(network, loader)
     if network.part("roi_head") is not None:

@@ -19,10 +19,14 @@ from bev_data import InputError
 from bev_data.boxes import Detections
 from bev_data.points import Frame
 from bevfusion.frameworks import _operators as operators
-from bevfusion.frameworks._detector import DATASET_AXES, ForeignDetector, sorted_detections
+from bevfusion.frameworks._detector import (
+    DATASET_AXES,
+    ForeignDetector,
+    checkpoint_notes,
+    sorted_detections,
+)
 from bevfusion.frameworks._openpcdet_config import CHECKOUT, Settings, find_checkout, read_config
 from bevfusion.frameworks._openpcdet_imports import import_openpcdet, without_cuda
-from bevfusion.model import load_weights
 from bevquant_sparse import use_bevquant_kernels
 
 PARTS = ("vfe", "backbone_3d", "map_to_bev_module", "backbone_2d", "dense_head")
@@ -161,7 +165,7 @@ def load_openpcdet(
     model.eval()
     notes = [*data.notes]
     if checkpoint is not None:
-        notes.insert(0, str(load_weights(model, checkpoint)))
+        notes = [*checkpoint_notes(model, checkpoint), *notes]
     if settings.MODEL.get("BACKBONE_3D") is None:
         notes.append(
             "the dense file takes as many pillars as the first frame has: begin with the frame of "

@@ -94,9 +94,9 @@ class LoadReport:
     def __str__(self) -> str:
         lines = [str(self.checkpoint)] if self.checkpoint else []
         layout = f", sparse weights {self.layout}" if self.layout else ""
+        names = "the model's own names" if self.names == "own" else f"names of {self.names}"
         lines.append(
-            f"{len(self.loaded)} entries loaded, {len(self.not_used)} not used; names of "
-            f"{self.names}{layout}"
+            f"{len(self.loaded)} entries loaded, {len(self.not_used)} not used; {names}{layout}"
         )
         lines += [f"{count} names by {rule}" for rule, count in self.rules.items()]
         kinds = Counter(self.converted.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -154,7 +155,10 @@ def export_detector(
         made = writer.write(Path(unseen), [as_example(model, b) for b in batches], head_room)
         for file in sorted(Path(unseen).iterdir()):
             file.replace(whole / file.name)
-    return _moved(made, whole)
+    made = _moved(made, whole)
+    if made.sparse is not None and made.sparse.begins_behind and dialect != "portable":
+        warnings.warn(f"export_detector: {made.sparse.path}: {made.sparse.beginning}", stacklevel=2)
+    return made
 
 
 def _moved(made: DetectorExport, folder: Path) -> DetectorExport:

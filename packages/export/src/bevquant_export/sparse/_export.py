@@ -143,11 +143,14 @@ def export_sparse_onnx(
         integers = simulate(rounded, example_inputs, verify=verify)
     else:
         raise TypeError(f"export_sparse_onnx: expected a module, got {type(model).__name__}")
-    return write_sparse(
+    made, _ = write_sparse(
         rounded, integers, integers.inputs_of(example_inputs), path, dialect=dialect,
         model_order=model_order, order=order, batches=batches, head_room=head_room,
         all_layers=all_layers, weights=weights, verify=verify, measure=measure,
-    )[0]  # fmt: skip
+    )  # fmt: skip
+    if made.begins_behind and dialect != "portable":
+        warnings.warn(f"export_sparse_onnx: {path}: {made.beginning}", stacklevel=2)
+    return made
 
 
 def _source_of(integers: IntegerModel) -> nn.Module:
@@ -218,13 +221,6 @@ def write_sparse(
     write_whole(path, content)
     before = follow(integers).before
     features = graph.features if dialect == "portable" else graph.input
-    if before and dialect != "portable":
-        warnings.warn(
-            f"export_sparse_onnx: {path}: the file begins behind {'; '.join(before)}: its input "
-            f"{graph.input!r} is what these make, and libspconv takes any features of that width: "
-            "compute them before the engine",
-            stacklevel=3,
-        )
     layers = layers_of(graph)
     figures = figures_of(content, on_cpu=dialect == "portable", timing=timing)
     made = SparseExport(

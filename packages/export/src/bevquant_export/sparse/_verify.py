@@ -89,6 +89,17 @@ class SparseExport(HtmlTable):
     returned: Any = field(default=None, repr=False, compare=False)
     figures: Figures | None = None
 
+    @property
+    def beginning(self) -> str:
+        """What a program computes before it runs the file; empty where it needs nothing."""
+        if not self.begins_behind:
+            return ""
+        return (
+            f"the file begins behind {'; '.join(self.begins_behind)}. Compute these before the "
+            f"engine: their result is the input {self.features!r}, and an engine takes any "
+            "features of that width"
+        )
+
     def __str__(self) -> str:
         forms = Counter(layer.precision for layer in self.layers)
         layers = " and ".join(f"{count} in {form}" for form, count in forms.items())
@@ -96,8 +107,8 @@ class SparseExport(HtmlTable):
         floats = [row.largest / (row.size or 1.0) for row in self.differences if row.form != "int8"]
         if floats:
             text += f"; floats differ by at most {max(floats):.2g} of the largest"
-        for step in self.begins_behind:
-            text += f"\nnot in the file, whose input {self.features!r} is what it makes: {step}"
+        if self.begins_behind:
+            text += f"\n{self.beginning}"
         figures = f"{self.figures}\n" if self.figures else ""
         return f"{self.path}: layers: {layers}\n{figures}{text}"
 
