@@ -227,6 +227,9 @@ def test_info_files_of_mmdetection3d(here: Path, capsys: pytest.CaptureFixture[s
     Path("infos.pkl").write_bytes(pickle.dumps({"metainfo": meta, "data_list": [record]}))
     cloud(2000).astype("<f4").tofile("own.bin")
     source = ("--dataset", "mmdet3d", "--data", "infos.pkl", "--branch", "lidar")
+    message = refused(capsys, here, *source, "--box-origin", "centre")
+    assert "say --axes forward,left,up (mmdetection3d's own for LiDAR) or --axes" in message
+    source += ("--axes", "right,forward,up")
     assert "say --box-origin bottom" in refused(capsys, here, *source)
     message = refused(capsys, here, *source, "--box-origin", "centre", "--classes", "bus=truck")
     assert "--classes renames bus, no class of infos.pkl, which has car" in message

@@ -61,12 +61,12 @@ def infos(tmp_path):
     return {"metainfo": meta, "data_list": [record]}, tmp_path
 
 
-def opened(infos, change=lambda content: None, **options):
+def opened(infos, change=lambda content: None, name="infos.pkl", **options):
     content, folder = infos
     content = copy.deepcopy(content)
     change(content)
-    (folder / "infos.pkl").write_bytes(pickle.dumps(content))
-    return open_dataset("mmdet3d", folder / "infos.pkl", **options)
+    (folder / name).write_bytes(pickle.dumps(content))
+    return open_dataset("mmdet3d", folder / name, **options)
 
 
 def test_a_frame_with_sweeps_cameras_and_labels(infos):
@@ -106,17 +106,23 @@ def test_axes_turn_points_labels_and_cameras(infos):
     )
 
 
+AXES = {"axes": "right,forward,up"}
+
+
 def own(content):
     content["metainfo"] = {"classes": ["car", "bus"], "dataset": "ours"}
 
 
-def test_boxes_of_own_data_need_their_origin(infos):
+def test_own_data_need_axes_and_the_origin_of_boxes(infos):
     with pytest.raises(InputError, match=r"say box_origin='bottom' .* or box_origin='centre'"):
-        opened(infos, own)[0]
-    boxes = opened(infos, own, box_origin="bottom")[0].labels.boxes
+        opened(infos, own, **AXES)[0]
+    boxes = opened(infos, own, **AXES, box_origin="bottom")[0].labels.boxes
     assert boxes[0, 2] == pytest.approx(-1 + 1.5 / 2)
-    assert opened(infos, own, box_origin="centre")[0].labels.boxes[0, 2] == -1
-    assert opened(infos, own, box_origin="centre").kind == "mmdet3d"
+    assert opened(infos, own, **AXES, box_origin="centre")[0].labels.boxes[0, 2] == -1
+    assert opened(infos, own, **AXES, box_origin="centre").kind == "mmdet3d"
+    for dataset in ("ours", "lyft", ""):
+        with pytest.raises(InputError, match=rf"dataset='{dataset}'.*; say axes='forward,left,up'"):
+            opened(infos, lambda c, name=dataset: c["metainfo"].update(dataset=name))
     with pytest.raises(InputError, match="box_origin='top': expected 'centre' or 'bottom'"):
         opened(infos, own, box_origin="top")
 
@@ -133,13 +139,97 @@ def test_own_data_without_sweeps_keep_their_columns(infos):
     rows = np.column_stack([cloud(0), np.linspace(0, 0.1, 61)]).astype("<f4")
     rows.tofile(folder / "points/000.bin")
     said = {"columns": "x,y,z,intensity,ring,time", "box_origin": "centre", "cameras": "none"}
+    said |= AXES
     frame = opened(infos, change, **said)[0]
     np.testing.assert_array_equal(frame.points[:, 4], rows[:, 5])
     assert frame.name == "000_00000"
     with pytest.raises(InputError, match=r"1 of 1 LiDAR frames have no matching images"):
-        opened(infos, change, columns=said["columns"])
+        opened(infos, change, columns=said["columns"], **AXES)
     with pytest.raises(InputError, match="colums: files have the options columns"):
         opened(infos, change, colums=6)
+
+
+def forward_axes(boxes):
+    """The centre and the yaw of a box with x forward, in a frame's axes."""
+    x, y, z, length, width, height, yaw = boxes
+    return [-y, x, z + height / 2, length, width, height, yaw + np.pi / 2]
+
+
+TO_CAMERA = np.array([[0.0, -1, 0, 0.1], [0, 0, -1, -0.2], [1, 0, 0, -0.3], [0, 0, 0, 1]])
+"""From x forward, y left to a camera that looks ahead."""
+
+
+def of_camera(box):
+    """A box of the LiDAR, by the middle of its bottom, in the camera's coordinates."""
+    x, y, z, length, width, height, yaw = box
+    return [*(TO_CAMERA @ [x, y, z, 1])[:3], length, height, width, -yaw - np.pi / 2]
+
+
+def kitti_like(content):
+    record, image = content["data_list"][0], content["data_list"][0]["images"].pop("CAM_FRONT")
+    del record["lidar_sweeps"], record["timestamp"]
+    image["cam2img"] = [[50.0, 0, 32, 5], [0, 50, 18, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+    image |= {"img_path": "000007.png", "lidar2cam": TO_CAMERA}
+    record["images"] = {"CAM0": {"cam2img": np.eye(4)}, "CAM2": image, "R0_rect": np.eye(4)}
+    record["lidar_points"] = {"num_pts_feats": 4, "lidar_path": "000007.bin"}
+    record["instances"] = [{"bbox_3d": of_camera(BOX), "bbox_label_3d": 0}]
+    content["metainfo"] = {"categories": {"Car": 0, "Tram": 6}, "dataset": "kitti"}
+
+
+@pytest.fixture
+def kitti(infos):
+    rows = cloud(0)[:, :4] / [1, 1, 1, 32]
+    for split, shift in (("training", 0), ("testing", 1)):
+        for folder in ("velodyne", "image_2"):
+            (infos[1] / split / folder).mkdir(parents=True)
+        shifted = (rows + np.array([shift, 0, 0, 0])).astype("<f4")
+        shifted.tofile(infos[1] / split / "velodyne/000007.bin")
+        Image.new("RGB", (64, 36)).save(infos[1] / split / "image_2/000007.png")
+    return infos, rows
+
+
+def test_kitti_has_x_forward_and_boxes_of_the_camera(kitti):
+    infos, rows = kitti
+    frames = opened(infos, kitti_like)
+    frame = frames[0]
+    assert (frames.kind, frame.labels.names) == ("kitti", ("car",))
+    np.testing.assert_allclose(frame.points[:, 0], -rows[:, 1], atol=1e-6)
+    np.testing.assert_allclose(frame.points[:, 3], 255 * rows[:, 3], rtol=1e-6)
+    np.testing.assert_allclose(frame.labels.boxes[0], forward_axes(BOX), atol=1e-5)
+    (camera,) = frame.cameras
+    x, y, z, _ = rows[0]
+    pixel = np.array([[50.0, 0, 32, 5], [0, 50, 18, 0], [0, 0, 1, 0]]) @ TO_CAMERA @ [x, y, z, 1]
+    own = camera.intrinsics @ (camera.lidar_to_camera @ [-y, x, z, 1])[:3]
+    np.testing.assert_allclose(own, pixel)
+    with pytest.raises(InputError, match="box_origin='centre': boxes of kitti are the camera's"):
+        opened(infos, kitti_like, box_origin="centre")
+    testing = opened(infos, kitti_like, name="kitti_infos_test.pkl")[0]
+    np.testing.assert_allclose(testing.points[:, 1], rows[:, 0] + 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("version", ["mmdet3d_v1.4", "1.1"])
+def test_waymo_has_x_forward(infos, version):
+    raw = np.column_stack([cloud(0)[:, :3], np.linspace(0, 3, 61), np.ones((61, 2))])
+    (infos[1] / "training/velodyne").mkdir(parents=True)
+    (infos[1] / "training/image_0").mkdir()
+    raw.astype("<f4").tofile(infos[1] / "training/velodyne/0000000.bin")
+    Image.new("RGB", (64, 36)).save(infos[1] / "training/image_0/0000000.jpg")
+
+    def change(content):
+        record = content["data_list"][0]
+        record["lidar_points"] = {"num_pts_feats": 6, "lidar_path": "0000000.bin"}
+        record["images"]["CAM_FRONT"] |= {"img_path": "0000000.jpg", "lidar2cam": TO_CAMERA}
+        box = BOX if version == "mmdet3d_v1.4" else of_camera(BOX)
+        record["instances"] = [{"bbox_3d": box, "bbox_label_3d": 1}]
+        meta = {"categories": {"Car": 0, "Pedestrian": 1}, "dataset": "waymo"}
+        content["metainfo"] = {**meta, "info_version": version}
+
+    frame = opened(infos, change)[0]
+    np.testing.assert_allclose(frame.points[:, 1], raw[:, 0], rtol=1e-6)
+    np.testing.assert_allclose(frame.points[:, 3], 255 * raw[:, 3].clip(0, 1), rtol=1e-5)
+    assert not frame.points[:, 4].any()
+    np.testing.assert_allclose(frame.labels.boxes[0], forward_axes(BOX), atol=1e-5)
+    assert (frame.labels.names, frame.cameras[0].name) == (("pedestrian",), "CAM_FRONT")
 
 
 def test_a_test_set_has_no_labels(infos):
@@ -176,8 +266,6 @@ def test_files_of_another_form(infos):
         ({"infos": [], "metadata": {"version": "v1.0-mini"}}, "update_infos_to_v2.py"),
         ([{"lidar_path": "a"}], "update_infos_to_v2.py"),
         ({"data_list": []}, "expected a dict with metainfo and a list data_list"),
-        ({**content, "metainfo": {"dataset": "kitti"}}, "open_dataset.'kitti'"),
-        ({**content, "metainfo": {"dataset": "waymo"}}, "write_frame_folder"),
         ({**content, "metainfo": {"categories": 3}}, "categories is no dict"),
         ({"metainfo": np.random.default_rng(0)}, "class numpy.random"),
     ):

@@ -15,7 +15,7 @@ from bev_data import InputError
 from bev_data.cameras import Camera, project
 from bev_data.datasets import open_dataset
 from bev_data.points import Frame, axes_motion, move_frame
-from bevfusion.frameworks import ForeignDetector
+from bevfusion.frameworks import ForeignDetector, ForeignSizes
 from bevfusion.frameworks._detector import DATASET_AXES
 from bevfusion.frameworks._mmdet3d_frames import FrameLoader, to_detections
 from bevfusion.frameworks._mmdet3d_steps import run_steps
@@ -42,6 +42,21 @@ def test_the_range_is_the_voxel_layers() -> None:
     made = FrameLoader(model, {"dataset_type": "KittiDataset"})
     assert made.extent() == (0, -40, -3, 70, 41, 1)
     assert loader("KittiDataset").extent()[0] == -54
+
+
+def test_data_set_and_classes_of_the_test_dataloader() -> None:
+    inner = {"type": "KittiDataset", "metainfo": {"classes": ["Car"]}, "pipeline": [LOAD]}
+    wrapped = {"type": "RepeatDataset", "dataset": inner}
+    settings = {"test_dataloader": None, "val_dataloader": {"dataset": wrapped}}
+    made = FrameLoader(MODEL, settings)
+    assert (made.dataset, made.classes) == ("KittiDataset", ("Car",))
+    assert np.allclose(made.points(FRAME)[:, 3], [0.2, 1])
+    assert FrameLoader(MODEL, {}).classes == ()
+
+
+def test_classes_have_the_names_of_labels() -> None:
+    detector = ForeignDetector(torch.nn.Identity(), lambda frame: (), classes=("Car", "Cyclist"))
+    assert ForeignSizes("own:make", detector).head.classes == ("car", "bicycle")
 
 
 def test_nuscenes_has_the_frames_axes_and_time() -> None:

@@ -89,7 +89,8 @@ def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequen
         )
     reads = {} if options.dataset is None else _of_kind(options.dataset, _parameters)
     _refuse_options_of_others(options, reads)
-    reading = {name: getattr(options, name) for name in OF_POINTS}
+    chosen = {name: getattr(options, name) for name in OF_POINTS}
+    reading = {name: value for name, value in chosen.items() if value is not None}
     if options.dataset is None:
         from bev_data.points import read_frames
 
@@ -121,7 +122,7 @@ def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequen
     }
     settings = {name: value for name, value in stated.items() if value and name in reads}
     if "reading" in reads:
-        settings |= {name: reading[name] for name in OF_POINTS if reading[name] != _default(name)}
+        settings |= {n: value for n, value in reading.items() if value != _default(n)}
     try:
         frames = open_dataset(options.dataset, next(iter(options.data), None), **settings)
     except InputError as error:

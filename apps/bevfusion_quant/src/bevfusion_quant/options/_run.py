@@ -203,14 +203,14 @@ class FrameOptions:
         data_version: nuScenes' version, such as v1.0-trainval.
         classes: New names of nuscenes' or mmdet3d's classes, such as
             vehicle.emergency.police=car bus=truck.
-        box_origin: The point of a box that mmdet3d's files locate, if they are of your own data.
+        box_origin: The point of a box at the z of mmdet3d's files, if they are of your own data.
         incomplete: What to do with frames of which images are missing.
         cameras: Names of the cameras to use, in this order; mit-bevfusion's six by default (KITTI:
             CAM_FRONT).
         columns: Columns of points files, such as x,y,z,intensity,ring or
             x,y,z,intensity:refl,timestamp_ns:t; or 4 or 5 for a .bin that leaves it open.
-        axes: Directions of the x, y and z of points files, such as forward,left,up (KITTI, ROS);
-            right,forward,up by default.
+        axes: Directions of the x, y and z of points files, such as forward,left,up (KITTI, ROS). By
+            default right,forward,up; for mmdet3d those of the info file's data set.
         dtype: Number type of a .bin, where the file leaves it open.
         intensity_scale: Factor that makes a file's intensities 0..255, such as 1 or 0.00389.
         key: Name of the array of points in a .npz.
@@ -229,7 +229,7 @@ class FrameOptions:
     incomplete: Literal["refuse", "skip"] = "refuse"
     cameras: tuple[str, ...] = ()
     columns: str | None = None
-    axes: str = "right,forward,up"
+    axes: str | None = None
     dtype: Literal["float32", "float16", "float64"] | None = None
     intensity_scale: float | None = None
     key: str = "points"

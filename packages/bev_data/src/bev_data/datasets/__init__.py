@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bev_data.datasets._frame_folder import write_frame_folder
 from bev_data.datasets._frame_list import FrameList
-from bev_data.datasets._names import NUSCENES_NAMES
+from bev_data.datasets._names import NUSCENES_NAMES, detection_names
 from bev_data.datasets._open import (
     dataset_cameras,
     dataset_kinds,
@@ -28,6 +28,7 @@ __all__ = [
     "FrameList",
     "dataset_cameras",
     "dataset_kinds",
+    "detection_names",
     "find_dataset",
     "labelled_region",
     "open_dataset",

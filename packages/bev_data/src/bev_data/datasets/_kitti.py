@@ -79,7 +79,8 @@ def kitti(path: Path, *, cameras: WhichCameras = "all") -> FrameList:
             labels = _labels(root / "label_2" / f"{name}.txt", inverse(to_rectified), points)
         seen: tuple[Camera, ...] = ()
         if cameras != "none":
-            seen = (_camera(_image_path(root, name), values["P2"], to_rectified),)
+            picture = _image_path(root, name)
+            seen = (camera_of("CAM_FRONT", picture, values["P2"], to_rectified),)
         return Frame(name, points, labels=labels, cameras=seen)
 
     return FrameList("kitti", kept, read)
@@ -93,17 +94,40 @@ def _image_path(root: Path, name: str) -> Path:
     return jpeg if jpeg.is_file() else jpeg.with_suffix(".png")
 
 
-def _camera(image: Path, projection: _Matrix, to_rectified: _Matrix) -> Camera:
-    # P2 = K [I | t]: the second camera stands at −t of the rectified frame.
+def camera_of(name: str, image: Path, projection: _Matrix, to_rectified: _Matrix) -> Camera:
+    """A camera by its projection matrix P = K [I | t] [3, 4] from the rectified frame.
+
+    The camera stands at −t of that frame.
+
+    Raises:
+        InputError: K is singular, or the picture is unreadable.
+    """
     intrinsics = projection[:, :3].copy()
     if abs(np.linalg.det(intrinsics)) < 1e-9:
         raise InputError(
-            f"{image}: P2 of its calibration is singular: {projection.tolist()}; the calibration "
-            "is missing or was never filled in"
+            f"{image}: P2 or cam2img of its calibration is singular: "
+            f"{projection.tolist()}; the calibration is missing or was never filled in"
         )
     beside = np.eye(4)
     beside[:3, 3] = np.linalg.solve(intrinsics, projection[:, 3])
-    return read_camera("CAM_FRONT", image, intrinsics, beside @ to_rectified)
+    return read_camera(name, image, intrinsics, beside @ to_rectified)
+
+
+def boxes_of_camera(rows: _Matrix, to_lidar: _Matrix) -> npt.NDArray[np.float32]:
+    """Boxes in a camera's coordinates as boxes in those of the LiDAR.
+
+    Args:
+        rows: [n, 7], middle of the bottom x, y, z (y down), length, height, width, and the turn
+            about y: a box of turn r points to (cos r, 0, −sin r).
+        to_lidar: [4, 4], from the camera.
+    """
+    middle = rows[:, :3].copy()
+    middle[:, 1] -= rows[:, 4] / 2
+    turn = rows[:, 6]
+    along = np.stack([np.cos(turn), np.zeros_like(turn), -np.sin(turn)], 1) @ to_lidar[:3, :3].T
+    centres = middle @ to_lidar[:3, :3].T + to_lidar[:3, 3]
+    yaw = np.arctan2(along[:, 1], along[:, 0])
+    return np.column_stack([centres, rows[:, [3, 5, 4]], yaw]).astype(np.float32)
 
 
 def _calibration(path: Path) -> dict[str, _Matrix]:
@@ -156,18 +180,8 @@ def _labels(path: Path, to_lidar: _Matrix, points: npt.NDArray[np.float32]) -> L
             )
         names.append(fields[0])
     values = np.array(rows, np.float64).reshape(-1, 14)
-    height, width, length = values[:, 7:10].T
-    middle = values[:, 10:13].copy()
-    middle[:, 1] -= height / 2  # KITTI gives the middle of the bottom, and y points down
-    turn = values[:, 13]
-    along = np.stack([np.cos(turn), np.zeros_like(turn), -np.sin(turn)], 1) @ to_lidar[:3, :3].T
-    boxes = np.concatenate(
-        [
-            middle @ to_lidar[:3, :3].T + to_lidar[:3, 3],
-            np.stack([length, width, height, np.arctan2(along[:, 1], along[:, 0])], 1),
-        ],
-        axis=1,
-    ).astype(np.float32)
+    # A line has height, width and length, then the middle of the bottom.
+    boxes = boxes_of_camera(values[:, [10, 11, 12, 9, 7, 8, 13]], to_lidar)
     visibility = [_VISIBILITY.get(level, np.nan) for level in values[:, 1]]
     return Labels(
         boxes,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,10 +21,10 @@ from bev_data._motion import axes_motion, inverse, move_points
 from bev_data.cameras import Camera
 from bev_data.datasets._files import check_reading
 from bev_data.datasets._frame_list import FrameList
-from bev_data.datasets._image import read_camera
 from bev_data.datasets._json_file import matrix
+from bev_data.datasets._kitti import boxes_of_camera, camera_of
 from bev_data.datasets._matching import WhichCameras, check_which, with_cameras
-from bev_data.datasets._names import translate
+from bev_data.datasets._names import KITTI_NAMES, translate
 from bev_data.datasets._nuscenes import read_sweep
 from bev_data.points import Frame, Labels, read_points
 from bev_data.points._frame import move_objects, rows_of
@@ -32,12 +33,37 @@ from bevquant_quantizers.documents import DocumentError, Finite, as_form, read_p
 _LOG = logging.getLogger(__name__)
 _Matrix = npt.NDArray[np.float64]
 _SLOW = 50_000_000  # bytes
-_CENTRE = ("nuscenes", "lyft")  # whose boxes have the z of their middle
-_OTHERS = {
-    "kitti": "its boxes are the camera's: open_dataset('kitti', …), --dataset kitti",
-    "waymo": "its boxes and points have rules of their own: write frames with write_frame_folder",
+_POINTS = ("", "samples/LIDAR_TOP", "sweeps/LIDAR_TOP", "points", "velodyne")
+_VELODYNE = ("velodyne_reduced", "velodyne")  # KITTI's configurations read the camera's view alone
+
+
+@dataclass(frozen=True)
+class _Convention:
+    """Points and boxes in the info files of a data set.
+
+    Attributes:
+        axes: Directions of x, y and z; empty where several are in use.
+        origin: The point of a box at its z; empty where the file does not say it.
+        camera: The camera whose coordinates boxes have; empty for those of the LiDAR.
+        folders: The folder of each camera's pictures in training/ and testing/.
+    """
+
+    axes: str = ""
+    origin: Literal["centre", "bottom", ""] = ""
+    camera: str = ""
+    folders: Mapping[str, str] = field(default_factory=dict)
+
+
+_FORWARD = "forward,left,up"
+_WAYMO = ("CAM_FRONT", "CAM_FRONT_LEFT", "CAM_FRONT_RIGHT", "CAM_SIDE_LEFT", "CAM_SIDE_RIGHT")
+_CONVENTIONS = {
+    "nuscenes": _Convention("right,forward,up", "centre"),
+    "lyft": _Convention("", "centre"),
+    "kitti": _Convention(_FORWARD, "bottom", "CAM2", {"CAM2": "image_2"}),
+    "waymo": _Convention(
+        _FORWARD, "bottom", folders={name: f"image_{i}" for i, name in enumerate(_WAYMO)}
+    ),
 }
-_POINTS = ("", "samples/LIDAR_TOP", "sweeps/LIDAR_TOP", "points")
 
 
 class _Cloud(msgspec.Struct):
@@ -67,7 +93,7 @@ class _Instance(msgspec.Struct):
 class _Record(msgspec.Struct):
     lidar_points: _Cloud
     timestamp: Finite | None = None
-    images: dict[str, _Image] = {}
+    images: dict[str, Any] = {}
     lidar_sweeps: list[_Sweep] = []
     instances: list[_Instance] = []
 
@@ -95,10 +121,15 @@ def mmdet3d(
         cameras: see `open_dataset`.
         sweeps: how many at most, the keyframe's own among them.
         classes: new names of classes, by the file's names.
-        box_origin: whether z is of a box's centre or of its bottom; nuScenes' and Lyft's files have
-            the centre, in others it must be said.
+        box_origin: whether z is of a box's centre or of its bottom; required for other data sets
+            than nuScenes, Lyft, KITTI and Waymo.
         reading: keyword arguments of `points.read_points`; `axes` are those of points, boxes and
-            `lidar2cam`. The number of a `.bin`'s columns is in the file.
+            `lidar2cam`, required for other data sets than nuScenes, KITTI and Waymo. The number of
+            a `.bin`'s columns is in the file.
+
+    KITTI's and Waymo's files lie in training/ or, if the info file's name has "test", in testing/;
+    velodyne_reduced is preferred to velodyne. Waymo's sweeps are not joined, its intensities above
+    1 are read as 1, and its elongation is not read.
 
     Raises:
         InputError: a file of another kind or of an older form, unknown options, frames without
@@ -115,9 +146,18 @@ def mmdet3d(
     dataset = str(meta.get("dataset", "")).lower()
     folder = file.parent if root is None else Path(root)
     names = _class_names(file, meta, classes or {})
-    if dataset in _CENTRE:
-        box_origin = box_origin or "centre"
-    motion = axes_motion(reading.pop("axes", "right,forward,up"))
+    convention = _convention(file, meta, dataset, box_origin)
+    origin = box_origin or convention.origin
+    axes = reading.pop("axes", None) or convention.axes
+    if not axes:
+        raise InputError(
+            f"{file}: metainfo says dataset={dataset!r}, which does not tell its axes; say "
+            f"axes='{_FORWARD}' (mmdetection3d's own for LiDAR) or axes='right,forward,up' "
+            "(nuScenes')"
+        )
+    motion = axes_motion(axes)
+    if dataset == "waymo":
+        sweeps = 1
     labelled = any(isinstance(one, dict) and one.get("instances") for one in records)  # a test set?
     kept = [str(number) for number in range(len(records))]
     lacking: dict[str, str] = {}
@@ -133,22 +173,45 @@ def mmdet3d(
             record = as_form(records[int(number)], _Record, where=where, what="record of a frame")
         except DocumentError as error:
             raise InputError(str(error)) from error
-        cloud = _find(folder, record.lidar_points.lidar_path, _POINTS)
-        labels = _labels(where, record.instances, names, box_origin) if labelled else None
-        points = _points(where, folder, cloud, record, sweeps, reading)
+        split = "testing" if "test" in file.stem else "training"
+        places = (*_POINTS, *(f"{split}/{name}" for name in _VELODYNE))
+        cloud = _find(folder, record.lidar_points.lidar_path, places)
+        to_lidar = _to_lidar(where, record, convention.camera) if labelled else None
+        labels = _labels(where, record.instances, names, origin, to_lidar) if labelled else None
+        if dataset == "waymo":
+            points = _waymo_points(cloud, reading)
+        else:
+            points = _points(where, folder, cloud, record, sweeps, reading)
         if motion is not None:
             points = move_points(points, motion)
             labels = labels and move_objects(labels, motion)
         seen: tuple[Camera, ...] = ()
         if cameras != "none":
-            images = record.images.items()
+            taken = {name: f"{split}/{path}" for name, path in convention.folders.items()}
             seen = tuple(
-                _camera(where, folder, n, image, motion) for n, image in images if image.img_path
+                _camera(where, folder, name, image, motion, taken.get(name, ""))
+                for name, image in record.images.items()
+                if isinstance(image, dict) and image.get("img_path")  # KITTI's have R0_rect beside
             )
         scene = cloud.name.partition("__")[0]  # nuScenes' name of a drive
         return Frame(f"{scene.partition('.')[0]}_{int(number):05d}", points, None, labels, seen)
 
-    return FrameList("nuscenes" if dataset == "nuscenes" else "mmdet3d", tuple(kept), read)
+    kind = dataset if dataset in ("nuscenes", "kitti") else "mmdet3d"  # with rules for labels
+    return FrameList(kind, tuple(kept), read)
+
+
+def _convention(
+    file: Path, meta: Mapping[str, Any], dataset: str, box_origin: str | None
+) -> _Convention:
+    found = _CONVENTIONS.get(dataset, _Convention())
+    if dataset == "waymo" and not str(meta.get("info_version", "")).startswith("mmdet3d_v1.4"):
+        found = replace(found, camera="CAM_FRONT")  # as written before mmdetection3d 1.4
+    if found.camera and box_origin == "centre":
+        raise InputError(
+            f"{file}: box_origin='centre': boxes of {dataset} are the camera's, with the middle of "
+            "their bottom; leave it out"
+        )
+    return found
 
 
 def _info_file(path: object) -> Path:
@@ -183,9 +246,6 @@ def _content(file: Path) -> tuple[dict[str, Any], list[Any]]:
             f"{file}: expected a dict with metainfo and a list data_list of frames, as "
             "mmdetection3d's tools/create_data.py writes it"
         )
-    dataset = str(content["metainfo"].get("dataset", "")).lower()
-    if dataset in _OTHERS:
-        raise InputError(f"{file}: of the data set {dataset}: {_OTHERS[dataset]}")
     return content["metainfo"], content["data_list"]
 
 
@@ -200,7 +260,9 @@ def _class_names(file: Path, meta: Mapping[str, Any], classes: Mapping[str, str]
     if not fits:
         raise InputError(f"{file}: metainfo: categories is no dict of names and numbers")
     own = [name for name, number in found.items() if number >= 0]
-    return dict(zip((found[n] for n in own), translate(own, {}, classes, str(file)), strict=True))
+    table = KITTI_NAMES if str(meta.get("dataset", "")).lower() in ("kitti", "waymo") else {}
+    given = translate(own, table, classes, str(file))
+    return dict(zip((found[n] for n in own), given, strict=True))
 
 
 def _find(root: Path, name: str, folders: tuple[str, ...]) -> Path:
@@ -242,21 +304,51 @@ def _points(
     return np.concatenate(clouds)
 
 
-def _camera(where: str, root: Path, name: str, image: _Image, motion: _Matrix | None) -> Camera:
+def _waymo_points(cloud: Path, reading: dict[str, Any]) -> npt.NDArray[np.float32]:
+    """Columns x, y, z, intensity (0 to 1, some beyond), elongation and a number."""
+    points = rows_of(read_points(cloud, **({"columns": "x,y,z,-,-,-"} | reading)))
+    if "columns" not in reading:
+        points[:, 3] = 255 * np.fromfile(cloud, "<f4")[3::6].clip(0, 1)
+    return points
+
+
+def _pose(what: str, image: Any) -> tuple[_Image, _Matrix]:
+    """A camera's record, and the motion from the LiDAR to it."""
+    try:
+        form = as_form(image, _Image, where=what, what="camera")
+    except DocumentError as error:
+        raise InputError(str(error)) from error
+    return form, matrix(form.lidar2cam, 4, 4, f"{what}: lidar2cam")
+
+
+def _camera(
+    where: str, root: Path, name: str, record: Any, motion: _Matrix | None, folder: str
+) -> Camera:
     what = f"{where}: images: {name}"
-    pose = matrix(image.lidar2cam, 4, 4, f"{what}: lidar2cam")
+    image, pose = _pose(what, record)
     rows = np.asarray(matrix(image.cam2img, None, None, f"{what}: cam2img"))
     if min(rows.shape) < 3:
         raise InputError(f"{what}: cam2img is {list(rows.shape)}; expected [3, 3] or [4, 4]")
-    picture = _find(root, str(image.img_path), (f"samples/{name}", f"images/{name}", "images"))
+    places = (f"samples/{name}", f"images/{name}", "images", *filter(None, [folder]))
+    picture = _find(root, str(image.img_path), places)
     pose = pose if motion is None else pose @ inverse(motion)
-    return read_camera(name, picture, rows[:3, :3].copy(), pose)
+    projection = np.zeros((3, 4))
+    projection[:, : rows.shape[1]] = rows[:3, :4]
+    return camera_of(name, picture, projection, pose)
+
+
+def _to_lidar(where: str, record: _Record, camera: str) -> _Matrix | None:
+    """The motion from the camera whose coordinates boxes have; None for those of the LiDAR."""
+    if not camera or not record.instances:
+        return None
+    return inverse(_pose(f"{where}: images: {camera}", record.images.get(camera, {}))[1])
 
 
 def _labels(
-    where: str, instances: list[_Instance], names: Mapping[int, str], origin: str | None
-) -> Labels:
-    if instances and origin is None:
+    where: str, instances: list[_Instance], names: Mapping[int, str], origin: str,
+    to_lidar: _Matrix | None,
+) -> Labels:  # fmt: skip
+    if instances and not origin:
         raise InputError(
             f"{where}: boxes without a known origin: say box_origin='bottom' (mmdetection3d's own "
             "for LiDAR boxes) or box_origin='centre'"
@@ -266,7 +358,9 @@ def _labels(
     if unknown:
         raise InputError(f"{where}: label {unknown[0]} is none of metainfo's {dict(names)}")
     boxes = np.array([one.bbox_3d for one in used], np.float64).reshape(-1, 7)
-    if origin == "bottom":
+    if to_lidar is not None:
+        boxes = boxes_of_camera(boxes, to_lidar).astype(np.float64)
+    elif origin == "bottom":
         boxes[:, 2] += boxes[:, 5] / 2
     nothing = (np.nan, np.nan)
     return Labels(

@@ -5,7 +5,7 @@ An object that is none of the ten keeps its data set's own name, so that nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from bev_data._errors import InputError
 
@@ -55,6 +55,20 @@ KITTI_NAMES = {
     "Person_sitting": "pedestrian",
     "Cyclist": "bicycle",
 }
+
+
+def detection_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Classes of a detector by nuScenes' names; as they are where two would get one name.
+
+    Args:
+        names: Of nuScenes, KITTI, Waymo or PandaSet; others stay.
+
+    Example:
+        >>> detection_names(["Pedestrian", "Cyclist", "Car"]), detection_names(["Car", "Van"])
+        (('pedestrian', 'bicycle', 'car'), ('Car', 'Van'))
+    """
+    found = tuple((PANDASET_NAMES | KITTI_NAMES | NUSCENES_NAMES).get(name, name) for name in names)
+    return found if len(set(found)) == len(found) else tuple(names)
 
 
 def translate(

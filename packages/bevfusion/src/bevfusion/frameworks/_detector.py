@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from bev_data import InputError
 from bev_data.boxes import Detections
+from bev_data.datasets import detection_names
 from bev_data.points import Frame, axes_motion, move_frame, move_objects
 from bevfusion.centerpoint._model import METRES_IN_FLOAT
 from bevfusion.model import Detector, load_weights
@@ -123,7 +124,8 @@ class ForeignSizes:
 
     def __init__(self, name: str, detector: ForeignDetector) -> None:
         self.name, self.detector = name, (detector := detector.turned())
-        self.classes, self.point_cloud_range = detector.classes, detector.point_cloud_range
+        self.classes = detection_names(detector.classes)  # as those of frames' labels
+        self.point_cloud_range = detector.point_cloud_range
         left, front, _, right, back, _ = detector.point_cloud_range
         self.extent = left, front, right, back
 

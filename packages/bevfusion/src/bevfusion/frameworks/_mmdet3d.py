@@ -101,7 +101,7 @@ def load_mmdet3d(
         network,
         made.arguments,
         made.boxes if made.decodes else None,
-        tuple(settings.get("class_names", ())),
+        loader.classes,
         tuple(notes),
         loader.extent(),
         DATASET_AXES.get(loader.dataset, ""),

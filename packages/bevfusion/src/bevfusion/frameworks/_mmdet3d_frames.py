@@ -31,8 +31,11 @@ class FrameLoader:
 
     def __init__(self, model: Any, settings: Mapping[str, Any]) -> None:
         self.preprocessor = model.data_preprocessor
-        steps = settings.get("test_pipeline", ())
-        self.dataset = str(settings.get("dataset_type", ""))
+        tested = _tested(settings)
+        steps = settings.get("test_pipeline") or tested.get("pipeline", ())
+        self.dataset = str(settings.get("dataset_type") or tested.get("type", ""))
+        info = settings.get("metainfo") or tested.get("metainfo") or {}
+        self.classes = tuple(settings.get("class_names") or info.get("classes", ()))
         self.loads = {step["type"]: step for step in steps if step["type"].startswith("Load")}
         self.views = "LoadMultiViewImageFromFiles" in self.loads
         self.images = any("Image" in name for name in self.loads)
@@ -137,6 +140,17 @@ class FrameLoader:
             "cam2img": to_image.copy(), "ori_cam2img": to_image, "lidar2cam": to_camera,
             "lidar2img": to_image @ to_camera, "depth2img": to_image @ to_camera,
         }  # fmt: skip
+
+
+def _tested(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The data set of a configuration's tests, without its wrappers; empty where there is none."""
+    for name in ("test_dataloader", "val_dataloader"):
+        found: Mapping[str, Any] = (settings.get(name) or {}).get("dataset", {})
+        while isinstance(found.get("dataset"), Mapping):
+            found = found["dataset"]
+        if found:
+            return found
+    return {}
 
 
 def to_detections(found: Any, to_boxes: npt.NDArray[np.float64]) -> Detections:
