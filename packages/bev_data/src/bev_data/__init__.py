@@ -1,9 +1,9 @@
 """Driving data for 3D detection: frames in, voxels and calibrated pictures out, metrics of boxes.
 
-`bev_data.points` and `.cameras` hold what a frame is made of, `.datasets` opens PandaSet, KITTI,
-nuScenes and files of one's own in one form, `.voxelize` makes voxels, `.boxes` holds detections and
-their overlap, `.metrics` nuScenes' and KITTI's figures with bootstrap intervals, `.tables` the form
-in which results are printed and drawn.
+`bev_data.points` and `.cameras` define a frame. `.datasets` opens PandaSet, KITTI, nuScenes and
+your own files in one form. `.voxelize` makes voxels. `.boxes` holds detections and their overlap.
+`.metrics` computes nuScenes' and KITTI's figures with bootstrap intervals. `.tables` is the form of
+printed and drawn results.
 """
 
 from bev_data._errors import InputError

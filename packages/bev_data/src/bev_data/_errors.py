@@ -1,10 +1,10 @@
-"""The error of whatever is handed in and cannot be used."""
+"""The error for unusable input."""
 
 from __future__ import annotations
 
 
 class InputError(ValueError):
-    """Something handed in cannot be used; the message says what is wrong and what to do.
+    """The input cannot be used; the message says why and what to do.
 
     A command line prints the message alone; `bevfusion-quant` then ends with exit code 2.
     """

@@ -1,4 +1,4 @@
-"""Rigid motions between sensor frames, and what they do to boxes."""
+"""Rigid motions between sensor frames, applied to points and boxes."""
 
 from __future__ import annotations
 

@@ -23,13 +23,13 @@ NUSCENES_CLASSES = (
 
 
 class Detections(NamedTuple):
-    """What was found in one frame, best score first.
+    """Detections of one frame, best score first.
 
     Attributes:
         boxes: float32 [n, 7]: centre x, y, z, length, width, height [m] and yaw [rad, −π to π],
             counter-clockwise from +x to the direction of the length, as in `points.Labels`.
         scores: float32 [n], from 0 to 1.
-        labels: int64 [n], numbers of the model's classes, `NUSCENES_CLASSES` unless told.
+        labels: int64 [n], numbers of the model's classes. Default: `NUSCENES_CLASSES`.
         velocities: float32 [n, 2] along x and y [m/s].
     """
 
@@ -94,7 +94,7 @@ BOX_EDGES = (
 
 
 def box_corners(boxes: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.floating[Any]]:
-    """Where the corners of boxes lie.
+    """Corners of boxes.
 
     Args:
         boxes: [n, 7], as in `Detections`.

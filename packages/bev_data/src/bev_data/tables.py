@@ -1,8 +1,7 @@
-"""The one form of a table: a page draws it, a terminal prints it.
+"""The common form of a table, for pages and terminals.
 
-`table_of` makes one of records. `Table.text` is what a terminal prints, `Table.on_page` what a page
-draws, whose cells may be more than text. `or_dash`, `percent` and `plural` are numbers as a reader
-wants them.
+`table_of` makes one from records. `Table.text` is printed on a terminal; `Table.on_page` is drawn
+on a page, where cells may hold more than text. `or_dash`, `percent` and `plural` format numbers.
 """
 
 from __future__ import annotations
@@ -35,24 +34,24 @@ DASH = "–"
 
 
 class CellParts(TypedDict, total=False):
-    """A cell of more than text.
+    """A cell with more than text.
 
     Attributes:
-        text: What is shown.
+        text: Its text.
         path: A module's path, shown instead of text.
-        paths: Several of them, with commas between.
-        arrow: A path that an arrow leads from, to `paths`.
-        value: What the column is sorted by; None is sorted last.
+        paths: Several paths, separated by commas.
+        arrow: A path from which an arrow points to `paths`.
+        value: Sort key; None is sorted last.
         bar: Length of a bar below it, in per cent.
         note: Small print below.
         note_path: A path in small print below.
         more: Further paths in small print.
-        href: The id that the text leads to.
-        title: What is said when pointed at.
+        href: The id that the text links to.
+        title: Tooltip.
         interval: An interval below the text.
         code: Whether the text is a name on disk or a command.
         badge: Class of a mark around the text.
-        bars: Bars to draw: the `height` of all, a `label`, and `blocks`, each with its `kind`,
+        bars: Bars to draw: the common `height`, a `label`, and `blocks`, each with its `kind`,
             `left`, `top`, `width` and `height`; 100 is the width of the cell.
     """
 
@@ -82,12 +81,12 @@ class Column(NamedTuple):
 
     Attributes:
         title: Its head.
-        kind: Classes of its cells: "minor" for what a narrow page leaves out.
-        key: Of a table that is sorted or counted: the name that the page's script knows it by.
-        note: What its head says when pointed at.
-        first: How it is sorted at the first click.
+        kind: Classes of its cells: "minor" if a narrow page may leave it out.
+        key: Name for the page's script, in a table that is sorted or counted.
+        note: Tooltip of its head.
+        first: Sort order at the first click.
         is_text: Whether it is sorted as text instead of numbers.
-        only: "page" or "terminal" where only that one shows it.
+        only: "page" or "terminal" if only that one shows it.
     """
 
     title: str
@@ -108,12 +107,12 @@ class Row:
     """One row.
 
     Attributes:
-        cells: One for each column, the row's head first.
-        id: Of the row, where something leads to it.
-        kind: Its class: "low" for what to look at.
-        part: The part of the model that it belongs to.
-        search: What a search looks in.
-        name: What the page's script counts by.
+        cells: One per column, the row's head first.
+        id: Id of the row, if a link leads to it.
+        kind: Its class: "low" for rows to check.
+        part: Its part of the model.
+        search: Text for the search.
+        name: Name for the counts of the page's script.
     """
 
     cells: Sequence[Cell]
@@ -129,12 +128,12 @@ class Table:
     """A table.
 
     Attributes:
-        title: What it is of.
+        title: Its title.
         columns: Its columns.
         rows: Its rows.
         form: "pairs" for a small table, "wide" for one that scrolls sideways, "long" for one in a
-            box that scrolls, "sorted" for one that its reader sorts and searches.
-        id: Of the table on a page.
+            box that scrolls, "sorted" for one that can be sorted and searched.
+        id: Id of the table on a page.
         kind: Further classes.
         hidden: Whether the title is for screen readers alone.
     """
@@ -204,13 +203,13 @@ def table_of(
     """A table of records.
 
     Args:
-        title: What it is of.
-        records: One a row.
-        columns: Each column, or its head, to what fills it: a text such as "{distance:g} m" with
-            the attribute `distance` (see `bevquant_quantizers.documents.filled`), or a function.
-        form: Of the table.
+        title: Its title.
+        records: One per row.
+        columns: Content by column, or by its head: a text such as "{distance:g} m" with the
+            attribute `distance` (see `bevquant_quantizers.documents.filled`), or a function.
+        form: Form of the table.
         kind: Further classes.
-        id: Of the table on a page.
+        id: Id of the table on a page.
 
     Example:
         >>> table = table_of("Parts", [slice(0, 2.5)], {"From": "{start}", "To": "{stop:.2f} s"})

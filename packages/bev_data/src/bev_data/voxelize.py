@@ -175,7 +175,7 @@ class Voxelizer:
         return tuple(map(torch.from_numpy, (grouped, found.coords, count)))  # type: ignore[return-value]
 
     def _assign(self, points: npt.NDArray[Any] | Tensor, batch: int) -> _Assigned:
-        """Which voxel each point lies in; refuses what no voxels can be made of."""
+        """Index of each point's voxel. Refuses points that give no voxel."""
         from bev_data._voxel_hash import assign_voxels  # compiles late
 
         rows = _checked_rows(points)

@@ -1,4 +1,4 @@
-"""Boxes of the labelled objects in the scanner's frame, and what of them it can see."""
+"""Boxes of the labelled objects in the scanner's frame, and their visibility."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def into_frame(world: _Array, pose: Pose) -> _Array:
 def labels_of(
     street: Street, solids: SolidArrays, objects: npt.NDArray[np.int32], now: Pose
 ) -> Labels:
-    """Labels of what has returns; `objects` names the object of each return."""
+    """Labels of objects with returns; `objects` holds the object of each return."""
     counts = np.bincount(objects[objects >= 0], minlength=len(street.objects))
     listed = [k for k, thing in enumerate(street.objects) if thing.labelled and counts[k] > 0]
     c, s = now[1]

@@ -29,12 +29,12 @@ _SHADOWS = 110.0  # shadows fall up to here from the middle of the street [m]
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """What one camera sees.
+    """Picture of one camera.
 
     Args:
         camera: the image and its calibration.
-        objects: int32 [height, width], index into `Street.objects` of what each pixel shows; -1
-            for the ground, -2 for the sky.
+        objects: int32 [height, width], index into `Street.objects` of each pixel's object; -1 for
+            the ground, -2 for the sky.
     """
 
     camera: Camera
@@ -88,7 +88,7 @@ def _processors() -> int:
 
 
 class _Scene:
-    """What all cameras share: solids from anywhere, their colours, the light, shadows."""
+    """Data of all cameras: solids of the whole street, their colours, the light, shadows."""
 
     def __init__(self, street: Street, solids: SolidArrays, centre: _Array, seed: int) -> None:
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, 5])))
@@ -122,7 +122,7 @@ class _Scene:
 
 
 class _View:
-    """What one camera adds: its place, its pixels, and which solids each tile of them may show."""
+    """Data of one camera: its position, its pixels, and the candidate solids of each tile."""
 
     def __init__(self, scene: _Scene, mount: CameraMount, pose: Pose) -> None:
         origin, (c, s) = pose

@@ -23,15 +23,15 @@ _LOSS = np.array([REFLECTIVITY[m][1] for m in Material])
 
 @dataclass(frozen=True, eq=False)
 class Scan:
-    """What the scanner saw, in the frame of the newest sweep (x right, y forward, z up).
+    """Result of the scanner, in the frame of the newest sweep (x right, y forward, z up).
 
     Args:
         points: float32 [points, 5], x, y, z [m], intensity 0..255, time lag [s].
         objects: int32 [points], index into `Street.objects`, -1 for the ground.
         materials: uint8 [points], `Material` of each return.
-        labels: of the objects with at least one return: tight boxes at time 0, velocities over
-            ground, share of the silhouette that nothing hides (see `visible_shares`), and returns
-            of all sweeps, also those of a trail outside the box.
+        labels: labels of objects with at least one return: tight boxes at time 0, velocities over
+            ground, visible share of the silhouette (see `visible_shares`), and returns of all
+            sweeps, also those of a trail outside the box.
     """
 
     points: npt.NDArray[np.float32]

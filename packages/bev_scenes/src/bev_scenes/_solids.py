@@ -1,4 +1,4 @@
-"""What a scene is made of: solids with a material, gathered into objects that stand or move."""
+"""Parts of a scene: solids with a material, grouped into static or moving objects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Shape(IntEnum):
 
 
 class Material(IntEnum):
-    """What a surface is made of: decides the intensity of a return, and whether there is one."""
+    """Material of a surface: decides the intensity of a return, and whether there is one."""
 
     ASPHALT = 0
     MARKING = 1
@@ -96,7 +96,7 @@ class Solid:
 
 @dataclass(frozen=True)
 class SceneObject:
-    """Something that stands or moves in the scene.
+    """A static or moving object of the scene.
 
     Args:
         name: class, a nuScenes detection name where `labelled`.
@@ -104,7 +104,7 @@ class SceneObject:
         y: position in the world at time 0 [m].
         yaw: counter-clockwise from the world's +x to the object's length [rad].
         size: length, width, height of the box around it [m].
-        solids: what it is made of.
+        solids: its solids.
         velocity: x and y components in the world [m/s].
         labelled: whether a detector should find it.
     """

@@ -120,7 +120,7 @@ def houses(rng: np.random.Generator, ground: Ground, park: int) -> list[SceneObj
 
 
 def backdrop(rng: np.random.Generator, ground: Ground) -> list[SceneObject]:
-    """What stands beyond the LiDAR's reach, for the cameras: more houses, trees at the horizon."""
+    """Objects beyond the LiDAR's reach, for the cameras: more houses, trees at the horizon."""
     found: list[SceneObject] = []
     edge = ground.half_width + ground.sidewalk
     for end in (1, -1):

@@ -1,4 +1,4 @@
-"""What lines a street: buildings, trees, hedges, lamps, signs, fences, cones and barriers."""
+"""Surroundings of a street: buildings, trees, hedges, lamps, signs, fences, cones and barriers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sparse convolution module is and how its weight lies in memory, told by its class."""
+"""Kinds of sparse convolution modules and layouts of their weights, by class."""
 
 from __future__ import annotations
 
@@ -194,10 +194,10 @@ def as_multiplied(module: Any, weight: Tensor) -> tuple[Tensor, WeightLayout]:
 
 
 def get_weight(module: Any, layout: WeightLayout) -> Tensor:
-    """``module.weight`` in ``layout``: what the module really multiplies by.
+    """``module.weight`` in ``layout``, as the module multiplies by it.
 
     Differentiable back to the module's parameter. spconv 2 multiplies 1×…×1 kernels by
-    ``weight.view(in, out)``, not by the transpose its shape suggests; that reading is honoured.
+    ``weight.view(in, out)``, not by the transpose that its shape suggests; this function does too.
 
     Raises:
         TypeError: The module's layout is unknown.

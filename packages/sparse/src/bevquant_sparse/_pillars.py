@@ -174,7 +174,7 @@ def close_gaps(
     first, stop, begins, counts, pillars, masks, lines,
     out_pillars, out_masks, out_starts, out_lines,
 ):  # fmt: skip
-    """What `list_outputs` wrote for lines ``first … stop``, line behind line.
+    """Join the results of `list_outputs` for lines ``first … stop``.
 
     ``counts`` is summed up: pillars and voxels before each line.
     """
@@ -197,10 +197,10 @@ def voxel_masks(
     first, stop, pillars, masks, starts, in_masks, lines, size, stride, padding, sizes,
     places, seen, indices,
 ):  # fmt: skip
-    """For each voxel of pillars ``first … stop``: where it lies, and which offsets it sees.
+    """Position and mask of neighbours of each voxel of pillars ``first … stop``.
 
-    ``places`` gets pillar and height in one number. ``indices`` gets the coordinates where it has
-    any rows.
+    ``places`` gets pillar and height in one number. ``indices`` gets the coordinates if it has
+    rows.
     """
     pattern = (_ONE << types.uint64(size)) - _ONE
     wanted = indices.shape[0] > 0

@@ -1,4 +1,4 @@
-"""Rulebooks of which kernels ask tiles alone, built from pillars of voxels."""
+"""Rulebooks for kernels that need tiles alone, built from pillars of voxels."""
 
 from __future__ import annotations
 
@@ -159,11 +159,11 @@ class Tiles:
 
 
 def build_pillars(indices: Tensor, geometry: Geometry) -> tuple[Tensor, Tiles] | None:
-    """Output coordinates and tiles; ``None`` for what pillars cannot hold and bad coordinates.
+    """Output coordinates and tiles; ``None`` for unsupported geometries and bad coordinates.
 
     Args:
         indices: Coordinates.
-        geometry: Of a convolution.
+        geometry: Geometry of a convolution.
     """
     if (
         indices.device.type != "cpu"

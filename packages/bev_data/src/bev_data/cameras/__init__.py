@@ -1,4 +1,4 @@
-"""Calibrated pictures: what a camera is, where points fall in it, and the network's input."""
+"""Calibrated pictures: cameras, projection of points, and the network's input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From pictures and points to what the camera branch takes: normalised images, and their depth."""
+"""Inputs of the camera branch from pictures and points: normalised images and depth."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IMAGE_STD = np.array([0.229, 0.224, 0.225], np.float32)
 
 
 class CameraInputs(NamedTuple):
-    """What the camera branch takes, one entry for each camera.
+    """Inputs of the camera branch, one entry per camera.
 
     Attributes:
         images: float32 [cameras, 3, height, width], (RGB / 255 − mean) / std of ImageNet.
@@ -71,25 +71,17 @@ def prepare_cameras(
 ) -> CameraInputs:
     """Resize, crop and normalise pictures as mit-bevfusion does at test time (`ImageAug3D`).
 
-    The image is scaled, with its proportions kept, to 768/704 of the network's width (a factor
-    0.48 for 1600x900 → 256x704), then cut: half of what is over from the left and from the right,
-    all that is over from the top, where the sky is. Where the scaled image is too low, black rows
-    are added at the top. Scaling is Pillow's bicubic one.
+    The image is scaled, with its proportions kept, to 768/704 of the network's width (a factor 0.48
+    for 1600x900 → 256x704), then cropped: the excess width in equal parts from left and right, the
+    excess height from the top, where the sky is. If the scaled image is too low, black rows are
+    added at the top. Scaling is Pillow's bicubic one.
 
     Args:
         cameras: at least one; sizes may differ.
-        image_size: height and width that the network takes.
+        image_size: height and width of the network's images.
 
     Raises:
         InputError: no cameras, or an impossible size.
-
-    Examples:
-        >>> import numpy as np
-        >>> matrix = np.array([[1266.0, 0, 816], [0, 1266, 491], [0, 0, 1]])
-        >>> image = np.zeros((900, 1600, 3), np.uint8)
-        >>> inputs = prepare_cameras([Camera("CAM_FRONT", image, matrix, np.eye(4))])
-        >>> inputs.images.shape, inputs.image_aug[0, :2].tolist()
-        (torch.Size([1, 3, 256, 704]), [[0.48, 0.0, -32.0], [0.0, 0.48, -176.0]])
     """
     if not cameras:
         raise InputError("no cameras: the camera branch needs at least one image with calibration")
@@ -173,31 +165,20 @@ def depth_images(
     """Depth of the nearest point in every pixel of every network image.
 
     (u, v, 1) · z = image_aug · intrinsics · lidar_to_camera · point, with z the depth before
-    `image_aug` is applied; the pixel is floor(u), floor(v). mit-bevfusion writes its points in
-    order and the last one of a pixel stays, so what lies behind may overwrite what is in front
-    and the result changes with the order of the points; here the nearest one stays.
+    `image_aug` is applied; the pixel is floor(u), floor(v). In mit-bevfusion the last point of a
+    pixel stays, so a hidden point may overwrite a visible one and the result depends on the order
+    of the points. Here the nearest point stays.
 
     Args:
         points: [points, 3 or more], x, y, z in the LiDAR frame [m].
-        inputs: what `prepare_cameras` made; on the device where the work is to be done.
-        image_size: height and width of the network's images; those of `inputs.images` where None.
+        inputs: result of `prepare_cameras`, on the device of the computation.
+        image_size: height and width of the network's images; None for those of `inputs.images`.
 
     Returns:
         float32 [cameras, 1, height, width], metres, 0 where no point falls.
 
     Raises:
         InputError: points of another shape.
-
-    Examples:
-        >>> import numpy as np
-        >>> from bev_data.cameras import Camera, prepare_cameras
-        >>> look_ahead = np.array([[1.0, 0, 0, 0], [0, 0, -1, 0], [0, 1, 0, 0], [0, 0, 0, 1]])
-        >>> matrix = np.array([[100.0, 0, 80], [0, 100, 45], [0, 0, 1]])
-        >>> camera = Camera("CAM_FRONT", np.zeros((90, 160, 3), np.uint8), matrix, look_ahead)
-        >>> inputs = prepare_cameras([camera], (32, 88))
-        >>> depth = depth_images(np.array([[0.0, 20, 0], [0, 30, 0], [0, -5, 0]]), inputs)
-        >>> depth[depth > 0].tolist()
-        [20.0]
     """
     height, width = image_size if image_size is not None else inputs.images.shape[-2:]
     device = inputs.intrinsics.device
@@ -226,26 +207,15 @@ _NEAR = 0.3  # metres before the lens where lines are cut
 def wire_frame(corners: npt.NDArray[np.floating], camera: Camera) -> npt.NDArray[np.floating]:
     """The edges of a box in a picture.
 
-    Edges are cut at a plane just before the lens, so that what lies behind the camera does not
-    come back mirrored.
+    Edges are cut at a plane just in front of the lens, so parts behind the camera are not mirrored
+    into the picture.
 
     Args:
         corners: [8, 3] in the LiDAR frame [m], of `boxes.box_corners`.
         camera: The picture.
 
     Returns:
-        [lines, 2, 2]: u, v of both ends in pixels; no lines where none touches the picture.
-
-    Examples:
-        >>> import numpy as np
-        >>> from bev_data.boxes import box_corners
-        >>> look_ahead = np.array([[1.0, 0, 0, 0], [0, 0, -1, 0], [0, 1, 0, 0], [0, 0, 0, 1]])
-        >>> matrix = np.array([[100.0, 0, 80], [0, 100, 45], [0, 0, 1]])
-        >>> camera = Camera("CAM_FRONT", np.zeros((90, 160, 3), np.uint8), matrix, look_ahead)
-        >>> boxes = np.array([[0.0, 10, 0, 2, 2, 2, 0], [0.0, -10, 0, 2, 2, 2, 0]])
-        >>> ahead, behind = box_corners(boxes)
-        >>> len(wire_frame(ahead, camera)), len(wire_frame(behind, camera))
-        (12, 0)
+        [lines, 2, 2]: u, v of both ends in pixels; empty if no line touches the picture.
     """
     seen = corners @ camera.lidar_to_camera[:3, :3].T + camera.lidar_to_camera[:3, 3]
     height, width = camera.image.shape[:2]

@@ -12,7 +12,7 @@ from bev_data.points import Frame
 
 
 def one_folder(kind: str, path: object) -> Path:
-    """What `open_dataset` was given for a data set that is one folder.
+    """The path of a data set that is one folder.
 
     Raises:
         InputError: nothing, several paths, or no folder.
@@ -27,22 +27,15 @@ def one_folder(kind: str, path: object) -> Path:
 
 
 class FrameList(Sequence[Frame]):
-    """Frames read one at a time, at every access anew.
+    """Frames read one at a time, again at every access.
 
-    Holds keys alone (file names, seeds, tokens), so that a long list costs no memory. A slice is
-    again such a list.
+    Holds only keys (file names, seeds, tokens), so a long list needs no memory. A slice is such a
+    list too.
 
     Args:
         kind: the data set's kind, for messages.
-        keys: what `read` needs of each frame.
-        read: makes a frame of a key.
-
-    Examples:
-        >>> import numpy as np
-        >>> zeros = np.zeros((9, 5), np.float32)
-        >>> frames = FrameList("zeros", range(1000), lambda k: Frame(f"{k}", zeros))
-        >>> len(frames), len(frames[10:20]), frames[10:20][-1].name
-        (1000, 10, '19')
+        keys: argument of `read` for each frame.
+        read: makes a frame from a key.
     """
 
     def __init__(self, kind: str, keys: Sequence[Any], read: Callable[[Any], Frame]) -> None:

@@ -1,4 +1,4 @@
-"""Which frames have their pictures, and what happens to those that have not."""
+"""Frames with and without their pictures."""
 
 from __future__ import annotations
 

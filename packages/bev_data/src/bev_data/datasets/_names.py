@@ -1,6 +1,6 @@
-"""Class names: nuScenes' ten detection classes, and what other data sets call them.
+"""Class names: nuScenes' ten detection classes, and other data sets' names for them.
 
-An object that is none of the ten keeps its data set's own name, so that nothing is lost.
+An object of another class keeps its data set's name.
 """
 
 from __future__ import annotations

@@ -83,7 +83,8 @@ def dataset_kinds() -> tuple[str, ...]:
 def dataset_cameras(kind: str) -> tuple[str, ...]:
     """Names of the cameras of a kind of data set, in a model's order.
 
-    What opens the kind says it with an attribute `camera_names`; without one it is nuScenes' six.
+    They are the attribute `camera_names` of the function that opens the kind. Default: nuScenes'
+    six.
 
     Raises:
         InputError: As `find_dataset`.
@@ -97,10 +98,10 @@ def dataset_cameras(kind: str) -> tuple[str, ...]:
 
 
 def find_dataset(kind: str) -> Opener:
-    """What opens data sets of a kind, as `register_dataset` describes it.
+    """The function that opens data sets of a kind; see `register_dataset`.
 
     Raises:
-        InputError: There is no such kind, or the package that has it cannot be imported.
+        InputError: An unknown kind, or its package cannot be imported.
 
     Example:
         >>> find_dataset("kitti").__name__
@@ -119,26 +120,16 @@ def find_dataset(kind: str) -> Opener:
 
 
 def register_dataset(kind: str, opener: Opener) -> None:
-    """Let `open_dataset` open data sets of one more kind.
+    """Add a kind of data set to `open_dataset`.
 
     Args:
-        kind: its name; one that is registered already is replaced.
-        opener: called with `open_dataset`'s path, as it was given (None where none was), and its
-            options, and returns the frames. It refuses what it cannot use with an `InputError`.
-            Its attribute `camera_names`, where it has one, is what `dataset_cameras` answers.
+        kind: its name; a registered kind of this name is replaced.
+        opener: called with `open_dataset`'s path as given (None without one) and its options;
+            returns the frames. It raises `InputError` for unusable input. Its attribute
+            `camera_names`, if any, is the result of `dataset_cameras`.
 
     Raises:
-        InputError: the name is one of the kinds that installed packages bring.
-
-    Examples:
-        >>> import numpy as np
-        >>> from bev_data.points import Frame
-        >>> def zeros(path, *, count=1):
-        ...     empty = np.zeros((9, 5), np.float32)
-        ...     return FrameList("zeros", range(count), lambda key: Frame(f"{key}", empty))
-        >>> register_dataset("zeros", zeros)
-        >>> open_dataset("zeros", count=3)
-        FrameList(zeros, 3 frames)
+        InputError: an installed package has a kind of this name.
     """
     entry = _installed().get(kind)
     if entry is not None:
@@ -148,7 +139,7 @@ def register_dataset(kind: str, opener: Opener) -> None:
 
 
 def _installed() -> dict[str, EntryPoint]:
-    """Entry points by kind, this package's first: nobody replaces a kind of it."""
+    """Entry points by kind, this package's first: they cannot be replaced."""
     found: dict[str, EntryPoint] = {}
     for entry in plugins.installed(ENTRY_POINTS, own="bev_data"):
         found.setdefault(entry.name, entry)
@@ -173,16 +164,16 @@ _KITTI_SIDE = 0.86
 def labelled_region(
     kind: str | None,
 ) -> Callable[[npt.NDArray[np.float64]], npt.NDArray[np.bool_]] | None:
-    """Which boxes lie where the data set's frames are labelled; None where that is everywhere.
+    """The region in which a data set's frames are labelled; None for everywhere.
 
-    KITTI labels what its left colour camera sees, and a detection beside or behind the car is not
-    wrong for having no label. Everything else is labelled all around.
+    KITTI labels the view of its left colour camera, so a detection beside or behind the car is not
+    wrong for lack of a label. Other data sets are labelled all around.
 
     Args:
-        kind: The data set, as `FrameList.kind` has it; None for frames from elsewhere.
+        kind: The data set, as in `FrameList.kind`; None for other frames.
 
     Returns:
-        A function of boxes [n, 7] with x right and y forward, that answers bool [n].
+        A function from boxes [n, 7] with x right and y forward to bool [n].
 
     Example:
         >>> seen = labelled_region("kitti")
@@ -195,10 +186,10 @@ def labelled_region(
 
 
 def range_origin(kind: str | None) -> tuple[float, float]:
-    """From where a data set measures how far an object is: x and y [m].
+    """Origin of a data set's distances to objects: x and y [m].
 
-    nuScenes measures from the middle of the car's rear axle, which lies 0.94 m behind the scanner
-    (0.98 m on some of its cars); the others from the frame's own origin.
+    nuScenes measures from the middle of the car's rear axle, 0.94 m behind the scanner (0.98 m on
+    some of its cars); the others from the frame's own origin.
 
     Example:
         >>> range_origin("nuscenes"), range_origin("street")

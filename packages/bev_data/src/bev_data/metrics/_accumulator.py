@@ -1,4 +1,4 @@
-"""What one model found on frame after frame, kept in a few bytes for each detection."""
+"""Matched detections of one model, frame after frame, in a few bytes per detection."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ClassRecord(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """What is kept of a frame."""
+    """Stored results of a frame."""
 
     scene: int
     kinds: npt.NDArray[np.int16]
@@ -52,14 +52,14 @@ class _Frame(NamedTuple):
 
 
 class DetectionAccumulator:
-    """Takes detections and labels frame by frame and keeps what the metrics need, not the boxes.
+    """Takes detections and labels frame by frame; stores the metrics' data, not the boxes.
 
-    Matching happens inside a frame, so it is done at once; what remains is a score, a class and a
-    hit or miss for each limit: some 20 bytes for each detection that counts.
+    Detections are matched within their frame at once. Stored are a score, a class and a hit or miss
+    for each limit: about 20 bytes per counted detection.
 
     Args:
         classes: The model's class names, by number.
-        rules: What counts.
+        rules: Evaluation rules.
 
     Example:
         >>> from bev_data.boxes import Detections
@@ -108,12 +108,12 @@ class DetectionAccumulator:
         """Take one frame.
 
         Args:
-            found: What the model found.
-            labels: What there is; an empty one says that there is nothing.
-            scene: Frames of one name are drawn together by the bootstrap; None makes each frame a
-                scene of its own.
-            region: Where the frame is labelled, if not everywhere: takes boxes [n, 7], answers
-                bool [n]; others count neither as labels nor as detections.
+            found: Detections of the model.
+            labels: Labels; empty for a labelled frame without objects.
+            scene: Name of the scene; the bootstrap draws all frames of a scene together. None makes
+                each frame a scene of its own.
+            region: Labelled region, if not everywhere: maps boxes [n, 7] to bool [n]; boxes outside
+                count neither as labels nor as detections.
 
         Raises:
             InputError: NaN or infinity, a negative size, an unknown class, or arrays that do not
@@ -141,7 +141,7 @@ class DetectionAccumulator:
         )
 
     def records(self) -> list[ClassRecord]:
-        """What was kept, class by class."""
+        """Stored results, class by class."""
         count, limits = len(self.classes), len(self.rules.distances)
         frames = self._kept
         width = limits + len(self.rules.overlaps)

@@ -28,8 +28,8 @@ class ModelAccuracy:
 
     Attributes:
         model: Its name, such as "float".
-        metrics: How well it finds what is labelled, with the interval of its mAP.
-        difference: Its mAP less the first model's, paired; None for the first one.
+        metrics: Its metrics, with the interval of its mAP.
+        difference: Its mAP minus the first model's, paired; None for the first model.
     """
 
     model: str
@@ -39,7 +39,7 @@ class ModelAccuracy:
 
 @dataclass(frozen=True, eq=False)
 class Sketch:
-    """One frame to look at: its labels, and what each model found, by the model's name."""
+    """One frame for a picture: its labels, and each model's detections by the model's name."""
 
     frame: str
     labels: Labels
@@ -48,14 +48,14 @@ class Sketch:
 
 @dataclass(frozen=True, eq=False)
 class Accuracy:
-    """Models side by side.
+    """Metrics of several models.
 
     Attributes:
-        models: The first is the one that the others are compared with.
-        unlabelled: How many frames had no labels and were passed over.
-        drawn: What the bootstrap draws: "scenes" or "frames".
-        bootstrap: How intervals were found.
-        rules: What counted.
+        models: The first is the reference of the others.
+        unlabelled: Number of frames without labels, which were skipped.
+        drawn: Unit of the bootstrap: "scenes" or "frames".
+        bootstrap: Method of the intervals.
+        rules: Evaluation rules.
         sketches: The first few frames, for pictures.
         classes: The models' class names, by number.
     """
@@ -106,21 +106,21 @@ class ModelSummary(msgspec.Struct):
 
 
 class AccuracySummary(msgspec.Struct):
-    """What `Accuracy.summary` says of models, read back from JSON."""
+    """Fields of `Accuracy.summary` about the models, read from JSON."""
 
     labels: int | None = None
     models: dict[str, ModelSummary] = {}
 
 
 class AccuracyAccumulator:
-    """Takes the models' detections frame by frame, and holds a few bytes for each.
+    """Takes the models' detections frame by frame, and stores a few bytes per detection.
 
     Args:
         classes: The models' class names, by number.
-        rules: What counts.
-        bootstrap: How intervals are found.
-        dataset: The data set's kind, which says where frames are labelled and which of them make
-            a scene; None for frames from elsewhere.
+        rules: Evaluation rules.
+        bootstrap: Method of the intervals.
+        dataset: Kind of the data set, which defines labelled regions and scenes; None for other
+            frames.
     """
 
     def __init__(
@@ -140,14 +140,14 @@ class AccuracyAccumulator:
     def add(
         self, model: str, index: int, name: str, found: Detections, labels: Labels | None
     ) -> None:
-        """Take one frame of one model; every model sees the same frames in the same order.
+        """Take one frame of one model; every model gets the same frames in the same order.
 
         Args:
             model: Its name.
             index: The frame's number.
             name: The frame's name.
-            found: What the model found.
-            labels: What there is; None for a frame that nobody labelled.
+            found: Detections of the model.
+            labels: Labels; None for an unlabelled frame.
         """
         accumulator = self._accumulators.get(model)
         if accumulator is None:
@@ -165,7 +165,7 @@ class AccuracyAccumulator:
             sketch.found[model] = found
 
     def result(self) -> Accuracy | None:
-        """What was measured; None where no frame had labels."""
+        """The metrics; None if no frame had labels."""
         accumulators = list(self._accumulators.items())
         if not accumulators or not accumulators[0][1].frames:
             return None

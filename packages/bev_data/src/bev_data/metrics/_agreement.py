@@ -19,12 +19,12 @@ Floats = npt.NDArray[np.floating]
 
 @dataclass(frozen=True)
 class AgreementRow:
-    """How well the detections of the two models agree, over all frames.
+    """Agreement of the detections of two models, over all frames.
 
-    One of the float and one of the quantized model are matched if they have the same class and
-    their centres lie within `distance` metres in the bird's-eye view, one to one. `score_mean` and
-    `score_max` are the mean and largest |quantized − float| of the scores of matched ones, None
-    where nothing matches.
+    A detection of the float and one of the quantized model match if they have the same class and
+    their centres are within `distance` metres in the bird's-eye view, one to one. `score_mean` and
+    `score_max` are the mean and largest |quantized − float| of the scores of matched detections;
+    None without matches.
     """
 
     distance: float

@@ -55,12 +55,12 @@ class Interval:
 
 
 def interval_of_mean_ap(accumulator: DetectionAccumulator, bootstrap: Bootstrap) -> Interval | None:
-    """Of one model's mean average precision; None for fewer than two scenes or no labels.
+    """Interval of one model's mean average precision; None for fewer than two scenes or no labels.
 
-    Efron's percentile interval: scenes are drawn with replacement, all of a scene's frames
-    together, and the metric is computed on each draw as if a scene drawn twice were two scenes.
-    A class that has labels, but none in a draw, keeps there its average precision over all scenes:
-    leaving it out would move the mean by what it is better or worse than the others.
+    Efron's percentile interval: scenes are drawn with replacement, with all of their frames, and
+    the metric is computed on each draw; a scene drawn twice counts as two scenes. A class with
+    labels, but none in a draw, keeps its average precision over all scenes in that draw. Leaving it
+    out would shift the mean by its distance from the other classes.
     """
     return _interval(_drawn(accumulator, bootstrap), len(accumulator.scenes), bootstrap)
 

@@ -47,14 +47,14 @@ def counted_detections(
     rules: DetectionRules,
     region: Region | None = None,
 ) -> Counted:
-    """The detections of a frame that count.
+    """Detections of a frame that the rules count.
 
     Args:
         found: The detections.
-        labels: The frame's labels, for what the rules call racks.
+        labels: The frame's labels, for the rules' racks.
         classes: Their class names, by number.
-        rules: What counts.
-        region: Where the frame is labelled; None for everywhere.
+        rules: Evaluation rules.
+        region: Labelled region; None for everywhere.
 
     Raises:
         InputError: NaN or infinity, a negative size, an unknown class, or arrays that do not fit.

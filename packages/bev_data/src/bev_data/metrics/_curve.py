@@ -1,4 +1,4 @@
-"""From hits in the order of scores to precision over recall, and what follows from it."""
+"""Precision over recall from hits in the order of scores, and derived figures."""
 
 from __future__ import annotations
 

@@ -42,18 +42,18 @@ def evaluate_detections(
 ) -> DetectionMetrics:
     """nuScenes-style and KITTI-style metrics of detections against labels.
 
-    Average precisions and errors are those of nuscenes-devkit's `accumulate`, `calc_ap` and
+    Average precisions and errors equal those of nuscenes-devkit's `accumulate`, `calc_ap` and
     `calc_tp` on the same boxes. Of detections with equal scores the one of the later frame comes
-    first, and in a frame the later row, as there; the result depends on nothing else.
+    first, and within a frame the later row, as there; the result depends on nothing else.
 
     Args:
-        predictions: What the model found, frame by frame.
-        labels: What there is, frame by frame.
+        predictions: Detections of the model, frame by frame.
+        labels: Labels, frame by frame.
         classes: The model's class names, by number; labels of other names do not count.
-        rules: What counts; nuScenes' rules by default.
-        scenes: A name for each frame; frames of one name are drawn together by the bootstrap. By
-            default each frame is a scene of its own.
-        bootstrap: How the interval of the mean average precision is found; None for no interval.
+        rules: Evaluation rules. Default: nuScenes'.
+        scenes: A scene name for each frame; the bootstrap draws all frames of a scene together.
+            Default: each frame is a scene of its own.
+        bootstrap: Method of the interval of the mean average precision; None for no interval.
 
     Raises:
         InputError: Lists of different lengths, NaN or infinity, a negative size, an unknown class,
@@ -86,19 +86,19 @@ def compare_detections(
     scenes: Sequence[str] | None = None,
     bootstrap: Bootstrap | None = None,
 ) -> Difference:
-    """Mean average precision of `predictions` less that of `reference`, on the same frames.
+    """Mean average precision of `predictions` minus that of `reference`, on the same frames.
 
-    The bootstrap draws the same scenes for both, so that what makes a scene hard for either
-    cancels: the interval is narrower than those of the two models.
+    The bootstrap draws the same scenes for both, so the difficulty of a scene cancels and the
+    interval is narrower than those of the two models.
 
     Args:
-        predictions: Of one model, frame by frame.
-        reference: Of the other, frame by frame.
-        labels: What there is, frame by frame.
+        predictions: Detections of one model, frame by frame.
+        reference: Detections of the other, frame by frame.
+        labels: Labels, frame by frame.
         classes: As in `evaluate_detections`.
         rules: The same.
         scenes: The same.
-        bootstrap: How the interval is found; `Bootstrap()` by default.
+        bootstrap: Method of the interval. Default: `Bootstrap()`.
 
     Raises:
         InputError: As `evaluate_detections`.

@@ -32,12 +32,12 @@ class ClassMetrics:
 
     Attributes:
         name: The class.
-        labels: How many labels count.
-        detections: How many detections count.
-        average_precision: By distance [m], 0 to 1; None where there are no labels and the rules
-            leave such classes out.
+        labels: Number of counted labels.
+        detections: Number of counted detections.
+        average_precision: By distance [m], 0 to 1; None without labels if the rules leave such
+            classes out.
         mean_ap: Mean of these.
-        errors: By name of `ERRORS`; None where the class has no such error, or no labels.
+        errors: By name of `ERRORS`; None if the class has no such error, or no labels.
         bev_ap: KITTI-style, by overlap.
         precision: By distance, float64 [101] at the recalls 0, 0.01, … 1.
     """
@@ -58,18 +58,18 @@ class DetectionMetrics:
 
     Attributes:
         classes: Class by class.
-        frames: How many frames were judged.
-        labels: How many labels count.
-        mean_ap: nuScenes' mAP: the mean over classes of the mean over distances; None where no
-            class has labels.
+        frames: Number of frames.
+        labels: Number of counted labels.
+        mean_ap: nuScenes' mAP: the mean over classes of the mean over distances; None if no class
+            has labels.
         average_precision: By distance, the mean over classes.
-        errors: By name of `ERRORS`, the mean over classes; None where it cannot be told.
-        nds: (5 · mAP + Σ max(0, 1 − error)) / (5 + number of errors), over the errors that can be
-            told. nuScenes' own score has AAE besides, which needs attributes.
+        errors: By name of `ERRORS`, the mean over classes; None if not measurable.
+        nds: (5 · mAP + Σ max(0, 1 − error)) / (5 + number of errors), over the measurable errors.
+            nuScenes' own score includes AAE, which needs attributes.
         bev_ap: KITTI-style AP over 40 recalls, by overlap, the mean over classes.
-        missing: Errors of nuScenes' score that `nds` is without.
+        missing: Errors of nuScenes' score that `nds` leaves out.
         absent: Classes without labels.
-        interval: Of `mean_ap`; None where it was not asked for or cannot be told.
+        interval: Interval of `mean_ap`; None if not requested or not measurable.
     """
 
     classes: tuple[ClassMetrics, ...]
@@ -96,7 +96,7 @@ class DetectionMetrics:
 def metrics_of(
     accumulator: DetectionAccumulator, interval: Interval | None = None
 ) -> DetectionMetrics:
-    """All metrics of what an accumulator has seen."""
+    """All metrics of an accumulator's frames."""
     rules = accumulator.rules
     rows = tuple(
         _of_class(name, record, rules, accumulator.velocities_known)

@@ -1,4 +1,4 @@
-"""What counts, and how near is near enough: nuScenes' detection task unless told otherwise."""
+"""Evaluation rules: counted boxes and matching limits. Default: nuScenes' detection task."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ class DetectionRules:
     Attributes:
         class_ranges: Boxes whose centre is this far from `origin` or farther, seen from above, do
             not count [m]. A class without an entry has 50 m.
-        origin: x and y from where ranges are measured [m]. nuScenes measures from the middle of
-            the car's rear axle, (0, −0.94) in the frame of its scanner.
-        distances: A detection is a true positive if its centre lies nearer than this to a label's,
+        origin: x and y from which ranges are measured [m]. nuScenes measures from the middle of the
+            car's rear axle, (0, −0.94) in the frame of its scanner.
+        distances: A detection is a true positive if its centre is nearer than this to a label's,
             seen from above [m].
-        error_distance: The one of `distances` whose true positives the errors are of [m].
+        error_distance: The distance in `distances` whose true positives define the errors [m].
         min_recall: The curve up to this recall does not count.
-        min_precision: Precision below this counts as none.
+        min_precision: Precision below this counts as 0.
         overlaps: A detection is a true positive of the BEV AP if its rotated box overlaps a
             label's by more (intersection over union, seen from above).
-        min_points: Labels with fewer LiDAR points inside do not count, where their number is known.
+        min_points: Labels with fewer LiDAR points inside do not count, if their number is known.
             nuScenes counts a radar's points too.
-        extent: Low x and y, high x and y [m]; boxes whose centre lies outside do not count. None
-            for no limit but the range.
-        absent: What a class without labels counts in the means: "left out", or as average
-            precision 0 and errors of 1, "zero", as in nuScenes' own tables.
+        extent: Low x and y, high x and y [m]; boxes with the centre outside do not count. None for
+            no limit but the range.
+        absent: Treatment of a class without labels in the means: "left out", or "zero", average
+            precision 0 and errors of 1, as in nuScenes' own tables.
         racks: Names of labels in which objects of some classes do not count, neither as labels nor
             as detections: bicycle racks.
 
     Raises:
-        InputError: A setting outside its range, named.
+        InputError: A setting is outside its range; named.
 
     Example:
         >>> DetectionRules().class_ranges["pedestrian"]

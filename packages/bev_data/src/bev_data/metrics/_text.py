@@ -30,7 +30,7 @@ _WIDE, _HIGH = 100.0, 12.0  # of a bar, in its own units
 
 
 def accuracy_text(accuracy: Accuracy) -> str:
-    """Headline figures model by model, average precision class by class, and what to know."""
+    """Headline figures by model, average precision by class, and notes."""
     names = [entry.model for entry in accuracy.models]
     head = ("of 100", *names)
     return "\n\n".join(
@@ -43,7 +43,7 @@ def accuracy_text(accuracy: Accuracy) -> str:
 
 
 def accuracy_notes(accuracy: Accuracy) -> Iterator[str]:
-    """What the figures are of, one sentence a line."""
+    """Notes about the figures, one sentence per line."""
     reference = accuracy.reference
     others = f", {accuracy.unlabelled} more without labels" if accuracy.unlabelled else ""
     objects, frames = (
@@ -73,7 +73,7 @@ def accuracy_notes(accuracy: Accuracy) -> Iterator[str]:
 
 
 def nds_title(accuracy: Accuracy) -> str:
-    """NDS, and what it is without."""
+    """Title "NDS", with the errors that it leaves out."""
     return f"NDS without {', '.join(accuracy.reference.missing)}"
 
 
@@ -150,7 +150,7 @@ def agreement_text(
 
 
 def measure_tables(accuracy: Accuracy) -> tuple[Table, Table]:
-    """What `accuracy_text` tells, as tables: all classes, then class by class; a model a column."""
+    """`accuracy_text` as tables: all classes, then each class; one column per model."""
     names = [entry.model.capitalize() for entry in accuracy.models]
     measures, classes = list(_measures(accuracy)), _by_class(accuracy)
     title, heads = "Mean over distances, class by class", ("Class", "Labels", *names)
@@ -227,7 +227,7 @@ def _classes_across(accuracy: Accuracy) -> Table:
 
 
 def _reach(entry: ModelAccuracy) -> float:
-    """The farthest from 0 that the difference or its interval lies."""
+    """Largest distance from 0 of the difference or its interval."""
     apart = entry.difference
     if apart is None or apart.mean_ap is None:
         return 0.0

@@ -1,4 +1,4 @@
-"""What every reader hands back: one LiDAR frame, as points or as voxels made elsewhere."""
+"""The result of every reader: one LiDAR frame, as points or as voxels made elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bev_data.points._errors import PointsError
 
 
 class VoxelData(NamedTuple):
-    """Voxels that somebody else has made.
+    """Voxels made elsewhere.
 
     Attributes:
         features: float32 [voxels, 5], the mean x, y, z [m], intensity [0..255] and time lag [s].

@@ -1,4 +1,4 @@
-"""From a path to a frame: which reader, what is refused, and folders of files."""
+"""From a path to a frame: choice of the reader, refusals, folders of files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What compiled kernels of all packages share: numba with its cache, threads, and memory.
+"""Common runtime of the compiled kernels of all packages: numba with its cache, threads, memory.
 
-`jit`, `task_board` and `threads` need numba; whoever imports one of them without it gets an
-ImportError, and takes the way without kernels.
+`jit`, `task_board` and `threads` need numba. Importing one of them without numba raises
+ImportError, and the caller runs without kernels.
 """

@@ -127,11 +127,11 @@ def changed(cell: npt.NDArray[np.int64], seen: int) -> bool:
 
 @compiled("void(int64, int64, int64, int64)")
 def drain(counter, tasks, count, base):
-    """Take tasks by the counter, whoever else does, and run them until none is left.
+    """Take tasks by the shared counter and run them until none is left.
 
     Args:
         counter: Address of the number of the next task.
-        tasks: Address of int64 rows: kernel, its first and second argument, and its third less
+        tasks: Address of int64 rows: kernel, its first and second argument, and its third minus
             `base`.
         count: Number of the row to stop before.
         base: Added to each row's last number.
@@ -156,7 +156,7 @@ def post(board, tasks, count, base, turn):
 
 @compiled("void(int64, int64)")
 def _drain_board(board, own):
-    """Take the tasks of one's own lane, then what is left of the others'."""
+    """Take the tasks of the thread's own lane, then those left in other lanes."""
     lanes, count = _peek(board + _LANES), _peek(board + _COUNT)
     for distance in range(lanes):
         lane = (own + distance) % lanes
@@ -166,7 +166,7 @@ def _drain_board(board, own):
 
 @compiled("int64(int64, int64)")
 def settled(board, pauses):
-    """Close the board; whether nobody is inside, or within so many pauses stays there."""
+    """Close the board; returns whether all threads left it within this many pauses."""
     _swap(board + _OPEN, 0)
     for _ in range(pauses):
         if _peek(board + _INSIDE) == 0:
@@ -210,10 +210,10 @@ def lead(board, tasks, stops, stage, stages, base, turn, pauses):
 
 @compiled("int64(int64, int64, int64, int64)")
 def serve(board, lane, seen, pauses):
-    """Take part in whatever is posted, in a lane from 1 on, until so many looks were in vain.
+    """Take part in posted work, in a lane from 1 on, until this many looks found none.
 
-    Returns the last turn that was seen; an odd one other than `seen` stands for work that is not on
-    the board, and is returned at once.
+    Returns the last turn that was seen. An odd turn other than `seen` stands for work that is not
+    on the board; it is returned at once.
     """
     waited = 0
     while waited < pauses:

@@ -217,14 +217,14 @@ def drain_together(
 def lines_of(
     kernel: Callable[..., object], fields: int, arrays: Sequence[npt.NDArray[Any]], *settings: Any
 ) -> npt.NDArray[np.float64]:
-    """A line of `fields` numbers of each block of values: sums that no number of threads changes.
+    """A line of `fields` numbers for each block of values: sums that do not depend on the threads.
 
     Args:
         kernel: ``kernel(*blocks, *settings, line)`` fills the line, zeros at first, of one block of
             each array.
-        fields: Of a line.
+        fields: Length of a line.
         arrays: Flat, all of one length.
-        settings: What the kernel takes besides.
+        settings: Further arguments of the kernel.
     """
     count = len(arrays[0])
     lines = np.zeros((-(-count // _BLOCK), fields))
