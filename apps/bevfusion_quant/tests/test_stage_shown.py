@@ -8,7 +8,7 @@ import logging
 import numba
 import pytest
 
-from bevfusion_quant.run._stage import COMPILING, shown_stage
+from bevfusion_quant.run._record import COMPILING, shown_stage
 
 
 class Terminal(io.StringIO):

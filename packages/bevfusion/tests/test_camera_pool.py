@@ -13,8 +13,8 @@ from torch import Tensor
 
 from bevfusion.model.camera import (
     PoolPlan,
+    _bev_pool,
     _pool_numba,
-    _pool_sort,
     _pool_torch,
     bev_pool,
     lift_splat_pool,
@@ -109,7 +109,7 @@ def test_both_sorts_agree() -> None:
     narrow = cells.to(torch.int32)
     for ours, theirs in zip(
         _pool_numba.sort_points(narrow, NUM_CELLS),
-        _pool_sort.sort_points_torch(narrow, NUM_CELLS),
+        _bev_pool.sort_points_torch(narrow, NUM_CELLS),
         strict=True,
     ):
         assert ours.dtype == theirs.dtype
@@ -118,7 +118,7 @@ def test_both_sorts_agree() -> None:
 
 @pytest.mark.bits
 def test_the_thread_count_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pool_sort, "_BLOCK", 50)
+    monkeypatch.setattr(_bev_pool, "_BLOCK", 50)
     depth, context, cells = scene(80)
     depth.requires_grad_()
     context.requires_grad_()
@@ -134,7 +134,7 @@ def test_the_thread_count_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_torch_backend_takes_points_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pool_sort, "_BLOCK", 50)
+    monkeypatch.setattr(_bev_pool, "_BLOCK", 50)
     monkeypatch.setattr(_pool_torch, "_RUN", 60)
     depth, context, cells = scene(5)
     features = outer(depth, context)
@@ -161,12 +161,12 @@ def test_without_numba_no_bit_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = lift_splat_pool(depth, context, cells, NUM_CELLS)
     monkeypatch.setitem(sys.modules, _pool_numba.__name__, None)  # importing it fails
     monkeypatch.delattr(sys.modules[_pool_numba.__package__ or ""], "_pool_numba")
-    _pool_sort.numba_kernels.cache_clear()
+    _bev_pool.numba_kernels.cache_clear()
     try:
-        assert _pool_sort.numba_kernels() is None
+        assert _bev_pool.numba_kernels() is None
         assert torch.equal(lift_splat_pool(depth, context, cells.clone(), NUM_CELLS), fast)
     finally:
-        _pool_sort.numba_kernels.cache_clear()
+        _bev_pool.numba_kernels.cache_clear()
 
 
 @pytest.mark.gpu
@@ -197,8 +197,8 @@ def test_a_map_without_points_is_zero() -> None:
 
 def test_plans_are_remembered_until_the_cells_change(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    make = _pool_sort.make_pool_plan
-    monkeypatch.setattr(_pool_sort, "make_pool_plan", lambda *args: made.append(1) or make(*args))
+    make = _bev_pool.make_pool_plan
+    monkeypatch.setattr(_bev_pool, "make_pool_plan", lambda *args: made.append(1) or make(*args))
     cells = torch.tensor([0, 1, 1])
     features = torch.ones(3, 1)
     bev_pool(features, cells, 2)
@@ -208,9 +208,9 @@ def test_plans_are_remembered_until_the_cells_change(monkeypatch: pytest.MonkeyP
     assert bev_pool(features, cells, 2).tolist() == [[0.0], [3.0]]
     assert bev_pool(features, cells, 3).shape == (3, 1)
     assert len(made) == 3
-    before = len(_pool_sort._plans)
+    before = len(_bev_pool._plans)
     del cells
-    assert len(_pool_sort._plans) == before - 1
+    assert len(_bev_pool._plans) == before - 1
 
 
 def test_cells_made_in_inference_mode() -> None:

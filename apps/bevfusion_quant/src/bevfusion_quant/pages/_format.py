@@ -1,14 +1,27 @@
-"""Names and amounts as a reader wants them, where `bev_data.tables` does not have them."""
+"""Names, amounts, arrays, pictures and boxes as text inside a page.
+
+Arrays and pictures are small, and the same for the same input. Names and amounts are those that
+`bev_data.tables` does not have.
+"""
 
 from __future__ import annotations
 
+import base64
+import io
 import re
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from markupsafe import Markup
 
+from bev_data.boxes import box_corners
+from bev_data.cameras import Camera, wire_frame
 from bev_data.tables import DASH, finite
 from bevfusion.centerpoint import CenterPoint
+from bevfusion_quant.pages._content import Extent, ReportBoxes
 
 _DARK = re.compile(r"@media \(prefers-color-scheme: dark\) \{ svg \{(.*?)\} \}", re.DOTALL)
 _COLOUR = re.compile(r"(--[\w-]+):(#[0-9a-fA-F]+)")
@@ -122,3 +135,111 @@ def by_page_scheme(svg: str) -> str:
         return f"{name}:light-dark({light},{dark.get(name, light)})"
 
     return _COLOUR.sub(both, svg[: found.start()]) + svg[found.end() :]
+
+
+# Twelve bits: a step is a fortieth of a per cent of the map's range, finer than the readout.
+LEVELS = 4095
+EMPTY = 0xFFFF
+JPEG_QUALITY = 80
+
+
+def rounded(value: float, digits: int = 6) -> float:
+    """A float to that many significant digits, so that JSON stays short."""
+    return float(f"{float(value):.{digits}g}")
+
+
+def rounded_or_none(value: float, digits: int = 6) -> float | None:
+    """The same; None for NaN and infinity, which JSON does not know."""
+    return rounded(value, digits) if np.isfinite(value) else None
+
+
+def packed_map(values: npt.NDArray[np.floating[Any]]) -> dict[str, Any]:
+    """A map in 4096 levels between its smallest and its largest value.
+
+    `data` is base64 of zlib of the high bytes, then the low bytes, of uint16 in row order; cell
+    i holds low + level·(high − low)/4095, or nothing where the level is 65535 (not finite).
+
+    Args:
+        values: float [rows, columns].
+    """
+    known = np.isfinite(values)
+    low = float(values[known].min()) if known.any() else 0.0
+    high = float(values[known].max()) if known.any() else 0.0
+    span = (high - low) or 1.0
+    levels = np.full(values.shape, EMPTY, np.uint16)
+    levels[known] = np.rint((values[known].astype(np.float64) - low) / span * LEVELS)
+    planes = np.concatenate([levels >> 8, levels & 0xFF], axis=None).astype(np.uint8)
+    rows, columns = values.shape
+    return {
+        "rows": rows,
+        "columns": columns,
+        "low": rounded(low, 8),
+        "high": rounded(low + span, 8),
+        "data": _packed(planes),
+    }
+
+
+def packed_shares(shares: npt.NDArray[np.floating[Any]]) -> dict[str, Any]:
+    """A picture of one byte a cell: 0 is empty, 1 … 255 the shares 0 … 1; NaN is empty."""
+    known = np.isfinite(shares)
+    levels = np.zeros(shares.shape, np.uint8)
+    levels[known] = np.rint(1 + np.clip(shares[known], 0, 1) * 254)
+    return {"rows": shares.shape[0], "columns": shares.shape[1], "data": _packed(levels)}
+
+
+def _packed(values: npt.NDArray[np.uint8]) -> str:
+    return base64.b64encode(zlib.compress(values.tobytes(), 9)).decode("ascii")
+
+
+def jpeg(image: npt.NDArray[np.uint8], width: int) -> tuple[str, int, int]:
+    """An RGB picture as base64 of JPEG, at most `width` pixels wide, and its width and height."""
+    from PIL import Image
+
+    picture = Image.fromarray(image)
+    if picture.width > width:
+        height = max(1, round(picture.height * width / picture.width))
+        picture = picture.resize((width, height), Image.Resampling.LANCZOS)
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=JPEG_QUALITY, optimize=True)
+    data = base64.b64encode(file.getvalue()).decode("ascii")
+    return data, picture.width, picture.height
+
+
+def from_above(
+    extent: Extent, rings: range | tuple[int, ...], sets: Mapping[str, ReportBoxes]
+) -> dict[str, Any]:
+    """A drawing in metres, forward up: the car at (x, y), rings around it, footprints of boxes.
+
+    Each box has a line from its middle to its front.
+    """
+    left, bottom, right, top = extent
+    drawn = []
+    for kind, boxes in sets.items():
+        flat = box_corners(boxes.boxes)[:, :4, :2] * (1, -1) + (-left, top)
+        for index, outline in enumerate(flat):
+            front = (outline[0] + outline[3]) / 2
+            around = "L".join(f"{x:.2f} {y:.2f}" for x, y in outline)
+            x, y = outline.mean(0)
+            line = f"M{around}zM{x:.2f} {y:.2f}L{front[0]:.2f} {front[1]:.2f}"
+            drawn.append(_box(kind, boxes, index, line, boxes.names[index]))
+    size = {"width": right - left, "height": top - bottom, "x": -left, "y": top}
+    return {**size, "rings": rings, "boxes": drawn}
+
+
+def in_camera(camera: Camera, sets: Mapping[str, ReportBoxes]) -> Iterator[dict[str, Any]]:
+    """The wire frames, in pixels, of the boxes that touch a camera's picture."""
+    for kind, boxes in sets.items():
+        for index, eight in enumerate(box_corners(boxes.boxes)):
+            lines = wire_frame(eight, camera)
+            if len(lines):
+                line = "".join(f"M{a[0]:.1f} {a[1]:.1f}L{b[0]:.1f} {b[1]:.1f}" for a, b in lines)
+                yield _box(kind, boxes, index, line, "")
+
+
+def _box(kind: str, boxes: ReportBoxes, index: int, line: str, name: str) -> dict[str, Any]:
+    """A box, and what it says of itself: class, whose it is, score, distance."""
+    score = None if boxes.scores is None else float(boxes.scores[index])
+    score_text = "" if score is None else f", score {score:.2f}"
+    far = float(np.hypot(*boxes.boxes[index][:2]))
+    title = f"{boxes.names[index]} ({kind}{score_text}), {far:.1f} m away"
+    return {"kind": kind, "title": title, "line": line, "score": score, "name": name}

@@ -67,7 +67,7 @@ def run_folder(
         return
     if runs.exists() and not runs.is_dir():
         raise InputError(f"--runs {runs}: it is a file, not a folder of runs; choose another")
-    made = _missing_parents(runs)
+    made = [p for p in (runs, *runs.parents) if not p.exists()]
     try:
         runs.mkdir(parents=True, exist_ok=True)
         sweep(runs)
@@ -159,8 +159,3 @@ def _is_run(folder: Path) -> bool:
     except DocumentError:
         return False
     return True
-
-
-def _missing_parents(folder: Path) -> list[Path]:
-    """`folder` and its parents that do not exist yet, deepest first."""
-    return [p for p in (folder, *folder.parents) if not p.exists()]

@@ -1,4 +1,4 @@
-"""Record of every run, the same for all commands: settings, summary and page data.
+"""Record of every run, the same for all commands: settings, summary, stages and page data.
 
 A field for all runs is added here. Settings that decide the figures of a run with several processes
 are defined here too.
@@ -9,25 +9,93 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.metadata
+import logging
 import platform
 import resource
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from numba.core.event import Event, Listener, install_listener
 from torch import nn
+from tqdm import tqdm
 
 from bev_data.points import Frame
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.run._folder import CONFIG_FILE, RUN_FORMAT, RUN_VERSIONS, run_folder
-from bevfusion_quant.run._stage import shown_stage
 from bevquant_quantizers.documents import write_json
 from bevquant_quantizers.ranks import Shards, current_ranks
+
+LOG = logging.getLogger(__name__)
+COMPILING = "compiling kernels, once on this machine"
+
+
+class _Compilations(Listener):  # type: ignore[misc]  # numba has no types
+    """Reports when numba compiles a kernel that is not in its cache."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+
+    def on_start(self, event: Event) -> None:
+        """A compilation starts."""
+        self._say(COMPILING)
+
+    def on_end(self, event: Event) -> None:
+        """A compilation ends."""
+        self._say("")
+
+
+@contextmanager
+def shown_stage(name: str) -> Iterator[None]:
+    """Show the name of the stage while the block runs; nothing with --quiet.
+
+    Args:
+        name: Name of the stage.
+    """
+    if not LOG.isEnabledFor(logging.INFO):
+        yield
+        return
+    shown = _bar if sys.stderr.isatty() else _lines
+    with shown(name) as say, install_listener("numba:compile", _Compilations(say)):
+        yield
+
+
+@contextmanager
+def _lines(name: str) -> Iterator[Callable[[str], None]]:
+    said: set[str] = {""}
+
+    def say(note: str) -> None:
+        if note not in said:
+            said.add(note)
+            LOG.info("%s: %s …", name, note)
+
+    LOG.info("%s …", name)
+    yield say
+
+
+@contextmanager
+def _bar(name: str) -> Iterator[Callable[[str], None]]:
+    ended = threading.Event()
+
+    def tick(bar: tqdm[Any]) -> None:
+        while not ended.wait(1.0):
+            bar.refresh()
+
+    with tqdm(desc=name, bar_format="{desc}  {elapsed}") as bar:
+        clock = threading.Thread(target=tick, args=(bar,), daemon=True)
+        clock.start()
+        try:
+            yield lambda note: bar.set_description_str(f"{name}: {note}" if note else name)
+        finally:
+            ended.set()
+            clock.join()
+
 
 SUMMARY_FILE = "summary.json"
 _HEAD = {"format": RUN_FORMAT, "version": RUN_VERSIONS[-1]}

@@ -15,9 +15,14 @@ from bevfusion.centerpoint._config import (
     PillarConfig,
 )
 from bevfusion.centerpoint._decode import decode
-from bevfusion.centerpoint._head import CenterHead, SeparateHead
 from bevfusion.centerpoint._loss import CENTER_OBJECTIVE, CenterLoss, center_loss
-from bevfusion.centerpoint._model import CenterPoint, build_centerpoint, example_voxels
+from bevfusion.centerpoint._model import (
+    CenterHead,
+    CenterPoint,
+    SeparateHead,
+    build_centerpoint,
+    example_voxels,
+)
 from bevfusion.centerpoint._pillars import (
     DecoratedPillars,
     PFNLayer,

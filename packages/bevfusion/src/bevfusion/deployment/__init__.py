@@ -14,7 +14,7 @@ from bevfusion.deployment._bpu import (
     unit_inputs,
 )
 from bevfusion.deployment._check import Figures, beside_layers, join_figures
-from bevfusion.deployment._export import SetExport, export_files, export_pieces
+from bevfusion.deployment._export import SetExport, export_files, export_pieces, export_whole
 from bevfusion.deployment._files import (
     HEAD,
     LIDAR,
@@ -40,6 +40,12 @@ from bevfusion.deployment._result import (
     FileLayer,
     FilePort,
     SetStage,
+    export_text,
+    file_box_table,
+    file_layer_table,
+    file_size,
+    file_stage_table,
+    set_verdict,
 )
 from bevfusion.deployment._split import (
     SplitComparison,
@@ -52,17 +58,8 @@ from bevfusion.deployment._split import (
     split_weights,
     unit_weights,
 )
-from bevfusion.deployment._text import (
-    export_text,
-    file_box_table,
-    file_layer_table,
-    file_size,
-    file_stage_table,
-    set_verdict,
-)
 from bevfusion.deployment._units import UNIT_PREFIXES, bpu_units
 from bevfusion.deployment._walk import STAGE_ENDS, Execute, between, file_boxes, walk, watching
-from bevfusion.deployment._whole import export_whole
 
 __all__ = [
     "AUTOWARE_BOXES",

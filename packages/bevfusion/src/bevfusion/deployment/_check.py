@@ -102,11 +102,18 @@ def _floats(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
             lost <= _LOST_QUERIES * queries,
         )  # fmt: skip
     for name, want, made in zip(written.piece.file.outputs, wanted, got, strict=True):
-        largest = relative_change(want, made)
-        yield FileLayer(
-            written.path.name, name, "float", "float", want.numel(), None, largest,
-            f"{tolerance:g} of the largest value", largest <= tolerance,
-        )  # fmt: skip
+        yield float_layer(written, name, want, made, tolerance)
+
+
+def float_layer(
+    written: Written, name: str, wanted: Tensor, made: Tensor, tolerance: float
+) -> FileLayer:
+    """A float output of a file beside torch's."""
+    largest = relative_change(wanted, made)
+    return FileLayer(
+        written.path.name, name, "float", "float", wanted.numel(), None, largest,
+        f"{tolerance:g} of the largest value", largest <= tolerance,
+    )  # fmt: skip
 
 
 def _matched(wanted: Any, got: Any, tolerance: float) -> tuple[list[Tensor], int]:

@@ -1,20 +1,27 @@
-"""A calibrated detector as a set of files: written, linted, run, held to the model."""
+"""A calibrated detector as a set of files: written, linted, run, compared with the model.
+
+Files of bevfusion's own models are its parts. Of a detector in other code, `export_detector` finds
+where the sparse part ends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from bev_data import InputError
 from bevfusion.deployment._autoware import AUTOWARE_BOXES
 from bevfusion.deployment._check import (
     TOLERANCE,
     box_agreement,
     file_layers,
+    float_layer,
     runner,
     set_stages,
 )
@@ -25,14 +32,23 @@ from bevfusion.deployment._pieces import (
     nvidia_pieces,
     quantizers_on,
     write_piece,
+    written_dense,
+    written_sparse,
 )
 from bevfusion.deployment._result import ExportedFile, ExportedSet, FileLayer, FilePort
 from bevfusion.deployment._walk import between, walk
 from bevfusion.evaluation import FrameBatches
 from bevfusion.model import Detector, Sizes
-from bevfusion.quantization import relative_change
 from bevfusion.steps import Step, silent_step
-from bevquant_export import export_float_onnx, find_target, lint_onnx, note_calibration, open_onnx
+from bevquant_export import (
+    DetectorExport,
+    export_detector,
+    export_float_onnx,
+    find_target,
+    lint_onnx,
+    note_calibration,
+    open_onnx,
+)
 from bevquant_quantizers.documents import sha256
 
 
@@ -48,8 +64,8 @@ def export_files(
 ) -> ExportedSet:
     """Write a detector's files, CUDA-BEVFusion's for TensorRT, and check them.
 
-    Each is held against the integer model, tensor by tensor; then they run one behind the other.
-    What differs is in the answer's `failures`; the files are there all the same.
+    Each tensor of a file is compared with the integer model's. Then the files run in sequence.
+    Differences are in the result's `failures`; the files are there all the same.
 
     Args:
         float_model: The folded model that was quantized.
@@ -79,16 +95,16 @@ def export_pieces(
     step: Step = silent_step,
     **how: Any,
 ) -> ExportedSet:
-    """Write the files of these pieces, check each by itself and run them one behind the other.
+    """Write the files of these pieces, check each by itself and run them in sequence.
 
     Args:
         pieces: In the order of execution; see `nvidia_pieces` and `bpu_pieces`.
         model: The quantized one, or any form of it.
         batches: At least one; the first is run, all of them bound the number of voxels.
         config: Sizes.
-        folder: Made here.
-        calibration: Why the ranges cannot be right, for whoever lints the files.
-        after_each: Called behind each file.
+        folder: Created here.
+        calibration: Why the ranges cannot be right, for the linter.
+        after_each: Called after each file.
         step: Called around "write", "check" and "run ONNX files".
         **how: target, march, cpu, measure and known of `SetExport`.
 
@@ -111,10 +127,7 @@ class SetExport:
     the first frame.
 
     Args:
-        pieces: In the order of execution.
-        model: The quantized one, or any form of it.
-        batches: At least one; the first is run, all of them bound the number of voxels.
-        config: Sizes.
+        pieces: See `export_pieces`, as for model, batches and config.
         folder: Made by `write`.
         target: Name of an engine.
         march: Of a BPU.
@@ -156,11 +169,7 @@ class SetExport:
     def write(
         self, calibration: Sequence[str] = (), after_each: Callable[[], None] = lambda: None
     ) -> None:
-        """Write the files.
-
-        Args:
-            calibration: Why the ranges cannot be right, for whoever lints the files.
-            after_each: Called behind each file.
+        """Write the files, with the arguments of `export_pieces`.
 
         Raises:
             InputError: A file cannot be written.
@@ -172,7 +181,7 @@ class SetExport:
         )
         examples = self._examples()
         sparse = any(file.sparse for file in files)
-        voxels = _voxels(self._batches) if sparse else []
+        voxels = [(b.features, b.coords, b.batch_size) for b in self._batches] if sparse else []
         others = self._other_frames()
         for name, piece in self._pieces.items():
             frames = others.get(name, []) if piece.kind == "float" else voxels
@@ -270,10 +279,6 @@ def _middle_of(*maps: Tensor) -> tuple[Tensor, ...]:
     return tuple(value.contiguous() for value in first)
 
 
-def _voxels(batches: FrameBatches) -> list[tuple[Any, ...]]:
-    return [(batch.features, batch.coords, batch.batch_size) for batch in batches]
-
-
 WHOLE = "bevfusion_lidar"
 
 
@@ -314,15 +319,10 @@ def whole_layers(written: Written, args: tuple[Any, ...]) -> tuple[FileLayer, ..
     score, label = found["score"][0].max(0)
     boxes = [found[name][0] for name in ("reg", "height", "dim", "rot", "vel")]
     wanted = {"bbox_pred": torch.cat(boxes), "score": score, "label_pred": label}
-    rows = []
-    for name, want in wanted.items():
-        largest = relative_change(want.double(), made[name].double())
-        row = FileLayer(
-            written.path.name, name, "float", "float", want.numel(), None, largest,
-            f"{TOLERANCE:g} of the largest value", largest <= TOLERANCE,
-        )  # fmt: skip
-        rows.append(row)
-    return tuple(rows)
+    return tuple(
+        float_layer(written, name, want.double(), made[name].double(), TOLERANCE)
+        for name, want in wanted.items()
+    )
 
 
 def exported_file(written: Written, layers: tuple[FileLayer, ...]) -> ExportedFile:
@@ -333,6 +333,7 @@ def exported_file(written: Written, layers: tuple[FileLayer, ...]) -> ExportedFi
     opset = next(o.version for o in proto.opset_import if o.domain in ("", "ai.onnx"))
     kind = written.piece.kind
     engine = find_target(written.linted)
+    settings = getattr(written.made, "settings", None)
     timing = getattr(getattr(written.made, "figures", None), "timing", None)
     quantized = bool(kind == "int8" or quantizers_on(written.piece.fake_module))
     return ExportedFile(
@@ -343,7 +344,7 @@ def exported_file(written: Written, layers: tuple[FileLayer, ...]) -> ExportedFi
         or "; ".join(engine.commands(written.path, quantized=quantized)),
         size=written.path.stat().st_size,
         sha256=sha256(written.path),
-        companions={p.name: sha256(p) for p in _companions(written)},
+        companions={} if settings is None else {settings.name: sha256(settings)},
         opset=opset,
         inputs=tuple(map(_port, proto.graph.input)),
         outputs=tuple(map(_port, proto.graph.output)),
@@ -368,11 +369,6 @@ def _port(port: Any) -> FilePort:
     return FilePort(port.name, str(dtype), shape)
 
 
-def _companions(written: Written) -> list[Path]:
-    settings = getattr(written.made, "settings", None)
-    return [] if settings is None else [settings]
-
-
 def _ranges(written: Written) -> dict[str, float]:
     """Activations' ranges, by the path of the first quantizer that has each."""
     return {
@@ -380,3 +376,89 @@ def _ranges(written: Written) -> dict[str, float]:
         for path, q in quantizers_on(written.piece.fake_module).items()
         if q.axis is None and q.amax is not None and not path.endswith("_weight_quantizer")
     }
+
+
+def export_whole(
+    float_model: Detector,
+    quantized_model: Detector,
+    batches: FrameBatches,
+    folder: Path,
+    *,
+    target: str = "tensorrt",
+    cpu: str = "any",
+    measure: bool = False,
+    calibration: Sequence[str] = (),
+    after_each: Callable[[], None] = lambda: None,
+    step: Step = silent_step,
+) -> ExportedSet:
+    """Write `sparse.onnx` and `dense.onnx` of a detector in other code, and check them.
+
+    Args:
+        float_model: The folded model that was quantized.
+        quantized_model: The calibrated one.
+        batches: See `SetExport`, as for folder, target, cpu and measure.
+        folder: Created here.
+        target: Name of an engine.
+        cpu: CPU for which files are written.
+        measure: Time each file for a CPU.
+        calibration: See `export_pieces`, as for after_each.
+        after_each: Called after the files.
+        step: Called around "write ONNX files" and "check ONNX files".
+
+    Raises:
+        InputError: Something has no form in a file, or a file computes something else.
+    """
+    (path,) = quantized_model.part_paths[quantized_model.parts[0]]
+    parts = float_model.get_submodule(path), quantized_model.get_submodule(path)
+    engine = find_target(target)
+    if engine.name == "autoware":
+        raise InputError(
+            "Autoware's plugin takes the encoder of bevfusion alone; export a detector in other "
+            "code for tensorrt, onnxruntime or openvino"
+        )
+    first, *others = batches
+    folder.mkdir()
+    with step("write ONNX files", ""), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*the file begins behind")  # in the file's notes
+        try:
+            made = export_detector(
+                parts[1], first, folder, target,
+                batches=others, measure=measure, **engine.fastest(cpu),
+            )  # fmt: skip
+        except ValueError as error:
+            folder.rmdir()  # which it left empty
+            raise InputError(f"the model cannot be exported: {error}") from error
+    after_each()
+    with step("check ONNX files", "the ONNX files cannot be checked"):
+        files = []
+        for written in _both(made, parts, engine.sparse or "libspconv"):
+            note_calibration(written.path, calibration)
+            layers = file_layers(written, first) if written.made.differences else ()
+            files.append(exported_file(written, _in_model(layers, path, parts[1])))
+    return ExportedSet(target, folder, tuple(files), (), (), batches.frame_names[0])
+
+
+def _in_model(layers: Iterable[FileLayer], path: str, network: nn.Module) -> tuple[FileLayer, ...]:
+    """Tensors that a module of the network computes, by its path in the model."""
+    modules = {name for name, _ in network.named_modules()}
+    return tuple(replace(v, path=f"{path}.{v.path}") if v.path in modules else v for v in layers)
+
+
+def _both(made: DetectorExport, parts: tuple[Any, Any], dialect: str) -> list[Written]:
+    """The files in their order; the last one notes the results of both in sequence."""
+    written = []
+    for name, kind, file in (("sparse", "sparse", made.sparse), ("dense", "int8", made.dense)):
+        if file is not None:
+            piece = Piece(FilePart(name, {}, {}, lambda model: model), kind, *parts)
+            sparse = kind == "sparse"
+            written.append(
+                written_sparse(piece, file, dialect)
+                if sparse
+                else written_dense(piece, file, made.target)
+            )
+    chain = tuple(
+        f"one behind the other, {check.frame}: {name}: {text}"
+        for check in made.checks
+        for name, text in check.rows().items()
+    )
+    return [*written[:-1], replace(written[-1], notes=(*written[-1].notes, *chain))]

@@ -223,67 +223,60 @@ def write_piece(
     """Write one file.
 
     Args:
-        piece: What.
+        piece: The part of the model.
         args: Its inputs on a frame.
         frames: Voxels of all frames, whose number bounds a sparse file's; of a float file its
             inputs on all frames, whose values bound those of half precision.
-        folder: Where.
+        folder: Folder of the file.
         target: Name of an engine.
         march: Of a BPU.
-        cpu: Where files for a CPU shall run: "vnni" or "any".
-        example: Smaller inputs, on which an int8 or sparse piece is captured; the file is held
-            against its integers on `args`.
+        cpu: CPU for which files are written: "vnni" or "any".
+        example: Smaller inputs, on which an int8 or sparse piece is captured; the file is compared
+            with its integers on `args`.
         measure: Time a quantized or sparse file for a CPU beside its part in float32.
 
     Raises:
         InputError: The exporter refuses it.
     """
-    path = folder / f"{piece.file.name}.onnx"
+    path, engine = folder / f"{piece.file.name}.onnx", find_target(target)
+    names: dict[str, Any] = {
+        "input_names": list(piece.file.inputs), "output_names": list(piece.file.outputs)
+    }  # fmt: skip
     try:
-        written = _written(piece, args, frames, path, target, march, cpu, example, measure)
+        if piece.kind == "sparse":
+            if engine.name == "autoware":
+                written = _plugin(piece, args, frames, path)
+            else:
+                dialect = engine.sparse
+                if not dialect:
+                    raise ValueError(
+                        f"target {engine.name!r} names none that takes the sparse encoder; "
+                        "quantize a model without LiDAR, or give it one as Target.sparse"
+                    )
+                made: Any = export_sparse_onnx(
+                    _to_write(piece, example), args, path, dialect=dialect, batches=frames,
+                    measure=measure, **find_target(dialect).fastest(cpu),
+                )  # fmt: skip
+                written = written_sparse(_lowered(piece, made), made, dialect)
+        else:
+            if engine.name == "autoware":  # what follows the plugin's part is TensorRT's
+                engine = find_target(engine.family)
+            if piece.kind == "float":
+                made = export_float_onnx(
+                    piece.float_module, args, path, **names, half=engine.half, frames=frames,
+                    tolerance=None,  # compared with torch along with the other files
+                )  # fmt: skip
+                linted = "onnxruntime" if engine.name == "horizon" else engine.name
+                written = Written(piece, path, made, linted, notes=made.notes)
+            else:
+                more = {"march": march} if engine.name == "horizon" else engine.fastest(cpu)
+                if measure:  # whose float32 form the integers of an example lack
+                    more, example = {**more, "measure": True}, None
+                made = engine.write(_to_write(piece, example), args, path, **names, **more)
+                written = written_dense(_lowered(piece, made), made, engine.name)
     except ValueError as error:
         raise InputError(f"{piece.file.name} cannot be exported: {error}") from error
     return replace(written, notes=(*written.notes, *piece.file.notes))
-
-
-def _written(
-    piece: Piece,
-    args: tuple[Any, ...],
-    frames: Sequence[tuple[Any, ...]],
-    path: Path,
-    target: str,
-    march: str,
-    cpu: str,
-    example: Any,
-    measure: bool,
-) -> Written:
-    engine = find_target(target)
-    if piece.kind == "sparse" and engine.name == "autoware":
-        return _plugin(piece, args, frames, path)
-    if engine.name == "autoware":  # what follows the plugin's part is TensorRT's
-        engine = find_target(engine.family)
-    if piece.kind == "sparse":
-        return _sparse(piece, args, frames, path, engine, cpu, example, measure)
-    if piece.kind == "float":
-        return _float(piece, args, frames, path, engine)
-    more = {"march": march} if engine.name == "horizon" else engine.fastest(cpu)
-    if measure:  # whose float32 form the integers of an example lack
-        more, example = {**more, "measure": True}, None
-    return _quantized(piece, args, path, engine, more, example)
-
-
-def _quantized(
-    piece: Piece, args: tuple[Any, ...], path: Path, engine: Any, more: Any, example: Any
-) -> Written:
-    made = engine.write(
-        _to_write(piece, example),
-        args,
-        path,
-        input_names=list(piece.file.inputs),
-        output_names=list(piece.file.outputs),
-        **more,
-    )
-    return written_dense(_lowered(piece, made), made, engine.name)
 
 
 def written_dense(piece: Piece, made: Any, linted: str) -> Written:
@@ -314,23 +307,6 @@ def _lowered(piece: Piece, made: Any) -> Piece:
     return replace(piece, lower=lambda module, args: integers)
 
 
-def _float(
-    piece: Piece, args: tuple[Any, ...], frames: Sequence[tuple[Any, ...]], path: Path, engine: Any
-) -> Written:
-    made = export_float_onnx(
-        piece.float_module,
-        args,
-        path,
-        input_names=list(piece.file.inputs),
-        output_names=list(piece.file.outputs),
-        tolerance=None,  # held against torch along with the other files
-        half=engine.half,
-        frames=frames,
-    )
-    linted = "onnxruntime" if engine.name == "horizon" else engine.name
-    return Written(piece, path, made, linted, notes=made.notes)
-
-
 def _plugin(
     piece: Piece, args: tuple[Any, ...], frames: Sequence[tuple[Any, ...]], path: Path
 ) -> Written:
@@ -350,30 +326,6 @@ def _plugin(
     once, alone = made.pair_generations
     notes = (f"{once} pair generations for {alone} layers",)
     return Written(piece, path, made, "autoware", made.voxel_bound, floats, notes)
-
-
-def _sparse(
-    piece: Piece,
-    args: tuple[Any, ...],
-    frames: Sequence[tuple[Any, ...]],
-    path: Path,
-    engine: Any,
-    cpu: str,
-    example: Any,
-    measure: bool,
-) -> Written:
-    dialect = engine.sparse
-    if not dialect:
-        raise ValueError(
-            f"target {engine.name!r} names none that takes the sparse encoder; quantize a model "
-            "without LiDAR, or give it one as Target.sparse"
-        )
-    more = find_target(dialect).fastest(cpu)
-    made = export_sparse_onnx(
-        _to_write(piece, example), args, path, dialect=dialect, batches=frames,
-        measure=measure, **more,
-    )  # fmt: skip
-    return written_sparse(_lowered(piece, made), made, dialect)
 
 
 def written_sparse(piece: Piece, made: Any, dialect: str) -> Written:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from bev_data import InputError
-from bevfusion.model._detector import Detector
-from bevfusion.model._parts import PART_PATHS, PARTS, STAGES
+from bevfusion.model._detector import PART_PATHS, PARTS, STAGES, Detector
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

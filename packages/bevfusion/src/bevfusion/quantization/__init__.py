@@ -34,7 +34,6 @@ from bevfusion.quantization._integers_text import (
     integer_stage_table,
     simulation_text,
 )
-from bevfusion.quantization._mean_ap import KeptScores, MeanAp
 from bevfusion.quantization._parts import (
     calibrate_detector,
     expand_patterns,
@@ -54,6 +53,8 @@ from bevfusion.quantization._sensitivity import (
     study_sensitivity,
 )
 from bevfusion.quantization._sensitivity_table import (
+    KeptScores,
+    MeanAp,
     SensitivityOutcome,
     SensitivitySummary,
     sensitivity_headline,

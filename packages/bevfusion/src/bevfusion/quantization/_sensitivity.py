@@ -11,8 +11,7 @@ from torch import nn
 from bev_data import InputError
 from bevfusion.evaluation import FrameBatches
 from bevfusion.model import Batch, Detector, Sizes
-from bevfusion.quantization._mean_ap import KeptScores, MeanAp
-from bevfusion.quantization._sensitivity_table import SensitivityOutcome
+from bevfusion.quantization._sensitivity_table import KeptScores, MeanAp, SensitivityOutcome
 from bevfusion.steps import Step, silent_step
 from bevquant_qnn import (
     BIT_OPERATIONS,

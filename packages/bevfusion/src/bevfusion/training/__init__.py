@@ -1,6 +1,5 @@
 """Parts of a training: targets, losses, augmentation, prepared frames, steps and checkpoints."""
 
-from bevfusion.training._assign import assign, matching_cost
 from bevfusion.training._checkpoint import (
     CHECKPOINT,
     Checkpoint,
@@ -20,11 +19,13 @@ from bevfusion.training._head_loss import (
     TRANSFUSION_OBJECTIVE,
     HeadLoss,
     Objective,
+    assign,
     code_weights,
     focal_loss,
     gaussian_focal_loss,
     head_loss,
     l1_loss,
+    matching_cost,
 )
 from bevfusion.training._loop import in_parts, losses_table, one_cycle, run_steps, stop_on_signals
 from bevfusion.training._prepare import FrameForm, FrameSource, PreparedFrames, prepare_frames

@@ -100,14 +100,6 @@ def _softplus(at: _At, x: str) -> str:
     return at.node("Softplus", x)
 
 
-def _log_sigmoid(at: _At, module: Any) -> str:
-    return at.node("Neg", _softplus(at, at.node("Neg", at.x)))
-
-
-def _mish(at: _At, module: Any) -> str:
-    return at.node("Mul", at.x, at.node("Tanh", _softplus(at, at.x)))
-
-
 def _general_softplus(at: _At, module: Any) -> str | None:
     if module.threshold < _LINEAR_FROM:
         return None
@@ -131,8 +123,8 @@ _MADE: dict[type[nn.Module], Callable[[_At, Any], str | None]] = {
     nn.Hardsigmoid: lambda at, module: _hardsigmoid(at),
     nn.Hardswish: lambda at, module: at.node("Mul", at.x, _hardsigmoid(at)),
     nn.LeakyReLU: lambda at, module: at.node("LeakyRelu", at.x, alpha=float(module.negative_slope)),
-    nn.LogSigmoid: _log_sigmoid,
-    nn.Mish: _mish,
+    nn.LogSigmoid: lambda at, module: at.node("Neg", _softplus(at, at.node("Neg", at.x))),
+    nn.Mish: lambda at, module: at.node("Mul", at.x, at.node("Tanh", _softplus(at, at.x))),
     nn.PReLU: _prelu,
     nn.SELU: _plain("Selu"),
     nn.SiLU: lambda at, module: at.node("Mul", at.x, at.node("Sigmoid", at.x)),

@@ -168,15 +168,11 @@ def _stacked(raised: Callable[..., Any], axis: int, tensors: Sequence[Tensor]) -
     return torch.cat(parts, min(axis, parts[0].dim() - 1))
 
 
-def _column(x: Tensor) -> Tensor:
-    return x.reshape(-1, 1) if x.dim() < 2 else x
-
-
 _STACKS = {
     "hstack": partial(_stacked, torch.atleast_1d, 1),
     "vstack": partial(_stacked, torch.atleast_2d, 0),
     "dstack": partial(_stacked, torch.atleast_3d, 2),
-    "column_stack": partial(_stacked, _column, 1),
+    "column_stack": partial(_stacked, lambda x: x.reshape(-1, 1) if x.dim() < 2 else x, 1),
 }
 
 

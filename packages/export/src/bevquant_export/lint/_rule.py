@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,6 +57,15 @@ class Rule:
     def found(self, node: str, reason: str) -> Finding:
         """A finding of this rule."""
         return Finding(self.id, self.severity, quoted(node, plain=True), reason, self.remedy)
+
+
+def rules_of(letters: str, target: str, severity: Severity = "error") -> Callable[..., Rule]:
+    """A function ``(number, means, remedy, severity)`` that makes the rules of one target."""
+
+    def rule(number: int, means: str, remedy: str, severity: Severity = severity) -> Rule:
+        return Rule(f"{letters}{number:03}", severity, means, remedy, (target,))
+
+    return rule
 
 
 def quoted(name: object, *, plain: bool = False) -> str:

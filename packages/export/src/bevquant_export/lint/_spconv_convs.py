@@ -9,18 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bevquant_export.lint._graph import Graph, Node
-from bevquant_export.lint._rule import Finding, Rule, Severity, quoted
+from bevquant_export.lint._rule import Finding, quoted, rules_of
 from bevquant_export.lint._tensors import numel, shape_of, values
 
 if TYPE_CHECKING:
     import onnx
 
-_ONLY = ("libspconv",)
 
-
-def _rule(number: int, means: str, remedy: str, severity: Severity = "error") -> Rule:
-    return Rule(f"SPC{number:03}", severity, means, remedy, _ONLY)
-
+_rule = rules_of("SPC", "libspconv")
 
 THREE = _rule(
     2,

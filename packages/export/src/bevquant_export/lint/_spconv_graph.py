@@ -6,16 +6,11 @@ import math
 from collections.abc import Iterator
 
 from bevquant_export.lint._graph import Graph, Node
-from bevquant_export.lint._rule import Finding, Rule, Severity, quoted
+from bevquant_export.lint._rule import Finding, quoted, rules_of
 from bevquant_export.lint._spconv_convs import kernel_of, weight_dims
 from bevquant_export.lint._spconv_numbers import is_add, precision
 
-_ONLY = ("libspconv",)
-
-
-def _rule(number: int, means: str, remedy: str, severity: Severity = "error") -> Rule:
-    return Rule(f"SPC{number:03}", severity, means, remedy, _ONLY)
-
+_rule = rules_of("SPC", "libspconv")
 
 OPERATOR = _rule(
     1,
@@ -216,41 +211,31 @@ def _product(dims: list[int]) -> int:
     return math.prod(dims[:8])
 
 
-FIRST_KEY = Rule(
-    "SPC026",
-    "error",
+FIRST_KEY = _rule(
+    26,
     "the first conv, if submanifold, carries rulebook `subm1`",
     "write the key of stage 1, subm1, at the first conv",
-    _ONLY,
 )
-SHARED_KEY = Rule(
-    "SPC027",
-    "error",
+SHARED_KEY = _rule(
+    27,
     "convs with one rulebook have the same kernel, stride, padding, dilation, kind and points",
     "give convs that are not alike different keys, or none",
-    _ONLY,
 )
-INVERSE = Rule(
-    "SPC028",
-    "error",
+INVERSE = _rule(
+    28,
     "an inverse conv has the rulebook and the kernel of a strided conv before it",
     "name the strided conv that it undoes (and try inverse convs in the engine first: some "
     "versions refuse every one)",
-    _ONLY,
 )
-GRID = Rule(
-    "SPC030",
-    "error",
+GRID = _rule(
+    30,
     "spatial shapes follow from kernel, stride, padding, dilation, and from conv to conv",
     "write the shape that the conv before it has made, and what the formula makes of it",
-    _ONLY,
 )
-POINTS = Rule(
-    "SPC044",
-    "error",
+POINTS = _rule(
+    44,
     "both inputs of an Add have the same points",
     "add only tensors between which no conv strides: the engine asserts their number",
-    _ONLY,
 )
 PLACE_RULES = (FIRST_KEY, SHARED_KEY, INVERSE, GRID, POINTS)
 

@@ -10,76 +10,58 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bevquant_export.lint._graph import Graph, Node
-from bevquant_export.lint._rule import Finding, Rule, quoted
+from bevquant_export.lint._rule import Finding, quoted, rules_of
 from bevquant_export.lint._spconv_convs import weight_dims
 from bevquant_export.lint._tensors import values
 
 if TYPE_CHECKING:
     import onnx
 
-_ONLY = ("libspconv",)
-TYPES = Rule(
-    "SPC010",
-    "error",
+_rule = rules_of("SPC", "libspconv")
+TYPES = _rule(
+    10,
     "attributes have the type that the parser reads (INT where it reads FLOAT is 0.0)",
     "write ranges as FLOAT and FLOATS, shapes as INTS, switches as INT, words as STRING",
-    _ONLY,
 )
-PRECISION = Rule(
-    "SPC011",
-    "error",
+PRECISION = _rule(
+    11,
     'precision and output_precision are there, and "int8" or "fp16"',
     "write one of the two strings exactly: every other one is fp16, in silence",
-    _ONLY,
 )
-INPUT_RANGE = Rule(
-    "SPC014",
-    "error",
+INPUT_RANGE = _rule(
+    14,
     "with precision int8 every input has a dynamic range: finite and above 0",
     "calibrate the quantizer of that tensor, and write its amax",
-    _ONLY,
 )
-WEIGHT_COUNT = Rule(
-    "SPC015",
-    "error",
+WEIGHT_COUNT = _rule(
+    15,
     "with precision or output_precision int8 there is a weight range for each output channel",
     "write one amax for each output channel: the engine asserts that they are as many as biases",
-    _ONLY,
 )
-WEIGHT_RANGE = Rule(
-    "SPC016",
-    "error",
+WEIGHT_RANGE = _rule(
+    16,
     "weight ranges are finite and above 0",
     "calibrate the weights; a channel of zeros takes any positive range",
-    _ONLY,
 )
-ONE_RANGE = Rule(
-    "SPC017",
-    "error",
+ONE_RANGE = _rule(
+    17,
     "all readers of a tensor state one range for it",
     "share one quantizer between them: there is no output range, and the last reader wins",
-    _ONLY,
 )
-ADD_RANGE = Rule(
-    "SPC018",
-    "error",
+ADD_RANGE = _rule(
+    18,
     "both inputs of an Add have the same range",
     "share one quantizer between the two branches",
-    _ONLY,
 )
-NO_RANGE = Rule(
-    "SPC019",
-    "error",
+NO_RANGE = _rule(
+    19,
     "an int8 tensor is read by a node that states its range",
     "write input_dynamic_range at its reader, or make the tensor fp16",
-    _ONLY,
 )
-CLIPPED = Rule(
-    "SPC020",
-    "error",
+CLIPPED = _rule(
+    20,
     "weights are integers of −127 … 127 in steps of range/127",
     "take max|w| of each output channel as its range, or clip the weights",
-    _ONLY,
 )
 RULES = (
     *(TYPES, PRECISION, INPUT_RANGE, WEIGHT_COUNT, WEIGHT_RANGE, ONE_RANGE, ADD_RANGE),

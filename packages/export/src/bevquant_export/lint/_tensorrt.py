@@ -9,18 +9,14 @@ import numpy as np
 
 from bevquant_export.lint._graph import Graph, Node
 from bevquant_export.lint._qdq import Pairs, Step
-from bevquant_export.lint._rule import Finding, Rule, Severity, quoted
+from bevquant_export.lint._rule import Finding, Rule, quoted, rules_of
 from bevquant_export.lint._tensors import shape_of
 
 if TYPE_CHECKING:
     import onnx
 
-_ONLY = ("tensorrt",)
 
-
-def _rule(number: int, means: str, remedy: str, severity: Severity = "error") -> Rule:
-    return Rule(f"TRT{number:03}", severity, means, remedy, _ONLY)
-
+_rule = rules_of("TRT", "tensorrt")
 
 IMPORT = _rule(
     1,

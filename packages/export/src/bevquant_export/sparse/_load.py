@@ -17,12 +17,11 @@ from bevquant_export._size_guards import REMEDY
 from bevquant_export.sparse._axes import Voxels
 from bevquant_export.sparse._check_graph import ConvConstants, numbered, tensor_ranges
 from bevquant_export.sparse._graph import Conv, Graph, Node, first_on_input
-from bevquant_export.sparse._proto import read_graph
+from bevquant_export.sparse._proto import read_graph, recorded
 from bevquant_export.sparse._run import Floats, FrameRun, Integers, See, TensorState
 from bevquant_export.sparse._steps import session_run, silent_session
 from bevquant_export.sparse.portable._lower import Lowered
 from bevquant_export.sparse.portable._outputs import LayerOutput
-from bevquant_export.sparse.portable._record import recorded
 from bevquant_export.targets._cpu import refuse_saturation
 from bevquant_graph import Sizes, check_guards
 from bevquant_int8sim import Recorded, SparseOutput

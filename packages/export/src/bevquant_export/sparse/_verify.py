@@ -24,8 +24,7 @@ from bevquant_export.sparse._check_graph import numbered
 from bevquant_export.sparse._compare import LayerDifference, compared, frame_for
 from bevquant_export.sparse._graph import Add, Conv, Graph, Steps
 from bevquant_export.sparse._load import SparseOnnxModel, in_floats
-from bevquant_export.sparse._proto import graph_of_bytes, read_graph
-from bevquant_export.sparse.portable._record import recorded
+from bevquant_export.sparse._proto import graph_of_bytes, read_graph, recorded
 from bevquant_export.targets._cpu import chosen_weights, saturates_here
 from bevquant_graph import HtmlTable
 from bevquant_int8sim import IntegerModel

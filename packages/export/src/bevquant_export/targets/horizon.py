@@ -12,19 +12,15 @@ import numpy as np
 from bevquant_export.dense._profile import Profile
 from bevquant_export.lint._graph import Graph, Node
 from bevquant_export.lint._qdq import Pairs, Step
-from bevquant_export.lint._rule import Finding, Rule, Severity, quoted
+from bevquant_export.lint._rule import Finding, quoted, rules_of
 from bevquant_export.lint._tensors import shape_of
 from bevquant_export.targets._target import LintFile
 from bevquant_export.targets.qdq import QdqTarget
 
 __all__ = ["HORIZON"]
 
-_ONLY = ("horizon",)
 
-
-def _rule(number: int, means: str, remedy: str, severity: Severity = "error") -> Rule:
-    return Rule(f"HRZ{number:03}", severity, means, remedy, _ONLY)
-
+_rule = rules_of("HRZ", "horizon")
 
 OPSET = _rule(1, "the opset is 11", "export with opset 11 (13 is for running the file elsewhere)")
 INTEGRATED = _rule(

@@ -11,7 +11,7 @@ import numpy as np
 from bevquant_export.dense._profile import Profile
 from bevquant_export.lint._graph import Graph, Node, passed
 from bevquant_export.lint._qdq import Pairs, Step
-from bevquant_export.lint._rule import Finding, Rule, quoted
+from bevquant_export.lint._rule import Finding, quoted, rules_of
 from bevquant_export.lint._tensors import values
 from bevquant_export.targets._cpu import exact_everywhere
 from bevquant_export.targets._target import LintFile
@@ -25,13 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ONNXRUNTIME"]
 
-_ONLY = ("onnxruntime",)
 _ADVICE = "use zero point 128, UINT8, for activations"
 
 
-def _rule(number: int, means: str, remedy: str) -> Rule:
-    return Rule(f"ORT{number:03}", "warning", means, remedy, _ONLY)
-
+_rule = rules_of("ORT", "onnxruntime", "warning")
 
 FLOAT = _rule(
     1,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bevquant_export.lint._qdq import Pairs, Step
-from bevquant_export.lint._rule import Finding, Rule
+from bevquant_export.lint._rule import Finding, rules_of
 from bevquant_export.targets._target import LintFile
 from bevquant_export.targets.onnxruntime import ONNXRUNTIME
 from bevquant_export.targets.qdq import QdqTarget
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["OPENVINO"]
 
 
-def _rule(number: int, means: str, remedy: str) -> Rule:
-    return Rule(f"OVN{number:03}", "warning", means, remedy, ("openvino",))
-
+_rule = rules_of("OVN", "openvino", "warning")
 
 WEIGHTS = _rule(
     1,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from bev_data.metrics import RECALLS, Accuracy, Sketch, accuracy_notes, measure_tables, points
 from bevfusion.model.head import Detections
 from bevfusion_quant.pages._content import ReportBoxes, ReportContent
-from bevfusion_quant.pages._drawing import from_above
+from bevfusion_quant.pages._format import from_above
 from bevfusion_quant.pages._page import Section
 
 ORDER = 20

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from bev_data.tables import CellParts, Column, Row, Table, finite, number_cell, percent, share
 from bevfusion_quant.pages._content import ReportContent
-from bevfusion_quant.pages._encode import rounded
-from bevfusion_quant.pages._format import decibels, part_of
+from bevfusion_quant.pages._format import decibels, part_of, rounded
 from bevfusion_quant.pages._page import Section
 from bevquant_qnn import LayerRow
 

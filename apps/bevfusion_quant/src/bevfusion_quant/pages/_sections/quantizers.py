@@ -9,8 +9,7 @@ import numpy as np
 
 from bev_data.tables import or_dash, percent
 from bevfusion_quant.pages._content import ReportContent
-from bevfusion_quant.pages._encode import rounded_or_none
-from bevfusion_quant.pages._format import part_of
+from bevfusion_quant.pages._format import part_of, rounded_or_none
 from bevfusion_quant.pages._page import Section
 from bevquant_quantizers import QuantizerValues
 

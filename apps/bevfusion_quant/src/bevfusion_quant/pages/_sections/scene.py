@@ -12,8 +12,7 @@ import numpy.typing as npt
 from bev_data.cameras import Camera
 from bev_data.tables import Column, Row, Table
 from bevfusion_quant.pages._content import ReportBoxes, ReportContent, ReportScene, arranged
-from bevfusion_quant.pages._drawing import from_above, in_camera
-from bevfusion_quant.pages._encode import jpeg, packed_shares
+from bevfusion_quant.pages._format import from_above, in_camera, jpeg, packed_shares
 from bevfusion_quant.pages._page import Section
 
 ORDER = 10

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bevfusion_quant.pages._content import ReportContent, ReportStage, arranged
-from bevfusion_quant.pages._encode import packed_map, rounded
+from bevfusion_quant.pages._format import packed_map, rounded
 from bevfusion_quant.pages._page import Section
 
 ORDER = 30

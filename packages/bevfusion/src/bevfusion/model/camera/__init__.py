@@ -1,10 +1,9 @@
 """The camera branch: ResNet, FPN, and the view transform with its BEV pooling."""
 
 from bevfusion.model.camera._backbone import Bottleneck, GeneralizedLSSFPN, ResNet
-from bevfusion.model.camera._bev_pool import bev_pool, lift_splat_pool
+from bevfusion.model.camera._bev_pool import bev_pool, lift_splat_pool, make_pool_plan
 from bevfusion.model.camera._depth_lss import DepthLSSTransform, splat
-from bevfusion.model.camera._pool_plan import PoolPlan
-from bevfusion.model.camera._pool_sort import make_pool_plan
+from bevfusion.model.camera._pool_torch import PoolPlan
 
 __all__ = [
     "Bottleneck",

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bevfusion.model.camera._pool_plan import PoolPlan
+from bevfusion.model.camera._pool_torch import PoolPlan
 
 if numba.config.DISABLE_JIT:
     # Loops over millions of points cannot run as Python; callers take the torch path instead.

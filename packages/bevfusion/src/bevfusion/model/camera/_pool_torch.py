@@ -1,18 +1,49 @@
-"""BEV pooling in torch alone, for any device and floating-point type.
+"""The points that each cell of the map sums, and the sums in torch, for any device and float type.
 
-The same sums in the same order as the CPU's kernels. Points are taken in runs of whole cells, so
-that the weighted vectors of all of them are never in memory together; a segmented reduction, not
+The sums are those of the CPU's kernels in the same order. Points are taken in runs of whole cells,
+so that the weighted vectors of all of them are never in memory together; a segmented reduction, not
 an atomic addition, adds them up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bevfusion.model.camera._pool_plan import PoolPlan
+
+@dataclass(frozen=True, eq=False)
+class PoolPlan:
+    """Which points each cell sums, and in which order: that of their numbers.
+
+    Attributes:
+        cells: int32 [points]: the cell of each point, negative outside.
+        order: int32 [points inside]: point numbers by cell, and by number within a cell.
+        starts: int64 [cells + 1]: where each cell's points start in `order`.
+        blocks: Ranges of cells of about equal work: cell `blocks[i]` to `blocks[i + 1]`.
+    """
+
+    cells: Tensor
+    order: Tensor
+    starts: Tensor
+    blocks: tuple[int, ...]
+
+    @property
+    def num_cells(self) -> int:
+        """Number of cells."""
+        return self.starts.numel() - 1
+
+    def pixels(self, bins: int, positions: int) -> Tensor:
+        """The context vector of each point of `order`, for points numbered (image, bin, position).
+
+        Returns:
+            int32 [points inside]: image · positions + position.
+        """
+        image = self.order.div(bins * positions, rounding_mode="floor")
+        return image.mul_(positions).add_(self.order.remainder(positions))
+
 
 _RUN = 1 << 17  # points whose vectors are in memory together
 

@@ -1,11 +1,15 @@
 """mit-bevfusion's TransFusion head: from the fused bird's-eye view to boxes."""
 
 from bev_data.boxes import NUSCENES_CLASSES, Detections, rotated_iou
-from bevfusion.model.head._branches import ConvUnit
-from bevfusion.model.head._config import NMS_KINDS, HeadConfig, MapSizes
+from bevfusion.model.head._config import NMS_KINDS, ConvUnit, HeadConfig, MapSizes
 from bevfusion.model.head._decode import circle_nms, decode, greedy_nms, rotated_nms, valid_rows
-from bevfusion.model.head._head import DecoderLayer, TransFusionHead
-from bevfusion.model.head._queries import QueryPicker, best_queries, local_maxima
+from bevfusion.model.head._head import (
+    DecoderLayer,
+    QueryPicker,
+    TransFusionHead,
+    best_queries,
+    local_maxima,
+)
 
 __all__ = [
     "NMS_KINDS",

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from bev_data import InputError
 from bev_data.boxes import Detections, checked_boxes, rotated_iou
-from bevfusion.model.head._branches import BRANCHES
-from bevfusion.model.head._config import HeadConfig
+from bevfusion.model.head._config import BRANCHES, HeadConfig
 
 _LOG = logging.getLogger(__name__)
 Floats = npt.NDArray[np.float64]

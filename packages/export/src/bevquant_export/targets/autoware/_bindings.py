@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bevquant_export.lint._graph import Graph
-from bevquant_export.lint._rule import Finding, Rule, Severity, quoted
+from bevquant_export.lint._rule import Finding, quoted, rules_of
 from bevquant_export.lint._tensors import values
 from bevquant_export.targets.autoware._plugin import MOST_VOXELS, SLOTS
 
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     import onnx
 
 
-def rule(number: int, means: str, remedy: str, severity: Severity = "error") -> Rule:
-    return Rule(f"AWF{number:03}", severity, means, remedy, ("autoware",))
-
+rule = rules_of("AWF", "autoware")
 
 BOUND = rule(
     13,
