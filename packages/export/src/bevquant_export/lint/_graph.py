@@ -31,39 +31,26 @@ MISSING = Rule(
 )
 # onnx.checker refuses both. ONNX Runtime and OpenVINO sort the nodes of the main graph themselves;
 # ONNX Runtime refuses subgraphs and functions.
-ORDER = Rule(
-    "ONX006",
-    "warning",
+# fmt: off
+ORDER = Rule("ONX006", "warning",
     "nodes of the main graph stand in the order in which they can run",
-    "sort the nodes topologically: the standard asks for it, and not every engine sorts them",
-)
-INNER_ORDER = Rule(
-    "ONX025",
-    "error",
+    "sort the nodes topologically: the standard asks for it, and not every engine sorts them")
+INNER_ORDER = Rule("ONX025", "error",
     "nodes of subgraphs and functions stand in the order in which they can run",
-    "sort the nodes topologically",
-)
-CYCLE = Rule(
-    "ONX007", "error", "no tensor depends on itself", "correct the names: a network has no cycle"
-)
-NOT_MADE = Rule(
-    "ONX008",
-    "error",
+    "sort the nodes topologically")
+CYCLE = Rule("ONX007", "error",
+    "no tensor depends on itself",
+    "correct the names: a network has no cycle")
+NOT_MADE = Rule("ONX008", "error",
     "every graph output is made by a node",
-    "correct the name of the output, or delete it",
-)
-DEEP = Rule(
-    "ONX012",
-    "error",
+    "correct the name of the output, or delete it")
+DEEP = Rule("ONX012", "error",
     "subgraphs are nested at most 8 deep",
-    "export the model without loops inside loops",
-)
-REPEATED_ATTRIBUTE = Rule(
-    "ONX013",
-    "error",
+    "export the model without loops inside loops")
+REPEATED_ATTRIBUTE = Rule("ONX013", "error",
     "a node has each attribute once",
-    "write each attribute once: readers disagree about which of two counts",
-)
+    "write each attribute once: readers disagree about which of two counts")
+# fmt: on
 
 
 class Node:

@@ -20,55 +20,35 @@ if TYPE_CHECKING:
 
     from bevquant_export.targets._target import Target
 
-VERSIONS = Rule(
-    "ONX014",
-    "error",
+# fmt: off
+VERSIONS = Rule("ONX014", "error",
     "the model states its IR version and imports each domain it uses once, ONNX in a version that "
     "there is",
-    "write ir_version and one opset_import for every domain (onnx.helper.make_model does)",
-    DENSE,
-)
-UNKNOWN_OP = Rule(
-    "ONX015",
-    "error",
+    "write ir_version and one opset_import for every domain (onnx.helper.make_model does)", DENSE)
+UNKNOWN_OP = Rule("ONX015", "error",
     "every operator is in ONNX at the imported opset, or a function of the model",
-    "write it with standard operators, or raise the opset if the target takes a later one",
-    DENSE,
-)
-LEAKED = Rule(
-    "ONX016",
-    "error",
+    "write it with standard operators, or raise the opset if the target takes a later one", DENSE)
+LEAKED = Rule("ONX016", "error",
     "no tensor of the file is float64 or bfloat16 (but what rescales exact sums over voxels)",
-    "convert the model to float32 before it is exported",
-    DENSE,
-)
-SIZES = Rule(
-    "ONX020",
-    "error",
+    "convert the model to float32 before it is exported", DENSE)
+SIZES = Rule("ONX020", "error",
     "inputs, outputs and values have dimensions that a machine can hold",
-    "write the sizes of the model, or a name for one that is free",
-)
-UNREAD = Rule(
-    "ONX017",
-    "warning",
+    "write the sizes of the model, or a name for one that is free")
+UNREAD = Rule("ONX017", "warning",
     "every initializer is read (num_batches_tracked and float weights leak into files)",
-    "leave it out of the file",
-)
+    "leave it out of the file")
+# fmt: on
 
 
-WINDOWS = Rule(
-    "ONX018",
-    "error",
+# fmt: off
+WINDOWS = Rule("ONX018", "error",
     "windows have sizes, strides, dilations and groups from 1 and pads from 0, as many as their "
     "weight's kernel has axes, and no stride or dilation beyond any grid",
-    "write the numbers of the layer that the node stands for",
-)
-CHANNELS = Rule(
-    "ONX019",
-    "error",
+    "write the numbers of the layer that the node stands for")
+CHANNELS = Rule("ONX019", "error",
     "a layer's weight has the channels of what it reads",
-    "write the weight of this layer, in ONNX's order of axes, or correct what it reads",
-)
+    "write the weight of this layer, in ONNX's order of axes, or correct what it reads")
+# fmt: on
 
 VOXELS = "bevquant.voxels"  # domain of functions in files with sparse convolutions
 _WEIGHTED = {"Conv": 1, "ConvTranspose": 1, "ConvInteger": 1, "QLinearConv": 3}

@@ -16,34 +16,21 @@ from bevquant_export.lint._tensors import numel, values
 if TYPE_CHECKING:
     import onnx
 
-NO_AXIS = Rule(
-    "QDQ001",
-    "error",
+# fmt: off
+NO_AXIS = Rule("QDQ001", "error",
     "scales per channel stand in files of opset 13 or later, where the operator has an axis",
     "write opset 13 with the axis (before it every runtime takes axis 1, in silence)",
-    ("tensorrt", "onnxruntime", "openvino"),
-)
-POSITIVE = Rule(
-    "QDQ002",
-    "error",
+    ("tensorrt", "onnxruntime", "openvino"))
+POSITIVE = Rule("QDQ002", "error",
     "scales are finite and above 0",
-    "calibrate that quantizer: its amax is 0, NaN or missing",
-    DENSE,
-)
-SAME = Rule(
-    "QDQ003",
-    "error",
+    "calibrate that quantizer: its amax is 0, NaN or missing", DENSE)
+SAME = Rule("QDQ003", "error",
     "both halves of a pair have the same scale and zero point",
-    "write one scale and one zero point, and let both nodes read them",
-    DENSE,
-)
-LONG = Rule(
-    "QDQ004",
-    "error",
+    "write one scale and one zero point, and let both nodes read them", DENSE)
+LONG = Rule("QDQ004", "error",
     "a scale or zero point has at most 65,536 entries",
-    "write one entry, or one for each channel",
-    DENSE,
-)
+    "write one entry, or one for each channel", DENSE)
+# fmt: on
 RULES = (NO_AXIS, POSITIVE, SAME, LONG)
 _MOST_SCALES = 65_536
 _QUANTIZE = {"QuantizeLinear", "HzQuantize"}

@@ -16,18 +16,14 @@ if TYPE_CHECKING:
     import onnx
 
 _MOST_BYTES = 2**31 - 1
-UNREADABLE = Rule(
-    "ONX001",
-    "error",
+# fmt: off
+UNREADABLE = Rule("ONX001", "error",
     "the file is one complete ModelProto: below 2 GiB, below 500,000 fields, below 100 levels",
-    "write the file again; if it came over a network or from Git LFS, fetch it again",
-)
-EMPTY = Rule(
-    "ONX002",
-    "error",
+    "write the file again; if it came over a network or from Git LFS, fetch it again")
+EMPTY = Rule("ONX002", "error",
     "the model has a graph with at least one node",
-    "look whether this is the file that was meant, and export again",
-)
+    "look whether this is the file that was meant, and export again")
+# fmt: on
 
 
 def read_model(path: Path) -> onnx.ModelProto | Finding:

@@ -24,26 +24,18 @@ if TYPE_CHECKING:
 
     from bevquant_export.targets._target import Target
 
-SHAPES = Rule(
-    "ONX021",
-    "error",
+# fmt: off
+SHAPES = Rule("ONX021", "error",
     "the shapes and types of an operator's inputs fit the operator and each other",
     "correct the input that does not fit (its weight, its producer, a Cast) or the attributes",
-    DENSE,
-)
-FREE = Rule(
-    "ONX022",
-    "warning",
+    DENSE)
+FREE = Rule("ONX022", "warning",
     "a free size has a name (dim_param), where some exporters write a negative number",
-    "give the size a name, such as 'batch'; engines read a negative size as free, other tools not",
-)
-FORM = Rule(
-    "ONX023",
-    "error",
+    "give the size a name, such as 'batch'; engines read a negative size as free, other tools not")
+FORM = Rule("ONX023", "error",
     "a node has as many inputs and outputs, and the attributes, as its operator",
-    "write the node as its operator's page in the ONNX documentation has it",
-    DENSE,
-)
+    "write the node as its operator's page in the ONNX documentation has it", DENSE)
+# fmt: on
 _LARGE = 4096  # elements; larger tensors are never a shape, and their numbers are left out
 _ERROR = re.compile(r"\(op_type:\S*, node name: #(\d+)\): (.*?)(?=\(op_type:|\Z)", re.DOTALL)
 _SHORT_FLOAT = re.compile(r"unsupported type: tensor\((float16|bfloat16|float8\w*|float4\w*)\)")

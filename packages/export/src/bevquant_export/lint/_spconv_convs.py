@@ -18,78 +18,41 @@ if TYPE_CHECKING:
 
 _rule = rules_of("SPC", "libspconv")
 
-THREE = _rule(
-    2,
-    "a SparseConvolution has three inputs: x, weight, bias",
-    "fold the batch norm and write the bias always, zeros if need be: the parser aborts without",
-)
-INITIALIZER = _rule(
-    3,
-    "weight and bias of a SparseConvolution are initializers",
-    "write them as initializers: the parser looks nowhere else",
-)
-FLOAT16 = _rule(
-    4,
-    "weight and bias are FLOAT16",
-    "convert them: weights of any other type are left empty and the engine asserts",
-)
-RAW = _rule(
-    5,
-    "weight and bias are in raw_data, in the file itself",
-    "write with onnx.numpy_helper.from_array: typed fields and external data are not read",
-)
-SHAPE = _rule(
-    6,
-    "weight is [out, k0, k1, k2, in] (KRSC) with the kernel, out_channels, in_channels it states",
-    "permute the weight with bevquant_sparse.permute_weight to KRSC, and write what it has",
-)
+# fmt: off
+THREE = _rule(2, "a SparseConvolution has three inputs: x, weight, bias",
+    "fold the batch norm and write the bias always, zeros if need be: the parser aborts without")
+INITIALIZER = _rule(3, "weight and bias of a SparseConvolution are initializers",
+    "write them as initializers: the parser looks nowhere else")
+FLOAT16 = _rule(4, "weight and bias are FLOAT16",
+    "convert them: weights of any other type are left empty and the engine asserts")
+RAW = _rule(5, "weight and bias are in raw_data, in the file itself",
+    "write with onnx.numpy_helper.from_array: typed fields and external data are not read")
+SHAPE = _rule(6, "weight is [out, k0, k1, k2, in] (KRSC) with the kernel, out_channels, "
+    "in_channels it states",
+    "permute the weight with bevquant_sparse.permute_weight to KRSC, and write what it has")
 BIAS = _rule(7, "bias is [out]", "write one number for each output channel")
-KERNEL = _rule(
-    8,
-    "kernel_size, stride, padding, dilation are there, with three integers each",
-    "write all four: a missing one is an empty vector and no error",
-)
+KERNEL = _rule(8, "kernel_size, stride, padding, dilation are there, with three integers each",
+    "write all four: a missing one is an empty vector and no error")
 KIND = _rule(9, "subm is there, and subm and inverse are 0 or 1", "write 0 or 1")
-ACTIVATION = _rule(
-    12,
-    'activation is "ReLU" or "None"',
-    'write one of the two strings exactly, and fold a ReLU after the conv into "ReLU"',
-)
-DOUBTFUL = _rule(
-    13,
-    'activation is not "Sigmoid" or "LeakyReLU", which some exporters write',
-    "run that activation after the engine: whether it takes them is not documented",
-    "warning",
-)
-FINITE = _rule(
-    21,
-    "weights and biases are finite after the conversion to FLOAT16",
-    "look at the layer's folded batch norm: a tiny variance makes weights beyond 65504",
-)
-ATTRIBUTES = _rule(
-    29,
-    "output_bound and all attributes of shape are written, of those that the parser skips too",
+ACTIVATION = _rule(12, 'activation is "ReLU" or "None"',
+    'write one of the two strings exactly, and fold a ReLU after the conv into "ReLU"')
+DOUBTFUL = _rule(13, 'activation is not "Sigmoid" or "LeakyReLU", which some exporters write',
+    "run that activation after the engine: whether it takes them is not documented", "warning")
+FINITE = _rule(21, "weights and biases are finite after the conversion to FLOAT16",
+    "look at the layer's folded batch norm: a tiny variance makes weights beyond 65504")
+ATTRIBUTES = _rule(29, "output_bound and all attributes of shape are written, of those that the "
+    "parser skips too",
     "write ndim, in_channels, out_channels, transposed, output_padding, groups, "
     "input_spatial_shape, output_spatial_shape, input_shape, output_shape and output_bound",
-    "warning",
-)
-SKIPPED = _rule(
-    31,
-    "groups is 1, transposed 0 (but on an inverse conv), output_padding 0",
-    "rewrite the conv: the parser skips these attributes and computes an ordinary conv",
-)
-BOUND = _rule(
-    32,
-    "output_bound and fixed_launch_points are positive and within int32",
+    "warning")
+SKIPPED = _rule(31, "groups is 1, transposed 0 (but on an inverse conv), output_padding 0",
+    "rewrite the conv: the parser skips these attributes and computes an ordinary conv")
+BOUND = _rule(32, "output_bound and fixed_launch_points are positive and within int32",
     "set output_bound from calibration with head room: what is beyond it is cut off in silence, "
-    "and the parser reads a number beyond int32 as 0",
-)
-NAMES = _rule(
-    45,
-    "names of weights contain `weight`, those of biases `bias`",
-    "name them spconv<i>.weight and spconv<i>.bias: one engine finds them by that",
-    "warning",
-)
+    "and the parser reads a number beyond int32 as 0")
+NAMES = _rule(45, "names of weights contain `weight`, those of biases `bias`",
+    "name them spconv<i>.weight and spconv<i>.bias: one engine finds them by that", "warning")
+# fmt: on
 RULES = (
     *(THREE, INITIALIZER, FLOAT16, RAW, SHAPE, BIAS, KERNEL, KIND, ACTIVATION, DOUBTFUL),
     *(FINITE, ATTRIBUTES, SKIPPED, BOUND, NAMES),

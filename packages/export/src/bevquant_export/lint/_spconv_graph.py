@@ -12,73 +12,38 @@ from bevquant_export.lint._spconv_numbers import is_add, precision
 
 _rule = rules_of("SPC", "libspconv")
 
-OPERATOR = _rule(
-    1,
-    "operators are SparseConvolution, Add, QuantAdd, Relu, ScatterDense, Reshape, Transpose",
-    "end the sparse part before it, fold constants, and export the rest as a dense file",
-)
-STRAY_RELU = _rule(
-    22,
-    "a Relu is the tail of an Add and of nothing else",
-    'fold it into the conv before it: activation="ReLU"',
-)
-APART = _rule(
-    23,
-    "the Relu of an Add stands right after it and alone reads it: else they are not fused",
-    "write the Relu as the next node, and let all others read the Relu",
-    "warning",
-)
-BRANCHES = _rule(
-    24,
-    "both inputs of an Add are int8, or both fp16",
-    "give the last nodes of both branches one output_precision: the engine asserts it",
-)
-INPUTS = _rule(
-    33,
-    "there is one graph input: the features; coordinates are set at run time",
-    "leave all but the features out of the graph's inputs",
-)
-OFFICIAL = _rule(
-    34,
-    "the input is FLOAT16 [1, channels], outputs are FLOAT16",
-    "declare them so: placeholders, which other readers of the file look at",
-    "warning",
-)
-LAST = _rule(
-    36,
-    "what leaves the graph is fp16",
-    'write output_precision="fp16" at the last conv, or a range at the ScatterDense behind it',
-)
-DIMS = _rule(
-    37,
-    "Transpose and Reshape have one input and the attribute dims",
-    "write dims: ONNX's perm and shape input are not read",
-)
-ORDER = _rule(
-    38,
-    "between ScatterDense and Reshape a Transpose puts the height behind the channels: it starts "
-    "[0,1,4] for xyz, [0,1,2] for zyx",
+# fmt: off
+OPERATOR = _rule(1, "operators are SparseConvolution, Add, QuantAdd, Relu, ScatterDense, Reshape, "
+    "Transpose",
+    "end the sparse part before it, fold constants, and export the rest as a dense file")
+STRAY_RELU = _rule(22, "a Relu is the tail of an Add and of nothing else",
+    'fold it into the conv before it: activation="ReLU"')
+APART = _rule(23, "the Relu of an Add stands right after it and alone reads it: else they are not "
+    "fused",
+    "write the Relu as the next node, and let all others read the Relu", "warning")
+BRANCHES = _rule(24, "both inputs of an Add are int8, or both fp16",
+    "give the last nodes of both branches one output_precision: the engine asserts it")
+INPUTS = _rule(33, "there is one graph input: the features; coordinates are set at run time",
+    "leave all but the features out of the graph's inputs")
+OFFICIAL = _rule(34, "the input is FLOAT16 [1, channels], outputs are FLOAT16",
+    "declare them so: placeholders, which other readers of the file look at", "warning")
+LAST = _rule(36, "what leaves the graph is fp16",
+    'write output_precision="fp16" at the last conv, or a range at the ScatterDense behind it')
+DIMS = _rule(37, "Transpose and Reshape have one input and the attribute dims",
+    "write dims: ONNX's perm and shape input are not read")
+ORDER = _rule(38, "between ScatterDense and Reshape a Transpose puts the height behind the "
+    "channels: it starts [0,1,4] for xyz, [0,1,2] for zyx",
     "write dims [0,1,4,2,3] for xyz and [0,1,2,4,3] for zyx: both give [1, C, Z, X, Y], which is "
-    "what files are known to hold",
-    "warning",
-)
-ELEMENTS = _rule(
-    39,
-    "Reshape makes four dimensions of as many elements as ScatterDense gives",
-    "write dims [1, C*Z, X, Y]",
-)
-SCATTER = _rule(
-    40,
-    'ScatterDense has input_spatial_shape (3), output_shape (5), format "xyz" or "zyx"',
-    "write all three",
-)
-LAYOUT = _rule(
-    41,
-    "output_layout is NCHW32, NHWzC or NCHW",
-    "write one of the three exactly: every other one is NCHW, in silence",
-    "warning",
-)
+    "what files are known to hold", "warning")
+ELEMENTS = _rule(39, "Reshape makes four dimensions of as many elements as ScatterDense gives",
+    "write dims [1, C*Z, X, Y]")
+SCATTER = _rule(40, 'ScatterDense has input_spatial_shape (3), output_shape (5), format "xyz" or '
+    '"zyx"',
+    "write all three")
+LAYOUT = _rule(41, "output_layout is NCHW32, NHWzC or NCHW",
+    "write one of the three exactly: every other one is NCHW, in silence", "warning")
 BATCH = _rule(48, "the batch is 1", "export for one frame: the engine takes no more")
+# fmt: on
 RULES = (
     *(OPERATOR, STRAY_RELU, APART, BRANCHES, INPUTS, OFFICIAL, LAST, DIMS, ORDER),
     *(ELEMENTS, SCATTER, LAYOUT, BATCH),
@@ -211,32 +176,21 @@ def _product(dims: list[int]) -> int:
     return math.prod(dims[:8])
 
 
-FIRST_KEY = _rule(
-    26,
-    "the first conv, if submanifold, carries rulebook `subm1`",
-    "write the key of stage 1, subm1, at the first conv",
-)
-SHARED_KEY = _rule(
-    27,
-    "convs with one rulebook have the same kernel, stride, padding, dilation, kind and points",
-    "give convs that are not alike different keys, or none",
-)
-INVERSE = _rule(
-    28,
-    "an inverse conv has the rulebook and the kernel of a strided conv before it",
+# fmt: off
+FIRST_KEY = _rule(26, "the first conv, if submanifold, carries rulebook `subm1`",
+    "write the key of stage 1, subm1, at the first conv")
+SHARED_KEY = _rule(27, "convs with one rulebook have the same kernel, stride, padding, dilation, "
+    "kind and points",
+    "give convs that are not alike different keys, or none")
+INVERSE = _rule(28, "an inverse conv has the rulebook and the kernel of a strided conv before it",
     "name the strided conv that it undoes (and try inverse convs in the engine first: some "
-    "versions refuse every one)",
-)
-GRID = _rule(
-    30,
-    "spatial shapes follow from kernel, stride, padding, dilation, and from conv to conv",
-    "write the shape that the conv before it has made, and what the formula makes of it",
-)
-POINTS = _rule(
-    44,
-    "both inputs of an Add have the same points",
-    "add only tensors between which no conv strides: the engine asserts their number",
-)
+    "versions refuse every one)")
+GRID = _rule(30, "spatial shapes follow from kernel, stride, padding, dilation, and from conv to "
+    "conv",
+    "write the shape that the conv before it has made, and what the formula makes of it")
+POINTS = _rule(44, "both inputs of an Add have the same points",
+    "add only tensors between which no conv strides: the engine asserts their number")
+# fmt: on
 PLACE_RULES = (FIRST_KEY, SHARED_KEY, INVERSE, GRID, POINTS)
 
 

@@ -18,51 +18,28 @@ if TYPE_CHECKING:
     import onnx
 
 _rule = rules_of("SPC", "libspconv")
-TYPES = _rule(
-    10,
-    "attributes have the type that the parser reads (INT where it reads FLOAT is 0.0)",
-    "write ranges as FLOAT and FLOATS, shapes as INTS, switches as INT, words as STRING",
-)
-PRECISION = _rule(
-    11,
-    'precision and output_precision are there, and "int8" or "fp16"',
-    "write one of the two strings exactly: every other one is fp16, in silence",
-)
-INPUT_RANGE = _rule(
-    14,
-    "with precision int8 every input has a dynamic range: finite and above 0",
-    "calibrate the quantizer of that tensor, and write its amax",
-)
-WEIGHT_COUNT = _rule(
-    15,
-    "with precision or output_precision int8 there is a weight range for each output channel",
-    "write one amax for each output channel: the engine asserts that they are as many as biases",
-)
-WEIGHT_RANGE = _rule(
-    16,
-    "weight ranges are finite and above 0",
-    "calibrate the weights; a channel of zeros takes any positive range",
-)
-ONE_RANGE = _rule(
-    17,
-    "all readers of a tensor state one range for it",
-    "share one quantizer between them: there is no output range, and the last reader wins",
-)
-ADD_RANGE = _rule(
-    18,
-    "both inputs of an Add have the same range",
-    "share one quantizer between the two branches",
-)
-NO_RANGE = _rule(
-    19,
-    "an int8 tensor is read by a node that states its range",
-    "write input_dynamic_range at its reader, or make the tensor fp16",
-)
-CLIPPED = _rule(
-    20,
-    "weights are integers of −127 … 127 in steps of range/127",
-    "take max|w| of each output channel as its range, or clip the weights",
-)
+# fmt: off
+TYPES = _rule(10, "attributes have the type that the parser reads (INT where it reads FLOAT is "
+    "0.0)",
+    "write ranges as FLOAT and FLOATS, shapes as INTS, switches as INT, words as STRING")
+PRECISION = _rule(11, 'precision and output_precision are there, and "int8" or "fp16"',
+    "write one of the two strings exactly: every other one is fp16, in silence")
+INPUT_RANGE = _rule(14, "with precision int8 every input has a dynamic range: finite and above 0",
+    "calibrate the quantizer of that tensor, and write its amax")
+WEIGHT_COUNT = _rule(15, "with precision or output_precision int8 there is a weight range for "
+    "each output channel",
+    "write one amax for each output channel: the engine asserts that they are as many as biases")
+WEIGHT_RANGE = _rule(16, "weight ranges are finite and above 0",
+    "calibrate the weights; a channel of zeros takes any positive range")
+ONE_RANGE = _rule(17, "all readers of a tensor state one range for it",
+    "share one quantizer between them: there is no output range, and the last reader wins")
+ADD_RANGE = _rule(18, "both inputs of an Add have the same range",
+    "share one quantizer between the two branches")
+NO_RANGE = _rule(19, "an int8 tensor is read by a node that states its range",
+    "write input_dynamic_range at its reader, or make the tensor fp16")
+CLIPPED = _rule(20, "weights are integers of −127 … 127 in steps of range/127",
+    "take max|w| of each output channel as its range, or clip the weights")
+# fmt: on
 RULES = (
     *(TYPES, PRECISION, INPUT_RANGE, WEIGHT_COUNT, WEIGHT_RANGE, ONE_RANGE, ADD_RANGE),
     *(NO_RANGE, CLIPPED),

@@ -18,103 +18,57 @@ if TYPE_CHECKING:
 
 _rule = rules_of("TRT", "tensorrt")
 
-IMPORT = _rule(
-    1,
-    "every operator has an importer (none of QLinear*, ConvInteger, MatMulInteger, Unique, "
-    "scatters with a reduction, …)",
-    "export QuantizeLinear/DequantizeLinear around float operators, and keep the rest outside",
-)
-PLUGIN = _rule(
-    2,
-    "operators of other domains are functions of the model",
-    "load a plugin of that name before the file is parsed",
-    "warning",
-)
+# fmt: off
+IMPORT = _rule(1, "every operator has an importer (none of QLinear*, ConvInteger, MatMulInteger, "
+    "Unique, scatters with a reduction, …)",
+    "export QuantizeLinear/DequantizeLinear around float operators, and keep the rest outside")
+PLUGIN = _rule(2, "operators of other domains are functions of the model",
+    "load a plugin of that name before the file is parsed", "warning")
 ZERO = _rule(3, "zero points are 0", "quantize symmetrically")
-UINT8 = _rule(
-    4,
-    "integers are INT8; a missing zero point means UINT8",
-    "write INT8 zero points, and INT8 weights where weights are integers",
-)
+UINT8 = _rule(4, "integers are INT8; a missing zero point means UINT8",
+    "write INT8 zero points, and INT8 weights where weights are integers")
 COUNT = _rule(5, "there are as many zero points as scales", "write one zero for each scale")
 CONSTANT = _rule(7, "scales and zero points are constants", "write them as initializers")
 PER_TENSOR = _rule(8, "activations have one scale", "calibrate activations per tensor")
-WEIGHT = _rule(
-    9,
-    "weight scales are one, or 1-D with as many entries as the weight has along axis",
-    "write the axis of the output channels: 0 for Conv, 1 for ConvTranspose and MatMul",
-)
-BIAS = _rule(
-    10,
-    "a bias is a float initializer, without DequantizeLinear",
-    "write the bias in float: TensorRT quantizes it itself",
-)
-TRANSPOSED = _rule(
-    11,
-    "the weight of a ConvTranspose has one scale, or none",
-    "quantize it per tensor or leave it in float: backends disagree about its axis",
-    "warning",
-)
-ONE_SCALE = _rule(
-    12,
-    "the quantized inputs of an Add or Concat have one scale",
-    "share one quantizer between them: TensorRT reformats otherwise",
-    "warning",
-)
-RESIDUAL = _rule(
-    13,
-    "the other branch of an Add behind a quantized conv is quantized",
-    "put a pair on the residual branch, so that conv and Add fuse",
-    "warning",
-)
-BETWEEN = _rule(
-    14,
-    "no pair stands between a conv and its batch norm or ReLU",
-    "quantize what the activation gives, and not what it takes",
-    "warning",
-)
-HALF = _rule(
-    15,
-    "pairs that a Gemm reads are of float32: with scales in float16 TensorRT 10.8 to 10.16 makes "
-    "NaN of it",
-    "write the scales in float32, and cast to float16 behind the layer where that is meant",
-)
+WEIGHT = _rule(9, "weight scales are one, or 1-D with as many entries as the weight has along "
+    "axis",
+    "write the axis of the output channels: 0 for Conv, 1 for ConvTranspose and MatMul")
+BIAS = _rule(10, "a bias is a float initializer, without DequantizeLinear",
+    "write the bias in float: TensorRT quantizes it itself")
+TRANSPOSED = _rule(11, "the weight of a ConvTranspose has one scale, or none",
+    "quantize it per tensor or leave it in float: backends disagree about its axis", "warning")
+ONE_SCALE = _rule(12, "the quantized inputs of an Add or Concat have one scale",
+    "share one quantizer between them: TensorRT reformats otherwise", "warning")
+RESIDUAL = _rule(13, "the other branch of an Add behind a quantized conv is quantized",
+    "put a pair on the residual branch, so that conv and Add fuse", "warning")
+BETWEEN = _rule(14, "no pair stands between a conv and its batch norm or ReLU",
+    "quantize what the activation gives, and not what it takes", "warning")
+HALF = _rule(15, "pairs that a Gemm reads are of float32: with scales in float16 TensorRT 10.8 to "
+    "10.16 makes NaN of it",
+    "write the scales in float32, and cast to float16 behind the layer where that is meant")
+# fmt: on
 RULES = (
     *(IMPORT, PLUGIN, ZERO, UINT8, COUNT, CONSTANT, PER_TENSOR, WEIGHT, BIAS, TRANSPOSED),
     *(ONE_SCALE, RESIDUAL, BETWEEN, HALF),
 )
 TYPED = ("tensorrt11",)
-BINDINGS = Rule(
-    "TRT016",
-    "warning",
+# fmt: off
+BINDINGS = Rule("TRT016", "warning",
     "inputs and outputs are float16 in the file: TensorRT 11 takes their type from there",
-    "export with profile='tensorrt11'; CUDA-BEVFusion asserts half bindings",
-    TYPED,
-)
-SINGLE = Rule(
-    "TRT017",
-    "warning",
+    "export with profile='tensorrt11'; CUDA-BEVFusion asserts half bindings", TYPED)
+SINGLE = Rule("TRT017", "warning",
     "what is not quantized is float16: TensorRT 11 runs a float32 operator in float32",
-    "export with profile='tensorrt11', which types the file",
-    TYPED,
-)
-GUARD = Rule(
-    "TRT018",
-    "error",
+    "export with profile='tensorrt11', which types the file", TYPED)
+GUARD = Rule("TRT018", "error",
     "a guard against 0 is a number of float16: what is divided by, or taken the logarithm of, is "
     "not kept from 0 by a constant that float16 rounds to 0 or to few digits (below 2^-17)",
     "compute the guard and the operation that needs it in float32, between two Casts, or write a "
-    "guard of 1e-5 or more",
-    TYPED,
-)
-INFINITE = Rule(
-    "TRT019",
-    "error",
+    "guard of 1e-5 or more", TYPED)
+INFINITE = Rule("TRT019", "error",
     "float16 constants are finite, but for a mask of minus infinity in front of a Softmax",
     "write 65504 or -65504 where a clamp or a replacement of infinity is meant, -32768 where a "
-    "mask is, and cast to float32 around operations whose values are larger",
-    TYPED,
-)
+    "mask is, and cast to float32 around operations whose values are larger", TYPED)
+# fmt: on
 TYPED_RULES = (BINDINGS, SINGLE, GUARD, INFINITE)
 # Marked N in onnx-tensorrt's docs/operators.md; those with Integer or QLinear in bevquant's notes.
 _NOT_IMPORTED = {

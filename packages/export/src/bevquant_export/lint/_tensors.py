@@ -14,24 +14,17 @@ from bevquant_export.lint._rule import Finding, Rule
 if TYPE_CHECKING:
     import onnx
 
-ESCAPES = Rule(
-    "ONX009",
-    "error",
+# fmt: off
+ESCAPES = Rule("ONX009", "error",
     "external data lies in the folder of the model: no absolute path, no .., no link out of it",
-    "keep the data file next to the model and write its bare name into `location`",
-)
-MISSING_DATA = Rule(
-    "ONX010",
-    "error",
+    "keep the data file next to the model and write its bare name into `location`")
+MISSING_DATA = Rule("ONX010", "error",
     "external data is there, in the length that the tensor needs",
-    "copy the data file together with the model, or save the model with its data inside",
-)
-SIZES = Rule(
-    "ONX011",
-    "error",
+    "copy the data file together with the model, or save the model with its data inside")
+SIZES = Rule("ONX011", "error",
     "a tensor has a known type, dimensions a machine can hold, and as much data as they ask for",
-    "write the tensor again with onnx.numpy_helper.from_array",
-)
+    "write the tensor again with onnx.numpy_helper.from_array")
+# fmt: on
 
 _MOST_ELEMENTS = 2**40
 _MOST_DIMS = 64

@@ -22,62 +22,32 @@ __all__ = ["HORIZON"]
 
 _rule = rules_of("HRZ", "horizon")
 
+# fmt: off
 OPSET = _rule(1, "the opset is 11", "export with opset 11 (13 is for running the file elsewhere)")
-INTEGRATED = _rule(
-    2,
-    "no operator is one that the toolchain's list marks as not integrated",
-    "write it with other operators, or keep it outside of the file",
-)
-AXIS = _rule(
-    3,
-    "QuantizeLinear and DequantizeLinear have no axis: there is none in opset 11",
-    "leave the attribute out; the mapper takes the axis of the output channels",
-)
+INTEGRATED = _rule(2, "no operator is one that the toolchain's list marks as not integrated",
+    "write it with other operators, or keep it outside of the file")
+AXIS = _rule(3, "QuantizeLinear and DequantizeLinear have no axis: there is none in opset 11",
+    "leave the attribute out; the mapper takes the axis of the output channels")
 ZERO = _rule(4, "zero points are 0", "quantize symmetrically")
 INT8 = _rule(5, "zero points are there, and INT8", "write an INT8 zero, not the default of UINT8")
-SCALE = _rule(
-    6,
-    "scales are constants of shape [1], or [C] for a weight with C output channels",
-    "write the scale as a list, and per channel for weights alone",
-)
-PAIR = _rule(
-    7,
-    "QuantizeLinear is followed by DequantizeLinear alone, and that follows no other node",
-    "write both nodes for each fake-quant",
-)
-WEIGHT = _rule(
-    8,
-    "weights stay float, through QuantizeLinear and DequantizeLinear",
-    "write the float weight, and both nodes behind it",
-)
-NAMES = _rule(
-    9,
-    "nodes are named <OpType>_<number>",
-    "name them so: run_on_cpu takes these names",
-)
-FLOAT_CONV = _rule(
-    10,
-    "a float conv that reads a quantized tensor is in run_on_cpu",
-    "list its name in run_on_cpu: the mapper would quantize it all the same",
-)
-SETTINGS = _rule(
-    11,
-    "the mapper's YAML, which names the file as onnx_model, lies next to it",
-    "write the settings into the same folder; hb_mapper makertbin reads them",
-    "warning",
-)
-LIMITS = _rule(
-    12,
-    "a quantized Conv, ConvTranspose or pool is within what the BPU of BAYES takes",
-    "make the layer smaller, or expect it on the CPU",
-    "warning",
-)
-SIZES = _rule(
-    13,
-    "inputs have a batch of 1 to 4096, other dimensions of 1 to 65536, and less than 1 GiB",
-    "cut the input into parts",
-    "warning",
-)
+SCALE = _rule(6, "scales are constants of shape [1], or [C] for a weight with C output channels",
+    "write the scale as a list, and per channel for weights alone")
+PAIR = _rule(7, "QuantizeLinear is followed by DequantizeLinear alone, and that follows no other "
+    "node",
+    "write both nodes for each fake-quant")
+WEIGHT = _rule(8, "weights stay float, through QuantizeLinear and DequantizeLinear",
+    "write the float weight, and both nodes behind it")
+NAMES = _rule(9, "nodes are named <OpType>_<number>", "name them so: run_on_cpu takes these names")
+FLOAT_CONV = _rule(10, "a float conv that reads a quantized tensor is in run_on_cpu",
+    "list its name in run_on_cpu: the mapper would quantize it all the same")
+SETTINGS = _rule(11, "the mapper's YAML, which names the file as onnx_model, lies next to it",
+    "write the settings into the same folder; hb_mapper makertbin reads them", "warning")
+LIMITS = _rule(12, "a quantized Conv, ConvTranspose or pool is within what the BPU of BAYES takes",
+    "make the layer smaller, or expect it on the CPU", "warning")
+SIZES = _rule(13, "inputs have a batch of 1 to 4096, other dimensions of 1 to 65536, and less "
+    "than 1 GiB",
+    "cut the input into parts", "warning")
+# fmt: on
 RULES = (
     *(OPSET, INTEGRATED, AXIS, ZERO, INT8, SCALE, PAIR, WEIGHT, NAMES, FLOAT_CONV, SETTINGS),
     *(LIMITS, SIZES),

@@ -30,52 +30,32 @@ _ADVICE = "use zero point 128, UINT8, for activations"
 
 _rule = rules_of("ORT", "onnxruntime", "warning")
 
-FLOAT = _rule(
-    1,
-    "between a quantized conv and its ReLU stands a pair, unless the zero point is the least "
-    "integer: else conv and ReLU run in float",
-    "put a pair with the scale of the ReLU's own before the ReLU",
-)
-INT8 = _rule(
-    2,
-    "activations are UINT8: INT8 pairs with several readers, or behind a ReLU, run in float on x86",
-    f"{_ADVICE} (or set session.qdqisint8allowed=1, which runs them in integers)",
-)
-SCALES = _rule(
-    3,
-    "the pairs before and after a ReLU have one scale and zero point",
-    "write the scale of the later pair into the earlier one",
-)
-MIXED = _rule(
-    4,
-    "in a file for any CPU, weights next to UINT8 activations are UINT8 with zero point 128, or "
-    "INT8 from -64 to 64: others times UINT8 saturate on x86 without VNNI",
+# fmt: off
+FLOAT = _rule(1, "between a quantized conv and its ReLU stands a pair, unless the zero point is "
+    "the least integer: else conv and ReLU run in float",
+    "put a pair with the scale of the ReLU's own before the ReLU")
+INT8 = _rule(2, "activations are UINT8: INT8 pairs with several readers, or behind a ReLU, run in "
+    "float on x86",
+    f"{_ADVICE} (or set session.qdqisint8allowed=1, which runs them in integers)")
+SCALES = _rule(3, "the pairs before and after a ReLU have one scale and zero point",
+    "write the scale of the later pair into the earlier one")
+MIXED = _rule(4, "in a file for any CPU, weights next to UINT8 activations are UINT8 with zero "
+    "point 128, or INT8 from -64 to 64: others times UINT8 saturate on x86 without VNNI",
     "write them so (w + 128), quantize them to seven bits (QuantConfig(weight_bits=7)), or say "
-    "that the file is for CPUs with VNNI (--cpu vnni)",
-)
-SIGNED = _rule(
-    5,
-    "MatMulInteger and ConvInteger do not multiply INT8 with INT8: exact, but four times slower",
-    "add 128 to both, and make both UINT8 with zero point 128",
-)
-BIAS = _rule(
-    6,
-    "biases are float, or INT32 in steps of data scale times weight scale: else the conv runs in "
-    "float",
-    "write the bias in float, which the runtime quantizes itself, or in the steps of the sums",
-)
-SLOW = _rule(
-    7,
-    "in a file for CPUs with VNNI, weights are INT8 with zero point 0: UINT8 ones miss the fast "
-    "kernels, and are slower than float32",
-    "write them so (w - 128), which are the same integers (export --cpu vnni)",
-)
-RACES = _rule(
-    8,
-    "ScatterND does not sum: its threads write to a place of several values at once, and the "
-    "result depends on the run",
-    "sum by ScatterElements, which takes the values in order, or export again",
-)
+    "that the file is for CPUs with VNNI (--cpu vnni)")
+SIGNED = _rule(5, "MatMulInteger and ConvInteger do not multiply INT8 with INT8: exact, but four "
+    "times slower",
+    "add 128 to both, and make both UINT8 with zero point 128")
+BIAS = _rule(6, "biases are float, or INT32 in steps of data scale times weight scale: else the "
+    "conv runs in float",
+    "write the bias in float, which the runtime quantizes itself, or in the steps of the sums")
+SLOW = _rule(7, "in a file for CPUs with VNNI, weights are INT8 with zero point 0: UINT8 ones "
+    "miss the fast kernels, and are slower than float32",
+    "write them so (w - 128), which are the same integers (export --cpu vnni)")
+RACES = _rule(8, "ScatterND does not sum: its threads write to a place of several values at once, "
+    "and the result depends on the run",
+    "sum by ScatterElements, which takes the values in order, or export again")
+# fmt: on
 RULES = (FLOAT, INT8, SCALES, MIXED, SIGNED, BIAS, SLOW, RACES)
 _LEAST = {2: 0, 3: -128}
 

@@ -22,22 +22,16 @@ __all__ = ["OPENVINO"]
 
 _rule = rules_of("OVN", "openvino", "warning")
 
-WEIGHTS = _rule(
-    1,
-    "weights are INT8 with zero point 0: others make the layer run in float",
-    "write them so (w - 128 of UINT8 with zero point 128): the same integers (weights='int8')",
-)
-DATA = _rule(
-    2,
-    "what a layer with quantized weights reads is quantized, with one scale: else it runs in float",
-    "calibrate the quantizer in front of it, per tensor, or leave the layer float",
-)
-TRANSPOSED = _rule(
-    3,
-    "a transposed convolution whose windows lie side by side is written as one of 1×1 and a "
-    "DepthToSpace: faster, and with a scale for each channel",
-    "export it again with profile='openvino'",
-)
+# fmt: off
+WEIGHTS = _rule(1, "weights are INT8 with zero point 0: others make the layer run in float",
+    "write them so (w - 128 of UINT8 with zero point 128): the same integers (weights='int8')")
+DATA = _rule(2, "what a layer with quantized weights reads is quantized, with one scale: else it "
+    "runs in float",
+    "calibrate the quantizer in front of it, per tensor, or leave the layer float")
+TRANSPOSED = _rule(3, "a transposed convolution whose windows lie side by side is written as one "
+    "of 1×1 and a DepthToSpace: faster, and with a scale for each channel",
+    "export it again with profile='openvino'")
+# fmt: on
 RULES = (WEIGHTS, DATA, TRANSPOSED)
 _INT8 = 3
 

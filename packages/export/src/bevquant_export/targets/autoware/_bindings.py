@@ -18,30 +18,22 @@ if TYPE_CHECKING:
 
 rule = rules_of("AWF", "autoware")
 
-BOUND = rule(
-    13,
-    f"no layer has more than {MOST_VOXELS:,} voxels, compiled into the plugin",
+# fmt: off
+BOUND = rule(13, f"no layer has more than {MOST_VOXELS:,} voxels, compiled into the plugin",
     "use a coarser grid or a shorter range, or calibrate with fewer points: what is beyond "
-    "overruns the plugin's buffers",
-)
-ORDER = rule(
-    15,
-    "rulebook_coors_permutation is the order in which the file itself takes the columns of coors",
+    "overruns the plugin's buffers")
+ORDER = rule(15, "rulebook_coors_permutation is the order in which the file itself takes the "
+    "columns of coors",
     "write the permutation that the encoder was trained with: another one gives a valid grid, "
-    "transposed",
-)
-STAGES = rule(
-    16,
-    "rulebook inputs come in fours, int32, each with its geometry in rulebook_stages",
+    "transposed")
+STAGES = rule(16, "rulebook inputs come in fours, int32, each with its geometry in "
+    "rulebook_stages",
     "write rulebook/<key>/{out_indices, pair_fwd, pair_mask, mask_argsort} and the metadata that "
-    "the node computes them from",
-)
-PORTS = rule(
-    17,
-    "inputs are voxels float32 [N, points, channels], coors int32 [N, 3], num_points_per_voxel "
-    "int32 [N]",
-    "name and type them so: the node binds them by name",
-)
+    "the node computes them from")
+PORTS = rule(17, "inputs are voxels float32 [N, points, channels], coors int32 [N, 3], "
+    "num_points_per_voxel int32 [N]",
+    "name and type them so: the node binds them by name")
+# fmt: on
 _PORTS = {"voxels": (1, 3), "coors": (6, 2), "num_points_per_voxel": (6, 1)}
 
 

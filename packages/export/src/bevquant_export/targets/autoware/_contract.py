@@ -24,107 +24,59 @@ if TYPE_CHECKING:
     import onnx
 
 
-OPERATOR = rule(
-    1,
-    "operators of the domain autoware are GetIndicePairsImplicitGemm and ImplicitGemm",
-    "write one of these: the plugin of another name is not looked for, or not checked here",
-)
-FIELDS = rule(
-    2,
-    "a node has every field of its plugin, of the type and length that the creator reads",
+# fmt: off
+OPERATOR = rule(1, "operators of the domain autoware are GetIndicePairsImplicitGemm and "
+    "ImplicitGemm",
+    "write one of these: the plugin of another name is not looked for, or not checked here")
+FIELDS = rule(2, "a node has every field of its plugin, of the type and length that the creator "
+    "reads",
     "write sizes as INTS of 3, switches as INT, factors as FLOAT: creators count their fields and "
-    "refuse other types",
-)
-SORT = rule(
-    3,
-    "do_sort is written",
+    "refuse other types")
+SORT = rule(3, "do_sort is written",
     "write do_sort, 0 or 1: without it the plugin sorts, which takes longer, and warns that it "
-    "will refuse such files",
-    "warning",
-)
-VALUES = rule(
-    4,
-    "sizes are positive, algo is 1, batch_size 1, transpose and out_padding 0",
+    "will refuse such files", "warning")
+VALUES = rule(4, "sizes are positive, algo is 1, batch_size 1, transpose and out_padding 0",
     "write what the plugin can do: it splits no masks, makes no transposed pairs and takes one "
-    "frame",
-)
-VOLUME = rule(
-    5,
-    "a kernel has at most 32 offsets, the bits of a mask",
-    "use a smaller kernel, or the native GetIndicePairs and IndiceConv",
-)
-INPUTS = rule(
-    6,
-    "an ImplicitGemm has 5 inputs, 6 with a bias, or 7 with precision 1",
+    "frame")
+VOLUME = rule(5, "a kernel has at most 32 offsets, the bits of a mask",
+    "use a smaller kernel, or the native GetIndicePairs and IndiceConv")
+INPUTS = rule(6, "an ImplicitGemm has 5 inputs, 6 with a bias, or 7 with precision 1",
     "int8 takes features, filters, three tensors of pairs, channel_scale and bias_scaled; others "
-    "at most a bias",
-)
-PAIRS = rule(
-    7,
-    "inputs 2, 3, 4 are pair_fwd, pair_mask and mask_argsort of one pair generation",
+    "at most a bias")
+PAIRS = rule(7, "inputs 2, 3, 4 are pair_fwd, pair_mask and mask_argsort of one pair generation",
     "connect outputs 1, 2 and 3 of one GetIndicePairsImplicitGemm (or inputs of one "
-    "rulebook/<key>) in this order: all are int32, and no assertion tells them apart",
-)
-FILTERS = rule(
-    8,
-    "filters are an initializer [out, k1, k2, k3, in] with the kernel of the pairs and the "
-    "channels of the features",
-    "permute the weight to KRSC in the order of the coordinates' columns",
-)
-TYPES = rule(
-    9,
-    "filters and bias are of the type of the features, float16 or float32; in int8 float16, and "
-    "channel_scale and bias_scaled float32",
-    "cast them: one type throughout",
-)
-SCALES = rule(
-    10,
-    "a bias, channel_scale and bias_scaled are [out] and finite, scales positive, output_scale 1",
+    "rulebook/<key>) in this order: all are int32, and no assertion tells them apart")
+FILTERS = rule(8, "filters are an initializer [out, k1, k2, k3, in] with the kernel of the pairs "
+    "and the channels of the features",
+    "permute the weight to KRSC in the order of the coordinates' columns")
+TYPES = rule(9, "filters and bias are of the type of the features, float16 or float32; in int8 "
+    "float16, and channel_scale and bias_scaled float32",
+    "cast them: one type throughout")
+SCALES = rule(10, "a bias, channel_scale and bias_scaled are [out] and finite, scales positive, "
+    "output_scale 1",
     "write input_scale = amax/127 and channel_scale = input_scale · weight amax/127 for each "
-    "output channel; calibrate what has no range",
-)
-SUBNORMAL = rule(
-    11,
-    "filters are finite float16 numbers whose integers the plugin finds again",
+    "output channel; calibrate what has no range")
+SUBNORMAL = rule(11, "filters are finite float16 numbers whose integers the plugin finds again",
     "scale the layers around it: below 6e-5 float16 has fewer digits, below 6e-8 none, beyond "
-    "65504 no number",
-)
-CLIPPED = rule(
-    12,
-    "filters are within ±127 steps of channel_scale/input_scale",
+    "65504 no number")
+CLIPPED = rule(12, "filters are within ±127 steps of channel_scale/input_scale",
     "take the largest |w| of each output channel as its range: the plugin saturates the rest",
-    "warning",
-)
-REPEATED = rule(
-    14,
-    "pairs are made once for a set of voxels and a geometry",
+    "warning")
+REPEATED = rule(14, "pairs are made once for a set of voxels and a geometry",
     "let all layers of a stage read one GetIndicePairsImplicitGemm: each repetition costs as much "
-    "as a convolution",
-    "warning",
-)
-SUBM = rule(
-    18,
-    "is_subm is subm of the pairs, and a submanifold kernel has odd sizes and stride 1",
-    "write one kind in both nodes",
-)
-GRID = rule(
-    19,
-    "spatial_shape is the grid that the strided convolution before leaves",
+    "as a convolution", "warning")
+SUBM = rule(18, "is_subm is subm of the pairs, and a submanifold kernel has odd sizes and stride "
+    "1",
+    "write one kind in both nodes")
+GRID = rule(19, "spatial_shape is the grid that the strided convolution before leaves",
     "write ⌊(n + 2·padding − dilation·(k − 1) − 1)/stride⌋ + 1 of each axis, in the order of the "
-    "coordinates' columns",
-)
-ACTIVATION = rule(
-    20,
-    "act_type is 0 (none) or 1 (ReLU)",
+    "coordinates' columns")
+ACTIVATION = rule(20, "act_type is 0 (none) or 1 (ReLU)",
     "run another activation as a node of its own: 2 and 3 are sigmoid and leaky ReLU of act_alpha",
-    "warning",
-)
-UNKNOWN = rule(
-    21,
-    "a node has no field that its plugin does not read",
-    "leave it out: the parser drops it in silence (fp32_accum is no field)",
-    "warning",
-)
+    "warning")
+UNKNOWN = rule(21, "a node has no field that its plugin does not read",
+    "leave it out: the parser drops it in silence (fp32_accum is no field)", "warning")
+# fmt: on
 RULES = (
     *(OPERATOR, FIELDS, SORT, VALUES, VOLUME, INPUTS, PAIRS, FILTERS, TYPES, SCALES, SUBNORMAL),
     *(CLIPPED, BOUND, REPEATED, ORDER, STAGES, PORTS, SUBM, GRID, ACTIVATION, UNKNOWN),
