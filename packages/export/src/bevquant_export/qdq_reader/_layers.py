@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_export.qdq_reader._constants import Array, Grid, Stored, raw, value_of
-from bevquant_export.qdq_reader._operators import padded, window_pads
+from bevquant_export.qdq_reader._grid_operators import padded, window_pads
 from bevquant_qnn import (
     QuantConv1d,
     QuantConv2d,

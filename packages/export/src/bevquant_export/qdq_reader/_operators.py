@@ -44,7 +44,7 @@ def tensor(value: Any) -> Tensor:
     return torch.from_numpy(np.array(value))  # a copy: those of a file cannot be written to
 
 
-def _numbers(value: Any, what: str) -> list[Any]:
+def numbers(value: Any, what: str) -> list[Any]:
     """A known value as a list of numbers."""
     if isinstance(value, Tensor):
         raise ValueError(
@@ -55,10 +55,12 @@ def _numbers(value: Any, what: str) -> list[Any]:
 
 
 def _integers(value: Any, what: str) -> list[Any]:
-    return [n if isinstance(n, torch.SymInt) else int(n) for n in _numbers(value, what)]
+    return [n if isinstance(n, torch.SymInt) else int(n) for n in numbers(value, what)]
 
 
-def _op(*names: str) -> Callable[[Function], Function]:
+def op(*names: str) -> Callable[[Function], Function]:
+    """Register a function for these operators."""
+
     def register(function: Function) -> Function:
         OPERATORS.update(dict.fromkeys(names, function))
         return function
@@ -152,23 +154,23 @@ _ADAPTIVE: dict[int, Any] = {
 }  # fmt: skip
 
 
-@_op("Dropout")
+@op("Dropout")
 def _dropout(x: Tensor, ratio: Any = None, training: Any = None, seed: int = 0) -> Tensor:
-    if training is not None and _numbers(training, "training_mode")[0]:
+    if training is not None and numbers(training, "training_mode")[0]:
         raise ValueError("training_mode=1; expected 0: export the model in evaluation mode")
     return x
 
 
-@_op("Clip")
+@op("Clip")
 def _clip(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
-    bottom, top = (None if v is None else float(_numbers(v, "min, max")[0]) for v in (low, high))
+    bottom, top = (None if v is None else float(numbers(v, "min, max")[0]) for v in (low, high))
     top = None if top is not None and top >= torch.finfo(torch.float32).max else top
     if bottom == 0 and (top is None or top > 0):
         return F.relu(x) if top is None else F.hardtanh(x, 0.0, top)
     return x if bottom is None and top is None else torch.clamp(x, bottom, top)
 
 
-@_op("Gemm")
+@op("Gemm")
 def _gemm(
     a: Any, b: Any, c: Any = None, alpha: float = 1.0, beta: float = 1.0, transA: int = 0,
     transB: int = 0,
@@ -179,52 +181,10 @@ def _gemm(
     return made
 
 
-# Norms
-
-
-@_op("LayerNormalization")
-def _layer_norm(
-    x: Tensor, scale: Any, bias: Any = None, axis: int = -1, epsilon: float = 1e-5, **_: Any
-) -> Tensor:
-    shape = x.shape[axis % x.dim() :]
-    return F.layer_norm(x, shape, tensor(scale), None if bias is None else tensor(bias), epsilon)
-
-
-@_op("RMSNormalization")
-def _rms_norm(x: Tensor, scale: Any, axis: int = -1, epsilon: float = 1e-5, **_: Any) -> Tensor:
-    return F.rms_norm(x, x.shape[axis % x.dim() :], tensor(scale), epsilon)
-
-
-@_op("GroupNormalization")
-def _group_norm(
-    x: Tensor, scale: Any, bias: Any, num_groups: int, epsilon: float = 1e-5, **_: Any
-) -> Tensor:
-    weights = [tensor(v) for v in (scale, bias)]
-    # Before opset 21 there is one scale per group.
-    gain, shift = (v.repeat_interleave(x.shape[1] // len(v)) for v in weights)
-    return F.group_norm(x, num_groups, gain, shift, epsilon)
-
-
-@_op("InstanceNormalization")
-def _instance_norm(x: Tensor, scale: Any, bias: Any, epsilon: float = 1e-5) -> Tensor:
-    return F.instance_norm(x, weight=tensor(scale), bias=tensor(bias), eps=epsilon)
-
-
-@_op("BatchNormalization")
-def _batch_norm(
-    x: Tensor, scale: Any, bias: Any, mean: Any, var: Any, epsilon: float = 1e-5,
-    training_mode: int = 0, **_: Any,
-) -> Tensor:  # fmt: skip
-    if training_mode:
-        raise ValueError("training_mode=1; expected 0: export the model in evaluation mode")
-    scale, bias, mean, var = map(tensor, (scale, bias, mean, var))
-    return F.batch_norm(x, mean, var, scale, bias, eps=epsilon)
-
-
 # Shape and order
 
 
-@_op("Shape")
+@op("Shape")
 def _shape(x: Any, start: int = 0, end: int | None = None) -> Any:
     sizes = list(x.shape)[start:end]
     made = np.empty(len(sizes), dtype=object)
@@ -232,7 +192,7 @@ def _shape(x: Any, start: int = 0, end: int | None = None) -> Any:
     return made
 
 
-@_op("Cast")
+@op("Cast")
 def _cast(x: Any, to: int, **_: Any) -> Any:
     if to not in _TYPES:
         raise ValueError(f"type {to}; expected a float, an integer up to 64 bits or bool")
@@ -243,12 +203,12 @@ def _cast(x: Any, to: int, **_: Any) -> Any:
     return x.to(rounds[to]).float() if to in rounds else x.to(_TYPES[to])
 
 
-@_op("CastLike")
+@op("CastLike")
 def _cast_like(x: Any, like: Any, **_: Any) -> Any:
     return x.to(like.dtype) if isinstance(x, Tensor) else x.astype(np.asarray(like).dtype)
 
 
-@_op("Reshape")
+@op("Reshape")
 def _reshape(x: Any, shape: Any, allowzero: int = 0) -> Any:
     sizes = _integers(shape, "shape")
     if not allowzero:
@@ -256,19 +216,19 @@ def _reshape(x: Any, shape: Any, allowzero: int = 0) -> Any:
     return x.reshape(sizes)
 
 
-@_op("Flatten")
+@op("Flatten")
 def _flatten(x: Tensor, axis: int = 1) -> Tensor:
     if axis == 1:
         return x.flatten(1)
     return x.reshape(math.prod(x.shape[: axis % (x.dim() + 1)]), -1)
 
 
-@_op("Transpose")
+@op("Transpose")
 def _transpose(x: Tensor, perm: Any = None) -> Tensor:
     return x.permute(list(range(x.dim()))[::-1] if perm is None else list(perm))
 
 
-@_op("Squeeze")
+@op("Squeeze")
 def _squeeze(x: Any, axes: Any = None) -> Any:
     given = None if axes is None else tuple(_integers(axes, "axes"))
     if isinstance(x, Tensor):
@@ -276,7 +236,7 @@ def _squeeze(x: Any, axes: Any = None) -> Any:
     return np.squeeze(x, given)
 
 
-@_op("Unsqueeze")
+@op("Unsqueeze")
 def _unsqueeze(x: Any, axes: Any) -> Any:
     given = _integers(axes, "axes")
     if not isinstance(x, Tensor):
@@ -287,14 +247,14 @@ def _unsqueeze(x: Any, axes: Any) -> Any:
     return x
 
 
-@_op("Concat")
+@op("Concat")
 def _concat(*parts: Any, axis: int) -> Any:
     if _known(*parts):
         return np.concatenate([np.asarray(p) for p in parts], axis)
     return torch.cat([tensor(p) for p in parts], axis)
 
 
-@_op("Split")
+@op("Split")
 def _split(
     x: Any, sizes: Any = None, axis: int = 0, num_outputs: int | None = None, outputs: int = 1
 ) -> Any:
@@ -306,7 +266,7 @@ def _split(
     return np.split(x, count if sizes is None else np.cumsum(parts)[:-1], axis)
 
 
-@_op("Slice")
+@op("Slice")
 def _slice(x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> Any:
     first, last = _integers(starts, "starts"), _integers(ends, "ends")
     along = list(range(len(first))) if axes is None else _integers(axes, "axes")
@@ -323,7 +283,7 @@ def _slice(x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) 
     return x[tuple(parts)]
 
 
-@_op("Gather")
+@op("Gather")
 def _gather(x: Any, index: Any, axis: int = 0) -> Any:
     if _known(x, index):
         return np.asarray(np.take(x, index.astype(np.int64), axis))
@@ -337,7 +297,7 @@ def _gather(x: Any, index: Any, axis: int = 0) -> Any:
     return x[(*[slice(None)] * axis, tensor(index).long())]
 
 
-@_op("Expand")
+@op("Expand")
 def _expand(x: Any, shape: Any) -> Tensor:
     x = tensor(x)
     sizes = _integers(shape, "shape")
@@ -348,13 +308,13 @@ def _expand(x: Any, shape: Any) -> Tensor:
     return made
 
 
-@_op("Tile")
+@op("Tile")
 def _tile(x: Any, repeats: Any) -> Any:
     counts = _integers(repeats, "repeats")
     return x.repeat(counts) if isinstance(x, Tensor) else np.tile(x, counts)
 
 
-@_op("ConstantOfShape")
+@op("ConstantOfShape")
 def _constant_of_shape(shape: Any, value: Any = None) -> Any:
     fill = np.zeros(1, np.float32) if value is None else value
     sizes = _integers(shape, "shape")
@@ -364,13 +324,13 @@ def _constant_of_shape(shape: Any, value: Any = None) -> Any:
     return torch.full(sizes, fill[0].item(), dtype=kind)
 
 
-@_op("Range")
+@op("Range")
 def _range(start: Any, limit: Any, delta: Any) -> Tensor:
-    ends: list[Any] = [_numbers(v, "start, limit, delta")[0] for v in (start, limit, delta)]
+    ends: list[Any] = [numbers(v, "start, limit, delta")[0] for v in (start, limit, delta)]
     return torch.arange(*(n.item() if isinstance(n, np.generic) else n for n in ends))
 
 
-@_op("Pad")
+@op("Pad")
 def _pad(x: Tensor, pads: Any, value: Any = None, axes: Any = None, mode: str = "constant") -> Any:
     sizes = _integers(pads, "pads")
     half = len(sizes) // 2
@@ -380,14 +340,14 @@ def _pad(x: Tensor, pads: Any, value: Any = None, axes: Any = None, mode: str = 
     while ends and ends[0] == (0, 0):
         ends = ends[1:]
     flat = [n for pair in reversed(ends) for n in pair]
-    fill = 0.0 if value is None else float(_numbers(value, "constant_value")[0])
+    fill = 0.0 if value is None else float(numbers(value, "constant_value")[0])
     if mode == "constant":
         return F.pad(x, flat, value=fill) if flat else x
     names = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
     return F.pad(x, flat, names[mode]) if flat else x
 
 
-@_op("DepthToSpace")
+@op("DepthToSpace")
 def _depth_to_space(x: Tensor, blocksize: int, mode: str = "DCR") -> Tensor:
     if mode == "CRD":
         return F.pixel_shuffle(x, blocksize)
@@ -398,7 +358,7 @@ def _depth_to_space(x: Tensor, blocksize: int, mode: str = "DCR") -> Tensor:
     )
 
 
-@_op("SpaceToDepth")
+@op("SpaceToDepth")
 def _space_to_depth(x: Tensor, blocksize: int) -> Tensor:
     n, c, h, w = x.shape
     parts = x.reshape(n, c, h // blocksize, blocksize, w // blocksize, blocksize)
@@ -445,150 +405,16 @@ OPERATORS |= {
 }  # fmt: skip
 
 
-@_op("ArgMax")
+@op("ArgMax")
 def _argmax(x: Tensor, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
     if select_last_index:
         raise ValueError("select_last_index=1; expected 0")
     return torch.argmax(x, axis, keepdim=bool(keepdims))
 
 
-@_op("TopK")
+@op("TopK")
 def _topk(x: Tensor, k: Any, axis: int = -1, largest: int = 1, sorted: int = 1) -> Any:
     # Of equal values the first, as ONNX says; torch.topk takes any.
     values, places = torch.sort(x, dim=axis, descending=bool(largest), stable=True)
     count = _integers(k, "k")[0]
     return values.narrow(axis, 0, count), places.narrow(axis, 0, count)
-
-
-# Windows
-
-
-def window_pads(
-    sizes: Any, kernel: Any, strides: Any, dilations: Any, auto_pad: str, pads: Any
-) -> list[tuple[int, int]]:
-    """Padding before and behind each axis of a window's operator."""
-    if auto_pad in ("NOTSET", "VALID"):
-        half = len(kernel)
-        given = list(pads or [0] * 2 * half) if auto_pad == "NOTSET" else [0] * 2 * half
-        return list(zip(given[:half], given[half:], strict=True))
-    found = []
-    for n, k, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True):
-        n = 0 if stride == 1 else int(n)  # of stride 1 the size has no part in it
-        total = max((-(-n // stride) - 1) * stride + dilation * (k - 1) + 1 - n, 0)
-        found.append((total // 2, total - total // 2))
-    return found if auto_pad == "SAME_UPPER" else [pair[::-1] for pair in found]
-
-
-def padded(x: Tensor, pads: list[tuple[int, int]], value: float = 0.0) -> Tensor:
-    """The tensor with its last axes padded."""
-    return F.pad(x, [n for pair in reversed(pads) for n in pair], value=value)
-
-
-@_op("MaxPool")
-def _max_pool(
-    x: Tensor, kernel_shape: Any, strides: Any = None, pads: Any = None, dilations: Any = None,
-    ceil_mode: int = 0, auto_pad: str = "NOTSET", storage_order: int = 0,
-) -> Tensor:  # fmt: skip
-    rank = len(kernel_shape)
-    step, spread = list(strides or [1] * rank), list(dilations or [1] * rank)
-    ends = window_pads(x.shape[2:], kernel_shape, step, spread, auto_pad, pads)
-    if any(a != b or 2 * a > k for (a, b), k in zip(ends, kernel_shape, strict=True)):
-        x, ends = padded(x, ends, float(torch.finfo(torch.float32).min)), [(0, 0)] * rank
-    pool: Any = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}[rank]
-    sizes = [a for a, _ in ends]
-    made: Tensor = pool(x, list(kernel_shape), step, sizes, spread, bool(ceil_mode))
-    return made
-
-
-@_op("AveragePool")
-def _average_pool(
-    x: Tensor, kernel_shape: Any, strides: Any = None, pads: Any = None, dilations: Any = None,
-    ceil_mode: int = 0, count_include_pad: int = 0, auto_pad: str = "NOTSET",
-) -> Tensor:  # fmt: skip
-    rank = len(kernel_shape)
-    step = list(strides or [1] * rank)
-    if any(d != 1 for d in dilations or ()):
-        raise ValueError(f"dilations={dilations}; expected 1")
-    ends = window_pads(x.shape[2:], kernel_shape, step, [1] * rank, auto_pad, pads)
-    pool: Any = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}[rank]
-
-    def pooled(values: Tensor, sizes: list[int], count: bool) -> Tensor:
-        made: Tensor = pool(values, list(kernel_shape), step, sizes, bool(ceil_mode), count)
-        return made
-
-    if all(a == b and 2 * a <= k for (a, b), k in zip(ends, kernel_shape, strict=True)):
-        return pooled(x, [a for a, _ in ends], bool(count_include_pad))
-    if ceil_mode:
-        raise ValueError(f"pads={pads} with ceil_mode=1; expected pads alike on both sides")
-    sums = pooled(padded(x, ends), [0] * rank, True)
-    if count_include_pad:
-        return sums
-    return sums / pooled(padded(torch.ones_like(x[:1, :1]), ends), [0] * rank, True)
-
-
-@_op("Conv")
-def _conv(
-    x: Tensor, weight: Any, bias: Any = None, kernel_shape: Any = None, strides: Any = None,
-    pads: Any = None, dilations: Any = None, group: int = 1, auto_pad: str = "NOTSET",
-) -> Tensor:  # fmt: skip
-    weight = tensor(weight)
-    rank = weight.dim() - 2
-    step, spread = list(strides or [1] * rank), list(dilations or [1] * rank)
-    ends = window_pads(x.shape[2:], weight.shape[2:], step, spread, auto_pad, pads)
-    convolve: Any = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[rank]
-    shift = None if bias is None else tensor(bias)
-    made: Tensor = convolve(padded(x, ends), weight, shift, step, 0, spread, group)
-    return made
-
-
-_COORDINATES = ("half_pixel", "pytorch_half_pixel", "align_corners", "asymmetric")
-
-
-@_op("Resize")
-def _resize(
-    x: Tensor, roi: Any = None, scales: Any = None, sizes: Any = None, mode: str = "nearest",
-    coordinate_transformation_mode: str = "half_pixel", nearest_mode: str = "round_prefer_floor",
-    cubic_coeff_a: float = -0.75, antialias: int = 0, axes: Any = None,
-    keep_aspect_ratio_policy: str = "stretch", exclude_outside: int = 0,
-    extrapolation_value: float = 0.0,
-) -> Tensor:  # fmt: skip
-    rank = x.dim() - 2
-    along = [a % x.dim() for a in axes] if axes is not None else list(range(x.dim()))
-    size: Any = None
-    factors: Any = None
-    given = _numbers(sizes if sizes is not None else scales, "sizes or scales")
-    by_axis = dict(zip(along, given, strict=True))
-    if sizes is not None:
-        size = [int(n) if not isinstance(n := by_axis.get(a, x.shape[a]), torch.SymInt) else n
-                for a in range(2, x.dim())]  # fmt: skip
-    else:
-        factors = [float(by_axis.get(a, 1.0)) for a in range(2, x.dim())]
-    how = coordinate_transformation_mode
-    outer = [float(by_axis.get(a, 1.0)) for a in (0, 1)] if factors else [1.0, 1.0]
-    whole = factors is not None and all(f == int(f) and f >= 1 for f in factors)
-    floor = (how, nearest_mode) == ("asymmetric", "floor")
-    # Whole factors: the nearest pixel by half_pixel is that by asymmetric and floor.
-    exact = floor or (whole and how in _COORDINATES[:2] and nearest_mode.startswith("round"))
-    linear = mode in ("linear", "cubic") and how in _COORDINATES[:3]
-    cubic = cubic_coeff_a == -0.75 and not exclude_outside
-    fits = exact if mode == "nearest" else linear and (mode == "linear" or cubic)
-    if not fits or outer != [1.0, 1.0] or keep_aspect_ratio_policy != "stretch" or rank > 3:
-        raise ValueError(
-            f"mode={mode}, {how}, {nearest_mode}; expected nearest (asymmetric and floor, or whole "
-            "factors), linear or cubic (half_pixel or align_corners) over grid axes. Export the "
-            "resizing with one of these"
-        )
-    names = {"nearest": "nearest", "cubic": "bicubic"}
-    name = names.get(mode, {1: "linear", 2: "bilinear", 3: "trilinear"}.get(rank, ""))
-    corners = {} if mode == "nearest" else {"align_corners": how == "align_corners"}
-    smooth = {"antialias": True} if antialias else {}
-    return F.interpolate(x, size, factors, name, **corners, **smooth)
-
-
-@_op("GridSample")
-def _grid_sample(
-    x: Tensor, grid: Any, mode: str = "linear", padding_mode: str = "zeros", align_corners: int = 0
-) -> Tensor:
-    names = {"linear": "bilinear", "cubic": "bicubic"}
-    kind = names.get(mode, mode)
-    return F.grid_sample(x, tensor(grid), kind, padding_mode, bool(align_corners))
