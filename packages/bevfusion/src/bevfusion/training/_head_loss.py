@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bev_data import InputError
-from bevfusion.model.head._branches import BRANCHES
+from bevfusion.model.head._config import BRANCHES
 from bevfusion.training._targets import Targets, decode_boxes, encode_boxes, heatmap_target
 
 if TYPE_CHECKING:
