@@ -191,7 +191,7 @@ def test_overflow_names_the_layer():
 
 def test_what_is_no_model_no_input_no_backend():
     net = calibrated(small())
-    with pytest.raises(TypeError, match="expected a torch module, got list"):
+    with pytest.raises(TypeError, match="simulate: model: expected a torch module, got a list of"):
         simulate([net], X)
     for nothing in (None, (), {}):
         with pytest.raises(ValueError, match="example_inputs hold no tensor"):

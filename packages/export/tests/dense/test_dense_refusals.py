@@ -150,7 +150,9 @@ def test_a_missing_folder_is_named(model: nn.Module, x: Tensor, tmp_path: Path) 
 
 
 def test_what_is_no_module_is_refused(x: Tensor, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"^export_qdq_onnx: expected a torch module, got str"):
+    with pytest.raises(
+        TypeError, match=r"^export_qdq_onnx: model: expected a torch module, got the str"
+    ):
         export_qdq_onnx(cast(Any, "model"), x, tmp_path / "net.onnx")
 
 

@@ -22,6 +22,7 @@ from bevquant_graph import (
     as_module,
     called,
     capture,
+    check_kind,
     evaluation,
     first_fault,
     ordinary_tensors,
@@ -151,6 +152,7 @@ def fuse_parts(
         >>> [(item.conv, item.bn) for item in result.fused], result.max_error < 1e-5
         ([('0.0', '0.1')], True)
     """
+    check_kind(model, nn.Module, "a torch module")
     model, parts = copy.deepcopy(model), tuple(parts)
     results = {}
     for path, (inputs, before) in _part_calls(model, example_inputs, parts, unchecked).items():

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bevquant_graph import Graph, replace_modules
+from bevquant_graph import Graph, check_kind, replace_modules
 
 from ._fold import Fold
 from ._foldable import bn_problem
@@ -313,6 +313,8 @@ def norms_to_convolutions(
         Conv2d(4, 4, kernel_size=(1, 1), stride=(1, 1), groups=4)
     """
     own: dict[Fold, nn.Module] = {}
+    check_kind(model, nn.Module, "a torch module")
+    check_kind(graph, Graph, "what capture returned")
     for path, fold in from_graph(model, graph, alone=True).items():
         if isinstance(fold, Fold) and fold.axes and not stays(path):
             with suppress(ValueError):  # its weight would not be finite

@@ -22,6 +22,7 @@ from ._graph import Graph
 from ._guards import only_guards
 from ._held import replace_modules
 from ._html_table import HtmlTable
+from ._kinds import check_kind, checked_batches, file_path, run_on
 from ._layer_class import is_library_class, layer_class, own_code, zero_padding
 from ._opaque import OPAQUE, Opaque, fixed_sizes, refuse_other_sizes
 from ._operators import OPERATORS, OpSpec, op_spec
@@ -72,8 +73,11 @@ __all__ = [
     "called",
     "capture",
     "check_guards",
+    "check_kind",
+    "checked_batches",
     "copied",
     "evaluation",
+    "file_path",
     "first_fault",
     "fixed_sizes",
     "flatten",
@@ -105,6 +109,7 @@ __all__ = [
     "refuse_unusable",
     "registered_once",
     "replace_modules",
+    "run_on",
     "running",
     "same_constant",
     "state_kept",

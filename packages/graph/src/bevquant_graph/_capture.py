@@ -26,6 +26,7 @@ from ._constants import Constants
 from ._export import Grown, exported, nothing
 from ._faults import CaptureError, forward_line, running, spconv_call, where
 from ._graph import Graph
+from ._kinds import check_kind
 from ._opaque import Opaque, opaque_modules
 from ._own_inputs import twin
 from ._quiet import evaluation, quiet
@@ -82,8 +83,7 @@ def capture(
         >>> graph.replay(torch.ones(2, 3, 5, 5)).shape
         torch.Size([2, 8, 3, 3])
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"capture: expected a torch module, got {type(model).__name__}")
+    check_kind(model, nn.Module, "a torch module")
     given = batch_arguments(model, example_inputs, example=True)
     if not flatten(given)[0]:
         raise CaptureError(

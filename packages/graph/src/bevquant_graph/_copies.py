@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ._faults import described
+from ._kinds import check_kind
 
 
 def copied(model: nn.Module, who: str) -> nn.Module:
@@ -32,6 +33,7 @@ def copied(model: nn.Module, who: str) -> nn.Module:
         >>> copied(net, "quantize_model")[0].weight is net[0].weight
         False
     """
+    check_kind(model, nn.Module, "a torch module")
     memo: dict[int, Any] = {}
     try:
         made = copy.deepcopy(model, memo)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ._kinds import check_kind
 from ._signature import flatten
 
 
@@ -156,8 +157,7 @@ def refuse_unusable(model: Any, who: str, *, finite: bool = True) -> None:
         ValueError: Scripted, compiled or quantized by torch; parameters on the meta device, complex
             ones, or with NaN or infinite values. The message names module path and remedy.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{who}: expected a torch module, got {type(model).__name__}")
+    check_kind(model, nn.Module, "a torch module")
     for path, module in model.named_modules():
         kind = type(module)
         names = {f"{c.__module__}.{c.__name__}" for c in kind.__mro__}

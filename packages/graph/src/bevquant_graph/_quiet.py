@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.fx._symbolic_trace import _Patcher
 
+from ._kinds import check_kind
+
 TRACING: Any = RLock()
 """Held while a forward is traced: torch then changes classes and settings of the whole process."""
 
@@ -86,6 +88,7 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 
     Attention runs in the form that torch traces, without torch's fused form.
     """
+    check_kind(model, nn.Module, "a torch module")
     modes = {module: module.training for module in model.modules()}
     with _without_fast_path():
         model.eval()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ._batch_arguments import batch_arguments
+from ._kinds import check_kind, run_on
 from ._own_inputs import attributes_of, own_inputs
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -49,7 +50,7 @@ def called(model: nn.Module, args: Any = (), kwargs: Any = None) -> Any:
         (tensor([2.]), tensor([2.]), {'image': tensor([1.])})
     """
     with state_kept(model):
-        return model(*own_inputs(list(args)), **own_inputs(dict(kwargs or {})))
+        return run_on(model, own_inputs(list(args)), own_inputs(dict(kwargs or {})))
 
 
 @contextmanager
@@ -113,7 +114,7 @@ def on_batch(forward: Forward | None = None, *, keeps_state: bool = True) -> For
 
 def _called_on(model: nn.Module, batch: Any) -> Any:
     args, kwargs = batch_arguments(model, batch)
-    return model(*args, **kwargs)
+    return run_on(model, args, kwargs)
 
 
 @contextmanager
@@ -154,6 +155,8 @@ def _locked(*models: nn.Module) -> Iterator[None]:
     A thread that has to wait holds none of them meanwhile: the owner of a model may put new modules
     into it and lock these too. The modules are listed once the models themselves are held.
     """
+    for model in models:
+        check_kind(model, nn.Module, "a torch module")
     while True:
         with ExitStack() as stack:
             busy = next((lock for lock in _locks(models) if not _taken(lock, stack)), None)

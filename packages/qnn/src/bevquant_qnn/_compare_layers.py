@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bevquant_graph import on_batch, state_kept
+from bevquant_graph import check_kind, checked_batches, on_batch, state_kept
 from bevquant_qnn._attention import QuantMultiheadAttention
 from bevquant_qnn._input_channels import InputChannels
 from bevquant_qnn._lockstep import Leader, lead
@@ -223,7 +223,7 @@ def compare_layers(
     """
     comparison = LayerComparison(float_model, quantized_model, output=output)
     with comparison.watching():
-        for batch in batches:
+        for batch in checked_batches(batches):
             comparison.add(comparison.run(batch)[0])
     return comparison.rows()
 
@@ -446,6 +446,8 @@ def _probes(
     float_model: nn.Module, quantized_model: nn.Module, output: Callable[[Any], Tensor]
 ) -> list[_Probe]:
     """Layers with an input quantizer; an addition stands for the block whose last step it is."""
+    for model in (float_model, quantized_model):
+        check_kind(model, nn.Module, "a torch module")
     known = dict(float_model.named_modules())
     quantized_layers = dict(quantized_model.named_modules())
     probes: dict[str, _Probe] = {}

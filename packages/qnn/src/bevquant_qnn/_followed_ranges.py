@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevquant_graph import check_kind
 from bevquant_qnn._linear_form import as_matrix, matrix_of, put_matrix
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 from bevquant_qnn._weighted import QuantWeighted
@@ -27,6 +28,7 @@ def weighted_layers(model: nn.Module) -> list[Any]:
         >>> weighted_layers(layers) == [layers[0]]
         True
     """
+    check_kind(model, nn.Module, "a torch module")
     kinds = (QuantWeighted, QuantSparseConvolution)
     return [m for m in model.modules() if isinstance(m, kinds) and not m.weight_quantizer._disabled]
 

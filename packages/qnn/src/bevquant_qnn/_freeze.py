@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from bevquant_graph import ordinary_tensors
+from bevquant_graph import check_kind, ordinary_tensors
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 from bevquant_qnn._weighted import QuantWeighted
 from bevquant_quantizers import TensorQuantizer
@@ -40,6 +40,7 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
         >>> layer.weight_quantizer.amax.shape
         torch.Size([2, 1])
     """
+    check_kind(model, nn.Module, "a torch module")
     active = {
         path: module
         for path, module in model.named_modules()
@@ -64,6 +65,7 @@ def freeze(model: nn.Module) -> tuple[str, ...]:
 
 def weights_read(model: nn.Module) -> dict[nn.Module, Tensor]:
     """Return the weight that each weight quantizer reads."""
+    check_kind(model, nn.Module, "a torch module")
     found: dict[nn.Module, Tensor] = {}
     for module in model.modules():
         quantizer = module._modules.get("_weight_quantizer")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from bevquant_graph import check_kind
 from bevquant_quantizers import TensorQuantizer
 
 
@@ -39,6 +40,7 @@ def activation_quantizers(model: nn.Module) -> Iterator[Holder]:
 
     Weight quantizers are told by their name, which is fixed by the state-dict format.
     """
+    check_kind(model, nn.Module, "a torch module")
     for path, owner in model.named_modules(remove_duplicate=False):
         for name, child in owner._modules.items():
             if isinstance(child, TensorQuantizer) and "weight" not in name:

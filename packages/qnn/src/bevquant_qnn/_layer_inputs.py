@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bevquant_graph import Forward, layer_class
+from bevquant_graph import Forward, check_kind, layer_class
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 from bevquant_qnn._weighted import QuantWeighted
 from bevquant_quantizers import TensorQuantizer
@@ -22,6 +22,7 @@ class _Reached(BaseException):
 @contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; every training flag is put back."""
+    check_kind(model, nn.Module, "a torch module")
     training = [(module, module.training) for module in model.modules()]
     try:
         model.eval()

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from bevquant_graph import check_kind
 from bevquant_qnn._precision import Precision, check_precisions
 from bevquant_qnn._precision_groups import PrecisionGroup, precision_groups
 from bevquant_qnn._precision_plan import PlannedGroup, PrecisionPlan
@@ -130,6 +131,7 @@ def plan_space(
     Raises:
         ValueError: The table is another model's, or a cost is missing or no positive number.
     """
+    check_kind(table, SensitivityTable, "a SensitivityTable")
     check_precisions(costs, f"{where}: costs")
     bad = [f"{name}={cost}" for name, cost in costs.items() if not 0 < cost < math.inf]
     if bad or "int8" not in costs:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from bevquant_graph import check_kind
 from bevquant_qnn._kinds import is_quantized
 from bevquant_qnn._share import Groups
 from bevquant_quantizers import TensorQuantizer
@@ -81,6 +82,7 @@ def precision_groups(model: nn.Module) -> list[PrecisionGroup]:
 
 def _units(model: nn.Module) -> Iterator[tuple[str, list[tuple[bool, TensorQuantizer]]]]:
     """Yield the paths that hold quantizers, and (whether it reads a weight, quantizer) of each."""
+    check_kind(model, nn.Module, "a torch module")
     seen: set[nn.Module] = set()
     for path, module in model.named_modules(remove_duplicate=False):
         held = [

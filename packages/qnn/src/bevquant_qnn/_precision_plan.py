@@ -11,7 +11,7 @@ from typing import Annotated, Self
 import msgspec
 from torch import nn
 
-from bevquant_graph import ordinary_tensors
+from bevquant_graph import check_kind, ordinary_tensors
 from bevquant_qnn._precision import REASONS, Precision, check_precisions, put, setting_at
 from bevquant_qnn._precision_groups import precision_groups
 from bevquant_qnn._result import SkippedModule
@@ -209,6 +209,7 @@ def apply_precision(model: nn.Module, plan: PrecisionPlan) -> tuple[str, ...]:
     Raises:
         ValueError: The plan's groups are not the model's; every difference is listed.
     """
+    check_kind(plan, PrecisionPlan, "a PrecisionPlan")
     groups = precision_groups(model)
     planned = {frozenset(group.modules): group.precision for group in plan}
     own = {frozenset(group.modules) for group in groups}

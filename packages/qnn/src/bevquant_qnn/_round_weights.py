@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Generator, Tensor, nn
 
-from bevquant_graph import Forward, on_batch
+from bevquant_graph import Forward, checked_batches, on_batch
 from bevquant_qnn._layer_inputs import inference, input_of, layers_called
 from bevquant_qnn._linear_form import grid_step, matrix_of, put_matrix, sampled_patches
 from bevquant_quantizers import format_of, quantization_disabled
@@ -109,7 +109,7 @@ def round_weights(
     """
     if rounding not in get_args(Rounding):
         raise ValueError(f"round_weights: unknown rounding {rounding!r}; use 'gptq' or 'nearest'")
-    kept = list(batches)
+    kept = list(checked_batches(batches))
     if not kept:
         raise ValueError("round_weights: there were no batches; give some to round by")
     forward = on_batch(forward)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bevquant_graph import Forward, is_sparse_tensor, on_batch
+from bevquant_graph import Forward, checked_batches, is_sparse_tensor, on_batch
 from bevquant_qnn._example import evaluation
 from bevquant_qnn._precision import (
     Precision,
@@ -196,7 +196,9 @@ class Trial:
             found = measure(batch, runner(batch))
             return [found[key] for key in variants]
 
-        measured = deal_out(batches, of_batch, distributed, first=count, step=step, kept=kept)
+        measured = deal_out(
+            checked_batches(batches), of_batch, distributed, first=count, step=step, kept=kept
+        )
         if not measured:
             raise ValueError(f"{step}: there were no batches; give at least one")
         scores = {

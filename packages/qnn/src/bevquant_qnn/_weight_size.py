@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from bevquant_graph import check_kind
 from bevquant_quantizers import TensorQuantizer, format_of
 
 MIB = 2**20
@@ -52,6 +53,7 @@ def weight_size(model: nn.Module) -> WeightSize:
         >>> print(weight_size(quantized))
         4.0 MiB float32, 1.0 MiB quantized (4.0 times smaller)
     """
+    check_kind(model, nn.Module, "a torch module")
     bits = {}
     for module in model.modules():
         quantizer = getattr(module, "_weight_quantizer", None)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevquant_graph import check_kind
+
 from ._descriptor import QuantDescriptor
 from .calib._calibrator import Calibrator
 from .calib._histogram_calibrator import HistogramCalibrator
@@ -45,6 +47,7 @@ def adopt_quantizers(model: nn.Module) -> list[str]:
             "the model itself is a quantizer of pytorch-quantization, which cannot be replaced in "
             "place: wrap it, as in nn.Sequential(quantizer)"
         )
+    check_kind(model, nn.Module, "a torch module")
     adopted: dict[nn.Module, TensorQuantizer] = {}
     places: dict[str, TensorQuantizer] = {}
     for path, module in model.named_modules(remove_duplicate=False):

@@ -12,13 +12,14 @@ import os
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 from torch import nn
+
+from bevquant_graph import check_kind, file_path
 
 from ._abs_histogram import AbsHistogram, impossible
 from ._float_ranges import Ranges
@@ -69,6 +70,7 @@ def settings_of(calibrator: Calibrator) -> dict[str, Any]:
 
 def calibrator_state(calibrator: Calibrator) -> tuple[dict[str, Any], Arrays]:
     """Return all statistics of a calibrator: values that JSON holds exactly, and arrays."""
+    check_kind(calibrator, Calibrator, "a calibrator")
     meta = settings_of(calibrator)
     if isinstance(calibrator, HistogramCalibrator):
         rows = calibrator._rows
@@ -109,6 +111,7 @@ def load_calibrator_state(
         ValueError: The state belongs to another kind of calibrator, or its counts, edges and sizes
             contradict each other.
     """
+    check_kind(calibrator, Calibrator, "a calibrator")
     who, wanted = calibrator._who(), settings_of(calibrator)
     given = {key: meta.get(key) for key in wanted}
     if given != wanted:
@@ -201,7 +204,7 @@ class Checkpoint:
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        self.path = Path(path)
+        self.path = file_path(path)
         if world > 1:
             self.path = self.path.with_name(f"{self.path.name}.{rank}-of-{world}")
         if not self.path.parent.is_dir():

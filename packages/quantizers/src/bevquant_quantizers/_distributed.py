@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from bevquant_graph import checked_batches
+
 from ._abs_histogram import AbsHistogram
 from ._calibrator_state import calibrator_state, load_calibrator_state, settings_of
 from .calib._calibrator import Calibrator
@@ -297,7 +299,7 @@ class Shares:
     """
 
     def __init__(self, batches: Iterable[Any], rank: int = 0, world: int = 1) -> None:
-        self.batches, self.rank, self.world = batches, rank, world
+        self.batches, self.rank, self.world = checked_batches(batches), rank, world
         self.count = 0
 
     @property

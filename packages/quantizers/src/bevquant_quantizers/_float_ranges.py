@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevquant_graph import check_kind
+
 from ._select import named_quantizers
 
 _ATTRIBUTE = "_float_ranges"
@@ -64,6 +66,7 @@ def float_ranges(model: nn.Module) -> Ranges:
         >>> float_ranges(model)["0"]["output"]
         FloatRange(largest=3.5, whole=False)
     """
+    check_kind(model, nn.Module, "a torch module")
     found = {path: getattr(m, _ATTRIBUTE, None) for path, m in model.named_modules()}
     return {path: dict(ranges) for path, ranges in found.items() if ranges}
 

@@ -94,8 +94,8 @@ def load_ranges(model: nn.Module, path: str | os.PathLike[str]) -> None:
         ValueError: The file is missing, not JSON, of another schema or damaged, or does not fit the
             model: every missing, unexpected or misshapen entry is listed.
     """
-    entries, floats = _read(path)
     quantizers = named_quantizers(model)
+    entries, floats = _read(path)
     problems: list[str] = []
     loads: list[tuple[TensorQuantizer, Tensor | None, list[float] | None]] = []
     for name in sorted(set(entries).difference(n for q in quantizers for n in q.names)):

@@ -10,6 +10,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
+from bevquant_graph import check_kind
+
 from .nn import TensorQuantizer
 
 
@@ -35,6 +37,7 @@ def named_quantizers(model: nn.Module) -> list[NamedQuantizer]:
         >>> [entry.names for entry in named_quantizers(nn.ModuleDict({"a": shared, "b": shared}))]
         [('a', 'b')]
     """
+    check_kind(model, nn.Module, "a torch module")
     found: dict[int, tuple[TensorQuantizer, list[str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, TensorQuantizer):
@@ -115,6 +118,7 @@ def uncalibrated(model: nn.Module) -> list[str]:
         >>> uncalibrated(nn.Sequential(TensorQuantizer(), TensorQuantizer(disabled=True)))
         ['0']
     """
+    check_kind(model, nn.Module, "a torch module")
     return [
         path
         for path, module in model.named_modules()

@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from bevquant_graph import check_kind
+
 from ._format import NumBits, format_of
 from ._jit import has_numba
 from ._memory_order import as_it_lies, memory_order
@@ -101,6 +103,7 @@ def watching_quantizers(model: nn.Module) -> Iterator[list[QuantizerValues]]:
 
     A quantizer of several layers appears once, with all its paths.
     """
+    check_kind(model, nn.Module, "a torch module")
     seen: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(getattr(module, "_amax", None), Tensor):

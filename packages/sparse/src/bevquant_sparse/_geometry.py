@@ -112,7 +112,8 @@ def as_tuple(
         return values
     for entry in values:
         # numpy integers and 0-d tensors have __index__; floats such as 3.0 do not.
-        if isinstance(entry, bool) or not hasattr(entry, "__index__"):
+        whole = hasattr(entry, "__index__") and not getattr(entry, "ndim", 0)
+        if isinstance(entry, bool) or not whole:
             raise TypeError(f"{name}={values}: expected integers, got {type(entry).__name__}")
     ints = whole_numbers(values)
     if any(not minimum <= entry <= INT32_MAX for entry in ints):

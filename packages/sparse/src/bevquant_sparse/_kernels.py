@@ -45,6 +45,10 @@ def use_bevquant_kernels(model: nn.Module) -> list[str]:
         >>> use_bevquant_kernels(nn.Sequential(nn.ReLU()))
         []
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"use_bevquant_kernels: model: expected a torch module, got {type(model).__name__}"
+        )
     changed = []
     for path, module in model.named_modules():
         cls = type(module)

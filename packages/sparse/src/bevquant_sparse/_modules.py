@@ -150,8 +150,15 @@ def _require_krsc(module: object) -> None:
 
 
 def weight_name(module: object) -> str:
-    """Name of the weight attribute: ``kernel`` in torchsparse and MinkowskiEngine."""
-    return "kernel" if not hasattr(module, "weight") and hasattr(module, "kernel") else "weight"
+    """Name of the weight attribute: ``kernel`` in torchsparse and MinkowskiEngine.
+
+    Raises:
+        TypeError: The module has neither.
+    """
+    for name in ("weight", "kernel"):
+        if hasattr(module, name):
+            return name
+    raise TypeError(f"module: expected a convolution, got {type(module).__name__}, without weight")
 
 
 def _reads_as_matrix(module: object) -> bool:

@@ -62,6 +62,8 @@ def conv_forward(
         >>> out = conv_forward(module, x)                             # doctest: +SKIP
         >>> out = conv_forward(module, x, weight=quantized_weight)    # doctest: +SKIP
     """
+    if not hasattr(x, "features"):
+        raise TypeError(f"conv_forward: x: expected a sparse tensor, got {type(x).__name__}")
     return run_conv(
         module,
         x,

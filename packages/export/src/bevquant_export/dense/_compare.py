@@ -35,7 +35,7 @@ from bevquant_export.dense._source import (
 )
 from bevquant_export.dense._written import QdqFile, TensorDifference
 from bevquant_export.lint._read import load_model, reading
-from bevquant_graph import arguments, in_order, rearranged
+from bevquant_graph import arguments, check_kind, in_order, rearranged
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import Step, contiguous
 
@@ -101,6 +101,7 @@ def compare_qdq_onnx(
         >>> [(t.op, t.different, t.unexplained) for t in compare_qdq_onnx(file, quantized, x)]
         [('quantize', 0, 0), ('conv', 0, 0)]
     """
+    check_kind(file, QdqFile, "what export_qdq_onnx returned")
     args = _in_order(file, example_of(model, args))
     integer = program_of(
         model, args, file.sum_ranges or False, verify=False

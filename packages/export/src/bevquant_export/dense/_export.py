@@ -37,7 +37,7 @@ from bevquant_export.lint._model import VOXELS
 from bevquant_export.lint._read import load_model
 from bevquant_export.sparse.portable._body import OPSET
 from bevquant_export.targets._cpu import mark_cpu
-from bevquant_graph import Guard
+from bevquant_graph import Guard, file_path
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import PROGRAM_READERS, Ref, SparseRef, replaced
 from bevquant_quantizers import hb_mapper, quantization_disabled, write_whole
@@ -169,7 +169,7 @@ def export_qdq_onnx(
             f"{type(model).__name__}: expected 'onnxruntime' or 'openvino', and a calibrated "
             "bevquant_qnn model, whose float32 form runs beside the file"
         )
-    target = Path(path)
+    target = file_path(path, "ONNX file")
     if not target.parent.is_dir():
         raise ValueError(f"export_qdq_onnx: there is no folder {target.parent}; make it first")
     args = example_of(model, args)

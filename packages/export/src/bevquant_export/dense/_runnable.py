@@ -16,7 +16,7 @@ from torch import Tensor
 from bevquant_export._size_guards import REMEDY, frames_of, guards_of
 from bevquant_export.lint._read import load_model, reading
 from bevquant_export.targets._cpu import refuse_saturation, saturates_here
-from bevquant_graph import check_guards
+from bevquant_graph import check_guards, check_kind, file_path
 from bevquant_quantizers.plugins import importable
 
 # In a file's metadata: tables of coordinates to the number of frames, which is the example's.
@@ -292,7 +292,7 @@ def lift_horizon_onnx(path: str | os.PathLike[str]) -> Any:
         >>> lift_horizon_onnx(file.path).opset_import[0].version
         13
     """
-    with reading(path, "lift_horizon_onnx"):
+    with reading(file_path(path, "ONNX file"), "lift_horizon_onnx"):
         return upgraded_opset(load_model(path))
 
 
@@ -332,6 +332,10 @@ def open_onnx(
     from bevquant_export.targets import find_target
 
     is_file = isinstance(file, str | os.PathLike)
+    if not is_file:
+        import onnx
+
+        check_kind(file, onnx.ModelProto, "the path of an ONNX file, or a ModelProto")
     called = Path(file).name if is_file else "the model"
     runner = "plain" if target is None else find_target(target).runner
     written = load_model(file, external_data=False) if is_file else file

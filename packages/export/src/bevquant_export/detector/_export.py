@@ -45,6 +45,8 @@ from bevquant_graph import (
     arguments,
     as_example,
     capture,
+    checked_batches,
+    file_path,
     named_results,
     part_of,
 )
@@ -117,6 +119,7 @@ def export_detector(
         ...     files = export_detector(model, frames[0], "onnx", "tensorrt11", batches=frames)
         ...     print(files)
     """
+    whole = file_path(folder, "folder")
     if not isinstance(model, nn.Module):
         raise TypeError(f"export_detector: expected a module, got {type(model).__name__}")
     engine = find_target(target)
@@ -149,10 +152,11 @@ def export_detector(
     axes = {"model_order": model_order, "order": order or model_order}
     example = as_example(model, example_inputs)
     writer = _Writer(model, example, engine, dialect, axes, options, verify=verify, measure=measure)
-    whole = Path(folder)
     whole.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=whole, prefix=".writing-") as unseen:
-        made = writer.write(Path(unseen), [as_example(model, b) for b in batches], head_room)
+        made = writer.write(
+            Path(unseen), [as_example(model, b) for b in checked_batches(batches)], head_room
+        )
         for file in sorted(Path(unseen).iterdir()):
             file.replace(whole / file.name)
     made = _moved(made, whole)

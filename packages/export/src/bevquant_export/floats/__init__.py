@@ -19,7 +19,7 @@ from bevquant_export.floats._torch_exporter import OPSET, by_parameter, called, 
 from bevquant_export.floats._torch_exporter import input_names as named_inputs
 from bevquant_export.floats._torch_exporter import output_names as named_outputs
 from bevquant_export.lint._read import load_model, reading
-from bevquant_graph import as_example
+from bevquant_graph import as_example, check_kind, file_path
 from bevquant_quantizers import TensorQuantizer, write_whole
 
 __all__ = ["FloatDifference", "FloatFile", "compare_float_onnx", "export_float_onnx"]
@@ -131,7 +131,7 @@ def export_float_onnx(
         >>> all(d.relative < 1e-5 for d in file.differences)
         True
     """
-    target = Path(path)
+    target = file_path(path, "ONNX file")
     _check(module, opset, target)
     args = as_example(module, args)
     given = by_parameter(module, args)
@@ -241,6 +241,8 @@ def compare_float_onnx(
         >>> [d.relative < 1e-5 for d in compare_float_onnx(file, net, -x)]
         [True]
     """
+    check_kind(file, FloatFile, "what export_float_onnx returned")
+    check_kind(module, nn.Module, "a torch module")
     with StableChoices():
         wanted = dict(called(module, args))
     if wanted.keys() != {*file.places.values()}:

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_export.floats._plain_forms import PlainForms
-from bevquant_graph import arguments, as_example, flatten, leaf_names, quiet, registered_once
+from bevquant_graph import (
+    arguments,
+    as_example,
+    flatten,
+    leaf_names,
+    quiet,
+    registered_once,
+    run_on,
+)
 
 OPSET = 18
 """What torch's exporter writes; it writes no earlier one."""
@@ -149,7 +157,7 @@ def called(module: nn.Module, args: Any) -> list[tuple[str, Tensor]]:
     """
     positional, named = arguments(args)
     with torch.no_grad():
-        result = module(*positional, **named)
+        result = run_on(module, positional, named)
     found = list(_members(result, ""))
     if not found:
         raise ValueError("export_float_onnx: the module returns no tensor")

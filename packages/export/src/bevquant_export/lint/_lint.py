@@ -22,6 +22,7 @@ from bevquant_export.lint._read import load_model
 from bevquant_export.lint._rule import Finding, Rule, quoted
 from bevquant_export.targets._cpu import CPUS, HERE, cpu_at_hand, cpu_of
 from bevquant_export.targets._target import LintFile, Target, find_target, target_names, targets
+from bevquant_graph import file_path
 from bevquant_quantizers import write_whole
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def lint_onnx(
     if cpu is not None and cpu not in (*CPUS, HERE):
         raise ValueError(f"lint_onnx: cpu {cpu!r}; expected one of {', '.join((*CPUS, HERE))}")
     cpu = cpu_at_hand() if cpu == HERE else cpu
-    file = Path(path)
+    file = file_path(path, "ONNX file")
     model = _read.read_model(file)
     if isinstance(model, Finding):
         return [model]

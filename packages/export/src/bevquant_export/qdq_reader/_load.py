@@ -15,6 +15,7 @@ from bevquant_export.dense._runnable import upgraded_opset
 from bevquant_export.lint._read import load_model, reading
 from bevquant_export.qdq_reader._build import Builder
 from bevquant_export.qdq_reader._constants import activations, identifier
+from bevquant_graph import check_kind, file_path
 from bevquant_int8sim import IntegerModel, simulate
 
 _OPSETS = range(13, 24)
@@ -88,9 +89,10 @@ def load_qdq_onnx(
         >>> [step.op for step in model.steps]
         ['quantize', 'conv']
     """
-    where = f"load_qdq_onnx: {Path(path).name}"
+    where = f"load_qdq_onnx: {file_path(path, 'ONNX file').name}"
     known = None
     if float_file is not None:
+        file_path(float_file, "ONNX file")
         with reading(float_file, "load_qdq_onnx"):
             known = activations(_proto(float_file))
     builder, module = _built(path, known)
@@ -124,6 +126,7 @@ def float_qdq_model(model: IntegerModel) -> nn.Module:
         ValueError: `model` was loaded from a folder or made of another model, or the float file
             lacks a layer, or has weights of other shapes.
     """
+    check_kind(model, IntegerModel, "what load_qdq_onnx returned")
     source: Any = model.source.graph.model if model.source is not None else None
     if not hasattr(source, "float_file"):
         raise ValueError(

@@ -19,6 +19,7 @@ from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._load import SparseOnnxModel
 from bevquant_export.sparse._observe import Made, reference_of
 from bevquant_export.sparse._run import Integers
+from bevquant_graph import check_kind
 from bevquant_int8sim import IntegerModel, SparseOutput, dequantize, simulate
 
 _FUNCTIONS = 2.0**-18  # of an output's largest magnitude: sums and functions of floats
@@ -77,6 +78,7 @@ def compare_sparse_onnx(
     Raises:
         ValueError: The model does not have a module of the file, or has other voxels there.
     """
+    check_kind(file, SparseOnnxModel, "what load_sparse_onnx returned")
     if not isinstance(model, IntegerModel):
         model = simulate(with_half_constants(model), inputs, verify=False)
     return compared(file, model, model.inputs_of(inputs), reversed_axes=reversed_axes)[0]

@@ -26,7 +26,7 @@ from bevquant_export.dense._bound import UNKNOWN, Bound, joined, weighted
 from bevquant_export.dense._bounds import HEAD_ROOM
 from bevquant_export.sparse._graph import Add, Concat, Conv, Fold, Graph, Node, Relu, Select, Steps
 from bevquant_export.sparse._observe import Seen
-from bevquant_graph import layer_class
+from bevquant_graph import check_kind, layer_class
 from bevquant_qnn import QuantLinear, QuantSparseConvolution
 from bevquant_quantizers import TensorQuantizer, float_ranges
 from bevquant_sparse import is_sparse_conv
@@ -65,6 +65,7 @@ def with_half_constants(model: nn.Module) -> nn.Module:
         >>> with_half_constants(torch.nn.ReLU())
         ReLU()
     """
+    check_kind(model, nn.Module, "a torch module")
     return half_constants_of(model, dict(model.named_modules()))
 
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -197,7 +196,7 @@ def load_sparse_onnx(path: str | os.PathLike[str], *, backend: str = "auto") -> 
         ValueError: load_sparse_onnx: missing.onnx: no such file as missing.onnx
     """
     try:
-        return SparseOnnxModel(read_graph(Path(path)), backend=backend)
+        return SparseOnnxModel(read_graph(path), backend=backend)
     except ValueError as error:
         raise ValueError(f"load_sparse_onnx: {error}") from error
 

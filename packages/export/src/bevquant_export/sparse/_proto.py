@@ -33,6 +33,7 @@ from bevquant_export.sparse.portable._body import DOMAIN
 from bevquant_export.sparse.portable._lower import Lowered, lowered
 from bevquant_export.sparse.portable._weights import read_half, read_weight
 from bevquant_export.targets._cpu import mark_cpu
+from bevquant_graph import file_path
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
@@ -171,7 +172,7 @@ def read_graph(path: str | os.PathLike[str]) -> Graph:
         ValueError: The file is not ONNX or is outside the dialect; the message starts with the file
             and names the node.
     """
-    file = Path(path)
+    file = file_path(path, "ONNX file")
     try:
         return graph_of_bytes(_content(file))
     except ValueError as error:

@@ -315,7 +315,7 @@ def lower_to_portable(
     """
     try:
         weights = chosen_weights(weights)
-        graph = _named(read_graph(Path(source)))
+        graph = _named(read_graph(source))
         content = portable_bytes(graph, all_layers=all_layers, weights=weights)
         ran = same_as_source(content, graph) if verify else "no"
     except ValueError as error:

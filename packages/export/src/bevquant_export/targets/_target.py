@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from bevquant_graph import check_kind
 from bevquant_quantizers import plugins
 
 if TYPE_CHECKING:
@@ -196,6 +197,7 @@ def register_target(target: Target) -> None:
     Raises:
         ValueError: One of its names is taken.
     """
+    check_kind(target, Target, "a Target")
     _check((*targets(), target))
     _added[target.name] = target
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bevquant_graph import check_kind, checked_batches
 from bevquant_int8sim.model._execute import accumulators, makes_accumulators
 from bevquant_int8sim.model._float8 import float8_round
 from bevquant_int8sim.model._forced import ForcedRun, place
@@ -61,7 +62,8 @@ def compare(
             lacks a layer of the calibrated one, or with `verify` a step that differs from the
             fake-quantized model by more than rounding explains.
     """
-    all_batches = iter(batches)
+    check_kind(float_model, nn.Module, "a torch module")
+    all_batches = iter(checked_batches(batches))
     first = next(all_batches, None)
     if first is None:
         raise ValueError("compare: there are no batches; give at least one")

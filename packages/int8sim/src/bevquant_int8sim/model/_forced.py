@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
-from bevquant_graph import op_spec, own_inputs
+from bevquant_graph import check_kind, op_spec, own_inputs
 from bevquant_int8sim.model._execute import geometry
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Integers, RequiredType
@@ -50,6 +50,7 @@ class ForcedRun:
     """
 
     def __init__(self, model: IntegerModel) -> None:
+        check_kind(model, IntegerModel, "a calibrated model, or what simulate makes of one")
         if model.source is None:
             raise ValueError(
                 "compare: an integer model that was loaded from a file has no fake-quantized model "

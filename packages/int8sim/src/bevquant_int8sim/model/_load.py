@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from bevquant_graph import Guard, ReadMembers
+from bevquant_graph import Guard, ReadMembers, file_path
 from bevquant_int8sim.model._form import Form, Integers, TensorType
 from bevquant_int8sim.model._json_values import from_json
 from bevquant_int8sim.model._program import Program, Step, Value
@@ -57,7 +57,7 @@ def load_program(
             of another type or shape than its step needs, or a step names what a saved program may
             not call. The message says which.
     """
-    folder = Path(folder)
+    folder = file_path(folder, "saved model")
     content = _content(folder)
     tensors = read_tensors(content[TENSORS], where=f"{folder / TENSORS}").tensors
     data = parse_json(content[PROGRAM], _ProgramData, where=f"{folder / PROGRAM}", what="program")

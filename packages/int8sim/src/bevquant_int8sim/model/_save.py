@@ -13,6 +13,7 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor
 
+from bevquant_graph import file_path
 from bevquant_int8sim.model._form import Form, Integers, TensorType
 from bevquant_int8sim.model._json_values import to_json
 from bevquant_int8sim.model._program import Program, Step
@@ -36,13 +37,14 @@ def save_program(program: Program, folder: str | os.PathLike[str]) -> None:
         ValueError: A step cannot be saved (all are named, with what to do), or `folder` holds
             something else than a saved model, or its parent does not exist.
     """
+    target = file_path(folder, "folder")
     data, tensors = to_document(program)
     content = {
         PROGRAM: json.dumps(data, indent=1, allow_nan=False).encode(),
         TENSORS: save(tensors),
     }
     content[MANIFEST] = manifest_text(content).encode()
-    _write(Path(folder), content)
+    _write(target, content)
 
 
 def manifest_text(content: Mapping[str, bytes]) -> str:

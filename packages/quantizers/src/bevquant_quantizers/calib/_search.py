@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
+from bevquant_graph import check_kind
 from bevquant_quantizers._format import NumBits
 
 from ._entropy import entropy_amax
@@ -146,6 +147,7 @@ def calibrate_weights(
         tensor([[2.0000],
                 [0.5000]])
     """
+    check_kind(model, nn.Module, "a torch module")
     for path, module in model.named_modules():
         weight, quantizer = (getattr(module, key, None) for key in ("weight", "weight_quantizer"))
         if weight is None or quantizer is None:

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.lib import format as npy
 from torch import Tensor
 
+from bevquant_graph import file_path
+
 from ._json import DocumentError, a, read_content
 from ._write import write_whole
 
@@ -59,7 +61,7 @@ def read_tensors(
     if isinstance(source, bytes):
         place, content = where or "the content", source
     else:
-        place = os.fspath(source)
+        place = str(file_path(source, what))
         if not Path(source).is_file():
             read_content(source, what)  # says what is there instead
     try:
@@ -125,7 +127,7 @@ def read_arrays(
         >>> read_arrays(packed)["sums"].tolist()
         [0.1, 2.0]
     """
-    place = (where or "the content") if isinstance(source, bytes) else os.fspath(source)
+    place = (where or "the content") if isinstance(source, bytes) else str(file_path(source, what))
     content = source if isinstance(source, bytes) else read_content(source, what)
     begin = f"{place} is not {a(what)}"
     if content.startswith(npy.MAGIC_PREFIX):
@@ -168,7 +170,7 @@ def read_array(path: str | os.PathLike[str], *, what: str = ".npy array") -> np.
         ...     read_array(f"{folder}/a.npy").tolist()
         [0.0, 1.0, 2.0]
     """
-    begin = f"{os.fspath(path)} is not {a(what)}"
+    begin = f"{file_path(path, what)} is not {a(what)}"
     content = read_content(path, what)
     try:
         return _array(io.BytesIO(content), _LARGEST_ARRAYS, f"{begin}: it", records=True)

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bevquant_graph import file_path
+
 from ._arrays import read_tensors
 from ._inert_pickle import (
     Global,
@@ -111,7 +113,7 @@ def read_checkpoint(
         >>> found.entry, list(found.tensors), found.facts
         ('model_state', ['w'], {'epoch': 3})
     """
-    place = os.fspath(path)
+    place = str(file_path(path, what))
     if not os.path.isfile(place):
         read_content(place, what)  # says what is there instead
     begin = f"{place} cannot be read as {a(what)}"

@@ -19,6 +19,8 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+from bevquant_graph import file_path
+
 from ._json import DocumentError, a, read_content
 
 _PUSHED = frozenset(
@@ -394,7 +396,7 @@ def read_plain_pickle(path: str | os.PathLike[str], what: str = "pickle") -> Any
         ...     read_plain_pickle(file.name)
         {'a': [0, 1], 'b': 1.5}
     """
-    place = os.fspath(path)
+    place = str(file_path(path, what))
     content = read_content(path, what)
     try:
         found = read_pickle(io.BytesIO(content))

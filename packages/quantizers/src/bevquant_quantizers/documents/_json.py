@@ -14,6 +14,8 @@ from typing import Annotated, Any, Self, TypeVar
 import msgspec
 from msgspec import Meta
 
+from bevquant_graph import file_path
+
 from ._write import write_whole
 
 T = TypeVar("T")
@@ -46,7 +48,7 @@ def read_content(path: str | os.PathLike[str], what: str = "file", limit: int = 
     Raises:
         DocumentError: There is no such file, it is no regular one, too large, or cannot be read.
     """
-    file = Path(path)
+    file = file_path(path, what)
     try:
         if not file.is_file():
             how = "not a regular file" if os.path.lexists(file) else "no such file"

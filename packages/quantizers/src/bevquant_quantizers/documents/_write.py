@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from bevquant_graph import file_path
+
 # What is being written lies beside its place under such a name, locked by the writer.
 _WORK = re.compile(r"\.(?P<name>.+)\.[0-9]+\.[0-9a-f]{8}\.(?P<kind>tmp|old)", re.DOTALL)
 
@@ -43,7 +45,7 @@ def write_whole(
         ...     write_whole(f"{folder}/new/plan.json", "{}", parents=True).read_text()
         '{}'
     """
-    target = Path(path)
+    target = file_path(path)
     if parents:
         target.parent.mkdir(parents=True, exist_ok=True)
     _check_parent(target)
@@ -84,7 +86,7 @@ def write_folder(
         ValueError: The parent of `path` does not exist.
         OSError: The disk is full or the place may not be written.
     """
-    target = Path(path)
+    target = file_path(path)
     _check_parent(target)
     sweep(target.parent, target.name)
     work, old = _work_name(target, "tmp"), _work_name(target, "old")
@@ -115,7 +117,7 @@ def write_folder(
 
 def sha256(path: str | os.PathLike[str]) -> str:
     """The digest of a file, in hexadecimal."""
-    with open(path, "rb") as file:
+    with file_path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

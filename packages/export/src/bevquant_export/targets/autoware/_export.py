@@ -24,6 +24,7 @@ from bevquant_export.sparse._verify import with_note
 from bevquant_export.targets.autoware._emit import GraphWriter
 from bevquant_export.targets.autoware._plugin import AutowareFile
 from bevquant_export.targets.autoware._reference import compare_autoware_onnx
+from bevquant_graph import file_path
 from bevquant_int8sim import simulate
 from bevquant_quantizers import quantization_disabled, write_whole
 
@@ -274,7 +275,7 @@ def export_autoware_onnx(
     proto = writer.model(names)
     proto = joined(proto, [Path(tail) for tail in tails])
     note_guards(proto, graph.guards)
-    target = Path(path)
+    target = file_path(path, "ONNX file")
     if not target.parent.is_dir():
         raise ValueError(f"export_autoware_onnx: there is no folder {target.parent}; make it first")
     content = proto.SerializeToString(deterministic=True)
