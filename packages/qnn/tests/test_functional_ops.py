@@ -436,5 +436,5 @@ def test_what_only_tells_places_stays_float():
 
     given = torch.randn(1, 3, 4, 4), torch.rand(16, 2)
     result = qnn.quantize_model(Lift().eval(), example_inputs=given)
-    assert [item.path for item in result.quantized] == ["net", "offsets", "out"]
+    assert [item.path for item in result.quantized] == ["net", "offsets", "out", "sample_quantizer"]
     assert sum("or places" in note.reason for note in result.skipped) == 2

@@ -227,7 +227,7 @@ def behind(calibrated: Fixture, once: Fixture) -> Fixture:
 
     def make(name: str) -> Any:
         x = torch.randn(2, 4, 6, 6)
-        model = calibrated(Behind(OTHERS[name]), x)
+        model = calibrated(Behind(OTHERS[name]), x, quantize_sample=False)
         return model, simulate(model, x), x
 
     return lambda name: once(name, lambda: make(name))

@@ -10,6 +10,7 @@ Graph of Sequential: 2 operations
 from ._batch_arguments import as_example
 from ._capture import capture
 from ._copies import copied
+from ._deformable import deformable_attention
 from ._faults import (
     CaptureError,
     all_finite,
@@ -76,6 +77,7 @@ __all__ = [
     "check_kind",
     "checked_batches",
     "copied",
+    "deformable_attention",
     "evaluation",
     "file_path",
     "first_fault",

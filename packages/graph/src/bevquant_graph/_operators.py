@@ -27,6 +27,7 @@ class OpSpec:
             ``"layout_op"`` unchanged values in another shape, order or selection;
             ``"concat"`` several tensors side by side;
             ``"relu"``, ``"add"``, ``"max_pool"``, ``"avg_pool"``, ``"resize"``;
+            ``"sample"`` weighted sums of its first operand at real positions;
             ``"layer"`` products with a weight;
             ``"norm"`` a batch norm of fixed statistics;
             ``"quantize"`` fake quantization;
@@ -118,7 +119,10 @@ OPERATORS: dict[str, OpSpec] = {
     **_rows("bevquant_sparse::to_dense", "to_dense", values=True, mixes=False),
     **_rows("sym_size sym_numel sym_stride sym_storage_offset size numel dim", "size"),
     **_rows("matmul mm bmm addmm baddbmm einsum scaled_dot_product_attention", "float"),
-    **_rows("grid_sample grid_sampler grid_sampler_2d grid_sampler_3d", "float", places=True),
+    **_rows(
+        "grid_sample grid_sampler grid_sampler_2d grid_sampler_3d "
+        "bevquant_graph::deformable_attention", "sample", places=True,
+    ),
 }  # fmt: skip
 
 

@@ -30,6 +30,11 @@ from bevquant_int8sim._pool import int8_avg_pool, int8_max_pool
 from bevquant_int8sim._quantize import dequantize, quantize, quantize_bias
 from bevquant_int8sim._requantize import requantize
 from bevquant_int8sim._resize import int8_resize
+from bevquant_int8sim._sample import (
+    int8_deform_conv2d,
+    int8_deformable_attention,
+    int8_grid_sample,
+)
 from bevquant_int8sim._sparse_conv import int8_sparse_conv
 from bevquant_int8sim._to_dense import int8_to_dense
 from bevquant_int8sim.model import (
@@ -69,6 +74,9 @@ __all__ = [
     "int8_conv2d",
     "int8_conv3d",
     "int8_conv_transpose2d",
+    "int8_deform_conv2d",
+    "int8_deformable_attention",
+    "int8_grid_sample",
     "int8_leaky_relu",
     "int8_linear",
     "int8_lookup",

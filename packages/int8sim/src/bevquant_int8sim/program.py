@@ -34,6 +34,7 @@ from typing import Any
 from torch import nn
 
 from bevquant_graph import arguments
+from bevquant_int8sim._sample import PADDINGS, SAMPLES, exact_samples, sampling_error
 from bevquant_int8sim.model._float8 import FLOAT8, Float8Layer, float8_round
 from bevquant_int8sim.model._form import Form, Integers, TensorType
 from bevquant_int8sim.model._grid_operations import grid_call, module_call
@@ -55,7 +56,9 @@ from bevquant_int8sim.model._save import to_document
 
 __all__ = [
     "FLOAT8",
+    "PADDINGS",
     "PROGRAM_READERS",
+    "SAMPLES",
     "Float8Layer",
     "FloatFallback",
     "Form",
@@ -68,6 +71,7 @@ __all__ = [
     "Value",
     "arguments",
     "contiguous",
+    "exact_samples",
     "float8_round",
     "from_document",
     "grid_call",
@@ -77,6 +81,7 @@ __all__ = [
     "names_in",
     "replaced",
     "rounded",
+    "sampling_error",
     "to_document",
 ]
 

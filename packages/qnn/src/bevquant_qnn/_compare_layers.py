@@ -453,7 +453,7 @@ def _probes(
     probes: dict[str, _Probe] = {}
     for path, module in quantized_model.named_modules(remove_duplicate=False):
         owner, _, name = path.rpartition(".")
-        if name.startswith("residual_quantizer"):
+        if name.startswith(("residual_quantizer", "sample_quantizer")):
             # Other layers may hold the same quantizer, so what it counts is not this block's.
             layer, reader = owner, None
         elif getattr(module, "_input_quantizer", None) is not None:

@@ -34,6 +34,7 @@ class QuantConfig:
             for the module and everything below it. `conv1` never means `conv10`.
         quantize_add: Quantize residual additions.
         quantize_concat: Quantize concatenations of feature maps.
+        quantize_sample: Quantize what `grid_sample` and deformable attention sample.
         quantize_pool: Replace max, average and adaptive average pooling.
         quantize_linear: Replace fully connected layers.
         quantize_first_layer: False leaves the first convolution or linear layer float, in the
@@ -58,6 +59,7 @@ class QuantConfig:
     exclude: tuple[str, ...] = ()
     quantize_add: bool = True
     quantize_concat: bool = True
+    quantize_sample: bool = True
     quantize_pool: bool = True
     quantize_linear: bool = True
     quantize_first_layer: bool = True

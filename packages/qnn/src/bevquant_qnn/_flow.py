@@ -20,7 +20,7 @@ from bevquant_quantizers import TensorQuantizer
 
 # Operators that integers pass as integers; every other one makes floats.
 _KEEP_INTEGERS = frozenset(
-    "identity layout_op concat relu add max_pool avg_pool resize quantize sparse_pool "
+    "identity layout_op concat relu add max_pool avg_pool resize sample quantize sparse_pool "
     "to_dense".split()
 )
 
@@ -182,7 +182,8 @@ class _Reader:
             if node.target is OPAQUE or self.makes_integers(steps, node):
                 return False
             if steps.spec(node).kind in _KEEP_INTEGERS:
-                pending += steps.read(node)
+                read = steps.read(node)
+                pending += read[:1] if steps.spec(node).places else read
         return True
 
     def makes_integers(self, steps: Steps, node: fx.Node) -> bool:

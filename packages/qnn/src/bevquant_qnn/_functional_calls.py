@@ -1,4 +1,4 @@
-"""Additions, concatenations and products of a forward, sent to children while the forward runs.
+"""Additions, concatenations, samples and products of a forward, sent to children while it runs.
 
 A module whose functional operations are quantized keeps its author's forward. Its class becomes a
 subclass of the same name, whose forward runs the author's under a `TorchFunctionMode`. The mode
@@ -25,6 +25,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import _symbolic_trace
 from torch.overrides import TorchFunctionMode
@@ -33,8 +34,15 @@ from bevquant_qnn._held_weight import PRODUCT_CALLS, HeldWeight, Product, produc
 
 _ADDS = frozenset({torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__})
 _CATS = frozenset({torch.cat, torch.concat, torch.concatenate})
-_ADDS_AND_CATS = _ADDS | _CATS
-_ALL = _ADDS_AND_CATS | PRODUCT_CALLS.keys()
+_ATTENTION = torch.ops.bevquant_graph.deformable_attention
+_SAMPLES: dict[Any, str] = {
+    **dict.fromkeys((F.grid_sample, torch.grid_sampler), "input"),
+    **dict.fromkeys((torch.grid_sampler_2d, torch.grid_sampler_3d), "input"),
+    **dict.fromkeys((_ATTENTION, _ATTENTION.default), "value"),
+}
+"""Functions that sample their first operand, to its name."""
+_JOINS = _ADDS | _CATS | _SAMPLES.keys()
+_ALL = _JOINS | PRODUCT_CALLS.keys()
 _BASE, _PLAN = "_bevquant_float_class", "_bevquant_joins"
 _CHILDREN = "_bevquant_join_children"
 
@@ -56,8 +64,8 @@ class Target(NamedTuple):
 
     Attributes:
         name: Its name in the module.
-        operand: 0 or 1 where the child is the quantizer of that operand of an addition; None where
-            it computes the functional operation.
+        operand: 0 or 1 where the child is the quantizer of that operand of an addition, 0 of a
+            sampling; None where it computes the functional operation.
     """
 
     name: str
@@ -127,7 +135,7 @@ class _FunctionalMode(TorchFunctionMode):
         self.passes: Counter[Site] = Counter()
         self.children = children
         held = any(isinstance(child, HeldWeight) for child in children.values())
-        self.functions = _ALL if held or note is not None else _ADDS_AND_CATS
+        self.functions = _ALL if held or note is not None else _JOINS
         if note is not None:
             self.call = note.calls[module]
             note.calls[module] += 1
@@ -175,8 +183,11 @@ class _FunctionalMode(TorchFunctionMode):
             return child(*_operands(args, kwargs))
         if target.operand is None:
             return child(*args)
+        if not args:  # `grid_sample(input=x, grid=grid)`
+            first = _SAMPLES[func]
+            return func(**{**kwargs, first: child(kwargs[first])})
         operands = [child(a) if i == target.operand else a for i, a in enumerate(args)]
-        return func(*operands)
+        return func(*operands, **kwargs)
 
     def product(self, child: HeldWeight, product: Product, planned: CallSite | None) -> Any:
         """What a product's layer makes of its input, if the product is still that layer's."""
@@ -351,6 +362,8 @@ def _kind(func: Any, args: tuple[Any, ...], kwargs: Any) -> str | None:
         return "add" if two else None
     if func in PRODUCT_CALLS:
         return "product"
+    if func in _SAMPLES:
+        return "sample"
     return "cat" if func in _CATS and "out" not in kwargs else None
 
 

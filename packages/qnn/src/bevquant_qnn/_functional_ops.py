@@ -29,7 +29,7 @@ class FunctionalOp:
 
     Attributes:
         call: The call of the module that makes it.
-        kind: ``"add"``, ``"cat"`` or ``"product"``.
+        kind: ``"add"``, ``"cat"``, ``"sample"`` or ``"product"``.
         site: Where in the forward it is made, and `occurrence` the how many-th time in this call.
         steps: What the model computes, `node` the step; None where it is in none.
         planned: It has its quantizer already.
@@ -49,8 +49,10 @@ class FunctionalOp:
 
     @property
     def operands(self) -> list[object]:
-        """What is added or concatenated."""
+        """What is added, concatenated or sampled."""
         assert self.node is not None
+        if self.kind == "sample":
+            return list(self.node.args[:1])
         if self.kind != "cat":
             return list(self.node.args[: 2 if self.kind == "add" else 1])
         given = self.node.args[0] if self.node.args else self.node.kwargs.get("tensors")
@@ -130,6 +132,8 @@ def quantize_functional_ops(
       calling a layer goes through a quantized layer over that parameter.
     - A concatenation fed by or read by quantized layers becomes `self.quant_concat(…)`. One that
       nothing reads stays float, unless a part of the model hands on what its layers made.
+    - A sampling (`grid_sample`, deformable attention) fed by or read by quantized layers gets
+      `self.sample_quantizer` on the sampled tensor; its positions and weights stay float.
 
     The forward stays its author's (`_functional_calls`); the module's class keeps its name.
 
@@ -155,7 +159,7 @@ def quantize_functional_ops(
         placer.place()
         done += placer.done
         placed += placer.placed
-    if not (config.quantize_add or config.quantize_concat):
+    if not (config.quantize_add or config.quantize_concat or config.quantize_sample):
         return done, skipped, placed
     for path, module in list(model.named_modules()):
         if not may_hold_functional_ops(module) and not own[module]:
@@ -223,6 +227,8 @@ class _Placer:
         for op in first.values():
             if op.kind == "cat" and self._config.quantize_concat:
                 self._concat(op)
+            elif op.kind == "sample" and self._config.quantize_sample:
+                self._sample(op)
         if self._targets:
             self._module.__class__ = functional_class(type(self._module), self._plan())
 
@@ -329,17 +335,40 @@ class _Placer:
         if not steps.is_read(node) and (computed or not self._path):
             self._pass_over(op, "is an output of the model, or places, that no layer reads")
             return
-        outer = self._around(op)
-        readers = steps.readers(node, outer)
-        feeders = [child for value in nodes for child in steps.producers(value, outer)]
-        around = (m for child in (*readers, *feeders) for m in child.modules())
-        if not is_table(self._module) and not any(map(is_quantized, around)):
-            self._pass_over(op, "is neither fed nor read by a quantized layer")
+        if not is_table(self._module) and not self._is_near_layers(op, nodes):
             return
         name = self._new_name("quant_concat")
         if self._allowed(name):
             child = QuantConcat(dim, quant_desc_input=self._config.input_descriptor())
             self._attach(op, Target(name), child, "concatenation")
+
+    def _sample(self, op: FunctionalOp) -> None:
+        node, steps = op.node, op.steps
+        if node is None:
+            self._pass_over(op, "is not found among what the model's outputs are made of")
+            return
+        (value,) = op.operands
+        if not isinstance(value, fx.Node) or not steps.is_tensor(value):
+            return
+        if isinstance(steps.module(value), TensorQuantizer):
+            return
+        if not self._is_near_layers(op, [value]):
+            return
+        name = self._new_name("sample_quantizer")
+        if self._allowed(name):
+            quantizer = TensorQuantizer(self._config.input_descriptor())
+            self._attach(op, Target(name, 0), quantizer, "sampled tensor")
+
+    def _is_near_layers(self, op: FunctionalOp, operands: list[fx.Node]) -> bool:
+        """Whether quantized layers make an operand or read the result; noted where none does."""
+        assert op.node is not None
+        outer, steps = self._around(op), op.steps
+        readers = steps.readers(op.node, outer)
+        feeders = [child for value in operands for child in steps.producers(value, outer)]
+        near = any(is_quantized(m) for child in (*readers, *feeders) for m in child.modules())
+        if not near:
+            self._pass_over(op, "is neither fed nor read by a quantized layer")
+        return near
 
     def _around(self, op: FunctionalOp) -> Call:
         """The call whose layers make and read what is joined: of a bare module, its caller's."""
@@ -364,7 +393,7 @@ class _Placer:
         return pattern is None
 
     def _pass_over(self, op: FunctionalOp, reason: str) -> None:
-        kind = "concatenation" if op.kind == "cat" else "addition"
+        kind = {"cat": "concatenation", "sample": "sampling"}.get(op.kind, "addition")
         place = "" if op.node is None else op.steps.location(op.node)
         place = place or f"line {op.site[-1].line}"
         self.skipped.append(SkippedModule(self._path, f"{kind} ({place}) {reason}: left float"))

@@ -296,7 +296,7 @@ def _functional_kind(steps: Steps, node: fx.Node) -> str | None:
         return "add" if two and all(_is_tensor(a) for a in node.args) else None
     if spec.name in _PRODUCTS:
         return "product"
-    return "cat" if spec.name == "cat" else None
+    return spec.kind if spec.kind == "sample" else "cat" if spec.name == "cat" else None
 
 
 def _is_tensor(value: object) -> bool:

@@ -216,7 +216,7 @@ def _unused(found: Followed, layers: Collection[nn.Module]) -> dict[nn.Module, S
 def _check_patterns(model: nn.Module, config: QuantConfig) -> None:
     """Refuse patterns that name nothing, before anything is changed."""
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
-    added = ("quant_add", "quant_concat", "residual_quantizer")
+    added = ("quant_add", "quant_concat", "residual_quantizer", "sample_quantizer")
     unmatched = [
         pattern
         for pattern in config.unmatched(paths)

@@ -24,7 +24,7 @@ from bevquant_qnn import (
 from bevquant_quantizers import CalibrationReport, calibrate
 from bevquant_sparse import is_sparse_conv
 
-_ADDED = ("quant_add", "quant_concat", "residual_quantizer")
+_ADDED = ("quant_add", "quant_concat", "residual_quantizer", "sample_quantizer")
 
 
 def fuse_detector(

@@ -19,6 +19,7 @@ from bevquant_export.dense._graph import Graph, TensorState
 from bevquant_export.dense._grid import average_pool, max_pool, resize
 from bevquant_export.dense._layout_ops import keeps_scale, moved
 from bevquant_export.dense._numbers import Numbers
+from bevquant_export.dense._sample import sampling_call
 from bevquant_export.dense._source import Source, integer_model, location
 from bevquant_export.dense._torch_form import torch_form
 from bevquant_export.dense._voxels import Voxels
@@ -26,6 +27,7 @@ from bevquant_export.dense._weighted import block_of, unflattened, weighted_laye
 from bevquant_export.sparse.portable._body import INT64
 from bevquant_graph import own_code
 from bevquant_int8sim.program import (
+    SAMPLES,
     Integers,
     Ref,
     Step,
@@ -272,6 +274,9 @@ class Emitter:
             return graph.node("Add", path, [self._addend(step, ref.name) for ref in step.args])
         if step.op in ("max_pool", "avg_pool", "resize"):
             return self._grid(step)
+        if step.op in SAMPLES:
+            self._called = step = sampling_call(step, self._values())
+            return self._float(step, lambda: self._torch_form(step))
         if step.op not in ("move", "float"):
             self._refuse(step)
         rows = self.voxels.written(step) or self.numbers.sized(step)

@@ -14,7 +14,15 @@ from bevquant_export.dense._graph import Array
 from bevquant_export.dense._rounding_boundary import LAYERS, UNIT, per_channel
 from bevquant_export.dense._source import QdqProgram, inputs_of
 from bevquant_graph import op_spec, refilled
-from bevquant_int8sim.program import Integers, Program, Ref, Step, replaced
+from bevquant_int8sim.program import (
+    SAMPLES,
+    Integers,
+    Program,
+    Ref,
+    Step,
+    exact_samples,
+    replaced,
+)
 
 _RUNS = 6
 _UNITS = 2  # a function's own steps each round
@@ -60,7 +68,8 @@ class FloatErrors:
         self._last: dict[str, str] = {}  # what is read to the result of its last reader
         self._calls: set[str] = set()
         for step in reversed(program.steps):
-            if needed.intersection(step.outputs) and _is_call(step):
+            samples = step.op in SAMPLES and program.values[step.outputs[0]].form == "float"
+            if needed.intersection(step.outputs) and (samples or _is_call(step)):
                 self._calls.add(step.outputs[0])
                 needed.update(step.inputs)
                 for name in step.inputs:
@@ -106,7 +115,11 @@ class FloatErrors:
                 self._lost.add(name)
 
     def _called(self, step: Step) -> tuple[Any, ...]:
-        """Result of a step on perturbed inputs."""
+        """Result of a step on perturbed inputs; samples in real arithmetic, as a file has them."""
+        if step.op in SAMPLES:
+            given = [self._moved[ref.name] for ref in step.args]
+            samples = exact_samples(step.op, given, step.kwargs) * step.attributes["scale"]
+            return ((samples.clamp(min=0) if step.attributes["relu"] else samples).float(),)
         call: Any = step.module if step.function is None else step.function
         rounded = self._rounded if step.op == "float" else (lambda value: value)
         resizes = "upsample" in op_spec(step.function).name or step.kwargs.get("mode") == "bilinear"

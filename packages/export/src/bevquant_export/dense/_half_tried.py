@@ -21,10 +21,12 @@ from bevquant_export.dense._half_single import Known, Measure
 from bevquant_export.dense._runnable import any_session, rounded_session
 from bevquant_export.dense._source import Source, integer_model
 from bevquant_export.dense._written import QdqFile
-from bevquant_int8sim.program import Ref, Step, names_in
+from bevquant_int8sim.program import SAMPLES, Ref, Step, names_in
 from bevquant_quantizers import TensorQuantizer, float_ranges
 
-_COMPUTED = frozenset("float conv conv_transpose linear resize max_pool avg_pool".split())
+_COMPUTED = frozenset("float conv conv_transpose linear resize max_pool avg_pool".split()).union(
+    SAMPLES
+)
 Recorded = dict[str, tuple[float, bool]]
 EXAMPLE, LARGEST = "the example", "the largest calibrated values"
 

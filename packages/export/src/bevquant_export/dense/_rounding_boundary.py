@@ -14,7 +14,15 @@ from torch.nn import functional
 
 from bevquant_export.dense._graph import Array
 from bevquant_export.dense._profile import Profile
-from bevquant_int8sim.program import Integers, Program, Ref, Step
+from bevquant_int8sim.program import (
+    SAMPLES,
+    Integers,
+    Program,
+    Ref,
+    Step,
+    exact_samples,
+    sampling_error,
+)
 
 LAYERS = ("conv", "conv_transpose", "linear")
 UNIT = 2.0**-24  # largest relative error of one rounding to float32
@@ -82,7 +90,7 @@ class RoundingBoundary:
     def rounds_floats(self, name: str) -> bool:
         """Whether a value is rounded from floats, which functions may have computed."""
         step = self._makers.get(name)
-        if step is None or step.op not in ("quantize", "add"):
+        if step is None or step.op not in ("quantize", "add", *SAMPLES):
             return False
         return any(self._forms[read] == "float" for read in step.inputs)
 
@@ -101,7 +109,7 @@ class RoundingBoundary:
         if not isinstance(form, Integers) or step is None:
             return 0
         found = 0
-        sums = step.op not in ("resize", "avg_pool")  # which are computed as a whole
+        sums = step.op not in ("resize", "avg_pool", *SAMPLES)  # which are computed as a whole
         places, at_once = (places[:_MOST], _AT_ONCE) if sums else (places, len(places) or 1)
         for start in range(0, len(places), at_once):
             at = places[start : start + at_once]
@@ -122,6 +130,8 @@ class RoundingBoundary:
         refs = [arg for arg in step.args if isinstance(arg, Ref)]
         if len(refs) != len(step.args) or not refs:
             return None
+        if step.op in SAMPLES:
+            return self._sampled(step, [ref.name for ref in refs], places, shape)
         if step.op in LAYERS and len(refs) == 1:
             return self._layer(step, places)
         if step.op in ("quantize", "requantize") and len(refs) == 1:
@@ -189,6 +199,25 @@ class RoundingBoundary:
         )
         farthest = max(shape[2:]) + max(x.shape[2:])
         return self._whole(name, resized, places, shape, 1 + farthest)
+
+    def _sampled(
+        self, step: Step, names: list[str], places: Array, shape: tuple[int, ...]
+    ) -> _Real | None:
+        """Samples in float64, with the error of positions and weights in fixed point.
+
+        Errors of the floats that make positions count with the largest difference of two pixels.
+        """
+        if any(name not in self._values for name in names):
+            return None
+        args = [torch.from_numpy(self._values[name]) for name in names]
+        made = exact_samples(step.op, args, step.kwargs)
+        real = self._whole(names[0], made, places, shape, max(args[0].shape[1:]))
+        if real is None:
+            return None
+        error = sampling_error(step.op, args, step.kwargs.get("mode", ""))
+        moved = sum(float(np.max(self._errors.get(name, 0.0), initial=0.0)) for name in names[1:])
+        error += moved * max(args[0].shape[1:]) * 2.0**8
+        return _Real(real.value, real.error + error * self._scale(names[0]))
 
     def _averaged(self, step: Step, places: Array, shape: tuple[int, ...]) -> _Real | None:
         """Average pooling by torch, in float64."""

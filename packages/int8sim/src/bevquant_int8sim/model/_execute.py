@@ -21,6 +21,7 @@ from bevquant_int8sim._prepared import without_lists
 from bevquant_int8sim._quantize import dequantize, quantize
 from bevquant_int8sim._requantize import requantize
 from bevquant_int8sim._rounding import round_float
+from bevquant_int8sim._sample import attention_sums, grid_sums
 from bevquant_int8sim._sparse_conv import int8_sparse_conv
 from bevquant_int8sim.model._coords import Coords, Geometry
 from bevquant_int8sim.model._fast_program import sorted_coords
@@ -157,6 +158,22 @@ def _avg_pool(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]
         q = round_float(values, rounding)
     low = 0 if attributes["relu"] else attributes["low"]
     return (q.clamp_(low, attributes["high"]).to(dtype),)
+
+
+def _sample(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
+    attributes, name = step.attributes, step.path or "the model"
+    if step.op == "grid_sample":
+        sums, bits = grid_sums(*args, **kwargs, name=name)
+    else:
+        sums, bits = attention_sums(*args, name=name)
+    relu = attributes["relu"]
+    if attributes["out"] == "float32":
+        scale = torch.tensor(attributes["scale"] / 2**bits, dtype=torch.float64)
+        return (dequantized(sums, scale, -1, relu=relu),)
+    bits_out = 8 if attributes["out"] == "int8" else 16
+    factor = attributes["multiplier"] / 2**bits
+    q = requantize(sums, factor, bits=bits_out, relu=relu, name=name, **step.rounding)
+    return (q.clamp_(attributes["low"], attributes["high"]),)
 
 
 def _coords(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Coords]:
@@ -296,8 +313,10 @@ _OPERATIONS: dict[str, Callable[[Step, Any, Any, str], Any]] = {
     "conv": _dense,
     "conv_transpose": _dense,
     "constant": _constant,
+    "deformable_attention": _sample,
     "dequantize": _dequantize,
     "float": _call,
+    "grid_sample": _sample,
     "host": _call,
     "linear": _dense,
     "max_pool": _call,

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from bevquant_graph import check_kind, op_spec, own_inputs
+from bevquant_int8sim._sample import SAMPLES, sampling_error
 from bevquant_int8sim.model._execute import geometry
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Integers, RequiredType
@@ -24,7 +25,7 @@ from bevquant_int8sim.model._traced_source import Source
 
 _COMPUTES = frozenset(
     "quantize requantize sparse_conv conv conv_transpose linear add max_pool avg_pool resize "
-    "float".split()
+    "grid_sample deformable_attention float".split()
 )
 _SELECTS = frozenset(
     "getitem select narrow index_select index gather take_along_dim masked_select take".split()
@@ -44,6 +45,7 @@ class ForcedRun:
         placed: Values of the program that are judged, in order.
         makers: The step that makes each value.
         operations: What each step of the last batch multiplied, as `Program.operations`.
+        sampling: Error of each sampling step's positions and weights, in steps of its input.
 
     Raises:
         ValueError: An integer model that was loaded from a file.
@@ -105,6 +107,7 @@ class ForcedRun:
         for value, at in last.items():
             self._spent_values.setdefault(at, set()).add(value)
         self._read = frozenset(last)
+        self.sampling: dict[str, float] = {}
 
     def see(self, step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
         """Called behind each step of the integer model, with what it read and made."""
@@ -174,6 +177,9 @@ class ForcedRun:
                 return ended.value
             own = products.count - before
             self.operations[step.outputs[0]] = operations(step, given, outputs, own)
+            if step.op in SAMPLES:
+                error = sampling_error(step.op, given, step.kwargs.get("mode", ""))
+                self.sampling[step.outputs[0]] = error
             if step.outputs[0] in self._read and isinstance(outputs[0], Tensor):
                 made[step.outputs[0]] = outputs[0]
             self.see(step, given, outputs)

@@ -1,4 +1,4 @@
-"""Pooling and resizing under one name each, whichever function, method or module calls them."""
+"""Pooling, resizing and sampling under one name each, whatever function or module calls them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from bevquant_graph import layer_class
 from bevquant_int8sim._pool import int8_avg_pool, int8_max_pool
 from bevquant_int8sim._resize import int8_resize
 from bevquant_int8sim._rounding import round_float
+from bevquant_int8sim._sample import MODES, PADDINGS
 
 _MAX = {"max_pool1d", "max_pool2d", "max_pool3d"}
 _AVERAGE = {"avg_pool1d", "avg_pool2d", "avg_pool3d"}
@@ -177,6 +178,24 @@ def grid_call(what: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[str, dic
         plain = not any(special) and given["mode"] in ("nearest", "bilinear")
         return ("resize", given) if plain else None
     return None
+
+
+def sample_call(name: str, places: Sequence[Any]) -> tuple[str, dict[str, Any]]:
+    """``("grid_sample" | "deformable_attention", settings)`` of a sampling operator.
+
+    ``""`` where its settings have no integer form.
+
+    Args:
+        name: Of the operator.
+        places: Its arguments behind the sampled tensor.
+    """
+    if name.endswith("deformable_attention"):
+        return "deformable_attention", {}
+    mode, padding, corners = places[1:4]
+    if mode >= len(MODES):
+        return "", {}
+    settings = {"mode": MODES[mode], "padding_mode": PADDINGS[padding], "align_corners": corners}
+    return "grid_sample", settings
 
 
 def module_call(module: nn.Module) -> tuple[str, dict[str, Any]] | None:

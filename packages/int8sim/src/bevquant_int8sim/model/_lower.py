@@ -296,7 +296,7 @@ class _Lowering:
             )
             self._keep(operation.output, required, made)
 
-    def _average(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
+    def _blend(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         source = operation.args[0].name
         natural = self._natural[source]
         assert isinstance(natural, Integers)
@@ -309,9 +309,12 @@ class _Lowering:
                 attributes |= {"multiplier": multiplier, "low": form.low, "high": form.high}
             self.steps.append(
                 Step(
-                    "avg_pool",
+                    operation.what,
                     operation.path,
-                    (Ref(self.have[source, RequiredType(natural)]),),
+                    (
+                        Ref(self.have[source, RequiredType(natural)]),
+                        *self._float_args(operation.args[1:]),
+                    ),
                     (made,),
                     kwargs=self._float_args(operation.kwargs),
                     attributes=attributes,

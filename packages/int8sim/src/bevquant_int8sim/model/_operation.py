@@ -27,8 +27,8 @@ class Operation:
 
     Attributes:
         kind: ``"input"``, ``"constant"``, ``"quantizer"``, ``"layer"``, ``"relu"``, ``"move"``
-            (values stay as they are, also in integers), ``"add"``, ``"average"``, ``"float"``,
-            ``"host"`` or ``"sites"``.
+            (values stay as they are, also in integers), ``"add"``, ``"blend"`` (weighted sums of
+            one tensor's integers), ``"float"``, ``"host"`` or ``"sites"``.
         path: Module, or the module whose forward calls the function.
         output: Name of what it makes.
         args: Positional arguments with `Ref`s in the place of tensors.
@@ -194,9 +194,9 @@ class _Walk:
         elif kind == "relu":
             for required in required_types:
                 self._read(operation.args[0], required.behind_relu(operation.ceiling))
-        elif kind == "average":
+        elif kind == "blend":
             self._read(operation.args[0], RequiredType(self._natural[operation.args[0].name]))
-            self._read(operation.kwargs, RequiredType(FLOAT))
+            self._read((operation.args[1:], operation.kwargs), RequiredType(FLOAT))
         elif kind == "add":
             for operand, form in zip(operation.args, self._operand_forms(operation), strict=True):
                 self._read(operand, RequiredType(form))
@@ -230,7 +230,7 @@ def _followers(operations: tuple[Operation, ...]) -> set[str]:
     """Moves of what is made in integers; floats are moved first and quantized behind."""
     made: set[str] = set()
     for operation in operations:
-        if operation.kind in ("quantizer", "layer", "add", "average"):
+        if operation.kind in ("quantizer", "layer", "add", "blend"):
             made.add(operation.output)
         elif operation.kind == "relu" and operation.args[0].name in made:
             made.add(operation.output)

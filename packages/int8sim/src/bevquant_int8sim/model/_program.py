@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_graph import Guard, ReadMembers, refilled
+from bevquant_int8sim._sample import SAMPLES
 from bevquant_int8sim.model._form import Form
 from bevquant_int8sim.model._method import torch_operator
 
 _ROUNDS = frozenset(
     "quantize requantize sparse_conv conv conv_transpose linear add avg_pool".split()
-)
+).union(SAMPLES)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,13 @@ from bevquant_int8sim.model._float8 import Float8Layer, float8_round
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form, Integers
 from bevquant_int8sim.model._graph_values import GraphValues, is_coords, nested
-from bevquant_int8sim.model._grid_operations import grid_call, max_pool, require, resize
+from bevquant_int8sim.model._grid_operations import (
+    grid_call,
+    max_pool,
+    require,
+    resize,
+    sample_call,
+)
 from bevquant_int8sim.model._method import Method
 from bevquant_int8sim.model._opaque_call import OpaqueCall
 from bevquant_int8sim.model._operation import Operation, Operations
@@ -224,7 +230,7 @@ class _Reader(GraphValues):
             if not isinstance(natural, Integers):
                 return None
             return self._tensor(
-                node, "average", args=(x,), kwargs=settings, what=what, natural=ACCUMULATORS
+                node, "blend", args=(x,), kwargs=settings, what=what, natural=ACCUMULATORS
             )
         made = self._tensor(
             node, "move", args=(x,), kwargs=settings, what=what, moved=(x.name,),
@@ -232,6 +238,21 @@ class _Reader(GraphValues):
             linear=settings.get("mode") == "bilinear",
         )  # fmt: skip
         return (made,) if "_with_indices" in str(node.target) else made
+
+    def _read_sample(self, node: fx.Node, spec: OpSpec) -> Any:
+        """Samples of integers, at positions that stay floats."""
+        x, *places = self._resolved(node.args)
+        natural = self.natural[x.name] if self._is_tensor(x) else FLOAT
+        what, settings = sample_call(spec.name, places)
+        if what == "" or node.kwargs or not isinstance(natural, Integers):
+            return None
+        if natural.bits > 8:
+            reason = f"it samples int8, and its values have {natural.bits} bits"
+            return self._any(node, spec, reason)
+        places = places[:1] if what == "grid_sample" else places
+        return self._tensor(
+            node, "blend", args=(x, *places), kwargs=settings, what=what, natural=ACCUMULATORS
+        )
 
     def _read_concat(self, node: fx.Node, spec: OpSpec) -> Any:
         args = self._resolved(node.args)
@@ -291,7 +312,9 @@ class _Reader(GraphValues):
         if what == "mul" and getattr(quantizer, "channel_factors", None) is not None:
             reason = "its input's channels have ranges of their own: x·f, then one range for all"
         if floats and not reason:
-            reason = f"{what} has no integer form"
+            known = spec.kind == "sample" and sample_call(spec.name, args[1:])[0]
+            why = "reads no int8 values" if known else "has no integer form"
+            reason = f"{what} {why}"
         return self._float(node, args, kwargs, reason.strip(), function=target, what=spec.name)
 
     def _opaque(self, node: fx.Node) -> Any:

@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 from bevquant_int8sim._rounding import Rounding
+from bevquant_int8sim._sample import SAMPLES
 from bevquant_int8sim.model._execute import OPERATION_NAMES
 from bevquant_int8sim.model._form import Form, Integers
 from bevquant_int8sim.model._program import Program, Ref, Step, names_in
@@ -104,9 +105,10 @@ class _Sparse(_Linear, kw_only=True):
     sum_multiplier: Positive | None = None
 
 
+_BLENDS = ("avg_pool", *SAMPLES)
 _ATTRIBUTES: dict[str, type[Struct]] = {
     "add": _Add,
-    "avg_pool": _Average,
+    **dict.fromkeys(_BLENDS, _Average),
     "conv": _Conv,
     "conv_transpose": _ConvTranspose,
     "dequantize": _Dequantize,
@@ -119,7 +121,8 @@ _ATTRIBUTES: dict[str, type[Struct]] = {
 # Values that an operation reads and makes; what calls a function may have any.
 _READS = {
     "add": (1, 64), "avg_pool": (1, 1), "constant": (0, 0), "conv": (1, 2),
-    "conv_transpose": (1, 2), "dequantize": (1, 1), "linear": (1, 2), "quantize": (1, 1),
+    "conv_transpose": (1, 2), "deformable_attention": (5, 5), "dequantize": (1, 1),
+    "grid_sample": (2, 2), "linear": (1, 2), "quantize": (1, 1),
     "relu": (1, 1), "requantize": (1, 1), "sites": (3, 3), "sorted_sites": (3, 3),
     "sparse_conv": (2, 3),
 }  # fmt: skip
@@ -174,7 +177,7 @@ def _check_call(step: Step, path: str) -> None:
     """How many values it reads and makes, and what it calls."""
     low, high = _READS.get(step.op, (0, 0))
     if step.op in _READS:
-        if not low <= len(step.args) <= high or (step.kwargs and step.op != "avg_pool"):
+        if not low <= len(step.args) <= high or (step.kwargs and step.op not in _BLENDS):
             raise ValueError(
                 f"{path}: {step.op} takes {low} to {high} values, got {len(step.args)} and "
                 f"{len(step.kwargs)} by name"
@@ -212,7 +215,7 @@ def _numbers(value: Any) -> Iterator[Any]:
 
 def _check_output(step: Step, form: Form, path: str) -> None:
     """Whether a step makes what its value is said to be."""
-    made = step.attributes.get("out") if step.op in _RANKS or step.op in ("add", "avg_pool") else ""
+    made = step.attributes.get("out") if step.op in _RANKS or step.op in ("add", *_BLENDS) else ""
     if step.op in ("quantize", "requantize"):
         made = "int8" if step.attributes["bits"] <= 8 else "int16"
     if step.op == "dequantize":

@@ -39,11 +39,11 @@ def verify_model(integer: IntegerModel, example_inputs: Any) -> None:
     .. math:: |q - \operatorname{round}(y/s)| \le 1 + (b + e)/s
 
     steps: one for a value on the border of two integers, b for the bias, which is rounded to half
-    a unit of the accumulator, and e for the fake-quantized model's own float32 sums,
-    2⁻¹⁴·Σ|w|·max|x|. FP8 tensors may differ by one step of FP8, results of FP8 layers by e and 2⁻¹²
-    of their largest value. What else is held in floats may differ by b + e and 2⁻¹² of its largest
-    value, or by noise 40 dB below it. As every step is judged on the same inputs, neither the depth
-    of a model nor its data move these bounds.
+    a unit of the accumulator (for samples: `sampling_error`), and e for the fake-quantized model's
+    own float32 sums, 2⁻¹⁴·Σ|w|·max|x|. FP8 tensors may differ by one step of FP8, results of FP8
+    layers by e and 2⁻¹² of their largest value. What else is held in floats may differ by b + e and
+    2⁻¹² of its largest value, or by noise 40 dB below it. As every step is judged on the same
+    inputs, neither the depth of a model nor its data move these bounds.
 
     What each step multiplies on the way is kept as `Program.operations`.
 
@@ -156,8 +156,10 @@ class StepBounds:
 
     def _of(self, value: str) -> float:
         """What rounding of the bias and float32 sums explain of a value, in its own unit."""
+        step = self._run.makers[value]
+        if value in self._run.sampling:  # of this batch's positions
+            return self._run.sampling[value] * float(step.attributes["scale"])
         if value not in self._slack:
-            step = self._run.makers[value]
             if step.op in _LAYERS:
                 self._slack[value] = self._of_layer(step)
             elif isinstance(step.module, Float8Layer):

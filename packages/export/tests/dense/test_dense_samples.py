@@ -1,0 +1,96 @@
+"""Files of models that sample integers: GridSample, or gathers where the engine has none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bevquant_export import compare_qdq_onnx, export_qdq_onnx
+from bevquant_graph import deformable_attention
+from bevquant_qnn import quantize_model
+from bevquant_quantizers import calibrate
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+
+class Warp(nn.Module):
+    """A ReLU and a layer behind the samples, or floats (`apart`)."""
+
+    def __init__(self, apart=False, **settings):
+        super().__init__()
+        self.features, self.flow = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(3, 2, 1)
+        self.head, self.apart, self.settings = nn.Conv2d(6, 4, 1), apart, settings
+
+    def forward(self, x):
+        grid = 2 * self.flow(x).permute(0, 2, 3, 1)
+        y = F.grid_sample(self.features(x).relu(), grid, align_corners=False, **self.settings)
+        return self.head(y.sigmoid() + y if self.apart else y.relu())
+
+
+class Attention(nn.Module):
+    def __init__(self, apart=False):
+        super().__init__()
+        self.value, self.offsets = nn.Linear(8, 8), nn.Linear(8, 2 * 2 * 3 * 2)
+        self.weights, self.out, self.apart = nn.Linear(8, 2 * 6), nn.Linear(8, 5), apart
+        self.register_buffer("places", torch.rand(7, 1, 1, 1, 2) * 1.2 - 0.1)
+
+    def forward(self, query, memory):
+        batch, count, _ = query.shape
+        places = self.places + self.offsets(query).view(batch, count, 2, 2, 3, 2) / 8
+        weights = self.weights(query).view(batch, count, 2, 6).softmax(-1).unflatten(-1, (2, 3))
+        value = self.value(memory).unflatten(-1, (2, 4))
+        shapes, starts = torch.tensor([[4, 6], [2, 3]]), torch.tensor([0, 24])
+        made = deformable_attention(value, shapes, starts, places, weights)
+        return self.out(made.tanh() + made if self.apart else made)
+
+
+NETS = {
+    "zeros": Warp,
+    "border": lambda: Warp(padding_mode="border"),
+    "reflection, nearest": lambda: Warp(mode="nearest", padding_mode="reflection"),
+    "read by functions": lambda: Warp(apart=True),
+    "attention": Attention,
+    "attention read by functions": lambda: Attention(apart=True),
+}
+
+
+def frame(name, seed):
+    g = torch.Generator().manual_seed(seed)
+    if name.startswith("attention"):
+        return torch.randn(2, 7, 8, generator=g), torch.randn(2, 30, 8, generator=g)
+    return (torch.randn(2, 3, 8, 12, generator=g),)
+
+
+@pytest.mark.parametrize("profile", ["tensorrt11", "onnxruntime", "horizon"])
+@pytest.mark.parametrize("name", NETS)
+def test_files_have_the_integers_of_samples(name, profile, tmp_path):
+    torch.manual_seed(4)
+    model = quantize_model(NETS[name]().eval(), example_inputs=frame(name, 0)).model
+    calibrate(model, [frame(name, 0), frame(name, 1)])
+    file = export_qdq_onnx(model, frame(name, 0), tmp_path / "net.onnx", profile)
+    kinds = {node.op_type for node in onnx.load(file.path).graph.node}
+    assert ("GridSample" in kinds) == (profile != "horizon")
+    rows = compare_qdq_onnx(file, model, frame(name, 2))
+    assert [r.op for r in rows if "sample" in r.op or "attention" in r.op] or "functions" in name
+    assert sum(row.unexplained for row in rows) == 0
+
+
+def test_sizes_of_levels_that_are_inputs_are_refused(tmp_path):
+    class Free(Attention):
+        def forward(self, query, memory, shapes):
+            value = self.value(memory).unflatten(-1, (2, 4))
+            places, weights = torch.full((2, 7, 2, 2, 3, 2), 0.4), torch.full((2, 7, 2, 2, 3), 0.1)
+            starts = torch.tensor([0, 24])
+            return self.out(deformable_attention(value, shapes, starts, places, weights) + query)
+
+    given = (*frame("attention", 0), torch.tensor([[4, 6], [2, 3]]))
+    net = Free()
+    net.out = nn.Linear(8, 5)
+    model = quantize_model(net.eval(), example_inputs=given).model
+    calibrate(model, [given])
+    with pytest.raises(ValueError, match="sizes of the sampled levels are computed from inputs"):
+        export_qdq_onnx(model, given, tmp_path / "net.onnx", "onnxruntime")
