@@ -31,7 +31,7 @@ def test_dense(op: str, different: int, ties: int, largest: int, allowed: str, r
 def layer(
     node: str, form: str, different: int, largest: float, size: float = 1.0
 ) -> LayerDifference:
-    return LayerDifference(node, "", form, 1000, different, largest, size)
+    return LayerDifference("", "", node, 1000, different, largest, form=form, size=size)
 
 
 def test_sparse_layers_are_exact_up_to_floats_that_differ() -> None:

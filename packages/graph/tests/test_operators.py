@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,20 @@ EXAMPLES: dict[str, Callable[[Tensor], Any]] = {
     "upsample_nearest1d": lambda x: F.interpolate(x[0], scale_factor=2),
     "upsample_nearest2d": lambda x: F.interpolate(x, scale_factor=2),
     "upsample_nearest3d": lambda x: F.interpolate(x[None], scale_factor=2),
+    **{name: lambda x, name=name: getattr(aten, name)(x.sigmoid() + (name == "acosh"))
+       for name in ("abs acos acosh asin asinh atan atanh ceil celu cos cosh elu erf erfc exp "
+                    "expm1 floor gelu hardshrink hardsigmoid hardswish leaky_relu log log10 log1p "
+                    "log2 log_sigmoid mish neg reciprocal round rsqrt selu sigmoid sign silu sin "
+                    "sinh softplus sqrt square tan tanh trunc").split()},
+    **{name: lambda x, name=name: getattr(aten, name)(x, 2)
+       for name in ("clamp", "clamp_max", "clamp_min", "clip")},
+    "threshold": lambda x: aten.threshold(x, 2, 1),
+    **{name: lambda x, name=name: getattr(aten, name)(x, x)
+       for name in ("div", "maximum", "minimum", "mul", "pow", "remainder", "sub")},
+    **{name: lambda x, name=name: getattr(aten, name)(x, x, x) for name in ("addcdiv", "addcmul")},
+    "lerp": lambda x: aten.lerp(x, x, 0.5), "bitwise_not": lambda x: aten.bitwise_not(x.long()),
+    **{name: lambda x, name=name: getattr(aten, name)(x.long(), x.long())
+       for name in ("bitwise_and", "bitwise_or", "bitwise_xor", "__iand__", "__ior__", "__ixor__")},
     "batch_norm": lambda x: F.batch_norm(x, torch.ones(4).double(), 2 * torch.ones(4).double()),
 }  # fmt: skip
 # Held where these operators are: in the tests of their packages.
@@ -106,9 +121,13 @@ def test_an_operator_does_what_its_row_promises(name: str) -> None:
 def test_a_kind_means_the_same_in_every_row(spec: OpSpec) -> None:
     nearest = "bilinear" not in spec.name and "avg" not in spec.name
     assert spec.values is (spec.kind in KEEPING and nearest)
-    assert spec.shape is (spec.kind in {"identity", "relu", "add", "norm", "quantize"})
+    shaped = spec.kind in {"identity", "relu", "add", "norm", "quantize"}
+    assert spec.shape >= shaped
+    assert spec.shape is shaped or spec.kind == "float"
+    assert spec.unary is (spec.shape and not spec.mixes and spec.kind in {"float", "relu"})
+    assert bool(spec.layout) is (spec.kind == "layout_op")
     single = {"identity", "layout_op", "concat", "relu", "norm", "quantize", "to_dense"}
-    assert spec.mixes is (spec.kind not in single)
+    assert spec.mixes is (spec.kind not in single and not spec.unary)
     kept = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "_unsafe_view",
             "view_as", "reshape_as", "_reshape_alias", "unsafe_split", "unbind"}  # fmt: skip
     assert spec.order is (spec.kind == "identity" or spec.name in kept)
@@ -120,7 +139,8 @@ def test_a_kind_means_the_same_in_every_row(spec: OpSpec) -> None:
         ("relu_", "relu", "relu"),
         ("__getitem__", "__getitem__", "float"),
         (torch.ops.aten.add_.Tensor, "add", "add"),
-        (torch.erf, "erf", "float"),
+        (torch.cumsum, "cumsum", "float"),
+        (operator.iadd, "add", "add"),
         (nn.Conv3d(1, 1, 1), "conv3d", "layer"),
         (nn.Flatten(), "flatten", "layout_op"),
         (nn.Dropout, "dropout", "identity"),

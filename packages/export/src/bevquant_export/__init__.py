@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bevquant_export._check_tensors import TensorCheck, check_tensors
+from bevquant_export._differences import TensorCheck, check_tensors
 from bevquant_export._version import __version__ as __version__
 from bevquant_export.dense import (
     QdqFile,

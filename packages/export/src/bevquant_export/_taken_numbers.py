@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from bevquant_graph import op_spec
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import Program, Ref, Step, names_in
 
 _COORDS = ("getattr", "convolved_sites")
 _LARGEST = ("max", "amax")
-_COPIES = ("to", "_to_copy", "int", "clone", "contiguous")
 _SELECTED = {(1, 0): "column", (0, 0): "first", (0, -1): "last"}
 _BATCH_INDEX = (["largest", "column"], ["last", "column"], ["first", "last"])
 _FREE: Mapping[str, Any] = {}
@@ -140,7 +140,7 @@ def _is_batch_index(item: Step, makers: Mapping[str, Step]) -> bool:
             moves.append("largest")
         elif what == "select":
             moves.append(_SELECTED.get(step.args[1:], ""))
-        elif what not in _COPIES:
+        elif not (op_spec(str(what)).casts or op_spec(str(what)).kind == "identity"):
             break
         step = makers.get(step.inputs[0])
     return moves in _BATCH_INDEX

@@ -20,7 +20,6 @@ from ._products import reads_bias
 from ._ranges import is_sparse
 
 BATCH_NORM = torch.ops.aten.batch_norm.default
-_SHAPE_OF_SECOND = ("reshape_as", "view_as", "expand_as")
 
 
 class Reader:
@@ -297,7 +296,7 @@ class Reader:
 def reads_values(user: fx.Node, node: fx.Node) -> bool:
     """Whether a step reads more of a value than its shape."""
     spec = op_spec(user.target)
-    given = user.all_input_nodes if spec.name not in _SHAPE_OF_SECOND else list(user.args[:1])
+    given = list(user.args[:1]) if spec.like else user.all_input_nodes
     return spec.kind != "size" and node in given
 
 
@@ -337,7 +336,7 @@ def concatenated(value: fx.Node, user: fx.Node) -> list[list[fx.Node]]:
         Refused: It is concatenated along another axis.
     """
     given: Any = value.args
-    if op_spec(value.target).name != "cat" or only_reader(value) is not user:
+    if op_spec(value.target).kind != "concat" or only_reader(value) is not user:
         return [addends(value, user)]
     axis = given[1] if len(given) > 1 else value.kwargs.get("dim", 0)
     if axis not in (1, 1 - value.meta["val"].dim()):

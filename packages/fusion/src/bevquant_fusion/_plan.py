@@ -107,9 +107,6 @@ def plan_fusion(model: nn.Module, graph: Graph | None, failure: str = "") -> Pla
     )
 
 
-_PRODUCTS = ("conv", "linear", "matmul", "mm", "addmm", "bmm", "einsum")
-
-
 def _never_called(path: str, untraced: Mapping[str, str], graph: Graph | None) -> str:
     if path in untraced:
         return f"cannot be followed: {untraced[path]}"
@@ -227,7 +224,7 @@ class _Planner(Reader):
 
     def no_layer(self, node: fx.Node) -> str:
         """Why a value that no layer made takes no batch norm."""
-        if op_spec(node.target).name.startswith(_PRODUCTS):
+        if op_spec(node.target).product not in ("", "attention"):
             return (
                 f"follows {self.describe(node)}, a product by a function; make it a layer "
                 "(nn.Conv2d, nn.Linear) to fold into it"

@@ -12,11 +12,14 @@ from ._capture import capture
 from ._copies import copied
 from ._deformable import deformable_attention
 from ._faults import (
+    CallError,
     CaptureError,
     all_finite,
     first_fault,
     forward_line,
+    problem_of,
     refuse_unusable,
+    reported_by,
     running,
 )
 from ._graph import Graph
@@ -57,6 +60,7 @@ __all__ = [
     "OPERATORS",
     "PASSED_OVER",
     "REQUIRE",
+    "CallError",
     "CaptureError",
     "Forward",
     "Graph",
@@ -102,6 +106,7 @@ __all__ = [
     "own_code",
     "own_inputs",
     "part_of",
+    "problem_of",
     "quiet",
     "rearranged",
     "rebuild",
@@ -111,6 +116,7 @@ __all__ = [
     "refuse_unusable",
     "registered_once",
     "replace_modules",
+    "reported_by",
     "run_on",
     "running",
     "same_constant",

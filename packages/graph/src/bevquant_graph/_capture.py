@@ -87,7 +87,7 @@ def capture(
     given = batch_arguments(model, example_inputs, example=True)
     if not flatten(given)[0]:
         raise CaptureError(
-            "capture: example_inputs hold no tensor; give the arguments of one call of the model"
+            "example_inputs hold no tensor; give the arguments of one call of the model"
         )
     state = state_of(model, given, open_sizes, check)
     return recalled(model, given, state) or _captured(model, given, state, check, open_sizes, check)
@@ -128,7 +128,7 @@ def _captured(
         line = forward_line(model)
         reason = "it returns no tensor" + (f" ({line})" if line else "")
         raise CaptureError(
-            f"capture: {type(model).__name__} cannot be followed: {reason}. Return tensors, alone "
+            f"{type(model).__name__} cannot be followed: {reason}. Return tensors, alone "
             "or in tuples, lists, dicts or dataclasses",
             reason,
         )
@@ -288,7 +288,7 @@ class _Traces:
             with evaluation(self.model):
                 called(self.model, *self.given)  # what does not run is no matter of following it
         raise CaptureError(
-            f"capture: {type(self.model).__name__} cannot be followed: {reason}. Capture the parts "
+            f"{type(self.model).__name__} cannot be followed: {reason}. Capture the parts "
             "of it that can, each with its own example inputs, or keep decisions on the values of "
             "tensors out of its forward",
             reason,

@@ -17,15 +17,59 @@ from ._kinds import check_kind
 from ._signature import flatten
 
 
-class CaptureError(ValueError):
+class CallError(ValueError):
+    """A call that a public function refuses: the function's name, then the problem.
+
+    Attributes:
+        function: The function that was called.
+        problem: The message without it.
+
+    Example:
+        >>> with reported_by("export_qdq_onnx"):
+        ...     raise CallError("input x is float64", function="simulate")
+        Traceback (most recent call last):
+        bevquant_graph._faults.CallError: export_qdq_onnx: input x is float64
+    """
+
+    function = ""
+
+    def __init__(self, problem: str, *, function: str = "") -> None:
+        super().__init__(problem)
+        self.problem, self.function = problem, function or self.function
+
+    def __str__(self) -> str:
+        return f"{self.function}: {self.problem}"
+
+
+@contextmanager
+def reported_by(function: str) -> Iterator[None]:
+    """Let `CallError`s of a block begin with the public function that was called.
+
+    Also a decorator of that function.
+    """
+    try:
+        yield
+    except CallError as error:
+        error.function = function
+        raise
+
+
+def problem_of(error: Exception) -> str:
+    """The message of an error, without the function's name of a `CallError`."""
+    return error.problem if isinstance(error, CallError) else str(error)
+
+
+class CaptureError(CallError):
     """A forward that cannot be captured: location, cause and remedy.
 
     Attributes:
         reason: Cause and location alone; "" where the graph differs from the model.
     """
 
-    def __init__(self, message: str, reason: str = "") -> None:
-        super().__init__(message)
+    function = "capture"
+
+    def __init__(self, problem: str, reason: str = "") -> None:
+        super().__init__(problem)
         self.reason = reason
 
 

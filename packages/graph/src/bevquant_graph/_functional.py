@@ -20,7 +20,7 @@ from torch import SymInt, Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
 
-from ._operators import op_spec
+from ._operators import OPERATORS, op_spec
 from ._registrations import registered_once
 from ._signature import leaves
 from ._tidy import NUMBERS
@@ -269,10 +269,7 @@ _INVERSES: dict[str, _Inverse] = {
     "getitem": _of_part,
     "permute": _permuted,
     **dict.fromkeys(("transpose", "swapaxes", "swapdims", "t"), _swapped),
-    **dict.fromkeys(
-        "view reshape flatten unflatten squeeze unsqueeze _unsafe_view view_as reshape_as".split(),
-        _reshaped,
-    ),
+    **{name: _reshaped for name, spec in OPERATORS.items() if spec.layout == "reshape"},
 }
 
 
@@ -280,27 +277,20 @@ def _is_same(node: fx.Node) -> bool:
     """Whether a node of shared memory is all of its source, as it is: a write, ``x.detach()``."""
     if _written(node):
         return True
-    name = op_spec(node.target).name
-    return op_spec(node.target).kind == "identity" or name in ("to", "_to_copy", "type_as")
+    return op_spec(node.target).kind == "identity" or op_spec(node.target).casts
 
 
 def _keeps_type(node: fx.Node, dtype: torch.dtype) -> bool:
     """Whether a write's operation gives the type and shape of what it writes to."""
-    name = op_spec(node.target).name
+    spec = op_spec(node.target)
     values = [other.meta.get("val") for other in node.all_input_nodes]
     types = {value.dtype for value in values if isinstance(value, Tensor)}
-    return name in _OF_FIRST or (name in _ELEMENTWISE and types <= {dtype, torch.bool})
+    return spec.name in _OF_FIRST or (spec.shape and types <= {dtype, torch.bool})
 
 
 _OF_FIRST = frozenset(
     "copy fill zero masked_fill masked_scatter index_put index_add index_copy index_fill scatter "
     "scatter_add scatter_reduce detach".split()
-)
-_ELEMENTWISE = frozenset(
-    "abs add addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max "
-    "clamp_min clip cos div elu exp floor hardsigmoid hardswish hardtanh leaky_relu lerp log mish "
-    "mul neg pow reciprocal relu relu6 remainder round rsqrt sigmoid silu sin softplus sqrt square "
-    "sub tanh threshold __iand__ __ior__ __ixor__ dropout".split()
 )
 
 

@@ -256,7 +256,7 @@ class Graph:
         tensors = [v for v in wanted if isinstance(v, Tensor)]
         if len(values) != len(tensors):
             raise CaptureError(
-                f"capture: the graph of {type(self.model).__name__} returns {len(values)} tensors, "
+                f"the graph of {type(self.model).__name__} returns {len(values)} tensors, "
                 f"the model {len(tensors)}"
             )
         for index, (one, other) in enumerate(zip(tensors, values, strict=True)):
@@ -265,7 +265,7 @@ class Graph:
 
     def _unlike(self, what: str, given: Arguments) -> str:
         return (
-            f"capture: {what} of the graph of {type(self.model).__name__} differs from the "
+            f"{what} of the graph of {type(self.model).__name__} differs from the "
             f"model's: {self._fault(given)}"
         )
 

@@ -30,13 +30,11 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from ._faults import is_authors
+from ._operators import OPERATORS
 
 _ATEN = torch.ops.aten
 # Of one tensor, the rest numbers; of floating point each gives the type that it reads.
-_NAMES = (
-    "abs clamp clamp_min clamp_max elu erf exp gelu hardsigmoid hardswish hardtanh leaky_relu log "
-    "mish neg relu rsqrt sigmoid silu softplus sqrt tanh"
-).split()
+_NAMES = [name for name, spec in OPERATORS.items() if spec.unary]
 _BATCH_NORM = _ATEN._native_batch_norm_legit_no_training.default
 _ROLL = _ATEN.roll.default
 _SAMPLE = _ATEN.grid_sampler_2d.default

@@ -40,6 +40,12 @@ class OpSpec:
         mixes: Whether an output value is computed from several input values.
         modules: Classes of torch.nn (by name) whose forward is this operator alone.
         places: Whether operands after the first only select where the first is read.
+        layout: What a layout operator does: ``"reshape"``, ``"permute"`` axes, ``"reorder"`` values
+            along an axis, ``"shuffle"`` values between axes, take a ``"part"``, ``"repeat"``,
+            ``"pad"``.
+        casts: Whether it converts the type of values.
+        like: Whether the second operand only gives the shape.
+        product: Sum of products that it computes, in words.
     """
 
     name: str
@@ -50,6 +56,15 @@ class OpSpec:
     mixes: bool = True
     modules: tuple[str, ...] = ()
     places: bool = False
+    layout: str = ""
+    casts: bool = False
+    like: bool = False
+    product: str = ""
+
+    @property
+    def unary(self) -> bool:
+        """Whether each output value is a function of the one input value at its place."""
+        return self.shape and not self.mixes and self.kind in ("float", "relu")
 
 
 def _rows(names: str, kind: str, **about: Any) -> dict[str, OpSpec]:
@@ -57,6 +72,8 @@ def _rows(names: str, kind: str, **about: Any) -> dict[str, OpSpec]:
 
 
 _KEEPS: Any = dict(values=True, order=True, shape=True, mixes=False)
+_MOVES: Any = dict(values=True, mixes=False)
+_WRITTEN = {"iadd": "add", "isub": "sub", "imul": "mul"}  # Python's ``x += y``
 _DIMS = ("1d", "2d", "3d")
 
 OPERATORS: dict[str, OpSpec] = {
@@ -67,20 +84,25 @@ OPERATORS: dict[str, OpSpec] = {
         modules=("Identity", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d"),
     ),
     **_rows(
-        "view reshape flatten unflatten squeeze unsqueeze _unsafe_view view_as reshape_as "
-        "_reshape_alias unsafe_split unbind",
-        "layout_op", values=True, order=True, mixes=False, modules=("Flatten", "Unflatten"),
+        "view reshape flatten unflatten squeeze unsqueeze _unsafe_view _reshape_alias", "layout_op",
+        **_MOVES, order=True, layout="reshape", modules=("Flatten", "Unflatten"),
     ),
+    **_rows("view_as reshape_as", "layout_op", **_MOVES, order=True, layout="reshape", like=True),
+    **_rows("unsafe_split unbind", "layout_op", **_MOVES, order=True, layout="part"),
+    **_rows("permute transpose t movedim moveaxis swapaxes swapdims mT T", "layout_op", **_MOVES,
+            layout="permute"),
+    **_rows("roll flip", "layout_op", **_MOVES, layout="reorder"),
+    **_rows("pixel_shuffle pixel_unshuffle channel_shuffle", "layout_op", **_MOVES,
+            layout="shuffle", modules=("PixelShuffle", "PixelUnshuffle", "ChannelShuffle")),
     **_rows(
-        "permute transpose t movedim moveaxis swapaxes swapdims mT T roll flip pixel_shuffle "
-        "pixel_unshuffle channel_shuffle slice select split split_with_sizes chunk tensor_split "
-        "expand expand_as broadcast_to repeat repeat_interleave tile narrow index_select index "
-        "gather take_along_dim masked_select unfold getitem",
-        "layout_op", values=True, mixes=False,
-        modules=("PixelShuffle", "PixelUnshuffle", "ChannelShuffle"),
+        "slice select split split_with_sizes chunk tensor_split narrow index_select index gather "
+        "take_along_dim masked_select unfold getitem", "layout_op", **_MOVES, layout="part",
     ),
+    **_rows("expand broadcast_to repeat repeat_interleave tile", "layout_op", **_MOVES,
+            layout="repeat"),
+    **_rows("expand_as", "layout_op", **_MOVES, layout="repeat", like=True),
     **_rows(
-        "pad constant_pad_nd", "layout_op", values=True, mixes=False,
+        "pad constant_pad_nd", "layout_op", **_MOVES, layout="pad",
         modules=tuple(f"{p}Pad{d}" for p in ("Zero", "Constant") for d in _DIMS),
     ),
     **_rows("cat concat concatenate stack hstack vstack", "concat", values=True, mixes=False),
@@ -99,10 +121,11 @@ OPERATORS: dict[str, OpSpec] = {
             modules=("Upsample", "UpsamplingNearest2d")),
     **_rows("upsample_bilinear2d", "resize", modules=("UpsamplingBilinear2d",)),
     **_rows(
-        "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d "
-        "linear", "layer",
-        modules=("Linear", *(f"Conv{t}{d}" for t in ("", "Transpose") for d in _DIMS)),
+        "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d",
+        "layer", product="a convolution",
+        modules=tuple(f"Conv{t}{d}" for t in ("", "Transpose") for d in _DIMS),
     ),
+    **_rows("linear", "layer", product="a matrix product", modules=("Linear",)),
     **_rows("batch_norm", "norm", shape=True, mixes=False,
             modules=("SyncBatchNorm", *(f"BatchNorm{d}" for d in _DIMS))),
     **_rows(
@@ -118,10 +141,22 @@ OPERATORS: dict[str, OpSpec] = {
     **_rows("bevquant_sparse::avg_pool", "sparse_pool"),
     **_rows("bevquant_sparse::to_dense", "to_dense", values=True, mixes=False),
     **_rows("sym_size sym_numel sym_stride sym_storage_offset size numel dim", "size"),
-    **_rows("matmul mm bmm addmm baddbmm einsum scaled_dot_product_attention", "float"),
     **_rows(
         "grid_sample grid_sampler grid_sampler_2d grid_sampler_3d "
         "bevquant_graph::deformable_attention", "sample", places=True,
+    ),
+    **_rows("matmul mm bmm addmm baddbmm einsum", "float", product="a matrix product"),
+    **_rows("scaled_dot_product_attention", "float", product="attention"),
+    **_rows("to _to_copy type_as float half double int long bool", "float", casts=True),
+    **_rows(
+        "abs acos acosh asin asinh atan atanh ceil celu clamp clamp_max clamp_min clip cos cosh "
+        "elu erf erfc exp expm1 floor gelu hardshrink hardsigmoid hardswish leaky_relu log log10 "
+        "log1p log2 log_sigmoid mish neg reciprocal round rsqrt selu sigmoid sign silu sin sinh "
+        "softplus sqrt square tan tanh threshold trunc", "float", shape=True, mixes=False,
+    ),
+    **_rows(
+        "addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor div lerp maximum minimum "
+        "mul pow remainder sub __iand__ __ior__ __ixor__", "float", shape=True,
     ),
 }  # fmt: skip
 
@@ -173,5 +208,6 @@ def _name(target: Any) -> str:
 @cache
 def _named(name: str) -> OpSpec:
     plain = name if name.startswith("__") or not name.endswith("_") else name[:-1]
+    plain = _WRITTEN.get(plain, plain)
     found = OPERATORS.get(plain)
     return OpSpec(plain) if found is None else found

@@ -38,6 +38,7 @@ from bevquant_int8sim._sample import PADDINGS, SAMPLES, exact_samples, sampling_
 from bevquant_int8sim.model._float8 import FLOAT8, Float8Layer, float8_round
 from bevquant_int8sim.model._form import Form, Integers, TensorType
 from bevquant_int8sim.model._grid_operations import grid_call, module_call
+from bevquant_int8sim.model._layer_sums import alike
 from bevquant_int8sim.model._load import from_document
 from bevquant_int8sim.model._program import (
     FloatFallback,
@@ -69,6 +70,7 @@ __all__ = [
     "Step",
     "TensorType",
     "Value",
+    "alike",
     "arguments",
     "contiguous",
     "exact_samples",

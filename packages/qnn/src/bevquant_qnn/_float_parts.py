@@ -19,16 +19,10 @@ from bevquant_quantizers import TensorQuantizer
 # them or are fused into a layer. Additions have their own notes.
 _COMPUTES = frozenset({"float", "layer", "norm", "resize", "avg_pool"})
 _MOVES = frozenset(
-    "SparseConvTensor _to_copy adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d copy "
-    "cpu cuda data dense dtype empty_like features float half int long new_empty new_zeros "
-    "replace_feature setattr to to_dense type type_as zeros_like".split()
+    "SparseConvTensor adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d copy cpu cuda "
+    "data dense dtype empty_like features new_empty new_zeros replace_feature setattr to_dense "
+    "type zeros_like".split()
 )
-PRODUCTS = {
-    "scaled_dot_product_attention": "attention",
-    **dict.fromkeys("convolution conv1d conv2d conv3d".split(), "a convolution"),
-    **dict.fromkeys("conv_transpose1d conv_transpose2d conv_transpose3d".split(), "a convolution"),
-    **dict.fromkeys("matmul mm addmm bmm baddbmm einsum linear".split(), "a matrix product"),
-}
 _ATTENTION = "its projections are quantized; attention itself, products and softmax, stays float"
 
 
@@ -73,8 +67,9 @@ def float_functions(steps: Steps, module: nn.Module, *, products: bool) -> tuple
     for node in steps.nodes:
         if steps.module(node) is module and steps.is_tensor(node) and steps.read(node):
             spec = steps.spec(node)
-            product = spec.kind == "layer" or spec.name in PRODUCTS
-            if spec.kind in _COMPUTES and spec.name not in _MOVES and (products or not product):
+            product = bool(spec.product)
+            moves = spec.casts or spec.name in _MOVES
+            if spec.kind in _COMPUTES and not moves and (products or not product):
                 names["interpolate" if spec.kind == "resize" else spec.name] = None
     return tuple(names)
 

@@ -11,7 +11,6 @@ from torch import fx, nn
 from bevquant_graph import OPAQUE
 from bevquant_qnn._add import QuantAdd
 from bevquant_qnn._concat import QuantConcat
-from bevquant_qnn._float_parts import PRODUCTS
 from bevquant_qnn._functional_calls import Target
 from bevquant_qnn._functional_ops import Followed, FunctionalOp
 from bevquant_qnn._kinds import is_batch_norm, is_library_module, is_quantized
@@ -144,7 +143,7 @@ class _Reader:
                     pair = (path, steps.path(maker))
                     if pair not in self.flow.unfolded:
                         self.flow.unfolded.append(pair)
-        product = PRODUCTS.get(steps.spec(node).name)
+        product = steps.spec(node).product
         # A layer with a forward of its own is reported as a layer already.
         layer = isinstance(module, nn.modules.conv._ConvNd | nn.Linear) or is_library_module(module)
         sent = (steps, node) in self.placed

@@ -52,8 +52,8 @@ class PrecisionPlan(JsonDocument):
     """
 
     groups: tuple[PlannedGroup, ...]
-    time: float | None = None
-    score: float | None = None
+    time: Finite | None = None
+    score: Finite | None = None
     metric: str | None = None
     measured: bool = False
 
@@ -134,10 +134,7 @@ class PrecisionPlan(JsonDocument):
         """Return the plan as JSON text."""
         document = {
             "schema": _SCHEMA,
-            "time": self.time,
-            "score": self.score,
-            "metric": self.metric,
-            "measured": self.measured,
+            **{name: getattr(self, name) for name in ("time", "score", "metric", "measured")},
             "groups": [
                 {"precision": group.precision, "modules": list(group.modules)}
                 for group in self.groups
@@ -152,19 +149,19 @@ class PrecisionPlan(JsonDocument):
         Raises:
             ValueError: Any other text.
         """
-        data = parse_json(
+        plan: Self = parse_json(
             text,
-            _Document,
+            cls,
             what="plan that PrecisionPlan.to_json wrote",
             head={"schema": _SCHEMA},
             remedy="make the plan again",
         )
-        counts = Counter(path for group in data.groups for path in group.modules)
+        counts = Counter(path for group in plan for path in group.modules)
         if twice := [path for path, count in counts.items() if count > 1]:
             raise DocumentError(
                 f"not a plan that PrecisionPlan.to_json wrote: listed twice: {', '.join(twice[:5])}"
             )
-        return cls(data.groups, data.time, data.score, data.metric, data.measured)
+        return plan
 
     def __str__(self) -> str:
         lines = [f"{len(self.groups)} groups of layers"]
@@ -176,16 +173,6 @@ class PrecisionPlan(JsonDocument):
         width = max((len(group.precision) for group in self.groups), default=0)
         lines += [f"  {g.precision:<{width}}  {', '.join(g.modules)}" for g in self.groups]
         return "\n".join(lines)
-
-
-class _Document(msgspec.Struct):
-    """What `PrecisionPlan.to_json` writes; older files do not say whether they were measured."""
-
-    groups: tuple[PlannedGroup, ...]
-    time: Finite | None
-    score: Finite | None
-    metric: str | None
-    measured: bool = False
 
 
 @ordinary_tensors()

@@ -30,10 +30,10 @@ class SensitivityRow:
             measured.
     """
 
-    modules: tuple[str, ...]
-    operations: int
-    alone: Mapping[str, float]
-    without: float | None = None
+    modules: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    operations: Count
+    alone: Annotated[Mapping[str, Finite], msgspec.Meta(min_length=1)]
+    without: Finite | None = None
 
     @property
     def name(self) -> str:
@@ -57,10 +57,10 @@ class SensitivityTable(HtmlTable, JsonDocument):
     """
 
     metric: str
-    float_score: float
-    quantized_score: float | None
+    float_score: Finite
+    quantized_score: Finite | None
     rows: tuple[SensitivityRow, ...]
-    batches: int
+    batches: Count
     estimated: bool = False
 
     def __iter__(self) -> Iterator[SensitivityRow]:
@@ -107,25 +107,10 @@ class SensitivityTable(HtmlTable, JsonDocument):
 
     def to_json(self) -> str:
         """Return the table as JSON text, with every score to the last bit."""
-        document: dict[str, Any] = {
-            "schema": _SCHEMA,
-            "metric": self.metric,
-            "float_score": self.float_score,
-            "quantized_score": self.quantized_score,
-            "batches": self.batches,
-            "rows": [
-                {
-                    "modules": list(row.modules),
-                    "operations": row.operations,
-                    "alone": dict(row.alone),
-                    "without": row.without,
-                }
-                for row in self.rows
-            ],
-        }
-        if self.estimated:
-            document["estimated"] = True
-        return json.dumps(document, indent=2, allow_nan=False)
+        names = ["metric", "float_score", "quantized_score", "batches", "rows"]
+        names += ["estimated"] * self.estimated
+        document = {"schema": _SCHEMA, **{name: getattr(self, name) for name in names}}
+        return json.dumps(document, indent=2, allow_nan=False, default=_plain)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -134,19 +119,15 @@ class SensitivityTable(HtmlTable, JsonDocument):
         Raises:
             ValueError: Any other text.
         """
-        data = parse_json(
+        table: Self = parse_json(
             text,
-            _Document,
+            cls,
             what="table that SensitivityTable.to_json wrote",
             head={"schema": _SCHEMA},
             remedy="measure again with this version",
         )
-        check_precisions((name for row in data.rows for name in row.alone), "a row")
-        rows = tuple(
-            SensitivityRow(row.modules, row.operations, row.alone, row.without) for row in data.rows
-        )
-        whole = data.quantized_score
-        return cls(data.metric, data.float_score, whole, rows, data.batches, data.estimated)
+        check_precisions((name for row in table.rows for name in row.alone), "a row")
+        return table
 
     def __str__(self) -> str:
         names = list(dict.fromkeys(name for row in self.rows for name in row.alone))
@@ -166,19 +147,5 @@ class SensitivityTable(HtmlTable, JsonDocument):
         return f"{title}\n{text_table([head, *body], right=range(1, len(head)))}"
 
 
-class _Row(msgspec.Struct):
-    modules: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
-    operations: Count
-    alone: Annotated[dict[str, Finite], msgspec.Meta(min_length=1)]
-    without: Finite | None
-
-
-class _Document(msgspec.Struct):
-    """What `SensitivityTable.to_json` writes."""
-
-    metric: str
-    float_score: Finite
-    quantized_score: Finite | None
-    batches: Count
-    rows: list[_Row]
-    estimated: bool = False
+def _plain(row: SensitivityRow) -> dict[str, Any]:
+    return {**vars(row), "alone": dict(row.alone)}

@@ -16,7 +16,6 @@ from bevquant_qnn._kinds import has_sparse_conv, is_identity, is_sparse_module, 
 from bevquant_quantizers import TensorQuantizer
 
 _QUESTIONS = frozenset({"shape", "ndim", "dtype", "device", "batch_size", "spatial_shape"})
-_CASTS = frozenset({"_to_copy", "to", "float", "half", "type_as"})
 
 
 class Call(NamedTuple):
@@ -113,8 +112,7 @@ class Steps:
             return op_spec(self._modules[str(node.target)])
         if node.target is getattr:
             return op_spec(str(node.args[1]))
-        spec = op_spec(node.target)
-        return op_spec("add") if spec.name == "iadd" else spec
+        return op_spec(node.target)
 
     def name(self, node: fx.Node) -> str:
         """The operator in a word."""
@@ -173,10 +171,10 @@ class Steps:
             module = self._modules[str(node.target)]
             same = is_identity(module) or isinstance(module, TensorQuantizer)
             return inputs[0] if same else None
-        if spec.kind in ("identity", "quantize") or spec.name in _CASTS:
+        if spec.kind in ("identity", "quantize") or spec.casts:
             return inputs[0]
         if self.source is None:
-            keeps = spec.kind == "layout_op" and spec.name not in _SELECTIONS
+            keeps = spec.kind == "layout_op" and spec.layout not in _SELECTIONS
             hands_on = spec.name in ("features", "replace_feature") or _makes_sparse(node)
             return inputs[0] if keeps or hands_on else None
         if spec.kind != "layout_op" or len(_tensors(node)) > 1:
@@ -315,11 +313,7 @@ _ARITHMETIC = frozenset(
     {operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod}
 )
 # Of what moves values: these drop or repeat some. A captured graph knows by the sizes.
-_SELECTIONS = frozenset(
-    "slice select split split_with_sizes chunk tensor_split unbind expand expand_as broadcast_to "
-    "repeat repeat_interleave tile narrow index_select index gather take_along_dim masked_select "
-    "unfold getitem pad constant_pad_nd pixel_shuffle pixel_unshuffle channel_shuffle".split()
-)
+_SELECTIONS = ("part", "repeat", "pad", "shuffle")
 
 
 def _makes_sparse(node: fx.Node) -> bool:

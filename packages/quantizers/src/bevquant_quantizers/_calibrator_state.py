@@ -251,11 +251,13 @@ class Checkpoint:
             text = arrays.pop("header").tobytes()
             header = parse_json(text, _Header, where=f"{self.path}", what="saved collection")
             self._compare(header)
-            self._restore(header.states, arrays)
-            self.floats = floats_of_json(header.floats)
+            try:
+                self._restore(header.states, arrays)
+                self.floats = floats_of_json(header.floats)
+            except ValueError as error:
+                raise DocumentError(f"{self.path}: {error}") from error
         except ValueError as error:
-            place = "" if str(error).startswith(f"{self.path}") else f"{self.path}: "
-            raise DocumentError(f"{place}{error}: delete it to begin anew") from error
+            raise DocumentError(f"{error}: delete it to begin anew") from error
         rounds: int = header.rounds
         return rounds
 

@@ -88,11 +88,7 @@ class Accuracy:
         }
 
 
-class DifferenceSummary(msgspec.Struct):
-    """How far a model is from the first, in an `AccuracySummary`."""
-
-    mean_ap: float | None = None
-    interval: Interval | None = None
+DifferenceSummary = Difference
 
 
 class ModelSummary(msgspec.Struct):

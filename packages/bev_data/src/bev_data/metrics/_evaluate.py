@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Difference:
     """A model's mean average precision less another one's, with its paired interval."""
 
-    mean_ap: float | None
-    interval: Interval | None
+    mean_ap: float | None = None
+    interval: Interval | None = None
 
 
 def evaluate_detections(

@@ -133,7 +133,7 @@ def _why_implausible(
         try:
             points, used = converted(path, values, factor)
         except PointsError as error:
-            return str(error).removeprefix(f"{path}: ").partition(";")[0]
+            return error.reason
         reason = fault(points)
         if reason is None and said is None and layout.columns == 4 and (used, factor) == (1, None):
             reason = f"intensity spans 0..{points[:, 3].max():.4g}, not 0..1"

@@ -270,10 +270,12 @@ def _lag(path: Path, role: str, values: Array) -> Array:
         return values
     newest = finite.max()
     if values.dtype.kind == "f" and (step := float(np.spacing(newest)) * factor) > _CLOCK_STEP:
-        raise PointsError(
-            f"{path}: {role} reaches {newest:.6g} as {values.dtype}, whose steps there are "
-            f"{step:.3g} s: its times are lost; write float64 or integers, or leave it out"
+        reason = (
+            f"{role} reaches {newest:.6g} as {values.dtype}, whose steps there are {step:.3g} s: "
+            "its times are lost"
         )
+        remedy = "write float64 or integers, or leave it out"
+        raise PointsError(f"{path}: {reason}; {remedy}", reason)
     whole = values.dtype.kind in "iu"
     since = newest - values if whole else np.float64(newest) - values.astype(np.float64)
     return since * np.float64(factor)

@@ -10,4 +10,11 @@ class PointsError(InputError):
 
     The message names the file, what was found, what was expected and what to do. It is meant to
     be shown to the user as it is.
+
+    Attributes:
+        reason: The problem alone, where other layouts of the file are tried.
     """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason

@@ -30,12 +30,13 @@ def read_npz(path: Path, key: str, names: tuple[str, ...]) -> tuple[Content, Lab
     columns = dict.fromkeys((*NAMES, *names))
     try:
         arrays = read_arrays(path, (), optional=(key, "boxes", "names", *columns))
-        if key not in arrays and any(name not in arrays for name in "xyz"):
-            read_arrays(path, (key,))  # says what there is
     except DocumentError as error:
-        lacks = "no array" in str(error)
-        remedy = f": save the points under {key!r} or say key=" if lacks else ""
-        raise PointsError(f"{error}{remedy}") from error
+        raise PointsError(str(error)) from error
+    if key not in arrays and any(name not in arrays for name in "xyz"):
+        try:
+            read_arrays(path, (key,))  # says what there is
+        except DocumentError as error:
+            raise PointsError(f"{error}: save the points under {key!r} or say key=") from error
     labels = _labels(path, arrays) if "boxes" in arrays and "names" in arrays else None
     content: Content = {name: arrays[name] for name in columns if name in arrays}
     return arrays.get(key, content), labels

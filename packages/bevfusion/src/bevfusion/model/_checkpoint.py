@@ -423,9 +423,11 @@ def _read(path: str | Path, key: str | None, ema: bool | None) -> Checkpoint:
     if not path.is_file():
         raise InputError(f"no weights file at {path}: check the path given to --weights")
     try:
-        return read_checkpoint(path, "state dict", key=key, ema=ema)
+        return read_checkpoint(
+            path, "state dict", key=key, ema=ema, option="`key` (--weight-entry)"
+        )
     except DocumentError as error:
-        raise InputError(str(error).replace("`key`", "`key` (--weight-entry)")) from error
+        raise InputError(str(error)) from error
 
 
 def _source_layout(

@@ -116,22 +116,13 @@ class SensitivityOutcome:
         }
 
 
-class _Row(msgspec.Struct):
-    modules: list[str]
-    alone: dict[str, float]
-
-
-class _Table(msgspec.Struct):
-    rows: list[_Row]
-
-
 class SensitivitySummary(msgspec.Struct):
     """Fields of `SensitivityOutcome.summary` about the layers, read from JSON."""
 
     precisions: list[str]
     unit: str
     scored: str
-    table: _Table
+    table: SensitivityTable
 
 
 def sensitivity_text(outcome: SensitivityOutcome) -> tuple[str, ...]:

@@ -95,10 +95,9 @@ class CompactFrame:
             values: dict[str, Any] = dict(
                 read_arrays(path, [f.name for f in fields(cls)], what="prepared frame")
             )
-            check_arrays(values, _FORMS, "prepared frame")
+            check_arrays(values, _FORMS, "prepared frame", f"{path}: ")
         except ValueError as error:
-            place = "" if str(path) in str(error) else f"{path}: "
-            raise InputError(f"{place}{error}: remove it, and it is made anew") from error
+            raise InputError(f"{error}: remove it, and it is made anew") from error
         values |= {"name": str(values["name"]), "names": tuple(map(str, values["names"]))}
         return cls(**values)
 

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from bevquant_export._differences import TensorDifference
+from bevquant_export._errors import QdqError
 from bevquant_export.dense._alike import HALF, StableChoices, alike
 from bevquant_export.dense._cut import AT_ONCE, CutFile
 from bevquant_export.dense._float_errors import FloatErrors
@@ -33,9 +35,9 @@ from bevquant_export.dense._source import (
     placed,
     program_of,
 )
-from bevquant_export.dense._written import QdqFile, TensorDifference
+from bevquant_export.dense._written import QdqFile
 from bevquant_export.lint._read import load_model, reading
-from bevquant_graph import arguments, check_kind, in_order, rearranged
+from bevquant_graph import arguments, check_kind, in_order, rearranged, reported_by
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import Step, contiguous
 
@@ -47,6 +49,7 @@ _FLOAT_SUMS, _FLOAT_BIASES = 0.01, 0.25
 _HALVES = 1e-4  # of values behind functions in half precision, whose errors are estimates
 
 
+@reported_by("compare_qdq_onnx")
 def compare_qdq_onnx(
     file: QdqFile, model: nn.Module | IntegerModel, args: Any
 ) -> tuple[TensorDifference, ...]:
@@ -229,8 +232,8 @@ def verified(
     with StableChoices() as choices, _run_by_onnxruntime("the example inputs"):
         rows, outputs, returned = compared(file, content, integer, args, run_in, outputs=True)
     for _, met in _departures(file, integer, rows, outputs, integer_sums=integer_sums):
-        raise ValueError(
-            f"export_qdq_onnx: {met}, when {ran} runs the file on the example inputs; "
+        raise QdqError(
+            f"{met}, when {ran} runs the file on the example inputs; "
             "nothing was written. verify=False writes it all the same"
         )
     profile = profile_of(file.profile)
@@ -289,8 +292,8 @@ def _run_by_onnxruntime(inputs: str) -> Iterator[None]:
     except Exception as error:
         if not _of_onnxruntime(error):
             raise
-        raise ValueError(
-            f"export_qdq_onnx: onnxruntime does not run the file on {inputs}: {error}; "
+        raise QdqError(
+            f"onnxruntime does not run the file on {inputs}: {error}; "
             "nothing was written. verify=False writes it all the same"
         ) from error
 

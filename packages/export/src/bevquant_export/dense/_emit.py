@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bevquant_export._errors import QdqError
 from bevquant_export._taken_numbers import decisions
 from bevquant_export.dense._aten import as_layer
 from bevquant_export.dense._floats import float_operation
@@ -25,7 +26,7 @@ from bevquant_export.dense._torch_form import torch_form
 from bevquant_export.dense._voxels import Voxels
 from bevquant_export.dense._weighted import block_of, unflattened, weighted_layer
 from bevquant_export.sparse.portable._body import INT64
-from bevquant_graph import own_code
+from bevquant_graph import op_spec, own_code, problem_of
 from bevquant_int8sim.program import (
     SAMPLES,
     Integers,
@@ -128,9 +129,9 @@ class Emitter:
             self._write(step)
         except ValueError as error:
             line = location(self.source.integer, step)
-            if not line or line in str(error):
+            if isinstance(error, QdqError) and (error.located or not line):
                 raise
-            raise ValueError(f"{error} ({line})") from error
+            raise QdqError(problem_of(error) + (f" ({line})" if line else "")) from error
 
     def _folded(self, step: Step) -> Step | None:
         """A step on constants and fixed sizes as a constant, as the mask of shifted windows."""
@@ -285,7 +286,7 @@ class Emitter:
         made = None
         floats = self._reads_floats(step)
         if floats or (step.attributes["what"] != "pad" and self._all_states(step)):
-            joins = step.attributes["what"] in ("cat", "concat")
+            joins = op_spec(step.attributes["what"]).kind == "concat"
             made = moved(graph, step, self._joined(step) if joins else self.read, self.source)
         if made is None and step.op == "float" and floats:
             made = self._float(step, lambda: self._listed(step))
@@ -305,7 +306,7 @@ class Emitter:
         types = [values[n].dtype if n in values else self.source.dtype(n) for n in names]
         if step.outputs[0] not in self.several and step.outputs[0] not in self.source.hosts:
             types.append(self.source.dtype(step.outputs[0]))
-        masked = step.attributes["what"] == "scaled_dot_product_attention"
+        masked = op_spec(step.attributes["what"]).product == "attention"
         known = (torch.float32, torch.float64, *((torch.bool,) if masked else ()))
         return all(dtype in known for dtype in types)
 
@@ -322,7 +323,7 @@ class Emitter:
                 f"({error.__cause__ or error}): pip install onnxscript"
             ) from error
         except ValueError as error:
-            self._refuse(step, str(error).removeprefix("export_float_onnx: "))
+            self._refuse(step, problem_of(error))
 
     def _addend(self, step: Step, name: str) -> str:
         """An operand of a sum: a convolution's accumulators, quantized where requested."""
@@ -354,16 +355,16 @@ class Emitter:
     def read(self, name: str) -> str:
         """The tensor of a value, in float for integers."""
         if name in self.several:
-            raise ValueError(
-                f"export_qdq_onnx: the tuple {name.partition(':')[0]!r} is read as a whole, which "
+            raise QdqError(
+                f"the tuple {name.partition(':')[0]!r} is read as a whole, which "
                 "cannot be written; unpack it in the forward, as in `a, b = x.chunk(2)`"
             )
         if name not in self.states and name in self._constants:
             self._write(self._constants[name])
         self._write_coords(name)
         if name not in self.states:
-            raise ValueError(
-                f"export_qdq_onnx: {self._called.path or 'the model'}: it reads {name}, which has "
+            raise QdqError(
+                f"{self._called.path or 'the model'}: it reads {name}, which has "
                 "no form in this file; export the part that does not read it"
             )
         return self.states[name].name
@@ -431,8 +432,9 @@ class Emitter:
         why = ", ".join(filter(None, (f"value {step.outputs[0]}", line, step.reason, more)))
         form = self.source.form(step.outputs[0])
         kind = "integers" if isinstance(form, Integers) else "floats"
-        raise ValueError(
-            f"export_qdq_onnx: {step.path or 'the model'}: {what} of {kind} has no form in profile "
+        raise QdqError(
+            f"{step.path or 'the model'}: {what} of {kind} has no form in profile "
             f"{self.graph.profile.name!r} ({why}); replace it by layers, or export the parts "
-            "before and behind it, each a module of its own"
+            "before and behind it, each a module of its own",
+            located=bool(line),
         )

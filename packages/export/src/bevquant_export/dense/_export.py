@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bevquant_export._errors import QdqError
 from bevquant_export._figures import Timing, figures_of, timed
 from bevquant_export._size_guards import (
     FRAMES_KEY,
@@ -37,7 +38,7 @@ from bevquant_export.lint._model import VOXELS
 from bevquant_export.lint._read import load_model
 from bevquant_export.sparse.portable._body import OPSET
 from bevquant_export.targets._cpu import mark_cpu
-from bevquant_graph import Guard, file_path
+from bevquant_graph import Guard, file_path, reported_by
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import PROGRAM_READERS, Ref, SparseRef, replaced
 from bevquant_quantizers import hb_mapper, quantization_disabled, write_whole
@@ -47,6 +48,7 @@ Shape = tuple[int | str, ...]
 _TYPES = {torch.float32: 1, torch.bool: 9, torch.int32: 6, torch.int64: 7, torch.float64: 11}
 
 
+@reported_by("export_qdq_onnx")
 def export_qdq_onnx(
     model: nn.Module | IntegerModel,
     args: Any,
@@ -155,23 +157,23 @@ def export_qdq_onnx(
     chosen = profile_of(profile, weights)
     known = hb_mapper.marches() if chosen.name == "horizon" else ()
     if known and march not in known:
-        raise ValueError(f"export_qdq_onnx: march={march!r}: expected one of {known}")
+        raise QdqError(f"march={march!r}: expected one of {known}")
     if integer_sums and not chosen.integer_relu:
-        raise ValueError(
-            f"export_qdq_onnx: integer_sums=True with profile={profile!r}: expected 'onnxruntime'; "
+        raise QdqError(
+            f"integer_sums=True with profile={profile!r}: expected 'onnxruntime'; "
             "the others add to accumulators themselves"
         )
 
     on_cpu_engine = chosen.runner != "plain"
     if measure and not (on_cpu_engine and _has_float_form(model)):
-        raise ValueError(
-            f"export_qdq_onnx: measure=True with profile={profile!r} and a "
+        raise QdqError(
+            f"measure=True with profile={profile!r} and a "
             f"{type(model).__name__}: expected 'onnxruntime' or 'openvino', and a calibrated "
             "bevquant_qnn model, whose float32 form runs beside the file"
         )
     target = file_path(path, "ONNX file")
     if not target.parent.is_dir():
-        raise ValueError(f"export_qdq_onnx: there is no folder {target.parent}; make it first")
+        raise QdqError(f"there is no folder {target.parent}; make it first")
     args = example_of(model, args)
     source = read_model(
         model, args, dynamic_batch=dynamic_batch, voxels=chosen.voxels,
@@ -295,7 +297,7 @@ def _named_outputs(
     """
     found = list(_members(source, source.program.result, ""))
     if not found:
-        raise ValueError("export_qdq_onnx: the model returns no tensor")
+        raise QdqError("the model returns no tensor")
     single = len(found) == 1 and not found[0][1]
     names = ["output" if single else name.lstrip("_") or "output" for _, name in found]
     names = [f"output_{n}" if n[0].isdigit() or n in inputs else n for n in names]

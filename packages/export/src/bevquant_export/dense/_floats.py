@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,24 +20,23 @@ from bevquant_export.dense._aten import NAMED, instances, softmax
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._grid import average_pool
 from bevquant_export.dense._layout_ops import reshaped
+from bevquant_export.dense._numbers import ARITHMETIC
 from bevquant_export.dense._source import Source
-from bevquant_graph import layer_class, zero_padding
+from bevquant_graph import layer_class, op_spec, zero_padding
 from bevquant_int8sim.program import Ref, Step, grid_call, is_active, module_call
 from bevquant_quantizers import TensorQuantizer
 
-_UNARY = {
-    "abs": "Abs", "acos": "Acos", "acosh": "Acosh", "asin": "Asin", "asinh": "Asinh",
-    "atan": "Atan", "atanh": "Atanh", "ceil": "Ceil", "cos": "Cos", "cosh": "Cosh", "erf": "Erf",
-    "exp": "Exp", "floor": "Floor", "log": "Log", "neg": "Neg", "reciprocal": "Reciprocal",
-    "selu": "Selu", "sigmoid": "Sigmoid", "sigmoid_": "Sigmoid", "sin": "Sin", "sinh": "Sinh",
-    "sqrt": "Sqrt", "tan": "Tan", "tanh": "Tanh",
-}  # fmt: skip
 _LINEAR_FROM = 15.0  # where softplus is its argument to the last bit of float32
 
 
-def unary(graph: Graph, path: str, x: str, what: str) -> str | None:
-    """The function of this name; ``None`` where there is none."""
-    return graph.node(_UNARY[what], path, [x]) if what in _UNARY else None
+@cache
+def _unary_form(what: str) -> str | None:
+    """ONNX's function of one tensor with the operator's name, if operator set 11 has it."""
+    from onnx import defs
+
+    spec = op_spec(what)
+    name = spec.name.capitalize()
+    return name if spec.unary and defs.has(name, 11) else None
 
 
 def elementwise(graph: Graph, path: str, x: str, module: Any, rank: int) -> str | None:
@@ -134,11 +134,7 @@ _MADE: dict[type[nn.Module], Callable[[_At, Any], str | None]] = {
 }
 
 
-_BINARY = {
-    "add": "Add", "iadd": "Add", "add_": "Add", "sub": "Sub", "isub": "Sub", "mul": "Mul",
-    "imul": "Mul", "truediv": "Div", "div": "Div", "maximum": "Max", "minimum": "Min",
-    "pow": "Pow",
-}  # fmt: skip
+_BINARY = ARITHMETIC.keys() - {"neg", "mod", "sym_min", "sym_max"}
 _SOFTMAX = {"softmax": "Softmax", "log_softmax": "LogSoftmax"}
 
 
@@ -161,15 +157,15 @@ def float_operation(
         return None
     what, path = str(step.attributes["what"]), step.path
     args, kwargs = source.constants(path, step.args), source.constants(path, dict(step.kwargs))
-    if what in _BINARY and len(args) == 2 and not kwargs:
+    name = op_spec(what).name
+    if name in _BINARY and len(args) == 2 and not kwargs:
         operands = [_operand(graph, value, read) for value in args]
         if None not in operands:
-            return graph.node(_BINARY[what], path, [str(name) for name in operands])
+            return graph.node(ARITHMETIC[name], path, [str(operand) for operand in operands])
         return None
-    if len(args) == 1 and not kwargs and isinstance(args[0], Ref):
-        made = unary(graph, path, read(args[0].name), what)
-        if made is not None:
-            return made
+    form = _unary_form(what)
+    if form and len(args) == 1 and not kwargs and isinstance(args[0], Ref):
+        return graph.node(form, path, [read(args[0].name)])
     if what in _SOFTMAX:
         axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if axis is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bevquant_export._errors import QdqError
 from bevquant_export.dense._profile import Profile
 from bevquant_export.lint._model import VOXELS
 from bevquant_export.sparse.portable._emit import OPEN
@@ -301,20 +302,17 @@ class Graph:
     def _check(self, path: str, form: Integers) -> None:
         where = path or "the model"
         if not form.full:
-            raise ValueError(
-                f"export_qdq_onnx: {where}: its integers are {form.low}…{form.high} around a zero "
+            raise QdqError(
+                f"{where}: its integers are {form.low}…{form.high} around a zero "
                 "point (AffineQuantizer); expected −128…127 without one. Quantize the float model "
                 "with quantize_model and calibrate"
             )
         if form.bits != 8:
-            raise ValueError(
-                f"export_qdq_onnx: {where}: its activations have {form.bits} bits; expected 8. "
+            raise QdqError(
+                f"{where}: its activations have {form.bits} bits; expected 8. "
                 "Give its quantizer num_bits=8, or disable() it to leave the layer float"
             )
         if not form.scale > float(np.finfo(np.float32).tiny) or not np.isfinite(
             np.float32(form.scale)
         ):
-            raise ValueError(
-                f"export_qdq_onnx: {where}: scale {form.scale:g} is no normal float32; calibrate "
-                "again"
-            )
+            raise QdqError(f"{where}: scale {form.scale:g} is no normal float32; calibrate again")

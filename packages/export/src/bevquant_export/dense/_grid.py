@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from bevquant_export._errors import QdqError
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._layout_ops import sliced
 from bevquant_export.dense._source import Source
@@ -51,8 +52,8 @@ def average_pool(
         if ceil_mode and any(
             isinstance(n, str) or -(-(n + 2 * p - k) // s) + 1 != m for n, m, k, s, p in sizes
         ):
-            raise ValueError(
-                f"export_qdq_onnx: {path}: an average with ceil_mode whose last window may begin "
+            raise QdqError(
+                f"{path}: an average with ceil_mode whose last window may begin "
                 "in the padding is another one in ONNX; set ceil_mode=False or less padding"
             )
         ends = [0, 0, *pads]
@@ -74,8 +75,8 @@ def _adaptive(graph: Graph, path: str, x: str, shapes: tuple[Any, Any]) -> str:
         if whole and out == 1:
             x = graph.node("ReduceMean", path, [x], axes=[axis], keepdims=1)
         elif whole and n != out:
-            raise ValueError(
-                f"export_qdq_onnx: {path or 'the model'}: the windows of an adaptive average pool "
+            raise QdqError(
+                f"{path or 'the model'}: the windows of an adaptive average pool "
                 f"follow a free size (axis {axis}); expected a fixed size, or an output size of 1. "
                 "Give the pool a map of fixed size, or use an average pool with a fixed window"
             )
@@ -127,8 +128,8 @@ def resize(
     factors = np.array([1.0, 1.0, *ratios], np.float32)
     reached = [int(np.floor(n * f)) for n, f in zip(before[2:], factors[2:], strict=True)]
     if reached != list(after[2:]):
-        raise ValueError(
-            f"export_qdq_onnx: {path or 'the model'}: no float32 factor resizes "
+        raise QdqError(
+            f"{path or 'the model'}: no float32 factor resizes "
             f"{tuple(before[2:])} to {tuple(after[2:])}; give interpolate the size"
         )
     text = "_".join(str(float(f)) for f in factors)
@@ -143,8 +144,8 @@ def _resized(graph: Graph, path: str, x: str, shape: tuple[int | str, ...]) -> s
     if not free:
         return graph.numbers(shape)
     if free != [0]:
-        raise ValueError(
-            f"export_qdq_onnx: {path or 'the model'}: the size of a resized map follows a free "
+        raise QdqError(
+            f"{path or 'the model'}: the size of a resized map follows a free "
             f"size (axes {free}); expected the batch alone. Export with dynamic_batch=False"
         )
     batch = graph.node("Gather", path, [graph.node("Shape", path, [x]), graph.numbers([0])], axis=0)

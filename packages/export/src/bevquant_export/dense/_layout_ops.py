@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bevquant_export._errors import QdqError
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._source import Source
 from bevquant_export.sparse.portable._body import FLOAT
@@ -190,8 +191,8 @@ def _parts(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, source: Sou
     given = {**dict(zip(("x", "size", "dim"), args, strict=False)), **kwargs}
     axis = int(given.get("dim", given.get("size", 0) if drops else 0)) % len(shape)
     if isinstance(source.named(args[0].name)[axis], str):
-        raise ValueError(
-            f"export_qdq_onnx: {path or 'the model'}: {step.attributes['what']} along an axis "
+        raise QdqError(
+            f"{path or 'the model'}: {step.attributes['what']} along an axis "
             "whose size is free in the file; the number of parts would be that of the example"
         )
     names, start = [], 0

@@ -8,20 +8,21 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from bevquant_export._errors import QdqError
 from bevquant_export.dense._graph import FIRST_SHAPE_OF_PART, Graph
 from bevquant_export.dense._source import Source
 from bevquant_export.sparse.portable._body import DOUBLE, FLOAT, INT64
 from bevquant_int8sim.program import Ref, Step
 
-_ARITHMETIC = {
-    "add": "Add", "sub": "Sub", "mul": "Mul", "neg": "Neg", "mod": "Mod", "sym_min": "Min",
-    "sym_max": "Max", "pow": "Pow",
+ARITHMETIC = {
+    "add": "Add", "sub": "Sub", "mul": "Mul", "truediv": "Div", "div": "Div", "pow": "Pow",
+    "maximum": "Max", "minimum": "Min", "sym_min": "Min", "sym_max": "Max", "neg": "Neg",
+    "mod": "Mod",
 }  # fmt: skip
-_REAL = {
-    "add": "Add", "sub": "Sub", "mul": "Mul", "truediv": "Div", "neg": "Neg", "pow": "Pow",
-    "sym_min": "Min", "sym_max": "Max",
-}  # fmt: skip
-_OPERANDS = {"add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div"}  # of a tensor and a number
+"""ONNX's operators, by the names of arithmetic in a program."""
+_WHOLE = ARITHMETIC.keys() - {"truediv", "div"}
+_REAL = ARITHMETIC.keys() - {"mod"}
+_OPERANDS = frozenset(("add", "sub", "mul", "div"))  # of a tensor and a number
 _COMPARED = {"eq": "Equal", "le": "LessOrEqual", "ge": "GreaterOrEqual"}
 _FILLED = frozenset(("zeros", "ones", "new_zeros", "new_ones"))
 
@@ -76,14 +77,14 @@ class Numbers:
             real = self._real(path, maker.args[0])
             whole = real if what == "trunc" else graph.node(what.capitalize(), path, [real])
             return graph.node("Cast", path, [whole], to=INT64)
-        if maker is None or what not in (*_ARITHMETIC, "floordiv"):
+        if maker is None or what not in (*_WHOLE, "floordiv"):
             refuse(path, f"a size comes from {what or 'a number'}, which has no form")
         operands = [self.of(path, operand) for operand in maker.args]
         if what == "floordiv":  # rounds down, ONNX's towards 0; its Mod has Python's sign
             rest = graph.node("Mod", path, operands)
             operands[0] = graph.node("Sub", path, [operands[0], rest])
             return graph.node("Div", path, operands)
-        return graph.node(_ARITHMETIC[what], path, operands)
+        return graph.node(ARITHMETIC[what], path, operands)
 
     def _real(self, path: str, value: Any, kind: int = DOUBLE) -> str:
         """A number, or a quotient of two, as a tensor ``[1]``: in float64, as in Python."""
@@ -104,7 +105,7 @@ class Numbers:
         if maker is None or what not in _REAL:
             return graph.node("Cast", path, [self.of(path, value)], to=kind)
         operands = [self._real(path, operand, kind) for operand in maker.args]
-        return graph.node(_REAL[what], path, operands)
+        return graph.node(ARITHMETIC[what], path, operands)
 
     def holds(self, path: str, requirement: Step) -> str:
         """Whether a requirement is fulfilled, as a tensor, bool ``[1]``."""
@@ -135,7 +136,7 @@ class Numbers:
         if exact:
             number = self.graph.node("Cast", step.path, [number], to=FLOAT)
         number = self.graph.node("Reshape", step.path, [number, self.graph.numbers([])])
-        return self.graph.node(_OPERANDS[what], step.path, [self.read(x.name), number])
+        return self.graph.node(ARITHMETIC[what], step.path, [self.read(x.name), number])
 
     def _shaped(self, step: Step) -> str | None:
         """A tensor in a shape that contains numbers taken from tensors."""
@@ -184,7 +185,7 @@ def refuse(path: str, why: str) -> NoReturn:
     Raises:
         ValueError: Always.
     """
-    raise ValueError(
-        f"export_qdq_onnx: {path or 'the model'}: {why}. export_detector writes the "
+    raise QdqError(
+        f"{path or 'the model'}: {why}. export_detector writes the "
         "model as two files, cut at dense(); export_sparse_onnx writes a sparse encoder alone"
     )

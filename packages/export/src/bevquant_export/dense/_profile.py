@@ -7,6 +7,7 @@ from typing import Any
 
 from numpy.typing import DTypeLike
 
+from bevquant_export._errors import QdqError
 from bevquant_export.targets._cpu import chosen_weights
 from bevquant_export.targets._target import targets
 
@@ -79,14 +80,12 @@ def profile_of(name: str, weights: str = "auto") -> Profile:
     dense: list[Any] = [t for t in targets() if isinstance(getattr(t, "form", None), Profile)]
     known = {called: t for t in dense for called in (t.name, *t.aliases)}
     if name not in known:
-        raise ValueError(
-            f"export_qdq_onnx: profile={name!r}: expected one of {', '.join(map(repr, known))}"
-        )
+        raise QdqError(f"profile={name!r}: expected one of {', '.join(map(repr, known))}")
     form: Profile = known[name].form
     choice = known[name].weights
     try:
         weight = chosen_weights(weights, choice)
     except ValueError as error:
         more = "" if choice else "; 'uint8' or 'int8' go with profile='onnxruntime'"
-        raise ValueError(f"export_qdq_onnx: profile={name!r}: {error}{more}") from None
+        raise QdqError(f"profile={name!r}: {error}{more}") from None
     return replace(form, name=name, weight=weight if choice else form.weight)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevquant_export._errors import QdqError
 from bevquant_export._taken_numbers import refuse_decisions, taken_numbers
 from bevquant_export.dense._source import (
     QdqProgram,
@@ -49,8 +50,8 @@ def read_model(
     """
     for path, value in model.named_parameters() if isinstance(model, nn.Module) else ():
         if value.is_floating_point() and value.dtype != torch.float32:
-            raise ValueError(
-                f"export_qdq_onnx: parameter {path} is {value.dtype}; expected float32. Call "
+            raise QdqError(
+                f"parameter {path} is {value.dtype}; expected float32. Call "
                 "model.float() before it is quantized and calibrated; the profile says what the "
                 "file's floats are"
             )
@@ -61,8 +62,8 @@ def read_model(
     sparse = [s.path for s in program.steps if s.op in ("sites", "sparse_conv")]
     sparse += ["an input"] if program.sparse_inputs else []
     if sparse and (not voxels or dynamic_batch):
-        raise ValueError(
-            f"export_qdq_onnx: {next(filter(None, sparse), 'the model')} is sparse; "
+        raise QdqError(
+            f"{next(filter(None, sparse), 'the model')} is sparse; "
             + (
                 "the number of frames is a constant of such files: dynamic_batch=False"
                 if voxels
@@ -81,8 +82,8 @@ def read_model(
         if sparse or not isinstance(value, Tensor) or value.dtype == torch.float32:
             continue
         if value.is_floating_point() or value.is_complex() or not integer_inputs:
-            raise ValueError(
-                f"export_qdq_onnx: input {called[name]} is {value.dtype}; expected float32. Give "
+            raise QdqError(
+                f"input {called[name]} is {value.dtype}; expected float32. Give "
                 "float32 tensors, and compute what depends on others outside of this model"
             )
     ranges: dict[str, float] = {}
@@ -106,8 +107,8 @@ def read_model(
         try:
             wider, wider_hosts = _run(integer, double, {}, {})
         except (RuntimeError, ValueError) as error:
-            raise ValueError(
-                "export_qdq_onnx: dynamic_batch=True, but the model does not run on twice the "
+            raise QdqError(
+                "dynamic_batch=True, but the model does not run on twice the "
                 f"batch: {error}. Export it with a fixed batch"
             ) from error
         wider |= {name: _overlaid(sizes, found.get(name, sizes)) for name, sizes in wider.items()}

@@ -14,7 +14,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from bevquant_graph import as_example, is_sparse_tensor, members_of, refuse_other_members
+from bevquant_export._errors import QdqError
+from bevquant_graph import (
+    as_example,
+    is_sparse_tensor,
+    members_of,
+    refuse_other_members,
+    refuse_unusable,
+)
 from bevquant_int8sim import IntegerModel, simulate
 from bevquant_int8sim.program import (
     PROGRAM_READERS,
@@ -72,22 +79,19 @@ class _Simulated:
             self.model = model
             other = next((step.rounding for step in model.steps if step.rounding), None)
             if other is not None:
-                raise ValueError(
-                    f"export_qdq_onnx: the integer model rounds otherwise than files do ({other}): "
+                raise QdqError(
+                    f"the integer model rounds otherwise than files do ({other}): "
                     "half to even, in floats; give the calibrated model"
                 )
             if model.source is None or (sums and not model.sum_ranges and _adds_sums(model)):
                 met = "was loaded from a folder" if model.source is None else "adds accumulators"
-                raise ValueError(
-                    f"export_qdq_onnx: the integer model {met}; give the calibrated model, or what "
+                raise QdqError(
+                    f"the integer model {met}; give the calibrated model, or what "
                     f"simulate(…, integer_sums={bool(sums)}) makes of it"
                 )
             return
-        try:
-            self.model = simulate(model, args, integer_sums=sums, verify=verify)
-        except (TypeError, ValueError) as error:
-            message = str(error).replace("simulate:", "export_qdq_onnx:", 1)
-            raise type(error)(message) from error
+        refuse_unusable(model, "export_qdq_onnx", finite=False)
+        self.model = simulate(model, args, integer_sums=sums, verify=verify)
 
     @property
     def program(self) -> Program:
@@ -306,8 +310,8 @@ class Source:
             if sizes.count(-1) > 1 and sizes[axis] == -1 and own[axis : axis + 1] == [pair]:
                 sizes[axis] = 0
         if sizes.count(-1) > 1:
-            raise ValueError(
-                f"export_qdq_onnx: {path or 'the model'}: {sizes.count(-1)} sizes of a reshaped "
+            raise QdqError(
+                f"{path or 'the model'}: {sizes.count(-1)} sizes of a reshaped "
                 "tensor follow the batch or values of a frame; expected one. Give the others as "
                 "numbers, and where they follow the batch export with dynamic_batch=False"
             )
@@ -343,14 +347,14 @@ class Source:
                 if name not in wider:
                     if counted:
                         continue
-                    raise ValueError(
-                        f"export_qdq_onnx: {path or 'the model'}: an argument, {hosts[name]} on "
+                    raise QdqError(
+                        f"{path or 'the model'}: an argument, {hosts[name]} on "
                         "the example, is computed from the values of a frame, and the file would "
                         "hold it as a constant; give the model a fixed one"
                     )
                 if hosts[name] != wider[name]:
-                    raise ValueError(
-                        f"export_qdq_onnx: {path or 'the model'}: an argument follows the batch "
+                    raise QdqError(
+                        f"{path or 'the model'}: an argument follows the batch "
                         f"({hosts[name]}, then {wider[name]}), which the file holds as a "
                         "constant. Export with dynamic_batch=False"
                     )

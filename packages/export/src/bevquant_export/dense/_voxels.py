@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bevquant_export._errors import QdqError
 from bevquant_export.dense._graph import TensorState
 from bevquant_export.dense._numbers import Numbers, refuse
 from bevquant_export.sparse._axes import with_axes
@@ -273,7 +274,7 @@ class Voxels:
         try:
             rows, made = self._surroundings.convolved(voxel_set, window)
         except ValueError as error:
-            raise ValueError(f"export_qdq_onnx: {error}") from error
+            raise QdqError(str(error)) from error
         self._missing[made.maker] = missing
         return rows, made
 

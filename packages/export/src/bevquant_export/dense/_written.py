@@ -2,70 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bevquant_export._differences import TensorDifference, verdict
 from bevquant_export._figures import Figures
 from bevquant_graph import HtmlTable
 
 if TYPE_CHECKING:
     from bevquant_int8sim import IntegerModel
-
-# What is computed again, value by value: no difference but ties.
-_RECOMPUTED = frozenset(
-    "conv conv_transpose linear add requantize resize max_pool move relu constant".split()
-)
-# Share of the other values that may be a step off, and a few in any case.
-_SHARES = {"quantize": 1e-6}
-_OTHERS, _FEW = 1e-4, 4
-
-
-@dataclass(frozen=True)
-class TensorDifference:
-    """Difference between a QDQ file and the integer model for one quantized tensor.
-
-    Attributes:
-        path: Module that computes it.
-        op: Operation, as in an `IntegerModel`.
-        tensor: Name in the file.
-        elements: Number of values.
-        different: Number of differing integers.
-        largest: Largest difference in steps.
-        ties: Differing values that are one step off because the real value is as close to the
-            middle of two steps as float rounding reaches. The real value is computed separately, in
-            integers and float64.
-    """
-
-    path: str
-    op: str
-    tensor: str
-    elements: int
-    different: int
-    largest: int
-    ties: int = 0
-
-    @property
-    def unexplained(self) -> int:
-        """Number of differing values that are no ties."""
-        return self.different - self.ties
-
-    @property
-    def allowed(self) -> int:
-        """Number of unexplained values that float32 rounding may cause.
-
-        None where the operation was computed again. Else, for averages and float functions: four
-        values or one in 10,000 (one in a million for a quantized input).
-        """
-        if self.op in _RECOMPUTED:
-            return 0
-        return max(_FEW, int(_SHARES.get(self.op, _OTHERS) * self.elements))
-
-    @property
-    def is_wrong(self) -> bool:
-        """Whether the file computes other values than the integer model."""
-        return self.unexplained > 0 and (self.unexplained > self.allowed or self.largest > 1)
 
 
 @dataclass(frozen=True)
@@ -127,17 +74,3 @@ class QdqFile(HtmlTable):
             *([str(self.figures)] if self.figures else []),
         ]
         return "\n".join((*lines, verdict(self.verified, self.differences)))
-
-
-def verdict(verified: str, rows: Iterable[Any]) -> str:
-    """The verification in words: the runtime and the number of differences."""
-    rows = list(rows)
-    if verified == "no":
-        return "not run: whether it computes what the model computes is unknown"
-    different = sum(row.different for row in rows)
-    text = f"{different:,} of {sum(row.elements for row in rows):,} integers are not the model's"
-    if different:
-        largest = max(row.largest for row in rows)
-        text += f", at most {largest:g} step{'s' * (largest != 1)} off"
-    ties = sum(getattr(row, "ties", 0) for row in rows)
-    return f"run by {verified}: {text}" + (f"; {ties:,} lie between the two" if ties else "")

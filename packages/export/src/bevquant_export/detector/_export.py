@@ -40,7 +40,6 @@ from bevquant_export.sparse._verify import refuse_departures
 from bevquant_export.targets import find_target
 from bevquant_export.targets.qdq import QdqTarget
 from bevquant_graph import (
-    CaptureError,
     Graph,
     arguments,
     as_example,
@@ -49,6 +48,7 @@ from bevquant_graph import (
     file_path,
     named_results,
     part_of,
+    reported_by,
 )
 from bevquant_int8sim import IntegerModel, simulate
 from bevquant_int8sim.program import PROGRAM_READERS, Program, names_in
@@ -410,17 +410,15 @@ class _Ran(NamedTuple):
     tensors: Iterable[TensorDifference]
 
 
+@reported_by("export_detector")
 def _cut(model: nn.Module, example: Any) -> tuple[nn.Module, Graph, Parts]:
     """The model with the sparse file's constants, its graph, and the split."""
-    try:
-        graph = capture(model, example)
-        parts = parts_of(graph)
-        if parts.sparse is None:
-            return model, graph, parts
-        rounded = half_constants_of(model, parts.sparse.called)
-        graph = capture(rounded, example)
-    except CaptureError as error:
-        raise ValueError(str(error).replace("capture:", "export_detector:", 1)) from error
+    graph = capture(model, example)
+    parts = parts_of(graph)
+    if parts.sparse is None:
+        return model, graph, parts
+    rounded = half_constants_of(model, parts.sparse.called)
+    graph = capture(rounded, example)
     return rounded, graph, parts_of(graph)
 
 

@@ -20,11 +20,6 @@ from bevquant_graph import Graph, named_results, nodes_behind, op_spec, part_of
 from bevquant_int8sim.program import integers_of
 
 _ON_VOXELS = frozenset({"rulebook", "sparse_layer", "sparse_pool", "to_dense"})
-# What libspconv has behind its ScatterDense.
-_PERMUTATIONS = frozenset("permute transpose movedim moveaxis swapaxes swapdims".split())
-_RESHAPES = frozenset(
-    "view reshape flatten unflatten squeeze unsqueeze _unsafe_view _reshape_alias".split()
-)
 _VOXELS, _MAPS = "voxels", "maps"
 _MAP = "spatial_features"
 _WHOLE = "export_qdq_onnx(profile='onnxruntime') writes the whole model as one file for a CPU"
@@ -230,10 +225,10 @@ def _keeps_frames(node: fx.Node, reader: fx.Node) -> bool:
         return False
     if spec.kind == "identity":
         return True
-    if spec.name in _RESHAPES:
+    if spec.layout == "reshape":
         before, behind = node.meta["val"], reader.meta["val"]
         return isinstance(behind, Tensor) and str(before.shape[0]) == str(behind.shape[0])
-    if spec.name not in _PERMUTATIONS:
+    if spec.layout != "permute":
         return False
     probe = torch.empty(*range(2, 2 + node.meta["val"].dim()), device="meta")
     target: Any = reader.target

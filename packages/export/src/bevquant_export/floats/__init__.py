@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bevquant_export._differences import FloatDifference, difference
+from bevquant_export._errors import FloatFileError
 from bevquant_export.dense._alike import StableChoices
 from bevquant_export.dense._half_tried import typed_floats
 from bevquant_export.dense._runnable import session
@@ -19,27 +21,10 @@ from bevquant_export.floats._torch_exporter import OPSET, by_parameter, called, 
 from bevquant_export.floats._torch_exporter import input_names as named_inputs
 from bevquant_export.floats._torch_exporter import output_names as named_outputs
 from bevquant_export.lint._read import load_model, reading
-from bevquant_graph import as_example, check_kind, file_path
+from bevquant_graph import as_example, check_kind, file_path, reported_by
 from bevquant_quantizers import TensorQuantizer, write_whole
 
 __all__ = ["FloatDifference", "FloatFile", "compare_float_onnx", "export_float_onnx"]
-
-
-@dataclass(frozen=True)
-class FloatDifference:
-    """Difference between ONNX Runtime and torch for one output.
-
-    Attributes:
-        name: Name of the output.
-        elements: Number of values.
-        largest: Largest absolute difference.
-        relative: `largest` divided by torch's largest absolute value.
-    """
-
-    name: str
-    elements: int
-    largest: float
-    relative: float
 
 
 @dataclass(frozen=True)
@@ -74,6 +59,7 @@ class FloatFile:
         return "\n".join((f"{self.path}, operator set {self.opset}: {found}", *self.notes))
 
 
+@reported_by("export_float_onnx")
 def export_float_onnx(
     module: nn.Module,
     args: Any,
@@ -181,21 +167,18 @@ def _check(module: nn.Module, opset: int, target: Path) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"export_float_onnx: expected a module, got {type(module).__name__}")
     if opset < OPSET:
-        raise ValueError(
-            f"export_float_onnx: opset={opset}: expected {OPSET} or more; torch's exporter writes "
-            "no earlier one"
+        raise FloatFileError(
+            f"opset={opset}: expected {OPSET} or more; torch's exporter writes no earlier one"
         )
     if not target.parent.is_dir():
-        raise ValueError(f"export_float_onnx: there is no folder {target.parent}; make it first")
+        raise FloatFileError(f"there is no folder {target.parent}; make it first")
     training = next((path for path, m in module.named_modules() if m.training), None)
     if training is not None:
-        raise ValueError(
-            f"export_float_onnx: {training or 'the module'} is in training mode; call eval() first"
-        )
+        raise FloatFileError(f"{training or 'the module'} is in training mode; call eval() first")
     for path, child in module.named_modules():
         if _quantizes(child):
-            raise ValueError(
-                f"export_float_onnx: {path} quantizes; expected a float module. Write quantized "
+            raise FloatFileError(
+                f"{path} quantizes; expected a float module. Write quantized "
                 "ones with export_qdq_onnx, or disable() its quantizers"
             )
 
@@ -209,8 +192,8 @@ def _quantizes(module: nn.Module) -> bool:
 def _hold(found: tuple[FloatDifference, ...], tolerance: float, module: nn.Module) -> None:
     worst = max(found, key=lambda d: d.relative)
     if not worst.relative <= tolerance:
-        raise ValueError(
-            f"export_float_onnx: onnxruntime makes output {worst.name} of {type(module).__name__} "
+        raise FloatFileError(
+            f"onnxruntime makes output {worst.name} of {type(module).__name__} "
             f"other than torch: {worst.largest:g}, which is {worst.relative:.2g} of its largest "
             f"value; expected {tolerance:g} at most. Nothing was written; pass tolerance=None to "
             "write it nevertheless"
@@ -273,23 +256,14 @@ def _differences(
     inputs = {name: value.detach().cpu().numpy() for name, value in given.items()}
     made = running.run(list(wanted), inputs)
     return tuple(
-        _difference(name, np.asarray(value.detach().cpu()), got)
+        _difference(name, value.detach().cpu(), torch.from_numpy(np.asarray(got)))
         for (name, value), got in zip(wanted.items(), made, strict=True)
     )
 
 
-def _difference(name: str, want: Any, got: Any) -> FloatDifference:
+def _difference(name: str, want: Tensor, got: Tensor) -> FloatDifference:
     if want.shape != got.shape:
         raise ValueError(
             f"compare_float_onnx: output {name} is {list(got.shape)}, torch's {list(want.shape)}"
         )
-    want, got = want.astype(np.float64), got.astype(np.float64)
-    same = (want == got) | (np.isnan(want) & np.isnan(got))
-    with np.errstate(invalid="ignore"):
-        apart = np.where(same, 0.0, np.abs(want - got))
-    apart = np.nan_to_num(apart, nan=np.inf)
-    largest = float(apart.max()) if apart.size else 0.0
-    finite = np.abs(want[np.isfinite(want)])
-    scale = float(finite.max()) if finite.size else 0.0
-    relative = 0.0 if largest == 0 else largest / scale if scale else float("inf")
-    return FloatDifference(name, int(apart.size), largest, relative)
+    return difference(name, got, want)

@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from bevquant_export._errors import FloatFileError
 from bevquant_export.floats._plain_forms import PlainForms
 from bevquant_graph import (
     arguments,
@@ -87,8 +88,8 @@ def exported(
                 f"export_float_onnx: a package of torch's exporter is missing ({_origin(error)}): "
                 "pip install onnxscript"
             ) from error
-        raise ValueError(
-            f"export_float_onnx: torch's exporter cannot write {type(module).__name__}: "
+        raise FloatFileError(
+            f"torch's exporter cannot write {type(module).__name__}: "
             f"{_reason(error)}; replace what it names by operations that ONNX has"
         ) from error
     assert program is not None
@@ -160,7 +161,7 @@ def called(module: nn.Module, args: Any) -> list[tuple[str, Tensor]]:
         result = run_on(module, positional, named)
     found = list(_members(result, ""))
     if not found:
-        raise ValueError("export_float_onnx: the module returns no tensor")
+        raise FloatFileError("the module returns no tensor")
     return found
 
 
@@ -174,8 +175,8 @@ def tensors_in(args: Any) -> list[Tensor]:
     values = [*positional, *named.values()]
     for place, value in enumerate(values):
         if not isinstance(value, Tensor):
-            raise ValueError(
-                f"export_float_onnx: argument {place} is {type(value).__name__}; expected tensors "
+            raise FloatFileError(
+                f"argument {place} is {type(value).__name__}; expected tensors "
                 "alone. Wrap the module in one that holds the rest"
             )
     return values
@@ -240,8 +241,8 @@ def _members(value: Any, where: str) -> Iterator[tuple[str, Tensor]]:
         for place, item in enumerate(value):
             yield from _members(item, _below(where, str(place)))
     else:
-        raise ValueError(
-            f"export_float_onnx: the module returns {type(value).__name__} at "
+        raise FloatFileError(
+            f"the module returns {type(value).__name__} at "
             f"{where or 'its only place'}; expected tensors alone"
         )
 

@@ -18,6 +18,7 @@ from bevquant_export.qdq_reader._constants import (
     OWN,
     STORED,
     Grid,
+    NodeError,
     Operator,
     Stored,
     as_float32,
@@ -126,9 +127,9 @@ class Builder:
                     return
                 if not (self._folded(node, attributes) or self._clipped(node)):
                     self._operator(node, attributes, where)
+        except NodeError:
+            raise
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            if str(error).startswith(where):
-                raise
             raise ValueError(f"{where}: {error}") from error
 
     # Quantization

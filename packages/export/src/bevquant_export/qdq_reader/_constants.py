@@ -165,6 +165,10 @@ OWN = frozenset({"QuantizeLinear", "DequantizeLinear", "Constant", "ConvTranspos
 """Operators without a function in the table."""
 
 
+class NodeError(ValueError):
+    """An error whose message names its node."""
+
+
 class Operator(nn.Module):
     """One node.
 
@@ -196,7 +200,7 @@ class Operator(nn.Module):
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
             if type(error) not in (ValueError, TypeError, KeyError, RuntimeError):
                 raise  # of torch's own, which a capture reads
-            raise ValueError(f"{self.where}: {error}") from error
+            raise NodeError(f"{self.where}: {error}") from error
 
 
 def activations(proto: Any) -> dict[str, tuple[str, list[Any]]]:

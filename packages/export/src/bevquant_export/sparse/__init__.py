@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bevquant_export.sparse._compare import LayerDifference, compare_sparse_onnx
+from bevquant_export._differences import LayerDifference
+from bevquant_export.sparse._compare import compare_sparse_onnx
 from bevquant_export.sparse._export import export_sparse_onnx
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._load import SparseOnnxModel, load_sparse_onnx

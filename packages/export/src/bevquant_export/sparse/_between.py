@@ -23,12 +23,11 @@ from bevquant_export.sparse._beginning import (
 )
 from bevquant_export.sparse._follow import Draft, Followed, Follower, Reading, place
 from bevquant_export.sparse._steps import Between
-from bevquant_graph import leaves
+from bevquant_graph import leaves, op_spec
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.model import Step
 
 _POOL = "sparse_max_pool"
-_SAME = ("to", "_to_copy", "int", "contiguous", "clone")  # coordinates in another type
 
 
 def follow(model: IntegerModel, *, extended: bool = True) -> Followed:
@@ -176,7 +175,8 @@ class _FollowerBetween(Follower):
         while name:
             self.places[name] = self.input
             step = self.makers.get(name)
-            same = step is not None and step.attributes.get("what") in _SAME
+            spec = op_spec(str(step.attributes.get("what"))) if step is not None else None
+            same = spec is not None and (spec.casts or spec.kind == "identity")
             name = getattr(step.args[0], "name", "") if step is not None and same else ""
 
     def _makes(self, coordinates: str) -> Step | None:

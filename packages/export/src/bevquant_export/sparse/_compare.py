@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bevquant_export._differences import LayerDifference, difference
 from bevquant_export.sparse._axes import lowered_to, with_three_axes
 from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._channel_permutations import PERMUTED, permutes_channels
@@ -19,41 +20,13 @@ from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._load import SparseOnnxModel
 from bevquant_export.sparse._observe import Made, reference_of
 from bevquant_export.sparse._run import Integers
-from bevquant_graph import check_kind
+from bevquant_graph import check_kind, reported_by
 from bevquant_int8sim import IntegerModel, SparseOutput, dequantize, simulate
 
 _FUNCTIONS = 2.0**-18  # of an output's largest magnitude: sums and functions of floats
 
 
-@dataclass(frozen=True)
-class LayerDifference:
-    """Difference between a sparse file and the integer model for one layer.
-
-    Attributes:
-        node: Name of the node; ``"output"`` for the file's result.
-        path: Module that the node was exported from.
-        form: ``"int8"`` or ``"float"``.
-        elements: Number of values.
-        different: Number of values that differ from the integer model. For outputs of float
-            functions, values that differ by more than 2⁻¹⁸ of `size` (the last bits of exp depend
-            on the runtime).
-        largest: Largest difference, in int8 steps or in value.
-        size: Largest magnitude of the tensor in the integer model.
-        behind_functions: Whether the layer reads, directly or through one other layer, a float
-            function between layers. Runtimes sum in different orders there, so a value between two
-            integers may be rounded to either.
-    """
-
-    node: str
-    path: str
-    form: str
-    elements: int
-    different: int
-    largest: float
-    size: float = 0.0
-    behind_functions: bool = False
-
-
+@reported_by("compare_sparse_onnx")
 def compare_sparse_onnx(
     file: SparseOnnxModel,
     model: nn.Module | IntegerModel,
@@ -239,22 +212,7 @@ def counted(name: str, path: str, made: Made, wanted: Made, slack: float = 0.0) 
     if not torch.equal(mine.indices.long(), other.indices.long()):
         raise ValueError(f"compare_sparse_onnx: {name} makes other voxels than {path!r}")
     form = "float" if made.scale is None else "int8"
-    return _counted(name, path, form, (mine.value, other.value), slack)
-
-
-def _counted(
-    node: str, path: str, form: str, values: tuple[Tensor, Tensor], slack: float
-) -> LayerDifference:
-    """Differences of more than `slack` times the second tensor's largest magnitude."""
-    made, wanted = values
-    if not wanted.numel():
-        return LayerDifference(node, path, form, 0, 0, 0.0)
-    size = max(abs(float(value)) for value in torch.aminmax(wanted))
-    if made.dtype == wanted.dtype and torch.equal(made, wanted):  # the usual case
-        return LayerDifference(node, path, form, made.numel(), 0, 0.0, size)
-    apart = (made.double() - wanted.double()).abs()
-    different = int((~(apart <= slack * size)).count_nonzero())
-    return LayerDifference(node, path, form, apart.numel(), different, float(apart.max()), size)
+    return difference(name, mine.value, other.value, path=path, form=form, slack=slack)
 
 
 def _sorted(made: Made) -> Made:
@@ -286,7 +244,7 @@ def _output(
         turned = of_model(made.indices, places.shape[1], tuple(made.spatial_shape))
         mine = Made(made.features, None, turned)
         return counted("output", "", mine, Made(wanted, None, places), slack)
-    return _counted("output", "", "float", (made, wanted), slack)
+    return difference("output", made, wanted, slack=slack)
 
 
 def _results(integers: IntegerModel, returned: Any) -> list[tuple[str, Any]]:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from bevquant_export._differences import LayerDifference
 from bevquant_export._figures import figures_of
 from bevquant_export._taken_numbers import refuse_computed_grids, refuse_decisions
 from bevquant_export.sparse._axes import turned
 from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._check_graph import numbered
-from bevquant_export.sparse._compare import LayerDifference
 from bevquant_export.sparse._graph import Conv, Graph, Node
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._make_graph import sparse_graph
@@ -31,6 +31,7 @@ from bevquant_export.sparse._verify import (
     verified,
     with_note,
 )
+from bevquant_graph import reported_by
 from bevquant_int8sim import IntegerModel, simulate
 from bevquant_quantizers import write_whole
 
@@ -40,6 +41,7 @@ DIALECTS = ("libspconv", "portable")
 ORDERS = ("xyz", "zyx")
 
 
+@reported_by("export_sparse_onnx")
 def export_sparse_onnx(
     model: nn.Module | IntegerModel,
     example_inputs: Any,

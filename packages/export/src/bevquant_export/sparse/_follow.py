@@ -22,14 +22,11 @@ from bevquant_export.sparse._beginning import (
 )
 from bevquant_export.sparse._channel_permutations import Selections
 from bevquant_export.sparse._steps import Between
+from bevquant_graph import op_spec
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.model import Step
 
 _CONVERSIONS = ("quantize", "requantize", "dequantize", "relu")
-_PERMUTATIONS = ("permute", "transpose", "movedim", "swapaxes", "moveaxis", "swapdims")
-_RESHAPES = ("flatten", "view", "reshape", "unflatten", "squeeze", "unsqueeze")
-_ADDITIONS = ("add", "add_", "iadd")
-_PRODUCTS = ("mul", "mul_", "imul")
 _MATRIX = ("mm", "matmul")
 _JOINS = ("move", "float", "concat")
 _BEHIND = (1, 2, -1, -2)  # axes behind the rows of three
@@ -180,6 +177,7 @@ class Follower:
 
     def _step(self, step: Step) -> None:
         what = str(step.attributes.get("what", ""))
+        spec = op_spec(what)
         if step.op in ("host", "sites", "constant"):
             return  # the consumer of a constant reports it
         if step.attributes.get("ceiling") is not None:
@@ -193,13 +191,13 @@ class Follower:
             self._draft("conv", step, 1)
         elif step.op == "linear" and self._on_voxels(step.args[0]):
             self._draft("linear", step, 1)
-        elif step.op == "float" and self._is_affine(step, what):
-            self._affine(step, what)
+        elif step.op == "float" and self._is_affine(step, spec.name):
+            self._affine(step, spec.name)
         elif step.op == "float" and what in _MATRIX and self._is_matrix(step):
             matrix = self.constants[step.args[1].name].detach().float()
             self._check_half(step, matrix)
             self._append("matrix", step, (self._operand(step.args[0], step),), (matrix.t(),))
-        elif step.op == "add" or (step.op == "float" and what in _ADDITIONS):
+        elif step.op == "add" or (step.op == "float" and spec.kind == "add"):
             self._draft("add", step, 2)
         elif step.op in _JOINS and what == "cat" and _along_channels(step):
             self._concatenation(step)
@@ -210,10 +208,10 @@ class Follower:
         elif step.op == "move" and what == "to_dense":
             self._draft("scatter", step, 1)
             self.dense.add(step.outputs[0])
-        elif step.op == "move" and what in _PERMUTATIONS:
+        elif step.op == "move" and spec.layout == "permute":
             self._draft("permute", step, 1)
             self.dense.add(step.outputs[0])
-        elif step.op == "move" and what in _RESHAPES:
+        elif step.op == "move" and spec.layout == "reshape":
             self._draft("reshape", step, 1)
             self.dense.add(step.outputs[0])
         else:
@@ -283,12 +281,12 @@ class Follower:
             )
 
     def _is_affine(self, step: Step, what: str) -> bool:
-        if what not in (*_ADDITIONS, *_PRODUCTS, "sub") or len(step.args) != 2 or step.kwargs:
+        if what not in ("add", "mul", "sub") or len(step.args) != 2 or step.kwargs:
             return False
         if what == "sub" and not self._on_voxels(step.args[0]):
             return False
         x, number = self._affine_operands(step)
-        if number is not None and what in _PRODUCTS and self._is_given(x):
+        if number is not None and what == "mul" and self._is_given(x):
             # By powers of two float16 multiplies as exactly as float32: the file begins with it.
             return bool((number.frexp().mantissa == 0.5).all())
         return number is not None and self._on_voxels(x)
@@ -309,7 +307,7 @@ class Follower:
         assert number is not None
         number = -number if what == "sub" else number
         self._check_half(step, number)
-        adds = what not in _PRODUCTS
+        adds = what != "mul"
         if bool((number == (0 if adds else 1)).all()):
             self.holds[step.outputs[0]] = self._tensor(x.name, place(step))
             return

@@ -119,13 +119,9 @@ class Bodies:
         there = dict(zip(places, voxels, strict=True))
         for value, place in between.places.items():
             emitter.states[value] = TensorState(self._columns(graph, there[place], value))
-        try:
-            for step in source.program.steps:
-                if step.op in ("constant", "host") or step.outputs[0] in between.steps:
-                    emitter.add(step)
-        except ValueError as error:
-            message = str(error).removeprefix("export_qdq_onnx: ")
-            raise ValueError(f"export_sparse_onnx: {message}") from error
+        for step in source.program.steps:
+            if step.op in ("constant", "host") or step.outputs[0] in between.steps:
+                emitter.add(step)
         result = emitter.read(between.value)
         if source.dtypes.get(between.value) == torch.float64:
             result = graph.node("Cast", path, [result], to=FLOAT)

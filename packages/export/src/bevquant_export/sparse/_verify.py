@@ -9,19 +9,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bevquant_export._check_tensors import check_tensors
+from bevquant_export._differences import LayerDifference, check_tensors, difference, verdict
 from bevquant_export._figures import Figures, Timing, figures_of, timed
 from bevquant_export._size_guards import note_guards
 from bevquant_export.dense._runnable import session
-from bevquant_export.dense._written import verdict
 from bevquant_export.sparse._check_graph import numbered
-from bevquant_export.sparse._compare import LayerDifference, compared, frame_for
+from bevquant_export.sparse._compare import compared, frame_for
 from bevquant_export.sparse._graph import Add, Conv, Graph, Steps
 from bevquant_export.sparse._load import SparseOnnxModel, in_floats
 from bevquant_export.sparse._proto import graph_of_bytes, read_graph, recorded
@@ -30,9 +29,6 @@ from bevquant_graph import HtmlTable
 from bevquant_int8sim import IntegerModel
 from bevquant_quantizers import write_whole
 from bevquant_quantizers.plugins import importable
-
-if TYPE_CHECKING:
-    from bevquant_export.sparse._compare import LayerDifference
 
 
 @dataclass(frozen=True)
@@ -222,19 +218,9 @@ def same_as_source(content: bytes, source: Graph) -> str:
     for name in got:
         if name not in wanted or wanted[name].value.shape != got[name].value.shape:
             continue
-        want, value = wanted[name].value.double(), got[name].value.double()
-        apart = (want - value).abs()
-        rows.append(
-            LayerDifference(
-                node=name,
-                path=wanted[name].path,
-                form="float" if wanted[name].scale is None else "int8",
-                elements=apart.numel(),
-                different=int(apart.count_nonzero()),
-                largest=float(apart.max()) if apart.numel() else 0.0,
-                size=float(want.abs().max()) if apart.numel() else 0.0,
-            )
-        )
+        form = "float" if wanted[name].scale is None else "int8"
+        want, value = wanted[name], got[name].value
+        rows.append(difference(name, value, want.value, path=want.path, form=form))
     refuse_departures(rows, "lower_to_portable: when onnxruntime runs the file, ")
     return "onnxruntime"
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bevquant_graph import check_kind, checked_batches
+from bevquant_graph import check_kind, checked_batches, reported_by
 from bevquant_int8sim.model._execute import accumulators, makes_accumulators
 from bevquant_int8sim.model._float8 import float8_round
 from bevquant_int8sim.model._forced import ForcedRun, place
@@ -30,6 +30,7 @@ __all__ = ["LayerComparison", "compare"]
 _LAYERS = frozenset("sparse_conv conv conv_transpose linear".split())
 
 
+@reported_by("compare")
 def compare(
     float_model: nn.Module,
     model: nn.Module | IntegerModel,

@@ -10,17 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import pooling
 
-from bevquant_graph import layer_class
+from bevquant_graph import layer_class, op_spec
 from bevquant_int8sim._pool import int8_avg_pool, int8_max_pool
 from bevquant_int8sim._resize import int8_resize
 from bevquant_int8sim._rounding import round_float
 from bevquant_int8sim._sample import MODES, PADDINGS
 
-_MAX = {"max_pool1d", "max_pool2d", "max_pool3d"}
-_AVERAGE = {"avg_pool1d", "avg_pool2d", "avg_pool3d"}
-_ADAPTIVE = {"adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"}
-_MAX_POOLS = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)
-_AVERAGES = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)
 _MODULES: dict[type[nn.Module], tuple[str, str]] = {
     pooling._MaxPoolNd: (
         "max_pool2d", "kernel_size stride padding dilation ceil_mode return_indices",
@@ -31,11 +26,11 @@ _MODULES: dict[type[nn.Module], tuple[str, str]] = {
     pooling._AdaptiveAvgPoolNd: ("adaptive_avg_pool2d", "output_size"),
     nn.Upsample: ("interpolate", "size scale_factor mode align_corners recompute_scale_factor"),
 }  # fmt: skip
-_ADAPTIVES = (
-    functional.adaptive_avg_pool1d,
-    functional.adaptive_avg_pool2d,
-    functional.adaptive_avg_pool3d,
-)
+
+
+def _function(name: str, x: Tensor) -> Any:
+    """Torch's pooling over as many axes as the tensor has behind its channels."""
+    return getattr(functional, f"{name}{x.dim() - 2}d")
 
 
 def max_pool(
@@ -44,7 +39,7 @@ def max_pool(
     """Maximum over windows, of integers or floats ``[batch, channels, *grid]``."""
     if not x.is_floating_point():
         return int8_max_pool(x, kernel_size, stride, padding, dilation, ceil_mode=ceil_mode)
-    pool = _MAX_POOLS[x.dim() - 3]
+    pool = _function("max_pool", x)
     result: Tensor = pool(x, kernel_size, stride, padding, dilation, ceil_mode)
     return result
 
@@ -136,9 +131,9 @@ def average(
 ) -> Tensor:
     """The same averages of floats."""
     if kernel_size is None:
-        result: Tensor = _ADAPTIVES[x.dim() - 3](x, output_size)
+        result: Tensor = _function("adaptive_avg_pool", x)(x, output_size)
         return result
-    pool: Any = _AVERAGES[x.dim() - 3]
+    pool = _function("avg_pool", x)
     pooled: Tensor = pool(x, kernel_size, stride, padding, ceil_mode, count_include_pad)
     return pooled
 
@@ -160,15 +155,16 @@ def grid_call(what: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[str, dic
 
     ``None`` where it is something else, or has settings that have no integer form.
     """
-    if what in _MAX:
+    kind = op_spec(what).kind
+    if kind == "max_pool" and what.endswith("d"):  # not with indices
         names = "kernel_size stride padding dilation ceil_mode return_indices"
         given = _bound(names, args, kwargs, (None, 0, 1, False, False))
         return ("max_pool", given) if given.pop("return_indices", False) is False else None
-    if what in _AVERAGE:
+    if kind == "avg_pool" and what.startswith("avg"):
         names = "kernel_size stride padding ceil_mode count_include_pad divisor_override"
         given = _bound(names, args, kwargs, (None, 0, False, True, None))
         return ("avg_pool", given) if given.pop("divisor_override", None) is None else None
-    if what in _ADAPTIVE:
+    if kind == "avg_pool":
         return "avg_pool", _bound("output_size", args, kwargs, ())
     if what == "interpolate":
         names = "size scale_factor mode align_corners recompute_scale_factor antialias"

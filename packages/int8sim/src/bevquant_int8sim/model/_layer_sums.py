@@ -25,6 +25,7 @@ FIELDS = (
 """What is summed over all values; of the last two, the largest is kept."""
 
 _LARGEST = 2
+_ENERGY = 1e-4  # 40 dB: a difference below what any quantizer makes
 # A quarter of a megabyte in float64. Whole feature maps would be read from memory and written back
 # at each of two dozen operations.
 _BLOCK = 1 << 15
@@ -69,6 +70,24 @@ def float_gaps(wanted: Tensor, got: Tensor) -> tuple[float, float, float, float]
     sums = apart.max(), apart.square().sum(), finite.abs().max(), finite.square().sum()
     most, energy, top, power = (float(value) for value in sums)
     return most, energy, top, power
+
+
+def alike(
+    wanted: Tensor, got: Tensor, share: float, slack: float = 0.0, *, noise: bool = True
+) -> bool:
+    """Whether two tensors of floats are equal up to rounding.
+
+    Args:
+        wanted: The first.
+        got: The second; another shape is never alike.
+        share: Allowed gap, as a share of the largest finite value of `wanted`.
+        slack: Allowed gap beside that.
+        noise: Whether noise 40 dB below `wanted` is allowed too.
+    """
+    if wanted.shape != got.shape:
+        return False
+    most, energy, top, power = float_gaps(wanted, got)
+    return most <= slack + share * top or (noise and energy <= _ENERGY * power)
 
 
 @dataclass(eq=False)

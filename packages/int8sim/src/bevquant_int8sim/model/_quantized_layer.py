@@ -17,6 +17,7 @@ from bevquant_int8sim.model._float8 import Float8Input, Float8Layer
 from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._quantizers import (
     SMALLEST_AMAX,
+    SimulateError,
     calibrated_range,
     float8_of,
     float8_scale,
@@ -89,8 +90,8 @@ def _weight_scale(weight: Tensor, amax: Tensor | None, high: float, path: str) -
     largest = weight.abs().amax(1) if weight.shape[1] else weight.new_zeros(weight.shape[0])
     if not bool(largest.isfinite().all()):
         channel = int((~largest.isfinite()).nonzero()[0])
-        raise ValueError(
-            f"simulate: {path}: a weight of channel {channel} is NaN or infinite; train or load "
+        raise SimulateError(
+            f"{path}: a weight of channel {channel} is NaN or infinite; train or load "
             "the model again"
         )
     ranges = (largest if amax is None else amax).double().reshape(-1).expand(len(weight))
@@ -98,8 +99,8 @@ def _weight_scale(weight: Tensor, amax: Tensor | None, high: float, path: str) -
     lost = dead & (largest.double() > SMALLEST_AMAX)
     if bool(lost.any()):
         channel = int(lost.nonzero()[0])
-        raise ValueError(
-            f"simulate: {path}: the weight's range of channel {channel} is zero or too small, its "
+        raise SimulateError(
+            f"{path}: the weight's range of channel {channel} is zero or too small, its "
             f"largest weight is {float(largest[channel]):g}; calibrate the weight quantizer again"
         )
     scale: Tensor = ranges.masked_fill(dead, 0.0) / high
@@ -147,7 +148,7 @@ def _integer_bias(
     stored = module._buffers.get("integer_bias")
     if bias is None or stored is not None:
         return stored, total
-    return quantize_bias(bias.detach(), input_scale, filled, name=f"simulate: {path}"), total
+    return quantize_bias(bias.detach(), input_scale, filled, name=path), total
 
 
 def _float8_weight(weight: Tensor, scale: Tensor, quantizer: TensorQuantizer) -> Tensor:
@@ -237,7 +238,7 @@ def _integers(
         return numbers, bias, scale.masked_fill(scale == 0, 1.0).float()
     if affine:
         scale = amax.double().reshape(-1).expand(len(by_channel))
-        q = quantize(by_channel, scale, bits=quantizer.num_bits, name=f"simulate: {path}")
+        q = quantize(by_channel, scale, bits=quantizer.num_bits, name=path)
         q = q.clamp(int(quantizer.low.max()), int(quantizer.high.min()))
         return q, *_integer_bias(module, integers.scale, scale, path)
     scale = _weight_scale(by_channel, amax, 2 ** (quantizer.num_bits - 1) - 1, path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from bevquant_graph import Graph
+from bevquant_graph import CallError, Graph
 from bevquant_int8sim.model._form import Integers
 from bevquant_quantizers import AffineQuantizer, Format, TensorQuantizer, format_of
 
@@ -15,6 +15,12 @@ _REMEDY = (
     "calibrate with batches that reach it and load the ranges (bevquant_quantizers.calibrate), or "
     "disable() the quantizer to leave its layer float"
 )
+
+
+class SimulateError(CallError):
+    """A model that `simulate` cannot run in integers."""
+
+    function = "simulate"
 
 
 def is_active(quantizer: object) -> bool:
@@ -76,8 +82,8 @@ def integers_of(quantizer: TensorQuantizer, path: str) -> Integers:
     amax = _usable_range(quantizer, path)
     form = format_of(quantizer.num_bits, narrow_range=quantizer._narrow_range)
     if form.dtype is not None:
-        raise ValueError(
-            f"simulate: {path}: {form.name} where integers are read; quantize it with num_bits=8"
+        raise SimulateError(
+            f"{path}: {form.name} where integers are read; quantize it with num_bits=8"
         )
     return Integers(float(amax) / form.high, form.bits, int(form.low), int(form.high))
 
@@ -86,7 +92,7 @@ def _usable_range(quantizer: TensorQuantizer, path: str) -> Tensor:
     amax = calibrated_range(quantizer)
     problem = _problem(amax)
     if problem or amax is None:
-        raise ValueError(f"simulate: {path}: {problem}; {_REMEDY}")
+        raise SimulateError(f"{path}: {problem}; {_REMEDY}")
     return amax
 
 
@@ -115,9 +121,8 @@ def check_calibrated(model: nn.Module, graph: Graph | None = None) -> None:
             if problem:
                 problems.append(f"{path} ({problem})")
     if problems:
-        raise ValueError(
-            f"simulate: {len(problems)} quantizers have no usable range: {', '.join(problems)}; "
-            f"{_REMEDY}"
+        raise SimulateError(
+            f"{len(problems)} quantizers have no usable range: {', '.join(problems)}; {_REMEDY}"
         )
 
 

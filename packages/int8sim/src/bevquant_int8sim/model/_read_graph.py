@@ -30,6 +30,7 @@ from bevquant_int8sim.model._operation import Operation, Operations
 from bevquant_int8sim.model._program import Ref
 from bevquant_int8sim.model._quantized_layer import quantized_layer
 from bevquant_int8sim.model._quantizers import (
+    SimulateError,
     float8_of,
     float8_scale,
     integers_of,
@@ -60,8 +61,8 @@ class _Reader(GraphValues):
         self._float8: dict[str, tuple[float, str]] = {}  # FP8 tensors to scale and format
         buffers = [name for name in self.graph.writes if name not in self.graph.input_names]
         if buffers:
-            raise ValueError(
-                f"simulate: the forward writes to {', '.join(buffers)}, and an integer model keeps "
+            raise SimulateError(
+                f"the forward writes to {', '.join(buffers)}, and an integer model keeps "
                 "no state from call to call; hand such values in and out as inputs and outputs"
             )
         self._inputs()
@@ -303,7 +304,7 @@ class _Reader(GraphValues):
         floats = not isinstance(value, Tensor) or value.is_floating_point()
         module = self.graph.module(node)
         what = _class_of(module, spec) or spec.name
-        if spec.name in ("to", "_to_copy", "type_as", "float") and isinstance(value, Tensor):
+        if spec.casts and isinstance(value, Tensor):
             before = node.all_input_nodes[0].meta["val"]
             if before.dtype == value.dtype:
                 return args[0]

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from bevquant_graph import (
-    CaptureError,
     Graph,
     as_example,
     capture,
     flatten,
     refuse_unusable,
+    reported_by,
     state_kept,
 )
 from bevquant_int8sim._quantize import dequantize
@@ -27,7 +27,7 @@ from bevquant_int8sim.model._form import ACCUMULATORS, Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
 from bevquant_int8sim.model._lower import lower
 from bevquant_int8sim.model._program import Step, rounded
-from bevquant_int8sim.model._quantizers import check_calibrated
+from bevquant_int8sim.model._quantizers import SimulateError, check_calibrated
 from bevquant_int8sim.model._read_graph import read_graph
 from bevquant_int8sim.model._traced_source import Source
 from bevquant_int8sim.model._verify import verify_model
@@ -35,6 +35,7 @@ from bevquant_int8sim.model._verify import verify_model
 __all__ = ["simulate"]
 
 
+@reported_by("simulate")
 def simulate(
     model: nn.Module,
     example_inputs: Any,
@@ -114,13 +115,13 @@ def simulate(
     else:
         example_inputs = graph.inputs_of(example_inputs)
     if not flatten(example_inputs)[0]:
-        raise ValueError(
-            "simulate: example_inputs hold no tensor; give the arguments of one call of the model"
+        raise SimulateError(
+            "example_inputs hold no tensor; give the arguments of one call of the model"
         )
     for path, module in model.named_modules():
         if module.training and (not path or _asks_for_training(module)):
-            raise ValueError(
-                f"simulate: {path or 'the model'} ({type(module).__name__}) is in training mode; "
+            raise SimulateError(
+                f"{path or 'the model'} ({type(module).__name__}) is in training mode; "
                 "call model.eval() first, dropout and batch norm behave otherwise there"
             )
     with state_kept(model):
@@ -159,12 +160,9 @@ def _asks_for_training(module: nn.Module) -> bool:
 def _captured(model: nn.Module, example_inputs: Any) -> Graph:
     try:
         return capture(model, example_inputs)
-    except Exception as error:  # whatever a model that has no ranges raises
+    except Exception:  # any error of a model without ranges
         check_calibrated(model)
-        if not isinstance(error, CaptureError):
-            raise
-        message = str(error).replace("capture:", "simulate:", 1)
-        raise ValueError(message) from error
+        raise
 
 
 def _eight_bits(amax: float) -> Integers:
@@ -190,15 +188,14 @@ def _sum_ranges(
     if given is not None:
         wrong = sorted(set(given) - set(read.values()))
         if wrong:
-            raise ValueError(
-                f"simulate: integer_sums has a range of {wrong[0]!r}, which no sum of this model "
+            raise SimulateError(
+                f"integer_sums has a range of {wrong[0]!r}, which no sum of this model "
                 "reads as accumulators; give ranges of the same model, or True"
             )
         for name, amax in given.items():
             if not 0 < amax < math.inf:
-                raise ValueError(
-                    f"simulate: integer_sums: the range of {name!r} is {amax}; expected a number "
-                    "above 0"
+                raise SimulateError(
+                    f"integer_sums: the range of {name!r} is {amax}; expected a number above 0"
                 )
         return dict(given)
     found: dict[str, float] = {}

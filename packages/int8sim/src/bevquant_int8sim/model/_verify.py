@@ -14,8 +14,9 @@ from bevquant_int8sim.model._float8 import Float8Layer, float8_round, float8_ste
 from bevquant_int8sim.model._forced import ForcedRun, place
 from bevquant_int8sim.model._form import ACCUMULATORS, Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
-from bevquant_int8sim.model._layer_sums import float_gaps, largest_steps
+from bevquant_int8sim.model._layer_sums import alike, largest_steps
 from bevquant_int8sim.model._program import Ref, Step
+from bevquant_int8sim.model._quantizers import SimulateError
 from bevquant_int8sim.model._reference import tensor_of
 
 __all__ = ["StepBounds", "check_results", "verify_model"]
@@ -23,7 +24,6 @@ __all__ = ["StepBounds", "check_results", "verify_model"]
 # float32 sums of up to 10⁴ products: 4·√n·2⁻²⁴ of the sum of their magnitudes.
 _SUM = 2.0**-14
 _FLOAT = 2.0**-12  # of the largest value, where both compute one thing in float32
-_ENERGY = 1e-4  # 40 dB: a difference below what any quantizer makes
 _CHANNELS = {"sparse_conv": -1, "conv_transpose": 1}
 _LAYERS = ("sparse_conv", "conv", "conv_transpose", "linear")
 
@@ -55,8 +55,8 @@ def verify_model(integer: IntegerModel, example_inputs: Any) -> None:
         returned, forced = verification.follow(example_inputs)
         integer.program.operations.update(verification.operations)
     except RuntimeError as error:
-        raise ValueError(
-            f"simulate: the integer model does not run on the example inputs: {error}"
+        raise SimulateError(
+            f"the integer model does not run on the example inputs: {error}"
         ) from error
     check_results(integer, example_inputs, returned, forced)
 
@@ -77,9 +77,9 @@ def check_results(integer: IntegerModel, batch: Any, returned: Any, forced: Sequ
     results = flatten(returned)[0]
     made = [found for value in results if (found := tensor_of(value)) is not None]
     for index, (want, got) in enumerate(zip(floats, made, strict=False)):
-        if not _alike(want, got, 0.0):
-            raise ValueError(
-                f"simulate: result {index} of the integer model differs from the result of its "
+        if not alike(want, got, _FLOAT):
+            raise SimulateError(
+                f"result {index} of the integer model differs from the result of its "
                 "steps on the same values; verify=False turns this check off"
             )
     if integer.calls_other_steps:  # than those that were followed
@@ -89,9 +89,9 @@ def check_results(integer: IntegerModel, batch: Any, returned: Any, forced: Sequ
         called = flatten(integer(*args, **kwargs))[0]
         for index, (want, got) in enumerate(zip(results, called, strict=True)):
             one, other = tensor_of(want), tensor_of(got)
-            if one is not None and other is not None and not _alike(one, other, 0.0):
-                raise ValueError(
-                    f"simulate: result {index} of a call, which joins steps and sorts voxels, "
+            if one is not None and other is not None and not alike(one, other, _FLOAT):
+                raise SimulateError(
+                    f"result {index} of a call, which joins steps and sorts voxels, "
                     "differs from that of single steps; verify=False turns this check off"
                 )
 
@@ -142,7 +142,8 @@ class StepBounds:
             return
         if not isinstance(form, Integers):
             floats = self._run.as_float(value, got)
-            if not _alike(forced, floats, slack, sums=isinstance(step.module, Float8Layer)):
+            sums = isinstance(step.module, Float8Layer)
+            if not alike(forced, floats, _FLOAT, slack, noise=not sums):
                 apart = (forced.double() - floats.double()).abs().max()
                 raise _departure(step, f"differs by up to {float(apart):.3g}")
             return
@@ -186,17 +187,9 @@ class StepBounds:
 
 
 def _departure(step: Step, what: str) -> ValueError:
-    return ValueError(
-        f"simulate: {place(step)} ({step.op}) {what} from the fake-quantized model, given the same "
+    return SimulateError(
+        f"{place(step)} ({step.op}) {what} from the fake-quantized model, given the same "
         "inputs: probably the forward has an operation without an integer form that was not "
         "recognised, such as a write to a part of a tensor. Write it as a new tensor or keep this "
         "part in float (exclude it in QuantConfig); verify=False turns this check off"
     )
-
-
-def _alike(want: Tensor, got: Tensor, slack: float, *, sums: bool = False) -> bool:
-    """Whether values are near one another; of sums alone, whatever the noise."""
-    if want.shape != got.shape:
-        return False
-    most, energy, top, power = float_gaps(want, got)
-    return most <= slack + _FLOAT * top or (energy <= _ENERGY * power and not sums)

@@ -213,7 +213,10 @@ def _array(
 
 
 def check_arrays(
-    arrays: Mapping[str, Any], forms: Mapping[str, tuple[Any, tuple[int | str, ...]]], what: str
+    arrays: Mapping[str, Any],
+    forms: Mapping[str, tuple[Any, tuple[int | str, ...]]],
+    what: str,
+    begin: str = "",
 ) -> None:
     """Refuse arrays of another type or shape.
 
@@ -222,6 +225,7 @@ def check_arrays(
         forms: For each name its type, or a text of the kinds of numpy that it may have, and its
             sizes; those that are names, such as "points", are equal wherever they are named.
         what: What the arrays should be, for messages.
+        begin: Begin of messages, such as the file and a colon.
 
     Raises:
         DocumentError: One is missing or does not fit.
@@ -241,7 +245,7 @@ def check_arrays(
         if not fits:
             came = "missing" if array is None else f"{array.dtype} {list(array.shape)}"
             raise DocumentError(
-                f"not {a(what)}: {name} is {came}, expected "
+                f"{begin}not {a(what)}: {name} is {came}, expected "
                 f"{kind if isinstance(kind, str) else np.dtype(kind)} {list(wanted)}"
             )
 

@@ -84,6 +84,7 @@ def read_checkpoint(
     *,
     key: str | None = None,
     ema: bool | None = None,
+    option: str = "`key`",
 ) -> Checkpoint:
     """Read the weights of a checkpoint as mmengine, OpenPCDet, det3d, Lightning and torch save it.
 
@@ -99,6 +100,7 @@ def read_checkpoint(
             entry that the framework itself loads. mmengine's EMAHook and Lightning's
             WeightAveraging write the averages to `state_dict` and the others beside it; most
             others do the opposite.
+        option: Name of `key` in messages, for a caller that has another one.
 
     Raises:
         DocumentError: The file is missing, cut short, damaged, packed too well, of another kind,
@@ -120,15 +122,15 @@ def read_checkpoint(
     try:
         with open(place, "rb") as file:
             content, load = _opened(file, place, what)
-            entry, averaged, entries = _choose(content, key, ema)
+            entry, averaged, entries = _choose(content, key, ema, option)
             held = entries[entry]
             rest = [n for n, value in held.items() if not _is_tensor(value)]
             others = {f"{entry}.{n}" if entry else str(n): _kind(held[n]) for n in rest}
             tensors = {str(n): load(value) for n, value in held.items() if n not in rest}
+    except _FileError:
+        raise
     except DocumentError as error:
-        raise (
-            error if str(error).startswith(place) else DocumentError(f"{begin}: {error}")
-        ) from None
+        raise DocumentError(f"{begin}: {error}") from None
     except Exception as error:  # whatever zip, pickle and numpy raise, it is no such file
         raise DocumentError(
             f"{begin}: it is damaged, cut short or something else ({type(error).__name__})"
@@ -184,7 +186,7 @@ def _entries(content: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def _choose(
-    content: Any, key: str | None, ema: bool | None
+    content: Any, key: str | None, ema: bool | None, option: str
 ) -> tuple[str, bool | None, dict[str, Mapping[str, Any]]]:
     entries = _entries(content)
     named = {p: sum(map(_is_tensor, held.values())) for p, held in entries.items()}
@@ -208,11 +210,11 @@ def _choose(
         if not usual:
             raise DocumentError(
                 f"it has no {'averaged (EMA)' if ema else 'unaveraged'} weights; entries and "
-                f"their tensors: {listed}; leave `ema` out, or name one with `key`"
+                f"their tensors: {listed}; leave `ema` out, or name one with {option}"
             )
     if usual[0] not in _PLAIN and len(usual) > 1 and ema is None:
         raise DocumentError(
-            f"it has several entries of tensors by name: {listed}; name one with `key`"
+            f"it has several entries of tensors by name: {listed}; name one with {option}"
         )
     return usual[0], _role(usual[0], entries), entries
 
@@ -270,6 +272,10 @@ def _facts(content: Any) -> dict[str, str | int | float]:
 _Loader = Callable[[Any], Tensor]
 
 
+class _FileError(DocumentError):
+    """An error that names the file already."""
+
+
 def _opened(file: IO[bytes], place: str, what: str) -> tuple[Any, _Loader]:
     """What a file holds, its tensors unread, and the function that reads one."""
     head = file.read(16)
@@ -277,7 +283,10 @@ def _opened(file: IO[bytes], place: str, what: str) -> tuple[Any, _Loader]:
     if head.startswith(b"PK"):
         return _opened_zip(zipfile.ZipFile(file), os.path.getsize(place))
     if place.endswith(".safetensors") or head[8:9] == b"{":
-        return dict(read_tensors(place, what).tensors), _first_loaded
+        try:
+            return dict(read_tensors(place, what).tensors), _first_loaded
+        except DocumentError as error:
+            raise _FileError(str(error)) from error
     content = file.read()
     if content[257:262] == b"ustar":
         raise DocumentError(

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from bevquant_export._differences import LayerDifference
 from bevquant_export._size_guards import note_guards
 from bevquant_export.lint._read import load_model
 from bevquant_export.sparse._between import follow
-from bevquant_export.sparse._compare import LayerDifference, frame_of
+from bevquant_export.sparse._compare import frame_of
 from bevquant_export.sparse._graph import Conv
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._make_graph import sparse_graph
@@ -24,7 +25,7 @@ from bevquant_export.sparse._verify import with_note
 from bevquant_export.targets.autoware._emit import GraphWriter
 from bevquant_export.targets.autoware._plugin import AutowareFile
 from bevquant_export.targets.autoware._reference import compare_autoware_onnx
-from bevquant_graph import file_path
+from bevquant_graph import file_path, reported_by
 from bevquant_int8sim import simulate
 from bevquant_quantizers import quantization_disabled, write_whole
 
@@ -169,6 +170,7 @@ _ORDERS = {"xyz": (2, 1, 0), "zyx": (0, 1, 2), "yxz": (1, 2, 0)}
 _PRECISIONS = ("int8", "fp16")
 
 
+@reported_by("export_autoware_onnx")
 def export_autoware_onnx(
     model: nn.Module,
     example_inputs: Any,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bevquant_export.sparse._compare import LayerDifference
+from bevquant_export._differences import LayerDifference
 from bevquant_export.sparse._graph import Graph
 
 DOMAIN = "autoware"

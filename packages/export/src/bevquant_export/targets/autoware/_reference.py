@@ -18,9 +18,10 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from torch import Tensor
 
+from bevquant_export._differences import LayerDifference
 from bevquant_export.lint._read import load_model
 from bevquant_export.sparse._axes import Voxels, convolved
-from bevquant_export.sparse._compare import LayerDifference, counted
+from bevquant_export.sparse._compare import counted
 from bevquant_export.sparse._graph import Add, Conv, Graph, LayoutOp, Relu, Scatter
 from bevquant_export.sparse._observe import Made
 from bevquant_export.targets.autoware._plugin import (

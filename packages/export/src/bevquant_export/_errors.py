@@ -1,0 +1,25 @@
+"""Errors of the exporters. Another exporter that calls one puts its own name first."""
+
+from __future__ import annotations
+
+from bevquant_graph import CallError
+
+
+class QdqError(CallError):
+    """A model that `export_qdq_onnx` cannot write.
+
+    Attributes:
+        located: Whether the problem names file and line.
+    """
+
+    function = "export_qdq_onnx"
+
+    def __init__(self, problem: str, *, located: bool = False) -> None:
+        super().__init__(problem)
+        self.located = located
+
+
+class FloatFileError(CallError):
+    """A module that `export_float_onnx` cannot write."""
+
+    function = "export_float_onnx"
