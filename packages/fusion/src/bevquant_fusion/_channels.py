@@ -1,8 +1,8 @@
-"""Which channel every value belongs to, followed through steps that keep channels apart.
+"""The channel of every value, followed through operators that keep channels apart.
 
-Values are numbered by their channel, from 1, and a step is run on the numbers themselves; 0 is what
-belongs to no channel (padding, another tensor). Numbers are moved as values are. An average L over
-places has L(s·x + t) = s·L(x) + t where its weights add up to 1, so a batch norm may stand on
+Values are numbered by their channel, from 1, and an operator runs on the numbers themselves; 0
+marks values of no channel (padding, another tensor). Numbers are moved as values are. An average L
+over positions has L(s·x + t) = s·L(x) + t if its weights add up to 1, so a batch norm may stand on
 either side of it: numbers n of one channel average to n, and their squares to n².
 """
 
@@ -25,13 +25,13 @@ def is_float(node: fx.Node) -> bool:
 
 
 def source(node: fx.Node) -> fx.Node:
-    """The operator that makes what a step is, where the step only picks one of its results."""
+    """The operator that makes a value, for a step that only selects one of its results."""
     made: Any = node.args[0] if node.target is operator.getitem else node
     return made if isinstance(made, fx.Node) else node
 
 
 def keeps_channels(node: fx.Node) -> bool:
-    """Whether a step only moves or averages values, as far as its operator tells."""
+    """Whether a step only moves or averages values, by its operator."""
     made = source(node)
     inputs = [i for i in made.all_input_nodes if isinstance(i.meta.get("val"), Tensor)]
     if made.op != "call_function" or not inputs or not all(map(is_float, inputs)):
@@ -121,10 +121,10 @@ def _run(node: Any, values: Mapping[fx.Node, Tensor], index: Any) -> Tensor:
 
 
 def _shape(node: fx.Node) -> list[int]:
-    """A step's shape in the example, 1 for what depends on the data."""
+    """A step's shape in the example, 1 for sizes that depend on data."""
     return [known_size(size) or 1 for size in node.meta["val"].shape]
 
 
 def known_size(value: Any) -> Any:
-    """A size, or what it is in the example; None for what depends on the data."""
+    """A size, or its value in the example; None if it depends on data."""
     return value.node.hint if isinstance(value, torch.SymInt) else value

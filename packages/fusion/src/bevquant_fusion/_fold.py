@@ -1,4 +1,4 @@
-"""A batch norm and the layer that takes it, and what is asked of both before they are folded."""
+"""A batch norm with its layer, and the checks of both before folding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._ranges import other_readers
 
 @dataclass(frozen=True)
 class NormPaths:
-    """Where the model keeps what a batch norm computes with, and its ε."""
+    """Paths of a batch norm's parameters in the model, and its ε."""
 
     mean: str
     var: str
@@ -29,12 +29,12 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """What one layer takes of a batch norm y = s·x + t.
+    """One layer's share of a batch norm y = s·x + t.
 
     Attributes:
         layer: Its path.
-        channels: For each of the layer's own channels that of the batch norm which it is multiplied
-            by; −1 for none. Channels that the layer makes, or reads where it stands behind.
+        channels: For each of the layer's own channels, the channel of the batch norm that scales
+            it; −1 for none. Output channels, or input channels of a layer downstream.
         shifted: Whether it adds t; of several layers in a sum one does.
     """
 
@@ -45,19 +45,19 @@ class Part:
 
 @dataclass(frozen=True)
 class Fold:
-    """A batch norm that goes into layers: that before it, several, or one of its own.
+    """A batch norm that is folded: into the layer upstream, into several, or into one of its own.
 
     Attributes:
         conv: Path of the layer that takes it; of several the first.
-        bn: Path of the batch norm, or of the module that has the parameters of a functional one.
-        norm: Where its numbers are.
+        bn: Path of the batch norm, or of the module with the parameters of a functional one.
+        norm: Paths of its parameters.
         caller: Path of the module whose forward calls it.
-        rest: Names of its own children that run after the normalisation, in order; None where
-            something else does, so that the normalisation has to stay and do nothing.
-        indexed: Whether other code picks members out of the chain that it is in.
-        parts: What each layer takes; none where ``conv`` takes all of it, channel by channel.
-        ahead: Whether these layers stand behind the batch norm.
-        axes: Spatial axes of the depthwise convolution that it becomes; 0 where layers take it.
+        rest: Names of its own children that run after the normalisation, in order; None if other
+            code does, so the normalisation must stay as an identity.
+        indexed: Whether other code indexes members of its chain.
+        parts: Share of each layer; empty if ``conv`` takes all of it, channel by channel.
+        ahead: Whether these layers are downstream of the batch norm.
+        axes: Spatial axes of its depthwise convolution; 0 if layers take it.
     """
 
     conv: str
@@ -79,7 +79,7 @@ def layer_problem(
     *,
     own_forward: bool = False,
 ) -> str | None:
-    """What keeps the layer at ``conv`` from taking any batch norm of ``channels`` channels."""
+    """Why no batch norm of ``channels`` channels can be folded into the layer at ``conv``."""
     module = model.get_submodule(conv)
     problem = conv_problem(module, own_forward=own_forward)
     if problem is not None:

@@ -49,11 +49,11 @@ def fold_problem(conv: nn.Module, bn: nn.Module) -> str | None:
 
 
 def bn_problem(bn: nn.Module, *, own_forward: bool = False) -> str | None:
-    """What keeps this batch norm from being folded into anything.
+    """Why this batch norm cannot be folded.
 
     Args:
         bn: The module.
-        own_forward: Whether its class may have a forward of its own: a graph tells what that does.
+        own_forward: Whether its class may have a forward of its own, which a graph shows.
     """
     name = type(bn).__name__
     if not isinstance(bn, nn.modules.batchnorm._BatchNorm):
@@ -68,11 +68,11 @@ def bn_problem(bn: nn.Module, *, own_forward: bool = False) -> str | None:
 
 
 def conv_problem(conv: nn.Module, *, own_forward: bool = False) -> str | None:
-    """What keeps this layer from taking any batch norm.
+    """Why no batch norm can be folded into this layer.
 
     Args:
         conv: The module.
-        own_forward: Whether its class may have a forward of its own: a graph tells what that does.
+        own_forward: Whether its class may have a forward of its own, which a graph shows.
     """
     name = type(conv).__name__
     if not is_convolution(conv):
@@ -129,7 +129,7 @@ def _uninitialised(module: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether something else sees what goes into or comes out of the module."""
+    """Whether a hook observes the module's inputs or outputs."""
     hooks = (
         module._forward_hooks,
         module._forward_pre_hooks,

@@ -170,7 +170,7 @@ def _part_calls(
     parts: Iterable[str],
     unchecked: Collection[str],
 ) -> dict[str, tuple[tuple[Any, ...], list[Tensor] | None]]:
-    """What each part is first called with, and what it then returns, in the order of the calls."""
+    """Arguments and results of each part's first call, in the order of the calls."""
     seen: dict[str, tuple[tuple[Any, ...], list[Tensor] | None]] = {}
     known = dict(model.named_modules())
 
@@ -204,7 +204,7 @@ def _fused(
     graph: Graph | None,
     before: list[Tensor] | None = None,
 ) -> FusionResult:
-    """`fuse_model`; `before` is what the model was seen to return where it is part of another."""
+    """`fuse_model`; `before` is the model's recorded output if it is part of another model."""
     if graph is not None and graph.model is not model:
         raise ValueError(
             f"graph: expected one captured from this {type(model).__name__}, got one of another "
@@ -258,11 +258,12 @@ def _fused(
 def _difference_in_float64(
     model: nn.Module, inputs: _Inputs, plan: Plan, stopped: Iterable[str]
 ) -> float | None:
-    """The difference that folding makes in float64, or None where that is no rounding either.
+    """The difference that folding makes in float64, or None if that exceeds rounding too.
 
-    A model that picks its largest values or compares them makes another choice for a difference as
-    small as rounding in float32, and what follows is then far apart. In float64 it is not. What
-    computes in float32 all the same (``softmax(dtype=torch.float32)``) is held to what that has.
+    A model that selects its largest values or compares them may decide otherwise for a difference
+    as small as rounding in float32, and its outputs are then far apart. In float64 they are not.
+    Parts that compute in float32 in any case (``softmax(dtype=torch.float32)``) have float32's
+    tolerance.
     """
     exact = copy.deepcopy(model).double()
     inputs = own_inputs(inputs, lambda t: t.double() if t.is_floating_point() else t)
@@ -279,7 +280,7 @@ def _difference_in_float64(
 
 
 def _changed_norm(model: nn.Module, result: FusionResult, inputs: _Inputs) -> str:
-    """Which fold changed what its batch norm returns, as far as both models tell."""
+    """The fold that changed the output of its batch norm, as far as both models show."""
     seen: list[dict[str, list[Tensor]]] = []
     for run in (model, result.model):
         known, made = dict(run.named_modules()), dict[str, list[Tensor]]()
@@ -310,7 +311,7 @@ def _note(made: dict[str, list[Tensor]], path: str, _: Any, __: Any, output: Any
 
 
 class _Types(TorchFunctionMode):
-    """Notes the types of what functions make while it is entered."""
+    """Records the result types of functions while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -328,8 +329,8 @@ class _Types(TorchFunctionMode):
 def _may_stop(model: nn.Module, inputs: _Inputs, before: list[Any]) -> list[str]:
     """Activations of sparse encoders that need not write in place.
 
-    Where the old name of what an activation writes to is read afterwards, ``inplace=False`` would
-    change the result: the outputs are compared, and then activation by activation.
+    If the old name of an activation's input is read afterwards, ``inplace=False`` would change the
+    result: the outputs are compared, then activation by activation.
     """
     candidates = activations(model)
     paths = [path for path, _ in candidates]
@@ -419,7 +420,7 @@ def _relative_difference(before: list[Tensor], after: list[Tensor]) -> float:
 
 @contextmanager
 def _float64_by_default() -> Iterator[None]:
-    """What a forward makes itself, ``torch.zeros(n)`` say, is float64 too."""
+    """Tensors that a forward creates, such as ``torch.zeros(n)``, are float64 too."""
     kept = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

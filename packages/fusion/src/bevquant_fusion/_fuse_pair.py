@@ -29,7 +29,7 @@ ConvT = TypeVar("ConvT", bound=nn.Module)
 
 
 class Norm(NamedTuple):
-    """What a batch norm computes with, in the order in which the weight functions take it."""
+    """Parameters of a batch norm, in the order of the weight functions' arguments."""
 
     mean: Tensor
     var: Tensor
@@ -168,7 +168,7 @@ def fold_parts(layers: list[tuple[nn.Module, Part]], norm: Norm, *, ahead: bool 
 
 
 def _picked(norm: Norm, part: Part) -> Norm:
-    """What a layer takes of a norm, in float64, channel by channel; s = 1, t = 0 for none."""
+    """A layer's share of a norm per channel, in float64; s = 1, t = 0 for none."""
     own = torch.tensor(part.channels, device=norm.mean.device)
 
     def of(value: Tensor | None, none: float, given: bool = True) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a captured graph says of layers and batch norms, and what stands against folding them."""
+"""Layers and batch norms of a captured graph, and obstacles to folding them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ BATCH_NORM = torch.ops.aten.batch_norm.default
 
 
 class Reader:
-    """What a graph says of its layers and batch norms.
+    """Layers and batch norms of a graph.
 
     Args:
         model: The model.
         graph: Its graph.
-        plain: Layers that are made plain ones before anything is folded.
+        plain: Layers that become plain layers before folding.
     """
 
     def __init__(self, model: nn.Module, graph: Graph, plain: Collection[str]) -> None:
@@ -137,7 +137,7 @@ class Reader:
         return ends, inside
 
     def channel_axis(self, conv: str, node: fx.Node) -> int:
-        """The axis of channels in what a layer reads or makes."""
+        """The channel axis of a layer's input or output."""
         module, axes = self.modules[conv], int(node.meta["val"].dim())
         if is_sparse(module) or isinstance(module, nn.Linear):
             return axes - 1
@@ -192,7 +192,7 @@ class Reader:
     def refuse_other_readers(
         self, part: Part, norms: list[fx.Node], inside: set[fx.Node], marks: dict[fx.Node, Tensor]
     ) -> None:
-        """Refuse where somebody else reads a channel that the batch norm takes."""
+        """Refuse if another consumer reads a channel of the batch norm."""
         others: dict[str, None] = {}
         channels = torch.tensor([i for i, norm in enumerate(part.channels, 1) if norm >= 0])
         for node in inside.difference(norms):
@@ -244,7 +244,7 @@ class Reader:
                 raise Refused(f"{conv}.{name} is read by {self.describe(others[0])}, too")
 
     def follows(self, norms: list[fx.Node], conv: str) -> bool:
-        """Whether a batch norm reads what a layer makes."""
+        """Whether a batch norm reads a layer's output."""
         return any(
             node.op != "placeholder" and self.layer(node) == conv for node in self.behind(norms)[0]
         )
@@ -330,7 +330,7 @@ def addends(value: fx.Node, user: fx.Node | None = None) -> list[fx.Node]:
 
 
 def concatenated(value: fx.Node, user: fx.Node) -> list[list[fx.Node]]:
-    """The addends of every part of the channels of what ``user`` reads.
+    """The addends of each range of channels of ``user``'s input.
 
     Raises:
         Refused: It is concatenated along another axis.

@@ -1,18 +1,18 @@
-"""What becomes of every batch norm of a model: by its graph, or by the structure of its modules.
+"""Decides for every batch norm of a model where it is folded: by the graph, or by module structure.
 
-In a graph one walks back from the input of a batch norm through whatever keeps channels apart
-(`_channels`). Where the walk ends, one layer must have made it all, and nobody else may read these
-channels of it. Otherwise, where no ReLU made it, one walks on from its output: all readers must be
-layers then. What is left may belong to parallel layers. With y = s·x + t per channel and layers
-Wᵢuᵢ + bᵢ that nothing else reads:
+In a graph the search goes upstream from the input of a batch norm, through operators that keep
+channels apart (`_channels`). All of these channels must come from one layer, and nothing else may
+read them. Otherwise, if no ReLU is upstream, the search goes downstream from its output: all
+consumers must be layers. The remaining batch norms may belong to parallel layers. With y = s·x + t
+per channel and layers Wᵢuᵢ + bᵢ without other consumers:
 
 - a norm of a concatenation: each layer takes s and t of its channels;
 - a norm of a sum, s·Σ (Wᵢuᵢ + bᵢ) + t: each layer takes s, one of them t;
-- a norm beside or behind convolutions in a sum with what they read, as in blocks that
-  re-parameterization makes one convolution of (RepVGG, Ding et al. 2021, section 3.3): it is a
-  depthwise 1×1 convolution with weight s and bias t, and becomes one.
+- a norm in a sum with convolutions of the same input, as in blocks that re-parameterization turns
+  into one convolution (RepVGG, Ding et al. 2021, section 3.3): it is a depthwise 1×1 convolution
+  with weight s and bias t, and becomes one.
 
-The last is not added to the convolution beside it: s on the diagonal of its weight makes the range
+The last is not added to the parallel convolution: s on the diagonal of its weight makes the range
 of a quantized weight many times wider (timm's repvgg_a0: 21 dB of SQNR against 27).
 """
 
@@ -57,7 +57,7 @@ from ._structure import from_structure
 
 @dataclass(frozen=True)
 class Plan:
-    """All batch norms of a model, each in one of the two; what was not followed; plain layers."""
+    """Folded and skipped batch norms of a model; modules that were not followed; plain layers."""
 
     folds: tuple[Fold, ...]
     skipped: tuple[Skipped, ...]
@@ -66,12 +66,12 @@ class Plan:
 
 
 def plan_fusion(model: nn.Module, graph: Graph | None, failure: str = "") -> Plan:
-    """Find out what becomes of every batch norm of ``model``.
+    """Decide for every batch norm of ``model`` where it is folded.
 
     Args:
         model: The model; it is not changed.
-        graph: Its captured graph. Without one, or in modules that are opaque in it, what belongs
-            together is told by the structure of the modules.
+        graph: Its captured graph. Without one, or in modules that are opaque in it, the structure
+            of the modules decides.
         failure: Why there is no graph although example inputs were given.
     """
     found: dict[str, Fold | Skipped] = {}
@@ -128,13 +128,13 @@ def _never_called(path: str, untraced: Mapping[str, str], graph: Graph | None) -
 def from_graph(
     model: nn.Module, graph: Graph, plain: Collection[str] = (), *, alone: bool = False
 ) -> dict[str, Fold | Skipped]:
-    """What becomes of every batch norm that the graph computes, modules and functional ones.
+    """Decide for every batch norm that the graph computes, modules and functional ones.
 
     Args:
         model: The model.
         graph: Its graph.
-        plain: Layers that are made plain ones before anything is folded.
-        alone: Whether what nothing takes becomes a depthwise convolution.
+        plain: Layers that become plain layers before folding.
+        alone: Whether a norm that no layer takes becomes a depthwise convolution.
     """
     planner = _Planner(model, graph, plain)
     found = planner.found
@@ -155,7 +155,7 @@ class _Planner(Reader):
         self.found: dict[str, Fold | Skipped] = {}
 
     def plan(self, path: str) -> Fold | Skipped:
-        """What becomes of the batch norm at ``path``; of one that it is folded over, first that."""
+        """Decide for the batch norm at ``path``, and first for one whose fold it depends on."""
         if path not in self.found:
             norms = self.norms[path]
             where = self.graph.location(norms[0])
@@ -189,10 +189,10 @@ class _Planner(Reader):
         ends: list[fx.Node],
         inside: set[fx.Node],
     ) -> Fold:
-        """The fold into the layer that made all that the batch norm reads.
+        """The fold into the layer upstream that makes all inputs of the batch norm.
 
         Raises:
-            Refused: There is no such layer, or somebody else reads these channels of it.
+            Refused: There is no such layer, or these channels have another consumer.
         """
         for node in ends:
             if self.layer(node) is None:
@@ -303,10 +303,10 @@ class _Planner(Reader):
     # Sums and concatenations
 
     def fold_parallel(self, path: str, norms: list[fx.Node]) -> Fold:
-        """How a batch norm that no single layer takes goes into what is parallel.
+        """The fold of a batch norm into several parallel layers.
 
         Raises:
-            Refused: It does not.
+            Refused: There is no such fold.
         """
         numbers = self.numbers(path, norms)
         if len(norms) != 1:
@@ -335,7 +335,7 @@ class _Planner(Reader):
         return Fold(path, path, numbers, ["", *self.stack(norms[0])][-2], rest, axes=axes)
 
     def parallel(self, norm: fx.Node, channels: int) -> list[Part]:
-        """What each layer takes of a norm of a sum or a concatenation of what layers make."""
+        """Each layer's share of a norm of a sum or a concatenation of layers' outputs."""
         value: Any = norm.args[0]
         parts, first = [], 0
         for nodes in concatenated(value, norm):
@@ -354,7 +354,7 @@ class _Planner(Reader):
         return parts
 
     def is_branch(self, norm: fx.Node) -> bool:
-        """Whether a norm reads what convolutions read with which it is in a sum, or such a sum."""
+        """Whether a norm reads the input of convolutions that it is added to, or such a sum."""
         value: Any = norm.args[0]
         top = norm
         while (above := only_reader(top)) is not None and is_sum(above):

@@ -1,8 +1,8 @@
-"""What a layer's forward hands to its product: a bias that it is given, a weight of its own.
+"""Weight and bias that a layer's forward computes for its product.
 
 Weight standardisation, Ŵ = (W − μ)/√(σ² + ε) per output channel (Qiao et al. 2019, section 3), and
-its scaled form, γ·Ŵ/√N (Brock et al. 2021, section 4), are computed anew in every call. While the
-parameters stay as they are Ŵ is a constant, and the layer is a plain convolution with that weight.
+its scaled form, γ·Ŵ/√N (Brock et al. 2021, section 4), are computed in every call. With unchanged
+parameters Ŵ is a constant, and the layer is a plain convolution with that weight.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def plain_layers(model: nn.Module, graph: Graph) -> tuple[str, ...]:
 
 
 def _applies_constants(path: str, nodes: list[fx.Node], graph: Graph) -> bool:
-    """Whether a layer's nodes are products of what comes in with what constants give."""
+    """Whether a layer's nodes are products of its input with constants."""
     products = [node for node in nodes if op_spec(node.target).name in _NAMES]
     own = set(nodes).difference(products)
     for node in own:

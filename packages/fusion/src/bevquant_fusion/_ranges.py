@@ -27,9 +27,9 @@ def is_sparse(module: object) -> bool:
 
 
 def children_problem(layer: nn.Module) -> str | None:
-    """Why the children of a layer keep it from taking a batch norm; None where they do not.
+    """Why the children of a layer forbid folding a batch norm into it; None if they do not.
 
-    A child of unknown use may quantize the weight, or what the layer makes.
+    An unknown child may quantize the weight, or the layer's output.
     """
     name = type(layer).__name__
     children = {key: child for key, child in layer._modules.items() if child is not None}

@@ -39,8 +39,8 @@ def remove_batch_norms(
 
     Args:
         model: The model.
-        folds: What was folded.
-        own: The layer that takes the place of the batch norm, where there is one.
+        folds: The folds.
+        own: Layer in place of the batch norm, where it becomes one.
     """
     places = Counter(
         child for owner in model.modules() for child in owner._modules.values() if child is not None
@@ -106,10 +106,10 @@ def norm_at(model: nn.Module, fold: Fold) -> Norm:
 
 
 def neutralise(norm: Norm) -> bool:
-    """Make a batch norm give exactly what it gets: mean 0, variance 1 − ε, weight 1, bias 0.
+    """Make a batch norm an exact identity: mean 0, variance 1 − ε, weight 1, bias 0.
 
     Returns:
-        Whether there is such a variance; it is tried out. Nothing is changed otherwise.
+        Whether such a variance exists, by trial. Otherwise nothing is changed.
     """
     like = norm.var.detach()
     one, zero = torch.ones_like(like), torch.zeros_like(like)

@@ -1,4 +1,4 @@
-"""What became of every batch norm of a model."""
+"""Result of fusion: every batch norm of a model, folded or skipped."""
 
 from __future__ import annotations
 

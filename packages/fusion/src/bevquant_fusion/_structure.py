@@ -1,10 +1,10 @@
-"""Which batch norm belongs to which layer, told by the structure of the modules alone.
+"""Pairs of batch norm and layer by the structure of the modules alone.
 
-Chains say it themselves. Residual blocks of sparse convolutions go by the names that these blocks
-have everywhere (``conv1``, ``bn1``, ``conv2``, …). Other forwards are followed by `torch.fx` as it
-is; what it cannot follow is looked at child by child. All are told by the names of their classes:
-nothing of spconv is imported. Captured graphs know more and better: this is for calls without
-example inputs, and for the inside of modules that cannot be captured.
+Chains show their order. Residual blocks of sparse convolutions are recognised by the names that
+these blocks share (``conv1``, ``bn1``, ``conv2``, …). `torch.fx` traces other forwards; modules
+that it cannot trace are searched child by child. Classes are recognised by name: nothing of spconv
+is imported. Captured graphs give more and better pairs: this is for calls without example inputs,
+and for the inside of modules that cannot be captured.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SiLU, nn.Hardswish)
 def from_structure(
     model: nn.Module, roots: Iterable[str]
 ) -> tuple[dict[str, Fold | Skipped], dict[str, str]]:
-    """What becomes of the batch norms below ``roots``, and the modules that were not followed.
+    """Folds of the batch norms below ``roots``, and the modules that were not followed.
 
-    A batch norm that nothing is known about is in none of the two.
+    A batch norm about which nothing is known is in neither.
     """
     reader = _Reader(model)
     for root in roots:
@@ -51,7 +51,7 @@ def from_structure(
 
 
 def activations(model: nn.Module) -> list[tuple[str, bool]]:
-    """In-place activations of sparse encoders, and whether it is plain that nobody sees them write.
+    """In-place activations of sparse encoders, and whether their write is certainly unobserved.
 
     A sparse encoder is any module that is a sparse module itself or has one among its children.
     """
@@ -96,7 +96,7 @@ class _Reader:
         self.untraced: dict[str, str] = {}
 
     def region(self, path: str) -> None:
-        """Read the module at ``path``, and below it what that does not tell."""
+        """Read the module at ``path``, and its children where its own structure is not enough."""
         module = self.modules[path]
         graph: fx.Graph | None
         if path in self.untraced or isinstance(module, nn.ModuleList | nn.ModuleDict):
@@ -157,7 +157,7 @@ class _Reader:
         return _row(names) if paired and numbers == sorted(numbers) else None
 
     def producer(self, bn: str) -> tuple[str | None, fx.Node | None]:
-        """The module and the step that made what the batch norm reads."""
+        """The module and the step that produce the input of the batch norm."""
         value = self.calls[bn][0].args[0]
         while isinstance(value, fx.Node):
             if not isinstance(self.modules.get(self.path_of.get(value, "-")), nn.Identity):
@@ -203,7 +203,7 @@ class _Reader:
         return None
 
     def served(self, conv: str) -> str:
-        """The batch norms that read what a layer makes, in words; "" where there is one."""
+        """The batch norms that read a layer's output, as text; "" if there is one."""
         norms = [
             path
             for path in self.calls
@@ -238,7 +238,7 @@ class _Reader:
 
 
 def _members(chain: nn.Module) -> list[str]:
-    """What a chain runs, in order; chains inside of it are part of it, unless a hook looks."""
+    """Members of a chain in order of execution; chains inside it are part of it, unless hooked."""
     names: list[str] = []
     for name, member in chain._modules.items():
         if member is not None and is_chain(member) and not has_hooks(member):
@@ -271,7 +271,7 @@ def _is_sparse_module(module: nn.Module) -> bool:
 def is_chain(module: nn.Module) -> bool:
     """Whether ``module`` runs its children one after the other, by an unchanged forward.
 
-    Told by the class that defines ``forward``: ``nn.Sequential`` or a class named
+    Decided by the class that defines ``forward``: ``nn.Sequential`` or a class named
     ``SparseSequential`` (spconv 1 and 2, mmcv and mmdet3d).
     """
     if "forward" in vars(module):

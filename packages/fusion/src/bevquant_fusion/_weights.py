@@ -30,7 +30,7 @@ else:
 
 
 def check_tensors(weight: Any, bias: Any, mean: Any, var: Any, gamma: Any, beta: Any) -> None:
-    """Refuse what is no tensor; a layer may have no bias, a batch norm no γ and no β."""
+    """Refuse operands that are no tensors; a bias, γ and β may be None."""
     needed = {"the layer's weight": weight, "running mean": mean, "running variance": var}
     optional = {"the layer's bias": bias, "batch norm weight": gamma, "batch norm bias": beta}
     given = {n: t for n, t in optional.items() if t is not None}

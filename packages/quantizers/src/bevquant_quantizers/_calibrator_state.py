@@ -1,6 +1,6 @@
-"""What a calibrator has collected, as plain values and arrays, and back.
+"""State of a calibrator as plain values and arrays, and back.
 
-That of an interrupted calibration lies on disk: one .npz, no pickles, checked when it is read.
+An interrupted calibration is stored in one .npz without pickles, checked when it is read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SCALARS = ("bins", "upper", "shift", "max", "values", "zeros", "nans", "infs")
 
 
 def settings_of(calibrator: Calibrator) -> dict[str, Any]:
-    """Return what two calibrators must share for their collections to be added.
+    """Settings that must be equal for two calibrators to be merged.
 
     Raises:
         TypeError: A class of calibrator that cannot be saved or merged.
@@ -93,7 +93,7 @@ def calibrator_state(calibrator: Calibrator) -> tuple[dict[str, Any], Arrays]:
 
 
 class _State(msgspec.Struct, kw_only=True):
-    """What `calibrator_state` says beside the arrays, of either kind of calibrator."""
+    """Fields of `calibrator_state` beside the arrays, for both kinds of calibrator."""
 
     shape: list[Size] = []
     lengths: list[Size] = []
@@ -184,15 +184,15 @@ def _with_peaks(rows: list[AbsHistogram], peaks: np.ndarray[Any, Any] | None) ->
 
 
 class Checkpoint:
-    """Saves and restores what the calibrators of a model have collected.
+    """Saves and restores the state of a model's calibrators.
 
     Args:
         path: File; with several processes each adds its rank to the name.
-        model: Fingerprinted: a collection from other weights is refused.
-        entries: The quantizers that collect.
-        calibrators: Theirs.
+        model: Fingerprinted: a state from other weights is refused.
+        entries: The calibrated quantizers.
+        calibrators: Their calibrators.
         rank: This process.
-        world: How many there are.
+        world: Number of processes.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ _POOR_DB = 20.0
 
 @dataclass(eq=False)
 class _Reader:
-    """A layer that reads through a quantizer, and what each channel of its input reaches."""
+    """A layer that reads through a quantizer, and the largest value of each input channel."""
 
     path: str
     layer: Any
@@ -192,12 +192,12 @@ class InputChannels:
             calibrator.reset()  # its counts are of another tensor than is quantized now
 
     def shown(self, quantizer: TensorQuantizer) -> tuple[Calibrator, Tensor] | None:
-        """What was collected by channel, and the ranges; None where one range serves all."""
+        """Collected values by channel, and the ranges; None if one range serves all."""
         ranges = self._ranges.get(quantizer)
         return None if ranges is None else (_calibrator(self._readers[quantizer][0]), ranges)
 
     def findings(self, quantizer: TensorQuantizer) -> tuple[CalibrationFinding, ...]:
-        """What there is to say of its channels."""
+        """Findings about its channels."""
         return tuple(self._findings.get(quantizer, ()))
 
     def _factors(

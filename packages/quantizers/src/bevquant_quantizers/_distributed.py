@@ -1,4 +1,4 @@
-"""Calibrate in several processes and get what one process would."""
+"""Calibration in several processes, with the result of one process."""
 
 from __future__ import annotations
 
@@ -168,13 +168,13 @@ def search_all(
 ) -> list[Tensor | None]:
     """Find every calibrator's range, in turns with the peers.
 
-    Histograms alone are dealt out: what a MaxCalibrator found needs no search.
+    Only histograms are distributed: the result of a MaxCalibrator needs no search.
 
     Args:
         calibrators: The same in every process.
-        peers: The processes; None searches all of them here.
-        method: As `compute_amax` takes it.
-        options: Its others.
+        peers: The processes; None searches all calibrators here.
+        method: As for `compute_amax`.
+        options: Its other arguments.
     """
     histograms = [i for i, c in enumerate(calibrators) if isinstance(c, HistogramCalibrator)]
     others = {i for turn, i in enumerate(histograms) if peers and turn % peers.world != peers.rank}
@@ -225,17 +225,16 @@ def adopt_widths(
 ) -> bool:
     """Take the widths of the first process that has any, row by row.
 
-    In one process the first value other than zero sets the width, and the first batch of a round
-    is that of the first process.
+    In one process the first nonzero value sets the width, and the first batch of a round is that of
+    the first process.
 
     Args:
         calibrator: This process's, with the current batch collected.
-        proposals: What `widths` gave in each process.
-        before: This process's histograms before the batch: where another width was agreed on, they
-            are put back.
+        proposals: Result of `widths` in each process.
+        before: This process's histograms before the batch; restored if another width was agreed on.
 
     Returns:
-        Whether they were: the batch must then be collected again.
+        Whether they were restored: the batch must then be collected again.
 
     Raises:
         ValueError: The processes saw tensors with other numbers of channels.

@@ -65,13 +65,13 @@ class CalibrationFinding:
 def find(
     tensor: str, calibrator: Calibrator, found: Tensor | None, method: str
 ) -> tuple[CalibrationFinding, ...]:
-    """Judge what one calibrator collected, and the range that was found in it.
+    """Check the values that one calibrator collected, and the range found in them.
 
     Args:
         tensor: Path of its quantizer.
-        calibrator: What was collected.
-        found: The range, None where there was nothing.
-        method: How it was found.
+        calibrator: The collected values.
+        found: The range, None without values.
+        method: Method of the range.
     """
     rows = calibrator._rows if isinstance(calibrator, HistogramCalibrator) else []
     every = [*_range(rows, found)]
@@ -103,7 +103,7 @@ def _range(rows: Sequence[AbsHistogram], found: Tensor | None) -> _Found:
 
 
 def _spread(rows: Sequence[AbsHistogram], ranges: Sequence[float], form: Format) -> _Found:
-    """What the histograms say of the values, those of all channels together."""
+    """Distribution of the values, from the histograms of all channels together."""
     more = "calibrate with more, and more varied, data"
     values = sum(row.values for row in rows)
     magnitudes = 2 ** (form.bits - 1) if form.dtype is None else len(form.levels)
@@ -192,7 +192,7 @@ def bin_width(row: AbsHistogram) -> float:
 
 
 def reach(row: AbsHistogram, number: float) -> float:
-    """What the `number` smallest values other than zero stay below: an upper edge; 0 for none."""
+    """Upper edge of the `number` smallest nonzero values; 0 for none."""
     counts = np.cumsum(_nonzero(row))
     if not counts[-1]:
         return 0.0
@@ -217,7 +217,7 @@ def _crowd(row: AbsHistogram) -> float:
 
 
 def _outlying(row: AbsHistogram, limit: float) -> float:
-    """How many times what the crowd reaches the range is."""
+    """Ratio of the range to the largest of nearly all values."""
     usual = _crowd(row)
     return limit / usual if usual else 0.0
 

@@ -94,7 +94,7 @@ def set_float_ranges(model: nn.Module, ranges: Mapping[str, Mapping[str, FloatRa
 
 
 def joined_ranges(several: Iterator[Ranges]) -> Ranges:
-    """The ranges of several processes, each of which saw its share of the frames."""
+    """Union of the ranges of several processes, each with its share of the frames."""
     found: Ranges = {}
     for ranges in several:
         for path, values in ranges.items():
@@ -106,10 +106,10 @@ def joined_ranges(several: Iterator[Ranges]) -> Ranges:
 
 @contextmanager
 def recording(model: nn.Module, found: Ranges) -> Iterator[None]:
-    """Add what modules read and return to `found` while the model runs.
+    """Add inputs and outputs of modules to `found` while the model runs.
 
-    A tensor that one module returns and the next one reads is looked at once. Quantizers are
-    passed over: in calibration they return what they read.
+    A tensor between two modules is read once. Quantizers are skipped: in calibration they return
+    their input.
     """
     quantizers = {id(m) for entry in named_quantizers(model) for m in entry.quantizer.modules()}
     seen: dict[int, tuple[weakref.ref[Tensor], int, FloatRange]] = {}
@@ -186,7 +186,7 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _range_of(value: Tensor) -> FloatRange | None:
-    """The range of one tensor; ``None`` of what has none."""
+    """The range of one tensor; ``None`` without values."""
     if value.is_complex() or value.is_sparse or value.dtype == torch.bool:
         return None
     if value.device.type == "meta" or not value.numel():

@@ -11,5 +11,5 @@ def memory_order(x: Tensor) -> list[int]:
 
 
 def as_it_lies(x: Tensor) -> Tensor:
-    """The values in one row, for what their order does not matter to: no copy of dense memory."""
+    """The values in memory order, for operations that ignore it: no copy of dense memory."""
     return x.permute(memory_order(x)).reshape(-1)

@@ -186,7 +186,7 @@ def floats_as_json(ranges: Ranges) -> dict[str, dict[str, tuple[float | None, bo
 
 
 def floats_of_json(entries: dict[str, dict[str, tuple[float | None, bool]]]) -> Ranges:
-    """What `floats_as_json` was given."""
+    """Inverse of `floats_as_json`."""
     return {
         path: {
             name: FloatRange(math.inf if largest is None else float(largest), whole)
@@ -229,7 +229,7 @@ def _read(
 def _misfits(
     quantizer: NamedQuantizer, entry: _Entry, amax: Tensor | None, objects: dict[str, int]
 ) -> list[str]:
-    """Say what of one entry does not fit its quantizer."""
+    """Fields of an entry that do not fit its quantizer."""
     name, module = quantizer.name, quantizer.quantizer
     if set(entry.names) != set(quantizer.names) or len(set(objects.values())) > 1:
         return [

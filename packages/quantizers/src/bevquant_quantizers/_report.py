@@ -1,4 +1,4 @@
-"""What a calibration found, quantizer by quantizer."""
+"""Result of a calibration, quantizer by quantizer."""
 
 from __future__ import annotations
 
@@ -139,12 +139,12 @@ def describe(
 
     Args:
         names: Its paths.
-        calibrator: What was collected.
-        found: The range computed from it, None where there was nothing.
-        loaded: What the quantizer was given of it, None where it was given nothing.
-        amax: The range the quantizer now has.
-        method: The method asked for.
-        channels: What there is to say of the channels.
+        calibrator: The collected values.
+        found: The range computed from them, None without values.
+        loaded: The range that the quantizer took, None without one.
+        amax: The quantizer's range now.
+        method: The requested method.
+        channels: Findings about the channels.
     """
     findings = (*find(names[0], calibrator, found, method), *channels)
     numbers: tuple[float, ...] | None = None

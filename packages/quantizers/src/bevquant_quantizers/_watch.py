@@ -1,4 +1,4 @@
-"""What each quantizer sees: a histogram of the values it is handed, beside its range."""
+"""Values at each quantizer: a histogram, beside its range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optional packages, and what installed ones bring as entry points: targets, data sets."""
+"""Optional packages, and entry points of installed ones: targets, data sets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def importable(package: str) -> bool:
 
 
 def installed(*groups: str, own: str) -> list[EntryPoint]:
-    """The entry points of some groups, those of one package first: nobody replaces its names.
+    """Entry points of some groups, those of one package first: its names cannot be replaced.
 
     Nothing is imported.
 
@@ -40,15 +40,15 @@ def installed(*groups: str, own: str) -> list[EntryPoint]:
 
 
 def load(entry: EntryPoint, what: str, error: type[Exception] = ImportError) -> Any:
-    """What an entry point names.
+    """The object of an entry point.
 
     Args:
-        entry: Of `installed`.
-        what: What it is, for the error, as in "target 'mine'".
+        entry: An entry of `installed`.
+        what: Its description for the error, as in "target 'mine'".
         error: The class of the error.
 
     Raises:
-        ImportError: It cannot be loaded; or `error`, where that is another class.
+        ImportError: It cannot be loaded; or `error`, if that is another class.
 
     Example:
         >>> load(EntryPoint("pi", "math:pi", "bevquant.numbers"), "number 'pi'")

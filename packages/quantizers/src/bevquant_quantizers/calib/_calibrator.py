@@ -1,4 +1,4 @@
-"""What every calibrator has in common."""
+"""Common parts of all calibrators."""
 
 from __future__ import annotations
 

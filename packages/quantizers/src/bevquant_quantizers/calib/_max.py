@@ -15,7 +15,7 @@ from ._calibrator import Calibrator
 
 
 class _ShapeChangedError(RuntimeError, ValueError):
-    """What pytorch-quantization calls a RuntimeError here, and HistogramCalibrator a ValueError."""
+    """A RuntimeError as in pytorch-quantization, and a ValueError as in HistogramCalibrator."""
 
 
 class MaxCalibrator(Calibrator):

@@ -1,9 +1,9 @@
-"""Files of unknown hands: JSON, safetensors, `.npz` and torch checkpoints, read and written whole.
+"""Untrusted files: JSON, safetensors, `.npz` and torch checkpoints, read and written whole.
 
-Every reader of bevquant goes through these functions. Whatever is damaged, cut short, nested too
-deep, too large or of another form is one `DocumentError` that names the file, the field in it, what
-was expected and what came. Nothing is ever unpickled into code. What a reader checks besides is
-what only it can know: that names fit a model, that digests agree.
+Every reader of bevquant uses these functions. A file that is damaged, cut short, nested too deep,
+too large or of another form raises one `DocumentError` with the file, the field, the expected and
+the given value. Nothing is unpickled into code. A reader itself only checks facts of its own: that
+names fit a model, that digests agree.
 
 | file | read | write |
 |---|---|---|
@@ -14,8 +14,8 @@ what only it can know: that names fit a model, that digests agree.
 | pickles of plain data | `read_plain_pickle` | |
 | a folder | | `write_folder` |
 
-A file or folder appears whole or not at all, whatever ends the writer; what a killed one left is
-removed by the next that writes there.
+A file or folder appears whole or not at all. The remains of a killed writer are removed by the next
+one that writes there.
 """
 
 from __future__ import annotations

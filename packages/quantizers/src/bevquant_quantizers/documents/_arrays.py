@@ -26,7 +26,7 @@ _PART = 1 << 20
 
 
 class Tensors(NamedTuple):
-    """What a safetensors file holds.
+    """Content of a safetensors file.
 
     Attributes:
         tensors: By name, on the CPU.

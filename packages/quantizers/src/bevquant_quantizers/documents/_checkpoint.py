@@ -49,16 +49,14 @@ _OTHER = re.compile(r"^(optim|lr_sched|sched|callbacks|loops|meta|scaler|hyper_p
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The weights in a file, and what else it holds.
+    """The weights in a file, and its other content.
 
     Attributes:
-        tensors: By name, on the CPU. `module.` and the like are taken off the names where all
-            names have it.
-        entry: Path of the entry that they are, such as "state_dict"; "" for the file itself.
-        averaged: Whether they are averages over the training (EMA); None where the file does not
-            say.
+        tensors: By name, on the CPU. `module.` and other prefixes that all names have are removed.
+        entry: Path of their entry, such as "state_dict"; "" for the file itself.
+        averaged: Whether they are averages over the training (EMA); None if the file does not say.
         entries: Paths of all entries that hold tensors by name.
-        passed_over: Each other entry and each object of an unknown class: its path and its type.
+        passed_over: Path and type of each other entry and each object of an unknown class.
         facts: Numbers and short texts beside the weights, such as "epoch" and
             "meta.mmdet3d_version".
     """
@@ -86,25 +84,23 @@ def read_checkpoint(
     ema: bool | None = None,
     option: str = "`key`",
 ) -> Checkpoint:
-    """Read the weights of a checkpoint as mmengine, OpenPCDet, det3d, Lightning and torch save it.
+    """Read the weights of a checkpoint of mmengine, OpenPCDet, det3d, Lightning or torch.
 
-    Objects of classes other than tensors, arrays, numbers and plain containers are not made: each
-    is listed in `passed_over`. numpy arrays among the weights become tensors.
+    Objects of other classes than tensors, arrays, numbers and plain containers are not created:
+    each is listed in `passed_over`. numpy arrays among the weights become tensors.
 
     Args:
         path: The file.
-        what: What it should be, for messages.
-        key: Path of the entry to read, such as "state_dict" or "ema.model"; by default the usual
-            one.
-        ema: True for averaged weights, False for those that the optimizer held. By default the
-            entry that the framework itself loads. mmengine's EMAHook and Lightning's
-            WeightAveraging write the averages to `state_dict` and the others beside it; most
-            others do the opposite.
-        option: Name of `key` in messages, for a caller that has another one.
+        what: Expected content, for messages.
+        key: Path of the entry to read, such as "state_dict" or "ema.model". Default: the usual one.
+        ema: True for averaged weights, False for the optimizer's. Default: the entry that the
+            framework itself loads. mmengine's EMAHook and Lightning's WeightAveraging write the
+            averages to `state_dict` and the others beside it; most others do the opposite.
+        option: Name of `key` in messages, for a caller with another name.
 
     Raises:
-        DocumentError: The file is missing, cut short, damaged, packed too well, of another kind,
-            or has no such entry.
+        DocumentError: The file is missing, cut short, damaged, compressed too strongly, of another
+            kind, or has no such entry.
 
     Example:
         >>> import tempfile
@@ -146,7 +142,7 @@ def read_checkpoint(
 
 
 def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names without what DistributedDataParallel, torch.compile and averaged models add."""
+    """Names without the prefixes of DistributedDataParallel, torch.compile and averaged models."""
     wrapped = {n: t for n, t in tensors.items() if n not in _COUNTERS}
     short = {_WRAPPERS.sub("", n): t for n, t in wrapped.items()}
     every = all(_WRAPPERS.match(n) for n in wrapped)
@@ -277,7 +273,7 @@ class _FileError(DocumentError):
 
 
 def _opened(file: IO[bytes], place: str, what: str) -> tuple[Any, _Loader]:
-    """What a file holds, its tensors unread, and the function that reads one."""
+    """Content of a file with its tensors unread, and the function that reads one."""
     head = file.read(16)
     file.seek(0)
     if head.startswith(b"PK"):

@@ -103,11 +103,11 @@ def parse_json(
 
     Args:
         text: UTF-8.
-        form: Anything that msgspec knows: a `msgspec.Struct`, a dataclass, a TypedDict, `dict`, …
-        where: What to call the text in messages: the file, and where in it.
-        what: What it should be, for messages: "ranges file".
-        head: Fields that tell what it is, looked at before all others: the value each must have,
-            or a tuple of those that are read.
+        form: Any type of msgspec: a `msgspec.Struct`, a dataclass, a TypedDict, `dict`, …
+        where: Name of the text in messages: the file, and the position in it.
+        what: Expected content, for messages: "ranges file".
+        head: Identifying fields, checked before all others: the value of each, or a tuple of
+            accepted values.
         remedy: What to do about another value, such as "save the ranges again".
 
     Raises:
@@ -200,10 +200,10 @@ _NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def plain(value: Any) -> Any:
-    """Anything that a result holds, as JSON has it.
+    """Any result as JSON types.
 
-    Dataclasses and named tuples are objects by field, keys are text, arrays and tensors are lists;
-    NaN and infinities are None, and what JSON does not know at all is text.
+    Dataclasses and named tuples become objects by field, keys become text, arrays and tensors
+    lists; NaN and infinities become None, and unknown types text.
 
     Example:
         >>> plain({0.5: (float("nan"), Path("runs"))})
@@ -225,7 +225,7 @@ def plain(value: Any) -> Any:
 
 
 def write_json(path: str | os.PathLike[str], content: Any) -> Path:
-    """Write what `plain` makes of the content, whole or not at all, as any reader takes it.
+    """Write the content, converted by `plain`, whole or not at all, as standard JSON.
 
     Example:
         >>> import tempfile

@@ -1,4 +1,4 @@
-"""Tables for a terminal, and what fills their cells."""
+"""Tables for a terminal, and the content of their cells."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def record_table(records: Iterable[object], columns: Mapping[str, str]) -> str:
     """A `text_table` of records, a line below the heads and all columns but the first to the right.
 
     Args:
-        records: One a row.
-        columns: Head to what fills the column, such as "{start:.2f} s"; see `filled`.
+        records: One per row.
+        columns: Content by head, such as "{start:.2f} s"; see `filled`.
 
     Example:
         >>> print(record_table([slice(0.5, 12)], {"from": "{start:.2f} s", "to": "{stop} s"}))

@@ -72,19 +72,19 @@ def write_whole(
 def write_folder(
     path: str | os.PathLike[str], *, ready: Callable[[Path], None] | None = None
 ) -> Iterator[Path]:
-    """Give an empty folder to write into; at the end it takes the place of `path` in one step.
+    """Yield an empty folder to write into; at the end it replaces `path` in one step.
 
-    Whatever ends the block early leaves no trace of it, and a folder that was to be replaced stays
-    as it was. What a killed writer of the same folder left is removed first, and a folder that it
-    had moved aside is put back.
+    If the block ends early, the new folder is removed and an existing folder stays as it was.
+    Remains of a killed writer of the same folder are removed first, and a folder that it had moved
+    aside is restored.
 
     Args:
-        path: The folder; what it held is replaced.
+        path: The folder; its old content is replaced.
         ready: Called with the finished folder before it takes its place; may refuse.
 
     Raises:
         ValueError: The parent of `path` does not exist.
-        OSError: The disk is full or the place may not be written.
+        OSError: The disk is full, or writing is not permitted.
     """
     target = file_path(path)
     _check_parent(target)
@@ -122,14 +122,14 @@ def sha256(path: str | os.PathLike[str]) -> str:
 
 
 def sweep(folder: Path, name: str | None = None) -> list[Path]:
-    """Remove what killed writers left in `folder`: files and folders that nobody holds locked.
+    """Remove the remains of killed writers in `folder`: unlocked temporary files and folders.
 
     Args:
         folder: Where to look.
-        name: Only what was to become this; None for everything.
+        name: Only those that were to become this; None for all.
 
     Returns:
-        What was removed, or put back where a replaced folder had been moved aside.
+        Paths removed, or restored where a replaced folder had been moved aside.
     """
     found = []
     for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -193,7 +193,7 @@ def _work_name(target: Path, kind: str) -> Path:
 
 
 def _lock(handle: int) -> None:
-    """Tell other processes that this is being written, where there are locks."""
+    """Mark a file as being written for other processes, if the system has locks."""
     with suppress(OSError, ImportError):
         import fcntl
 

@@ -1,8 +1,8 @@
 """One run in several processes, started by torchrun, Slurm or Kubernetes: the bits of one process.
 
-Items (frames, batches) are dealt out, what was measured on each comes back to every rank in order
-of items, and sums are taken in that order. The first rank alone writes and prints; one that dies
-ends all with one message, and what was finished is not run again.
+Items (frames, batches) are distributed. Their results return to every rank in order of items, and
+sums are taken in that order. Only the first rank writes and prints. If a rank dies, all end with
+one message, and finished items are not run again.
 
 Example:
     >>> import numpy as np

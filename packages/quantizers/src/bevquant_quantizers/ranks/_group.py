@@ -36,18 +36,18 @@ class Place(NamedTuple):
 
 
 def launched_place(environment: Mapping[str, str], program: str = "") -> Place | None:
-    """The place of this process; None where it is the only one.
+    """Rank of this process; None for a single process.
 
-    torchrun, and Kubernetes' PyTorchJob, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. What
-    srun starts is told by SLURM_PROCID and SLURM_STEP_NUM_TASKS, and meets on the step's first
-    machine; a batch script outside srun is one process.
+    torchrun and Kubernetes' PyTorchJob set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. srun sets
+    SLURM_PROCID and SLURM_STEP_NUM_TASKS; its processes meet on the step's first machine. A batch
+    script outside srun is one process.
 
     Args:
         environment: `os.environ`.
-        program: As `launched` takes it.
+        program: As for `launched`.
 
     Raises:
-        LaunchError: Numbers that are none, or do not fit each other, or no address.
+        LaunchError: Invalid or contradicting numbers, or no address.
 
     Example:
         >>> slurm = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1",
@@ -115,21 +115,20 @@ _NEWS, _NEWS_OF_ALL = 5.0, 1.0
 def launched(
     program: str = "", expected: tuple[type[Exception], ...] = (ValueError, OSError)
 ) -> Iterator[Ranks]:
-    """The processes that the launcher has started, joined for the length of a block.
+    """The processes of the launcher, joined for the length of a block.
 
-    gloo joins them, and nccl besides where every process has a GPU of its own. Without a launcher
-    it is this process alone.
+    gloo joins them, and nccl too if every process has a GPU of its own. Without a launcher it is
+    this process alone.
 
     Args:
-        program: The command, for messages; the module that torchrun's `-m` takes has its name,
-            with _ for -.
-        expected: Errors that are no fault of the program: of several ranks that end with one the
-            first alone speaks.
+        program: The command, for messages; the module of torchrun's `-m` has its name with _ for -.
+        expected: Errors that are no fault of the program: of several ranks that end with one, only
+            the first prints it.
 
     Raises:
-        LaunchError: The environment contradicts itself, or not all processes come.
-        RankError: A rank has ended before its time; raised on all others. Its own error is told to
-            the first rank, which speaks for all; the others raise one that does not speak.
+        LaunchError: The environment contradicts itself, or a process does not come.
+        RankError: A rank ended early; raised on all others. Its own error goes to the first rank,
+            which prints it for all.
     """
     place = launched_place(os.environ, program)
     if place is None:
@@ -187,7 +186,7 @@ def _join(place: Place, program: str) -> Line:
 def _ending(
     error: BaseException, ranks: Ranks, line: Line, expected: tuple[type[Exception], ...]
 ) -> BaseException:
-    """What a rank raises: another's end where that is the cause, else its own error, told."""
+    """The error that a rank raises: another rank's end if that is the cause, else its own."""
     if threading.current_thread() is threading.main_thread():
         # The launcher ends all ranks as soon as one has ended: not while we find out which.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,7 +1,7 @@
-"""The processes that share a run: how they exchange what they have, and hear of each other's end.
+"""Processes of one run: exchange of results, and detection of a process that died.
 
-A process that is killed says nothing, but the system closes its connections: each has one with the
-first.
+A killed process sends no message, but the system closes its connections: each has one with the
+first process.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _EXIT_CODE = 2
 
 
 class Ending(NamedTuple):
-    """How a rank ended before its time.
+    """Early end of a rank.
 
     Attributes:
-        rank: Which one.
-        text: What it said; None where it died without a word.
+        rank: Its number.
+        text: Its message; None if it died without one.
     """
 
     rank: int
     text: str | None
 
     def message(self, world: int, goes_on: str) -> str:
-        """What to tell the user; `goes_on` says how."""
+        """The message for the user; `goes_on` is its remedy."""
         who = f"rank {self.rank} of {world}"
         if self.text is not None:
             return f"{who}: {self.text}"
@@ -72,18 +72,18 @@ class _Hello(msgspec.Struct):
 
 
 class Line:
-    """Connections between the first rank and the others, open as long as the run.
+    """Connections between the first rank and the others, open for the whole run.
 
     Args:
         rank: This process.
-        world: How many there are.
-        store: torch.distributed's store, where the first rank leaves its port.
+        world: Number of processes.
+        store: torch.distributed's store, where the first rank publishes its port.
         address: Host of the first rank.
-        program: Stands before what is printed.
+        program: Prefix of printed lines.
 
     Attributes:
-        ending: The first early end of another rank that this one has heard of.
-        goes_on: What to do after a death.
+        ending: The first known early end of another rank.
+        goes_on: Remedy after a death.
     """
 
     def __init__(self, rank: int, world: int, store: Any, address: str, program: str = "") -> None:
@@ -110,7 +110,7 @@ class Line:
         return self.ending
 
     def close(self, text: str | None = None) -> None:
-        """Say that this rank is done, or with what words it stops before its time."""
+        """Report that this rank is done, or the message with which it stops early."""
         with self._lock:
             self._closed = True
             peers = list(self._peers.values())
@@ -202,15 +202,15 @@ Value = TypeVar("Value", bytes, "np.ndarray[Any, Any]", "Tensor")
 
 
 class LaunchError(ValueError):
-    """The processes do not fit each other: their environment, their connection, what they run."""
+    """The processes differ in environment, connection or program."""
 
 
 class RankError(Exception):
-    """The run ends because a rank has ended before its time.
+    """The run ends because a rank ended early.
 
     Args:
-        message: Which one, and what to do.
-        speaks: Whether this rank is the one that says so.
+        message: The rank, and the remedy.
+        speaks: Whether this rank prints the message.
     """
 
     def __init__(self, message: str, *, speaks: bool = True) -> None:
@@ -220,15 +220,15 @@ class RankError(Exception):
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of one run; `Ranks()` is a process alone.
+    """The processes of one run; `Ranks()` is a single process.
 
-    All of them call `gather` and `agree` at the same places, in the same order.
+    All processes call `gather` and `agree` at the same points, in the same order.
 
     Args:
         rank: This process, from 0.
-        world: How many there are.
-        line: Tells when another one ends; None where nobody does.
-        gpu: This process's own GPU, where all processes have one and nccl joins these.
+        world: Number of processes.
+        line: Reports the end of another process; None without detection.
+        gpu: This process's own GPU, if all processes have one and nccl joins them.
 
     Example:
         >>> Ranks(rank=1, world=3).mine(8)
@@ -274,7 +274,7 @@ class Ranks:
         )
 
     def goes_on(self, how: str) -> None:
-        """What the user should do if a rank dies from now on, for the message."""
+        """Set the remedy of the message about a rank that dies from now on."""
         if self.line is not None:
             self.line.goes_on = how
 
@@ -302,14 +302,14 @@ class Ranks:
         return {index: everything[index] for index in sorted(everything)}
 
     def agree(self, what: str, text: str) -> None:
-        """Make sure that all ranks have the same.
+        """Check that all ranks have the same value.
 
         Args:
-            what: Named in the message.
-            text: This process's, such as a digest.
+            what: Its name in the message, a plural.
+            text: This process's value, such as a digest.
 
         Raises:
-            LaunchError: They have not.
+            LaunchError: The values differ.
         """
         texts = self.gather({self.rank: text.encode()})
         apart = [rank for rank, other in texts.items() if other != texts[0]]
@@ -380,7 +380,7 @@ def _unpacked(message: bytes) -> dict[int, Any]:
 def _exchange(message: bytes, world: int, device: str) -> list[bytes]:
     """Every rank's message, in order of ranks; messages of any length.
 
-    The device decides what carries them: gloo, or nccl on a GPU.
+    They travel by gloo, or by nccl if the device is a GPU.
     """
     import torch
     import torch.distributed as dist

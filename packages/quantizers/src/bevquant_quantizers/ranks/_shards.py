@@ -1,4 +1,4 @@
-"""What is finished of a run is kept on disk, frame by frame, and comes back in order of frames."""
+"""Finished results of a run on disk, frame by frame, returned in order of frames."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ _ROUND = 16
 
 
 class Shards:
-    """A folder beside the run that holds what finished frames gave, until the run is written.
+    """A folder beside the run with the results of finished frames, until the run is written.
 
-    Its name has a digest of everything that decides these figures, so that those of other settings
-    are never mixed in. A process alone keeps nothing.
+    Its name has a digest of all settings that decide these results, so results of other settings
+    are never mixed in. A single process stores nothing.
 
     Args:
         runs: Folder of all runs.
         name: The run.
-        settings: What decides the figures; values that JSON holds.
-        ranks: The processes; those of the launcher by default.
+        settings: Settings that decide the results; values that JSON holds.
+        ranks: The processes. Default: those of the launcher.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Shards:
         return None if self.folder is None else self.folder / name
 
     def load(self, step: str, index: int) -> Record | None:
-        """What a frame gave, if it was finished before."""
+        """The result of a frame, if it was finished before."""
         path = self._path(step, index)
         if path is None or not path.exists():
             return None
@@ -105,7 +105,7 @@ class Shards:
             ) from error
 
     def save(self, step: str, index: int, record: Record) -> None:
-        """Keep what a frame gave, whole or not at all."""
+        """Store the result of a frame, whole or not at all."""
         path = self._path(step, index)
         if path is not None:
             write_whole(path, pack(record))
@@ -127,17 +127,17 @@ def in_order(
     *,
     anew: int = 0,
 ) -> Iterator[tuple[int, Record]]:
-    """What each of `count` frames gave, in order of frames, whichever rank ran it.
+    """Results of `count` frames in order of frames, whichever rank ran them.
 
-    A process alone runs a frame when it is asked for. Several run `mine(count)`, keep what is
-    finished and exchange it every few frames.
+    A single process runs a frame when it is requested. Several processes run `mine(count)`, store
+    finished results and exchange them every few frames.
 
     Args:
-        step: Names the records on disk.
-        count: How many frames.
-        work: Answers the record of one frame.
-        shards: Keeps what is finished; None keeps nothing.
-        anew: So many frames, from the first, are run whatever is kept of them.
+        step: Name of the records on disk.
+        count: Number of frames.
+        work: Returns the record of one frame.
+        shards: Storage of finished results; None for none.
+        anew: Number of frames, from the first, that run although stored.
 
     Yields:
         Index and record.
@@ -181,17 +181,16 @@ def tensors_in_order(
     *,
     by_gpu: bool = False,
 ) -> Iterator[tuple[Tensor, ...]]:
-    """What each of `count` items gave, from the first to the last, whoever ran them; not kept.
+    """Results of `count` items from the first to the last, whichever rank ran them; not stored.
 
-    Every rank runs one item, then they exchange what they have: no more gradients are held than
-    there are ranks. They travel as they are, so that sums in this order have the bits of one
-    process.
+    Every rank runs one item, then all exchange their results: no more gradients are in memory than
+    there are ranks. Tensors travel unchanged, so sums in this order have the bits of one process.
 
     Args:
-        count: How many items.
-        work: Answers the tensors of one, as many of each.
-        ranks: The processes; those of the launcher by default.
-        by_gpu: Send from GPU to GPU, where each process has one.
+        count: Number of items.
+        work: Returns the tensors of one item, the same number for each.
+        ranks: The processes. Default: those of the launcher.
+        by_gpu: Send from GPU to GPU, if each process has one.
 
     Example:
         >>> import torch
