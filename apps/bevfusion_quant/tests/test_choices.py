@@ -18,8 +18,7 @@ from bevfusion.model import PARTS
 from bevfusion_quant import options
 from bevfusion_quant.bpu import BpuConfig
 from bevfusion_quant.commands.ptq import Ptq
-from bevfusion_quant.commands.qat import Qat
-from bevfusion_quant.commands.train import Train
+from bevfusion_quant.commands.training import Qat, Train
 from bevfusion_quant.options._choices import unknown_name
 from bevfusion_quant.ptq import PtqConfig, is_detector
 from bevfusion_quant.qat import QatConfig

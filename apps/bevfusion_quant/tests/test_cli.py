@@ -25,8 +25,7 @@ from bev_data.datasets import write_frame_folder
 from bevfusion.model import CONFIGS, build_model
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
-from bevfusion_quant.commands.demo import Demo
-from bevfusion_quant.commands.ptq import Ptq
+from bevfusion_quant.commands.ptq import Demo, Ptq
 from bevfusion_quant.frames import as_options, frames_of
 from bevfusion_quant.options import FrameOptions, check_options
 from bevfusion_quant.ptq import FrameBatches

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bevfusion_quant import VerificationError
-from bevfusion_quant.commands.demo import demo_target
+from bevfusion_quant.commands.ptq import demo_target
 from bevfusion_quant.export import (
     ExportedFile,
     ExportedSet,

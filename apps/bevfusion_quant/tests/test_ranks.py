@@ -10,8 +10,8 @@ import pytest
 from bevfusion.model.head import Detections
 from bevfusion_quant import InputError
 from bevfusion_quant.commands import check_processes
-from bevfusion_quant.commands.evaluate import Evaluate
 from bevfusion_quant.commands.ptq import Ptq
+from bevfusion_quant.commands.saved import Evaluate
 from bevfusion_quant.commands.tree import Tree
 from bevfusion_quant.sensitivity import KeptScores
 from bevquant_quantizers.ranks import (

@@ -18,7 +18,7 @@ from bev_scenes import street_frame
 from bevfusion.model import CONFIGS, build_model
 from bevfusion.training import CompactFrame, compact, make_batch, order_of
 from bevfusion_quant import InputError
-from bevfusion_quant.commands.train import Train
+from bevfusion_quant.commands.training import Train
 from bevfusion_quant.train import (
     Augmentation,
     FrameSource,

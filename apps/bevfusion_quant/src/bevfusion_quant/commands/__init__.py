@@ -1,4 +1,4 @@
-"""The sub-commands of `bevfusion-quant`, a file each: options, action, output.
+"""The sub-commands of `bevfusion-quant`: options, action, output.
 
 tyro reads the options' classes; their docstrings are the help. Libraries are imported when a
 command is executed, so help and errors in options are fast.
@@ -9,15 +9,9 @@ from __future__ import annotations
 from typing import get_args
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.commands.compare import Compare
-from bevfusion_quant.commands.demo import Demo
-from bevfusion_quant.commands.evaluate import Evaluate, Simulate
-from bevfusion_quant.commands.export import Export
-from bevfusion_quant.commands.ptq import Ptq
-from bevfusion_quant.commands.qat import Qat
-from bevfusion_quant.commands.report import Report
-from bevfusion_quant.commands.sensitivity import Sensitivity
-from bevfusion_quant.commands.train import Train
+from bevfusion_quant.commands.ptq import Demo, Ptq
+from bevfusion_quant.commands.saved import Compare, Evaluate, Export, Report, Sensitivity, Simulate
+from bevfusion_quant.commands.training import Qat, Train
 from bevfusion_quant.commands.tree import Tree
 
 __all__ = ["COMMANDS", "Command", "check_processes"]
