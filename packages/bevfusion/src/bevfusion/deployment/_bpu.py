@@ -33,12 +33,10 @@ _WHY_CPU = {
 }
 
 
-class Composer(Protocol[PlanOfUnit]):
-    """Puts a plan together, as `bevquant_hybrid.partition.PlanComposer` does."""
+class _Composer(Protocol[PlanOfUnit]):
+    """Composes a plan, as `bevquant_hybrid.partition.PlanComposer`."""
 
-    def source(self, name: str, shape: Shape | None = None) -> str:
-        """An input of the whole model."""
-
+    def source(self, name: str, shape: Shape | None = None) -> str: ...
     def on_cpu(
         self,
         name: str,
@@ -47,11 +45,8 @@ class Composer(Protocol[PlanOfUnit]):
         operator: str = "",
         path: str = "",
         shape: Shape | None = None,
-    ) -> str:
-        """A part that runs on the CPU as a whole."""
-
-    def unit(self, plan: PlanOfUnit, *inputs: str) -> tuple[str, ...]:
-        """A part with a plan of its own; its outputs."""
+    ) -> str: ...
+    def unit(self, plan: PlanOfUnit, *inputs: str) -> tuple[str, ...]: ...
 
 
 def stage_shapes(split: SplitModel, batch: Batch) -> dict[str, Shape]:
@@ -94,7 +89,7 @@ def compose_plan(
     model: Detector,
     parts: Sequence[str],
     units: Mapping[str, PlanOfUnit],
-    made: Composer[PlanOfUnit],
+    made: _Composer[PlanOfUnit],
     *,
     shapes: Mapping[str, Shape],
     reasons: Mapping[str, str],
@@ -166,28 +161,21 @@ def compose_plan(
     return (x,)
 
 
-class UnitForms(Protocol):
-    """A unit's graphs, such as `bevquant_hybrid_tools.forms.Forms`."""
+class _UnitForms(Protocol):
+    """Graphs of a unit and the prefix of its modules in the model, as `forms.Forms`."""
 
     @property
-    def float_graph(self) -> nn.Module:
-        """Fused."""
-
+    def float_graph(self) -> nn.Module: ...
     @property
-    def fake_graph(self) -> nn.Module:
-        """Fake-quantized."""
-
+    def fake_graph(self) -> nn.Module: ...
     @property
-    def integer_graph(self) -> nn.Module:
-        """In integers."""
-
+    def integer_graph(self) -> nn.Module: ...
     @property
-    def prefix(self) -> str:
-        """What stands before its modules' paths in the model."""
+    def prefix(self) -> str: ...
 
 
 def bpu_pieces(
-    folded: Detector, parts: Sequence[str], forms: Mapping[str, UnitForms]
+    folded: Detector, parts: Sequence[str], forms: Mapping[str, _UnitForms]
 ) -> list[Piece]:
     """The files for a BPU and its CPU, in the order of execution.
 
@@ -227,28 +215,21 @@ def _as_it_is(graph: nn.Module) -> Any:
     return lambda module, args: graph
 
 
-class UnitLayer(Protocol):
-    """A row of comparing the forms, such as `bevquant_hybrid_tools.forms.BpuLayer`."""
+class _UnitLayer(Protocol):
+    """A layer in all forms, as `bevquant_hybrid_tools.forms.BpuLayer`."""
 
     @property
-    def layer(self) -> str:
-        """Its path in the model."""
-
+    def layer(self) -> str: ...
     @property
-    def fake_sqnr_db(self) -> float | None:
-        """Of the fake-quantized result against float."""
-
+    def fake_sqnr_db(self) -> float | None: ...
     @property
-    def integer_sqnr_db(self) -> float | None:
-        """Of the integers."""
-
+    def integer_sqnr_db(self) -> float | None: ...
     @property
-    def max_steps(self) -> int:
-        """Largest difference of the two, in steps."""
+    def max_steps(self) -> int: ...
 
 
 def beside_bpu_layers(
-    files: Iterable[ExportedFile], rows: Iterable[UnitLayer], paths: Mapping[str, str]
+    files: Iterable[ExportedFile], rows: Iterable[_UnitLayer], paths: Mapping[str, str]
 ) -> tuple[ExportedFile, ...]:
     """`beside_layers` of files for a BPU.
 

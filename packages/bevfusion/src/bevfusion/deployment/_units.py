@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.ao.quantization import DeQuantStub, QuantStub
 
-from bevfusion.deployment._files import CenterPart
+from bevfusion.deployment._files import CenterPart, DecodedPart, FusedPart
 from bevfusion.model import Detector
 
 UNIT_PREFIXES = {"camera": "encoders.camera.", "bev": ""}
@@ -30,37 +30,30 @@ class CameraUnit(nn.Module):
         return self.dequant_features(self.neck(self.backbone(self.quant_images(images)))[0])
 
 
-class FusedUnit(nn.Module):
+class FusedUnit(FusedPart):
     """Fuser, and the decoder behind it where that is quantized too."""
 
-    def __init__(self, fuser: nn.Module, decoder: nn.ModuleDict | None) -> None:
-        super().__init__()
+    def __init__(self, model: Any, *, decoder: bool) -> None:
+        super().__init__(model, decoder=decoder)
         self.quant_camera_map, self.quant_lidar_map = QuantStub(), QuantStub()
-        self.fuser = fuser
-        self.decoder = decoder
         self.dequant_map = DeQuantStub()
 
     def forward(self, camera_map: Tensor, lidar_map: Tensor) -> Any:
         """Two bird's-eye-view maps → one."""
-        x = self.fuser(self.quant_camera_map(camera_map), self.quant_lidar_map(lidar_map))
-        if self.decoder is not None:
-            x = self.decoder["neck"](self.decoder["backbone"](x))
-        return self.dequant_map(x)
+        maps = self.quant_camera_map(camera_map), self.quant_lidar_map(lidar_map)
+        return self.dequant_map(super().forward(*maps))
 
 
-class DecoderUnit(nn.Module):
+class DecoderUnit(DecodedPart):
     """SECOND and SECONDFPN."""
 
-    def __init__(self, decoder: nn.ModuleDict) -> None:
-        super().__init__()
-        self.quant_fused_map = QuantStub()
-        self.decoder = decoder
-        self.dequant_map = DeQuantStub()
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.quant_fused_map, self.dequant_map = QuantStub(), DeQuantStub()
 
     def forward(self, fused_map: Tensor) -> Any:
         """The fused map → the decoded one."""
-        x = self.quant_fused_map(fused_map)
-        return self.dequant_map(self.decoder["neck"](self.decoder["backbone"](x)))
+        return self.dequant_map(super().forward(self.quant_fused_map(fused_map)))
 
 
 class CenterUnit(CenterPart):
@@ -95,9 +88,9 @@ def bpu_units(model: Detector, parts: Sequence[str]) -> dict[str, nn.Module]:
     if model.kind != "bevfusion":
         units["bev"] = CenterUnit(model, parts)
     elif "fuser" in parts:
-        units["bev"] = FusedUnit(built.fuser, built.decoder if "decoder" in parts else None)
+        units["bev"] = FusedUnit(built, decoder="decoder" in parts)
     elif "decoder" in parts:
-        units["bev"] = DecoderUnit(built.decoder)
+        units["bev"] = DecoderUnit(built)
     if "camera" in parts:
         units = {"camera": CameraUnit(built.camera), **units}
     return {name: unit.eval() for name, unit in units.items()}
