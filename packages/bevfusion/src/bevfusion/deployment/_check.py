@@ -13,15 +13,23 @@ from torch import Tensor
 from bev_data import InputError
 from bev_data.metrics import AgreementRow
 from bevfusion.deployment._files import HEAD
-from bevfusion.deployment._pieces import Piece, Written, outputs_of
-from bevfusion.deployment._result import ExportedFile, FileLayer, SetStage
+from bevfusion.deployment._pieces import Piece, Written, outputs_of, quantizers_on
+from bevfusion.deployment._result import ExportedFile, FileLayer, FilePort, SetStage
 from bevfusion.deployment._walk import STAGE_ENDS, Execute, between, file_boxes, walk
 from bevfusion.evaluation import agreement_accumulator
 from bevfusion.model import Batch, Detector, Sizes
 from bevfusion.quantization import STAGE_TITLES, relative_change
-from bevquant_export import check_tensors, compare_qdq_onnx, load_sparse_onnx, open_onnx
+from bevquant_export import (
+    check_tensors,
+    compare_qdq_onnx,
+    find_target,
+    lint_onnx,
+    load_sparse_onnx,
+    open_onnx,
+)
 from bevquant_int8sim import LayerRow
 from bevquant_qnn import PairSums
+from bevquant_quantizers.documents import sha256
 
 Run = Callable[[tuple[Any, ...]], Sequence[Tensor]]
 
@@ -60,6 +68,59 @@ def runner(written: Written) -> Run:
         return [outputs[name] for name in chosen]
 
     return named
+
+
+def exported_file(written: Written, layers: tuple[FileLayer, ...]) -> ExportedFile:
+    """One row of the set, read back from the file that was written."""
+    import onnx
+
+    proto = onnx.load(written.path)
+    opset = next(o.version for o in proto.opset_import if o.domain in ("", "ai.onnx"))
+    kind = written.piece.kind
+    engine = find_target(written.linted)
+    settings = getattr(written.made, "settings", None)
+    timing = getattr(getattr(written.made, "figures", None), "timing", None)
+    quantized = bool(kind == "int8" or quantizers_on(written.piece.fake_module))
+    return ExportedFile(
+        name=written.path.name,
+        kind=kind,
+        runs_on=engine.title,
+        build=written.piece.file.build
+        or "; ".join(engine.commands(written.path, quantized=quantized)),
+        size=written.path.stat().st_size,
+        sha256=sha256(written.path),
+        companions={} if settings is None else {settings.name: sha256(settings)},
+        opset=opset,
+        inputs=tuple(map(_port, proto.graph.input)),
+        outputs=tuple(map(_port, proto.graph.output)),
+        ranges={} if kind == "float" else _ranges(written),
+        voxel_bound=written.voxel_bound,
+        runs_in_float=written.runs_in_float,
+        notes=written.notes,
+        findings=tuple(map(str, lint_onnx(written.path, written.linted))),
+        layers=layers,
+        unverified=engine.unverified,
+        milliseconds=None if timing is None else timing.milliseconds,
+        float_milliseconds=None if timing is None else timing.float_milliseconds,
+    )
+
+
+def _port(port: Any) -> FilePort:
+    import onnx
+
+    tensor = port.type.tensor_type
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+    shape = tuple(d.dim_param or d.dim_value for d in tensor.shape.dim)
+    return FilePort(port.name, str(dtype), shape)
+
+
+def _ranges(written: Written) -> dict[str, float]:
+    """Activations' ranges, by the path of the first quantizer that has each."""
+    return {
+        path: float(q.amax)
+        for path, q in quantizers_on(written.piece.fake_module).items()
+        if q.axis is None and q.amax is not None and not path.endswith("_weight_quantizer")
+    }
 
 
 TOLERANCE = 1e-3  # of float outputs, relative to the largest value

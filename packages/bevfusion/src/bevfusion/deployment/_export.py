@@ -20,6 +20,7 @@ from bevfusion.deployment._autoware import AUTOWARE_BOXES
 from bevfusion.deployment._check import (
     TOLERANCE,
     box_agreement,
+    exported_file,
     file_layers,
     float_layer,
     runner,
@@ -30,12 +31,11 @@ from bevfusion.deployment._pieces import (
     Piece,
     Written,
     nvidia_pieces,
-    quantizers_on,
     write_piece,
     written_dense,
     written_sparse,
 )
-from bevfusion.deployment._result import ExportedFile, ExportedSet, FileLayer, FilePort
+from bevfusion.deployment._result import ExportedFile, ExportedSet, FileLayer
 from bevfusion.deployment._walk import between, walk
 from bevfusion.evaluation import FrameBatches
 from bevfusion.model import Detector, Sizes
@@ -45,11 +45,9 @@ from bevquant_export import (
     export_detector,
     export_float_onnx,
     find_target,
-    lint_onnx,
     note_calibration,
     open_onnx,
 )
-from bevquant_quantizers.documents import sha256
 
 
 def export_files(
@@ -323,59 +321,6 @@ def whole_layers(written: Written, args: tuple[Any, ...]) -> tuple[FileLayer, ..
         float_layer(written, name, want.double(), made[name].double(), TOLERANCE)
         for name, want in wanted.items()
     )
-
-
-def exported_file(written: Written, layers: tuple[FileLayer, ...]) -> ExportedFile:
-    """One row of the set, read back from the file that was written."""
-    import onnx
-
-    proto = onnx.load(written.path)
-    opset = next(o.version for o in proto.opset_import if o.domain in ("", "ai.onnx"))
-    kind = written.piece.kind
-    engine = find_target(written.linted)
-    settings = getattr(written.made, "settings", None)
-    timing = getattr(getattr(written.made, "figures", None), "timing", None)
-    quantized = bool(kind == "int8" or quantizers_on(written.piece.fake_module))
-    return ExportedFile(
-        name=written.path.name,
-        kind=kind,
-        runs_on=engine.title,
-        build=written.piece.file.build
-        or "; ".join(engine.commands(written.path, quantized=quantized)),
-        size=written.path.stat().st_size,
-        sha256=sha256(written.path),
-        companions={} if settings is None else {settings.name: sha256(settings)},
-        opset=opset,
-        inputs=tuple(map(_port, proto.graph.input)),
-        outputs=tuple(map(_port, proto.graph.output)),
-        ranges={} if kind == "float" else _ranges(written),
-        voxel_bound=written.voxel_bound,
-        runs_in_float=written.runs_in_float,
-        notes=written.notes,
-        findings=tuple(map(str, lint_onnx(written.path, written.linted))),
-        layers=layers,
-        unverified=engine.unverified,
-        milliseconds=None if timing is None else timing.milliseconds,
-        float_milliseconds=None if timing is None else timing.float_milliseconds,
-    )
-
-
-def _port(port: Any) -> FilePort:
-    import onnx
-
-    tensor = port.type.tensor_type
-    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
-    shape = tuple(d.dim_param or d.dim_value for d in tensor.shape.dim)
-    return FilePort(port.name, str(dtype), shape)
-
-
-def _ranges(written: Written) -> dict[str, float]:
-    """Activations' ranges, by the path of the first quantizer that has each."""
-    return {
-        path: float(q.amax)
-        for path, q in quantizers_on(written.piece.fake_module).items()
-        if q.axis is None and q.amax is not None and not path.endswith("_weight_quantizer")
-    }
 
 
 def export_whole(
