@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,13 +58,26 @@ class Rule:
         return Finding(self.id, self.severity, quoted(node, plain=True), reason, self.remedy)
 
 
-def rules_of(letters: str, target: str, severity: Severity = "error") -> Callable[..., Rule]:
-    """A function ``(number, means, remedy, severity)`` that makes the rules of one target."""
+class Rules(list[Rule]):
+    """Rules of one target in their order; a call adds one.
 
-    def rule(number: int, means: str, remedy: str, severity: Severity = severity) -> Rule:
-        return Rule(f"{letters}{number:03}", severity, means, remedy, (target,))
+    Args:
+        letters: Start of each id.
+        target: Name of the target.
+        severity: Of a rule that states none.
+    """
 
-    return rule
+    def __init__(self, letters: str, target: str, severity: Severity = "error") -> None:
+        super().__init__()
+        self._letters, self._target, self._severity = letters, target, severity
+
+    def __call__(
+        self, number: int, means: str, remedy: str, severity: Severity | None = None
+    ) -> Rule:
+        """Add a rule."""
+        id_ = f"{self._letters}{number:03}"
+        self.append(Rule(id_, severity or self._severity, means, remedy, (self._target,)))
+        return self[-1]
 
 
 def quoted(name: object, *, plain: bool = False) -> str:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bevquant_export.lint._graph import Graph, Node
-from bevquant_export.lint._rule import Finding, quoted, rules_of
+from bevquant_export.lint._rule import Finding, Rules, quoted
 from bevquant_export.lint._tensors import numel, shape_of, values
 
 if TYPE_CHECKING:
     import onnx
 
 
-_rule = rules_of("SPC", "libspconv")
+_rule = Rules("SPC", "libspconv")
 
 # fmt: off
 THREE = _rule(2, "a SparseConvolution has three inputs: x, weight, bias",
@@ -53,10 +53,6 @@ BOUND = _rule(32, "output_bound and fixed_launch_points are positive and within 
 NAMES = _rule(45, "names of weights contain `weight`, those of biases `bias`",
     "name them spconv<i>.weight and spconv<i>.bias: one engine finds them by that", "warning")
 # fmt: on
-RULES = (
-    *(THREE, INITIALIZER, FLOAT16, RAW, SHAPE, BIAS, KERNEL, KIND, ACTIVATION, DOUBTFUL),
-    *(FINITE, ATTRIBUTES, SKIPPED, BOUND, NAMES),
-)
 _WRITTEN = (
     *("ndim", "in_channels", "out_channels", "transposed", "output_padding", "groups"),
     *("input_spatial_shape", "output_spatial_shape", "input_shape", "output_shape"),

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 
 from bevquant_export.lint._graph import Graph, Node
-from bevquant_export.lint._rule import Finding, quoted, rules_of
+from bevquant_export.lint._rule import Finding, Rules, quoted
 from bevquant_export.lint._spconv_convs import kernel_of, weight_dims
 from bevquant_export.lint._spconv_numbers import is_add, precision
 
-_rule = rules_of("SPC", "libspconv")
+_rule = Rules("SPC", "libspconv")
 
 # fmt: off
 OPERATOR = _rule(1, "operators are SparseConvolution, Add, QuantAdd, Relu, ScatterDense, Reshape, "
@@ -44,10 +44,6 @@ LAYOUT = _rule(41, "output_layout is NCHW32, NHWzC or NCHW",
     "write one of the three exactly: every other one is NCHW, in silence", "warning")
 BATCH = _rule(48, "the batch is 1", "export for one frame: the engine takes no more")
 # fmt: on
-RULES = (
-    *(OPERATOR, STRAY_RELU, APART, BRANCHES, INPUTS, OFFICIAL, LAST, DIMS, ORDER),
-    *(ELEMENTS, SCATTER, LAYOUT, BATCH),
-)
 _KNOWN = {"SparseConvolution", "Add", "QuantAdd", "Relu", "ScatterDense", "Reshape", "Transpose"}
 _HEIGHT_THIRD = {"xyz": [0, 1, 4], "zyx": [0, 1, 2]}
 
@@ -191,7 +187,7 @@ GRID = _rule(30, "spatial shapes follow from kernel, stride, padding, dilation, 
 POINTS = _rule(44, "both inputs of an Add have the same points",
     "add only tensors between which no conv strides: the engine asserts their number")
 # fmt: on
-PLACE_RULES = (FIRST_KEY, SHARED_KEY, INVERSE, GRID, POINTS)
+RULES = tuple(_rule)
 
 
 def check_places(graph: Graph) -> Iterator[Finding]:

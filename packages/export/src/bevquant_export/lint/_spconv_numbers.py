@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bevquant_export.lint._graph import Graph, Node
-from bevquant_export.lint._rule import Finding, quoted, rules_of
+from bevquant_export.lint._rule import Finding, quoted
 from bevquant_export.lint._spconv_convs import weight_dims
 from bevquant_export.lint._tensors import values
 
 if TYPE_CHECKING:
     import onnx
 
-_rule = rules_of("SPC", "libspconv")
 # fmt: off
 TYPES = _rule(10, "attributes have the type that the parser reads (INT where it reads FLOAT is "
     "0.0)",
@@ -40,10 +39,7 @@ NO_RANGE = _rule(19, "an int8 tensor is read by a node that states its range",
 CLIPPED = _rule(20, "weights are integers of −127 … 127 in steps of range/127",
     "take max|w| of each output channel as its range, or clip the weights")
 # fmt: on
-RULES = (
-    *(TYPES, PRECISION, INPUT_RANGE, WEIGHT_COUNT, WEIGHT_RANGE, ONE_RANGE, ADD_RANGE),
-    *(NO_RANGE, CLIPPED),
-)
+RULES = tuple(_rule)
 _TYPE_NAMES = {1: "FLOAT", 2: "INT", 3: "STRING", 6: "FLOATS", 7: "INTS"}
 _READ_AS = {
     **dict.fromkeys(("kernel_size", "stride", "padding", "dilation", "dims"), 7),

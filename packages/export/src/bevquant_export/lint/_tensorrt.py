@@ -9,14 +9,14 @@ import numpy as np
 
 from bevquant_export.lint._graph import Graph, Node
 from bevquant_export.lint._qdq import Pairs, Step
-from bevquant_export.lint._rule import Finding, Rule, quoted, rules_of
+from bevquant_export.lint._rule import Finding, Rule, Rules, quoted
 from bevquant_export.lint._tensors import shape_of
 
 if TYPE_CHECKING:
     import onnx
 
 
-_rule = rules_of("TRT", "tensorrt")
+_rule = Rules("TRT", "tensorrt")
 
 # fmt: off
 IMPORT = _rule(1, "every operator has an importer (none of QLinear*, ConvInteger, MatMulInteger, "
@@ -47,10 +47,7 @@ HALF = _rule(15, "pairs that a Gemm reads are of float32: with scales in float16
     "10.16 makes NaN of it",
     "write the scales in float32, and cast to float16 behind the layer where that is meant")
 # fmt: on
-RULES = (
-    *(IMPORT, PLUGIN, ZERO, UINT8, COUNT, CONSTANT, PER_TENSOR, WEIGHT, BIAS, TRANSPOSED),
-    *(ONE_SCALE, RESIDUAL, BETWEEN, HALF),
-)
+RULES = tuple(_rule)
 TYPED = ("tensorrt11",)
 # fmt: off
 BINDINGS = Rule("TRT016", "warning",

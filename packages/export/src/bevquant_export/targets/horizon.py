@@ -12,7 +12,7 @@ import numpy as np
 from bevquant_export.dense._profile import Profile
 from bevquant_export.lint._graph import Graph, Node
 from bevquant_export.lint._qdq import Pairs, Step
-from bevquant_export.lint._rule import Finding, quoted, rules_of
+from bevquant_export.lint._rule import Finding, Rules, quoted
 from bevquant_export.lint._tensors import shape_of
 from bevquant_export.targets._target import LintFile
 from bevquant_export.targets.qdq import QdqTarget
@@ -20,7 +20,7 @@ from bevquant_export.targets.qdq import QdqTarget
 __all__ = ["HORIZON"]
 
 
-_rule = rules_of("HRZ", "horizon")
+_rule = Rules("HRZ", "horizon")
 
 # fmt: off
 OPSET = _rule(1, "the opset is 11", "export with opset 11 (13 is for running the file elsewhere)")
@@ -48,10 +48,7 @@ SIZES = _rule(13, "inputs have a batch of 1 to 4096, other dimensions of 1 to 65
     "than 1 GiB",
     "cut the input into parts", "warning")
 # fmt: on
-RULES = (
-    *(OPSET, INTEGRATED, AXIS, ZERO, INT8, SCALE, PAIR, WEIGHT, NAMES, FLOAT_CONV, SETTINGS),
-    *(LIMITS, SIZES),
-)
+RULES = tuple(_rule)
 
 # "Not yet integrated" in the list of supported ONNX operators, HorizonRDK/rdk_x3_doc,
 # docs/toolchain_development/intermediate/supported_op_list.md.

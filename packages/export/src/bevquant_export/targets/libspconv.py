@@ -20,12 +20,7 @@ class _Libspconv(SparseTarget):
     name, title, kind = "libspconv", "libspconv", "sparse"
     rules = tuple(
         sorted(
-            (
-                *_spconv_convs.RULES,
-                *_spconv_numbers.RULES,
-                *_spconv_graph.RULES,
-                *_spconv_graph.PLACE_RULES,
-            ),
+            (*_spconv_convs.RULES, *_spconv_numbers.RULES, *_spconv_graph.RULES),
             key=lambda rule: rule.id,
         )
     )

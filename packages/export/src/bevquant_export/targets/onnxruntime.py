@@ -11,7 +11,7 @@ import numpy as np
 from bevquant_export.dense._profile import Profile
 from bevquant_export.lint._graph import Graph, Node, passed
 from bevquant_export.lint._qdq import Pairs, Step
-from bevquant_export.lint._rule import Finding, quoted, rules_of
+from bevquant_export.lint._rule import Finding, Rules, quoted
 from bevquant_export.lint._tensors import values
 from bevquant_export.targets._cpu import exact_everywhere
 from bevquant_export.targets._target import LintFile
@@ -28,7 +28,7 @@ __all__ = ["ONNXRUNTIME"]
 _ADVICE = "use zero point 128, UINT8, for activations"
 
 
-_rule = rules_of("ORT", "onnxruntime", "warning")
+_rule = Rules("ORT", "onnxruntime", "warning")
 
 # fmt: off
 FLOAT = _rule(1, "between a quantized conv and its ReLU stands a pair, unless the zero point is "
@@ -56,7 +56,7 @@ RACES = _rule(8, "ScatterND does not sum: its threads write to a place of severa
     "and the result depends on the run",
     "sum by ScatterElements, which takes the values in order, or export again")
 # fmt: on
-RULES = (FLOAT, INT8, SCALES, MIXED, SIGNED, BIAS, SLOW, RACES)
+RULES = tuple(_rule)
 _LEAST = {2: 0, 3: -128}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bevquant_export.lint._qdq import Pairs, Step
-from bevquant_export.lint._rule import Finding, rules_of
+from bevquant_export.lint._rule import Finding, Rules
 from bevquant_export.targets._target import LintFile
 from bevquant_export.targets.onnxruntime import ONNXRUNTIME
 from bevquant_export.targets.qdq import QdqTarget
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["OPENVINO"]
 
 
-_rule = rules_of("OVN", "openvino", "warning")
+_rule = Rules("OVN", "openvino", "warning")
 
 # fmt: off
 WEIGHTS = _rule(1, "weights are INT8 with zero point 0: others make the layer run in float",
@@ -32,7 +32,7 @@ TRANSPOSED = _rule(3, "a transposed convolution whose windows lie side by side i
     "of 1×1 and a DepthToSpace: faster, and with a scale for each channel",
     "export it again with profile='openvino'")
 # fmt: on
-RULES = (WEIGHTS, DATA, TRANSPOSED)
+RULES = tuple(_rule)
 _INT8 = 3
 
 

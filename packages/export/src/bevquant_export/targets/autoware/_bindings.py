@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bevquant_export.lint._graph import Graph
-from bevquant_export.lint._rule import Finding, quoted, rules_of
+from bevquant_export.lint._rule import Finding, Rules, quoted
 from bevquant_export.lint._tensors import values
 from bevquant_export.targets.autoware._plugin import MOST_VOXELS, SLOTS
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import onnx
 
 
-rule = rules_of("AWF", "autoware")
+rule = Rules("AWF", "autoware")
 
 # fmt: off
 BOUND = rule(13, f"no layer has more than {MOST_VOXELS:,} voxels, compiled into the plugin",

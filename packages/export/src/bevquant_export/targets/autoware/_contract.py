@@ -17,7 +17,7 @@ import numpy as np
 from bevquant_export.lint._graph import Graph, Node
 from bevquant_export.lint._rule import Finding, quoted
 from bevquant_export.lint._tensors import shape_of, values
-from bevquant_export.targets.autoware._bindings import BOUND, ORDER, PORTS, STAGES, rule, stages_of
+from bevquant_export.targets.autoware._bindings import STAGES, rule, stages_of
 from bevquant_export.targets.autoware._plugin import DOMAIN, SLOTS, quantized_weight
 
 if TYPE_CHECKING:
@@ -77,10 +77,7 @@ ACTIVATION = rule(20, "act_type is 0 (none) or 1 (ReLU)",
 UNKNOWN = rule(21, "a node has no field that its plugin does not read",
     "leave it out: the parser drops it in silence (fp32_accum is no field)", "warning")
 # fmt: on
-RULES = (
-    *(OPERATOR, FIELDS, SORT, VALUES, VOLUME, INPUTS, PAIRS, FILTERS, TYPES, SCALES, SUBNORMAL),
-    *(CLIPPED, BOUND, REPEATED, ORDER, STAGES, PORTS, SUBM, GRID, ACTIVATION, UNKNOWN),
-)
+RULES = tuple(sorted(rule, key=lambda made: made.id))
 _PAIR_OP, _GEMM_OP = "GetIndicePairsImplicitGemm", "ImplicitGemm"
 _FLOAT, _INT, _INTS = 1, 2, 7
 _GEOMETRY = ("spatial_shape", "ksize", "stride", "padding", "dilation", "out_padding")
