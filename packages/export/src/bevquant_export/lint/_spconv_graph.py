@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from bevquant_export.lint._graph import Graph, Node
 from bevquant_export.lint._rule import Finding, Rules, quoted
-from bevquant_export.lint._spconv_convs import kernel_of, weight_dims
-from bevquant_export.lint._spconv_numbers import is_add, precision
+from bevquant_export.lint._spconv_convs import is_add, kernel_of, precision, weight_dims
 
 _rule = Rules("SPC", "libspconv")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bevquant_export.lint import _spconv_convs, _spconv_graph, _spconv_numbers
+from bevquant_export.lint import _spconv_convs, _spconv_graph
 from bevquant_export.targets.sparse import SparseTarget
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class _Libspconv(SparseTarget):
     name, title, kind = "libspconv", "libspconv", "sparse"
     rules = tuple(
         sorted(
-            (*_spconv_convs.RULES, *_spconv_numbers.RULES, *_spconv_graph.RULES),
+            (*_spconv_convs.RULES, *_spconv_graph.RULES),
             key=lambda rule: rule.id,
         )
     )
@@ -31,7 +31,7 @@ class _Libspconv(SparseTarget):
         graph, folder = file.graphs[0], file.path.parent
         yield from _spconv_graph.check_graph(graph)
         yield from _spconv_convs.check_convs(graph, folder)
-        yield from _spconv_numbers.check_numbers(graph, folder)
+        yield from _spconv_convs.check_numbers(graph, folder)
         yield from _spconv_graph.check_places(graph)
 
     def commands(self, path: Path, *, quantized: bool = True) -> tuple[str, ...]:
