@@ -251,8 +251,8 @@ def test_functions_are_checked_like_modules(capsys):
 def test_what_is_no_model_or_does_not_run_is_named():
     with pytest.raises(TypeError, match="check_model: expected a module, got function"):
         check_model(lambda x: x, IMAGE)
-    with pytest.raises(TypeError, match="check_model: example_inputs is a dict"):
-        check_model(Net(), {"x": IMAGE})
+    with pytest.raises(TypeError, match="check_model: example_inputs is a str"):
+        check_model(Net(), "x")
     with pytest.raises(RuntimeError, match=r"features\.0 does not run on the example inputs"):
         check_model(Net(), torch.rand(1, 2, 28, 28))
 

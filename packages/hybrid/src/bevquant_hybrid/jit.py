@@ -10,6 +10,7 @@ from typing import IO, Any
 import torch
 
 # Registers the operators that traced models call:
+from bevquant_graph import file_path
 from bevquant_hybrid import _integer_ops as _integer_ops
 from bevquant_hybrid._version import __version__
 
@@ -64,6 +65,8 @@ def load(
     Warns:
         UserWarning: The file has no version of this package, or another one.
     """
+    if not hasattr(f, "read"):
+        file_path(f, "saved model")
     wanted = _extra_files if _extra_files is not None else {}
     extra: dict[str, Any] = {**wanted, _VERSION: ""}
     with _without_deprecation():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
+from bevquant_graph import file_path
 from bevquant_hybrid.operators import load_support_table
 from bevquant_quantizers.hb_mapper import write_config
 
@@ -34,7 +34,7 @@ def makertbin(config: str | os.PathLike[str]) -> None:
         FileNotFoundError: hb_mapper is not on the PATH, or the file does not exist.
         RuntimeError: It failed; the message ends with its last output.
     """
-    path = Path(config).resolve()
+    path = file_path(config, "YAML file").resolve()
     if not path.is_file():
         raise FileNotFoundError(f"makertbin: no settings at {path}; write_config makes them")
     program = shutil.which("hb_mapper")

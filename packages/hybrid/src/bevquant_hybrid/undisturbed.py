@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,12 +11,15 @@ import torch
 from torch import fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 
+from bevquant_graph import as_example, check_kind
+
 __all__ = ["Followed", "positional", "undisturbed", "unobserved"]
 
 
 @contextlib.contextmanager
 def unobserved(model: nn.Module) -> Iterator[None]:
     """Switch observers off, then restore their states."""
+    check_kind(model, nn.Module, "a torch module")
     found = [module for module in model.modules() if isinstance(module, FakeQuantizeBase)]
     before = [bool(module.observer_enabled[0]) for module in found]
     try:
@@ -30,6 +34,7 @@ def unobserved(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients and observers; the previous state is restored."""
+    check_kind(model, nn.Module, "a torch module")
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
@@ -58,8 +63,29 @@ class Followed(fx.Interpreter):
         return result
 
 
-def positional(example_inputs: Any) -> tuple[Any, ...]:
-    """A forward's arguments from a tuple or list; any other value is the only argument."""
-    if isinstance(example_inputs, tuple | list):
-        return tuple(example_inputs)
-    return (example_inputs,)
+def positional(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
+    """A forward's arguments in their order, from example inputs or a loader's batch.
+
+    A tuple or list has the arguments, or an image and its label; a dict has them by name, or is the
+    only one (`bevquant_graph.as_example`).
+
+    Raises:
+        TypeError: An argument is missing, or can only be given by name.
+
+    Example:
+        >>> image, label = torch.ones(1, 2), torch.tensor([3])
+        >>> batches = image, [image, label], {"input": image}
+        >>> [len(positional(nn.Flatten(), batch)) for batch in batches]
+        [1, 1, 1]
+    """
+    given = as_example(model, tuple(inputs) if isinstance(inputs, list) else inputs)
+    if isinstance(given, tuple):
+        return given
+    bound = inspect.signature(model.forward).bind(**given)
+    if bound.kwargs:
+        raise TypeError(
+            f"{type(model).__name__}.forward takes {', '.join(bound.kwargs)} by name alone; wrap "
+            "it in a module with positional arguments"
+        )
+    bound.apply_defaults()
+    return bound.args

@@ -107,7 +107,7 @@ def visualize_model(
     require_module(caller, module)
     title = load_support_table().march(march_of(march, caller)).title
     name = model_name(caller, module)
-    arguments = forward_arguments(example_inputs, caller)
+    arguments = forward_arguments(module, example_inputs, caller)
     count = sum(1 for _ in tensors_in(arguments))
     nodes = _nodes_of(trace_calls(module, arguments), count)
     _give_out(draw_partition(nodes, title=f"{name} for {title}"), name, save_path, show)

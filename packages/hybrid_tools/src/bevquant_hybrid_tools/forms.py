@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from bevquant_graph import checked_batches, on_batch
 from bevquant_hybrid.partition import Plan
 from bevquant_hybrid.qtensor import QTensor
 from bevquant_hybrid.quantization import (
@@ -199,7 +200,7 @@ def quantize_dense(
 
     Args:
         model: Between QuantStub and DeQuantStub; the march is set.
-        batches: What it is called with: tensors, or tuples of arguments.
+        batches: A loader's batches (`bevquant_quantizers.calibrate`), or tuples of arguments.
         method: Calibration method, one of `OBSERVERS`.
         on_cpu: Paths of modules to run on the CPU in float.
         prefix: Prefix of its modules' paths in the whole model.
@@ -223,9 +224,10 @@ def quantize_dense(
     names = tuple(on_cpu)
     fused = fuse_fx(model.eval())
     counting = calibrating_form(fused, method, names)
+    run = on_batch(keeps_state=False)
     with torch.no_grad():
-        for batch in batches:
-            counting(*positional(batch))
+        for batch in checked_batches(batches):
+            run(counting, batch)
     return finished_forms(fused, counting, names, prefix=prefix)
 
 
@@ -402,7 +404,7 @@ def compare_forms(forms: Forms, batches: Iterable[Any]) -> tuple[BpuLayer, ...]:
 
     Args:
         forms: Of the model.
-        batches: What it is called with: tensors, or tuples of arguments.
+        batches: A loader's batches (`bevquant_quantizers.calibrate`), or tuples of arguments.
     """
     comparison = FormsComparison({"": forms})
 
@@ -416,8 +418,8 @@ def compare_forms(forms: Forms, batches: Iterable[Any]) -> tuple[BpuLayer, ...]:
 
         return run
 
-    for batch in batches:
-        inputs = positional(batch)
+    for batch in checked_batches(batches):
+        inputs = positional(forms.float_graph, batch)
         graphs = (forms.float_graph, forms.fake_graph, forms.integer_graph)
         comparison.run([noting(graph, inputs) for graph in graphs])
     return comparison.layers()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from bevquant_graph import file_path
 from bevquant_quantizers.documents import write_whole
 from bevquant_quantizers.plugins import installed, load
 
@@ -71,7 +72,7 @@ def write_config(onnx_file: str | os.PathLike[str], march: str, run_on_cpu: Sequ
         model_parameters:
           onnx_model: "qat.onnx"
     """
-    path = Path(onnx_file)
+    path = file_path(onnx_file, "ONNX file")
     nodes = f'  run_on_cpu: "{";".join(run_on_cpu)}"\n' if run_on_cpu else ""
     text = _TEMPLATE.format(onnx=path.name, march=march, prefix=path.stem, run_on_cpu=nodes)
     return write_whole(path.with_suffix(".yaml"), text, parents=True)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.fx import Graph, GraphModule
 
+from bevquant_graph import check_kind
 from bevquant_hybrid._leaf import MethodCall
 from bevquant_hybrid.nn.qat._base import take_over
 
@@ -87,6 +88,7 @@ def clone_containers(root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> n
     Replacements in the copy do not change the original. Attributes that refer to copied modules
     (lists of layers, methods set on a module) refer to the copies.
     """
+    check_kind(root, nn.Module, "a torch module")
     made: dict[int, nn.Module] = {}
 
     def clone(module: nn.Module, top: bool) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from bevquant_hybrid.nn.qat import is_qat
 from bevquant_hybrid.nn.quantized._base import FixedPoint
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
 from bevquant_hybrid.operators import OperatorCall, is_float, trace_calls
+from bevquant_hybrid.undisturbed import positional
 
 OPTIONS = (  # of a compilation, which the program notes
     *("input_source", "input_layout", "output_layout", "opt", "balance_factor", "extra_args"),
@@ -61,23 +62,21 @@ def converted_model(module: Any, caller: str) -> nn.Module:
     return module
 
 
-def forward_arguments(example_inputs: Any, caller: str) -> tuple[Any, ...]:
-    """Return example inputs as the arguments of a forward: one tensor alone is one.
+def forward_arguments(model: Any, example_inputs: Any, caller: str) -> tuple[Any, ...]:
+    """Return example inputs, or a loader's batch, as the arguments of a forward (`positional`).
 
     Raises:
-        TypeError: Neither a tensor nor a list or tuple of nested tensors.
+        TypeError: Neither a tensor nor a list, tuple or dict of nested tensors.
         ValueError: There are none.
     """
-    if isinstance(example_inputs, Tensor):
-        return (example_inputs,)
-    if not isinstance(example_inputs, list | tuple):
+    if not isinstance(example_inputs, Tensor | list | tuple | Mapping):
         raise TypeError(
             f"{caller}: example_inputs is a {type(example_inputs).__name__}: expected a tensor, or "
-            "a list or tuple of the forward's arguments"
+            "a list, tuple or dict of the forward's arguments"
         )
-    if not example_inputs:
+    if not isinstance(example_inputs, Tensor) and not example_inputs:
         raise ValueError(f"{caller}: example_inputs is empty: expected the forward's arguments")
-    return tuple(example_inputs)
+    return positional(model, example_inputs)
 
 
 def march_of(march: Any, caller: str) -> str:

@@ -22,6 +22,7 @@ from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_graph import own_inputs, state_kept
 from bevquant_hybrid.operators._expressions import OperatorCall
+from bevquant_hybrid.undisturbed import positional
 
 from ._attributes import (
     function_attributes,
@@ -97,8 +98,7 @@ def trace_calls(
         >>> [(call.path, call.operator, call.output_shape) for call in calls]
         [('0', 'torch.nn.Conv2d', (1, 8, 6, 6)), ('1', 'torch.nn.ReLU', (1, 8, 6, 6))]
     """
-    inputs = tuple(example_inputs) if isinstance(example_inputs, tuple | list) else None
-    inputs = own_inputs((example_inputs,) if inputs is None else inputs)
+    inputs = own_inputs(positional(model, example_inputs))
     if isinstance(model, torch.jit.ScriptModule):
         return _read_script(model, inputs, input_dtype, table or load_support_table())
     recorder = Recorder(model, table or load_support_table(), dtype_of)

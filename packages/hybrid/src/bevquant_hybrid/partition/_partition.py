@@ -21,7 +21,7 @@ from bevquant_hybrid.operators import load_support_table, row_of_function, row_o
 from bevquant_hybrid.operators._placement import place_operator, requested_placement
 from bevquant_hybrid.partition._plan import Plan, PlanNode, number_segments
 from bevquant_hybrid.qtensor import QTensor
-from bevquant_hybrid.undisturbed import Followed, undisturbed
+from bevquant_hybrid.undisturbed import Followed, positional, undisturbed
 
 _EDGES = {"placeholder": "input", "output": "output", "get_attr": "attribute"}
 # Views of their input, if the march supports them.
@@ -205,10 +205,8 @@ def partition(
         ValueError: If the march or a key of ``hybrid_dict`` is unknown, or its value is no list.
     """
     names, types = requested_placement(hybrid_dict)
-    inputs = example_inputs
-    if inputs is not None and not isinstance(inputs, tuple):
-        inputs = tuple(inputs) if isinstance(inputs, list) else (inputs,)
-    records = read_graph(graph_module, inputs)
+    given = example_inputs is not None
+    records = read_graph(graph_module, positional(graph_module, example_inputs) if given else None)
     notes = _unmatched(records, graph_module, names, types)
     state = _State(load_support_table().march(march).name, records)
     graph = copied_graph(graph_module.graph)

@@ -84,7 +84,7 @@ def check_model(
     require_module(caller, module)
     name = march_of(march, caller)
     title = load_support_table().march(name).title
-    arguments = forward_arguments(example_inputs, caller)
+    arguments = forward_arguments(module, example_inputs, caller)
     count = sum(1 for _ in tensors_in(arguments))
     sources = check_options(caller, count, input_source=input_source)["input_source"]
     if check_quanti_param and (found := list(_scale_violations(module, title))):

@@ -156,7 +156,7 @@ def _written(
 ) -> Program:
     """Build a model's program, write it and print a summary."""
     chosen = march_of(march, caller)
-    arguments = forward_arguments(example_inputs, caller)
+    arguments = forward_arguments(module, example_inputs, caller)
     tensors = len(flatten(arguments, f"{caller}: example_inputs").tensors)
     options = check_options(caller, tensors, **given)
     model = converted_model(module, caller)

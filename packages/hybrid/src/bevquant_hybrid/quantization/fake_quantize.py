@@ -7,6 +7,7 @@ from enum import Enum
 from torch import nn
 from torch.ao.quantization import FakeQuantizeBase
 
+from bevquant_graph import check_kind
 from bevquant_hybrid._fake_quant._fake_quantize import (
     CalibFakeQuantize,
     FakeQuantize,
@@ -64,6 +65,7 @@ def set_fake_quantize(model: nn.Module, state: FakeQuantState | str) -> None:
         >>> model[0].observer_enabled
         tensor([0], dtype=torch.uint8)
     """
+    check_kind(model, nn.Module, "a torch module")
     observe, round_values = _SWITCHES[FakeQuantState(state)]
     for module in model.modules():
         if isinstance(module, FakeQuantizeBase):

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.ao.quantization import FakeQuantizeBase
 
-from bevquant_graph import called
+from bevquant_graph import called, check_kind
 from bevquant_hybrid._convert import convert_in_place, refuse_converted
 from bevquant_hybrid._fake_quant._fake_quantize import CalibFakeQuantize, FakeQuantize
 from bevquant_hybrid._fx._graph_module import GraphModuleWithAttr
@@ -159,7 +159,7 @@ def _prepare(
 def run_once(model: nn.Module, example_inputs: Any) -> None:
     """Run a model in evaluation mode without observing."""
     with undisturbed(model):
-        called(model, positional(example_inputs))
+        called(model, positional(model, example_inputs))
 
 
 def _replaced(module: nn.Module, path: str, form: Any) -> nn.Module:
@@ -202,6 +202,7 @@ def convert(
     Warns:
         UserWarning: A scale was never observed, or nothing was prepared.
     """
+    check_kind(module, nn.Module, "a torch module")
     made = module if inplace else copy.deepcopy(module)
     if mapping:
         require_march("convert")
@@ -251,6 +252,8 @@ def load_observer_params(src: nn.Module, dst: nn.Module) -> None:
         >>> dst[0].scale
         tensor([0.5000])
     """
+    for model in (src, dst):
+        check_kind(model, nn.Module, "a torch module")
     found = {n: m for n, m in src.named_modules() if isinstance(m, FakeQuantize)}
     taken = {n: m for n, m in dst.named_modules() if isinstance(m, FakeQuantize) and n in found}
     if not taken:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
+from bevquant_graph import file_path
 from bevquant_hybrid.runtime._file import read_program, write_program
 from bevquant_hybrid.runtime._program import CompiledModel, Port, Program, operator_step
 from bevquant_int8sim.program import Ref as Operand
@@ -58,4 +58,4 @@ def load(path: str | os.PathLike[str]) -> CompiledModel:
         >>> torch.equal(compiled(x), converted(x))
         True
     """
-    return CompiledModel(read_program(Path(path)))
+    return CompiledModel(read_program(file_path(path, "program")))

@@ -14,13 +14,14 @@ from torch import nn
 from torch.onnx import OperatorExportTypes, TrainingMode
 from torch.onnx.errors import UnsupportedOperatorError
 
+from bevquant_graph import check_kind
 from bevquant_hybrid.mapper import write_config
 from bevquant_hybrid.march import March, get_march
 from bevquant_hybrid.nn import DetectionPostProcess, DetectionPostProcessV1, RcnnPostProcess
 from bevquant_hybrid.nn.qat.stubs import take_marks_out
 from bevquant_hybrid.nn.quantized._base import FixedPoint
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
-from bevquant_hybrid.undisturbed import unobserved
+from bevquant_hybrid.undisturbed import positional, unobserved
 from bevquant_quantizers.documents import write_whole
 
 __all__ = ["export_quantized_onnx", "export_to_onnx"]
@@ -85,6 +86,7 @@ def export_to_onnx(
             alone, detection post-processing or `point_pillars_preprocess`.
     """
     given = locals()
+    check_kind(model, nn.Module, "a torch module")
     onnx = _onnx()
     if opset_version not in _OPSETS:
         raise ValueError(f"export_to_onnx: opset_version={opset_version}: expected 11 or 13")
@@ -146,6 +148,7 @@ def export_quantized_onnx(
         ValueError: The model is not converted.
     """
     given = locals()
+    check_kind(model, nn.Module, "a torch module")
     if not any(isinstance(module, FixedPoint) for module in model.modules()):
         raise ValueError(
             "export_quantized_onnx: no module of the model computes in integers; convert it first, "
@@ -167,7 +170,7 @@ def _exported(given: Mapping[str, Any], **settings: Any) -> Any:
     with warnings.catch_warnings():
         # The exporter's deprecation, branches on settings, unknown operators.
         warnings.simplefilter("ignore")
-        args = _positional(given["args"])
+        args = _positional(given["model"], given["args"])
         torch.onnx.export(given["model"], args, buffer, dynamo=False, **options)
     return onnx.load_from_string(buffer.getvalue())
 
@@ -177,11 +180,14 @@ def _name_nodes(graph: Any) -> None:
         node.name = f"{node.op_type}_{place}"
 
 
-def _positional(args: Any) -> tuple[Any, ...]:
-    if isinstance(args, tuple):
+def _positional(model: nn.Module, args: Any) -> tuple[Any, ...]:
+    if isinstance(args, tuple) and args and isinstance(args[-1], dict):
         return args
-    # torch reads a last dictionary as keyword arguments; an empty one prevents that.
-    return (args, {}) if isinstance(args, dict) else (args,)
+    if isinstance(args, tuple | dict):
+        args = positional(model, args)
+        # torch reads a last dictionary as keyword arguments; an empty one prevents that.
+        return (*args, {}) if args and isinstance(args[-1], dict) else args
+    return (args,)
 
 
 def _join_equal_weights(graph: Any) -> None:
@@ -240,7 +246,7 @@ def _own_operators_named(model: nn.Module) -> Iterator[None]:
 
 
 def _write(content: bytes, f: str | os.PathLike[str] | IO[bytes]) -> None:
-    if not isinstance(f, str | os.PathLike):
+    if hasattr(f, "write"):
         f.write(content)
         return
     write_whole(f, content, parents=True)

@@ -281,7 +281,7 @@ def perf_model(
     caller = "perf_model"
     require_module(caller, module)
     target = march_of(march, caller)
-    arguments = forward_arguments(example_inputs, caller)
+    arguments = forward_arguments(module, example_inputs, caller)
     count = sum(1 for _ in tensors_in(arguments))
     options = check_options(caller, count, jobs=jobs, **asked)
     called = model_name(caller, module, name)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevquant_graph import map_leaves
+from bevquant_graph import map_leaves, run_on
 from bevquant_hybrid.nn.qat import OutputQuantized, Weighted
 from bevquant_hybrid.nn.quantized import FixedPoint
 from bevquant_hybrid.operators import Seen, Watch, tensors_in
@@ -131,7 +131,7 @@ def record_calls(
         for path, module in operators.items():
             recorder.attach(path, module)
         with undisturbed(model), recorder:
-            recorder.end(model(*positional(example_inputs)))
+            recorder.end(run_on(model, positional(model, example_inputs), {}))
     finally:
         recorder.detach()
     return recorder.calls

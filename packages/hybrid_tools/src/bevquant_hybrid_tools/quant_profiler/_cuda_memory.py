@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bevquant_graph import run_on
 from bevquant_hybrid.operators import tensors_in
 from bevquant_hybrid.qtensor import as_float
 from bevquant_hybrid.undisturbed import positional
@@ -139,7 +140,7 @@ def read_memory(
     hooks = [module.register_forward_hook(behind(name)) for name, module in operators.items()]
     note("(start)", "forward")
     try:
-        output = model(*positional(example_inputs))
+        output = run_on(model, positional(model, example_inputs), {})
         if backward is not None:
             backward(output)
         elif isinstance(output, Tensor):

@@ -94,7 +94,7 @@ def compare_stages(
         )
     if [n.name for n in qat_model.graph.nodes] != [n.name for n in converted.graph.nodes]:
         raise ValueError("compare_stages: the graphs differ; convert the very QAT model")
-    arguments = positional(example_inputs)
+    arguments = positional(qat_model, example_inputs)
     with undisturbed(qat_model), undisturbed(converted):
         trained = _Run(qat_model)
         trained.run(*arguments)
@@ -256,7 +256,7 @@ def script_profile(
             f"{caller}: mark_node_func={mark_node_func!r}: expected None; choose among the results "
             "that are returned"
         )
-    arguments = forward_arguments(example_inputs, caller)
+    arguments = forward_arguments(model, example_inputs, caller)
     program, recorded = record_results(model, arguments, caller, march)
     results = _named(program, recorded)
     buffer = io.BytesIO()
@@ -307,7 +307,7 @@ def compare_script_models(
         All ops in two ScriptModules are same.
     """
     caller = "compare_script_models"
-    arguments = forward_arguments(example_inputs, caller)
+    arguments = forward_arguments(model1, example_inputs, caller)
     (one, first), (other, second) = (
         record_results(model, arguments, caller, march) for model in (model1, model2)
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from bevquant_graph import file_path
 from bevquant_quantizers.documents import write_whole
 
 Cell = str | int
@@ -86,7 +87,9 @@ def write_text(out_dir: str | os.PathLike[str] | None, name: str, text: str) -> 
         name: Of the file.
         text: What to write.
     """
-    return write_whole((Path() if out_dir is None else Path(out_dir)) / name, text, parents=True)
+    return write_whole(
+        (Path() if out_dir is None else file_path(out_dir, "folder")) / name, text, parents=True
+    )
 
 
 def curves_page(
