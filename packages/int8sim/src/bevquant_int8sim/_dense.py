@@ -1,4 +1,4 @@
-"""What every dense layer with a weight has in common: checks, a backend, torch's sums, output."""
+"""Common parts of dense layers with a weight: checks, a backend, torch's sums, output."""
 
 from __future__ import annotations
 

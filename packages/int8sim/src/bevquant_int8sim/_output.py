@@ -1,4 +1,4 @@
-"""What a layer makes of its accumulators: int32, requantized integers, or float32."""
+"""Outputs of a layer from its accumulators: int32, requantized integers, or float32."""
 
 from __future__ import annotations
 

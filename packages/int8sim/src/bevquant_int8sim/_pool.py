@@ -112,14 +112,14 @@ def int8_avg_pool(
 
 
 def _compiled_pool(x: Tensor) -> Callable[..., Tensor] | None:
-    """The compiled kernel, where there is one and `x` is worth loading it."""
+    """The compiled kernel, if there is one and `x` is large enough for it."""
     if x.dtype != torch.int8 or x.device.type != "cpu" or x.dim() != 4:
         return None
     return getattr(compiled_module("pool", x.numel()), "max_pool", None)
 
 
 class _Windows:
-    """The windows of a pooling: how many along each axis, and what lies in them."""
+    """The windows of a pooling: their number along each axis, and their inputs."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class _Windows:
             self.windows.append(count)
 
     def pair(self, pool: Callable[..., Tensor], x: Tensor) -> Tensor:
-        """What `pool` makes of windows over two axes."""
+        """Result of `pool` for windows over two axes."""
         settings = (self.windows, self.kernel, self.stride, self.padding, self.dilation)
         return pool(x, *(tuple(values) for values in settings))
 

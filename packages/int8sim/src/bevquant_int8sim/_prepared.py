@@ -39,7 +39,7 @@ def watched() -> Iterator[list[Run]]:
 
 
 def layouts(*inputs: Tensor | None) -> Hashable:
-    """What inputs have in common with others that are served alike."""
+    """Common properties of inputs that one prepared call serves."""
     if not all(isinstance(x, Tensor | None) for x in inputs):
         return None  # which the checks refuse
     return tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in inputs)
@@ -111,7 +111,7 @@ class Memo:
         return made
 
     def keep(self, prepared: Prepared) -> None:
-        """Keep what runs the call; it must not refer to the weight."""
+        """Store the function that repeats the call; it must not refer to the weight."""
         if self._kept is None or any(isinstance(setting, Tensor) for setting in self._settings):
             return  # writes to numbers that are tensors are not counted
         if len(self._kept) >= _SHAPES:

@@ -15,7 +15,7 @@ ARITHMETICS = ("float64", "fixed_point")
 
 
 def check_arithmetic(arithmetic: str, what: str = "arithmetic") -> str:
-    """Return `arithmetic`, or refuse what is neither ``"float64"`` nor ``"fixed_point"``."""
+    """Return `arithmetic`, or refuse other values than ``"float64"`` and ``"fixed_point"``."""
     if arithmetic not in ARITHMETICS:
         raise ValueError(f"{what}={arithmetic!r}: expected 'float64' or 'fixed_point'")
     return arithmetic

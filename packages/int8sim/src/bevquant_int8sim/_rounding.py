@@ -12,7 +12,7 @@ ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 
 
 def check_rounding(rounding: str, what: str = "rounding") -> str:
-    """Return `rounding`, or refuse what is none of `ROUNDINGS`."""
+    """Return `rounding`, or refuse values outside `ROUNDINGS`."""
     if rounding not in ROUNDINGS:
         raise ValueError(f"{what}={rounding!r}: expected one of {', '.join(map(repr, ROUNDINGS))}")
     return rounding

@@ -214,7 +214,7 @@ def _check_bias(bias: Tensor, features: Tensor, channels: int, name: str) -> Non
 
 
 def _channels_of(features: Tensor, residual: Tensor | None, rulebook: Rulebook) -> Hashable:
-    """What frames have in common that a layer treats alike; ``None`` for what is refused."""
+    """Common properties of frames that a layer treats alike; ``None`` for refused ones."""
     if not isinstance(rulebook, Rulebook):
         return None
     tensors = [t for t in (features, residual) if t is not None]

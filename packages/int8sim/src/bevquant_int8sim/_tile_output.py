@@ -1,4 +1,4 @@
-"""What the kernels store: int32 accumulators, or int8 with the requantization they apply."""
+"""Results that the kernels store: int32 accumulators, or int8 after requantization."""
 
 from __future__ import annotations
 

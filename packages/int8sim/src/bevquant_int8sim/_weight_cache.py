@@ -1,4 +1,4 @@
-"""What follows from a weight alone, computed once as long as the weight lives unchanged."""
+"""Values derived from a weight alone, computed once while the weight is unchanged."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _lock = Lock()
 
 
 def remembered(weight: Tensor, what: Hashable, make: Callable[[], Any]) -> Any:
-    """``make()``, or what it gave before for this very tensor if it was not written to since.
+    """``make()``, or its earlier result for this tensor if the tensor was not written to since.
 
-    What is made must not refer to the tensor, nor be a view of it: it would keep it alive.
+    The result must not refer to the tensor, nor be a view of it: it would keep it alive.
     """
     if weight.is_inference():
         return make()  # its writes are not counted

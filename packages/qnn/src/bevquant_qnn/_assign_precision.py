@@ -1,4 +1,4 @@
-"""The best precisions within a budget, from what each layer loses and what each costs."""
+"""The best precisions within a budget, from the loss and the cost of each layer."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class QuantMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend; as torch's forward. `is_causal` says what `attn_mask` holds, no more."""
+        """Attend, as torch's forward. `is_causal` only describes `attn_mask`."""
         if is_causal and attn_mask is None:
             raise ValueError(
                 f"{type(self).__name__}: is_causal=True without attn_mask; give the mask too, "
@@ -175,7 +175,7 @@ class QuantMultiheadAttention(nn.MultiheadAttention):
     def _mask(
         self, attn_mask: Tensor | None, padding: Tensor | None, added: int, q: Tensor
     ) -> Tensor | None:
-        """What is added to the products, broadcast to [batch, heads, queries, keys]."""
+        """The mask added to the products, broadcast to [batch, heads, queries, keys]."""
         parts: list[Tensor] = []
         if attn_mask is not None:
             shape = (-1, self.num_heads, *attn_mask.shape[1:])

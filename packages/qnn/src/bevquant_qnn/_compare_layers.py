@@ -101,7 +101,7 @@ def first_tensor(output: Any) -> Tensor:
 
 @dataclass(eq=False)
 class _Counts:
-    """What is added up for a row, of a batch or of all."""
+    """Sums of a row, of one batch or of all."""
 
     sums: PairSums = field(default_factory=PairSums)
     channels: int = 0
@@ -117,7 +117,7 @@ class _Counts:
         return self.sums.as_sums(), (*counts, self.kept_float, self.kept)
 
     def add(self, sums: Any, counts: Any) -> None:
-        """Add what `as_record` gave."""
+        """Add a record of `as_record`."""
         self.sums.add_sums(sums)
         self.channels, *others = (int(count) for count in counts)
         rows, batches, beyond, inputs, kept_float, kept = others
@@ -395,9 +395,9 @@ class _Hooks:
                 stack.callback(known[path].register_forward_hook(self._share(side, path)).remove)
 
     def returned(self) -> tuple[Callable[[str, int], Tensor | None], ...]:
-        """For each model: path and number of a call → what the layer returned in this batch.
+        """For each model: outputs of its layers in this batch, by path and number of the call.
 
-        The quantized model goes first: what it judges, the float one stands right behind.
+        The quantized model runs first; the float one then compares with its outputs.
         """
         follower = self.leaders[1]
 

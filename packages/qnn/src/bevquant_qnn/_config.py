@@ -1,4 +1,4 @@
-"""What to quantize, and how: one frozen value that goes to JSON and back."""
+"""Settings of quantization: one frozen value that goes to JSON and back."""
 
 from __future__ import annotations
 

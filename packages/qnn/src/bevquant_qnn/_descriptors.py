@@ -26,11 +26,11 @@ def check_fake_quant(descriptor: QuantDescriptor, owner: str, argument: str) -> 
 
 
 class InputDefault:
-    """Mixin: the input's quantizer, and its descriptor where a constructor is given none.
+    """Mixin: the input's quantizer, and its default descriptor.
 
-    Each class has a default. As in pytorch-quantization, what is set on a class holds for its
-    subclasses too, for modules that are built from then on. `quantize_model` goes by its
-    `QuantConfig` alone.
+    Each class has a default. As in pytorch-quantization, a descriptor set on a class holds for its
+    subclasses too, for modules that are built afterwards. `quantize_model` uses its `QuantConfig`
+    alone.
 
     Attributes:
         default_quant_desc_input: ``None`` for 8 bit per tensor.

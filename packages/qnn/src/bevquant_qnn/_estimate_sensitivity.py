@@ -1,4 +1,4 @@
-"""Which layers' rounding costs what, from one backward pass instead of a run for each."""
+"""Estimate of each layer's quantization loss from one backward pass, without a run per layer."""
 
 from __future__ import annotations
 
@@ -166,10 +166,10 @@ class _Backward:
     def _rounded(
         self, i: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, tuple[list[Tensor], list[Tensor] | None]]:
-        """What a layer returns at each precision; and in float, if not from these inputs.
+        """Output of a layer at each precision; and in float, if its float inputs differ.
 
-        A concatenation and the layer that reads it have one quantizer, and what is rounded once
-        is not rounded again: such a layer is given the rounded inputs, in both.
+        A concatenation and the layer that reads it share one quantizer, and values are rounded only
+        once: such a layer gets the rounded inputs in both cases.
         """
         outputs = {}
         for (group, name), settings in self._trial.at.items():
@@ -232,7 +232,7 @@ class _Backward:
 
 
 class _Known(NamedTuple):
-    """An output of a layer, and what it is rounded."""
+    """An output of a layer, and its rounded values."""
 
     tensor: Tensor  # held, so that its number stays its own
     version: int

@@ -15,7 +15,7 @@ from bevquant_quantizers import TensorQuantizer
 
 
 def run(model: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Call the model; an error says in a note what became of the model."""
+    """Call the model; a note in an error says whether the model was changed."""
     advice = "It is as it was before; give inputs that it takes."
     with running(model, "quantize_model", advice):
         return called(model, args, kwargs)

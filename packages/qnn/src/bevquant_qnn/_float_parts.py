@@ -1,4 +1,4 @@
-"""What computes in float beside the quantized layers: layers of other kinds, and function calls."""
+"""Float computations beside the quantized layers: layers of other kinds, and function calls."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _ATTENTION = "its projections are quantized; attention itself, products and soft
 def float_layers(
     model: nn.Module, config: QuantConfig, reported: Collection[str]
 ) -> Iterator[SkippedModule]:
-    """Yield what there is no quantized form for: layers with parameters of their own, attention.
+    """Yield layers without a quantized form: with parameters of their own, attention.
 
     Args:
         model: Its layers are replaced already.
-        config: What was left out on purpose.
+        config: Names excluded layers.
         reported: Paths of layers that have a note already.
     """
     inside: set[str] = set()
@@ -55,11 +55,11 @@ def float_layers(
 
 
 def float_functions(steps: Steps, module: nn.Module, *, products: bool) -> tuple[str, ...]:
-    """Names of the functions that a forward computes values by, in the order of their calls.
+    """Names of the functions by which a forward computes values, in the order of their calls.
 
     Args:
-        steps: What the model computes.
-        module: Whose own forward.
+        steps: Steps of the model.
+        module: The module of the forward.
         products: Whether convolutions and matrix products count; with example inputs they have a
             note of their own.
     """

@@ -1,4 +1,4 @@
-"""Who reads which tensor, told by the steps of a model."""
+"""Readers of each tensor, from the steps of a model."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ class Flow:
 
 
 def follow(found: Followed, placed: Iterable[tuple[FunctionalOp, nn.Module, Target]]) -> Flow:
-    """Read off which quantizer gets which tensor.
+    """Find the tensor that each quantizer reads.
 
     Args:
-        found: What the model computes.
-        placed: Joins that were given a child after that was found out.
+        found: Operations of the model.
+        placed: Joins that were given a child since.
     """
     reader = _Reader(found, placed)
     for steps in found.parts:
@@ -95,7 +95,7 @@ class _Reader:
         self.placed = {(op.steps, op.node): (op, child, t) for op, child, t in placed}
 
     def tensor(self, steps: Steps, node: fx.Node) -> object:
-        """What stands for a tensor; it is named after what made it."""
+        """Representative of a tensor, named after its producer."""
         origin = steps.origin(node)
         found = self.same.get((steps, origin), (steps, origin))
         if origin not in steps.inputs:
@@ -131,7 +131,7 @@ class _Reader:
         self.note(steps, node, values)
 
     def note(self, steps: Steps, node: fx.Node, values: list[fx.Node]) -> None:
-        """What there is to say of a step that no quantizer reads for."""
+        """Notes about a step that no quantizer reads for."""
         module = steps.module(node)
         if module is None:
             return

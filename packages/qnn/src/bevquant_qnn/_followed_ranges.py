@@ -173,7 +173,7 @@ def _amax(quantizer: TensorQuantizer) -> Tensor:
 
 @torch.no_grad()
 def _largest(layer: Any) -> Tensor:
-    """max|w| over what shares a range, in the range's shape."""
+    """max|w| over the values that share a range, in the range's shape."""
     weight: Tensor = layer.weight_to_quantize().abs()
     amax = _amax(layer.weight_quantizer)
     if amax.dim() != weight.dim():

@@ -1,4 +1,4 @@
-"""Fixing every range, so that what is trained or exported next no longer depends on data."""
+"""Fixing of every range, so that later training or export does not depend on data."""
 
 from __future__ import annotations
 

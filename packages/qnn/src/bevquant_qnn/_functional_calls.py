@@ -190,7 +190,7 @@ class _FunctionalMode(TorchFunctionMode):
         return func(*operands, **kwargs)
 
     def product(self, child: HeldWeight, product: Product, planned: CallSite | None) -> Any:
-        """What a product's layer makes of its input, if the product is still that layer's."""
+        """Output of a product's layer, if the product is still that layer's."""
         if not child.is_layer_of(product):
             place = "" if planned is None else f" in {planned.site[0].function}"
             raise ValueError(
@@ -201,7 +201,7 @@ class _FunctionalMode(TorchFunctionMode):
         return child(product.x)
 
     def refuse_checkpoint(self, frames: list[FrameType]) -> None:
-        """What a checkpoint computes a second time, in the backward, would not be quantized."""
+        """Refuse checkpoints: their recomputation in the backward pass would not be quantized."""
         again = self.module.training or torch.is_grad_enabled()
         if again and any(f.f_globals.get("__name__") == "torch.utils.checkpoint" for f in frames):
             raise ValueError(
@@ -315,10 +315,10 @@ def _restored(make: Any, args: tuple[Any, ...], plan: Plan) -> nn.Module:
 
 
 def _frames_between(frame: FrameType | None, forward: FrameType | None) -> list[FrameType]:
-    """Frames from a call up to the forward that is asked for.
+    """Frames from a call up to the forward in question.
 
-    None where a child's forward is nearer, or a function of which the author said
-    ``torch.fx.wrap(name)``: that it is one step, and nobody is to look inside.
+    None if a child's forward is nearer, or a function that the author wrapped by
+    ``torch.fx.wrap(name)``: it counts as one step.
     """
     found = []
     while frame is not None and frame.f_code not in CALLS:

@@ -1,4 +1,4 @@
-"""Putting quantizers on what forwards add, concatenate and multiply, whatever their class."""
+"""Quantizers on the operands of additions, concatenations and products in forwards of any class."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ class FunctionalOp:
 
 @dataclass
 class Followed:
-    """What a model computes, as far as it could be followed.
+    """Operations of a model, as far as it could be followed.
 
     Attributes:
         parts: The steps of the model, or of its parts.
         ops: Additions and concatenations of its own forwards.
-        unfollowed: Path to the reason, of modules whose own forward could not be followed.
-        same: Tensors of several parts that are one: (steps, node) to what stands for it.
+        unfollowed: Path and reason of modules whose own forward could not be followed.
+        same: Equal tensors of several parts: (steps, node) to their representative.
     """
 
     parts: list[Steps] = field(default_factory=list)
@@ -84,14 +84,14 @@ class Followed:
 
 
 def may_hold_functional_ops(module: nn.Module, *, ahead: bool = False) -> bool:
-    """Tell whether the module's forward may join tensors that quantized layers make or read.
+    """Whether the module's forward may join tensors that quantized layers make or read.
 
-    That is one of the author's, around such layers, and those of spconv's tables.
+    This holds for an author's forward around such layers, and for spconv's tables.
 
     Args:
-        module: Whose forward.
-        ahead: Products that are not quantized yet count as layers, and so does a module that is
-            nothing but its forward: it may join what the layers around it make.
+        module: The module.
+        ahead: Products that are not quantized yet count as layers, and so does a module without
+            children: it may join outputs of the layers around it.
     """
     if ahead and is_bare(module):
         return True
@@ -109,7 +109,7 @@ def may_hold_functional_ops(module: nn.Module, *, ahead: bool = False) -> bool:
 
 
 def is_bare(module: nn.Module) -> bool:
-    """Tell whether the module is a forward of the author's and holds nothing: ``Concat(dim)``."""
+    """Whether the module is an author's forward without children: ``Concat(dim)``."""
     held = (module.children(), module.parameters(), module.buffers())
     return not is_library_module(module) and all(next(iter(of), None) is None for of in held)
 
@@ -371,7 +371,7 @@ class _Placer:
         return near
 
     def _around(self, op: FunctionalOp) -> Call:
-        """The call whose layers make and read what is joined: of a bare module, its caller's."""
+        """The call whose layers make and read the joined tensors; of a bare module its caller."""
         assert op.node is not None
         calls = [c for c in op.steps.calls(op.node) if c != op.call]
         calls = [c for c in calls if not is_bare(c.module)]

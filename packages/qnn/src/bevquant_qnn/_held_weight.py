@@ -41,7 +41,7 @@ class Product(NamedTuple):
     def names_in(self, module: nn.Module) -> tuple[str, str | None] | None:
         """Paths below `module` of the parameters that are weight and bias.
 
-        None where the weight is computed, a buffer, or somebody else's.
+        None if the weight is computed, a buffer, or another module's.
         """
         weight = _name_of(self.weight, module)
         bias = None if self.bias is None else _name_of(self.bias, module)
@@ -62,7 +62,7 @@ def product_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def holds_weight(module: nn.Module) -> bool:
-    """Tell whether the module has a parameter of its own that may be the weight of a product."""
+    """Whether the module has a parameter of its own that may be the weight of a product."""
     return any(p is not None and p.dim() > 1 for p in module._parameters.values())
 
 

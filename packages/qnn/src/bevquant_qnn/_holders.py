@@ -36,9 +36,9 @@ class Holder:
 
 
 def activation_quantizers(model: nn.Module) -> Iterator[Holder]:
-    """Yield the holders in model order; one that is reached by two paths comes twice.
+    """Yield the holders in model order; one with two paths comes twice.
 
-    Weight quantizers are told by their name, which is fixed by the state-dict format.
+    Weight quantizers are recognised by their name, which the state-dict format fixes.
     """
     check_kind(model, nn.Module, "a torch module")
     for path, owner in model.named_modules(remove_duplicate=False):

@@ -53,6 +53,6 @@ class InputChannels:
         return 0
 
     def weight_factors(self) -> Tensor | None:
-        """Return f as it broadcasts to the stored weight; None where there are no factors."""
+        """Return f in a shape that broadcasts to the stored weight; None without factors."""
         factors = self._input_quantizer.channel_factors
         return None if factors is None else self._by_weight(factors.to(self.weight))

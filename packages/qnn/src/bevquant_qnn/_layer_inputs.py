@@ -1,4 +1,4 @@
-"""What reaches each layer, in the quantized model and in the float one, layer after layer."""
+"""Inputs of each layer, in the quantized model and in the float one, layer after layer."""
 
 from __future__ import annotations
 

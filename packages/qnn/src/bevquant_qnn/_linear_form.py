@@ -1,4 +1,4 @@
-"""A layer with weights as a matrix product, whatever its kind: y = W·p, p a patch of its input."""
+"""Any layer with weights as a matrix product: y = W·p, p a patch of its input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Following a model on examples: its captured graph, and what its forwards add or concatenate."""
+"""Following a model on examples: its captured graph, and joins in its forwards."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _Observer:
         self.paths, self.config, self.found = paths, config, found
 
     def part(self, root: nn.Module, given: Any, graph: Graph | None = None) -> Steps | None:
-        """Follow one module on what it is given; None where it is not captured as a whole."""
+        """Follow one module on its inputs; None if it cannot be captured as a whole."""
         watched = [
             m
             for m in root.modules()
@@ -107,7 +107,7 @@ class _Observer:
         inside: dict[nn.Module, list[nn.Module]],
         around: Steps | None,
     ) -> None:
-        """Follow the children of opaque modules, each on what it gets when the model runs."""
+        """Follow the children of opaque modules, each on its inputs in a run of the model."""
         watch = _Boundaries()
         hooked = {*inside, *(child for children in inside.values() for child in children)}
         handles = [m.register_forward_pre_hook(watch.enter, with_kwargs=True) for m in hooked]
@@ -143,7 +143,7 @@ class _Observer:
 
 
 class _Boundaries:
-    """Forward hooks: what modules get and give, and by which memory it is known again."""
+    """Forward hooks: inputs and outputs of modules, identified by their memory."""
 
     def __init__(self) -> None:
         self.calls: dict[nn.Module, list[Any]] = defaultdict(list)
@@ -151,7 +151,7 @@ class _Boundaries:
         self._entered: list[Any] = []
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note what a module gets, before it writes to the containers."""
+        """Record a module's inputs before it writes to the containers."""
         given = own_inputs((list(args), dict(kwargs)), None)
         self._entered.append((given, self._keys(given)))
 
@@ -183,7 +183,7 @@ def _memory_key(tensor: Any) -> tuple[Any, ...] | None:
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """What a forward calls: children with quantizers, tables; members of lists of modules."""
+    """Children that a forward calls: those with quantizers, tables; members of lists of modules."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _children(child)
@@ -221,7 +221,7 @@ def _recorded(
 
 @contextmanager
 def _visible(model: nn.Module) -> Iterator[None]:
-    """Quantizers that are no layer's quantize, so that the graph shows what they read."""
+    """Switch on quantizers that belong to no layer, so that the graph shows their inputs."""
     free = [h.quantizer for h in activation_quantizers(model) if not is_quantized(h.owner)]
     before = [(q, q._disabled, q._if_quant, q._if_calib) for q in free]
     try:
@@ -236,7 +236,7 @@ def _visible(model: nn.Module) -> Iterator[None]:
 def _hidden(
     root: nn.Module, watched: list[nn.Module], given: Any, outputs: list[Any], suspects: set[Any]
 ) -> set[Any]:
-    """In-place additions that cannot make a new tensor: somebody reads the old one's name."""
+    """In-place additions that cannot make a new tensor: the old one is read under another name."""
 
     def same(apart: set[Any]) -> bool:
         made = _recorded(root, watched, given, Recorder(apart=apart))[1]

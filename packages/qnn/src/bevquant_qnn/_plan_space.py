@@ -20,7 +20,7 @@ _POINTS = 4096
 
 
 class Choice(NamedTuple):
-    """What one group may be: its precision, what that costs and what it loses."""
+    """A choice for one group: its precision, cost and loss."""
 
     precision: Precision
     cost: float
@@ -50,12 +50,12 @@ def front(groups: Sequence[Sequence[Choice]], points: int = _POINTS) -> list[Poi
     """Merge group after group; partial choices that another beats in both are dropped.
 
     Args:
-        groups: What each may be; losses may be negative.
-        points: How many partial choices are kept, evenly over the front. Up to that many, the
+        groups: Choices of each group; losses may be negative.
+        points: Number of partial choices that are kept, evenly over the front. Up to that many, the
             result is exact.
 
     Returns:
-        From cheap and bad to dear and good.
+        From low cost and large loss to high cost and small loss.
     """
     best: Sequence[Point | None] = [None]
     found: list[Point] = []
@@ -91,11 +91,11 @@ Precisions = tuple[Precision, ...]
 
 @dataclass(frozen=True, eq=False)
 class PlanSpace:
-    """What each row of a table may be.
+    """Choices of each row of a table.
 
     Attributes:
-        groups: Of the model, in its order; those that were off when the table was made too.
-        table: What each loses alone.
+        groups: Groups of the model, in its order; those that were off when the table was made too.
+        table: Loss of each group alone.
         choices: For each row of the table. Costs are shares of the int8 model's time.
     """
 
@@ -126,10 +126,10 @@ class PlanSpace:
 def plan_space(
     model: nn.Module, table: SensitivityTable, costs: Mapping[Precision, float], where: str
 ) -> PlanSpace:
-    """What `model`'s groups may be, by `table` and `costs`; errors begin with `where`.
+    """Choices of `model`'s groups, by `table` and `costs`; errors begin with `where`.
 
     Raises:
-        ValueError: The table is another model's, or a cost is missing or no positive number.
+        ValueError: The table belongs to another model, or a cost is missing or not positive.
     """
     check_kind(table, SensitivityTable, "a SensitivityTable")
     check_precisions(costs, f"{where}: costs")

@@ -35,7 +35,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Setting:
-    """What one quantizer does at a precision: its bits and its range, or nothing."""
+    """Setting of one quantizer at a precision: its bits and its range, or off."""
 
     disabled: bool
     bits: NumBits
@@ -76,11 +76,11 @@ def own_precision(
 
 
 def setting_at(quantizer: TensorQuantizer, precision: str, *, weight: bool) -> Setting:
-    """Return what `quantizer` does at `precision`.
+    """Return the setting of `quantizer` at `precision`.
 
-    At the bits that it has, its range stays. At others the range is searched again in what its
-    calibrator holds: by mse up to 8 bits, the largest value above, where rounding is finer than
-    any clipping. A quantizer whose calibrator holds nothing keeps its range.
+    At its own bits its range stays. At other bits the range is searched again in its calibrator's
+    histogram: by mse up to 8 bits, above that the largest value, where rounding is finer than any
+    clipping. A quantizer with an empty calibrator keeps its range.
     """
     if precision == "float":
         return Setting(True, quantizer.num_bits, quantizer.amax)

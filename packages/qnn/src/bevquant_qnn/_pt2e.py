@@ -117,7 +117,7 @@ def _classes() -> tuple[Any, Any, Any]:
             return model
 
         def validate(self, model: fx.GraphModule) -> None:
-            """Nothing to do: what was placed is what `quantize_model` places."""
+            """Nothing to do: the placed quantizers are those of `quantize_model`."""
 
     return BevquantQuantizer, RangeObserver, PerChannelRangeObserver
 
@@ -181,7 +181,7 @@ def _annotate(program: fx.GraphModule, config: QuantConfig, method: str) -> Quan
 
 
 def _spec(descriptor: QuantDescriptor, method: str) -> Any:
-    """What torchao calls a descriptor."""
+    """A descriptor in torchao's form."""
     from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
     _, per_tensor, per_channel = _classes()
@@ -229,7 +229,7 @@ def _origins(flow: Flow, nodes: dict[str, fx.Node]) -> dict[fx.Node, fx.Node]:
 
 
 def _argument(step: fx.Node, value: fx.Node, node: fx.Node) -> fx.Node | None:
-    """What stands in `node` where `value` stands in `step`."""
+    """The argument of `node` in the position of `value` in `step`."""
     ours, theirs = (pytree.tree_leaves(n.args) for n in (step, node))
     places = (b for a, b in zip(ours, theirs, strict=False) if a is value)
     found = next(places, None)

@@ -187,9 +187,9 @@ def _quantized(
 
 
 def _unused(found: Followed, layers: Collection[nn.Module]) -> dict[nn.Module, SkippedModule]:
-    """Layers whose weight a function is given while nobody calls them: no batch gives them a range.
+    """Layers whose weight goes to a function while the layer is not called, so it gets no range.
 
-    As in torchvision's Swin, whose attention is one function of ``qkv.weight``.
+    An example is torchvision's Swin, whose attention is one function of ``qkv.weight``.
     """
     unused: dict[nn.Module, SkippedModule] = {}
     for steps in found.parts:

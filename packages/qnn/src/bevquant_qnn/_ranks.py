@@ -13,7 +13,7 @@ class Kept(Protocol):
     """Stores the measurements of each batch, so that an interrupted run can continue."""
 
     def load(self, step: str, index: int) -> list[Any] | None:
-        """Return what `save` stored for a batch; None where there is nothing."""
+        """Result that `save` stored for a batch; None without one."""
 
     def save(self, step: str, index: int, results: list[Any]) -> None:
         """Store the score's result for each variant of one batch."""
@@ -48,16 +48,16 @@ def deal_out(
     step: str = "",
     kept: Kept | None = None,
 ) -> list[Any]:
-    """What `work` makes of each item, in their order; processes share them out.
+    """Results of `work` for all items, in their order; processes share the items.
 
     Args:
-        items: The same ones in every process. Of a sequence only those are asked for that are
-            worked on; anything else is iterated.
-        work: Called with the process's own items; answers a list.
+        items: The same in every process. Of a sequence only the process's own items are read;
+            anything else is iterated.
+        work: Called with the process's own items; returns a list.
         distributed: As for `rank_and_world`.
         first: Called in every process with the first item, before `work`.
-        step: Names the results for `kept`.
-        kept: Has results from before, and takes new ones.
+        step: Name of the results in `kept`.
+        kept: Storage of earlier and new results.
 
     Raises:
         RuntimeError: Another process failed.
@@ -85,7 +85,7 @@ def deal_out(
 
 
 def _made_late(items: Iterable[Any]) -> Iterator[tuple[int, Callable[[], Any]]]:
-    """Each item's number, and what answers the item, which is asked for once at most."""
+    """Number of each item, and a function that returns the item, computed at most once."""
     if isinstance(items, Sequence):
         for i in range(len(items)):
             yield i, cache(partial(items.__getitem__, i))

@@ -207,7 +207,7 @@ class _Trials:
             self.scores[precisions] = float(self._score.reduce(of_batches))
 
     def _of_batch(self, batch: Any, base: Precisions, plans: Sequence[Precisions]) -> list[Any]:
-        """What the score makes of one batch, for each plan."""
+        """Score of one batch for each plan."""
 
         def run(model: nn.Module) -> Any:
             return self._run(model, batch)
@@ -235,12 +235,12 @@ class _Trials:
 
 
 class _Search:
-    """What to run next, from what is known.
+    """Choice of the next plans from the measured ones.
 
     Args:
         space: All plans.
-        trials: What was run.
-        budget: What a plan may cost.
+        trials: Measured plans.
+        budget: Limit of a plan's cost or score.
     """
 
     def __init__(self, space: PlanSpace, trials: _Trials, budget: Budget) -> None:
@@ -275,21 +275,21 @@ class _Search:
             yield from self._fitting(front(groups, _POINTS), 0.0, _PARTS_AT_FIRST)
 
     def _in_company(self, without: float, alone: float) -> float:
-        """What a group loses among quantized ones, as a multiple of what it loses alone."""
+        """Ratio of a group's loss among quantized groups to its loss alone."""
         quantized = self._space.table.quantized_score
         assert quantized is not None
         gained = self._loss(quantized) - self._loss(without)
         return max(0.0, gained / alone) if alone > 0 else 1.0
 
     def changed_alone(self, base: Precisions) -> Iterator[Precisions]:
-        """`base` with one group at another precision, whatever the budget says."""
+        """`base` with one group at another precision, whether in the budget or not."""
         for i, choices in enumerate(self._space.choices):
             for choice in choices:
                 if choice.precision != base[i]:
                     yield (*base[:i], choice.precision, *base[i + 1 :])
 
     def changed_together(self, base: Precisions) -> Iterator[Precisions]:
-        """The best by what each change of `base` gave, from few changes to many."""
+        """The best plans by measured gains of changes of `base`, from few changes to many."""
         scores = self._trials.scores
         here = self._loss(scores[base])
         groups: list[list[Choice]] = []
@@ -313,12 +313,12 @@ class _Search:
     def _fitting(
         self, points: Sequence[Point], known: float, parts: Sequence[float]
     ) -> Iterator[Precisions]:
-        """The best of a front within the budget; of a score, around it.
+        """The best of a front within the budget; for a score, plans around it.
 
         Args:
-            points: From cheap and bad to dear and good.
-            known: What the front's losses are added to.
-            parts: Of the loss that a score allows.
+            points: From low cost and large loss to high cost and small loss.
+            known: Added to the front's losses.
+            parts: Shares of the loss that a score allows.
         """
         if self._budget.time is not None:
             limit = self._budget.time * _SLACK
@@ -386,7 +386,7 @@ def _check(
 
 
 def _own_precisions(space: PlanSpace) -> list[Precision | None]:
-    """At what each row of the table ran in the quantized model; None where the bits are none."""
+    """Precision of each row of the table in the quantized model; None for bits without one."""
     groups = {frozenset(group.modules): group for group in space.groups}
     own: list[Precision | None] = []
     for row in space.table:

@@ -138,7 +138,7 @@ def _has_quantizers(module: nn.Module) -> bool:
 
 
 def has_quantized_form(module: nn.Module) -> bool:
-    """Tell whether the module is of a kind that `replace_layers` decides on."""
+    """Whether `replace_layers` decides on modules of this kind."""
     return _target(module) is not None or _sparse_float(module) is not None
 
 
@@ -172,7 +172,7 @@ def _edges(
 
 
 def _left(path: str, module: nn.Module, config: QuantConfig) -> str | None:
-    """What the settings say against quantizing a layer."""
+    """Why the settings leave a layer in float."""
     kind = _target(module)
     pattern = config.excluded_by(path)
     if pattern is not None:
@@ -185,7 +185,7 @@ def _left(path: str, module: nn.Module, config: QuantConfig) -> str | None:
 
 
 def _refusal(module: nn.Module) -> str | None:
-    """What the layer itself says against it."""
+    """Why the layer itself cannot be quantized."""
     kind = _target(module)
     if kind is None:
         return _sparse_float(module)

@@ -18,7 +18,7 @@ Calls = Callable[[nn.Module, Forward, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Watch:
-    """The modules of a model, but for the model itself and for what torch scripted.
+    """The modules of a model, except the model itself and scripted ones.
 
     Args:
         model: Its modules get classes of their own, under the same names, while `seeing` lasts.
@@ -254,7 +254,7 @@ class Replay:
 
 
 def captured_outputs(captured: Mapping[str, Any], outputs: Sequence[str]) -> tuple[Any, ...]:
-    """What the modules of these paths returned.
+    """Outputs of the modules at these paths.
 
     Raises:
         ValueError: The model did not call one.

@@ -1,4 +1,4 @@
-"""What `quantize_model` says it did."""
+"""Result of `quantize_model`."""
 
 from __future__ import annotations
 

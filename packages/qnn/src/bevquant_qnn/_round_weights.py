@@ -1,4 +1,4 @@
-"""Rounding weights by what the layer computes, and correcting its bias, layer by layer."""
+"""Rounding of weights by the error of the layer's output, and bias correction, layer by layer."""
 
 from __future__ import annotations
 

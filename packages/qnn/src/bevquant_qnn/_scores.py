@@ -1,4 +1,4 @@
-"""What a model's output is worth: proxies that need no labels, or the caller's own metric."""
+"""Scores of a model's output: proxies that need no labels, or the caller's own metric."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Score:
     """One number for a model, larger is better.
 
     Attributes:
-        name: What the table calls it.
-        of_batch: ``of_batch(output, float_output, batch)``: anything small.
-        reduce: From those of all batches, in order, to the score.
+        name: Its name in the table.
+        of_batch: ``of_batch(output, float_output, batch)``: any small result.
+        reduce: Maps the results of all batches, in order, to the score.
     """
 
     name: str
@@ -53,12 +53,12 @@ def score_of(metric: str | Metric, reduce: Reduce | None) -> Score:
 
 
 def _mean(values: Sequence[Any]) -> float:
-    """The mean of what a metric gave for each batch."""
+    """The mean of a metric's results over the batches."""
     return math.fsum(float(value) for value in values) / len(values)
 
 
 def loss_of(name: str) -> Callable[[float, float], float]:
-    """What a score of that name loses, in a unit that adds up."""
+    """Loss of a score of that name, in a unit that adds up."""
     return _noise if name == "sqnr" else _difference
 
 

@@ -1,4 +1,4 @@
-"""Which layers' rounding costs what: each group alone quantized, and alone left in float."""
+"""Quantization loss of each group of layers: quantized alone, and alone left in float."""
 
 from __future__ import annotations
 
@@ -105,13 +105,13 @@ def sensitivity(
 
 
 class Trial:
-    """What is found out about every group of layers, batch by batch.
+    """Measurements of every group of layers, batch by batch.
 
     Args:
-        model: Calibrated.
-        precisions: Of each group; its own by default.
-        score: What outputs are worth.
-        outputs: Paths of the modules that give them; none for the model.
+        model: The calibrated model.
+        precisions: Precisions of each group. Default: its own.
+        score: Score of outputs.
+        outputs: Paths of the modules whose outputs count; empty for the model's own.
         without: Whether each group is left in float, too.
 
     Raises:
@@ -145,7 +145,7 @@ class Trial:
     def measure(
         self, batch: Any, run: Run, only: Iterable[tuple[int, str]] | None = None
     ) -> dict[Any, Any]:
-        """Return what the score makes of this batch, by variant; of these alone, or of all."""
+        """Score of this batch by variant; of the given variants, or of all."""
         found: dict[Any, Any] = {}
         with evaluation(self.model), set_for_now(self.off):
             replay = Replay(self.model, run, self.outputs)
@@ -175,7 +175,7 @@ class Trial:
         kept: Kept | None,
         step: str,
     ) -> SensitivityTable:
-        """The table of what `measure` answers for the batches, each variant in the same place.
+        """The table of the results of `measure`, with the variants in equal order.
 
         Raises:
             ValueError: There are no batches.
@@ -246,10 +246,10 @@ def _active_groups(model: nn.Module) -> list[PrecisionGroup]:
 def _precisions_of(
     group: PrecisionGroup, precisions: Sequence[Precision] | None
 ) -> tuple[str, ...]:
-    """What to measure: what was asked for, or the group's own bits.
+    """Precisions to measure: the requested ones, or the group's own bits.
 
     Raises:
-        ValueError: Nothing, float, an unknown precision, or bits that are none.
+        ValueError: None, float, an unknown precision, or bits without a precision.
     """
     if precisions is None:
         return (own_precision(group.inputs, group.weights, f"sensitivity: {group.name}"),)
@@ -269,14 +269,14 @@ def _operations_of(
 
 
 def count_operations(model: nn.Module, run: Callable[[nn.Module], Any]) -> dict[nn.Module, int]:
-    """Return multiply-accumulates by layer; elements read by what multiplies nothing.
+    """Multiply-accumulates by layer; for layers without products, the elements that they read.
 
     A convolution does outputs · in/groups · kernel, a linear layer outputs · in, a sparse
     convolution in · out for every pair of its rulebook. Pools, additions, concatenations and
     residual inputs count one for every element that they read.
 
     Args:
-        model: From `quantize_model`.
+        model: Result of `quantize_model`.
         run: Runs it once.
     """
     counts: dict[nn.Module, int] = {}

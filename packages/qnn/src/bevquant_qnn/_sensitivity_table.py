@@ -1,4 +1,4 @@
-"""What every layer's rounding costs: the table that `sensitivity` returns."""
+"""Quantization loss of every layer: the table that `sensitivity` returns."""
 
 from __future__ import annotations
 

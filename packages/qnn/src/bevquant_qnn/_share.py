@@ -16,7 +16,7 @@ from bevquant_quantizers import TensorQuantizer, merge
 
 
 class Groups:
-    """Disjoint sets of whatever can be hashed."""
+    """Disjoint sets of hashable values."""
 
     def __init__(self) -> None:
         self._parent: dict[object, object] = {}
@@ -93,7 +93,7 @@ def _by_settings(group: list[Holder]) -> list[list[Holder]]:
 
 
 def _merge(part: list[Holder]) -> list[SkippedModule]:
-    """Let every holder hold the first one's quantizer, which takes over what the others know."""
+    """Give every holder the first one's quantizer, with the others' ranges and counts."""
     notes: list[SkippedModule] = []
     quantizers = list(dict.fromkeys(holder.quantizer for holder in part))
     kept = quantizers[0]

@@ -1,4 +1,4 @@
-"""What went into a call and came out of it, kept so that it can be compared and handed out."""
+"""Inputs and outputs of a call, stored for comparison and reuse."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def copied(value: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Tell whether two values are equal bit for bit, without NaN."""
+    """Whether two values are equal bit for bit, without NaN."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _same_tensor(a, b)
     if is_sparse_tensor(a) and is_sparse_tensor(b):

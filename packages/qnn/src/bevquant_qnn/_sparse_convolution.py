@@ -114,7 +114,7 @@ class QuantSparseConvolution(WeightDefault, FitsBias, InputChannels, nn.Module):
         return weight if factors is None else weight / factors
 
     def quantized_weight(self) -> Tensor:
-        """Return the fake-quantized weight in `weight_layout`: what the forward multiplies by."""
+        """Return the fake-quantized weight in `weight_layout`, which the forward multiplies by."""
         result: Tensor = self._weight_quantizer(self.weight_to_quantize())
         return result
 

@@ -1,4 +1,4 @@
-"""Sparse tensors by what they offer, so that spconv is never imported here.
+"""Sparse tensors by their attributes, so that spconv is never imported here.
 
 A sparse tensor has `features` [voxels, channels], `indices`, `spatial_shape` and `batch_size`;
 spconv 2 adds `replace_feature`, spconv 1 does not.

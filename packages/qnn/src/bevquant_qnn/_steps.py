@@ -1,4 +1,4 @@
-"""What a model computes, step by step: one way to ask a captured graph and a traced one."""
+"""Steps of a model: one interface to captured and traced graphs."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Steps:
         return [n for n in read if self.is_tensor(n)]
 
     def origin(self, node: fx.Node) -> fx.Node:
-        """Where the values come from that a node has as they are, in whatever shape or order."""
+        """The node whose values a node has unchanged, in any shape or order."""
         way = []
         while node not in self._origins:
             way.append(node)
@@ -191,7 +191,7 @@ class Steps:
     # Questions about one call of a module, seen from its forward
 
     def producers(self, node: fx.Node, call: Call) -> list[nn.Module]:
-        """The children nearest behind `node`, looking through functions and what only shapes."""
+        """The nearest children upstream of `node`, through functions, activations and norms."""
         return self._nearest([node], call, lambda value: reversed(self.read(value)), only_shapes)
 
     def readers(self, node: fx.Node, call: Call) -> list[nn.Module]:
@@ -199,9 +199,9 @@ class Steps:
         return self._nearest(self._users(node), call, self._users, is_identity)
 
     def is_read(self, node: fx.Node) -> bool:
-        """Whether some other module reads the values of `node`, wherever in the model.
+        """Whether another module reads the values of `node`, anywhere in the model.
 
-        What a part hands on to the rest of the model, which its graph does not show, is read.
+        Outputs of a part count as read, because its graph does not show the rest of the model.
         """
         around = set(self.calls(node))
         pending, seen = self._users(node), set[fx.Node]()
@@ -218,7 +218,7 @@ class Steps:
         return False
 
     def _users(self, node: fx.Node) -> list[fx.Node]:
-        """What reads the values of a node; not what only asks it where to read or to write."""
+        """Readers of a node's values, without those that use it only as an index."""
         value = node.meta.get("val")
         if self.source is not None and isinstance(value, Tensor) and not value.is_floating_point():
             return []
@@ -326,7 +326,7 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 
 
 def _same_count(value: Tensor, before: Tensor) -> bool:
-    """Whether two tensors have equally many elements, whatever the sizes."""
+    """Whether two tensors have equally many elements, for all sizes."""
     counts: list[Any] = [value.numel(), before.numel()]
     if all(isinstance(c, int) for c in counts):
         return bool(counts[0] == counts[1])

@@ -1,7 +1,7 @@
-"""Following a model without example inputs: by its chains of modules, and as `torch.fx` sees it.
+"""Following a model without example inputs: by its chains of modules, and by `torch.fx`.
 
-A graph captured on example inputs knows more: which way a forward goes that asks for the class or
-the size of what it gets, which tensors are sparse, and who reads a tensor that is changed in place.
+A graph captured on example inputs knows more: the branch of a forward that depends on the class or
+size of its input, sparse tensors, and readers of a tensor that is changed in place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def trace(model: nn.Module) -> Followed:
 
 
 class _Parts:
-    """What of a model could be followed so far, and the modules in it."""
+    """Followed parts of a model, and their modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self.paths = {module: path for path, module in model.named_modules()}

@@ -1,4 +1,4 @@
-"""What every dense quantized module with a weight shares: two quantizers and `from_float`."""
+"""Common parts of dense quantized modules with a weight: two quantizers and `from_float`."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class QuantWeighted(WeightDefault, FitsBias, InputChannels, nn.Module):
         return self.weight if factors is None else self.weight / factors
 
     def quantized_weight(self) -> Tensor:
-        """Return the fake-quantized weight: what the forward multiplies by."""
+        """Return the fake-quantized weight that the forward multiplies by."""
         result: Tensor = self._weight_quantizer(self.weight_to_quantize())
         return result.reshape(self.weight.shape)
 

@@ -64,7 +64,7 @@ class Chain:
         self._offsets, self._size = self._places()
 
     def __call__(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """What the links make of values of the same shapes and layouts."""
+        """Results of the links for values of the same shapes and layouts."""
         block = workspace.empty((self._size,), np.uint8)
         kept = {
             number: self._links[number - self._given].convolution.new() for number in self._kept

@@ -138,7 +138,7 @@ class Rows:
         self.own = pixel_rows(x, channels).ctypes.data == x.data_ptr()
 
     def __call__(self, x: Tensor) -> tuple[int, Any]:
-        """Their address, and what must be held as long as it is used."""
+        """Their address, and the object that owns the memory."""
         if self.own:
             return x.data_ptr(), x
         rows = pixel_rows(x, self._channels)
@@ -180,15 +180,15 @@ class Convolution:
 
     @property
     def rows(self) -> tuple[Rows, ...]:
-        """How its input is read, and what it adds, if anything."""
+        """Layouts of its input and of its addend, if any."""
         return (self.source,) if self.added is None else (self.source, self.added)
 
     def new(self) -> Tensor:
-        """Memory for what is written."""
+        """Memory for the result."""
         return torch.from_numpy(workspace.empty(*self.memory))
 
     def seen(self, out: Tensor) -> Tensor:
-        """What was written, as the result's shape."""
+        """The written memory in the result's shape."""
         return out.as_strided(self.shape, self.strides)
 
 

@@ -1,4 +1,4 @@
-"""Weights in the order the kernels read them, and what the kernels need to know of a layer."""
+"""Weights in the order of the kernels, and other data of a layer for the kernels."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _AMX_SHAPES = (32, 64), (64, 32), (128, 64), (192, 32)  # each way to copy rows,
 
 
 def kernels_are_exact(kind: str) -> bool:
-    """Whether every kernel of `kind` computes what int64 does."""
+    """Whether every kernel of `kind` equals int64."""
     shapes = _AMX_SHAPES if kind == "amx" else _SHAPES
     return all(_sparse_is_exact(kind, *s) and _grid_is_exact(kind, *s) for s in shapes)
 

@@ -101,7 +101,7 @@ def _loop(
 
 
 def fetch_early(builder: ir.IRBuilder, p: dict[P, Any], out_rows: Any, rows: int) -> None:
-    """Fetch what the epilogue will read and write, anywhere in memory, during the products."""
+    """Prefetch the epilogue's reads and writes during the products."""
     adds = builder.icmp_signed("!=", p[P.RESIDUAL], INT64(0))
     for r in range(rows):
         row = builder.sext(load_at(builder, out_rows, INT32, r, align=4), INT64)

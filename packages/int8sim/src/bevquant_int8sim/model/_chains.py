@@ -1,7 +1,7 @@
-"""Runs of convolutions in a program, as chains once it is known what they compute.
+"""Runs of convolutions in a program as chains, once their kernels are known.
 
-A chain is learnt from a run step by step in which every convolution was one that had been run
-before: its checks need not be repeated for inputs of the same shapes.
+A chain is recorded from a step-by-step run in which every convolution had run before: its checks
+need not be repeated for inputs of the same shapes.
 """
 
 from __future__ import annotations

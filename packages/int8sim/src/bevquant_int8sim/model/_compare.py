@@ -217,7 +217,7 @@ def _op(step: Step) -> str:
 
 
 def _why(step: Step) -> str:
-    """What may part a layer from its fake-quantized form by more than one step."""
+    """Possible causes of a difference of more than one step from the fake-quantized layer."""
     multiplier = step.tensors.get("multiplier")
     if multiplier is None or step.tensors.get("bias") is None:
         return ""

@@ -1,4 +1,4 @@
-"""What each kind of step computes."""
+"""Computation of each kind of step."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _BARE = {"out": "int32", "relu": False}
 
 
 def makes_accumulators(step: Step) -> bool:
-    """Whether what a layer's step makes are its accumulators themselves."""
+    """Whether a layer's step returns its accumulators."""
     changed = "multiplier" in step.tensors or "ceiling" in step.attributes
     return not changed and _BARE.items() <= step.attributes.items()
 
@@ -224,7 +224,7 @@ def _dense(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Tensor]:
 
 
 def _dense_settings(step: Step) -> dict[str, Any]:
-    """What a layer's kernel is told beside tensors."""
+    """Arguments of a layer's kernel beside tensors."""
     attributes = step.attributes
     names = "stride padding output_padding dilation groups".split()
     return {
@@ -294,7 +294,7 @@ def _call(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Any, ...]:
 
 
 def _operator(step: Step, args: Any, kwargs: Any, backend: str) -> tuple[Any, ...]:
-    """An operator of torch; what it reads is in `kwargs`, its constants are attributes."""
+    """An operator of torch; its inputs are in `kwargs`, its constants in the attributes."""
     operator: Any = step.function
     # By position where the schema has it so: torch's parser takes numbers as tensors there alone.
     positional: list[Any] = []

@@ -110,7 +110,7 @@ class ForcedRun:
         self.sampling: dict[str, float] = {}
 
     def see(self, step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
-        """Called behind each step of the integer model, with what it read and made."""
+        """Called after each step of the integer model, with its inputs and outputs."""
 
     def judge(self, values: list[str], made: dict[str, Tensor], *runs: Any) -> None:
         """Called behind each node, with its values, the integer model's and the runs' results."""
@@ -124,10 +124,10 @@ class ForcedRun:
         Args:
             batch: Inputs.
             *models: Run free, the first ones first.
-            returned: For each of `models` a run of it that goes on beside, see `GraphRun`.
+            returned: For each of `models` a run of it that continues beside, see `GraphRun`.
 
         Returns:
-            What the integer model returned, and the forced graph as a list of its leaves.
+            The integer model's result, and the forced graph's as a list of its leaves.
         """
         made: dict[str, Tensor] = {}
         graph = self.source.graph
@@ -166,7 +166,7 @@ class ForcedRun:
         return [exhausted(steps), [kept.get(value, value) for value in graph.outputs]]
 
     def _steps(self, batch: Any, made: dict[str, Tensor]) -> Generator[tuple[()], None, Any]:
-        """The integer model step by step; what a node reads is left in `made`."""
+        """The integer model step by step; inputs of a node are left in `made`."""
         walk, products = self.model.walk(batch), Products()
         while True:
             before = products.count
@@ -186,18 +186,17 @@ class ForcedRun:
             yield ()
 
     def _force(self, node: fx.Node, made: dict[str, Tensor], run: GraphRun) -> None:
-        """Let what follows read the integer model's result."""
+        """Give the integer model's result to downstream nodes."""
         old = tensor_of(run.values[node])
         value = next((value for value in self._forms(node) if value in made), None)
         if value is not None and old is not None:
             run.values[node] = self.as_float(value, made[value]).to(old.dtype)
 
     def _forms(self, node: fx.Node) -> list[str]:
-        """The integer model's values that can stand for a node, the one to take first.
+        """The integer model's values that can replace a node's, the preferred one first.
 
-        That is what keeps most of the accumulators. A tensor that is held in integers of several
-        scales is left as the forced run made it: each reader starts from the accumulators behind
-        it.
+        It is the one closest to the accumulators. A tensor held in integers of several scales keeps
+        the value of the forced run: each reader starts from the accumulators upstream.
         """
         forms = self.source.held.get(node, {})
         single = [required.form for required in forms] if len(forms) == 1 else []
@@ -219,7 +218,7 @@ class ForcedRun:
         run.values[operand] = kept
 
     def as_float(self, value: str, got: Tensor) -> Tensor:
-        """What a value of the program stands for."""
+        """The real number of a value of the program."""
         form = self.model.program.values[value].form
         if form == FLOAT:
             return got
@@ -276,16 +275,16 @@ class Products(TorchDispatchMode):
 
 
 def operations(step: Step, given: tuple[Any, ...], made: tuple[Any, ...], products: int) -> int:
-    """Multiplications of a step; of one that multiplies no matrices, the values that it computes.
+    """Multiplications of a step; for a step without matrix products, the values that it computes.
 
-    A sparse convolution multiplies where an input meets an output: pairs · in · out channels. What
-    moves values, or makes no tensor, has none.
+    A sparse convolution has pairs · in · out channels. Layout operators, and steps without tensors,
+    have none.
 
     Args:
-        step: Any.
-        given: What it read.
-        made: What it made.
-        products: What `Products` counted in it.
+        step: Any step.
+        given: Its inputs.
+        made: Its outputs.
+        products: Count of `Products` in it.
     """
     if step.op in ("host", "constant", "sites", "move"):
         return 0

@@ -52,11 +52,11 @@ class Integers:
 
 @dataclass(frozen=True)
 class TensorType:
-    """A tensor of which the operator that makes it says all but type and shape.
+    """Type and shape of a tensor; all else is decided by its operator.
 
     Attributes:
         dtype: Its type.
-        shape: Its shape; None where the data decide, as behind ``nonzero``.
+        shape: Its shape; None if it depends on data, as for ``nonzero``.
     """
 
     dtype: torch.dtype
@@ -74,10 +74,10 @@ Form = Integers | TensorType | str
 
 @dataclass(frozen=True)
 class RequiredType:
-    """What a reader wants of a tensor: a form, and whether behind a ReLU.
+    """Form in which a reader needs a tensor, and whether after a ReLU.
 
     Attributes:
-        form: How it is to be held.
+        form: Its form.
         relu: Clamped at 0 from below.
         ceiling: And at this value from above (ReLU6).
     """
@@ -88,11 +88,11 @@ class RequiredType:
 
     @property
     def plain(self) -> bool:
-        """Whether the tensor itself is wanted, not what a ReLU makes of it."""
+        """Whether the tensor itself is needed, without a ReLU."""
         return not self.relu
 
     def behind_relu(self, ceiling: float | None) -> RequiredType:
-        """What a ReLU's reader wants of the ReLU's input."""
+        """Form that a ReLU's reader needs of the ReLU's input."""
         known = [c for c in (ceiling, self.ceiling) if c is not None]
         return RequiredType(self.form, True, min(known) if known else None)
 

@@ -28,7 +28,7 @@ _TYPES = ("to", "_to_copy", "int", "type_as")
 
 
 class GraphValues:
-    """What is known of a graph's values, and the operations that make them.
+    """Facts about a graph's values, and the operations that make them.
 
     Args:
         graph: The graph.
@@ -92,7 +92,7 @@ class GraphValues:
         self.guards = tuple(guard.renamed(names) for guard in self.graph.guards)
 
     def _constant_value(self, value: Any) -> Any:
-        """What a value is that no input reaches; `KeyError` for others."""
+        """The constant of a value that depends on no input; `KeyError` for others."""
         if not isinstance(value, fx.Node):
             return value
         if value not in self._values:
@@ -259,7 +259,7 @@ class GraphValues:
 
 
 def is_coords(node: fx.Node) -> bool:
-    """Whether a node is part of what a strided rulebook gives."""
+    """Whether a node is part of a strided rulebook's result."""
     source = node.args[0] if node.target is operator.getitem else None
     return (
         isinstance(source, fx.Node)
@@ -269,7 +269,7 @@ def is_coords(node: fx.Node) -> bool:
 
 
 def _coords_of(rulebook: fx.Node) -> fx.Node:
-    """The coordinates that a strided rulebook makes; where nobody reads them, the rulebook."""
+    """The coordinates of a strided rulebook; without readers, the rulebook itself."""
     parts = (u for u in rulebook.users if u.target is operator.getitem and u.args[1] == 0)
     return next(parts, rulebook)
 

@@ -1,4 +1,4 @@
-"""Pooling, resizing and sampling under one name each, whatever function or module calls them."""
+"""Pooling, resizing and sampling: one name each, for all functions and modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model in integers: what it consists of, and running it."""
+"""A model in integers, and its execution."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ class IntegerModel:
         *,
         keep: bool = False,
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Run a step on `values`, and forget there what is read no more; its inputs and outputs."""
+        """Run a step on `values`, drop values without later readers; return inputs, outputs."""
         step, plain = program.steps[number], self._plain[program][number]
         if plain is None:
             given, named = _given(step.args, values), _given(step.kwargs, values)
@@ -284,7 +284,7 @@ class IntegerModel:
         return program.members.handed_on(_given(program.result, values), given)
 
     def _kept(self, made: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a step made, taken before anything behind it can write over it."""
+        """A step's outputs, copied before a later step can overwrite them."""
         if not self._overwrites:
             return made
         return tuple(
@@ -363,7 +363,7 @@ _AS_IT_IS = nullcontext()
 
 
 def exhausted(walk: Generator[Any, None, Any], see: Callable[..., None] | None = None) -> Any:
-    """What a walk returns once all its steps are done, each shown to `see`."""
+    """Return value of a walk after all its steps, each passed to `see`."""
     while True:
         try:
             step = next(walk)
@@ -406,7 +406,7 @@ _REMEDY = (
 
 
 def _last_uses(program: Program) -> list[tuple[str, ...]]:
-    """For each step the values that nothing behind it reads."""
+    """For each step the values without later readers."""
     seen = set(names_in(program.result))
     spent: list[tuple[str, ...]] = []
     for step in reversed(program.steps):

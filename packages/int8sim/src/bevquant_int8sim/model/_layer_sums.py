@@ -1,4 +1,4 @@
-"""What is added up for a row of the table, in pieces that fit a cache."""
+"""Sums of a row of the table, computed in pieces that fit a cache."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def alike(
 
 @dataclass(eq=False)
 class LayerSums:
-    """What is added up for a row, batch after batch."""
+    """Sums of a row, batch after batch."""
 
     path: str
     op: str

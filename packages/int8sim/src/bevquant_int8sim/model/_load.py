@@ -45,17 +45,17 @@ def load_program(
     device: torch.device | str = "cpu",
     libraries: Collection[str] = (),
 ) -> Program:
-    """Read what `save_program` wrote. Nothing is unpickled, no code is looked up by name.
+    """Read a folder of `save_program`. Nothing is unpickled, no code is looked up by name.
 
     Args:
-        folder: Where it was written.
-        device: Where its tensors go.
-        libraries: Whose operators it may call beside torch's.
+        folder: The folder.
+        device: Device of its tensors.
+        libraries: Libraries whose operators it may call, beside torch's.
 
     Raises:
         ValueError: A file is missing or changed, the schema is another one, a tensor is missing or
-            of another type or shape than its step needs, or a step names what a saved program may
-            not call. The message says which.
+            of another type or shape than its step needs, or a step names a function that a saved
+            program may not call.
     """
     folder = file_path(folder, "saved model")
     content = _content(folder)
@@ -73,15 +73,15 @@ def load_program(
 def from_document(
     data: Any, tensors: Mapping[str, Tensor], libraries: Collection[str] = ()
 ) -> Program:
-    """Undo `to_document`, and check the program.
+    """Inverse of `to_document`, with a check of the program.
 
     Args:
-        data: What JSON had.
-        tensors: All that the file holds.
-        libraries: Whose operators it may call beside torch's.
+        data: The JSON document.
+        tensors: All tensors of the file.
+        libraries: Libraries whose operators it may call, beside torch's.
 
     Raises:
-        ValueError: It is none, a tensor is missing or idle, or a step says what none says.
+        ValueError: It is no program, a tensor is missing or unused, or a step is invalid.
     """
     form = as_form(data, _ProgramData, where="its program", what="program")
     try:

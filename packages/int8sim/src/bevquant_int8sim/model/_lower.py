@@ -30,11 +30,11 @@ def lower(
 ) -> tuple[Program, dict[fx.Node, dict[RequiredType, str]]]:
     """The program, and the values that hold each node's tensor, by form.
 
-    Every tensor is made in the forms in which it is wanted, and nothing else.
+    Every tensor is computed in the needed forms alone.
 
     Args:
-        operations: What the model does.
-        addends: Layers' results that sums read as integers of these forms, and not as accumulators.
+        operations: Operations of the model.
+        addends: Layers' results that sums read as integers of these forms instead of accumulators.
     """
     addends = addends or {}
     lowering = _Lowering(operations, find_required_types(operations, addends), addends)
@@ -376,7 +376,7 @@ def _fusable(form: Form) -> bool:
 
 
 def _limits(required: RequiredType, relu: bool = False) -> dict[str, Any]:
-    """Attributes of a step that stores what a ReLU makes of its result."""
+    """Clamp attributes of a step whose stored result includes a ReLU."""
     limits: dict[str, Any] = {"relu": required.relu or relu}
     top, form = required.top(), required.form
     if isinstance(form, Integers) and not form.full:

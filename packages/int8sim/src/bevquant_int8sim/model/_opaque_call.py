@@ -29,10 +29,10 @@ class OpaqueCall(nn.Module):
         self.inputs = inputs
 
     def forward(self, *leaves: Any) -> list[Tensor]:
-        """Every tensor of what the module returns.
+        """Every tensor of the module's result.
 
         Raises:
-            ValueError: One of another size than the program holds.
+            ValueError: A tensor of another size than the program holds.
         """
         args, kwargs = rebuild(self.inputs, leaves)
         made, _ = flatten(self.module(*args, **kwargs))

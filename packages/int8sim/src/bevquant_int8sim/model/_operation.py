@@ -111,7 +111,7 @@ def find_required_types(
     """Walk the operations backwards from the model's result.
 
     Args:
-        operations: What the model does.
+        operations: Operations of the model.
         addends: Layers' results that a sum reads in a form of their own (`addend_form`).
     """
     return _Walk(operations, addends or {}).run()
@@ -227,7 +227,7 @@ class _Walk:
 
 
 def _followers(operations: tuple[Operation, ...]) -> set[str]:
-    """Moves of what is made in integers; floats are moved first and quantized behind."""
+    """Layout operators on integers; floats are moved first and quantized afterwards."""
     made: set[str] = set()
     for operation in operations:
         if operation.kind in ("quantizer", "layer", "add", "blend"):

@@ -36,14 +36,14 @@ class SparseRef:
 
 @dataclass(frozen=True)
 class Value:
-    """What is known of a value before anything runs.
+    """Facts about a value, known before anything runs.
 
     Attributes:
         form: Integers with their scale, ``"int32"`` accumulators, ``"float"``; ``"sites"`` for
-            coordinates of voxels and ``"host"`` for sizes, numbers and the like; of what operators
-            make, its type and shape.
-        source: Tensor of the traced model that it holds.
-        relu: Whether behind the ReLU that follows.
+            coordinates of voxels and ``"host"`` for sizes and numbers; for results of operators,
+            type and shape.
+        source: Its tensor in the traced model.
+        relu: Whether the following ReLU is applied.
     """
 
     form: Form
@@ -81,26 +81,26 @@ class Step:
     reason: str = ""
 
     def kept(self, make: Callable[[Step], Any]) -> Any:
-        """What `make` makes of the step, made once."""
+        """The result of `make` for the step, computed once."""
         known: dict[Any, Any] = self.__dict__.setdefault("_kept", {})
         if make not in known:
             known[make] = make(self)
         return known[make]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what `kept` made, which a copy makes again; torch's operators by their names."""
+        """State without results of `kept`, which a copy recomputes; operators by name."""
         state = {name: value for name, value in vars(self).items() if name != "_kept"}
         return state | ({"function": str(self.function)} if self.operator else {})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """What `__getstate__` gave."""
+        """Restore the state of `__getstate__`."""
         vars(self).update(state)
         if isinstance(self.function, str):
             vars(self)["function"] = torch_operator(self.function)
 
     @property
     def rounding(self) -> dict[str, Any]:
-        """``rounding`` and ``arithmetic`` of what the step stores, where they are said."""
+        """``rounding`` and ``arithmetic`` of the stored result, if set."""
         names = ("rounding", "arithmetic")
         return {name: self.attributes[name] for name in names if name in self.attributes}
 
@@ -182,9 +182,9 @@ class Program:
 
 
 def rounded(program: Program, rounding: str, arithmetic: str) -> Program:
-    """The program with another rounding of all that it stores as integers.
+    """The program with another rounding of all stored integers.
 
-    Half to even and float64 are what steps do that say nothing. Operators have a rounding alone.
+    Default: round half to even, in float64. Operators have a rounding alone.
     """
     stated = {} if rounding == "half_even" else {"rounding": rounding}
     stated |= {} if arithmetic == "float64" else {"arithmetic": arithmetic}
@@ -219,7 +219,7 @@ def names_in(value: Any) -> list[str]:
 
 
 def replaced(value: Any, read: Any) -> Any:
-    """`value` with every `Ref` and `SparseRef` replaced by what ``read`` makes of it."""
+    """`value` with every `Ref` and `SparseRef` replaced by the result of ``read``."""
     if isinstance(value, Ref | SparseRef):
         return read(value)
     if isinstance(value, Mapping):

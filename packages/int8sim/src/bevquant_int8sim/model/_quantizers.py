@@ -1,4 +1,4 @@
-"""What a calibrated quantizer means in integers."""
+"""Integers of a calibrated quantizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a captured graph to operations: what each operator becomes, layers recognised."""
+"""Converts a captured graph to operations; layers are recognised."""
 
 from __future__ import annotations
 

@@ -29,13 +29,12 @@ CONSTANT = "constant."  # before the name that a program's constant has among th
 def save_program(program: Program, folder: str | os.PathLike[str]) -> None:
     """Write ``manifest.json`` (schema, checksums), ``program.json`` and ``tensors.safetensors``.
 
-    The files are written to a folder beside `folder` that then takes its place: whoever reads
-    finds all of the old model or all of the new one. A folder that holds something else is left
-    alone.
+    The files are written to a folder beside `folder` that then replaces it: a reader finds either
+    the whole old model or the whole new one. A folder with other content is not replaced.
 
     Raises:
-        ValueError: A step cannot be saved (all are named, with what to do), or `folder` holds
-            something else than a saved model, or its parent does not exist.
+        ValueError: A step cannot be saved (all are named, with remedies), `folder` holds something
+            else than a saved model, or its parent does not exist.
     """
     target = file_path(folder, "folder")
     data, tensors = to_document(program)
@@ -48,7 +47,7 @@ def save_program(program: Program, folder: str | os.PathLike[str]) -> None:
 
 
 def manifest_text(content: Mapping[str, bytes]) -> str:
-    """What ``manifest.json`` says of these files."""
+    """Text of ``manifest.json`` for these files."""
     files = {name: hashlib.sha256(raw).hexdigest() for name, raw in content.items()}
     return json.dumps({"kind": KIND, "schema": SCHEMA, "sha256": files}, indent=1)
 

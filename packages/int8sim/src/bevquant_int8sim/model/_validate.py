@@ -174,7 +174,7 @@ def validate(program: Program) -> None:
 
 
 def _check_call(step: Step, path: str) -> None:
-    """How many values it reads and makes, and what it calls."""
+    """Check the number of inputs and outputs, and the called function."""
     low, high = _READS.get(step.op, (0, 0))
     if step.op in _READS:
         if not low <= len(step.args) <= high or (step.kwargs and step.op not in _BLENDS):
@@ -214,7 +214,7 @@ def _numbers(value: Any) -> Iterator[Any]:
 
 
 def _check_output(step: Step, form: Form, path: str) -> None:
-    """Whether a step makes what its value is said to be."""
+    """Check that a step's output has the declared form of its value."""
     made = step.attributes.get("out") if step.op in _RANKS or step.op in ("add", *_BLENDS) else ""
     if step.op in ("quantize", "requantize"):
         made = "int8" if step.attributes["bits"] <= 8 else "int16"

@@ -62,13 +62,13 @@ def verify_model(integer: IntegerModel, example_inputs: Any) -> None:
 
 
 def check_results(integer: IntegerModel, batch: Any, returned: Any, forced: Sequence[Any]) -> None:
-    """Refuse a result that is not what the steps make, one by one.
+    """Refuse a result that differs from that of the single steps.
 
     Args:
         integer: The integer model.
-        batch: The inputs that `ForcedRun.follow` got; where a call takes other steps, one is made.
-        returned: What `ForcedRun.follow` returned of the integer model.
-        forced: And of the forced graph.
+        batch: The inputs of `ForcedRun.follow`; if a call takes other steps, one is made.
+        returned: Result of the integer model in `ForcedRun.follow`.
+        forced: Result of the forced graph.
 
     Raises:
         ValueError: A result differs.
@@ -156,7 +156,7 @@ class StepBounds:
             )
 
     def _of(self, value: str) -> float:
-        """What rounding of the bias and float32 sums explain of a value, in its own unit."""
+        """Bound of a value from the rounding of the bias and float32 sums, in its own unit."""
         step = self._run.makers[value]
         if value in self._run.sampling:  # of this batch's positions
             return self._run.sampling[value] * float(step.attributes["scale"])
