@@ -5,6 +5,7 @@ They need mmdet3d 1.4.0, mmdet, mmengine and mmcv-lite: `nox -s mmdet3d` install
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from bevfusion.frameworks._mmdet3d_frames import to_detections
 pytest.importorskip("mmdet3d", reason="needs mmdet3d 1.4.0 with mmcv-lite, mmdet and mmengine")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of their imports, on a newer torch
 CENTERPOINT = "centerpoint/centerpoint_pillar02_second_secfpn_8xb4-cyclic-20e_nus-3d.py"
+VOXELS = "centerpoint/centerpoint_voxel01_second_secfpn_8xb4-cyclic-20e_nus-3d.py"
 SMOKE = "smoke/smoke_dla34_dlaneck_gn-all_4xb8-6x_kitti-mono3d.py"
 
 
@@ -89,51 +91,76 @@ def test_the_table_has_every_configuration() -> None:
             assert rows[name] in (rows[first], f"as `{first}` | | | |")
 
 
-def saved(name: str, folder: Path) -> dict[str, torch.Tensor]:
-    """A configuration cut down, and a checkpoint as mmengine saves it; the weights in it."""
-    from mmengine.logging import MessageHub
-    from mmengine.runner.checkpoint import save_checkpoint
+def saved(name: str, folder: Path, *, averaged: bool = False) -> dict[str, torch.Tensor]:
+    """A configuration cut down, and a checkpoint of mmengine's own runner; the weights in it."""
+    from mmengine.runner import Runner
 
     settings = mmdet3d_configs.settings_of(name)
     mmdet3d_configs.cut_down(settings)
     settings.dump(folder / "config.py")
-    torch.manual_seed(1)
-    weights = load_detector(f"mmdet3d:{folder / 'config.py'}").network.model.state_dict()
-    hub = MessageHub.get_instance("bevquant")
-    hub.update_scalar("train/loss", np.float64(0.5))
-    state = {
-        "meta": {"epoch": 20, "seed": np.int64(3)},
-        "state_dict": weights,
-        "message_hub": hub.state_dict(),
-    }
-    save_checkpoint(state, str(folder / "epoch_20.pth"))
-    return weights
+    model = load_detector(f"mmdet3d:{folder / 'config.py'}").network.model
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)  # other weights than the model is built with
+    optimizer = {"type": "SGD", "lr": 0.1}
+    runner = Runner(
+        model, str(folder), torch.utils.data.DataLoader([0]),
+        train_cfg={"by_epoch": True, "max_epochs": 20},
+        optim_wrapper={"type": "OptimWrapper", "optimizer": optimizer},
+        custom_hooks=[{"type": "EMAHook", "momentum": 0.5}] * averaged,
+        default_scope="mmengine", experiment_name=f"{folder.name} {averaged}",
+    )  # fmt: skip
+    runner._train_loop = runner.build_train_loop(runner._train_loop)
+    runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
+    runner.call_hook("before_run")
+    wanted = {path: tensor.clone() for path, tensor in model.state_dict().items()}
+    if averaged:
+        hook = next(h for h in runner.hooks if type(h).__name__ == "EMAHook")
+        hook.after_train_iter(runner, 0)  # the first average is a copy
+        with torch.no_grad():
+            for path, parameter in model.named_parameters():
+                parameter.mul_(1.02)
+                wanted[path] *= 1.01  # halfway
+        hook.after_train_iter(runner, 0)
+    runner.message_hub.update_scalar("train/loss", 0.5)
+    runner.save_checkpoint(str(folder), "epoch_20.pth", save_param_scheduler=False)
+    return wanted
 
 
 @pytest.mark.parametrize(
     ("name", "cameras", "files"),
     [
-        ("second/second_hv_secfpn_8xb6-80e_kitti-3d-car.py", [], ("sparse.onnx", "dense.onnx")),
+        (VOXELS, [], ("sparse.onnx", "dense.onnx")),
         (CENTERPOINT, [], ("dense.onnx",)),
         (SMOKE, ["--cameras", "CAM_FRONT"], ("dense.onnx",)),
     ],
 )
 def test_one_command_from_a_checkpoint_to_files(
-    name: str, cameras: list[str], files: tuple[str, ...], tmp_path: Path
-) -> None:
+    name: str, cameras: list[str], files: tuple[str, ...], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     from bevfusion_quant.cli import main
 
-    saved(name, tmp_path)
+    saved(name, tmp_path, averaged=name == VOXELS)
     command = ["ptq", "--model", f"mmdet3d:{tmp_path / 'config.py'}"]
     command += ["--weights", str(tmp_path / "epoch_20.pth"), "--dataset", "street", "--count", "1"]
     assert main([*command, *cameras, "--runs", str(tmp_path), "--name", "run", "--quiet"]) == 0
     for file in files:
         assert onnx.load(tmp_path / "run" / "onnx" / file).graph.node
-    assert "Layers" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    manifest = json.loads((tmp_path / "run" / "onnx" / "manifest.json").read_text(encoding="utf-8"))
+    assert (manifest["target"], manifest["verified"]) == ("tensorrt", True)
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "checkpoint: passed over: message_hub" in page.partition("Left out")[0]
+    begins = "the file begins behind model.pts_voxel_encoder" in page
+    assert begins == ("sparse.onnx" in files)
+    assert "begins behind" not in capsys.readouterr().err  # a note of the file, no warning
 
 
-def test_the_checkpoints_weights_are_used(tmp_path: Path) -> None:
-    weights = saved(CENTERPOINT, tmp_path)
+@pytest.mark.parametrize("averaged", [False, True])
+def test_the_checkpoints_weights_are_used(averaged: bool, tmp_path: Path) -> None:
+    weights = saved(CENTERPOINT, tmp_path, averaged=averaged)
     detector = load_detector(f"mmdet3d:{tmp_path / 'config.py'}", tmp_path / "epoch_20.pth")
     loaded = detector.network.model.state_dict()
-    assert all(torch.equal(loaded[name], value) for name, value in weights.items())
+    assert all(torch.allclose(loaded[name], value) for name, value in weights.items())
+    note = ", averaged (EMA)" if averaged else ""
+    assert detector.notes[0] == f"checkpoint: {len(loaded)} tensors of state_dict{note}"

@@ -181,6 +181,19 @@ def numpy_arguments() -> Any:
     return Pillars(), lambda frame: (frame.points[:1024, :4],)
 
 
+def faint_first_frame() -> Any:
+    """The first frame's values are a hundredth of the others'."""
+
+    def given(frame: Frame) -> tuple[Tensor]:
+        torch.manual_seed(0)
+        scale = 0.01 if frame.name == "street_0" else 1.0
+        return (scale * torch.randn(1, 3, 8, 8),)
+
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)]
+    return nn.Sequential(*layers).eval(), given
+
+
 def one_value() -> Any:
     """Calibration frames that are empty but for one value."""
 

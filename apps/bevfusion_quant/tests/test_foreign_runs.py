@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,15 @@ def test_verdict_and_page(result: PtqResult) -> None:
     for title in ("Scene", "Layers", "Quantizers", "Integer simulation", "ONNX files"):
         assert title in page
     assert "Left out: feature maps of stages" in page
+
+
+def test_a_useless_result_says_so(tmp_path: Path) -> None:
+    made = quantized(tmp_path, "own_detector:faint_first_frame", calibration_frames=1)
+    first = verdict(made)[0]
+    assert re.match(r"Result +NOT usable: \S+ has -?\d\.\d dB SQNR .*\(--exclude 0\)", first)
+    page = (made.folder / "report.html").read_text(encoding="utf-8")
+    assert "NOT usable" in page
+    assert "NOT usable" not in str(verdict(quantized(tmp_path, name="good")))
 
 
 def test_the_run_loads_with_the_same_bits(result: PtqResult) -> None:

@@ -35,6 +35,7 @@ from bevfusion_quant.pages._page import Section, write_page
 from bevfusion_quant.pages._sections import run_sections
 from bevfusion_quant.run import PAGE_FILE, RunRecord
 from bevfusion_quant.saved_run import ModelSettings
+from bevfusion_quant.verdict import unusable
 from bevquant_qnn import WeightSize
 
 Figure = dict[str, Any]
@@ -58,6 +59,7 @@ def head(content: ReportContent) -> Section:
         "figures": list(_figures(content)),
         "notes": list(content.notes),
         "left_out": list(content.left_out),
+        "unusable": unusable(content.layers),
         "command": content.command,
     }
     return Section("head_run", content.title, data)
@@ -79,7 +81,10 @@ def _figures(content: ReportContent) -> Iterator[Figure]:
     if output is not None:
         known = finite(output.cosine)
         cosine = "" if known is None else f"cosine {known:.5f}"
-        yield _figure("SQNR of the output", decibels(output.sqnr_db, output.cosine), cosine)
+        of = ", first tensor" * (
+            output.kind == "first tensor"
+        )  # of other code, whose heads are many
+        yield _figure(f"SQNR of the output{of}", decibels(output.sqnr_db, output.cosine), cosine)
     if content.layers:
         yield _low_layers(content)
     if content.quantizers:

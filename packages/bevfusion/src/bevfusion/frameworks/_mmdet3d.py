@@ -81,7 +81,9 @@ def load_mmdet3d(
         if edit is not None:
             edit(settings)
         init_default_scope("mmdet3d")
-        model = MODELS.build(settings.model)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # random weights are the same in every run
+            model = MODELS.build(settings.model)
     except Exception as error:  # of the configuration, or of a constructor anywhere
         raise InputError(
             f"mmdet3d:{config}: mmdetection3d cannot build it: {type(error).__name__}: {error}; "

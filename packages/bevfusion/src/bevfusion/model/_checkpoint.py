@@ -30,7 +30,8 @@ _KINDS = (
     (
         r"encoders\.camera\.backbone\.stages\.",
         "this is a checkpoint of another configuration: its camera backbone is a Swin "
-        "transformer, this one a ResNet",
+        "transformer, this one a ResNet; its LiDAR parts fit a model without cameras (--branch "
+        "lidar-detector)",
     ),
     (
         r"encoders\.camera\.backbone\.patch_embed\.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -89,8 +90,17 @@ class SparseExport(HtmlTable):
         """What a program computes before it runs the file; empty where it needs nothing."""
         if not self.begins_behind:
             return ""
+        places: dict[tuple[str, str], list[str]] = {}
+        for step in self.begins_behind:  # of a module and a line in one entry
+            found = re.fullmatch(r"(.+?)( \(\w+\))(.*)", step)
+            key, what = ((found[1], found[3]), found[2]) if found else ((step, ""), "")
+            places.setdefault(key, []).append(what.strip(" ()"))
+        steps = [
+            f"{module} ({', '.join(kinds)}){place}" if kinds[0] else module
+            for (module, place), kinds in places.items()
+        ]
         return (
-            f"the file begins behind {'; '.join(self.begins_behind)}. Compute these before the "
+            f"the file begins behind {'; '.join(steps)}. Compute these before the "
             f"engine: their result is the input {self.features!r}, and an engine takes any "
             "features of that width"
         )
