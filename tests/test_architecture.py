@@ -54,6 +54,7 @@ MAY_IMPORT = {
     "bev_scenes": {"bevquant_sparse", "bevquant_quantizers", "bev_data"},
     "bevfusion": {
         "bevquant_sparse",
+        "bevquant_graph",
         "bevquant_fusion",
         "bevquant_quantizers",
         "bevquant_qnn",

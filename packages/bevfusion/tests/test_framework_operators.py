@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from torch import Tensor, nn
 
 from bevfusion.frameworks import _operators as operators
 from bevfusion.frameworks import use_operator_standins
-from bevfusion.frameworks._extensions import _FINDER, EXTENSIONS, MMCV
+from bevfusion.frameworks._extensions import _FINDER, EXTENSIONS, MMCV, allocate_on_cpu
+from bevquant_graph import capture, op_spec
 
 torch.manual_seed(0)
 SIZE, BOUNDS = [1.0, 2.0, 4.0], [-8.0, -8.0, -4.0, 8.0, 8.0, 4.0]
@@ -179,7 +182,8 @@ def test_deformable_attention_equals_a_loop() -> None:
     value = torch.randn(1, 16, 2, 3, dtype=torch.float64)
     places = torch.rand(1, 5, 2, 2, 2, 2, dtype=torch.float64) * 1.4 - 0.2
     weights = torch.rand(1, 5, 2, 2, 2, dtype=torch.float64)
-    got = operators.deformable_attention(value, shapes, places, weights)
+    starts = torch.tensor([0, 12])
+    got = MMCV["ms_deform_attn_forward"](value, shapes, starts, places, weights, im2col_step=64)
     levels = [value[0, :12], value[0, 12:]]
     for q in range(5):
         for head in range(2):
@@ -191,6 +195,28 @@ def test_deformable_attention_equals_a_loop() -> None:
                     sample = bilinear(image, y * height - 0.5, x * width - 0.5)
                     total += weights[0, q, head, level, point] * sample
             assert torch.allclose(got[0, q, 3 * head : 3 * head + 3], total)
+
+
+def test_mmcvs_form_for_cpus_becomes_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    mmcv: Any = ModuleType("mmcv.ops.multi_scale_deform_attn")
+    mmcv.multi_scale_deformable_attn_pytorch = None
+    monkeypatch.setitem(sys.modules, mmcv.__name__, mmcv)
+    allocate_on_cpu()
+
+    class Attention(nn.Module):
+        def forward(self, value: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+            shapes = torch.as_tensor([(3, 4), (2, 2)])
+            made: Tensor = mmcv.multi_scale_deformable_attn_pytorch(value, shapes, places, weights)
+            return made
+
+    given = torch.randn(1, 16, 2, 3), torch.rand(1, 5, 2, 2, 2, 2), torch.rand(1, 5, 2, 2, 2)
+    graph = capture(Attention(), given)
+    kinds = [op_spec(node.target).kind for node in graph.operations]
+    assert kinds.count("sample") == 1
+    want = MMCV["ms_deform_attn_forward"](
+        given[0], torch.tensor([[3, 4], [2, 2]]), torch.tensor([0, 12]), *given[1:]
+    )
+    assert torch.equal(Attention()(*given), want)
 
 
 @pytest.mark.parametrize("with_mask", [True, False])

@@ -7,14 +7,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bevquant_export import compare_qdq_onnx, export_qdq_onnx
+from bevquant_export import (
+    compare_qdq_onnx,
+    export_qdq_onnx,
+    lint_onnx,
+    open_onnx,
+)
 from bevquant_graph import deformable_attention
-from bevquant_qnn import quantize_model
+from bevquant_qnn import QuantConfig, quantize_model
 from bevquant_quantizers import calibrate
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
+
+
+PLUGIN = "MultiscaleDeformableAttnPlugin_TRT"
 
 
 class Warp(nn.Module):
@@ -73,10 +81,52 @@ def test_files_have_the_integers_of_samples(name, profile, tmp_path):
     calibrate(model, [frame(name, 0), frame(name, 1)])
     file = export_qdq_onnx(model, frame(name, 0), tmp_path / "net.onnx", profile)
     kinds = {node.op_type for node in onnx.load(file.path).graph.node}
-    assert ("GridSample" in kinds) == (profile != "horizon")
+    plugin = name.startswith("attention") and profile == "tensorrt11"
+    assert (PLUGIN in kinds) == plugin
+    assert ("GridSample" in kinds) == (profile != "horizon" and not plugin)
     rows = compare_qdq_onnx(file, model, frame(name, 2))
     assert [r.op for r in rows if "sample" in r.op or "attention" in r.op] or "functions" in name
     assert sum(row.unexplained for row in rows) == 0
+
+
+@pytest.mark.parametrize("profile", ["tensorrt10", "tensorrt11"])
+def test_tensorrts_plugin_gets_the_inputs_of_its_schema(profile, tmp_path):
+    torch.manual_seed(4)
+    model = quantize_model(Attention().eval(), example_inputs=frame("attention", 0)).model
+    calibrate(model, [frame("attention", 0)])
+    path = tmp_path / "net.onnx"
+    file = export_qdq_onnx(model, frame("attention", 0), path, profile)
+    assert file.verified
+    proto = onnx.load(path)
+    (node,) = (node for node in proto.graph.node if node.op_type == PLUGIN)
+    assert (node.domain, len(node.input)) == ("trt.plugins", 5)
+    version = {"tensorrt10": "1", "tensorrt11": "2"}[profile]
+    settings = {a.name: a.s.decode() for a in node.attribute}
+    assert settings == {"plugin_version": version, "plugin_namespace": ""}
+    held = {t.name: onnx.numpy_helper.to_array(t) for t in proto.graph.initializer}
+    shapes, starts = (held[name] for name in node.input[1:3])
+    assert (shapes.tolist(), starts.tolist()) == ([[4, 6], [2, 3]], [0, 24])
+    assert shapes.dtype == starts.dtype == "int32"
+    inferred = onnx.shape_inference.infer_shapes(proto).graph.value_info
+    types = {value.name: value.type.tensor_type.elem_type for value in inferred}
+    assert {types[node.input[i]] for i in (0, 3, 4)} == {1}  # one type for all floats
+    assert not lint_onnx(path, profile)
+    query, memory = frame("attention", 3)
+    names = [port.name for port in proto.graph.input]
+    (made,) = open_onnx(path, profile)(dict(zip(names, (query, memory), strict=True))).values()
+    with torch.no_grad():
+        torch.testing.assert_close(made, model(query, memory), atol=0.02, rtol=0.02)
+
+
+def test_float_attention_is_written_too(tmp_path):
+    torch.manual_seed(4)
+    config = QuantConfig(quantize_sample=False)
+    given = frame("attention", 0)
+    model = quantize_model(Attention().eval(), config, example_inputs=given).model
+    calibrate(model, [given])
+    for profile in ("tensorrt11", "onnxruntime"):
+        file = export_qdq_onnx(model, given, tmp_path / f"{profile}.onnx", profile)
+        assert sum(row.unexplained for row in compare_qdq_onnx(file, model, given)) == 0
 
 
 def test_sizes_of_levels_that_are_inputs_are_refused(tmp_path):

@@ -25,6 +25,7 @@ from bevfusion.frameworks._openpcdet_operators import (
     roiaware_pool,
     roipoint_pool,
 )
+from bevquant_graph import deformable_attention
 
 
 def _dynamic_voxelize(
@@ -168,7 +169,15 @@ def _deformable_attention(
     value: Tensor, shapes: Tensor, starts: Tensor, places: Tensor, weights: Tensor,
     im2col_step: int = 64,
 ) -> Tensor:  # fmt: skip
-    return operators.deformable_attention(value, shapes, places, weights)
+    return deformable_attention(value, shapes, starts, places, weights)
+
+
+def _attention_without_starts(
+    value: Tensor, shapes: Tensor, places: Tensor, weights: Tensor
+) -> Tensor:
+    """Mmcv's own form for CPUs, as the one operator."""
+    starts = torch.cat([shapes.new_zeros(1), shapes.prod(1).cumsum(0)[:-1]])
+    return deformable_attention(value, shapes, starts, places, weights)
 
 
 def _deform_conv(
@@ -281,8 +290,12 @@ class _TorchOnCpu(ModuleType):
 def allocate_on_cpu() -> None:
     """Let mmcv's operators that are written for CUDA alone run on the CPU with their stand-ins.
 
-    Called once mmcv is imported.
+    Deformable attention becomes the operator of `bevquant_graph`, which samples in integers. Called
+    once mmcv is imported.
     """
+    attention: Any = sys.modules.get("mmcv.ops.multi_scale_deform_attn")
+    if attention is not None:
+        attention.multi_scale_deformable_attn_pytorch = _attention_without_starts
     for name in ("furthest_point_sample", "points_in_boxes", "knn"):
         module: Any = sys.modules.get(f"mmcv.ops.{name}")
         if module is not None and isinstance(sys.modules.get("mmcv._ext"), _Extension):

@@ -330,32 +330,6 @@ def _(distances_to: Tensor, count: int, pairwise: bool) -> Tensor:
     return distances_to.new_empty(count, dtype=torch.int32)
 
 
-def deformable_attention(value: Tensor, shapes: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """Σ over levels and points of weight · bilinear value (Zhu et al. 2021, equation 3).
-
-    Args:
-        value: [b, Σ h·w, heads, d].
-        shapes: Height and width of each level, [l, 2].
-        places: x, y in 0..1 of each level, [b, q, heads, l, p, 2].
-        weights: [b, q, heads, l, p].
-
-    Returns:
-        [b, q, heads · d].
-    """
-    batch, _, heads, depth = value.shape
-    sizes = [(int(h), int(w)) for h, w in shapes.tolist()]
-    queries, points = places.shape[1], places.shape[4]
-    sampled = []
-    for level, part in enumerate(value.split([h * w for h, w in sizes], 1)):
-        image = part.flatten(2).transpose(1, 2).reshape(batch * heads, depth, *sizes[level])
-        grid = 2 * places[:, :, :, level].transpose(1, 2).flatten(0, 1) - 1
-        sampled.append(functional.grid_sample(image, grid, align_corners=False))
-    values = torch.stack(sampled, 3).flatten(3)
-    own = weights.transpose(1, 2).reshape(batch * heads, 1, queries, len(sizes) * points)
-    summed = (values * own).sum(3)
-    return summed.view(batch, heads * depth, queries).transpose(1, 2).contiguous()
-
-
 def deformable_conv2d(
     x: Tensor, weight: Tensor, offset: Tensor, mask: Tensor | None, *, stride: tuple[int, int],
     padding: tuple[int, int], dilation: tuple[int, int], groups: int, offset_groups: int,

@@ -20,7 +20,7 @@ from bevquant_export.dense._graph import Graph, TensorState
 from bevquant_export.dense._grid import average_pool, max_pool, resize
 from bevquant_export.dense._layout_ops import keeps_scale, moved
 from bevquant_export.dense._numbers import Numbers
-from bevquant_export.dense._sample import sampling_call
+from bevquant_export.dense._sample import attention_plugin, sampling_call
 from bevquant_export.dense._source import Source, integer_model, location
 from bevquant_export.dense._torch_form import torch_form
 from bevquant_export.dense._voxels import Voxels
@@ -275,7 +275,10 @@ class Emitter:
             return graph.node("Add", path, [self._addend(step, ref.name) for ref in step.args])
         if step.op in ("max_pool", "avg_pool", "resize"):
             return self._grid(step)
-        if step.op in SAMPLES:
+        attends = str(step.attributes.get("what")).endswith("deformable_attention")
+        if step.op in SAMPLES or attends:
+            if step.op != "grid_sample" and graph.profile.plugins:
+                return attention_plugin(graph, step, self.read, self._values())
             self._called = step = sampling_call(step, self._values())
             return self._float(step, lambda: self._torch_form(step))
         if step.op not in ("move", "float"):

@@ -383,7 +383,7 @@ def _assemble(
         for place, node in enumerate(graph.nodes):
             node.name = f"{node.op_type}_{place}"
     used = {name for node in graph.nodes for name in node.input}
-    opset = helper.make_opsetid("", graph.opset)
+    opset, domains = helper.make_opsetid("", graph.opset), {node.domain for node in graph.nodes}
     proto = helper.make_model(
         helper.make_graph(
             graph.nodes,
@@ -391,10 +391,11 @@ def _assemble(
             [helper.make_tensor_value_info(n, _TYPES[types[n]], s) for n, s in inputs.items()],
             [helper.make_tensor_value_info(n, _TYPES[types[n]], s) for n, s in outputs.items()],
             [numpy_helper.from_array(a, n) for n, a in graph.constants.items() if n in used],
+            value_info=[helper.make_tensor_value_info(n, 1, None) for n in graph.floats],
         ),
         producer_name="bevquant_export",
         functions=_functions(graph),
-        opset_imports=[opset, *([helper.make_opsetid(VOXELS, 1)] if graph.functions else [])],
+        opset_imports=[opset, *(helper.make_opsetid(d, 1) for d in sorted(domains) if d)],
         ir_version=helper.find_min_ir_version_for([opset]),
     )
     onnx.checker.check_model(proto, full_check=graph.profile.axis)

@@ -24,6 +24,7 @@ import numpy as np
 
 from bevquant_export.dense._bound import INF, RENAMED, Bound, Reading, times
 from bevquant_export.dense._bounds import Bounds, tested
+from bevquant_export.lint._model import PLUGINS
 
 LARGEST_HALF = 65504.0
 LARGEST_WHOLE = 2048.0
@@ -181,6 +182,8 @@ class FloatGraph:
         """Whether the operator set has float16 for a node's floats."""
         from onnx import defs
 
+        if node.domain == PLUGINS:
+            return False  # its positions have the type of its values
         if node.op_type == "Constant" or node.domain not in ("", "ai.onnx"):
             return True
         schema = defs.get_schema(node.op_type, self.opset, "")

@@ -40,6 +40,7 @@ class Profile:
         fuses_norms: Norms have the form that a runtime knows; else one that it does not: of a norm
             of integers OpenVINO does not scale the ε.
         voxels: Sparse convolutions may be among a model's layers, as functions of the file.
+        plugins: Version of the engine's own plugins, which are nodes of their names; "" without.
         scatter_sums: Scatters may sum; else a sum over places is a product of matrices.
         integer_inputs: Inputs may be integers and truth values; else all are float32.
         runner: What runs a file to check it: ``"onnxruntime"`` or ``"openvino"`` optimised as in
@@ -62,6 +63,7 @@ class Profile:
     depth_to_space: bool = False
     fuses_norms: bool = True
     voxels: bool = False
+    plugins: str = ""
     scatter_sums: bool = False
     integer_inputs: bool = True
     runner: str = "plain"

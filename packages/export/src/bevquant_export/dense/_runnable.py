@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bevquant_export._size_guards import REMEDY, frames_of, guards_of
+from bevquant_export.dense._sample import without_plugins
 from bevquant_export.lint._read import load_model, reading
 from bevquant_export.targets._cpu import refuse_saturation, saturates_here
 from bevquant_graph import check_guards, check_kind, file_path
@@ -107,6 +108,7 @@ def session(
         ImportError: The runtime is not installed; the message names the extra.
         ValueError: The file multiplies integers, which saturates on this CPU.
     """
+    proto = without_plugins(proto)
     if saturates_here(proto):
         if _multiplies_integers(proto):
             refuse_saturation(proto, "the file")
@@ -221,6 +223,7 @@ def any_session(proto: Any, runner: str, *, at_once: int) -> tuple[Any, str]:
     reference. A file for CPUs that sum exactly runs as written on other CPUs, in ONNX's reference
     where it multiplies integers.
     """
+    proto = without_plugins(proto)
     if saturates_here(proto):
         if _multiplies_integers(proto):
             return _Reference(proto), f"onnx.reference {version('onnx')}"

@@ -50,6 +50,8 @@ CHANNELS = Rule("ONX019", "error",
     "write the weight of this layer, in ONNX's order of axes, or correct what it reads")
 # fmt: on
 
+PLUGINS = "trt.plugins"  # domain of TensorRT's own plugins, as ONNX Runtime calls it
+ATTENTION = "MultiscaleDeformableAttnPlugin_TRT"
 VOXELS = "bevquant.voxels"  # domain of functions in files with sparse convolutions
 _WEIGHTED = {"Conv": 1, "ConvTranspose": 1, "ConvInteger": 1, "QLinearConv": 3}
 _POOLS = ("MaxPool", "AveragePool", "LpPool")

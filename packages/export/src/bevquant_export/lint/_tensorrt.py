@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bevquant_export.lint._graph import Graph, Node
+from bevquant_export.lint._model import ATTENTION, PLUGINS
 from bevquant_export.lint._qdq import Pairs, Step
 from bevquant_export.lint._rule import Finding, Rule, Rules, quoted
 from bevquant_export.lint._tensors import shape_of
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     import onnx
 
 
+# In the library that trtexec loads by itself (initLibNvInferPlugins).
+_OWN_PLUGINS = {(PLUGINS, ATTENTION)}
 _rule = Rules("TRT", "tensorrt")
 
 # fmt: off
@@ -180,6 +183,8 @@ def _halves(pairs: Pairs, name: str) -> np.ndarray[Any, Any] | None:
 
 def _operator(node: Node, functions: set[tuple[str, str]]) -> Iterator[Finding]:
     if (node.domain, node.op) in functions:
+        return
+    if (node.domain, node.op) in _OWN_PLUGINS:
         return
     if node.domain:
         yield PLUGIN.found(node.name, f"{quoted(node.op)} is of domain {quoted(node.domain)}")

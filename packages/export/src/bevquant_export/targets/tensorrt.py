@@ -38,7 +38,7 @@ class _TensorRT10(QdqTarget):
         "tensorrt10", 13, np.int8, 0, "float",
         integer_bias=False, integer_relu=False, axis=True,
         transposed_per_channel=False, numbered=False,
-        repeats=True, one_scale=True,
+        repeats=True, one_scale=True, plugins="1",
     )  # fmt: skip
 
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
@@ -67,7 +67,7 @@ class _TensorRT11(_TensorRT10):
         "whether TensorRT 11 folds the Casts between half bindings and pairs into their neighbours "
         "was not measured",
     )
-    form = replace(_TensorRT10.form, name="tensorrt11", half=True)
+    form = replace(_TensorRT10.form, name="tensorrt11", half=True, plugins="2")
 
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
         """As for 10, and the types."""
