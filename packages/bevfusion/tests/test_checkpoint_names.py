@@ -530,6 +530,7 @@ def test_what_does_not_fit_is_named_with_the_nearest() -> None:
         ("backbone_3d.shared_conv.0.weight", "VoxelNeXt"),
         ("dense_head.conv_cls.weight", "anchor head"),
         ("vtransform.dtransform.0.weight", "OpenPCDet's BEVFusion"),
+        ("pts_bbox_head.task_heads.0.feature_adapt_cls.conv_offset.weight", "deformable heads"),
     ],
 )
 def test_networks_without_a_counterpart_are_named(name: str, said: str) -> None:

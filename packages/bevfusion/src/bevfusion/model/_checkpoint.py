@@ -60,7 +60,13 @@ _KINDS = (
     (
         r"\.conv_cls\.",
         "this checkpoint has an anchor head, as SECOND and PointPillars: no model here has one; "
-        "build the model without its head",
+        "build the model without its head, or quantize it in its own code (--model "
+        "mmdet3d:CONFIG.py or openpcdet:CONFIG.yaml)",
+    ),
+    (
+        r"\.feature_adapt_(cls|reg)\.",
+        "this is CenterPoint with deformable heads (DCNSeparateHead): no model here has them; "
+        "quantize it in its own code (--model mmdet3d:CONFIG.py)",
     ),
 )
 
