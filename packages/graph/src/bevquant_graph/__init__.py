@@ -28,6 +28,7 @@ from ._held import replace_modules
 from ._html_table import HtmlTable
 from ._kinds import check_kind, checked_batches, file_path, run_on
 from ._layer_class import is_library_class, layer_class, own_code, zero_padding
+from ._memory import WithMemory, in_sequence, with_memory
 from ._opaque import OPAQUE, Opaque, fixed_sizes, refuse_other_sizes
 from ._operators import OPERATORS, OpSpec, op_spec
 from ._own_inputs import own_inputs
@@ -39,6 +40,7 @@ from ._registrations import registered_once
 from ._signature import (
     arguments,
     flatten,
+    input_tensor,
     is_sparse_tensor,
     leaf_names,
     leaves,
@@ -70,6 +72,7 @@ __all__ = [
     "Opaque",
     "ReadMembers",
     "Sizes",
+    "WithMemory",
     "all_finite",
     "alone",
     "arguments",
@@ -89,6 +92,8 @@ __all__ = [
     "flatten",
     "forward_line",
     "in_order",
+    "in_sequence",
+    "input_tensor",
     "is_library_class",
     "is_sparse_tensor",
     "layer_class",
@@ -122,5 +127,6 @@ __all__ = [
     "same_constant",
     "state_kept",
     "trace_around",
+    "with_memory",
     "zero_padding",
 ]

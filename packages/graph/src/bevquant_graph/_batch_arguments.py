@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._frames import frames_of, one_example
 from ._signature import Arguments, is_sparse_tensor
 
 _LINE = "forward=lambda m, b: m(b[0])"
@@ -23,6 +24,8 @@ def batch_arguments(model: nn.Module, batch: Any, *, example: bool = False) -> A
     | ``(image, label)`` | takes one | ``m(image)`` |
     | ``(image, label)`` | the second is optional | refused; an example is positional |
     | list as an example | requires one, or none | ``m(batch)``, but ``m(image)`` of a label |
+    | list of dicts as an example | has parameters of all their keys | several frames |
+    | list of tuples as an example, with members that are no tensors | takes as many | the same |
     | dict | has parameters of all its keys, or ``**kwargs`` | ``m(**batch)`` |
     | dict | has a parameter of some keys, among them every required one | ``m`` of those |
     | dict | has a parameter of none, and takes one argument | ``m(batch)`` |
@@ -39,9 +42,13 @@ def batch_arguments(model: nn.Module, batch: Any, *, example: bool = False) -> A
         example: Whether it is an example input: a tuple of positional inputs, a dict of named
             ones, or one input, which may be a list.
 
+    Of several frames the arguments are those of the first. Floats, integers and numpy arrays that
+    are others in another frame are inputs of a graph.
+
     Raises:
         TypeError: It fits in several ways or none; ``forward=`` and the line to write are named.
             Of an example nothing is refused.
+        CaptureError: Other members that the forward reads differ between the frames.
 
     Example:
         >>> net, image, label = nn.Flatten(), torch.ones(1, 2, 2), torch.tensor([3])
@@ -50,6 +57,9 @@ def batch_arguments(model: nn.Module, batch: Any, *, example: bool = False) -> A
         >>> batch_arguments(net, {"image": image, "label": label})[0][0].keys()
         dict_keys(['image', 'label'])
     """
+    frames = frames_of(model, batch) if example else None
+    if frames is not None:
+        return one_example(model, frames)
     mapping = _is_mapping(batch)
     if not mapping and not isinstance(batch, tuple | list):
         return (batch,), {}

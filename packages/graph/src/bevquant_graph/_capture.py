@@ -7,6 +7,7 @@ is replayed on the example against the model before anybody sees it.
 
 from __future__ import annotations
 
+import logging
 import re
 import traceback
 from collections.abc import Callable, Mapping
@@ -19,12 +20,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
+from ._arrays import TracedArray, needed
 from ._batch_arguments import batch_arguments
 from ._closing import Closing, TraceEnds
 from ._conditions import Condition, conditions_of, keep_answers
 from ._constants import Constants
 from ._export import Grown, exported, nothing
 from ._faults import CaptureError, forward_line, running, spconv_call, where
+from ._frames import VARYING, is_input
 from ._graph import Graph
 from ._kinds import check_kind
 from ._opaque import Opaque, opaque_modules
@@ -32,9 +35,11 @@ from ._own_inputs import twin
 from ._quiet import evaluation, quiet
 from ._read_members import ReadMembers, read_members
 from ._recall import State, recalled, remember, state_of
-from ._signature import Arguments, Tree, flatten
+from ._signature import Arguments, Constant, Leaf, Place, Tree, entries, flatten, place_name
 from ._state import called, state_kept
 from ._tidy import NUMBERS, fixed_number, tidy
+
+_LOG = logging.getLogger(__name__)
 
 
 def capture(
@@ -51,6 +56,9 @@ def capture(
     - A number that the forward takes from a tensor and counts with, such as the largest batch
       index, is the example's; later frames must agree with it. Numbers taken from the model's own
       parameters and buffers are constants.
+    - Numpy arrays of floats (a camera's matrix, ``can_bus``) are inputs; other arrays, floats,
+      flags and texts are constants (`Graph.constant_members`), and calls with others are refused.
+      Of an example of several frames, all numbers and arrays that differ are inputs.
     - Only the members of dictionaries and dataclasses that the forward reads are inputs
       (`Graph.members`).
 
@@ -62,7 +70,8 @@ def capture(
         model: Any module. Sparse convolutions must run on bevquant's kernels
             (`bevquant_sparse.use_bevquant_kernels`, or a quantized model).
         example_inputs: A tuple of positional inputs, a dict of named inputs, or one input: tensors,
-            sparse tensors, dicts, numpy arrays, numbers, nested as the forward takes them.
+            sparse tensors, dicts, numpy arrays, numbers, nested as the forward takes them. A list
+            of such tuples or dicts is several frames.
         check: Replay the graph on the example and require the model's bits; a graph of another
             capture is always checked. False also makes all members of the arguments inputs.
         open_sizes: False fixes every size to the example's, for readers of the structure alone: a
@@ -171,6 +180,7 @@ class _Traces:
         self.members = read_members(model, given) if unread else ReadMembers()
         self.fixed: tuple[Condition, ...] = ()
         self.inputs: Tree
+        self._read: dict[Place, str] = {}  # arrays that are constants, and why
         self._numbers = (
             open_sizes  # such as a batch size: open, unless the forward counts with them
         )
@@ -185,12 +195,40 @@ class _Traces:
         while True:
             made = self._trace(twin(self.model))
             if made is not None:
+                self._report_constants()
                 return made
+
+    def _report_constants(self) -> None:
+        """Refuse constants that vary between the example's frames; log other arrays and why.
+
+        Raises:
+            CaptureError: There are such constants.
+        """
+        known = {p: e for p, e in entries(self.inputs) if isinstance(e, Constant)}
+        frozen = {
+            p: self._read.get(p, "") for p, e in known.items() if isinstance(e.value, VARYING)
+        }
+        if frozen:
+            named = "; ".join(
+                f"{place_name(self.model, place)}: {why or 'the forward computes with the number'}"
+                for place, why in frozen.items()
+            )
+            raise CaptureError(
+                f"capture: {type(self.model).__name__} takes members as constants that differ "
+                f"between the example frames: {named}. Compute with them in torch or numpy, or "
+                "outside of the forward",
+                named,
+            )
+        for place, why in self._read.items():
+            _LOG.warning(
+                "capture: %s is a constant of the graph, and frames with another one are refused: "
+                "%s", place_name(self.model, place), why,
+            )  # fmt: skip
 
     def _trace(self, traced: nn.Module) -> tuple[ExportedProgram, Tree] | None:
         """One trace; None where another one is needed."""
         self._leaves, self.inputs = flatten(
-            self.members.required(self.given), numbers=self._numbers
+            self.members.required(self.given), numbers=self._numbers, arrays=self._is_input
         )
         self._met = len(self._shares)
         closed: dict[str, Opaque] = {}
@@ -230,10 +268,16 @@ class _Traces:
                 self._close(closed)
             return None
 
+    def _is_input(self, value: Any, place: Place) -> bool:
+        return place not in self._read and is_input(value)
+
     def _remedy(self, error: Exception, traced: nn.Module) -> Callable[[], None] | None:
         """What is to be changed before the next trace; None: a module cannot be followed."""
         if len(self._shares) > self._met:
             return nothing  # such an int(…) leaves it open now
+        numbers = needed(error) or self._arrays_in(error)
+        if numbers:
+            return partial(self._keep_constant, numbers, error, traced)
         if self.open_sizes and _by_sizes(error):
             return partial(self._fix_sizes, where(error, traced, self.opaque)[1])
         if any(isinstance(leaf, int) for leaf in self._leaves):
@@ -247,6 +291,23 @@ class _Traces:
         if self.members.required(self.given) is not self.given and isinstance(error, _OF_MEMBERS):
             return self._read_all_members  # it reads them where nobody notes it
         return None
+
+    def _arrays_in(self, error: Exception) -> frozenset[int]:
+        """All arrays, where code that takes none but numpy's own names one."""
+        if TracedArray.__name__ not in str(error):
+            return frozenset()
+        found = (e for _, e in entries(self.inputs) if isinstance(e, Leaf) and e.kind)
+        return frozenset(entry.index for entry in found)
+
+    def _keep_constant(self, numbers: frozenset[int], error: Exception, traced: nn.Module) -> None:
+        """Arrays whose numbers the forward needs are constants from now on."""
+        place = where(error, traced, self.opaque)[1]
+        found = [
+            p
+            for p, entry in entries(self.inputs)
+            if isinstance(entry, Leaf) and entry.index in numbers
+        ]
+        self._read |= dict.fromkeys(found, f"{error}" + (f" ({place})" if place else ""))
 
     def _fix_sizes(self, place: str) -> None:
         self.open_sizes = self._numbers = False

@@ -20,6 +20,8 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ._arrays import torch_call
+
 _LARGEST = 1 << 12  # elements of a tensor that is computed beside
 # As they are outside of a trace, in which ``int`` may have another meaning.
 _CONVERSIONS: dict[str, Any] = {
@@ -90,7 +92,7 @@ class Constants(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        func, args, kwargs = torch_call(func, args, kwargs or {})
         name = getattr(func, "__name__", "")
         if name == "__get__" and getattr(func, "__self__", None) is Tensor.data:
             func, name = Tensor.detach, "detach"  # torch loses track of what ``x.data`` gives

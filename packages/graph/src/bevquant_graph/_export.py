@@ -23,13 +23,14 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from bevquant_sparse import open_shapes
 
+from ._arrays import numpy_traced, refuse_traced
 from ._closing import TraceEnds
 from ._conditions import Condition, places_noted
 from ._constants import Constants
 from ._functional import functional
 from ._opaque import Opaque
 from ._own_inputs import own_inputs
-from ._signature import Tree, flatten, rebuild
+from ._signature import Leaf, Tree, entries, flatten, rebuild, traced_value
 
 tracing_config: Any = functorch_config
 
@@ -48,9 +49,12 @@ class _Shell(nn.Module):
         self.__dict__["note"] = note
 
     def forward(self, *leaves: Any) -> tuple[Any, ...]:
-        args, kwargs = own_inputs(rebuild(self.__dict__["inputs"], leaves), None)
-        with self.__dict__["constants"].begin(self.model):
-            made, result = flatten(self.model(*args, **kwargs))
+        given = rebuild(self.__dict__["inputs"], leaves, array=traced_value)
+        args, kwargs = own_inputs(given, None)
+        with self.__dict__["constants"].begin(self.model), numpy_traced():
+            returned = self.model(*args, **kwargs)
+            refuse_traced(returned, "the result")
+            made, result = flatten(returned)
         self.__dict__["note"](result)
         return tuple(made)
 
@@ -99,8 +103,12 @@ def exported(
 
     shell = _Shell(model, inputs, note, constants)
     shell.training = model.training
-    given = tuple(copy.deepcopy(leaf) for leaf in leaves)
-    dims = (tuple(_open(leaf) for leaf in given),) if open_sizes else None
+    detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    given = tuple(map(copy.deepcopy, detached))
+    # The shape of an array, as 4 × 4 of a matrix, is the example's.
+    kinds = [entry.kind for _, entry in entries(inputs) if isinstance(entry, Leaf)]
+    sizes = [None if kind else _open(leaf) for kind, leaf in zip(kinds, given, strict=True)]
+    dims = (tuple(sizes),) if open_sizes else None
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(open_shapes())

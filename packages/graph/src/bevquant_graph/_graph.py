@@ -16,11 +16,24 @@ from torch.export.graph_signature import InputKind, OutputKind
 from ._batch_arguments import as_example
 from ._conditions import Condition, bound_guards
 from ._faults import CaptureError, author_line, first_fault
+from ._frames import frames_of
 from ._opaque import OPAQUE, Opaque, fixed_sizes, opaque_call, refuse_other_sizes
 from ._own_inputs import own_inputs
 from ._quiet import evaluation
 from ._read_members import ReadMembers
-from ._signature import Arguments, Nested, Tree, arguments, flatten, leaf_names, matched, rebuild
+from ._signature import (
+    Arguments,
+    Constant,
+    Nested,
+    Tree,
+    arguments,
+    entries,
+    flatten,
+    leaf_names,
+    matched,
+    place_name,
+    rebuild,
+)
 from ._size_guards import Guard, check_guards
 from ._state import state_kept
 from ._tidy import ANSWER, NUMBERS, REQUIRE, SHELL, fixed_number, inside
@@ -104,6 +117,12 @@ class Graph:
     def input_names(self) -> list[str]:
         """A name for each leaf of the arguments: parameter of the forward, and key."""
         return leaf_names(self.model, self.inputs)
+
+    @cached_property
+    def constant_members(self) -> dict[str, Any]:
+        """Members of the arguments that are constants of the graph: name to value."""
+        found = ((place, e) for place, e in entries(self.inputs) if isinstance(e, Constant))
+        return {place_name(self.model, place): entry.value for place, entry in found}
 
     @cached_property
     def fixed(self) -> dict[str, dict[int, int]]:
@@ -311,6 +330,8 @@ class Graph:
         Inputs with the example's structure are returned unchanged. A list is one input where the
         example's first input is a list.
         """
+        if frames_of(self.model, batch) is not None:
+            return as_example(self.model, batch)
         tree: Any = self.inputs
         args, kwargs = tree.members
         if isinstance(batch, dict) and batch.keys() <= set(kwargs.keys or ()):
@@ -326,7 +347,7 @@ class Graph:
     def _checked(self, given: Arguments) -> list[Any]:
         numbers = any(not isinstance(n.meta.get("val"), Tensor) for n in self.placeholders)
         leaves, tree = flatten(self.members.required(given), numbers=numbers)
-        leaves = [leaves[place] for place in matched(self.inputs, tree, "inputs")]
+        leaves = list(matched(self.inputs, tree, leaves, "inputs"))
         sizes = {
             name: leaf.shape if isinstance(leaf, Tensor) else leaf
             for name, leaf in zip(self.input_names, leaves, strict=True)

@@ -19,8 +19,8 @@ from torch import nn
 
 from ._own_inputs import own_inputs, twin
 from ._quiet import evaluation
-from ._signature import Arguments, arguments, is_sparse_tensor, members_of, refilled
-from ._watch import WATCHED, Place, Watch, unnoted, watched_of, with_fields
+from ._signature import Arguments, Place, arguments, is_sparse_tensor, members_of, refilled
+from ._watch import WATCHED, Watch, unnoted, watched_of, with_fields
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class ReadMembers:
             given: The arguments of the caller.
         """
         for place, source, keys in self.handed:
-            container, own = _at(result, place), _keys(given, source)
+            container, own = at(result, place), _keys(given, source)
             unread = {key: value for key, value in own.items() if key not in keys}
             if isinstance(container, dict):
                 order = [key for key in own if key in container or key in unread]
@@ -94,7 +94,7 @@ class ReadMembers:
         handed += [(signature, place, None) for _, place, _ in self.handed]
         for value, place, keys in [*handed, *((signature, *entry) for entry in self.asked.items())]:
             try:
-                found = _at(value, place)
+                found = at(value, place)
             except (LookupError, TypeError):
                 found = None
             if not isinstance(found, dict) or (keys is not None and not found.keys() <= {*keys}):
@@ -102,10 +102,15 @@ class ReadMembers:
 
 
 def _keys(value: Any, place: Place) -> dict[Any, Any]:
-    return members_of(_at(value, place)) or {}
+    return members_of(at(value, place)) or {}
 
 
-def _at(value: Any, place: Place) -> Any:
+def at(value: Any, place: Place) -> Any:
+    """The member at a place.
+
+    Raises:
+        LookupError: There is none.
+    """
     for key in place:
         value = (members_of(value) or {})[key]
     return value
@@ -118,7 +123,7 @@ def _kept(value: Any, kept: Mapping[Place, Collection[Any]], place: Place = ()) 
     keys = kept.get(place)
     old = members_of(value) or {}
     order = old if keys is None else [key for key in keys if key in old]
-    return _with_members(value, {key: _kept(old[key], kept, (*place, key)) for key in order})
+    return with_members(value, {key: _kept(old[key], kept, (*place, key)) for key in order})
 
 
 def in_order(wanted: Any, given: Any) -> Any:
@@ -135,7 +140,7 @@ def in_order(wanted: Any, given: Any) -> Any:
     if theirs is None or own is None:
         return given
     order = [*(key for key in theirs if key in own), *(key for key in own if key not in theirs)]
-    return _with_members(given, {key: in_order(theirs.get(key), own[key]) for key in order})
+    return with_members(given, {key: in_order(theirs.get(key), own[key]) for key in order})
 
 
 def rearranged(change: Callable[[Arguments], Arguments], inputs: Any) -> Any:
@@ -150,7 +155,7 @@ def rearranged(change: Callable[[Arguments], Arguments], inputs: Any) -> Any:
     return inputs if made is given else made[1] or made[0]
 
 
-def _with_members(value: Any, new: dict[Any, Any]) -> Any:
+def with_members(value: Any, new: dict[Any, Any]) -> Any:
     """A container with these members in this order; itself where it has them."""
     old = members_of(value) or {}
     if [*new] == [*old] and all(new[key] is item for key, item in old.items()):

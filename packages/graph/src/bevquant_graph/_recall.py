@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from ._conditions import Condition
+from ._frames import is_input
 from ._graph import Graph, bound
 from ._read_members import ReadMembers
 from ._signature import Arguments, Tree, flatten
@@ -170,7 +171,7 @@ def state_of(model: nn.Module, given: Arguments, *settings: bool) -> State | Non
     """
     forwards: list[Any] = [type(module).forward for module in model.modules()]
     try:
-        leaves, tree = flatten(given)
+        leaves, tree = flatten(given, arrays=lambda value, _: is_input(value))
         sizes = [(leaf.shape, leaf.stride(), str(leaf.dtype), str(leaf.device)) for leaf in leaves]
         writer = _Writer(chain(model.parameters(), model.buffers()))
         writer.dump((model, [id(f) for f in forwards], tree, sizes, settings))

@@ -13,17 +13,28 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ._arrays import TracedArray, is_traced
+
+Place = tuple[Any, ...]
+"""The keys and indices that lead to a value, from ``(args, kwargs)`` or from a result."""
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor, or a number that may be another one in the next call, by its place in the list."""
+    """A tensor, or a number that may be another one in the next call, by its place in the list.
+
+    Attributes:
+        index: The place.
+        kind: ``"array"`` for a numpy array, ``"float"`` for a float: tensors in the list.
+    """
 
     index: int
+    kind: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,40 +90,91 @@ def is_sparse_tensor(value: object) -> bool:
     )
 
 
-def flatten(value: Any, *, numbers: bool = False) -> tuple[list[Any], Tree]:
+def flatten(
+    value: Any, *, numbers: bool = False, arrays: Callable[[Any, Place], bool] | None = None
+) -> tuple[list[Any], Tree]:
     """Tensors of `value` in order, and its structure.
 
     Args:
         value: Nested dicts, lists, tuples, dataclasses, sparse tensors, other objects.
-        numbers: Whether integers are leaves too; floats and booleans never are.
+        numbers: Whether integers are leaves too; booleans never are.
+        arrays: Which numpy arrays and floats are leaves too, by value and place: none by default.
     """
     leaves: list[Any] = []
 
-    def leaf(item: Any) -> Leaf:
+    def leaf(item: Any, kind: str = "") -> Leaf:
         leaves.append(item)
-        return Leaf(len(leaves) - 1)
+        return Leaf(len(leaves) - 1, kind)
 
-    def visit(item: Any) -> Tree:
+    def visit(item: Any, place: Place) -> Tree:
+        if is_traced(item):
+            return leaf(item.tensor, "array")
         if isinstance(item, Tensor | torch.SymInt | torch.SymFloat):
             return leaf(item)
         if isinstance(item, int) and not isinstance(item, bool) and numbers:
-            return leaf(item)
+            return leaf(int(item))
+        if arrays is not None and arrays(item, place):
+            return leaf(input_tensor(item), "float" if isinstance(item, float) else "array")
         if is_sparse_tensor(item):
             sizes = [s if isinstance(s, torch.SymInt) else int(s) for s in item.spatial_shape]
             return Sparse(
                 type(item),
-                visit(item.features),
-                visit(item.indices),
+                visit(item.features, place),
+                visit(item.indices, place),
                 Nested(list, None, tuple(map(Constant, sizes))),
-                visit(item.batch_size),
+                visit(item.batch_size, place),
             )
         members = _members(item)
         if members is None:
             return Constant(item)
         keys, values = members
-        return Nested(type(item), keys, tuple(visit(v) for v in values))
+        named = zip(range(len(values)) if keys is None else keys, values, strict=True)
+        return Nested(type(item), keys, tuple(visit(v, (*place, k)) for k, v in named))
 
-    return leaves, visit(value)
+    return leaves, visit(value, ())
+
+
+def input_tensor(value: Any) -> Any:
+    """A numpy array or a float as a tensor of its own; other values are returned unchanged.
+
+    Example:
+        >>> input_tensor(0.5), input_tensor(3)
+        (tensor(0.5000, dtype=torch.float64), 3)
+    """
+    if isinstance(value, float | np.generic | np.ndarray):
+        array = np.asarray(value)
+        if array.dtype.kind in "fiub" and array.dtype.itemsize <= 8:
+            return torch.from_numpy(np.array(array, order="C"))
+    return value
+
+
+def numpy_value(value: Any, kind: str) -> Any:
+    """The numpy array or the float that a leaf of a kind stands for; others are unchanged."""
+    if not kind or not isinstance(value, Tensor):
+        return value
+    return float(value) if kind == "float" else value.detach().cpu().numpy()[()]
+
+
+def traced_value(value: Any, leaf: Leaf) -> Any:
+    """In a trace: a leaf as the forward gets it."""
+    return TracedArray(value, frozenset((leaf.index,))) if leaf.kind else value
+
+
+def entries(tree: Tree, place: Place = ()) -> Iterator[tuple[Place, Leaf | Constant]]:
+    """Leaves and constants of a structure with their places, in order.
+
+    Example:
+        >>> [place for place, _ in entries(flatten({"a": [torch.ones(1), None]})[1])]
+        [('a', 0), ('a', 1)]
+    """
+    if isinstance(tree, Leaf | Constant):
+        yield place, tree
+    elif isinstance(tree, Sparse):
+        for part in (tree.features, tree.indices, tree.spatial_shape, tree.batch_size):
+            yield from entries(part, place)
+    else:
+        for key, member in _by_key(tree).items():
+            yield from entries(member, (*place, key))
 
 
 def members_of(value: Any) -> dict[Any, Any] | None:
@@ -159,12 +221,13 @@ def same_constant(wanted: Any, got: Any) -> bool:
     return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
 
 
-def matched(wanted: Tree, given: Tree, where: str) -> Iterator[int]:
-    """Places of the leaves of `given` in the order of `wanted`; members are found by their keys.
+def matched(wanted: Tree, given: Tree, leaves: list[Any], where: str) -> Iterator[Any]:
+    """The leaves of `given` in the order of `wanted`; members are found by their keys.
 
     Args:
         wanted: How the example inputs are put together.
         given: How those of a call are.
+        leaves: Of `given`.
         where: Name of both, for messages.
 
     Raises:
@@ -172,9 +235,7 @@ def matched(wanted: Tree, given: Tree, where: str) -> Iterator[int]:
         ValueError: Another constant.
     """
     if isinstance(wanted, Leaf):
-        if not isinstance(given, Leaf):
-            raise TypeError(f"{where}: expected a tensor, got {_described(given)}")
-        yield given.index
+        yield _matched_leaf(wanted, given, leaves, where)
     elif isinstance(wanted, Constant):
         if not isinstance(given, Constant) or not same_constant(wanted.value, given.value):
             raise ValueError(
@@ -185,13 +246,27 @@ def matched(wanted: Tree, given: Tree, where: str) -> Iterator[int]:
         if not isinstance(given, Sparse):
             raise TypeError(f"{where}: expected a sparse tensor, got {_described(given)}")
         for name in ("features", "indices", "spatial_shape", "batch_size"):
-            yield from matched(getattr(wanted, name), getattr(given, name), f"{where}.{name}")
+            own = getattr(wanted, name), getattr(given, name)
+            yield from matched(*own, leaves, f"{where}.{name}")
     else:
         found = _by_key(given) if isinstance(given, Nested) else {}
         members = _by_key(wanted)
         refuse_other_members(members, found, where)
         for key, member in members.items():
-            yield from matched(member, found[key], f"{where}[{key!r}]")
+            yield from matched(member, found[key], leaves, f"{where}[{key!r}]")
+
+
+def _matched_leaf(wanted: Leaf, given: Tree, leaves: list[Any], where: str) -> Any:
+    if isinstance(given, Leaf):
+        return leaves[given.index]
+    value = given.value if isinstance(given, Constant) else None
+    if wanted.kind == "float" and type(value) is int:
+        value = float(value)
+    made = input_tensor(value) if wanted.kind else None
+    if not isinstance(made, Tensor):
+        kind = f"a numpy {wanted.kind}" if wanted.kind else "a tensor"
+        raise TypeError(f"{where}: expected {kind}, got {_described(given)}")
+    return made
 
 
 def refuse_other_members(wanted: Collection[Any], given: Collection[Any], where: str) -> None:
@@ -222,7 +297,13 @@ def _described(tree: Tree) -> str:
     return "a tensor or number" if isinstance(tree, Leaf) else f"a {tree.kind.__name__}"
 
 
-def rebuild(tree: Tree, leaves: Any, *, sparse: Callable[..., Any] | None = None) -> Any:
+def rebuild(
+    tree: Tree,
+    leaves: Any,
+    *,
+    sparse: Callable[..., Any] | None = None,
+    array: Callable[[Any, Leaf], Any] | None = None,
+) -> Any:
     """The value that `tree` describes, with these leaves; containers are new in every call.
 
     Args:
@@ -230,16 +311,18 @@ def rebuild(tree: Tree, leaves: Any, *, sparse: Callable[..., Any] | None = None
         leaves: Value of each `Leaf`.
         sparse: Makes a sparse tensor of ``(features, indices, spatial_shape, batch_size)``; by
             default an object of the original class.
+        array: Makes the value of a leaf of a kind; by default the numpy array or the float.
     """
     if isinstance(tree, Leaf):
-        return leaves[tree.index]
+        value = leaves[tree.index]
+        return array(value, tree) if array else numpy_value(value, tree.kind)
     if isinstance(tree, Constant):
         return tree.value
     if isinstance(tree, Sparse):
         parts = (tree.features, tree.indices, tree.spatial_shape, tree.batch_size)
-        made = [rebuild(part, leaves, sparse=sparse) for part in parts]
+        made = [rebuild(part, leaves, sparse=sparse, array=array) for part in parts]
         return (sparse or tree.kind)(*made)
-    members = [rebuild(member, leaves, sparse=sparse) for member in tree.members]
+    members = [rebuild(m, leaves, sparse=sparse, array=array) for m in tree.members]
     return _container(tree, members)
 
 
@@ -297,6 +380,26 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
     return change(value)
 
 
+def place_name(module: nn.Module, place: Place) -> str:
+    """A name for a place in ``(args, kwargs)``: parameter and keys.
+
+    Example:
+        >>> place_name(nn.Flatten(), (0, 0, "boxes", 2))
+        "input['boxes'][2]"
+    """
+    side, first, *keys = place
+    name = str(first)
+    if side == 0:
+        plain = _plain_parameters(module)
+        name = plain[first] if first < len(plain) else f"inputs[{first}]"
+    return name + "".join(f"[{key!r}]" for key in keys)
+
+
+def _plain_parameters(module: nn.Module) -> list[str]:
+    parameters = inspect.signature(module.forward).parameters.values()
+    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
 def leaf_names(module: nn.Module, inputs: Tree) -> list[str]:
     """A name for each leaf of ``(args, kwargs)``: its parameter and key.
 
@@ -314,8 +417,7 @@ def leaf_names(module: nn.Module, inputs: Tree) -> list[str]:
     positional, named = inputs.members
     assert isinstance(positional, Nested)
     assert isinstance(named, Nested)
-    parameters = list(inspect.signature(module.forward).parameters.values())
-    plain = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    plain = _plain_parameters(module)
     names: dict[int, str] = {}
     for index, member in enumerate(positional.members):
         name = plain[index] if index < len(plain) else f"inputs[{index}]"

@@ -15,10 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ._signature import is_sparse_tensor, members_of, refilled
-
-Place = tuple[Any, ...]
-"""The keys and indices that lead to a container, from ``(args, kwargs)`` or from a result."""
+from ._signature import Place, is_sparse_tensor, members_of, refilled
 
 
 @dataclass

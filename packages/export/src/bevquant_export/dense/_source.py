@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from bevquant_export._errors import QdqError
 from bevquant_graph import (
     as_example,
+    input_tensor,
     is_sparse_tensor,
     members_of,
     refuse_other_members,
@@ -30,6 +31,7 @@ from bevquant_int8sim.program import (
     SparseRef,
     Step,
     arguments,
+    in_single,
     names_in,
     replaced,
 )
@@ -74,9 +76,20 @@ class _Simulated:
     def __init__(
         self, model: nn.Module | IntegerModel, args: Any, sums: Sums, verify: bool
     ) -> None:
-        self.model: IntegerModel
+        self.model: IntegerModel = self._lowered(model, args, sums, verify)
+        ports = ports_of(self.model).items()
+        doubles = [n for n, (_, node) in ports if _dtype(node) == torch.float64]
+        if doubles:
+            held = self.model
+            self.model = IntegerModel(
+                in_single(held.program, doubles), held.source,
+                backend=held.backend, sum_ranges=held.sum_ranges,
+            )  # fmt: skip
+
+    def _lowered(
+        self, model: nn.Module | IntegerModel, args: Any, sums: Sums, verify: bool
+    ) -> IntegerModel:
         if isinstance(model, IntegerModel):
-            self.model = model
             other = next((step.rounding for step in model.steps if step.rounding), None)
             if other is not None:
                 raise QdqError(
@@ -89,9 +102,9 @@ class _Simulated:
                     f"the integer model {met}; give the calibrated model, or what "
                     f"simulate(…, integer_sums={bool(sums)}) makes of it"
                 )
-            return
+            return model
         refuse_unusable(model, "export_qdq_onnx", finite=False)
-        self.model = simulate(model, args, integer_sums=sums, verify=verify)
+        return simulate(model, args, integer_sums=sums, verify=verify)
 
     @property
     def program(self) -> Program:
@@ -108,6 +121,10 @@ class _Simulated:
     def run(self, inputs: Any, *, observe: Observe) -> Any:
         returned, _ = self.model.run(inputs, record=False, observe=observe)
         return returned
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    return getattr(node.meta.get("val"), "dtype", None)
 
 
 def _adds_sums(model: IntegerModel) -> bool:
@@ -216,7 +233,9 @@ def placed(wanted: Any, given: Any, where: str = "inputs") -> Iterator[tuple[str
         TypeError: A member is missing.
     """
     if isinstance(wanted, Ref):
-        yield wanted.name, given
+        made = input_tensor(given)
+        own = made is not given and made.dtype == torch.float64  # files hold no float64
+        yield wanted.name, made.float() if own else made
     elif isinstance(wanted, SparseRef):
         yield wanted.features, given.features
         yield wanted.coords, given.indices

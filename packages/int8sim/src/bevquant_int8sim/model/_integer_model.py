@@ -224,7 +224,7 @@ class IntegerModel:
             if (coords is not None) != is_sparse_tensor(value):
                 expected = "sparse tensor" if coords is not None else "tensor"
                 raise TypeError(f"input {name}: expected a {expected}, got {type(value).__name__}")
-            values[name] = value
+            values[name] = value.float() if name in program.single else value
             if coords is not None:
                 values[name], values[coords] = value.features, coords_of(value)
                 sizes[f"{coords}.indices"] = tuple(value.indices.shape)

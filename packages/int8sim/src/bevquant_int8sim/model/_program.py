@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -156,6 +156,7 @@ class Program:
         operations: Multiplications of each step on the example inputs, by its first output; of one
             that multiplies no matrices, the values that it computes. Filled where the model is held
             against the one that it was made from.
+        single: Inputs of float64 that become float32 at the start (`in_single`).
     """
 
     signature: tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -168,6 +169,7 @@ class Program:
     guards: tuple[Guard, ...] = ()
     members: ReadMembers = field(default_factory=ReadMembers)
     operations: dict[str, int] = field(default_factory=dict)
+    single: frozenset[str] = frozenset()
 
     @property
     def float_fallbacks(self) -> tuple[FloatFallback, ...]:
@@ -201,6 +203,32 @@ def rounded(program: Program, rounding: str, arithmetic: str) -> Program:
     if not stated and all(step.op != "operator" for step in program.steps):
         return program
     return replace(program, steps=tuple(map(with_rounding, program.steps)))
+
+
+def in_single(program: Program, doubles: Iterable[str]) -> Program:
+    """The program in float32, for engines that have no float64.
+
+    Args:
+        program: With inputs of float64, as numpy arrays are.
+        doubles: Names of these inputs.
+    """
+
+    def single(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dtype == torch.float64:
+            return value.float()
+        if isinstance(value, Mapping):
+            return {key: single(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return refilled(type(value), map(single, value))
+        return torch.float32 if value is torch.float64 else value
+
+    def in_floats(step: Step) -> Step:
+        tensors = single(step.tensors) if step.op == "constant" else step.tensors
+        return replace(step, args=single(step.args), kwargs=single(step.kwargs), tensors=tensors)
+
+    constants = single(program.constants)
+    steps = tuple(map(in_floats, program.steps))
+    return replace(program, steps=steps, constants=constants, single=frozenset(doubles))
 
 
 def names_in(value: Any) -> list[str]:

@@ -7,7 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from bevquant_graph import is_sparse_tensor, members_of, refuse_other_members, same_constant
+from bevquant_graph import (
+    input_tensor,
+    is_sparse_tensor,
+    members_of,
+    refuse_other_members,
+    same_constant,
+)
 from bevquant_int8sim.model._program import Ref
 
 __all__ = ["bind"]
@@ -49,6 +55,7 @@ def _counted(args: Any, kwargs: Mapping[str, Any]) -> str:
 
 def _bind(wanted: Any, got: Any, where: str, found: dict[str, Any]) -> None:
     if isinstance(wanted, Ref):
+        got = input_tensor(got)
         if not _is_value(got):
             raise TypeError(f"{where}: expected a tensor or a number, got {type(got).__name__}")
         found[wanted.name] = got

@@ -1,0 +1,64 @@
+"""Numpy arrays and floats among a model's arguments, in files, which hold no float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bevquant_export import compare_qdq_onnx, export_qdq_onnx
+from bevquant_int8sim import simulate
+from bevquant_qnn import quantize_model
+from bevquant_quantizers import calibrate
+
+onnx = pytest.importorskip("onnx")
+
+
+class Moved(nn.Module):
+    """Features at places that a camera's matrix and the car's motion give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.out = nn.Linear(4, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, img_metas: list) -> Tensor:
+        matrices = x.new_tensor(np.asarray([meta["lidar2img"] for meta in img_metas]))
+        bus = img_metas[0]["can_bus"]
+        length = np.sqrt(bus[0] ** 2 + bus[1] ** 2) * np.cos(bus[2] / np.pi * 180)
+        places = x @ matrices[0] + x.new_tensor(length * img_metas[0]["gap"])
+        return self.out(self.value(places).relu())
+
+
+def frame(seed: int) -> dict:
+    random = np.random.default_rng(seed)
+    meta = {"lidar2img": random.normal(size=(4, 4)), "can_bus": random.normal(size=3)}
+    return {
+        "x": torch.from_numpy(random.normal(size=(6, 4))).float(),
+        "img_metas": [meta | {"gap": float(random.normal())}],
+    }
+
+
+@pytest.mark.parametrize("profile", ["tensorrt11", "onnxruntime"])
+def test_files_take_arrays_and_floats_without_float64(profile: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    frames = [frame(0), frame(1)]
+    torch.manual_seed(0)
+    quantized = quantize_model(Moved().eval(), example_inputs=frames).model
+    calibrate(quantized, [frame(seed) for seed in range(4)])
+    integers = simulate(quantized, frames)
+    want, got = quantized(**frame(5)), integers(**frame(5))
+    assert (want - got).abs().max() <= 0.02 * want.abs().max()
+    file = export_qdq_onnx(integers, frames, tmp_path / "moved.onnx", profile)
+    graph = onnx.load(file.path).graph
+    kinds = {port.name: port.type.tensor_type.elem_type for port in graph.input}
+    assert len(kinds) == 4
+    assert set(kinds.values()) <= {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16}
+    doubles = {value.name for value in graph.initializer if value.data_type == 11}
+    casts = [n for n in graph.node if n.op_type == "Cast" and n.attribute[0].i == 11]
+    assert not doubles
+    assert not casts
+    for seed in (6, 7):
+        assert not any(row.unexplained for row in compare_qdq_onnx(file, integers, frame(seed)))
