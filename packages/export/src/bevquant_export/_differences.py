@@ -40,7 +40,7 @@ class TensorDifference:
         ties: Differing values that are one step off because the real value is as close to the
             middle of two steps as float rounding reaches. The real value is computed separately, in
             integers and float64.
-        form: ``"int8"`` or ``"float"``.
+        form: ``"int8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"`` or ``"float"``.
         size: Largest magnitude of the model's tensor; 0 where it was not noted.
         behind_functions: Whether a layer reads, directly or through one other layer, a float
             function between layers. Runtimes sum in different orders there, so a value between two
@@ -138,12 +138,16 @@ def verdict(verified: str, rows: Iterable[TensorDifference]) -> str:
     if verified == "no":
         return "not run: whether it computes what the model computes is unknown"
     different = sum(row.different for row in rows)
-    text = f"{different:,} of {sum(row.elements for row in rows):,} integers are not the model's"
+    float8 = any(row.form.startswith("fp8") for row in rows)
+    kind = "quantized values" if float8 else "integers"
+    text = f"{different:,} of {sum(row.elements for row in rows):,} {kind} are not the model's"
     if different:
         largest = max(row.largest for row in rows)
         text += f", at most {largest:g} step{'s' * (largest != 1)} off"
     ties = sum(row.ties for row in rows)
-    return f"run by {verified}: {text}" + (f"; {ties:,} lie between the two" if ties else "")
+    text += f"; {ties:,} lie between the two" if ties else ""
+    text += "; an engine that sums FP8 products in another order may round others" if float8 else ""
+    return f"run by {verified}: {text}"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,12 @@ import torch
 
 from bevquant_export.targets._cpu import cpu_name, cpu_of
 
-_EIGHT_BITS = {2: "uint8", 3: "int8"}  # by onnx.TensorProto's numbers
+_EIGHT_BITS = {
+    2: "uint8",
+    3: "int8",
+    17: "fp8_e4m3",
+    19: "fp8_e5m2",
+}  # by onnx.TensorProto's numbers
 _HALF = 10
 _ROUNDS, _SECONDS = (7, 100), 0.5
 _CPUS = {
@@ -56,7 +61,8 @@ class Figures:
     Attributes:
         size: Its bytes.
         float_size: Its bytes with the same weights in float32.
-        weights: Type of its integer weights, ``"int8"`` or ``"uint8"``, or both; empty without any.
+        weights: Type of its quantized weights, such as ``"int8"``, ``"uint8"`` or ``"fp8_e4m3"``;
+            several are joined; empty without any.
         cpu: CPUs on which it is exact, from its metadata: ``"vnni"`` or ``"any"``; empty for
             engines that do not run on a CPU.
         timing: Where it was measured.

@@ -35,7 +35,7 @@ from torch import nn
 
 from bevquant_graph import arguments
 from bevquant_int8sim._sample import PADDINGS, SAMPLES, exact_samples, sampling_error
-from bevquant_int8sim.model._float8 import FLOAT8, Float8Layer, float8_round
+from bevquant_int8sim.model._float8 import FLOAT8, Float8Layer, float8_round, float8_steps
 from bevquant_int8sim.model._form import Form, Integers, TensorType
 from bevquant_int8sim.model._grid_operations import grid_call, module_call
 from bevquant_int8sim.model._layer_sums import alike
@@ -76,6 +76,7 @@ __all__ = [
     "contiguous",
     "exact_samples",
     "float8_round",
+    "float8_steps",
     "from_document",
     "grid_call",
     "in_single",

@@ -41,8 +41,8 @@ def fake_quantize(
     Rounding is half to even, after the multiplication and before the clamp. The clamp range is
     −127…127 for eight signed bits, −128…127 with ``narrow_range=False``, 0…255 when unsigned.
     With (4, 3) and (5, 2) the clamp comes first, then the cast to FP8 (E4M3 up to 448, E5M2 up to
-    57344; half to even, subnormal numbers included), in float32: ModelOpt's values, but for its
-    zeros where \|x\| < 2⁻²⁴.
+    57344; half to even, subnormal numbers included), in float32. ModelOpt 0.47 multiplies by
+    reciprocals: its values differ by two units in the last place, or near a tie by a step.
     Where amax is at most 2⁻²⁴ the output is zero, where it is infinite or NaN it is NaN. float16 is
     computed in float32.
 

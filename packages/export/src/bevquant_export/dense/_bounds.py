@@ -35,6 +35,9 @@ from bevquant_export.dense._bound import (
     product,
     times,
 )
+from bevquant_int8sim.program import FLOAT8
+
+_FLOAT8 = {str(form.dtype).removeprefix("torch."): form.high for form in FLOAT8.values()}
 
 
 def _monotone(function: Callable[[float], float], low: float = -INF) -> Rule:
@@ -161,11 +164,13 @@ def _dequantize(at: Reading) -> Bound:
     if scale is None:
         return UNKNOWN
     zeros = np.zeros((), np.int8) if zero is None else zero
+    largest = float(np.abs(scale).max())
+    if top := _FLOAT8.get(zeros.dtype.name):
+        return Bound(-top * largest, top * largest)
     limits = np.iinfo(zeros.dtype)
     steps = [float(limits.min) - float(zeros.max()), float(limits.max) - float(zeros.min())]
     if limits.bits > 8:
         return UNKNOWN
-    largest = float(np.abs(scale).max())
     return Bound(steps[0] * largest, steps[1] * largest)
 
 

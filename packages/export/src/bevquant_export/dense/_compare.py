@@ -182,7 +182,7 @@ def compared(
             named = _named(step.outputs[0], made[0])
             cut.hold(named)
             for name, value in named:
-                if name in file.integers:
+                if name in file.integers or name in file.float8:
                     # The model's maps have channels last, the file's do not.
                     cut.compare(step, name, contiguous(value.cpu()).numpy())
 

@@ -6,7 +6,7 @@ So a difference is found at its cause and not downstream.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from bevquant_export._differences import TensorDifference
+from bevquant_export.dense._float8 import float8_steps_apart, rounds_within
 from bevquant_export.dense._float_errors import FloatErrors
 from bevquant_export.dense._graph import Array
 from bevquant_export.dense._profile import profile_of
@@ -85,13 +86,16 @@ class CutFile:
         self._found: dict[str, tuple[Step, str, Array]] = {}
         self._values: dict[str, Array] = {}
         self._doubts: dict[str, tuple[str, Array, Array, tuple[int, ...]]] = {}
+        self._float8_doubts: dict[str, tuple[Step, Array, Array, Array]] = {}
         self.floats: dict[str, Array] = {}
         self._program = program
         self._boundary = RoundingBoundary(program, self._values, {}, self._profile)
         names: dict[str, list[str]] = defaultdict(list)
-        for value, tensor in file.integers.items():
+        self._tensors = {**file.integers, **file.float8}
+        self._float8 = set(file.float8.values())
+        for value, tensor in self._tensors.items():
             names[tensor].append(value)
-        proto, made = forced(content, tuple(names))
+        proto, made = forced(content, tuple(names), self._float8)
         self._pieces = []
         for part in pieces_of(proto):
             ports = {port.name for port in (*part.graph.input, *part.graph.output)}
@@ -117,7 +121,7 @@ class CutFile:
 
         Of two values that are one tensor (a ReLU of non-negative values), the first counts.
         """
-        tensor = self._file.integers[name]
+        tensor = self._tensors[name]
         if tensor not in self._rows:
             self._rows[tensor] = None
             self._found[tensor] = step, name, value
@@ -147,7 +151,8 @@ class CutFile:
 
     def in_doubt(self) -> set[str]:
         """Roundings with unexplained steps, before errors of float functions are known."""
-        return {read for doubt in self._doubts.values() for read in self._boundary.reads(doubt[0])}
+        read = {read for doubt in self._doubts.values() for read in self._boundary.reads(doubt[0])}
+        return read | {doubt[0].args[0].name for doubt in self._float8_doubts.values()}
 
     def count_again(self, floats: FloatErrors) -> None:
         """Count ties downstream of floats whose errors are known now."""
@@ -155,6 +160,11 @@ class CutFile:
         for tensor, doubt in self._doubts.items():
             if row := self._rows[tensor]:
                 self._rows[tensor] = replace(row, ties=max(row.ties, ties.count(*doubt)))
+        for tensor, (step, places, x, got) in self._float8_doubts.items():
+            error = floats.errors.get(step.args[0].name)
+            if (row := self._rows[tensor]) and error is not None:
+                within = rounds_within(step, x, error.reshape(-1)[places], got)
+                self._rows[tensor] = replace(row, ties=int(np.count_nonzero(within)))
 
     def _start(self, piece: _Piece) -> None:
         self._pieces.remove(piece)
@@ -170,7 +180,9 @@ class CutFile:
         running = self._run_in(piece.proto, self._profile.runner)
         taken = {port.name for port in running.get_inputs()}
         given = {name: value for name, value in self._inputs.items() if name in taken}
-        given |= {name: self._stored(self._found[name][2]) for name in piece.reads}
+        for name in piece.reads:
+            value = self._found[name][2]
+            given[name] = np.asarray(value) if name in self._float8 else self._stored(value)
         names = [port.name for port in piece.proto.graph.output]
         for name, got in zip(names, running.run(names, given), strict=True):
             if name in piece.makes:
@@ -192,6 +204,8 @@ class CutFile:
 
     def _row(self, tensor: str, got: Array) -> TensorDifference:
         step, name, value = self._found[tensor]
+        if tensor in self._float8:
+            return self._float8_row(tensor, step, value, got)
         value = np.atleast_1d(value)
         # A linear layer's result has two axes in some files, and its own behind a Reshape.
         got = got.reshape(value.shape)
@@ -209,13 +223,28 @@ class CutFile:
             step.path, step.op, tensor, int(value.size), len(places), largest, ties
         )
 
+    def _float8_row(self, tensor: str, step: Step, value: Array, got: Array) -> TensorDifference:
+        """FP8 values of the file beside the model's; ties are told by `count_again`."""
+        want, got = value.reshape(-1), got.reshape(-1)
+        places = np.flatnonzero(~((want == got) | (np.isnan(want) & np.isnan(got))))
+        largest = float8_steps_apart(want[places], got[places], step)
+        x = self._values.get(step.args[0].name)
+        if len(places) and x is not None:
+            self._float8_doubts[tensor] = step, places, x.reshape(-1)[places], got[places]
+        return TensorDifference(
+            step.path, "quantize", tensor, value.size, len(places), largest, form=step.args[2]
+        )
 
-def forced(content: bytes, tensors: tuple[str, ...]) -> tuple[Any, dict[str, str]]:
+
+def forced(
+    content: bytes, tensors: tuple[str, ...], floats: Collection[str] = ()
+) -> tuple[Any, dict[str, str]]:
     """The model with these tensors cut: their consumers read inputs of the same name.
 
     Args:
         content: The file.
         tensors: Quantized tensors.
+        floats: Those held as floats, of FP8.
 
     Returns:
         The model with these tensors' producers as extra outputs, followed by the file's own
@@ -232,12 +261,17 @@ def forced(content: bytes, tensors: tuple[str, ...]) -> tuple[Any, dict[str, str
     unsigned = any(c.data_type == TensorProto.UINT8 for c in graph.initializer)
     dtype = TensorProto.UINT8 if unsigned else TensorProto.INT8
     read = {name for node in graph.node for name in node.input}
+    types = {name: TensorProto.FLOAT if name in floats else dtype for name in tensors}
     graph.input.extend(
-        helper.make_tensor_value_info(name, dtype, None) for name in tensors if name in read
+        helper.make_tensor_value_info(name, kind, None)
+        for name, kind in types.items()
+        if name in read
     )
     own = list(graph.output)
     del graph.output[:]
-    graph.output.extend(helper.make_tensor_value_info(name, dtype, None) for name in made.values())
+    graph.output.extend(
+        helper.make_tensor_value_info(made[name], kind, None) for name, kind in types.items()
+    )
     graph.output.extend(value for value in own if value.name not in made)
     return proto, made
 

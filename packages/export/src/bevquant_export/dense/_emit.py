@@ -15,6 +15,7 @@ from torch import Tensor
 from bevquant_export._errors import QdqError
 from bevquant_export._taken_numbers import decisions
 from bevquant_export.dense._aten import as_layer
+from bevquant_export.dense._float8 import as_weighted, float8_pair
 from bevquant_export.dense._floats import float_operation
 from bevquant_export.dense._graph import Graph, TensorState
 from bevquant_export.dense._grid import average_pool, max_pool, resize
@@ -29,9 +30,11 @@ from bevquant_export.sparse.portable._body import INT64
 from bevquant_graph import op_spec, own_code, problem_of
 from bevquant_int8sim.program import (
     SAMPLES,
+    Float8Layer,
     Integers,
     Ref,
     Step,
+    float8_round,
     integers_of,
     is_active,
     names_in,
@@ -283,6 +286,10 @@ class Emitter:
             return self._float(step, lambda: self._torch_form(step))
         if step.op not in ("move", "float"):
             self._refuse(step)
+        if step.function is float8_round:
+            return float8_pair(graph, path, self.read(step.args[0].name), *step.args[1:])
+        if isinstance(step.module, Float8Layer):
+            return self._float8_layer(step, step.module)
         rows = self.voxels.written(step) or self.numbers.sized(step)
         if rows is not None:
             return rows
@@ -294,6 +301,16 @@ class Emitter:
         if made is None and step.op == "float" and floats:
             made = self._float(step, lambda: self._listed(step))
         return self._float(step, lambda: self._torch_form(step)) if made is None else made
+
+    def _float8_layer(self, step: Step, layer: Float8Layer) -> str | TensorState | list[str]:
+        if layer.op == "sparse_conv":
+            rows = self.voxels.written(replace(step, module=layer.in_float()))
+            return self._refuse(step) if rows is None else rows
+        step = as_weighted(step)
+        self.read(step.args[0].name)
+        x = self.states[step.args[0].name]
+        made = weighted_layer(self.graph, step, x, "float", self.source)
+        return unflattened(self.graph, step, TensorState(made), self.source)
 
     def _all_states(self, step: Step) -> bool:
         known = (self.states, self.several)

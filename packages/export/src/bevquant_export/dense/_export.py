@@ -24,8 +24,10 @@ from bevquant_export._size_guards import (
     refuse_free_batch,
 )
 from bevquant_export._taken_numbers import frame_tables
+from bevquant_export._takes_float8 import is_float8, refuse_float8
 from bevquant_export.dense._compare import tensors_by_input, verified
 from bevquant_export.dense._emit import emit
+from bevquant_export.dense._float8 import OPSET as FLOAT8_OPSET
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._half_tried import recorded, typed_file
 from bevquant_export.dense._profile import profile_of
@@ -181,7 +183,9 @@ def export_qdq_onnx(
     )  # fmt: skip
     inputs = _named_inputs(source, input_names)
     outputs = _named_outputs(source, output_names, inputs.values())
-    graph = Graph(chosen, OPSET if source.sparse else None)
+    refuse_float8(source.program, chosen.float8, "export_qdq_onnx", f"profile {profile!r}")
+    opset = OPSET if source.sparse else None
+    graph = Graph(chosen, FLOAT8_OPSET if any(map(is_float8, source.program.steps)) else opset)
     for name in (*inputs.values(), *(name for _, name in outputs)):
         graph.unique(name)
     made = emit(source, graph, inputs, integer_sums=integer_sums)
@@ -207,6 +211,7 @@ def export_qdq_onnx(
         inputs=shapes_in,
         outputs=shapes_out,
         integers={n: h.integers or h.flat for n, h in made.items() if h.integers or h.flat},
+        float8={n: h.name for n, h in made.items() if h.float8},
         floats=tuple(f"{i.path}: {i.what}: {i.reason}" for i in source.program.float_fallbacks),
         notes=(*graph.notes, *fixed),
         run_on_cpu=on_cpu if chosen.name == "horizon" else (),
@@ -412,6 +417,9 @@ def _functions(graph: Graph) -> list[Any]:
     ]
     for function in found:
         function.domain = VOXELS
+        for entry in function.opset_import:
+            if not entry.domain:  # one set for the whole file
+                entry.version = graph.opset
     return found
 
 

@@ -16,11 +16,13 @@ from bevquant_export.dense._source import QdqProgram, inputs_of
 from bevquant_graph import op_spec, refilled
 from bevquant_int8sim.program import (
     SAMPLES,
+    Float8Layer,
     Integers,
     Program,
     Ref,
     Step,
     exact_samples,
+    float8_round,
     replaced,
 )
 
@@ -49,7 +51,8 @@ class FloatErrors:
     terms of its variance may be summed one by one. The error is four times the root mean square of
     the effect. Integers are not perturbed: each piece of a file reads the model's. Float results of
     layers are perturbed by the spread of their sums (`_deviations`), which rounding of the result
-    does not show where terms cancel. The random numbers are the same in every run of the program.
+    does not show where terms cancel; FP8 tensors are not perturbed, FP8 layers are as other layers.
+    The random numbers are the same in every run of the program.
 
     Args:
         program: Its steps.
@@ -64,6 +67,7 @@ class FloatErrors:
     def __init__(self, program: Program, wanted: Collection[str], *, half: bool) -> None:
         self._program, self._wanted = program, set(wanted)
         self._unit = _UNITS * (2.0**-11 if half else UNIT)
+        self._half = half
         needed = set(wanted)
         self._last: dict[str, str] = {}  # what is read to the result of its last reader
         self._calls: set[str] = set()
@@ -127,6 +131,8 @@ class FloatErrors:
         args, kwargs = replaced(
             (step.args, dict(step.kwargs)), lambda ref: read(self._moved[ref.name])
         )
+        if isinstance(step.module, Float8Layer):
+            return self._summed_float8(step.module, args)
         result = rounded(call(*args, **kwargs))
         if terms := _TERMS.get(op_spec(step.function).name):
             result = self._rounded(result, math.sqrt(terms(*args)) * UNIT)
@@ -147,6 +153,20 @@ class FloatErrors:
         spread = _deviations(step, given[0], form, to) * (made[0] != 0)
         noise = torch.rand(spread.shape, generator=self._random).to(spread.device)
         return (made[0] + spread * (3**0.5 * (2 * noise - 1)),)
+
+    def _summed_float8(self, layer: Float8Layer, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Result of an FP8 layer with perturbed sums: by √n·2⁻²⁴ of the magnitudes.
+
+        Transposed convolutions have factors in half precision, where other floats are.
+        """
+        made = layer(*args)
+        made, *others = made if isinstance(made, tuple) else (made,)
+        size = layer.bound(*args, bits=1) / (layer.products + 3)
+        spread = size * (math.sqrt(layer.products) * UNIT)
+        if self._half and layer.op == "conv_transpose":
+            spread = self._unit * (size / math.sqrt(layer.products) + made.abs())
+        noise = torch.rand(spread.shape, generator=self._random, dtype=torch.float64)
+        return (made + (spread * (3**0.5 * (2 * noise.to(spread.device) - 1))).to(made), *others)
 
     def _shifted(self, value: Any) -> Any:
         """Result of a resize at perturbed positions, whose magnitude is the map's size."""
@@ -171,7 +191,7 @@ class FloatErrors:
 def _is_call(step: Step) -> bool:
     refs: list[Any] = []
     replaced((step.args, dict(step.kwargs)), refs.append)
-    called = step.function is not None or step.module is not None
+    called = step.function is not float8_round and (step.function or step.module) is not None
     calls = ("float", "move", "max_pool", "resize")
     return step.op in calls and called and all(isinstance(ref, Ref) for ref in refs)
 

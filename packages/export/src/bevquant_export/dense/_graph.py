@@ -38,6 +38,7 @@ class TensorState:
         name: Its float values; the output of a DequantizeLinear where it is quantized.
         integers: Its integers; empty for float values and for tensors that keep their input's pair.
         form: Scale of the integers.
+        float8: Scale and format of an FP8 tensor, the output of its DequantizeLinear; else None.
         flat: Integers of a linear layer's result with two axes, where only a Reshape follows: not
             read, but compared.
         low: Lower bound of the integers, where known, without zero point.
@@ -48,6 +49,7 @@ class TensorState:
     form: Integers | None = None
     low: int | None = None
     flat: str = ""
+    float8: tuple[float, str] | None = None
 
 
 class Graph:
@@ -269,9 +271,10 @@ class Graph:
         return self.held_off(path, name) if held else name
 
     def held_off(self, path: str, name: str) -> str:
-        """The tensor separated from its producer, for OpenVINO, which fuses too much.
+        """The tensor separated from its producer, for runtimes that fuse too much.
 
-        A Max with a lower bound of all values, for which OpenVINO has no integer form.
+        A Max with a lower bound of all values, for which OpenVINO has no integer form, and over
+        which ONNX Runtime moves no FP8 pair.
         """
         lowest = self.constant("lowest_float32", np.finfo(np.float32).min)
         return self.node("Max", path, [name, lowest])

@@ -42,6 +42,7 @@ class Profile:
         voxels: Sparse convolutions may be among a model's layers, as functions of the file.
         plugins: Version of the engine's own plugins, which are nodes of their names; "" without.
         scatter_sums: Scatters may sum; else a sum over places is a product of matrices.
+        float8: Formats of FP8 that it takes.
         integer_inputs: Inputs may be integers and truth values; else all are float32.
         runner: What runs a file to check it: ``"onnxruntime"`` or ``"openvino"`` optimised as in
             use, ``"plain"`` for ONNX Runtime without optimisations.
@@ -66,6 +67,7 @@ class Profile:
     plugins: str = ""
     scatter_sums: bool = False
     integer_inputs: bool = True
+    float8: tuple[str, ...] = ()
     runner: str = "plain"
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from bevquant_export.dense._float8 import float8_array, float8_pair
 from bevquant_export.dense._graph import Array, Graph, TensorState
 from bevquant_export.dense._layout_ops import reshaped
 from bevquant_export.dense._source import Source
@@ -16,7 +17,7 @@ from bevquant_int8sim.program import Integers, Step
 
 @dataclass(frozen=True, eq=False)
 class _Weight:
-    """Integers, step size of each output channel, and the axis of the output channels."""
+    """Integers or FP8, step size of each output channel, and the axis of the output channels."""
 
     integers: Array
     scales: Array
@@ -39,13 +40,22 @@ class _Weight:
 
 def block_of(graph: Graph, step: Step) -> int:
     """Side of the blocks of a transposed convolution without overlap; 0 for all others."""
-    if step.op != "conv_transpose" or not graph.profile.depth_to_space:
+    if step.op != "conv_transpose" or not graph.profile.depth_to_space or _has_float8(step):
         return 0
     attributes = step.attributes
     sides = {*step.tensors["weight"].shape[2:], *attributes["stride"]}
     nothing = {*attributes["padding"], *attributes["output_padding"]} <= {0}
     flat = step.tensors["weight"].dim() == 4 and {*attributes["dilation"]} == {1}
     return int(sides.pop()) if len(sides) == 1 and nothing and flat else 0
+
+
+def _has_float8(step: Step) -> bool:
+    return step.tensors["weight"].dtype.is_floating_point
+
+
+def _numbers(step: Step) -> Array:
+    weight = step.tensors["weight"]
+    return float8_array(weight) if _has_float8(step) else weight.cpu().numpy()
 
 
 def _as_convolution(step: Step, block: int) -> Step:
@@ -79,7 +89,9 @@ def weighted_layer(graph: Graph, step: Step, x: TensorState, form: Any, source: 
     step = _as_convolution(step, block) if block else step
     attributes, path = step.attributes, step.path
     weight = _Weight(
-        step.tensors["weight"].cpu().numpy(),
+        float8_array(step.tensors["weight"])
+        if _has_float8(step)
+        else step.tensors["weight"].cpu().numpy(),
         _scales(step, x, form),
         axis=1 if step.op == "conv_transpose" else 0,
         groups=attributes.get("groups", 1),
@@ -123,6 +135,8 @@ def _linear(
         )
         if x.form is not None and graph.profile.repeats:
             name = graph.quantized(step.path, name, x.form).name
+        elif x.float8 is not None and graph.profile.repeats:
+            name = float8_pair(graph, step.path, name, *x.float8).name
     inputs = [name, _weight(graph, step, weight), *([bias] if bias else [])]
     return graph.node("Gemm", step.path, inputs, transB=1)
 
@@ -162,7 +176,10 @@ def _weight(graph: Graph, step: Step, weight: _Weight) -> str:
     named = f"{path}.weight"
     scale = graph.constant(f"{named}_scale", scales)
     axis = {"axis": weight.axis} if profile.axis and scales.ndim else {}
-    if profile.weight == "float":
+    if _has_float8(step):
+        zeros = graph.zeros(weight.integers.dtype, 0, scales.shape)
+        source = graph.constant(named, weight.integers, weight.integers.dtype)
+    elif profile.weight == "float":
         zeros = graph.zeros(np.int8, 0, scales.shape)
         values = weight.integers * _along(scales.astype(np.float32), weight)
         source = graph.constant(named, values)
@@ -191,12 +208,12 @@ def _float_weight(graph: Graph, path: str, weight: _Weight) -> str:
     """Weights of a transposed convolution as numbers: their scales fit no single axis."""
     each = "each of its groups has a scale" if weight.along_axis is None else "each channel has one"
     graph.notes.append(
-        f"{path}: the weight of this transposed convolution is written as float numbers, each an "
-        f"integer times its scale, as {each} and the runtime takes one for all of it or none: it "
-        "runs in float. Give its weight quantizer axis=None for int8"
+        f"{path}: the weight of this transposed convolution is written as float numbers, each a "
+        f"stored one times its scale, as {each} and the runtime takes one for all of it or none: "
+        "it runs in float. Give its weight quantizer axis=None for one scale"
     )
     integers = weight.integers
-    split = integers.reshape(weight.groups, -1, *integers.shape[1:])
+    split = integers.astype(np.float64).reshape(weight.groups, -1, *integers.shape[1:])
     scales = weight.scales.reshape(weight.groups, 1, -1, *[1] * (integers.ndim - 2))
     return graph.constant(f"{path}.weight", (split * scales).reshape(integers.shape))
 

@@ -27,6 +27,8 @@ class QdqFile(HtmlTable):
         outputs: Output names and shapes.
         integers: For each value of the program, the tensor with its integers (plus the profile's
             zero point).
+        float8: For each FP8 value of the program, the tensor with its values, the output of a
+            DequantizeLinear.
         floats: Operations that run in float, as ``path: operation: reason``.
         notes: Deviations from the default, by module.
         settings: YAML file for hb_mapper; None for other profiles.
@@ -52,6 +54,7 @@ class QdqFile(HtmlTable):
     inputs: dict[str, tuple[int | str, ...]]
     outputs: dict[str, tuple[int | str, ...]]
     integers: dict[str, str]
+    float8: Mapping[str, str] = field(default_factory=dict)
     floats: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     settings: Path | None = None
@@ -66,7 +69,7 @@ class QdqFile(HtmlTable):
     figures: Figures | None = None
 
     def __str__(self) -> str:
-        count = len(self.integers)
+        count = len(self.integers) + len(self.float8)
         lines = [
             f"{self.path} for {self.profile}, operator set {self.opset}: {count} quantized tensors",
             *(f"in float: {what}" for what in self.floats),

@@ -1,10 +1,10 @@
 """Type in which TensorRT will run each layer of a file, and the layers of an engine beside it.
 
 From its documentation of explicit quantization: a layer between a DequantizeLinear and a
-QuantizeLinear runs in int8 if it has such a kernel; a ReLU and a residual sum after a convolution
-are fused into it; the pairs vanish. Layers without pairs run in the type of the file (version 11)
-or in the type that the flags allow (version 10 with ``--fp16 --int8``). The engine's own layers are
-those of ``trtexec --exportLayerInfo``.
+QuantizeLinear runs in int8 or FP8 if it has such a kernel; a ReLU and a residual sum after a
+convolution are fused into it; the pairs vanish. Layers without pairs run in the type of the file
+(version 11) or in the type that the flags allow (version 10 with ``--fp16 --int8``). The engine's
+own layers are those of ``trtexec --exportLayerInfo``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LayerPrediction:
     Attributes:
         name: Name of the node.
         op: Its operator.
-        runs: ``"int8"``, ``"fp16"`` or ``"float32"``.
+        runs: ``"int8"``, ``"fp8"``, ``"fp16"`` or ``"float32"``.
         reason: Why.
         into: The node whose kernel it is fused into; empty for a kernel of its own.
         reformats: Places where the engine must convert between types.
@@ -125,8 +125,11 @@ class _Prediction:
             return float_type, "its data have a scale per channel: calibrate per tensor"
         if node.op == "ConvTranspose" and weight.per_channel:
             return float_type, "a transposed convolution's weight wants one scale"
-        ends = "and gives int8" if self._ends_in_pair(node) else f"and gives {float_type}"
-        return "int8", f"data and weight have pairs, {ends}"
+        runs, other = _kind(data), _kind(weight)
+        if runs != other:
+            return float_type, f"its data are {runs} and its weight is {other}"
+        ends = f"and gives {runs}" if self._ends_in_pair(node) else f"and gives {float_type}"
+        return runs, f"data and weight have pairs, {ends}"
 
     def _ends_in_pair(self, node: Node) -> bool:
         """Whether all consumers of a node, past activations and sums, are quantized."""
@@ -150,7 +153,8 @@ class _Prediction:
             if self.pairs.dequantized(node.input(other)) is None:
                 float_type = self._float_type(node)
                 return float_type, "the other operand has no pair: quantize the residual", ""
-            return "int8", f"it becomes part of {quoted(maker.name)}", maker.name
+            runs = self.runs.get(maker.outputs[0], "int8")
+            return runs, f"it becomes part of {quoted(maker.name)}", maker.name
         return None
 
     def _between(self, node: Node, float_type: str) -> tuple[str, str]:
@@ -167,6 +171,8 @@ class _Prediction:
             return float_type, "what it makes has no pair"
         if node.op == "Concat" and any(not step.same(steps[0]) for step in steps[1:]):
             return float_type, "its operands have several scales: share one quantizer"
+        if any(step.float8 for step in (*steps, *after)):
+            return float_type, "FP8 kernels multiply matrices and convolve"
         return "int8", "it stands between pairs"
 
     def _float_type(self, node: Node) -> str:
@@ -180,14 +186,20 @@ class _Prediction:
             maker = self.graph.producers.get(name) if name else None
             if maker is not None and maker.op == "Cast":
                 yield f"{quoted(maker.name)} in front"
-            elif maker is not None and maker.op == "DequantizeLinear" and runs != "int8":
+            elif (
+                maker is not None and maker.op == "DequantizeLinear" and runs not in ("int8", "fp8")
+            ):
                 if (
                     self.pairs.dequantized(name) is not None
                     and self.graph.constant(maker.input(0)) is None
                 ):
                     yield f"{quoted(maker.name)} to {runs} in front"
-            elif maker is None and name in self.graph.inputs and runs == "int8":
-                yield f"input {quoted(name)} to int8"
+            elif maker is None and name in self.graph.inputs and runs in ("int8", "fp8"):
+                yield f"input {quoted(name)} to {runs}"
+
+
+def _kind(step: Step) -> str:
+    return "fp8" if step.float8 else "int8"
 
 
 def _float_types(graph: Graph) -> dict[str, int]:
@@ -206,7 +218,14 @@ def _float_types(graph: Graph) -> dict[str, int]:
 
 
 _MOST_BYTES = 256 * 2**20
-_WORDS = {"int8": "int8", "half": "fp16", "fp16": "fp16", "float": "float32", "fp32": "float32"}
+_WORDS = {
+    "int8": "int8",
+    "half": "fp16",
+    "fp16": "fp16",
+    "float": "float32",
+    "fp32": "float32",
+    "fp8": "fp8",
+}
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,16 @@ SAME = Rule("QDQ003", "error",
 LONG = Rule("QDQ004", "error",
     "a scale or zero point has at most 65,536 entries",
     "write one entry, or one for each channel", DENSE)
+OLD_FLOAT8 = Rule("QDQ005", "error",
+    "FP8 stands in files of opset 19 or later: before it the two operators have integers alone",
+    "write opset 19", DENSE)
+NO_FLOAT8 = Rule("QDQ006", "error",
+    "integers are integers: the runtime has no FP8, or rounds to it by way of float16 (OpenVINO)",
+    "quantize with num_bits=8, or export for TensorRT or ONNX Runtime", ("openvino", "horizon"))
 # fmt: on
-RULES = (NO_AXIS, POSITIVE, SAME, LONG)
+RULES = (NO_AXIS, POSITIVE, SAME, LONG, OLD_FLOAT8, NO_FLOAT8)
+FLOAT8 = {17: "FLOAT8E4M3FN", 18: "FLOAT8E4M3FNUZ", 19: "FLOAT8E5M2", 20: "FLOAT8E5M2FNUZ"}
+"""Types of FP8, by onnx.TensorProto's numbers."""
 _MOST_SCALES = 65_536
 _QUANTIZE = {"QuantizeLinear", "HzQuantize"}
 _DEQUANTIZE = {"DequantizeLinear", "HzDequantize"}
@@ -56,6 +64,12 @@ class Step:
     scale: np.ndarray[Any, Any] | None
     zero: np.ndarray[Any, Any] | None
     zero_type: int
+
+    @property
+    def float8(self) -> str:
+        """Name of its FP8 type; empty for integers."""
+        own = 0 if self.quantizes or self.constant is None else self.constant.data_type
+        return FLOAT8.get(self.zero_type) or FLOAT8.get(own, "")
 
     @property
     def per_channel(self) -> bool:
@@ -138,13 +152,23 @@ class Pairs:
         return data is not None and weight is not None and weight.constant is not None
 
 
-def check_pairs(pairs: Pairs) -> Iterator[Finding]:
-    """Check scales and pairs by the rules of all dense targets."""
+def check_pairs(pairs: Pairs, *, float8: bool = False) -> Iterator[Finding]:
+    """Check scales and pairs by the rules of all dense targets.
+
+    Args:
+        pairs: Of one graph.
+        float8: Whether the runtime has FP8.
+    """
     graph = pairs.graph
     for name, count in pairs.long.items():
         yield LONG.found(name, f"it has {count} entries")
     for step in pairs.steps:
         node = step.node
+        if step.float8 and not float8:
+            yield NO_FLOAT8.found(node.name, f"it is of {step.float8}")
+        elif step.float8 and graph.opsets.get("", 0) < 19:
+            found = f"it is of {step.float8} at opset {graph.opsets.get('', 0)}"
+            yield OLD_FLOAT8.found(node.name, found)
         if step.scale is not None and step.scale.dtype.kind == "f":
             wrong = ~(np.isfinite(step.scale) & (step.scale > 0))
             if wrong.any():

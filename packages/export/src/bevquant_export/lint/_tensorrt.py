@@ -49,6 +49,8 @@ BETWEEN = _rule(14, "no pair stands between a conv and its batch norm or ReLU",
 HALF = _rule(15, "pairs that a Gemm reads are of float32: with scales in float16 TensorRT 10.8 to "
     "10.16 makes NaN of it",
     "write the scales in float32, and cast to float16 behind the layer where that is meant")
+FLOAT8 = _rule(20, "FP8 is FLOAT8E4M3FN",
+    "quantize with num_bits=(4, 3): TensorRT has no other FP8")
 # fmt: on
 RULES = tuple(_rule)
 TYPED = ("tensorrt11",)
@@ -258,6 +260,8 @@ def _step(pairs: Pairs, step: Step) -> Iterator[Finding]:
         name = node.input(slot)
         if name and graph.constant(name) is None and (name in graph.producers or graph.sees(name)):
             yield CONSTANT.found(node.name, f"its {what} {quoted(name)} is computed")
+    if step.float8 not in ("", "FLOAT8E4M3FN"):
+        yield FLOAT8.found(node.name, f"it is of {step.float8}")
     kind = step.constant.data_type if step.constant is not None and not step.quantizes else 3
     if step.zero_type == 2 or (step.quantizes and not node.input(2)) or kind == 2:
         came = "UINT8" if node.input(2) else "missing, which makes UINT8"

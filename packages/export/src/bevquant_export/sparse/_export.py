@@ -16,6 +16,7 @@ from torch import nn
 from bevquant_export._differences import LayerDifference
 from bevquant_export._figures import figures_of
 from bevquant_export._taken_numbers import refuse_computed_grids, refuse_decisions
+from bevquant_export._takes_float8 import refuse_float8
 from bevquant_export.sparse._axes import turned
 from bevquant_export.sparse._between import follow
 from bevquant_export.sparse._check_graph import numbered
@@ -198,6 +199,7 @@ def write_sparse(
     `rounded` is the model with the constants of a file, from which `integers` was made; `names` are
     names of outputs, by the returned values of the program.
     """
+    refuse_float8(integers.program, (), "export_sparse_onnx", f"dialect {dialect!r}")
     refuse_decisions(integers, "export_sparse_onnx")
     refuse_computed_grids(integers, "export_sparse_onnx")
     graph = sparse_graph(

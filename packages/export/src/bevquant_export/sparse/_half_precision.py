@@ -28,7 +28,7 @@ from bevquant_export.sparse._graph import Add, Concat, Conv, Fold, Graph, Node, 
 from bevquant_export.sparse._observe import Seen
 from bevquant_graph import check_kind, layer_class
 from bevquant_qnn import QuantLinear, QuantSparseConvolution
-from bevquant_quantizers import TensorQuantizer, float_ranges
+from bevquant_quantizers import TensorQuantizer, float_ranges, format_of
 from bevquant_sparse import is_sparse_conv
 
 LARGEST_HALF = 65504.0
@@ -95,7 +95,7 @@ def half_constants_of(model: nn.Module, paths: Container[str]) -> nn.Module:
 
 def _round_steps(quantizer: Any) -> None:
     """Steps s for which float32 holds 127·s as well as s times the largest integer."""
-    top = 2 ** (quantizer.num_bits - 1) - 1
+    top = format_of(quantizer.num_bits).high
     if top != _STEPS and quantizer.amax is not None:
         mantissa, exponent = torch.frexp(quantizer.amax.double() / top)
         steps = torch.ldexp((mantissa * 2**_BITS).round(), exponent - _BITS)

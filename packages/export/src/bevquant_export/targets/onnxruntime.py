@@ -55,6 +55,9 @@ SLOW = _rule(7, "in a file for CPUs with VNNI, weights are INT8 with zero point 
 RACES = _rule(8, "ScatterND does not sum: its threads write to a place of several values at once, "
     "and the result depends on the run",
     "sum by ScatterElements, which takes the values in order, or export again")
+DROPPED = _rule(9, "no Relu or Clip stands right before a QuantizeLinear of FP8: ONNX Runtime 1.32 "
+    "drops the Relu, and does not open a file with the Clip",
+    "put a Max with -3.4e38 between the two, as export_qdq_onnx does", "error")
 # fmt: on
 RULES = tuple(_rule)
 _LEAST = {2: 0, 3: -128}
@@ -78,6 +81,9 @@ def check_onnxruntime(pairs: Pairs, file: LintFile) -> Iterator[Finding]:
                 types = [_integer_type(data), _integer_type(weight)]
                 yield from _weights(node, types, [weight.constant], file)
     for step in pairs.steps:
+        before = graph.producers.get(step.node.input(0))
+        if step.quantizes and step.float8 and before is not None and before.op in ("Relu", "Clip"):
+            yield DROPPED.found(step.node.name, f"it stands right behind {quoted(before.name)}")
         if step.quantizes and step.constant is None and step.zero_type == 3:
             yield INT8.found(step.node.name, "it makes INT8 of an activation")
 
@@ -156,7 +162,7 @@ class _OnnxRuntime(QdqTarget):
         integer_bias=True, integer_relu=True, axis=True,
         transposed_per_channel=True, numbered=False,
         repeats=True, one_scale=False, depth_to_space=True, voxels=True, scatter_sums=True,
-        runner="onnxruntime",
+        runner="onnxruntime", float8=("fp8_e4m3", "fp8_e5m2"),
     )  # fmt: skip
 
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from bevquant_export.dense._profile import Profile
 from bevquant_export.lint import _tensorrt
+from bevquant_export.lint._qdq import FLOAT8
 from bevquant_export.lint._read import load_model
 from bevquant_export.targets._target import LintFile
 from bevquant_export.targets.qdq import QdqTarget
@@ -38,7 +39,7 @@ class _TensorRT10(QdqTarget):
         "tensorrt10", 13, np.int8, 0, "float",
         integer_bias=False, integer_relu=False, axis=True,
         transposed_per_channel=False, numbered=False,
-        repeats=True, one_scale=True, plugins="1",
+        repeats=True, one_scale=True, plugins="1", float8=("fp8_e4m3",),
     )  # fmt: skip
 
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
@@ -51,6 +52,8 @@ class _TensorRT10(QdqTarget):
         graph = load_model(path, external_data=False).graph
         halves = [",".join(["fp16:chw"] * len(ports)) for ports in (graph.input, graph.output)]
         precision = "--fp16 --int8" if quantized else "--fp16"
+        if any(tensor.data_type in FLOAT8 for tensor in graph.initializer):
+            precision += " --fp8"
         return (
             f"trtexec --onnx={path.name} {precision} --inputIOFormats={halves[0]} "
             f"--outputIOFormats={halves[1]} --saveEngine={path.stem}.plan",

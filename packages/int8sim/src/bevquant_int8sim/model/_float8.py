@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bevquant_int8sim.model._coords import Coords, Geometry
+from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_quantizers import Format, format_of
 from bevquant_sparse import WeightLayout, sparse_conv
 
@@ -138,6 +139,13 @@ class Float8Layer(nn.Module):
         bias = None if self.bias is None else self.bias.abs()
         largest: Tensor = size + self._along(bias, sums)
         return (self.products + 3) * 2.0 ** (1 - bits) * largest
+
+    def in_float(self) -> FloatSparseConv:
+        """A sparse convolution with float32 weights, q · s_w, on values of the FP8 input."""
+        key, settings = self.settings["indice_key"], dict(self.settings)
+        settings.pop("indice_key")
+        weight = self.weight.float() * self.weight_scale
+        return FloatSparseConv(weight, self.bias, Geometry(**settings), key)
 
     @property
     def products(self) -> int:

@@ -73,7 +73,7 @@ class _Autoware(Target):
         yield from check_bindings(*whole)
         for graph in file.graphs:
             pairs = Pairs(graph, file.path.parent)
-            yield from check_pairs(pairs)
+            yield from check_pairs(pairs, float8=True)
             yield from check_axis(pairs)
             # The plugin's operators are no functions, and are there all the same.
             yield from _tensorrt.check_tensorrt(pairs, functions | own)

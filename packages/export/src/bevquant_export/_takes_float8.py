@@ -1,0 +1,40 @@
+"""Which formats of FP8 a runtime takes."""
+
+from __future__ import annotations
+
+from bevquant_int8sim.program import FLOAT8, Float8Layer, Program, Step, float8_round
+
+
+def is_float8(step: Step) -> bool:
+    """Whether a step makes an FP8 tensor, or multiplies FP8."""
+    return step.function is float8_round or isinstance(step.module, Float8Layer)
+
+
+def refuse_float8(program: Program, takes: tuple[str, ...], who: str, target: str) -> None:
+    """Refuse formats of FP8 that a runtime does not take.
+
+    Args:
+        program: Of the model.
+        takes: Formats that it takes.
+        who: The exporter, for the message.
+        target: The runtime, for the message.
+
+    Raises:
+        ValueError: The first such layer is named, and what to do.
+    """
+    for step in filter(is_float8, program.steps):
+        for name in _formats(step):
+            if name not in takes:
+                raise ValueError(
+                    f"{who}: {step.path or 'the model'} is {name}, and {target} takes "
+                    f"{' and '.join(takes) or 'no FP8'}: quantize it with num_bits="
+                    f"{'(4, 3)' if takes else '8'} (QuantConfig), or give it another precision in "
+                    "the plan (PrecisionPlan)"
+                )
+
+
+def _formats(step: Step) -> list[str]:
+    if not isinstance(step.module, Float8Layer):
+        return [step.args[2]]
+    weight = next(f.name for f in FLOAT8.values() if f.dtype == step.module.weight.dtype)
+    return [step.module.form, weight]
