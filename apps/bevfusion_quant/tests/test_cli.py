@@ -451,7 +451,7 @@ def test_closed_pipe_is_not_a_traceback(here: Path) -> None:
         (["--runs="], "--runs '': it names nothing"),
         (
             ["--cameras", "CAM_NOPE", "--branch", "lidar"],
-            "--cameras CAM_NOPE: what is run",
+            "--cameras CAM_NOPE: the model reads no images",
         ),
         (
             ["--cameras", "CAM_FRONT", "CAM_NOPE", "--count", "2147483647"],
