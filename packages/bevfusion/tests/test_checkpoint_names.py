@@ -443,7 +443,7 @@ def test_parts_below_an_anchor_head_load() -> None:
 
 
 def test_stages_of_voxelnext_fit_an_encoder_of_six() -> None:
-    from bevfusion.model._networks import SparseEncoder
+    from bevfusion.model._encoder import SparseEncoder
 
     lidar = dataclasses.replace(
         CONFIGS_OF["voxels"].lidar,

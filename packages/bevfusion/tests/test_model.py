@@ -13,7 +13,7 @@ from torch import nn
 
 from bev_data import InputError
 from bevfusion.model import CONFIGS, LidarConfig, build_lidar_branch, random_weights
-from bevfusion.model._networks import require_spconv
+from bevfusion.model._encoder import require_spconv
 
 SMALL = dataclasses.replace(
     CONFIGS["tiny"].lidar,
@@ -210,6 +210,6 @@ def test_a_broken_spconv_is_reported(spconv_numbers, monkeypatch) -> None:
     def broken(name):
         raise ImportError("libcudart.so.12: cannot open shared object file")
 
-    monkeypatch.setattr("bevfusion.model._networks.importlib.import_module", broken)
+    monkeypatch.setattr("bevfusion.model._encoder.importlib.import_module", broken)
     with pytest.raises(InputError, match=r"\(libcudart.so.12.*repair it, or uninstall it"):
         require_spconv()

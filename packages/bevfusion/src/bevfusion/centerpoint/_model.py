@@ -146,7 +146,7 @@ class CenterPoint(Detector):
             self.kept_in_float = {"pts_voxel_encoder": METRES_IN_FLOAT}
             self.pts_middle_encoder: nn.Module = PointPillarsScatter(lidar)
         else:
-            from bevfusion.model._networks import SparseEncoder
+            from bevfusion.model._encoder import SparseEncoder
 
             self.pts_voxel_layer = VoxelMeans(lidar)
             self.pts_voxel_encoder = nn.Identity()

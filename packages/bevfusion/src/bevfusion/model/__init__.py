@@ -26,7 +26,7 @@ from bevfusion.model._config import (
 from bevfusion.model._detector import PART_PATHS, PARTS, STAGES, Detector, Sizes
 from bevfusion.model._model import Batch, BEVFusion
 from bevfusion.model._names import NAMINGS
-from bevfusion.model._networks import SECOND, SECONDFPN, ConvFuser
+from bevfusion.model._second import SECOND, SECONDFPN, ConvFuser
 from bevfusion.model._weights import named_weights, random_weights, trained_weights
 from bevfusion.model.head import HeadConfig
 

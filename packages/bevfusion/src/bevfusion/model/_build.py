@@ -13,7 +13,7 @@ from bev_data import InputError
 from bev_data.voxelize import Voxelization
 from bevfusion.model._detector import PARTS, Detector, check_parts
 from bevfusion.model._model import Batch, BEVFusion
-from bevfusion.model._networks import SECOND, SECONDFPN, ConvFuser
+from bevfusion.model._second import SECOND, SECONDFPN, ConvFuser
 
 if TYPE_CHECKING:
     from bevfusion.model._config import BEVFusionConfig, CameraConfig, LidarConfig
@@ -104,7 +104,7 @@ def _camera(config: CameraConfig) -> dict[str, nn.Module]:
 
 
 def _lidar(config: LidarConfig) -> dict[str, nn.Module]:
-    from bevfusion.model._networks import SparseEncoder
+    from bevfusion.model._encoder import SparseEncoder
 
     voxelize = Voxelization(
         voxel_size=list(config.voxel_size),
