@@ -6,15 +6,10 @@ from typing import TYPE_CHECKING
 
 from bev_data.tables import finite
 from bevfusion.quantization import short_path
+from bevfusion_quant.pages._content import unusable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from bevfusion_quant.ptq import PtqResult
-    from bevquant_qnn import LayerRow
-
-USELESS_DB = 6.0
-"""SQNR at which the error has half the size of the values."""
 
 
 def verdict(result: PtqResult) -> tuple[str, ...]:
@@ -28,27 +23,6 @@ def verdict(result: PtqResult) -> tuple[str, ...]:
         ("Open", str((result.folder / "report.html").absolute())),
     ]
     return tuple(f"{title:<12} {text}" for title, text in lines if text)
-
-
-def unusable(layers: Sequence[LayerRow]) -> str:
-    """Why the quantized model cannot be used, and the remedy; empty above `USELESS_DB`.
-
-    Args:
-        layers: The layer table, in the order of execution.
-    """
-    known = [(level, row.layer) for row in layers if (level := finite(row.sqnr_db)) is not None]
-    low = [layer for level, layer in known if level < USELESS_DB]
-    if not low:
-        return ""
-    level, worst = min(known)
-    place = "" if low[0] == worst else f", after {short_path(low[0])}, the first below that"
-    first = next((layer for layer in low if layer != "output"), "")
-    exclude = f"keep it in float (--exclude {short_path(first)}), " if first else ""
-    return (
-        f"NOT usable: {short_path(worst)} has {level:.1f} dB SQNR against float, and below "
-        f"{USELESS_DB:g} dB the error is over half of the values{place}; {exclude}calibrate with "
-        "more frames like those of use, or try another --method"
-    )
 
 
 def _boxes(result: PtqResult) -> str:

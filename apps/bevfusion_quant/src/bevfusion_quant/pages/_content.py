@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from bev_data.cameras import Camera
 from bev_data.metrics import Accuracy
+from bev_data.tables import finite
 from bevfusion.deployment import ExportedSet
-from bevfusion.quantization import SensitivityOutcome
+from bevfusion.quantization import SensitivityOutcome, short_path
 from bevfusion_quant.bpu_outcome import BpuOutcome
 from bevfusion_quant.integer import Simulation
 from bevquant_qnn import LayerRow
@@ -21,6 +22,8 @@ from bevquant_quantizers import QuantizerValues
 Map = npt.NDArray[np.floating[Any]]
 Extent = tuple[float, float, float, float]
 LOW_SQNR_DB = 20.0  # layers below are looked at
+USELESS_DB = 6.0
+"""SQNR at which the error has half the size of the values."""
 GRID = (
     "CAM_FRONT_LEFT", "CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_BACK_LEFT", "CAM_BACK", "CAM_BACK_RIGHT",
 )  # fmt: skip
@@ -177,6 +180,27 @@ def arranged(names: Sequence[str]) -> list[int]:
     """Indices of cameras in display order: front left to right, then back, then others."""
     place = {name: index for index, name in enumerate(GRID)}
     return sorted(range(len(names)), key=lambda i: (place.get(names[i], len(GRID)), i))
+
+
+def unusable(layers: Sequence[LayerRow]) -> str:
+    """Why the quantized model cannot be used, and the remedy; empty above `USELESS_DB`.
+
+    Args:
+        layers: The layer table, in the order of execution.
+    """
+    known = [(level, row.layer) for row in layers if (level := finite(row.sqnr_db)) is not None]
+    low = [layer for level, layer in known if level < USELESS_DB]
+    if not low:
+        return ""
+    level, worst = min(known)
+    place = "" if low[0] == worst else f", after {short_path(low[0])}, the first below that"
+    first = next((layer for layer in low if layer != "output"), "")
+    exclude = f"keep it in float (--exclude {short_path(first)}), " if first else ""
+    return (
+        f"NOT usable: {short_path(worst)} has {level:.1f} dB SQNR against float, and below "
+        f"{USELESS_DB:g} dB the error is over half of the values{place}; {exclude}calibrate with "
+        "more frames like those of use, or try another --method"
+    )
 
 
 def check(content: ReportContent) -> None:

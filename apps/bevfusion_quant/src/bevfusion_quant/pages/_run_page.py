@@ -29,13 +29,13 @@ from bevfusion_quant.pages._content import (
     ReportScene,
     ReportStage,
     check,
+    unusable,
 )
 from bevfusion_quant.pages._format import decibels, memory, seconds
 from bevfusion_quant.pages._page import Section, write_page
 from bevfusion_quant.pages._sections import run_sections
 from bevfusion_quant.run import PAGE_FILE, RunRecord
 from bevfusion_quant.saved_run import ModelSettings
-from bevfusion_quant.verdict import unusable
 from bevquant_qnn import WeightSize
 
 Figure = dict[str, Any]
