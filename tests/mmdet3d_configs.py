@@ -205,8 +205,8 @@ def take(name: str) -> str:
 
 def short(error: Exception) -> str:
     """The reason in an error, as a cell: without paths of this machine and remedies."""
-    text = re.sub(r"'/\S*/", "'", str(error).partition("\n")[0])
-    return text.partition(";")[0].translate(PLAIN)
+    text = re.sub(r"(?<=['( ])/\S*/", "", str(error).partition("\n")[0])
+    return re.split(r"; |\. ", text)[0].translate(PLAIN)
 
 
 def attempt(name: str) -> str:

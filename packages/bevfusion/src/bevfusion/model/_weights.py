@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +72,8 @@ def random_weights(model: Detector, *batch: Any, seed: int = 0) -> Any:
         that it keeps.
     """
     generator = torch.Generator().manual_seed(seed)
-    inputs = (*batch, 1) if len(batch) == 2 else batch
+    one_frame = len(batch) == 2 and "batch_size" in signature(model.forward).parameters
+    inputs = (*batch, 1) if one_frame else batch
     hooks = []
     with torch.no_grad():
         for module in model.modules():
