@@ -196,7 +196,8 @@ def take(name: str) -> str:
             made = export_detector(quantized.network, example, folder, batches=[other])
             result += [f.path.name for f in (made.sparse, made.dense) if f is not None]
         except ValueError as error:
-            result.append(f"no files: {short(error)}")
+            reason = re.sub(r" \([^()]*\)", "", short(error)).partition(" (")[0]
+            result.append(f"no files: {reason}")
     result += ["second stage in float" for note in detector.notes if note == SECOND_STAGE]
     seconds = time.process_time() - start
     text = ", ".join(result)
