@@ -89,13 +89,13 @@ class PairSums:
 
     @property
     def sqnr_db(self) -> float | None:
-        """10·log10(Σ float² / Σ (quantized − float)²); None where one of the two is 0."""
-        if not (self.signal > 0 and self.noise > 0):
+        """10·log10(Σ float² / Σ (quantized − float)²); None where one is 0 or not finite."""
+        if not (0 < self.signal < math.inf and 0 < self.noise < math.inf):
             return None
         return 10 * math.log10(self.signal / self.noise)
 
     @property
     def cosine(self) -> float | None:
-        """Σ float · quantized / √(Σ float² · Σ quantized²); None where one of them is all zero."""
+        """Σ float · quantized / √(Σ float² · Σ quantized²); None where one is 0 or not finite."""
         length = math.sqrt(self.signal) * math.sqrt(self.energy)
-        return self.dot / length if length else None
+        return self.dot / length if 0 < length < math.inf else None

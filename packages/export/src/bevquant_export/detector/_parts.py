@@ -225,7 +225,7 @@ def _keeps_frames(node: fx.Node, reader: fx.Node) -> bool:
         return False
     if spec.kind == "identity":
         return True
-    if spec.layout == "reshape":
+    if spec.layout == "reshape" and not spec.like:
         before, behind = node.meta["val"], reader.meta["val"]
         return isinstance(behind, Tensor) and str(before.shape[0]) == str(behind.shape[0])
     if spec.layout != "permute":

@@ -211,7 +211,7 @@ class Follower:
         elif step.op == "move" and spec.layout == "permute":
             self._draft("permute", step, 1)
             self.dense.add(step.outputs[0])
-        elif step.op == "move" and spec.layout == "reshape":
+        elif step.op == "move" and spec.layout == "reshape" and not spec.like:
             self._draft("reshape", step, 1)
             self.dense.add(step.outputs[0])
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ from bevquant_int8sim._backends import compiled_module
 from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._layer_table import LayerRow
 from bevquant_int8sim.model._rowwise import contiguous
+from bevquant_qnn import PairSums
 
 __all__ = ["FIELDS", "LayerSums", "float_gaps", "largest_steps"]
 
@@ -219,15 +219,16 @@ class LayerSums:
             return self.sums[name] / max(count, 1) if exact else None
 
         forced = int(self.sums["forced_largest"])
+        fake, integer = self._pair("fake"), self._pair("integer")
         return LayerRow(
             path=self.path,
             op=self.op,
             form=self.form,
             values=self.values,
-            fake_sqnr_db=self._sqnr("fake"),
-            integer_sqnr_db=self._sqnr("integer"),
-            fake_cosine=self._cosine("fake"),
-            integer_cosine=self._cosine("integer"),
+            fake_sqnr_db=fake.sqnr_db,
+            integer_sqnr_db=integer.sqnr_db,
+            fake_cosine=fake.cosine,
+            integer_cosine=integer.cosine,
             max_steps=int(self.sums["free_largest"]) if exact else None,
             mean_steps=mean("free_total", self.values),
             off=mean("free_off", self.values),
@@ -239,15 +240,9 @@ class LayerSums:
             kept=(self.kept[0], self.kept[1], self.kept[2]) if any(self.kept) else None,
         )
 
-    def _sqnr(self, name: str) -> float | None:
-        error, power = self.sums[f"{name}_error"], self.sums["power"]
-        if not (0 < error < math.inf and 0 < power < math.inf):
-            return None
-        return 10 * math.log10(power / error)
-
-    def _cosine(self, name: str) -> float | None:
-        size = math.sqrt(self.sums["power"]) * math.sqrt(self.sums[f"{name}_power"])
-        return self.sums[f"{name}_dot"] / size if 0 < size < math.inf else None
+    def _pair(self, name: str) -> PairSums:
+        values = (self.sums[n] for n in ("power", f"{name}_power", f"{name}_dot", f"{name}_error"))
+        return PairSums(*values)
 
 
 def _kernels(*floats: Tensor) -> Any:

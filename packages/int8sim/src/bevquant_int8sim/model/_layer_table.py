@@ -6,9 +6,15 @@ import json
 from dataclasses import asdict, dataclass
 
 from bevquant_graph import HtmlTable
-from bevquant_quantizers.documents import text_table
+from bevquant_quantizers.documents import filled, text_table
 
 _SCHEMA = 1
+_COLUMNS = {
+    "layer": "{path}", "op": "{op}", "form": "{form}", "fake dB": "{fake_sqnr_db:.1f}",
+    "int dB": "{integer_sqnr_db:.1f}", "max": "{max_steps:.0f}", "mean": "{mean_steps:.4f}",
+    "off %": "{off:100*.2f}", "forced max": "{forced_max_steps:.0f}",
+    "sat %": "{saturated:100*.2f}", "acc bits": "{peak_bits:.0f}",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -98,11 +104,8 @@ class LayerTable(HtmlTable):
         return json.dumps(data, indent=2, allow_nan=False)
 
     def __str__(self) -> str:
-        head = (
-            "layer", "op", "form", "fake dB", "int dB", "max", "mean", "off %", "forced max",
-            "sat %", "acc bits", "",
-        )  # fmt: skip
-        rows = [head, *(_cells(row) for row in self.rows)]
+        head = (*_COLUMNS, "")
+        rows = [head, *((*filled(row, _COLUMNS.values()), _notes(row)) for row in self.rows)]
         table = text_table(rows, right=range(3, len(head) - 1))
         return "\n".join((table, self._verdict(), *self.notes))
 
@@ -128,25 +131,6 @@ class LayerTable(HtmlTable):
         )
 
 
-def _cells(row: LayerRow) -> tuple[str, ...]:
-    def text(value: float | None, form: str, factor: float = 1.0) -> str:
-        return "–" if value is None else format(value * factor, form)
-
-    return (
-        row.path,
-        row.op,
-        row.form,
-        text(row.fake_sqnr_db, ".1f"),
-        text(row.integer_sqnr_db, ".1f"),
-        text(row.max_steps, ".0f"),
-        text(row.mean_steps, ".4f"),
-        text(row.off, ".2f", 100),
-        text(row.forced_max_steps, ".0f"),
-        text(row.saturated, ".2f", 100),
-        text(row.peak_bits, ".0f"),
-        "; ".join(filter(None, (row.why, _kept(row)))),
-    )
-
-
-def _kept(row: LayerRow) -> str:
-    return "" if row.kept is None else "keeps {:,} / {:,} / {:,} rows".format(*row.kept)
+def _notes(row: LayerRow) -> str:
+    kept = "" if row.kept is None else "keeps {:,} / {:,} / {:,} rows".format(*row.kept)
+    return "; ".join(filter(None, (row.why, kept)))
