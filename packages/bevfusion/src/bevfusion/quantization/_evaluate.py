@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,24 +30,12 @@ from bevquant_quantizers.ranks import Record, Shards, in_order
 Pair = Callable[[int, Any, Any], None]
 
 
-class Comparison(NamedTuple):
-    """Rows of the layer table, the stages, and both models' output for the first batch.
-
-    The outputs are None in a process that did not run the first batch.
-    """
-
-    rows: list[LayerRow]
-    stages: list[StageMaps]
-    wanted: Any
-    got: Any
-
-
 def compare_layers(
     float_model: Detector,
     quantized_model: Detector,
     batches: Iterable[Batch],
     each: Pair | None = None,
-) -> Comparison:
+) -> DetectorComparison:
     """`bevquant_qnn.compare_layers` of a detector, with its stages.
 
     Args:
@@ -67,7 +55,7 @@ def compare_layers(
             comparison.add(record)
             if each is not None:
                 each(index, wanted, got)
-    return comparison.result()
+    return comparison
 
 
 class DetectorComparison:
@@ -83,6 +71,8 @@ class DetectorComparison:
     Attributes:
         quantizers: Values at each quantizer in the first batch; empty in a process that did not run
             it.
+        wanted: The float model's output for the first batch; None in such a process.
+        got: The quantized model's.
     """
 
     def __init__(
@@ -104,7 +94,7 @@ class DetectorComparison:
         )
         self.watching = self._layers.watching
         self._kind = ""
-        self._first: tuple[Any, Any] = (None, None)
+        self.wanted = self.got = None
 
     def run(self, index: int, batch: Batch) -> tuple[dict[str, Any], Any, Any]:
         """Run both models on a batch; returns a record of arrays, and the two outputs."""
@@ -118,7 +108,7 @@ class DetectorComparison:
             alone = some is not None and index >= some
             record, wanted, got = self._layers.run(batch, alone=alone)
         if first:
-            self._first = wanted, got
+            self.wanted, self.got = wanted, got
         record |= {
             "stages.sums": np.array([s.frame_sums.as_sums() for s in self._stages], np.float64),
             "stages.channels": np.array([s.channels for s in self._stages], np.int64),
@@ -137,15 +127,26 @@ class DetectorComparison:
         if not self._stages:  # of a network in other code
             self._kind = "first tensor"
 
-    def result(self) -> Comparison:
-        """Rows and stages over the added frames.
+    @property
+    def rows(self) -> list[LayerRow]:
+        """Rows over the added frames, the last one of the model's output.
 
         Raises:
             ValueError: No frame was added.
         """
         *rows, output = self._layers.rows()
-        stages = [stage.result() for stage in self._stages]
-        return Comparison([*rows, replace(output, kind=self._kind)], stages, *self._first)
+        return [*rows, replace(output, kind=self._kind)]
+
+    @property
+    def stages(self) -> list[StageMaps]:
+        """Each stage over the added frames, with maps of the first."""
+        return [stage.result() for stage in self._stages]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.rows, self.stages, self.wanted, self.got))
+
+
+Comparison = DetectorComparison
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,7 +242,7 @@ def evaluate_quantized(
             if has_boxes:
                 found = {who: detections_of(who, record) for who in _MODELS}
                 accumulators.add(index, note.name, found, note.labels)
-    rows, stages, wanted, _ = comparison.result()
+    rows, stages, wanted, _ = comparison
     agreement, labels_found = accumulators.rows("quantized")
     first = accumulators.first
     return QuantizationEvaluation(
