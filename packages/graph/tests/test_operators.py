@@ -180,3 +180,15 @@ def test_a_module_is_its_layer_by_what_it_computes_not_by_its_name() -> None:
         assert op_spec(stranger).kind == op_spec(stranger()).kind == "float"
     Own.__name__ = "ReLU"
     assert op_spec(Own()).kind == op_spec(Own).kind == "float"
+
+
+@pytest.mark.parametrize("spec", [s for s in OPERATORS.values() if s.neutral is not None])
+def test_a_neutral_number_changes_no_bit(spec: OpSpec) -> None:
+    x = torch.tensor([-1.5, 0.0, 2.0**-140, 3e38])
+    assert torch.equal(getattr(aten, spec.name)(x, spec.neutral), x)
+
+
+@pytest.mark.parametrize("spec", [s for s in OPERATORS.values() if s.creates])
+def test_tensors_of_numbers_need_no_tensor(spec: OpSpec) -> None:
+    overloads = [getattr(getattr(aten, spec.name), o) for o in getattr(aten, spec.name).overloads()]
+    assert any(all("Tensor" not in str(a.type) for a in o._schema.arguments) for o in overloads)

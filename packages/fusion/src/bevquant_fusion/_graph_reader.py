@@ -94,7 +94,8 @@ class Reader:
         if norms[1:] and len({(*self.stack(n), self.graph.location(n)) for n in norms}) > 1:
             raise Refused(f"is shared: it is called {len(norms)} times")
         found: list[str | None] = []
-        for name, value in zip(("weight", "bias", "mean", "var"), norms[0].args[1:5], strict=True):
+        names = ("weight", "bias", "running_mean", "running_var")
+        for name, value in zip(names, norms[0].args[1:5], strict=True):
             constant = self.graph.constant_path(value)
             if value is not None and constant is None:
                 raise Refused(f"the forward of {path or 'the model'} computes its {name}")

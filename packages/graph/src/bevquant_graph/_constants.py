@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ._arrays import torch_call
+from ._operators import OPERATORS
 
 _LARGEST = 1 << 12  # elements of a tensor that is computed beside
 # As they are outside of a trace, in which ``int`` may have another meaning.
@@ -28,7 +29,7 @@ _CONVERSIONS: dict[str, Any] = {
     name: getattr(Tensor, name)
     for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
 }
-_COMPARISONS = frozenset(f"__{name}__" for name in "eq ne lt le gt ge".split())
+_COMPARISONS = frozenset("__eq__ __ne__ __lt__ __le__ __gt__ __ge__".split())
 _COMPUTED = frozenset(
     "__getitem__ select unbind __iter__ squeeze unsqueeze view reshape flatten to long int float "
     "double bool type clone detach neg __neg__ abs round floor ceil clamp clip sqrt exp log "
@@ -37,7 +38,7 @@ _COMPUTED = frozenset(
     "__le__ gt __gt__ ge __ge__ logical_and __and__ logical_or __or__ logical_not __invert__ "
     "any all sum prod max min amax amin mean cumsum cat stack".split()
 )
-_SIZED = frozenset("zeros ones empty full arange linspace".split())
+_SIZED = frozenset(name for name, spec in OPERATORS.items() if spec.creates) | {"empty"}
 # Behind the first argument these take numbers, for which tensors of one element may stand.
 _CUT = frozenset(
     "__getitem__ view reshape unflatten expand repeat tile new_zeros new_ones new_full new_empty "

@@ -46,6 +46,8 @@ class OpSpec:
         casts: Whether it converts the type of values.
         like: Whether the second operand only gives the shape.
         product: Sum of products that it computes, in words.
+        neutral: Number as second operand that leaves the first unchanged.
+        creates: Whether it makes a tensor of numbers.
     """
 
     name: str
@@ -60,6 +62,8 @@ class OpSpec:
     casts: bool = False
     like: bool = False
     product: str = ""
+    neutral: float | None = None
+    creates: bool = False
 
     @property
     def unary(self) -> bool:
@@ -107,7 +111,7 @@ OPERATORS: dict[str, OpSpec] = {
     ),
     **_rows("cat concat concatenate stack hstack vstack", "concat", values=True, mixes=False),
     **_rows("relu relu6 hardtanh", "relu", shape=True, mixes=False, modules=("ReLU", "ReLU6")),
-    **_rows("add", "add", shape=True),
+    **_rows("add", "add", shape=True, neutral=0),
     **_rows(
         "max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices",
         "max_pool", values=True, modules=tuple(f"MaxPool{d}" for d in _DIMS),
@@ -155,9 +159,12 @@ OPERATORS: dict[str, OpSpec] = {
         "softplus sqrt square tan tanh threshold trunc", "float", shape=True, mixes=False,
     ),
     **_rows(
-        "addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor div lerp maximum minimum "
-        "mul pow remainder sub __iand__ __ior__ __ixor__", "float", shape=True,
+        "addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor lerp maximum minimum pow "
+        "remainder __iand__ __ior__ __ixor__", "float", shape=True,
     ),
+    **_rows("sub", "float", shape=True, neutral=0),
+    **_rows("mul div", "float", shape=True, neutral=1),
+    **_rows("arange eye full linspace ones scalar_tensor zeros", "float", creates=True),
 }  # fmt: skip
 
 

@@ -221,9 +221,10 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Gt: operator.gt, ast.GtE: operator.ge,
 }  # fmt: skip
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "min": min, "max": max, "abs": abs, "int": int, "float": float, "round": round,
-    **{f"math.{name}": getattr(math, name) for name in (
-        "sqrt", "floor", "ceil", "trunc", "log", "log2", "exp", "sin", "cos", "tan", "atan",
+    **{function.__name__: function for function in (min, max, abs, int, float, round)},
+    **{f"math.{function.__name__}": function for function in (
+        math.sqrt, math.floor, math.ceil, math.trunc, math.log, math.log2, math.exp, math.sin,
+        math.cos, math.tan, math.atan,
     )},
 }  # fmt: skip
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ._operators import op_spec
+
 REQUIRE = torch.ops.aten._assert_scalar.default
 """Demands that a number taken out of a tensor is what it was in the example."""
 
@@ -124,12 +126,11 @@ _WRITTEN_LATER: dict[Any, Any] = {
     _aten.empty_like.default: _aten.zeros_like.default,
     _aten.new_empty.default: _aten.new_zeros.default,
 }
-_NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
 
 
 def _changes_nothing(node: fx.Node) -> bool:
     """Whether a node adds 0, as Python's ``sum`` begins, subtracts it, or multiplies by 1."""
-    name, _, overload = str(node.target).removeprefix("aten.").partition(".")
+    overload = str(node.target).rpartition(".")[2]
     if overload not in ("Tensor", "Scalar") or len(node.args) != 2 or node.kwargs:
         return False
     value, number = node.args
@@ -137,7 +138,7 @@ def _changes_nothing(node: fx.Node) -> bool:
         return False
     given, made = value.meta.get("val"), node.meta.get("val")
     return (
-        number == _NEUTRAL.get(name)
+        number == op_spec(node.target).neutral
         and isinstance(given, Tensor)
         and isinstance(made, Tensor)
         and given.dtype == made.dtype

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bevquant_graph import layer_class
+from bevquant_graph import layer_class, op_spec
 from bevquant_int8sim.model._coords import Geometry, convolved_coords, dense, pooled
 from bevquant_int8sim.model._float8 import FLOAT8, Float8Layer, float8_round
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
@@ -56,7 +56,7 @@ _NAMED: dict[str, Callable[..., Any]] = {
     "resize": resize,
     "to_dense": dense,
     "round": round,
-    **{f"math.{name}": getattr(math, name) for name in ("ceil", "floor", "trunc")},
+    **{f"math.{function.__name__}": function for function in (math.ceil, math.floor, math.trunc)},
     **{f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()},
     **{f"torch.{name}": getattr(torch, name) for name in _TORCH.split()},
     **{f"functional.{name}": getattr(functional, name) for name in _FUNCTIONAL.split()},
@@ -105,7 +105,6 @@ _MODULES: dict[type[nn.Module], str] = {
     nn.Unflatten: "dim unflattened_size",
     nn.PixelShuffle: "upscale_factor",
 }  # fmt: skip
-_MAKERS = frozenset("arange eye full linspace ones scalar_tensor zeros".split())
 _CLASSES = {cls.__name__: cls for cls in _MODULES}
 
 
@@ -125,8 +124,7 @@ def _computes(operator: torch._ops.OpOverload) -> bool:
     """
     given = operator._schema.arguments
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in given)
-    made = operator._schema.name.removeprefix("aten::") in _MAKERS
-    return not writes and (made or any("Tensor" in str(a.type) for a in given))
+    return not writes and (op_spec(operator).creates or any("Tensor" in str(a.type) for a in given))
 
 
 def named_function(name: str, libraries: Collection[str] = ()) -> Callable[..., Any]:
