@@ -113,20 +113,16 @@ class _Counts:
     kept: int = 0
 
     def as_record(self) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        counts = self.channels, self.rows, self.batches, self.beyond, self.inputs
-        return self.sums.as_sums(), (*counts, self.kept_float, self.kept)
+        _, *counts = vars(self).values()
+        return self.sums.as_sums(), tuple(counts)
 
     def add(self, sums: Any, counts: Any) -> None:
         """Add a record of `as_record`."""
         self.sums.add_sums(sums)
-        self.channels, *others = (int(count) for count in counts)
-        rows, batches, beyond, inputs, kept_float, kept = others
-        self.rows += rows
-        self.batches += batches
-        self.beyond += beyond
-        self.inputs += inputs
-        self.kept_float += kept_float
-        self.kept += kept
+        _, *names = vars(self)
+        for name, count in zip(names, counts, strict=True):
+            before = 0 if name == "channels" else getattr(self, name)
+            setattr(self, name, before + int(count))
 
 
 @dataclass(eq=False)
