@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._sympy.functions import FloorDiv
 
 from bevquant_graph import Guard, capture, check_guards, module_of, part_of
+from bevquant_graph._conditions import _always
 
 SIZES = [(7, 7), (12, 10), (5, 6), (16, 12), (9, 6), (8, 7), (6, 8), (1, 6)]
 Ask = Callable[[Tensor], Tensor]
@@ -313,3 +318,48 @@ def test_a_table_of_level_sizes_is_computed_or_guarded(name: str) -> None:
     else:
         with pytest.raises(ValueError, match=r"expected .*test_guards\.py:\d+, got shape"):
             graph.replay(y)
+
+
+@pytest.mark.parametrize(
+    ("term", "least", "holds"),
+    [
+        ("2*((s - 1)//2) < s", 1, True),
+        ("2*((s - 1)//2) < s", 0, True),
+        ("3*((s - 1)//3) <= s - 1", 1, True),
+        ("2*((s - 1)//2) < s - 1", 1, False),
+        ("2*(s//2) < s", 1, False),
+        ("(s//2)//3 <= s", 1, True),
+        ("3*(s//2) <= s + 20", 1, False),
+        ("(s//2)//2 < 1", 1, False),
+        ("s < 5000", 1, False),
+        ("s*s < 5*s", 1, False),
+    ],
+)
+def test_conditions_of_one_size_that_hold_for_all(term: str, least: int, holds: bool) -> None:
+    size = sympy.Symbol("s", integer=True, positive=True)
+    left, sign, right = re.split("(<=|<)", term)
+
+    class Size:
+        """Floor divisions as torch writes them."""
+
+        def __init__(self, term: Any) -> None:
+            self.term = term
+
+        def __floordiv__(self, other: int) -> Size:
+            return Size(FloorDiv(self.term, sympy.Integer(other)))
+
+        def __mul__(self, other: Any) -> Size:
+            return Size(self.term * getattr(other, "term", other))
+
+        def __add__(self, other: int) -> Size:
+            return Size(self.term + other)
+
+        def __sub__(self, other: int) -> Size:
+            return Size(self.term - other)
+
+        __rmul__ = __mul__
+
+    sides = (eval(side, {"s": Size(size)}) for side in (left, right))
+    terms = (getattr(side, "term", side) for side in sides)
+    kind = sympy.StrictLessThan if sign == "<" else sympy.LessThan
+    assert _always(kind(*terms, evaluate=False), least) is holds

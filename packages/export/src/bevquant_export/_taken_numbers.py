@@ -50,10 +50,13 @@ def taken_numbers(program: Program, free: Mapping[str, Any] = _FREE) -> set[str]
 
 
 def decisions(model: IntegerModel | None) -> Iterator[Step]:
-    """Requirements that a frame's numbers equal the example's."""
+    """Requirements that a question of the forward has the example's answer (`Graph.answers`)."""
     if model is None or model.source is None or not model.source.graph.decided:
         return
-    yield from (step for step in model.program.steps if step.attributes.get("what") == "require")
+    answers = model.source.graph.answers
+    for step in model.program.steps:
+        if step.attributes.get("what") == "require" and not answers.isdisjoint(step.outputs):
+            yield step
 
 
 def refuse_decisions(model: IntegerModel, who: str) -> None:

@@ -65,6 +65,14 @@ COMPUTED: dict[str, Between] = {
     "literal": lambda y, n: y + torch.tensor([n.max().item(), 2]).float().sum(),
     "parts": lambda y, n: torch.cat(y.split([int(n[0]), 12 - int(n[0])], -1)[::-1], -1),
     "padding": lambda y, n: nn.functional.pad(y, (0, int(n.max()))),
+    "average": lambda y, n: F.adaptive_avg_pool1d(y[..., : int(n.max())], 1),
+    "instance norm": lambda y, n: F.instance_norm(y[..., : int(n.max())]),
+    "group norm": lambda y, n: F.group_norm(y[..., : int(n.max())], 2),
+    "roll": lambda y, n: y[..., : int(n.max())].roll(2, -1),
+    "roll all": lambda y, n: y[..., : int(n.max())].roll(3),
+    "windows": lambda y, n: F.avg_pool1d(y[..., : int(n.max())], 2, 2, ceil_mode=True),
+    "long windows": lambda y, n: F.avg_pool1d(y[..., : int(n.max())], 3, 2, ceil_mode=True),
+    "largest of windows": lambda y, n: F.max_pool2d(y[..., : int(n.max())], (1, 2), ceil_mode=True),
 }
 
 
@@ -107,6 +115,9 @@ def test_a_number_is_computed_where_the_batch_is_free(tmp_path: Path) -> None:
 DECIDED: dict[str, Between] = {
     "branch": lambda y, n: y.relu() if int(n.max()) > 6 else y,
     "loop": _looped,
+    "size": lambda y, n: y.relu() if y[..., : int(n.max())].shape[-1] > 6 else y,
+    "odd size": lambda y, n: y.relu() if y[..., : int(n.max())].shape[-1] % 2 else y,
+    "size of windows": lambda y, n: y.relu() if (int(n.max()) - 1) // 2 * 2 < 5 else y,
 }
 
 

@@ -187,6 +187,15 @@ class Graph:
         """``file:line`` of the author's code that computes the node; "" where unknown."""
         return author_line(node)
 
+    @property
+    def answers(self) -> frozenset[str]:
+        """Names of the requirements that a question of the forward has the example's answer.
+
+        Others are torch's own checks, such as that a slice ends inside its tensor.
+        """
+        required = (node for node in self.operations if node.target is REQUIRE)
+        return frozenset(node.name for node in required if ANSWER in node.meta)
+
     def required(self, requirement: fx.Node) -> str:
         """The tensor of a requirement's number, or of its number of rows, and its consumer."""
         pending = list(requirement.all_input_nodes)
