@@ -38,6 +38,7 @@ from bevfusion.deployment._pieces import (
 from bevfusion.deployment._result import ExportedFile, ExportedSet, FileLayer
 from bevfusion.deployment._walk import between, walk
 from bevfusion.evaluation import FrameBatches
+from bevfusion.frameworks import with_equal_rows
 from bevfusion.model import Detector, Sizes
 from bevfusion.steps import Step, silent_step
 from bevquant_export import (
@@ -361,7 +362,7 @@ def export_whole(
             "Autoware's plugin takes the encoder of bevfusion alone; export a detector in other "
             "code for tensorrt, onnxruntime or openvino"
         )
-    first, *others = batches
+    (first, *others), rows = with_equal_rows(parts[1], list(batches))
     folder.mkdir()
     with step("write ONNX files", ""), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*the file begins behind")  # in the file's notes
@@ -378,6 +379,8 @@ def export_whole(
         files = []
         for written in _both(made, parts, engine.sparse or "libspconv"):
             note_calibration(written.path, calibration)
+            if rows and written.piece.kind == "int8":
+                written = replace(written, notes=(*written.notes, rows))
             layers = file_layers(written, first) if written.made.differences else ()
             files.append(exported_file(written, _in_model(layers, path, parts[1])))
     return ExportedSet(target, folder, tuple(files), (), (), batches.frame_names[0])

@@ -10,6 +10,7 @@ from bevfusion.frameworks._detector import (
     ForeignModel,
     ForeignSizes,
     user_error,
+    with_equal_rows,
 )
 from bevfusion.frameworks._extensions import use_operator_standins
 from bevfusion.frameworks._load import load_detector
@@ -21,4 +22,5 @@ __all__ = [
     "load_detector",
     "use_operator_standins",
     "user_error",
+    "with_equal_rows",
 ]

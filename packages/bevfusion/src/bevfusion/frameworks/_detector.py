@@ -22,7 +22,8 @@ from bev_data.datasets import detection_names
 from bev_data.points import Frame, axes_motion, move_frame, move_objects
 from bevfusion.centerpoint._model import METRES_IN_FLOAT
 from bevfusion.model import Detector, load_weights
-from bevquant_graph import own_inputs
+from bevquant_graph import called, own_inputs
+from bevquant_sparse import is_sparse_conv
 
 FRAME_AXES, FORWARD = "right,forward,up", "forward,left,up"
 DATASET_AXES = {
@@ -208,6 +209,68 @@ class ForeignModel(Detector):
                 "torch.Tensor (torch.from_numpy)"
             )
         return given
+
+
+def with_equal_rows(
+    network: nn.Module, batches: Sequence[tuple[Any, ...]]
+) -> tuple[list[tuple[Any, ...]], str]:
+    """Arguments of several frames with as many pillars each as the fullest frame has.
+
+    Files fix the number of rows of a network without sparse convolutions. The last row is repeated
+    where that does not change the network's result, as where rows are written to cells of a map.
+    Rows are those of the first tensor.
+
+    Args:
+        network: It is run on one of the frames, with and without repeated rows.
+        batches: Its arguments, frame by frame.
+
+    Returns:
+        The arguments, and what a user of the file must know; "" where rows are not repeated.
+    """
+    counts = [next(map(_rows, filter(_rows, tree_leaves(batch))), 0) for batch in batches]
+    if max(counts) < 2 or any(map(is_sparse_conv, network.modules())):
+        return list(batches), ""
+    fewest, most = min(counts), max(counts)
+    shortest = batches[counts.index(fewest)]
+    with torch.no_grad():
+        wanted = tree_leaves(called(network, shortest))
+        try:
+            more = called(network, _repeated(shortest, fewest, max(most, fewest + 1)))
+        except (RuntimeError, ValueError, IndexError):  # its number of rows is fixed
+            return list(batches), ""
+    if not all(map(_equal, wanted, tree_leaves(more))):
+        return list(batches), ""
+    longer = [_repeated(batch, n, most) for batch, n in zip(batches, counts, strict=True)]
+    frames = f"{len(counts)} frames" if len(counts) > 1 else "one frame"
+    return longer, (
+        f"takes {most} rows (pillars), the most of {frames}: repeat any row of a frame with fewer, "
+        "and export again with a frame of more"
+    )
+
+
+def _rows(value: Any) -> int:
+    return len(value) if isinstance(value, torch.Tensor) and value.dim() else 0
+
+
+def _repeated(batch: tuple[Any, ...], rows: int, most: int) -> tuple[Any, ...]:
+    """The tensors of `rows` rows with their last row repeated."""
+
+    def longer(value: Any) -> Any:
+        if _rows(value) != rows:
+            return value
+        return torch.cat([value, value[-1:].expand(most - rows, *value.shape[1:])])
+
+    made: tuple[Any, ...] = tree_map(longer, batch)
+    return made
+
+
+def _equal(want: Any, got: Any) -> bool:
+    """Whether two results differ by float32 sums in another order alone."""
+    if not isinstance(want, torch.Tensor):
+        return True
+    if not isinstance(got, torch.Tensor) or want.shape != got.shape:
+        return False
+    return bool((want - got).abs().max() <= 1e-5 * want.abs().max()) if want.numel() else True
 
 
 def _called(name: str, function: Callable[..., Any], *given: Any, advice: str = "") -> Any:

@@ -166,11 +166,6 @@ def load_openpcdet(
     notes = [*data.notes]
     if checkpoint is not None:
         notes = [*checkpoint_notes(model, checkpoint), *notes]
-    if settings.MODEL.get("BACKBONE_3D") is None:
-        notes.append(
-            "the dense file takes as many pillars as the first frame has: begin with the frame of "
-            "most pillars, and repeat any pillar of a frame with fewer"
-        )
     second = settings.MODEL.get("ROI_HEAD")
     if second is not None:
         notes.append(f"the second stage ({second.NAME}) is left out: boxes are the first stage's")
