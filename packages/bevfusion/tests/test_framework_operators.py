@@ -17,6 +17,9 @@ from bevfusion.frameworks import _operators as operators
 from bevfusion.frameworks import use_operator_standins
 from bevfusion.frameworks._extensions import _FINDER, EXTENSIONS, MMCV, allocate_on_cpu
 from bevquant_graph import capture, op_spec
+from bevquant_int8sim import compare, simulate
+from bevquant_qnn import quantize_model
+from bevquant_quantizers import calibrate
 
 torch.manual_seed(0)
 SIZE, BOUNDS = [1.0, 2.0, 4.0], [-8.0, -8.0, -4.0, 8.0, 8.0, 4.0]
@@ -245,6 +248,43 @@ def test_deformable_convolution_equals_a_loop(with_mask: bool) -> None:
                     value *= float(mask.view(2, 6, oh, ow)[c // 2, tap, row, column])
                 total += float(weight[out, channel, tap // 2, tap % 2]) * value
         assert float(got[0, out, row, column]) == pytest.approx(total)
+
+
+class DeformableBlock(nn.Module):
+    """A deformable convolution as mmcv calls its compiled operator, between convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.offset = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 27, 3, padding=1)
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(4, 4, 3, 3) / 4),
+            nn.Parameter(torch.ones(4)),
+        )
+        self.head = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stem(x).relu()
+        first, second, mask = self.offset(y).chunk(3, 1)
+        offset, mask = torch.cat([first, second], 1), mask.sigmoid()
+        y, made = y.type_as(offset), y.new_empty(y.shape)
+        MMCV["modulated_deform_conv_forward"](
+            y, self.weight, self.bias, y.new_empty(0), offset, mask, made, y.new_empty(0),
+            kernel_h=3, kernel_w=3, stride_h=1, stride_w=1, pad_h=1, pad_w=1, dilation_h=1,
+            dilation_w=1, group=1, deformable_group=1, with_bias=True,
+        )  # fmt: skip
+        return self.head(made.relu())
+
+
+def test_deformable_convolutions_run_in_integers_and_their_offsets_do_not() -> None:
+    net, frames = DeformableBlock().eval(), [torch.randn(2, 3, 8, 10) for _ in range(3)]
+    result = quantize_model(net, example_inputs=frames[0])
+    added = {item.path for item in result.quantized} - {"stem", "offset", "head"}
+    assert added == {"quant_conv", "sample_quantizer"}  # neither the offsets' concat nor the bias
+    model = result.model
+    calibrate(model, frames[:2])
+    steps = [step.op for step in simulate(model, frames[0]).program.steps]
+    assert (steps.count("conv"), steps.count("grid_sample")) == (4, 1)
+    assert not compare(net, model, frames, verify=True).wrong
 
 
 def test_bev_pool_equals_a_loop() -> None:

@@ -182,3 +182,45 @@ def test_each_pass_of_a_line_has_its_layer():
     assert [q.path for q in result.quantized] == ["stem", "quant_conv", "quant_conv_1"]
     quantizers = [m for m in model.modules() if isinstance(m, TensorQuantizer)]
     assert len(quantizers) == 6
+
+
+class Columns(nn.Module):
+    """A weight in another shape: patches times the flattened kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.weight = nn.Conv2d(3, 4, 1), nn.Parameter(torch.randn(6, 4, 3, 3) / 6)
+        self.times = 1
+
+    def forward(self, x):
+        y = self.stem(x)
+        columns = F.unfold(y, 3, padding=1).unflatten(2, y.shape[2:])
+        flat = self.weight.flatten(1)[..., None, None]
+        return F.conv2d(columns, flat if self.times == 1 else flat[:3])
+
+
+def test_a_weight_in_another_shape_is_held_too():
+    torch.manual_seed(0)
+    net, x = Columns().eval(), torch.randn(2, 3, 6, 5)
+    result = qnn.quantize_model(net, example_inputs=x)
+    model = result.model
+    assert [item.path for item in result.quantized] == ["stem", "quant_conv"]
+    assert not [note for note in result.skipped if "parameters" in note.reason]
+    assert {name for name, _ in model.named_parameters()} == {"stem.weight", "stem.bias", "weight"}
+    calibrate(model, [x])
+    assert model.quant_conv.weight.shape == (6, 36, 1, 1)
+    assert model.quant_conv.weight._base is model.weight
+    with torch.no_grad():
+        want, made = net(x), model(x)
+    assert not torch.equal(made, want)
+    assert float((made - want).var() / want.var()) < 1e-3
+    model(x).square().sum().backward()
+    assert model.weight.grad.shape == (6, 4, 3, 3)
+    again = copy.deepcopy(model)
+    with torch.no_grad():
+        again.weight.zero_()
+        assert not again(x).any()
+        assert model(x).any()
+    model.times = 2
+    with pytest.raises(ValueError, match="other parameters or settings"):
+        model(x)

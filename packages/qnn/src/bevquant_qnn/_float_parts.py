@@ -38,7 +38,7 @@ def float_layers(
     """
     inside: set[str] = set()
     held = [m for m in model.modules() if isinstance(m, HeldWeight)]
-    applied = {id(tensor) for m in held for tensor in (m.weight, m.bias)}
+    applied = {id(tensor) for m in held for tensor in m.held}
     for path, module in model.named_modules():
         parent = path.rpartition(".")[0]
         if isinstance(module, QuantMultiheadAttention):

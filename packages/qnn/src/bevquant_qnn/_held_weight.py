@@ -30,13 +30,14 @@ _LINEAR = inspect.signature(lambda input, weight, bias=None: None)
 
 
 class Product(NamedTuple):
-    """A product of a forward, ``function(x, weight, bias, **settings)``."""
+    """A product of a forward, ``function(x, weight.reshape(shape), bias, **settings)``."""
 
     function: Any
     x: Any
     weight: Any
     bias: Any
     settings: dict[str, Any]
+    shape: tuple[int, ...]
 
     def names_in(self, module: nn.Module) -> tuple[str, str | None] | None:
         """Paths below `module` of the parameters that are weight and bias.
@@ -56,9 +57,13 @@ def product_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     x, weight, bias = (bound.arguments.pop(name) for name in ("input", "weight", "bias"))
-    rank = weight.dim() - 2
+    rank, shape = weight.dim() - 2, tuple(weight.shape)
     settings = {n: v if n == "groups" else _spread(v, rank) for n, v in bound.arguments.items()}
-    return Product(function, x, weight, bias, settings)
+    # A deformable convolution multiplies by its weight in another shape.
+    whole = weight._base
+    if whole is not None and whole.numel() == weight.numel() and weight.is_contiguous():
+        weight = whole if whole.is_contiguous() and whole.shape[0] == shape[0] else weight
+    return Product(function, x, weight, bias, settings, shape)
 
 
 def holds_weight(module: nn.Module) -> bool:
@@ -97,6 +102,7 @@ class HeldWeight(QuantWeighted):
     """
 
     _names: tuple[str, str | None]
+    _shape: tuple[int, ...]
 
     @classmethod
     def of(
@@ -120,21 +126,30 @@ class HeldWeight(QuantWeighted):
         made = take_over(cls.__new__(cls), _stock_layer(product))
         made._parameters.clear()
         made.__dict__["_owner"] = owner  # no child: the owner is the parent
-        made._names = names
+        made._names, made._shape = names, product.shape
         made._add_quantizers(quant_desc_input, quant_desc_weight)
         return made.to(made.weight.device)
 
     def _held(self, name: str | None) -> Any:
         return None if name is None else attrgetter(name)(self.__dict__["_owner"])
 
-    weight: Any = property(lambda self: self._held(self._names[0]))
+    weight: Any = property(lambda self: _shaped(self._held(self._names[0]), self._shape))
     bias: Any = property(lambda self: self._held(self._names[1]))
+
+    @property
+    def held(self) -> tuple[Any, Any]:
+        """The other module's weight and bias."""
+        return self._held(self._names[0]), self._held(self._names[1])
 
     def is_layer_of(self, product: Product) -> bool:
         """Whether a call computes what this layer does."""
         own = {name: getattr(self, name) for name in product.settings}
-        same = product.weight is self.weight and product.bias is self.bias
-        return same and own == product.settings
+        same = all(a is b for a, b in zip(self.held, product[2:4], strict=True))
+        return same and (own, self._shape) == (product.settings, product.shape)
+
+
+def _shaped(weight: Any, shape: tuple[int, ...]) -> Any:
+    return weight if weight.shape == shape else weight.view(shape)
 
 
 class QuantHeldLinear(HeldWeight, QuantLinear):
@@ -172,7 +187,7 @@ PRODUCT_CALLS: dict[Any, type[HeldWeight]] = {
 
 def _stock_layer(product: Product) -> nn.Module:
     """A layer of torch's with the sizes and settings of a product."""
-    outputs, inputs, *size = product.weight.shape
+    outputs, inputs, *size = product.shape
     bias, device = product.bias is not None, "meta"
     if product.function is F.linear:
         return nn.Linear(inputs, outputs, bias, device=device)

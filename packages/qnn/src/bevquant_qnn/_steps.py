@@ -225,8 +225,11 @@ class Steps:
         return [user for user in node.users if not self._asks_where(user, node)]
 
     def _asks_where(self, user: fx.Node, node: fx.Node) -> bool:
-        """Whether `user` only reads from `node` where its first operand is read."""
-        return user.op != "output" and self.spec(user).places and user.args[0] is not node
+        """Whether `user` only reads from `node` where, in which shape or type another is read."""
+        if user.op == "output" or user.args[0] is node:
+            return False
+        spec = self.spec(user)
+        return spec.places or spec.like or spec.casts
 
     def _nearest(
         self,

@@ -199,10 +199,11 @@ def _modulated_deform_conv(
     with_bias: bool,
 ) -> None:  # fmt: skip
     result = operators.deformable_conv2d(
-        x, weight, offset, mask, stride=(stride_h, stride_w), padding=(pad_h, pad_w),
-        dilation=(dilation_h, dilation_w), groups=group, offset_groups=deformable_group,
+        x, weight, offset, mask, bias if with_bias else None, stride=(stride_h, stride_w),
+        padding=(pad_h, pad_w), dilation=(dilation_h, dilation_w), groups=group,
+        offset_groups=deformable_group,
     )  # fmt: skip
-    out.copy_(result + bias.view(-1, 1, 1) if with_bias else result)
+    out.copy_(result)
 
 
 def _bev_pool(

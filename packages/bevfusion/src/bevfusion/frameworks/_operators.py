@@ -331,8 +331,9 @@ def _(distances_to: Tensor, count: int, pairwise: bool) -> Tensor:
 
 
 def deformable_conv2d(
-    x: Tensor, weight: Tensor, offset: Tensor, mask: Tensor | None, *, stride: tuple[int, int],
-    padding: tuple[int, int], dilation: tuple[int, int], groups: int, offset_groups: int,
+    x: Tensor, weight: Tensor, offset: Tensor, mask: Tensor | None, bias: Tensor | None = None, *,
+    stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int], groups: int,
+    offset_groups: int,
 ) -> Tensor:  # fmt: skip
     """y(p) = Σ_k w_k · m_k(p) · x(p + p_k + Δ_k(p)) (Dai et al. 2017; with mask Zhu et al. 2019).
 
@@ -341,6 +342,7 @@ def deformable_conv2d(
         weight: [out, c / groups, kh, kw].
         offset: [b, offset_groups · kh · kw · 2, oh, ow], y before x.
         mask: [b, offset_groups · kh · kw, oh, ow]; None for ones.
+        bias: [out].
         stride: Along y, x; as the next two.
         padding: Zeros on both sides.
         dilation: Between taps.
@@ -363,9 +365,9 @@ def deformable_conv2d(
     ).view(batch, offset_groups, -1, taps, oh, ow)
     if mask is not None:
         columns = columns * mask.view(batch, offset_groups, 1, taps, oh, ow)
-    columns = columns.reshape(batch, groups, channels // groups * taps, oh * ow)
-    rows = weight.reshape(groups, weight.shape[0] // groups, -1)
-    return torch.einsum("gok,bgkp->bgop", rows, columns).reshape(batch, -1, oh, ow)
+    columns = columns.reshape(batch, channels * taps, oh, ow)
+    # A convolution, which qnn quantizes with the samples.
+    return functional.conv2d(columns, weight.flatten(1)[..., None, None], bias, groups=groups)
 
 
 def bev_pool(
