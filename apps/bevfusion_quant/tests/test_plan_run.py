@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from bevfusion.model import trained_weights
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.export import nvidia_pieces, write_piece
-from bevfusion_quant.plan import apply_plan, read_plan
+from bevfusion_quant.integer import lowered
+from bevfusion_quant.plan import apply_plan, read_plan, refuse_in_files
 from bevfusion_quant.ptq import (
     FrameBatches,
     LoadedRun,
@@ -25,6 +27,7 @@ from bevfusion_quant.ptq import (
     run_ptq,
 )
 from bevquant_int8sim import simulate
+from bevquant_int8sim.program import Float8Layer
 from bevquant_qnn import PlannedGroup, PrecisionPlan, precision_groups
 
 GROUPS = (
@@ -132,6 +135,32 @@ def test_files_hold_int8_and_float_as_planned(runs: Path, wide: LoadedRun, tmp_p
     assert len(in_float) == 3  # the fuser, and two layers of the decoder
     for path in FLOAT:
         assert any(path in name for name in in_float)
+
+
+def test_fp8_layers_are_simulated_and_written(runs: Path, wide: LoadedRun, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    onnx = pytest.importorskip("onnx", reason="onnx is not installed")
+    model = copy.deepcopy(wide.quantized_model)
+    plan = read_plan(runs / "wide/plan.json")
+    chosen = {**dict.fromkeys(FLOAT, "float"), WIDE: "int8"}
+    groups = (replace(g, precision=chosen.get(g.modules[0], "fp8")) for g in plan)
+    apply_plan(model, replace(plan, groups=tuple(groups)))
+    refuse_in_files(replace(plan, groups=(replace(plan.groups[0], precision="fp8"),)), runs)
+    batch = FrameBatches([small_frame()], TINY, model)[0]
+    integer = lowered(model, batch, "auto")
+    found = [s.path for s in integer.steps if isinstance(s.module, Float8Layer)]
+    assert "decoder.backbone.blocks.0.0" in found
+    assert WIDE not in found
+    (piece,) = (p for p in nvidia_pieces(wide.float_model, model) if p.file.name == "fuser")
+    seen = []
+    hook = model.fuser.register_forward_pre_hook(lambda module, args: seen.append(args))
+    with torch.no_grad():
+        model(*batch)
+    hook.remove()
+    for target in ("tensorrt", "onnxruntime"):
+        written = write_piece(piece, seen[0], [], tmp_path, target)
+        kinds = {t.data_type for t in onnx.load(written.path).graph.initializer}
+        assert onnx.TensorProto.FLOAT8E4M3FN in kinds
 
 
 def test_files_refuse_sixteen_bits_by_name_before_anything_runs(

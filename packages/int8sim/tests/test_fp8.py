@@ -167,7 +167,7 @@ def test_a_comparison_names_the_format_and_claims_no_equal_integers():
     quantized = [row for row in table.rows if row.form == "fp8_e4m3"]
     assert quantized
     assert all(row.max_steps is None and row.integer_sqnr_db > 20 for row in quantized)
-    assert rows["first", "conv"].form == "float"
+    assert rows["first", "conv"].form == "fp8_e4m3"
     assert "compared in dB" in str(table)
 
 

@@ -245,3 +245,14 @@ def test_outliers_of_floats_are_no_finding():
         model = TensorQuantizer(QuantDescriptor(bits, calib_method="histogram"))
         report = calibrate(model, [x], method="max")
         assert sum(f.kind == "outliers" for f in report.findings) == count
+
+
+def test_a_range_follows_its_tensor_and_numbers_stay_up_to_their_sign():
+    weight = torch.randn(3, 50) * 2
+    quantizer = TensorQuantizer(QuantDescriptor((4, 3), axis=0))
+    quantizer.amax = weight.abs().amax(1, keepdim=True) * 0.7  # some values saturate
+    before = quantizer(weight)
+    factor = torch.tensor([[4.0], [-0.5], [-2.0]])
+    rest = quantizer.scale_range(factor, weight)
+    assert torch.equal(rest, weight)
+    assert torch.equal(quantizer(rest * factor), before * factor)

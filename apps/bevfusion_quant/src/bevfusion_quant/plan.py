@@ -10,8 +10,9 @@ from bevfusion_quant._errors import InputError
 from bevquant_qnn import PrecisionPlan, apply_precision
 
 PLAN_FILE = "plan.json"
-# What ONNX files can hold; other integers have no QuantizeLinear or no kernel on their targets.
-_IN_FILES = ("int8", "float")
+# What ONNX files can hold; other integers have no QuantizeLinear or no kernel on their targets. FP8
+# layers that a target does not take are refused by its exporter.
+_IN_FILES = ("int8", "fp8", "float")
 
 
 def read_plan(path: Path) -> PrecisionPlan:
@@ -59,7 +60,7 @@ def refuse_in_files(plan: PrecisionPlan, where: str | Path) -> None:
     if wide:
         wide_groups = "; ".join(f"{', '.join(group.modules)} ({group.precision})" for group in wide)
         raise InputError(
-            f"{where} cannot be written as ONNX files, which hold int8 and float alone: "
+            f"{where} cannot be written as ONNX files, which hold int8, fp8 and float: "
             f"{wide_groups}: "
             "make a plan with sensitivity --precisions int8, and quantize again with ptq --plan"
         )

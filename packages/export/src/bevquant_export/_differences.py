@@ -157,11 +157,12 @@ class TensorCheck:
     Attributes:
         path: Module that computes it, or its node; empty for a quantized input.
         op: Operation.
-        form: ``"int8"``, ``"float"``, or ``"float16"`` for arithmetic that both sides share.
+        form: ``"int8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ``"float"``, or ``"float16"`` for
+            arithmetic that both sides share.
         elements: Number of values.
         different: Number of differing values; None for floats.
-        largest: Largest difference: steps for int8, value for float16, relative to the largest
-            value for float.
+        largest: Largest difference: steps for int8 and FP8, value for float16, relative to the
+            largest value for float.
         allowed: Allowed difference, in words.
         is_right: Whether the difference is within `allowed`.
         ties: Differing values that are ties between two steps, see `TensorDifference`.
@@ -226,7 +227,7 @@ def _dense(row: TensorDifference) -> TensorCheck:
     if row.allowed:
         allowed += f", and on {row.allowed:,} values"
     return TensorCheck(
-        row.path, row.op, "int8", row.elements, row.different, float(row.largest), allowed,
+        row.path, row.op, row.form, row.elements, row.different, float(row.largest), allowed,
         not row.is_wrong, row.ties,
     )  # fmt: skip
 

@@ -11,7 +11,8 @@ from bev_data.metrics import AgreementRow
 from bev_data.tables import CellParts, Column, Columns, Row, Table, or_dash, table_of
 from bevquant_quantizers.documents import write_json
 
-_EXACT = ("int8", "float16")  # forms that are compared value by value
+_STEPS = ("int8", "fp8_e4m3", "fp8_e5m2")
+_EXACT = (*_STEPS, "float16")  # forms that are compared value by value
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class FileLayer:
         file: Name of the file.
         path: Module that makes it; of a float file the output's name.
         op: What computes it.
-        form: "int8", "float", "float16" of Autoware's plugin, which sums as it does, or "places"
-            for the cells that became queries.
+        form: "int8", "fp8_e4m3", "fp8_e5m2", "float", "float16" of Autoware's plugin, which sums as
+            it does, or "places" for the cells that became queries.
         elements: How many values it has.
         different: How many differ, where values are counted; None for floats.
         largest: Largest difference: in steps of int8, for floats relative to the largest value.
@@ -132,8 +133,8 @@ class ExportedFile:
 
     @property
     def largest_steps(self) -> int:
-        """Largest difference of an integer tensor."""
-        return int(max((v.largest for v in self.layers if v.form == "int8"), default=0))
+        """Largest difference of an 8-bit tensor."""
+        return int(max((v.largest for v in self.layers if v.form in _STEPS), default=0))
 
 
 @dataclass(frozen=True)
@@ -295,8 +296,8 @@ def set_verdict(made: ExportedSet) -> str:
         f"tensors are equal to what the plugin's arithmetic makes of the {model} model",
     )
     notes = [
-        _equality([layer for layer in made.layers if layer.form == form], text, made)
-        for form, text in zip(_EXACT, texts, strict=True)
+        _equality([layer for layer in made.layers if layer.form in forms], text, made)
+        for forms, text in zip((_STEPS, ("float16",)), texts, strict=True)
     ]
     floats = [layer.largest for layer in made.layers if layer.form == "float"]
     if floats:
@@ -325,7 +326,7 @@ def _departures(made: ExportedSet) -> list[str]:
     lines = [f"FAILED {text}" for text in made.failures]
     if lines:
         return lines
-    rows = [layer for layer in made.layers if layer.different and layer.form == "int8"]
+    rows = [layer for layer in made.layers if layer.different and layer.form in _STEPS]
     rows.sort(key=lambda layer: -(layer.different or 0) / layer.elements)
     shown = [
         f"  {layer.path} ({layer.op}): {layer.different:,} of {layer.elements:,}"
@@ -339,7 +340,7 @@ def _file_table(files: Sequence[ExportedFile]) -> str:
         "file": "{name}",
         "size": lambda file: file_size(file.size),
         "opset": "{opset}",
-        "int8 tensors": lambda file: str(sum(layer.form == "int8" for layer in file.layers)),
+        "8-bit tensors": lambda file: str(sum(layer.form in _STEPS for layer in file.layers)),
         "differ": "{different:,}",
         "but for ties": "{unexplained:,}",
         "steps": "{largest_steps}",

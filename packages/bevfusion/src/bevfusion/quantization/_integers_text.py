@@ -55,7 +55,10 @@ def simulation_text(simulation: Simulation, *, layers: bool, reasons_in: str = "
 def _verdict(simulation: Simulation) -> list[str]:
     """The first layer that differs, and by how much; layers with errors of their own; reasons."""
     first = simulation.first_departure
+    stored = any(row.max_steps is not None for row in simulation.layers)
     text = "Integer and fake-quantized results agree within one step everywhere."
+    if not stored:
+        text = "No result is held in integers: FP8 and float are compared in dB."
     if first is not None:
         text = (
             f"{first.path} ({first.op}) departs first by more than one step: by up to "
@@ -68,7 +71,7 @@ def _verdict(simulation: Simulation) -> list[str]:
     for row in simulation.explained:
         steps = _counted(row.forced_max_steps, "step")
         lines.append(f"On the same input {row.path} is {steps} off: {row.why}.")
-    if len(lines) == 1:
+    if len(lines) == 1 and stored:
         lines.append("On the same input every layer agrees within one step.")
     if any(row.path.startswith("heads.") and in_integers(row) for row in simulation.layers):
         lines.append(QUERIES)

@@ -27,7 +27,8 @@ class LayerRow:
     Attributes:
         path: Module.
         op: Operation of the step.
-        form: ``"int8"`` and the like, ``"fp8_e4m3"`` and ``"fp8_e5m2"``, or ``"float"``.
+        form: ``"int8"`` and the like, or ``"float"``; ``"fp8_e4m3"`` and ``"fp8_e5m2"`` of tensors
+            on that grid, and of layers that multiply it.
         values: Number of output values.
         fake_sqnr_db: 10·log10(Σ float² / Σ (fake-quant − float)²); None for equal outputs, an
             all-zero float output and outputs that are not finite.

@@ -38,7 +38,7 @@ def section(content: ReportContent) -> Section | None:
 
 def _file(file: ExportedFile) -> dict[str, Any]:
     forms = [layer.form for layer in file.layers]
-    exact = forms.count("int8"), forms.count("float16")
+    exact = sum(form.startswith(("int8", "fp8")) for form in forms), forms.count("float16")
     kind, where = (
         ("quantized tensor", "") if exact[0] else ("tensor", " in the plugin's arithmetic")
     )
