@@ -147,7 +147,7 @@ def test_sensitivity(result: PtqResult, metric: str) -> None:
 
 
 def test_sensitivity_by_classes_is_refused(result: PtqResult, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"--metric kl: the run's model .* no heat map"):
+    with pytest.raises(InputError, match=r"metric='kl': the model .* no heat map"):
         run_sensitivity(result.folder, FRAMES[:1], runs=tmp_path, metric="kl")
 
 

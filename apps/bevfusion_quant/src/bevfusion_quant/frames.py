@@ -41,8 +41,12 @@ OF_POINTS = ("columns", "axes", "dtype", "intensity_scale", "key", "nonfinite")
 """Options of files of points: keywords of `bev_data.points.read_points`, which bear their names."""
 
 
+_KEYWORDS = ("classes", "box_origin", "cameras", "metric", "output", "precisions", "budget")
+_OTHERWISE = {"--cameras available": "--incomplete skip", "--cameras none": "--branch lidar"}
+
+
 def as_options(message: str) -> str:
-    """A reader's message, with the command's options in place of its keywords.
+    """A message with the command's options in place of the keywords of Python's functions.
 
     Example:
         >>> as_options("a.bin: say columns=4 and dtype='float32', or set intensity_scale=")
@@ -50,11 +54,12 @@ def as_options(message: str) -> str:
         >>> as_options("a.pcd: say columns='x,y,z,intensity:refl', or leave axes= out")
         'a.pcd: say --columns x,y,z,intensity:refl, or leave --axes out'
     """
-    names = "|".join((*OF_POINTS, "classes", "box_origin"))
+    names = "|".join((*OF_POINTS, *_KEYWORDS))
     keyword = rf"(?<![\w/.=-])({names})=('?)((?:[\w.,:-]*[\w-])?)\2"
 
     def option(found: re.Match[str]) -> str:
-        return f"--{found[1].replace('_', '-')} {found[3]}".rstrip()
+        renamed = f"--{found[1].replace('_', '-')} {found[3]}".rstrip()
+        return _OTHERWISE.get(renamed, renamed)
 
     return re.sub(keyword, option, message)
 
@@ -123,13 +128,7 @@ def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequen
     settings = {name: value for name, value in stated.items() if value and name in reads}
     if "reading" in reads:
         settings |= {n: value for n, value in reading.items() if value != _default(n)}
-    try:
-        frames = open_dataset(options.dataset, next(iter(options.data), None), **settings)
-    except InputError as error:
-        # The data set names its own option; here it has another name.
-        hint = "='available'" in str(error)
-        text = f"{error}: that is --incomplete skip, or --branch lidar" if hint else str(error)
-        raise InputError(text) from error
+    frames = open_dataset(options.dataset, next(iter(options.data), None), **settings)
     return _part(frames, options)
 
 

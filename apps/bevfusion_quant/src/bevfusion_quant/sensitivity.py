@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
@@ -95,20 +93,6 @@ def precisions_of(
     return tuple(dict.fromkeys(requested)) or (_OWN[bits],)
 
 
-@contextmanager
-def _naming_options() -> Iterator[None]:
-    """Replace an argument in an error, as metric='kl', by the command's option: --metric kl."""
-    try:
-        yield
-    except InputError as error:
-        text = re.sub(r"\b(metric|output|precisions|budget)=(?:'([^']*)')?", _option, str(error))
-        raise InputError(text.replace("the model is", "the run's model is")) from error
-
-
-def _option(named: re.Match[str]) -> str:
-    return f"--{named[1]}" if named[2] is None else f"--{named[1]} {named[2]}"
-
-
 @dataclass(frozen=True, eq=False)
 class SensitivityResult:
     """Folder, result, seconds by step, peak memory in MiB."""
@@ -157,8 +141,7 @@ def run_sensitivity(
         InputError: The run, the options or the input are wrong. Nothing is written.
     """
     if precisions:
-        with _naming_options():
-            check_precisions(precisions)
+        check_precisions(precisions)
     if estimate and metric != "sqnr":
         raise InputError(
             f"--estimate: it estimates sqnr alone; leave it out with --metric {metric}"
@@ -193,13 +176,12 @@ def run_sensitivity(
         model, sizes = loaded.quantized_model, loaded.sizes
         batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
         shards = record.shards(frames, {**settings, "without": without}, model)
-        with _naming_options():
-            outcome = study_sensitivity(
-                model, batches, sizes,
-                metric=metric, output=output, precisions=precisions, without=without,
-                estimate=estimate, budget=budget or "", rounds=plan_rounds, shards=shards,
-                before_each=return_freed_memory, step=clock.step,
-            )  # fmt: skip
+        outcome = study_sensitivity(
+            model, batches, sizes,
+            metric=metric, output=output, precisions=precisions, without=without,
+            estimate=estimate, budget=budget or "", rounds=plan_rounds, shards=shards,
+            before_each=return_freed_memory, step=clock.step,
+        )  # fmt: skip
         if outcome.refusal:
             outcome = replace(outcome, refusal=f"--budget {budget}: {outcome.refusal}")
         if not shards.ranks.first:  # the first one writes
