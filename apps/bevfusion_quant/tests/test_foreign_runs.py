@@ -7,11 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import torch
 
 from bev_data import InputError
+from bev_data.datasets import open_dataset
 from bev_data.points import Frame
 from bev_scenes import street_frame
 from bevfusion.evaluation import FrameBatches
@@ -125,6 +127,18 @@ def test_the_run_loads_with_the_same_bits(result: PtqResult) -> None:
         assert not torch.equal(output, detector.network(*given))
     again = run_evaluate(result.folder, FRAMES, runs=result.folder.parent, name="again")
     assert again.layers == result.layers
+
+
+def test_a_run_has_the_frame_that_its_model_is_traced_with(
+    result: PtqResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (frame,) = open_dataset("files", result.folder / "example")
+    assert frame.points is not None
+    assert np.array_equal(frame.points, FRAMES[0].points)
+    assert frame.labels is None
+    monkeypatch.setattr("bevfusion_quant.saved_run.stored_street", None)  # not asked for
+    given = load_detector("own_detector:make").arguments(FRAMES[1])
+    assert torch.isfinite(load_quantized(result.folder)(*given)).all()
 
 
 def test_evaluate_judges_by_labels(result: PtqResult) -> None:

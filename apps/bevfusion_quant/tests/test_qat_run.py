@@ -235,7 +235,7 @@ def test_the_written_run_is_a_run_like_any_other(
     assert all(torch.equal(exact[name], value) for name, value in before.items())
     frames = small_streets(1)
     with without_pictures(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bevfusion_quant.ptq.load_run", lambda run, frames: reloaded)
+        patch.setattr("bevfusion_quant.ptq.load_run", lambda run: reloaded)
         result = run_evaluate(trained, frames, runs=tmp_path, name="judged")
     models = [entry.model for entry in result.accuracy.models]
     assert models == ["float", "quantized"]

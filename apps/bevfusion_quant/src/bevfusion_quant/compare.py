@@ -253,7 +253,7 @@ def _load_alike(
     quantized: list[Detector] = []
     first: tuple[Detector, Tensor] | None = None
     for folder in folders:
-        run = load_run(folder, frames)
+        run = load_run(folder)
         with torch.no_grad():
             output = whole_output(run.float_model(*batch))
         first = first or (run.float_model, output)

@@ -285,7 +285,7 @@ def export_run(
             exported, batches = _export_bpu(frames, clock, folder, cameras=cameras, **given)
         else:
             with clock.step("load the run"):
-                loaded = load_run(run, frames)
+                loaded = load_run(run)
             model, sizes = loaded.quantized_model, loaded.sizes
             batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
             with clock.step("read and voxelize"):

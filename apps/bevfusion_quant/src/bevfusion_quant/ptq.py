@@ -11,6 +11,7 @@ from typing import Any, Unpack
 
 import torch
 
+from bev_data.datasets import write_frame_folder
 from bev_data.metrics import (
     Accuracy,
     AgreementAccumulator,
@@ -22,7 +23,7 @@ from bev_data.metrics import (
 )
 from bev_data.points import Frame
 from bevfusion.deployment import ExportedSet
-from bevfusion.detectors import build_detector, example_of
+from bevfusion.detectors import build_detector, example_of, is_foreign
 from bevfusion.evaluation import PoorData, accuracy_accumulator, data_findings
 from bevfusion.model import example_batch
 from bevfusion.quantization import (
@@ -46,6 +47,7 @@ from bevfusion_quant.pages import EvaluatedRun
 from bevfusion_quant.plan import apply_plan, read_plan, refuse_in_files
 from bevfusion_quant.run import Clock, new_run, plain, run_folder, written_text
 from bevfusion_quant.saved_run import (
+    EXAMPLE_FRAME,
     LoadedRun,
     load_quantized,
     load_run,
@@ -284,6 +286,9 @@ def run_ptq(
         evaluated.draw(quantized_parts(config.branch, config.model)[-1])
         with clock.step("write"):
             digests = save_model(folder, quantized.model, fused.model, plan)
+            example_frame = replace(batches.frame(0), labels=None)
+            if is_foreign(config.model) and example_frame.points is not None:
+                write_frame_folder(folder / EXAMPLE_FRAME, example_frame)
             record.write_settings(
                 {
                     **asdict(config),
@@ -387,7 +392,7 @@ def run_evaluate(
     clock = Clock()
     with new_run("evaluate", clock, keep=run, **place) as record:
         with clock.step("load the run"):
-            loaded = load_run(run, frames)
+            loaded = load_run(run)
         ran, model, sizes = loaded.settings, loaded.quantized_model, loaded.sizes
         batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
         classes = sizes.head.classes  # none of a detector in other code that names none

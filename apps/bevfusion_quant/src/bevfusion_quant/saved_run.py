@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from bev_data.cameras import CAMERA_NAMES
+from bev_data.datasets import open_dataset
 from bev_data.points import Frame
 from bev_scenes import stored_street
 from bevfusion.detectors import DETECTORS, build_detector, example_of, is_foreign
@@ -34,6 +35,9 @@ from bevquant_quantizers.documents import as_form, read_tensors, write_tensors
 
 MODEL_FILES = ("weights.safetensors", "ranges.json")
 """What `save_model` writes in any case."""
+
+EXAMPLE_FRAME = "example"
+"""Folder of the frame that a detector in other code was traced with."""
 
 FLOAT_FILE = "float_weights.safetensors"
 """The float model's own weights, where the quantized model has others."""
@@ -157,7 +161,7 @@ def read_model_settings(folder: str | Path) -> ModelSettings:
     return settings
 
 
-def load_run(folder: str | Path, frames: Sequence[Frame] = ()) -> LoadedRun:
+def load_run(folder: str | Path) -> LoadedRun:
     """Load the float and the quantized model of a run.
 
     Both read the file of folded weights and ranges. If rounding or training changed the quantized
@@ -165,7 +169,6 @@ def load_run(folder: str | Path, frames: Sequence[Frame] = ()) -> LoadedRun:
 
     Args:
         folder: A run folder.
-        frames: A detector in its own code is captured with the first frame. Default: a street.
 
     Raises:
         InputError: As `load_quantized`.
@@ -182,7 +185,9 @@ def load_run(folder: str | Path, frames: Sequence[Frame] = ()) -> LoadedRun:
         fused = build_detector(sizes, settings.parts)
         given: Any = None
         if is_foreign(settings.model):
-            given = fused.arguments(frames[0] if frames else stored_street())
+            stored = folder / EXAMPLE_FRAME
+            frame = open_dataset("files", stored)[0] if stored.is_dir() else stored_street()
+            given = fused.arguments(frame)
         example = example_of(sizes, given)
         planned, digests = settings.plan is not None, settings.sha256
         apart = FLOAT_FILE in digests

@@ -172,7 +172,7 @@ def run_sensitivity(
         settings["estimate"] = True
     with new_run("sensitivity", clock, keep=run, **place) as record:
         with clock.step("load the run"):
-            loaded = load_run(run, frames)
+            loaded = load_run(run)
         model, sizes = loaded.quantized_model, loaded.sizes
         batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
         shards = record.shards(frames, {**settings, "without": without}, model)

@@ -129,9 +129,10 @@ class FrameBatches(Sequence[Batch]):
 
     def _frame_of(self, batch: Any) -> Frame:
         made = (*self._kept.items(), self._last)
-        return self._frame(next(index for index, one in made if one is batch))
+        return self.frame(next(index for index, one in made if one is batch))
 
-    def _frame(self, index: int) -> Frame:
+    def frame(self, index: int) -> Frame:
+        """A frame; for a detector in other code with the named cameras alone."""
         frame = self.first_frame if index == 0 else self._frames[index]
         if self._config.kind == "foreign" and frame.cameras:  # its code reads all that it gets
             return replace(frame, cameras=self._named_cameras(frame))
@@ -210,7 +211,7 @@ class FrameBatches(Sequence[Batch]):
         if index in self._kept:
             kept: Batch = self._kept[index]
             return kept
-        frame = self._frame(index)
+        frame = self.frame(index)
         batch = self._arguments(frame) or self._batch(frame)
         self.names[index] = (frame.name, len(frame))
         self._labels[index] = frame.labels
