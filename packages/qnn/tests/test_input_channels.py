@@ -201,6 +201,48 @@ def test_units_that_quantized_layers_make_are_named():
     assert "float operations make" in poor.remedy
 
 
+class Anchors(nn.Module):
+    """Features of a layer beside reference points [m], timestamps [s] and scores."""
+
+    def __init__(self, kind):
+        super().__init__()
+        layer, self.dim = {"linear": (nn.Linear, -1), "conv": (nn.Conv2d, 1)}[kind]
+        size = () if kind == "linear" else (1,)
+        self.features, self.first = layer(8, 8, *size), layer(13, 16, *size)
+        self.second, self.last = layer(13, 4, *size), layer(20, 4, *size)
+        self.units = torch.tensor([*[1.0] * 8, 50.0, 50.0, 3.0, 5e3, 0.5])
+        for reader in (self.first, self.second):
+            reader.weight.data /= self.units.view(-1, *size, *size)
+
+    def forward(self, x, places):
+        joined = torch.cat([self.features(x), places], self.dim)
+        return self.last(torch.cat([self.first(joined), self.second(joined)], self.dim).relu())
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_positions_beside_features_have_ranges_of_their_own(kind):
+    torch.manual_seed(0)
+    net = Anchors(kind).eval()
+
+    def frame():
+        rows = torch.randn(2, 60, 8), torch.rand(2, 60, 5) * net.units[8:]
+        if kind == "linear":
+            return rows
+        return tuple(r.transpose(1, 2).unflatten(2, (6, 10)) for r in rows)
+
+    frames = [frame() for _ in range(3)]
+    model = quantized(net, frames[0])
+    report = calibrate(model, frames[:2])
+    assert report.poor == ()
+    assert len(factors_of(model)) == 3  # of the concatenation and both readers, one quantizer
+    with torch.no_grad():
+        want = net(*frames[2])
+        noise = (model(*frames[2]) - want).var() / want.var()
+        moved = net(frames[2][0], frames[2][1] * 1.01) - want
+    assert float(noise) < 2e-3
+    assert float(moved.abs().max()) > 0  # the positions do matter
+
+
 def test_readers_without_a_weight_are_named():
     class Net(nn.Module):
         def __init__(self):

@@ -32,7 +32,8 @@ class Read:
         quantizer: The reader.
         tensor: The tensor, by its place in the flow.
         value: The node that hands it over, `node` the one that reads it.
-        from_float: Whether float operations or inputs of the model make the tensor.
+        from_float: Whether float operations or inputs of the model make the tensor, or the
+            concatenation of it with others.
     """
 
     quantizer: TensorQuantizer
@@ -125,7 +126,8 @@ class _Reader:
                     continue  # a sparse convolution may add another tensor after its own product
                 entering = entering[:1]
             self.entered.add((steps, call))
-            self.flow.reads += [self.reading(quantizer, steps, v, node) for v in entering]
+            whole = node if isinstance(module, QuantConcat) else None
+            self.flow.reads += [self.reading(quantizer, steps, v, node, whole) for v in entering]
             if isinstance(module, QuantConcat):
                 self.joined(steps, node, values)
         self.note(steps, node, values)
@@ -158,18 +160,28 @@ class _Reader:
         quantizer = child if isinstance(child, TensorQuantizer) else _input_quantizer(child)
         assert quantizer is not None
         chosen: list[Any] = operands if target.operand is None else [op.operands[target.operand]]
-        self.flow.reads += [self.reading(quantizer, op.steps, v, op.node) for v in chosen]
+        whole = op.node if isinstance(child, QuantConcat) else None
+        self.flow.reads += [self.reading(quantizer, op.steps, v, op.node, whole) for v in chosen]
         if isinstance(child, QuantConcat):
             self.joined(op.steps, op.node, chosen)
 
     def reading(
-        self, quantizer: TensorQuantizer, steps: Steps, value: fx.Node, node: fx.Node
+        self,
+        quantizer: TensorQuantizer,
+        steps: Steps,
+        value: fx.Node,
+        node: fx.Node,
+        whole: fx.Node | None = None,
     ) -> Read:
-        tensor, floats = self.tensor(steps, value), self.from_float(steps, value)
+        """A read of `value`, as an operand of the concatenation `whole` where it is one."""
+        tensor, floats = self.tensor(steps, value), self.from_float(steps, whole or value)
         return Read(quantizer, tensor, value, node, floats)
 
     def from_float(self, steps: Steps, value: fx.Node) -> bool:
-        """Whether no integers can reach a tensor: neither a quantized layer's nor a part's."""
+        """Whether no integers can reach a tensor: neither a quantized layer's nor a part's.
+
+        A concatenation of integers with floats, as of features with reference points, is floats.
+        """
         if steps.path(steps.root):
             return False  # who makes the inputs of a part is not known
         pending, seen = [value], set[fx.Node]()
@@ -180,7 +192,10 @@ class _Reader:
             seen.add(node)
             if node.target is OPAQUE or self.makes_integers(steps, node):
                 return False
-            if steps.spec(node).kind in _KEEP_INTEGERS:
+            if steps.spec(node).kind == "concat":
+                if not any(self.from_float(steps, operand) for operand in steps.read(node)):
+                    return False
+            elif steps.spec(node).kind in _KEEP_INTEGERS:
                 read = steps.read(node)
                 pending += read[:1] if steps.spec(node).places else read
         return True
