@@ -16,7 +16,7 @@ from bevquant_hybrid.nn.qat._composed import Composed
 from bevquant_hybrid.nn.qat._weighted import Weighted
 from bevquant_hybrid.nn.qat.stubs import QuantStub
 from bevquant_hybrid.nn.quantized import fixed_point_form
-from bevquant_hybrid.nn.quantized._base import FixedPoint
+from bevquant_hybrid.nn.quantized._weighted import FixedPoint
 from bevquant_hybrid.qtensor import QTensor
 
 
@@ -24,13 +24,6 @@ def preserved_form(module: nn.Module, rounding: str) -> nn.Module | None:
     """Keep a QAT module's computation, with integers as its input and output.
 
     Its observers are switched off.
-
-    Args:
-        module: Changed in place.
-        rounding: Rounding of its fixed-point consumers.
-
-    Returns:
-        The module; None if it is not a QAT module with a scale.
     """
     if not isinstance(module, Weighted | OutputQuantized | QuantStub):
         return None
@@ -61,13 +54,7 @@ def refuse_converted(model: nn.Module, caller: str) -> None:
 def convert_in_place(
     model: nn.Module, caller: str, remove_qconfig: bool, rounding: str
 ) -> nn.Module:
-    """Replace every QAT module in `model`, or return the converted form of `model` itself.
-
-    Raises:
-        RuntimeError: No march is set.
-        ValueError: A calibration model, a converted model, an unknown rounding, or settings that a
-            BPU does not execute.
-    """
+    """Replace every QAT module in `model`, or return the converted form of `model` itself."""
     require_march(caller)
     if rounding not in ("half_up", "half_even"):
         raise ValueError(f"{caller}: rounding={rounding!r}: expected 'half_up' or 'half_even'")

@@ -12,11 +12,7 @@ _GROUP = "bevquant_hybrid.documented"  # entry points: documented path → modul
 
 
 def tool(path: str) -> ModuleType:
-    """The module with the names documented under ``bevquant_hybrid.<path>``.
-
-    Raises:
-        ImportError: No installed package has it.
-    """
+    """The module with the names documented under ``bevquant_hybrid.<path>``."""
     for entry in installed(_GROUP, own="bevquant_hybrid_tools"):
         if entry.name == path:
             module: ModuleType = load(entry, f"bevquant_hybrid.{path}")

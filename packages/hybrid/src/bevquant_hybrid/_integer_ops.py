@@ -1,17 +1,52 @@
-"""Integer operations that fixed-point modules call, registered with torch."""
+"""Functions registered with torch, and the integer operations that fixed-point modules call."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import bevquant_int8sim as int8sim
-from bevquant_hybrid._torch_operator import operator
+
+_NAMESPACE = "bevquant_hybrid"
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Spelled as in torch's schemas: torch's own inference turns integers into symbolic sizes.
+_TYPES = {
+    **{name: name for name in ("Tensor", "int", "float", "bool", "str")},
+    **{f"Sequence[{name}]": f"{name}[]" for name in ("Tensor", "int", "float")},
+    **{"tuple[Tensor, Tensor]": "(Tensor, Tensor)", "list[Tensor]": "Tensor[]"},
+}
+
+
+def operator(function: Function, name: str = "") -> Function:
+    """Register a function as ``torch.ops.bevquant_hybrid.<its name>`` and return that operator.
+
+    Args:
+        function: Its postponed annotations are the schema.
+        name: Default: the function's name without leading underscores.
+    """
+    kinds = {name: _schema_of(kind) for name, kind in function.__annotations__.items()}
+    result = kinds.pop("return")
+    schema = f"({', '.join(f'{kind} {argument}' for argument, kind in kinds.items())}) -> {result}"
+    name = name or function.__name__.lstrip("_")
+    made = torch.library.custom_op(
+        f"{_NAMESPACE}::{name}", function, mutates_args=(), schema=schema
+    )
+    # The operator itself, not its wrapper: torch.jit.trace records calls of this one.
+    found = getattr(getattr(torch.ops, _NAMESPACE), name).default
+    found.__doc__ = made.__doc__ = function.__doc__
+    return cast(Function, found)
+
+
+def _schema_of(annotation: str) -> str:
+    plain = annotation.removesuffix(" | None")
+    return _TYPES[plain] + "?" * (plain != annotation)
+
 
 _STORAGE = {8: torch.int8, 16: torch.int16, 32: torch.int32}
 
@@ -119,11 +154,7 @@ def multiply(a: Tensor, b: Tensor, name: str) -> Tensor:
 
 @operator
 def matmul(a: Tensor, b: Tensor, name: str) -> Tensor:
-    """int32 accumulators of a matrix product, batched.
-
-    Raises:
-        AccumulatorOverflowError: A sum leaves int32.
-    """
+    """int32 accumulators of a matrix product, batched."""
     acc = torch.matmul(a.to(torch.int64), b.to(torch.int64))
     if acc.numel() and int(acc.abs().max()) >= 2**31:
         raise int8sim.AccumulatorOverflowError(f"{name}: a sum of the product leaves int32")
@@ -271,11 +302,7 @@ def quantize_bias(bias: Tensor, input_scale: Tensor, weight_scale: Tensor, name:
 def accumulate(
     acc: Tensor, other: Tensor, multiplier: Tensor, axis: int, rounding: str, name: str
 ) -> Tensor:
-    """Acc + round(other · multiplier): adds the second input at the accumulator's scale.
-
-    Raises:
-        AccumulatorOverflowError: A sum leaves int32.
-    """
+    """Acc + round(other · multiplier): adds the second input at the accumulator's scale."""
     factor = multiplier.double()
     if factor.numel() > 1:
         shape = [1] * acc.dim()

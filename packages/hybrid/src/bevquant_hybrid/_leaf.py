@@ -86,12 +86,7 @@ def _call_of_method(
 
 
 class MethodCall(nn.Module):
-    """A wrapped method as a module of the traced model.
-
-    Attributes:
-        function: The method.
-        owner_path: Path of the module that owns the method; ``""`` for the model.
-    """
+    """A wrapped method as a module of the traced model."""
 
     def __init__(self, function: Any, owner_path: str) -> None:
         super().__init__()

@@ -38,9 +38,6 @@ class RangeObserver(ObserverBase):
         ch_axis: Channel axis of per-channel ranges.
         is_sync_quantize: Join ranges over the processes of ``torch.distributed``.
         factory_kwargs: Device and dtype of the buffers, as for torch's observers.
-
-    Raises:
-        ValueError: An unknown type or scheme.
     """
 
     def __init__(
@@ -91,11 +88,7 @@ class RangeObserver(ObserverBase):
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
-        """Observe a tensor and return it unchanged.
-
-        Raises:
-            ValueError: NaN or infinite values.
-        """
+        """Observe a tensor and return it unchanged."""
         if x.numel() == 0:
             return x
         low, high = (bound.to(self.min_val.dtype) for bound in self.measure(x.detach()))
@@ -154,7 +147,6 @@ class FixedScaleObserver(RangeObserver):
         scale: Value of one integer step, positive.
         zero_point: 0, the only allowed value.
         averaging_constant: Accepted, as of the observer that this one replaces.
-        **kwargs: As in `RangeObserver`.
 
     Raises:
         ValueError: A scale that is not positive and finite, or another zero point.
@@ -203,7 +195,6 @@ class ClipObserver(RangeObserver):
         xmin: Smallest bound.
         xmax: Largest bound.
         averaging_constant: Accepted, as of the observer that this one replaces.
-        **kwargs: As in `RangeObserver`.
 
     Raises:
         ValueError: xmin is not below xmax.
@@ -282,17 +273,7 @@ class AveragingObserver(RangeObserver):
     The first tensor sets the range. c = 0 freezes it; c = 1 uses the latest tensor alone.
 
     Args:
-        averaging_constant: c, within [0, 1].
-        dtype: As in `RangeObserver`, like the arguments below.
-        qscheme: Per tensor or per channel.
-        quant_min: Smallest integer.
-        quant_max: Largest integer.
-        is_sync_quantize: Join ranges over processes.
-        factory_kwargs: Of the buffers.
-        ch_axis: Channel axis.
-
-    Raises:
-        ValueError: c outside [0, 1].
+        averaging_constant: c, within [0, 1]; the others are those of `RangeObserver`.
     """
 
     def __init__(
@@ -367,7 +348,6 @@ class CalibObserver(RangeObserver):
         dtype: ``qint8`` or ``qint16``.
         percentile: Percent of the values that lie within the range.
         bins: Bins of the first batch.
-        **kwargs: As in `RangeObserver`.
 
     Raises:
         ValueError: A percentile outside (0, 100], no bins, or a scheme per channel.

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bevquant_hybrid._torch_operator import operator
+from bevquant_hybrid._integer_ops import operator
 
 
 def _ends(at: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

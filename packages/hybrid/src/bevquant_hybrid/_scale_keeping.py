@@ -14,19 +14,11 @@ from torch import Tensor
 from torch.jit._trace import TracerWarning
 
 from bevquant_hybrid import _integer_ops as ops
-from bevquant_hybrid._fake_quant._function import fake_quantize
-from bevquant_hybrid._sampling import grid_sample_integers
-from bevquant_hybrid.dtype import qinfo
-from bevquant_hybrid.qtensor import (
-    RULES,
-    QTensor,
-    Rule,
-    along,
-    as_float,
-    call_on,
-    on_floats,
-    payload,
-)
+
+from ._fake_quant._function import fake_quantize
+from ._sampling import grid_sample_integers
+from .dtype import qinfo
+from .qtensor import RULES, QTensor, Rule, along, as_float, call_on, on_floats, payload
 
 _SEEN_OTHERWISE = ("H", "T", "mH", "mT", "data")  # attributes that are views
 _NO_FACTS = (*_SEEN_OTHERWISE, "real", "imag", "__weakref__")
@@ -115,21 +107,13 @@ def resized(
         sizes = [] if size is None else ops.pair(size)
         return x.like(ops.resize(values, sizes, given, mode, align_corners, x.rounding))
     values = F.interpolate(
-        values,
-        size,
-        scale_factor,
-        mode,
-        align_corners if mode == "bilinear" else None,
+        values, size, scale_factor, mode, align_corners if mode == "bilinear" else None
     )
     return _on_grid_of(x, values)
 
 
 def sampled(x: QTensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool) -> QTensor:
-    """Sample by a grid; the result lies on the grid of the input's scale.
-
-    Raises:
-        NotImplementedError: A mode that a BPU does not execute.
-    """
+    """Sample by a grid; the result lies on the grid of the input's scale."""
     if mode not in ("nearest", "bilinear") or padding_mode not in ("zeros", "border"):
         raise NotImplementedError(
             f"grid_sample(mode={mode!r}, padding_mode={padding_mode!r}): a BPU samples by "
@@ -160,11 +144,7 @@ def clamped(x: QTensor, low: float | None, high: float | None) -> QTensor:
 
 
 def padded(x: QTensor, sides: Sequence[int], mode: str, value: float) -> QTensor:
-    """Pad; a constant is rounded to the nearest step.
-
-    Raises:
-        NotImplementedError: Another mode than constant and replicate.
-    """
+    """Pad; a constant is rounded to the nearest step."""
     if mode not in ("constant", "replicate"):
         raise NotImplementedError(f"pad(mode={mode!r}): a BPU pads by 'constant' or 'replicate'")
     if mode == "replicate":

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from bevquant_hybrid import _integer_ops as ops
+from bevquant_hybrid._integer_ops import operator
 from bevquant_hybrid._leaf import wrap
-from bevquant_hybrid._torch_operator import operator
 from bevquant_hybrid.qtensor import QTensor, as_float
 
 __all__ = [
@@ -43,11 +43,7 @@ _OF_RED, _OF_BLUE = 2 * (1 - _RED), 2 * (1 - _BLUE)  # 1.402 and 1.772
 
 
 def _planes(image: Tensor, what: str) -> list[Tensor]:
-    """The three channels (third axis from the end) in float.
-
-    Raises:
-        ValueError: There are not three channels.
-    """
+    """The three channels (third axis from the end) in float."""
     # While torch.jit traces, sizes are tensors.
     if not torch._C._is_tracing() and (image.dim() < 3 or image.shape[-3] != 3):
         raise ValueError(

@@ -19,23 +19,14 @@ __all__ = [
 
 
 class March:
-    """Names of the BPU micro-architectures.
+    """Names of the BPU micro-architectures."""
 
-    Attributes:
-        BERNOULLI2: RDK X3, XJ3.
-        BAYES: Journey 5, RDK Ultra.
-        BAYES_E: RDK X5; the operator limits of `BAYES`.
-        NASH_E: Journey 6E, RDK S100.
-        NASH_M: Journey 6M.
-        NASH_P: Journey 6P.
-    """
-
-    BERNOULLI2 = "bernoulli2"
-    BAYES = "bayes"
-    BAYES_E = "bayes-e"
-    NASH_E = "nash-e"
-    NASH_M = "nash-m"
-    NASH_P = "nash-p"
+    BERNOULLI2 = "bernoulli2"  # RDK X3, XJ3
+    BAYES = "bayes"  # Journey 5, RDK Ultra
+    BAYES_E = "bayes-e"  # RDK X5; the operator limits of `BAYES`
+    NASH_E = "nash-e"  # Journey 6E, RDK S100
+    NASH_M = "nash-m"  # Journey 6M
+    NASH_P = "nash-p"  # Journey 6P
     # Spellings on one page of the documents.
     Bernoulli2 = BERNOULLI2
     Bayes = BAYES

@@ -6,17 +6,12 @@ __all__ = ["QATMode", "get_qat_mode", "set_qat_mode"]
 
 
 class QATMode:
-    """Names of the modes.
+    """Names of the modes."""
 
-    Attributes:
-        FuseBN: The batch norm is folded when the model is fused, and not trained.
-        WithBN: Convolution with a quantized weight, then the batch norm, which convert folds.
-        WithBNReverseFold: The folded weight γ/√(σ² + ε)·w is quantized, so that folding does not
-            change the result.
-    """
-
-    FuseBN = "fuse_bn"
+    FuseBN = "fuse_bn"  # the batch norm is folded when the model is fused, and not trained
+    # Convolution with a quantized weight, then the batch norm, which convert folds
     WithBN = "with_bn"
+    # The folded weight γ/√(σ² + ε)·w is quantized, so that folding does not change the result
     WithBNReverseFold = "with_bn_reverse_fold"
 
 

@@ -15,12 +15,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from bevquant_hybrid.compilation import (
-    forward_arguments,
-    march_of,
-    model_name,
-    require_module,
-)
+from bevquant_hybrid.compilation import forward_arguments, march_of, model_name, require_module
 from bevquant_hybrid.operators import (
     OperatorCall,
     load_support_table,

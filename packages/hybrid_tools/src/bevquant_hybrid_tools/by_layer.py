@@ -25,19 +25,12 @@ _BOUNDARIES = ("_activation_post_process", "_input_dequant")
 
 
 class NodeLabel(NamedTuple):
-    """A node's names.
+    """A node's names."""
 
-    Attributes:
-        path: In the whole model, such as "encoders.camera.backbone.layer1.0.conv3".
-        short: The same within the graph's own model, where each is unique.
-        operator: Its operators, such as "Conv2d + add + ReLU".
-        place: Name of its recorded calls: the module's path, or the node's name.
-    """
-
-    path: str
-    short: str
-    operator: str
-    place: str
+    path: str  # in the whole model, such as "encoders.camera.backbone.layer1.0.conv3"
+    short: str  # the same within the graph's own model, where each is unique
+    operator: str  # its operators, such as "Conv2d + add + ReLU"
+    place: str  # name of its recorded calls: the module's path, or the node's name
 
 
 def node_labels(graph: fx.GraphModule, prefix: str = "") -> dict[str, NodeLabel]:

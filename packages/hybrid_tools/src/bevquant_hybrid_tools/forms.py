@@ -70,19 +70,13 @@ Note = Callable[[str, Tensor], None]
 
 @dataclass(frozen=True)
 class BpuEstimate:
-    """A roofline estimate from public figures, not a measurement.
+    """A roofline estimate from public figures, not a measurement."""
 
-    Attributes:
-        figures: Figures of the chip with their sources.
-        cores: How many of the chip's cores share the work.
-        layers: One for each call on the BPU, named as in the model; boundaries left out.
-        violations: Violations of the march's limits, one line each.
-    """
-
-    figures: ChipFigures
-    cores: int
+    figures: ChipFigures  # figures of the chip with their sources
+    cores: int  # how many of the chip's cores share the work
+    # One for each call on the BPU, named as in the model; boundaries left out
     layers: tuple[LayerEstimate, ...]
-    violations: tuple[str, ...]
+    violations: tuple[str, ...]  # violations of the march's limits, one line each
 
     @property
     def seconds(self) -> float:
@@ -92,23 +86,14 @@ class BpuEstimate:
 
 @dataclass(frozen=True, eq=False)
 class Forms:
-    """Three forms of one model, the same graph node by node, and the conversion's warnings.
+    """Three forms of one model, the same graph node by node, and the conversion's warnings."""
 
-    Attributes:
-        float_graph: Fused.
-        fake_graph: Fake-quantized, for evaluation.
-        integer_graph: In integers.
-        warnings: Of the conversion.
-        prefix: Prefix of its modules' paths in the whole model.
-        on_cpu: Paths of modules within it that run on the CPU.
-    """
-
-    float_graph: fx.GraphModule
-    fake_graph: fx.GraphModule
-    integer_graph: fx.GraphModule
-    warnings: tuple[str, ...] = ()
-    prefix: str = ""
-    on_cpu: tuple[str, ...] = ()
+    float_graph: fx.GraphModule  # fused
+    fake_graph: fx.GraphModule  # fake-quantized, for evaluation
+    integer_graph: fx.GraphModule  # in integers
+    warnings: tuple[str, ...] = ()  # of the conversion
+    prefix: str = ""  # prefix of its modules' paths in the whole model
+    on_cpu: tuple[str, ...] = ()  # paths of modules within it that run on the CPU
 
     @cached_property
     def labels(self) -> dict[str, NodeLabel]:
@@ -243,38 +228,24 @@ def run_noting(graph: Any, note: Callable[[fx.Node, Any], None], *inputs: Any) -
 
 @dataclass(frozen=True)
 class BpuLayer:
-    """One operator on the BPU, over all frames.
+    """One operator on the BPU, over all frames."""
 
-    Attributes:
-        layer: Its path in the model.
-        operator: The operator.
-        channels: Of the result.
-        cells: Of the result, in a frame.
-        fake_sqnr_db: Of the fake-quantized result against float; None where equal or all zero.
-        fake_cosine: Of the two as vectors.
-        integer_sqnr_db: The same of the integers.
-        integer_cosine: The same of the integers.
-        max_steps: Largest difference of integers and fake-quantized result, in steps of it, each
-            model on its own activations.
-        mean_steps: Mean of its size.
-        differ: Share of values that differ.
-        saturated: Share of the float model's input values beyond the input's range.
-        input_amax: End of that range, the widest input's.
-    """
-
-    layer: str
+    layer: str  # its path in the model
     operator: str
-    channels: int
-    cells: float
+    channels: int  # of the result
+    cells: float  # of the result, in a frame
+    # Of the fake-quantized result against float; None where equal or all zero
     fake_sqnr_db: float | None
-    fake_cosine: float | None
-    integer_sqnr_db: float | None
-    integer_cosine: float | None
+    fake_cosine: float | None  # of the two as vectors
+    integer_sqnr_db: float | None  # the same of the integers
+    integer_cosine: float | None  # the same of the integers
+    # Largest difference of integers and fake-quantized result, in steps of it, each model on
+    # its own activations
     max_steps: int
-    mean_steps: float
-    differ: float
-    saturated: float | None
-    input_amax: float | None
+    mean_steps: float  # mean of its size
+    differ: float  # share of values that differ
+    saturated: float | None  # share of the float model's input values beyond the input's range
+    input_amax: float | None  # end of that range, the widest input's
 
 
 @dataclass(eq=False)

@@ -64,11 +64,7 @@ def unknown_settings(settings: Iterable[str], *classes: Any) -> str:
 
 
 def made_observer(owner: str, observer: Any, settings: Mapping[str, Any]) -> Any:
-    """Make the observer of a fake quantizer.
-
-    Raises:
-        TypeError: A setting that it does not take.
-    """
+    """Make the observer of a fake quantizer."""
     try:
         return observer(**settings)
     except TypeError as error:
@@ -115,11 +111,7 @@ class _Observing(FakeQuantizeBase):
         return not is_written() and bool(self.observer_enabled[0])
 
     def observe(self, x: Any) -> None:
-        """Let the observer see a tensor, or all tensors of a container.
-
-        Raises:
-            ValueError: The observer finds no range in it; the message names the module.
-        """
+        """Let the observer see a tensor, or all tensors of a container."""
         try:
             self.activation_post_process(_observed(x))
         except ValueError as error:

@@ -16,12 +16,7 @@ def is_written() -> bool:
 
 
 def fake_quantize(
-    x: Tensor,
-    scale: Tensor,
-    ch_axis: int,
-    quant_min: int,
-    quant_max: int,
-    saturate: bool = False,
+    x: Tensor, scale: Tensor, ch_axis: int, quant_min: int, quant_max: int, saturate: bool = False
 ) -> Tensor:
     r"""Quantize and dequantize: :math:`\operatorname{clamp}(\operatorname{round}(x/s), q_\min, q_\max)\,s`.
 
@@ -88,11 +83,7 @@ class _FakeQuantize(torch.autograd.Function):
 def _quantize_dequantize(
     x: Tensor, scale: Tensor, ch_axis: int, quant_min: int, quant_max: int
 ) -> Tensor:
-    """Quantize and dequantize, and be two nodes with two constants in the file.
-
-    Raises:
-        ValueError: Integers of 16 bits, which QuantizeLinear cannot make before opset 21.
-    """
+    """Quantize and dequantize, and be two nodes with two constants in the file."""
     if (quant_min, quant_max) != (-128, 127):
         raise ValueError(
             f"{calling_module()}: ONNX export: a tensor quantized to {quant_min} … {quant_max}: "

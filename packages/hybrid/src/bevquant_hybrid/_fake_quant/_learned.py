@@ -33,7 +33,6 @@ class LSQFakeQuantize(LearnedFakeQuantize):
 
     Args:
         use_grad_scaling: Apply g.
-        **kwargs: As in `FakeQuantize`.
 
     Example:
         >>> fake_quant = LSQFakeQuantize()
@@ -86,7 +85,6 @@ class PACTFakeQuantize(LearnedFakeQuantize):
     Args:
         alpha: First α; None to take it from the first tensor observed, one per channel where the
             scheme is.
-        **kwargs: As in `FakeQuantize`.
 
     Raises:
         ValueError: α is not positive.

@@ -19,7 +19,7 @@ from torch.nn.modules.padding import _ConstantPadNd, _ReplicationPadNd
 
 from bevquant_graph import layer_class
 from bevquant_hybrid._fx._placement import Kind, Placement, keeps_scale
-from bevquant_hybrid._fx._tracer import line_of, scope_of
+from bevquant_hybrid._fx._tracer import called_function, line_of, scope_of
 from bevquant_hybrid._scale_keeping import gives_plain, rule_of
 from bevquant_hybrid.nn._functions import Div, FloatFunctional, Where
 from bevquant_hybrid.nn.qat import has_qat_form
@@ -50,21 +50,13 @@ _REMEDIES: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class CpuOperator:
-    """An operator of a hybrid model that runs on the CPU.
+    """An operator of a hybrid model that runs on the CPU."""
 
-    Attributes:
-        node: Name of its node.
-        operator: The module's class, or the function.
-        path: The module, or the module whose forward calls the function.
-        line: File and line of the forward that calls it.
-        reason: Reason why it is not on the BPU.
-    """
-
-    node: str
-    operator: str
-    path: str
-    line: str
-    reason: str
+    node: str  # name of its node
+    operator: str  # the module's class, or the function
+    path: str  # the module, or the module whose forward calls the function
+    line: str  # file and line of the forward that calls it
+    reason: str  # reason why it is not on the BPU
 
     def __str__(self) -> str:
         where = f" in {self.path}" if self.path else ""
@@ -95,12 +87,6 @@ def insert_boundaries(graph: Graph, root: nn.Module, placement: Placement, make:
     Output of a CPU node ``n`` with a BPU consumer, directly or through views:
     ``n_activation_post_process``, built by `make`. The i-th BPU input of a CPU node:
     ``n_input_dequant_i``, all calls of one module ``n_input_dequant``.
-
-    Args:
-        graph: Nodes, changed in place.
-        root: Gets the new modules.
-        placement: The kinds of the nodes.
-        make: The fake quantizer for a node's output.
     """
     for node in list(graph.nodes):
         if placement.kinds[node] is Kind.CPU:
@@ -226,9 +212,7 @@ def _is_library(function: Any) -> bool:
 
 def _function(node: Node) -> Any:
     """The function that a node calls, as a quantized tensor would see it."""
-    target: Any = node.target
-    if node.op == "call_method":
-        return getattr(Tensor, target, None)
+    target = called_function(node)
     if getattr(target, "__module__", "") == operator.add.__module__:
         name = target.__name__.strip("_")
         return getattr(Tensor, f"__{name}__", target)

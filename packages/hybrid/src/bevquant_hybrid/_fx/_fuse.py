@@ -29,11 +29,7 @@ _FUNCTIONS: dict[Any, type[nn.Module]] = {
 
 
 def fold(anchor: nn.Module, bn: nn.Module) -> nn.Module:
-    """Return a copy of the layer with the batch norm's running statistics folded in.
-
-    Raises:
-        ValueError: The two do not fit, or there are no running statistics.
-    """
+    """Return a copy of the layer with the batch norm's running statistics folded in."""
     settled = copy.copy(bn)
     settled.training = False
     made = fuse_conv_bn(anchor, settled)

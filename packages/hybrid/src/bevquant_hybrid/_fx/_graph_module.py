@@ -19,11 +19,6 @@ class GraphModuleWithAttr(GraphModule):
     """A graph module with every attribute of its source, in the source's order.
 
     It prints as the source did, followed by the code of its forward.
-
-    Args:
-        root: The source.
-        graph: What to compute.
-        class_name: Name that it prints under; the source's by default.
     """
 
     _source_name: str

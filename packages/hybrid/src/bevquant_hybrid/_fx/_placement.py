@@ -17,10 +17,6 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from bevquant_graph import layer_class
-from bevquant_hybrid._fx._recipe import Recipe, Step
-from bevquant_hybrid._fx._recipes import recipe_of
-from bevquant_hybrid._fx._settings import Names, Settings, anchor_path_of
-from bevquant_hybrid._fx._tracer import called_path, number_nodes, scope_of, with_items
 from bevquant_hybrid._quant_stub import QuantStub
 from bevquant_hybrid._scale_keeping import rule_of
 from bevquant_hybrid.nn import _functions as functions
@@ -29,6 +25,11 @@ from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import has_qat_form
 from bevquant_hybrid.operators import load_support_table, row_of_function, row_of_module
 from bevquant_hybrid.operators._placement import Listed, place_operator
+
+from ._recipe import Recipe, Step
+from ._recipes import recipe_of
+from ._settings import Names, Settings, anchor_path_of
+from ._tracer import called_function, called_path, number_nodes, scope_of, with_items
 
 # Methods of FloatFunctional whose operator has another name.
 _OPERATORS = {"add_relu": "add", "add_scalar": "add", "mul_scalar": "mul"}
@@ -165,25 +166,15 @@ def mapper_place(module: nn.Module | None, method: str | None, march: str) -> Li
 
 
 class Kind(Enum):
-    """A node's kind in the partition.
+    """A node's kind in the partition."""
 
-    Attributes:
-        EDGE: Inputs, outputs and attributes of the model, and dictionaries of values.
-        NUMBER: A size, or what is computed of sizes.
-        QUANT: A QuantStub.
-        DEQUANT: A DeQuantStub.
-        PASS: Its value is its input's: Identity, dropout, views.
-        BPU: Computed on quantized values.
-        CPU: Computed on float values.
-    """
-
-    EDGE = "edge"
-    NUMBER = "number"
-    QUANT = "quant"
-    DEQUANT = "dequant"
-    PASS = "pass"
-    BPU = "bpu"
-    CPU = "cpu"
+    EDGE = "edge"  # inputs, outputs and attributes of the model, and dictionaries of values
+    NUMBER = "number"  # a size, or what is computed of sizes
+    QUANT = "quant"  # a QuantStub
+    DEQUANT = "dequant"  # a DeQuantStub
+    PASS = "pass"  # its value is its input's: Identity, dropout, views
+    BPU = "bpu"  # computed on quantized values
+    CPU = "cpu"  # computed on float values
 
 
 def keeps_scale(module: nn.Module | None) -> bool:
@@ -269,10 +260,7 @@ class Placement:
             return "it reads float values alone"
         if self._could_run(node, module):
             return "it has no qconfig"
-        function: Any = node.target
-        if module is None and node.op == "call_method":
-            function = getattr(Tensor, str(node.target), None)
-        listed = self._listed(node, module, function)
+        listed = self._listed(node, module)
         if listed.place == "CPU":
             return listed.because
         return node.meta.get("reason") or "called so, it has no quantized form"
@@ -309,29 +297,25 @@ class Placement:
             return Kind.DEQUANT
         if self.hybrid and self.named(node):
             return Kind.CPU
-        if self._passes(node, module):
-            if all(n in self._outside for n in self.inputs(node)):
-                self._outside.add(node)
-            return Kind.PASS
-        if not self._has_bpu_form(node, module):
-            if all(n in self._outside for n in self.inputs(node)):
-                self._outside.add(node)
-            return Kind.CPU
         outside = all(n in self._outside for n in self.inputs(node))
-        if outside and (self.strip or not has_weight(module)):
+        if self._passes(node, module):
+            kind = Kind.PASS
+        elif self._has_bpu_form(node, module) and not (
+            outside and (self.strip or not has_weight(module))
+        ):
+            return Kind.BPU
+        else:
+            kind = Kind.CPU
+        if outside:
             self._outside.add(node)
-            return Kind.CPU
-        return Kind.BPU
+        return kind
 
     def _passes(self, node: Node, module: nn.Module | None) -> bool:
-        function: Any = node.target
         if module is not None:
             passes = layer_class(module, *_PASS_MODULES) is not None
-        elif node.op == "call_method":
-            passes, function = function in _PASS_METHODS, getattr(Tensor, function, None)
         else:
-            passes = function in _PASS_FUNCTIONS
-        return passes and (not self.hybrid or self._mapper_has(node, module, function))
+            passes = node.target in (_PASS_METHODS if node.op == "call_method" else _PASS_FUNCTIONS)
+        return passes and (not self.hybrid or self._mapper_has(node, module))
 
     def _has_bpu_form(self, node: Node, module: nn.Module | None) -> bool:
         without = module is not None and layer_class(module, *_KEEPING) is None
@@ -341,24 +325,22 @@ class Placement:
 
     def _could_run(self, node: Node, module: nn.Module | None) -> bool:
         """Whether there is a BPU form of a node, given a qconfig."""
-        function: Any = node.target
-        if module is None and node.op == "call_method":
-            function = getattr(Tensor, str(node.target), None)
         if module is None:
-            quantizes = rule_of(function) is not None
+            quantizes = rule_of(called_function(node)) is not None
         else:
             quantizes = layer_class(module, *_KEEPING) is not None or has_qat_form(module)
-        return quantizes and (not self.hybrid or self._mapper_has(node, module, function))
+        return quantizes and (not self.hybrid or self._mapper_has(node, module))
 
-    def _mapper_has(self, node: Node, module: nn.Module | None, function: Any) -> bool:
+    def _mapper_has(self, node: Node, module: nn.Module | None) -> bool:
         """Whether the mapper of a hybrid model runs an operator on the BPU of this march."""
-        return self._listed(node, module, function).place == "BPU"
+        return self._listed(node, module).place == "BPU"
 
-    def _listed(self, node: Node, module: nn.Module | None, function: Any) -> Listed:
+    def _listed(self, node: Node, module: nn.Module | None) -> Listed:
         """Where the mapper runs an operator, and why."""
         if module is not None:
             method = str(node.target) if node.op == "call_method" else None
             return mapper_place(module, method, self.march)
+        function = called_function(node)
         name = getattr(function, "__name__", str(function))
         row = row_of_function(function, name, load_support_table(), len(self.inputs(node)))
         return place_operator(row, self.march)

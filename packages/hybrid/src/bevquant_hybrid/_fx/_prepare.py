@@ -11,34 +11,30 @@ from torch.fx import Node
 
 from bevquant_hybrid._convert import refuse_converted
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize, _WrappedCalibFakeQuantize
-from bevquant_hybrid._fx._float_operators import (
+from bevquant_hybrid._leaf import MethodCall
+from bevquant_hybrid._quant_stub import DeQuantStub
+from bevquant_hybrid.march import March, get_march, require_march
+from bevquant_hybrid.nn.qat import float_form, has_qat_form, qat_form
+from bevquant_hybrid.nn.qat._base import errors_that_name, expect_pictures, first_prepared
+
+from ._float_operators import (
     BOUNDARY,
     insert_boundaries,
     list_cpu_operators,
     refuse_float_operators,
 )
-from bevquant_hybrid._fx._fuse import fuse_graph
-from bevquant_hybrid._fx._graph_module import (
+from ._fuse import fuse_graph
+from ._graph_module import (
     GraphModuleWithAttr,
     ObservedGraphModule,
     clone_containers,
     copied_graph,
     replace_module,
 )
-from bevquant_hybrid._fx._placement import Kind, Placement, has_weight, replace_functions
-from bevquant_hybrid._fx._scales import (
-    adopt_scales,
-    calibrated_scales,
-    is_calibration,
-    unify_cat_scales,
-)
-from bevquant_hybrid._fx._settings import Names, Settings
-from bevquant_hybrid._fx._tracer import is_leaf, scope_of, trace
-from bevquant_hybrid._leaf import MethodCall
-from bevquant_hybrid._quant_stub import DeQuantStub
-from bevquant_hybrid.march import March, get_march, require_march
-from bevquant_hybrid.nn.qat import float_form, has_qat_form, qat_form
-from bevquant_hybrid.nn.qat._base import errors_that_name, expect_pictures, first_prepared
+from ._placement import Kind, Placement, has_weight, replace_functions
+from ._scales import adopt_scales, calibrated_scales, is_calibration, unify_cat_scales
+from ._settings import Names, Settings
+from ._tracer import is_leaf, scope_of, trace
 
 
 def fuse(model: nn.Module, names: Names, caller: str) -> GraphModuleWithAttr:

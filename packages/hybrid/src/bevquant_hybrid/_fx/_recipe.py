@@ -15,21 +15,13 @@ from bevquant_hybrid.nn._functions import FloatFunctional
 
 @dataclass(eq=False)
 class Step:
-    """One call: of a new module, of a method of one, of a function, or of a tensor's method.
+    """One call: of a new module, of a method of one, of a function, or of a tensor's method."""
 
-    Attributes:
-        operation: Part of the new module's name; ``""`` where there is no module.
-        module: The new module, or None.
-        target: Of a module with methods, the method; else the function or the tensor's method.
-        args: Nodes, numbers and earlier steps.
-        kwargs: The same by name.
-    """
-
-    operation: str
-    module: nn.Module | None
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    operation: str  # part of the new module's name; "" where there is no module
+    module: nn.Module | None  # the new module, or None
+    target: Any  # of a module with methods, the method; else the function or the tensor's method
+    args: tuple[Any, ...]  # nodes, numbers and earlier steps
+    kwargs: dict[str, Any] = field(default_factory=dict)  # the same by name
 
 
 class Recipe:
@@ -91,11 +83,7 @@ class Recipe:
         return self.call(operator.neg, number) if isinstance(number, Node) else -number
 
     def constant(self, value: Any, name: str) -> Tensor | None:
-        """The parameter that an argument is; None where there is none.
-
-        Raises:
-            LookupError: It is computed.
-        """
+        """The parameter that an argument is; None where there is none."""
         if value is None:
             return None
         if isinstance(value, Node) and value.op == "get_attr":

@@ -23,14 +23,7 @@ Rule = Callable[..., Any]
 def recipe_of(
     node: Node, numbers: set[Node], arithmetic: set[str], parameter: Callable[[Node], Any]
 ) -> Recipe | None:
-    """The decomposition of a function into operators with a quantized form, or None.
-
-    Args:
-        node: The node.
-        numbers: Nodes that hold numbers.
-        arithmetic: Paths of the modules whose methods are arithmetic already.
-        parameter: Looks up the parameter or buffer that a get_attr node reads.
-    """
+    """The decomposition of a function into operators with a quantized form, or None."""
     if node.op not in ("call_function", "call_method"):
         return None
     owner = node.args[0] if node.args else None
@@ -79,10 +72,6 @@ def _sub(r: Recipe, input: Any, other: Any, *, alpha: Any = 1) -> Any:
     return None
 
 
-def _rsub(r: Recipe, input: Any, other: Any, *, alpha: Any = 1) -> Any:
-    return _sub(r, other, input, alpha=alpha)
-
-
 def _mul(r: Recipe, input: Any, other: Any) -> Any:
     x, y = input, other
     if r.is_tensor(x) and r.is_tensor(y):
@@ -106,28 +95,12 @@ def _div(r: Recipe, input: Any, other: Any, *, rounding_mode: Any = None) -> Any
     return None
 
 
-def _neg(r: Recipe, input: Any) -> Any:
-    return r.arithmetic("mul_scalar", input, -1.0)
-
-
-def _pos(r: Recipe, input: Any) -> Any:
-    return input
-
-
-def _square(r: Recipe, input: Any) -> Any:
-    return r.arithmetic("mul", input, input)
-
-
 def _pow(r: Recipe, input: Any, exponent: Any) -> Any:
     if not r.is_tensor(input):
         return None
     if isinstance(exponent, Node):
         raise LookupError("its exponent is known in the forward alone")
     return r.module("pow", functions.Pow(exponent), input)
-
-
-def _rsqrt(r: Recipe, input: Any) -> Any:
-    return r.module("rsqrt", functions.Pow(-0.5), input)
 
 
 def _of_two(method: str) -> Rule:
@@ -159,10 +132,6 @@ def _reduction(method: str) -> Rule:
     return rule
 
 
-def _cat(r: Recipe, tensors: Any, *dims: Any, **settings: Any) -> Any:
-    return r.arithmetic("cat", tensors, *dims, **settings)
-
-
 def _stack(r: Recipe, tensors: Any, dim: int = 0) -> Any:
     if not isinstance(tensors, list | tuple):
         raise LookupError("its tensors are not written out as a list")
@@ -173,10 +142,6 @@ def _where(r: Recipe, condition: Any, input: Any, other: Any) -> Any:
     if not (r.is_tensor(input) or r.is_tensor(other)):
         raise LookupError("both of its values are numbers")
     return r.module("where", Where(), condition, input, other)
-
-
-def _where_method(r: Recipe, input: Any, condition: Any, other: Any) -> Any:
-    return _where(r, condition, input, other)
 
 
 def _masked_fill(r: Recipe, input: Any, mask: Any, value: Any) -> Any:
@@ -387,21 +352,33 @@ _RULES: dict[Any, tuple[Rule, str]] = {
         for rule, spellings in (
             (_add, (operator.add, torch.add, "add", "__add__", "__radd__")),
             (_sub, (operator.sub, torch.sub, "sub", torch.subtract, "subtract", "__sub__")),
-            (_rsub, (torch.rsub, "__rsub__")),
+            (
+                lambda r, input, other, **more: _sub(r, other, input, **more),
+                (torch.rsub, "__rsub__"),
+            ),
             (_mul, (operator.mul, torch.mul, "mul", torch.multiply, "multiply", "__mul__")),
             (_div, (operator.truediv, torch.div, torch.true_divide, torch.divide, "div")),
-            (_neg, (operator.neg, torch.neg, torch.negative, "neg", "negative", "__neg__")),
-            (_pos, (operator.pos, torch.positive, "positive")),
-            (_square, (torch.square, "square")),
+            (
+                lambda r, input: r.arithmetic("mul_scalar", input, -1.0),
+                (operator.neg, torch.neg, torch.negative, "neg", "negative", "__neg__"),
+            ),
+            (lambda r, input: input, (operator.pos, torch.positive, "positive")),
+            (lambda r, input: r.arithmetic("mul", input, input), (torch.square, "square")),
             (_pow, (torch.pow, operator.pow, "pow", "__pow__")),
-            (_rsqrt, (torch.rsqrt, "rsqrt")),
+            (
+                lambda r, input: r.module("rsqrt", functions.Pow(-0.5), input),
+                (torch.rsqrt, "rsqrt"),
+            ),
             (_matmul, (operator.matmul, torch.matmul, torch.bmm, "matmul", "bmm", torch.mm, "mm")),
             (_addmm, (torch.baddbmm, "baddbmm", torch.addmm, "addmm")),
             (_of_two("maximum"), (torch.maximum, "maximum")),
             (_of_two("minimum"), (torch.minimum, "minimum")),
             (_reduction("mean"), (torch.mean, "mean")),
             (_reduction("sum"), (torch.sum, "sum")),
-            (_cat, (torch.cat, torch.concat, torch.concatenate)),
+            (
+                lambda r, *given, **settings: r.arithmetic("cat", *given, **settings),
+                (torch.cat, torch.concat, torch.concatenate),
+            ),
             (_stack, (torch.stack,)),
             (_einsum, (torch.einsum,)),
             (_linear, (F.linear,)),
@@ -413,7 +390,7 @@ _RULES: dict[Any, tuple[Rule, str]] = {
     **{spelling: (_elementwise(*made), "on the BPU") for spelling, made in _MODULES.items()},
     F.scaled_dot_product_attention: (_attention, "always"),
     torch.where: (_where, "never"),
-    "where": (_where_method, "never"),
+    "where": (lambda r, input, condition, other: _where(r, condition, input, other), "never"),
     **dict.fromkeys((torch.masked_fill, "masked_fill"), (_masked_fill, "never")),
     F.normalize: (_normalize, "never"),
     **dict.fromkeys((F.group_norm, torch.group_norm), (_group_norm, "never")),

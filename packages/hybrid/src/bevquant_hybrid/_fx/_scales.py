@@ -19,7 +19,7 @@ from bevquant_hybrid._fake_quant._fake_quantize import (
 from bevquant_hybrid._fake_quant._learned import LearnedFakeQuantize
 from bevquant_hybrid._fx._float_operators import BOUNDARY
 from bevquant_hybrid._fx._placement import keeps_scale
-from bevquant_hybrid._fx._tracer import called_path
+from bevquant_hybrid._fx._tracer import called_function, called_path
 from bevquant_hybrid._observers import FixedScaleObserver
 from bevquant_hybrid._scale_keeping import rule_of
 from bevquant_hybrid.march import JOINS_AT_ONE_SCALE
@@ -187,9 +187,6 @@ def unify_cat_scales(graph: Graph, root: nn.Module, march: str, caller: str) -> 
 
     Returns:
         The names of the modules that share, group by group.
-
-    Raises:
-        ValueError: A group has outputs of 32 bits, of several types, or several fixed scales.
     """
     # While a model is calibrated nothing is rounded, so that no scale is shared either.
     if march not in JOINS_AT_ONE_SCALE or is_calibration(root):
@@ -257,9 +254,7 @@ def _quantizes(module: nn.Module) -> bool:
 
 def _keeps(node: Node) -> bool:
     """Whether a function's value has its first input's scale."""
-    function: Any = node.target
-    if node.op == "call_method":
-        function = getattr(Tensor, str(node.target), None)
+    function = called_function(node)
     return node.op in ("call_function", "call_method") and (
         function is operator.getitem or rule_of(function) is not None
     )

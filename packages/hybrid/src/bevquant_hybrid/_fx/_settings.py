@@ -35,13 +35,6 @@ class Settings:
     Args:
         root: The model.
         qconfig_dict: As `prepare_qat_fx` takes it; None for attributes alone.
-
-    Raises:
-        TypeError: No dictionary, entries that are no pairs, or something that is no qconfig.
-        ValueError: An unknown key.
-
-    Warns:
-        UserWarning: A name that the model does not have.
     """
 
     def __init__(self, root: nn.Module, qconfig_dict: dict[str, Any] | None) -> None:
@@ -140,10 +133,6 @@ class Names:
 
     Args:
         hybrid_dict: ``{"module_name": [...], "module_type": [...]}``, or None.
-
-    Raises:
-        ValueError: An unknown key.
-        TypeError: A name instead of a list of names.
     """
 
     def __init__(self, hybrid_dict: dict[str, Any] | None) -> None:

@@ -218,6 +218,12 @@ def called_path(node: Node) -> str:
     return str(owner.target) if isinstance(owner, Node) and owner.op == "get_attr" else ""
 
 
+def called_function(node: Node) -> Any:
+    """The function that a node calls; of a tensor's method, the one of `Tensor`."""
+    target: Any = node.target
+    return getattr(Tensor, target, None) if node.op == "call_method" else target
+
+
 def scope_of(node: Node) -> str:
     """Path of the innermost module whose forward holds the node (of the leaf itself for a leaf)."""
     return str(node.meta.get("scope", ""))
@@ -275,9 +281,6 @@ def _without_writing(graph: Graph, model: nn.Module, caller: str) -> None:
 
     ``x += y``, ``x.mul_(2)`` and modules with ``inplace=True`` change all aliases of the tensor.
     Traced names keep the old value, so later consumers are redirected to the result.
-
-    Raises:
-        ValueError: A write through a view changes a value with later consumers.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
     writing = [node for node in graph.nodes if _writes(node, model)]
@@ -330,9 +333,6 @@ def _own_forward(model: nn.Module, caller: str) -> Iterator[None]:
     """Have a forward that was put on the model itself found where a tracer looks: in its class.
 
     Afterwards the model has none of its own: what is made of it has the traced one.
-
-    Raises:
-        ValueError: It is no method of the model.
     """
     own = model.__dict__.pop("forward", None)
     if own is None:
@@ -352,11 +352,7 @@ def _own_forward(model: nn.Module, caller: str) -> Iterator[None]:
 
 
 def trace(model: nn.Module, caller: str) -> Graph:
-    """Trace a model; in-place writes become new values.
-
-    Raises:
-        ValueError: Its forward cannot be followed; the message names the module.
-    """
+    """Trace a model; in-place writes become new values."""
     tracer = HybridTracer()
     try:
         with _own_forward(model, caller):

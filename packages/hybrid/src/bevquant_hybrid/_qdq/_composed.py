@@ -26,11 +26,6 @@ def inline(model: nn.Module, graph: Graph, values: dict[Node, Any]) -> None:
 
     What a forward decides by its example (its number of axes) is decided in the same way. A
     forward that cannot be followed stays one call.
-
-    Args:
-        model: The model.
-        graph: Its calls, which are changed.
-        values: Node to its value in the example, for all that the calls read; completed.
     """
     for node in composed_calls(model, graph):
         given = tuple(values[source] for source in node.all_input_nodes)
@@ -99,11 +94,7 @@ class _PartsTracer(HybridTracer):
         return not _has_parts(m) and super().is_leaf_module(m, module_qualified_name)
 
     def to_bool(self, obj: Proxy) -> bool:
-        """The truth of the example's value.
-
-        Raises:
-            TraceError: It is made of what a part gives, which has not run.
-        """
+        """The truth of the example's value."""
         return bool(self._value(obj.node))
 
     def _value(self, node: Node) -> Any:

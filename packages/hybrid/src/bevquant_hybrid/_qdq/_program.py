@@ -25,14 +25,18 @@ from bevquant_hybrid._fake_quant._fake_quantize import (
 )
 from bevquant_hybrid._fx._recipes import recipe_of
 from bevquant_hybrid._fx._scales import deployed, refuse_uncalibrated
-from bevquant_hybrid._fx._tracer import called_path, number_nodes, scope_of, trace
-from bevquant_hybrid._qdq._call import SUM, Call, form_of, has_tensor, held
+from bevquant_hybrid._fx._tracer import called_function, called_path, number_nodes, scope_of, trace
 from bevquant_hybrid._qdq._composed import composed_calls, inline
 from bevquant_hybrid._qdq._modules import (
+    SUM,
+    Call,
     arithmetic_steps,
     batch_norm,
     changes_its_input,
+    form_of,
     function_steps,
+    has_tensor,
+    held,
     module_steps,
     weighted,
 )
@@ -40,18 +44,10 @@ from bevquant_hybrid._scale_keeping import rule_of
 from bevquant_hybrid.nn import qat
 from bevquant_hybrid.nn._functions import Arithmetic
 from bevquant_hybrid.nn.qat._weighted import Weighted
-from bevquant_hybrid.nn.quantized._base import FixedPoint
+from bevquant_hybrid.nn.quantized._weighted import FixedPoint
 from bevquant_hybrid.qtensor import QTensor, as_float
 from bevquant_hybrid.undisturbed import Followed
-from bevquant_int8sim.program import (
-    PROGRAM_READERS,
-    Program,
-    Ref,
-    Step,
-    Value,
-    arguments,
-    names_in,
-)
+from bevquant_int8sim.program import PROGRAM_READERS, Program, Ref, Step, Value, arguments, names_in
 
 Observe = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]
 _CALLER = "export_qdq_onnx"
@@ -100,12 +96,7 @@ PROGRAM_READERS |= dict.fromkeys((FakeQuantize, CalibFakeQuantize, FixedPoint), 
 
 
 class PreparedProgram:
-    """A prepared model, step by step.
-
-    Attributes:
-        program: Its steps.
-        names: Input of the program to parameter of the model.
-    """
+    """A prepared model, step by step."""
 
     def __init__(self, model: nn.Module, graph: Graph, args: Any) -> None:
         self._model, self._graph = model, graph
@@ -180,11 +171,7 @@ def _follow(model: nn.Module, graph: Graph, see: Callable[..., None], inputs: An
 
 
 def _placed(graph: Graph, positional: Any, named: Mapping[str, Any]) -> Iterator[Any]:
-    """What a call gives for each parameter of the forward.
-
-    Raises:
-        TypeError: Too many, too few, or unknown names.
-    """
+    """What a call gives for each parameter of the forward."""
     wanted = [node for node in graph.nodes if node.op == "placeholder"]
     names = [str(node.target) for node in wanted]
     unknown = sorted(set(named) - set(names[len(positional) :]))
@@ -329,10 +316,7 @@ class _NodeReader:
 
     def _is_float(self, node: Node) -> bool:
         """Whether a function has no rule for quantized tensors, so that it takes floats."""
-        function: Any = node.target
-        if node.op == "call_method":
-            function = getattr(Tensor, str(node.target), None)
-        return rule_of(function) is None
+        return rule_of(called_function(node)) is None
 
     def _of_module(self, node: Node, call: Call, module: nn.Module) -> Any:
         if isinstance(module, qat.DeQuantStub):

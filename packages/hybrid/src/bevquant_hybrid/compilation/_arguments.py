@@ -15,7 +15,7 @@ from torch.ao.quantization import FakeQuantizeBase
 from bevquant_hybrid._fx._graph_module import GraphModuleWithAttr
 from bevquant_hybrid.march import KNOWN, get_march
 from bevquant_hybrid.nn.qat import is_qat
-from bevquant_hybrid.nn.quantized._base import FixedPoint
+from bevquant_hybrid.nn.quantized._weighted import FixedPoint
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
 from bevquant_hybrid.operators import OperatorCall, is_float, trace_calls
 from bevquant_hybrid.undisturbed import positional
@@ -29,12 +29,7 @@ _LAYOUTS = ("NCHW", "NHWC", "BPU_RAW")
 
 
 def converted_model(module: Any, caller: str) -> nn.Module:
-    """Return the model if it can be compiled.
-
-    Raises:
-        TypeError: It is not a model.
-        ValueError: It is hybrid, trains quantized, or is float.
-    """
+    """Return the model if it can be compiled."""
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"{caller}: module is a {type(module).__name__}: expected a converted model, or a "
@@ -63,12 +58,7 @@ def converted_model(module: Any, caller: str) -> nn.Module:
 
 
 def forward_arguments(model: Any, example_inputs: Any, caller: str) -> tuple[Any, ...]:
-    """Return example inputs, or a loader's batch, as the arguments of a forward (`positional`).
-
-    Raises:
-        TypeError: Neither a tensor nor a list, tuple or dict of nested tensors.
-        ValueError: There are none.
-    """
+    """Return example inputs, or a loader's batch, as the arguments of a forward (`positional`)."""
     if not isinstance(example_inputs, Tensor | list | tuple | Mapping):
         raise TypeError(
             f"{caller}: example_inputs is a {type(example_inputs).__name__}: expected a tensor, or "
@@ -80,11 +70,7 @@ def forward_arguments(model: Any, example_inputs: Any, caller: str) -> tuple[Any
 
 
 def march_of(march: Any, caller: str) -> str:
-    """Return the requested march, or the one of `set_march`.
-
-    Raises:
-        ValueError: No march of that name, or none at all.
-    """
+    """Return the requested march, or the one of `set_march`."""
     chosen = get_march() if march is None else str(march).strip().lower().replace("_", "-")
     if chosen is None:
         raise ValueError(
@@ -97,12 +83,7 @@ def march_of(march: Any, caller: str) -> str:
 
 
 def check_path(file: Any, caller: str, what: str = "hbm") -> Path:
-    """Return the path of the file.
-
-    Raises:
-        TypeError: No path.
-        ValueError: It is empty, or a folder.
-    """
+    """Return the path of the file."""
     if not isinstance(file, str | os.PathLike):
         raise TypeError(f"{caller}: {what} is a {type(file).__name__}: expected the path of a file")
     path = Path(file)
@@ -135,10 +116,6 @@ def check_options(
         balance_factor: For ``"balance"``.
         jobs: How many threads.
         extra_args: Further arguments of the vendor's compiler.
-
-    Raises:
-        TypeError: A type does not fit.
-        ValueError: A value is not among those that are documented.
     """
     sources = [input_source] if isinstance(input_source, str) else input_source
     if not isinstance(sources, Sequence) or not all(s in _SOURCES for s in sources):
@@ -180,11 +157,7 @@ def check_options(
 
 
 def require_module(caller: str, module: object) -> None:
-    """Refuse other values than modules.
-
-    Raises:
-        TypeError: It is none.
-    """
+    """Refuse other values than modules."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{caller}: expected a module, got {type(module).__name__}")
 
@@ -196,12 +169,6 @@ def bpu_calls(caller: str, module: nn.Module, arguments: tuple[Any, ...]) -> lis
         caller: Named in errors.
         module: Float with stubs, prepared, converted, or traced after it was converted.
         arguments: Of its forward.
-
-    Raises:
-        TypeError: No module.
-        ValueError: A hybrid model: a prepared or converted one with operators on the CPU. Or one
-            that was traced before it was converted.
-        RuntimeError: It does not run on the arguments.
     """
     require_module(caller, module)
     calls = trace_calls(module, arguments)
@@ -225,9 +192,6 @@ def bpu_calls(caller: str, module: nn.Module, arguments: tuple[Any, ...]) -> lis
 
 def model_name(caller: str, module: nn.Module, name: str | None = None) -> str:
     """The given name, or the original class name of a traced or converted model.
-
-    Raises:
-        ValueError: The name is not a valid file name.
 
     Example:
         >>> model_name("perf_model", nn.Sequential())

@@ -51,12 +51,6 @@ def program_of(
         march: March of the program.
         options: What the program notes of its compilation.
         kept: Filled with the model's inputs and its operators' results, by the program's names.
-
-    Raises:
-        ValueError: The model calls an operator that is none of an integer program, which the
-            message names with its module, or no integer operator at all.
-        TypeError: Its inputs or outputs hold something else than tensors and numbers.
-        RuntimeError: The program returns something else, as for a model that changes when called.
     """
     # Over all runs: a stateful model returns another result in the second run.
     with state_kept(module):
@@ -259,9 +253,6 @@ def record_results(
 
     Returns:
         The program, and the results by the names that its steps give them, inputs included.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: As `converted_model`, `march_of` and `program_of`.
     """
     module = converted_model(model, caller)
     kept: dict[str, Tensor] = {}

@@ -48,11 +48,7 @@ _NEUTRAL = tuple(
 
 
 class RefusedError(ValueError):
-    """A call that programs do not support; names the operator, not yet the module.
-
-    Attributes:
-        operator: The operator.
-    """
+    """A call that programs do not support; names the operator, not yet the module."""
 
     def __init__(self, operator: str, reason: str) -> None:
         super().__init__(f"{operator} {reason}")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 
-from bevquant_hybrid._torch_operator import operator
+from bevquant_hybrid._integer_ops import operator
 
 
 def plain_sizes(x: Tensor) -> tuple[int, ...]:
@@ -53,9 +53,6 @@ def correlate(
 
     Returns:
         ``[N, D², H', W']`` with D = 2·⌊max_displacement/stride2⌋ + 1; int64 of integers, exact.
-
-    Raises:
-        ValueError: The maps are too small for one place.
     """
     height, width = plain_sizes(x)[2:]
     rows, columns = (
@@ -99,11 +96,7 @@ correlate_integers = operator(correlate, "correlate_integers")
 
 
 def channels_of(where: str, x: Tensor, y: Tensor) -> int:
-    """The number of channels of two comparable maps.
-
-    Raises:
-        ValueError: They do not have four axes, or have different shapes.
-    """
+    """The number of channels of two comparable maps."""
     first, second = plain_sizes(x), plain_sizes(y)
     if len(first) != 4 or first != second:
         raise ValueError(

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from bevquant_hybrid._integer_ops import operator
 from bevquant_hybrid._leaf import wrap
-from bevquant_hybrid._torch_operator import operator
 from bevquant_hybrid.qtensor import QTensor, as_float, payload
 
 Shape = Sequence[int] | Tensor
@@ -267,11 +267,7 @@ def _scattered(features: Tensor, places: Tensor, shape: Sequence[int]) -> Tensor
 
 @operator
 def scatter_pillars(features: Tensor, places: Tensor, shape: Sequence[int]) -> Tensor:
-    """Features ``[M, C]`` at places ``[M, (n, …, y, x)]`` of a map of zeros.
-
-    Raises:
-        ValueError: Shapes that do not fit, or places outside the picture.
-    """
+    """Features ``[M, C]`` at places ``[M, (n, …, y, x)]`` of a map of zeros."""
     # Inside the operator: recorders and tracers cannot follow a value-dependent branch.
     _check(features, places, shape)
     return _scattered(features, places, shape)

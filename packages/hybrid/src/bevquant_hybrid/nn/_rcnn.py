@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 
-from bevquant_hybrid._torch_operator import operator
+from bevquant_hybrid._integer_ops import operator
 from bevquant_hybrid.nn._correlation import plain_sizes
 from bevquant_hybrid.qtensor import as_float
 

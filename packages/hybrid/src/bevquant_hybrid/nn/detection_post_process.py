@@ -8,16 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevquant_hybrid._torch_operator import operator
-from bevquant_hybrid.nn._rcnn import (
-    best,
-    clipped,
-    decoded,
-    of_each_anchor,
-    survivors,
-    wide_and_high_enough,
-)
+from bevquant_hybrid._integer_ops import operator
 from bevquant_hybrid.qtensor import as_float
+
+from ._rcnn import best, clipped, decoded, of_each_anchor, survivors, wide_and_high_enough
 
 __all__ = ["DetectionPostProcess", "detect"]
 

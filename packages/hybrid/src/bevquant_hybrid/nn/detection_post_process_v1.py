@@ -9,16 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_hybrid import _integer_ops as ops
-from bevquant_hybrid._torch_operator import operator
-from bevquant_hybrid.nn._rcnn import (
-    best,
-    clipped,
-    decoded,
-    of_each_anchor,
-    survivors,
-    wide_and_high_enough,
-)
+from bevquant_hybrid._integer_ops import operator
 from bevquant_hybrid.qtensor import QTensor, as_float
+
+from ._rcnn import best, clipped, decoded, of_each_anchor, survivors, wide_and_high_enough
 
 __all__ = ["DetectionPostProcessV1", "detect_v1"]
 

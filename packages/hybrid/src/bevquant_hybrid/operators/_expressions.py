@@ -16,35 +16,24 @@ DTYPES = ("qint8", "qint16", "qint32", "qbool", "float32", "constant")
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """One call of an operator, with all data for the check of its limits.
+    """One call of an operator, with all data for the check of its limits."""
 
-    Attributes:
-        path: The module's path, or the graph node's name.
-        operator: The name of its row, e.g. ``"torch.nn.Conv2d"``, or one of the row's aliases.
-        attributes: Quantities in the row's limits, e.g. ``{"kernel_size": (3, 3)}``. A number
-            applies to every axis.
-        input_shapes: One per input tensor; a weight is not an input.
-        input_dtypes: One per input shape: ``qint8``, ``qint16``, ``qint32``, ``qbool``,
-            ``float32``, or ``constant`` for a tensor that does not depend on the model's inputs.
-        output_shape: Of the first output.
-        output_dtype: Of the first output.
-        is_model_output: Whether its result is a model output, directly or through a dequantize
-            stub.
-        weight_count: Number of weights.
-        bias_count: Number of bias values.
-        inputs: Paths of the producers of its inputs, ``""`` for an input of the model.
-    """
-
-    path: str
-    operator: str
+    path: str  # the module's path, or the graph node's name
+    operator: str  # the name of its row, e.g. "torch.nn.Conv2d", or one of the row's aliases
+    # Quantities in the row's limits, e.g. {"kernel_size": (3, 3)}. A number applies to every
+    # axis
     attributes: Mapping[str, Value] = field(default_factory=dict)
-    input_shapes: tuple[tuple[int, ...], ...] = ()
+    input_shapes: tuple[tuple[int, ...], ...] = ()  # one per input tensor; a weight is not an input
+    # One per input shape: qint8, qint16, qint32, qbool, float32, or constant for a tensor
+    # that does not depend on the model's inputs
     input_dtypes: tuple[str, ...] = ()
-    output_shape: tuple[int, ...] = ()
-    output_dtype: str = "qint8"
+    output_shape: tuple[int, ...] = ()  # of the first output
+    output_dtype: str = "qint8"  # of the first output
+    # Whether its result is a model output, directly or through a dequantize stub
     is_model_output: bool = False
-    weight_count: int = 0
-    bias_count: int = 0
+    weight_count: int = 0  # number of weights
+    bias_count: int = 0  # number of bias values
+    # Paths of the producers of its inputs, "" for an input of the model
     inputs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

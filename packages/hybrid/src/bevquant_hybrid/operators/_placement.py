@@ -43,11 +43,7 @@ def place_operator(operator: str, march: str) -> Listed:
 def requested_placement(
     hybrid_dict: Mapping[str, Iterable[Any]] | None,
 ) -> tuple[tuple[str, ...], tuple[type[nn.Module], ...]]:
-    """Names and classes of a `hybrid_dict`.
-
-    Raises:
-        ValueError: If it has another key, or a value that is no list of paths or classes.
-    """
+    """Names and classes of a `hybrid_dict`."""
     given = dict(hybrid_dict or {})
     names = _list_of("module_name", given.pop("module_name", ()), str, "a module's path")
     types = _list_of("module_type", given.pop("module_type", ()), type, "a class")

@@ -12,20 +12,22 @@ from torch.ao.nn import quantized as torch_quantized
 from torch.overrides import TorchFunctionMode
 
 from bevquant_hybrid.nn._functions import FLOAT_OPERATIONS, Arithmetic
-from bevquant_hybrid.operators._attributes import is_leaf, row_of_function, row_of_module
-from bevquant_hybrid.operators._expressions import OperatorCall, Value
 
 from ._attributes import (
     count,
     function_attributes,
+    is_leaf,
     module_attributes,
     output_dtype,
     parameter_counts,
+    row_of_function,
+    row_of_module,
     shape_of,
     tensors_in,
     weight_attributes,
     weighted_part,
 )
+from ._expressions import OperatorCall, Value
 from ._table import SupportTable
 
 DtypeOf = Callable[[str, nn.Module | None], str | None]
@@ -33,23 +35,14 @@ DtypeOf = Callable[[str, nn.Module | None], str | None]
 
 @dataclass(frozen=True)
 class Seen:
-    """A called operator.
+    """A called operator."""
 
-    Attributes:
-        path: Path of its module; ``""`` for a function.
-        module: The module; None for a function.
-        method: Method of a FloatFunctional; None for others.
-        function: The function; None for a module.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-    """
-
-    path: str
-    module: nn.Module | None
-    method: str | None
-    function: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    path: str  # path of its module; "" for a function
+    module: nn.Module | None  # the module; None for a function
+    method: str | None  # method of a FloatFunctional; None for others
+    function: Any  # the function; None for a module
+    args: tuple[Any, ...]  # positional arguments
+    kwargs: dict[str, Any]  # keyword arguments
 
 
 class Watch(TorchFunctionMode):

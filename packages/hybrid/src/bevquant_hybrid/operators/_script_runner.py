@@ -89,21 +89,13 @@ def _class_of(module: Any) -> type[nn.Module] | None:
 
 @dataclass(frozen=True)
 class Step:
-    """One operation that was executed.
+    """One operation that was executed."""
 
-    Attributes:
-        space: Where it is registered: ``"aten"``, ``"bevquant_hybrid"``.
-        name: Its name there.
-        values: Its arguments in order.
-        arguments: The same by their names in its schema.
-        result: What it returned.
-    """
-
-    space: str
-    name: str
-    values: tuple[Any, ...]
-    arguments: dict[str, Any]
-    result: Any
+    space: str  # where it is registered: "aten", "bevquant_hybrid"
+    name: str  # its name there
+    values: tuple[Any, ...]  # its arguments in order
+    arguments: dict[str, Any]  # the same by their names in its schema
+    result: Any  # what it returned
 
 
 @dataclass(frozen=True)
@@ -137,12 +129,7 @@ class ScriptRunner:
         return self._owners.get(id(value), (None, ""))[1]
 
     def run(self, *inputs: Any) -> Any:
-        """Run the model.
-
-        Raises:
-            ValueError: It has branches or loops, so it was scripted, not traced.
-            RuntimeError: An operation fails; the message names the module.
-        """
+        """Run the model."""
         return self._call(_Held(self._model, ""), "forward", inputs)
 
     def _call(self, held: _Held, method: str, inputs: Sequence[Any]) -> Any:

@@ -22,24 +22,16 @@ _LIMIT_KEYS = {"require", "when", "remedy", "data", "source", "except"}
 
 @dataclass(frozen=True)
 class Limit:
-    """A condition that a call must meet.
+    """A condition that a call must meet."""
 
-    Attributes:
-        require: Comparison that must hold for every number.
-        when: Comparison that activates the limit if any number meets it; None: always.
-        remedy: Advice for the user.
-        needs_data: The limit concerns values or dtypes of weights. Without that attribute it is
-            only advice.
-        older: From older documents, which the table's documents do not contradict.
-        unless_any_rank: A limit of the march that rows with `any_rank` are exempt from.
-    """
-
-    require: Expression
+    require: Expression  # comparison that must hold for every number
+    # Comparison that activates the limit if any number meets it; None: always
     when: Expression | None
-    remedy: str
+    remedy: str  # advice for the user
+    # The limit concerns values or dtypes of weights. Without that attribute it is only advice
     needs_data: bool = False
-    older: bool = False
-    unless_any_rank: bool = False
+    older: bool = False  # from older documents, which the table's documents do not contradict
+    unless_any_rank: bool = False  # a limit of the march that rows with `any_rank` are exempt from
 
     @property
     def text(self) -> str:
@@ -49,19 +41,13 @@ class Limit:
 
 @dataclass(frozen=True)
 class Support:
-    """One march's support of an operator.
+    """One march's support of an operator."""
 
-    Attributes:
-        input: Dtypes of its inputs; empty: any.
-        second_input: Dtypes of the inputs after the first; None: as ``input``; empty: any.
-        output: Dtypes of the output, or ``"same"`` as the first input.
-        limits: Further conditions.
-    """
-
-    input: tuple[str, ...]
+    input: tuple[str, ...]  # dtypes of its inputs; empty: any
+    # Dtypes of the inputs after the first; None: as input; empty: any
     second_input: tuple[str, ...] | None
-    output: tuple[str, ...] | Literal["same"]
-    limits: tuple[Limit, ...]
+    output: tuple[str, ...] | Literal["same"]  # dtypes of the output, or "same" as the first input
+    limits: tuple[Limit, ...]  # further conditions
 
     def accepted(self, index: int) -> tuple[str, ...]:
         """Dtypes of the input at a place; empty: any."""
@@ -74,55 +60,33 @@ class Support:
 
 @dataclass(frozen=True)
 class Operator:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        name: The documents' name, e.g. ``torch.nn.AvgPool2d``.
-        family: The file that holds it.
-        aliases: Other spellings of the same computation.
-        eager: Its replacement in eager mode, or ``""``.
-        needs: Required attributes of a call.
-        any_rank: Exempt from a march's limit on the number of dimensions.
-        advice: Remarks on precision and use that cannot be checked.
-        support: By column; a missing column is not supported.
-        on_cpu: Documented to run on the CPU, on floats.
-    """
-
-    name: str
-    family: str
-    aliases: tuple[str, ...]
-    eager: str
-    needs: tuple[str, ...]
-    any_rank: bool
-    advice: tuple[str, ...]
-    support: Mapping[str, Support]
-    on_cpu: bool = False
+    name: str  # the documents' name, e.g. torch.nn.AvgPool2d
+    family: str  # the file that holds it
+    aliases: tuple[str, ...]  # other spellings of the same computation
+    eager: str  # its replacement in eager mode, or ""
+    needs: tuple[str, ...]  # required attributes of a call
+    any_rank: bool  # exempt from a march's limit on the number of dimensions
+    advice: tuple[str, ...]  # remarks on precision and use that cannot be checked
+    support: Mapping[str, Support]  # by column; a missing column is not supported
+    on_cpu: bool = False  # documented to run on the CPU, on floats
 
 
 @dataclass(frozen=True)
 class March:
-    """A BPU architecture: its column of the table and the limits of all its operators.
+    """A BPU architecture: its column of the table and the limits of all its operators."""
 
-    Attributes:
-        name: Name in `set_march`.
-        title: Name in the documents.
-        chips: Chips with this architecture.
-        column: Of the table.
-        limits: Of every operator.
-        placement: Column of the mapper's placement list.
-        partial: Whether the column has only a part of the public table: support of the other
-            operators is unknown.
-        hb_mapper: Whether hb_mapper compiles for it.
-    """
-
-    name: str
-    title: str
-    chips: str
-    column: str
-    limits: tuple[Limit, ...]
-    placement: str
+    name: str  # name in `set_march`
+    title: str  # name in the documents
+    chips: str  # chips with this architecture
+    column: str  # of the table
+    limits: tuple[Limit, ...]  # of every operator
+    placement: str  # column of the mapper's placement list
+    # Whether the column has only a part of the public table: support of the other operators
+    # is unknown
     partial: bool = False
-    hb_mapper: bool = False
+    hb_mapper: bool = False  # whether hb_mapper compiles for it
 
 
 @dataclass(frozen=True)

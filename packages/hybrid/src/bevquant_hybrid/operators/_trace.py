@@ -21,7 +21,6 @@ from torch import Tensor, fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_graph import own_inputs, state_kept
-from bevquant_hybrid.operators._expressions import OperatorCall
 from bevquant_hybrid.undisturbed import positional
 
 from ._attributes import (
@@ -32,6 +31,7 @@ from ._attributes import (
     tensors_in,
     weight_attributes,
 )
+from ._expressions import OperatorCall
 from ._recorder import DtypeOf, Recorder
 from ._script_runner import ScriptRunner, Step, find_module, learn, row_of_script, settings_of
 from ._table import SupportTable, load_support_table
@@ -142,12 +142,7 @@ class _NodeByNode(fx.Interpreter):
 def _read_script(
     model: torch.jit.ScriptModule, inputs: Sequence[Any], input_dtype: str, table: SupportTable
 ) -> list[OperatorCall]:
-    """List the operator calls of a traced model, run on ``inputs``.
-
-    Raises:
-        ValueError: If the model was scripted, with branches or loops, instead of traced.
-        RuntimeError: If it does not run on ``inputs``.
-    """
+    """List the operator calls of a traced model, run on ``inputs``."""
     reader = _Reader(model, table)
     for value in tensors_in(inputs):
         reader.book.know(value, input_dtype, "")

@@ -6,9 +6,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from bevquant_hybrid.operators._expressions import OperatorCall, Value
-
-from ._expressions import QUANTITIES
+from ._expressions import QUANTITIES, OperatorCall, Value
 from ._table import Limit, March, Operator, Support, SupportTable, load_support_table
 
 _ON_CPU = "run it on the CPU: name the module in hybrid_dict"
@@ -16,25 +14,15 @@ _ON_CPU = "run it on the CPU: name the module in hybrid_dict"
 
 @dataclass(frozen=True)
 class Violation:
-    """A condition that a call does not meet.
+    """A condition that a call does not meet."""
 
-    Attributes:
-        path: The module or node.
-        operator: The operator.
-        march: The march.
-        constraint: The quantities at fault, e.g. ``kernel_size``.
-        expected: The condition.
-        actual: The call's value.
-        remedy: Advice for the user.
-    """
-
-    path: str
+    path: str  # the module or node
     operator: str
     march: str
-    constraint: str
-    expected: str
-    actual: str
-    remedy: str
+    constraint: str  # the quantities at fault, e.g. kernel_size
+    expected: str  # the condition
+    actual: str  # the call's value
+    remedy: str  # advice for the user
 
     def __str__(self) -> str:
         """One line for a person."""

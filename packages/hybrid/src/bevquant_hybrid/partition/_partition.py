@@ -33,30 +33,20 @@ _PASSING = (
 
 @dataclass(frozen=True)
 class GraphNode:
-    """A node before its placement.
+    """A node before its placement."""
 
-    Attributes:
-        name: The graph node's name.
-        kind: ``input``, ``output``, ``attribute``, ``operator``, ``quantize`` or ``dequantize``.
-        operator: Its row of the support table, or its plain name.
-        path: Its module; for a function, the module whose forward calls it.
-        around: Paths and classes of the modules around it, itself included.
-        shape: Of its result, where known.
-        switched_off: Whether its module's qconfig is None.
-        quantized: In a graph that is prepared already, whether its module is one that prepare or
-            convert made; None in a float graph.
-        dtype: Of the integers of its result, where a run showed some; else ``""``.
-    """
-
-    name: str
-    kind: str
-    operator: str
-    path: str
+    name: str  # the graph node's name
+    kind: str  # input, output, attribute, operator, quantize or dequantize
+    operator: str  # its row of the support table, or its plain name
+    path: str  # its module; for a function, the module whose forward calls it
+    # Paths and classes of the modules around it, itself included
     around: tuple[tuple[str, type[nn.Module]], ...]
-    shape: tuple[int, ...] | None
-    switched_off: bool
+    shape: tuple[int, ...] | None  # of its result, where known
+    switched_off: bool  # whether its module's qconfig is None
+    # In a graph that is prepared already, whether its module is one that prepare or convert
+    # made; None in a float graph
     quantized: bool | None = None
-    dtype: str = ""
+    dtype: str = ""  # of the integers of its result, where a run showed some; else ""
 
 
 def read_graph(module: fx.GraphModule, example_inputs: tuple[Any, ...] | None) -> list[GraphNode]:
@@ -245,12 +235,7 @@ _ROLES = {Kind.PASS: "pass", Kind.BPU: "operator", Kind.CPU: "operator"}
 
 
 class _State(Placement):
-    """Where the nodes of a graph run, by the mapper's list alone.
-
-    Args:
-        march: The BPU.
-        records: Of all nodes but objects whose methods are called, and numbers.
-    """
+    """Where the nodes of a graph run, by the mapper's list alone."""
 
     def __init__(self, march: str, records: list[GraphNode]) -> None:
         self.march = march

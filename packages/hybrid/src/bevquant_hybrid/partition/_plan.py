@@ -22,88 +22,53 @@ _BYTES = {"": 1, "qint8": 1, "qint16": 2, "qint32": 4}
 
 @dataclass(frozen=True)
 class PlanNode:
-    """One node of the partitioned graph.
+    """One node of the partitioned graph."""
 
-    Attributes:
-        name: The graph node's name; of an inserted boundary, the name that prepare gives it.
-        kind: ``input``, ``output``, ``attribute``, ``operator``, ``pass`` (its value is its
-            input's), ``quantize`` or ``dequantize``.
-        place: ``BPU``, ``CPU``, or ``""`` for neither.
-        reason: Reason of the placement.
-        operator: The row of the support table, or the plain name.
-        path: The module, or the module whose forward makes the call.
-        inputs: Names of its producers.
-        shape: Of its result, where known.
-        segment: Its segment; None for boundaries, inputs and outputs.
-        inserted: Whether the partition added it.
-        dtype: Type of its integer result, ``qint8``, ``qint16`` or ``qint32``; ``""`` if unknown or
-            float.
-    """
-
-    name: str
+    name: str  # the graph node's name; of an inserted boundary, the name that prepare gives it
+    # Input, output, attribute, operator, pass (its value is its input's), quantize or
+    # dequantize
     kind: str
-    place: str = ""
-    reason: str = ""
-    operator: str = ""
-    path: str = ""
-    inputs: tuple[str, ...] = ()
-    shape: tuple[int, ...] | None = None
-    segment: int | None = None
-    inserted: bool = False
-    dtype: str = ""
+    place: str = ""  # BPU, CPU, or "" for neither
+    reason: str = ""  # reason of the placement
+    operator: str = ""  # the row of the support table, or the plain name
+    path: str = ""  # the module, or the module whose forward makes the call
+    inputs: tuple[str, ...] = ()  # names of its producers
+    shape: tuple[int, ...] | None = None  # of its result, where known
+    segment: int | None = None  # its segment; None for boundaries, inputs and outputs
+    inserted: bool = False  # whether the partition added it
+    dtype: str = ""  # type of its integer result, qint8, qint16 or qint32; "" if unknown or float
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Nodes of one place that run without interruption.
+    """Nodes of one place that run without interruption."""
 
-    Attributes:
-        index: Segments run in this order.
-        place: ``BPU`` or ``CPU``.
-        nodes: Their names, in order.
-    """
-
-    index: int
-    place: str
-    nodes: tuple[str, ...]
+    index: int  # segments run in this order
+    place: str  # BPU or CPU
+    nodes: tuple[str, ...]  # their names, in order
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """A crossing between float and integer.
+    """A crossing between float and integer."""
 
-    Attributes:
-        name: The node.
-        kind: ``quantize`` or ``dequantize``.
-        source: Producer of its input.
-        readers: Consumers of its result.
-        transfer_bytes: Bytes of the integers that cross: 1, 2 or 4 each for ``qint8``, ``qint16``
-            and ``qint32``, 1 for an unknown type; 0 for a DeQuantStub with a float input; None for
-            an unknown shape.
-        inserted: Whether the partition added it.
-    """
-
-    name: str
-    kind: str
-    source: str
-    readers: tuple[str, ...]
+    name: str  # the node
+    kind: str  # quantize or dequantize
+    source: str  # producer of its input
+    readers: tuple[str, ...]  # consumers of its result
+    # Bytes of the integers that cross: 1, 2 or 4 each for qint8, qint16 and qint32, 1 for an
+    # unknown type; 0 for a DeQuantStub with a float input; None for an unknown shape
     transfer_bytes: int | None
-    inserted: bool
+    inserted: bool  # whether the partition added it
 
 
 @dataclass(frozen=True)
 class Plan(JsonDocument):
-    """Placement of all nodes.
+    """Placement of all nodes."""
 
-    Attributes:
-        march: The BPU architecture.
-        nodes: In the order of execution.
-        warnings: Warnings for the user.
-    """
-
-    march: str
-    nodes: tuple[PlanNode, ...]
-    warnings: tuple[str, ...] = ()
+    march: str  # the BPU architecture
+    nodes: tuple[PlanNode, ...]  # in the order of execution
+    warnings: tuple[str, ...] = ()  # warnings for the user
 
     def __post_init__(self) -> None:
         """Refuse plans that contradict themselves."""

@@ -50,17 +50,11 @@ class NoScaleError(ValueError):
 
 @dataclass(frozen=True)
 class Trial:
-    """A model with some layers on the CPU.
+    """A model with some layers on the CPU."""
 
-    Attributes:
-        model: Model with the fake quantizers of its source.
-        placement: The kinds of its nodes.
-        scaled: Paths of the modules whose output has its own scale.
-    """
-
-    model: ObservedGraphModule
-    placement: Placement
-    scaled: frozenset[str]
+    model: ObservedGraphModule  # model with the fake quantizers of its source
+    placement: Placement  # the kinds of its nodes
+    scaled: frozenset[str]  # paths of the modules whose output has its own scale
 
     def names(self, kind: Kind) -> tuple[str, ...]:
         """Names in `hybrid_dict` of the modules in a place, in the graph's order."""

@@ -7,15 +7,8 @@ from bevquant_hybrid._quant_stub import DeQuantStub, QuantStub
 from bevquant_hybrid.dtype import qint4, qint8, qint16, qint32
 from bevquant_hybrid.march import March
 from bevquant_hybrid.qtensor import QTensor
-from bevquant_hybrid.quantization import (
-    fake_quantize,
-    observer,
-    observer_v2,
-    qconfig,
-    quantize_fx,
-)
-from bevquant_hybrid.quantization._check import check_model
-from bevquant_hybrid.quantization._compile import compile_model, export_hbir
+from bevquant_hybrid.quantization import fake_quantize, observer, observer_v2, qconfig, quantize_fx
+from bevquant_hybrid.quantization._compile import check_model, compile_model, export_hbir
 from bevquant_hybrid.quantization.fake_quantize import (
     CalibFakeQuantize,
     FakeQuantize,
@@ -60,22 +53,10 @@ from bevquant_hybrid.quantization.qconfig import (
     get_default_qconfig,
     get_qconfig,
 )
-from bevquant_hybrid.quantization.qconfig_setter import (
-    ModuleNameQconfigSetter,
-    QconfigSetter,
-)
-from bevquant_hybrid.quantization.quantize import (
-    convert,
-    load_observer_params,
-    prepare_calibration,
-    prepare_qat,
-)
-from bevquant_hybrid.quantization.quantize_fx import (
-    convert_fx,
-    fuse_fx,
-    prepare_calibration_fx,
-    prepare_qat_fx,
-)
+
+from .qconfig_setter import ModuleNameQconfigSetter, QconfigSetter
+from .quantize import convert, load_observer_params, prepare_calibration, prepare_qat
+from .quantize_fx import convert_fx, fuse_fx, prepare_calibration_fx, prepare_qat_fx
 
 __getattr__ = names_from("quantization", "perf_model", "visualize_model", "visualize_partition")
 

@@ -29,17 +29,11 @@ __all__ = [
 
 
 class FakeQuantState(Enum):
-    """Modes of a model's fake quantizers.
+    """Modes of a model's fake quantizers."""
 
-    Attributes:
-        QAT: Observe and round.
-        CALIBRATION: Observe; values pass unchanged.
-        VALIDATION: Round with the current scales; observe nothing.
-    """
-
-    QAT = "qat"
-    CALIBRATION = "calibration"
-    VALIDATION = "validation"
+    QAT = "qat"  # observe and round
+    CALIBRATION = "calibration"  # observe; values pass unchanged
+    VALIDATION = "validation"  # round with the current scales; observe nothing
 
 
 _SWITCHES = {  # observer, fake quantizer

@@ -43,11 +43,7 @@ MovingAveragePerTensorMinMaxObserver = MovingAverageMinMaxObserver  # as one pag
 
 
 def _percentile_of(x: Tensor, percentile: float, bins: int) -> Tensor:
-    """Lower edge of the bin of |x|'s histogram where `percentile` percent are reached, ``[1]``.
-
-    Raises:
-        ValueError: NaN or infinite values.
-    """
+    """Lower edge of the bin of |x|'s histogram where `percentile` percent are reached, ``[1]``."""
     histogram = HistogramCalibrator(8, None, False, num_bins=bins)
     histogram.collect(x)
     amax = histogram.compute_amax("percentile", percentile=percentile)
@@ -60,8 +56,6 @@ class PercentileObserver(AveragingObserver):
     Args:
         percentile: Percent of the values that lie within the range.
         bins: Bins of the histogram of |x|, from 0 to its maximum.
-        averaging_constant: As in `MovingAverageMinMaxObserver`.
-        **kwargs: As in `RangeObserver`.
 
     Raises:
         ValueError: A percentile outside (0, 100], or no bins.
@@ -100,8 +94,6 @@ class ClipStdObserver(AveragingObserver):
 
     Args:
         std_scale: Standard deviations to keep.
-        averaging_constant: As in `MovingAverageMinMaxObserver`.
-        **kwargs: As in `RangeObserver`.
 
     Raises:
         ValueError: `std_scale` is not positive.
@@ -163,8 +155,6 @@ class MSEObserver(_Search):
 
     Args:
         stride: Percent between candidates, 1 to 100.
-        averaging_constant: As in `MovingAverageMinMaxObserver`.
-        **kwargs: As in `RangeObserver`.
 
     Raises:
         ValueError: A stride outside 1…100.
@@ -196,8 +186,6 @@ class KLObserver(AveragingObserver):
         bins: Bins of the histogram of |x|.
         update_interval: Tensors per histogram: a range is searched at every n-th tensor. Before the
             first search there is none.
-        averaging_constant: As in `MovingAverageMinMaxObserver`.
-        **kwargs: As in `RangeObserver`.
 
     Raises:
         ValueError: Fewer bins than the type has levels above 0, an interval below 1, another type
@@ -260,8 +248,6 @@ class MixObserver(_Search):
     Args:
         percentiles: Percentiles to try.
         bins: Bins of the histogram of |x|.
-        averaging_constant: As in `MovingAverageMinMaxObserver`.
-        **kwargs: As in `RangeObserver`.
 
     Example:
         >>> observer = MixObserver()

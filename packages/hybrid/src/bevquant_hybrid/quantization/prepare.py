@@ -18,19 +18,13 @@ __all__ = ["PrepareMethod", "prepare"]
 
 
 class PrepareMethod(Enum):
-    """How a model's structure is found.
+    """How a model's structure is found."""
 
-    Attributes:
-        EAGER: No graph: modules are replaced one by one, as by `prepare_qat`.
-        SYMBOLIC: By tracing, as by `prepare_qat_fx`.
-        JIT: As SYMBOLIC; the result is run on the example inputs.
-        JIT_STRIP: As JIT; layers upstream of QuantStubs and downstream of DeQuantStubs stay float,
-            whatever their settings.
-    """
-
-    EAGER = "eager"
-    SYMBOLIC = "symbolic"
-    JIT = "jit"
+    EAGER = "eager"  # no graph: modules are replaced one by one, as by `prepare_qat`
+    SYMBOLIC = "symbolic"  # by tracing, as by `prepare_qat_fx`
+    JIT = "jit"  # as SYMBOLIC; the result is run on the example inputs
+    # As JIT; layers upstream of QuantStubs and downstream of DeQuantStubs stay float,
+    # whatever their settings
     JIT_STRIP = "jit_strip"
 
 

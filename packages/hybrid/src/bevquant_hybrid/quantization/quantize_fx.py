@@ -109,15 +109,9 @@ def prepare_calibration_fx(
     hybrid: bool = False,
     hybrid_dict: dict[str, list[Any]] | None = None,
 ) -> ObservedGraphModule:
-    """Prepare a model for calibration: `prepare_qat_fx` with a calibration qconfig.
+    """Prepare a model for calibration: `prepare_qat_fx` with `get_default_calib_qconfig`.
 
-    Args:
-        model: As in `prepare_qat_fx`.
-        qconfig_dict: As there, with `get_default_calib_qconfig`.
-        prepare_custom_config_dict: Accepted for old scripts.
-        optimize_graph: As in `prepare_qat_fx`, which needs the same value.
-        hybrid: Let operators run on the CPU.
-        hybrid_dict: Further operators on the CPU.
+    Arguments, errors and warnings are those of `prepare_qat_fx`, which needs the same values later.
     """
     caller = "prepare_calibration_fx"
     return prepare(model, qconfig_dict, hybrid, hybrid_dict, caller, optimize_graph)

@@ -20,14 +20,6 @@ import msgspec
 import torch
 from safetensors.torch import save
 
-from bevquant_hybrid.runtime._program import (
-    Port,
-    Program,
-    find_operator,
-    flatten,
-    is_known,
-    used_constants,
-)
 from bevquant_int8sim import program as int8sim
 from bevquant_int8sim.program import Ref, Step, TensorType, from_document, to_document
 from bevquant_quantizers.documents import (
@@ -39,6 +31,8 @@ from bevquant_quantizers.documents import (
     read_tensors,
     write_whole,
 )
+
+from ._program import Port, Program, find_operator, flatten, is_known, used_constants
 
 SCHEMA = 2
 _ENTRY = "bevquant_hybrid"
@@ -89,13 +83,7 @@ def write_program(program: Program, path: Path, written_by: str) -> None:
 
 
 def read_program(path: Path) -> Program:
-    """Read and check what `write_program` wrote. Nothing is unpickled.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It was not written by `compile_model`, is truncated or changed, has another
-            schema, lacks a tensor, or says what no program says. The message names the file.
-    """
+    """Read and check what `write_program` wrote. Nothing is unpickled."""
     if not path.exists():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     content = read_content(path, _WHAT)
@@ -150,11 +138,7 @@ def _port(data: _PortData) -> Port:
 
 
 def _validate(program: Program) -> None:
-    """Check operators, arguments, inputs and outputs, which `from_document` does not.
-
-    Raises:
-        ValueError: What is wrong, and in which step.
-    """
+    """Check operators, arguments, inputs and outputs, which `from_document` does not."""
     for number, step in enumerate(program.steps):
         _check_call(f"step {number} ({step.operator or step.op})", step)
     untyped = [n for n, v in program.values.items() if not isinstance(v.form, TensorType)]

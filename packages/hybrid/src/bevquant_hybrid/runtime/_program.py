@@ -89,61 +89,37 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class Port:
-    """An input or output.
+    """An input or output."""
 
-    Attributes:
-        name: An input's argument name, or an output's place in the result.
-        operand: The tensor in the program.
-        dtype: Type of the tensor.
-        shape: Its shape.
-        scale: Constant with the value of one integer step, if known: the scale that quantizes the
-            input, or that of the output's integers.
-        axis: Axis that the scale runs along, −1 for one scale.
-        quantized: ``qint8``, ``qint16`` or ``qint32`` where a `QTensor` is returned.
-        rounding: Its rounding.
-    """
-
-    name: str
-    operand: Ref
-    dtype: torch.dtype
-    shape: Shape
+    name: str  # an input's argument name, or an output's place in the result
+    operand: Ref  # the tensor in the program
+    dtype: torch.dtype  # type of the tensor
+    shape: Shape  # its shape
+    # Constant with the value of one integer step, if known: the scale that quantizes the
+    # input, or that of the output's integers
     scale: str | None = None
-    axis: int = -1
-    quantized: str | None = None
-    rounding: str = "half_up"
+    axis: int = -1  # axis that the scale runs along, −1 for one scale
+    quantized: str | None = None  # qint8, qint16 or qint32 where a `QTensor` is returned
+    rounding: str = "half_up"  # its rounding
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Program(int8sim.Program):
-    """An integer program of operators of torch, and what it is compiled for.
+    """An integer program of operators of torch, and what it is compiled for."""
 
-    Attributes:
-        name: Of the model.
-        march: That it was compiled for.
-        inputs: In the order of the `Ref`s in `signature`.
-        outputs: In the order of the `Ref`s in `result`.
-        options: Options of the compilation.
-    """
-
-    name: str
-    march: str
-    inputs: tuple[Port, ...]
-    outputs: tuple[Port, ...]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # of the model
+    march: str  # that it was compiled for
+    inputs: tuple[Port, ...]  # in the order of the `Ref`s in `signature`
+    outputs: tuple[Port, ...]  # in the order of the `Ref`s in `result`
+    options: Mapping[str, Any] = field(default_factory=dict)  # options of the compilation
 
 
 class Nested(NamedTuple):
-    """Nested tensors, taken apart.
+    """Nested tensors, taken apart."""
 
-    Attributes:
-        tensors: In their order.
-        places: Where each stands: ``boxes``, ``boxes.0``.
-        structure: Containers and constants, with a `Ref` to its number in the place of a tensor.
-    """
-
-    tensors: list[Any]
-    places: list[str]
-    structure: Any
+    tensors: list[Any]  # in their order
+    places: list[str]  # where each stands: boxes, boxes.0
+    structure: Any  # containers and constants, with a `Ref` to its number in the place of a tensor
 
     def build(self, tensors: Sequence[Any]) -> Any:
         """The same containers of other tensors."""
@@ -155,9 +131,6 @@ def flatten(value: Any, what: str) -> Nested:
 
     Named tuples become tuples, and dictionaries of any kind dict. A tensor that is the whole value
     has the place ``output``.
-
-    Raises:
-        TypeError: It holds something else; the message starts with `what`.
     """
     tensors: list[Any] = []
     places: list[str] = []

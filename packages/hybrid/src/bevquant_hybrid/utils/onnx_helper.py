@@ -19,7 +19,7 @@ from bevquant_hybrid.mapper import write_config
 from bevquant_hybrid.march import March, get_march
 from bevquant_hybrid.nn import DetectionPostProcess, DetectionPostProcessV1, RcnnPostProcess
 from bevquant_hybrid.nn.qat.stubs import take_marks_out
-from bevquant_hybrid.nn.quantized._base import FixedPoint
+from bevquant_hybrid.nn.quantized._weighted import FixedPoint
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
 from bevquant_hybrid.undisturbed import positional, unobserved
 from bevquant_quantizers.documents import write_whole
@@ -126,22 +126,8 @@ def export_quantized_onnx(
     Each integer operation is one node of the domain ``bevquant_hybrid``. The operators that compute
     a table are upstream of its lookup. No runtime executes the file.
 
-    Args:
-        model: Result of `convert_fx` or `convert`.
-        args: As in `export_to_onnx`, like the arguments below.
-        f: File name, or a file open for writing in binary.
-        export_params: Write the weights too.
-        verbose: Print the graph.
-        training: As in `torch.onnx.export`.
-        input_names: Names of the inputs.
-        output_names: Names of the outputs.
-        operator_export_type: Accepted for old scripts.
-        opset_version: Opset of the standard operators; None for 13.
-        do_constant_folding: Fold constants.
-        example_outputs: Accepted for old scripts.
-        dynamic_axes: As in `torch.onnx.export`.
-        keep_initializers_as_inputs: As in `torch.onnx.export`.
-        custom_opsets: As in `torch.onnx.export`.
+    Arguments are those of `export_to_onnx`, with a model of `convert_fx` or `convert`; an
+    `operator_export_type` is accepted for old scripts, and the opset is 13 by default.
 
     Raises:
         ImportError: onnx is not installed.
@@ -226,11 +212,7 @@ def _refuse_converted(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _own_operators_named(model: nn.Module) -> Iterator[None]:
-    """Refuse operators of this package that ONNX lacks; the message names the module.
-
-    Raises:
-        ValueError: The model calls such an operator.
-    """
+    """Refuse operators of this package that ONNX lacks; the message names the module."""
     try:
         yield
     except UnsupportedOperatorError as error:

@@ -19,27 +19,16 @@ Pairs = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class DrawnNode:
-    """One node of the picture.
+    """One node of the picture."""
 
-    Attributes:
-        name: Unique; the module's path or the graph node's name.
-        operator: The operator; the second line.
-        place: ``"BPU"``, ``"CPU"``, or ``""`` for inputs, outputs and boundaries.
-        inputs: Names of its producers.
-        boundary: ``"quantize"`` or ``"dequantize"`` for a boundary.
-        detail: A few words more on the second line, such as a shape.
-        note: Tooltip of the node: the reason of its placement.
-        floats: Whether its result is floats although it runs on the BPU.
-    """
-
-    name: str
-    operator: str = ""
-    place: str = ""
-    inputs: tuple[str, ...] = ()
-    boundary: str = ""
-    detail: str = ""
-    note: str = ""
-    floats: bool = False
+    name: str  # unique; the module's path or the graph node's name
+    operator: str = ""  # the operator; the second line
+    place: str = ""  # "BPU", "CPU", or "" for inputs, outputs and boundaries
+    inputs: tuple[str, ...] = ()  # names of its producers
+    boundary: str = ""  # "quantize" or "dequantize" for a boundary
+    detail: str = ""  # a few words more on the second line, such as a shape
+    note: str = ""  # tooltip of the node: the reason of its placement
+    floats: bool = False  # whether its result is floats although it runs on the BPU
 
     def __post_init__(self) -> None:
         """Refuse unknown places and boundaries."""
@@ -55,11 +44,7 @@ class DrawnNode:
 
 
 def in_order(nodes: Sequence[DrawnNode]) -> list[DrawnNode]:
-    """The nodes in topological order, otherwise in the given order.
-
-    Raises:
-        ValueError: If a name occurs twice, an input is not a node, or the graph has a cycle.
-    """
+    """The nodes in topological order, otherwise in the given order."""
     names: set[str] = set()
     for node in nodes:
         if node.name in names:
@@ -85,26 +70,18 @@ def in_order(nodes: Sequence[DrawnNode]) -> list[DrawnNode]:
 
 @dataclass(frozen=True)
 class Layering:
-    """Layers from top to bottom.
+    """Layers from top to bottom."""
 
-    Attributes:
-        layers: Names in each layer, from left to right. ``"a>b@2"`` is the place where the edge
-            from ``a`` to ``b`` passes through layer 2.
-        edges: For each edge the names it runs through, from its producer to its consumer.
-        neighbours: Edges between a layer and the next, as pairs of names.
-    """
-
+    # Names in each layer, from left to right. "a>b@2" is the place where the edge from a to b
+    # passes through layer 2
     layers: list[list[str]]
+    # For each edge the names it runs through, from its producer to its consumer
     edges: dict[tuple[str, str], list[str]]
-    neighbours: list[Pairs]
+    neighbours: list[Pairs]  # edges between a layer and the next, as pairs of names
 
 
 def layer_nodes(nodes: Sequence[DrawnNode]) -> Layering:
-    """Longest-path layers, then barycentre sweeps.
-
-    Args:
-        nodes: In topological order.
-    """
+    """Longest-path layers, then barycentre sweeps."""
     depth = _depths(nodes)
     count = 1 + max(depth.values(), default=-1)
     layers: list[list[str]] = [[] for _ in range(count)]
@@ -183,14 +160,7 @@ def _crossings(layers: Sequence[Sequence[str]], neighbours: Sequence[Pairs]) -> 
 def break_columns(
     cut_edges: Sequence[int], width_of: Callable[[range], float], pitch: float, *, gutter: float
 ) -> list[range]:
-    """Choose the layers of each column, top to bottom.
-
-    Args:
-        cut_edges: How many edges run between layer i and i + 1: what a break there would cut.
-        width_of: The width that a run of layers takes.
-        pitch: Height of a layer.
-        gutter: Room between columns.
-    """
+    """Choose the layers of each column, top to bottom."""
     best: list[range] = []
     least = inf
     for columns in range(1, 9):
@@ -304,15 +274,7 @@ def straighten(
     widths: Mapping[str, float],
     gap: float,
 ) -> None:
-    """Put the places that a long edge passes through on one line, where there is room for it.
-
-    Args:
-        centres: Of all names; those of ``passing`` are changed.
-        layering: The layers.
-        passing: For each long edge the names it passes through, from top to bottom.
-        widths: Of every name.
-        gap: To the next name of the layer.
-    """
+    """Put the places that a long edge passes through on one line, where there is room for it."""
     beside = {
         name: (left, right)
         for layer in layering.layers

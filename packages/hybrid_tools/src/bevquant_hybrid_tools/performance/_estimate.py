@@ -88,17 +88,11 @@ def _met_weights(call: OperatorCall, side: str) -> int:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one call.
+    """Bytes of one call."""
 
-    Attributes:
-        loaded: Inputs and weights.
-        stored: Its output.
-        fused_into: Path of the layer that it is fused into; ``""`` if it is a layer.
-    """
-
-    loaded: int
-    stored: int
-    fused_into: str = ""
+    loaded: int  # inputs and weights
+    stored: int  # its output
+    fused_into: str = ""  # path of the layer that it is fused into; "" if it is a layer
 
 
 def count_traffic(calls: Sequence[OperatorCall]) -> list[Traffic]:
@@ -153,27 +147,16 @@ def _host(
 
 @dataclass(frozen=True)
 class LayerEstimate:
-    """The cost of one layer.
+    """The cost of one layer."""
 
-    Attributes:
-        path: The module or node.
-        operator: The operator.
-        operations: Number of operations; a multiplication and its addition are two.
-        loaded_bytes: From DDR memory: inputs and weights.
-        stored_bytes: To DDR memory.
-        compute_seconds: At the peak rate.
-        memory_seconds: At the DDR bandwidth.
-        fused_into: The layer that it is fused into, or ``""``.
-    """
-
-    path: str
-    operator: str
-    operations: int
-    loaded_bytes: int
-    stored_bytes: int
-    compute_seconds: float
-    memory_seconds: float
-    fused_into: str
+    path: str  # the module or node
+    operator: str  # the operator
+    operations: int  # number of operations; a multiplication and its addition are two
+    loaded_bytes: int  # from DDR memory: inputs and weights
+    stored_bytes: int  # to DDR memory
+    compute_seconds: float  # at the peak rate
+    memory_seconds: float  # at the DDR bandwidth
+    fused_into: str  # the layer that it is fused into, or ""
 
     @property
     def seconds(self) -> float:
@@ -195,11 +178,7 @@ class LayerEstimate:
 
 
 def estimate_layers(
-    calls: Sequence[OperatorCall],
-    march: str,
-    *,
-    cores: int = 1,
-    figures: ChipFigures | None = None,
+    calls: Sequence[OperatorCall], march: str, *, cores: int = 1, figures: ChipFigures | None = None
 ) -> list[LayerEstimate]:
     """Estimate each call on ``cores`` cores of the chip of ``march``.
 

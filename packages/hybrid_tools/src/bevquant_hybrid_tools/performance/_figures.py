@@ -14,19 +14,12 @@ _BASES = ("documented", "measured", "assumed")
 
 @dataclass(frozen=True)
 class Figure:
-    """One number and its source.
-
-    Attributes:
-        value: The number.
-        basis: ``"documented"``, ``"measured"`` or ``"assumed"``.
-        source: Address of the page.
-        note: The page's statement, or the assumption.
-    """
+    """One number and its source."""
 
     value: float
-    basis: str
-    source: str
-    note: str
+    basis: str  # "documented", "measured" or "assumed"
+    source: str  # address of the page
+    note: str  # the page's statement, or the assumption
 
     def __post_init__(self) -> None:
         """Refuse invalid figures."""
@@ -38,26 +31,16 @@ class Figure:
 
 @dataclass(frozen=True)
 class ChipFigures:
-    """Figures of a chip.
+    """Figures of a chip."""
 
-    Attributes:
-        chip: Its name.
-        peak_tops: 10¹² int8 operations per second of all cores; a multiplication and an addition
-            are two.
-        cores: BPU cores.
-        ddr_gigabytes_per_second: 10⁹ bytes per second between DDR memory and the BPU.
-        cpu_cores: CPU cores; None if unknown, as for the attributes below.
-        cpu_gigahertz: Their clock, in 10⁹ cycles per second.
-        cpu_operations_per_cycle: Float32 operations of one core in one cycle.
-    """
-
-    chip: str
+    chip: str  # its name
+    # 10¹² int8 operations per second of all cores; a multiplication and an addition are two
     peak_tops: Figure
-    cores: Figure
-    ddr_gigabytes_per_second: Figure
-    cpu_cores: Figure | None = None
-    cpu_gigahertz: Figure | None = None
-    cpu_operations_per_cycle: Figure | None = None
+    cores: Figure  # BPU cores
+    ddr_gigabytes_per_second: Figure  # 10⁹ bytes per second between DDR memory and the BPU
+    cpu_cores: Figure | None = None  # CPU cores; None if unknown, as for the attributes below
+    cpu_gigahertz: Figure | None = None  # their clock, in 10⁹ cycles per second
+    cpu_operations_per_cycle: Figure | None = None  # float32 operations of one core in one cycle
 
 
 def load_chip_figures(march: str) -> ChipFigures:

@@ -21,12 +21,9 @@ from bevquant_hybrid.compilation import (
 )
 from bevquant_hybrid.operators import tensors_in
 from bevquant_hybrid.quantization import compile_model
-from bevquant_hybrid_tools.performance._estimate import (
-    LayerEstimate,
-    estimate_layers,
-    estimate_performance,
-)
 from bevquant_quantizers.documents import text_table, write_whole
+
+from ._estimate import LayerEstimate, estimate_layers, estimate_performance
 
 _STYLE = """
 :root { --page:#fff; --ink:#1d2733; --soft:#5b6876; --line:#dde3e9; --note:#fff6e0;
@@ -93,12 +90,7 @@ def render_layers(layers: Sequence[LayerEstimate]) -> str:
 
 
 def render_page(summary: Mapping[str, Any], layers: Sequence[LayerEstimate]) -> str:
-    """The page of an estimate.
-
-    Args:
-        summary: What `estimate_performance` returns under ``"summary"``.
-        layers: The layers that it sums up.
-    """
+    """The page of an estimate."""
     title = f"{summary['model name']} on {summary['BPU march']}"
     facts = (
         ("frames per second", _three_digits(summary["FPS"])),
@@ -234,23 +226,11 @@ def perf_model(
     bandwidth, both from public pages, which the result names. It is neither a measurement nor a
     compiler's forecast: use it to compare layers and models, and measure frame rates on a board.
 
-    Args:
-        module: Float with stubs, prepared, converted, or converted and traced.
-        example_inputs: One tensor, or a tuple or list of the forward's arguments.
-        march: ``"bernoulli2"``, ``"bayes"`` or ``"bayes-e"`` (default: `set_march`).
-        out_dir: Folder of the two files; created if missing.
-        name: Name of the model and the files (default: its class name).
-        hbm: File for a converted model's program, as in `compile_model`.
-        input_source: ``"ddr"``, ``"resizer"`` or ``"pyramid"``, or one for each input.
-        input_layout: ``"NCHW"`` or ``"NHWC"``.
-        output_layout: The same.
-        opt: 0 to 3, ``"O0"`` to ``"O3"``, ``"ddr"``, ``"fast"`` or ``"balance"``. Like all compiler
-            options it is checked and recorded, without effect on the figures.
-        balance_factor: Accepted for old scripts.
-        progressbar: Accepted for old scripts.
-        jobs: Accepted for old scripts.
-        layer_details: List the layers in the result and print them.
-        extra_args: Accepted for old scripts.
+    Arguments are those of `compile_model`, and the model may have any form: float with stubs,
+    prepared, converted, or converted and traced. ``out_dir`` is the folder of the two files. With
+    ``hbm``, a converted model's program is written too. ``layer_details`` lists the layers in the
+    result and prints them. Compiler options are checked and recorded, without effect on the
+    figures.
 
     Returns:
         ``{"summary": {…}}`` with the documented keys as far as they can be estimated; in addition,

@@ -75,30 +75,19 @@ def named_operators(
 
 @dataclass(eq=False)
 class Call:
-    """One call of an operator.
+    """One call of an operator."""
 
-    Attributes:
-        path: Its name; empty for a function.
-        repeat: Number of earlier calls.
-        module: The operator; None for a function.
-        function: The function; None for an operator.
-        method: Method of a FloatFunctional; None for others.
-        args: Positional arguments, as copies.
-        kwargs: Keyword arguments.
-        output: Its result, as a copy.
-        sources: The producer call of each input tensor, or None.
-        readers: The consumer calls of its result, and `END` if the model returns it.
-    """
-
-    path: str
-    repeat: int
-    module: nn.Module | None
-    function: Any = None
-    method: str | None = None
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    output: Any = None
+    path: str  # its name; empty for a function
+    repeat: int  # number of earlier calls
+    module: nn.Module | None  # the operator; None for a function
+    function: Any = None  # the function; None for an operator
+    method: str | None = None  # method of a FloatFunctional; None for others
+    args: tuple[Any, ...] = ()  # positional arguments, as copies
+    kwargs: dict[str, Any] = field(default_factory=dict)  # keyword arguments
+    output: Any = None  # its result, as a copy
+    # The producer call of each input tensor, or None
     sources: list[int | None] = field(default_factory=list)
+    # The consumer calls of its result, and `END` if the model returns it
     readers: list[int] = field(default_factory=list)
 
     @property

@@ -26,19 +26,13 @@ from bevquant_hybrid_tools.quant_profiler._tables import grid_table, write_histo
 
 @dataclass(frozen=True)
 class Measure:
-    """A similarity measure and its threshold for reports.
-
-    Attributes:
-        name: Its name.
-        compute: Function of two flat float64 tensors of one shape.
-        higher_is_better: Whether values below the threshold are reported, otherwise those above.
-        threshold: The default; None for no report.
-    """
+    """A similarity measure and its threshold for reports."""
 
     name: str
-    compute: Callable[[Tensor, Tensor], Any]
+    compute: Callable[[Tensor, Tensor], Any]  # function of two flat float64 tensors of one shape
+    # Whether values below the threshold are reported, otherwise those above
     higher_is_better: bool = True
-    threshold: float | None = None
+    threshold: float | None = None  # the default; None for no report
 
     def __call__(self, x: Tensor, y: Tensor) -> float:
         """Compare; NaN where there are no values."""
@@ -115,18 +109,12 @@ def measure_of(similarity_func: str | Callable[..., Any], caller: str) -> Measur
 
 @dataclass(frozen=True)
 class Match:
-    """A call of one model, and the calls of the other that compute the same.
+    """A call of one model, and the calls of the other that compute the same."""
 
-    Attributes:
-        one: The call, of a module that may be fused.
-        like: The call of the same name in the other model.
-        last: The call there whose result compares: behind what is fused into `one`.
-        inputs: Tensors that those calls were given from outside, in the order of `one`'s.
-    """
-
-    one: Call
-    like: Call
-    last: Call
+    one: Call  # the call, of a module that may be fused
+    like: Call  # the call of the same name in the other model
+    last: Call  # the call there whose result compares: behind what is fused into `one`
+    # Tensors that those calls were given from outside, in the order of `one`'s
     inputs: tuple[Tensor, ...]
 
 

@@ -22,19 +22,12 @@ from bevquant_hybrid_tools.quant_profiler._tables import curves_page, write_text
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """Memory when an operator was through.
+    """Memory when an operator was through."""
 
-    Attributes:
-        name: The operator's, or ``(start)`` and ``(end)``.
-        phase: ``"forward"`` or ``"backward"``.
-        allocated: Bytes of all tensors.
-        peak: The most since the reading before.
-    """
-
-    name: str
-    phase: str
-    allocated: int
-    peak: int
+    name: str  # the operator's, or (start) and (end)
+    phase: str  # "forward" or "backward"
+    allocated: int  # bytes of all tensors
+    peak: int  # the most since the reading before
 
 
 def show_cuda_memory_consumption(

@@ -286,33 +286,19 @@ _HEADER = (
 
 @dataclass(frozen=True)
 class Statistic:
-    """Numbers of one tensor.
+    """Numbers of one tensor."""
 
-    Attributes:
-        index: Place of the operator's call in the run.
-        name: The operator, with its method and how often it had been called: ``cat[cat](1)``.
-        kind: Its class.
-        attr: Which of its tensors.
-        min: Smallest value.
-        max: Largest value.
-        mean: Mean.
-        var: Unbiased variance; NaN for a single value.
-        scale: One scale, one per channel, or None.
-        dtype: Quantized or float type.
-        finite: Whether there is neither NaN nor an infinite value.
-    """
-
-    index: int
-    name: str
-    kind: str
-    attr: str
-    min: float
-    max: float
+    index: int  # place of the operator's call in the run
+    name: str  # the operator, with its method and how often it had been called: cat[cat](1)
+    kind: str  # its class
+    attr: str  # which of its tensors
+    min: float  # smallest value
+    max: float  # largest value
     mean: float
-    var: float
-    scale: tuple[float, ...] | None
-    dtype: str
-    finite: bool
+    var: float  # unbiased variance; NaN for a single value
+    scale: tuple[float, ...] | None  # one scale, one per channel, or None
+    dtype: str  # quantized or float type
+    finite: bool  # whether there is neither NaN nor an infinite value
 
     @property
     def reach(self) -> float:

@@ -44,18 +44,14 @@ _LISTED = ("operator", "quantize", "dequantize")  # kinds of the plan's nodes
 
 @dataclass(frozen=True)
 class QConfigReport:
-    """Rows of the three tables, as they are printed.
+    """Rows of the three tables, as they are printed."""
 
-    Attributes:
-        outputs: Name, class, dtype of the inputs, dtype of the output, axis of its scales or
-            ``qconfig = None``.
-        weights: Name, class, dtype of the weight, axis of its scales or ``qconfig = None``.
-        messages: Name, class, what to look at.
-    """
-
+    # Name, class, dtype of the inputs, dtype of the output, axis of its scales or qconfig =
+    # None
     outputs: tuple[tuple[Cell, ...], ...]
+    # Name, class, dtype of the weight, axis of its scales or qconfig = None
     weights: tuple[tuple[Cell, ...], ...]
-    messages: tuple[tuple[Cell, ...], ...]
+    messages: tuple[tuple[Cell, ...], ...]  # name, class, what to look at
 
 
 def check_qconfig(

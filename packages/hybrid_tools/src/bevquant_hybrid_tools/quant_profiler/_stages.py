@@ -35,29 +35,18 @@ _FILE = "horizon_script_result.pt"
 
 @dataclass(frozen=True)
 class Stage:
-    """One operator in the stages of a model.
+    """One operator in the stages of a model."""
 
-    Attributes:
-        name: Its module, or its node.
-        operator: The QAT module's class, or the function.
-        place: ``"BPU"`` where it gives integers, else ``"CPU"``.
-        elements: Of its result.
-        free: Elements that the converted model has otherwise, each stage on its own inputs.
-        free_steps: The largest difference of those, in steps of the scale; of floats, as it is.
-        forced: Elements otherwise where the converted operator is given the QAT model's inputs.
-        forced_steps: The largest difference of those.
-        compiled: Elements that the compiled program has otherwise than the converted model; None
-            where there is no program, or it has no step of that name.
-    """
-
-    name: str
-    operator: str
-    place: str
-    elements: int
-    free: int
-    free_steps: float
-    forced: int
-    forced_steps: float
+    name: str  # its module, or its node
+    operator: str  # the QAT module's class, or the function
+    place: str  # "BPU" where it gives integers, else "CPU"
+    elements: int  # of its result
+    free: int  # elements that the converted model has otherwise, each stage on its own inputs
+    free_steps: float  # the largest difference of those, in steps of the scale; of floats, as it is
+    forced: int  # elements otherwise where the converted operator is given the QAT model's inputs
+    forced_steps: float  # the largest difference of those
+    # Elements that the compiled program has otherwise than the converted model; None where
+    # there is no program, or it has no step of that name
     compiled: int | None
 
 

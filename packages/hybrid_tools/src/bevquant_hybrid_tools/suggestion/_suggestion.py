@@ -33,17 +33,11 @@ _MOST = 20 * math.log10(2**24)  # what float32 itself resolves, in dB
 
 
 class Measured(NamedTuple):
-    """How well a model computes, and its estimated cost.
+    """How well a model computes, and its estimated cost."""
 
-    Attributes:
-        metric: The metric.
-        milliseconds: Of all layers one after the other, and of the stubs between BPU and CPU.
-        transfer_bytes: Bytes of the integers that cross between BPU and CPU.
-    """
-
-    metric: float
-    milliseconds: float
-    transfer_bytes: int
+    metric: float  # the metric
+    milliseconds: float  # of all layers one after the other, and of the stubs between BPU and CPU
+    transfer_bytes: int  # bytes of the integers that cross between BPU and CPU
 
 
 def estimate_cost(
@@ -154,11 +148,7 @@ class Metrics:
         self._pairs = [(batch, call_model(reference, batch, forward)) for batch in batches]
 
     def __call__(self, model: nn.Module, what: str) -> float:
-        """The metric of a model; `what` names it in errors.
-
-        Raises:
-            ValueError: The metric is no finite number.
-        """
+        """The metric of a model; `what` names it in errors."""
         total = 0.0
         for index, (batch, expected) in enumerate(self._pairs):
             value = float(self._metric(call_model(model, batch, self._forward), expected))
@@ -185,25 +175,16 @@ _NOTE = (
 
 
 class CpuMove(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One layer, or several that only help together, and what moving it does.
+    """One layer, or several that only help together, and what moving it does."""
 
-    Attributes:
-        path: What `hybrid_dict` calls the layer; of several, the first.
-        others: The layers that move with it, because the value between them becomes a float.
-        gain_alone: By how much the metric grows if nothing else moves.
-        metric: The metric with this row and all above it moved; None for what stays.
-        milliseconds: Estimated time added behind the rows above it; of what stays, alone.
-        transfer_bytes: Bytes added that cross between BPU and CPU, likewise.
-        reason: Why it moves, or stays.
-    """
-
-    path: str
+    path: str  # what `hybrid_dict` calls the layer; of several, the first
+    # The layers that move with it, because the value between them becomes a float
     others: tuple[str, ...]
-    gain_alone: Finite
-    metric: Finite | None
-    milliseconds: Finite
-    transfer_bytes: int
-    reason: str
+    gain_alone: Finite  # by how much the metric grows if nothing else moves
+    metric: Finite | None  # the metric with this row and all above it moved; None for what stays
+    milliseconds: Finite  # estimated time added behind the rows above it; of what stays, alone
+    transfer_bytes: int  # bytes added that cross between BPU and CPU, likewise
+    reason: str  # why it moves, or stays
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -218,25 +199,15 @@ class CpuMove(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class CpuSuggestion(JsonDocument):
-    """Which layers should run on the CPU, in the order in which they were picked.
+    """Which layers should run on the CPU, in the order in which they were picked."""
 
-    Attributes:
-        march: The BPU architecture.
-        metric_name: What was measured; larger is better.
-        as_given: The metric of the model as it was given.
-        start: The metric where only those layers run on the CPU that must or did so before.
-        start_milliseconds: Estimated time of that model for one run.
-        kept: What ran on the CPU before by name or without a qconfig, and still does.
-        rows: What moves, in order, then what stays, the largest gain first.
-    """
-
-    march: str
-    metric_name: str
-    as_given: float
-    start: float
-    start_milliseconds: float
-    kept: tuple[str, ...]
-    rows: tuple[CpuMove, ...]
+    march: str  # the BPU architecture
+    metric_name: str  # what was measured; larger is better
+    as_given: float  # the metric of the model as it was given
+    start: float  # the metric where only those layers run on the CPU that must or did so before
+    start_milliseconds: float  # estimated time of that model for one run
+    kept: tuple[str, ...]  # what ran on the CPU before by name or without a qconfig, and still does
+    rows: tuple[CpuMove, ...]  # what moves, in order, then what stays, the largest gain first
 
     @property
     def moves(self) -> tuple[CpuMove, ...]:

@@ -5,22 +5,6 @@ from __future__ import annotations
 from bevquant_hybrid.nn.qat._attention import LSTMCell, MultiheadAttention
 from bevquant_hybrid.nn.qat._base import OutputQuantized
 from bevquant_hybrid.nn.qat._composed import GroupNorm, Normalize, Softmax
-from bevquant_hybrid.nn.qat._operators import (
-    GLU,
-    Correlation,
-    Div,
-    LayerNorm,
-    MultiScaleRoIAlign,
-    RMSNorm,
-    Where,
-)
-from bevquant_hybrid.nn.qat._replace import (
-    float_form,
-    has_qat_form,
-    is_elementwise,
-    is_qat,
-    qat_form,
-)
 from bevquant_hybrid.nn.qat._weighted import (
     Conv3d,
     ConvAdd3d,
@@ -45,24 +29,16 @@ from bevquant_hybrid.nn.qat._weighted import (
 )
 from bevquant_hybrid.nn.qat.avg_pool2d import AdaptiveAvgPool2d, AvgPool2d
 from bevquant_hybrid.nn.qat.batchnorm import BatchNorm2d, BatchNorm3d, SyncBatchNorm
-from bevquant_hybrid.nn.qat.conv2d import (
-    Conv2d,
-    ConvAdd2d,
-    ConvAddReLU2d,
-    ConvAddReLU62d,
-    ConvReLU2d,
-    ConvReLU62d,
-)
 from bevquant_hybrid.nn.qat.functional_modules import FloatFunctional
 from bevquant_hybrid.nn.qat.interpolate import Interpolate
 from bevquant_hybrid.nn.qat.relu import ReLU, ReLU6
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
 from bevquant_hybrid.nn.qat.stubs import DeQuantStub, QuantStub
-from bevquant_hybrid.nn.qat.upsampling import (
-    Upsample,
-    UpsamplingBilinear2d,
-    UpsamplingNearest2d,
-)
+
+from ._base import GLU, Correlation, Div, LayerNorm, MultiScaleRoIAlign, RMSNorm, Where
+from ._replace import float_form, has_qat_form, is_elementwise, is_qat, qat_form
+from .conv2d import Conv2d, ConvAdd2d, ConvAddReLU2d, ConvAddReLU62d, ConvReLU2d, ConvReLU62d
+from .upsampling import Upsample, UpsamplingBilinear2d, UpsamplingNearest2d
 
 __all__ = [
     "GLU",

@@ -1,4 +1,4 @@
-"""Base classes and shared functions of QAT modules."""
+"""Base classes and shared functions of QAT modules, and operators without a weight."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Self, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_graph import layer_class, own_code
 from bevquant_hybrid.march import ON_FOUR_AXES
+from bevquant_hybrid.nn import _correlation, _functions, _roi_align
 from bevquant_hybrid.qtensor import QTensor, as_float
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -64,11 +66,7 @@ def module_path(module: nn.Module) -> str:
 
 
 def float_layer(source: nn.Module, cls: type[ModuleT] | None = None) -> ModuleT:
-    """Return the float module for a QAT form, after a check of its class and forward.
-
-    Raises:
-        TypeError: It has another class, or code that the QAT form would drop.
-    """
+    """Return the float module for a QAT form, after a check of its class and forward."""
     if layer_class(source, *([cls] if cls else [])) is None:
         wanted = cls.__name__ if cls else "a layer of torch or of bevquant_hybrid"
         raise TypeError(
@@ -107,11 +105,7 @@ def activation_of(qconfig: Any) -> nn.Module | None:
 
 
 def scaling_qconfig(source: nn.Module, qconfig: Any = None) -> Any:
-    """The given qconfig or the module's own, which must have an activation.
-
-    Raises:
-        ValueError: There is no qconfig, or it has no activation.
-    """
+    """The given qconfig or the module's own, which must have an activation."""
     found = qconfig or getattr(source, "qconfig", None)
     if found is None or found.activation is None:
         raise ValueError(
@@ -134,11 +128,7 @@ def expect_pictures(model: nn.Module, march: str, hybrid: bool) -> None:
 
 
 def quantized_input(module: nn.Module, x: Tensor, what: str = "input") -> Tensor:
-    """Return the float values of a quantized input.
-
-    Raises:
-        TypeError: It is not quantized, or has 32 bits.
-    """
+    """Return the float values of a quantized input."""
     if isinstance(x, QTensor):
         if getattr(module, "wants_pictures", False) and x.dim() != 4:
             warnings.warn(
@@ -245,3 +235,40 @@ def derived(
     text = f"`{name}`: {(role.__doc__ or '').splitlines()[0]}"
     bases = (role, source) if role is not source else (source,)
     return type(name, bases, {"__module__": module, "__doc__": text, **attributes})
+
+
+# Of several tensors: the places of those that are quantized.
+GLU, LayerNorm, RMSNorm, Where, MultiScaleRoIAlign, Correlation = (
+    derived(OutputQuantized, kind, __name__, reads=reads)
+    for kind, reads in (
+        (nn.GLU, (0,)),
+        (_functions.LayerNorm, (0,)),
+        (nn.RMSNorm, (0,)),
+        (_functions.Where, (1, 2)),
+        (_roi_align.MultiScaleRoIAlign, (0,)),
+        (_correlation.Correlation, (0, 1)),
+    )
+)
+
+
+class Div(OutputQuantized, _functions.Div):
+    """x / y with a scale of its own."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Divide, and quantize the result."""
+        numerator = quantized_input(self, x)
+        divisor = quantized_input(self, y, "second input")
+        # As in fixed point: x/0 is the largest integer (the fake quantizer clamps), 0/0 is 0. The
+        # observer gets finite values, and the divisor that is 0 no gradient.
+        zero = divisor == 0
+        ratio = torch.div(numerator, divisor.masked_fill(zero, 1.0))
+        return quantized_output(self, torch.where(zero, numerator.sign() * largest(self), ratio))
+
+
+def largest(module: Any) -> Tensor | float:
+    """The largest value on a module's current scale; 0 before the first observation."""
+    fake_quant = module.activation_post_process
+    if not getattr(fake_quant, "observed", False) or not hasattr(fake_quant, "current_scale"):
+        return 0.0
+    top: Tensor = fake_quant.current_scale() * fake_quant.quant_max
+    return top

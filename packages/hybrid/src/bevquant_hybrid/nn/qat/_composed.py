@@ -17,6 +17,7 @@ from bevquant_hybrid.nn._functions import FloatFunctional as FloatArithmetic
 from bevquant_hybrid.nn._functions import LayerNorm as AnyAxesLayerNorm
 from bevquant_hybrid.nn._functions import Normalize as FloatNormalize
 from bevquant_hybrid.nn.qat._base import (
+    LayerNorm,
     float_layer,
     module_path,
     name_place,
@@ -25,7 +26,6 @@ from bevquant_hybrid.nn.qat._base import (
     scaling_qconfig,
     take_over,
 )
-from bevquant_hybrid.nn.qat._operators import LayerNorm
 from bevquant_hybrid.nn.qat.conv2d import Conv2d
 from bevquant_hybrid.nn.qat.functional_modules import FloatFunctional
 from bevquant_hybrid.nn.qat.segment_lut import SegmentLUT
@@ -37,16 +37,12 @@ class Composed(nn.Module):
 
     Conversion replaces the parts by fixed-point ones. The forward stays the same, since both kinds
     of parts exchange quantized tensors.
-
-    Attributes:
-        float_class: The float class.
-        settings: Attributes copied from the float module.
-        one_operator: Whether files have one operator for it: its parts round to 16 bits, which
-            files do not support.
     """
 
     float_class: type[nn.Module]
-    settings: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()  # attributes copied from the float module
+    # Whether files have one operator for it: its parts round to 16 bits, which files do not
+    # support
     one_operator = False
     qconfig: Any
     qualified_name: str
@@ -60,12 +56,7 @@ class Composed(nn.Module):
 
     @classmethod
     def from_float(cls, source: nn.Module, qconfig: Any = None) -> Self:
-        """Take over a float module.
-
-        Raises:
-            TypeError: It is not a `float_class`, or has another forward.
-            ValueError: No qconfig with an activation, or settings that a BPU does not execute.
-        """
+        """Take over a float module."""
         qconfig = qconfig or getattr(source, "qconfig", None)
         source, path = float_layer(source, cls.float_class), module_path(source)
         if qconfig is None:
@@ -87,22 +78,9 @@ class Composed(nn.Module):
         raise NotImplementedError
 
     def part(
-        self,
-        name: str,
-        kind: Any,
-        source: nn.Module,
-        needed_for: str = "",
-        qconfig: Any = None,
+        self, name: str, kind: Any, source: nn.Module, needed_for: str = "", qconfig: Any = None
     ) -> None:
-        """Add the QAT form of a float part.
-
-        Args:
-            name: Of the part.
-            kind: Its QAT class.
-            source: The float part.
-            needed_for: Condition for the part, if it is optional.
-            qconfig: Its settings; None for those of the module.
-        """
+        """Add the QAT form of a float part."""
         if needed_for:
             self.optional[name] = needed_for
         source.train(self.training)
@@ -118,11 +96,7 @@ class Composed(nn.Module):
                 self._modules[name] = None
 
     def needed(self, name: str) -> Any:
-        """Return an optional part.
-
-        Raises:
-            ValueError: It was dropped.
-        """
+        """Return an optional part."""
         part = getattr(self, name)  # of arithmetic, a tracer notes the access
         if part is None:
             raise ValueError(
@@ -158,11 +132,7 @@ def linear_of(weight: Any, bias: Any) -> nn.Linear:
 
 
 def of_16_bits(qconfig: Any) -> QConfig:
-    """Settings of an inner step: those of the result, in 16 bits and without a fixed scale.
-
-    Raises:
-        ValueError: They have no activation.
-    """
+    """Settings of an inner step: those of the result, in 16 bits and without a fixed scale."""
     if qconfig.activation is None:
         raise ValueError(
             "its steps need scales, but its qconfig has no activation; set one "

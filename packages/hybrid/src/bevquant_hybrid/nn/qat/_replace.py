@@ -15,7 +15,7 @@ from bevquant_hybrid.nn import _functions
 from bevquant_hybrid.nn._functions import ElementwiseFunction, Pow
 from bevquant_hybrid.nn.intrinsic import ANCHORS, Fused, fused_name
 from bevquant_hybrid.nn.qat import (
-    _operators,
+    _base,
     _weighted,
     avg_pool2d,
     batchnorm,
@@ -52,7 +52,7 @@ ELEMENTWISE: tuple[type[nn.Module], ...] = (
 )
 # Each class stands for the float one that it is derived from last.
 _DERIVED = (
-    *(k for k in vars(_operators).values() if hasattr(k, "reads") and k is not OutputQuantized),
+    *(k for k in vars(_base).values() if hasattr(k, "reads") and k is not OutputQuantized),
     *(relu.ReLU, relu.ReLU6, avg_pool2d.AvgPool2d, avg_pool2d.AdaptiveAvgPool2d),
     *(batchnorm.BatchNorm2d, batchnorm.BatchNorm3d, batchnorm.SyncBatchNorm),
     *(upsampling.Upsample, upsampling.UpsamplingBilinear2d, upsampling.UpsamplingNearest2d),
@@ -65,8 +65,8 @@ _OTHERS: dict[type[nn.Module], Any] = {
     QuantStub: stubs.QuantStub,
     TorchQuantStub: stubs.QuantStub,
     TorchDeQuantStub: stubs.DeQuantStub,
-    nn.LayerNorm: _operators.LayerNorm,
-    _functions.RMSNorm: _operators.RMSNorm,
+    nn.LayerNorm: _base.LayerNorm,
+    _functions.RMSNorm: _base.RMSNorm,
 }
 
 

@@ -41,16 +41,11 @@ class Weighted(nn.Module):
     :math:`y = \operatorname{fq}(a(\operatorname{op}(x, \operatorname{fq}(w)) + b [+ z]))` with
     activation a. Without an output fake quantizer the result has the accumulator's scale s_x·s_w
     and 32 bits.
-
-    Attributes:
-        adds: Whether a second input is added.
-        activation: None, ``"relu"`` or ``"relu6"``.
-        channel_axis: Axis of the output channels in the weight.
     """
 
-    adds: ClassVar[bool] = False
-    activation: ClassVar[str | None] = None
-    channel_axis: ClassVar[int] = 0
+    adds: ClassVar[bool] = False  # whether a second input is added
+    activation: ClassVar[str | None] = None  # None, "relu" or "relu6"
+    channel_axis: ClassVar[int] = 0  # axis of the output channels in the weight
     output_channel_axis: ClassVar[int] = 1
 
     weight: Tensor

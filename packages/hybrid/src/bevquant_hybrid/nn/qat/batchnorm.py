@@ -8,12 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_hybrid._fake_quant._fake_quantize import FakeQuantize
-from bevquant_hybrid.nn.qat._base import (
-    OutputQuantized,
-    derived,
-    quantized_input,
-    quantized_output,
-)
+
+from ._base import OutputQuantized, derived, quantized_input, quantized_output
 
 
 def channel_affine(bn: Any) -> tuple[Tensor, Tensor]:

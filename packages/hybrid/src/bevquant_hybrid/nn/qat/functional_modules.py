@@ -7,11 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from bevquant_hybrid.nn._functions import Arithmetic
-from bevquant_hybrid.nn.qat._base import (
-    OutputQuantized,
-    quantized_input,
-    quantized_output,
-)
+
+from ._base import OutputQuantized, quantized_input, quantized_output
 
 
 class FloatFunctional(Arithmetic, OutputQuantized):

@@ -14,29 +14,28 @@ from bevquant_hybrid._sampling import roi_align_real
 from bevquant_hybrid.nn import qat
 from bevquant_hybrid.nn._correlation import channels_of, correlate_integers
 from bevquant_hybrid.nn._functions import normalized
-from bevquant_hybrid.nn.qat import _operators
+from bevquant_hybrid.nn.qat import _base
 from bevquant_hybrid.nn.qat._base import KeepsScale, take_over
 from bevquant_hybrid.nn.qat.batchnorm import channel_affine
-from bevquant_hybrid.nn.quantized._base import FixedPoint, integers, real
-from bevquant_hybrid.nn.quantized._weighted import (
+from bevquant_hybrid.qtensor import QTensor
+
+from ._weighted import (
     Conv2d,
     Conv3d,
     ConvTranspose2d,
+    FixedPoint,
     Linear,
     depthwise,
+    integers,
+    real,
 )
-from bevquant_hybrid.nn.quantized.avg_pool2d import AdaptiveAvgPool2d, AvgPool2d
-from bevquant_hybrid.nn.quantized.functional_modules import QFunctional
-from bevquant_hybrid.nn.quantized.interpolate import Interpolate
-from bevquant_hybrid.nn.quantized.quantize import DeQuantize, Quantize
-from bevquant_hybrid.nn.quantized.relu import ReLU, ReLU6
-from bevquant_hybrid.nn.quantized.segment_lut import SegmentLUT
-from bevquant_hybrid.nn.quantized.upsampling import (
-    Upsample,
-    UpsamplingBilinear2d,
-    UpsamplingNearest2d,
-)
-from bevquant_hybrid.qtensor import QTensor
+from .avg_pool2d import AdaptiveAvgPool2d, AvgPool2d
+from .functional_modules import QFunctional
+from .interpolate import Interpolate
+from .quantize import DeQuantize, Quantize
+from .relu import ReLU, ReLU6
+from .segment_lut import SegmentLUT
+from .upsampling import Upsample, UpsamplingBilinear2d, UpsamplingNearest2d
 
 
 class BatchNorm2d(FixedPoint):
@@ -194,7 +193,7 @@ FORMS: dict[type[nn.Module], Any] = {
     qat.AvgPool2d: AvgPool2d,
     qat.SegmentLUT: SegmentLUT,
     **{
-        getattr(_operators, form.__name__): form
+        getattr(_base, form.__name__): form
         for form in (Correlation, Div, GLU, LayerNorm, MultiScaleRoIAlign, RMSNorm, Where)
     },
 }

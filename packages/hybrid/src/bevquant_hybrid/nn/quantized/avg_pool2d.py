@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from bevquant_hybrid import _integer_ops as ops
-from bevquant_hybrid.nn.quantized._base import FixedPoint, integers
+from bevquant_hybrid.nn.quantized._weighted import FixedPoint, integers
 from bevquant_hybrid.qtensor import QTensor
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bevquant_hybrid import _integer_ops as ops
 from bevquant_hybrid.nn._functions import Arithmetic, FloatFunctional
-from bevquant_hybrid.nn.quantized._base import FixedPoint, integers, real
+from bevquant_hybrid.nn.quantized._weighted import FixedPoint, integers, real
 from bevquant_hybrid.qtensor import QTensor
 
 __all__ = ["FloatFunctional", "QFunctional"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_hybrid.nn.qat.stubs import DeQuantStub
-from bevquant_hybrid.nn.quantized._base import FixedPoint
+from bevquant_hybrid.nn.quantized._weighted import FixedPoint
 from bevquant_hybrid.qtensor import QTensor, of_each
 
 __all__ = ["DeQuantize", "Quantize", "is_fixed_point"]
