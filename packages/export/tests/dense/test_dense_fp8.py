@@ -101,7 +101,7 @@ def test_stored_weights_are_the_simulators(tmp_path: Path) -> None:
 @pytest.mark.parametrize("profile", ["tensorrt10", "tensorrt11"])
 def test_files_for_tensorrt_run_as_written(profile: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
-    model, images = calibrated(num_bits=(4, 3))
+    model, images = calibrated(num_bits=(4, 3), weight_per_channel=False)
     file = export_qdq_onnx(model, images, tmp_path / "net.onnx", profile)
     assert file.opset == 19
     assert all(row.unexplained == 0 for row in file.differences)
@@ -109,7 +109,17 @@ def test_files_for_tensorrt_run_as_written(profile: str, tmp_path: Path) -> None
     found = {layer.name: layer for layer in predict_layers(file.path, profile)}
     assert found["first.Conv"].runs == "fp8"
     assert found["first.Relu"].into == "first.Conv"
+    assert found["up.ConvTranspose"].runs == "fp8"
+
+
+def test_scales_per_channel_for_tensorrt_are_named(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    model, images = calibrated(num_bits=(4, 3))
+    file = export_qdq_onnx(model, images, tmp_path / "net.onnx", "tensorrt11")
     assert any("transposed convolution" in note for note in file.notes)
+    assert {finding.id for finding in lint_onnx(file.path, "tensorrt11")} == {"TRT021"}
+    found = {layer.name: layer for layer in predict_layers(file.path, "tensorrt11")}
+    assert "scale per channel" in found["first.Conv"].reason
 
 
 def test_onnxs_reference_computes_the_same(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def _weight(graph: Graph, step: Step, weight: _Weight) -> str:
     scales = weight.along_axis
     if scales is None or _is_float(graph, step, weight):
         return _float_weight(graph, path, weight)
-    if weight.axis and weight.single:
+    if (weight.axis or _has_float8(step)) and weight.single:
         scales = scales[:1].reshape(() if profile.axis else (1,))
     named = f"{path}.weight"
     scale = graph.constant(f"{named}_scale", scales)

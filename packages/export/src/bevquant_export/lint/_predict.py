@@ -128,6 +128,8 @@ class _Prediction:
         runs, other = _kind(data), _kind(weight)
         if runs != other:
             return float_type, f"its data are {runs} and its weight is {other}"
+        if weight.float8 and weight.per_channel:
+            return float_type, "its FP8 weight has a scale per channel: calibrate it per tensor"
         ends = f"and gives {runs}" if self._ends_in_pair(node) else f"and gives {float_type}"
         return runs, f"data and weight have pairs, {ends}"
 

@@ -51,6 +51,10 @@ HALF = _rule(15, "pairs that a Gemm reads are of float32: with scales in float16
     "write the scales in float32, and cast to float16 behind the layer where that is meant")
 FLOAT8 = _rule(20, "FP8 is FLOAT8E4M3FN",
     "quantize with num_bits=(4, 3): TensorRT has no other FP8")
+FLOAT8_CHANNELS = _rule(21, "the weight of an FP8 layer has one scale: with one for each channel "
+    "TensorRT 10 was reported to multiply in float16",
+    "quantize with QuantConfig(weight_per_channel=False), or look at the engine's layers "
+    "(lint with --layers)", "warning")
 # fmt: on
 RULES = tuple(_rule)
 TYPED = ("tensorrt11",)
@@ -97,6 +101,10 @@ def check_tensorrt(pairs: Pairs, functions: set[tuple[str, str]]) -> Iterator[Fi
             weight = pairs.dequantized(node.input(1))
             if weight is not None and weight.per_channel:
                 yield TRANSPOSED.found(node.name, "its weight has a scale for each channel")
+        if node.op in _CONVS:
+            weight = pairs.dequantized(node.input(1))
+            if weight is not None and weight.float8 and weight.per_channel:
+                yield FLOAT8_CHANNELS.found(node.name, "its weight has a scale for each channel")
         if node.op in ("Add", "Sum", "Concat"):
             yield from _joined(pairs, node)
         if pairs.is_quantized(node, *_CONVS):
