@@ -53,8 +53,8 @@ FLOAT8 = _rule(20, "FP8 is FLOAT8E4M3FN",
     "quantize with num_bits=(4, 3): TensorRT has no other FP8")
 FLOAT8_CHANNELS = _rule(21, "the weight of an FP8 layer has one scale: with one for each channel "
     "TensorRT 10 was reported to multiply in float16",
-    "quantize with QuantConfig(weight_per_channel=False), or look at the engine's layers "
-    "(lint with --layers)", "warning")
+    "quantize with QuantConfig(weight_per_channel=False), or compare with the engine's layers "
+    "(--against layers.json)", "warning")
 # fmt: on
 RULES = tuple(_rule)
 TYPED = ("tensorrt11",)
