@@ -62,3 +62,32 @@ def test_files_take_arrays_and_floats_without_float64(profile: str, tmp_path: Pa
     assert not casts
     for seed in (6, 7):
         assert not any(row.unexplained for row in compare_qdq_onnx(file, integers, frame(seed)))
+
+
+class Aged(nn.Module):
+    """Reads the time since the last frame of two times in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, now: Tensor, before: Tensor) -> Tensor:
+        return self.value(x) * (now - before).float()
+
+
+@pytest.mark.parametrize(("start", "kept"), [(0.0, True), (1.5e9, False)])
+def test_float64_inputs_are_float32_in_files_or_refused(
+    start: float, kept: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    times = [torch.tensor([start + t], dtype=torch.float64) for t in (0.75, 0.25)]
+    given = torch.randn(3, 4), *times
+    quantized = quantize_model(Aged().eval(), example_inputs=given).model
+    calibrate(quantized, [given])
+    if not kept:
+        with pytest.raises(ValueError, match=r"input now is float64 with values up to 1.5e\+09"):
+            export_qdq_onnx(quantized, given, tmp_path / "aged.onnx", "tensorrt")
+        return
+    file = export_qdq_onnx(quantized, given, tmp_path / "aged.onnx", "tensorrt")
+    kinds = {port.type.tensor_type.elem_type for port in onnx.load(file.path).graph.input}
+    assert kinds == {onnx.TensorProto.FLOAT}

@@ -275,11 +275,11 @@ class _Traces:
         """What is to be changed before the next trace; None: a module cannot be followed."""
         if len(self._shares) > self._met:
             return nothing  # such an int(…) leaves it open now
+        if self.open_sizes and _by_sizes(error):
+            return partial(self._fix_sizes, where(error, traced, self.opaque)[1])
         numbers = needed(error) or self._arrays_in(error)
         if numbers:
             return partial(self._keep_constant, numbers, error, traced)
-        if self.open_sizes and _by_sizes(error):
-            return partial(self._fix_sizes, where(error, traced, self.opaque)[1])
         if any(isinstance(leaf, int) for leaf in self._leaves):
             return partial(setattr, self, "_numbers", False)
         if self.constants.of_sizes and not self.constants.fix_sizes and _counts(error):

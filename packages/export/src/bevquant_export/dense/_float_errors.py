@@ -108,10 +108,10 @@ class FloatErrors:
                 self._moved.pop(name, None)
 
     def _take(self, name: str, value: Any, moved: Any) -> None:
-        if name in self._last:
-            self._moved[name] = moved
+        if name in self._last:  # sizes downstream are those of the rows that the model chose
+            self._moved[name] = value if _is_other_rows(value, moved) else moved
         if name in self._wanted and isinstance(value, Tensor):
-            if isinstance(moved, Tensor) and moved.shape == value.shape:
+            if isinstance(moved, Tensor) and not _is_other_rows(value, moved):
                 square = (moved.double() - value).square()
                 self._squares[name] = square + self._squares.get(name, 0)
                 self.values[name] = value.cpu().numpy()
@@ -186,6 +186,11 @@ class FloatErrors:
             return value
         noise = torch.rand(value.shape, generator=self._random).to(value.device)
         return value * (1 + (unit or self._unit) * (2 * noise - 1))
+
+
+def _is_other_rows(value: Any, moved: Any) -> bool:
+    both = isinstance(value, Tensor) and isinstance(moved, Tensor)
+    return both and value.shape != moved.shape
 
 
 def _is_call(step: Step) -> bool:

@@ -7,16 +7,17 @@ of a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from bevquant_export._errors import QdqError
 from bevquant_graph import (
     as_example,
+    flatten,
     input_tensor,
     is_sparse_tensor,
     members_of,
@@ -85,6 +86,7 @@ class _Simulated:
                 in_single(held.program, doubles), held.source,
                 backend=held.backend, sum_ranges=held.sum_ranges,
             )  # fmt: skip
+            _refuse_lost_digits(held, self.model, args, doubles)
 
     def _lowered(
         self, model: nn.Module | IntegerModel, args: Any, sums: Sums, verify: bool
@@ -125,6 +127,32 @@ class _Simulated:
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
     return getattr(node.meta.get("val"), "dtype", None)
+
+
+def _refuse_lost_digits(
+    double: IntegerModel, single: IntegerModel, args: Any, names: Collection[str]
+) -> None:
+    """Refuse inputs whose float64 the results need, as a time in seconds since 1970.
+
+    Raises:
+        QdqError: A result changes by more than a tenth (20 dB).
+    """
+    wanted, got = (flatten(model.run(args, record=False)[0])[0] for model in (double, single))
+    floats = [
+        (one.double(), other.double())
+        for one, other in zip(wanted, got, strict=True)
+        if isinstance(one, Tensor) and one.is_floating_point()
+    ]
+    if all(a.shape == b.shape and (a - b).norm() <= 0.1 * a.norm() for a, b in floats):
+        return
+    given = {name: v for name, v in bound(double.program, args) if name in names and v.numel()}
+    worst = max(given, key=lambda name: float(given[name].abs().max()))
+    path, _ = ports_of(double)[worst]
+    raise QdqError(
+        f"input {path} is float64 with values up to {float(given[worst].abs().max()):g}; files "
+        "hold float32, in which the results are others. Give values that float32 holds, such as "
+        "times and places relative to the first frame"
+    )
 
 
 def _adds_sums(model: IntegerModel) -> bool:
@@ -234,8 +262,8 @@ def placed(wanted: Any, given: Any, where: str = "inputs") -> Iterator[tuple[str
     """
     if isinstance(wanted, Ref):
         made = input_tensor(given)
-        own = made is not given and made.dtype == torch.float64  # files hold no float64
-        yield wanted.name, made.float() if own else made
+        double = isinstance(made, Tensor) and made.dtype == torch.float64  # files hold none
+        yield wanted.name, made.float() if double else made
     elif isinstance(wanted, SparseRef):
         yield wanted.features, given.features
         yield wanted.coords, given.indices
