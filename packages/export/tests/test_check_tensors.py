@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from bevquant_export import LayerDifference, TensorDifference, check_tensors
+from bevquant_export._differences import difference
 
 
 @pytest.mark.parametrize(
@@ -88,3 +90,14 @@ def test_no_value_may_differ_in_one_arithmetic() -> None:
     assert [(check.form, check.is_right) for check in checks] == [
         ("float16", True), ("float16", False),
     ]  # fmt: skip
+
+
+def test_equal_values_and_equal_nans_are_no_difference() -> None:
+    wanted = torch.tensor([1.0, torch.nan, 4.0, torch.inf])
+    row = difference("y", torch.tensor([1.0, torch.nan, 3.0, torch.inf]), wanted, path="head")
+    assert (row.path, row.tensor, row.elements, row.different) == ("head", "y", 4, 1)
+    assert (row.largest, row.size, row.relative) == (1.0, 4.0, 0.25)
+    assert difference("y", wanted[:1] + 2.0**-20, wanted[:1], slack=2.0**-18).different == 0
+    assert difference("y", torch.tensor([torch.nan]), torch.ones(1)).relative == torch.inf
+    assert difference("y", torch.ones(1), torch.zeros(1)).relative == torch.inf
+    assert difference("y", torch.ones(0, 3), torch.ones(0, 3)).elements == 0
