@@ -68,10 +68,10 @@ def own_precision(
     for name, expected in _BITS.items():
         if all(found <= {want} for found, want in zip(bits, expected, strict=True)):
             return cast(Precision, name)
-    texts = [sorted(map(str, found)) for found in bits]
+    texts = [f"[{', '.join(sorted(map(str, found)))}]" for found in bits]
     raise ValueError(
-        f"{where}: activations of {' and '.join(texts[0])} bits with weights of "
-        f"{' and '.join(texts[1])} are no precision; name those to measure, of {', '.join(_BITS)}"
+        f"{where}: activations of {texts[0]} and weights of {texts[1]} bits are no precision; "
+        f"name those to measure, of {', '.join(_BITS)}"
     )
 
 

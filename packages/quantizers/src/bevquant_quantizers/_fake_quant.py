@@ -87,8 +87,9 @@ def fake_quantize(
     if axis is not None:
         amax = _along(amax, x, axis)
     if torch.compiler.is_compiling():  # torch.export too: one operator, whatever computes it
-        exponent = num_bits[0] if isinstance(num_bits, tuple) else 0
-        bits = format_of(num_bits, unsigned).bits
+        # Not `format_of`: torch.compile warns of functions with a cache.
+        pair = num_bits if isinstance(num_bits, tuple) else None
+        exponent, bits = (pair[0], 1 + sum(pair)) if pair else (0, num_bits)
         traced: Tensor = _operator(x, amax, bits, unsigned, narrow_range, exponent)
         return traced
     if any(
