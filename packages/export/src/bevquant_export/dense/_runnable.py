@@ -202,10 +202,18 @@ class _Reference:
             centred = centred if zero is None else centred - zero.reshape(shape).astype(np.int64)
             return (centred.astype(scale.dtype) * scale.reshape(shape),)
 
-        ours = [type("DequantizeLinear", (OpRun,), {"op_domain": "", "_run": _run})]
-        lacks = proto.opset_import[0].version < 19
+        # Its own one gathers from 64 values at most.
+        def _gather(self: Any, x: Any, index: Any, axis: int = 0) -> tuple[Any]:
+            sizes = [
+                slice(None) if i == axis % x.ndim else slice(n) for i, n in enumerate(index.shape)
+            ]
+            return (np.take_along_axis(x[tuple(sizes)], index, axis),)
+
+        ours = [type("GatherElements", (OpRun,), {"op_domain": "", "_run": _gather})]
+        if proto.opset_import[0].version < 19:
+            ours.append(type("DequantizeLinear", (OpRun,), {"op_domain": "", "_run": _run}))
         self._proto = proto
-        self._evaluator = ReferenceEvaluator(proto, new_ops=ours if lacks else None)
+        self._evaluator = ReferenceEvaluator(proto, new_ops=ours)
 
     def get_inputs(self) -> list[Any]:
         held = {tensor.name for tensor in self._proto.graph.initializer}

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FIRST_GRID_SAMPLE = 16  # operator set
+FIRST_GRID_SAMPLE, FIRST_VOLUME_SAMPLE = 16, 20  # operator sets
 _ZEROS, _BORDER, _REFLECTION = 0, 1, 2
 
 
@@ -203,6 +203,16 @@ GRID_SAMPLES: MappingProxyType[str, Callable[..., Tensor | None]] = MappingProxy
     dict.fromkeys(("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), _grid_sample)
 )
 """Of every operator set before the one that has it."""
+
+
+def _volume_sample(x: Tensor, *given: Any) -> Tensor | None:
+    return _grid_sample(x, *given) if x.dim() == 5 else None
+
+
+VOLUME_SAMPLES: MappingProxyType[str, Callable[..., Tensor | None]] = MappingProxyType(
+    dict.fromkeys(("grid_sampler", "grid_sampler_3d"), _volume_sample)
+)
+"""Of operator sets whose GridSample takes maps of two axes alone, as TensorRT's in any set."""
 
 OLD_SET_FORMS: MappingProxyType[str, Callable[..., Tensor | None]] = MappingProxyType(
     {

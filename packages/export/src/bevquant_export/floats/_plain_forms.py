@@ -42,8 +42,10 @@ from torch.overrides import TorchFunctionMode
 from bevquant_export.floats._old_set_forms import (
     AXIS_FORMS,
     FIRST_GRID_SAMPLE,
+    FIRST_VOLUME_SAMPLE,
     GRID_SAMPLES,
     OLD_SET_FORMS,
+    VOLUME_SAMPLES,
 )
 from bevquant_export.floats._scatter_sums import ORDERED_SUMS, SCATTER_SUMS
 
@@ -75,6 +77,8 @@ class PlainForms(TorchFunctionMode):
         self._in_place = {f"{name}_": form for name, form in sums.items()}
         if opset < FIRST_GRID_SAMPLE:
             self._forms |= GRID_SAMPLES
+        elif opset < FIRST_VOLUME_SAMPLE:
+            self._forms |= VOLUME_SAMPLES
         if opset < _FIRST_EINSUM:
             whole = {name: partial(form, whole=True) for name, form in _QUOTIENTS.items()}
             self._forms |= OLD_SET_FORMS | whole
