@@ -130,7 +130,8 @@ class PtqResult:
     """Folder, tables, warnings, seconds by step and memory of a run.
 
     `refused` is the reason why files could not be written; `notes` are facts about a model in other
-    code; `left_out` lists results that are missing, with reasons.
+    code; `left_out` lists results that are missing, with reasons; `random_weights` says that the
+    model was not trained.
     """
 
     folder: Path
@@ -149,6 +150,7 @@ class PtqResult:
     refused: str = ""
     notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    random_weights: bool = False
 
 
 def run_ptq(
@@ -241,7 +243,13 @@ def run_ptq(
         tables, warned = evaluation.summary(), _warnings(report, findings)
         size = weight_size(quantized.model)
         outcome = partial(
-            PtqResult, record.path, **tables, warnings=warned, findings=findings, weights=size
+            PtqResult,
+            record.path,
+            **tables,
+            warnings=warned,
+            findings=findings,
+            weights=size,
+            random_weights=config.weights is None and not is_foreign(config.model),
         )
         if not shards.ranks.first:  # the first one writes
             seconds, peak = clock.spent()

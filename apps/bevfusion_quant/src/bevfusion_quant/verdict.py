@@ -59,10 +59,11 @@ def _size(result: PtqResult) -> str:
     if result.weights is None:
         return ""
     simulation = result.simulation
+    size = f"{'random, so boxes mean nothing; ' * result.random_weights}{result.weights}"
     if simulation is None or not simulation.operations:
-        return str(result.weights)
+        return size
     share = f"{100 * simulation.integer_share:.1f} % in integers"
-    return f"{result.weights}; {simulation.operations / 1e9:.2f} G operations a frame, {share}"
+    return f"{size}; {simulation.operations / 1e9:.2f} G operations a frame, {share}"
 
 
 def _files(result: PtqResult) -> str:
