@@ -101,7 +101,8 @@ def saved(name: str, folder: Path, *, averaged: bool = False) -> dict[str, torch
     model = load_detector(f"mmdet3d:{folder / 'config.py'}").network.model
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1.01)  # other weights than the model is built with
+            noise = 0.01 * torch.randn_like(parameter)  # offsets of convolutions are 0 untrained
+            parameter.add_(noise)
     optimizer = {"type": "SGD", "lr": 0.1}
     runner = Runner(
         model, str(folder), torch.utils.data.DataLoader([0]),
