@@ -23,8 +23,7 @@ from bevfusion.model._config import (
     FuserConfig,
     LidarConfig,
 )
-from bevfusion.model._detector import PART_PATHS, PARTS, STAGES, Detector, Sizes
-from bevfusion.model._model import Batch, BEVFusion
+from bevfusion.model._model import PART_PATHS, PARTS, STAGES, Batch, BEVFusion, Detector, Sizes
 from bevfusion.model._names import NAMINGS
 from bevfusion.model._second import SECOND, SECONDFPN, ConvFuser
 from bevfusion.model._weights import named_weights, random_weights, trained_weights

@@ -11,8 +11,7 @@ from torch import nn
 
 from bev_data import InputError
 from bev_data.voxelize import Voxelization
-from bevfusion.model._detector import PARTS, Detector, check_parts
-from bevfusion.model._model import Batch, BEVFusion
+from bevfusion.model._model import PARTS, Batch, BEVFusion, Detector, check_parts
 from bevfusion.model._second import SECOND, SECONDFPN, ConvFuser
 
 if TYPE_CHECKING:

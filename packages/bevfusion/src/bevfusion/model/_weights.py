@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bev_data import InputError
 
 if TYPE_CHECKING:
-    from bevfusion.model._detector import Detector
+    from bevfusion.model._model import Detector
 
 
 def trained_weights(config: str) -> Path | None:

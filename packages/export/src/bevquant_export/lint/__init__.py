@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bevquant_export.lint._cli import main
-from bevquant_export.lint._lint import lint_onnx, note_calibration, rules
+from bevquant_export.lint._cli import lint_onnx, main, note_calibration, rules
 from bevquant_export.lint._predict import (
     LayerPrediction,
     match_layers,
