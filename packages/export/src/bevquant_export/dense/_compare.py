@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from bevquant_export._differences import TensorDifference
@@ -364,4 +365,6 @@ def tensors_by_input(file: QdqFile, args: Any) -> dict[str, Tensor]:
     Raises:
         TypeError: The call has another structure than the example inputs.
     """
-    return dict(placed(file.signature, arguments(args), f"{file.path.name}: inputs"))
+    given = placed(file.signature, arguments(args), f"{file.path.name}: inputs")
+    # Files hold no float64.
+    return {n: v.float() if getattr(v, "dtype", None) == torch.float64 else v for n, v in given}

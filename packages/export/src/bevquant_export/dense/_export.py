@@ -108,9 +108,10 @@ def export_qdq_onnx(
             it, which saves a second capture; or a model from ``prepare_qat_fx``,
             ``prepare_calibration_fx`` or ``prepare_qat`` of `bevquant_hybrid`, written as it
             evaluates. It is not changed.
-        args: A tuple of positional inputs, a dict of named inputs, or one input. float32, and
-            except for horizon integers and booleans, which keep their type in the file (number of
-            points and place of a pillar, a mask).
+        args: A tuple of positional inputs, a dict of named inputs, or one input. float32, or
+            float64 (tensors, numpy arrays, floats), which is float32 in the file where the results
+            do not need its digits; except for horizon integers and booleans, which keep their type
+            in the file (number of points and place of a pillar, a mask).
         path: The file. It is written to a temporary name and renamed.
         profile: One of the above, or the name of another `QdqTarget`.
         input_names: One name per tensor of `args` (default: the parameters' names).

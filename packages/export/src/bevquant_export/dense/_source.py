@@ -249,7 +249,8 @@ def example_of(model: Any, args: Any) -> Any:
 
 def bound(program: Program, args: Any) -> Iterator[tuple[str, Any]]:
     """Inputs of the program and their values in a call, sparse tensors whole."""
-    yield from placed(program.signature, arguments(args))
+    for name, value in placed(program.signature, arguments(args)):
+        yield name, value.float() if name in program.single else value
 
 
 def placed(wanted: Any, given: Any, where: str = "inputs") -> Iterator[tuple[str, Any]]:
@@ -261,9 +262,7 @@ def placed(wanted: Any, given: Any, where: str = "inputs") -> Iterator[tuple[str
         TypeError: A member is missing.
     """
     if isinstance(wanted, Ref):
-        made = input_tensor(given)
-        double = isinstance(made, Tensor) and made.dtype == torch.float64  # files hold none
-        yield wanted.name, made.float() if double else made
+        yield wanted.name, input_tensor(given)
     elif isinstance(wanted, SparseRef):
         yield wanted.features, given.features
         yield wanted.coords, given.indices
