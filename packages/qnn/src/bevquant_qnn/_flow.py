@@ -93,6 +93,7 @@ class _Reader:
     ) -> None:
         self.flow, self.same = Flow(), found.same
         self.entered: set[object] = set()
+        self.floats: dict[tuple[Steps, fx.Node], bool] = {}
         self.placed = {(op.steps, op.node): (op, child, t) for op, child, t in placed}
 
     def tensor(self, steps: Steps, node: fx.Node) -> object:
@@ -182,6 +183,11 @@ class _Reader:
 
         A concatenation of integers with floats, as of features with reference points, is floats.
         """
+        if (steps, value) not in self.floats:
+            self.floats[steps, value] = self._from_float(steps, value)
+        return self.floats[steps, value]
+
+    def _from_float(self, steps: Steps, value: fx.Node) -> bool:
         if steps.path(steps.root):
             return False  # who makes the inputs of a part is not known
         pending, seen = [value], set[fx.Node]()
@@ -193,7 +199,8 @@ class _Reader:
             if node.target is OPAQUE or self.makes_integers(steps, node):
                 return False
             if steps.spec(node).kind == "concat":
-                if not any(self.from_float(steps, operand) for operand in steps.read(node)):
+                read = steps.read(node)  # nothing where all are constants
+                if read and not any(self.from_float(steps, operand) for operand in read):
                     return False
             elif steps.spec(node).kind in _KEEP_INTEGERS:
                 read = steps.read(node)
