@@ -26,7 +26,7 @@ from bevquant_export import (
     lower_to_portable,
     open_onnx,
 )
-from bevquant_fusion import fuse_model
+from bevquant_fusion import fuse_model, fuse_parts
 from bevquant_int8sim import IntegerModel, compare
 from bevquant_qnn import compare_layers, quantize_model, round_weights, sensitivity
 from bevquant_quantizers import (
@@ -157,3 +157,9 @@ def test_an_error_of_the_forward_itself_is_kept() -> None:
     for frame in (X, object()):
         with pytest.raises(LookupError, match="no frame"):
             calibrate(nn.Sequential(Reads(), NET), [frame])
+
+
+@pytest.mark.parametrize("wrong", [X, None, "x"], ids=kind)
+def test_a_tuple_of_inputs(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"^fuse_parts: example_inputs: expected a tuple of"):
+        fuse_parts(NET, wrong, ["0"])

@@ -153,6 +153,7 @@ def fuse_parts(
         ([('0.0', '0.1')], True)
     """
     check_kind(model, nn.Module, "a torch module")
+    check_kind(example_inputs, (tuple, list), "a tuple of positional inputs")
     model, parts = copy.deepcopy(model), tuple(parts)
     results = {}
     for path, (inputs, before) in _part_calls(model, example_inputs, parts, unchecked).items():
