@@ -1,11 +1,11 @@
 """The configurations of mmdetection3d's wheel through the whole path: a table of the documentation.
 
-    python benchmarks/mmdet3d_configs.py                 # what is not yet in the table
-    python benchmarks/mmdet3d_configs.py centerpoint     # configurations whose name has this
-    python benchmarks/mmdet3d_configs.py --list          # kinds of model, and their configurations
+    python tests/mmdet3d_configs.py                 # what is not yet in the table
+    python tests/mmdet3d_configs.py centerpoint     # configurations whose name has this
+    python tests/mmdet3d_configs.py --list          # kinds of model, and their configurations
 
-One configuration of each kind of model is folded, quantized with a frame, run in integers on
-another one and written as files. Its grid of voxels, its points and its images are cut down first.
+One configuration of each kind of model is folded, quantized with two frames, run in integers
+on a third one and written as files. Its grid of voxels, points and images are cut down first.
 Others of the kind differ in sizes, data set or schedule, or in the dense backbone and neck of a
 LiDAR model (SECOND or RegNet, SECONDFPN or FPN). Results go to the table of
 docs/howto/from_mmdetection3d.md. Weights are random. It needs mmdet3d 1.4.0, mmdet 3.3.0, mmengine
