@@ -124,6 +124,8 @@ def test_the_model_itself_is_refused_and_a_model_without_memory_too() -> None:
         with_memory(nn.Linear(4, 4), [torch.ones(1, 4)] * 2)
     with pytest.raises(ValueError, match="two or more frames"):
         with_memory(head(), frames(1))
+    with pytest.raises(TypeError, match=r"with_memory: .*expected a torch module"):
+        with_memory(torch.ones(1), frames(2))  # type: ignore[arg-type]
 
 
 def test_another_memory_is_refused() -> None:

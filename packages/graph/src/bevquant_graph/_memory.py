@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ._copies import copied
+from ._faults import refuse_unusable
 from ._own_inputs import own_inputs
 from ._quiet import evaluation
 from ._signature import Constant, arguments, entries, flatten, same_constant
@@ -100,6 +101,7 @@ def with_memory(model: nn.Module, frames: Iterable[Any]) -> WithMemory:
             dict of named inputs, or one input.
 
     Raises:
+        TypeError: `model` is not a module.
         ValueError: Fewer than two frames, or a model that remembers nothing.
 
     Example:
@@ -115,6 +117,7 @@ def with_memory(model: nn.Module, frames: Iterable[Any]) -> WithMemory:
         >>> net(torch.ones(1), memory)
         (tensor([2.5000]), {'past': tensor([1.5000])})
     """
+    refuse_unusable(model, "with_memory", finite=False)
     frames = list(frames)
     if len(frames) < 2:
         raise ValueError(
