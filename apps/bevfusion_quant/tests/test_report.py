@@ -375,7 +375,11 @@ def test_quantizers_that_saw_nothing_or_zeros(tmp_path: Path) -> None:
     unseen = QuantizerValues(("a._input_quantizer",), 8, np.array([1.0]))
     dead = quantizer("b._input_quantizer", amax=(0.0,), signed=False)
     weights = quantizer("c._weight_quantizer", amax=(0.0, 2.0))
+    dead.form = "fp8_e4m3"
     page = written(tmp_path, ReportContent("x", quantizers=(unseen, dead, weights)))
+    text = " ".join(page.text)
+    assert "FP8 E4M3" in text
+    assert "8 bit" in text
     assert [q["range"] for q in page.data["quantizers"]] == [[1, 1], [0, 0], [0, 2]]
     assert len([a for a in page.all("li") if a.get("class") == "card"]) == 3
 

@@ -63,6 +63,23 @@ def test_trap_49_points_at_zero():
     assert "all 5 values were zero" in str(found)
 
 
+def test_weights_of_zeros_are_exact():
+    """Layers that start at zero, as the offsets of a deformable convolution, add their bias."""
+
+    class Zeros(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self._weight_quantizer = TensorQuantizer(QuantDescriptor())
+
+        def forward(self, x):
+            return x * self._weight_quantizer(torch.zeros(4, 4)).sum()
+
+    found = calibrate(Zeros(), [torch.ones(1)], method="max")
+    assert kinds(found) == ["all zero"]
+    assert found.poor == ()
+    assert "all weights are 0" in str(found)
+
+
 def test_trap_49_copies_of_one_point():
     """10,000 copies of a point are one voxel, whose five values set the range."""
     voxel = torch.tensor([[12.0, -3.5, -1.0, 40.0, 0.0]])

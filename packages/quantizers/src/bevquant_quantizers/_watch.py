@@ -29,7 +29,7 @@ class QuantizerValues:
 
     `counts` and `edges` are a histogram over ±`span`, the largest magnitude of the first call,
     doubled until it holds the values of later calls. `amax` holds one range, or one per output
-    channel.
+    channel. `form` is the name of the format, as in `Format.name`.
     """
 
     paths: tuple[str, ...]
@@ -41,6 +41,7 @@ class QuantizerValues:
     beyond: int = 0
     zeros: int = 0
     total: int = 0
+    form: str = ""
 
     @property
     def edges(self) -> npt.NDArray[np.float64]:
@@ -111,9 +112,8 @@ def watching_quantizers(model: nn.Module) -> Iterator[list[QuantizerValues]]:
     with ExitStack() as stack, torch.no_grad():
         found = []
         for module, paths in seen.items():
-            values = QuantizerValues(
-                tuple(paths), format_of(cast(NumBits, module.num_bits)).bits, _amax(module)
-            )
+            form = format_of(cast(NumBits, module.num_bits))
+            values = QuantizerValues(tuple(paths), form.bits, _amax(module), form=form.name)
             stack.callback(module.register_forward_pre_hook(_count(values)).remove)
             found.append(values)
         yield found

@@ -50,10 +50,12 @@ def _card(values: QuantizerValues, method: str) -> dict[str, Any]:
     if many:
         times = f"×{spread:.3g}" if math.isfinite(spread) else "a range of 0"
         facts.append(("spread", f"{times} over {values.amax.size} channels"))
+    fp8 = values.form.startswith("fp8")
+    form = values.form.upper().replace("_", " ") if fp8 else f"{values.bits} bit"
     return {
         "path": path,
         "kind": kind,
-        "about": " · ".join(filter(None, (kind, f"{values.bits} bit", method))),
+        "about": " · ".join(filter(None, (kind, form, method))),
         "facts": facts,
         "paths": values.paths,
         "part": part_of(path),
