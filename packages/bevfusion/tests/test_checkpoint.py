@@ -131,7 +131,7 @@ def test_unknown_layout() -> None:
 
 
 def test_foreign_state_dict_says_so() -> None:
-    with pytest.raises(InputError, match=r"a checkpoint of such a model.*fc\.weight"):
+    with pytest.raises(InputError, match=r"no checkpoint of such a model.*fc\.weight"):
         load_state_dict(build_lidar_branch(TINY), {"fc.weight": torch.ones(2)})
 
 

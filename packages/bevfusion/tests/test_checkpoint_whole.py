@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from mit_state_dict import mit_shapes, mit_state_dict
@@ -102,8 +104,11 @@ def test_geometry_of_another_configuration_is_refused(
 
 
 def test_a_checkpoint_of_another_config_is_named(state: dict[str, Tensor]) -> None:
-    with pytest.raises(InputError, match="of the sizes of config 'nuscenes': use that"):
+    with pytest.raises(InputError, match="of the sizes of config 'nuscenes': use that") as caught:
         load_state_dict(build_model(CONFIGS["tiny"]), state)
+    *_, last = lines = str(caught.value).splitlines()
+    assert re.search(rf"; {10 + int(last.split()[1])} problems:$", lines[0])
+    assert len(lines) == 12
     own = build_model(CONFIGS["tiny"]).state_dict()
     with pytest.raises(InputError, match="of the sizes of config 'tiny': use that"):
         load_state_dict(build_model(CONFIGS["nuscenes"], ("camera",)), own)

@@ -328,6 +328,7 @@ def _nearest(missing: Sequence[str], unexpected: Sequence[str]) -> dict[str, str
     return {name: near[0] for name, near in found.items() if near}
 
 
+_SHOWN = 10  # entries that do not fit, of a checkpoint that is recognised as another model's
 _COMPARED = 20  # each costs a comparison with every unexpected name
 
 
@@ -338,11 +339,13 @@ def _refusal(
     advice = kind
     if advice is None and (config := config_of(state, model)) is not None:
         advice = f"this is a checkpoint of the sizes of config {config!r}: use that"
+    shown = problems[:_SHOWN] if advice else problems
+    more = [f"and {len(problems) - len(shown)} more"] if len(shown) < len(problems) else []
     return InputError(
         f"the state dict does not fit the model ({parts}); "
         + (f"{advice}; " if advice else "")
         + f"{len(problems)} problems:\n  "
-        + "\n  ".join(problems)
+        + "\n  ".join(shown + more)
         + (
             ""
             if advice
