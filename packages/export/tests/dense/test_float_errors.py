@@ -22,6 +22,10 @@ def _norm(x: Tensor) -> Tensor:
     return apart / ((apart * apart).mean(-1, keepdim=True) + 1e-5).sqrt()
 
 
+def _rms(x: Tensor, two: Any) -> Tensor:
+    return x / ((x**two).mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
 def _gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.erf(x * 2**-0.5))
 
@@ -38,6 +42,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor
     "attention": (lambda x: F.scaled_dot_product_attention(x, x, x), _attention),
     "cancelling": (lambda x: (x + 50) * 2 - 100, lambda x: (x + 50) * 2 - 100),
     "moved": (lambda x: F.gelu(x).transpose(1, 2), lambda x: _gelu(x).transpose(1, 2)),
+    "rms": (lambda x: _rms(x, torch.tensor(2.0)), lambda x: _rms(x, 2)),
     "repeated": (
         lambda x: F.interpolate(F.gelu(x)[None], scale_factor=(2, 1))[0],
         lambda x: _gelu(x).repeat_interleave(2, 1),
@@ -183,6 +188,22 @@ def test_a_size_that_is_computed_is_not_rounded(calibrated: Fixture) -> None:
     errors.run(integers, x)
     assert errors.errors[made].shape == (1, 4, 4, 7)
     assert (errors.errors[made] > 0).all()
+
+
+def _edge(x: Tensor) -> Tensor:
+    return (1 - x.clamp(-0.5, 0.5).mul(2).square()).sqrt()
+
+
+@pytest.mark.parametrize("function", [_edge, lambda x: (2 * x.clamp(-0.5, 0.5)).acos()])
+def test_rounding_leaves_the_domain_of_a_function(calibrated: Fixture, function: Any) -> None:
+    x = torch.randn(4, 50, 6)
+    integers = simulate(calibrated(Between(function, 8), x), x)
+    wanted = [step for step in integers.steps if step.op == "quantize"][-1].args[0].name
+    errors = FloatErrors(integers.program, {wanted}, half=False)
+    errors.run(integers, x)
+    assert np.isfinite(errors.values[wanted]).all()
+    assert np.isfinite(errors.errors[wanted]).all()
+    assert 0 < errors.errors[wanted].max() < 0.01
 
 
 def test_errors_are_the_same_in_every_run(calibrated: Fixture) -> None:

@@ -144,6 +144,9 @@ def test_operators_compute_what_onnx_runtime_computes(tmp_path: Path) -> None:
     steps = graph.node("Range", [zero, row, one])
     best.append(graph.node("Mul", [x, graph.node("CastLike", [steps, x])], "scaled"))
     best.append(graph.node("Expand", ["joined", graph.node("Shape", ["joined"])], "wide"))
+    table = graph.constant("table", np.linspace(-1, 1, 72 * 36, dtype=F32).reshape(72, 6, 6))
+    picked = graph.constant("picked", np.arange(288, dtype=I64).reshape(8, 6, 6) * 5 % 72)
+    best.append(graph.node("Add", [x, graph.node("GatherElements", [table, picked])], "tabled"))
     names += [*best, "places"]
     names.remove("Shape" + str([n[0] for n in NODES].index("Shape")))  # no tensor here
     path = graph.save(tmp_path / "operators.onnx", {"x": SHAPE}, names)

@@ -52,6 +52,8 @@ class FloatErrors:
     the effect. Integers are not perturbed: each piece of a file reads the model's. Float results of
     layers are perturbed by the spread of their sums (`_deviations`), which rounding of the result
     does not show where terms cancel; FP8 tensors are not perturbed, FP8 layers are as other layers.
+    Whole exponents of a power are not perturbed: (-3)² is real. Where a perturbed operand leaves a
+    function's domain, as in √(1 - x²) at x = 1, the result is the model's.
     The random numbers are the same in every run of the program.
 
     Args:
@@ -108,6 +110,8 @@ class FloatErrors:
                 self._moved.pop(name, None)
 
     def _take(self, name: str, value: Any, moved: Any) -> None:
+        if moved is not value and not _is_other_rows(value, moved) and isinstance(moved, Tensor):
+            moved = torch.where(moved.isnan(), value, moved)
         if name in self._last:  # sizes downstream are those of the rows that the model chose
             self._moved[name] = value if _is_other_rows(value, moved) else moved
         if name in self._wanted and isinstance(value, Tensor):
@@ -131,6 +135,9 @@ class FloatErrors:
         args, kwargs = replaced(
             (step.args, dict(step.kwargs)), lambda ref: read(self._moved[ref.name])
         )
+        if op_spec(step.function).name in ("pow", "float_power") and isinstance(step.args[1], Ref):
+            exponent = self._moved[step.args[1].name]
+            args = (args[0], torch.where(exponent == exponent.round(), exponent, args[1]))
         if isinstance(step.module, Float8Layer):
             return self._summed_float8(step.module, args)
         result = rounded(call(*args, **kwargs))

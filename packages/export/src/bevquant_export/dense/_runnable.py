@@ -186,34 +186,36 @@ class _OpenVino:
         return self._core.compile_model(model, "CPU", settings)
 
 
+def reference_evaluator(proto: Any) -> Any:
+    """ONNX's reference implementation of a model, without two limits of its operators."""
+    from onnx.reference import ReferenceEvaluator
+    from onnx.reference.op_run import OpRun
+
+    # It has this one from operator set 19 on. int32 biases have no zero point.
+    def _run(
+        self: Any, x: Any, scale: Any, zero: Any = None, axis: int = 1, **_: Any
+    ) -> tuple[Any]:
+        shape = [-1 if i == axis % x.ndim else 1 for i in range(x.ndim)] if scale.ndim else []
+        centred = x.astype(np.int64)
+        centred = centred if zero is None else centred - zero.reshape(shape).astype(np.int64)
+        return (centred.astype(scale.dtype) * scale.reshape(shape),)
+
+    # Its own one gathers from 64 values at most, by numpy.choose.
+    def _gather(self: Any, x: Any, index: Any, axis: int = 0) -> tuple[Any]:
+        sizes = [slice(None) if i == axis % x.ndim else slice(n) for i, n in enumerate(index.shape)]
+        return (np.take_along_axis(x[tuple(sizes)], index, axis),)
+
+    ours = [type("GatherElements", (OpRun,), {"op_domain": "", "_run": _gather})]
+    if any(o.domain in ("", "ai.onnx") and o.version < 19 for o in proto.opset_import):
+        ours.append(type("DequantizeLinear", (OpRun,), {"op_domain": "", "_run": _run}))
+    return ReferenceEvaluator(proto, new_ops=ours)
+
+
 class _Reference:
     """ONNX's reference implementation with the interface of a session, as far as it is used."""
 
     def __init__(self, proto: Any) -> None:
-        from onnx.reference import ReferenceEvaluator
-        from onnx.reference.op_run import OpRun
-
-        # It has this one from operator set 19 on. int32 biases have no zero point.
-        def _run(
-            self: Any, x: Any, scale: Any, zero: Any = None, axis: int = 1, **_: Any
-        ) -> tuple[Any]:
-            shape = [-1 if i == axis % x.ndim else 1 for i in range(x.ndim)] if scale.ndim else []
-            centred = x.astype(np.int64)
-            centred = centred if zero is None else centred - zero.reshape(shape).astype(np.int64)
-            return (centred.astype(scale.dtype) * scale.reshape(shape),)
-
-        # Its own one gathers from 64 values at most.
-        def _gather(self: Any, x: Any, index: Any, axis: int = 0) -> tuple[Any]:
-            sizes = [
-                slice(None) if i == axis % x.ndim else slice(n) for i, n in enumerate(index.shape)
-            ]
-            return (np.take_along_axis(x[tuple(sizes)], index, axis),)
-
-        ours = [type("GatherElements", (OpRun,), {"op_domain": "", "_run": _gather})]
-        if proto.opset_import[0].version < 19:
-            ours.append(type("DequantizeLinear", (OpRun,), {"op_domain": "", "_run": _run}))
-        self._proto = proto
-        self._evaluator = ReferenceEvaluator(proto, new_ops=ours)
+        self._proto, self._evaluator = proto, reference_evaluator(proto)
 
     def get_inputs(self) -> list[Any]:
         held = {tensor.name for tensor in self._proto.graph.initializer}

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
+from bevquant_export.dense._runnable import reference_evaluator
 from bevquant_export.qdq_reader._constants import (
     OWN,
     STORED,
@@ -320,14 +321,13 @@ class Builder:
                 self.constants[node.output[0]] = turned
                 return True
         from onnx import helper
-        from onnx.reference import ReferenceEvaluator
 
         infos = [helper.make_empty_tensor_value_info(n) for n in node.input if n]
         outputs = [helper.make_empty_tensor_value_info(n) for n in node.output if n]
         graph = helper.make_graph([node], "constant", infos, outputs)
         model = helper.make_model(graph, opset_imports=self.proto.opset_import)
         given = {n: value_of(v) for n, v in zip(node.input, values, strict=True) if n}
-        results = ReferenceEvaluator(model).run(None, given)
+        results = reference_evaluator(model).run(None, given)
         if node.input[0] in self.integers:
             self.integers[node.output[0]] = self.integers[node.input[0]]
         self.constants.update(zip((o.name for o in outputs), map(np.asarray, results), strict=True))

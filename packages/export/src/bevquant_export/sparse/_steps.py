@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bevquant_export.dense._runnable import reference_evaluator
 from bevquant_export.sparse._axes import AXES, with_axes
 from bevquant_export.sparse._beginning import REMEDY
 from bevquant_export.sparse.portable._body import DOMAIN, DOUBLE, FLOAT, INT32, INT64, OPSET
@@ -234,7 +235,5 @@ def _runner(body: bytes, dtypes: tuple[torch.dtype, ...], made: int) -> tuple[An
     graph = helper.make_graph(list(function.node), "steps", ports, results)
     model = helper.make_model(graph, opset_imports=list(function.opset_import), ir_version=8)
     if not importable("onnxruntime"):
-        from onnx.reference import ReferenceEvaluator
-
-        return ReferenceEvaluator(model), names
+        return reference_evaluator(model), names
     return silent_session(model.SerializeToString(), 1), names
