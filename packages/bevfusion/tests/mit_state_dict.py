@@ -1,7 +1,8 @@
-"""Names and shapes of mit-bevfusion's camera+lidar ResNet-50 detector, `bevfusion-det.pth`.
+"""Names and shapes of mit-bevfusion's camera+lidar detectors, `bevfusion-det.pth`.
 
-Written from the public configuration (configs/nuscenes/det/transfusion/secfpn/camera+lidar,
-resnet50 with ConvFuser) and the module code it names (mmdet's ResNet, GeneralizedLSSFPN,
+Written from the public configurations (configs/nuscenes/det/transfusion/secfpn/camera+lidar,
+resnet50 and swint_v0p075 with ConvFuser) and the module code they name (mmdet's ResNet and
+SwinTransformer, GeneralizedLSSFPN,
 DepthLSSTransform, SparseEncoder, ConvFuser, SECOND, SECONDFPN, TransFusionHead), not from this
 package.
 """
@@ -49,9 +50,35 @@ def resnet50(root: str) -> Iterator[Entry]:
             inputs = 4 * width
 
 
-def camera(root: str) -> Iterator[Entry]:
-    yield from resnet50(f"{root}.backbone")
-    for level, inputs in enumerate((512 + 256, 1024 + 2048)):
+def swint(root: str) -> Iterator[Entry]:
+    yield from conv(f"{root}.patch_embed.projection", 96, 3, 4, 4, bias=True)
+    yield from conv(f"{root}.patch_embed.norm", 96, bias=True)
+    for stage, blocks in enumerate((2, 2, 6, 2)):
+        width, heads = 96 << stage, 3 << stage
+        for block in range(blocks):
+            path = f"{root}.stages.{stage}.blocks.{block}"
+            yield from conv(f"{path}.norm1", width, bias=True)
+            yield f"{path}.attn.w_msa.relative_position_bias_table", (13 * 13, heads)
+            yield f"{path}.attn.w_msa.relative_position_index", (49, 49)
+            yield from conv(f"{path}.attn.w_msa.qkv", 3 * width, width, bias=True)
+            yield from conv(f"{path}.attn.w_msa.proj", width, width, bias=True)
+            yield from conv(f"{path}.norm2", width, bias=True)
+            yield from conv(f"{path}.ffn.layers.0.0", 4 * width, width, bias=True)
+            yield from conv(f"{path}.ffn.layers.1", width, 4 * width, bias=True)
+        if stage < 3:
+            yield from conv(f"{root}.stages.{stage}.downsample.norm", 4 * width, bias=True)
+            yield from conv(f"{root}.stages.{stage}.downsample.reduction", 2 * width, 4 * width)
+        if stage > 0:
+            yield from conv(f"{root}.norm{stage}", width, bias=True)
+
+
+BACKBONES = {"resnet50": (resnet50, (512, 1024, 2048)), "swint": (swint, (192, 384, 768))}
+
+
+def camera(root: str, backbone: str) -> Iterator[Entry]:
+    entries, (fine, middle, coarse) = BACKBONES[backbone]
+    yield from entries(f"{root}.backbone")
+    for level, inputs in enumerate((fine + 256, middle + coarse)):
         for name, shape in (("lateral", (256, inputs, 1, 1)), ("fpn", (256, 256, 3, 3))):
             yield from conv(f"{root}.neck.{name}_convs.{level}.conv", *shape)
             yield from norm(f"{root}.neck.{name}_convs.{level}.bn", 256)
@@ -132,10 +159,18 @@ def head(root: str) -> Iterator[Entry]:
         yield from conv(f"{branch}.1", channels, 64, 1, bias=True)
 
 
-def mit_shapes() -> dict[str, tuple[int, ...]]:
+def window_index() -> Tensor:
+    """The index of a 7×7 window, entry by entry: 13 · (rows apart + 6) + columns apart + 6."""
+    places = [(row, column) for row in range(7) for column in range(7)]
+    return torch.tensor(
+        [[13 * (a - c + 6) + b - d + 6 for c, d in places] for a, b in places]
+    )
+
+
+def mit_shapes(backbone: str = "resnet50") -> dict[str, tuple[int, ...]]:
     """Shape of every entry by name."""
     return {
-        **dict(camera("encoders.camera")),
+        **dict(camera("encoders.camera", backbone)),
         **dict(lidar("encoders.lidar.backbone")),
         **dict(conv("fuser.0", 256, 80 + 256, 3, 3)),
         **dict(norm("fuser.1", 256)),
@@ -144,18 +179,20 @@ def mit_shapes() -> dict[str, tuple[int, ...]]:
     }
 
 
-def mit_state_dict() -> dict[str, Tensor]:
+def mit_state_dict(backbone: str = "resnet50") -> dict[str, Tensor]:
     """A state dict of these shapes: entry i holds the value i / 1000 throughout, and no memory.
 
-    The view transform's geometry holds what its configuration gives.
+    The view transform's geometry and the windows' index hold what the configuration gives.
     """
     state = {
         name: torch.tensor(index / 1000).expand(shape)
-        for index, (name, shape) in enumerate(mit_shapes().items())
+        for index, (name, shape) in enumerate(mit_shapes(backbone).items())
     }
     for name in state:
         if name.endswith("num_batches_tracked"):
             state[name] = torch.tensor(7)
+        if name.endswith("relative_position_index"):
+            state[name] = window_index()
     view = "encoders.camera.vtransform"
     state[f"{view}.dx"] = torch.tensor([0.3, 0.3, 20.0])
     state[f"{view}.bx"] = torch.tensor([-53.85, -53.85, 0.0])

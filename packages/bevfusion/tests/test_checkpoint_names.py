@@ -269,11 +269,15 @@ def mmdet3d_name(name: str) -> str:
     return name
 
 
-def test_bevfusion_of_mmdetection3d() -> None:
-    mit = mit_state_dict()
+@pytest.mark.parametrize(
+    ("config", "backbone"),
+    [("nuscenes-mmdet3d", "resnet50"), ("nuscenes-swint-mmdet3d", "swint")],
+)
+def test_bevfusion_of_mmdetection3d(config: str, backbone: str) -> None:
+    mit = mit_state_dict(backbone)
     file = {mmdet3d_name(n): t for n, t in mit.items()}
     assert "bbox_head.decoder.0.ffn.layers.0.0.weight" in file
-    model = build_model(CONFIGS["nuscenes-mmdet3d"])
+    model = build_model(CONFIGS[config])
     report = load_state_dict(model, file)
     assert report.names == "mmdet3d-bevfusion"
     assert set(report.loaded) == set(mit) == set(model.state_dict())
@@ -295,6 +299,9 @@ def test_the_height_of_mmdetection3d_s_head_is_asked_for() -> None:
         InputError, match=r"predicts the centre of boxes.*--config nuscenes-mmdet3d"
     ):
         load_state_dict(build_model(CONFIGS["nuscenes"], parts), file)
+    swin = {mmdet3d_name(n): t for n, t in mit_state_dict("swint").items()}
+    with pytest.raises(InputError, match=r"--config nuscenes-swint-mmdet3d"):
+        load_state_dict(build_model(CONFIGS["nuscenes-swint"], parts), swin)
     with pytest.raises(InputError, match=r"predicts the top of boxes.*--config nuscenes"):
         load_state_dict(build_model(CONFIGS["nuscenes-mmdet3d"], parts), mit_state_dict())
 
@@ -310,12 +317,6 @@ def test_heights_top_and_centre_decode_to_one_box() -> None:
         code = encode_boxes(target, head)
         assert code[0, 2] == pytest.approx(z)
         assert decode_boxes(code, head) == pytest.approx(box, abs=1e-5)
-
-
-def test_swin_names_are_translated() -> None:
-    leaf = "stages.2.blocks.5.attn.w_msa.relative_position_bias_table"
-    made = rename({f"img_backbone.{leaf}": torch.ones(169, 12)}, "mmdet3d-bevfusion")
-    assert list(made.tensors) == [f"encoders.camera.backbone.{leaf}"]
 
 
 def test_files_of_mmdetection3d_before_1_0_have_another_box(tmp_path) -> None:

@@ -15,6 +15,9 @@ from bevfusion.model import CONFIGS, BEVFusion, build_model, load_state_dict
 GEOMETRY = ("dx", "bx", "nx", "frustum")
 
 
+BACKBONES = {"nuscenes": "resnet50", "nuscenes-swint": "swint"}
+
+
 @pytest.fixture(scope="module")
 def model() -> BEVFusion:
     return build_model(CONFIGS["nuscenes"])
@@ -31,20 +34,18 @@ def stored_shape(tensor: Tensor) -> tuple[int, ...]:
     return (*shape[1:4], shape[4], shape[0]) if tensor.ndim == 5 else shape
 
 
-def test_state_dict_is_that_of_mit_bevfusions_detector(model: BEVFusion) -> None:
-    assert {name: stored_shape(t) for name, t in model.state_dict().items()} == mit_shapes()
-
-
-def test_the_detectors_state_dict_loads_without_a_change(
-    model: BEVFusion, state: dict[str, Tensor]
-) -> None:
+@pytest.mark.parametrize(("config", "backbone"), BACKBONES.items())
+def test_the_detectors_state_dict_loads_without_a_change(config: str, backbone: str) -> None:
+    model, state = build_model(CONFIGS[config]), mit_state_dict(backbone)
+    shapes = {name: stored_shape(t) for name, t in model.state_dict().items()}
+    assert shapes == mit_shapes(backbone)
     report = load_state_dict(model, state)
     assert set(report.loaded) == set(state)
     assert report.not_used == ()
     assert report.layout == "RSCK"
     for name, tensor in model.state_dict().items():
         wanted = state[name]
-        if name.rpartition(".")[2] in GEOMETRY:
+        if name.rpartition(".")[2] in (*GEOMETRY, "relative_position_index"):
             torch.testing.assert_close(tensor, wanted)
         else:
             assert tensor.eq(wanted.flatten()[0] if wanted.ndim else wanted).all(), name
@@ -103,6 +104,33 @@ def test_geometry_of_another_configuration_is_refused(
     assert "use that" not in message
 
 
+def test_the_windows_index_may_be_absent_but_not_another() -> None:
+    model, state = build_model(CONFIGS["nuscenes-swint"], ("camera",)), mit_state_dict("swint")
+    names = [name for name in state if name.endswith("relative_position_index")]
+    other = {**state, names[3]: state[names[3]].T}
+    with pytest.raises(InputError) as caught:
+        load_state_dict(model, other)
+    assert f"another geometry: {names[3]}" in str(caught.value)
+    assert "1 problems" in str(caught.value)
+    without = {name: t for name, t in state.items() if name not in names}
+    report = load_state_dict(model, without)
+    assert len(report.loaded) == len(model.state_dict()) - 12
+    assert all(torch.equal(model.state_dict()[name], state[name]) for name in names)
+
+
+def test_a_checkpoint_with_another_backbone_names_its_config(model: BEVFusion) -> None:
+    with pytest.raises(InputError, match="is a Swin transformer; use .*--config nuscenes-swint"):
+        load_state_dict(model, mit_state_dict("swint"))
+    swin = build_model(CONFIGS["nuscenes-swint"])
+    with pytest.raises(InputError, match="is a ResNet; use .*--config nuscenes,"):
+        load_state_dict(swin, mit_state_dict())
+    damaged = mit_state_dict("swint")
+    del damaged["encoders.camera.backbone.norm2.bias"]
+    with pytest.raises(InputError) as caught:
+        load_state_dict(swin, damaged)
+    assert "Swin" not in str(caught.value)  # it is the model's own kind
+
+
 def test_a_checkpoint_of_another_config_is_named(state: dict[str, Tensor]) -> None:
     with pytest.raises(InputError, match="of the sizes of config 'nuscenes': use that") as caught:
         load_state_dict(build_model(CONFIGS["tiny"]), state)
@@ -116,6 +144,7 @@ def test_a_checkpoint_of_another_config_is_named(state: dict[str, Tensor]) -> No
 
 OTHERS = {
     "encoders.camera.backbone.stages.0.blocks.0.attn.w_msa.qkv.weight": "Swin transformer",
+    "encoders.camera.backbone.patch_embed.proj.weight": "neither a ResNet nor a Swin",
     "heads.object.task_heads.0.reg.0.conv.weight": "CenterPoint",
     "encoders.lidar.backbone.pts_voxel_encoder.pfn_layers.0.linear.weight": "PointPillars",
     "pts_middle_encoder.conv_input.0.weight": "holds lidar and nothing of camera",

@@ -40,7 +40,7 @@ def test_a_voxel_is_seen_at_its_place() -> None:
 def test_a_frustum_point_is_pooled_at_its_place(name: str) -> None:
     """A camera at the LiDAR looks along −y; the frustum point nearest PLACE is in its cell."""
     config = CONFIGS[name]
-    camera = dataclasses.replace(config.camera, depths=(1, 1, 1, 1), width=2)
+    camera = dataclasses.replace(config.camera, depths=(1, 1, 1, 1), width=32)
     model = build_model(dataclasses.replace(config, camera=camera), ("camera",))
     height, width = camera.image_size
     # Right is −x, down is −z, ahead is −y.

@@ -251,8 +251,12 @@ class SetExport:
         return {
             name: take[piece.kind](*self._inputs[name])
             for name, piece in self._pieces.items()
-            if piece.kind in take
+            if piece.kind in take and not _has_fixed_size(piece)
         }
+
+
+def _has_fixed_size(piece: Piece) -> bool:
+    return any(getattr(module, "fixed_size", False) for module in piece.float_module.modules())
 
 
 _EXAMPLE_CELLS, _EXAMPLE_VOXELS = 64, 2048

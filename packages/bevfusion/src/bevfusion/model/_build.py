@@ -92,12 +92,23 @@ def prepared(model: Built) -> Built:
 
 
 def _camera(config: CameraConfig) -> dict[str, nn.Module]:
-    from bevfusion.model.camera import DepthLSSTransform, GeneralizedLSSFPN, ResNet
+    from bevfusion.model.camera import (
+        DepthLSSTransform,
+        GeneralizedLSSFPN,
+        ResNet,
+        SwinTransformer,
+    )
 
-    widths = tuple(4 * config.width * 2**stage for stage in (1, 2, 3))
+    if config.backbone not in ("resnet", "swin"):
+        raise InputError(f"camera.backbone is {config.backbone!r}: use 'resnet' or 'swin'")
+    backbone = (
+        SwinTransformer(config.image_size, config.depths, config.width)
+        if config.backbone == "swin"
+        else ResNet(config.depths, config.width)
+    )
     return {
-        "backbone": ResNet(config.depths, config.width),
-        "neck": GeneralizedLSSFPN(widths, config.neck_channels),
+        "backbone": backbone,
+        "neck": GeneralizedLSSFPN(backbone.out_channels, config.neck_channels),
         "vtransform": DepthLSSTransform(config),
     }
 

@@ -28,15 +28,22 @@ LAYOUTS = ("RSCK", "KRSC", "KCRS")
 _KINDS = (
     ("_amax", "this is a checkpoint with quantizers: give the float one it was made from"),
     (
-        r"encoders\.camera\.backbone\.stages\.",
+        r"encoders\.camera\.backbone\.stages\..*\.w_msa\.",
         "this is a checkpoint of another configuration: its camera backbone is a Swin "
-        "transformer, this one a ResNet; its LiDAR parts fit a model without cameras (--branch "
+        "transformer; use --model bevfusion --config nuscenes-swint, for mmdetection3d's and "
+        "OpenPCDet's files nuscenes-swint-mmdet3d",
+    ),
+    (
+        r"encoders\.camera\.backbone\.(stages|patch_embed)\.",
+        "this is a checkpoint of another configuration: its camera backbone is neither a ResNet "
+        "nor a Swin transformer; its LiDAR parts fit a model without cameras (--branch "
         "lidar-detector)",
     ),
     (
-        r"encoders\.camera\.backbone\.patch_embed\.",
-        "this is a checkpoint of another configuration: its camera backbone is a transformer, "
-        "this one a ResNet",
+        r"encoders\.camera\.backbone\.layer\d\.",
+        "this is a checkpoint of another configuration: its camera backbone is a ResNet; use "
+        "--model bevfusion --config nuscenes, for mmdetection3d's and OpenPCDet's files "
+        "nuscenes-mmdet3d",
     ),
     (
         r"encoders\.lidar\.backbone\.pts_voxel_encoder\.",
@@ -70,8 +77,12 @@ _KINDS = (
     ),
 )
 
-# What the view transform derives from its configuration: a file's values must be the model's own.
-_GEOMETRY = tuple(f"encoders.camera.vtransform.{name}" for name in ("dx", "bx", "nx", "frustum"))
+# Derived from the configuration: a file's values must be the model's own.
+_GEOMETRY = re.compile(
+    r"^encoders\.camera\.vtransform\.(dx|bx|nx|frustum)$|\.w_msa\.relative_position_index$"
+)
+# Entries that a file may lack: no inference reads them, or every model has the same.
+_OPTIONAL = ("num_batches_tracked", "relative_position_index")
 
 
 @dataclass(frozen=True)
@@ -144,7 +155,8 @@ def load_state_dict(
     Entries of the parts that `model` has must match it one to one; entries of other parts are
     reported as not used. `num_batches_tracked`, which no inference reads, may be absent.
     Floating-point weights are converted to the model's type. The view transform's geometry (`dx`,
-    `bx`, `nx`, `frustum`) must be the one that the configuration gives. Where a convolution of the
+    `bx`, `nx`, `frustum`) and the windows' `relative_position_index`, which may be absent, must be
+    those that the configuration gives. Where a convolution of the
     file has a bias, the model's has none and a batch norm follows, the bias is subtracted from the
     norm's running mean: (x + b − m) / σ = (x − (m − b)) / σ.
 
@@ -182,7 +194,7 @@ def _load(
         for name, module in fit.convs.items():
             set_weight(module, fit.given[name].to(wanted[name].dtype), fit.layout)
         for name, target in wanted.items():
-            if name in fit.given and name not in fit.convs and name not in _GEOMETRY:
+            if name in fit.given and name not in fit.convs and not _GEOMETRY.search(name):
                 target.copy_(fit.given[name])
     unused = [renamed.source[n] for n in renamed.tensors if n not in fit.given]
     used = sorted(fit.given)
@@ -203,10 +215,12 @@ def _check_height(model: nn.Module, renamed: Renamed) -> None:
     config = getattr(dict(model.named_modules()).get("heads.object"), "config", None)
     height = getattr(config, "height", wanted)
     if name in renamed.tensors and height != wanted:
+        swin = any(".w_msa." in entry for entry in renamed.tensors)
+        sizes = {"nuscenes": True, "swint": swin, "mmdet3d": wanted == "centre"}
         raise InputError(
             f"the checkpoint's head ({renamed.names}) predicts the {wanted} of boxes, the model's "
             f"HeadConfig.height is {height!r}: build the model with --config "
-            f"{'nuscenes-mmdet3d' if wanted == 'centre' else 'nuscenes'}, or with height={wanted!r}"
+            f"{'-'.join(name for name, used in sizes.items() if used)}, or with height={wanted!r}"
         )
 
 
@@ -265,7 +279,7 @@ def _fit(model: nn.Module, renamed: Renamed, layout: str, state: Mapping[str, Te
     problems += _mismatches(expected, given, convs, renamed)
     others = tuple(begin for begins in paths.values() for begin in begins)
     relevant = [n for n in tensors if n.startswith(prefixes) or not n.startswith(others)]
-    if problems and (kind := kind_of(relevant, absent, tensors, paths)):
+    if problems and (kind := kind_of(relevant, absent, tensors, paths, wanted)):
         # Before the layout, which cannot be told from another model's weights.
         raise _refusal(model, tensors, problems, kind)
     present = {name: convs[name] for name in convs if name in given}
@@ -283,7 +297,7 @@ def _mismatches(
     renamed: Renamed,
 ) -> list[str]:
     """What is wrong apart from the sparse weights' shapes, one line for each entry."""
-    missing = [n for n in wanted if n not in given and not n.endswith("num_batches_tracked")]
+    missing = [n for n in wanted if n not in given and not n.endswith(_OPTIONAL)]
     unexpected = [n for n in given if n not in wanted]
     near = _nearest(missing, unexpected)
     problems = [
@@ -308,7 +322,7 @@ def _mismatches(
             and not bool(torch.isfinite(tensor).all())
         ):
             problems.append(f"not finite: {renamed.source[name]} holds NaN or Inf")
-        elif name in _GEOMETRY and not torch.allclose(
+        elif name in wanted and _GEOMETRY.search(name) and not torch.allclose(
             tensor.double(), wanted[name].double(), rtol=1e-4, atol=1e-4
         ):
             small = tensor.numel() <= 3
@@ -359,6 +373,7 @@ def kind_of(
     absent: Sequence[str],
     state: Iterable[str],
     paths: Mapping[str, tuple[str, ...]],
+    own: Iterable[str],
 ) -> str | None:
     """A sentence on what kind of checkpoint this is, if it is not one of such a model.
 
@@ -367,10 +382,13 @@ def kind_of(
         absent: Parts of the model of which there is no entry.
         state: All entries.
         paths: How the names of each part's entries begin.
+        own: The model's entries; a kind that has such names is the model's own.
     """
     names, state = list(names), list(state)
     for pattern, sentence in _KINDS:
-        if any(re.search(pattern, name) for name in names):
+        if any(re.search(pattern, name) for name in names) and not any(
+            re.search(pattern, name) for name in own
+        ):
             return sentence
     held = [part for part, begins in paths.items() if any(n.startswith(begins) for n in state)]
     if not held:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from bevfusion.model.head import HeadConfig
 
@@ -57,12 +57,13 @@ class LidarConfig:
 
 @dataclass(frozen=True)
 class CameraConfig:
-    """Sizes of the camera branch: a bottleneck ResNet, an FPN, and lift-splat with LiDAR depth.
+    """Sizes of the camera branch: a backbone, an FPN, and lift-splat with LiDAR depth.
 
     Attributes:
         image_size: Height and width of the network's images, in pixels.
-        depths: Residual blocks of each of the four stages; (3, 4, 6, 3) is ResNet-50.
-        width: Channels of the stem; stage i puts out 4 · 2^i · width channels.
+        depths: Blocks of each of the four stages; (3, 4, 6, 3) is ResNet-50, (2, 2, 6, 2) Swin-T.
+        width: Channels of the stem or the patches. Stage i of a ResNet puts out 4 · 2^i · width
+            channels, of a Swin transformer 2^i · width.
         feature_stride: Pixels per cell of the feature map that is lifted.
         neck_channels: Channels of that map.
         xbound: First edge, last edge and cell size of the pooled map along x, in metres.
@@ -71,6 +72,7 @@ class CameraConfig:
         dbound: First depth, last depth (not included) and step of the frustum, in metres.
         out_channels: Channels of the bird's-eye view.
         downsample: Stride from the pooled map to the branch's output.
+        backbone: "resnet", a bottleneck ResNet, or "swin", a Swin transformer.
     """
 
     image_size: tuple[int, int] = (256, 704)
@@ -84,6 +86,7 @@ class CameraConfig:
     dbound: Bound = (1.0, 60.0, 0.5)
     out_channels: int = 80
     downsample: int = 2
+    backbone: Literal["resnet", "swin"] = "resnet"
 
     @property
     def feature_size(self) -> tuple[int, int]:
@@ -177,7 +180,15 @@ CONFIGS: dict[str, BEVFusionConfig] = {
         ),
     ),
 }
-CONFIGS["nuscenes-mmdet3d"] = replace(
-    CONFIGS["nuscenes"], name="nuscenes-mmdet3d", head=HeadConfig(height="centre")
+CONFIGS["nuscenes-swint"] = replace(
+    CONFIGS["nuscenes"],
+    name="nuscenes-swint",
+    camera=CameraConfig(backbone="swin", depths=(2, 2, 6, 2), width=96),
 )
-"""For the weights of mmdetection3d's BEVFusion, whose head predicts the centre of boxes."""
+"""mit-bevfusion's detector with Swin-T in place of ResNet-50."""
+
+# For the weights of mmdetection3d's BEVFusion, whose head predicts the centre of boxes.
+for _name in ("nuscenes", "nuscenes-swint"):
+    CONFIGS[f"{_name}-mmdet3d"] = replace(
+        CONFIGS[_name], name=f"{_name}-mmdet3d", head=HeadConfig(height="centre")
+    )

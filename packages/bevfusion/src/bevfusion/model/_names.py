@@ -61,8 +61,8 @@ MMDET3D_BEVFUSION = (
     Rule(r"^bbox_head\.", "heads.object."),
     Rule(r"\.self_attn\.attn\.", ".self_attn."),
     Rule(r"\.cross_attn\.attn\.", ".multihead_attn."),
-    Rule(r"\.ffn\.layers\.0\.0\.", ".linear1."),
-    Rule(r"\.ffn\.layers\.1\.", ".linear2."),
+    Rule(r"(\.decoder\.\d)\.ffn\.layers\.0\.0\.", r"\1.linear1."),
+    Rule(r"(\.decoder\.\d)\.ffn\.layers\.1\.", r"\1.linear2."),
     Rule(r"\.norms\.(\d)\.", ".norm{1+1}."),
     *_OTHER_TRANSFUSION_BOX,
 )

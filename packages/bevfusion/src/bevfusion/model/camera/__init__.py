@@ -1,9 +1,10 @@
-"""The camera branch: ResNet, FPN, and the view transform with its BEV pooling."""
+"""The camera branch: ResNet or Swin transformer, FPN, and the view transform with its BEV pooling."""
 
 from bevfusion.model.camera._backbone import Bottleneck, GeneralizedLSSFPN, ResNet
 from bevfusion.model.camera._bev_pool import bev_pool, lift_splat_pool, make_pool_plan
 from bevfusion.model.camera._depth_lss import DepthLSSTransform, splat
 from bevfusion.model.camera._pool_torch import PoolPlan
+from bevfusion.model.camera._swin import SwinTransformer
 
 __all__ = [
     "Bottleneck",
@@ -11,6 +12,7 @@ __all__ = [
     "GeneralizedLSSFPN",
     "PoolPlan",
     "ResNet",
+    "SwinTransformer",
     "bev_pool",
     "lift_splat_pool",
     "make_pool_plan",
