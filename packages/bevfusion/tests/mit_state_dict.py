@@ -162,9 +162,7 @@ def head(root: str) -> Iterator[Entry]:
 def window_index() -> Tensor:
     """The index of a 7×7 window, entry by entry: 13 · (rows apart + 6) + columns apart + 6."""
     places = [(row, column) for row in range(7) for column in range(7)]
-    return torch.tensor(
-        [[13 * (a - c + 6) + b - d + 6 for c, d in places] for a, b in places]
-    )
+    return torch.tensor([[13 * (a - c + 6) + b - d + 6 for c, d in places] for a, b in places])
 
 
 def mit_shapes(backbone: str = "resnet50") -> dict[str, tuple[int, ...]]:

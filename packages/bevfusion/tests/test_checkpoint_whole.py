@@ -119,10 +119,10 @@ def test_the_windows_index_may_be_absent_but_not_another() -> None:
 
 
 def test_a_checkpoint_with_another_backbone_names_its_config(model: BEVFusion) -> None:
-    with pytest.raises(InputError, match="is a Swin transformer; use .*--config nuscenes-swint"):
+    with pytest.raises(InputError, match=r"is a Swin transformer; use .*--config nuscenes-swint"):
         load_state_dict(model, mit_state_dict("swint"))
     swin = build_model(CONFIGS["nuscenes-swint"])
-    with pytest.raises(InputError, match="is a ResNet; use .*--config nuscenes,"):
+    with pytest.raises(InputError, match=r"is a ResNet; use .*--config nuscenes,"):
         load_state_dict(swin, mit_state_dict())
     damaged = mit_state_dict("swint")
     del damaged["encoders.camera.backbone.norm2.bias"]

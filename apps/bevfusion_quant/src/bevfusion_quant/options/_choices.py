@@ -122,7 +122,14 @@ def _cpus() -> Iterable[str]:
 
 
 ConfigName = Literal[
-    "nuscenes", "tiny", "nuscenes-mmdet3d", "nuscenes-voxel01", "waymo", "autoware"
+    "nuscenes",
+    "tiny",
+    "nuscenes-swint",
+    "nuscenes-mmdet3d",
+    "nuscenes-swint-mmdet3d",
+    "nuscenes-voxel01",
+    "waymo",
+    "autoware",
 ]
 """The sizes in `bevfusion.detectors.DETECTORS`; which of them a model has is asked later."""
 

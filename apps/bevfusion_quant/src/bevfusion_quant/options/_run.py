@@ -34,7 +34,8 @@ class TargetOptions:
     Args:
         model: The detector: bevfusion (cameras and LiDAR), centerpoint (LiDAR, voxels) or
             centerpoint-pillars.
-        config: Sizes of the model; waymo and nuscenes-voxel01 are centerpoint's.
+        config: Sizes of the model; nuscenes has a ResNet for cameras, nuscenes-swint a Swin
+            transformer; waymo and nuscenes-voxel01 are centerpoint's.
         branch: What to quantize: camera or lidar, that encoder built alone; fuser, decoder or
             head, that part in the whole model; all, the whole model, of bevfusion but its head;
             lidar-detector and camera-detector, all but the head of a detector of one sensor, as

@@ -322,8 +322,10 @@ def _mismatches(
             and not bool(torch.isfinite(tensor).all())
         ):
             problems.append(f"not finite: {renamed.source[name]} holds NaN or Inf")
-        elif name in wanted and _GEOMETRY.search(name) and not torch.allclose(
-            tensor.double(), wanted[name].double(), rtol=1e-4, atol=1e-4
+        elif (
+            name in wanted
+            and _GEOMETRY.search(name)
+            and not torch.allclose(tensor.double(), wanted[name].double(), rtol=1e-4, atol=1e-4)
         ):
             small = tensor.numel() <= 3
             values = f" is {tensor.tolist()}, here {wanted[name].tolist()}" if small else ""

@@ -1,4 +1,4 @@
-"""The camera branch: ResNet or Swin transformer, FPN, and the view transform with its BEV pooling."""
+"""The camera branch: ResNet or Swin transformer, FPN, and the view transform with BEV pooling."""
 
 from bevfusion.model.camera._backbone import Bottleneck, GeneralizedLSSFPN, ResNet
 from bevfusion.model.camera._bev_pool import bev_pool, lift_splat_pool, make_pool_plan

@@ -36,7 +36,7 @@ class SwinTransformer(nn.Module):
         window: Rows and columns of a window.
 
     Raises:
-        InputError: A width that does not divide into heads.
+        InputError: A width that does not divide into heads, or images that do not into patches.
 
     Example:
         >>> import torch
@@ -56,6 +56,11 @@ class SwinTransformer(nn.Module):
             raise InputError(
                 f"width is {width}: a Swin transformer has heads of {_HEAD_WIDTH} channels; give a "
                 f"multiple of {_HEAD_WIDTH} (96 is Swin-T)"
+            )
+        if image_size[0] % 4 or image_size[1] % 4:
+            raise InputError(
+                f"image_size is {image_size}: the patches of a Swin transformer have 4×4 pixels; "
+                "give multiples of 4"
             )
         size = _shrunk(image_size, 4)
         widths = [width * 2**stage for stage in range(4)]
@@ -126,7 +131,8 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Float [images, rows, columns, channels] → the same shape."""
         x = x + self.attn(self.norm1(x))
-        return x + self.ffn(self.norm2(x))
+        out: Tensor = x + self.ffn(self.norm2(x))
+        return out
 
 
 class _FeedForward(nn.Module):
@@ -249,7 +255,7 @@ def _mask(grid: Size, window: int, shift: int) -> Tensor:
     rows, columns = (_regions(count * window, window, shift) for count in grid)
     regions = (rows[:, None] * 3 + columns).unflatten(0, (-1, window)).unflatten(2, (-1, window))
     pairs = regions.transpose(1, 2).reshape(-1, 1, window * window)
-    other = pairs[..., None, :] != pairs[..., :, None]
+    other: Tensor = pairs[..., None, :] != pairs[..., :, None]
     return other.float() * _MASKED
 
 
