@@ -10,6 +10,7 @@ module that is one node reads all that it gets.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -193,7 +194,8 @@ def read_members(model: nn.Module, given: Arguments, whole: Collection[str] = ()
         for path in whole:
             module = other.get_submodule(path)
             module.register_forward_pre_hook(_read_whole, with_kwargs=True)
-        with evaluation(other), torch.no_grad():
+        with evaluation(other), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # as errors they would end the run
             result = other(*args, **kwargs)
         handed = tuple(_handed(result, (), frozenset()))
     except Exception:  # the trace meets it again, and says where

@@ -68,9 +68,9 @@ def own_precision(
     for name, expected in _BITS.items():
         if all(found <= {want} for found, want in zip(bits, expected, strict=True)):
             return cast(Precision, name)
-    texts = [f"[{', '.join(sorted(map(str, found)))}]" for found in bits]
+    texts = [" and ".join(sorted(map(str, found))) for found in bits]
     raise ValueError(
-        f"{where}: activations of {texts[0]} and weights of {texts[1]} bits are no precision; "
+        f"{where}: activations of {texts[0]} bits with weights of {texts[1]} are no precision; "
         f"name those to measure, of {', '.join(_BITS)}"
     )
 
