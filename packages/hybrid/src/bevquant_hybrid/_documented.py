@@ -24,11 +24,10 @@ def tool(path: str) -> ModuleType:
 
 
 def names_from(path: str, *names: str) -> Callable[[str], Any]:
-    """A ``__getattr__`` for ``bevquant_hybrid.<path>`` that finds names of `tool`; default: all."""
+    """A ``__getattr__`` for ``bevquant_hybrid.<path>`` that finds the names of `tool`."""
 
     def find(name: str) -> Any:
-        public = name == "__all__" or not name.startswith("__")
-        if name not in names if names else not public:
+        if name not in names:  # also what test runners and debuggers ask of every module
             raise AttributeError(f"module 'bevquant_hybrid.{path}' has no attribute {name!r}")
         return getattr(tool(path), name)
 

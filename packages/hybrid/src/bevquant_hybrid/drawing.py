@@ -4,4 +4,12 @@ from __future__ import annotations
 
 from bevquant_hybrid._documented import names_from
 
-__getattr__ = names_from("drawing")
+_NAMES = (
+    "DrawnNode",
+    "draw_partition",
+    "draw_plan",
+    "write_partition",
+)
+__all__ = [*_NAMES]
+
+__getattr__ = names_from("drawing", *_NAMES)
