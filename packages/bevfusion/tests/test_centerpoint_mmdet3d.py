@@ -25,6 +25,7 @@ from bevfusion.centerpoint import (
     decorate,
 )
 from bevfusion.model import random_weights
+from bevquant_sparse import use_bevquant_kernels
 
 pytest.importorskip("mmdet3d", reason="needs mmdet3d 1.4.0 with mmcv-lite, mmdet and mmengine")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of their imports, on a newer torch
@@ -75,6 +76,7 @@ def pair(kind: str, config: CenterPointConfig, points: Any) -> tuple[Any, Any]:
     assert state.keys() == wanted.keys()
     assert {n: t.shape for n, t in state.items()} == {n: t.shape for n, t in wanted.items()}
     other.load_state_dict(state)
+    use_bevquant_kernels(other)  # spconv's own kernels race on several threads of a CPU
     return ours, other
 
 
