@@ -10,7 +10,7 @@ Graph of Sequential: 2 operations
 from ._batch_arguments import as_example
 from ._capture import capture
 from ._copies import copied
-from ._deformable import deformable_attention
+from ._deformable import attend_levels, deformable_attention
 from ._faults import (
     CallError,
     CaptureError,
@@ -78,6 +78,7 @@ __all__ = [
     "arguments",
     "as_example",
     "as_module",
+    "attend_levels",
     "called",
     "capture",
     "check_guards",

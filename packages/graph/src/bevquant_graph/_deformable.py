@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -48,20 +50,50 @@ def deformable_attention(
     return made
 
 
+def attend_levels(
+    sizes: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    value: Tensor,
+    places: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """`deformable_attention` of known level sizes, in torch's operators, for any batch size.
+
+    Args:
+        sizes: Height and width of each level.
+        starts: First row of each level.
+        value: See `deformable_attention`, as for the next ones.
+        places: Its `sampling_locations`.
+        weights: Its `attention_weights`.
+
+    Example:
+        >>> value = torch.tensor([0.0, 100.0]).view(1, 2, 1, 1)
+        >>> middle, weights = torch.full((1, 1, 1, 1, 1, 2), 0.5), torch.ones(1, 1, 1, 1, 1)
+        >>> attend_levels([(1, 2)], [0], value, middle, weights)
+        tensor([[[50.]]])
+    """
+    heads, depth = value.shape[2:]
+
+    def sampled(level: int) -> Tensor:
+        (h, w), start = sizes[level], starts[level]
+        rows = value[:, start : start + h * w].permute(0, 2, 3, 1)
+        grid = 2 * places[:, :, :, level].transpose(1, 2).flatten(0, 1) - 1
+        samples = functional.grid_sample(
+            rows.reshape(-1, depth, h, w), grid, "bilinear", "zeros", align_corners=False
+        )
+        own = weights[:, :, :, level].transpose(1, 2).flatten(0, 1)[:, None]
+        return (samples * own).sum(3)
+
+    total: Tensor = reduce(torch.add, map(sampled, range(len(sizes))))
+    made: Tensor = total.unflatten(0, (-1, heads)).flatten(1, 2).transpose(1, 2)
+    return made
+
+
 def _attend(
     value: Tensor, shapes: Tensor, starts: Tensor, places: Tensor, weights: Tensor
 ) -> Tensor:
-    batch, _, heads, depth = value.shape
-    queries = places.shape[1]
-    total = value.new_zeros(batch * heads, depth, queries)
-    for level, ((h, w), start) in enumerate(zip(shapes.tolist(), starts.tolist(), strict=True)):
-        rows = value[:, start : start + h * w].permute(0, 2, 3, 1)
-        image = rows.reshape(batch * heads, depth, h, w)
-        grid = 2 * places[:, :, :, level].transpose(1, 2).flatten(0, 1) - 1
-        sampled = functional.grid_sample(image, grid, align_corners=False)
-        own = weights[:, :, :, level].transpose(1, 2).flatten(0, 1)[:, None]
-        total = total + (sampled * own).sum(3)
-    return total.view(batch, heads * depth, queries).transpose(1, 2).contiguous()
+    made = attend_levels(shapes.tolist(), starts.tolist(), value, places, weights)
+    return made.contiguous()
 
 
 _operator = torch.library.custom_op(

@@ -7,7 +7,7 @@ Runtimes on CPUs have none: `without_plugins` puts standard operators in its pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from bevquant_export.lint._model import ATTENTION, PLUGINS
+from bevquant_graph import attend_levels
 from bevquant_int8sim.program import PADDINGS, Ref, Step
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def sampling_call(step: Step, constants: Mapping[str, Tensor]) -> Step:
     sizes, first = _levels(step, constants)
     return replace(
         step, args=(value, places, weights), attributes={"what": "deformable_attention"},
-        function=partial(attend, sizes, first),
+        function=partial(attend_levels, sizes, first),
     )  # fmt: skip
 
 
@@ -90,27 +90,6 @@ def _levels(step: Step, constants: Mapping[str, Tensor]) -> tuple[Any, Any]:
     return known[0].tolist(), known[1].tolist()
 
 
-def attend(
-    sizes: Sequence[Sequence[int]], starts: Sequence[int], value: Tensor, places: Tensor,
-    weights: Tensor,
-) -> Tensor:  # fmt: skip
-    """`bevquant_graph.deformable_attention` of known sizes, by operators of torch."""
-    heads, depth = value.shape[2:]
-    total: Tensor | None = None
-    for level, ((h, w), start) in enumerate(zip(sizes, starts, strict=True)):
-        rows = value[:, start : start + h * w].permute(0, 2, 3, 1)
-        grid = 2 * places[:, :, :, level].transpose(1, 2).flatten(0, 1) - 1
-        sampled = functional.grid_sample(
-            rows.reshape(-1, depth, h, w), grid, "bilinear", "zeros", align_corners=False
-        )
-        own = weights[:, :, :, level].transpose(1, 2).flatten(0, 1)[:, None]
-        summed = (sampled * own).sum(3)
-        total = summed if total is None else total + summed
-    assert total is not None
-    made: Tensor = total.unflatten(0, (-1, heads)).flatten(1, 2)
-    return made.transpose(1, 2)
-
-
 def without_plugins(proto: Any) -> Any:
     """The model with functions of standard operators in place of `ATTENTION`.
 
@@ -132,7 +111,7 @@ def without_plugins(proto: Any) -> Any:
 
 
 def _function(node: Any, held: Mapping[str, Any], opset: int) -> Any:
-    """`attend` as an ONNX function, of the sizes that the file's constants have."""
+    """`attend_levels` as an ONNX function, of the sizes that the file's constants have."""
     from onnx import numpy_helper, parser
 
     sizes, starts = (numpy_helper.to_array(held[name]).tolist() for name in node.input[1:3])
