@@ -22,7 +22,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 @dataclass(frozen=True)
 class _Owned(PrimitiveConstructorSpec[str]):
-    """Names of which the help lists the known ones.
+    """Names whose known values the help lists.
 
     Attributes:
         names: All names, from their owner; None if the code that uses the name checks it.

@@ -224,7 +224,7 @@ class CutFile:
         )
 
     def _float8_row(self, tensor: str, step: Step, value: Array, got: Array) -> TensorDifference:
-        """FP8 values of the file beside the model's; ties are told by `count_again`."""
+        """FP8 values of the file beside the model's; `count_again` counts ties."""
         want, got = value.reshape(-1), got.reshape(-1)
         places = np.flatnonzero(~((want == got) | (np.isnan(want) & np.isnan(got))))
         largest = float8_steps_apart(want[places], got[places], step)

@@ -294,7 +294,7 @@ def few_digits(bounds: Bounds, sizes: Mapping[str, Size], node: Any) -> str:
     if kind == "Mod":
         largest, least = bounds[node.input[0]].largest, bounds[node.input[1]].least
         if largest * _UNIT > _SHARE * least:
-            return f"its argument may reach {largest:g}, of which float16 loses the remainder"
+            return f"its argument may reach {largest:g}, and float16 loses the remainder"
     if kind == "GridSample":
         shape = bounds.shapes.get(node.input[0]) or [None]
         if None in shape or max(s or 0 for s in shape[2:]) > _PIXELS:
@@ -308,7 +308,7 @@ def few_digits(bounds: Bounds, sizes: Mapping[str, Size], node: Any) -> str:
         return f"its argument reaches {given[0].high:g}, where float16 is off by some percent"
     lost = _lost_digits(bounds, node, given)
     if lost * _UNIT > _SHARE * made.least > 0:
-        return f"terms as large as {lost:g} leave {made.least:g}, of which float16 has few digits"
+        return f"terms as large as {lost:g} leave {made.least:g}, with few digits in float16"
     return ""
 
 

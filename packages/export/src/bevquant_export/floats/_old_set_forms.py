@@ -16,7 +16,7 @@ numbers that runtimes would take:
 What is computed along an axis and has no operator: ranks, places in a list, products, distances.
 
 - ``kthvalue`` and ``median``: of the values in order, the k-th; the lower one of two in the middle.
-  The median of values of which one is no number is none either.
+  The median of values with a NaN is NaN.
 - ``searchsorted`` and ``bucketize``: how many of the list's values lie before a value, those equal
   to it too with ``right``. Behind all of them is where ``torch`` puts NaN.
 - ``cumprod``: x[i] ← x[i] · x[i − s] for s = 1, 2, 4, …: log₂ n products, in another order than

@@ -127,7 +127,7 @@ def in_order(
     *,
     anew: int = 0,
 ) -> Iterator[tuple[int, Record]]:
-    """Results of `count` frames in order of frames, whichever rank ran them.
+    """Results of `count` frames in order of frames, run by any rank.
 
     A single process runs a frame when it is requested. Several processes run `mine(count)`, store
     finished results and exchange them every few frames.
@@ -181,7 +181,7 @@ def tensors_in_order(
     *,
     by_gpu: bool = False,
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Results of `count` items from the first to the last, whichever rank ran them; not stored.
+    """Results of `count` items from the first to the last, run by any rank; not stored.
 
     Every rank runs one item, then all exchange their results: no more gradients are in memory than
     there are ranks. Tensors travel unchanged, so sums in this order have the bits of one process.
