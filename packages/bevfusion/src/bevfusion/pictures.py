@@ -67,7 +67,7 @@ def save(drawn: Figure, path: Path) -> Path:
 
     drawn.set_dpi(130)
     # No date or version in the file: the same run writes the same bytes. `Figure.savefig` would
-    # draw twice, the first time to lay out what drawing lays out by itself.
+    # draw twice, the first time for a layout that drawing makes again.
     FigureCanvasAgg(drawn).print_png(path, metadata={"Software": None})
     return path
 
@@ -77,7 +77,7 @@ def layer_picture(folder: Path, rows: Sequence[LayerRow]) -> list[Path]:
     shown = [row for row in rows if row.sqnr_db is not None]
     if not shown:
         return []
-    # Narrower lines for the whole model, which has several times the layers of one branch.
+    # Narrower lines for the whole model, which has several times more layers than one branch.
     step, size = (0.27, 8) if len(shown) <= 60 else (0.16, 6)
     with figure(8.6, 1.3 + step * len(shown)) as whole:
         axes = whole.subplots()
@@ -133,14 +133,14 @@ def bev_picture(
 ) -> Path:
     """Write `bev.png`: the frame, and one stage in float, quantized and their difference.
 
-    Cells without anything stay dark. Float and quantized share one colour scale, from the 1st to
+    Empty cells stay dark. Float and quantized share one colour scale, from the 1st to
     the 99.5th percentile of the float map; the difference has its own, from 0.
 
     Args:
         folder: Where to write.
         config: Gives the metres.
         points: float [n, 3] of the frame, x, y, z in metres.
-        kind: What they are: "points" or "voxels".
+        kind: "points" or "voxels".
         stage: A bird's-eye view of both models.
     """
     error = np.abs(stage.difference_map)

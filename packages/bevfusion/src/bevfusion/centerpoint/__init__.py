@@ -1,7 +1,7 @@
 """CenterPoint in plain PyTorch under mmdetection3d's names: voxels or pillars, nuScenes or Waymo.
 
 `VOXEL_CONFIGS` and `PILLAR_CONFIGS` hold sizes, `build_centerpoint` makes the model, `decode` finds
-boxes in what its head answers. The parts that it shares with BEVFusion are `bevfusion.model`'s.
+boxes in its head's outputs. Parts shared with BEVFusion come from `bevfusion.model`.
 """
 
 from bevfusion.centerpoint._config import (

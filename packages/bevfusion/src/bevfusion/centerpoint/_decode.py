@@ -29,8 +29,8 @@ def decode(
     Task by task the `max_boxes` best of classes · cells become boxes. With (i, j) the cell along x
     and y, o the map's origin: score = σ(heatmap), x = (i + reg_0) · cell + o, y likewise, z =
     height, size = e^dim, yaw = atan2(rot_0, rot_1). Boxes with a score above the threshold and the
-    centre inside `post_center_range` stay; then the best of those that `nms` finds to be one
-    object, whatever their classes in the task, and of these the first `nms_boxes`. In float64.
+    centre inside `post_center_range` stay. Of boxes that `nms` takes for one object the best stays,
+    across the classes of a task. The first `nms_boxes` of these are returned. In float64.
 
     Args:
         outputs: From the head; other entries than those named in its forward are not read.
@@ -38,8 +38,8 @@ def decode(
         score_threshold: In place of the configuration's.
 
     Returns:
-        One per frame, best score first; velocities are 0 of a head without. Boxes that hold NaN or
-        infinity are dropped, and their number is logged as a warning.
+        One per frame, best score first; velocities are 0 for a head without them. Boxes that hold
+        NaN or infinity are dropped, and their number is logged as a warning.
 
     Raises:
         InputError: Outputs are missing or do not fit each other.

@@ -35,7 +35,7 @@ class CenterLoss(NamedTuple):
 
     @property
     def total(self) -> Tensor:
-        """What is minimised: the sum of both."""
+        """The minimised sum of both."""
         return self.heatmap + self.boxes
 
 
@@ -48,7 +48,7 @@ def center_loss(
     and M its objects in the batch, each at least 1. L_heatmap is the Gaussian focal loss; L_box the
     L1 distance between the branches at the object's cell and its code: place in the cell, z of the
     centre, ln of length, width and height, sine and cosine of the yaw, and the velocity, which
-    weighs 0.2. A centre's error counts per 0.6 m, whatever the cell. Heatmap targets are those of
+    weighs 0.2. A centre's error counts per 0.6 m, at every cell size. Heatmap targets are those of
     `bevfusion.training.heatmap_target`.
 
     Args:

@@ -71,7 +71,7 @@ class CenterHead(nn.Module):
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """Names of what `forward` answers, in order."""
+        """Names of `forward`'s outputs, in order."""
         names = (*dict(self.config.branches), "heatmap")
         return tuple(f"{name}_{task}" for task in range(len(self.task_heads)) for name in names)
 
@@ -82,7 +82,7 @@ class CenterHead(nn.Module):
         return tuple(head.heatmap[1] for head in heads)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        """From the decoder's map to what `decode` reads.
+        """Head maps for `decode` from the decoder's map.
 
         Args:
             x: float [batch, in_channels, y, x].

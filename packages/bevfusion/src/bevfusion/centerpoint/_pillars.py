@@ -31,7 +31,7 @@ class VoxelMeans(Voxelization):
 
 
 class DecoratedPillars(VoxelMeans):
-    """Points grouped by pillar and decorated: what the pillar encoder reads."""
+    """Points grouped by pillar and decorated: input of the pillar encoder."""
 
     def forward(self, points: npt.NDArray[Any] | Tensor, batch: int = 0) -> Any:
         """Float [pillars, points, columns + 6], int32 [pillars, 4], and int32 [pillars]."""

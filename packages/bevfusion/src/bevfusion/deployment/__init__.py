@@ -1,8 +1,8 @@
-"""The detector as the files that engines take: which part of it each holds, and all in a row.
+"""The detector as files for engines: the part in each file, and all files in sequence.
 
-CUDA-BEVFusion binds one set of files, Autoware's node another, a BPU takes a third. Here is where
-the model is cut, and what goes in and comes out; `export_files` writes a set by `bevquant_export`,
-and holds each file and all of them in a row against the model.
+CUDA-BEVFusion binds one set of files, Autoware's node another, a BPU takes a third. This package
+defines the cuts, inputs and outputs. `export_files` writes a set with `bevquant_export` and
+compares each file, and all files in sequence, with the model.
 """
 
 from bevfusion.deployment._autoware import AUTOWARE_BOXES, autoware_files

@@ -1,4 +1,4 @@
-"""The set of files for Autoware, and what its nodes fix."""
+"""The set of files for Autoware, and the fixed settings of its nodes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ AUTOWARE_BOXES = FilePart(
 
 
 def autoware_files(model: Detector) -> tuple[FilePart, ...]:
-    """The LiDAR encoder, and of a LiDAR detector what follows it.
+    """The LiDAR encoder, and for a LiDAR detector the layers downstream of it.
 
     Raises:
         InputError: Pillars that Autoware's node cannot read; every reason is named.
@@ -113,7 +113,7 @@ _NODE_POINTS, _NODE_COLUMNS, _NODE_CHANNELS = 32, (10, 11), 32
 
 
 def _beside_node(model: Any) -> Iterator[str]:
-    """What of a CenterPoint of pillars is fixed otherwise in autoware_lidar_centerpoint."""
+    """Settings of a pillar CenterPoint that differ from autoware_lidar_centerpoint's fixed ones."""
     if "head" not in model.parts:
         yield "it has no head"
         return

@@ -1,6 +1,6 @@
-"""The detector split for a BPU: where each part of it runs, its files, and their layers.
+"""The detector split for a BPU: placement of each part, files, and their layers.
 
-Nothing of a BPU's packages is imported: what they make is handed in.
+Nothing of a BPU's packages is imported: callers pass in their results.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class _Composer(Protocol[PlanOfUnit]):
 
 
 def stage_shapes(split: SplitModel, batch: Batch) -> dict[str, Shape]:
-    """Run the model; the shapes of what it reads and of what it notes, by name.
+    """Run the model; return the shapes of its inputs and noted tensors by name.
 
-    The images and depth images of all cameras of all frames lie behind each other.
+    Images and depth images of all cameras and frames share the first axis.
     """
     shapes: dict[str, Shape] = {}
 
@@ -69,7 +69,7 @@ def stage_shapes(split: SplitModel, batch: Batch) -> dict[str, Shape]:
 
 
 def unit_inputs(unit: str, parts: Sequence[str], kind: str = "bevfusion") -> tuple[str, ...]:
-    """What a unit reads, under the names that `stage_shapes` has.
+    """Inputs of a unit, under the names of `stage_shapes`.
 
     Args:
         unit: "camera" or "bev".
@@ -94,15 +94,15 @@ def compose_plan(
     shapes: Mapping[str, Shape],
     reasons: Mapping[str, str],
 ) -> tuple[str, ...]:
-    """Where everything in the model runs: sensors, units, and on the CPU what lies between.
+    """Placement of the whole model: sensors, units, and the CPU's parts between them.
 
     Args:
         model: In float.
-        parts: What runs on the BPU; see `bpu_units`.
+        parts: Parts on the BPU; see `bpu_units`.
         units: The plan of each unit; see `bpu_units`.
-        made: Takes the nodes, in the order of execution.
+        made: Receives the nodes, in the order of execution.
         shapes: From `stage_shapes`.
-        reasons: Why each part that a BPU could run and that is not in `parts` runs on the CPU.
+        reasons: Reason of each part that runs on the CPU although a BPU could run it.
 
     Returns:
         The names of the model's outputs.
@@ -181,7 +181,7 @@ def bpu_pieces(
 
     Args:
         folded: The float model, batch norms folded.
-        parts: What runs on the BPU; see `bpu_units`.
+        parts: Parts on the BPU; see `bpu_units`.
         forms: Of the units, by name.
     """
     pieces = []
@@ -235,8 +235,8 @@ def beside_bpu_layers(
 
     Args:
         files: Written for it.
-        rows: What comparing its executions gave.
-        paths: Name of what stands for a function in the unit's graph to its path in the model.
+        rows: Results of comparing its executions.
+        paths: Name of a function's stand-in in the unit's graph to its path in the model.
     """
     known: dict[tuple[str, str], list[Figures]] = defaultdict(list)
     for row in rows:

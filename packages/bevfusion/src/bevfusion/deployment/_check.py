@@ -129,10 +129,10 @@ _LOST_QUERIES = 0.02
 
 
 def file_layers(written: Written, args: tuple[Any, ...]) -> tuple[FileLayer, ...]:
-    """What every tensor of a file is, one by one, on the inputs of a frame.
+    """Compare every tensor of a file with the model on a frame's inputs.
 
     The exporter has run a quantized or sparse file on these very inputs before it gave it its name.
-    A float file is run here, and one for an engine of another package that leaves that out.
+    A float file is run here, as is a file of another package's engine that was not run yet.
     """
     piece, name = written.piece, written.path.name
     if piece.kind == "float":
@@ -247,15 +247,15 @@ def set_stages(
     model: Detector,
     known: Mapping[str, Mapping[str, Tensor]],
 ) -> tuple[tuple[SetStage, ...], dict[str, Tensor], dict[str, Tensor]]:
-    """Run a frame in float, in integers and through the files; compare what lies between them.
+    """Run a frame in float, in integers and through the files; compare the tensors between them.
 
     Args:
         pieces: In order.
         onnx: Runs a file.
         batch: The frame.
         model: Any form of the model.
-        known: Tensors that were made before, by ``"float"``, ``"fake"`` and ``"integer"``; of the
-            fake-quantized model all that stages end with.
+        known: Tensors made before, by ``"float"``, ``"fake"`` and ``"integer"``; of the
+            fake-quantized model every stage's output.
 
     Returns:
         The stages, and all tensors of the integer model and of the files.

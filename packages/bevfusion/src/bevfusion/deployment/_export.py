@@ -73,7 +73,7 @@ def export_files(
         config: Sizes.
         folder: Made here.
         target: Name of an engine.
-        cpu: Where files for a CPU shall run: "vnni" or "any".
+        cpu: CPUs that files for a CPU must run on: "vnni" or "any".
 
     Raises:
         InputError: The head is quantized, or a file cannot be written.
@@ -120,20 +120,20 @@ def export_pieces(
 
 
 class SetExport:
-    """A set of files on its way, in three steps: `write`, `check` each by itself, `run` in a row.
+    """Export of a set of files in three steps: `write`, `check` each file, `run` all in sequence.
 
-    Pieces are captured and lowered on a small example; each file is held against its integers on
-    the first frame.
+    Pieces are captured and lowered on a small example. Each file is compared with its integer model
+    on the first frame.
 
     Args:
         pieces: See `export_pieces`, as for model, batches and config.
         folder: Made by `write`.
         target: Name of an engine.
         march: Of a BPU.
-        cpu: Where files for a CPU shall run: "vnni" or "any".
+        cpu: CPUs that files for a CPU must run on: "vnni" or "any".
         measure: Time each quantized file for a CPU beside its part in float32.
-        known: Tensors that are not made again, by "float", "fake" and "integer", such as what
-            `watching` found of the models on the first batch.
+        known: Tensors that are reused, by "float", "fake" and "integer", such as the result of
+            `watching` on the first batch.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class SetExport:
         return self._pieces[file.name].fake(args)
 
     def _other_frames(self) -> Mapping[str, list[tuple[Any, ...]]]:
-        """Inputs of float files on all frames: their ranges decide what is half precision."""
+        """Inputs of float files on all frames: their ranges decide the layers in half precision."""
         found: dict[str, list[tuple[Any, ...]]] = {}
         floats = [name for name, piece in self._pieces.items() if piece.kind == "float"]
         if not floats or not find_target(self._target).half:
@@ -244,7 +244,7 @@ class SetExport:
         return found
 
     def _examples(self) -> Mapping[str, Any]:
-        """Parts of the inputs to capture with; what sums read in eight bits needs all of them."""
+        """Parts of the inputs to capture with; sums of 8-bit inputs need all of them."""
         sums = find_target(self._target).fastest(self._cpu).get("integer_sums")
         take: dict[str, Callable[..., Any]] = {"sparse": _few_voxels}
         take |= {} if sums else {"int8": _middle_of}

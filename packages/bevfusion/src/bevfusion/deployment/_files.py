@@ -1,4 +1,4 @@
-"""The set of files: their names, what goes in and comes out, and which tensor that is."""
+"""The set of files: names, inputs and outputs, and their tensors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FeaturesPart(nn.Module):
 
 
 class CameraPart(FeaturesPart):
-    """Images and depth images, [1, cameras, channels, height, width], to what is pooled."""
+    """Pooled features of images and depth images, [1, cameras, channels, height, width]."""
 
     def __init__(self, model: BEVFusion) -> None:
         super().__init__(model)
@@ -82,14 +82,15 @@ class HeldPart(nn.Module):
         place.add_module(name, module)
 
     def forward(self, *inputs: Any) -> Any:
-        """What the module makes."""
+        """The module's output."""
         return self.get_submodule(self.path)(*inputs)
 
 
 class ReadPart(HeldPart):
-    """A module and the quantizer by which the next file reads its map.
+    """A module and the next file's quantizer of its map.
 
-    That file's values are the same with it and without: what is quantized once stays as it is.
+    Quantizing a second time changes nothing, so that file's values are the same with and without
+    it.
     """
 
     def __init__(self, held: HeldPart, path: str, quantizer: nn.Module) -> None:
@@ -98,7 +99,7 @@ class ReadPart(HeldPart):
         self._hold(path, quantizer)
 
     def forward(self, *inputs: Any) -> Any:
-        """What the module makes, quantized."""
+        """The module's output, quantized."""
         return self.get_submodule(self.reader)(super().forward(*inputs))
 
 
@@ -141,7 +142,7 @@ def _decoded(decoder: Any, x: Tensor) -> Any:
 
 
 class _TopQueries(nn.Module):
-    """`QueryPicker` as one TopK, of which ONNX says that the lower of two equal ones is first."""
+    """`QueryPicker` as one TopK. ONNX puts the lower of two equal positions first."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -184,7 +185,7 @@ class CenterPart(nn.Module):
         return tuple(x.values()) if isinstance(x, dict) else x
 
     def made(self, spatial_features: Tensor) -> Any:
-        """What the last of the modules makes."""
+        """The last module's output."""
         x: Any = spatial_features
         for name in self.names:
             x = self.get_submodule(name)(x)
@@ -298,13 +299,13 @@ def nvidia_files(parts: Iterable[str]) -> tuple[FilePart, ...]:
 
 
 def centerpoint_files(model: Detector, *, apart: bool = False) -> tuple[FilePart, ...]:
-    """CenterPoint's set: an encoder of voxels or pillars, and the dense part behind it.
+    """CenterPoint's set: an encoder of voxels or pillars, and the dense part downstream.
 
     The head's outputs are its maps, `reg_0`, …, `heatmap_0`, `reg_1`, …
 
     Args:
         model: Of any parts.
-        apart: Whether decoder and head are a file each.
+        apart: Whether decoder and head are separate files.
 
     Example:
         >>> from bevfusion.centerpoint import PILLAR_CONFIGS, build_centerpoint

@@ -35,9 +35,10 @@ class Piece:
         file: Which.
         kind: How it is written: "int8", "sparse", "float" or "bpu".
         float_module: In float.
-        fake_module: Fake-quantized; the float one where nothing in it is quantized.
-        lower: The fake-quantized one and inputs → its integers; None for float parts.
-        prefix: What stands before its modules' paths in the model.
+        fake_module: Fake-quantized; the float module if nothing in it is quantized.
+        lower: Function from the fake-quantized module and inputs to its integer model; None for
+            float parts.
+        prefix: Prefix of its modules' paths in the model.
     """
 
     file: FilePart
@@ -49,7 +50,7 @@ class Piece:
 
     @property
     def quantizes_outputs(self) -> bool:
-        """Whether it ends with the quantizer of whoever reads it."""
+        """Whether it ends with the quantizer of its consumer."""
         return isinstance(self.fake_module, ReadPart)
 
     def in_float(self, args: tuple[Any, ...]) -> Sequence[Tensor]:
@@ -68,7 +69,7 @@ class Piece:
 
 
 def outputs_of(run: Callable[..., Any], args: tuple[Any, ...]) -> Sequence[Tensor]:
-    """What a call makes, always several."""
+    """The outputs of a call, always as several."""
     with torch.no_grad():
         made = run(*args)
     return [made] if isinstance(made, Tensor) else list(made)
@@ -147,7 +148,7 @@ def _pieces(
 
 
 def _read(pieces: list[Piece], model: Detector) -> list[Piece]:
-    """The pieces, a single map of which the next one quantizes given quantized."""
+    """The pieces; a single map that the next piece quantizes is passed on quantized."""
     readers = {name: piece for piece in pieces for name in piece.file.inputs.values()}
     paths = {quantizer: path for path, quantizer in quantizers_on(model).items()}
     made = []
@@ -185,18 +186,18 @@ def _sparse_integers(module: nn.Module, args: tuple[Any, ...]) -> Callable[..., 
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """A file that was written.
+    """A written file.
 
     Attributes:
         piece: What it holds.
-        path: Where it lies.
-        made: What the exporter said: `QdqFile`, `FloatFile` or `SparseExport`.
-        linted: Target that the linter knows it by.
+        path: Its path.
+        made: The exporter's result: `QdqFile`, `FloatFile` or `SparseExport`.
+        linted: Target for the linter.
         voxel_bound: Of a sparse file.
-        runs_in_float: What in a quantized file runs in float.
+        runs_in_float: Layers of a quantized file that run in float.
         notes: Of the exporter.
-        returned: What the integer model that it was held against makes of the inputs; empty where
-            none was run on them.
+        returned: Outputs of the integer model that the file was compared with; empty if none was
+            run.
     """
 
     piece: Piece

@@ -12,7 +12,7 @@ from bev_data.tables import CellParts, Column, Columns, Row, Table, or_dash, tab
 from bevquant_quantizers.documents import write_json
 
 _STEPS = ("int8", "fp8_e4m3", "fp8_e5m2")
-_EXACT = (*_STEPS, "float16")  # forms that are compared value by value
+_EXACT = (*_STEPS, "float16")  # forms compared value by value
 
 
 @dataclass(frozen=True)
@@ -26,24 +26,24 @@ class FilePort:
 
 @dataclass(frozen=True)
 class FileLayer:
-    """One tensor that a file makes, held against the model that the file was written from.
+    """One tensor of a file, compared with the model that the file was written from.
 
     Attributes:
         file: Name of the file.
-        path: Module that makes it; of a float file the output's name.
-        op: What computes it.
+        path: Module that produces it; in a float file the output's name.
+        op: The operator.
         form: "int8", "fp8_e4m3", "fp8_e5m2", "float", "float16" of Autoware's plugin, which sums as
             it does, or "places" for the cells that became queries.
-        elements: How many values it has.
-        different: How many differ, where values are counted; None for floats.
+        elements: Number of values.
+        different: Number of different values; None for floats.
         largest: Largest difference: in steps of int8, for floats relative to the largest value.
-        allowed: In words, what may differ.
-        is_right: Whether no more than that does.
-        fake_sqnr_db: Of the fake-quantized model's output there, against float.
+        allowed: The allowed difference in words.
+        is_right: Whether the difference is within `allowed`.
+        fake_sqnr_db: SQNR of the fake-quantized model's tensor against float.
         integer_sqnr_db: Of the integer model's.
-        integer_steps: Largest difference of the integer model from the fake-quantized one, in steps
-            of the output.
-        ties: How many of the different lie on the border of two steps, as near as float32 can tell.
+        integer_steps: Largest difference between integer and fake-quantized model, in steps of the
+            output.
+        ties: Number of different values on the border of two steps, within float32 rounding.
     """
 
     file: str
@@ -62,7 +62,7 @@ class FileLayer:
 
     @property
     def difference(self) -> str:
-        """How far it is from the model, and what would be allowed."""
+        """Difference from the model, and the allowed one."""
         if self.form == "float":
             return f"{self.largest:.2g} of the largest value off; allowed: {self.allowed}"
         if self.form == "places":
@@ -80,25 +80,25 @@ class ExportedFile:
     """One file of the set.
 
     Attributes:
-        name: With its ending.
+        name: With its suffix.
         kind: "int8", "sparse", "float", or "bpu".
-        runs_on: The engine that takes it.
-        build: The command, or the call, that makes an engine of it.
+        runs_on: Its engine.
+        build: The command, or the call, that builds an engine from it.
         size: Bytes.
         sha256: Digest.
-        companions: Digests of the files that belong to it, by name: hb_mapper's settings.
+        companions: Digests of its companion files by name: hb_mapper's settings.
         opset: Version of the standard operators.
         inputs: In order.
         outputs: In order.
         ranges: Largest magnitude of each quantized tensor, by the quantizer's path.
-        voxel_bound: Most voxels that a layer of a sparse file holds; None for others.
-        runs_in_float: What in it runs in float, and why.
-        notes: What is other than one might expect.
-        findings: What the linter finds for the target.
-        layers: Each tensor against the model.
-        unverified: What nobody could run, one sentence each.
-        milliseconds: Fastest run of the file on the CPU at hand; None where it was not measured.
-        float_milliseconds: The same of its part in float32, in the same process.
+        voxel_bound: Largest number of voxels of a layer in a sparse file; None for others.
+        runs_in_float: Layers that run in float, with the reason.
+        notes: Facts that a user might not expect.
+        findings: The linter's findings for the target.
+        layers: Each tensor compared with the model.
+        unverified: Parts that could not be run, one sentence each.
+        milliseconds: Fastest run of the file on this CPU; None if not measured.
+        float_milliseconds: The same for its part in float32, in the same process.
     """
 
     name: str
@@ -139,15 +139,15 @@ class ExportedFile:
 
 @dataclass(frozen=True)
 class SetStage:
-    """The end of one stage when the files run one behind the other, against float.
+    """The end of one stage with all files in sequence, compared with float.
 
     Attributes:
-        tensor: What lies between the files there.
+        tensor: The tensor between the files.
         title: In words.
-        fake_sqnr_db: Of the fake-quantized model; None where equal.
+        fake_sqnr_db: Of the fake-quantized model; None if equal.
         integer_sqnr_db: Of the integer model.
         onnx_sqnr_db: Of the files.
-        is_right: Whether the files are as near to float as the integers are.
+        is_right: Whether the files are as near to float as the integer model.
     """
 
     tensor: str
@@ -163,10 +163,10 @@ class ExportedSet:
     """A set of files, written and checked.
 
     Attributes:
-        target: What it was written for.
-        folder: Where it lies.
+        target: Its target.
+        folder: Its folder.
         files: In the order of execution.
-        stages: The files one behind the other on the first frame.
+        stages: The stages of all files in sequence on the first frame.
         agreement: Boxes of the integer model against those of the files; empty without a head.
         frame: Name of that frame.
     """
@@ -185,7 +185,7 @@ class ExportedSet:
 
     @property
     def measured(self) -> str:
-        """How long the files take on the CPU at hand, beside float32; "" where none was timed."""
+        """Times of the files on this CPU beside float32; "" if none was timed."""
         timed = [file for file in self.files if file.milliseconds is not None]
         if not timed:
             return ""
@@ -197,7 +197,7 @@ class ExportedSet:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """What is wrong, each line naming file and layer; empty for a set that was proved."""
+        """Failures, one line with file and layer each; empty for a verified set."""
         lines = [
             f"{file.name}: {text}"
             for file in self.files
@@ -228,10 +228,10 @@ class ExportedSet:
         }
 
     def write_manifest(self, **about: Any) -> Path:
-        """Write manifest.json beside the files: what each is, and what checking it gave.
+        """Write manifest.json beside the files: properties and check results of each.
 
         Args:
-            **about: What else it says of the set: "command", "versions", …
+            **about: Further facts on the set: "command", "versions", …
         """
         content = {
             "format": "bevfusion-quant export",
@@ -270,7 +270,7 @@ _SHOWN = 5
 
 
 def export_text(made: ExportedSet) -> tuple[str, ...]:
-    """Files, what in them differs from the integer model, the files one behind the other."""
+    """Files, their differences from the integer model, all files in sequence."""
     parts = [
         f"ONNX files for {made.target}",
         _file_table(made.files),
@@ -287,7 +287,7 @@ def export_text(made: ExportedSet) -> tuple[str, ...]:
 
 
 def set_verdict(made: ExportedSet) -> str:
-    """Whether the files compute what the integer model computes, in a sentence."""
+    """A sentence: whether the files compute the integer model."""
     if made.failures:
         return f"Not verified, {len(made.failures)} of the checks failed."
     model = "fake-quantized" if made.target == "bpu" else "integer"
@@ -399,7 +399,7 @@ def file_layer_table(made: ExportedSet) -> Table:
 
 
 def _row(layer: FileLayer) -> Row:
-    """A tensor; what would be allowed, where it is not kept."""
+    """A tensor, with the allowed difference if it is exceeded."""
     name = CellParts(path=layer.path)
     if not layer.is_right:
         name["note"] = f"wrong: allowed is {layer.allowed}"

@@ -30,12 +30,12 @@ def split_weights(
 ) -> dict[str, Tensor]:
     """Weights of a detector whose units are graphs, for one file.
 
-    The CPU's parts stand under their own names, each unit's graph under "bpu.<unit>.<name>".
+    The CPU's parts keep their names; each unit's graph is under "bpu.<unit>.<name>".
 
     Args:
-        model: Of which the CPU's parts are.
+        model: Holds the CPU's parts.
         graphs: By unit, such as "camera".
-        parts: What they replace; see `bpu_units`.
+        parts: The replaced parts; see `bpu_units`.
     """
     tensors = cpu_weights(model, parts)
     for unit, graph in graphs.items():
@@ -44,11 +44,11 @@ def split_weights(
 
 
 def cpu_weights(model: Detector, parts: Sequence[str]) -> dict[str, Tensor]:
-    """Those of a model's weights that belong to parts in float.
+    """A model's weights of the parts in float.
 
     Args:
         model: In float.
-        parts: What runs on the BPU; see `bpu_units`.
+        parts: Parts on the BPU; see `bpu_units`.
 
     Example:
         >>> from bevfusion.model import CONFIGS, build_model
@@ -78,12 +78,12 @@ def _nothing(name: str, value: Tensor) -> None:
 
 
 class SplitModel(nn.Module):
-    """A detector with some parts replaced by graphs, whatever these compute in.
+    """A detector with some parts replaced by graphs of any arithmetic.
 
     Args:
         model: Runs the other parts, in float.
         graphs: By unit: "camera" (images → feature map), "bev" (maps → map, or the head's maps).
-        parts: What the graphs replace; see `bpu_units`.
+        parts: Parts that the graphs replace; see `bpu_units`.
         run: Runs a graph, such as `bevquant_hybrid_tools.forms.run_noting`.
     """
 
@@ -209,11 +209,11 @@ class SplitStage:
 
 @dataclass(frozen=True, eq=False)
 class SplitComparison:
-    """Everything that was compared.
+    """All comparisons of a split detector.
 
     Attributes:
         evaluation: Float against fake-quantized.
-        layers: Operators of the units in the order of execution, as whoever compared them has them.
+        layers: Operators of the units in the order of execution, as `comparing` returns them.
         stages: Of the model, in order.
         agreement: Detections, float against integers; empty without a head.
         found: Labelled objects that both find.
@@ -265,11 +265,11 @@ def evaluate_split(
 
     Args:
         models: Float, fake-quantized, integers; their parts in float are the same modules.
-        comparing: Makes what compares their units, given what takes the values at each stage's
-            end, such as ``partial(FormsComparison, forms)`` of `bevquant_hybrid_tools.forms`.
+        comparing: Makes the comparison of their units from the receiver of each stage's output,
+            such as ``partial(FormsComparison, forms)`` of `bevquant_hybrid_tools.forms`.
         batches: At least one.
         config: Sizes.
-        accuracy: Is handed the models' detections, as "float", "quantized" and "integer".
+        accuracy: Receives the models' detections, as "float", "quantized" and "integer".
     """
     stages = {name: _Stage(name) for name in STAGE_TITLES}
     comparison = comparing({name: stage.compare for name, stage in stages.items()})

@@ -1,4 +1,4 @@
-"""The dense parts of a detector between quantization stubs: what a BPU runs."""
+"""The dense parts of a detector between quantization stubs, as a BPU runs them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CameraUnit(nn.Module):
 
 
 class FusedUnit(FusedPart):
-    """Fuser, and the decoder behind it where that is quantized too."""
+    """Fuser, and the decoder downstream if it is quantized too."""
 
     def __init__(self, model: Any, *, decoder: bool) -> None:
         super().__init__(model, decoder=decoder)
@@ -76,7 +76,7 @@ class CenterUnit(CenterPart):
 
 
 def bpu_units(model: Detector, parts: Sequence[str]) -> dict[str, nn.Module]:
-    """The units in which a BPU runs parts of the model, "camera", "bev" or both.
+    """The BPU's units of the model: "camera", "bev" or both.
 
     Args:
         model: In float; the units' layers are its own.

@@ -1,4 +1,4 @@
-"""The files one behind the other, and what lies between them."""
+"""The files in sequence, and the tensors between them."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def walk(
     known: Mapping[str, Tensor] | None = None,
     wanted: Iterable[str] | None = None,
 ) -> tuple[dict[str, tuple[Any, ...]], dict[str, Tensor]]:
-    """Run the files one behind the other; the pooling to the bird's-eye view is done here.
+    """Run the files in sequence; the pooling to the bird's-eye view is done here.
 
     Args:
         files: In order.
         execute: Runs one.
         batch: Voxels, images and geometry of one frame.
-        model: Says how many cells the pooled map has.
-        known: Tensors that were made before, by whoever ran the same parts of the model.
-        wanted: Tensors to make, and no more than these take; all by default.
+        model: Gives the number of cells of the pooled map.
+        known: Tensors made before by the same parts of the model.
+        wanted: Tensors to make, with their producers only; all by default.
 
     Returns:
         The inputs of each file by its name, as far as they are made, and every tensor between the
-        files by its own.
+        files by name.
     """
     inputs: dict[str, tuple[Any, ...]] = {}
     tensors: dict[str, Any] = {"features": batch.features, "coords": batch.coords}
@@ -75,7 +75,7 @@ def walk(
 
 
 def _needed(files: Sequence[FilePart], wanted: Iterable[str], known: Mapping[str, Any]) -> set[str]:
-    """Tensors that are not there yet and that `wanted`, or what makes it, reads."""
+    """Missing tensors that `wanted` or its producers read."""
     needed = set(wanted) - known.keys()
     for file in reversed(files):
         for name in needed.intersection(BETWEEN):
@@ -87,10 +87,10 @@ def _needed(files: Sequence[FilePart], wanted: Iterable[str], known: Mapping[str
 
 @contextmanager
 def watching(model: Detector) -> Iterator[dict[str, Tensor]]:
-    """Take what lies between the files from the model's own next run: `known`, for `walk`.
+    """Collect the tensors between the files from the model's own next run: `known`, for `walk`.
 
-    Of a model of `build_model`, whose dense weights lie channels last, these are what the files'
-    parts make, bit for bit, in whichever order of memory they are handed on.
+    Of a model of `build_model`, whose dense weights lie channels last, these equal the outputs of
+    the files' parts bit for bit, in any memory order.
     """
     found: dict[str, Tensor] = {}
 

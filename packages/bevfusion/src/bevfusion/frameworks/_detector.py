@@ -41,17 +41,17 @@ Lyft's is absent: its scanners were mounted in several directions.
 
 @dataclass(frozen=True, eq=False)
 class ForeignDetector:
-    """A network, and what lies in front of it and behind it.
+    """A network with its input preparation and box decoding.
 
     Attributes:
         network: A float model in eval mode.
         arguments: From a frame to the network's positional arguments.
-        boxes: From the network's output for a frame to boxes; None where only maps are compared.
+        boxes: From the network's output for a frame to boxes; None if only maps are compared.
         classes: Names of the classes, by the numbers in `Detections.labels`; empty where unknown,
             and boxes are then not compared with labels.
         notes: Facts for the user: entries of a checkpoint, stand-ins in use, axes.
-        point_cloud_range: Smallest x, y, z and largest x, y, z that the network sees [m]: what
-            pictures show, and where labels count.
+        point_cloud_range: Smallest x, y, z and largest x, y, z that the network sees [m]: extent of
+            pictures and of counted labels.
         axes: Directions of x, y and z that `arguments`, `boxes` and `point_cloud_range` have, as in
             `bev_data.points.read_points`; empty where unknown. `turned` is for frames.
     """
@@ -114,7 +114,7 @@ def checkpoint_notes(model: nn.Module, checkpoint: str | Path) -> tuple[str, ...
 
 
 class ForeignSizes:
-    """What `bevfusion.model.Sizes` asks of a detector in other code.
+    """The properties of `bevfusion.model.Sizes` for a detector in other code.
 
     Args:
         name: As `load_detector` takes it.
@@ -135,12 +135,12 @@ class ForeignSizes:
 
     @property
     def lidar(self) -> ForeignSizes:
-        """What is seen: `extent`, `point_cloud_range`."""
+        """The seen volume: `extent`, `point_cloud_range`."""
         return self
 
     @property
     def head(self) -> ForeignSizes:
-        """What is found: `classes`."""
+        """The detected `classes`."""
         return self
 
 
@@ -168,7 +168,7 @@ class ForeignModel(Detector):
         self.eval()
 
     def forward(self, *arguments: Any) -> Any:
-        """Whatever the network returns."""
+        """The network's output."""
         if torch.compiler.is_exporting():  # which looks at errors itself
             return self.network(*arguments)
         given = tree_map(_described, arguments)
@@ -225,7 +225,7 @@ def with_equal_rows(
         batches: Its arguments, frame by frame.
 
     Returns:
-        The arguments, and what a user of the file must know; "" where rows are not repeated.
+        The arguments, and a note for the file's user; "" if rows are not repeated.
     """
     counts = [next(map(_rows, filter(_rows, tree_leaves(batch))), 0) for batch in batches]
     if max(counts) < 2 or any(map(is_sparse_conv, network.modules())):
@@ -274,7 +274,7 @@ def _equal(want: Any, got: Any) -> bool:
 
 
 def _called(name: str, function: Callable[..., Any], *given: Any, advice: str = "") -> Any:
-    """What code of the user returns.
+    """Result of the user's code.
 
     Raises:
         InputError: It raised; the message has its file and line.
@@ -332,7 +332,7 @@ def sorted_detections(
     boxes: npt.NDArray[np.floating[Any]], scores: npt.NDArray[np.floating[Any]],
     labels: npt.NDArray[np.integer[Any]], velocities: npt.NDArray[np.floating[Any]] | None = None,
 ) -> Detections:  # fmt: skip
-    """Boxes in any order and with any yaw as `Detections`; velocities of 0 where there are none."""
+    """Boxes in any order and with any yaw as `Detections`; missing velocities are 0."""
     order = np.argsort(-scores, kind="stable")
     rows = boxes[order].astype(np.float32)
     rows[:, 6] -= 2 * np.pi * np.floor((rows[:, 6] + np.pi) / (2 * np.pi))

@@ -1,7 +1,7 @@
 """Names of compiled extensions over `_operators`: mmcv._ext, bev_pool_ext and others.
 
-The frameworks allocate outputs and hand them over to be filled; these functions do that. A name
-without a stand-in can be imported, and raises where it is called.
+The frameworks allocate outputs and pass them in; these functions fill them. A name without a
+stand-in can be imported, and raises when it is called.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class FrameLoader:
         self._steps = steps
 
     def extent(self) -> Bounds:
-        """What the model sees: lower and upper x, y, z [m]."""
+        """The model's range: lower and upper x, y, z [m]."""
         layer = getattr(self.preprocessor, "voxel_layer", None)
         if layer is None or self.preprocessor.voxel_type == "cylindrical":
             return ForeignDetector.point_cloud_range
@@ -92,7 +92,7 @@ class FrameLoader:
         return {name: value for name, value in made.items() if isinstance(value, Tensor)}
 
     def transformed(self, frame: Frame) -> dict[str, Any]:
-        """What the pipeline's steps make of a frame: "points", "img", calibration."""
+        """Result of the pipeline's steps for a frame: "points", "img", calibration."""
         loaded = self._camera(frame) if self.images else {}
         if "LoadPointsFromFile" in self.loads:
             loaded["points"] = self.points(frame)

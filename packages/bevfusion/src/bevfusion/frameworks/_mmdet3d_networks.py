@@ -32,7 +32,7 @@ class Network(nn.Module):
 
     @property
     def head(self) -> Any:
-        """The head whose outputs the network has: of the first stage where there are two."""
+        """The head of the network's outputs: with two stages, the first stage's."""
         names = ("bbox_head", "rpn_head", "bbox_head_3d", "decode_head")
         return next((found for name in names if (found := self.part(name)) is not None), None)
 
@@ -173,7 +173,7 @@ class VolumeNetwork(Network):
 
 
 def camera_metas(images: Tensor, calibration: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What mmdetection3d's sampling of images reads, with tensors for what differs by frame.
+    """Metadata for mmdetection3d's sampling of images; values that differ by frame are tensors.
 
     Args:
         images: [1, 3, height, width], or [1, views, 3, height, width].

@@ -19,7 +19,7 @@ UNCHANGED = ("GlobalRotScaleTrans", "RandomFlip3D", "PointSegClassMapping", "Glo
 
 
 def run_steps(steps: Sequence[Mapping[str, Any]], loaded: dict[str, Any]) -> None:
-    """Change what was loaded, in place: "points" [n, columns], "img" (or images) and calibration.
+    """Change the loaded data in place: "points" [n, columns], "img" (or images) and calibration.
 
     Args:
         steps: Of a configuration's test pipeline.

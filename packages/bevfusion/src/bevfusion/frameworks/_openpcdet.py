@@ -64,7 +64,7 @@ class FirstStage(nn.Module):
                 self.add_module(name, getattr(model, name))
 
     def forward(self, voxels: dict[str, Tensor]) -> Any:
-        """What the head decodes.
+        """The head's inputs for decoding.
 
         Args:
             voxels: OpenPCDet's "voxels", "voxel_num_points" and "voxel_coords" (batch, z, y, x);

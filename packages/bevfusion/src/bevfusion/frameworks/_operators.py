@@ -48,10 +48,10 @@ def hard_voxelize(
     points: Tensor, voxel_size: Sequence[float], bounds: Sequence[float], max_points: int,
     max_voxels: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Points by voxel, voxels in the order of their first point; what exceeds a limit is dropped.
+    """Points by voxel, voxels in the order of their first point, both cut at the limits.
 
     Returns:
-        Points [v, max_points, c], zero where there are fewer; cells int32 [v, 3] (z, y, x); number
+        Points [v, max_points, c], padded with zeros; cells int32 [v, 3] (z, y, x); number
         of points int32 [v].
     """
     cells = dynamic_voxelize(points, voxel_size, bounds)

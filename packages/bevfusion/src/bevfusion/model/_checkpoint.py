@@ -87,18 +87,18 @@ _OPTIONAL = ("num_batches_tracked", "relative_position_index")
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a checkpoint gave.
+    """Result of loading a checkpoint.
 
     Attributes:
         loaded: Entries that the model took, by the model's names.
         not_used: Entries of parts that the model does not have, and those of no use in inference,
             by the file's names.
         layout: How the file stores sparse weights; empty without sparse convolutions.
-        names: Whose names the file has: a key of `NAMINGS`.
-        rules: Each rule that translated names, and how many.
-        converted: Entries whose values were rearranged besides, and how.
-        checkpoint: What else the file holds, and which of its entries this is; None where tensors
-            were handed over.
+        names: Naming of the file: a key of `NAMINGS`.
+        rules: Each rule that translated names, with their number.
+        converted: Entries with rearranged values, and the conversion.
+        checkpoint: Other content of the file and the entry that was read; None if tensors were
+            given.
     """
 
     loaded: tuple[str, ...]
@@ -150,15 +150,17 @@ def load_state_dict(
     layout: str = "auto",
     names: str = "auto",
 ) -> LoadReport:
-    """Load a state dict of this or another project into `model`, in place, or leave it as it was.
+    """Load a state dict of this or another project into `model`, in place.
+
+    On an error the model is unchanged.
 
     Entries of the parts that `model` has must match it one to one; entries of other parts are
-    reported as not used. `num_batches_tracked`, which no inference reads, may be absent.
+    reported as not used. `num_batches_tracked`, which inference does not read, may be absent.
     Floating-point weights are converted to the model's type. The view transform's geometry (`dx`,
-    `bx`, `nx`, `frustum`) and the windows' `relative_position_index`, which may be absent, must be
-    those that the configuration gives. Where a convolution of the
-    file has a bias, the model's has none and a batch norm follows, the bias is subtracted from the
-    norm's running mean: (x + b − m) / σ = (x − (m − b)) / σ.
+    `bx`, `nx`, `frustum`) and the windows' `relative_position_index`, which may be absent, must
+    agree with the configuration. Where a convolution of the file has a bias, the model's has none
+    and a batch norm follows, the bias is subtracted from the norm's running mean: (x + b − m) / σ =
+    (x − (m − b)) / σ.
 
     Args:
         model: From `build_model` or `build_centerpoint`, or another model under the same names.
@@ -166,15 +168,14 @@ def load_state_dict(
         layout: How the file stores sparse weights: "RSCK" ([k1, k2, k3, in, out]: spconv 1,
             mmdet3d, mit-bevfusion), "KRSC" ([out, k1, k2, k3, in]: spconv 2), "KCRS" ([out, in,
             k1, k2, k3]: torch Conv3d), or "auto":
-            taken from the shapes if each and every convolution's shape allows one layout only, and
-            all the same one.
-        names: Whose names these are: a key of `NAMINGS`; or "auto": those by which most entries of
-            the model are found.
+            taken from the shapes, if every convolution's shape allows one and the same layout only.
+        names: Naming of the state dict: a key of `NAMINGS`; or "auto": the one that finds most
+            entries of the model.
 
     Raises:
         InputError: Missing, unexpected, misshapen, non-finite or contradicting entries, all in one
-            message, with the nearest names and what the file seems to be instead; or shapes that
-            leave the layout open.
+            message, with the nearest names and the probable kind of the file; or shapes that allow
+            several layouts.
     """
     return _load(model, state, layout, names, False)
 
@@ -225,7 +226,7 @@ def _check_height(model: nn.Module, renamed: Renamed) -> None:
 
 
 def _convert(model: nn.Module, renamed: Renamed, wanted: Mapping[str, Tensor]) -> dict[str, str]:
-    """Rearrange values for the model; what was done, by name."""
+    """Rearrange values for the model; return the conversions by name."""
     modules = dict(model.named_modules())
     tensors, done = renamed.tensors, {}
     for name, how in renamed.conversions.items():
@@ -261,10 +262,10 @@ class _Fit:
 
 
 def _fit(model: nn.Module, renamed: Renamed, layout: str, state: Mapping[str, Tensor]) -> _Fit:
-    """What the model takes.
+    """The entries that the model takes.
 
     Raises:
-        InputError: Something does not fit.
+        InputError: An entry does not fit.
     """
     paths = _paths(model)
     parts = tuple(getattr(model, "parts", paths))
@@ -296,7 +297,7 @@ def _mismatches(
     convs: Mapping[str, object],
     renamed: Renamed,
 ) -> list[str]:
-    """What is wrong apart from the sparse weights' shapes, one line for each entry."""
+    """Mismatches other than the sparse weights' shapes, one line for each entry."""
     missing = [n for n in wanted if n not in given and not n.endswith(_OPTIONAL)]
     unexpected = [n for n in given if n not in wanted]
     near = _nearest(missing, unexpected)
@@ -377,14 +378,14 @@ def kind_of(
     paths: Mapping[str, tuple[str, ...]],
     own: Iterable[str],
 ) -> str | None:
-    """A sentence on what kind of checkpoint this is, if it is not one of such a model.
+    """A sentence on the kind of checkpoint, if it belongs to another kind of model.
 
     Args:
-        names: Entries of the parts that the model has, and those of no part.
-        absent: Parts of the model of which there is no entry.
+        names: Entries of the model's parts, and entries of no part.
+        absent: Parts of the model without an entry.
         state: All entries.
         paths: How the names of each part's entries begin.
-        own: The model's entries; a kind that has such names is the model's own.
+        own: The model's entries; a kind with such names is the model's own.
     """
     names, state = list(names), list(state)
     for pattern, sentence in _KINDS:
@@ -435,7 +436,7 @@ def read_state_dict(
     """The tensors of a checkpoint by name, on the CPU.
 
     Nothing in the file is executed. `bevquant_quantizers.documents.read_checkpoint` reads the file
-    and says what else it holds.
+    and lists its other content.
 
     Args:
         path: Of mmengine, OpenPCDet, det3d, Lightning, torch or safetensors.

@@ -142,7 +142,7 @@ class Detector(nn.Module):
         """The boxes of one frame.
 
         Args:
-            output: What the model returned for the frame.
+            output: The model's output for the frame.
             frame: Returns the frame, for a model that needs it.
         """
         found: Detections = self.head.decode(output)[0]
@@ -218,19 +218,19 @@ fx.wrap("check_camera")
 
 
 class BEVFusion(Detector):
-    """mit-bevfusion's detector, any part of it: sensors, fuser, decoder, head.
+    """mit-bevfusion's detector, whole or in part: sensors, fuser, decoder, head.
 
-    `encoders.camera.{backbone, neck, vtransform}`, `encoders.lidar.{voxelize, backbone}`,
-    `fuser`, `decoder.{backbone, neck}` and `heads.object`; what is not built is not there.
-    `build_model` makes it. Called with the members of a `Batch`, it answers the head's dict of
+    `encoders.camera.{backbone, neck, vtransform}`, `encoders.lidar.{voxelize, backbone}`, `fuser`,
+    `decoder.{backbone, neck}` and `heads.object`; parts that are not built are absent.
+    `build_model` makes it. Called with the members of a `Batch`, it returns the head's dict of
     tensors, or without a head the last part's bird's-eye-view map, float [batch, channels, x, y].
 
     Args:
         camera: backbone, neck and vtransform.
         lidar: voxelize and backbone.
-        fuser: Joins the two maps; wanted if both sensors are there.
+        fuser: Joins the two maps; required with both sensors.
         decoder: backbone and neck.
-        head: Answers the dict.
+        head: Returns the dict.
     """
 
     part_paths = MappingProxyType({part: (PART_PATHS[part],) for part in PARTS})

@@ -32,9 +32,9 @@ class Rule(NamedTuple):
 
     Attributes:
         pattern: A regular expression, searched for in the name.
-        replacement: As `re.sub` has it; {2-1} is the number in group 2, less 1. None: the entry
-            is of no use here.
-        convert: What is done with the values: a key of `CONVERSIONS`.
+        replacement: As for `re.sub`; {2-1} is the number in group 2, less 1. None: the entry is not
+            used.
+        convert: Conversion of the values: a key of `CONVERSIONS`.
     """
 
     pattern: str
@@ -189,7 +189,7 @@ NAMINGS: dict[str, tuple[Rule, ...]] = {
 | `mmdet3d-0` | CenterPoint of mmdetection3d before 1.0, with the names of `own` and other boxes |
 """
 
-# A convolution and the batch norm that follows it, in the names used here.
+# A convolution and its batch norm, in the names used here.
 NORM_BEHIND = (r"\.conv(\d?)\.bias$", r".bn\1.running_mean")
 
 
@@ -238,7 +238,7 @@ def _turned(tensor: Tensor, module: nn.Module) -> Tensor:
 
 
 def _without_alias(tensor: Tensor, module: nn.Module) -> Tensor:
-    """With `legacy=True` the first columns are the offsets from the pillar's centre once more."""
+    """With `legacy=True` the first columns repeat the offsets from the pillar's centre."""
     moved = tensor.clone()
     moved[:, -3:] += moved[:, :3]
     moved[:, :3] = 0
@@ -284,7 +284,7 @@ def rename(state: Mapping[str, Tensor], names: str, prefix: str = "") -> Renamed
     Args:
         state: Tensors by name.
         names: A key of `NAMINGS`.
-        prefix: What comes before the names in the file, such as "model.".
+        prefix: Prefix of the names in the file, such as "model.".
 
     Example:
         >>> import torch
@@ -328,7 +328,7 @@ def _filled(replacement: str, match: re.Match[str]) -> str:
 def best_naming(
     state: Mapping[str, Tensor], wanted: Iterable[str], *, old: bool = False
 ) -> Renamed:
-    """The naming, and what comes before the names, by which most of a model's entries are found.
+    """The naming and the prefix that find most of a model's entries.
 
     Args:
         state: Tensors by name.

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def trained_weights(config: str) -> Path | None:
-    """The file of trained weights for the sizes of a configuration; None where there is none.
+    """Path of the trained weights for the sizes of a configuration, or None.
 
-    Its metadata say which command made it, on which frames, and how it does on others.
+    The file's metadata name the command, the training frames and the accuracy on other frames.
 
     Example:
         >>> trained_weights("nuscenes") is None
@@ -68,8 +68,7 @@ def random_weights(model: Detector, *batch: Any, seed: int = 0) -> Any:
         seed: Any integer.
 
     Returns:
-        What the model then makes of the batch: every module of that one pass ran with the weights
-        that it keeps.
+        The model's output for the batch, from that one pass with the final weights.
     """
     generator = torch.Generator().manual_seed(seed)
     one_frame = len(batch) == 2 and "batch_size" in signature(model.forward).parameters
@@ -89,7 +88,7 @@ def random_weights(model: Detector, *batch: Any, seed: int = 0) -> Any:
 
 
 def _fill(module: nn.Module, generator: torch.Generator) -> None:
-    """Draw the parameters that `module` itself holds; geometry and what it names otherwise stay."""
+    """Draw the module's own parameters; geometry and parameters of other names stay."""
     own = module._parameters
 
     def normal(name: str, deviation: float, mean: float = 0.0) -> None:

@@ -106,7 +106,7 @@ class StageProbe:
         self.channels = channels
 
     def result(self) -> StageMaps:
-        """What was collected."""
+        """The collected values."""
         row = StageRow(
             self.stage,
             STAGE_TITLES[self.stage],

@@ -243,7 +243,7 @@ def head_loss(
     `dense_heatmap`; then the queries are matched one to one with the objects (`matching_cost`,
     `assign`), L_class is the focal loss of every query's classes (all 0 where unmatched), and L_box
     the L1 distance of the matched queries' codes, velocities weighing 0.2. A centre's error counts
-    per 0.6 m, mit-bevfusion's cell, whatever the cell here. Sources: Bai et al. 2022 (TransFusion),
+    per 0.6 m, mit-bevfusion's cell, at every cell size. Sources: Bai et al. 2022 (TransFusion),
     section 3.4; mit-bevfusion's configs/nuscenes/det/transfusion.
 
     Args:

@@ -111,9 +111,9 @@ def as_plan(cells: Tensor | PoolPlan, num_cells: int) -> PoolPlan:
 def bev_pool(features: Tensor, cells: Tensor | PoolPlan, num_cells: int) -> Tensor:
     """Sum the features of the points of each cell: out[c] = Σ_{p: cells[p] = c} features[p].
 
-    What mit-bevfusion's bev_pool computes. The sum runs over the points in the order of their
-    numbers, in float64, and is rounded once to the features' type: the result is that of a
-    float64 index_add, bit for bit, at any number of threads and on any device.
+    The operation of mit-bevfusion's bev_pool. The sum runs over the points in ascending order, in
+    float64, and is rounded once to the features' type. The result equals a float64 index_add bit
+    for bit, at any number of threads and on any device.
 
     Args:
         features: float [points, channels].
@@ -124,7 +124,7 @@ def bev_pool(features: Tensor, cells: Tensor | PoolPlan, num_cells: int) -> Tens
         float [num_cells, channels]; zero where no point lies.
 
     Raises:
-        ValueError: Shapes, types or devices that do not belong together.
+        ValueError: Shapes, types or devices do not fit each other.
 
     Example:
         >>> bev_pool(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([1, -1, 1]), 2)
@@ -161,7 +161,7 @@ def lift_splat_pool(
         float [num_cells, channels]; zero where no point lies.
 
     Raises:
-        ValueError: Shapes, types or devices that do not belong together.
+        ValueError: Shapes, types or devices do not fit each other.
 
     Example:
         >>> depth = torch.tensor([0.25, 0.75]).view(1, 2, 1, 1)

@@ -16,7 +16,7 @@ HEIGHTS = ("top", "centre")
 
 
 class MapSizes:
-    """What the sizes of every head have: a map of cells for each class."""
+    """Sizes common to every head: a map of cells for each class."""
 
     def _expect(self, name: str, holds: bool, what: str) -> None:
         if not holds:

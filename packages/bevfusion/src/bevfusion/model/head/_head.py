@@ -66,7 +66,7 @@ def best_queries(scores: Tensor, count: int) -> Tensor:
     """The positions of the `count` largest scores, best first, int64 [batch, count].
 
     A position numbers class, x and y, in this order of significance. Of equal scores the lower
-    position comes first, whatever the machine: torch.topk and an unstable sort promise no order.
+    position comes first, on every machine; torch.topk and an unstable sort promise no order.
 
     Args:
         scores: float [batch, classes, x, y].
