@@ -168,7 +168,7 @@ for _name in "bool int float complex index array".split():
 
 
 def is_traced(value: Any) -> bool:
-    """Whether a value is a `TracedArray`, whatever `isinstance` says of it."""
+    """Whether a value is a `TracedArray`; `isinstance` is replaced during a trace."""
     return type(value) is TracedArray
 
 

@@ -1,4 +1,4 @@
-"""What a loader's batch is to a model's forward."""
+"""A loader's batch as arguments of a model's forward."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def batch_arguments(model: nn.Module, batch: Any, *, example: bool = False) -> A
     be an image: lists, dictionaries, tensors of integers or of up to one axis.
 
     Args:
-        model: Its forward is asked, not run.
-        batch: What a loader gives.
+        model: Its forward's signature is read; it is not run.
+        batch: A loader's batch.
         example: Whether it is an example input: a tuple of positional inputs, a dict of named
             ones, or one input, which may be a list.
 
@@ -46,8 +46,8 @@ def batch_arguments(model: nn.Module, batch: Any, *, example: bool = False) -> A
     are others in another frame are inputs of a graph.
 
     Raises:
-        TypeError: It fits in several ways or none; ``forward=`` and the line to write are named.
-            Of an example nothing is refused.
+        TypeError: It fits in several ways or none; the message has ``forward=`` and the line to
+            write. An example is never refused.
         CaptureError: Other members that the forward reads differ between the frames.
 
     Example:

@@ -1,8 +1,8 @@
 """From a model and example inputs to its `Graph`.
 
-The forward runs once under `torch.export` (not strict: Python itself runs it, so whatever Python
-can do a forward may do), its in-place writes are then resolved by functionalization, and the result
-is replayed on the example against the model before anybody sees it.
+The forward runs once under `torch.export` (not strict: Python itself runs it, so a forward may use
+all of Python). Functionalization then resolves its in-place writes. Before the graph is returned,
+it is replayed on the example and compared with the model.
 """
 
 from __future__ import annotations
@@ -110,12 +110,12 @@ def _captured(
     open_sizes: bool,
     unread: bool,
 ) -> Graph:
-    """A graph that is new.
+    """A new graph.
 
     Args:
         model: The model.
         given: Its arguments.
-        state: What the graph is remembered by.
+        state: Key of the graph in `_recall`.
         check: As `capture` takes it.
         open_sizes: As `capture` takes it.
         unread: Whether members of the arguments that the forward does not read are left out.
@@ -150,7 +150,7 @@ def _captured(
                 return _captured(model, given, state, check, open_sizes, unread=False)
             if not open_sizes:
                 raise
-            # It may ask about sizes where torch does not see it, as by the text of one.
+            # It may read sizes unseen by torch, such as the text of one.
             return capture(model, given[1] or given[0], open_sizes=False)
     by_values = made.values is not None or bool(made.constants.taken)
     remember(model, state, graph, took, by_values=by_values)
@@ -158,15 +158,15 @@ def _captured(
 
 
 class _Traces:
-    """Traces of a model, each with what the one before shows to be in the way.
+    """Traces of a model, each without the obstacles that the previous trace showed.
 
     Attributes:
         opaque: Modules that are one node.
-        values: What asks for numbers out of tensors, where they are as in the example.
-        constants: What the forward takes out of constant tensors.
+        values: Source of the numbers taken out of tensors, if they are the example's.
+        constants: Numbers that the forward takes out of constant tensors.
         members: The members of the arguments that are inputs.
         fixed: The line that fixes all sizes.
-        inputs: How the arguments are put together.
+        inputs: Structure of the arguments.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class _Traces:
         return place not in self._read and is_input(value)
 
     def _remedy(self, error: Exception, traced: nn.Module) -> Callable[[], None] | None:
-        """What is to be changed before the next trace; None: a module cannot be followed."""
+        """Change to make before the next trace; None: a module cannot be followed."""
         if len(self._shares) > self._met:
             return nothing  # such an int(…) leaves it open now
         if self.open_sizes and _by_sizes(error):
@@ -289,7 +289,7 @@ class _Traces:
         if _counts(error) and any(entry.has_own_sizes() for entry in self.opaque.values()):
             return self._fix_opaque_sizes
         if self.members.required(self.given) is not self.given and isinstance(error, _OF_MEMBERS):
-            return self._read_all_members  # it reads them where nobody notes it
+            return self._read_all_members  # it reads them unnoticed
         return None
 
     def _arrays_in(self, error: Exception) -> frozenset[int]:
@@ -325,7 +325,7 @@ class _Traces:
         self.members, self.unread = ReadMembers(), False
 
     def _reason(self, traced: nn.Module, error: Exception) -> tuple[str, str]:
-        """Path of the module that an error comes from, and what was met where."""
+        """Path of the module that an error comes from, and the cause with its line."""
         found, place = where(error, traced, self.opaque)
         return found, f"{_met(error)}" + (f" ({place})" if place else "")
 
@@ -347,7 +347,7 @@ class _Traces:
             if found:
                 return {found: self._closing.opaque(found, reason)}
             with evaluation(self.model):
-                called(self.model, *self.given)  # what does not run is no matter of following it
+                called(self.model, *self.given)  # no failure of the trace
         raise CaptureError(
             f"{type(self.model).__name__} cannot be followed: {reason}. Capture the parts "
             "of it that can, each with its own example inputs, or keep decisions on the values of "
@@ -365,9 +365,9 @@ class _Traces:
 
 
 def _takes_integers(program: ExportedProgram) -> bool:
-    """Whether all that is taken out of tensors are integers: no branch on values is.
+    """Whether only integers are taken out of tensors, and no branch depends on values.
 
-    What is taken to compute a size with may be gone from the graph; its symbol is not.
+    A number that only computes a size may be gone from the graph; its symbol stays.
     """
     from torch.utils._sympy.symbol import SymT, symbol_is_type  # and sympy
 
@@ -379,7 +379,7 @@ def _takes_integers(program: ExportedProgram) -> bool:
 
 
 def _fixes_numbers(program: ExportedProgram, leaves: list[Any]) -> bool:
-    """Whether the forward goes by what a number among the inputs is."""
+    """Whether the forward depends on the value of a number among the inputs."""
     nodes = [n for n in program.graph.nodes if n.op == "placeholder"][-len(leaves) :]
     given = zip(nodes, leaves, strict=True)
     values = [n.meta["val"] for n, leaf in given if isinstance(leaf, int)]
@@ -387,7 +387,7 @@ def _fixes_numbers(program: ExportedProgram, leaves: list[Any]) -> bool:
 
 
 def _counts(error: BaseException) -> bool:
-    """Whether the forward needs what a tensor holds as a number."""
+    """Whether the forward needs a tensor's value as a number."""
     name = type(error).__name__
     return "DataDependent" in name or "UserError" in name
 
@@ -417,7 +417,7 @@ _SIZES = re.compile(r"\bs\d+\b|\bsymbolic shape\b|\bSymInt\b")
 
 
 def _met(error: Exception) -> str:
-    """What went wrong, in a line."""
+    """The failure in one line."""
     name = type(error).__name__
     if _counts(error):
         return "it branches on the values of a tensor, or needs them as a number"

@@ -1,8 +1,8 @@
 """All modules that cannot be followed are found in one trace.
 
-Where the forward of a module ends in an error, the module becomes one node (`_opaque`) and the
-trace continues behind it. So it also shows the other such modules. It ends with the model's
-forward: the graph comes from the next trace, in which all of them are nodes from the beginning.
+If a module's forward ends in an error, the module becomes one node (`_opaque`) and the trace
+continues after it. So the same trace finds all such modules. The graph comes from the next
+trace, in which all of them are nodes from the start.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TraceEnds(Exception):
 
 
 class Closing:
-    """What is known of the calls of modules that cannot be followed.
+    """Calls of modules that cannot be followed.
 
     Args:
         model: As it is outside of the trace.
@@ -70,16 +70,16 @@ class Closing:
         opaque: Mapping[str, Opaque],
         reason: Callable[[str, Exception], str],
     ) -> Iterator[dict[str, Opaque]]:
-        """While it is entered, modules whose forwards end in an error are closed.
+        """Context in which modules whose forwards end in an error become one node.
 
         Args:
             traced: The model in the trace.
             opaque: Modules that are one node already.
-            reason: Why the module at a path, which an error ends, is to be closed; "" where the
-                trace is to end with the error.
+            reason: Gives the reason to close the module at a path after an error; "": the error
+                ends the trace.
 
         Yields:
-            What was closed, by path, filled during the block.
+            The closed modules by path, filled during the block.
         """
         found: dict[str, Opaque] = {}
         calls: Counter[str] = Counter()
@@ -123,7 +123,7 @@ class Closing:
 
 
 def _outside_of_the_trace(make: Callable[[], Opaque]) -> Opaque | None:
-    """What `make` gives where no mode of the trace holds: in another thread. None on errors."""
+    """Result of `make` in another thread, outside of the trace's modes. None on errors."""
     made: list[Opaque] = []
 
     def run() -> None:

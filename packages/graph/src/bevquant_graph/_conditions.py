@@ -1,4 +1,4 @@
-"""What torch specialised a graph on, and these conditions as guards of the graph's inputs."""
+"""The conditions on which torch specialised a graph, as guards of the graph's inputs."""
 
 from __future__ import annotations
 
@@ -165,10 +165,10 @@ def _is_operators(file: str) -> bool:
 
 
 def _decides(term: Any, operators: str, agree: bool) -> bool:
-    """Whether what an operator asks decides a size, or how many tensors or axes there are.
+    """Whether an operator's question decides a size, or the number of tensors or axes.
 
-    That sizes agree, and how many parts, axes or windows they make; other questions choose strides
-    and kernels, and most of them whether a size is 1.
+    Such questions ask whether sizes agree, and for the number of parts, axes or windows. Other
+    questions choose strides and kernels; most of them ask whether a size is 1.
     """
     import sympy
 
@@ -226,14 +226,14 @@ def _always_linear(term: Any, least: int) -> bool:
 
 
 def keep_answers(nodes: Iterable[fx.Node], answered: Iterable[Condition]) -> bool:
-    """Mark the assertions of a program that demand the example's answers, with their places.
+    """Mark the assertions of a program that require the example's values, with their source lines.
 
     Args:
         nodes: Of the program.
-        answered: What `places_noted` yields.
+        answered: Result of `places_noted`.
 
     Returns:
-        Whether each answer has an assertion.
+        Whether each value has an assertion.
     """
     asserted = [(node, str(node.args[1])) for node in nodes if node.target is REQUIRE]
     for term, file, line in answered:
@@ -254,8 +254,9 @@ def bound_guards(
     """The conditions in terms of these inputs, and the sizes that are fixed.
 
     Args:
-        conditions: Of the graph, or of the graph that this one is a part of. Where one asks about
-            sizes that cannot be had of these inputs, what follows from these is fixed.
+        conditions: Conditions of the graph, or of the graph that this one is a part of. If a
+            condition needs sizes that these inputs do not have, the sizes that depend on it are
+            fixed.
         names: Of the inputs.
         placeholders: Their nodes.
     """

@@ -55,16 +55,16 @@ _WRITES = frozenset(["__setitem__", *(f"__i{name}__" for name in _OPERATORS)])
 
 
 class Constants(TorchFunctionMode):
-    """Entered within a forward that is traced; answers with the values of small constant tensors.
+    """Function mode within a traced forward; small constant tensors give their values.
 
     Args:
         model: As it is outside of the trace.
 
     Attributes:
-        taken: The model's tensors of which the forward took a number, by path, with their values:
-            the graph is that of these values.
-        written: Whether the forward writes to one of them, which the next frame then finds changed.
-        of_sizes: Whether the forward makes a tensor of open sizes, as of the sizes of levels.
+        taken: The model's tensors from which the forward took a number, by path, with their values.
+            The graph holds for these values.
+        written: Whether the forward writes to one of them, so that the next frame finds it changed.
+        of_sizes: Whether the forward makes a tensor from open sizes, such as the sizes of levels.
         fix_sizes: Whether these sizes are fixed to the example's, which makes the tensor constant.
     """
 
@@ -185,7 +185,7 @@ class Constants(TorchFunctionMode):
                 self._note(one, other, origin)
 
     def _beside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a function makes of what the tensors hold."""
+        """Result of a function for the tensors' values."""
         held: Any = map_aggregate((args, kwargs), self._held)
         with _disable_current_modes():
             return func(*held[0], **held[1])

@@ -98,7 +98,7 @@ def _filled(cell: Any) -> bool:
 
 
 def _uncopyable(model: nn.Module) -> str:
-    """What of a model cannot be copied, in words."""
+    """The parts of a model that cannot be copied, in words."""
     for path, module in model.named_modules():
         for name, value in _own(module):
             memo = {id(other): other for other in model.modules()}

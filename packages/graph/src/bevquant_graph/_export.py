@@ -45,7 +45,7 @@ class _Shell(nn.Module):
         self.model = model
         self.__dict__["constants"] = constants
         self.__dict__["inputs"] = inputs
-        # torch.export puts attributes back as they were; what is noted elsewhere stays.
+        # torch.export restores attributes; records outside of the model stay.
         self.__dict__["note"] = note
 
     def forward(self, *leaves: Any) -> tuple[Any, ...]:
@@ -60,7 +60,7 @@ class _Shell(nn.Module):
 
 
 def nothing(*_: Any) -> None:
-    """In place of what torch notes of strides beside every value; nobody here reads it."""
+    """Replaces torch's record of strides for every value, which is not read here."""
 
 
 def exported(
@@ -125,21 +125,21 @@ def exported(
             ):
                 limited = _limited(getattr(holder, name), longest)
                 stack.enter_context(mock.patch.object(holder, name, limited))
-            # Asked for at every sum and product of sizes, and each time of all of their terms.
+            # Called at every sum and product of sizes, for all of their terms.
             known = property(lru_cache(maxsize=1 << 14)(vars(sympy.Expr)["is_number"].fget))
             stack.enter_context(mock.patch.object(sympy.Expr, "is_number", known))
-            # Of symbols hardly any answer is asked for twice, and making its key takes longer.
+            # Few results for symbols are needed twice, and the key takes longer than the result.
             stack.enter_context(dynamo_config.patch(fake_tensor_cache_enabled=False))
-        # Passes of torch.export compile the graph anew each, and nobody runs what they compiled.
+        # Each pass of torch.export compiles the graph again, and the compiled code never runs.
         stack.enter_context(_use_lazy_graph_module(True))
         # A size of 1 in the example stays open as any other.
         config: Any = symbolic_shapes_config
         stack.enter_context(config.patch(backed_size_oblivious=True))
         if values:
-            # The example's own numbers run along; what is decided by them becomes a requirement.
+            # The example's numbers run along; decisions by them become requirements.
             stack.enter_context(tracing_config.patch(fake_tensor_propagate_real_tensors=True))
             stack.enter_context(mock.patch.object(meta_utils, "_safe_copy", _copied))
-            # Its check that operators leave their operands alone takes an absent one for changed.
+            # torch's check for changed operands takes an absent operand for changed.
             stack.enter_context(mock.patch.object(MutationChecker, "check"))
             # torch compares offsets of the real values with the symbolic ones, which fixes sizes.
             stack.enter_context(
@@ -157,7 +157,7 @@ class Grown(RuntimeError):
 
 
 def _limited(compute: Callable[..., Any], longest: int) -> Callable[..., Any]:
-    """As sympy or torch computes, but not what would take it minutes: terms nest with every stage.
+    """As sympy or torch computes, except terms that would take minutes: they nest with every stage.
 
     Convolutions, pools and pads make a size of about ten operations; TensorFlow's "same" padding
     makes it three times as long at every stage.
@@ -172,7 +172,7 @@ def _limited(compute: Callable[..., Any], longest: int) -> Callable[..., Any]:
 
 
 class _Calls:
-    """The calls between the model and an operation: what torch notes with every node.
+    """The calls between the model and an operation, as torch records them for every node.
 
     torch itself looks up the source line of every call of the process, down to its first, and then
     drops what lies outside the forward: a fifth of the time that a capture takes.
@@ -184,7 +184,7 @@ class _Calls:
         return cls()
 
     def summary(self) -> traceback.StackSummary:
-        """Outermost first, without what torch would drop."""
+        """Calls, outermost first, without those that torch would drop."""
         from torch.fx.experimental.symbolic_shapes import uninteresting_files  # and sympy
 
         passed_over = uninteresting_files() | {Constants.__torch_function__.__code__.co_filename}
@@ -192,7 +192,7 @@ class _Calls:
         calls: list[traceback.FrameSummary] = []
         while frame is not None:
             code = frame.f_code
-            if code.co_filename not in passed_over:  # which line it is takes torch's frames longest
+            if code.co_filename not in passed_over:  # the line is most of torch's time
                 calls.append(_place(code.co_filename, frame.f_lineno, code.co_name))
             if code is _Shell.forward.__code__:
                 break
@@ -210,9 +210,9 @@ def _passed_over(*_: Any, **__: Any) -> None:
 
 
 def _copied(value: Tensor, source: Any) -> None:
-    """What torch's copy of real values does for tensors, for parameters as well.
+    """Torch's copy of real values, extended to parameters.
 
-    These it passes over, and their numbers are whatever the memory held before.
+    torch skips parameters, whose copies then hold uninitialised memory.
     """
     if type(source) in (Tensor, nn.Parameter):
         value.copy_(source)

@@ -1,4 +1,4 @@
-"""Whose fault it is: the module, file and line of what a model's own code does."""
+"""Location of a failure: module, file and line in the model's own code."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class CaptureError(CallError):
         self.reason = reason
 
 
-@lru_cache(maxsize=1 << 14)  # every capture asks for all files that were imported
+@lru_cache(maxsize=1 << 14)  # every capture needs all imported files
 def is_authors(file: str) -> bool:
     """Whether a source file is neither torch's nor this project's, nor part of Python."""
     parts = file.replace("\\", "/").split("/")
@@ -96,7 +96,7 @@ def where(error: BaseException, model: nn.Module, beside: Collection[str] = ()) 
     Args:
         error: As it was caught where the model was run.
         model: The model.
-        beside: Modules that are not meant, nor what is in them.
+        beside: Modules to pass over, with their submodules.
     """
     # While it is traced a module may be seen through a proxy, which has the module's attributes.
     paths = {id(vars(module)): path for path, module in model.named_modules()}
@@ -122,7 +122,7 @@ def _frames(error: BaseException | None) -> Iterator[tuple[Any, int]]:
 
 
 def spconv_call(error: BaseException) -> str:
-    """The function of ``spconv.pytorch.functional`` that an error comes from, and what to do."""
+    """The function of ``spconv.pytorch.functional`` that an error comes from, and the remedy."""
     home = "spconv.pytorch.functional"
     calls = [f.f_code.co_qualname for f, _ in _frames(error) if f.f_globals.get("__name__") == home]
     if not calls:
@@ -262,7 +262,7 @@ def first_fault(model: nn.Module, run: Callable[[], Any]) -> str:
         run: Runs it, each time on the same inputs.
 
     Returns:
-        The innermost such module, in words, with a remedy; "" where there is none.
+        The innermost such module, in words, with a remedy; "" if there is none.
     """
     first, second = _observed(model, run), _observed(model, run)
     for (path, module, taken, given), (_, _, taken2, given2) in zip(first, second, strict=False):
@@ -306,7 +306,7 @@ def _observed(model: nn.Module, run: Callable[[], Any]) -> list[Any]:
 
 
 def _print(value: Any) -> tuple[Any, ...]:
-    """What tells tensors apart that are not bit for bit the same, most likely."""
+    """A fingerprint that differs for tensors of different bits, with high probability."""
     tensors = [t.detach() for t in flatten(value)[0] if isinstance(t, Tensor)]
     flat = [t.to(torch.complex128 if t.is_complex() else torch.float64).flatten() for t in tensors]
     return tuple(

@@ -1,8 +1,8 @@
 """Several frames as one example: members that differ between them are inputs of the graph.
 
-The example is the first frame. Floats and numpy arrays in it that are others in a further frame
-are marked by their class (`VaryingFloat`, `VaryingInt`, `VaryingArray`), which changes nothing
-for a forward, and tells `capture` that they may be no constants.
+The example is the first frame. Floats and numpy arrays that differ in a further frame are marked by
+their class (`VaryingFloat`, `VaryingInt`, `VaryingArray`). The mark changes nothing for a forward;
+`capture` does not make them constants.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ VARYING = VaryingFloat, VaryingInt, VaryingArray
 
 
 def is_input(value: Any) -> bool:
-    """Whether a value that is no tensor is an input of a graph, as far as can be told by itself.
+    """Whether a value other than a tensor is an input of a graph, judged by the value alone.
 
     These are arrays of floats, as a camera's matrix, and members that vary between frames.
     """

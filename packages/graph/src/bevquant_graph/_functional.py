@@ -127,7 +127,7 @@ class _Rewriter:
             self.current[node] = self.version[self.root[node]], made
 
     def value(self, node: fx.Node, reader: fx.Node) -> fx.Node:
-        """What a tensor holds by now, in the new graph."""
+        """Current value of a tensor in the new graph."""
         if node not in self.root:
             return self.copies[node]
         version, made = self.current[node]
@@ -281,7 +281,7 @@ def _is_same(node: fx.Node) -> bool:
 
 
 def _keeps_type(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a write's operation gives the type and shape of what it writes to."""
+    """Whether a write's operation has the type and shape of its target."""
     spec = op_spec(node.target)
     values = [other.meta.get("val") for other in node.all_input_nodes]
     types = {value.dtype for value in values if isinstance(value, Tensor)}
@@ -309,10 +309,10 @@ def _storages(node: fx.Node) -> set[int]:
 
 
 def _inline(module: fx.GraphModule) -> bool:
-    """Put what runs under another autocast or gradient mode among the rest.
+    """Inline the parts that run under another autocast or gradient mode.
 
     ``with torch.autocast(…, enabled=False)`` is one node to torch.export, with a graph of its own.
-    That it computes the same without is for the replay to say.
+    The replay verifies that the mode does not matter.
     """
     regions = [n for n in module.graph.nodes if str(n.target) in _REGIONS]
     for node in regions:
@@ -349,9 +349,9 @@ def _copy_views(graph: fx.Graph) -> None:
 
 
 def _of_vmap(node: fx.Node) -> bool:
-    """Whether the node begins or ends a `torch.vmap`: inside, values are batches of what they say.
+    """Whether the node begins or ends a `torch.vmap`: inside, values have a hidden batch axis.
 
-    torch's second trace runs the map, and leaves operations on whole tensors.
+    torch's second trace runs the map and gives operations on whole tensors.
     """
     return getattr(node.target, "__module__", None) == "torch._functorch.predispatch"
 
@@ -371,7 +371,7 @@ def _written(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _out_of_place(target: Any) -> Any:
-    """``relu_`` → ``relu``, ``__iand__`` → ``__and__``; None where there is no such operator."""
+    """``relu_`` → ``relu``, ``__iand__`` → ``__and__``; None without such an operator."""
     name = re.sub(r"^__i(\w+__)$", r"__\1", target._schema.name.split("::")[1])
     name = name if name.endswith("__") else name.removesuffix("_")
     if name == target._schema.name.split("::")[1]:

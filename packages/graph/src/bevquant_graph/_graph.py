@@ -1,4 +1,4 @@
-"""A captured model: what is computed, by which module, on which line, and who reads it."""
+"""A captured model: operations with module, source line and consumers."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ class Graph:
         )
 
     def _called(self, given: Arguments) -> Any:
-        """What the model returns, which may note something meanwhile."""
+        """The model's result; a recorder may be active."""
         args, kwargs = own_inputs(given)
         return self.model(*args, **kwargs)
 
@@ -309,7 +309,7 @@ class Graph:
         return not all(map(_same_bits, filter(_is_tensor, first), filter(_is_tensor, second)))
 
     def _fault(self, given: Arguments) -> str:
-        """Why the graph gives other values than the model, as far as can be told."""
+        """Probable cause of a difference between graph and model."""
 
         def run() -> None:
             with evaluation(self.model), torch.no_grad():
@@ -402,7 +402,7 @@ class Graph:
         )
 
     def _numbers(self) -> Iterator[fx.Node]:
-        """What takes numbers out of tensors."""
+        """Operations that take numbers out of tensors."""
         return (node for node in self.operations if str(node.target) in NUMBERS)
 
     def _departure(self, given: Arguments) -> str:

@@ -1,9 +1,9 @@
-"""Forwards that only treat empty inputs apart and otherwise are their base class's.
+"""Forwards that treat only empty inputs differently from their base class.
 
-As the wrappers of mmcv and maskrcnn-benchmark around torch's layers, which know no empty batches in
-old versions: ``if x.numel() == 0: return empty``, then ``return super().forward(x)``. The source is
-followed for an input that has elements. What it returns then must be the next class's forward of
-the same arguments, on every path.
+Examples are mmcv's and maskrcnn-benchmark's wrappers of torch's layers, whose old versions took no
+empty batches: ``if x.numel() == 0: return empty``, then ``return super().forward(x)``. The source
+is followed for an input with elements. On every path its result must be the next class's forward of
+the same arguments.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _READ = frozenset(
 
 @cache
 def only_guards(cls: type) -> bool:
-    """Tell whether the forward in a class's own body hands inputs with elements to the next class.
+    """Whether the forward in a class's own body passes inputs with elements to the next class.
 
     Example:
         >>> from torch import nn
@@ -128,7 +128,7 @@ class _Path:
         return isinstance(node, ast.Name) and node.id == self.value
 
     def truth(self, test: ast.expr) -> bool | None:
-        """What a condition is for an input with elements; None where that is not known."""
+        """Value of a condition for an input with elements; None if unknown."""
         if isinstance(test, ast.Constant):
             return bool(test.value)
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -145,7 +145,7 @@ class _Path:
         return True if self.counts(test) else None
 
     def compared(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> bool | None:
-        """What a comparison of a count, which is at least 1, with 0 or 1 is."""
+        """Value of a comparison of a count, which is at least 1, with 0 or 1."""
         if self.counts(right) and not self.counts(left):
             turned = {ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE}
             return self.compared(right, turned.get(type(op), type(op))(), left)

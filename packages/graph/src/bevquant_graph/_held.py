@@ -13,9 +13,9 @@ _OWN = frozenset(("_modules", "_parameters", "_buffers"))
 def replace_modules(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> None:
     """Replace modules wherever the model holds them.
 
-    That is as children, and in other attributes: forwards iterate over lists, tuples and dicts of
-    layers that were also registered by `torch.nn.Module.add_module`. Such a container is not
-    written; the attribute gets a new one. A container may contain itself.
+    Children are replaced, and so are modules in other attributes: forwards iterate over lists,
+    tuples and dicts of layers that were also registered by `torch.nn.Module.add_module`. Such a
+    container is not changed; the attribute gets a new one. A container may contain itself.
 
     Args:
         model: It is changed.
@@ -45,13 +45,13 @@ def replace_modules(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -
 def _with(
     value: Any, replaced: Mapping[nn.Module, nn.Module], made: dict[int, tuple[Any, Any]]
 ) -> Any:
-    """The value with the modules in it replaced; itself where there are none.
+    """The value with the modules in it replaced; the value itself if it has none.
 
     Args:
         value: Any attribute.
         replaced: As `replace_modules` takes it.
-        made: Containers by identity (kept alive, so that it stays theirs), with what stands for
-            them: one that several attributes hold, or that holds itself, is so afterwards too.
+        made: Containers by identity, kept alive so that the identity stays unique, with their
+            replacements. Containers shared by attributes, or containing themselves, stay so.
     """
     if isinstance(value, nn.Module):
         return replaced.get(value, value)

@@ -22,15 +22,15 @@ def check_kind(value: object, kinds: type | tuple[type, ...], expected: str) -> 
     """Refuse a value of another kind.
 
     The message begins with the outermost public function that was given the value, and the name of
-    its argument, so functions below it need not be told for whom they work.
+    its argument, so functions below it need no name of their caller.
 
     Args:
         value: The argument.
         kinds: Classes that are right.
-        expected: Those in words.
+        expected: The classes in words.
 
     Raises:
-        TypeError: The value is of no such class.
+        TypeError: The value has another class.
 
     Example:
         >>> check_kind("net.pt", nn.Module, "a torch module")
@@ -91,14 +91,14 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def file_path(path: Any, what: str = "file") -> Path:
-    """The path, if it is one.
+    """The path, checked.
 
     Args:
         path: A string or a path.
         what: The file in words.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: It is neither.
 
     Example:
         >>> file_path("ranges.json").suffix

@@ -1,4 +1,4 @@
-"""What a module computes, told by its class and, of a convolution's zeros, by its settings."""
+"""A module's computation by its class and, for a convolution's padding with zeros, its settings."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def layer_class(module: object, *classes: type[Any]) -> type[Any] | None:
 
 
 def own_code(module: object, cls: type[Any] | None = None) -> str | None:
-    """Name the part of a module that changes a known class's computation.
+    """Part of a module that changes a known class's computation.
 
     Args:
         module: Any object.
@@ -88,7 +88,7 @@ def own_code(module: object, cls: type[Any] | None = None) -> str | None:
 
     Returns:
         The module's own part, for a message, as ``"zoo.BNAct has a forward of its own"``; None
-        where there is none, and without a known class.
+        without one, and without a known class.
 
     Example:
         >>> bn = nn.BatchNorm2d(3)

@@ -42,11 +42,11 @@ class WithMemory(nn.Module):
         self.train(model.training)
 
     def forward(self, frame: Any, memory: Any = None) -> tuple[Any, dict[str, Any]]:
-        """The model's result for a frame, and its memory behind it.
+        """The model's result for a frame, and its memory after the frame.
 
         Args:
             frame: A tuple of positional inputs, a dict of named inputs, or one input.
-            memory: What the call for the frame before returned; None for a first frame.
+            memory: Memory returned for the previous frame; None for a first frame.
 
         Raises:
             ValueError: The memory has other names.
@@ -59,7 +59,7 @@ class WithMemory(nn.Module):
         return self._after(frame, memory or {})
 
     def _after(self, frame: Any, memory: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """As `forward`; what the memory lacks is as before the first frame."""
+        """As `forward`; missing entries of the memory are as before the first frame."""
         args, kwargs = arguments(frame)
         places = [(name, *_held(self.model, name)) for name in self.names]
         before = {name: held.get(last, _ABSENT) for name, held, last in places}
@@ -88,7 +88,7 @@ def _held(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 
 
 def with_memory(model: nn.Module, frames: Iterable[Any]) -> WithMemory:
-    """The model with what it remembers from frame to frame as an input and an output.
+    """The model with its memory from frame to frame as an input and an output.
 
     Memory is every attribute and buffer that a frame changes and that changes the result, or other
     memory, of the next frame. The first form, ``made(frame)``, starts a sequence; the following
@@ -102,7 +102,7 @@ def with_memory(model: nn.Module, frames: Iterable[Any]) -> WithMemory:
 
     Raises:
         TypeError: `model` is not a module.
-        ValueError: Fewer than two frames, or a model that remembers nothing.
+        ValueError: Fewer than two frames, or a model without memory.
 
     Example:
         >>> class Follows(nn.Module):

@@ -1,9 +1,9 @@
 """Modules that cannot be followed, as one node each.
 
-``bevquant_graph::opaque(tensors, key)`` calls a module as Python runs it. In a graph it stands for
-what could not be captured: its inputs and outputs are values, and its inside is not known. Which
-sizes of its outputs are open is found by a second call on half of the rows: one that is then
-another follows the rows, or is of the module's own making; what stays is a size of the example.
+``bevquant_graph::opaque(tensors, key)`` calls a module in Python. In a graph it stands for a module
+that could not be captured: its inputs and outputs are values, its inside is unknown. A second call
+on half of the rows finds the open sizes of its outputs. A size that changes depends on the rows or
+on the module; a size that stays is the example's.
 """
 
 from __future__ import annotations
@@ -132,10 +132,10 @@ OPAQUE = torch.ops.bevquant_graph.opaque.default
 
 
 def opaque_call(key: str) -> _Call:
-    """What the node with this key calls.
+    """The module that the node with this key calls.
 
     Raises:
-        ValueError: The graph was made in another process.
+        ValueError: The graph was captured in another process.
     """
     if key not in _calls:
         raise ValueError(
@@ -169,7 +169,7 @@ def opaque_modules(model: nn.Module, opaque: Mapping[str, Opaque]) -> Iterator[N
 
 
 def called_as_operator(call: _Call, args: Any, kwargs: Any) -> Any:
-    """What a call of a module returns that is one node."""
+    """Result of calling a module that is one node."""
     leaves, call.inputs = flatten((args, kwargs))
     return rebuild(call.result, OPAQUE(leaves, call.key))
 

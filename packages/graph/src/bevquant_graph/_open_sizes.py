@@ -1,10 +1,10 @@
-"""What code and operators mean while a model is exported with open sizes.
+"""Meaning of code and operators during an export with open sizes.
 
 ``len(x)`` and ``int(share * n)`` are counts that stay open (`open_lengths`). With open sizes torch
-finds the shape of an activation or a batch norm by running what it is made of: a dozen operations,
-each with its own checks of strides on symbols, half of a capture's time. The answer is the
-operand's own shape, type and memory order; torch keeps a table of such short cuts (for `add` and
-its like), and these are entered there for as long as a capture lasts (`elementwise_shapes`).
+finds the shape of an activation or a batch norm by running its decomposition: a dozen operations,
+each with checks of strides on symbols, half of a capture's time. The result has the operand's own
+shape, type and memory order. torch has a table of such shortcuts (for `add` and similar operators);
+during a capture these operators are entered there (`elementwise_shapes`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def batch_norm_of_rows(x: Tensor, *args: Any) -> Tensor:
 
 
 def _short(target: Any, form: Callable[..., Any], *, whole: bool = False) -> Callable[..., Any]:
-    """The table's entry: by `form` where it can tell, else as torch finds the shape itself.
+    """The table's entry: the shape by `form` if it applies, else by torch.
 
     Of floating point, or of `whole` numbers too.
     """
@@ -110,7 +110,7 @@ class _Like:
         return FakeTensor(mode, made, device=x.device)
 
     def normed(self, mode: Any, x: Tensor) -> tuple[Tensor, ...] | None:
-        """What a batch norm gives: the map, and two statistics that fixed ones leave empty."""
+        """Outputs of a batch norm: the map, and two statistics, empty in evaluation."""
         made = self(mode, x)
         if made is None:
             return None
@@ -118,7 +118,7 @@ class _Like:
         return made, *(FakeTensor(mode, statistic, device=x.device) for statistic in empty)
 
     def sampled(self, mode: Any, x: Tensor, grid: Tensor, *_: Any, **__: Any) -> Tensor:
-        """What a map gives at the places of a grid; torch asks a hundred operations for it."""
+        """A map sampled at a grid's positions; torch takes a hundred operations for the shape."""
         sizes = (*x.shape[:2], *grid.shape[1:3])
         return FakeTensor(mode, torch.empty(sizes, dtype=x.dtype, device="meta"), device=x.device)
 
@@ -165,13 +165,12 @@ _Scope = dict[str, Any]
 def open_lengths(model: nn.Module, shares: list[_Scope]) -> Iterator[None]:
     """Let the code around a model's forwards count rows as ``x.shape[0]`` does.
 
-    Python demands a plain integer of ``len``, which fixes the number of voxels to the example's,
-    and cannot be had of what ``torch.unique`` or a mask leaves over. So the name has another
-    meaning meanwhile in the packages of the model's classes and in files of no library. ``int``
-    has one in the modules of `shares` alone, for it is a class that much else is asked of. Where
-    another one takes a share of a number of rows, or ``int(mask.sum() * share)`` of what a tensor
-    holds, the names of that module are added to `shares`, and the run ends with an error: it is to
-    be made again.
+    Python requires a plain integer from ``len``. This fixes the number of voxels to the example's,
+    and is impossible for the rows that ``torch.unique`` or a mask selects. So the name is replaced
+    during a capture, in the packages of the model's classes and in files outside of libraries.
+    ``int`` is a class with other uses, and is replaced only in the modules of `shares`. If another
+    module takes a share of a number of rows, or ``int(mask.sum() * share)``, its name is added to
+    `shares`, and the run ends with an error: the caller repeats it.
     """
     classes = {base for module in model.modules() for base in type(module).__mro__}
     packages = {cls.__module__.partition(".")[0] for cls in classes} - _OTHERS

@@ -1,8 +1,8 @@
-"""The one table of what operators do to values, scales, order and shape.
+"""The one table of operators: their effect on values, scales, order and shape.
 
-A row names an operator however it is called: as ATen operator, as function or method, as module.
-Whoever reads a graph asks `op_spec`; a new operator is a row here and what computes it where it is
-computed.
+A row names an operator in all its forms: ATen operator, function, method, module. Readers of a
+graph call `op_spec`. A new operator needs a row here, and its kernel in the package that computes
+it.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class OpSpec:
         mixes: Whether an output value is computed from several input values.
         modules: Classes of torch.nn (by name) whose forward is this operator alone.
         places: Whether operands after the first only select where the first is read.
-        layout: What a layout operator does: ``"reshape"``, ``"permute"`` axes, ``"reorder"`` values
+        layout: Effect of a layout operator: ``"reshape"``, ``"permute"`` axes, ``"reorder"`` values
             along an axis, ``"shuffle"`` values between axes, take a ``"part"``, ``"repeat"``,
             ``"pad"``.
         casts: Whether it converts the type of values.
         like: Whether the second operand only gives the shape.
         product: Sum of products that it computes, in words.
-        neutral: Number as second operand that leaves the first unchanged.
+        neutral: Second operand that leaves the first unchanged.
         creates: Whether it makes a tensor of numbers.
     """
 

@@ -1,4 +1,4 @@
-"""Containers and modules of one's own, over the same tensors: what runs may write to them."""
+"""Copies of containers and modules over the same tensors, for a run that may write to them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def own_inputs(value: Any, change: Callable[[Tensor], Tensor] | None = torch.clo
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """The model's modules once more, over the same parameters and buffers.
+    """A copy of the model's modules over the same parameters and buffers.
 
     A run of it, or a trace, writes to no attribute of the model, which another thread may run.
     Attributes, hooks and closures that lead to modules of the model lead to the twin's.
@@ -73,7 +73,7 @@ def twin(model: nn.Module) -> nn.Module:
 
 
 class _Copies:
-    """Makes copies; what was copied once is that copy again.
+    """Makes copies, one for each object.
 
     Args:
         change: As `own_inputs` takes it.
@@ -153,7 +153,7 @@ class _Copies:
         return made
 
     def _object(self, value: Any) -> Any:
-        """An object of an author's class with attributes; any other is what it is."""
+        """Copy of an object of an author's class with attributes; others are returned."""
         names = attributes_of(value)
         if not names:
             return value

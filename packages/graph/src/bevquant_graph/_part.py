@@ -1,4 +1,4 @@
-"""A part of a captured graph as a graph of its own: what is computed between some of its values."""
+"""A part of a captured graph, between some of its values, as a graph of its own."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class _Part:
         ))  # fmt: skip
 
     def _copied(self, node: fx.Node) -> fx.Node:
-        """A node of the whole; a number that is a size of what is given is read there."""
+        """Copy of a node of the whole graph; a size of an input is read from the input."""
         if _number(node) in self.sizes:
             source, axis = self.sizes[_number(node)]
             made = self.graph.call_function(_SIZE, (self.copies[source], axis))

@@ -1,9 +1,9 @@
-"""From an exported program back to a module: layers are modules again, the rest its calls.
+"""From an exported program back to a module: layers become modules, the rest stays calls.
 
-An `ExportedProgram` (or the `GraphModule` that is its `module()`) has ATen calls for layers.
-Here each stretch of calls that one module of the author's made becomes a module at the same path,
-which runs these calls in order; a stretch that is torch's own layer becomes that layer, with the
-program's own parameter objects. So whoever looks for layers, names and forwards finds them.
+An `ExportedProgram` (or the `GraphModule` that is its `module()`) has ATen calls for layers. Here
+each stretch of calls by one module of the author becomes a module at the same path, which runs
+these calls in order. A stretch that is torch's own layer becomes that layer, with the program's own
+parameter objects. Layers, names and forwards can then be found as in any model.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class _Builder:
         )
 
     def refuse(self, node: fx.Node) -> None:
-        """Say what a module of layers cannot hold."""
+        """Raise the error of a call that a module of layers cannot hold."""
         name = getattr(node.target, "__name__", str(node.target))
         spec = op_spec(node.target)
         met = ""
@@ -240,7 +240,7 @@ class _Builder:
         return Plan(freed(steps, len(inputs), result), result[0] if single else result)
 
     def boundary(self, path: str, group: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """What a stretch of nodes takes from outside of it, and what of it is read outside."""
+        """A stretch's inputs from outside, and its values that are read outside."""
         inside = set(group)
         taken = dict.fromkeys(
             n
@@ -288,7 +288,7 @@ class _Builder:
     def chain(
         self, path: str, groups: Iterable[Any], inputs: list[fx.Node], made: list[fx.Node]
     ) -> nn.Sequential | None:
-        """A Sequential whose members hand one value on; None where it is none."""
+        """A Sequential whose members pass one value on; None if it is not one."""
         if len(inputs) != 1 or len(made) != 1:
             return None
         value, names = inputs[0], list[str]()
@@ -350,7 +350,7 @@ class _Builder:
     def in_order(self) -> list[str]:
         """Parents before children, and these in the order in which the author made them.
 
-        Parameters tell that; a module without any comes behind the one that runs before it.
+        Parameters give the order; a module without any comes after the one that runs before it.
         """
         first: dict[str, int] = {}
         for index, name in enumerate(self.state):
@@ -366,7 +366,7 @@ class _Builder:
         return sorted(paths, key=lambda path: (path.count("."), first.get(path, -1)))
 
     def holder(self, root: nn.Module, path: str) -> nn.Module:
-        """The module at `path`; where there is none, one of its class's name that only holds."""
+        """The module at `path`; if absent, an empty container of its class's name."""
         parts = path.split(".") if path else []
         for index, name in enumerate(parts):
             if name not in root._modules:

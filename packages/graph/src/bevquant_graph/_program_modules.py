@@ -22,7 +22,7 @@ _LAYERS = ("layer", "norm", "max_pool", "avg_pool", "relu", "identity")
 
 @dataclass(frozen=True)
 class Value:
-    """A value of a call, by its place: inputs first, then what the steps made."""
+    """A value of a call, by its position: inputs first, then the steps' results."""
 
     place: int
 
@@ -43,7 +43,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """One call of a module: its steps, and what it returns."""
+    """One call of a module: its steps and its result."""
 
     steps: tuple[Step, ...]
     result: Any
@@ -53,7 +53,7 @@ class Plan:
 
 
 class Part(nn.Module):
-    """What one module of an exported program computes, call by call as the program has it."""
+    """One module of an exported program, with the program's calls in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Part(nn.Module):
         for step in self.plans[plan].steps:
             args = _with(step.args, made)
             kwargs = {name: _with(value, made) for name, value in step.kwargs}
-            with _noted(step):  # one line for all: whoever watches tells steps by their order
+            with _noted(step):  # one line for all: watchers identify steps by their order
                 made.append(self._run(step, args, kwargs))
             for index in step.dead:
                 made[index] = None
@@ -95,7 +95,7 @@ def root_class(info: Any, inputs: list[fx.Node]) -> type[Part]:
     guards = [guard for guard in bound if guard.fixes is None]
 
     class Root(Part):
-        """The whole of a program: it takes and returns what the exported model does."""
+        """A whole program, with the exported model's inputs and outputs."""
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             """Check the inputs, run the program."""
@@ -172,7 +172,7 @@ def item(values: Any, index: int) -> Any:
 
 
 def freed(steps: list[Step], inputs: int, result: list[Any]) -> tuple[Step, ...]:
-    """Steps that know which values nobody reads any more."""
+    """Steps with the values that have no further consumer."""
     last: dict[int, int] = {}
     for number, step in enumerate(steps):
         last[inputs + number] = number
@@ -193,7 +193,7 @@ def _is_value(item: object) -> bool:
 
 
 def _with(value: Any, made: list[Any]) -> Any:
-    """What stands for the values in an argument."""
+    """An argument with its values replaced."""
     if isinstance(value, Value):
         return made[value.place]
     if isinstance(value, list | tuple):
@@ -226,7 +226,7 @@ def call_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def layer_of(kind: str, nodes: list[fx.Node], program: fx.GraphModule) -> nn.Module | None:
-    """The layer of torch's class `kind` that computes these nodes; None where there is none."""
+    """The layer of torch's class `kind` that computes these nodes; None if none does."""
     cls: Any = getattr(nn, library_class(kind), None)
     *before, node = nodes
     spec = op_spec(node.target)
@@ -288,7 +288,7 @@ def _attribute(value: Any, program: fx.GraphModule) -> Tensor | None:
 
 
 def _padding(pads: Any) -> tuple[int, ...] | None:
-    """What a convolution calls the padding of `torch.nn.functional.pad`; None where uneven."""
+    """A convolution's padding for that of `torch.nn.functional.pad`; None if uneven."""
     pairs = list(zip(pads[::2], pads[1::2], strict=True))
     even = all(isinstance(a, int) and a == b for a, b in pairs)
     return tuple(a for a, _ in reversed(pairs)) if even else None

@@ -53,7 +53,7 @@ def quiet(*more: str) -> Iterator[None]:
 
 
 def _in_this_thread(patch_method: Callable[..., None]) -> Callable[..., None]:
-    """As torch's tracer replaces ``Module.__call__``, but other threads call what it was."""
+    """Replace ``Module.__call__`` as torch's tracer does; other threads call the original."""
 
     def patch(patcher: Any, cls: type, name: str, new: Callable[..., Any], **named: Any) -> None:
         old = getattr(cls, name)

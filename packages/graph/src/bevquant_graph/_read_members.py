@@ -33,7 +33,7 @@ class ReadMembers:
             those of the example in its order, then those that it lacks. Containers without an entry
             are read whole.
         handed: Containers of the arguments in the result: position in the result, position in the
-            arguments, and the keys that the forward asks for or writes. A call returns the other
+            arguments, and the keys that the forward reads or writes. A call returns the other
             members unchanged.
     """
 

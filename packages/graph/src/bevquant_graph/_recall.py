@@ -1,20 +1,23 @@
-"""What was followed once is not followed again.
+"""A cache of captured graphs.
 
-Fusing, quantizing, lowering, each exporter and each comparison follow the model that they are
-handed, and following it is most of what they do on a small one. A script hands several of them the
-same model, and a search or a test suite hands them many models of one structure.
+Fusing, quantizing, lowering, each exporter and each comparison capture their model, which takes
+most of their time on a small one. A script passes the same model to several of them; a search or a
+test suite passes many models of one structure.
 
-A model's structure is everything that its modules hold, written down but for the values of
-parameters and buffers, which a graph reads from the model. `recalled` answers the graph of an
-earlier capture while somebody holds it, where the tensors are the same too; otherwise, of the last
-captures (`_KEPT`), the program of a model of this structure, bound to this model's tensors. Inputs
-are told by how they are nested and the tensors' sizes, small tensors that are neither parameter nor
-buffer by what they hold; what objects of a class with ``is_read_by_forwards = False`` hold (as
-calibrators) is passed over. What cannot be written down is captured anew, and models that hold
-other such tensors, or modules that are one node, are answered only their own graph. Every graph is
-replayed first: none is answered that does not give the model's bits. That takes two runs of the
-model; a structure of which they take longer than to follow it, as of a large model with its sizes
-fixed, is followed each time.
+A model's structure is everything that its modules hold, serialized, except the values of parameters
+and buffers, which a graph reads from the model. `recalled` returns the graph of an earlier capture
+while it is in use and the tensors are the same. Otherwise it looks among the last captures
+(`_KEPT`) for a program of this structure and binds it to this model's tensors.
+
+- Inputs are identified by their nesting and the tensors' sizes. Small tensors that are neither
+  parameter nor buffer are identified by their values.
+- Content of objects of a class with ``is_read_by_forwards = False``, such as calibrators, is
+  ignored.
+- A model that cannot be serialized is captured anew. Models with other such tensors, or with
+  modules that are one node, get only their own graph.
+- Every graph is replayed first and must give the model's bits. The replay takes two runs of the
+  model. A structure whose replay takes longer than its capture, such as a large model of fixed
+  sizes, is captured each time.
 """
 
 from __future__ import annotations
@@ -44,19 +47,20 @@ from ._signature import Arguments, Tree, flatten
 
 _KEPT = 128
 _HOOKS = re.compile(r"_\w*hooks\w*")  # attributes of a module: number to hook
-_SMALL = 1 << 16  # bytes of a tensor that is written down
+_SMALL = 1 << 16  # bytes of a tensor that is serialized
 _NAMED = (type, types.BuiltinFunctionType, types.ModuleType, types.CodeType)
 
 
 @dataclass(frozen=True)
 class State:
-    """What a capture goes by.
+    """Key of a capture.
 
     Attributes:
-        structure: Digest of everything but tensors, which count by the order in which they come.
-        tensors: Which they are: identity and count of writes.
-        alone: Whether one of them is no parameter, no buffer, and not written down.
-        named: What stands in the digest by its address, which is its own as long as this lives.
+        structure: Digest of everything but tensors, which count by their order.
+        tensors: The tensors: identity and count of writes.
+        alone: Whether one of them is neither parameter nor buffer, and not serialized.
+        named: Objects that the digest holds by address, kept alive so that the address stays
+            unique.
     """
 
     structure: bytes
@@ -67,7 +71,7 @@ class State:
 
 @dataclass(frozen=True)
 class _Followed:
-    """What was followed of a model, without its tensors, and what it took."""
+    """A model's capture without its tensors, and its time."""
 
     state: State
     program: ExportedProgram
@@ -105,14 +109,14 @@ def recalled(model: nn.Module, given: Arguments, state: State | None) -> Graph |
 def remember(
     model: nn.Module, state: State | None, graph: Graph, seconds: float, *, by_values: bool
 ) -> None:
-    """Let `recalled` answer `graph` while somebody holds it, and its program for a while.
+    """Let `recalled` return `graph` while it is in use, and its program for a while.
 
     Args:
         model: The model.
-        state: What `capture` went by.
-        graph: What it made of that.
-        seconds: What that took.
-        by_values: Whether numbers out of tensors are in the graph, as the example's are.
+        state: The capture's key.
+        graph: The captured graph.
+        seconds: Time of the capture.
+        by_values: Whether the graph holds the example's numbers out of tensors.
     """
     if state is None:
         _LAST.pop(model, None)
@@ -136,7 +140,7 @@ def remember(
 
 
 def _in_use(model: nn.Module, state: State) -> Graph | None:
-    """The model's own graph, if somebody holds it and the model is what it was."""
+    """The model's own graph, if it is in use and the model is unchanged."""
     if model not in _LAST:
         return None
     last, graph = _LAST[model]
@@ -162,7 +166,7 @@ def _bound(known: _Followed | None, model: nn.Module, state: State) -> Graph | N
 
 
 def state_of(model: nn.Module, given: Arguments, *settings: bool) -> State | None:
-    """What a capture goes by; None where it cannot be told.
+    """Key of a capture; None if the model cannot be serialized.
 
     Args:
         model: The model.
@@ -175,7 +179,7 @@ def state_of(model: nn.Module, given: Arguments, *settings: bool) -> State | Non
         sizes = [(leaf.shape, leaf.stride(), str(leaf.dtype), str(leaf.device)) for leaf in leaves]
         writer = _Writer(chain(model.parameters(), model.buffers()))
         writer.dump((model, [id(f) for f in forwards], tree, sizes, settings))
-    except Exception:  # a lock, a generator: whatever has no written form
+    except Exception:  # a lock, a generator: objects without a serialized form
         return None
     return State(
         writer.digest(),
@@ -186,10 +190,10 @@ def state_of(model: nn.Module, given: Arguments, *settings: bool) -> State | Non
 
 
 class _Writer(pickle.Pickler):
-    """Writes what objects hold; tensors by their order, classes and functions by identity.
+    """Serializes objects; tensors by their order, classes and functions by identity.
 
-    Equal strings are one, whether or not they are the same object, and hooks are told by their
-    order, not by the number that torch gives each in a process.
+    Equal strings are one, also as different objects. Hooks are identified by their order, not by
+    torch's number, which depends on the process.
     """
 
     def __init__(self, registered: Iterable[Tensor]) -> None:
@@ -205,13 +209,13 @@ class _Writer(pickle.Pickler):
         self._memory = {t.untyped_storage().data_ptr() for t in self._registered if t.numel()}
 
     def digest(self) -> bytes:
-        """Of what was written."""
+        """Digest of the serialized objects."""
         found = hashlib.sha256(self._written.getbuffer())
         found.update(repr(list(self._strings)).encode())
         return found.digest()
 
     def persistent_id(self, obj: Any) -> Any:
-        """What stands for an object; None: what it holds."""
+        """Replacement of an object; None: its content is serialized."""
         if type(obj) is str:
             return self._strings.setdefault(obj, len(self._strings))
         if isinstance(obj, Tensor):
@@ -251,7 +255,7 @@ class _Writer(pickle.Pickler):
         return object.__new__, (type(obj),), {**state, **ordered}
 
     def _content(self, tensor: Tensor) -> Any:
-        """What a tensor holds that is no parameter or buffer; None of large ones and of views."""
+        """Values of a tensor beside parameters and buffers; None for large ones and views."""
         memory = tensor.untyped_storage()
         if memory.nbytes() > _SMALL or memory.data_ptr() in self._memory:
             self.alone = True

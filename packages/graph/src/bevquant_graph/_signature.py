@@ -1,8 +1,8 @@
-"""What goes into a model and what comes out, as flat lists of tensors.
+"""Inputs and outputs of a model as flat lists of tensors.
 
-Forwards take and return whatever their authors liked: sparse tensors, `batch_dict`s, numpy arrays,
-numbers, named tuples, a library's output classes. A `Tree` remembers how such a value is put
-together, so that a graph has tensors alone at its ends and a call looks as it always did.
+Forwards take and return sparse tensors, `batch_dict`s, numpy arrays, numbers, named tuples and
+libraries' output classes. A `Tree` holds the structure of such a value: the graph has only tensors
+as inputs and outputs, and a call keeps its form.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def members_of(value: Any) -> dict[Any, Any] | None:
 
 
 def _members(value: Any) -> tuple[tuple[Any, ...] | None, tuple[Any, ...]] | None:
-    """Keys (or None) and members of a container; None for what is no container."""
+    """Keys (or None) and members of a container; None for other values."""
     if isinstance(value, Mapping):
         return tuple(value.keys()), tuple(value.values())
     if isinstance(value, list | tuple):

@@ -164,7 +164,7 @@ def check_guards(guards: Iterable[Guard], sizes: Sizes, remedy: str) -> None:
         remedy: What to do, for the message.
 
     Raises:
-        ValueError: A guard does not hold; the message has condition, input, file and line.
+        ValueError: A guard does not hold; the message names condition, input, file and line.
 
     Example:
         >>> check_guards([Guard("s0 > 9", (("x", 0),))], {"x": (8,)}, "give more")

@@ -183,7 +183,7 @@ def _locks(models: tuple[nn.Module, ...]) -> Iterator[Any]:
 
 
 class _State:
-    """What a model's modules hold."""
+    """State of a model's modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self._dicts: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -221,7 +221,7 @@ class _State:
                 pending += held.values()
 
     def put_back(self) -> bool:
-        """Make everything what it was; return whether something was not. That alone is written."""
+        """Restore all state and return whether any had changed. Only changed state is written."""
         changed = [_update(named, before) for named, before in self._dicts]
         changed += [_set_attributes(value, held) for value, held in self._objects]
         changed += [_refill(container, content) for container, content in self._containers]

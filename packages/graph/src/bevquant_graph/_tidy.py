@@ -1,7 +1,7 @@
-"""Puts what torch exports into the form that a `Graph` promises.
+"""Normalises torch's export to the form of a `Graph`.
 
-Nodes have paths of the model's own modules, each operation has one form, what only torch's compiler
-reads is gone.
+Nodes get the paths of the model's own modules, each operation has one form, and values for torch's
+compiler alone are removed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ANSWER = "bevquant_answer"
 NUMBERS = ("aten.item.default", "aten._local_scalar_dense.default")
 
 _SLICE = re.compile(r"slice\((None|-?\d+), (None|-?\d+), (None|-?\d+)\)")
-SHELL = "model"  # what holds the model inside of an exported program
+SHELL = "model"  # holder of the model in an exported program
 PASSED_OVER = "bevquant_passed_over"
 """Says of a concatenation that the forward's call has empty operands beside the node's."""
 NO_VALUE = (
@@ -95,7 +95,7 @@ def _sliced(model: nn.Module, path: str) -> str:
     """
     names: list[str] = []
     holder: nn.Module | None = model
-    members: list[str] | None = None  # of the last slice, while it renumbers them
+    members: list[str] | None = None  # of the last slice, which renumbers them
     for part in path.split("."):
         bounds = _SLICE.fullmatch(part)
         if bounds is not None and holder is not None:
@@ -112,7 +112,7 @@ def _sliced(model: nn.Module, path: str) -> str:
 def _joined(operands: Any) -> Any:
     """The operands of a concatenation, of any rank, without those of shape [0].
 
-    torch passes over these: what is remembered of frames before the first is such a tensor.
+    torch ignores these; the memory before a first frame is such a tensor.
     """
     shapes = {value: value.meta["val"].shape for value in operands}
     held = [v for v in operands if [fixed_number(size) for size in shapes[v]] != [0]]
@@ -148,11 +148,11 @@ def _changes_nothing(node: fx.Node) -> bool:
 
 
 def tidy(module: fx.GraphModule, model: nn.Module) -> None:
-    """Assertions about sizes and what changes nothing go; batch norm and new memory have one form.
+    """Remove assertions about sizes and operations without effect; unify batch norm and new memory.
 
     Args:
-        module: What torch exported of `model`.
-        model: Whose paths the nodes get.
+        module: torch's export of `model`.
+        model: Gives the nodes their paths.
     """
     graph = module.graph
     for node in list(graph.nodes):
@@ -200,9 +200,9 @@ _IN_MEMORY = ("aten.sym_storage_offset", "aten.sym_stride")  # where values lie,
 
 
 def _takes_numbers(node: fx.Node) -> bool:
-    """Whether a requirement is about what a tensor holds, not about sizes.
+    """Whether a requirement concerns a tensor's values, not sizes.
 
-    What ``torch._check_tensor_all`` asks of one is the author's own check, on which nothing rests.
+    ``torch._check_tensor_all`` is the author's own check; the graph does not depend on it.
     """
     pending, seen = [node], set()
     while pending:

@@ -20,10 +20,10 @@ from ._signature import Place, is_sparse_tensor, members_of, refilled
 
 @dataclass
 class _Note:
-    """What a forward asks of one container of its arguments, or of a copy of that.
+    """Keys that a forward reads from a container of its arguments, or from a copy.
 
     Attributes:
-        places: Where it is.
+        places: Positions of the container.
         asked: Keys, in order.
         whole: Whether all of it is read.
     """
@@ -35,11 +35,11 @@ class _Note:
 
 @dataclass
 class _Watched:
-    """A container that notes what it is asked for.
+    """A container that notes its requested keys.
 
     Attributes:
-        note: Where it notes that.
-        written: Keys that the forward has written or deleted: from then on its own.
+        note: The record of requests.
+        written: Keys that the forward wrote or deleted; later reads are of its own values.
     """
 
     note: _Note
@@ -52,7 +52,7 @@ class _Watched:
 
 
 def watched_of(value: Any) -> _Watched | None:
-    """What a container notes; None for all others."""
+    """A container's record; None for all others."""
     held = value if isinstance(value, _Watching) else type(value)
     found: _Watched | None = vars(held).get("_watched")
     return found
@@ -119,10 +119,10 @@ class Watch:
 
 
 class _Watching(dict[Any, Any]):
-    """A dictionary that notes the keys that it is asked for.
+    """A dictionary that notes its requested keys.
 
-    What Python's own code reads without a question to these methods does not exist: with an
-    ``__iter__`` of its own, a dictionary is copied and merged by them.
+    Python's own code always reads through these methods: a dictionary with an ``__iter__`` of its
+    own is copied and merged by them.
     """
 
     _watched: _Watched | None = None  # of one that the forward makes: nothing to note
