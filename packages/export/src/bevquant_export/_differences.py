@@ -114,8 +114,8 @@ def difference(
 
     Args:
         tensor: Its name.
-        made: What the file makes.
-        wanted: What the model makes.
+        made: The file's tensor.
+        wanted: The model's tensor.
         path: Module that computes it.
         form: ``"int8"`` or ``"float"``.
         slack: Allowed difference, as a share of the largest magnitude of `wanted`.

@@ -20,7 +20,7 @@ def refuse_float8(program: Program, takes: tuple[str, ...], who: str, target: st
         target: The runtime, for the message.
 
     Raises:
-        ValueError: The first such layer is named, and what to do.
+        ValueError: The message names the first such layer and the remedy.
     """
     for step in filter(is_float8, program.steps):
         for name in _formats(step):

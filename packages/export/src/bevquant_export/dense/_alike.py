@@ -1,9 +1,9 @@
 """Whether two outputs are equal up to rounding, and up to the order of equal scores.
 
 torch leaves the order of equal values open in ``topk`` and ``sort``, so a heat map with many empty
-cells gives other indices in torch than in a file that is right. A model is compared with its file
-while its choices are ONNX's: of equal scores the one of lowest index is chosen, and every other
-value stays what torch computes. A file that differs in more than that still differs.
+cells gives other indices in torch than in a correct file. During the comparison the model chooses
+as ONNX does: of equal scores the one of lowest index. All other values stay torch's. A file with
+any further difference still differs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bevquant_export.dense._graph import Array
 from bevquant_int8sim import program
 
 HALF = 2.0**-6  # float16 functions
-_NOTHING = 1e-4  # what normalising a constant makes of rounding
+_NOTHING = 1e-4  # rounding errors of a normalised constant
 
 
 def alike(want: Array, got: Array, tolerance: float) -> bool:
@@ -49,7 +49,7 @@ class StableChoices(TorchDispatchMode):
         self.ties = 0
 
     def notes(self) -> tuple[str, ...]:
-        """What a result says of them: nothing where no two scores were equal."""
+        """Notes of a result: empty if no two scores were equal."""
         if not self.ties:
             return ()
         return (

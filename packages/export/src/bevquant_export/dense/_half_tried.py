@@ -224,9 +224,9 @@ def typed_floats(
     *,
     verify: bool,
 ) -> Typed:
-    """A float file in half precision, but for what departs from float32 with it.
+    """A float file in half precision, without the parts that depart from float32.
 
-    Without frames any value of float16 is expected of an input.
+    Without frames an input may have any value of float16.
 
     Args:
         proto: The file, all floats float32.

@@ -17,7 +17,7 @@ class Profile:
     """One runtime's form of quantization nodes.
 
     Attributes:
-        name: What users call it.
+        name: Its public name.
         opset: Version of the standard operators.
         dtype: Of quantized activations.
         zero: Zero point of activations.
@@ -31,20 +31,20 @@ class Profile:
         transposed_per_channel: Weights of transposed convolutions may have a scale per channel.
         numbered: Nodes are named ``<operator>_<place>``, and scales are nodes of their own; else
             nodes are named after their modules, and scales are initializers.
-        repeats: What keeps its input's scale, like pooling, gets a pair of its own; else it hands
-            its input's on.
-        one_scale: What is concatenated is brought to the result's scale before.
-        half: What is not quantized is float16, inputs and outputs too; else all floats are float32.
+        repeats: Layers that keep their input's scale, such as pooling, get a pair of their own;
+            else they pass the input's on.
+        one_scale: Operands of a concatenation are first brought to the result's scale.
+        half: Unquantized tensors are float16, inputs and outputs too; else all floats are float32.
         depth_to_space: A transposed convolution whose windows lie side by side is one of 1×1 whose
-            channels become pixels; else it stays what it is, and runs in float.
-        fuses_norms: Norms have the form that a runtime knows; else one that it does not: of a norm
-            of integers OpenVINO does not scale the ε.
+            channels become pixels; else it stays, and runs in float.
+        fuses_norms: Norms have a form that the runtime fuses; else one that it does not: OpenVINO
+            does not scale the ε of a norm of integers.
         voxels: Sparse convolutions may be among a model's layers, as functions of the file.
         plugins: Version of the engine's own plugins, which are nodes of their names; "" without.
         scatter_sums: Scatters may sum; else a sum over places is a product of matrices.
         float8: Formats of FP8 that it takes.
         integer_inputs: Inputs may be integers and truth values; else all are float32.
-        runner: What runs a file to check it: ``"onnxruntime"`` or ``"openvino"`` optimised as in
+        runner: Runtime of the check: ``"onnxruntime"`` or ``"openvino"`` optimised as in
             use, ``"plain"`` for ONNX Runtime without optimisations.
     """
 

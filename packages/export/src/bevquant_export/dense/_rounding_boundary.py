@@ -1,4 +1,4 @@
-"""Ties among differences: one step apart, where float32 cannot tell which step is nearer."""
+"""Ties among differences: one step apart, where float32 cannot decide the nearer step."""
 
 from __future__ import annotations
 
@@ -42,27 +42,26 @@ class _Real:
 
 
 class RoundingBoundary:
-    r"""Computes the real values behind integers again, by sums of its own.
+    r"""Recomputes the real values of integers, by sums of its own.
 
-    Of an integer model the result is the integer nearest to a real number v, taken in float64. A
-    runtime has v in float32: onnxruntime's QLinearConv takes
-    float32(Σ q_x q_w) · float32(s_x s_w / s_y). Two such integers may differ where v lies between
-    them,
+    An integer model rounds a real number v, in float64, to the nearest integer. A runtime has v in
+    float32: onnxruntime's QLinearConv takes float32(Σ q_x q_w) · float32(s_x s_w / s_y). Two such
+    integers may differ only where v lies between them,
 
     .. math:: |v - (k + \tfrac12)| \le 8 \cdot 2^{-24} |v|
 
     and nowhere else; in OpenVINO, which counts levels from the lowest value, |v| + 256 stands for
-    |v| here. Where a file runs in float, a sum of n products rounds each of them too, by
-    4·√n·2⁻²⁴ of the sum of their magnitudes (N. Higham and T. Mary, A new approach to probabilistic
-    rounding error analysis, 2019). What functions of floats lose (x·(1 + erf(x/√2))/2, say) is
-    found by `FloatErrors`. With a zero point z, sums are made of numbers up to |q| + z. A bias in
-    floats, as `bevquant_hybrid`'s models have it, is rounded to int32 for onnxruntime, by half a
-    step of the sums.
+    |v| here. Where a file runs in float, a sum of n products rounds each of them too, by 4·√n·2⁻²⁴
+    of the sum of their magnitudes (N. Higham and T. Mary, A new approach to probabilistic rounding
+    error analysis, 2019). `FloatErrors` finds the errors of float functions, such as x·(1 +
+    erf(x/√2))/2. With a zero point z, sums are made of numbers up to |q| + z. A bias in floats, as
+    `bevquant_hybrid`'s models have it, is rounded to int32 for onnxruntime, by half a step of the
+    sums.
 
     Args:
         program: Its steps and forms.
         values: Integers by name, and floats that are quantized.
-        errors: How far floats may be off by the functions that make them; nothing of others.
+        errors: Largest errors of floats by the functions that make them; other floats have none.
         profile: The file's.
     """
 

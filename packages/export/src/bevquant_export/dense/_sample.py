@@ -55,7 +55,7 @@ def sampling_call(step: Step, constants: Mapping[str, Tensor]) -> Step:
 def attention_plugin(
     graph: Graph, step: Step, read: Callable[[str], str], constants: Mapping[str, Tensor]
 ) -> str:
-    """TensorRT's plugin node, with heads and depth joined behind it.
+    """TensorRT's plugin node, with heads and depth joined in its output.
 
     Args:
         graph: Receives the nodes.

@@ -285,15 +285,15 @@ class Source:
         shapes: Tensor to its shape; of several tensors, a tuple of shapes, and ``name[i]`` to each.
         hosts: Sizes, numbers and the like by name.
         dtypes: Type of each tensor as the program holds it.
-        wider: Shapes of a second run with twice the batch; with a name in the place of a size that
-            follows the number of voxels. Empty where all sizes are constants.
+        wider: Shapes of a second run with twice the batch; with a name for a size that depends on
+            the number of voxels. Empty where all sizes are constants.
         wider_hosts: Hosts of that run, without those that the file computes from its inputs' values
             and free sizes.
         inputs: Tensors that a call takes, in order, to the parameters that they go to.
         fixed: Numbers among the arguments, which are constants of the file.
         ranges: Accumulators that a sum reads to their largest absolute value in the run.
         sum_ranges: Ranges that sums' operands have in the program itself (`IntegerModel`).
-        integer: What the program was read from, to run it again.
+        integer: Source of the program, to run it again.
         grids: Of sparse tensors among the inputs, by their coordinates' name: grid and frames.
             Their coordinates are the input ``<features>.indices``.
         sparse: Whether there are voxels among its tensors.

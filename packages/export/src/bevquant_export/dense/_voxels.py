@@ -222,7 +222,7 @@ class Voxels:
         return self.graph.node("ReduceMax", step.path, [read], axes=[1], keepdims=0)
 
     def _dense(self, step: Step, x: str) -> str:
-        """Voxels on their grid, ``[batch, channels, …]``, zero where there is none."""
+        """Voxels on their grid, ``[batch, channels, …]``, zero in empty cells."""
         voxel_set = self._parts.get(step.args[1].name)
         if voxel_set is None:
             refuse(step.path, "dense() of coordinates that no sparse tensor has")

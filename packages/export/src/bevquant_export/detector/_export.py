@@ -423,7 +423,7 @@ def _cut(model: nn.Module, example: Any) -> tuple[nn.Module, Graph, Parts]:
 
 
 def _other_sizes(file: QdqFile | None, given: Mapping[str, Any]) -> str:
-    """The input of the dense file that has other sizes in a frame; "" where there is none."""
+    """The input of the dense file that has other sizes in a frame; "" if none has."""
     tensors = [value for value in given.values() if isinstance(value, Tensor)]
     for (name, sizes), value in zip(file.inputs.items() if file else (), tensors, strict=False):
         pairs = zip(sizes, value.shape, strict=True)

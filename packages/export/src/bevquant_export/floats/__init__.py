@@ -1,4 +1,4 @@
-"""Float modules as ONNX files, through torch's exporter, held against torch before they appear."""
+"""Float modules as ONNX files, through torch's exporter, compared with torch before they appear."""
 
 from __future__ import annotations
 

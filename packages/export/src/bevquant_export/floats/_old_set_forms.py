@@ -1,4 +1,4 @@
-"""What operator set 11 lacks, by operators that it has.
+"""Operators that operator set 11 lacks, by operators that it has.
 
 Operator set 11 has no GridSample, Einsum and GreaterOrEqual, and neither Clip nor Mod of whole
 numbers that runtimes would take:
@@ -13,12 +13,12 @@ numbers that runtimes would take:
 - ``tril`` and ``triu``: zeros where a column's number less the row's is too large or small.
 - ``logit(x, eps)``: log(z / (1 − z)), z = x clipped to [ε, 1 − ε]; torch's exporter compares.
 
-What is computed along an axis and has no operator: ranks, places in a list, products, distances.
+Computations along an axis without an operator: ranks, positions in a list, products, distances.
 
 - ``kthvalue`` and ``median``: of the values in order, the k-th; the lower one of two in the middle.
   The median of values with a NaN is NaN.
-- ``searchsorted`` and ``bucketize``: how many of the list's values lie before a value, those equal
-  to it too with ``right``. Behind all of them is where ``torch`` puts NaN.
+- ``searchsorted`` and ``bucketize``: number of the list's values below a value, with ``right`` also
+  those equal to it. ``torch`` puts NaN after all of them.
 - ``cumprod``: x[i] ← x[i] · x[i − s] for s = 1, 2, 4, …: log₂ n products, in another order than
   torch's, so that last bits may differ.
 - ``cdist``: (Σ |a − b|ᵖ)^(1/p) of all pairs of rows; torch has a product of matrices for p = 2 and

@@ -1,31 +1,31 @@
-"""Operators that runtimes lack, or whose usual form ends in some that they lack, by plain ones.
+"""Operators that runtimes lack, directly or in their usual form, by plain ones.
 
 - ``atan2(y, x)`` = ±(π/2 − a where |y| > |x|, π − … where x < 0), a = atan(min / max of |y|, |x|).
-  torch's exporter divides y by x, tells 0 / 0 by IsNaN, and takes −π for y = 0 < −x. Of −0 the sign
-  is kept, as reciprocals show it; infinite over infinite is not a number here.
-- ``argsort(x, stable=True)``: ONNX's TopK takes the earlier of two equal ones first, as it is.
+  torch's exporter divides y by x, finds 0 / 0 by IsNaN, and returns −π for y = 0 < −x. The sign of
+  −0 is kept, by its reciprocal; infinite over infinite is NaN here.
+- ``argsort(x, stable=True)``: ONNX's TopK takes the earlier of two equal values first.
 - ``floor_divide``, ``div(…, rounding_mode="floor")`` and ``remainder`` of floats: by ``fmod``,
   which is exact, as torch computes them. The quotient that torch's exporter rounds down may have
   been rounded up to the next whole number: a point in the voxel beside its own.
-- ``avg_pool`` with a divisor of its own: the mean, zeros of the padding included, times what the
-  kernel has values, over the divisor. torch's exporter leaves the divisor out.
+- ``avg_pool`` with a divisor of its own: the mean, zeros of the padding included, times the
+  kernel's size, over the divisor. torch's exporter leaves the divisor out.
 - ``copysign``, ``rrelu`` in evaluation (a LeakyReLU of the mean slope): by their formulas.
 - ``fold`` (col2im): a permutation where patches lie side by side, else a transposed convolution
   with kernels of zeros and a one. Col2Im is of operator set 18, and TensorRT has none.
 - ``index_add``, ``index_put`` and ``scatter_reduce`` that sum or take means, in place too: a
   ``scatter_add``, whose order no runtime changes; for engines whose scatters do not sum, products
   with a matrix of zeros and ones (`_scatter_sums`).
-- ``hstack``, ``vstack``, ``dstack`` and ``column_stack``: a ``cat`` of what `torch.atleast_1d` and
-  its like make of the tensors. torch's exporter asks for the rank of each in the file.
+- ``hstack``, ``vstack``, ``dstack`` and ``column_stack``: a ``cat`` of the tensors after
+  `torch.atleast_1d` or its 2d and 3d forms. torch's exporter asks for the rank of each in the file.
 - ``hypot``, ``fmax`` and ``fmin``, ``cross``: by their formulas; ranks, places in a list, products
   so far and distances: `_axis_forms`.
 - ``inverse`` of up to four rows, and ``linalg.solve`` for matrices by it: camera geometry inverts
   intrinsics and poses. A⁻¹ = adj(A) / det(A), adj(A)ᵢⱼ = (−1)ⁱ⁺ʲ det(A without row j and column i),
   with determinants expanded along their first row (Laplace): as exact as an LU decomposition where
   A is well-conditioned. Of a singular matrix torch ends with an error, and a file divides by zero.
-- ``nan_to_num(x)``: what is not equal to itself is replaced, and what is left clipped.
+- ``nan_to_num(x)``: values not equal to themselves are replaced, the rest is clipped.
 
-What operator set 11 lacks besides: `_old_set_forms`.
+Further operators that operator set 11 lacks: `_old_set_forms`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _LARGEST_INVERSE = 4  # rows; a determinant of five has 120 products
 
 
 class PlainForms(TorchFunctionMode):
-    """While it is active, what the module's first lines name is computed so.
+    """Context in which the operators of the module's docstring take these forms.
 
     Args:
         opset: Operator set of the file.
@@ -160,7 +160,7 @@ def _avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Tensor | None:
-    if divisor_override is None or ceil_mode:  # windows that are cut count what is in them
+    if divisor_override is None or ceil_mode:  # cut windows count their values
         return None
     sizes = [kernel] * axes if isinstance(kernel, int) else list(kernel)
     values = math.prod(sizes * (axes // len(sizes)))
@@ -312,9 +312,9 @@ def _opposite(left: Tensor, y: Any) -> Tensor:
 
 
 def _divided(x: Any, y: Any, whole: bool) -> tuple[Tensor, Tensor] | None:
-    """Numbers divided towards zero, with what is left over.
+    """Quotients rounded towards zero, with remainders.
 
-    None for what is no tensor of floats, or of whole numbers where `whole` says so.
+    None unless the operands are tensors of floats, or with `whole` of whole numbers.
     """
     if not isinstance(x, Tensor):
         return None

@@ -48,7 +48,7 @@ def exported(
 
     Args:
         module: In evaluation mode.
-        args: What it is called with.
+        args: Arguments of its call.
         inputs: Names of its inputs.
         outputs: Names of its results.
         opset: Operator set to write.
@@ -70,7 +70,7 @@ def exported(
 
     read_once = partial(_forms, ONNXRegistry.from_torchlib)
     known = mock.patch.object(ONNXRegistry, "from_torchlib", read_once)
-    # Its rewriter takes x + 1e-9 for x + 0 and x * 1.000001 for x * 1: guards would be lost.
+    # Its rewriter drops x + 1e-9 as x + 0 and x * 1.000001 as x * 1: guards would be lost.
     exact = mock.patch.object(_matcher, "math", SimpleNamespace(isclose=_is_same))
     try:
         with (
@@ -108,7 +108,7 @@ def _read_forms(read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _forms(read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What torch reads from the sources of 500 functions again for every export, read once."""
+    """Torch's table of 500 functions' sources, read once for all exports."""
     held = _read_forms(read, *args, **kwargs)
     own = copy.copy(held)
     own.functions = {name: [*forms] for name, forms in held.functions.items()}
@@ -217,7 +217,7 @@ def output_names(places: Sequence[str], wanted: Sequence[str] | None) -> list[st
 
 
 def checked(argument: str, names: list[str], count: int, wanted: Sequence[str] | None) -> list[str]:
-    """Names as wanted, or these; `argument` is what a message begins with.
+    """The given names, or the defaults; messages begin with `argument`.
 
     Raises:
         ValueError: Not `count` of them, or two of one name.

@@ -151,7 +151,7 @@ def lint_onnx(
             (`cpu_at_hand`). Default: the CPU in the file's metadata, else ``"any"``.
 
     Returns:
-        Findings, errors first, by rule; empty where no rule is broken.
+        Findings, errors first, by rule; empty if no rule is broken.
 
     Raises:
         ValueError: An unknown target or CPU.

@@ -18,8 +18,8 @@ class Finding:
 
     Attributes:
         id: The rule, such as ``SPC011``; ``bevquant-lint --rules`` explains it.
-        severity: ``"error"`` where the target refuses the file, computes other values or crashes;
-            ``"warning"`` where it is slower, less accurate or reads unnecessary data.
+        severity: ``"error"``: the target refuses the file, computes other values or crashes;
+            ``"warning"``: it is slower, less accurate or reads unnecessary data.
         node: Name of the node or tensor, or ``"file"``.
         reason: What was expected and what came.
         remedy: What to do.

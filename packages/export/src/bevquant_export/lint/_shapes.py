@@ -122,7 +122,7 @@ def free_sizes(graphs: Sequence[Graph]) -> Iterator[Finding]:
 
 
 def _refused(model: onnx.ModelProto, *, check_type: bool) -> str:
-    """Text of the inference's errors, empty where there is none."""
+    """Text of the inference's errors; empty without errors."""
     import onnx
 
     try:

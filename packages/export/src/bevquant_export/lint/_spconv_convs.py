@@ -309,7 +309,7 @@ def _weights(
 
 
 def _largest(tensor: onnx.TensorProto, folder: Path) -> np.ndarray[Any, Any] | None:
-    """max|w| of each output channel, None where there are no finite weights in the file."""
+    """max|w| of each output channel; None without finite weights in the file."""
     weight = values(tensor, folder) if tensor.data_location == 0 else None
     if weight is None or weight.ndim == 0 or weight.dtype.kind != "f" or not weight.size:
         return None

@@ -376,7 +376,7 @@ class Builder:
     def _keep_grid(
         self, op: str, settings: dict[str, Any], read: list[str], outputs: list[str], inputs: int
     ) -> None:
-        """Note that results are values of integers, where what they are made of is."""
+        """Mark results as values of integers if their inputs are."""
         keeps = op in VALUES_KEPT or (op == "Resize" and settings.get("mode") in (None, "nearest"))
         kept, first = self.integers.get(read[0]), self.on_grid.get(read[0])
         if kept is not None:

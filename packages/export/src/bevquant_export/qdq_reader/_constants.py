@@ -21,15 +21,15 @@ STORED = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "int8": 8, "uint8": 8, "
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """What a QuantizeLinear or DequantizeLinear says.
+    """Settings of a QuantizeLinear or DequantizeLinear.
 
     Attributes:
-        scale: float32, of no axis or one.
+        scale: float32, with one value or one axis.
         zero: Zero points, likewise.
-        dtype: Name of the stored type, such as ``"uint8"``.
+        dtype: Stored type, such as ``"uint8"``.
         axis: Axis of several scales.
         block: Values along `axis` that share a scale; 0 for all.
-        clip: Bounds that a Clip of the integers sets, within those of `dtype`.
+        clip: Bounds by a Clip of the integers, within those of `dtype`.
     """
 
     scale: Array
@@ -174,7 +174,7 @@ class Operator(nn.Module):
 
     Args:
         function: What it computes.
-        slots: For each input the place among the call's arguments, a constant, or None.
+        slots: For each input the position among the call's arguments, a constant, or None.
         settings: Attributes.
         where: The node, for messages.
     """

@@ -71,7 +71,7 @@ def turned(graph: Graph) -> Graph:
     """Return `graph` for reversed coordinate columns, with the same dense result.
 
     Kernels and all sizes per axis are reversed. The first transposition after a `Scatter` restores
-    the axes; it is added where there is none.
+    the axes; it is added if absent.
     """
     nodes: list[Node] = []
     back: set[str] = set()
@@ -170,7 +170,7 @@ def convolved(
 
 
 def refuse_more(voxels: Voxels, conv: Conv) -> None:
-    """Raise where a frame has more voxels than the bound of a convolution's output.
+    """Refuse a frame with more voxels than the bound of a convolution's output.
 
     Raises:
         ValueError: The message states the bound and what to do.

@@ -1,4 +1,4 @@
-"""What follows from a file's graph: conditions between nodes, ranges, names and constants."""
+"""Checks of a file's graph: conditions between nodes, ranges, names and constants."""
 
 from __future__ import annotations
 

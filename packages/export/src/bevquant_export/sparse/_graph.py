@@ -304,16 +304,16 @@ class Steps(_Operation):
 
     `body` is an ``onnx.FunctionProto``. Its inputs are the features of `xs` (float32), the voxels
     of `places` (int64 ``[voxels, 4]``) and the number of frames (int64 ``[1]``). Its outputs are
-    the features of y and, where y has voxels of its own, these (int32).
+    the features of y and, if y has its own voxels, these (int32).
 
     Attributes:
         xs: Tensors whose features it reads.
         ranges: amax of inputs that it reads as integers, else 0.
         places: Tensors whose voxels it reads.
         on: Index of an input on the voxels of y; −1 where `grid` is y's own, or none is.
-        grid: Spatial shape of new voxels; empty where there are none.
+        grid: Spatial shape of new voxels; empty without new voxels.
         channels: Channels of y.
-        frames: Number of frames, where it depends on it; else 0.
+        frames: Number of frames, if the function depends on it; else 0.
         body: The function, serialized.
         output_precision: Precision of `y`.
     """

@@ -76,7 +76,7 @@ def portable_graph(model: ModelProto) -> Graph:
     """The graph that a portable model was written from.
 
     Raises:
-        ValueError: The metadata is missing or broken, or the model is not what it says.
+        ValueError: The metadata is missing or broken, or the model does not match it.
     """
     kept = [entry.value for entry in model.metadata_props if entry.key == _KEY]
     if len(kept) != 1:
@@ -100,7 +100,7 @@ def portable_graph(model: ModelProto) -> Graph:
 
 
 def _operators(model: ModelProto) -> bytes:
-    """The file without what others may have noted in its metadata, such as who verified it."""
+    """The file without later metadata, such as the verification."""
     plain = type(model)()
     plain.CopyFrom(model)
     own = [entry for entry in model.metadata_props if entry.key == _KEY]

@@ -44,11 +44,11 @@ class Between:
     Attributes:
         steps: In order, by their first output.
         tensors: Values that they read as features, in the order of the draft's readings.
-        places: Values that they read as coordinates, and a tensor on these voxels.
+        places: Values read as coordinates, each with a tensor on these voxels.
         value: Their result.
-        coords: Coordinates of the result, where these steps compute them; else empty.
+        coords: Coordinates of the result, if these steps compute them; else empty.
         grid: Spatial shape of those.
-        on: A tensor on the same voxels, where there is one; else empty.
+        on: A tensor on the same voxels, if any; else empty.
         frames: Whether a step depends on the number of frames.
         cause: The step that has no operator in the dialect.
     """

@@ -87,7 +87,7 @@ class SparseExport(HtmlTable):
 
     @property
     def beginning(self) -> str:
-        """What a program computes before it runs the file; empty where it needs nothing."""
+        """Computations before the file's run; empty if none are needed."""
         if not self.begins_behind:
             return ""
         places: dict[tuple[str, str], list[str]] = {}

@@ -56,7 +56,7 @@ class Target(ABC):
         family: Rules that name this family apply to the target too, such as ``"tensorrt"``.
         domains: Operator domains that the engine supplies.
         rules: Findings of `lint` beyond the rules that all files share.
-        sparse: Target of the sparse encoder of the same model; empty where this target takes it.
+        sparse: Target of the sparse encoder of the same model; empty if this target takes it.
         quantized_outputs: Whether the engine multiplies in integers only where the result is
             quantized too. A model written as several files then ends each file with the quantizer
             that the next file begins with.

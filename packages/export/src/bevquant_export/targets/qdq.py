@@ -49,7 +49,7 @@ class QdqTarget(Target):
         return export_qdq_onnx(model, args, path, self.name, **options)
 
     def fastest(self, cpu: str) -> dict[str, Any]:
-        """The type of stored weights where there is a choice; sums in integers for CPUs."""
+        """The type of stored weights if there is a choice; sums in integers for CPUs."""
         return {"weights": weights_for(cpu), "integer_sums": True} if self.weights else {}
 
     def session(self, proto: Any) -> Any:

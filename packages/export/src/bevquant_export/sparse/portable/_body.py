@@ -111,7 +111,7 @@ class Body:
         label: str = "",
         **attributes: Any,
     ) -> Value:
-        """What one standard operator makes, of the first input's type unless `kind` says so."""
+        """Output of one standard operator, of the first input's type or of `kind`."""
         from onnx import helper
 
         number = self._counts[operator]

@@ -80,7 +80,7 @@ class Emitter:
         made: int = 1,
         path: str = "",
     ) -> list[str]:
-        """Call a local function; what it makes is named after the node.
+        """Call a local function; its outputs are named after the node.
 
         Args:
             function: Key of `FUNCTIONS`.

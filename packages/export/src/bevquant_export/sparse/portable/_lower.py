@@ -313,7 +313,7 @@ class _Lowering:
         return self._floats(node, tensor)
 
     def _turn_behind(self, node: Scatter) -> LayoutOp | None:
-        """The Transpose of the grid's axes that alone reads what a Scatter makes."""
+        """The Transpose of the grid's axes that is the only consumer of a Scatter."""
         readers = [other for other in self.graph.nodes if node.y in other.inputs]
         if node.y in self.graph.outputs or len(readers) != 1:
             return None

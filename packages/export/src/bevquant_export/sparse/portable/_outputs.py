@@ -139,7 +139,7 @@ class Accumulators(_Tensor):
     Attributes:
         sums: Tensor.
         weight_ranges: Tensor.
-        input_range: amax of what the convolution reads.
+        input_range: amax of the convolution's input.
         relu: Whether a ReLU belongs to it.
     """
 
@@ -190,7 +190,7 @@ class Sum(_Tensor):
         return replace(self, a=a, b=b, name=name, path=path, relu=relu, made={})
 
     def behind_relu(self, name: str, path: str) -> Sum:
-        """The same sum with a ReLU behind it."""
+        """The same sum followed by a ReLU."""
         return replace(self, relu=True, name=name, path=path, made={})
 
     def _floats(self, name: str) -> str:
@@ -219,7 +219,7 @@ Shape = tuple[int | str, ...]
 
 @dataclass(frozen=True)
 class LayerOutput:
-    """Where a run shows what a node made.
+    """Output of a run that holds a node's result.
 
     Attributes:
         node: The node.
@@ -251,7 +251,7 @@ class Outputs:
     def layer(
         self, node: Node, state: TensorState, voxel_set: VoxelSet, shape: Shape
     ) -> LayerOutput:
-        """What a node on voxels made, under its name: int8 where it is held so, else floats."""
+        """Result of a node on voxels, under its name: int8 if stored as int8, else floats."""
         amax = state.amax if isinstance(state, Integers) else None
         if amax is None:
             self._give(state.floats(), node.name, FLOAT, shape)

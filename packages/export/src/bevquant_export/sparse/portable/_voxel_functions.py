@@ -1,12 +1,12 @@
-"""Where voxels are and what is computed on them, in standard operators.
+"""Positions of voxels and computations on them, in standard operators.
 
-A grid is searched through pillars: its columns along one axis ``c``, in practice the shortest
-one; ``u`` and ``v`` are the other two. One map says of each pillar in which a voxel lies where its
-cells start in a second map, which has a cell for each voxel that could lie in such a pillar; a
-cell holds the voxel's row, from 1 on. 0 means nothing in both, and leads to nothing.
+A grid is searched through pillars: its columns along one axis ``c``, in practice the shortest one;
+``u`` and ``v`` are the other two. A first map holds, for each pillar with voxels, the start of its
+cells in a second map. The second map has a cell for each possible voxel of such a pillar, with the
+voxel's row, counted from 1. In both maps 0 means empty.
 
-int8 is held as uint8 with zero point 128. Scales are what ``bevquant_int8sim`` makes of a file's
-ranges, in float64 and in the same order of operations: range / 127. Every rounding is half to even.
+int8 is held as uint8 with zero point 128. Scales equal ``bevquant_int8sim``'s for a file's ranges,
+in float64 and in the same order of operations: range / 127. Every rounding is half to even.
 """
 
 from __future__ import annotations
@@ -302,10 +302,10 @@ def signed() -> FunctionProto:
 
 
 def max_pooled(*, integers: bool = False) -> FunctionProto:
-    """The largest of the rows that each voxel reads; none is above what is absent.
+    """The largest of the rows that each voxel reads; absent rows hold the smallest value.
 
     Args:
-        integers: Whether they are uint8, whose order is that of what they stand for.
+        integers: Whether they are uint8, in the order of the integers that they encode.
     """
     kind = UINT8 if integers else FLOAT
     body = Body("IntegerMaxPool" if integers else "MaxPool", {"x": kind, "rows": INT32})
@@ -321,11 +321,11 @@ def scatter_name(order: tuple[int, ...]) -> str:
 
 
 def scattered(order: tuple[int, ...]) -> FunctionProto:
-    """Voxels to ``[batch, channels, n0, n1, n2]``, zero where there is none.
+    """Voxels to ``[batch, channels, n0, n1, n2]``, zero in empty cells.
 
     Args:
-        order: Of the grid's axes in the result. A Transpose behind it would be joined with the one
-            in here to a permutation that onnxruntime takes nine times as long for.
+        order: Order of the grid's axes in the result. onnxruntime would merge a separate Transpose
+            with the one in here to a permutation that takes nine times as long.
     """
     inputs = {"x": FLOAT, "voxels": INT64, "batch_size": INT64}
     body = Body(scatter_name(order), inputs, ["spatial_shape"])

@@ -30,7 +30,7 @@ class Calls(Protocol):
 
 
 class Window(Protocol):
-    """What voxels a convolution or pooling reads; see `Conv`."""
+    """Voxels that a convolution or pooling reads; see `Conv`."""
 
     @property
     def name(self) -> str: ...
@@ -88,12 +88,12 @@ class VoxelSet:
 
 
 class Surroundings:
-    """Neighbours of convolutions; what several of them need is written once.
+    """Neighbours of convolutions; shared nodes are written once.
 
     Args:
         emitter: Takes the nodes.
         batch_size: Tensor that holds the number of frames, int64 ``[1]``.
-        behind: Of a grid that is a tensor, the one behind a convolution of these padding.
+        behind: For a grid that is a tensor: the output grid of a convolution of this padding.
     """
 
     def __init__(

@@ -61,11 +61,11 @@ class _Autoware(Target):
     def compare(
         self, made: AutowareFile, model: nn.Module, args: Any
     ) -> tuple[LayerDifference, ...]:
-        """`compare_autoware_onnx`; the file keeps what the model said."""
+        """`compare_autoware_onnx`, with the model's results kept in the file."""
         return compare_autoware_onnx(made, args)
 
     def lint(self, file: LintFile) -> Iterator[Finding]:
-        """The plugin's contract, and for dense parts what TensorRT asks."""
+        """The plugin's contract, and for dense parts TensorRT's rules."""
         functions = {(f.domain, f.name) for f in file.model.functions}
         own = {(DOMAIN, node.op) for graph in file.graphs for node in graph.nodes}
         whole = file.model, file.graphs[0], file.path.parent

@@ -1,4 +1,4 @@
-"""What the node binds in a file by name: its inputs, the rulebooks' stages, the columns' order."""
+"""The node's bindings in a file by name: inputs, the rulebooks' stages, the columns' order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PORTS = {"voxels": (1, 3), "coors": (6, 2), "num_points_per_voxel": (6, 1)}
 
 
 def stages_of(model: onnx.ModelProto) -> tuple[dict[str, dict[str, Any]], list[Finding]]:
-    """Stages by the base of their names, and what is wrong with the text."""
+    """Stages by the base of their names, and the text's faults."""
     props = _props(model)
     if "rulebook_stages" not in props:
         return {}, []

@@ -1,4 +1,4 @@
-"""What a file must be for Autoware's plugin to build it and compute what is meant.
+"""Requirements on a file so that Autoware's plugin builds it and computes the model.
 
 Read from the plugin's creators and their assertions: fields by number, name and type, inputs by
 place, ranks, types, and the conventions of spconv that no assertion guards.
@@ -109,7 +109,7 @@ def check_contract(model: onnx.ModelProto, graph: Graph, folder: Path) -> Iterat
 
 
 class _Contract:
-    """The rules, with what one node's say depends on of others."""
+    """The rules, and their dependencies between nodes."""
 
     def __init__(self, graph: Graph, folder: Path, stages: dict[str, dict[str, Any]]) -> None:
         self.graph, self.folder, self.stages = graph, folder, stages
@@ -204,7 +204,7 @@ class _Contract:
         yield from self._constants(node, kernel, integer)
 
     def _pairs(self, node: Node) -> tuple[list[int] | None, bool | None, list[Finding]]:
-        """Kernel and kind of the pairs that a convolution reads, and what is wrong with them."""
+        """Kernel and kind of the pairs that a convolution reads, and their faults."""
         names = [node.input(slot) for slot in (2, 3, 4)]
         maker = self.graph.producers.get(names[0])
         if maker is not None and maker.op == _PAIR_OP:

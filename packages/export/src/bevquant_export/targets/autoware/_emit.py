@@ -303,10 +303,10 @@ class GraphWriter:
 
 
 def _geometry(conv: Conv) -> dict[str, Any]:
-    """What pairs follow from, as attributes; of one form where the results are equal.
+    """Attributes that decide the pairs; equal results have one form.
 
-    A submanifold convolution moves nothing, so its stride is 1 and its padding what keeps the
-    grid; so does a 1×1×1 convolution of stride 1.
+    A submanifold convolution keeps its voxels, so its stride is 1 and its padding keeps the grid.
+    The same holds for a 1×1×1 convolution of stride 1.
     """
     ones = (1, 1, 1)
     still = conv.kernel_size == conv.stride == ones and not any(conv.padding)

@@ -38,7 +38,7 @@ def join_autoware_onnx(
     tails: Sequence[str | os.PathLike[str]],
     path: str | os.PathLike[str],
 ) -> None:
-    """Write an encoder's file and what follows it as one file.
+    """Write an encoder's file and its tails as one file.
 
     Args:
         first: From `export_autoware_onnx`.
@@ -53,7 +53,7 @@ def join_autoware_onnx(
 
 
 def behind_encoder(path: str | os.PathLike[str], name: str) -> ModelProto:
-    """What of a joined file reads the encoder's output `name`: a model of standard operators."""
+    """Part of a joined file downstream of the encoder's output `name`, in standard operators."""
     import onnx
 
     model = load_model(path)
@@ -71,13 +71,13 @@ def behind_encoder(path: str | os.PathLike[str], name: str) -> ModelProto:
 
 
 def joined(first: ModelProto, tails: Sequence[Path]) -> ModelProto:
-    """`first` and what reads its output, all at the latest operator set among them.
+    """`first` and the tails that read its output, all at their latest operator set.
 
     Names of a tail that are taken get a prefix. A float16 output that a float32 input reads is
     cast.
 
     Raises:
-        ValueError: A file has not one input, or what comes does not fit it.
+        ValueError: A file has not one input, or its input does not fit.
     """
     import onnx
 
@@ -98,7 +98,7 @@ def joined(first: ModelProto, tails: Sequence[Path]) -> ModelProto:
         entry = _fitted(model, renamed, path)
         renamed.ir_version = model.ir_version = max(model.ir_version, renamed.ir_version)
         props = {p.key: p.value for p in model.metadata_props}
-        del model.metadata_props[:], renamed.metadata_props[:]  # parts were verified by others
+        del model.metadata_props[:], renamed.metadata_props[:]  # verified before
         model = onnx.compose.merge_models(
             model, renamed, [(entry, renamed.graph.input[0].name)], name="model"
         )
@@ -198,7 +198,7 @@ def export_autoware_onnx(
               \quad y = \operatorname{fp16}\bigl(\operatorname{act}(a\, s_x s_w + b)\bigr)
 
     with a the int32 sum of q and of the filter's integers, which the plugin makes of fp16(q_w·s_w)
-    again; ties go away from zero. That they survive is computed here, in the plugin's arithmetic.
+    again; ties go away from zero. The export checks in the plugin's arithmetic that they survive.
     Sums of residual blocks are ``Add`` in float16: no operand is quantized for them. One pair
     generation serves all layers of one set of voxels and one geometry.
 
@@ -214,26 +214,26 @@ def export_autoware_onnx(
             (mmdetection3d) or ``"yxz"`` (Autoware's BEVFusion); ``coors`` come as z, y, x.
         batches: Further inputs, whose voxels are counted.
         head_room: Voxels of a layer may be this many times those of the frames.
-        points_per_voxel: Second axis of ``voxels``; their mean is what the encoder reads.
+        points_per_voxel: Second axis of ``voxels``; the encoder reads their mean.
         fused: Bias and ReLU inside ``ImplicitGemm`` (six inputs, ``act_type``). False for plugins
             before these: they have an ``Add`` and a ``Relu`` of their own; fp16 only.
-        do_sort: Sort the pairs by their masks, which takes longer than it saves on most frames.
+        do_sort: Sort the pairs by their masks. On most frames sorting takes longer than it saves.
         rulebook_inputs: The pairs of strided convolutions are inputs
             ``rulebook/<indice_key>/<slot>``, for a node that computes them beforehand, with the
             metadata ``rulebook_stages`` and ``rulebook_coors_permutation`` that it reads.
-        tails: Files of what follows the encoder, one behind the other, each with one input; they
-            become part of this one. Their outputs are the file's.
-        output_names: Of the encoder; used where there are no tails. By default ``lidar_bev``, and
-            ``lidar_bev_0``, … where there are several.
-        verify: Hold the integer model against `model`, and the file, run by the definition of the
-            plugin's operators, against the integer model, on `example_inputs` before the file gets
-            its name. The metadata say so (``verified``).
+        tails: Files of the layers downstream of the encoder, in sequence, each with one input. They
+            become part of this file, and their outputs are the file's.
+        output_names: Names of the encoder's outputs, used without tails. Default: ``lidar_bev``, or
+            ``lidar_bev_0``, … of several.
+        verify: On `example_inputs`, compare the integer model with `model`, and the file, run by
+            the definition of the plugin's operators, with the integer model, before the file gets
+            its name. The metadata record it (``verified``).
 
     Raises:
-        TypeError: `model` is no module.
-        ValueError: Something has no form for the plugin: an inverse convolution, a kernel of more
+        TypeError: `model` is not a module.
+        ValueError: A layer has no form for the plugin: an inverse convolution, a kernel of more
             than 32 offsets, a batch of several frames, more than 256,000 voxels, weights whose
-            integers float16 does not carry; or the file computes something else than the model.
+            integers float16 does not carry; or the file computes other values than the model.
             The module is named; nothing is written.
 
     Example:
@@ -303,7 +303,7 @@ def export_autoware_onnx(
 def _verified(
     file: AutowareFile, content: bytes, inputs: tuple[Any, ...]
 ) -> tuple[LayerDifference, ...]:
-    """What `compare_autoware_onnx` finds in the file before it has its name.
+    """Differences by `compare_autoware_onnx`, before the file gets its name.
 
     Raises:
         ValueError: One value of one layer differs; its node is named.

@@ -1,4 +1,4 @@
-"""What the plugin takes: its limits, the integers that it makes of filters, and a file for it."""
+"""The plugin's limits, its integers of filters, and a file for it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ class AutowareFile:
         precision: ``"int8"`` or ``"fp16"``.
         fused: Whether bias and ReLU are inside the convolutions.
         layers: Node to the module that it comes from and ``"int8"`` or ``"fp16"``.
-        pair_generations: How many the file has, and in how many a layer each would be done.
-        voxel_bound: Most voxels of any layer on the frames that were shown, with head room.
+        pair_generations: Number in the file, and number with one for each layer.
+        voxel_bound: Largest number of voxels of a layer on the given frames, with head room.
         permutation: Column of ``coors`` (z, y, x) that each column of the encoder comes from.
-        graph: What was written, before its operators were chosen; what a comparison runs.
-        outputs: Names of what the encoder makes.
+        graph: The graph before the choice of operators, for comparisons.
+        outputs: Names of the encoder's outputs.
         tensors: Tensor of `graph` to its name in the file.
         coords: Tensor of `graph` to the tensor of the file that has its voxels.
-        differences: From `compare_autoware_onnx` on the example inputs; empty where `verify` was
-            off.
+        differences: From `compare_autoware_onnx` on the example inputs; empty without `verify`.
     """
 
     path: Path

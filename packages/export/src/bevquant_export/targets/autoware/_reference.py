@@ -1,9 +1,9 @@
 """The plugin's operators by their definition, for ONNX's reference evaluator, and the comparison.
 
-Nothing here shares code with what it is held against: neighbours are searched in sorted keys, and
-sums are float64, which holds every sum of int8 products exactly and every float16 one to the last
-place but for ties. What the plugin's kernels do in float16 layers (fp16 or fp32 accumulators, in an
-order of their own) no CPU can say; in int8 layers the sum is exact on any machine.
+Nothing here shares code with the exporter: neighbours are searched in sorted keys, and sums are
+float64. float64 holds every sum of int8 products exactly, and every float16 sum to the last place
+except ties. A CPU cannot predict the plugin's float16 layers (fp16 or fp32 accumulators, in an
+order of their own). In int8 layers the sum is exact on any machine.
 """
 
 from __future__ import annotations
