@@ -303,7 +303,7 @@ def test_what_has_no_form_is_refused(nets, tmp_path):
     quantizers = [wide.second._input_quantizer, wide.third._input_quantizer]
     for quantizer in quantizers:
         quantizer.num_bits = 16
-    with pytest.raises(ValueError, match="first: its activations have 16 bits; expected 8"):
+    with pytest.raises(ValueError, match=r"second: it reads int16 from voxels; expected int8"):
         export_qdq_onnx(wide, frames[0], path, "onnxruntime")
     moved = prepared(Ends(spconv.SparseConvTranspose3d(4, 4, 3, 2), GRID, spconv), frames)
     with pytest.raises(ValueError, match="conv: a sparse convolution that is transposed has no"):

@@ -6,7 +6,7 @@ So a difference is found at its cause and not downstream.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -95,7 +95,8 @@ class CutFile:
         self._float8 = set(file.float8.values())
         for value, tensor in self._tensors.items():
             names[tensor].append(value)
-        proto, made = forced(content, tuple(names), self._float8)
+        self._names = names
+        proto, made = forced(content, {tensor: self._kind(tensor) for tensor in names})
         self._pieces = []
         for part in pieces_of(proto):
             ports = {port.name for port in (*part.graph.input, *part.graph.output)}
@@ -182,7 +183,7 @@ class CutFile:
         given = {name: value for name, value in self._inputs.items() if name in taken}
         for name in piece.reads:
             value = self._found[name][2]
-            given[name] = np.asarray(value) if name in self._float8 else self._stored(value)
+            given[name] = np.asarray(value) if name in self._float8 else self._stored(value, name)
         names = [port.name for port in piece.proto.graph.output]
         for name, got in zip(names, running.run(names, given), strict=True):
             if name in piece.makes:
@@ -195,12 +196,21 @@ class CutFile:
                 self._found.pop(name, None)
                 self._values.pop(name, None)
 
-    def _stored(self, value: Array) -> Array:
+    def _kind(self, tensor: str) -> Any:
+        """Type of a cut tensor: float32 of FP8, else that of its integers."""
+        return np.float32 if tensor in self._float8 else self._profile.stored(self._form(tensor))[0]
+
+    def _form(self, tensor: str) -> Any:
+        """Form of its values in the program; members of a tuple have the tuple's."""
+        name, values = self._names[tensor][0], self._program.values
+        return (values.get(name) or values[name.rpartition("[")[0]]).form
+
+    def _stored(self, value: Array, tensor: str) -> Array:
         """Integers as the file has them."""
         # A tensor without axes comes out of numpy's arithmetic as a number, which is no input.
-        zero = self._profile.zero
+        dtype, zero = self._profile.stored(self._form(tensor))
         moved = np.asarray(value.astype(np.int16) + np.int16(zero)) if zero else value
-        return moved.astype(self._profile.dtype, copy=False)
+        return moved.astype(dtype, copy=False)
 
     def _row(self, tensor: str, got: Array) -> TensorDifference:
         step, name, value = self._found[tensor]
@@ -209,9 +219,10 @@ class CutFile:
         value = np.atleast_1d(value)
         # A linear layer's result has two axes in some files, and its own behind a Reshape.
         got = got.reshape(value.shape)
-        index = np.unravel_index(np.flatnonzero(self._stored(value) != got), got.shape)
+        index = np.unravel_index(np.flatnonzero(self._stored(value, tensor) != got), got.shape)
         places = np.stack(index, axis=1)
-        want, made = value[index].astype(np.int32), got[index].astype(np.int32) - self._profile.zero
+        zero = self._profile.stored(self._form(tensor))[1]
+        want, made = value[index].astype(np.int32), got[index].astype(np.int32) - zero
         apart = np.abs(want - made)
         near = apart == 1
         where = places[near], (want + made)[near] * 0.5, value.shape
@@ -220,8 +231,9 @@ class CutFile:
             self._doubts[tensor] = name, *where
         largest = int(apart.max(initial=0))
         return TensorDifference(
-            step.path, step.op, tensor, int(value.size), len(places), largest, ties
-        )
+            step.path, step.op, tensor, int(value.size), len(places), largest, ties,
+            str(self._form(tensor)),
+        )  # fmt: skip
 
     def _float8_row(self, tensor: str, step: Step, value: Array, got: Array) -> TensorDifference:
         """FP8 values of the file beside the model's; `count_again` counts ties."""
@@ -236,32 +248,27 @@ class CutFile:
         )
 
 
-def forced(
-    content: bytes, tensors: tuple[str, ...], floats: Collection[str] = ()
-) -> tuple[Any, dict[str, str]]:
+def forced(content: bytes, tensors: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
     """The model with these tensors cut: their consumers read inputs of the same name.
 
     Args:
         content: The file.
-        tensors: Quantized tensors.
-        floats: Those held as floats, of FP8.
+        tensors: Quantized tensors and numpy's types of their values.
 
     Returns:
         The model with these tensors' producers as extra outputs, followed by the file's own
         outputs; and for each tensor the output that holds it.
     """
     import onnx
-    from onnx import TensorProto, helper
+    from onnx import helper
 
     proto = upgraded_opset(onnx.load_model_from_string(content))
     graph = proto.graph
     made = {name: f"{name}.made" for name in tensors}
     for node in graph.node:
         node.output[:] = [made.get(name, name) for name in node.output]
-    unsigned = any(c.data_type == TensorProto.UINT8 for c in graph.initializer)
-    dtype = TensorProto.UINT8 if unsigned else TensorProto.INT8
     read = {name for node in graph.node for name in node.input}
-    types = {name: TensorProto.FLOAT if name in floats else dtype for name in tensors}
+    types = {n: helper.np_dtype_to_tensor_dtype(np.dtype(kind)) for n, kind in tensors.items()}
     graph.input.extend(
         helper.make_tensor_value_info(name, kind, None)
         for name, kind in types.items()

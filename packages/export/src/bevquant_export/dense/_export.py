@@ -30,7 +30,7 @@ from bevquant_export.dense._emit import emit
 from bevquant_export.dense._float8 import OPSET as FLOAT8_OPSET
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._half_tried import recorded, typed_file
-from bevquant_export.dense._profile import profile_of
+from bevquant_export.dense._profile import INT16_OPSET, profile_of
 from bevquant_export.dense._read_model import read_model
 from bevquant_export.dense._runnable import session
 from bevquant_export.dense._source import Source, example_of, integer_model
@@ -42,7 +42,7 @@ from bevquant_export.sparse.portable._body import OPSET
 from bevquant_export.targets._cpu import mark_cpu
 from bevquant_graph import Guard, file_path, reported_by
 from bevquant_int8sim import IntegerModel
-from bevquant_int8sim.program import PROGRAM_READERS, Ref, SparseRef, replaced
+from bevquant_int8sim.program import PROGRAM_READERS, Integers, Ref, SparseRef, replaced
 from bevquant_quantizers import hb_mapper, quantization_disabled, write_whole
 
 Shape = tuple[int | str, ...]
@@ -98,6 +98,7 @@ def export_qdq_onnx(
       without overlap become a 1×1 convolution and DepthToSpace. Sparse convolutions on grids of one
       to three axes are possible: opset 18, any number of voxels, the number of frames of `args` or
       the one that the forward reads from the voxels; a sparse tensor is features and coordinates.
+      Activations of 16 bits: opset 21, int16 pairs, and layers between them in float32.
     * ``"openvino"``: the same with int8 weights, the only ones it takes as integers.
     * ``"horizon"``: opset 11, int8 with zero point 0, scales ⟨1⟩ or ⟨C⟩ without axis, as nodes of
       their own; nodes named ``<operator>_<place>``; no pair after an operation that keeps its
@@ -140,9 +141,10 @@ def export_qdq_onnx(
     Raises:
         TypeError: `model` is not a module.
         ValueError: An unknown profile; a model that is not calibrated, in training mode, cannot be
-            captured or is converted already; activations of other than eight bits; an operation
-            without a form; a batch that cannot vary; or a file that computes other values than the
-            model. The message names the module and what to do. No file is written then.
+            captured or is converted already; activations in a format that the profile does not
+            have; an operation without a form; a batch that cannot vary; or a file that computes
+            other values than the model. The message names the module and what to do. No file is
+            written then.
 
     Example:
         >>> import tempfile, torch
@@ -185,8 +187,7 @@ def export_qdq_onnx(
     inputs = _named_inputs(source, input_names)
     outputs = _named_outputs(source, output_names, inputs.values())
     refuse_float8(source.program, chosen.float8, "export_qdq_onnx", f"profile {profile!r}")
-    opset = OPSET if source.sparse else None
-    graph = Graph(chosen, FLOAT8_OPSET if any(map(is_float8, source.program.steps)) else opset)
+    graph = Graph(chosen, _opset(source))
     for name in (*inputs.values(), *(name for _, name in outputs)):
         graph.unique(name)
     made = emit(source, graph, inputs, integer_sums=integer_sums)
@@ -241,6 +242,14 @@ def export_qdq_onnx(
     if chosen.name != "horizon":
         return file
     return replace(file, settings=hb_mapper.write_config(target, march, on_cpu))
+
+
+def _opset(source: Source) -> int:
+    """The least operator set for voxels, FP8 and int16."""
+    forms = [value.form for value in source.program.values.values()]
+    wide = any(isinstance(form, Integers) and form.bits == 16 for form in forms)
+    float8 = any(map(is_float8, source.program.steps))
+    return max(OPSET * source.sparse, FLOAT8_OPSET * float8, INT16_OPSET * wide)
 
 
 def _has_float_form(model: Any) -> bool:

@@ -57,14 +57,14 @@ class Graph:
 
     Args:
         profile: Requirements of the runtime.
-        opset: First operator set (default: the profile's).
+        opset: Least operator set.
 
     Attributes:
         opset: Operator set of the file: the profile's, or a later one that an operator needs.
     """
 
-    def __init__(self, profile: Profile, opset: int | None = None) -> None:
-        self.profile, self.opset = profile, opset or profile.opset
+    def __init__(self, profile: Profile, opset: int = 0) -> None:
+        self.profile, self.opset = profile, max(opset, profile.opset)
         self.nodes: list[Any] = []
         self.constants: dict[str, Array] = {}
         self.notes: list[str] = []
@@ -171,12 +171,12 @@ class Graph:
             block: Side of the pixel blocks that the channels still have to become.
         """
         state = TensorState(state) if isinstance(state, str) else state
-        if block and not (self.profile.integer_relu and isinstance(form, Integers)):
+        if block and not (isinstance(form, Integers) and self.profile.clips(form)):
             state, block = TensorState(self.pixels(path, state.name, block)), 0
         relu, ceiling = bool(attributes.get("relu")), attributes.get("ceiling")
         if not isinstance(form, Integers):
             return TensorState(self._limited(path, state.name, ceiling)) if relu else state
-        if self.profile.integer_relu:
+        if self.profile.clips(form):
             least = 0 if relu else form.low if form.narrow else None
             same = state.form in (None, form)
             known = state.low if same or state.low == 0 else None  # 0 is 0 in every scale
@@ -195,7 +195,7 @@ class Graph:
         if state.form == form and not relu:
             return state
         if form.narrow and not relu:
-            self._note_narrow(path)
+            self._note_narrow(path, form)
         name = state.name
         if relu:
             name = self._limited(path, name, None if ceiling is None else ceiling * form.scale)
@@ -210,10 +210,10 @@ class Graph:
         ]
         return self.node("Clip", path, [name, *limits])
 
-    def _note_narrow(self, path: str) -> None:
+    def _note_narrow(self, path: str, form: Integers) -> None:
         note = (
-            f"{path or 'the model'}: its quantizer leaves −128 out (narrow_range), QuantizeLinear "
-            "does not: a value below the range comes out one step lower"
+            f"{path or 'the model'}: its quantizer leaves −{1 - form.low} out (narrow_range), "
+            "QuantizeLinear does not: a value below the range comes out one step lower"
         )
         if note not in self.notes:
             self.notes.append(note)
@@ -238,7 +238,7 @@ class Graph:
         """DequantizeLinear after integers.
 
         Raises:
-            ValueError: Integers of other than eight bits, or a scale that float32 does not hold.
+            ValueError: Integers of bits that the profile lacks, or a scale beyond float32.
         """
         self._check(path, form)
         made = self.node("DequantizeLinear", path, [q, *self._scale(path, form)])
@@ -300,7 +300,7 @@ class Graph:
         shape = () if self.profile.axis else (1,)
         scale = np.full(shape, form.scale)
         name = f"{path}.scale" if path else "scale"
-        zero = self.zeros(self.profile.dtype, self.profile.zero, shape)
+        zero = self.zeros(*self.profile.stored(form), shape)
         return [self.constant(name, scale), zero]
 
     def _check(self, path: str, form: Integers) -> None:
@@ -311,9 +311,10 @@ class Graph:
                 "point (AffineQuantizer); expected −128…127 without one. Quantize the float model "
                 "with quantize_model and calibrate"
             )
-        if form.bits != 8:
+        if form.bits not in ((8, 16) if self.profile.int16 else (8,)):
+            more = " or 16" if self.profile.int16 else " (16 with profile='onnxruntime')"
             raise QdqError(
-                f"{where}: its activations have {form.bits} bits; expected 8. "
+                f"{where}: its activations have {form.bits} bits; expected 8{more}. "
                 "Give its quantizer num_bits=8, or disable() it to leave the layer float"
             )
         if not form.scale > float(np.finfo(np.float32).tiny) or not np.isfinite(

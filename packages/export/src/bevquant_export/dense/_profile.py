@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from numpy.typing import DTypeLike
 
 from bevquant_export._errors import QdqError
 from bevquant_export.targets._cpu import chosen_weights
 from bevquant_export.targets._target import targets
+from bevquant_int8sim.program import Integers
+
+INT16_OPSET = 21  # the first one with pairs of int16
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Profile:
         plugins: Version of the engine's own plugins, which are nodes of their names; "" without.
         scatter_sums: Scatters may sum; else a sum over places is a product of matrices.
         float8: Formats of FP8 that it takes.
+        int16: Activations may have 16 bits; layers that read them run in float.
         integer_inputs: Inputs may be integers and truth values; else all are float32.
         runner: Runtime of the check: ``"onnxruntime"`` or ``"openvino"`` optimised as in
             use, ``"plain"`` for ONNX Runtime without optimisations.
@@ -68,7 +73,16 @@ class Profile:
     scatter_sums: bool = False
     integer_inputs: bool = True
     float8: tuple[str, ...] = ()
+    int16: bool = False
     runner: str = "plain"
+
+    def stored(self, form: Integers) -> tuple[DTypeLike, int]:
+        """Type and zero point of quantized activations; ONNX Runtime clips no int16."""
+        return (self.dtype, self.zero) if form.bits == 8 else (np.int16, 0)
+
+    def clips(self, form: Integers) -> bool:
+        """Whether a ReLU clips integers, between the two nodes of a pair."""
+        return self.integer_relu and form.bits == 8
 
 
 def profile_of(name: str, weights: str = "auto") -> Profile:

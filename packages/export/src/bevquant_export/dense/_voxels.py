@@ -23,7 +23,7 @@ from bevquant_export._errors import QdqError
 from bevquant_export.dense._graph import TensorState
 from bevquant_export.dense._numbers import Numbers, refuse
 from bevquant_export.sparse._axes import with_axes
-from bevquant_export.sparse.portable._body import DOUBLE, FLOAT, INT32, UINT8
+from bevquant_export.sparse.portable._body import DOUBLE, FLOAT, INT16, INT32, UINT8
 from bevquant_export.sparse.portable._voxel_sets import Surroundings, VoxelSet
 from bevquant_export.targets._cpu import stored_weights
 from bevquant_int8sim.program import Integers, Ref, Step, replaced
@@ -147,6 +147,8 @@ class Voxels:
         if len(step.args) > 2 or attributes["transposed"]:
             what = "with a sum in it" if len(step.args) > 2 else "that is transposed"
             refuse(path, f"a sparse convolution {what} has no form")
+        if x.form is not None and x.form.bits != 8:
+            refuse(path, f"it reads {x.form} from voxels; expected int8: num_bits=8")
         geometry = [tuple(attributes[k]) for k in ("kernel_size", "stride", "padding", "dilation")]
         geometry += [(), *(attributes[k] for k in ("subm", "transposed", "inverse"))]
         rows = self._walk(step, attributes["indice_key"], tuple(geometry))
@@ -322,14 +324,16 @@ class Voxels:
 
     def _rounded(self, step: Step, sums: str, form: Integers) -> TensorState:
         """Sums as integers of the form, with those of their values."""
-        graph, path, zero = self.graph, step.path, self.graph.profile.zero
+        graph, path = self.graph, step.path
+        dtype, zero = graph.profile.stored(form)
         low = 0 if step.attributes.get("relu") else form.low
         real = self._product(path, sums, step.tensors["multiplier"], "multiplier")
         q = graph.node("Round", path, [real])
         ends = [graph.constant(f"float64_{n}", n, np.float64) for n in (low, form.high)]
         q = graph.node("Clip", path, [q, *ends])
         q = graph.node("Add", path, [q, graph.constant(f"float64_{zero}", zero, np.float64)])
-        state = graph.dequantized(path, graph.node("Cast", path, [q], to=UINT8), form)
+        q = graph.node("Cast", path, [q], to=INT16 if dtype == np.int16 else UINT8)
+        state = graph.dequantized(path, q, form)
         return TensorState(state.name, state.integers, form, low=low)
 
     def _check_sums(self, step: Step, matrix: Any, bias: Tensor | None) -> None:

@@ -30,16 +30,21 @@ SAME = Rule("QDQ003", "error",
 LONG = Rule("QDQ004", "error",
     "a scale or zero point has at most 65,536 entries",
     "write one entry, or one for each channel", DENSE)
-OLD_FLOAT8 = Rule("QDQ005", "error",
-    "FP8 stands in files of opset 19 or later: before it the two operators have integers alone",
-    "write opset 19", DENSE)
+OLD = Rule("QDQ005", "error",
+    "FP8 stands in files of opset 19 or later, INT16 of opset 21: before it the two operators have "
+    "no such type",
+    "write opset 21", DENSE)
 NO_FLOAT8 = Rule("QDQ006", "error",
     "integers are integers: the runtime has no FP8, or rounds to it by way of float16 (OpenVINO)",
     "quantize with num_bits=8, or export for TensorRT or ONNX Runtime", ("openvino", "horizon"))
+NO_INT16 = Rule("QDQ007", "error",
+    "activations have 8 bits: the runtime has no INT16, or drops its pairs (OpenVINO)",
+    "quantize with num_bits=8, or export for ONNX Runtime", ("tensorrt", "openvino", "horizon"))
 # fmt: on
-RULES = (NO_AXIS, POSITIVE, SAME, LONG, OLD_FLOAT8, NO_FLOAT8)
+RULES = (NO_AXIS, POSITIVE, SAME, LONG, OLD, NO_FLOAT8, NO_INT16)
 FLOAT8 = {17: "FLOAT8E4M3FN", 18: "FLOAT8E4M3FNUZ", 19: "FLOAT8E5M2", 20: "FLOAT8E5M2FNUZ"}
 """Types of FP8, by onnx.TensorProto's numbers."""
+_INT16 = {4: "UINT16", 5: "INT16"}
 _MOST_SCALES = 65_536
 _QUANTIZE = {"QuantizeLinear", "HzQuantize"}
 _DEQUANTIZE = {"DequantizeLinear", "HzDequantize"}
@@ -70,6 +75,11 @@ class Step:
         """Name of its FP8 type; empty for integers."""
         own = 0 if self.quantizes or self.constant is None else self.constant.data_type
         return FLOAT8.get(self.zero_type) or FLOAT8.get(own, "")
+
+    @property
+    def int16(self) -> str:
+        """Name of its type of 16 bits; empty for others."""
+        return _INT16.get(self.zero_type, "")
 
     @property
     def per_channel(self) -> bool:
@@ -152,23 +162,27 @@ class Pairs:
         return data is not None and weight is not None and weight.constant is not None
 
 
-def check_pairs(pairs: Pairs, *, float8: bool = False) -> Iterator[Finding]:
+def check_pairs(pairs: Pairs, *, float8: bool = False, int16: bool = False) -> Iterator[Finding]:
     """Check scales and pairs by the rules of all dense targets.
 
     Args:
         pairs: Of one graph.
         float8: Whether the runtime has FP8.
+        int16: Whether it has activations of 16 bits.
     """
     graph = pairs.graph
     for name, count in pairs.long.items():
         yield LONG.found(name, f"it has {count} entries")
     for step in pairs.steps:
         node = step.node
-        if step.float8 and not float8:
-            yield NO_FLOAT8.found(node.name, f"it is of {step.float8}")
-        elif step.float8 and graph.opsets.get("", 0) < 19:
-            found = f"it is of {step.float8} at opset {graph.opsets.get('', 0)}"
-            yield OLD_FLOAT8.found(node.name, found)
+        for kind, known, first, rule in (
+            (step.float8, float8, 19, NO_FLOAT8), (step.int16, int16, 21, NO_INT16)
+        ):  # fmt: skip
+            opset = graph.opsets.get("", 0)
+            if kind and not known:
+                yield rule.found(node.name, f"it is of {kind}")
+            elif kind and opset < first:
+                yield OLD.found(node.name, f"it is of {kind} at opset {opset}")
         if step.scale is not None and step.scale.dtype.kind == "f":
             wrong = ~(np.isfinite(step.scale) & (step.scale > 0))
             if wrong.any():

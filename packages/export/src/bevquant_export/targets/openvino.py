@@ -70,10 +70,11 @@ class _OpenVino(QdqTarget):
     quantized_outputs = True
     rules = RULES
     weights = ("int8", "uint8")
-    # Of FP8 its CPU plugin (2026.4) rounds to float16 first, and not as ONNX near a tie.
+    # Of FP8 its CPU plugin (2026.4) rounds to float16 first, and not as ONNX near a tie. Pairs of
+    # int16 it drops ("qdq_stripping"): values are neither rounded nor clipped.
     form = replace(
         ONNXRUNTIME.form, name="openvino", weight="int8", runner="openvino", fuses_norms=False,
-        voxels=False, float8=(),
+        voxels=False, float8=(), int16=False,
     )  # fmt: skip
 
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:

@@ -68,7 +68,8 @@ class QdqTarget(Target):
         """Rules on pairs, then the engine's own, graph by graph."""
         for graph in file.graphs:
             pairs = Pairs(graph, file.path.parent)
-            yield from check_pairs(pairs, float8=bool(self.form.float8))
+            form = self.form
+            yield from check_pairs(pairs, float8=bool(form.float8), int16=form.int16)
             if self.form.axis:
                 yield from check_axis(pairs)
             yield from self.lint_pairs(pairs, file)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 DOMAIN = "bevquant.sparse"
 OPSET = 18
 # The numbers that onnx.TensorProto gives to types.
-FLOAT, UINT8, INT8, INT32, INT64, BOOL, HALF, DOUBLE = 1, 2, 3, 6, 7, 9, 10, 11
+FLOAT, UINT8, INT8, INT16, INT32, INT64, BOOL, HALF, DOUBLE = 1, 2, 3, 5, 6, 7, 9, 10, 11
 Number = int | float
 
 
