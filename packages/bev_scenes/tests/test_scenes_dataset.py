@@ -34,6 +34,7 @@ def test_streets_are_made_when_asked_for():
         ("street", "x", {}, "leave the path out"),
         ("street", None, {"count": 0}, "at least one street"),
         ("street", None, {"first_seed": -1}, "no negative seed"),
+        ("street", None, {"conditions": "snow"}, "conditions=snow: unknown; .*rain, fog"),
         ("street", None, {"lasers": 3}, "lasers: a street has count, first_seed, .*beams"),
     ],
 )

@@ -41,7 +41,7 @@ OF_POINTS = ("columns", "axes", "dtype", "intensity_scale", "key", "nonfinite")
 """Options of files of points: keywords of `bev_data.points.read_points`, which bear their names."""
 
 
-_KEYWORDS = ("classes", "box_origin", "cameras", "metric", "output", "precisions", "budget")
+_KEYWORDS = "classes conditions box_origin cameras metric output precisions budget".split()
 _OTHERWISE = {"--cameras available": "--incomplete skip", "--cameras none": "--branch lidar"}
 
 
@@ -110,6 +110,7 @@ def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequen
             first_seed=options.first,
             size=size,
             cameras=size if with_cameras else None,
+            conditions=options.conditions or "clear",
         )
     if not options.data and reads["path"].default is Parameter.empty:
         raise InputError(f"--dataset {options.dataset} needs --data, the folder that holds it")
@@ -200,6 +201,7 @@ def _refuse_options_of_others(options: FrameOptions, reads: Mapping[str, Paramet
     reads_cameras = "cameras" in reads and options.dataset != "nuscenes"  # which has all or none
     misplaced = {
         "--data": bool(options.data) and options.dataset in (None, "street"),
+        "--conditions": options.conditions is not None and options.dataset != "street",
         "--split": options.split is not None and "split" not in reads,
         "--data-version": options.data_version is not None and "version" not in reads,
         "--classes": bool(options.classes) and "classes" not in reads,
@@ -237,7 +239,7 @@ def training_frames(options: FrameOptions, *, size: str, with_cameras: bool) -> 
         options = replace(options, first=FIRST_TRAINING_SEED + options.first, count=count)
     reading = {
         name: str(value)
-        for name in ("points", "dataset", "data", "first", "count", "split", "data_version")
+        for name in "points dataset data first count conditions split data_version".split()
         if (value := getattr(options, name))
     }
     return FrameSource(

@@ -5,6 +5,7 @@ With this package installed `bev_data.datasets.open_dataset("street", …)` open
 
 from __future__ import annotations
 
+from bev_scenes._conditions import CONDITIONS, Conditions
 from bev_scenes._frame import SIZES, SceneSettings, open_streets, stored_street, street_frame
 from bev_scenes._ground import Ground
 from bev_scenes._labels import scanner_pose
@@ -17,10 +18,12 @@ from bev_scenes._street import EgoPath, Street, build_street
 
 __version__ = "0.2.0"
 __all__ = [
+    "CONDITIONS",
     "RIGS",
     "SIZES",
     "CameraMount",
     "CameraRig",
+    "Conditions",
     "EgoPath",
     "Ground",
     "Material",

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from bev_data import InputError
 from bev_data.datasets import FrameList, open_dataset
 from bev_data.points import Frame
+from bev_scenes._conditions import CONDITIONS, Conditions
 from bev_scenes._labels import scanner_pose
 from bev_scenes._lidar import SpinningLidar
 from bev_scenes._render import Picture, render_street
@@ -54,6 +55,7 @@ def street_frame(
     azimuth_steps: int | None = None,
     max_range: float | None = None,
     scan_seed: int | None = None,
+    conditions: str | Conditions = "clear",
     threads: int | None = None,
 ) -> Frame:
     """A street seen by a spinning LiDAR and by cameras, ray-cast; needs no file and no download.
@@ -73,14 +75,15 @@ def street_frame(
         azimuth_steps: instead of the size's.
         max_range: instead of the size's [m].
         scan_seed: of noise and dropout; `seed` where None.
+        conditions: weather, light and faults, a key of `CONDITIONS` or one's own.
         threads: that render pictures; one for each processor where None.
 
     Returns:
-        A frame with points, with labels of the labelled objects that have returns (boxes,
-        velocities, visibility, numbers of points), and with cameras.
+        A frame, named by seed and conditions, with points, with labels of the labelled objects that
+        have returns (boxes, velocities, visibility, numbers of points), and with cameras.
 
     Raises:
-        ValueError: numbers that make no street or no scanner, a size or rig of unknown name.
+        ValueError: numbers that make no street or no scanner, or an unknown name.
 
     Examples:
         >>> frame = street_frame(size="tiny", beams=8, sweeps=1, azimuth_steps=90, cameras="tiny")
@@ -97,20 +100,27 @@ def street_frame(
         raise ValueError(f"threads={threads}: at least 1, or None for one per processor")
     settings = _named("size", size, SIZES) if isinstance(size, str) else size
     rig = _named("cameras", cameras, RIGS) if isinstance(cameras, str) else cameras
+    name = f"street_{seed}"
+    if isinstance(conditions, str):
+        name += "" if conditions == "clear" else f"_{conditions}"
+        conditions = _named("conditions", conditions, CONDITIONS)
     lidar = SpinningLidar(
-        beams=settings.beams if beams is None else beams,
+        beams=(conditions.beams or settings.beams) if beams is None else beams,
         azimuth_steps=settings.azimuth_steps if azimuth_steps is None else azimuth_steps,
         max_range=settings.max_range if max_range is None else max_range,
     )
     sweeps = settings.sweeps if sweeps is None else sweeps
-    street = build_street(seed)
-    scan = scan_street(street, lidar, sweeps=sweeps, seed=seed if scan_seed is None else scan_seed)
+    street = build_street(seed, conditions.slopes)
+    scan_seed = seed if scan_seed is None else scan_seed
+    scan = scan_street(street, lidar, sweeps=sweeps, seed=scan_seed, conditions=conditions)
     pictures: tuple[Picture, ...] = ()
     if rig is not None:
         pose = scanner_pose(street, lidar.height)
-        pictures = render_street(street, rig, pose, seed=seed, threads=threads)
+        pictures = render_street(
+            street, rig, pose, seed=seed, threads=threads, conditions=conditions
+        )
     return Frame(
-        f"street_{seed}",
+        name,
         scan.points,
         labels=scan.labels,
         cameras=tuple(picture.camera for picture in pictures),
@@ -164,6 +174,10 @@ def open_streets(
         raise InputError(
             f"{', '.join(unknown)}: a street has count, first_seed, {', '.join(known)}"
         )
+
+    given = options.get("conditions", "clear")
+    if isinstance(given, str) and given not in CONDITIONS:
+        raise InputError(f"conditions={given}: unknown; expected one of {', '.join(CONDITIONS)}")
 
     def read(seed: int) -> Frame:
         try:

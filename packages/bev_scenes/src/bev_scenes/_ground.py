@@ -70,8 +70,8 @@ class Ground:
         return abs(y - self.side_y) < self.side_half_width + margin
 
 
-def make_ground(rng: np.random.Generator) -> Ground:
-    """A ground with slopes of up to 1.5 %, seeded by `rng`."""
+def make_ground(rng: np.random.Generator, slopes: float = 1.0) -> Ground:
+    """A ground with slopes of up to 1.5 % · `slopes`, seeded by `rng`."""
     coarse = rng.uniform(-0.35, 0.35, (14, 14))
     places = np.linspace(0.0, 12.999, _CELLS)
     cell = places.astype(np.int64)
@@ -81,8 +81,8 @@ def make_ground(rng: np.random.Generator) -> Ground:
     rows = coarse[cell] * (1.0 - part)[:, None] + coarse[cell + 1] * part[:, None]
     bumps = rows[:, cell] * (1.0 - part) + rows[:, cell + 1] * part
     return Ground(
-        slope_x=float(rng.uniform(-0.006, 0.006)),
-        slope_y=float(rng.uniform(-0.015, 0.015)),
+        slope_x=slopes * float(rng.uniform(-0.006, 0.006)),
+        slope_y=slopes * float(rng.uniform(-0.015, 0.015)),
         crown=0.018,
         half_width=float(rng.uniform(6.4, 7.2)),
         sidewalk=float(rng.uniform(2.6, 3.6)),

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from bev_data.cameras import Camera
 from bev_scenes._candidates import candidates_by_cell, screen_rectangles
+from bev_scenes._conditions import CLEAR, Conditions
 from bev_scenes._labels import Pose
 from bev_scenes._raycast import CELL, GROUND, cast_pixels, cast_shadows
 from bev_scenes._rig import CameraMount, CameraRig
@@ -24,6 +25,7 @@ _Array = npt.NDArray[np.float64]
 _TILE = 16  # pixels
 _BAND = 64  # rows that one task renders; what it needs stays in the caches
 _FAR = 400.0  # m
+_GRAIN = 6.0  # standard deviation of a camera's noise at night, of 255
 _SHADOWS = 110.0  # shadows fall up to here from the middle of the street [m]
 
 
@@ -42,7 +44,13 @@ class Picture:
 
 
 def render_street(
-    street: Street, rig: CameraRig, pose: Pose, *, seed: int = 0, threads: int | None = None
+    street: Street,
+    rig: CameraRig,
+    pose: Pose,
+    *,
+    seed: int = 0,
+    threads: int | None = None,
+    conditions: Conditions = CLEAR,
 ) -> tuple[Picture, ...]:
     """Render every camera of `rig` at time 0, one ray through the middle of each pixel.
 
@@ -56,9 +64,10 @@ def render_street(
         seed: of sun, sky and colours.
         threads: at most; as many as there are processors where None. Pictures do not depend on
             it.
+        conditions: weather and light.
     """
     solids = gather(street)
-    scene = _Scene(street, solids, place(street, solids, 0.0), seed)
+    scene = _Scene(street, solids, place(street, solids, 0.0), seed, conditions)
     views = [_View(scene, mount, pose) for mount in rig.cameras]
     tasks = [
         (view, row, min(row + _BAND, view.mount.height))
@@ -72,6 +81,11 @@ def render_street(
     else:
         with ThreadPoolExecutor(workers) as pool:
             list(pool.map(lambda task: _render_rows(scene, *task), tasks))
+    if conditions.night:
+        for k, view in enumerate(views):
+            rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, 7, k])))
+            grain = _GRAIN * rng.standard_normal(view.image.shape, np.float32)
+            view.image[:] = np.clip(np.round(view.image + grain), 0.0, 255.0).astype(np.uint8)
     return tuple(
         Picture(
             Camera(view.mount.name, view.image, view.mount.intrinsics, view.mount.lidar_to_camera),
@@ -90,11 +104,18 @@ def _processors() -> int:
 class _Scene:
     """Data of all cameras: solids of the whole street, their colours, the light, shadows."""
 
-    def __init__(self, street: Street, solids: SolidArrays, centre: _Array, seed: int) -> None:
+    def __init__(
+        self,
+        street: Street,
+        solids: SolidArrays,
+        centre: _Array,
+        seed: int,
+        conditions: Conditions,
+    ) -> None:
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, 5])))
         self.solids, self.centre = solids, centre
         self.road, self.bumps = street.ground.parameters, street.ground.bumps
-        self.daylight = make_daylight(rng)
+        self.daylight = make_daylight(rng, conditions)
         self.colour = colours_of(street, seed)
         every = np.arange(len(centre))
         self.arrays = in_order(solids, centre, every, np.zeros(len(centre)))

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from bev_data.points import Labels
 from bev_scenes._candidates import candidates_by_column
+from bev_scenes._conditions import CLEAR, Conditions
 from bev_scenes._labels import Pose, into_frame, labels_of, scanner_pose
 from bev_scenes._lidar import SpinningLidar
 from bev_scenes._raycast import GROUND, NOTHING, cast_rays
@@ -27,8 +28,8 @@ class Scan:
 
     Args:
         points: float32 [points, 5], x, y, z [m], intensity 0..255, time lag [s].
-        objects: int32 [points], index into `Street.objects`, -1 for the ground.
-        materials: uint8 [points], `Material` of each return.
+        objects: int32 [points], index into `Street.objects`, -1 for the ground, -2 for drops.
+        materials: uint8 [points], `Material` of each return; 255 for drops.
         labels: labels of objects with at least one return: tight boxes at time 0, velocities over
             ground, visible share of the silhouette (see `visible_shares`), and returns of all
             sweeps, also those of a trail outside the box.
@@ -41,7 +42,12 @@ class Scan:
 
 
 def scan_street(
-    street: Street, lidar: SpinningLidar | None = None, *, sweeps: int = 10, seed: int = 0
+    street: Street,
+    lidar: SpinningLidar | None = None,
+    *,
+    sweeps: int = 10,
+    seed: int = 0,
+    conditions: Conditions = CLEAR,
 ) -> Scan:
     """Scan `street` with the newest sweep at time 0 and the others before it.
 
@@ -54,6 +60,7 @@ def scan_street(
         lidar: the scanner; the default one where None.
         sweeps: how many.
         seed: of noise, dropout and the first firing's angle.
+        conditions: weather and faults.
 
     Raises:
         ValueError: fewer than one sweep, negative seed.
@@ -66,7 +73,7 @@ def scan_street(
     parts = []
     for sweep in range(sweeps):
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, 2, sweep])))
-        parts.append(_one_sweep(street, lidar, solids, sweep, now, rng))
+        parts.append(_one_sweep(street, lidar, solids, sweep, now, rng, conditions, seed))
     points, objects, materials = (np.concatenate(column) for column in zip(*parts, strict=True))
     return Scan(points, objects, materials, labels_of(street, solids, objects, now))
 
@@ -78,6 +85,8 @@ def _one_sweep(
     sweep: int,
     now: Pose,
     rng: np.random.Generator,
+    conditions: Conditions,
+    seed: int,
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
     lag = sweep * lidar.sweep_time
     origin, _ = scanner_pose(street, lidar.height, -lag)
@@ -90,6 +99,7 @@ def _one_sweep(
     chance, luck, fade = rng.random((3, columns, beams))
     noise = rng.standard_normal((columns, beams))
     flicker = rng.standard_normal((columns, beams))
+    drop, sent_back = conditions.drops((columns, beams), lidar.max_range, rng)
 
     centre = place(street, solids, -lag) - origin
     order, near, first, last = columns_of(centre, solids, phase, step)
@@ -104,16 +114,21 @@ def _one_sweep(
         chance,
         lidar.max_range,
     )
+    distance = np.minimum(distance, lidar.max_range)  # of rays that hit nothing
     gain = np.append(solids.gain[order], 1.0)[np.where(hit >= 0, hit, len(order))]
     back = _REFLECTIVITY[material] * gain
     # A dark or grazed surface is lost sooner: the range at which half the light it would need
     # comes back, with a soft edge over its last fifth.
-    visible = 75.0 * np.sqrt(back * (0.12 + 0.88 * cosine) / 0.05)
     kept = luck >= _LOSS[material]
-    kept &= (visible - distance) > 0.2 * visible * fade
+    kept &= _is_seen(back * (0.12 + 0.88 * cosine), distance, fade, conditions)
     kept &= (hit != NOTHING) & (distance > 1.0)
+    wet = (drop > 1.0) & (drop < distance) & _is_seen(sent_back, drop, fade, conditions)
+    distance = np.where(wet, drop, distance)
+    kept = (kept | wet) & conditions.open_beams(beams, seed)
     measured = np.round((distance + lidar.range_noise * noise) * 500.0) / 500.0
     intensity = 255.0 * back * (0.35 + 0.65 * cosine) * (1.0 + 0.22 * flicker)
+    intensity = np.where(wet, 255.0 * sent_back, intensity)
+    intensity *= np.exp(-2.0 * conditions.extinction * distance)
     intensity = np.clip(np.round(intensity), 0.0, 255.0)
 
     at, beam = np.nonzero(kept)  # firing by firing, lowest beam first, as nuScenes files
@@ -122,9 +137,23 @@ def _one_sweep(
         [flat * azimuth[at, 0], flat * azimuth[at, 1], measured[kept] * elevation[beam, 1]], 1
     )
     points = np.empty((len(at), 5), np.float32)
-    points[:, :3] = into_frame(world, now)
+    seen = into_frame(world, now)
+    points[:, :3] = conditions.displaced(seen, rng) if sweep else seen
     points[:, 3] = intensity[kept]
     points[:, 4] = lag
     owner = np.append(solids.owner[order], GROUND)
-    objects = np.maximum(owner[np.where(hit >= 0, hit, len(order))][kept], -1)
-    return points, objects.astype(np.int32), material[kept]
+    objects = np.maximum(owner[np.where(hit >= 0, hit, len(order))], -1)
+    objects, material = np.where(wet, -2, objects), np.where(wet, 255, material)
+    return points, objects[kept].astype(np.int32), material[kept].astype(np.uint8)
+
+
+def _is_seen(
+    light: npt.NDArray[np.float64],
+    distance: npt.NDArray[np.float64],
+    fade: npt.NDArray[np.float64],
+    conditions: Conditions,
+) -> npt.NDArray[np.bool_]:
+    """Whether enough light comes back: it falls with the distance's square and in wet air."""
+    visible = 75.0 * np.sqrt(light / 0.05)
+    path = distance * np.exp(conditions.extinction * distance)
+    return np.asarray((visible - path) > 0.2 * visible * fade)

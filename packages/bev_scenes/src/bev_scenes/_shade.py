@@ -9,13 +9,14 @@ the picture is their square root, which is close to what cameras do.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
+from bev_scenes._conditions import Conditions
 from bev_scenes._solids import Material, Shape, unit
 
 _Array = npt.NDArray[np.float64]
@@ -31,7 +32,9 @@ class Daylight:
         ambient: light of the sky on a surface that faces up.
         horizon: colour of the sky at the horizon, and of the haze.
         zenith: colour of the sky overhead.
-        clouds: share of the sky that they cover, 0 to 1.
+        clouds: share of the sky that they cover, 0 to 1; -1 for a sky without any.
+        haze: distance at which half of what is seen is haze [m].
+        glow: share of a clear day's glow around the sun.
     """
 
     towards: _Array
@@ -40,22 +43,27 @@ class Daylight:
     horizon: _Array
     zenith: _Array
     clouds: float
+    haze: float = 700.0
+    glow: float = 1.0
 
     @property
     def numbers(self) -> _Array:
-        """[6, 3], the rows that the shader takes: the fields in order, clouds in the last."""
-        last = np.array([self.clouds, 0.0, 0.0])
+        """[6, 3], the rows that the shader takes: the fields in order, the numbers in the last."""
+        last = np.array([self.clouds, self.haze, self.glow])
         return np.stack([self.towards, self.sun, self.ambient, self.horizon, self.zenith, last])
 
 
-def make_daylight(rng: np.random.Generator) -> Daylight:
-    """A day between clear and hazy, the sun 28 to 62 degrees up; low ones are warmer."""
+def make_daylight(rng: np.random.Generator, conditions: Conditions) -> Daylight:
+    """A day between clear and hazy, the sun 28 to 62 degrees up; low ones are warmer.
+
+    Rain and fog have a grey sky without a sun. A night has 5 % of the light.
+    """
     around, up = float(rng.uniform(0.0, 2 * math.pi)), float(rng.uniform(28.0, 62.0))
     (c, s), (flat, high) = unit(around), unit(math.radians(up))
     clouds = float(rng.uniform(0.1, 0.6))
     warm = (62.0 - up) / 34.0
     strength = 1.4 - 0.4 * clouds
-    return Daylight(
+    day = Daylight(
         towards=np.array([c * flat, s * flat, high]),
         sun=strength * np.array([1.0, 0.96 - 0.08 * warm, 0.88 - 0.2 * warm]),
         ambient=(0.36 + 0.16 * clouds) * np.array([0.88, 0.97, 1.12]),
@@ -63,6 +71,16 @@ def make_daylight(rng: np.random.Generator) -> Daylight:
         zenith=np.array([0.10, 0.24, 0.55]) + 0.15 * clouds,
         clouds=clouds,
     )
+    if conditions.extinction > 0.0:
+        haze = min(day.haze, math.log(2.0) / conditions.extinction)
+        grey = np.full(3, 0.7)
+        day = replace(day, sun=0.0 * grey, ambient=1.3 * grey, horizon=grey, zenith=grey, haze=haze)
+    if conditions.night:
+        dim = {name: 0.05 * getattr(day, name) for name in ("sun", "ambient", "horizon", "zenith")}
+        day = replace(day, **dim)
+    if conditions.extinction > 0.0 or conditions.night:
+        day = replace(day, clouds=-1.0, glow=0.0)
+    return day
 
 
 _NOTHING, _GROUND = -1, -2
@@ -74,7 +92,6 @@ _METAL, _FOLIAGE = int(Material.METAL), int(Material.FOLIAGE)
 _ROOF, _RETRO = int(Material.ROOF), int(Material.RETROREFLECTOR)
 _PLASTIC = int(Material.PLASTIC)
 _WHEEL, _TAPER = int(Shape.WHEEL), int(Shape.TAPER)
-_HAZE = 700.0  # m at which half of what is seen is haze
 _OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy"}
 _kernel = numba.njit(**_OPTIONS)
 # Said, because numba compiles what a kernel calls once for each constant that it is given.
@@ -128,7 +145,7 @@ def _sky(dx: float, dy: float, dz: float, daylight: Any, clouds: bool) -> Any:
     glow = glow * glow
     glow = glow * glow
     glow = glow * glow
-    glow = 0.35 * glow * glow
+    glow = 0.35 * daylight[5, 2] * glow * glow
     return red + glow, green + 0.9 * glow, blue + 0.7 * glow
 
 
@@ -293,7 +310,7 @@ def shade(
                 elif made_of == _RETRO:
                     red, green = red + 0.1 * colour[s, 0], green + 0.1 * colour[s, 1]
                     blue += 0.1 * colour[s, 2]
-                haze = away / (away + _HAZE)
+                haze = away / (away + daylight[5, 1])
                 red += (daylight[3, 0] - red) * haze
                 green += (daylight[3, 1] - green) * haze
                 blue += (daylight[3, 2] - blue) * haze

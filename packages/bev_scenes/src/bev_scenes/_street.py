@@ -58,14 +58,15 @@ class Street:
     ego: EgoPath
 
 
-def build_street(seed: int = 0) -> Street:
+def build_street(seed: int = 0, slopes: float = 1.0) -> Street:
     """A street with buildings, a park, a crossing, traffic and people; the same seed, the same one.
 
     Args:
         seed: not negative.
+        slopes: factor of the ground's slopes, up to 8; see `Conditions`.
     """
     rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, 1])))
-    ground = make_ground(rng)
+    ground = make_ground(rng, slopes)
     ego = EgoPath(
         x=_LANE + float(rng.uniform(-0.2, 0.2)),
         y=0.0,

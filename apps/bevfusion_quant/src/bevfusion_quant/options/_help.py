@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 GROUPS = {
     "data": (
         "run", "qat", "bpu", "take", "points", "dataset", "data", "first", "count", "split",
-        "data_version", "classes", "box_origin", "incomplete", "cameras", "columns", "axes",
-        "dtype", "intensity_scale", "key", "nonfinite", "held_out",
+        "conditions", "data_version", "classes", "box_origin", "incomplete", "cameras", "columns",
+        "axes", "dtype", "intensity_scale", "key", "nonfinite", "held_out",
     ),
     "model": (
         "model", "config", "branch", "stage", "weights", "weight_entry", "weight_layout", "start",

@@ -200,6 +200,8 @@ class FrameOptions:
         data: Where the data set lies; files takes several paths, street none.
         first: The first frame to use, counted from 0; the first seed of street.
         count: How many frames from there; 0 for all (one of street).
+        conditions: Weather, light or fault of street: rain, fog, night, beams16, beams64, blocked,
+            hills or pose_error.
         split: nuScenes' split, such as val or mini_val.
         data_version: nuScenes' version, such as v1.0-trainval.
         classes: New names of nuscenes' or mmdet3d's classes, such as
@@ -223,6 +225,7 @@ class FrameOptions:
     data: tuple[Path, ...] = ()
     first: int = 0
     count: int = 0
+    conditions: str | None = None
     split: str | None = None
     data_version: str | None = None
     classes: tuple[str, ...] = ()
