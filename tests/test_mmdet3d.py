@@ -20,6 +20,12 @@ from bev_scenes import street_frame
 from bevfusion.frameworks import load_detector, use_operator_standins
 from bevfusion.frameworks._mmdet3d import load_mmdet3d
 from bevfusion.frameworks._mmdet3d_frames import to_detections
+from bevquant_export import export_detector
+from bevquant_fusion import fuse_model
+from bevquant_int8sim import simulate
+from bevquant_qnn import quantize_model
+from bevquant_quantizers import calibrate
+from bevquant_sparse import use_bevquant_kernels
 
 pytest.importorskip("mmdet3d", reason="needs mmdet3d 1.4.0 with mmcv-lite, mmdet and mmengine")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of their imports, on a newer torch
@@ -79,6 +85,46 @@ def test_boxes_are_those_of_their_predict(name: str, frame: Frame) -> None:
     assert len(found.boxes) == len(wanted.boxes)
     for ours, own in zip(found, wanted, strict=True):
         assert np.allclose(ours, own, atol=1e-4)
+
+
+def test_kernels_of_one_key_from_mmcv_to_a_file(tmp_path: Path) -> None:
+    """Three kernels along the first one's rulebook, as in Cylinder3D, in integers and libspconv."""
+    use_operator_standins()
+    from mmcv.ops import SparseConvTensor, SubMConv3d
+
+    class Blocks(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            kernels = [(1, 3, 3), (3, 1, 3), (3, 3, 3)]
+            convs = [SubMConv3d(4, 4, kernel, padding=1, indice_key="up") for kernel in kernels]
+            self.convs = torch.nn.ModuleList(convs)
+
+        def forward(self, features: torch.Tensor, coords: torch.Tensor) -> Any:
+            x = SparseConvTensor(features, coords.int(), np.array([9, 8, 7]), 1)
+            for conv in self.convs:
+                x = conv(x)
+                x.features = x.features.relu()
+            return x.dense()
+
+    net = Blocks().eval()
+    use_bevquant_kernels(net)
+    places = torch.cartesian_prod(*map(torch.arange, (9, 8, 7)))[::3]
+    coords = torch.nn.functional.pad(places, (1, 0)).int().contiguous()
+    inputs = (torch.randn(len(coords), 4), coords)
+    with torch.no_grad():
+        wanted = net(*inputs)
+    with pytest.raises(ValueError, match=r"is quantized after .*fuse_model with example inputs"):
+        quantize_model(net).model(*inputs)
+    fused = fuse_model(net, inputs)
+    assert fused.plain == ("convs.1", "convs.2")
+    quantized = quantize_model(fused.model, example_inputs=inputs).model
+    calibrate(quantized, [inputs])
+    integers = simulate(quantized, inputs)(*inputs)
+    assert mmdet3d_configs.decibels(wanted, integers) > 25
+    made = export_detector(quantized, inputs, tmp_path)
+    nodes = onnx.load(made.sparse.path).graph.node
+    kernels = [a.ints for n in nodes for a in n.attribute if a.name == "kernel_size"]
+    assert kernels == [[1, 3, 3]] * 3
 
 
 def test_the_table_has_every_configuration() -> None:

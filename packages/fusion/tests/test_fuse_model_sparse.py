@@ -355,3 +355,57 @@ def test_fused_models_without_bevquant_kernels_say_what_to_do(spconv_numbers, cl
     with warnings.catch_warnings(), pytest.raises(ValueError, match="use_bevquant_kernels"):
         fuse_model(model, cloud(4))
     assert len(model) == 2
+
+
+class MmcvConv(nn.Module):
+    """A SubM convolution of mmcv's copy of spconv 1."""
+
+    __module__, __qualname__ = "mmcv.ops.sparse_conv", "SparseConvolution"
+
+    def __init__(self, kernel, key):
+        super().__init__()
+        self.ndim, self.in_channels, self.out_channels, self.groups = 3, 4, 4, 1
+        self.kernel_size, self.stride, self.padding = list(kernel), [1] * 3, [1] * 3
+        self.dilation, self.output_padding = [1] * 3, [0] * 3
+        self.subm, self.inverse, self.transposed, self.indice_key = True, False, False, key
+        self.weight, self.bias = nn.Parameter(torch.randn(*kernel, 4, 4)), None
+
+    def forward(self, x):
+        raise AssertionError("mmcv's kernel ran")
+
+
+class Asymmetric(nn.Module):
+    """Kernels of several sizes under one key, as in mmdetection3d's Cylinder3D."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = MmcvConv((1, 3, 3), "up")
+        self.convs = nn.ModuleList([self.up, MmcvConv((3, 1, 3), "up"), MmcvConv((3, 3, 3), "up")])
+        self.norms = nn.ModuleList(nn.BatchNorm1d(4) for _ in self.convs)
+
+    def forward(self, features, coords):
+        x = OldTensor(features, coords.int(), (6, 7, 8), 2)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = conv(x)
+            x.features = F.leaky_relu(norm(x.features))
+        return x.features
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_kernel_along_another_ones_rulebook_becomes_its_own(inplace, cloud, randomise) -> None:
+    net = randomise(Asymmetric())
+    use_bevquant_kernels(net)
+    x = cloud(4)
+    inputs = (x.features, x.indices)
+    before = net(*inputs)
+    result = fuse_model(net, inputs, inplace=inplace)
+    assert (result.model is net) is inplace
+    assert set(result.plain) == {"convs.1", "convs.2"}
+    assert [len(result.fused), result.skipped] == [3, ()]
+    assert {conv.kernel_size for conv in map(result.model.get_submodule, result.plain)} == {
+        (1, 3, 3)
+    }
+    torch.testing.assert_close(result.model(*inputs), before, rtol=1e-4, atol=1e-4)
+    assert inplace or net.convs[2].weight.shape == (3, 3, 3, 4, 4)
+    again = fuse_model(result.model, inputs)
+    assert again.plain == ()

@@ -10,6 +10,8 @@ from torch.nn import functional
 
 from bevquant_sparse import (
     WeightLayout,
+    adopt_kernels,
+    borrowed_kernels,
     build_rulebook,
     conv_forward,
     get_weight,
@@ -211,6 +213,82 @@ def test_conflicting_use_of_a_key(x, said, words):
     module = OldConv(4, 4, said.pop("kernel"), said.pop("stride", 1), indice_key="k", **said)
     with pytest.raises(ValueError, match=words):
         conv_forward(module, out)
+
+
+class MmcvConv(OldConv):
+    """mmcv's copy of spconv 1."""
+
+    __module__, __qualname__ = "mmcv.ops.sparse_conv", "SparseConvolution"
+
+    def forward(self, x):
+        raise AssertionError("mmcv's kernel ran")
+
+
+def subm(kernel, dilation=1, key="k"):
+    said = {"kernel_size": list(kernel), "dilation": [dilation] * 3}
+    return MmcvConv(4, 4, 3, subm=True, indice_key=key, **said)
+
+
+@pytest.mark.parametrize(("kernel", "dilation"), [((3, 1, 3), 1), ((3, 3, 3), 2), ((1, 3, 3), 2)])
+def test_kernels_of_one_key_run_along_the_first_one(x, caplog, kernel, dilation):
+    """Element k of the weight meets the neighbour k of the first kernel; the rest is not read."""
+    model = nn.Sequential(subm((1, 3, 3)), subm(kernel, dilation))
+    with torch.no_grad():
+        expected = conv_forward(model[0], x).features
+    rulebook = build_rulebook(x.indices, SHAPE, (1, 3, 3), subm=True, batch_size=2)
+    expected = sum(
+        expected[neighbour.clamp(min=0).long()] * (neighbour >= 0)[:, None] @ weight
+        for neighbour, weight in zip(
+            rulebook.neighbours.unbind(1), model[1].weight.flatten(0, 2), strict=False
+        )
+    )
+    expected += model[1].bias
+    use_bevquant_kernels(model)
+    assert "indice_key='k' is shared by kernels of different sizes" in caplog.text
+    assert "0, 1" in caplog.text
+    out = model(x)
+    torch.testing.assert_close(out.features, expected)
+    borrowed = borrowed_kernels(model, lambda: model(x))
+    assert borrowed == {"1": ((1, 3, 3), (1, 1, 1))}
+    adopt_kernels(model, borrowed)
+    assert model[1].weight.shape == (1, 3, 3, 4, 4)
+    assert torch.equal(model(x).features, out.features)
+    assert borrowed_kernels(model, lambda: model(x)) == {}
+
+
+def test_another_kernel_along_spconvs_pairs(x, spconv_numbers):
+    """spconv multiplies a weight of 3×1×3 along its own pairs of 1×3×3."""
+    from spconv.core import ConvAlgo
+    from spconv.pytorch import functional as spconv_functional
+
+    _, table, counts = spconv_numbers.ops.get_indice_pairs(
+        x.indices, 2, list(SHAPE), ConvAlgo.Native, [1, 3, 3], [1] * 3, [0] * 3, [1] * 3, [0] * 3,
+        subm=True,
+    )  # fmt: skip
+    first, second = subm((1, 3, 3)), subm((3, 1, 3))
+    with torch.no_grad():
+        middle = conv_forward(first, x)
+        krsc = second.weight.movedim(-1, 0).contiguous()
+        expected = spconv_functional.indice_subm_conv(
+            middle.features, krsc, table, counts, 200, ConvAlgo.Native
+        )
+        found = conv_forward(second, middle).features - second.bias
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_kernels_that_spconv_1_cannot_share(x):
+    small, large = subm((1, 3, 3)), subm((3, 3, 3))
+    with pytest.raises(ValueError, match=r"kernel_size=\(1, 3, 3\) where \(3, 3, 3\) is expected"):
+        conv_forward(small, conv_forward(large, x))
+    model = nn.ModuleList([subm((1, 3, 3)), subm((3, 1, 3))])
+    use_bevquant_kernels(model)
+
+    def alone_and_behind():
+        model[1](model[0](x))
+        model[1](OldTensor(x.features, x.indices, x.spatial_shape, 2))
+
+    with pytest.raises(ValueError, match=r"1 runs along .* sizes \(1, 3, 3\) and \(3, 1, 3\)"):
+        borrowed_kernels(model, alone_and_behind)
 
 
 def test_key_of_other_coordinates(x):

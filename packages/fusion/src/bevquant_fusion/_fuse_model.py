@@ -31,6 +31,7 @@ from bevquant_graph import (
     replace_modules,
     running,
 )
+from bevquant_sparse import adopt_kernels, borrowed_kernels
 
 from ._fold import Fold
 from ._foldable import with_batch_norms
@@ -69,7 +70,8 @@ def fuse_model(
     Functional ``F.batch_norm``, classes with further operations (which are kept), and frozen batch
     norms in arithmetic (``FrozenBatchNorm2d``) are folded too. A layer that computes its weight
     from parameters alone in every call (standardised weights) becomes a plain layer with that
-    weight.
+    weight; so does a sparse convolution of spconv 1 that runs along the rulebook of another kernel
+    (``bevquant_sparse.adopt_kernels``).
 
     Without example inputs, and inside modules that cannot be captured, the module structure
     decides: a convolution directly followed by its batch norm in an ``nn.Sequential`` or
@@ -211,6 +213,10 @@ def _fused(
             f"graph: expected one captured from this {type(model).__name__}, got one of another "
             f"{type(graph.model).__name__}; pass capture(model, example_inputs)"
         )
+    if graph is None and example_inputs is not None:
+        adopted = _with_own_kernels(model, example_inputs, inplace, before)
+        if adopted is not None:
+            return adopted
     failure, planned = "", model
     if graph is None:
         planned = with_batch_norms(model)
@@ -254,6 +260,23 @@ def _fused(
     if inplace:
         result = _fuse(model, plan, stopped)
     return replace(result, max_error=exact)
+
+
+def _with_own_kernels(
+    model: nn.Module, example_inputs: Any, inplace: bool, before: list[Tensor] | None
+) -> FusionResult | None:
+    """The result where a sparse convolution runs along another one's kernel; otherwise None."""
+    seen, inputs = [before], arguments(example_inputs)
+    borrowed = borrowed_kernels(model, lambda: seen.append(_run(model, inputs)))
+    if not borrowed:
+        return None
+    copied = copy.deepcopy(model)
+    adopt_kernels(copied, borrowed)
+    result = _fused(copied, example_inputs, False, None, seen[-1])
+    if inplace:
+        adopt_kernels(model, borrowed)
+        result = _fused(model, example_inputs, True, None, seen[-1])
+    return replace(result, plain=(*borrowed, *result.plain))
 
 
 def _difference_in_float64(

@@ -72,8 +72,9 @@ class FusionResult(HtmlTable):
         max_error: Largest relative difference of an output on the example inputs. In float64 where
             rounding changed a choice between values (the largest ones, for example). None without
             example inputs.
-        plain: Paths of layers that computed their weight from parameters alone (standardised
-            weights). They are torch's own layers with that weight now.
+        plain: Paths of layers whose weight was not the one that they multiply by: computed from
+            parameters alone (standardised weights), or read along another kernel's rulebook
+            (spconv 1). They are plain layers with that weight now.
     """
 
     model: nn.Module = field(repr=False)
@@ -86,7 +87,7 @@ class FusionResult(HtmlTable):
 
     def __str__(self) -> str:
         rows = [(f.bn, f"into {f.conv or 'the model'}", _HOW[f.how]) for f in self.fused]
-        rows += [(path, "plain", "its weight was computed from parameters") for path in self.plain]
+        rows += [(path, "plain", "now has the weight that it multiplied by") for path in self.plain]
         for item in self.skipped:
             where = f" ({item.location})" if item.location else ""
             rows.append((item.bn or "the model", "kept", item.reason + where))

@@ -14,6 +14,7 @@ from bevquant_sparse._modules import (
 )
 from bevquant_sparse._pool import sparse_avg_pool, sparse_max_pool
 from bevquant_sparse._rulebook import Rulebook, build_rulebook
+from bevquant_sparse._shared_keys import adopt_kernels, borrowed_kernels
 from bevquant_sparse._sparse_tensor import open_shapes, register_sparse_tensor
 from bevquant_sparse._spconv import conv_forward
 from bevquant_sparse._use_standin import use_standin
@@ -22,6 +23,8 @@ __version__ = "0.2.0"
 __all__ = [
     "Rulebook",
     "WeightLayout",
+    "adopt_kernels",
+    "borrowed_kernels",
     "build_rulebook",
     "conv_forward",
     "get_weight",

@@ -12,6 +12,7 @@ from bevquant_sparse._modules import is_sparse_conv, known_layout, library_name
 from bevquant_sparse._pool import sparse_avg_pool, sparse_max_pool
 from bevquant_sparse._rulebook import Rulebook
 from bevquant_sparse._rulebook_cache import rulebook_for
+from bevquant_sparse._shared_keys import shared_keys
 from bevquant_sparse._sparse_tensor import register_tensor_of
 from bevquant_sparse._spconv import conv_forward, record_voxel_count, run_conv, with_rulebook
 
@@ -36,7 +37,8 @@ def use_bevquant_kernels(model: nn.Module) -> list[str]:
 
     Args:
         model: Changed in place. Modules changed before are passed over. A convolution that cannot
-            be changed (a spconv 1 subclass with its own forward) is logged as a warning.
+            be changed (a spconv 1 subclass with its own forward) is logged as a warning, and so
+            are SubM convolutions of spconv 1 that share an ``indice_key`` but not a kernel size.
 
     Returns:
         Dotted paths of the modules changed now (``""`` for the model itself).
@@ -65,6 +67,11 @@ def use_bevquant_kernels(model: nn.Module) -> list[str]:
         module.__class__ = _kernel_class(cls)
         register_tensor_of(cls)
         changed.append(path)
+    for key, paths in shared_keys(model).items():
+        logger.warning(
+            "indice_key=%r is shared by kernels of different sizes; as in spconv 1, all run along "
+            "the rulebook of the first one that runs: %s", key, ", ".join(paths),
+        )  # fmt: skip
     return changed
 
 

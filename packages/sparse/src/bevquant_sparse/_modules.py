@@ -17,10 +17,11 @@ _COPIED = re.compile(
     r"^(?:.+\.spconv\.(?=(?:pytorch|conv|modules|pool|tables)\.)|mmcv\.ops\.sparse_)"
 )
 # Names as `library_name` has them, so that no sparse library has to be imported.
+_SPCONV1 = "spconv.conv.SparseConvolution"
 _SPCONV2 = "spconv.pytorch.conv.SparseConvolution"
 _SPARSE = {
     _SPCONV2: WeightLayout.KRSC,
-    "spconv.conv.SparseConvolution": WeightLayout.RSCK,
+    _SPCONV1: WeightLayout.RSCK,
     "torchsparse.nn.modules.conv.Conv3d": WeightLayout.VCK,
     "MinkowskiEngine.MinkowskiConvolution.MinkowskiConvolutionBase": WeightLayout.VCK,
 }
@@ -96,6 +97,12 @@ def is_sparse_conv(module: object) -> bool:
         False
     """
     return _known_base(type(module)) is not None
+
+
+def is_spconv1(module: object) -> bool:
+    """Whether ``module`` is a convolution of spconv 1, or of mmcv, which has a copy of it."""
+    base = _known_base(type(module))
+    return base is not None and library_name(base) == _SPCONV1
 
 
 def layout_of(module: object) -> WeightLayout:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bevquant_sparse._geometry import Geometry, is_open, make_geometry, whole_numbers
+from bevquant_sparse._modules import is_spconv1
 from bevquant_sparse._rulebook import Rulebook, build_from_geometry
 
 
@@ -106,6 +108,12 @@ def _settings(module: Any, ndim: int) -> dict[str, tuple[int, ...]]:
     return {name: _sizes(module, name, ndim, value) for name, value in defaults.items()}
 
 
+def kernel_of(module: Any, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Kernel size and dilation of a module."""
+    settings = _settings(module, ndim)
+    return settings["kernel_size"], settings["dilation"]
+
+
 def _keeps_grid(module: Any, x: Any) -> bool:
     """A 1×…×1 kernel that moves nothing: every row meets itself, in the input's order."""
     settings = _settings(module, len(x.spatial_shape))
@@ -158,7 +166,26 @@ def _inverse(module: Any, x: Any, kept: Rulebook | None) -> Rulebook:
     return inverse
 
 
+def borrows(module: Any, kept: Rulebook) -> bool:
+    """Whether a SubM module runs along the rulebook of another kernel, as spconv 1 lets it.
+
+    Element k of the weight, row-major, multiplies the neighbours at element k of that kernel; the
+    rest of a larger weight is not read. spconv 2 refuses it.
+    """
+    kernel, dilation = kernel_of(module, len(kept.kernel_size))
+    return (
+        kept.subm
+        and bool(getattr(module, "subm", False))
+        and (kernel, dilation) != (kept.kernel_size, kept.dilation)
+        and math.prod(kernel) >= kept.kernel_volume
+        and is_spconv1(module)
+    )
+
+
 def _check_reuse(module: Any, x: Any, kept: Rulebook) -> None:
+    if borrows(module, kept):
+        _check_rows(module, x, kept)
+        return
     settings = _settings(module, len(kept.kernel_size))
     wanted: dict[str, object] = {
         "subm": bool(getattr(module, "subm", False)),
@@ -197,5 +224,6 @@ def _conflict(module: Any, kept: Rulebook, name: str, value: object, expected: o
         f"convolution with kernel_size={kept.kernel_size}, stride={kept.stride}, "
         f"padding={kept.padding}, dilation={kept.dilation} on spatial_shape={kept.in_shape}, but "
         f"this module has {name}={value} where {expected} is expected; give it another indice_key "
-        "or the same settings"
+        "or the same settings; a network trained with spconv 1 or mmcv, which run it all the same, "
+        "is quantized after bevquant_fusion.fuse_model with example inputs"
     )

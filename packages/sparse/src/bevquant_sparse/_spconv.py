@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from bevquant_sparse._conv import sparse_conv
-from bevquant_sparse._layout import WeightLayout
+from bevquant_sparse._layout import WeightLayout, permute_weight
 from bevquant_sparse._modules import as_multiplied, weight_name
 from bevquant_sparse._rulebook import Rulebook
-from bevquant_sparse._rulebook_cache import describe, rulebook_for
+from bevquant_sparse._rulebook_cache import borrows, describe, rulebook_for
 from bevquant_sparse._sparse_tensor import traced
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -97,6 +97,9 @@ def run_conv(
     rulebook, indice_dict = rulebook_for(module, x, backend)
     if layout is None:
         weight, layout = as_multiplied(module, weight)
+    if borrows(module, rulebook):
+        weight = permute_weight(weight, layout, WeightLayout.VCK)[: rulebook.kernel_volume]
+        layout = WeightLayout.VCK
     returned, computed = _dtypes(features, weight)
     try:
         out = sparse_conv(

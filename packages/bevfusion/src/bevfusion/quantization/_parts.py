@@ -45,9 +45,11 @@ def fuse_detector(
     """
     if state is not None:
         result = fuse_model(model)
-        names = set(result.model.state_dict())
+        sizes = {name: tensor.shape for name, tensor in result.model.state_dict().items()}
         norms = {name for name in state if name.endswith(".running_var")}
-        if norms <= names <= set(state):
+        if norms <= sizes.keys() and all(
+            name in state and state[name].shape == shape for name, shape in sizes.items()
+        ):
             return result
     return fuse_parts(model, tuple(example), model.folded_apart, unchecked=model.chooses)
 
