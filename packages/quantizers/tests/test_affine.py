@@ -45,3 +45,17 @@ def test_unusable_scales_are_refused(scale: float) -> None:
         AffineQuantizer(scale)
     with pytest.raises(ValueError, match="zero points must be within 0…255"):
         AffineQuantizer(1.0, -1, 0, 255)
+
+
+@pytest.mark.parametrize("bits", [(4, 3), (5, 2)])
+def test_fp8_is_the_cast_of_the_quotient(bits: tuple[int, int]) -> None:
+    dtype = {4: torch.float8_e4m3fn, 5: torch.float8_e5m2}[bits[0]]
+    steps = torch.tensor([0.37, 2.0]).view(2, 1)
+    x = torch.randn(2, 4000) * torch.logspace(-6, 6, 4000)
+    quantizer = AffineQuantizer(steps, float_bits=bits)
+    top = torch.finfo(dtype).max
+    wanted = (x / steps).clamp(-top, top).to(dtype).float() * steps
+    assert torch.equal(quantizer(x), wanted)
+    assert quantizer.num_bits == bits
+    exported = torch.export.export(quantizer, (x,)).module()
+    assert torch.equal(exported(x), wanted)

@@ -3,7 +3,8 @@ r"""Fake quantization with a scale and a zero point, in ONNX's arithmetic.
 .. math:: y = \bigl(\operatorname{clamp}(\operatorname{round}(x/s) + z, q_\min, q_\max) - z\bigr)\,s
               = \operatorname{clamp}(\operatorname{round}(x/s), q_\min - z, q_\max - z)\,s
 
-The second form has no zero point: the integers q − z are symmetric ones with other bounds.
+The second form has no zero point: the integers q − z are symmetric ones with other bounds. Of FP8,
+y = FP8(x/s)·s, as ONNX has it with ``saturate=1``.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ import torch
 from torch import Tensor
 
 from ._descriptor import QuantDescriptor
+from ._format import format_of
 from .nn import TensorQuantizer
 
 
 @torch.library.custom_op("bevquant_quantizers::fake_quantize_affine", mutates_args=())
-def _operator(x: Tensor, step: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """``clamp(round(x / step), low, high) · step``, half to even, in float32."""
+def _operator(x: Tensor, step: Tensor, low: Tensor, high: Tensor, exponent_bits: int = 0) -> Tensor:
+    """``clamp(round(x / step), low, high) · step``, half to even, in float32; or FP8 numbers."""
+    if exponent_bits:
+        return format_of((exponent_bits, 7 - exponent_bits)).rounded(x / step).mul_(step)
     return torch.clamp((x / step).round_(), low, high).mul_(step)
 
 
 @_operator.register_fake
-def _(x: Tensor, step: Tensor, low: Tensor, high: Tensor) -> Tensor:
+def _(x: Tensor, step: Tensor, low: Tensor, high: Tensor, exponent_bits: int = 0) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -38,6 +42,7 @@ class AffineQuantizer(TensorQuantizer):
         zero_point: z, likewise.
         qmin: Smallest stored integer: −128 of int8, 0 of uint8.
         qmax: Largest stored integer.
+        float_bits: (4, 3) for FP8 E4M3 or (5, 2) for E5M2, in place of integers and zero point.
 
     Attributes:
         step: s as float32.
@@ -63,7 +68,11 @@ class AffineQuantizer(TensorQuantizer):
         zero_point: Tensor | int = 0,
         qmin: int = -128,
         qmax: int = 127,
+        float_bits: tuple[int, int] | None = None,
     ) -> None:
+        if float_bits is not None:
+            qmax = int(format_of(float_bits).high)
+            qmin = -qmax
         step = torch.as_tensor(scale, dtype=torch.float32).clone()
         zero = torch.as_tensor(zero_point, dtype=torch.float32).expand_as(step)
         tiny = torch.finfo(torch.float32).tiny
@@ -82,7 +91,7 @@ class AffineQuantizer(TensorQuantizer):
         most = int(torch.maximum(-low - 1, high).max())
         bits = max(2, 1 + most.bit_length())
         super().__init__(QuantDescriptor(num_bits=8, axis=axis, calib_method=None))
-        self._num_bits, self._narrow_range = bits, False
+        self._num_bits, self._narrow_range = float_bits or bits, False
         for name, value in {"step": step, "low": low, "high": high}.items():
             self.register_buffer(name, value)
         self.register_buffer("_amax", step * torch.maximum(-low, high))
@@ -91,7 +100,8 @@ class AffineQuantizer(TensorQuantizer):
         raise ValueError(f"{self._who()}: an AffineQuantizer's scale is fixed; make another one")
 
     def _quant_forward(self, inputs: Tensor) -> Tensor:
-        made: Tensor = _operator(inputs, self.step, self.low, self.high)
+        exponent = self._num_bits[0] if isinstance(self._num_bits, tuple) else 0
+        made: Tensor = _operator(inputs, self.step, self.low, self.high, exponent)
         return made
 
     def extra_repr(self) -> str:
@@ -99,7 +109,8 @@ class AffineQuantizer(TensorQuantizer):
         if self._disabled:
             return "disabled"
         low, high = int(self.low.min()), int(self.high.max())
-        return f"scale={self._short(self.step)} integers={low}…{high}"
+        kind = "integers" if isinstance(self._num_bits, int) else format_of(self._num_bits).name
+        return f"scale={self._short(self.step)} {kind}={low}…{high}"
 
     @staticmethod
     def _short(step: Tensor) -> str:

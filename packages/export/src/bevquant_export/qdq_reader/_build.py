@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from bevquant_export.dense._runnable import reference_evaluator
 from bevquant_export.qdq_reader._constants import (
+    FLOAT8,
     OWN,
     STORED,
     Grid,
@@ -148,8 +149,11 @@ class Builder:
         scale = scale.reshape(()) if scale.size == 1 else scale
         zero = np.broadcast_to(zero.astype(np.float32).squeeze(), scale.shape).copy()
         grid = Grid(scale, zero, dtype, attributes.get("axis", 1), attributes.get("block_size", 0))
-        if dtype not in STORED:
-            raise ValueError(f"its integers are {dtype}; expected {', '.join(STORED)}")
+        if dtype not in STORED.keys() | FLOAT8.keys():
+            known = ", ".join([*STORED, *FLOAT8])
+            raise ValueError(f"its numbers are {dtype}; expected {known}")
+        if dtype in FLOAT8 and not attributes.get("saturate", 1):
+            raise ValueError("saturate=0 makes NaN of large values; expected saturate=1")
         if not (scale > 0).all() or not np.isfinite(scale).all():
             raise ValueError(f"its smallest scale is {scale.min()}; expected positive numbers")
         return grid
@@ -188,6 +192,12 @@ class Builder:
             op = ""
         if not op or x in self.non_negative or self.makers.get(x, "Relu") in ("Relu", "Clip"):
             return x
+        if grid.float_bits is not None:
+            raise ValueError(
+                f"its FP8 numbers have a sign, and the {op} of the float file in front of it is "
+                "left out (ONNX Runtime 1.32 does that). Quantize again with extra_options="
+                "{'QDQKeepRemovableActivations': True}, or load the file alone, as it is"
+            )
         name = self._name(x, op.lower())
         module = Operator(OPERATORS[op], slots, {}, name)
         self.nodes[name] = self._call(name, module, [x])
@@ -208,7 +218,8 @@ class Builder:
             grid = self._grid(node, attributes, dtype)
         if read is not None:
             self.origins[y] = self.origins.get(x, x).removesuffix("_quantized")
-            self.constants[y] = Stored(read.astype(np.int32), grid)
+            kind = np.int32 if grid.float_bits is None else np.float32
+            self.constants[y] = Stored(read.astype(kind), grid)
             return
         self.nodes[y] = self.nodes[x]
         if made is None:  # integers that the model is given

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_export.qdq_reader._operators import OPERATORS
-from bevquant_quantizers import AffineQuantizer
+from bevquant_quantizers import AffineQuantizer, format_of
 
 Array = Any  # numpy array of any type
 STORED = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "int8": 8, "uint8": 8, "int16": 16,
            "uint16": 16, "int32": 32}  # fmt: skip
+FLOAT8 = {"float8_e4m3fn": (4, 3), "float8_e5m2": (5, 2)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,10 +41,18 @@ class Grid:
     clip: tuple[int, int] | None = None
 
     @property
+    def float_bits(self) -> tuple[int, int] | None:
+        """Exponent and mantissa bits of FP8; None of integers."""
+        return FLOAT8.get(self.dtype)
+
+    @property
     def bounds(self) -> tuple[int, int]:
-        """Smallest and largest stored integer."""
+        """Smallest and largest stored number."""
         if self.clip is not None:
             return self.clip
+        if self.float_bits is not None:
+            high = int(format_of(self.float_bits).high)
+            return -high, high
         bits, signed = STORED[self.dtype], not self.dtype.startswith("u")
         return (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
 
@@ -97,7 +106,7 @@ class Grid:
         if not self.single:
             shape[self.axis] = self.scale.size
         step, zero = (v.reshape(() if self.single else shape) for v in self.tensors)
-        return AffineQuantizer(step, zero, *self.bounds)
+        return AffineQuantizer(step, zero, *self.bounds, self.float_bits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +114,7 @@ class Stored:
     """A constant behind DequantizeLinear: (q − z)·s.
 
     Attributes:
-        integers: q, int32.
+        integers: q, int32; float32 of FP8.
         grid: s, z and their axis.
     """
 
@@ -116,7 +125,8 @@ class Stored:
     def centred(self) -> Array:
         """The int32 values q − z."""
         shape = self.integers.shape
-        return np.asarray(self.integers - self.grid.spread(self.grid.zero.astype(np.int32), shape))
+        zero = self.grid.zero.astype(self.integers.dtype)
+        return np.asarray(self.integers - self.grid.spread(zero, shape))
 
     @cached_property
     def value(self) -> Array:
@@ -145,8 +155,10 @@ def raw(constant: Array | Stored) -> Array:
 
 
 def stored(values: Array, grid: Grid) -> Array:
-    """QuantizeLinear of a constant: clamp(round(x / s) + z), half to even, in float32."""
+    """QuantizeLinear of a constant: clamp(round(x / s) + z), half to even, in float32, or FP8."""
     scale, zero = (grid.spread(v, values.shape) for v in (grid.scale, grid.zero))
+    if grid.float_bits is not None:
+        return format_of(grid.float_bits).rounded(torch.from_numpy(values / scale)).numpy()
     rounded = np.rint(values.astype(np.float32) / scale) + zero
     return np.asarray(np.clip(rounded, *grid.bounds)).astype(np.int32)
 
@@ -157,8 +169,9 @@ def dequantized(x: Tensor, step: Tensor, zero: Tensor) -> Tensor:
 
 
 def quantized(x: Tensor, step: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
-    """The stored integers of values that lie on a grid: round(x / s) + z."""
-    return (torch.round(x / step) + zero).to(dtype)
+    """The stored integers of values that lie on a grid: round(x / s) + z; FP8(x / s)."""
+    q = x / step
+    return (q if dtype.is_floating_point else torch.round(q) + zero).to(dtype)
 
 
 OWN = frozenset({"QuantizeLinear", "DequantizeLinear", "Constant", "ConvTranspose"})
@@ -271,6 +284,6 @@ def constant_of(attributes: dict[str, Any]) -> Array:
 
 
 def as_float32(value: Array) -> Array:
-    """The values, floats as float32."""
+    """The values, floats as float32, but for FP8."""
     floats = value.dtype.kind == "f" or str(value.dtype) == "bfloat16"
-    return value.astype(np.float32) if floats else value
+    return value.astype(np.float32) if floats and str(value.dtype) not in FLOAT8 else value

@@ -1,9 +1,9 @@
 """Conv, ConvTranspose, Gemm and MatMul with constant weights as modules of torch.
 
-A weight behind DequantizeLinear makes a quantized module that holds the file's very integers: the
-weight is (q − z)·s, and its quantizer rounds it back to q − z. Where q − z leaves int8 (uint8 with
-another zero point than 128) it is the sum of two int8 weights, whose layers read one input and are
-added as accumulators, which is exact.
+A weight behind DequantizeLinear makes a quantized module that holds the file's very integers or FP8
+numbers: the weight is (q − z)·s, and its quantizer rounds it back to q − z. Where q − z leaves int8
+(uint8 with another zero point than 128) it is the sum of two int8 weights, whose layers read one
+input and are added as accumulators, which is exact.
 """
 
 from __future__ import annotations
@@ -66,20 +66,23 @@ class Layer:
         """
         if not isinstance(self.weight, Stored) or grid is None:
             return [self._module(0, _floats(self.weight), self._bias())]
-        centred = self.weight.centred
-        narrow = np.clip(centred, -128, 127)
+        centred, own = self.weight.centred, self.weight.grid
+        floats = own.float_bits is not None
+        narrow = centred if floats else np.clip(centred, -128, 127)
         rest = centred - narrow
-        if not self._by_output(self.weight.grid) or not (abs(rest) < 128).all():
+        mixed = floats != (grid.float_bits is not None)
+        # NaN of FP8 is among the rest.
+        if mixed or not self._by_output(own) or not (abs(rest) < 128).all():
             return [self._module(0, self.weight.value, self._bias())]
         parts = [narrow, rest] if rest.any() else [centred]
-        step = self._step(self.weight.grid)
+        step = self._step(own)
         made = []
         for number, part in enumerate(parts):
             values = torch.from_numpy(part.astype(np.float32)) * self._stored_step(step)
             module = self._module(1, values.numpy(), None if number else self._bias())
             module._input_quantizer = grid.quantizer(0)
-            module._weight_quantizer = AffineQuantizer(step)
-            if not number:
+            module._weight_quantizer = AffineQuantizer(step, float_bits=own.float_bits)
+            if not number and not floats:
                 self._keep_bias(module, grid, step)
             made.append(module)
         return made

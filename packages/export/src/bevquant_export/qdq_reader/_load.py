@@ -32,7 +32,7 @@ def load_qdq_onnx(
     rounding: str = "half_even",
     verify: bool = True,
 ) -> IntegerModel:
-    r"""Run an ONNX file with QuantizeLinear and DequantizeLinear in integers.
+    r"""Run an ONNX file with QuantizeLinear and DequantizeLinear in integers and FP8.
 
     Files of `export_qdq_onnx` and of other tools: ONNX Runtime's ``quantize_static`` in QDQ format,
     ModelOpt, exports of PyTorch's PT2E. Layers multiply the stored integers, of an activation with
@@ -47,8 +47,10 @@ def load_qdq_onnx(
     round a value v within 2⁻²¹·\|v\| of the border of two steps the other way; one that runs the
     file as it is written also a value within the error of its float32 sums.
 
-    A float bias is rounded to s_x·s_w. ReLU and Clip from 0 belong to the layer before them.
-    Additions, concatenations, pooling and moves are computed in integers, other operators in
+    FP8 layers have exact sums of FP8 products (`Float8Layer`) and their bias in float32.
+
+    A float bias of integers is rounded to s_x·s_w. ReLU and Clip from 0 belong to the layer before
+    them. Additions, concatenations, pooling and moves are computed in integers, other operators in
     float32 between dequantization and quantization; `IntegerModel.float_fallbacks` lists these.
     Tensors of other float types in the file are computed in float32.
 

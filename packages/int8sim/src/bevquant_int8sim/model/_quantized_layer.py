@@ -232,7 +232,8 @@ def _integers(
     if amax is None and quantizer.axis is None:
         amax = by_channel.abs().amax()
     if isinstance(integers, Float8Input):
-        scale = _weight_scale(by_channel, amax, format_of(quantizer.num_bits).high, path)
+        high = format_of(quantizer.num_bits).high
+        scale = _weight_scale(by_channel, amax.double() * high if affine else amax, high, path)
         bias = None if module.bias is None else module.bias.detach().float()
         numbers = _float8_weight(by_channel, scale, quantizer)
         return numbers, bias, scale.masked_fill(scale == 0, 1.0).float()

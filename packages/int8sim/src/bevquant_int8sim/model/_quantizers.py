@@ -55,18 +55,20 @@ def unsupported(quantizer: TensorQuantizer) -> str:
 
 def float8_of(quantizer: object) -> Format | None:
     """The format of a quantizer of FP8; None of any other."""
-    if not isinstance(quantizer, TensorQuantizer) or isinstance(quantizer, AffineQuantizer):
+    if not isinstance(quantizer, TensorQuantizer):
         return None
     form = format_of(quantizer.num_bits, quantizer.unsigned)
     return None if form.dtype is None else form
 
 
 def float8_scale(quantizer: TensorQuantizer, form: Format, path: str) -> float:
-    """Scale of an FP8 activation: amax / 448 of E4M3, rounded to float32 as files hold it.
+    """Scale of an FP8 activation: as given, or amax / 448 of E4M3, in float32 as files hold it.
 
     Raises:
         ValueError: No usable range; `path` and what to do are named.
     """
+    if isinstance(quantizer, AffineQuantizer):
+        return float(quantizer.step)
     return float((_usable_range(quantizer, path).float() / form.high).float())
 
 
@@ -76,15 +78,15 @@ def integers_of(quantizer: TensorQuantizer, path: str) -> Integers:
     Raises:
         ValueError: No usable range; `path` and what to do are named.
     """
-    if isinstance(quantizer, AffineQuantizer):
-        low, high = int(quantizer.low), int(quantizer.high)
-        return Integers(float(quantizer.step), format_of(quantizer.num_bits).bits, low, high)
-    amax = _usable_range(quantizer, path)
     form = format_of(quantizer.num_bits, narrow_range=quantizer._narrow_range)
     if form.dtype is not None:
         raise SimulateError(
             f"{path}: {form.name} where integers are read; quantize it with num_bits=8"
         )
+    if isinstance(quantizer, AffineQuantizer):
+        low, high = int(quantizer.low), int(quantizer.high)
+        return Integers(float(quantizer.step), form.bits, low, high)
+    amax = _usable_range(quantizer, path)
     return Integers(float(amax) / form.high, form.bits, int(form.low), int(form.high))
 
 

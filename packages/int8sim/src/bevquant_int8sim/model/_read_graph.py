@@ -111,6 +111,8 @@ class _Reader(GraphValues):
         form = float8_of(module)
         if form is not None:
             scale = float8_scale(module, form, path)
+            if self._float8.get(x.name) == (scale, form.name):
+                return x
             made = self._float(
                 node, (x, scale, form.name), {}, "", function=float8_round, what="quantize"
             )
