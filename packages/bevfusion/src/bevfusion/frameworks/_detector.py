@@ -160,9 +160,12 @@ class ForeignModel(Detector):
         super().__init__()
         self.network = copy.deepcopy(detector.network)
         self.kept_in_float = {
-            path: METRES_IN_FLOAT
+            path + below: METRES_IN_FLOAT
             for path, module in self.named_modules()
-            if hasattr(module, "pfn_layers")  # a pillar encoder of mmdetection3d, OpenPCDet, det3d
+            # Pillar encoders of mmdetection3d, OpenPCDet, det3d; layers on points of encoders that
+            # may read images too.
+            for name, below in (("pfn_layers", ""), ("vfe_layers", ".vfe_layers"))
+            if hasattr(module, name)
         }
         self._detector = detector.turned()
         self.eval()
