@@ -49,7 +49,7 @@ def path() -> Path:
     return weights("tiny")
 
 
-@pytest.mark.parametrize("kind", ["bevfusion", "centerpoint"])
+@pytest.mark.parametrize("kind", ["bevfusion", "centerpoint", "centerpoint-pillars"])
 def test_the_file_says_where_it_comes_from_and_how_good_it_is(kind: str) -> None:
     path = weights(DETECTORS[kind].configs["tiny"].name)
     assert path.stat().st_size < 6 * 2**20
@@ -63,7 +63,9 @@ def test_the_file_says_where_it_comes_from_and_how_good_it_is(kind: str) -> None
 
 
 # TransFusion's score is a product of two probabilities, CenterPoint's is one.
-@pytest.mark.parametrize(("kind", "sure"), [("bevfusion", 0.2), ("centerpoint", 0.4)])
+@pytest.mark.parametrize(
+    ("kind", "sure"), [("bevfusion", 0.2), ("centerpoint", 0.4), ("centerpoint-pillars", 0.4)]
+)
 def test_it_finds_the_cars_of_a_street_it_never_saw(kind: str, sure: float) -> None:
     sizes = DETECTORS[kind].configs["tiny"]
     model = build_detector(sizes)
