@@ -153,11 +153,16 @@ def a_loop_over_maps(net: Any, x: Tensor) -> Tensor:
     return torch.cat([F.interpolate(m, size=x.shape[-2:]) for m in maps], 1)
 
 
+def input_reshaped(net: Any, x: Tensor) -> Tensor:
+    x.unsqueeze_(0)
+    return net.stem(x.squeeze_(0))
+
+
 IDIOMS = [
     ratio_of_sizes, lengths_and_text, asserts_with_and, asks_for_gradients, checkpointed,
     slices_written, columns_written, sum_in_place, old_name_read_late, out_argument, masked,
     nested_output, dropout_and_flatten, einops_like, data_of_values, attention, a_loop_over_maps,
-    mapped_mask, joined_with_nothing,
+    mapped_mask, joined_with_nothing, input_reshaped,
 ]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -158,6 +159,29 @@ def test_numbers_of_tensors_that_the_forward_makes_are_constants(name: str) -> N
     assert not any("item" in str(node.target).split(".") for node in graph.operations)
     assert graph.fixed["rows"][1] == count  # the forward asserts it
     graph.check(torch.randn(2, count, 8))
+
+
+class OfMaps(Levels):
+    """Flattens maps, whose sizes are a tensor, and divides by a number of the frame."""
+
+    def forward(self, maps: list[Tensor], width: int) -> Tensor:  # type: ignore[override]
+        self.sizes = lambda x: torch.as_tensor([m.shape[2:] for m in maps], device=x.device)
+        rows = torch.cat([m.flatten(2).transpose(1, 2) for m in maps], 1)
+        return super().forward(rows) / width
+
+
+def test_sizes_of_levels_take_two_exports_and_leave_numbers_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted = mock.Mock(wraps=torch.export.export)
+    monkeypatch.setattr(torch.export, "export", counted)
+    model = OfMaps(LEVELS["tensor"]).eval()
+    maps = [torch.randn(1, 8, *size) for size in _SIZES]
+    graph = capture(model, {"maps": maps, "width": 12})
+    assert counted.call_count == 2
+    assert graph.fixed["maps[1]"] == {1: 8, 2: 2, 3: 3}
+    maps = [torch.randn(3, 8, *size) for size in _SIZES]
+    assert torch.equal(graph.replay(maps=maps, width=5), model(maps, 5))
 
 
 def test_a_literal_that_the_forward_writes_to_is_no_constant() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -40,11 +41,19 @@ class Queries(nn.Module):
         return made
 
 
+class Sampler:
+    """An object that the forward does not change: it has no equality, and leads to itself."""
+
+    def __init__(self) -> None:
+        self.counts, self.own = [1, 2], self
+
+
 class Head(nn.Module):
     """Holds the part with memory, and a past map among a dict's members."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.sampler = Sampler()
         self.queries, self.info = Queries(), {"past": None, "scene": None}
         self.register_buffer("drift", torch.zeros(4))
 
@@ -87,6 +96,66 @@ def test_a_sequence_is_the_models_own() -> None:
         for _ in range(2):  # a second sequence begins without memory
             results = list(in_sequence(made, given))
             assert all(map(torch.equal, results, alone(net, given)))
+
+
+class Moves(nn.Module):
+    """Keeps the frame's own dictionary, with poses in numpy, as Sparse4D's instance bank does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.past: Tensor | None = None
+        self.meta: dict[str, Any] | None = None
+
+    def forward(self, x: Tensor, meta: dict[str, Any]) -> Tensor:
+        if self.meta is not None:
+            moved = np.linalg.inv(meta["pose"]) @ self.meta["pose"]
+            x = x + self.past @ x.new_tensor(moved)
+        self.past, self.meta = x, meta
+        return x.relu()
+
+
+def test_numpy_arrays_in_memory() -> None:
+    torch.manual_seed(0)
+    random = np.random.default_rng(0)
+    given = [
+        {"x": torch.randn(2, 3), "meta": {"pose": np.eye(3) + 0.1 * random.normal(size=(3, 3))}}
+        for _ in range(4)
+    ]
+    made = with_memory(Moves(), given)
+    assert made.names == ("past", "meta")
+    memories = [made(given[0])[1]]
+    memories.append(made(given[1], memories[0])[1])
+    frames = zip(given[1:], memories, strict=False)
+    following = capture(made, [{"frame": f, "memory": m} for f, m in frames])
+    assert "memory['meta']['pose']" in following.input_names
+    _, memory = following.replay(frame=given[1], memory=memories[0])
+    np.testing.assert_array_equal(memory["meta"]["pose"], given[1]["meta"]["pose"])
+    first = capture(made, {"frame": given[0]})
+    results = list(in_sequence(following.replay, given, first=first.replay))
+    assert all(map(torch.equal, results, alone(Moves(), given)))
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.past = torch.zeros(2)
+
+
+class Held(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bank = Holder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.bank.past = x + self.bank.past
+        return self.bank.past * 2
+
+
+def test_memory_in_an_object() -> None:
+    given = [torch.full((2,), float(n)) for n in range(3)]
+    made = with_memory(Held(), given)
+    assert made.names == ("bank",)
+    results = [float(result[0]) for result in in_sequence(made, given)]
+    assert results == [0.0, 2.0, 6.0]
 
 
 def test_a_call_changes_neither_its_memory_nor_the_model() -> None:

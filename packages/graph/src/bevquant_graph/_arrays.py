@@ -220,16 +220,6 @@ def _traced(value: Any) -> Iterator[TracedArray]:
             yield from _traced(item)
 
 
-def refuse_traced(value: Any, reader: str) -> None:
-    """Refuse traced arrays in a value.
-
-    Raises:
-        NeedsNumbers: There is one.
-    """
-    for array in _traced(value):
-        raise NeedsNumbers(array.origins, reader)
-
-
 def _listed(array: TracedArray) -> Any:
     return [_listed(item) for item in array] if array.tensor.dim() else array
 

@@ -24,7 +24,7 @@ from ._arrays import TracedArray, needed
 from ._batch_arguments import batch_arguments
 from ._closing import Closing, TraceEnds
 from ._conditions import Condition, conditions_of, keep_answers
-from ._constants import Constants
+from ._constants import Constants, ReshapesInput
 from ._export import Grown, exported, nothing
 from ._faults import CaptureError, forward_line, running, spconv_call, where
 from ._frames import VARYING, is_input
@@ -273,16 +273,19 @@ class _Traces:
 
     def _remedy(self, error: Exception, traced: nn.Module) -> Callable[[], None] | None:
         """Change to make before the next trace; None: a module cannot be followed."""
-        if len(self._shares) > self._met:
-            return nothing  # such an int(…) leaves it open now
+        if len(self._shares) > self._met or isinstance(error, ReshapesInput):
+            return nothing  # such an int(…) leaves it open now; inputs are aliases
         if self.open_sizes and _by_sizes(error):
             return partial(self._fix_sizes, where(error, traced, self.opaque)[1])
         numbers = needed(error) or self._arrays_in(error)
         if numbers:
             return partial(self._keep_constant, numbers, error, traced)
+        of_sizes = self.constants.of_sizes and not self.constants.fix_sizes and _counts(error)
+        if of_sizes and self.constants.asks_sizes:
+            return partial(setattr, self.constants, "fix_sizes", True)
         if any(isinstance(leaf, int) for leaf in self._leaves):
             return partial(setattr, self, "_numbers", False)
-        if self.constants.of_sizes and not self.constants.fix_sizes and _counts(error):
+        if of_sizes:
             return partial(setattr, self.constants, "fix_sizes", True)
         if self.values is None and not self.opaque and _counts(error):
             return partial(self._take_values, error, traced)

@@ -51,7 +51,14 @@ _MADE = frozenset(
 _OF_NUMBERS = frozenset("tensor as_tensor new_tensor".split())
 _NAMED = _COMPUTED | _SIZED | _CUT | _MADE | frozenset(_CONVERSIONS)
 _OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
+_RESHAPES = frozenset(
+    "squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_ resize_ resize_as_ as_strided_".split()
+)
 _WRITES = frozenset(["__setitem__", *(f"__i{name}__" for name in _OPERATORS)])
+
+
+class ReshapesInput(Exception):
+    """The forward changes the shape of an input in place (``image.squeeze_()``)."""
 
 
 class Constants(TorchFunctionMode):
@@ -65,6 +72,7 @@ class Constants(TorchFunctionMode):
             The graph holds for these values.
         written: Whether the forward writes to one of them, so that the next frame finds it changed.
         of_sizes: Whether the forward makes a tensor from open sizes, such as the sizes of levels.
+        asks_sizes: Whether it asks for a number of such a tensor, as ``assert sizes.sum() == n``.
         fix_sizes: Whether these sizes are fixed to the example's, which makes the tensor constant.
     """
 
@@ -75,7 +83,17 @@ class Constants(TorchFunctionMode):
         self._open: dict[int, tuple[Tensor, Any]] = {}  # the same of comparisons with a size
         self._origin: dict[int, frozenset[str]] = {}  # of these, the model's tensors that they read
         self.taken: dict[str, Tensor] = {}
-        self.written = self.of_sizes = self.fix_sizes = False
+        self._sized: dict[int, Tensor] = {}  # tensors that are computed from open sizes alone
+        self.written = self.of_sizes = self.asks_sizes = self.fix_sizes = False
+        self._inputs: set[int] = set()
+        self._reshapes = False
+
+    def inputs(self, leaves: Iterable[Any]) -> list[Any]:
+        """The inputs for the forward: aliases if it reshapes one in place, which torch forbids."""
+        given = list(leaves)
+        self._inputs = set(map(id, given))
+        alias = torch.ops.aten.alias
+        return [alias(v) if self._reshapes and isinstance(v, Tensor) else v for v in given]
 
     def withdraw(self) -> None:
         """Answer no question about the model's tensors from now on."""
@@ -88,6 +106,7 @@ class Constants(TorchFunctionMode):
         found = {name: value for name, value in _tensors(model) if name in self._real}
         self._known = {id(value): (value, self._real[name]) for name, value in found.items()}
         self._origin = {id(value): frozenset((name,)) for name, value in found.items()}
+        self._sized = {}
         return self
 
     def __torch_function__(
@@ -99,6 +118,9 @@ class Constants(TorchFunctionMode):
             func, name = Tensor.detach, "detach"  # torch loses track of what ``x.data`` gives
         if func is Tensor.__deepcopy__:  # it copies memory, which a trace does not have
             func, name, args = Tensor.clone, "clone", args[:1]
+        if name in _RESHAPES and id(args[0]) in self._inputs:
+            self._reshapes = True
+            raise ReshapesInput
         writes = name in _WRITES or name[-1:] == "_" != name[-2:-1] or "out" in kwargs
         if not writes and name not in _NAMED:
             return func(*args, **kwargs)
@@ -127,11 +149,16 @@ class Constants(TorchFunctionMode):
         if known and all(known) and name in _CONVERSIONS:
             self._take(origin)
             return self._beside(_CONVERSIONS[name], args, kwargs)
+        sized = any(id(value) in self._sized for value in given)
+        sized = sized and all(id(v) in self._sized or id(v) in self._known for v in given)
+        self.asks_sizes |= sized and name in _CONVERSIONS
         made = func(*args, **kwargs)
         if writes:
             self._forget([made] if isinstance(made, Tensor) else given)
         elif known and all(known) and name in _COMPUTED:
             self._note_computed(made, func, (args, kwargs), leaves, origin)
+        elif (sized and name in _COMPUTED) or (name in _OF_NUMBERS and any(map(_is_open, leaves))):
+            self._sized |= {id(v): v for v in _leaves(made) if isinstance(v, Tensor)}
         elif name in _MADE and _is_small(made) and not any(map(_is_open, leaves)):
             self._note_made(made, func, args, kwargs)
         return made

@@ -23,7 +23,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from bevquant_sparse import open_shapes
 
-from ._arrays import numpy_traced, refuse_traced
+from ._arrays import numpy_traced
 from ._closing import TraceEnds
 from ._conditions import Condition, places_noted
 from ._constants import Constants
@@ -49,11 +49,11 @@ class _Shell(nn.Module):
         self.__dict__["note"] = note
 
     def forward(self, *leaves: Any) -> tuple[Any, ...]:
-        given = rebuild(self.__dict__["inputs"], leaves, array=traced_value)
+        constants: Constants = self.__dict__["constants"]
+        given = rebuild(self.__dict__["inputs"], constants.inputs(leaves), array=traced_value)
         args, kwargs = own_inputs(given, None)
-        with self.__dict__["constants"].begin(self.model), numpy_traced():
+        with constants.begin(self.model), numpy_traced():
             returned = self.model(*args, **kwargs)
-            refuse_traced(returned, "the result")
             made, result = flatten(returned)
         self.__dict__["note"](result)
         return tuple(made)

@@ -24,6 +24,7 @@ from ._read_members import ReadMembers
 from ._signature import (
     Arguments,
     Constant,
+    Leaf,
     Nested,
     Tree,
     arguments,
@@ -276,7 +277,9 @@ class Graph:
         leaves = self._checked(given)
         with evaluation(self.model), torch.no_grad():
             with state_kept(self.model) as noted:
-                wanted, _ = flatten(self.members.made(self._called(given)))
+                arrays = {p for p, e in entries(self.result) if isinstance(e, Leaf) and e.kind}
+                returned = self.members.made(self._called(given))
+                wanted, _ = flatten(returned, arrays=lambda _, place: place in arrays)
             if any(noted) and self._remembers(given):
                 raise CaptureError(self._unlike("the next frame's output", given))
             made = self._run(own_inputs(leaves))
