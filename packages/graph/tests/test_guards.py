@@ -124,6 +124,18 @@ def test_the_line_that_asks_is_named(name: str, condition: str, sizes: tuple[int
     assert wanted in str(caught.value)
 
 
+@pytest.mark.parametrize("squeezed", [lambda y: y[:, 0].squeeze(0), lambda y: y[:, :1].squeeze()])
+def test_an_axis_that_is_squeezed_is_gone_for_the_next_operator(squeezed: Any) -> None:
+    """As in a detector of key points, which returns the places of a map of one frame."""
+    net = Net(lambda x: torch.stack(torch.where(squeezed(x) > 0), -1) * 2.0).eval()
+    graph = capture(net, torch.randn(1, 3, 8, 6))
+    for size in ((8, 6), (3, 9)):
+        x = torch.randn(1, 3, *size)
+        assert torch.equal(graph.replay(x), net(x))
+    with pytest.raises(ValueError, match=r"^input x: expected size 1 in axis 0"):
+        graph.replay(torch.randn(2, 3, 8, 6))
+
+
 def test_what_torch_asks_of_strides_and_kernels_is_no_guard() -> None:
     def written(x: Tensor) -> Tensor:
         y = x.clone()

@@ -1,8 +1,9 @@
-"""Rows of selections that a model returns, and the channels that one range erases."""
+"""Selections that a model returns, rows behind a choice, channels that one range erases."""
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from bevquant_int8sim import compare, simulate
 from bevquant_qnn import quantize_model
@@ -51,3 +52,124 @@ def test_channels_that_one_range_erases_are_named():
     assert notes
     assert list(table.notes) == notes
     assert str(table).endswith(notes[-1])
+
+
+def rows_of(features, index):
+    return features.flatten(2).transpose(1, 2).take_along_dim(index[..., None], 1)
+
+
+def top(score, features):
+    values, index = score.flatten(1).topk(20, 1)
+    return index, values, rows_of(features, index)
+
+
+def sort(score, features):
+    values, index = score.flatten(1).sort(1, descending=True)
+    return index[:, :20], values[:, :20], rows_of(features, index[:, :20])
+
+
+def argsort(score, features):
+    index = score.flatten(1).argsort(1, descending=True)[:, :20]
+    return index, score.flatten(1).gather(1, index), rows_of(features, index)
+
+
+def largest(score, features):
+    values, index = score.flatten(1).max(1)
+    return index[:, None], values, rows_of(features, index[:, None])
+
+
+def argmax(score, features):
+    index = score.flatten(1).argmax(1, keepdim=True)
+    return index, score.flatten(1).gather(1, index), rows_of(features, index)
+
+
+def peaks(score, features):
+    return top(score * (F.max_pool2d(score, 3, 1, 1) == score), features)
+
+
+def mask(score, features):
+    chosen = score[:, 0] > 0.6
+    return chosen, score[:, 0][chosen], features.permute(0, 2, 3, 1)[chosen]
+
+
+def places(score, features):
+    near = F.max_pool2d(score, 3, 1, 1)
+    peak = torch.where(score == near, score, torch.zeros_like(score))
+    b, y, x = torch.where(peak[:, 0] > 0.55)
+    return (b * 24 + y) * 20 + x, score[b, 0, y, x], features[b, :, y, x]
+
+
+def nonzero(score, features):
+    found = ((score[:, 0] > 0.6) & (score[:, 0] < 0.9)).nonzero()
+    b, y, x = found.unbind(1)
+    return (b * 24 + y) * 20 + x, score[b, 0, y, x], features[b, :, y, x]
+
+
+CHOICES = [top, sort, argsort, largest, argmax, peaks, mask, places, nonzero]
+
+
+class Chooses(nn.Module):
+    def __init__(self, choose):
+        super().__init__()
+        self.trunk, self.score = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 1, 1)
+        self.features, self.last, self.choose = nn.Conv2d(16, 4, 1), nn.Linear(4, 4), choose
+
+    def forward(self, x):
+        x = self.trunk(x).relu()
+        index, scores, rows = self.choose(self.score(x).sigmoid(), self.features(x))
+        return index, scores, rows, self.last(rows)
+
+
+def objects(index):
+    """Chosen objects of all frames: frame and place of indices by frame, place of others."""
+    if index.dtype == torch.bool:
+        index = index.flatten().nonzero()[:, 0]
+    if index.dim() == 1:
+        return set(index.tolist())
+    return {(b, i) for b, row in enumerate(index.tolist()) for i in row}
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+def test_rows_of_the_same_objects_are_compared(choose):
+    torch.manual_seed(0)
+    net = Chooses(choose).eval()
+    x, *batches = torch.randn(5, 2, 3, 24, 20)
+    for layer in (net.score, net.features):
+        layer.weight.data *= 4
+    quantized = quantize_model(net, example_inputs=x).model
+    calibrate(quantized, [x, *batches])
+    integer = simulate(quantized, x)
+    table = compare(net, integer, batches, verify=True)
+    assert table.wrong == ()
+    last = table.rows[-1]
+    assert last.path == "last"
+    same = own = chosen = 0
+    for batch in batches:
+        wanted, made = (objects(model(batch)[0]) for model in (net, integer))
+        same, own, chosen = same + len(wanted & made), own + len(wanted), chosen + len(made)
+    one_each = choose in (largest, argmax)  # too few for other ones
+    assert same < chosen or one_each
+    assert last.matched == (same, own, chosen)
+    assert last.integer_sqnr_db > 20
+    behind = [row for row in table.rows if row.matched and row.integer_sqnr_db is not None]
+    assert min(row.integer_sqnr_db for row in behind) > 20
+    assert f"{same:,} of {chosen:,} matched" in str(table)
+
+
+def test_ranks_and_choices_of_the_inputs_alone_are_no_choice():
+    class Ranks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 16), nn.Linear(4, 4)
+
+        def forward(self, x):
+            order = x[:, 0].argsort()
+            return self.last(self.first(x).topk(4, 1)[0])[order]
+
+    torch.manual_seed(0)
+    net, x = Ranks().eval(), torch.randn(50, 8)
+    quantized = quantize_model(net, example_inputs=x).model
+    calibrate(quantized, [x])
+    table = compare(net, simulate(quantized, x), [x])
+    assert [row.matched for row in table.rows] == [None] * len(table.rows)
+    assert table.rows[-1].integer_sqnr_db > 20

@@ -240,24 +240,46 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_runs_that_keep_other_rows_are_counted_and_compared_on_the_same_inputs(choice):
+def test_rows_behind_a_choice_are_those_of_the_integer_model(choice):
     torch.manual_seed(0)
     net = Chosen(CHOICES[choice]).eval()
     x, *batches = torch.randn(4, 3000, 8)
     quantized = quantize_model(net, example_inputs=x).model
     calibrate(quantized, [x])
-    table = compare(net, simulate(quantized, x), batches, verify=True)
+    integer = simulate(quantized, x)
+    table = compare(net, integer, batches, verify=True)
     assert table.wrong == ()
     rows = {row.path: row for row in table.rows}
-    assert rows["first"].kept is None
+    assert (rows["first"].kept, rows["first"].matched) == (None, None)
     assert rows["first"].values == 3 * 3000 * 16
-    in_float = [len(net(batch)) for batch in batches]
-    fake = [len(quantized(batch)) for batch in batches]
-    differ = [i for i in range(3) if in_float[i] != fake[i]]
-    assert differ
     head = rows["head"]
-    assert head.kept[:2] == (sum(in_float[i] for i in differ), sum(fake[i] for i in differ))
-    assert head.values == 4 * sum(in_float[i] for i in range(3) if i not in differ)
+    same, own, chosen = head.matched
+    assert own == sum(len(net(batch)) for batch in batches)
+    assert chosen == sum(len(integer(batch)) for batch in batches)
+    assert 0.98 * chosen < same < chosen
+    assert head.kept is None
+    assert head.values == 4 * chosen
+    assert head.integer_sqnr_db > 30
+    assert f"{same:,} of {chosen:,} matched" in str(table)
+    assert json.loads(table.to_json())["rows"][-1]["matched"] == [same, own, chosen]
+
+
+class Drops(nn.Module):
+    """Followed by nothing: it branches on its values."""
+
+    def forward(self, x):
+        return x[x[:, 0] > 0] if x.sum() > -1e9 else x
+
+
+def test_rows_that_a_module_chooses_are_counted_and_compared_on_the_same_inputs():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), Drops(), nn.Linear(16, 4), nn.Sigmoid()).eval()
+    x, batch = torch.randn(2, 3000, 8)
+    quantized = quantize_model(net, example_inputs=x).model
+    calibrate(quantized, [x])
+    table = compare(net, simulate(quantized, x), [batch], verify=True)
+    kept = {row.path: row.kept for row in table.rows}["2"]
+    assert kept[:2] == (len(net(batch)), len(quantized(batch)))
+    assert kept[0] != kept[1]
     assert "keep different ones" in str(table)
-    assert f"{head.kept[0]:,} / {head.kept[1]:,}" in str(table)
-    assert json.loads(table.to_json())["rows"][-1]["kept"] is not None
+    assert "{:,} / {:,}".format(*kept) in str(table)

@@ -206,6 +206,38 @@ def test_rounding_leaves_the_domain_of_a_function(calibrated: Fixture, function:
     assert 0 < errors.errors[wanted].max() < 0.01
 
 
+class Keeps(nn.Module):
+    """Rows whose first value is above a threshold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.threshold = nn.Linear(6, 8), nn.Linear(8, 4), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.first(x))
+        return self.last(x[x[:, 0] > self.threshold].tanh())
+
+
+def test_rows_that_rounding_chooses_have_no_error_and_readers_those_of_the_models_rows(
+    calibrated: Fixture,
+) -> None:
+    torch.manual_seed(0)
+    model, x = Keeps(), torch.randn(60, 6)
+    found = []
+    for share in (0.5, 1.0, 1.0):  # of the way from one row's value to the next one's
+        integers = simulate(calibrated(model, x), x)
+        made = {step.attributes.get("what"): step.outputs[0] for step in integers.steps}
+        rows, read = made["getitem"], made["tanh"]
+        errors = FloatErrors(integers.program, {made["gelu"], rows, read}, half=False)
+        errors.run(integers, x)
+        found.append(rows in errors.errors)
+        assert errors.errors[read].shape == errors.values[read].shape
+        assert errors.errors[read].max() > 0
+        one, other, *_ = np.sort(errors.values[made["gelu"]][:, 0])[30:]
+        model.threshold = float(one + share * (other - one))
+    assert found == [True, True, False]
+
+
 def test_errors_are_the_same_in_every_run(calibrated: Fixture) -> None:
     x = torch.randn(2, 5, 6)
     integers = simulate(calibrated(Between(F.gelu, 8), x), x)

@@ -121,6 +121,8 @@ class Constants(TorchFunctionMode):
         if name in _RESHAPES and id(args[0]) in self._inputs:
             self._reshapes = True
             raise ReshapesInput
+        if name == "squeeze":
+            _fix_squeezed(*args, **kwargs)
         writes = name in _WRITES or name[-1:] == "_" != name[-2:-1] or "out" in kwargs
         if not writes and name not in _NAMED:
             return func(*args, **kwargs)
@@ -269,6 +271,18 @@ def _as_of_tensor(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
     if name == "new_tensor":
         return args[1:], {"dtype": args[0].dtype, "device": args[0].device, **kwargs}
     return args[:1], {**dict(zip(("dtype", "device"), args[1:], strict=False)), **kwargs}
+
+
+def _fix_squeezed(x: Any, dim: int | tuple[int, ...] | None = None) -> None:
+    """Fix the open axes of size 1 that a squeeze removes; torch would keep them.
+
+    The results of later operators, as of `torch.where`, would have another number of axes.
+    """
+    axes = range(x.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
+    for axis in axes if x.dim() else ():
+        size = x.shape[axis]
+        if isinstance(size, torch.SymInt) and size.node.hint == 1:
+            bool(size == 1)  # torch notes the answer as a guard
 
 
 def _is_open(value: Any) -> bool:

@@ -117,6 +117,8 @@ class LayerComparison(ForcedRun):
         self.sums: dict[str, LayerSums] = {}  # of the batch that is run
         self._totals: dict[str, LayerSums] = {}
         self.batches = 0
+        upstream = self.choices.upstream
+        self._chosen_for = {v: upstream.get(n, ()) for n, held in self.values.items() for v in held}
         for value in self.placed:
             step, form = self.makers[value], model.program.values[value].form
             kind = step.args[2] if step.function is float8_round else str(form)
@@ -128,7 +130,8 @@ class LayerComparison(ForcedRun):
         """Paths of the layers and quantizers whose results `measure` can be given."""
         graph = self.source.graph
         models = self.float_model, graph.model
-        return frozenset(path for m in models for path, _ in layer_calls(graph, m).values())
+        alone = self.choices.upstream
+        return frozenset(path for m in models for path, _ in layer_calls(graph, m, alone).values())
 
     @torch.no_grad()
     def measure(
@@ -203,6 +206,9 @@ class LayerComparison(ForcedRun):
                 continue
             reference, free, teacher_forced = (t for t in tensors if t is not None)
             sums, got = self.sums[value], made[value]
+            chosen = [self.matched[c] for c in self._chosen_for[value] if c in self.matched]
+            if chosen:  # the one with most other objects
+                sums.add_matched(min(chosen, key=lambda m: m[0] / max(*m, 1)))
             if self._bounds is not None:
                 self._bounds.hold(value, got, teacher_forced)
             form = self.model.program.values[value].form

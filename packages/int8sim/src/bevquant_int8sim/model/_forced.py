@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from bevquant_graph import check_kind, op_spec, own_inputs
 from bevquant_int8sim._sample import SAMPLES, sampling_error
+from bevquant_int8sim.model._choices import Choices, Matched
 from bevquant_int8sim.model._execute import geometry
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Integers, RequiredType
@@ -36,7 +37,8 @@ class ForcedRun:
     """Runs a batch through the integer model and, node by node, through float graphs beside it.
 
     The last graph is the fake-quantized model given the integer model's results (teacher forcing):
-    there, each step starts from the very values that the integer step read.
+    there, each step starts from the very values that the integer step read. The other graphs take
+    the integer model's choices (`Choices`), so rows behind them are of the same objects.
 
     Args:
         model: From `simulate`.
@@ -46,6 +48,8 @@ class ForcedRun:
         makers: The step that makes each value.
         operations: What each step of the last batch multiplied, as `Program.operations`.
         sampling: Error of each sampling step's positions and weights, in steps of its input.
+        choices: Choices of the graph.
+        matched: Of each choice in the last batch, how many objects the first model chooses too.
 
     Raises:
         ValueError: An integer model that was loaded from a file.
@@ -92,6 +96,7 @@ class ForcedRun:
                 integers = integers and operand.name in known
                 reads.setdefault(operand.name if integers else None, []).append(value)
             self._resized[node] = reads
+        self.choices, self.matched = Choices(self.graph), dict[fx.Node, Matched]()
         self._spent = spent_nodes(self.graph)
         self._nodes = list(_late_inputs(self.graph))
         # Of the integer model no more is held than what a node that is still to come reads.
@@ -129,28 +134,31 @@ class ForcedRun:
         Returns:
             The integer model's result, and the forced graph's as a list of its leaves.
         """
-        made: dict[str, Tensor] = {}
+        made: dict[str, Any] = {}
         graph = self.source.graph
         # A result then has the members alone that the graph makes.
         batch = graph.members.required_inputs(graph.inputs_of(batch))
         # Each run has inputs of its own: a module that is one node may write to them.
-        steps, self.operations = self._steps(own_inputs(batch), made), {}
+        steps, self.operations, self.matched = self._steps(own_inputs(batch), made), {}, {}
         leaves = graph.leaves(batch)
         runs = [
             GraphRun(
                 graph, model, own_inputs(leaves) if graph.opaque else leaves,
                 channels_last=index == len(models), returned=beside,
+                alone=self.choices.upstream,
             )
             for index, (model, beside) in enumerate(
                 zip_longest((*models, graph.model), returned[: len(models)])
             )
         ]  # fmt: skip
         kept = {value: None for value in graph.outputs if isinstance(value, fx.Node)}
+        own: dict[fx.Node, Any] = {}
         for node in self._nodes:
             while len(self.operations) < self._behind[node]:
                 next(steps)
             for run, beside in zip(runs[:-1], (None, *runs), strict=False):
                 run.step(node, beside)
+                self._choose(node, made, run, own if run is runs[0] else None)
             for read, values in (self._resized.get(node) or {None: []}).items():
                 with self._reading(node, read, made, runs[-1]):
                     runs[-1].step(node, runs[-2] if models else None)
@@ -165,7 +173,7 @@ class ForcedRun:
                 made.pop(value, None)
         return [exhausted(steps), [kept.get(value, value) for value in graph.outputs]]
 
-    def _steps(self, batch: Any, made: dict[str, Tensor]) -> Generator[tuple[()], None, Any]:
+    def _steps(self, batch: Any, made: dict[str, Any]) -> Generator[tuple[()], None, Any]:
         """The integer model step by step; inputs of a node are left in `made`."""
         walk, products = self.model.walk(batch), Products()
         while True:
@@ -180,10 +188,31 @@ class ForcedRun:
             if step.op in SAMPLES:
                 error = sampling_error(step.op, given, step.kwargs.get("mode", ""))
                 self.sampling[step.outputs[0]] = error
-            if step.outputs[0] in self._read and isinstance(outputs[0], Tensor):
+            if step.outputs[0] in self._read and isinstance(outputs[0], Tensor | tuple | list):
                 made[step.outputs[0]] = outputs[0]
             self.see(step, given, outputs)
             yield ()
+
+    def _choose(
+        self, node: fx.Node, made: dict[str, Any], run: GraphRun, own: dict[fx.Node, Any] | None
+    ) -> None:
+        """Give the integer model's choice to a float run.
+
+        Args:
+            node: The node that was computed.
+            made: The integer model's values.
+            run: The run.
+            own: Results of the run's own comparisons, to count what it would choose; or None.
+        """
+        if own is not None and node in self.choices.own:
+            own[node] = run.computed_from(node, own)
+        value = next((value for value in self._forms(node) if value in made), None)
+        if node not in self.choices.nodes or value is None:
+            return
+        if own is not None and node in self.choices.counted:
+            chooses = own.pop(node, run.values[node])
+            self.matched[node] = self.choices.matched(node, chooses, made[value])
+        run.values[node] = self.choices.given(node, run.values, made[value])
 
     def _force(self, node: fx.Node, made: dict[str, Tensor], run: GraphRun) -> None:
         """Give the integer model's result to downstream nodes."""

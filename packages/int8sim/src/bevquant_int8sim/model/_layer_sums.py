@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +104,7 @@ class LayerSums:
     holds_integers: bool = False
     forced_values: int = 0
     kept: list[int] = field(default_factory=lambda: [0, 0, 0])
+    matched: list[int] = field(default_factory=lambda: [0, 0, 0])
 
     def add_floats(self, reference: Tensor, fake: Tensor, integer: Tensor) -> None:
         """Add one batch's float, fake-quant and integer output, all as floats."""
@@ -184,6 +185,10 @@ class LayerSums:
             else:
                 self.sums[name] += float(values.sum())
 
+    def add_matched(self, counts: Sequence[int]) -> None:
+        """Add one batch's objects that both models choose upstream, and that each one chooses."""
+        self.matched = [before + more for before, more in zip(self.matched, counts, strict=True)]
+
     def add_peak(self, accumulators: Tensor) -> None:
         """Note the largest accumulator."""
         if accumulators.numel():
@@ -197,15 +202,17 @@ class LayerSums:
     def numbers(self) -> tuple[list[float], list[int]]:
         """Everything added so far: the sums in the order of FIELDS, and the counts."""
         peak = -1 if self.peak is None else self.peak
-        counts = [self.values, peak, int(self.holds_integers), self.forced_values, *self.kept]
+        counts = [self.values, peak, int(self.holds_integers), self.forced_values]
+        counts += [*self.kept, *self.matched]
         return [self.sums[name] for name in FIELDS], counts
 
     def merge(self, sums: Any, counts: Any) -> None:
         """Add what `numbers` of other batches gave."""
-        values, peak, holds_integers, forced, *kept = (int(count) for count in counts)
+        values, peak, holds_integers, forced, *rows = (int(count) for count in counts)
         self.values += values
         self.forced_values += forced
-        self.kept = [before + more for before, more in zip(self.kept, kept, strict=True)]
+        self.kept = [before + more for before, more in zip(self.kept, rows[:3], strict=True)]
+        self.add_matched(rows[3:])
         if peak >= 0:
             self.peak = max(self.peak or 0, peak)
         self.holds_integers |= bool(holds_integers)
@@ -238,11 +245,19 @@ class LayerSums:
             peak_bits=self.peak,
             why=self.why if forced > 1 else "",
             kept=(self.kept[0], self.kept[1], self.kept[2]) if any(self.kept) else None,
+            matched=(self.matched[0], self.matched[1], self.matched[2])
+            if any(self.matched)
+            else None,
         )
 
     def _pair(self, name: str) -> PairSums:
         values = (self.sums[n] for n in ("power", f"{name}_power", f"{name}_dot", f"{name}_error"))
         return PairSums(*values)
+
+
+def _counted(counts: list[int]) -> tuple[int, int, int] | None:
+    one, other, third = counts
+    return (one, other, third) if any(counts) else None
 
 
 def _kernels(*floats: Tensor) -> Any:

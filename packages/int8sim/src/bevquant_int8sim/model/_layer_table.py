@@ -46,9 +46,14 @@ class LayerRow:
         saturated: Share of values beyond the output's range.
         peak_bits: Bits, sign included, of the largest accumulator; None where there is none.
         why: Cause of a difference of more than one step on the same inputs.
-        kept: Rows of the float, the fake-quant and the integer result, where values decide which
-            rows remain (``x[score > 0.5]``) and the numbers differ. Such results are compared on
+        kept: Rows of the float, the fake-quant and the integer result, where a module that is one
+            node decides which rows remain and the numbers differ. Such results are compared on
             the same inputs alone; None where no batch has them.
+        matched: Downstream of a choice by value (``topk``, ``sort``, ``argmax``, ``x[score > 0]``),
+            objects that the float and the integer model both choose, and the number that each
+            chooses; of several choices, the one with the fewest in common. The float and the
+            fake-quant result are then those of the integer model's objects, in its order. None
+            without a choice.
     """
 
     path: str
@@ -68,6 +73,7 @@ class LayerRow:
     peak_bits: int | None
     why: str
     kept: tuple[int, int, int] | None = None
+    matched: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -111,14 +117,18 @@ class LayerTable(HtmlTable):
         return "\n".join((table, self._verdict(), *self.notes))
 
     def _verdict(self) -> str:
-        chosen = next((row for row in self.rows if row.kept), None)
-        if chosen is None:
-            return self._departure()
-        return (
-            f"{self._departure()}\nfrom {chosen.path} on, values decide which rows remain: the "
-            "float, fake-quant and integer model keep different ones, which are compared on the "
-            "same inputs alone"
-        )
+        lines = [self._departure()]
+        if (kept := next((row for row in self.rows if row.kept), None)) is not None:
+            lines.append(
+                f"from {kept.path} on, values decide which rows remain: the float, fake-quant and "
+                "integer model keep different ones, which are compared on the same inputs alone"
+            )
+        if (chosen := next((row for row in self.rows if row.matched), None)) is not None:
+            lines.append(
+                f"from {chosen.path} on, rows are those that the integer model chooses, in all "
+                "models; matched: objects that float chooses too, of those of the integer model"
+            )
+        return "\n".join(lines)
 
     def _departure(self) -> str:
         first = self.first_departure
@@ -134,4 +144,5 @@ class LayerTable(HtmlTable):
 
 def _notes(row: LayerRow) -> str:
     kept = "" if row.kept is None else "keeps {:,} / {:,} / {:,} rows".format(*row.kept)
-    return "; ".join(filter(None, (row.why, kept)))
+    matched = "" if row.matched is None else "{0:,} of {2:,} matched".format(*row.matched)
+    return "; ".join(filter(None, (row.why, kept, matched)))

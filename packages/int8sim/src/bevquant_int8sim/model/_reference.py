@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ class GraphRun:
             of a convolution are then others than the model's in their last bits.
         returned: Of a run of `model` itself on the same inputs: what its layers returned is taken,
             not computed again. What it answers None for is computed here.
+        alone: Nodes that are computed here in any case.
+        alone: Nodes that are computed here in any case.
 
     Raises:
         ValueError: `model` lacks a parameter of the graph.
@@ -50,10 +52,11 @@ class GraphRun:
         *,
         channels_last: bool = False,
         returned: Returned | None = None,
+        alone: Container[fx.Node] = (),
     ) -> None:
         self.graph, self.model, self.channels_last = graph, model, channels_last
         self._returned = returned
-        self._calls = {} if returned is None else layer_calls(graph, model)
+        self._calls = {} if returned is None else layer_calls(graph, model, alone)
         self.floats = model is not graph.model
         self.values: dict[fx.Node, Any] = {}
         self._inputs = dict(zip(graph.placeholders, inputs, strict=True))
@@ -78,6 +81,14 @@ class GraphRun:
         else:
             self.values[node] = self._computed(node, beside)
         return self.values[node]
+
+    def computed_from(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        """Result of `node` where these values stand in place of the run's."""
+        before = {n: self.values[n] for n in node.all_input_nodes if n in values}
+        self.values |= {n: values[n] for n in before}
+        made = self._computed(node, None)
+        self.values |= before
+        return made
 
     def _given(self, node: fx.Node) -> Any:
         if node in self._inputs:
@@ -154,7 +165,9 @@ _PLAIN = nn.ReLU, nn.ReLU6, nn.MaxPool2d, QuantAdd, QuantConcat
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
-def layer_calls(graph: Graph, model: nn.Module) -> dict[fx.Node, tuple[str, int]]:
+def layer_calls(
+    graph: Graph, model: nn.Module, alone: Container[fx.Node] = ()
+) -> dict[fx.Node, tuple[str, int]]:
     """Nodes that are what the call of a layer or quantizer returns: its path, which of its calls.
 
     Layers are told by their class (`bevquant_graph.layer_class`); ReLUs, max pools and the sums and
@@ -165,6 +178,7 @@ def layer_calls(graph: Graph, model: nn.Module) -> dict[fx.Node, tuple[str, int]
     Args:
         graph: The graph.
         model: The captured model, or the float one that it was made from.
+        alone: Nodes to leave out.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     paths = Counter(modules.values())
@@ -183,6 +197,7 @@ def layer_calls(graph: Graph, model: nn.Module) -> dict[fx.Node, tuple[str, int]
         nodes[0]: (path, number)
         for (path, number), nodes in handed.items()
         if len(nodes) == 1
+        and nodes[0] not in alone
         and path in modules
         and paths[modules[path]] == 1
         and _returns(nodes[0], modules[path])
