@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -42,6 +43,39 @@ def test_help_has_titles_and_no_none(capsys: pytest.CaptureFixture[str]) -> None
     for title in ("data", "model", "calibration", "precision", "output"):
         assert f"{title} options" in text
     assert "None" not in text
+
+
+def test_help_names_everything_that_an_option_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = {}
+    for command in ("", "demo", "ptq", "train", "tree"):
+        with pytest.raises(SystemExit):
+            main([*command.split(), "--help"])
+        texts[command] = re.sub(r"[│\s]+", "", capsys.readouterr().out)
+    assert "--version" in texts[""]
+    assert all(",FILE}" in text for command, text in texts.items() if command)
+    for command in ("ptq", "tree"):
+        assert "mmdet3d:CONFIG.py,openpcdet:CONFIG.yaml,package.module:function}" in texts[command]
+
+
+@pytest.mark.parametrize("option", ["--weights", "--plan"])
+def test_a_missing_file_is_refused_before_anything_is_built(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*PTQ, option, "runs/none.pth", "--dry-run"]) == 2
+    assert f"{option} runs/none.pth: no such file in {Path('runs').absolute()}" in (
+        capsys.readouterr().err
+    )
+
+
+def test_demo_takes_the_settings_of_a_run_with_weights(
+    quiet_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = json.loads((quiet_run / "config.json").read_text("utf-8"))
+    weights = quiet_run / "weights.safetensors"
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**settings, "weights": str(weights)}), encoding="utf-8")
+    assert main(["demo", "--config", str(path), "--dry-run"]) == 0  # warnings are errors
+    assert f"weights {weights}" in capsys.readouterr().out
 
 
 def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,7 +120,7 @@ def test_second_stages_are_left_out(base: str, tmp_path: Path) -> None:
     ("base", "message"),
     [
         ("kitti_models/CaDDN.yaml", "CaDDN takes camera images"),
-        ("nuscenes_models/bevfusion.yaml", "BevFusion takes camera images"),
+        ("nuscenes_models/bevfusion.yaml", "BevFusion takes camera .* --model bevfusion --config "),
         ("nuscenes_models/transfusion_lidar.yaml", "TransFusionHead has no generate_predicted"),
         ("kitti_models/pointrcnn.yaml", "PointRCNN has no DENSE_HEAD"),
         ("nuscenes_models/cbgs_voxel0075_voxelnext_doubleflip.yaml", "DOUBLE_FLIP"),

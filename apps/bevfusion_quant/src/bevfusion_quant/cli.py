@@ -126,13 +126,17 @@ def _read(arguments: Sequence[str]) -> Any:
     arguments, saved = saved_options(arguments)
     forms = {grouped(command, saved): command for command in COMMANDS}
     any_of_them: Any = Union[tuple(forms)]  # noqa: UP007 - the types are known at run time only
-    read = tyro.cli(
-        any_of_them,
-        prog="bevfusion-quant",
-        description="From a float detector in PyTorch to INT8: fold, quantize, calibrate, compare.",
-        args=list(arguments),
-        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
-    )
+    with warnings.catch_warnings():
+        # --config may give `demo` the path of a run's weights; all commands accept paths.
+        warnings.filterwarnings("ignore", r"The field `model\.weights` is annotated with type")
+        read = tyro.cli(
+            any_of_them,
+            prog="bevfusion-quant",
+            description="From a float detector in PyTorch to INT8: fold, quantize, calibrate, "
+            "compare. --version prints the version, COMMAND --help the options of a command.",
+            args=list(arguments),
+            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
+        )
     return flat(forms[type(read)], read)
 
 

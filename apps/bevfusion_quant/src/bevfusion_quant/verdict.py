@@ -63,7 +63,7 @@ def _size(result: PtqResult) -> str:
     if simulation is None or not simulation.operations:
         return size
     share = f"{100 * simulation.integer_share:.1f} % in integers"
-    return f"{size}; {simulation.operations / 1e9:.2f} G operations a frame, {share}"
+    return f"{size}; {simulation.operations / 1e9:.2f} GMAC a frame, {share}"
 
 
 def _files(result: PtqResult) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from difflib import SequenceMatcher
 from typing import Any
 
 from torch import fx, nn
@@ -226,9 +227,21 @@ def _check_patterns(model: nn.Module, config: QuantConfig) -> None:
     if unmatched:
         msg = (
             f"quantize_model: no module of {type(model).__name__} is named by exclude="
-            f"{unmatched}. Patterns are exact paths as in named_modules(), or globs."
+            f"{unmatched}. Patterns are exact paths as in named_modules(), or globs; the nearest "
+            f"paths are {', '.join(_nearest(unmatched[0], paths))}"
         )
         raise ValueError(msg)
+
+
+def _nearest(pattern: str, paths: Sequence[str]) -> list[str]:
+    """Up to three paths that resemble the pattern, in full or by their last names."""
+
+    def likeness(path: str) -> float:
+        size = pattern.count(".") + 1
+        tail = ".".join(path.split(".")[-size:])
+        return max(SequenceMatcher(None, pattern, one).ratio() for one in (path, tail))
+
+    return sorted(filter(None, paths), key=likeness, reverse=True)[:3]
 
 
 def _notes(model: nn.Module, flow: Flow, static: bool) -> Iterator[SkippedModule]:

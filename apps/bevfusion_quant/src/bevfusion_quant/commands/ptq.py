@@ -38,16 +38,17 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Demo(RunOptions):
-    """Do all of it on an embedded street scene with six cameras; no download, no data.
+    """Run the whole job on a street with six cameras and a LiDAR; needs no data.
 
     Args:
         model: The detector: bevfusion, centerpoint (LiDAR alone, voxels) or centerpoint-pillars.
-        config: Sizes of the model: tiny of bevfusion and centerpoint comes trained and takes
-            seconds; nuscenes is mit-bevfusion's, with random weights, and takes minutes.
-        branch: What to quantize; see `ptq`.
-        method: How activation ranges are chosen.
-        weights: trained: those that come with the package, by default where it has some for the
-            sizes; or random ones.
+        config: Sizes of the model. tiny has trained weights (bevfusion, centerpoint) and takes
+            seconds; nuscenes, mit-bevfusion's, has random weights and takes minutes. FILE is the
+            config.json or the folder of a run: its settings become the defaults.
+        branch: Part to quantize, as in `ptq`.
+        method: Search method of activation ranges.
+        weights: The package's trained weights (the default, if it has some of these sizes), or
+            random weights.
         seed: Seed of the street and of random weights.
         name: The run's folder in it; by default demo, demo-2, …
     """
@@ -131,13 +132,13 @@ class Ptq(RunOptions, PtqOptions, FrameOptions):
             centerpoint-pillars, mmdet3d:CONFIG.py of mmdetection3d, openpcdet:CONFIG.yaml of
             OpenPCDet, or package.module:function that returns a model of yours.
         name: The run's folder in it; by default ptq, ptq-2, …
-        target: What is quantized for. nvidia: every part, as TensorRT and libspconv take it. bpu:
-            the dense parts for a Horizon BPU (camera backbone and neck, fuser, decoder; of
-            centerpoint decoder and head), the rest in float on its CPU.
-        march: Of --target bpu, the BPU's architecture: bayes (Journey 5, RDK Ultra; the default),
+        target: Hardware. nvidia: every part, for TensorRT and libspconv. bpu: the dense parts for a
+            Horizon BPU (camera backbone and neck, fuser, decoder; of centerpoint decoder and head);
+            the rest is float on its CPU.
+        march: The BPU's architecture, with --target bpu: bayes (Journey 5, RDK Ultra; the default),
             bernoulli2 (RDK X3) or bayes-e (RDK X5).
-        allow_poor_calibration: End with 0 where the calibration cannot be right too; what is wrong
-            with it is told all the same.
+        allow_poor_calibration: Exit with 0 even if the calibration cannot be right; its faults are
+            still reported.
     """
 
     target: Target = "nvidia"

@@ -27,7 +27,7 @@ from bevfusion_quant.options import (
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(RunOptions, BootstrapOptions, FrameOptions):
-    """Compare a saved run's float and quantized model on other frames; the run stays as it is.
+    """Compare a saved run's float and quantized model on other frames; the run stays unchanged.
 
     Args:
         run: The folder of a run that demo or ptq wrote.
@@ -94,9 +94,9 @@ class Simulate(Evaluate):
 
     Args:
         name: The simulation's folder in --runs; by default simulate, simulate-2, …
-        backend: Kernels to run on; auto takes the fastest that is exact here.
-        layer_frames: On how many frames, from the first on, each operation is compared with float
-            and fake-quantized; all by default. A frame without takes half of the time.
+        backend: Kernels. auto takes the fastest that are exact on this CPU.
+        layer_frames: Number of frames, from the first on, on which each operation is compared with
+            float and fake-quantized. Default: all. Other frames take half the time.
     """
 
     backend: Backend = "auto"
@@ -109,15 +109,15 @@ class Simulate(Evaluate):
 
 @dataclass(frozen=True, kw_only=True)
 class Compare(RunOptions, BootstrapOptions, FrameOptions):
-    """Judge several runs of one float model by the labels of the same frames, in one pass.
+    """Compare several runs of one float model by the labels of the same frames.
 
     Args:
         resamples: Bootstrap resamples for the intervals; 0 for none.
         runs: Folder of all runs; the comparison is a new one.
         name: Its folder in it; by default compare, compare-2, …
         run: Folders of runs that demo, ptq or qat wrote from the same float weights, for NVIDIA.
-        integers: Run every run's model in integers, too.
-        backend: Kernels for --integers; auto takes the fastest that is exact here.
+        integers: Run every model in integers too.
+        backend: Kernels for --integers. auto takes the fastest that are exact on this CPU.
     """
 
     run: tuple[Path, ...]
@@ -151,26 +151,26 @@ class Compare(RunOptions, BootstrapOptions, FrameOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity(RunOptions, FrameOptions):
-    """Measure what each layer's rounding costs a saved run's model; with a budget, plan precisions.
+    """Measure the loss from each layer's rounding; with a budget, choose each layer's precision.
 
     Args:
         runs: Folder of all runs; the measurement is a new one.
         name: Its folder in it; by default sensitivity, sensitivity-2, …
         run: The folder of a run that demo or ptq wrote, for NVIDIA.
         metric: sqnr and kl (of the heat map's classes) compare with the float model and need no
-            labels; mAP judges the boxes by the frames' labels.
-        output: What sqnr looks at: the map before the head, or the head's heat map. By default the
-            map, or where the head is quantized the heat map.
-        precisions: At which each group of layers is measured alone, and which a plan may choose
-            beside float: int8, int16 (activations of 16 bits), int4 (weights of 4), fp8 (E4M3).
-            By default int8, of a run with --weight-bits 4 int4.
-        estimate: Estimate sqnr from gradients, one pass a frame whatever the number of layers,
-            without the second half. A plan is measured all the same.
-        alone_only: Leave out the second half of the measurement, each group alone left in float.
-        budget: time=1.2 for the best score in 1.2 times the int8 model's estimated time, or
-            score=35 for the fastest plan that keeps a score; writes plan.json for ptq --plan.
-        plan_rounds: Rounds of measuring plans around the estimated one, each with about as many as
-            there are groups of layers; 0 for a few plans alone.
+            labels; mAP compares the boxes with the frames' labels.
+        output: Tensor that sqnr compares: the map that the head reads, or the head's heat map.
+            Default: the map; if the head is quantized, the heat map.
+        precisions: Precisions to measure for each group of layers. A plan chooses among them and
+            float: int8, int16 (activations of 16 bits), int4 (weights of 4 bits), fp8 (E4M3).
+            Default: int8; int4 for a run with --weight-bits 4.
+        estimate: Estimate sqnr from gradients, in one pass a frame. Plans are still measured.
+        alone_only: Measure each group quantized alone; skip the second half, each group alone in
+            float.
+        budget: time=1.2 finds the best score within 1.2 times the int8 model's estimated time,
+            score=35 the fastest plan with that score. Writes plan.json for ptq --plan.
+        plan_rounds: Rounds in which plans near the estimated one are measured, about as many a
+            round as there are groups of layers; 0 for a few plans in all.
     """
 
     run: Path
@@ -212,23 +212,22 @@ class Sensitivity(RunOptions, FrameOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Export(RunOptions, FrameOptions):
-    """Write a saved run's model as ONNX files for an engine, and prove them on a frame.
+    """Write a saved run's model as ONNX files for an engine, and verify them on a frame.
 
-    Without frames one street is made; frames of your own set how many voxels the files can hold.
+    The default frame is a street. Your own frames set the number of voxels that the files hold.
 
     Args:
         runs: Folder of all runs; the export is a new one.
         name: The export's folder in it; by default export, export-2, …
         run: The folder of a run that demo or ptq wrote.
-        target: tensorrt: the files of CUDA-BEVFusion, the sparse encoder for libspconv, as
-            TensorRT 10 takes them (tensorrt10 is the same). tensorrt11: with the types that
-            TensorRT 11 takes from the file. onnxruntime, openvino: all for a CPU. autoware: the
-            sparse encoder for Autoware's plugin, of a lidar-detector with decoder and head in one
-            file. bpu: of a run with --target bpu, the dense parts for hb_mapper. By default what
-            the run was quantized for.
-        cpu: Of files for a CPU: vnni for one that multiplies int8 exactly (x86 with VNNI or AMX,
-            ARM), any for files that are right everywhere, and slower unless the run's weights have
-            seven bits (--weight-bits 7 of ptq). By default the one at hand.
+        target: Engine. tensorrt, tensorrt10: the files of CUDA-BEVFusion, with the sparse encoder
+            for libspconv. tensorrt11: the same with types in the file, as TensorRT 11 requires.
+            onnxruntime, openvino: every part for a CPU. autoware: the sparse encoder for Autoware's
+            plugin; of a lidar-detector, decoder and head in one file. bpu: the dense parts for
+            hb_mapper, of a run with --target bpu. Default: the target of the run.
+        cpu: CPU of the files, for onnxruntime and openvino. vnni multiplies int8 exactly (x86 with
+            VNNI or AMX, ARM). Files for any are exact everywhere, and slower unless the run has
+            --weight-bits 7. Default: this CPU.
         measure: Time each quantized file for a CPU beside its part in float32, on this CPU.
     """
 
@@ -260,19 +259,19 @@ class Export(RunOptions, FrameOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Report(RunOptions):
-    """Put a run and what was measured of it on one page to sign; nothing is measured anew.
+    """Collect a run and its measurements on one page to sign; measures nothing itself.
 
-    Of the finished folders in --runs those are taken that were made with the run's weights, of each
-    kind the newest. What nobody measured is named, with the command that would.
+    Takes the newest finished folder of each kind in --runs that has the run's weights. The page
+    lists missing measurements with their commands.
 
     Args:
         runs: Folder of all runs; the page gets one of its own.
         name: Its folder in it; by default report, report-2, …
         overwrite: Replace an earlier page of that name.
         run: The folder of a run that demo, ptq or qat wrote.
-        qat: A run of qat from the same float model, to stand beside.
-        bpu: A run of ptq --target bpu of the same float model, to stand beside.
-        take: Folders of evaluate, simulate, sensitivity, export or compare to take instead of the
+        qat: Run of qat from the same float model, to show beside it.
+        bpu: Run of ptq --target bpu from the same float model, to show beside it.
+        take: Folders of evaluate, simulate, sensitivity, export or compare to use in place of the
             newest.
         pdf: Print the page to report.pdf, with Chromium or Chrome.
         browser: The browser to print with; by default the first on the path.

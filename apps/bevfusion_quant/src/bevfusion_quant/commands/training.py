@@ -25,18 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Train(ShownOptions, TrainingOptions, TrainOptions, FrameOptions):
-    """Train a float detector on labelled frames; a run that was stopped goes on where it was.
+    """Train a float detector on labelled frames; --resume continues a stopped run.
 
-    Of street, training takes the seeds from 1,000,000 + --first on, 1,000 of them unless --count
-    says otherwise; of pandaset, the frames numbered below 28.
+    Training frames of street are the seeds from 1,000,000 + --first on, by default 1,000; of
+    pandaset, the frames before 28.
 
     Args:
-        held_out: Streets, from seed 0, to judge the weights by; of pandaset, 0 for none of the
-            frames from 28 on, anything else for all.
-        resume: Go on from the checkpoint in --out, or begin where there is none.
-        cache: Folder of prepared frames, which runs on the same frames may share; by default in
-            --out.
-        out: Folder of the run: checkpoint, prepared frames, and in the end weights.safetensors.
+        resume: Continue from the checkpoint in --out, if there is one.
+        cache: Folder of prepared frames; runs on the same frames may share it. Default: in --out.
+        out: Folder of the run: checkpoint, prepared frames, at the end weights.safetensors.
     """
 
     out: Path
@@ -82,20 +79,18 @@ def _trained_text(result: TrainResult) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Qat(RunOptions, TrainingOptions, QatOptions, FrameOptions):
-    """Train a saved run's quantized model on labelled frames; the run stays as it is.
+    """Train a saved run's quantized model on labelled frames; the run stays unchanged.
 
-    Frames to train on are those of `train`: of street, the seeds from 1,000,000 + --first on, 1,000
-    of them unless --count says otherwise; of pandaset, the frames numbered below 28.
+    Training frames are those of `train`: of street, the seeds from 1,000,000 + --first on, by
+    default 1,000; of pandaset, the frames before 28.
 
     Args:
-        held_out: Streets, from seed 0, to judge float and trained model by; of pandaset, 0 for none
-            of the frames from 28 on, anything else for all.
-        resume: Go on from the checkpoint of a run that was stopped, or begin where there is none.
-        cache: Folder of prepared frames, which runs on the same frames may share, those of `train`
-            with cameras too; by default in --runs, in the new run's name with .training.
+        resume: Continue from the checkpoint of a stopped run, if there is one.
+        cache: Folder of prepared frames; runs on the same frames, and `train` with cameras, may
+            share it. Default: NAME.training in --runs.
         runs: Folder of all runs; the trained run is a new one.
         name: Its folder in it; by default qat, qat-2, …
-        overwrite: Replace an earlier run of that name, or forget its checkpoint.
+        overwrite: Replace an earlier run of that name, or its checkpoint.
         run: The folder of a run that ptq, demo or qat wrote, with a head, for NVIDIA.
     """
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from bevfusion_quant._errors import InputError
-from bevfusion_quant.options import ConfigName, ModelName, PartBranch
+from bevfusion_quant.options import AnyModelName, ConfigName, PartBranch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,17 +16,17 @@ __all__ = ["Tree", "tree"]
 
 @dataclass(frozen=True)
 class Tree:
-    """Print the module tree at one stage.
+    """Print a model's module tree: float, with folded batch norms, or quantized.
 
     Args:
-        model: The detector, as in `ptq`. One in other code is traced with a street.
-        branch: Which part, as in `ptq`; by default lidar of bevfusion, all of other detectors.
-        stage: float, with BatchNorms folded, or with quantizers in place.
-        config: Sizes of the model.
-        quantize_head: With --branch all, quantizers in the head too.
+        model: Detector, as in `ptq`. One in other code is traced with a street.
+        branch: Part, as in `ptq`. Default: lidar of bevfusion, all of other detectors.
+        stage: Stage of the job: float, fused (batch norms folded) or quantized.
+        config: Sizes of the model, or FILE: the config.json or the folder of a run.
+        quantize_head: Quantize the head too, with --branch all.
     """
 
-    model: ModelName = "bevfusion"
+    model: AnyModelName = "bevfusion"
     branch: PartBranch | None = None
     stage: Literal["float", "fused", "quantized"] = "float"
     config: ConfigName = "nuscenes"

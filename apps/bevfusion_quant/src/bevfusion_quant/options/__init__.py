@@ -6,6 +6,7 @@ run. Help texts are the docstrings. Nothing here imports torch, so `--help` is f
 """
 
 from bevfusion_quant.options._choices import (
+    AnyModelName,
     Backend,
     Branch,
     ConfigName,
@@ -47,6 +48,7 @@ from bevfusion_quant.options._training import (
 )
 
 __all__ = [
+    "AnyModelName",
     "Backend",
     "BootstrapOptions",
     "BpuConfig",

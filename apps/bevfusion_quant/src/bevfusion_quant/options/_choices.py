@@ -141,6 +141,7 @@ TrainedBranch = Literal["lidar", "camera", "all"]
 
 if TYPE_CHECKING:
     ModelName: TypeAlias = str
+    AnyModelName: TypeAlias = str
     DatasetKind: TypeAlias = str
     ExportTarget: TypeAlias = str
     Method: TypeAlias = str
@@ -150,8 +151,11 @@ if TYPE_CHECKING:
     Backend: TypeAlias = str
     Cpu: TypeAlias = str
 else:
-    # `ptq` takes other models too, by names with a colon; everyone else asks `stages.sizes_of`.
-    ModelName = Annotated[str, _known(("bevfusion", "centerpoint", "centerpoint-pillars"))]
+    # `stages.sizes_of` and `bevfusion.detectors.is_foreign` refuse unknown models.
+    _OWN = ("bevfusion", "centerpoint", "centerpoint-pillars")
+    _FOREIGN = ("mmdet3d:CONFIG.py", "openpcdet:CONFIG.yaml", "package.module:function")
+    ModelName = Annotated[str, _known(_OWN)]
+    AnyModelName = Annotated[str, _known((*_OWN, *_FOREIGN))]
     DatasetKind = Annotated[str, _installed("bevquant.datasets")]
     ExportTarget = Annotated[str, _installed("bevquant.targets")]
     Method = Annotated[str, _known(("mse", "max", "entropy", "percentile"), _methods)]

@@ -57,6 +57,9 @@ OFF_SWITCHES = {
 }
 """Help of switches that turn a default off; the docstring describes the default."""
 
+OPEN_ENDED = {"config": "FILE"}
+"""Values that an option takes beside its names (`saved_options` reads them)."""
+
 
 _UNSAID = (None, (), False)
 """Defaults that the help leaves out."""
@@ -125,6 +128,8 @@ def _option(hint: Any, own: Field[Any], text: str) -> Any:
     if own.default is True:
         return Annotated[hint, tyro.conf.arg(help=OFF_SWITCHES[own.name], help_behavior_hint="")]
     metavar = _metavar(hint) if NoneType in get_args(hint) else None
+    if own.name in OPEN_ENDED:
+        metavar = "{" + ",".join([*_names(hint), OPEN_ENDED[own.name]]) + "}"
     behind = "" if any(own.default is value for value in _UNSAID) else None
     return Annotated[hint, tyro.conf.arg(help=text, metavar=metavar, help_behavior_hint=behind)]
 

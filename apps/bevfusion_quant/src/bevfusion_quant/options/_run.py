@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_type_hin
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.options._choices import (
+    AnyModelName,
     Branch,
     ConfigName,
     DatasetKind,
     MarchName,
     Method,
-    ModelName,
     Rounding,
     WeightLayout,
     unknown_name,
@@ -34,26 +34,27 @@ class TargetOptions:
     Args:
         model: The detector: bevfusion (cameras and LiDAR), centerpoint (LiDAR, voxels) or
             centerpoint-pillars.
-        config: Sizes of the model; nuscenes has a ResNet for cameras, nuscenes-swint a Swin
-            transformer; waymo and nuscenes-voxel01 are centerpoint's.
-        branch: What to quantize: camera or lidar, that encoder built alone; fuser, decoder or
-            head, that part in the whole model; all, the whole model, of bevfusion but its head;
-            lidar-detector and camera-detector, all but the head of a detector of one sensor, as
-            `train` makes them. By default all for --dataset and centerpoint, else lidar.
-        method: How activation ranges are chosen; mse by default, for a BPU percentile.
-        weights: Checkpoint of mit-bevfusion or mmdetection3d, or trained for the weights that come
-            with the package; random weights without it.
-        weight_entry: Which entry of that file to read, such as ema_state_dict; by default the
-            usual one.
-        weight_layout: How that file stores sparse weights; auto takes it from the shapes where they
-            allow one layout only.
+        config: Sizes of the model. nuscenes has a ResNet for cameras, nuscenes-swint a Swin
+            transformer; waymo and nuscenes-voxel01 are centerpoint's. FILE is the config.json or
+            the folder of a run: its settings become the defaults.
+        branch: Part to quantize. camera, lidar: that encoder, built alone. fuser, decoder, head:
+            that part of the whole model. all: the whole model, of bevfusion without its head.
+            lidar-detector, camera-detector: a detector of one sensor without its head, as `train`
+            makes it. Default: lidar for bevfusion with --points, else all.
+        method: Search method of activation ranges. Default: mse, for a BPU percentile.
+        weights: Checkpoint of mit-bevfusion, mmdetection3d, OpenPCDet or det3d, or trained for the
+            package's own weights. Default: random weights.
+        weight_entry: Entry of the checkpoint to read, such as ema_state_dict. Default: the
+            framework's usual one.
+        weight_layout: Layout of the checkpoint's sparse weights. auto detects it from the shapes if
+            one layout alone fits.
         seed: Seed of random weights.
-        calibration_frames: How many frames, from the first, set the ranges; 0 for all.
-        exclude: Paths or globs to leave float, in full or below the part, such as conv_input; for a
-            BPU, to run on the CPU.
+        calibration_frames: Number of frames, from the first on, that set the ranges; 0 for all.
+        exclude: Paths or globs of layers to keep in float, such as conv_input; for a BPU they run
+            on its CPU. A path may leave out the part's name.
     """
 
-    model: ModelName = field(default="bevfusion", kw_only=True)
+    model: AnyModelName = field(default="bevfusion", kw_only=True)
     config: ConfigName = "nuscenes"
     branch: Branch | None = None
     method: Method | None = None
@@ -86,16 +87,16 @@ class PtqOptions(TargetOptions):
     """For NVIDIA's engines and CPUs; a BPU refuses what differs from the defaults here.
 
     Args:
-        quantize_head: With --branch all or a detector, the head too.
-        quantize_first_layer: The first sparse convolution in int8 too; NVIDIA deploys it in fp16.
-        plan: Precisions of the layers, the plan.json of `sensitivity --budget`: int8, 16-bit
-            activations, or float. By default every layer is int8.
+        quantize_head: Quantize the head too, with --branch all or a detector.
+        quantize_first_layer: Quantize the first sparse convolution too; NVIDIA deploys it in fp16.
+        plan: Precision of each layer: the plan.json of `sensitivity --budget`. Default: int8 for
+            every layer.
         weight_bits: Bits of every quantized weight, 4 to 8; activations have 8.
-        rounding: How weights are rounded: each to the nearest, or (gptq) so that every layer's
-            output comes out right on the calibration frames.
-        bias_correction: Add to biases what rounding shifts the layers' outputs by on average.
-        fold: Whether batch norms are folded into convolutions first; a run without has no form in
-            integers and in files.
+        rounding: Rounding of weights. nearest: each by itself. gptq: minimizes the error of each
+            layer's output on the calibration frames.
+        bias_correction: Correct biases by the mean output shift of rounding.
+        fold: Whether batch norms are folded into convolutions first. Without folding, a run has no
+            form in integers and in files.
     """
 
     quantize_head: bool = False
@@ -194,30 +195,30 @@ class FrameOptions:
 
     Args:
         points: LiDAR frames: .bin, .pcd, .npy, .npz, .feather, NVIDIA .tensor, or folders of them.
-        dataset: A data set instead, with cameras and labels: street (made from seeds, no files),
-            pandaset, kitti, nuscenes, mmdet3d (an info file of mmdetection3d), or files (points
-            files and frame folders of your own).
-        data: Where the data set lies; files takes several paths, street none.
-        first: The first frame to use, counted from 0; the first seed of street.
-        count: How many frames from there; 0 for all (one of street).
+        dataset: Data set with cameras and labels, in place of --points: street (made from seeds,
+            without files), pandaset, kitti, nuscenes, mmdet3d (an info file of mmdetection3d), or
+            files (points files and frame folders of your own).
+        data: Folder or file of the data set; files takes several, street none.
+        first: First frame, counted from 0; of street, the first seed.
+        count: Number of frames from --first on; 0 for all (of street, one).
         conditions: Weather, light or fault of street: rain, fog, night, beams16, beams64, blocked,
             hills or pose_error.
         split: nuScenes' split, such as val or mini_val.
         data_version: nuScenes' version, such as v1.0-trainval.
         classes: New names of nuscenes' or mmdet3d's classes, such as
             vehicle.emergency.police=car bus=truck.
-        box_origin: The point of a box at the z of mmdet3d's files, if they are of your own data.
-        incomplete: What to do with frames of which images are missing.
+        box_origin: Point of a box that its z gives, in mmdet3d's files of your own data.
+        incomplete: Refuse frames with missing images, or skip them.
         cameras: Names of the cameras to use, in this order; mit-bevfusion's six by default (KITTI:
             CAM_FRONT).
         columns: Columns of points files, such as x,y,z,intensity,ring or
-            x,y,z,intensity:refl,timestamp_ns:t; or 4 or 5 for a .bin that leaves it open.
+            x,y,z,intensity:refl,timestamp_ns:t; or 4 or 5 for a .bin that fits both.
         axes: Directions of the x, y and z of points files, such as forward,left,up (KITTI, ROS). By
             default right,forward,up; for mmdet3d those of the info file's data set.
-        dtype: Number type of a .bin, where the file leaves it open.
+        dtype: Number type of a .bin, if several fit.
         intensity_scale: Factor that makes a file's intensities 0..255, such as 1 or 0.00389.
         key: Name of the array of points in a .npz.
-        nonfinite: What to do with NaN and Inf points.
+        nonfinite: Refuse points with NaN and Inf, or drop them.
     """
 
     points: tuple[Path, ...] = ()
@@ -292,7 +293,7 @@ class RunOptions(ShownOptions):
         runs: Folder of all runs.
         name: The run's folder in it.
         overwrite: Replace an earlier run of that name.
-        json: Print the run's summary.json, with its folder, in place of tables.
+        json: Print the run's summary.json with its folder, in place of tables.
     """
 
     runs: Path = Path("runs")
@@ -317,8 +318,8 @@ class BootstrapOptions:
     """How sure the figures by labels are.
 
     Args:
-        resamples: Where frames have labels, bootstrap resamples for the intervals of the mean
-            average precision; 0 for none.
+        resamples: Bootstrap resamples for the intervals of the mean average precision, if frames
+            have labels; 0 for none.
         resample_seed: Seed of the resamples.
     """
 
@@ -356,10 +357,11 @@ def config_from(form: type[Config], options: DataclassInstance, **decided: Any) 
 
 
 _LARGEST = {"seed": 2**63 - 1, "resample_seed": 2**63 - 1, "resamples": 100_000, "workers": 1024}
+_FILES = ("weights", "plan", "start")
 
 
 def check_options(options: DataclassInstance) -> None:
-    """Refuse numbers out of range and unknown names before anything is read.
+    """Refuse numbers out of range, unknown names and missing files before anything is read.
 
     Raises:
         InputError: Names the first such option.
@@ -376,5 +378,8 @@ def check_options(options: DataclassInstance) -> None:
             largest = _LARGEST.get(one.name, 2**31 - 1)
             if not 0 <= value <= largest:
                 raise InputError(f"{option} {value}: it must be from 0 to {largest}")
+        elif isinstance(value, Path) and one.name in _FILES:
+            if str(value) not in ("trained", "random") and not value.is_file():
+                raise InputError(f"{option} {value}: no such file in {value.absolute().parent}")
         elif isinstance(value, float) and not isfinite(value):
             raise InputError(f"{option} {value}: it must be a finite number")

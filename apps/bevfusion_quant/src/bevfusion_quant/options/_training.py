@@ -31,10 +31,10 @@ class TrainingOptions:
         flip: Whether frames are mirrored along x and y, each in half of the draws.
         rotation: Turn frames by up to this angle [rad].
         scale: Scale frames by up to this share.
-        held_out: Streets, from seed 0, to judge by; of pandaset, 0 for none of the frames from 28
-            on, anything else for all.
-        resume: Go on from the checkpoint, or begin where there is none.
-        device: Where to train, such as cpu or cuda.
+        held_out: Number of streets, from seed 0 on, for the evaluation; of pandaset, 0 for none,
+            other numbers for all frames from 28 on.
+        resume: Continue from the checkpoint, if there is one.
+        device: Device to train on, such as cpu or cuda.
         workers: Processes that prepare frames ahead.
         cache: Folder of prepared frames, which runs on the same frames may share.
         checkpoint_every: Steps between checkpoints.
@@ -70,9 +70,9 @@ class OptimizerOptions:
         steps: Steps of the optimizer.
         batch: Frames in each step.
         lr: Largest learning rate of the one-cycle schedule.
-        weight_decay: AdamW's.
-        clip: Gradients are scaled down to this norm.
-        seed: Of weights, order, augmentation and dropout.
+        weight_decay: Weight decay of AdamW.
+        clip: Largest norm of the gradients; longer ones are scaled.
+        seed: Seed of weights, order, augmentation and dropout.
     """
 
     steps: int = 2000
@@ -106,11 +106,12 @@ class TrainOptions(OptimizerOptions):
 
     Args:
         model: The detector: bevfusion, centerpoint or centerpoint-pillars.
-        config: Sizes of the model.
-        branch: Of bevfusion, a detector of the LiDAR alone, of the cameras alone (with the LiDAR's
-            depth, as mit-bevfusion's view transform reads it), or of both, fused.
-        start: Weights to start from; the entries that fit are taken.
-        half: Store the weights as float16, norms apart.
+        config: Sizes of the model, or FILE: the config.json or the folder of a run, whose settings
+            become the defaults.
+        branch: Sensors of bevfusion: lidar, camera (with the LiDAR's depth, as mit-bevfusion's view
+            transform reads it), or all.
+        start: Weights to start from; entries that do not fit are skipped.
+        half: Store weights as float16, except those of norms.
     """
 
     model: ModelName = "bevfusion"
@@ -125,12 +126,12 @@ class QatOptions(OptimizerOptions):
     """A quantized model, of which a run gives everything else.
 
     Args:
-        batch: Frames in each step; each is run by itself.
-        seed: Of order, augmentation and dropout.
-        freeze_after: Steps after which all ranges stand still; 0 leaves them as calibrated. By
-            default half of the steps.
-        learn_ranges: Learn the ranges by gradient (LSQ) instead of following the largest values.
-        distill: Weight in the loss of the distance to the float model's decoder map and heat map; 0
+        batch: Frames in each step, run one by one.
+        seed: Seed of order, augmentation and dropout.
+        freeze_after: Steps after which all ranges stay fixed; 0 keeps the calibrated ranges.
+            Default: half of the steps.
+        learn_ranges: Learn the ranges by gradient (LSQ); otherwise they follow the largest values.
+        distill: Factor in the loss of the distance to the float model's decoder map and heat map; 0
             for none.
     """
 

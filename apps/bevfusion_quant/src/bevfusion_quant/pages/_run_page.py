@@ -409,7 +409,7 @@ _INT8_RATE, _FLOAT_RATE, _RATE_OF = 85e12, 42.5e12, "Jetson AGX Orin's GPU"
 
 
 def cost_figures(size: WeightSize | None, simulation: Simulation | None) -> Iterator[ReportFigure]:
-    """Bytes of the parameters, operations of a frame, and their time at a GPU's peak.
+    """Bytes of the parameters, multiply-accumulates of a frame, and their time at a GPU's peak.
 
     .. math:: t = 2 n_8 / r_8 + 2 n_f / r_f
 
@@ -419,12 +419,12 @@ def cost_figures(size: WeightSize | None, simulation: Simulation | None) -> Iter
         before, after = size.texts
         yield ReportFigure("Quantized weights", after, f"from {before} in float32")
     if simulation is not None and simulation.operations:
-        count = f"{simulation.operations / 1e9:.2f} G"
+        count = f"{simulation.operations / 1e9:.2f} GMAC"
         share = simulation.integer_share
         yield ReportFigure("Operations of a frame", count, f"{100 * share:.1f} % in integers")
         at_peak = 2 * simulation.operations * (share / _INT8_RATE + (1 - share) / _FLOAT_RATE)
         note = (
-            f"2 × operations ÷ peak rate of {_RATE_OF} "
+            f"2 × MAC ÷ peak rate of {_RATE_OF} "
             f"({_INT8_RATE / 1e12:g} TOPS int8, {_FLOAT_RATE / 1e12:g} TFLOPS float16); "
             "not measured, memory and launches come on top"
         )

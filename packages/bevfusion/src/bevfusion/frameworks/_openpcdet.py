@@ -202,7 +202,9 @@ def _refusal(settings: Settings) -> str:
     name, head = model.get("NAME"), model.get("DENSE_HEAD")
     steps = {step.NAME for step in data.get("DATA_PROCESSOR", ())}
     if "images" in data.get("GET_ITEM_LIST", ()) or "IMAGE_BACKBONE" in model:
-        return f"{name} takes camera images, and its frames are points"
+        own = "its checkpoint fits --model bevfusion --config nuscenes-swint-mmdet3d; "
+        images = f"{name} takes camera images, and its frames are points"
+        return f"{images}; {own if name == 'BevFusion' else ''}".removesuffix("; ")
     if head is None:
         return f"{name} has no DENSE_HEAD, whose maps end a network here"
     if head.get("DOUBLE_FLIP"):
