@@ -18,7 +18,6 @@ from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
 from bevfusion_quant.export import nvidia_pieces, write_piece
 from bevfusion_quant.integer import lowered
-from bevfusion_quant.plan import apply_plan, read_plan, refuse_in_files
 from bevfusion_quant.ptq import (
     FrameBatches,
     LoadedRun,
@@ -26,6 +25,7 @@ from bevfusion_quant.ptq import (
     load_run,
     run_ptq,
 )
+from bevfusion_quant.saved_run import apply_plan, read_plan, refuse_in_files
 from bevquant_int8sim import simulate
 from bevquant_int8sim.program import Float8Layer
 from bevquant_qnn import PlannedGroup, PrecisionPlan, precision_groups

@@ -17,8 +17,7 @@ from bev_data.datasets import open_dataset
 from bev_data.points import Frame, axes_motion, move_frame
 from bevfusion.frameworks import ForeignDetector, ForeignSizes
 from bevfusion.frameworks._detector import DATASET_AXES
-from bevfusion.frameworks._mmdet3d_frames import FrameLoader, to_detections
-from bevfusion.frameworks._mmdet3d_steps import run_steps
+from bevfusion.frameworks._mmdet3d_frames import FrameLoader, run_steps, to_detections
 
 LOAD = {"type": "LoadPointsFromFile", "coord_type": "LIDAR", "use_dim": 4}
 POINTS = np.array([[1, 20, -1.5, 51, 0.1], [-3, 9, 0.5, 255, 0]], np.float32)

@@ -21,9 +21,8 @@ import torch
 
 from bevfusion.centerpoint import VOXEL_CONFIGS, build_centerpoint
 from bevfusion.frameworks import ForeignDetector, load_detector
-from bevfusion.frameworks._openpcdet import _Data, load_openpcdet
+from bevfusion.frameworks._openpcdet import _Data, import_openpcdet, load_openpcdet, without_cuda
 from bevfusion.frameworks._openpcdet_config import CHECKOUT, find_checkout, read_config
-from bevfusion.frameworks._openpcdet_imports import import_openpcdet, without_cuda
 from bevfusion.model import load_state_dict
 from bevquant_export import export_detector
 from bevquant_fusion import fuse_model

@@ -16,8 +16,7 @@ from bevquant_int8sim import (
     int8_linear,
     requantize,
 )
-from bevquant_int8sim._grid import make_grid
-from bevquant_int8sim._grid_axes import conv_axis
+from bevquant_int8sim._grid_axes import conv_axis, make_grid
 
 CONVS = {1: int8_conv1d, 2: int8_conv2d, 3: int8_conv3d}
 

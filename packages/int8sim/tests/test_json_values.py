@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bevquant_int8sim.model._json_values import from_json, to_json
+from bevquant_int8sim.model._saved_calls import from_json, to_json
 
 
 @pytest.mark.parametrize(

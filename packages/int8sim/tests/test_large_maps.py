@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bevquant_int8sim import int8_conv2d, int8_linear, int8_max_pool, quantize
-from bevquant_int8sim._accumulator import sums_of_sizes
+from bevquant_int8sim._scales import sums_of_sizes
 
 POOLS = [
     dict(kernel_size=3, stride=2, padding=1),

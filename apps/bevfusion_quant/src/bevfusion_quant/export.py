@@ -40,9 +40,16 @@ from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.integer import lowered
 from bevfusion_quant.options import ExportTarget, Place
 from bevfusion_quant.pages import write_found
-from bevfusion_quant.plan import PLAN_FILE, read_plan, refuse_in_files
 from bevfusion_quant.run import Clock, new_run, return_freed_memory, versions
-from bevfusion_quant.saved_run import ModelSettings, load_run, read_model_settings, refuse_unfolded
+from bevfusion_quant.saved_run import (
+    PLAN_FILE,
+    ModelSettings,
+    load_run,
+    read_model_settings,
+    read_plan,
+    refuse_in_files,
+    refuse_unfolded,
+)
 from bevfusion_quant.stages import fuse_branch, sizes_of
 from bevquant_export.targets import CPUS, cpu_at_hand, find_target, targets
 from bevquant_int8sim import LayerRow, compare

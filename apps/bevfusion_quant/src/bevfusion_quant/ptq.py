@@ -44,15 +44,17 @@ from bevfusion_quant.frames import FrameBatches, finding_lines, refuse_poor
 from bevfusion_quant.integer import Simulation, check_backend, evaluate_models, lower_model
 from bevfusion_quant.options import Branch, Method, Place, PtqConfig, free_name
 from bevfusion_quant.pages import EvaluatedRun
-from bevfusion_quant.plan import apply_plan, read_plan, refuse_in_files
 from bevfusion_quant.run import Clock, new_run, plain, run_folder, written_text
 from bevfusion_quant.saved_run import (
     EXAMPLE_FRAME,
     LoadedRun,
+    apply_plan,
     load_quantized,
     load_run,
     read_model_settings,
+    read_plan,
     read_run_config,
+    refuse_in_files,
     refuse_unfolded,
     save_model,
 )

@@ -30,13 +30,14 @@ from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.options import ConfigName, Place, QatOptions, TrainedBranch
 from bevfusion_quant.pages import EvaluatedRun
-from bevfusion_quant.plan import PLAN_FILE, read_plan
 from bevfusion_quant.run import Clock, RunRecord, new_run
 from bevfusion_quant.saved_run import (
+    PLAN_FILE,
     LoadedRun,
     ModelSettings,
     load_run,
     read_model_settings,
+    read_plan,
     save_model,
 )
 from bevfusion_quant.stages import quantized_parts

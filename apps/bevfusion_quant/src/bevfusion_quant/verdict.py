@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def verdict(result: PtqResult) -> tuple[str, ...]:
     """One line each: boxes kept, worst layer, sizes, files, page. Missing results have no line."""
     lines = [
-        ("Result", unusable(result.layers, result.agreement)),
+        ("Result", unusable(result.layers)),
         ("Boxes", _boxes(result)),
         ("Worst layer", _worst_layer(result)),
         ("Weights", _size(result)),

@@ -16,6 +16,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
@@ -36,7 +37,7 @@ from ._read_members import ReadMembers, read_members
 from ._recall import State, recalled, remember, state_of
 from ._signature import Arguments, Constant, Leaf, Place, Tree, entries, flatten, place_name
 from ._state import called, state_kept
-from ._tidy import fixed_number, tidy
+from ._tidy import NUMBERS, fixed_number, tidy
 
 _LOG = logging.getLogger(__name__)
 
@@ -249,8 +250,8 @@ class _Traces:
             if self._numbers and _fixes_numbers(program, self._leaves):
                 self._numbers = False
                 return None
-            if self.values is not None and (
-                answered is None or not keep_answers(program.graph.nodes, answered)
+            if self.values is not None and not (
+                keep_answers(program.graph.nodes, answered) and _takes_integers(program)
             ):
                 raise self.values
             return program, result
@@ -364,6 +365,20 @@ class _Traces:
             del self.opaque[path]
         if self.unread:
             self.members = read_members(self.model, self.given, self.opaque)
+
+
+def _takes_integers(program: ExportedProgram) -> bool:
+    """Whether only integers are taken out of tensors, and no branch depends on values.
+
+    A number that only computes a size may be gone from the graph; its symbol stays.
+    """
+    from torch.utils._sympy.symbol import SymT, symbol_is_type  # and sympy
+
+    taken = [n for n in program.graph.nodes if str(n.target) in NUMBERS]
+    kinds = [n.args[0].meta["val"].dtype for n in taken]
+    of_floats = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
+    floats = any(symbol_is_type(symbol, of_floats) for symbol in program.range_constraints)
+    return not floats and not any(k.is_floating_point or k == torch.bool for k in kinds)
 
 
 def _fixes_numbers(program: ExportedProgram, leaves: list[Any]) -> bool:

@@ -27,11 +27,10 @@ from ._arrays import numpy_traced
 from ._closing import TraceEnds
 from ._conditions import Condition, places_noted
 from ._constants import Constants
-from ._functional import functional, inline_regions
+from ._functional import functional
 from ._opaque import Opaque
 from ._own_inputs import own_inputs
 from ._signature import Leaf, Tree, entries, flatten, rebuild, traced_value
-from ._tidy import NUMBERS
 
 tracing_config: Any = functorch_config
 
@@ -74,11 +73,8 @@ def exported(
     values: bool,
     open_sizes: bool,
     closed: Mapping[str, Opaque],
-) -> tuple[ExportedProgram, Tree, list[Condition] | None]:
+) -> tuple[ExportedProgram, Tree, list[Condition]]:
     """Export the model once; return the program, the tree of its result and its conditions.
-
-    Conditions are those that values of the example answered; None if the forward takes a number
-    other than an integer out of a tensor.
 
     Args:
         model: The model.
@@ -152,24 +148,8 @@ def exported(
         stack.enter_context(mock.patch.object(fx.proxy, "CapturedTraceback", _Calls, create=True))
         program = torch.export.export(shell, given, dynamic_shapes=dims, strict=False)
         result = results[-1]
-        inline_regions(program)
-        integers = _takes_integers(program)  # `functional` may drop numbers without consumers
         program = functional(program)
-    return program, result, answered if integers else None
-
-
-def _takes_integers(program: ExportedProgram) -> bool:
-    """Whether only integers are taken out of tensors, and no branch depends on values.
-
-    A number that only computes a size may be gone from the graph; its symbol stays.
-    """
-    from torch.utils._sympy.symbol import SymT, symbol_is_type  # and sympy
-
-    taken = [n for n in program.graph.nodes if str(n.target) in NUMBERS]
-    kinds = [n.args[0].meta["val"].dtype for n in taken]
-    of_floats = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
-    floats = any(symbol_is_type(symbol, of_floats) for symbol in program.range_constraints)
-    return not floats and not any(k.is_floating_point or k == torch.bool for k in kinds)
+    return program, result, answered
 
 
 class Grown(RuntimeError):

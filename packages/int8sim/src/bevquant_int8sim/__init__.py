@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bevquant_int8sim._accumulator import AccumulatorOverflowError
 from bevquant_int8sim._add_concat import int8_add, int8_concat
 from bevquant_int8sim._backends import (
     BackendStatus,
@@ -24,17 +23,17 @@ from bevquant_int8sim._elementwise import (
     int8_relu6,
     lookup_table,
 )
-from bevquant_int8sim._fixed_point import fixed_point_multiplier
 from bevquant_int8sim._plan_rulebook import plan_rulebook
 from bevquant_int8sim._pool import int8_avg_pool, int8_max_pool
-from bevquant_int8sim._quantize import dequantize, quantize, quantize_bias
-from bevquant_int8sim._requantize import requantize
+from bevquant_int8sim._quantize import dequantize, quantize, quantize_bias, requantize
 from bevquant_int8sim._resize import int8_resize
+from bevquant_int8sim._rounding import fixed_point_multiplier
 from bevquant_int8sim._sample import (
     int8_deform_conv2d,
     int8_deformable_attention,
     int8_grid_sample,
 )
+from bevquant_int8sim._scales import AccumulatorOverflowError
 from bevquant_int8sim._sparse_conv import int8_sparse_conv
 from bevquant_int8sim._to_dense import int8_to_dense
 from bevquant_int8sim.model import (

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bevquant_int8sim._fixed_point import fixed_point_multiplier
-from bevquant_int8sim._integers import check_integer_tensor, integer_range
-from bevquant_int8sim._requantize import check_arithmetic, requantize
-from bevquant_int8sim._rounding import check_rounding, round_float, shift_right
-from bevquant_int8sim._scales import along_axis, single_scale
+from bevquant_int8sim._quantize import check_arithmetic, requantize
+from bevquant_int8sim._rounding import (
+    check_rounding,
+    fixed_point_multiplier,
+    round_float,
+    shift_right,
+)
+from bevquant_int8sim._scales import along_axis, check_integer_tensor, integer_range, single_scale
 
 
 def int8_add(

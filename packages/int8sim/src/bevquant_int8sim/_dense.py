@@ -9,20 +9,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bevquant_int8sim._accumulator import (
+from bevquant_int8sim._backends import choose_backend
+from bevquant_int8sim._grid_axes import Axis, make_grid
+from bevquant_int8sim._matmul import exact_matmul
+from bevquant_int8sim._output import Output
+from bevquant_int8sim._prepared import Memo, remembered
+from bevquant_int8sim._scales import (
     check_accumulators,
+    check_integer_tensor,
     fits_by_type,
     fits_by_values,
     sums_of_sizes,
 )
-from bevquant_int8sim._backends import choose_backend
-from bevquant_int8sim._grid import make_grid
-from bevquant_int8sim._grid_axes import Axis
-from bevquant_int8sim._integers import check_integer_tensor
-from bevquant_int8sim._matmul import exact_matmul
-from bevquant_int8sim._output import Output
-from bevquant_int8sim._prepared import Memo
-from bevquant_int8sim._weight_cache import remembered
 
 _VECTOR = 16  # output channels that the kernels compute at once
 _BLOCK_VALUES = 2**24  # gathered values of a block

@@ -9,10 +9,9 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from bevquant_int8sim._integers import check_integer_tensor, integer_range
 from bevquant_int8sim._quantize import quantize
 from bevquant_int8sim._rounding import check_rounding, round_float
-from bevquant_int8sim._scales import single_scale
+from bevquant_int8sim._scales import check_integer_tensor, integer_range, single_scale
 
 
 def int8_relu(

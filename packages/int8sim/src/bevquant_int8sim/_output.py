@@ -9,12 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bevquant_int8sim._fixed_point import fixed_point_multiplier
-from bevquant_int8sim._integers import check_integer_tensor, integer_range
-from bevquant_int8sim._quantize import dequantize
-from bevquant_int8sim._requantize import check_arithmetic, requantize
-from bevquant_int8sim._rounding import check_rounding
-from bevquant_int8sim._scales import along_axis, checked_scale, single_scale
+from bevquant_int8sim._quantize import check_arithmetic, dequantize, requantize
+from bevquant_int8sim._rounding import check_rounding, fixed_point_multiplier
+from bevquant_int8sim._scales import (
+    along_axis,
+    check_integer_tensor,
+    checked_scale,
+    integer_range,
+    single_scale,
+)
 
 if TYPE_CHECKING:
     from bevquant_int8sim._tile_output import Requantization

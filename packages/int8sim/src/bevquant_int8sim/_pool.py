@@ -9,12 +9,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from bevquant_int8sim._accumulator import check_accumulators, proves_safe
 from bevquant_int8sim._backends import compiled_module
 from bevquant_int8sim._grid_axes import per_axis
-from bevquant_int8sim._integers import check_integer_tensor, integer_range
 from bevquant_int8sim._rounding import check_rounding, round_float
-from bevquant_int8sim._scales import single_scale
+from bevquant_int8sim._scales import (
+    check_accumulators,
+    check_integer_tensor,
+    integer_range,
+    proves_safe,
+    single_scale,
+)
 
 Ints = int | Sequence[int]
 

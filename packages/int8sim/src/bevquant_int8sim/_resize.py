@@ -10,9 +10,8 @@ from torch import Tensor
 
 from bevquant_int8sim._backends import compiled_module
 from bevquant_int8sim._grid_axes import check_outputs, per_axis
-from bevquant_int8sim._integers import check_integer_tensor, integer_range
 from bevquant_int8sim._rounding import check_rounding, round_float
-from bevquant_int8sim._scales import single_scale
+from bevquant_int8sim._scales import check_integer_tensor, integer_range, single_scale
 
 _AT_ONCE = 1 << 18  # values of the result
 

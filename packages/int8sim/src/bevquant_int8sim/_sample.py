@@ -24,12 +24,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from bevquant_graph import deformable_attention
-from bevquant_int8sim._accumulator import AccumulatorOverflowError
 from bevquant_int8sim._conv import int8_conv2d
-from bevquant_int8sim._integers import check_integer_tensor
 from bevquant_int8sim._matmul import gathered
-from bevquant_int8sim._requantize import requantize
+from bevquant_int8sim._quantize import requantize
 from bevquant_int8sim._rounding import shift_right
+from bevquant_int8sim._scales import AccumulatorOverflowError, check_integer_tensor
 
 MODES = ("bilinear", "nearest")
 SAMPLES = ("grid_sample", "deformable_attention")

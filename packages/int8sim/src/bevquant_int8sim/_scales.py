@@ -1,11 +1,133 @@
-"""Scales and multipliers: checked, in float64, laid along one axis."""
+"""Checks of operands: integer tensors, scales and multipliers, accumulators."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+
+# Whether a sum of products fits the 32-bit accumulator; it is never allowed to wrap.
+_LIMIT = 2**31
+_PIECE = 1 << 20  # values
+_REMEDY = "use fewer bits for its input or its weight, or split the layer's input channels"
+
+
+class AccumulatorOverflowError(ValueError):
+    """A sum that a 32-bit accumulator cannot hold."""
+
+
+def sums_of_sizes(weight: Tensor, channel_axis: int) -> Tensor:
+    """Σ|w| of each output channel, int64; `channel_axis` numbers the channels.
+
+    A few channels at a time: int64 takes eight times the memory of a weight.
+    """
+    channels = weight.movedim(channel_axis, 0)
+    few = max(1, len(channels) * _PIECE // max(weight.numel(), 1))
+    rest = tuple(range(1, weight.dim()))
+    return torch.cat([part.to(torch.int64).abs().sum(rest) for part in channels.split(few)])
+
+
+def largest_sum(sums: Tensor, bias: Tensor | None, largest_input: int) -> int:
+    """Bound every accumulator of a layer, partial sums too: max_c (Σ|w_c|·max|x| + |b_c|).
+
+    Args:
+        sums: Σ|w_c| of `sums_of_sizes`.
+        bias: Integers ``[out_channels]`` or ``None``.
+        largest_input: max|x|, from the data or from its type.
+    """
+    total = sums * largest_input
+    if bias is not None:
+        total = total + bias.to(total.device, torch.int64).abs()
+    return int(total.max()) if total.numel() else 0
+
+
+def proves_safe(bound: int) -> bool:
+    """Whether a bound of `largest_sum` shows that no accumulator can leave int32."""
+    return bound < _LIMIT
+
+
+def fits_by_type(x: Tensor, sums: Tensor, bias: Tensor | None) -> bool:
+    """Whether no input of the type of `x` can make a sum that leaves int32."""
+    return proves_safe(largest_sum(sums, bias, -torch.iinfo(x.dtype).min))
+
+
+def fits_by_values(x: Tensor, sums: Tensor, bias: Tensor | None) -> bool:
+    """Whether these inputs cannot."""
+    largest = int(x.long().abs().max()) if x.numel() else 0
+    return proves_safe(largest_sum(sums, bias, largest))
+
+
+def check_accumulators(
+    acc: Tensor, name: str, channel_axis: int = -1, remedy: str = _REMEDY
+) -> None:
+    """Refuse exact sums (int64, or whole float64) that leave int32.
+
+    Args:
+        acc: The sums.
+        name: The layer that a message names.
+        channel_axis: Axis of the output channels.
+        remedy: What the message tells to do.
+
+    Raises:
+        AccumulatorOverflowError: The message names the layer, the channel and the bits needed.
+    """
+    outside = (acc >= _LIMIT) | (acc < -_LIMIT)
+    if not bool(outside.any()):
+        return
+    place = outside.nonzero()[0]
+    channel = int(place[channel_axis % acc.dim()])
+    value = int(acc[tuple(place)])
+    needed = 1 + (value if value >= 0 else -value - 1).bit_length()
+    raise AccumulatorOverflowError(
+        f"{name}: the accumulator of output channel {channel} reaches {value}, which takes "
+        f"{needed} bits and leaves int32; {remedy}"
+    )
+
+
+# Ranges of signed integers, and the tensor types that hold them.
+_HOLDING = {8: torch.int8, 16: torch.int16, 32: torch.int32}
+
+
+def integer_range(bits: int, narrow_range: bool = False, what: str = "bits") -> tuple[int, int]:
+    """Smallest and largest signed integer of `bits` bits; `narrow_range` leaves out the smallest.
+
+    Raises:
+        ValueError: `bits` is no integer within 2…32; `what` is what the message calls it.
+    """
+    if not isinstance(bits, int) or not 2 <= bits <= 32:
+        raise ValueError(
+            f"{what}={bits}: expected an integer from 2 to 32 (8, 16 and 32 are what chips compute "
+            "in)"
+        )
+    top = 2 ** (bits - 1) - 1
+    return (-top if narrow_range else -top - 1), top
+
+
+def holding_dtype(bits: int) -> torch.dtype:
+    """The smallest of int8, int16 and int32 that holds `bits` bits."""
+    return next(dtype for width, dtype in _HOLDING.items() if bits <= width)
+
+
+def check_integer_tensor(
+    name: str, what: str, value: Any, allowed: tuple[torch.dtype, ...]
+) -> torch.Tensor:
+    """Return `value` as a tensor of one of the integer types `allowed`.
+
+    Raises:
+        TypeError: It is no tensor, or of another type; `name` is the layer that the message names.
+    """
+    is_tensor = isinstance(value, torch.Tensor)
+    if not isinstance(value, torch.Tensor) or value.dtype not in allowed:
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        came = str(value.dtype).removeprefix("torch.") if is_tensor else type(value).__name__
+        remedy = ""
+        if is_tensor and value.is_floating_point():
+            remedy = "; quantize() makes integers of float values"
+        raise TypeError(f"{name}: {what} must be a tensor of {kinds}, got {came}{remedy}")
+    return value
+
 
 _SMALLEST = 2.0**-126  # the smallest normal float32: chips flush what lies below
 

@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from bevquant_int8sim._accumulator import (
+from bevquant_int8sim._backends import choose_backend
+from bevquant_int8sim._matmul import exact_matmul, gathered
+from bevquant_int8sim._output import Output, make_output
+from bevquant_int8sim._prepared import Memo, remembered
+from bevquant_int8sim._scales import (
     check_accumulators,
+    check_integer_tensor,
+    checked_scale,
     fits_by_type,
     fits_by_values,
     sums_of_sizes,
 )
-from bevquant_int8sim._backends import choose_backend
-from bevquant_int8sim._integers import check_integer_tensor
-from bevquant_int8sim._matmul import exact_matmul, gathered
-from bevquant_int8sim._output import Output, make_output
-from bevquant_int8sim._prepared import Memo
-from bevquant_int8sim._scales import checked_scale
-from bevquant_int8sim._weight_cache import remembered
 from bevquant_sparse import Rulebook, WeightLayout, permute_weight
 
 if TYPE_CHECKING:

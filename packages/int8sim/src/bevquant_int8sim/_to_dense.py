@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bevquant_int8sim._grid_axes import check_outputs, per_axis
-from bevquant_int8sim._integers import check_integer_tensor
+from bevquant_int8sim._scales import check_integer_tensor
 
 
 def int8_to_dense(

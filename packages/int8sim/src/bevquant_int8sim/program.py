@@ -39,7 +39,6 @@ from bevquant_int8sim.model._float8 import FLOAT8, Float8Layer, float8_round, fl
 from bevquant_int8sim.model._form import Form, Integers, TensorType
 from bevquant_int8sim.model._grid_operations import grid_call, module_call
 from bevquant_int8sim.model._layer_sums import alike
-from bevquant_int8sim.model._load import from_document
 from bevquant_int8sim.model._program import (
     FloatFallback,
     Program,
@@ -54,7 +53,7 @@ from bevquant_int8sim.model._program import (
 )
 from bevquant_int8sim.model._quantizers import integers_of, is_active
 from bevquant_int8sim.model._rowwise import contiguous
-from bevquant_int8sim.model._save import to_document
+from bevquant_int8sim.model._save import from_document, to_document
 
 __all__ = [
     "FLOAT8",

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from bevquant_qnn._add import QuantAdd
+from bevquant_qnn._add import QuantAdd, QuantConcat
 from bevquant_qnn._assign_precision import BIT_OPERATIONS, Budget, assign_precision
 from bevquant_qnn._attention import QuantMultiheadAttention
 from bevquant_qnn._compare_layers import LayerComparison, LayerRow, compare_layers, layer_table
-from bevquant_qnn._concat import QuantConcat
 from bevquant_qnn._config import QuantConfig
-from bevquant_qnn._conv import QuantConv1d, QuantConv2d, QuantConv3d
-from bevquant_qnn._conv_transpose import (
+from bevquant_qnn._conv import (
+    QuantConv1d,
+    QuantConv2d,
+    QuantConv3d,
     QuantConvTranspose1d,
     QuantConvTranspose2d,
     QuantConvTranspose3d,
+    QuantLinear,
 )
 from bevquant_qnn._estimate_sensitivity import estimate_sensitivity
 from bevquant_qnn._followed_ranges import (
@@ -22,7 +24,6 @@ from bevquant_qnn._followed_ranges import (
     weighted_layers,
 )
 from bevquant_qnn._freeze import freeze
-from bevquant_qnn._linear import QuantLinear
 from bevquant_qnn._lockstep import Leader, lead
 from bevquant_qnn._pair_sums import PairSums
 from bevquant_qnn._pool import (

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bevquant_graph import own_code
-from bevquant_qnn._linear import QuantLinear
+from bevquant_qnn._conv import QuantLinear
 from bevquant_qnn._takeover import no_source, take_over
 from bevquant_quantizers import QuantDescriptor
 

@@ -15,10 +15,9 @@ from torch.nn.modules.conv import _ConvNd
 
 from bevquant_graph import Forward, on_batch
 from bevquant_qnn._compare_layers import CHANNELS_LAST
-from bevquant_qnn._example import evaluation
 from bevquant_qnn._precision import Precision, set_for_now
 from bevquant_qnn._ranks import Kept
-from bevquant_qnn._replay import Run, Watch, captured_outputs
+from bevquant_qnn._replay import Run, Watch, captured_outputs, evaluation
 from bevquant_qnn._scores import floats_of, score_of
 from bevquant_qnn._sensitivity import Trial
 from bevquant_qnn._sensitivity_table import SensitivityTable

@@ -9,10 +9,9 @@ from torch import nn
 from bevquant_qnn._attention import QuantMultiheadAttention
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._held_weight import HeldWeight
-from bevquant_qnn._kinds import is_batch_norm, is_library_module, is_quantized
 from bevquant_qnn._replace import has_quantized_form
 from bevquant_qnn._result import SkippedModule
-from bevquant_qnn._steps import Steps
+from bevquant_qnn._steps import Steps, is_batch_norm, is_library_module, is_quantized
 from bevquant_quantizers import TensorQuantizer
 
 # Kinds of operators that make new values in float, and operators of these kinds that only move

@@ -9,12 +9,10 @@ from typing import Any
 from torch import fx, nn
 
 from bevquant_graph import OPAQUE
-from bevquant_qnn._add import QuantAdd
-from bevquant_qnn._concat import QuantConcat
+from bevquant_qnn._add import QuantAdd, QuantConcat
 from bevquant_qnn._functional_calls import Target
 from bevquant_qnn._functional_ops import Followed, FunctionalOp
-from bevquant_qnn._kinds import is_batch_norm, is_library_module, is_quantized
-from bevquant_qnn._steps import Steps
+from bevquant_qnn._steps import Steps, is_batch_norm, is_library_module, is_quantized
 from bevquant_quantizers import TensorQuantizer
 
 # Operators that integers pass as integers; every other one makes floats.

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_graph import check_kind
+from bevquant_qnn._conv import QuantWeighted
 from bevquant_qnn._linear_form import as_matrix, matrix_of, put_matrix
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
-from bevquant_qnn._weighted import QuantWeighted
 from bevquant_quantizers import TensorQuantizer, named_quantizers
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_graph import check_kind, ordinary_tensors
+from bevquant_qnn._conv import QuantWeighted
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
-from bevquant_qnn._weighted import QuantWeighted
 from bevquant_quantizers import TensorQuantizer
 
 

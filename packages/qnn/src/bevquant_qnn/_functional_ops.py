@@ -10,15 +10,13 @@ from itertools import count
 from torch import fx, nn
 
 from bevquant_graph import PASSED_OVER
-from bevquant_qnn._add import QuantAdd
-from bevquant_qnn._concat import QuantConcat
+from bevquant_qnn._add import QuantAdd, QuantConcat
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._float_parts import float_functions
 from bevquant_qnn._functional_calls import CallSite, Site, Target, functional_class, plan_of
 from bevquant_qnn._held_weight import PRODUCT_CALLS, Product, holds_weight
-from bevquant_qnn._kinds import ends_in_conv, is_library_module, is_quantized, is_table
 from bevquant_qnn._result import QuantizedModule, SkippedModule
-from bevquant_qnn._steps import Call, Steps
+from bevquant_qnn._steps import Call, Steps, ends_in_conv, is_library_module, is_quantized, is_table
 from bevquant_qnn._takeover import attach_quantizer
 from bevquant_quantizers import TensorQuantizer
 

@@ -17,10 +17,8 @@ from typing import Any, NamedTuple, Self
 import torch.nn.functional as F
 from torch import nn
 
-from bevquant_qnn._conv import QuantConv1d, QuantConv2d, QuantConv3d
-from bevquant_qnn._linear import QuantLinear
+from bevquant_qnn._conv import QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear, QuantWeighted
 from bevquant_qnn._takeover import take_over
-from bevquant_qnn._weighted import QuantWeighted
 from bevquant_quantizers import QuantDescriptor
 
 _CONV = inspect.signature(

@@ -17,12 +17,11 @@ from torch import Tensor, fx, nn
 
 from bevquant_graph import CaptureError, Graph, arguments, capture, flatten, own_inputs
 from bevquant_qnn._config import QuantConfig
-from bevquant_qnn._example import evaluation, run
 from bevquant_qnn._functional_calls import FunctionalCall, Recorder, functional_class, plan_of
 from bevquant_qnn._functional_ops import Followed, FunctionalOp, may_hold_functional_ops
 from bevquant_qnn._holders import activation_quantizers
-from bevquant_qnn._kinds import is_quantized, is_table
-from bevquant_qnn._steps import Call, Steps
+from bevquant_qnn._replay import evaluation, run
+from bevquant_qnn._steps import Call, Steps, is_quantized, is_table
 from bevquant_quantizers import TensorQuantizer
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from bevquant_graph import check_kind
-from bevquant_qnn._kinds import is_quantized
 from bevquant_qnn._share import Groups
+from bevquant_qnn._steps import is_quantized
 from bevquant_quantizers import TensorQuantizer
 
 

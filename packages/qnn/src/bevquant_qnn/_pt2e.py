@@ -19,11 +19,11 @@ from torch import Tensor, fx
 
 from bevquant_graph import module_of, op_spec
 from bevquant_qnn._config import QuantConfig
+from bevquant_qnn._conv import QuantWeighted
 from bevquant_qnn._flow import Flow
 from bevquant_qnn._quantize_model import quantized
 from bevquant_qnn._result import QuantizeResult, SkippedModule
 from bevquant_qnn._share import ranges_of
-from bevquant_qnn._weighted import QuantWeighted
 from bevquant_quantizers import QuantDescriptor, TensorQuantizer, format_of
 
 

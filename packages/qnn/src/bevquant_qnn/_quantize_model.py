@@ -19,11 +19,11 @@ from bevquant_qnn._flow import Flow, follow
 from bevquant_qnn._functional_ops import Followed, quantize_functional_ops
 from bevquant_qnn._held_weight import held_layers
 from bevquant_qnn._holders import activation_quantizers
-from bevquant_qnn._kinds import is_quantized
 from bevquant_qnn._observe import observe
 from bevquant_qnn._replace import put_back, replace_layers
 from bevquant_qnn._result import QuantizedModule, QuantizeResult, SkippedModule
 from bevquant_qnn._share import share_quantizers
+from bevquant_qnn._steps import is_quantized
 from bevquant_qnn._takeover import unchanged_on_error
 from bevquant_qnn._trace import trace
 from bevquant_quantizers import TensorQuantizer, adopt_quantizers

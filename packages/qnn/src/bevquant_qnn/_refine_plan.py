@@ -11,12 +11,11 @@ from torch import nn
 
 from bevquant_graph import Forward, on_batch
 from bevquant_qnn._assign_precision import BIT_OPERATIONS, Budget
-from bevquant_qnn._example import evaluation
 from bevquant_qnn._plan_space import Choice, PlanSpace, Point, Precisions, front, plan_space
 from bevquant_qnn._precision import Precision, Setting, own_precision, set_for_now, setting_at
 from bevquant_qnn._precision_plan import PrecisionPlan
 from bevquant_qnn._ranks import Kept, deal_out
-from bevquant_qnn._replay import Replay
+from bevquant_qnn._replay import Replay, evaluation
 from bevquant_qnn._scores import Metric, Reduce, Score, loss_of, score_of
 from bevquant_qnn._sensitivity_table import SensitivityTable
 from bevquant_quantizers import TensorQuantizer

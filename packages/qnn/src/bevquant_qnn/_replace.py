@@ -8,13 +8,13 @@ from typing import Any
 from torch import nn
 
 from bevquant_graph import own_code, replace_modules
-from bevquant_qnn import _conv, _conv_transpose, _linear, _pool
+from bevquant_qnn import _conv, _pool
 from bevquant_qnn._attention import QuantMultiheadAttention
 from bevquant_qnn._config import QuantConfig
+from bevquant_qnn._conv import QuantWeighted
 from bevquant_qnn._pool import QuantPool
 from bevquant_qnn._result import QuantizedModule, SkippedModule
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution, sparse_weight_axis
-from bevquant_qnn._weighted import QuantWeighted
 from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import is_sparse_conv
 
@@ -22,10 +22,10 @@ _DENSE: tuple[type[Any], ...] = (
     _conv.QuantConv1d,
     _conv.QuantConv2d,
     _conv.QuantConv3d,
-    _conv_transpose.QuantConvTranspose1d,
-    _conv_transpose.QuantConvTranspose2d,
-    _conv_transpose.QuantConvTranspose3d,
-    _linear.QuantLinear,
+    _conv.QuantConvTranspose1d,
+    _conv.QuantConvTranspose2d,
+    _conv.QuantConvTranspose3d,
+    _conv.QuantLinear,
 )
 _POOLS: tuple[type[Any], ...] = tuple(
     kind

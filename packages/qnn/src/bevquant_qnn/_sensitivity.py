@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from bevquant_graph import Forward, checked_batches, is_sparse_tensor, on_batch
-from bevquant_qnn._example import evaluation
 from bevquant_qnn._precision import (
     Precision,
     Setting,
@@ -21,7 +20,7 @@ from bevquant_qnn._precision import (
 )
 from bevquant_qnn._precision_groups import PrecisionGroup, precision_groups
 from bevquant_qnn._ranks import Kept, deal_out
-from bevquant_qnn._replay import Replay, Run
+from bevquant_qnn._replay import Replay, Run, evaluation
 from bevquant_qnn._scores import Metric, Reduce, Score, score_of
 from bevquant_qnn._sensitivity_table import SensitivityRow, SensitivityTable
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution

@@ -7,8 +7,7 @@ from collections import defaultdict
 import torch
 from torch import nn
 
-from bevquant_qnn._add import QuantAdd
-from bevquant_qnn._concat import QuantConcat
+from bevquant_qnn._add import QuantAdd, QuantConcat
 from bevquant_qnn._flow import Flow
 from bevquant_qnn._holders import Holder, activation_quantizers
 from bevquant_qnn._result import SharedQuantizer, SkippedModule

@@ -17,8 +17,7 @@ from torch import fx, nn
 from bevquant_graph import is_sparse_tensor, trace_around
 from bevquant_qnn._functional_calls import CALLS, Site, plan_of, site_of
 from bevquant_qnn._functional_ops import Followed, FunctionalOp, may_hold_functional_ops
-from bevquant_qnn._kinds import is_library_module, is_plain_chain, is_quantized
-from bevquant_qnn._steps import Steps
+from bevquant_qnn._steps import Steps, is_library_module, is_plain_chain, is_quantized
 from bevquant_quantizers import TensorQuantizer
 
 _FUNCTIONAL = "bevquant_join"

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bevquant_sparse._geometry import as_tuple, make_geometry
-from bevquant_sparse._indices import check_range, require_indices
+from bevquant_sparse._geometry import as_tuple, check_range, make_geometry, require_indices
 from bevquant_sparse._operator import operator
 
 

@@ -11,8 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_sparse._geometry import INT32_MAX, Geometry, as_tuple, make_geometry
-from bevquant_sparse._indices import infer_batch_size, require_indices, to_int32
+from bevquant_sparse._geometry import (
+    INT32_MAX,
+    Geometry,
+    as_tuple,
+    infer_batch_size,
+    make_geometry,
+    require_indices,
+    to_int32,
+)
 from bevquant_sparse._operator import operator
 from bevquant_sparse._rulebook_torch import build_torch
 from bevquant_sparse._table import Table

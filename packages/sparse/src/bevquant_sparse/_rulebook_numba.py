@@ -13,8 +13,12 @@ import torch
 from torch import Tensor
 
 from bevquant_sparse import _bitmap
-from bevquant_sparse._geometry import Geometry
-from bevquant_sparse._indices import find_duplicate, refuse_duplicate, refuse_out_of_range
+from bevquant_sparse._geometry import (
+    Geometry,
+    find_duplicate,
+    refuse_duplicate,
+    refuse_out_of_range,
+)
 from bevquant_sparse.runtime.threads import in_parts
 
 _Array = npt.NDArray[np.int64]

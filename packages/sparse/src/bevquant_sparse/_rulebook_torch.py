@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bevquant_sparse._geometry import Geometry
-from bevquant_sparse._indices import check_range, find_duplicate, refuse_duplicate
+from bevquant_sparse._geometry import Geometry, check_range, find_duplicate, refuse_duplicate
 
 # Grids up to this many voxels (16 MiB of int32) are looked up in a dense table: one gather finds
 # what a binary search finds in seventeen steps.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from bev_data.cameras._camera import CAMERA_NAMES, Camera
-from bev_data.cameras._prepare import (
+from bev_data.cameras._camera import (
+    CAMERA_NAMES,
     IMAGE_MEAN,
     IMAGE_STD,
+    Camera,
     CameraInputs,
     depth_images,
     order_cameras,

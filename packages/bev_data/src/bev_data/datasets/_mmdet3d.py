@@ -20,10 +20,9 @@ from bev_data._errors import InputError
 from bev_data._motion import axes_motion, inverse, move_points
 from bev_data.cameras import Camera
 from bev_data.datasets._files import check_reading
-from bev_data.datasets._frame_list import FrameList
+from bev_data.datasets._frame_list import FrameList, WhichCameras, check_which, with_cameras
 from bev_data.datasets._json_file import matrix
 from bev_data.datasets._kitti import boxes_of_camera, camera_of
-from bev_data.datasets._matching import WhichCameras, check_which, with_cameras
 from bev_data.datasets._names import KITTI_NAMES, translate
 from bev_data.datasets._nuscenes import read_sweep
 from bev_data.points import Frame, Labels, read_points

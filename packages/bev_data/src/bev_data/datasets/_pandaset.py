@@ -11,10 +11,15 @@ from bev_data._errors import InputError
 from bev_data._motion import FROM_FORWARD_X, inverse, move_boxes, move_points
 from bev_data.boxes import count_inside
 from bev_data.cameras import CAMERA_NAMES, Camera
-from bev_data.datasets._frame_list import FrameList, one_folder
+from bev_data.datasets._frame_list import (
+    FrameList,
+    WhichCameras,
+    check_which,
+    one_folder,
+    with_cameras,
+)
 from bev_data.datasets._image import read_camera
 from bev_data.datasets._json_file import matrix, read_json
-from bev_data.datasets._matching import WhichCameras, check_which, with_cameras
 from bev_data.datasets._names import PANDASET_NAMES, translate
 from bev_data.points import Frame, Labels, read_points
 

@@ -1,15 +1,6 @@
 """Detection metrics from boxes alone: nuScenes' AP, errors and NDS, KITTI's BEV AP, intervals."""
 
 from bev_data.metrics._accumulator import DetectionAccumulator
-from bev_data.metrics._accuracy import (
-    Accuracy,
-    AccuracyAccumulator,
-    AccuracySummary,
-    DifferenceSummary,
-    ModelAccuracy,
-    ModelSummary,
-    Sketch,
-)
 from bev_data.metrics._agreement import AgreementAccumulator, AgreementRow, FoundRow, match
 from bev_data.metrics._bootstrap import (
     Bootstrap,
@@ -19,7 +10,14 @@ from bev_data.metrics._bootstrap import (
 )
 from bev_data.metrics._curve import RECALLS
 from bev_data.metrics._evaluate import (
+    Accuracy,
+    AccuracyAccumulator,
+    AccuracySummary,
     Difference,
+    DifferenceSummary,
+    ModelAccuracy,
+    ModelSummary,
+    Sketch,
     compare_detections,
     evaluate_detections,
 )

@@ -9,8 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from bev_data._errors import InputError
-from bev_data.metrics._counted import Region, counted_detections, counted_labels
-from bev_data.metrics._match import by_distance, by_overlap, true_positive_errors
+from bev_data.metrics._match import (
+    Region,
+    by_distance,
+    by_overlap,
+    counted_detections,
+    counted_labels,
+    true_positive_errors,
+)
 from bev_data.metrics._rules import ERRORS, DetectionRules
 
 if TYPE_CHECKING:

@@ -20,10 +20,9 @@ from bev_data.tables import (
 from bevquant_quantizers.documents import record_table
 
 if TYPE_CHECKING:
-    from bev_data.metrics._accuracy import Accuracy, ModelAccuracy
     from bev_data.metrics._agreement import AgreementRow, FoundRow
     from bev_data.metrics._bootstrap import Interval
-    from bev_data.metrics._evaluate import Difference
+    from bev_data.metrics._evaluate import Accuracy, Difference, ModelAccuracy
 
 ERROR_UNITS = {"ATE": "m", "ASE": "1 − IoU", "AOE": "rad", "AVE": "m/s"}
 _WIDE, _HIGH = 100.0, 12.0  # of a bar, in its own units

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bev_data.points._columns import Said, converted, fault, points_of, roles_in_order
-from bev_data.points._errors import PointsError
+from bev_data.points._frame import PointsError
 from bevquant_quantizers.documents import read_content
 
 _NAMES = {5: "nuScenes, ", 4: "KITTI, "}

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from bev_data.points._errors import PointsError
+from bev_data.points._frame import PointsError
 
 _LOG = logging.getLogger(__name__)
 Array: TypeAlias = npt.NDArray[Any]

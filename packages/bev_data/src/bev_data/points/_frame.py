@@ -8,10 +8,27 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from bev_data._errors import InputError
 from bev_data._motion import inverse, move_boxes, move_points
 from bev_data.boxes import Detections
 from bev_data.cameras import Camera
-from bev_data.points._errors import PointsError
+
+# The one error of the readers.
+
+
+class PointsError(InputError):
+    """A frame cannot be read or holds something that must not be used.
+
+    The message names the file, what was found, what was expected and what to do. It is meant to
+    be shown to the user as it is.
+
+    Attributes:
+        reason: The problem alone, where other layouts of the file are tried.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class VoxelData(NamedTuple):

@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from bev_data.points._errors import PointsError
-from bev_data.points._frame import VoxelData
+from bev_data.points._frame import PointsError, VoxelData
 from bevquant_quantizers.documents import read_content, write_whole
 
 _MAGIC = 0x33FF1101

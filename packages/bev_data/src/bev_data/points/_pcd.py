@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from bev_data.points._columns import Array
-from bev_data.points._errors import PointsError
+from bev_data.points._frame import PointsError
 from bevquant_quantizers.documents import read_content
 
 _LOG = logging.getLogger(__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,14 +15,86 @@ import numpy as np
 
 from bev_data._motion import axes_motion
 from bev_data.points._binary import read_binary
-from bev_data.points._columns import Content, Said, parse_columns, points_of
-from bev_data.points._errors import PointsError
-from bev_data.points._feather import read_feather
-from bev_data.points._frame import Frame, VoxelData, move_frame, rows_of
-from bev_data.points._numpy import read_npz
+from bev_data.points._columns import NAMES, Array, Content, Said, parse_columns, points_of
+from bev_data.points._frame import Frame, Labels, PointsError, VoxelData, move_frame, rows_of
 from bev_data.points._nvidia_tensor import find_sibling, load_tensor, read_voxels
 from bev_data.points._pcd import read_pcd
-from bevquant_quantizers.documents import DocumentError, read_array
+from bevquant_quantizers.documents import DocumentError, read_array, read_arrays
+
+# `.npz` archives and `.npy` arrays; nothing is ever unpickled.
+
+
+def read_npz(path: Path, key: str, names: tuple[str, ...]) -> tuple[Content, Labels | None]:
+    """Points and labels of a `.npz` file.
+
+    Points are the array `key`; without it, the arrays x, y, z and so on of one column each. Arrays
+    `boxes` [M, 7] and `names` [M], if both are there, become labels.
+
+    Args:
+        path: the file.
+        key: name of the array of points.
+        names: further names of columns.
+
+    Raises:
+        PointsError: not a zip archive, no such arrays, pickled objects, or labels of another shape.
+    """
+    columns = dict.fromkeys((*NAMES, *names))
+    try:
+        arrays = read_arrays(path, (), optional=(key, "boxes", "names", *columns))
+    except DocumentError as error:
+        raise PointsError(str(error)) from error
+    if key not in arrays and any(name not in arrays for name in "xyz"):
+        try:
+            read_arrays(path, (key,))  # says what there is
+        except DocumentError as error:
+            raise PointsError(f"{error}: save the points under {key!r} or say key=") from error
+    labels = _labels(path, arrays) if "boxes" in arrays and "names" in arrays else None
+    content: Content = {name: arrays[name] for name in columns if name in arrays}
+    return arrays.get(key, content), labels
+
+
+def _labels(path: Path, arrays: Mapping[str, Array]) -> Labels:
+    boxes, names = arrays["boxes"], arrays["names"]
+    fits = boxes.ndim == 2 and boxes.shape[1] == 7 and names.shape == (len(boxes),)
+    if not fits or boxes.dtype.kind not in "iuf":
+        raise PointsError(
+            f"{path}: boxes {list(boxes.shape)} and names {list(names.shape)}; "
+            "expected numbers [M, 7] and [M]"
+        )
+    with np.errstate(over="ignore"):
+        rows = boxes.astype(np.float32)
+    return Labels(rows, tuple(str(name) for name in names))
+
+
+# `.feather` files through pyarrow, the extra `feather`.
+
+
+def read_feather(path: Path) -> dict[str, Array]:
+    """Columns of numbers by name; a missing value is NaN.
+
+    Raises:
+        PointsError: pyarrow is not installed, or the file is damaged or of another kind.
+    """
+    try:
+        feather = importlib.import_module("pyarrow.feather")
+    except ImportError as error:
+        raise PointsError(
+            f"{path}: .feather files are read with pyarrow, which cannot be imported ({error}): "
+            "pip install pyarrow, or the extra bev_data[feather]"
+        ) from error
+    try:
+        table = feather.read_table(str(path), memory_map=False)
+        table.validate(full=True)
+        return {
+            name: np.asarray(column.to_numpy())
+            for name, column in zip(table.column_names, table.columns, strict=True)
+        }
+    except Exception as error:  # whatever pyarrow raises, it is no such file
+        raise PointsError(
+            f"{path}: cannot be read as .feather ({str(error).splitlines()[0][:200]}): it is "
+            "damaged, cut short or something else"
+        ) from error
+
 
 _LOG = logging.getLogger(__name__)
 _EXTENSIONS = (".pcd.bin", ".bin", ".npz", ".npy", ".pcd", ".feather", ".tensor")

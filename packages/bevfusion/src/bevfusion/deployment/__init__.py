@@ -48,17 +48,18 @@ from bevfusion.deployment._result import (
     set_verdict,
 )
 from bevfusion.deployment._split import (
+    UNIT_PREFIXES,
     SplitComparison,
     SplitModel,
     SplitStage,
     boundary_table,
+    bpu_units,
     cpu_weights,
     evaluate_split,
     split_stage_table,
     split_weights,
     unit_weights,
 )
-from bevfusion.deployment._units import UNIT_PREFIXES, bpu_units
 from bevfusion.deployment._walk import STAGE_ENDS, Execute, between, file_boxes, walk, watching
 
 __all__ = [

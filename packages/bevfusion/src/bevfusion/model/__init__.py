@@ -6,7 +6,10 @@ from bevfusion.model._build import (
     example_batch,
     example_like,
     lidar_map,
+    named_weights,
     prepared,
+    random_weights,
+    trained_weights,
 )
 from bevfusion.model._checkpoint import (
     LAYOUTS,
@@ -26,7 +29,6 @@ from bevfusion.model._config import (
 from bevfusion.model._model import PART_PATHS, PARTS, STAGES, Batch, BEVFusion, Detector, Sizes
 from bevfusion.model._names import NAMINGS
 from bevfusion.model._second import SECOND, SECONDFPN, ConvFuser
-from bevfusion.model._weights import named_weights, random_weights, trained_weights
 from bevfusion.model.head import HeadConfig
 
 __all__ = [

@@ -15,7 +15,6 @@ from torch import Tensor
 from bevquant_export._errors import QdqError
 from bevquant_export._taken_numbers import decisions
 from bevquant_export.dense._aten import as_layer
-from bevquant_export.dense._float8 import as_weighted, float8_pair
 from bevquant_export.dense._floats import float_operation
 from bevquant_export.dense._graph import Graph, TensorState
 from bevquant_export.dense._grid import average_pool, max_pool, resize
@@ -25,7 +24,13 @@ from bevquant_export.dense._sample import attention_plugin, sampling_call
 from bevquant_export.dense._source import Source, integer_model, location
 from bevquant_export.dense._torch_form import torch_form
 from bevquant_export.dense._voxels import Voxels
-from bevquant_export.dense._weighted import block_of, unflattened, weighted_layer
+from bevquant_export.dense._weighted import (
+    as_weighted,
+    block_of,
+    float8_pair,
+    unflattened,
+    weighted_layer,
+)
 from bevquant_export.sparse.portable._body import INT64
 from bevquant_graph import op_spec, own_code, problem_of
 from bevquant_int8sim.program import (

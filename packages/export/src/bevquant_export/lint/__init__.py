@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from bevquant_export.lint._cli import lint_onnx, main, note_calibration, rules
+from bevquant_export.lint._graph import Finding, Rule
 from bevquant_export.lint._predict import (
     LayerPrediction,
     match_layers,
     predict_layers,
     read_engine_layers,
 )
-from bevquant_export.lint._rule import Finding, Rule
 
 __all__ = [
     "RULES",

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from bevquant_export._size_guards import first_refused, frames_of, guards_of
 from bevquant_export._version import __version__
-from bevquant_export.lint import _graph, _model, _qdq, _read, _shapes, _tensors
+from bevquant_export.lint import _graph, _model, _read, _shapes, _tensors
+from bevquant_export.lint._graph import Finding, Rule, quoted
 from bevquant_export.lint._predict import (
     LayerMatch,
     match_layers,
@@ -27,7 +28,6 @@ from bevquant_export.lint._predict import (
     read_engine_layers,
 )
 from bevquant_export.lint._read import load_model
-from bevquant_export.lint._rule import Finding, Rule, quoted
 from bevquant_export.targets._cpu import CPUS, HERE, cpu_at_hand, cpu_of
 from bevquant_export.targets._target import LintFile, Target, find_target, target_names, targets
 from bevquant_graph import file_path
@@ -120,7 +120,7 @@ _SHARED: tuple[Rule, ...] = (
     *(_model.VERSIONS, _model.UNKNOWN_OP, _model.LEAKED, _model.UNREAD),
     *(_model.WINDOWS, _model.CHANNELS, _model.SIZES),
     *(_shapes.SHAPES, _shapes.FREE, _shapes.FORM),
-    *_qdq.RULES,
+    *_tensors.RULES,
     POOR,
     ASKED,
 )

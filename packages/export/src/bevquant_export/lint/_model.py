@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bevquant_export.lint._graph import Graph, Node
-from bevquant_export.lint._rule import DENSE, Finding, Rule, quoted
+from bevquant_export.lint._graph import DENSE, Finding, Graph, Node, Rule, quoted
 from bevquant_export.lint._tensors import check_tensor, shape_of
 
 if TYPE_CHECKING:

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bevquant_export.lint._graph import Graph, Node, graphs_of
-from bevquant_export.lint._qdq import Pairs, Step
+from bevquant_export.lint._graph import Finding, Graph, Node, graphs_of, quoted
 from bevquant_export.lint._read import read_model
-from bevquant_export.lint._rule import Finding, quoted
+from bevquant_export.lint._tensors import Pairs, Step
 
 _WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _ACTIVATIONS = ("Relu", "Clip", "LeakyRelu")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bevquant_export.lint._rule import Finding, Rule
+from bevquant_export.lint._graph import Finding, Rule
 from bevquant_quantizers.documents import read_content
 
 if TYPE_CHECKING:

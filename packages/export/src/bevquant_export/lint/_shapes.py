@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bevquant_export.lint._graph import Graph, Node
-from bevquant_export.lint._rule import DENSE, Finding, Rule, quoted
+from bevquant_export.lint._graph import DENSE, Finding, Graph, Node, Rule, quoted
 from bevquant_export.lint._tensors import numel, values
 
 if TYPE_CHECKING:

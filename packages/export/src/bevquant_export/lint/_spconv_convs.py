@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bevquant_export.lint._graph import Graph, Node
-from bevquant_export.lint._rule import Finding, Rules, quoted
+from bevquant_export.lint._graph import Finding, Graph, Node, Rules, quoted
 from bevquant_export.lint._tensors import numel, shape_of, values
 
 if TYPE_CHECKING:

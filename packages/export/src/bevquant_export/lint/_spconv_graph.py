@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from bevquant_export.lint._graph import Graph, Node
-from bevquant_export.lint._rule import Finding, Rules, quoted
+from bevquant_export.lint._graph import Finding, Graph, Node, Rules, quoted
 from bevquant_export.lint._spconv_convs import is_add, kernel_of, precision, weight_dims
 
 _rule = Rules("SPC", "libspconv")

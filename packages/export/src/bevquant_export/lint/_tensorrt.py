@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bevquant_export.lint._graph import Graph, Node
+from bevquant_export.lint._graph import Finding, Graph, Node, Rule, Rules, quoted
 from bevquant_export.lint._model import ATTENTION, PLUGINS
-from bevquant_export.lint._qdq import Pairs, Step
-from bevquant_export.lint._rule import Finding, Rule, Rules, quoted
-from bevquant_export.lint._tensors import shape_of
+from bevquant_export.lint._tensors import Pairs, Step, shape_of
 
 if TYPE_CHECKING:
     import onnx

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     import onnx
 
-    from bevquant_export.lint._graph import Graph
-    from bevquant_export.lint._rule import Finding, Rule
+    from bevquant_export.lint._graph import Finding, Graph, Rule
 
 
 @dataclass(frozen=True, eq=False)

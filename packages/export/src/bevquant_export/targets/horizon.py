@@ -10,10 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from bevquant_export.dense._profile import Profile
-from bevquant_export.lint._graph import Graph, Node
-from bevquant_export.lint._qdq import Pairs, Step
-from bevquant_export.lint._rule import Finding, Rules, quoted
-from bevquant_export.lint._tensors import shape_of
+from bevquant_export.lint._graph import Finding, Graph, Node, Rules, quoted
+from bevquant_export.lint._tensors import Pairs, Step, shape_of
 from bevquant_export.targets._target import LintFile
 from bevquant_export.targets.qdq import QdqTarget
 

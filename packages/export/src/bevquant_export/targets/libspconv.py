@@ -10,7 +10,7 @@ from bevquant_export.lint import _spconv_convs, _spconv_graph
 from bevquant_export.targets.sparse import SparseTarget
 
 if TYPE_CHECKING:
-    from bevquant_export.lint._rule import Finding
+    from bevquant_export.lint._graph import Finding
     from bevquant_export.targets._target import LintFile
 
 __all__ = ["LIBSPCONV"]

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bevquant_export.dense._profile import Profile
-from bevquant_export.lint._graph import Graph, Node, passed
-from bevquant_export.lint._qdq import Pairs, Step
-from bevquant_export.lint._rule import Finding, Rules, quoted
-from bevquant_export.lint._tensors import values
+from bevquant_export.lint._graph import Finding, Graph, Node, Rules, passed, quoted
+from bevquant_export.lint._tensors import Pairs, Step, values
 from bevquant_export.targets._cpu import exact_everywhere
 from bevquant_export.targets._target import LintFile
 from bevquant_export.targets.qdq import QdqTarget
@@ -20,8 +18,8 @@ from bevquant_export.targets.qdq import QdqTarget
 if TYPE_CHECKING:
     from onnx import TensorProto
 
-    from bevquant_export.lint._qdq import Pairs
-    from bevquant_export.lint._rule import Finding
+    from bevquant_export.lint._graph import Finding
+    from bevquant_export.lint._tensors import Pairs
 
 __all__ = ["ONNXRUNTIME"]
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bevquant_export.lint._qdq import Pairs, Step
-from bevquant_export.lint._rule import Finding, Rules
+from bevquant_export.lint._graph import Finding, Rules
+from bevquant_export.lint._tensors import Pairs, Step
 from bevquant_export.targets._target import LintFile
 from bevquant_export.targets.onnxruntime import ONNXRUNTIME
 from bevquant_export.targets.qdq import QdqTarget
 
 if TYPE_CHECKING:
-    from bevquant_export.lint._qdq import Pairs
-    from bevquant_export.lint._rule import Finding
+    from bevquant_export.lint._graph import Finding
+    from bevquant_export.lint._tensors import Pairs
 
 __all__ = ["OPENVINO"]
 

@@ -13,7 +13,7 @@ from bevquant_export.targets.onnxruntime import ONNXRUNTIME
 from bevquant_export.targets.sparse import SparseTarget
 
 if TYPE_CHECKING:
-    from bevquant_export.lint._rule import Finding
+    from bevquant_export.lint._graph import Finding
     from bevquant_export.targets._target import LintFile
 
 __all__ = ["PORTABLE"]

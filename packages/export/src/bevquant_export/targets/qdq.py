@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from bevquant_export.dense._profile import Profile
-from bevquant_export.lint._qdq import Pairs, check_axis, check_pairs
+from bevquant_export.lint._tensors import Pairs, check_axis, check_pairs
 from bevquant_export.targets._cpu import weights_for
 from bevquant_export.targets._target import LintFile, Target
 
 if TYPE_CHECKING:
     from bevquant_export.dense import QdqFile, TensorDifference
-    from bevquant_export.lint._rule import Finding
+    from bevquant_export.lint._graph import Finding
 
 __all__ = ["QdqTarget"]
 

@@ -11,14 +11,14 @@ import numpy as np
 
 from bevquant_export.dense._profile import Profile
 from bevquant_export.lint import _tensorrt
-from bevquant_export.lint._qdq import FLOAT8
 from bevquant_export.lint._read import load_model
+from bevquant_export.lint._tensors import FLOAT8
 from bevquant_export.targets._target import LintFile
 from bevquant_export.targets.qdq import QdqTarget
 
 if TYPE_CHECKING:
-    from bevquant_export.lint._qdq import Pairs
-    from bevquant_export.lint._rule import Finding, Rule
+    from bevquant_export.lint._graph import Finding, Rule
+    from bevquant_export.lint._tensors import Pairs
 
 __all__ = ["TENSORRT10", "TENSORRT11"]
 

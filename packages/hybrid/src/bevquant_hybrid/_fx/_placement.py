@@ -24,10 +24,9 @@ from bevquant_hybrid.nn._pillars import PointPillarsScatter
 from bevquant_hybrid.nn.intrinsic import Fused
 from bevquant_hybrid.nn.qat import has_qat_form
 from bevquant_hybrid.operators import load_support_table, row_of_function, row_of_module
-from bevquant_hybrid.operators._placement import Listed, place_operator
+from bevquant_hybrid.operators._table import Listed, place_operator
 
-from ._recipe import Recipe, Step
-from ._recipes import recipe_of
+from ._recipes import Recipe, Step, recipe_of
 from ._settings import Names, Settings, anchor_path_of
 from ._tracer import called_function, called_path, number_nodes, scope_of, with_items
 

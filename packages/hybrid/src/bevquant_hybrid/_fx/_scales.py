@@ -14,9 +14,9 @@ from bevquant_graph import layer_class
 from bevquant_hybrid._fake_quant._fake_quantize import (
     CalibFakeQuantize,
     FakeQuantize,
+    LearnedFakeQuantize,
     _WrappedCalibFakeQuantize,
 )
-from bevquant_hybrid._fake_quant._learned import LearnedFakeQuantize
 from bevquant_hybrid._fx._float_operators import BOUNDARY
 from bevquant_hybrid._fx._placement import keeps_scale
 from bevquant_hybrid._fx._tracer import called_function, called_path

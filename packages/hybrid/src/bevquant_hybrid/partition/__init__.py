@@ -1,7 +1,7 @@
 """Partition of a traced model between BPU and CPU: a plan, JSON, a picture."""
 
 from bevquant_hybrid._documented import names_from
-from bevquant_hybrid.operators._placement import Listed, place_operator
+from bevquant_hybrid.operators._table import Listed, place_operator
 
 from ._partition import partition
 from ._plan import Boundary, Plan, PlanComposer, PlanNode, Segment, number_segments

@@ -18,7 +18,7 @@ from bevquant_hybrid._fx._tracer import number_nodes
 from bevquant_hybrid.nn.qat import is_qat
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
 from bevquant_hybrid.operators import load_support_table, row_of_function, row_of_module
-from bevquant_hybrid.operators._placement import place_operator, requested_placement
+from bevquant_hybrid.operators._table import place_operator, requested_placement
 from bevquant_hybrid.partition._plan import Plan, PlanNode, number_segments
 from bevquant_hybrid.qtensor import QTensor
 from bevquant_hybrid.undisturbed import Followed, positional, undisturbed

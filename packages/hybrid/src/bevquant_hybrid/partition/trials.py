@@ -32,7 +32,7 @@ from bevquant_hybrid._fx._prepare import _stays, _unprepared, prepare
 from bevquant_hybrid._fx._scales import is_calibration
 from bevquant_hybrid._fx._settings import Names, Settings, anchor_path_of
 from bevquant_hybrid.nn.qat import is_qat
-from bevquant_hybrid.operators._placement import requested_placement
+from bevquant_hybrid.operators._table import requested_placement
 from bevquant_hybrid.quantization.fake_quantize import FakeQuantState, set_fake_quantize
 from bevquant_hybrid.quantization.qconfig import (
     get_default_qat_out_qconfig,

@@ -11,10 +11,11 @@ from bevquant_graph import check_kind
 from bevquant_hybrid._fake_quant._fake_quantize import (
     CalibFakeQuantize,
     FakeQuantize,
+    LSQFakeQuantize,
+    PACTFakeQuantize,
     _WrappedCalibFakeQuantize,
 )
 from bevquant_hybrid._fake_quant._function import fake_quantize
-from bevquant_hybrid._fake_quant._learned import LSQFakeQuantize, PACTFakeQuantize
 
 __all__ = [
     "CalibFakeQuantize",

@@ -11,9 +11,10 @@ from torch.ao.quantization import QConfig
 from bevquant_hybrid._fake_quant._fake_quantize import (
     CalibFakeQuantize,
     FakeQuantize,
+    LSQFakeQuantize,
+    PACTFakeQuantize,
     unknown_settings,
 )
-from bevquant_hybrid._fake_quant._learned import LSQFakeQuantize, PACTFakeQuantize
 from bevquant_hybrid.dtype import as_quant_dtype, qint8, qint16
 from bevquant_hybrid.quantization.observer import (
     CalibObserver,

@@ -1,6 +1,8 @@
 """Roofline estimates of layers on BPU and CPU from public figures."""
 
 from ._estimate import (
+    ChipFigures,
+    Figure,
     LayerEstimate,
     Traffic,
     count_operations,
@@ -8,8 +10,8 @@ from ._estimate import (
     estimate_cpu_layers,
     estimate_layers,
     estimate_performance,
+    load_chip_figures,
 )
-from ._figures import ChipFigures, Figure, load_chip_figures
 from ._perf_model import perf_model, render_layers
 
 __all__ = [

@@ -30,11 +30,10 @@ from bevquant_int8sim._compiled.packed import (
     tile_channels,
 )
 from bevquant_int8sim._compiled.sparse import sparse_calls
-from bevquant_int8sim._grid import make_grid
-from bevquant_int8sim._grid_axes import Axis
+from bevquant_int8sim._grid_axes import Axis, make_grid
 from bevquant_int8sim._output import Output
+from bevquant_int8sim._prepared import remembered
 from bevquant_int8sim._tile_output import Residual
-from bevquant_int8sim._weight_cache import remembered
 from bevquant_sparse.runtime import workspace
 from bevquant_sparse.tiles import SparsePlan, plan_in_order
 

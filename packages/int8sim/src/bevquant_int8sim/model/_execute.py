@@ -16,12 +16,11 @@ from bevquant_int8sim._conv import (
     int8_conv_transpose2d,
     int8_linear,
 )
-from bevquant_int8sim._integers import integer_range
 from bevquant_int8sim._prepared import without_lists
-from bevquant_int8sim._quantize import dequantize, quantize
-from bevquant_int8sim._requantize import requantize
+from bevquant_int8sim._quantize import dequantize, quantize, requantize
 from bevquant_int8sim._rounding import round_float
 from bevquant_int8sim._sample import attention_sums, grid_sums
+from bevquant_int8sim._scales import integer_range
 from bevquant_int8sim._sparse_conv import int8_sparse_conv
 from bevquant_int8sim.model._coords import Coords, Geometry
 from bevquant_int8sim.model._fast_program import sorted_coords

@@ -328,7 +328,7 @@ class IntegerModel:
             ValueError: A file is missing or changed, the schema version is another one, a tensor
                 does not fit its step, or a step calls something that a file may not call.
         """
-        from bevquant_int8sim.model._load import load_program
+        from bevquant_int8sim.model._save import load_program
 
         program = load_program(folder, device, operators)
         try:

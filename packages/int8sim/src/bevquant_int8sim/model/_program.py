@@ -12,7 +12,28 @@ from torch import Tensor, nn
 from bevquant_graph import Guard, ReadMembers, refilled
 from bevquant_int8sim._sample import SAMPLES
 from bevquant_int8sim.model._form import Form
-from bevquant_int8sim.model._method import torch_operator
+
+# Functions by name: a tensor's method, an operator of torch.
+
+
+class Method:
+    """Calls the method of its first argument that has this name."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(value, self.__name__)(*args, **kwargs)
+
+
+def torch_operator(name: str) -> torch._ops.OpOverload | None:
+    """The operator ``<library>.<operator>.<overload>`` that torch knows."""
+    library, _, rest = name.partition(".")
+    packet, _, overload = rest.partition(".")
+    known = getattr(getattr(torch.ops, library, None), packet, None)
+    found = getattr(known, overload or "default", None)
+    return found if isinstance(found, torch._ops.OpOverload) and str(found) == name else None
+
 
 _ROUNDS = frozenset(
     "quantize requantize sparse_conv conv conv_transpose linear add avg_pool".split()

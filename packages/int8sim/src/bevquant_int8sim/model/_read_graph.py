@@ -14,7 +14,7 @@ from torch.nn import functional
 from bevquant_graph import OPAQUE, REQUIRE, Graph, OpSpec, fixed_sizes, op_spec
 from bevquant_int8sim.model._coords import dense, pooled
 from bevquant_int8sim.model._float8 import Float8Layer, float8_round
-from bevquant_int8sim.model._float_sparse import FloatSparseConv
+from bevquant_int8sim.model._float_sparse import FloatSparseConv, OpaqueCall
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form, Integers
 from bevquant_int8sim.model._graph_values import GraphValues, is_coords, nested
 from bevquant_int8sim.model._grid_operations import (
@@ -24,10 +24,8 @@ from bevquant_int8sim.model._grid_operations import (
     resize,
     sample_call,
 )
-from bevquant_int8sim.model._method import Method
-from bevquant_int8sim.model._opaque_call import OpaqueCall
 from bevquant_int8sim.model._operation import Operation, Operations
-from bevquant_int8sim.model._program import Ref
+from bevquant_int8sim.model._program import Method, Ref
 from bevquant_int8sim.model._quantized_layer import quantized_layer
 from bevquant_int8sim.model._quantizers import (
     SimulateError,

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from bevquant_int8sim._backends import compiled_module
-from bevquant_int8sim._integers import integer_range
-from bevquant_int8sim._quantize import dequantize, quantize
-from bevquant_int8sim._requantize import requantize
+from bevquant_int8sim._quantize import dequantize, quantize, requantize
 from bevquant_int8sim._rounding import round_float
-from bevquant_int8sim._scales import along_axis
+from bevquant_int8sim._scales import along_axis, integer_range
 from bevquant_sparse.runtime import workspace
 
 

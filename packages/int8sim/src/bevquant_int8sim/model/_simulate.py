@@ -20,8 +20,7 @@ from bevquant_graph import (
     reported_by,
     state_kept,
 )
-from bevquant_int8sim._quantize import dequantize
-from bevquant_int8sim._requantize import check_arithmetic
+from bevquant_int8sim._quantize import check_arithmetic, dequantize
 from bevquant_int8sim._rounding import check_rounding
 from bevquant_int8sim.model._form import ACCUMULATORS, Integers
 from bevquant_int8sim.model._integer_model import IntegerModel

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bevquant_graph import arguments, flatten, own_inputs
-from bevquant_int8sim._accumulator import sums_of_sizes
+from bevquant_int8sim._scales import sums_of_sizes
 from bevquant_int8sim.model._float8 import Float8Layer, float8_round, float8_steps
 from bevquant_int8sim.model._forced import ForcedRun, place
 from bevquant_int8sim.model._form import ACCUMULATORS, Integers

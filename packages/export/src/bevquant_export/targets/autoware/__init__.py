@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from bevquant_export.lint import _tensorrt
-from bevquant_export.lint._qdq import Pairs, check_axis, check_pairs
+from bevquant_export.lint._tensors import Pairs, check_axis, check_pairs
 from bevquant_export.targets._target import LintFile, Target
 from bevquant_export.targets.autoware._bindings import check_bindings
 from bevquant_export.targets.autoware._contract import RULES, check_contract
@@ -27,7 +27,7 @@ from bevquant_export.targets.autoware._reference import (
 )
 
 if TYPE_CHECKING:
-    from bevquant_export.lint._rule import Finding
+    from bevquant_export.lint._graph import Finding
     from bevquant_export.sparse import LayerDifference
 
 __all__ = [

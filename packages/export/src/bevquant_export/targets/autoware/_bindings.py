@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bevquant_export.lint._graph import Graph
-from bevquant_export.lint._rule import Finding, Rules, quoted
+from bevquant_export.lint._graph import Finding, Graph, Rules, quoted
 from bevquant_export.lint._tensors import values
 from bevquant_export.targets.autoware._plugin import MOST_VOXELS, SLOTS
 

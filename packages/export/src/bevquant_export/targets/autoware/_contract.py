@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bevquant_export.lint._graph import Graph, Node
-from bevquant_export.lint._rule import Finding, quoted
+from bevquant_export.lint._graph import Finding, Graph, Node, quoted
 from bevquant_export.lint._tensors import shape_of, values
 from bevquant_export.targets.autoware._bindings import STAGES, rule, stages_of
 from bevquant_export.targets.autoware._plugin import DOMAIN, SLOTS, quantized_weight
