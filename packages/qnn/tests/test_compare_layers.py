@@ -155,6 +155,31 @@ class Attention(nn.Module):
         return self.attention(features, features, features, need_weights=False)[0]
 
 
+class Branches(nn.Module):
+    """One branch for all decoder layers, as DETR heads without box refinement have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.branches = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.ReLU())] * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = []
+        for layer, branch in zip(self.layers, self.branches, strict=True):
+            x = layer(x)
+            made.append(branch(x))
+        return torch.stack(made)
+
+
+def test_a_layer_with_several_paths_has_one_row() -> None:
+    torch.manual_seed(0)
+    model, x = Branches().eval(), torch.randn(3, 4)
+    quantized = quantize_model(model, example_inputs=x).model
+    calibrate(quantized, [x])
+    rows = [row.layer for row in compare_layers(model, quantized, [x])]
+    assert sorted(rows) == ["branches.0.0", "layers.0", "layers.1", "output"]
+
+
 def test_attention_is_compared_where_it_ends() -> None:
     """Torch's own reads the weights of its projections: the output projection is never called."""
     torch.manual_seed(0)

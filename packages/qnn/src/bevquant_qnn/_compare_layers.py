@@ -456,7 +456,7 @@ def _probes(
             # What quantization added (QuantAdd, QuantConcat) exists in the quantized model alone,
             # and torch's attention reads the weight of its projections without calling them: these
             # are compared where their block ends.
-            within = isinstance(quantized_layers[owner], QuantMultiheadAttention)
+            within = isinstance(quantized_layers.get(owner), QuantMultiheadAttention)
             layer, reader = owner if within or path not in known else path, module
         else:
             continue
