@@ -149,6 +149,16 @@ def test_batches_of_other_things(wrong: Any) -> None:
         fuse_model(nn.Sequential(nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2)).eval(), [wrong])
 
 
+def test_arrays_and_whole_dicts_have_a_remedy() -> None:
+    with pytest.raises(TypeError, match=r"got a ndarray; convert arrays with torch.as_tensor"):
+        calibrate(NET, [X.numpy()])
+    with pytest.raises(TypeError) as caught:
+        calibrate(NET, [{"image": X, "label": 3}])
+    (note,) = (note for note in caught.value.__notes__ if "whole dict" in note)
+    assert "keys image, label" in note
+    assert note.endswith("forward=lambda m, b: m(b['image'])")
+
+
 def test_an_error_of_the_forward_itself_is_kept() -> None:
     class Reads(nn.Module):
         def forward(self, frame: object) -> torch.Tensor:

@@ -12,6 +12,8 @@ import pytest
 from bevfusion_quant.cli import main
 from bevfusion_quant.commands import COMMANDS
 from bevfusion_quant.options._help import GROUPS, OFF_SWITCHES, _help_texts, flat, grouped
+from bevfusion_quant.ptq import PtqResult
+from bevfusion_quant.verdict import verdict
 
 GROUPED = {name for names in GROUPS.values() for name in names}
 PTQ = ["ptq", "--dataset", "street", "--config", "tiny", "--branch", "fuser"]
@@ -137,10 +139,18 @@ def test_json_prints_the_summary(quiet_run: Path, capsys: pytest.CaptureFixture[
     assert printed == json.loads((folder / "summary.json").read_text(encoding="utf-8"))
 
 
+def test_verdict_of_an_unfolded_model_offers_no_export(tmp_path: Path) -> None:
+    made = PtqResult(tmp_path, [], [], [], [], [], (), {}, 0.0)
+    assert "export --run" in verdict(made)[0]
+    assert "need folded batch norms" in verdict(made, folded=False)[0]
+
+
 def test_quiet_prints_the_verdict_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PTQ, "--runs", str(tmp_path), "--quiet"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in printed] == ["Boxes", "Worst layer", "Weights", "Open"]
+    titles = [line.split("  ")[0] for line in printed]
+    assert titles == ["Boxes", "Worst layer", "Weights", "Files", "Open"]
+    assert f"bevfusion-quant export --run {tmp_path / 'ptq'}" in printed[3]
     size = json.loads((tmp_path / "ptq" / "summary.json").read_text("utf-8"))["weight_bytes"]
     assert 0 < size["after"] < size["before"]
     assert f"{size['before'] / 2**20:.1f} MiB float32" in printed[2]

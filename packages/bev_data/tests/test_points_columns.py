@@ -241,7 +241,10 @@ def test_five_columns_with_small_intensities_are_reported(tmp_path, caplog):
     rows[:, 3] /= 255
     np.save(tmp_path / "a.npy", rows)
     assert read_points(tmp_path / "a.npy").points[:, 3].max() <= 1
-    assert "intensities of at most 1; if they are 0..1, say columns=" in caplog.text
+    assert (
+        "if they are 0..1, name the columns, as in columns='x,y,z,intensity,ring' (--columns "
+        in caplog.text
+    )
     said = read_points(tmp_path / "a.npy", columns="x,y,z,intensity,ring")
     np.testing.assert_allclose(said.points[:, 3], rows[:, 3] * 255, rtol=1e-6)
 

@@ -88,6 +88,8 @@ def test_read_points_wants_one_file(tmp_path):
     (tmp_path / "folder.bin").mkdir()
     with pytest.raises(PointsError, match="a folder, not a file; read_frames reads folders"):
         read_points(tmp_path / "folder.bin")
+    with pytest.raises(PointsError, match="a folder, not a file; read_frames reads folders"):
+        read_points(tmp_path)
     with pytest.raises(PointsError, match=r"unknown extension '\(none\)'"):
         read_points(tmp_path / "points")
 

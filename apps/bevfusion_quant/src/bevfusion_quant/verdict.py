@@ -7,19 +7,25 @@ from typing import TYPE_CHECKING
 from bev_data.tables import finite
 from bevfusion.quantization import short_path
 from bevfusion_quant.pages._content import unusable
+from bevfusion_quant.pages._format import macs
 
 if TYPE_CHECKING:
     from bevfusion_quant.ptq import PtqResult
 
 
-def verdict(result: PtqResult) -> tuple[str, ...]:
-    """One line each: boxes kept, worst layer, sizes, files, page. Missing results have no line."""
+def verdict(result: PtqResult, *, folded: bool = True) -> tuple[str, ...]:
+    """One line each: boxes kept, worst layer, sizes, files, page. Missing results have no line.
+
+    Args:
+        result: Of `run_ptq`.
+        folded: Whether batch norms are folded, which files need.
+    """
     lines = [
         ("Result", unusable(result.layers)),
         ("Boxes", _boxes(result)),
         ("Worst layer", _worst_layer(result)),
         ("Weights", _size(result)),
-        ("Files", _files(result)),
+        ("Files", _files(result, folded)),
         ("Open", str((result.folder / "report.html").absolute())),
     ]
     return tuple(f"{title:<12} {text}" for title, text in lines if text)
@@ -63,13 +69,15 @@ def _size(result: PtqResult) -> str:
     if simulation is None or not simulation.operations:
         return size
     share = f"{100 * simulation.integer_share:.1f} % in integers"
-    return f"{size}; {simulation.operations / 1e9:.2f} GMAC a frame, {share}"
+    return f"{size}; {macs(simulation.operations)} a frame, {share}"
 
 
-def _files(result: PtqResult) -> str:
+def _files(result: PtqResult, folded: bool) -> str:
     exported = result.exported
     if exported is None:
-        return f"none: {result.refused}" if result.refused else ""
+        refused = result.refused or ("" if folded else "they need folded batch norms")
+        later = f"none yet; to write and verify them: bevfusion-quant export --run {result.folder}"
+        return f"none: {refused}" if refused else later
     if exported.failures:
         return f"{len(exported.files)} written, NOT verified: {exported.failures[0]}"
     compared = sum(layer.elements for layer in exported.layers if layer.different is not None)

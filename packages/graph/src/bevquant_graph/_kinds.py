@@ -65,19 +65,35 @@ def run_on(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The result of a model's call.
 
     Raises:
-        TypeError: It failed, and the arguments are text, paths, numbers or modules alone.
+        TypeError: It failed, and the arguments are text, paths, numbers, arrays or modules alone.
+            Other errors of a forward with a dict as its one argument get a note.
     """
     try:
         return model(*args, **kwargs)
     except Exception as error:
         given = list(_leaves((args, kwargs)))
         if not all(value is None or isinstance(value, _NO_INPUTS) for value in given):
+            _note_whole_dict(error, model, args)
             raise
         got = kind_of(given[0]) if given else "no argument"
+        arrays = any(isinstance(value, np.ndarray) for value in given)
+        remedy = "; convert arrays with torch.as_tensor" if arrays else ""
         raise TypeError(
             f"{_place(error)}: expected tensors for the forward of {type(model).__name__}, "
-            f"got {got}"
+            f"got {got}{remedy}"
         ) from error
+
+
+def _note_whole_dict(error: Exception, model: nn.Module, args: Any) -> None:
+    """Note on the error of a forward that got a batch's dict as its one argument."""
+    batch = args[0] if len(args) == 1 else None
+    if isinstance(batch, Mapping) and batch:
+        member = next((key for key, value in batch.items() if isinstance(value, Tensor)), "")
+        error.add_note(
+            f"the forward of {type(model).__name__} got the whole dict with the keys "
+            f"{', '.join(map(str, batch))}; to give it one member, pass that member, or "
+            f"forward=lambda m, b: m(b[{member!r}])"
+        )
 
 
 def _leaves(value: Any) -> Iterator[Any]:

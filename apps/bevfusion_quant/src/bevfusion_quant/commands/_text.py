@@ -122,7 +122,7 @@ def run_text(
     if isinstance(result, EvaluateResult):
         accuracy, by_layer = result.accuracy, result.simulation is not None
     else:
-        last = verdict(result)
+        last = verdict(result, folded=getattr(options, "fold", True))
         exported, warnings, findings = result.exported, result.warnings, result.findings
         refused = result.refused
     parts: list[str] = []

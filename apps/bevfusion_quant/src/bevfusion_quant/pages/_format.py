@@ -45,6 +45,19 @@ def decibels(value: float | None, cosine: float | None = None) -> str:
     return "equal" if cosine is not None and abs(cosine - 1) < 1e-9 else DASH
 
 
+def macs(count: int) -> str:
+    """An amount of multiply-accumulates.
+
+    Examples:
+        >>> macs(1_970_000_000), macs(346_200), macs(0)
+        ('1.97 GMAC', '346 kMAC', '0 MAC')
+    """
+    unit = min((len(str(count)) - 1) // 3, 3)
+    amount = count / 1000**unit
+    digits = f"{amount:,.0f}" if amount >= 100 or not unit else f"{amount:.3g}"
+    return f"{digits} {('', 'k', 'M', 'G')[unit]}MAC"
+
+
 def seconds(value: float) -> str:
     """A duration."""
     return f"{value:.2f} s" if value < 10 else f"{value:.0f} s"

@@ -31,7 +31,7 @@ from bevfusion_quant.pages._content import (
     check,
     unusable,
 )
-from bevfusion_quant.pages._format import decibels, memory, seconds
+from bevfusion_quant.pages._format import decibels, macs, memory, seconds
 from bevfusion_quant.pages._page import Section, write_page
 from bevfusion_quant.pages._sections import run_sections
 from bevfusion_quant.run import PAGE_FILE, RunRecord
@@ -419,7 +419,7 @@ def cost_figures(size: WeightSize | None, simulation: Simulation | None) -> Iter
         before, after = size.texts
         yield ReportFigure("Quantized weights", after, f"from {before} in float32")
     if simulation is not None and simulation.operations:
-        count = f"{simulation.operations / 1e9:.2f} GMAC"
+        count = macs(simulation.operations)
         share = simulation.integer_share
         yield ReportFigure("Operations of a frame", count, f"{100 * share:.1f} % in integers")
         at_peak = 2 * simulation.operations * (share / _INT8_RATE + (1 - share) / _FLOAT_RATE)

@@ -130,7 +130,11 @@ def points_of(
         raise PointsError(f"{path}: read as {label} with intensity × {scale:g}, the {reason}")
     if "fifth" in columns and intensity_scale is None and len(points) >= _MANY:
         if points[:, 3].max() <= 1.0:
-            _LOG.warning("%s: intensities of at most 1; if they are 0..1, say columns=", path)
+            _LOG.warning(
+                "%s: intensities of at most 1 are read as 0..255; if they are 0..1, name the "
+                "columns, as in columns='x,y,z,intensity,ring' (--columns x,y,z,intensity,ring)",
+                path,
+            )
     return points
 
 

@@ -342,6 +342,8 @@ def _extension_of(file: Path) -> str:
             f"{file.name.partition('.')[0]}.feather')\"; infos of mmdetection3d are a data set: "
             "open_dataset('mmdet3d', …), --dataset mmdet3d"
         )
+    if file.is_dir():
+        _must_be_file(file)
     raise PointsError(
         f"{file}: unknown extension {file.suffix or '(none)'!r}; expected {', '.join(_EXTENSIONS)}"
     )
