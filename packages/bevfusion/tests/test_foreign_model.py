@@ -24,10 +24,10 @@ class Encoder(nn.Module):
         return self.after(points)
 
 
-def test_layers_on_points_stay_in_float() -> None:
+def test_the_first_layer_on_points_stays_in_float() -> None:
     for name, kept in (
         ("pfn_layers", ["network.0"]),
-        ("vfe_layers", ["network.0.vfe_layers"]),
+        ("vfe_layers", ["network.0.vfe_layers.0"]),
         ("mlps", []),
     ):
         network = nn.Sequential(Encoder(name), nn.Linear(8, 2)).eval()
@@ -39,7 +39,7 @@ def test_layers_on_points_stay_in_float() -> None:
             for path, module in quantized.named_modules()
             if isinstance(module, TensorQuantizer)
         }
-        below = {path for path in of if path.startswith(f"network.0.{name}")}
-        assert bool(below) is (not kept)
-        assert ("network.0.after" in of) is (kept != ["network.0"])
+        assert (f"network.0.{name}.0" in of) is (not kept)
+        inside = {f"network.0.{name}.1", "network.0.after"}
+        assert inside & of == (set() if kept == ["network.0"] else inside)
         assert "network.1" in of

@@ -162,9 +162,9 @@ class ForeignModel(Detector):
         self.kept_in_float = {
             path + below: METRES_IN_FLOAT
             for path, module in self.named_modules()
-            # Pillar encoders of mmdetection3d, OpenPCDet, det3d; layers on points of encoders that
-            # may read images too.
-            for name, below in (("pfn_layers", ""), ("vfe_layers", ".vfe_layers"))
+            # Pillar encoders of mmdetection3d, OpenPCDet, det3d; the first layer on points of
+            # others, whose further layers can have a quarter of the operations.
+            for name, below in (("pfn_layers", ""), ("vfe_layers", ".vfe_layers.0"))
             if hasattr(module, name)
         }
         self._detector = detector.turned()

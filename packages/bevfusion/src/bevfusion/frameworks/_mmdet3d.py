@@ -355,6 +355,8 @@ class _Reader:
         from mmdet3d import structures
 
         network, loader, head = self.network, self.loader, self.network.head
+        if getattr(head, "featmap_sizes", None) == []:
+            network(*self.arguments(frame))  # SSN's head takes the sizes from its own forward
         if isinstance(network, ImageNetwork):
             metas = {
                 **loader.image(loader.transformed(frame))[1],
