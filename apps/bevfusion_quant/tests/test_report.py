@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from bev_data.cameras import Camera
+from bev_data.metrics import AgreementRow
 from bevfusion_quant.pages import (
     ReportBoxes,
     ReportContent,
@@ -27,6 +28,7 @@ from bevfusion_quant.pages import (
     write_page,
     write_report,
 )
+from bevfusion_quant.pages._content import unusable
 from bevfusion_quant.ptq import LayerRow, QuantizerValues
 
 EVIL = '</script><script>alert("x")</script>&amp;'
@@ -435,3 +437,14 @@ def test_markup_in_data_is_text_on_the_page(tmp_path: Path) -> None:
     page = Page(str(Section("decisions", "Decisions", [one]).html))
     assert not page.all("script")
     assert "".join(page.text).count(EVIL) == 4
+
+
+def test_kept_boxes_make_a_low_layer_unclear() -> None:
+    layers = [layer("map", 30.0), layer("background", 2.0)]
+    assert unusable(layers).startswith("NOT usable: background has 2.0 dB")
+    for matched, words in ((79, "NOT usable"), (80, "unclear"), (0, "NOT usable")):
+        kept = AgreementRow(1.0, 100 if matched else 0, 100, matched, 0.0, 0.0)
+        said = unusable(layers, [kept])
+        assert said.startswith(f"{words}: background has 2.0 dB")
+        assert "--exclude background" in said
+    assert unusable(layers[:1], [kept]) == ""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bev_data.cameras import Camera
-from bev_data.metrics import Accuracy
+from bev_data.metrics import Accuracy, AgreementRow
 from bev_data.tables import finite
 from bevfusion.deployment import ExportedSet
 from bevfusion.quantization import SensitivityOutcome, short_path
@@ -24,6 +24,9 @@ Extent = tuple[float, float, float, float]
 LOW_SQNR_DB = 20.0  # layers below are looked at
 USELESS_DB = 6.0
 """SQNR at which the error has half the size of the values."""
+KEPT_BOXES = 0.8
+"""Share of float boxes kept with which a layer below it does not prove a useless model: on maps of
+pillars most places are empty, and their small constant values make up most of the error."""
 GRID = (
     "CAM_FRONT_LEFT", "CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_BACK_LEFT", "CAM_BACK", "CAM_BACK_RIGHT",
 )  # fmt: skip
@@ -132,6 +135,7 @@ class ReportContent:
         figures: Further headline figures, shown after the built-in ones.
         notes: Facts about a model in other code, such as the entries of its checkpoint.
         left_out: Results that were not measured, with reasons.
+        agreement: Float boxes kept by the quantized model.
         scene: The frame that is drawn.
         stages: Feature maps in the order of execution.
         layers: The layer table in the order of execution.
@@ -161,6 +165,7 @@ class ReportContent:
     figures: Sequence[ReportFigure] = ()
     notes: Sequence[str] = ()
     left_out: Sequence[str] = ()
+    agreement: Sequence[AgreementRow] = ()
     scene: ReportScene | None = None
     stages: Sequence[ReportStage] = ()
     layers: Sequence[LayerRow] = ()
@@ -182,11 +187,12 @@ def arranged(names: Sequence[str]) -> list[int]:
     return sorted(range(len(names)), key=lambda i: (place.get(names[i], len(GRID)), i))
 
 
-def unusable(layers: Sequence[LayerRow]) -> str:
+def unusable(layers: Sequence[LayerRow], agreement: Sequence[AgreementRow] = ()) -> str:
     """Why the quantized model cannot be used, and the remedy; empty above `USELESS_DB`.
 
     Args:
         layers: The layer table, in the order of execution.
+        agreement: Float and quantized boxes. Where `KEPT_BOXES` are kept the result is unclear.
     """
     known = [(level, row.layer) for row in layers if (level := finite(row.sqnr_db)) is not None]
     low = [layer for level, layer in known if level < USELESS_DB]
@@ -196,6 +202,13 @@ def unusable(layers: Sequence[LayerRow]) -> str:
     place = "" if low[0] == worst else f", after {short_path(low[0])}, the first below that"
     first = next((layer for layer in low if layer != "output"), "")
     exclude = f"keep it in float (--exclude {short_path(first)}), " if first else ""
+    near = next((row for row in agreement if row.distance == 1.0), None)
+    if near is not None and near.matched >= KEPT_BOXES * near.float_detections > 0:
+        return (
+            f"unclear: {short_path(worst)} has {level:.1f} dB SQNR against float{place}, yet "
+            f"{near.matched} of {near.float_detections} boxes are kept; judge boxes by labels "
+            f"(bevfusion-quant evaluate), or {exclude or 'try another --method'}".rstrip(", ")
+        )
     return (
         f"NOT usable: {short_path(worst)} has {level:.1f} dB SQNR against float, and below "
         f"{USELESS_DB:g} dB the error is over half of the values{place}; {exclude}calibrate with "

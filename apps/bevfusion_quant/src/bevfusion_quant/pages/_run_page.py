@@ -59,7 +59,7 @@ def head(content: ReportContent) -> Section:
         "figures": list(_figures(content)),
         "notes": list(content.notes),
         "left_out": list(content.left_out),
-        "unusable": unusable(content.layers),
+        "unusable": unusable(content.layers, content.agreement),
         "command": content.command,
     }
     return Section("head_run", content.title, data)
@@ -266,6 +266,7 @@ class EvaluatedRun:
                 ],
                 notes=self.notes,
                 left_out=self.left_out,
+                agreement=evaluation.agreement,
                 scene=_scene(self.config, self.batches, evaluation, self.simulation),
                 stages=_stages(self.config, evaluation),
                 layers=evaluation.layers,
