@@ -24,7 +24,7 @@ from ._arrays import TracedArray, needed
 from ._batch_arguments import batch_arguments
 from ._closing import Closing, TraceEnds
 from ._conditions import Condition, conditions_of, keep_answers
-from ._constants import Constants, ReshapesInput
+from ._constants import INTEGERS, Constants, ReshapesInput
 from ._export import Grown, exported, nothing
 from ._faults import CaptureError, forward_line, running, spconv_call, where
 from ._frames import VARYING, is_input
@@ -374,11 +374,24 @@ def _takes_integers(program: ExportedProgram) -> bool:
     """
     from torch.utils._sympy.symbol import SymT, symbol_is_type  # and sympy
 
-    taken = [n for n in program.graph.nodes if str(n.target) in NUMBERS]
-    kinds = [n.args[0].meta["val"].dtype for n in taken]
+    taken = [n.args[0] for n in program.graph.nodes if str(n.target) in NUMBERS]
+    kinds = [n.meta["val"].dtype for n in taken if not _compares_integers(n)]
     of_floats = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
     floats = any(symbol_is_type(symbol, of_floats) for symbol in program.range_constraints)
     return not floats and not any(k.is_floating_point or k == torch.bool for k in kinds)
+
+
+_COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+
+
+def _compares_integers(node: fx.Node) -> bool:
+    """Whether a value is ``a != b`` of two integers, which is that of the numbers themselves."""
+    operator = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    read = [n for n in node.all_input_nodes if isinstance(n.meta["val"], Tensor)]
+    if operator not in _COMPARISONS or any(n.meta["val"].dim() for n in read):
+        return False
+    others = (n for n in read if n.meta["val"].dtype not in INTEGERS)
+    return all(map(_compares_integers, others))  # torch asks a truth value whether it is not 0
 
 
 def _fixes_numbers(program: ExportedProgram, leaves: list[Any]) -> bool:

@@ -44,6 +44,8 @@ _CUT = frozenset(
     "__getitem__ view reshape unflatten expand repeat tile new_zeros new_ones new_full new_empty "
     "split tensor_split narrow interpolate pad roll topk".split()
 )
+_INDEXED = frozenset(("__getitem__", "__setitem__"))
+INTEGERS = frozenset((torch.int32, torch.int64))  # types of counts
 _MADE = frozenset(
     "tensor as_tensor from_numpy zeros ones full arange linspace new_tensor new_zeros new_ones "
     "new_full".split()
@@ -123,6 +125,11 @@ class Constants(TorchFunctionMode):
             raise ReshapesInput
         if name == "squeeze":
             _fix_squeezed(*args, **kwargs)
+        if name in _INDEXED:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            args = (args[0], tuple(map(self._open_bounds, index)), *args[2:])
+        if name == "pad" and self._is_count(kwargs.get("value")):
+            func = _padded
         writes = name in _WRITES or name[-1:] == "_" != name[-2:-1] or "out" in kwargs
         if not writes and name not in _NAMED:
             return func(*args, **kwargs)
@@ -233,11 +240,32 @@ class Constants(TorchFunctionMode):
         """The same in an index, where a tensor of one axis is no number."""
         return value if isinstance(value, Tensor) and value.dim() else self._taken_number(value)
 
+    def _open_bounds(self, value: Any) -> Any:
+        """A slice whose ends are counts in tensors, with open numbers; torch fixes the counts."""
+        if not isinstance(value, slice):
+            return value
+        ends = value.start, value.stop, value.step
+        return slice(*(end.item() if self._is_count(end) else end for end in ends))
+
+    def _is_count(self, end: Any) -> bool:
+        return (
+            isinstance(end, Tensor)
+            and end.numel() == 1
+            and end.dtype in INTEGERS
+            and id(end) not in self._known
+        )
+
     def _number(self, value: Any) -> Any:
         if id(value) not in self._known:
             return value
         with _disable_current_modes():
             return self._held(value).item()
+
+
+def _padded(x: Tensor, pad: Any, mode: str = "constant", *, value: Tensor) -> Tensor:
+    """``pad`` with an open number, of which torch takes a float."""
+    inside = torch.nn.functional.pad(torch.ones_like(x, dtype=torch.bool), pad, mode)
+    return torch.where(inside, torch.nn.functional.pad(x, pad, mode), value.to(x.dtype))
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

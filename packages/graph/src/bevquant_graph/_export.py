@@ -92,7 +92,7 @@ def exported(
     from torch._dynamo import config as dynamo_config
     from torch.fx.experimental import proxy_tensor, symbolic_shapes
 
-    from ._open_sizes import batch_norm_of_rows, elementwise_shapes, open_lengths
+    from ._open_sizes import batch_norm_of_rows, bit_length, elementwise_shapes, open_lengths
 
     results: list[Tree] = []
 
@@ -116,6 +116,10 @@ def exported(
         stack.enter_context(mock.patch.object(torch, "batch_norm", batch_norm_of_rows))
         stack.enter_context(mock.patch.object(proxy_tensor, "_extract_tensor_metadata", nothing))
         stack.enter_context(elementwise_shapes())
+        stack.enter_context(mock.patch.object(torch.SymInt, "bit_length", bit_length))
+        # Composite operators of tensors made in inference mode reach torch's fake tensors whole.
+        for name in ("__enter__", "__exit__"):
+            stack.enter_context(mock.patch.object(torch.inference_mode, name, nothing))
         outermost = _Shell.forward.__code__, exported.__code__
         answered = stack.enter_context(places_noted(outermost))
         if open_sizes:
@@ -141,10 +145,10 @@ def exported(
             stack.enter_context(mock.patch.object(meta_utils, "_safe_copy", _copied))
             # torch's check for changed operands takes an absent operand for changed.
             stack.enter_context(mock.patch.object(MutationChecker, "check"))
-            # torch compares offsets of the real values with the symbolic ones, which fixes sizes.
-            stack.enter_context(
-                mock.patch.object(fake_utils, "_check_fake_real_tensors", _passed_over)
-            )
+            # torch compares offsets of the real values with the symbolic ones, which fixes sizes,
+            # and takes the real result of a conversion to its own type for a copy.
+            for check in ("_check_fake_real_tensors", "_check_alias_info"):
+                stack.enter_context(mock.patch.object(fake_utils, check, _passed_over))
         stack.enter_context(mock.patch.object(fx.proxy, "CapturedTraceback", _Calls, create=True))
         program = torch.export.export(shell, given, dynamic_shapes=dims, strict=False)
         result = results[-1]

@@ -76,6 +76,14 @@ def batch_norm_of_rows(x: Tensor, *args: Any) -> Tensor:
     return made
 
 
+def bit_length(number: torch.SymInt) -> int:
+    """As Python's, for all numbers of as many bits; torch's own fixes the number."""
+    bits, size = 0, number if number >= 0 else -number
+    while size >= 1 << bits:
+        bits += 1
+    return bits
+
+
 def _short(target: Any, form: Callable[..., Any], *, whole: bool = False) -> Callable[..., Any]:
     """The table's entry: the shape by `form` if it applies, else by torch.
 
