@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import logging
+import posixpath
 import re
 import warnings
 from collections.abc import Iterator
@@ -21,6 +22,16 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 SOURCES = {p.parent.name: p.parents[1] for p in sorted(ROOT.glob("*/*/src/*/__init__.py"))}
 MUSEUM = ROOT / "tests" / "museum"
+PAGES = {
+    "tests/museum": "howto/symptoms.md",
+    "packages/export/src/bevquant_export/targets": "reference/targets.md",
+    "packages/hybrid/src/bevquant_hybrid/operators/tables": "reference/bpu_operators.md",
+    **{
+        (path / name / "__init__.py").relative_to(ROOT).as_posix(): f"api/{name}.md"
+        for name, path in SOURCES.items()
+    },
+}
+"""Generated pages, by the source that Markdown in the repository links."""
 log = logging.getLogger("mkdocs.hooks.site")
 
 
@@ -265,6 +276,17 @@ def on_config(config: Any) -> Any:
     handler = config["plugins"]["mkdocstrings"].config["handlers"]["python"]
     handler["paths"] = [str(path) for path in SOURCES.values()]
     return config
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Replaces links to a source by links to the page that is made from it."""
+    here = posixpath.dirname(page.file.src_uri)
+
+    def generated(link: re.Match[str]) -> str:
+        made = PAGES.get(posixpath.normpath(posixpath.join("docs", here, link[1])))
+        return f"]({posixpath.relpath(made, here or '.')})" if made else link[0]
+
+    return re.sub(r"\]\(([^)#\s]+)\)", generated, markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:

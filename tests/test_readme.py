@@ -15,6 +15,7 @@ from contextlib import redirect_stdout
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -128,3 +129,23 @@ def test_commands_have_the_options_shown(page: Path) -> None:
 def test_has_an_example(page: Path) -> None:
     text = "".join(block for _, block in blocks(page))
     assert any(language == "python" for language, _ in blocks(page)) or list(command_lines(text))
+
+
+@pytest.mark.parametrize("page", [*READMES, *PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
+def test_links_work_in_the_repository(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    links = re.findall(r"\]\(([^)#\s:]+)[^):]*\)", text)
+    assert not [link for link in links if not (page.parent / link).exists()]
+
+
+def test_the_site_links_generated_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import site_hook
+
+    assert all((ROOT / source).exists() for source in site_hook.PAGES)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
+    text = site_hook.on_page_markdown((ROOT / "docs/index.md").read_text("utf-8"), page)
+    assert "[Targets](reference/targets.md)" in text
+    page.file.src_uri = "app/bpu.md"
+    text = site_hook.on_page_markdown((ROOT / "docs/app/bpu.md").read_text("utf-8"), page)
+    assert "](../api/bevquant_hybrid.md)" in text
