@@ -89,6 +89,10 @@ def wrong() -> Any:
     return "a model"
 
 
+def raises() -> Any:
+    raise RuntimeError("no weights")
+
+
 def nothing() -> None:
     """A function that forgets to return."""
 

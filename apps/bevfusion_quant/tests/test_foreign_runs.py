@@ -240,7 +240,12 @@ def test_classes_without_names_are_numbers(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("nowhere:make", "No module named 'nowhere'"),
+        ("openpcdett:second.yaml", "probably openpcdet:… is meant"),
         ("own_detector:absent", "has no attribute 'absent'"),
+        ("own_detector:short_boxe", "has no attribute 'short_boxe'.*nearest: short_boxes"),
+        ("own_detector:CLASSES", "has a tuple by this name; expected a function"),
+        ("own_detector:raises", r"the function raised RuntimeError: no weights \(.*own_det"),
+        ("own_detector:make@forward,left", "expected the directions of x, y and z"),
         ("own_detector:wrong", "it returned str"),
         ("own_detector:nothing", "it returned NoneType"),
         ("own_detector:failing_forward", r"forward of the model raised RuntimeError: .*own_det"),

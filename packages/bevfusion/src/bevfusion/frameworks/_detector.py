@@ -179,7 +179,9 @@ class ForeignModel(Detector):
             f"it was called with {given}: arguments must return forward's arguments, on the CPU"
         )
         # A batch runs many times, and forwards may write to it, as PillarFeatureNet does.
-        return _called("forward", self.network, *own_inputs(arguments), advice=advice)
+        return run_user_code(
+            "forward of the model", self.network, *own_inputs(arguments), advice=advice
+        )
 
     @property
     def finds_boxes(self) -> bool:
@@ -190,7 +192,7 @@ class ForeignModel(Detector):
         """Boxes as its own code makes them."""
         make = self._detector.boxes
         assert make is not None
-        found = _called("boxes", make, output, frame())
+        found = run_user_code("boxes of the model", make, output, frame())
         if not isinstance(found, Detections):
             raise InputError(
                 f"boxes of the model returned {type(found).__name__}: return "
@@ -200,7 +202,7 @@ class ForeignModel(Detector):
 
     def arguments(self, frame: Frame) -> tuple[Any, ...]:
         """The frame as its own code takes it."""
-        given = _called("arguments", self._detector.arguments, frame)
+        given = run_user_code("arguments of the model", self._detector.arguments, frame)
         if not isinstance(given, tuple):
             raise InputError(
                 f"arguments of the model returned {type(given).__name__} for {frame.name}: return "
@@ -276,7 +278,7 @@ def _equal(want: Any, got: Any) -> bool:
     return bool((want - got).abs().max() <= 1e-5 * want.abs().max()) if want.numel() else True
 
 
-def _called(name: str, function: Callable[..., Any], *given: Any, advice: str = "") -> Any:
+def run_user_code(name: str, function: Callable[..., Any], *given: Any, advice: str = "") -> Any:
     """Result of the user's code.
 
     Raises:
@@ -288,7 +290,7 @@ def _called(name: str, function: Callable[..., Any], *given: Any, advice: str = 
         raise
     except Exception as error:
         more = f"; {advice}" if advice else ""
-        raise InputError(f"{name} of the model raised {user_error(error)}{more}") from error
+        raise InputError(f"{name} raised {user_error(error)}{more}") from error
 
 
 def _described(value: Any) -> str:
@@ -301,7 +303,8 @@ def _described(value: Any) -> str:
 def user_error(error: Exception) -> str:
     """An exception of a user's code in a line: class, text, file and line."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
-    own = [f for f in frames if not re.search("/torch/|/bevfusion/|/bevquant_", f.filename)]
+    ours = "/torch/|/bevfusion/|/bevquant_|<frozen |/importlib/"
+    own = [f for f in frames if not re.search(ours, f.filename)]
     place = "".join(f" ({f.filename}:{f.lineno})" for f in own[-1:])
     first = str(error).strip().partition("\n")[0]  # torch lists the overloads behind it
     return f"{type(error).__name__}: {first}{place}"

@@ -6,6 +6,8 @@ import importlib
 import logging
 import re
 from dataclasses import replace
+from difflib import get_close_matches
+from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from bevfusion.frameworks._detector import (
     FRAME_AXES,
     ForeignDetector,
     checkpoint_notes,
+    run_user_code,
+    user_error,
 )
 from bevfusion.frameworks._mmdet3d import load_mmdet3d
 from bevfusion.frameworks._openpcdet import load_openpcdet
@@ -47,12 +51,26 @@ def load_function(name: str) -> ForeignDetector:
     """
     module_name, _, function_name = name.partition(":")
     try:
-        made = getattr(importlib.import_module(module_name), function_name)()
+        module = importlib.import_module(module_name)
     except Exception as error:
+        near = get_close_matches(module_name, ("mmdet3d", "openpcdet"), 1)
+        meant = f"probably {near[0]}:… is meant; or " if near else ""
         raise InputError(
-            f"--model {name}: {type(error).__name__}: {error}; give package.module:function, "
-            "importable from here (PYTHONPATH), a function without arguments that returns a model"
+            f"--model {name}: {user_error(error)}; {meant}give package.module:function, "
+            "importable from here (PYTHONPATH)"
         ) from error
+    function = getattr(module, function_name, None)
+    if isinstance(function, nn.Module) or not callable(function):
+        known = [key for key, value in vars(module).items() if isfunction(value)]
+        near = get_close_matches(function_name, known, 3, 0.4)
+        found = f"has no attribute {function_name!r}"
+        if hasattr(module, function_name):
+            found = f"has a {type(function).__name__} by this name"
+        raise InputError(
+            f"--model {name}: module {module_name!r} {found}; expected a function without "
+            f"arguments that returns a model{'; nearest: ' * bool(near)}{', '.join(near)}"
+        )
+    made = run_user_code(f"--model {name}: the function", function, advice="it gets no argument")
     parts = made if isinstance(made, tuple) else (made,)
     if isinstance(made, ForeignDetector):
         detector = made
@@ -89,7 +107,7 @@ def load_detector(name: str, weights: Path | None = None) -> ForeignDetector:
         ...
         bev_data._errors.InputError: --model nowhere:nothing: ModuleNotFoundError: ...
     """
-    said = re.fullmatch(r"(.+)@(\w+,\w+,\w+)", name)
+    said = re.fullmatch(r"(.+)@([\w,]+)", name)
     bare = said[1] if said else name
     framework, _, config = bare.partition(":")
     if framework == "mmdet3d":
