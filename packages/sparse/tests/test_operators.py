@@ -169,6 +169,9 @@ def test_a_graph_checks_its_coordinates(spconv):
         program.module()(outside)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch.compile follows no methods of an enum's members"
+)
 def test_compile_without_a_graph_break(spconv):
     from torch._dynamo.testing import CompileCounter
 

@@ -16,7 +16,6 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
@@ -24,7 +23,7 @@ from ._arrays import TracedArray, needed
 from ._batch_arguments import batch_arguments
 from ._closing import Closing, TraceEnds
 from ._conditions import Condition, conditions_of, keep_answers
-from ._constants import INTEGERS, Constants, ReshapesInput
+from ._constants import Constants, ReshapesInput
 from ._export import Grown, exported, nothing
 from ._faults import CaptureError, forward_line, running, spconv_call, where
 from ._frames import VARYING, is_input
@@ -37,7 +36,7 @@ from ._read_members import ReadMembers, read_members
 from ._recall import State, recalled, remember, state_of
 from ._signature import Arguments, Constant, Leaf, Place, Tree, entries, flatten, place_name
 from ._state import called, state_kept
-from ._tidy import NUMBERS, fixed_number, tidy
+from ._tidy import fixed_number, tidy
 
 _LOG = logging.getLogger(__name__)
 
@@ -250,8 +249,8 @@ class _Traces:
             if self._numbers and _fixes_numbers(program, self._leaves):
                 self._numbers = False
                 return None
-            if self.values is not None and not (
-                keep_answers(program.graph.nodes, answered) and _takes_integers(program)
+            if self.values is not None and (
+                answered is None or not keep_answers(program.graph.nodes, answered)
             ):
                 raise self.values
             return program, result
@@ -365,33 +364,6 @@ class _Traces:
             del self.opaque[path]
         if self.unread:
             self.members = read_members(self.model, self.given, self.opaque)
-
-
-def _takes_integers(program: ExportedProgram) -> bool:
-    """Whether only integers are taken out of tensors, and no branch depends on values.
-
-    A number that only computes a size may be gone from the graph; its symbol stays.
-    """
-    from torch.utils._sympy.symbol import SymT, symbol_is_type  # and sympy
-
-    taken = [n.args[0] for n in program.graph.nodes if str(n.target) in NUMBERS]
-    kinds = [n.meta["val"].dtype for n in taken if not _compares_integers(n)]
-    of_floats = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
-    floats = any(symbol_is_type(symbol, of_floats) for symbol in program.range_constraints)
-    return not floats and not any(k.is_floating_point or k == torch.bool for k in kinds)
-
-
-_COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
-
-
-def _compares_integers(node: fx.Node) -> bool:
-    """Whether a value is ``a != b`` of two integers, which is that of the numbers themselves."""
-    operator = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-    read = [n for n in node.all_input_nodes if isinstance(n.meta["val"], Tensor)]
-    if operator not in _COMPARISONS or any(n.meta["val"].dim() for n in read):
-        return False
-    others = (n for n in read if n.meta["val"].dtype not in INTEGERS)
-    return all(map(_compares_integers, others))  # torch asks a truth value whether it is not 0
 
 
 def _fixes_numbers(program: ExportedProgram, leaves: list[Any]) -> bool:

@@ -26,11 +26,12 @@ from bevquant_sparse import open_shapes
 from ._arrays import numpy_traced
 from ._closing import TraceEnds
 from ._conditions import Condition, places_noted
-from ._constants import Constants
-from ._functional import functional
+from ._constants import INTEGERS, Constants
+from ._functional import functional, inline_regions
 from ._opaque import Opaque
 from ._own_inputs import own_inputs
 from ._signature import Leaf, Tree, entries, flatten, rebuild, traced_value
+from ._tidy import NUMBERS
 
 tracing_config: Any = functorch_config
 
@@ -73,8 +74,11 @@ def exported(
     values: bool,
     open_sizes: bool,
     closed: Mapping[str, Opaque],
-) -> tuple[ExportedProgram, Tree, list[Condition]]:
+) -> tuple[ExportedProgram, Tree, list[Condition] | None]:
     """Export the model once; return the program, the tree of its result and its conditions.
+
+    Conditions are those that values of the example answered; None if, with `values`, the forward
+    takes a number other than an integer out of a tensor.
 
     Args:
         model: The model.
@@ -152,8 +156,39 @@ def exported(
         stack.enter_context(mock.patch.object(fx.proxy, "CapturedTraceback", _Calls, create=True))
         program = torch.export.export(shell, given, dynamic_shapes=dims, strict=False)
         result = results[-1]
+        inline_regions(program)
+        # `functional` may drop numbers without consumers.
+        integers = not values or _takes_integers(program)
         program = functional(program)
-    return program, result, answered
+    return program, result, answered if integers else None
+
+
+def _takes_integers(program: ExportedProgram) -> bool:
+    """Whether only integers are taken out of tensors, and no branch depends on values.
+
+    A number that only computes a size may be gone from the graph; its symbol stays.
+    """
+    from torch.utils._sympy.symbol import SymT, symbol_is_type  # and sympy
+
+    taken = [n.args[0] for n in program.graph.nodes if str(n.target) in NUMBERS]
+    kinds = [n.meta["val"].dtype for n in taken if not _compares_integers(n)]
+    of_floats = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
+    symbols = (symbol for term in program.range_constraints for symbol in term.free_symbols)
+    floats = any(symbol_is_type(symbol, of_floats) for symbol in symbols)
+    return not floats and not any(k.is_floating_point or k == torch.bool for k in kinds)
+
+
+_COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+
+
+def _compares_integers(node: fx.Node) -> bool:
+    """Whether a value is ``a != b`` of two integers, which is that of the numbers themselves."""
+    operator = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    read = [n for n in node.all_input_nodes if isinstance(n.meta["val"], Tensor)]
+    if operator not in _COMPARISONS or any(n.meta["val"].dim() for n in read):
+        return False
+    others = (n for n in read if n.meta["val"].dtype not in INTEGERS)
+    return all(map(_compares_integers, others))  # torch asks a truth value whether it is not 0
 
 
 class Grown(RuntimeError):

@@ -26,10 +26,14 @@ from ._signature import leaves
 from ._tidy import NUMBERS
 
 
-def functional(program: ExportedProgram) -> ExportedProgram:
-    """The same program without in-place operations, and without regions."""
+def inline_regions(program: ExportedProgram) -> None:
+    """Put the operations of autocast and no_grad regions into the program's own graph."""
     if _inline(program.graph_module):
         _rename_outputs(program)
+
+
+def functional(program: ExportedProgram) -> ExportedProgram:
+    """The same program, which has no regions, without in-place operations."""
     for node in program.graph.nodes:  # where a forward leaves no_grad, torch forgets some readers
         for read in node.all_input_nodes:
             read.users.setdefault(node)
