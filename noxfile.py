@@ -330,7 +330,7 @@ def wheels(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize(
     ("python", "torch"),
-    [("3.11", "2.8.0"), *((version, "") for version in ("3.11", "3.12", "3.13", "3.14"))],
+    [("3.11", "2.10.0"), *((version, "") for version in ("3.11", "3.12", "3.13", "3.14"))],
     ids=["floor", "3.11", "3.12", "3.13", "3.14"],
 )
 def compat(session: nox.Session, torch: str) -> None:

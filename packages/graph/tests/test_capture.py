@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bevquant_graph import CaptureError, arguments, capture, flatten, op_spec, rebuild
+from bevquant_graph import CaptureError, Graph, arguments, capture, flatten, op_spec, rebuild
 from bevquant_sparse import use_bevquant_kernels
 
 
@@ -618,10 +618,19 @@ class Pyramid(nn.Module):
         return F.max_pool2d(F.avg_pool2d(x, 2, 1), 3, 2, 1)
 
 
+def fixed_or_right(graph: Graph, sizes: dict[int, int], other: Tensor) -> None:
+    """Sizes are the example's, or open as torch 2.10 and 2.11 leave them: then others are right."""
+    (fixed,) = graph.fixed.values()
+    if fixed:
+        assert fixed == sizes
+    else:
+        graph.check(other)
+
+
 def test_sizes_that_torch_cannot_solve_for_are_those_of_the_example():
     graph = capture(Pyramid(), torch.randn(1, 2, 64, 64))
-    assert graph.fixed == {"x": {0: 1, 1: 2, 2: 64, 3: 64}}
     assert not graph.opaque
+    fixed_or_right(graph, {0: 1, 1: 2, 2: 64, 3: 64}, torch.randn(2, 3, 32, 96))
 
 
 class Projected(nn.Module):
@@ -666,7 +675,7 @@ def test_sizes_that_broadcast_only_as_in_the_example_are_fixed():
     graph = capture(nn.Sequential(nn.Linear(4, 4), Projected()), torch.randn(2, 5, 4))
     assert not graph.opaque
     graph = capture(Projected(), torch.randn(2, 5, 4))
-    assert graph.fixed == {"points": {0: 2, 1: 5, 2: 4}}
+    fixed_or_right(graph, {0: 2, 1: 5, 2: 4}, torch.randn(1, 3, 7))
 
 
 class Region(nn.Module):

@@ -123,6 +123,9 @@ class Branch(nn.Module):
         return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
 
 
+@pytest.mark.filterwarnings(
+    "ignore:You are calling torch.compile inside torch.export"
+)  # torch 2.10
 @pytest.mark.parametrize(
     ("net", "met"),
     [

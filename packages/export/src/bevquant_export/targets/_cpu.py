@@ -61,7 +61,7 @@ def _tested() -> str:
 
 
 def _by_instructions() -> str:
-    """From torch's list of instructions (torch 2.9 and later); the sums of ARM never saturate."""
+    """From torch's list of instructions (torch 2.11 and later); the sums of ARM never saturate."""
     if platform.machine().lower() in ("aarch64", "arm64"):
         return "vnni"
     found = getattr(torch.cpu, "get_capabilities", dict[str, Any])()
