@@ -447,4 +447,5 @@ def test_kept_boxes_make_a_low_layer_unclear() -> None:
         said = unusable(layers, [kept])
         assert said.startswith(f"{words}: background has 2.0 dB")
         assert "--exclude background" in said
+        assert "try --bias-correction" in said
     assert unusable(layers[:1], [kept]) == ""

@@ -207,12 +207,12 @@ def unusable(layers: Sequence[LayerRow], agreement: Sequence[AgreementRow] = ())
         return (
             f"unclear: {short_path(worst)} has {level:.1f} dB SQNR against float{place}, yet "
             f"{near.matched} of {near.float_detections} boxes are kept; judge boxes by labels "
-            f"(bevfusion-quant evaluate), or {exclude or 'try another --method'}".rstrip(", ")
+            f"(bevfusion-quant evaluate), {exclude}or try --bias-correction"
         )
     return (
         f"NOT usable: {short_path(worst)} has {level:.1f} dB SQNR against float, and below "
         f"{USELESS_DB:g} dB the error is over half of the values{place}; {exclude}calibrate with "
-        "more frames like those of use, or try another --method"
+        "more frames like those of use, or try --bias-correction or another --method"
     )
 
 
