@@ -1,13 +1,13 @@
-"""Which formats of FP8 a runtime takes."""
+"""Which formats of FP8, and of blocks, a runtime takes."""
 
 from __future__ import annotations
 
-from bevquant_int8sim.program import FLOAT8, Float8Layer, Program, Step, float8_round
+from bevquant_int8sim.program import FLOAT8, ROUNDINGS, BlockLayer, Float8Layer, Program, Step
 
 
 def is_float8(step: Step) -> bool:
     """Whether a step makes an FP8 tensor, or multiplies FP8."""
-    return step.function is float8_round or isinstance(step.module, Float8Layer)
+    return step.function in ROUNDINGS or isinstance(step.module, Float8Layer)
 
 
 def refuse_float8(program: Program, takes: tuple[str, ...], who: str, target: str) -> None:
@@ -36,5 +36,7 @@ def refuse_float8(program: Program, takes: tuple[str, ...], who: str, target: st
 def _formats(step: Step) -> list[str]:
     if not isinstance(step.module, Float8Layer):
         return [step.args[2]]
+    if isinstance(step.module, BlockLayer):
+        return [step.module.form]
     weight = next(f.name for f in FLOAT8.values() if f.dtype == step.module.weight.dtype)
     return [step.module.form, weight]

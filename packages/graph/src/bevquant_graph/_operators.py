@@ -133,7 +133,8 @@ OPERATORS: dict[str, OpSpec] = {
     **_rows("batch_norm", "norm", shape=True, mixes=False,
             modules=("SyncBatchNorm", *(f"BatchNorm{d}" for d in _DIMS))),
     **_rows(
-        "bevquant_quantizers::fake_quantize bevquant_quantizers::fake_quantize_affine",
+        "bevquant_quantizers::fake_quantize bevquant_quantizers::fake_quantize_affine "
+        "bevquant_quantizers::fake_quantize_blocks",
         "quantize", shape=True, mixes=False,
     ),
     **_rows(

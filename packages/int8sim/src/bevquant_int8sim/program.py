@@ -35,7 +35,15 @@ from torch import nn
 
 from bevquant_graph import arguments
 from bevquant_int8sim._sample import PADDINGS, SAMPLES, exact_samples, sampling_error
-from bevquant_int8sim.model._float8 import FLOAT8, Float8Layer, float8_round, float8_steps
+from bevquant_int8sim.model._float8 import (
+    FLOAT8,
+    ROUNDINGS,
+    BlockLayer,
+    Float8Layer,
+    blocks_round,
+    float8_round,
+    float8_steps,
+)
 from bevquant_int8sim.model._form import Form, Integers, TensorType
 from bevquant_int8sim.model._grid_operations import grid_call, module_call
 from bevquant_int8sim.model._layer_sums import alike
@@ -59,7 +67,9 @@ __all__ = [
     "FLOAT8",
     "PADDINGS",
     "PROGRAM_READERS",
+    "ROUNDINGS",
     "SAMPLES",
+    "BlockLayer",
     "Float8Layer",
     "FloatFallback",
     "Form",
@@ -72,6 +82,7 @@ __all__ = [
     "Value",
     "alike",
     "arguments",
+    "blocks_round",
     "contiguous",
     "exact_samples",
     "float8_round",

@@ -16,7 +16,16 @@ from bevquant_qnn._precision_plan import PrecisionPlan
 from bevquant_qnn._sensitivity_table import SensitivityTable
 
 BIT_OPERATIONS: Mapping[Precision, float] = MappingProxyType(
-    {"int4": 0.5, "int8": 1.0, "fp8": 1.0, "int16": 2.0, "float": 4.0}
+    {
+        "mxfp4": 0.5,
+        "nvfp4": 0.5,
+        "int4": 0.5,
+        "int8": 1.0,
+        "fp8": 1.0,
+        "mxfp8": 1.0,
+        "int16": 2.0,
+        "float": 4.0,
+    }
 )
 """Time of one multiplication, relative to int8: bits of the activation times bits of the weight,
 over 64; FP8 as int8, float as float16. Measure your chip's and give those where you can."""

@@ -29,9 +29,9 @@ class FitsBias:
         .. math:: a_w \leftarrow a_w \max\left(1, \frac{|b|}{2^{30} s_x s_w}\right)
 
         What such a channel's weights lose is, for each product, less than 127²/2³⁰ = 1.5·10⁻⁵ of
-        its bias. Channels of zeros keep their range, and so does a layer without a bias, in FP8
-        (which adds the bias in float), or one of whose ranges is off, learned, not known yet, or
-        not of output channels.
+        its bias. Channels of zeros keep their range, and so does a layer without a bias, in FP8 or
+        blocks (which add the bias in float), or one of whose ranges is off, learned, not known yet,
+        or not of output channels.
 
         Example:
             >>> from bevquant_qnn import QuantLinear
@@ -44,7 +44,7 @@ class FitsBias:
             ['0.000127', '1.183e-05']
         """
         read, weight = self._input_quantizer, self._weight_quantizer
-        if self.bias is None or isinstance(weight.num_bits, tuple):
+        if self.bias is None or not isinstance(weight.num_bits, int):
             return
         if not (_has_range(read) and _has_range(weight)):
             return

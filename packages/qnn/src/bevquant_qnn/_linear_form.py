@@ -37,11 +37,11 @@ def grid_step(module: Any) -> Tensor:
     """Return the distance between two weights on the grid, float64 [groups, out/groups, 1].
 
     Raises:
-        ValueError: FP8, which has no steps of one size, or ranges that do not number the output
-            channels.
+        ValueError: FP8 or blocks, which have no steps of one size, or ranges that do not number the
+            output channels.
     """
-    if isinstance(module.weight_quantizer.num_bits, tuple):
-        raise ValueError("its weight is FP8, whose numbers lie in unequal steps")
+    if not isinstance(module.weight_quantizer.num_bits, int):
+        raise ValueError("its weight is FP8 or FP4, whose numbers lie in unequal steps")
     quantizer, weight = module.weight_quantizer, module.weight_to_quantize().detach()
     amax = range_in_use(quantizer, {quantizer: weight})
     assert amax is not None

@@ -6,21 +6,26 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from bevquant_graph import layer_class
+from bevquant_qnn._precision_groups import PrecisionGroup
 from bevquant_quantizers import NumBits, TensorQuantizer, format_of
 from bevquant_quantizers.calib import HistogramCalibrator
 
-Precision = Literal["int4", "int8", "int16", "fp8", "float"]
+Precision = Literal["int4", "int8", "int16", "fp8", "mxfp8", "mxfp4", "nvfp4", "float"]
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+BLOCKS = ("mxfp8", "mxfp4", "nvfp4")
+"""Formats with a scale for each block of input channels."""
 
 # (bits of activations, bits of weights). Integer kernels of 16 bits take weights of 8; FP8 is E4M3.
 _BITS: Mapping[str, tuple[NumBits, NumBits]] = MappingProxyType(
-    {"int8": (8, 8), "int4": (8, 4), "int16": (16, 8), "fp8": ((4, 3), (4, 3))}
-)
+    {"int8": (8, 8), "int4": (8, 4), "int16": (16, 8), "fp8": ((4, 3), (4, 3)),
+     **{name: (name, name) for name in BLOCKS}}
+)  # fmt: skip
 
 REASONS: Mapping[str, str] = MappingProxyType(
     {
@@ -28,6 +33,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "int16": "the plan gives it activations of 16 bits, weights of 8",
         "int4": "the plan gives it weights of 4 bits, activations of 8",
         "fp8": "the plan gives it activations and weights of FP8 (E4M3)",
+        **{name: f"the plan gives it activations and weights of {name.upper()}" for name in BLOCKS},
     }
 )
 """What a plan does to a layer that is not int8."""
@@ -35,11 +41,12 @@ REASONS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Setting:
-    """Setting of one quantizer at a precision: its bits and its range, or off."""
+    """Setting of one quantizer at a precision: its bits, range and axis of blocks, or off."""
 
     disabled: bool
     bits: NumBits
     amax: Tensor | None
+    block_axis: int = -1
 
 
 def check_precisions(names: Iterable[str], where: str) -> None:
@@ -75,12 +82,44 @@ def own_precision(
     )
 
 
-def setting_at(quantizer: TensorQuantizer, precision: str, *, weight: bool) -> Setting:
+def block_axis_of(model: nn.Module, group: PrecisionGroup, precision: str) -> int:
+    """Return the axis, from the end, over which the products of a group sum; -1 without blocks.
+
+    Raises:
+        ValueError: A block format for other layers than linear ones and convolutions of 1×1.
+    """
+    if precision not in BLOCKS:
+        return -1
+    axes: set[int] = set()
+    for path in group.modules:
+        layer: Any = model.get_submodule(path)
+        linear = layer_class(layer, nn.Linear) is not None
+        if not linear and (
+            layer_class(layer, nn.Conv1d, nn.Conv2d, nn.Conv3d) is None
+            or {*layer.kernel_size} != {1}
+            or layer.groups != 1
+        ):
+            raise ValueError(
+                f"{path}: {precision} is for linear layers and convolutions of 1×1 without groups, "
+                f"and this is a {type(layer).__name__}; give it another precision"
+            )
+        axes.add(1 - layer.weight.dim())
+    if len(axes) > 1:
+        raise ValueError(
+            f"{', '.join(group.modules)}: {precision} has blocks along one axis, and linear layers "
+            "and convolutions that read one tensor sum over several; give them another precision"
+        )
+    return axes.pop()
+
+
+def setting_at(
+    quantizer: TensorQuantizer, precision: str, *, weight: bool, block_axis: int = -1
+) -> Setting:
     """Return the setting of `quantizer` at `precision`.
 
     At its own bits its range stays. At other bits the range is searched again in its calibrator's
     histogram: by mse up to 8 bits, above that the largest value, where rounding is finer than any
-    clipping. A quantizer with an empty calibrator keeps its range.
+    clipping, and for block formats. A quantizer with an empty calibrator keeps its range.
     """
     if precision == "float":
         return Setting(True, quantizer.num_bits, quantizer.amax)
@@ -88,7 +127,7 @@ def setting_at(quantizer: TensorQuantizer, precision: str, *, weight: bool) -> S
     amax = quantizer.amax
     if bits != quantizer.num_bits and amax is not None:
         amax = _searched(quantizer, bits, amax)
-    return Setting(False, bits, amax)
+    return Setting(False, bits, amax, block_axis)
 
 
 def _searched(quantizer: TensorQuantizer, bits: NumBits, now: Tensor) -> Tensor:
@@ -98,7 +137,8 @@ def _searched(quantizer: TensorQuantizer, bits: NumBits, now: Tensor) -> Tensor:
     before = calibrator._num_bits
     calibrator._num_bits = bits
     try:
-        found = calibrator.compute_amax("mse" if format_of(bits).bits <= 8 else "max")
+        clips = not isinstance(bits, str) and format_of(bits).bits <= 8
+        found = calibrator.compute_amax("mse" if clips else "max")
     finally:
         calibrator._num_bits = before
     if found is None or not bool(found.any()):
@@ -109,7 +149,7 @@ def _searched(quantizer: TensorQuantizer, bits: NumBits, now: Tensor) -> Tensor:
 @contextmanager
 def set_for_now(settings: Mapping[TensorQuantizer, Setting]) -> Iterator[None]:
     """Run a block with other settings; every quantizer gets its own back."""
-    own = {q: Setting(q._disabled, q._num_bits, q.amax) for q in settings}
+    own = {q: Setting(q._disabled, q._num_bits, q.amax, q.block_axis) for q in settings}
     try:
         for quantizer, setting in settings.items():
             put(quantizer, setting)
@@ -123,6 +163,7 @@ def put(quantizer: TensorQuantizer, setting: Setting) -> None:
     """Set the quantizer."""
     quantizer._disabled = setting.disabled
     quantizer._num_bits = setting.bits
+    quantizer.block_axis = setting.block_axis
     # A learned range is a parameter; it is left to its training.
     if setting.amax is not None and "_amax" in quantizer._buffers:
         quantizer._buffers["_amax"] = setting.amax

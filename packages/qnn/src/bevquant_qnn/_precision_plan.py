@@ -12,7 +12,14 @@ import msgspec
 from torch import nn
 
 from bevquant_graph import check_kind, ordinary_tensors
-from bevquant_qnn._precision import REASONS, Precision, check_precisions, put, setting_at
+from bevquant_qnn._precision import (
+    REASONS,
+    Precision,
+    block_axis_of,
+    check_precisions,
+    put,
+    setting_at,
+)
 from bevquant_qnn._precision_groups import precision_groups
 from bevquant_qnn._result import SkippedModule
 from bevquant_quantizers.documents import DocumentError, Finite, JsonDocument, parse_json
@@ -181,10 +188,11 @@ def apply_precision(model: nn.Module, plan: PrecisionPlan) -> tuple[str, ...]:
 
     ``"float"`` disables a group's quantizers. ``"int8"``, ``"int16"`` (activations of 16 bits,
     weights of 8), ``"int4"`` (activations of 8, weights of 4) and ``"fp8"`` (E4M3) enable them with
-    that format. Where it changes, a range is searched again in the calibrator's values (mse up to 8
-    bits, the largest value above), so the model is the measured one. A model without calibration is
-    calibrated by the plan later. `calibrate`, `freeze`, the integer simulation and the exporters
-    follow the quantizers' states.
+    that format; ``"mxfp8"``, ``"mxfp4"`` and ``"nvfp4"`` those of linear layers and convolutions of
+    1×1, whose input channels form the blocks. Where it changes, a range is searched again in the
+    calibrator's values (mse up to 8 bits, the largest value above and for blocks), so the model is
+    the measured one. A model without calibration is calibrated by the plan later. `calibrate`,
+    `freeze`, the integer simulation and the exporters follow the quantizers' states.
 
     Args:
         model: From `quantize_model`.
@@ -194,7 +202,8 @@ def apply_precision(model: nn.Module, plan: PrecisionPlan) -> tuple[str, ...]:
         First paths of the groups whose settings changed.
 
     Raises:
-        ValueError: The plan's groups are not the model's; every difference is listed.
+        ValueError: The plan's groups are not the model's; every difference is listed. A block
+            format for another layer.
     """
     check_kind(plan, PrecisionPlan, "a PrecisionPlan")
     groups = precision_groups(model)
@@ -207,20 +216,14 @@ def apply_precision(model: nn.Module, plan: PrecisionPlan) -> tuple[str, ...]:
             f"apply_precision: the plan does not fit the model ({'; '.join(sorted(problems))}); "
             "nothing was changed. Make it from this model, quantized with the same example_inputs"
         )
-    settings = [
-        (
-            group,
-            {
-                quantizer: setting_at(
-                    quantizer,
-                    planned[frozenset(group.modules)],
-                    weight=quantizer in group.weights,
-                )
-                for quantizer in group.quantizers
-            },
-        )
-        for group in groups
-    ]
+    settings = []
+    for group in groups:
+        precision = planned[frozenset(group.modules)]
+        axis = block_axis_of(model, group, precision)
+        settings.append((group, {
+            q: setting_at(q, precision, weight=q in group.weights, block_axis=axis)
+            for q in group.quantizers
+        }))  # fmt: skip
     changed = []
     for group, chosen in settings:
         before = [(q._disabled, q.num_bits) for q in chosen]

@@ -13,6 +13,7 @@ from bevquant_graph import Forward, checked_batches, is_sparse_tensor, on_batch
 from bevquant_qnn._precision import (
     Precision,
     Setting,
+    block_axis_of,
     check_precisions,
     own_precision,
     set_for_now,
@@ -134,11 +135,15 @@ class Trial:
         quantizers = [q for held in active for q in held]
         self._active = active
         self.off = {q: Setting(True, q.num_bits, q.amax) for q in quantizers}
-        self.on = {q: Setting(False, q.num_bits, q.amax) for q in quantizers}
+        self.on = {q: Setting(False, q.num_bits, q.amax, q.block_axis) for q in quantizers}
         self.at: dict[tuple[int, str], Settings] = {
-            (i, name): {q: setting_at(q, name, weight=q in self.groups[i].weights) for q in held}
+            (i, name): {
+                q: setting_at(q, name, weight=q in self.groups[i].weights, block_axis=axis)
+                for q in held
+            }
             for i, held in enumerate(active)
             for name in self._wanted[i]
+            for axis in [block_axis_of(model, self.groups[i], name)]
         }
 
     def measure(

@@ -153,6 +153,8 @@ def learn_ranges(
     for path, module in model.named_modules():
         if not isinstance(module, TensorQuantizer) or module._disabled or module._learn_amax:
             continue
+        if isinstance(module.num_bits, str):
+            continue  # scales of blocks follow the values
         if weights if module in read else inputs:
             chosen[path] = (module, range_in_use(module, read))
     bare = [

@@ -58,8 +58,9 @@ def weight_size(model: nn.Module) -> WeightSize:
     for module in model.modules():
         quantizer = getattr(module, "_weight_quantizer", None)
         if isinstance(quantizer, TensorQuantizer) and not quantizer._disabled:
-            bits[id(module.weight)] = format_of(quantizer.num_bits).bits
+            form = format_of(quantizer.num_bits)
+            bits[id(module.weight)] = form.bits + (8 / form.block if form.block else 0)
     parameters = list(model.parameters())
     before = sum(4 * one.numel() for one in parameters)
-    after = sum(one.numel() * bits.get(id(one), 32) // 8 for one in parameters)
+    after = sum(int(one.numel() * bits.get(id(one), 32) // 8) for one in parameters)
     return WeightSize(before, after)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import calib, documents, nn, plugins, ranks, tensor_quant
 from ._adopt import adopt_quantizers
 from ._affine import AffineQuantizer
+from ._blocks import Blocks, fake_quantize_blocks, quantize_blocks
 from ._calibrate import calibrate
 from ._calibrator_state import calibrator_state, load_calibrator_state
 from ._distributed import PeerError, all_merge, merge
@@ -30,6 +31,7 @@ from .tensor_quant import QuantDescriptor
 __version__ = "0.2.0"
 __all__ = [
     "AffineQuantizer",
+    "Blocks",
     "CalibrationFinding",
     "CalibrationReport",
     "DocumentError",
@@ -51,6 +53,7 @@ __all__ = [
     "calibrator_state",
     "documents",
     "fake_quantize",
+    "fake_quantize_blocks",
     "float_ranges",
     "format_of",
     "load_calibrator_state",
@@ -61,6 +64,7 @@ __all__ = [
     "plugins",
     "quantization_disabled",
     "quantization_enabled",
+    "quantize_blocks",
     "ranks",
     "save_ranges",
     "select",

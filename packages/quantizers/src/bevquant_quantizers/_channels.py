@@ -113,7 +113,7 @@ class InputChannels:
                 elif "weight" not in child and not hasattr(layer, "hands_floats_on"):
                     self._others.setdefault(quantizer, []).append(path)
             # FP8 is as fine for small values: one range serves channels of several units.
-            floats = isinstance(quantizer.num_bits, tuple)
+            floats = not isinstance(quantizer.num_bits, int)
             if layers and quantizer.axis is None and not floats:
                 few = self._foldable(quantizer) and all(
                     len(w) * w.shape[2] <= _MOST_HISTOGRAMS

@@ -77,6 +77,8 @@ def fake_quantize(
     if not isinstance(x, Tensor) or not x.is_floating_point():
         came = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"fake_quantize needs floating-point input, got {came}: convert it first")
+    if isinstance(num_bits, str):
+        raise TypeError(f"fake_quantize: {num_bits} has blocks: use fake_quantize_blocks")
     if not isinstance(amax, Tensor):
         try:
             amax = torch.tensor(amax, dtype=torch.float32, device=x.device)
@@ -257,7 +259,7 @@ def torch_fake_quantize(
     Raises:
         TypeError: FP8, another type than float32, or an amax with several axes.
     """
-    if isinstance(num_bits, tuple):
+    if not isinstance(num_bits, int):
         raise TypeError(
             f"{where}: torch's fake-quantization ops (use_fb_fake_quant) know integers alone, got "
             f"num_bits={num_bits}: leave use_fb_fake_quant off, or use num_bits=8"

@@ -78,8 +78,9 @@ def find(
     if rows and found is not None and bool(found.any()):
         ranges = found.detach().float().cpu().reshape(-1).tolist()
         form = format_of(calibrator._num_bits, calibrator._unsigned)
-        every += _spread(rows, ranges, form)
-        every += _method(rows, calibrator, ranges, method)
+        if not form.block:
+            every += _spread(rows, ranges, form)
+            every += _method(rows, calibrator, ranges, method)
     if tensor.endswith("_weight_quantizer") and found is not None and not bool(found.any()):
         # A layer that starts at zero, as the offsets of deformable convolutions, is exact.
         remedy = "load trained weights, unless the layer is meant to add nothing"

@@ -1,4 +1,4 @@
-"""The numbers that a quantized tensor may hold: integers of some bits, or FP8."""
+"""The numbers that a quantized tensor may hold: integers, FP8, and blocks of FP8 or FP4."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-NumBits = int | tuple[int, int]
-"""Bits of an integer, or (exponent, mantissa) bits of a float, as ModelOpt writes them."""
+NumBits = int | tuple[int, int] | str
+"""Bits of an integer, (exponent, mantissa) bits of a float, as ModelOpt writes them, or the name of
+a block format: ``"mxfp8"``, ``"mxfp4"``, ``"nvfp4"``."""
 
 _FLOATS = {(4, 3): torch.float8_e4m3fn, (5, 2): torch.float8_e5m2}
+# Element, its type, values in a block and type of their scale.
+_BLOCKS = {
+    "mxfp8": ((4, 3), torch.float8_e4m3fn, 32, "e8m0"),
+    "mxfp4": ((2, 1), torch.float4_e2m1fn_x2, 32, "e8m0"),
+    "nvfp4": ((2, 1), torch.float4_e2m1fn_x2, 16, "e4m3"),
+}
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 @dataclass(frozen=True)
@@ -25,14 +33,18 @@ class Format:
     .. math:: \pm 2^{e} \, (1 + m / 2^{M}), \quad \text{and} \quad
               \pm 2^{e_{\min}} \, m / 2^{M} \text{ below } 2^{e_{\min}}
 
-    with M = 3, e from −6 to 8 in E4M3 and M = 2, e from −14 to 15 in E5M2.
+    with M = 3, e from −6 to 8 in E4M3, M = 2, e from −14 to 15 in E5M2 and M = 1, e from 0 to 2 in
+    E2M1 (FP4). Block formats have E4M3 or E2M1 numbers, and scales of `block` values each
+    (`quantize_blocks`).
 
     Attributes:
-        name: ``"int8"``, ``"uint8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"`` and the like.
-        num_bits: Bits of an integer; (exponent, mantissa) bits of a float.
+        name: ``"int8"``, ``"uint8"``, ``"fp8_e4m3"``, ``"mxfp4"`` and the like.
+        num_bits: Bits of an integer; (exponent, mantissa) bits of a float; name of a block format.
         low: Smallest number.
         high: Largest number: 127 of int8, 448 of E4M3, 57344 of E5M2.
         dtype: Torch's type of a float; None for integers.
+        block: Values that have a scale of their own; 0 without blocks.
+        scale: Type of these scales: ``"e8m0"``, powers of two, or ``"e4m3"``.
     """
 
     name: str
@@ -40,11 +52,16 @@ class Format:
     low: float
     high: float
     dtype: torch.dtype | None = None
+    block: int = 0
+    scale: str = ""
 
     @property
     def bits(self) -> int:
         """Bits of a stored number, its sign included."""
-        return self.num_bits if isinstance(self.num_bits, int) else 1 + sum(self.num_bits)
+        if isinstance(self.num_bits, int):
+            return self.num_bits
+        pair = _BLOCKS[self.num_bits][0] if isinstance(self.num_bits, str) else self.num_bits
+        return 1 + sum(pair)
 
     @property
     def last_step(self) -> float:
@@ -57,13 +74,15 @@ class Format:
         """The numbers from 0 up, ascending."""
         if self.dtype is None:
             return np.arange(self.high + 1)
+        if self.bits == 4:
+            return _FP4
         codes = torch.arange(128, dtype=torch.uint8).view(self.dtype).double()
         return codes[codes.isfinite()].numpy()
 
     def rounded(self, x: Tensor) -> Tensor:
         """The nearest numbers, ties to even, and beyond the ends the ends; NaN stays NaN.
 
-        As torch's cast to `dtype`, and ONNX's with ``saturate=1``. `x` may be overwritten.
+        As torch's cast to FP8, and ONNX's with ``saturate=1``. `x` may be overwritten.
 
         Args:
             x: Values over their scale, float32 or float64.
@@ -71,10 +90,12 @@ class Format:
         if self.dtype is None:
             return torch.clamp(x.round_(), self.low, self.high)
         x = x.clamp(self.low, self.high)
-        if x.dtype == torch.float32:
+        if self.bits == 4:  # which torch does not cast to
+            mantissa, smallest = 0.5, 1.0
+        elif x.dtype == torch.float32:
             return x.to(self.dtype).float()
-        # torch casts float64 by way of float32, which would round twice.
-        mantissa, smallest = torch.finfo(self.dtype).eps, torch.finfo(self.dtype).tiny
+        else:  # torch casts float64 by way of float32, which would round twice
+            mantissa, smallest = torch.finfo(self.dtype).eps, torch.finfo(self.dtype).tiny
         exponent = torch.frexp(x.abs().clamp(min=smallest))[1] - 1
         step = torch.ldexp(torch.full_like(x, mantissa), exponent)
         return (x / step).round_() * step
@@ -85,7 +106,8 @@ def format_of(num_bits: NumBits, unsigned: bool = False, narrow_range: bool = Tr
     """The format of a quantizer.
 
     Args:
-        num_bits: 0 to 32, (4, 3) for FP8 E4M3 or (5, 2) for FP8 E5M2.
+        num_bits: 0 to 32, (4, 3) for FP8 E4M3, (5, 2) for FP8 E5M2, or ``"mxfp8"``, ``"mxfp4"``,
+            ``"nvfp4"``.
         unsigned: Integers from 0.
         narrow_range: Integers without the most negative one.
 
@@ -100,9 +122,13 @@ def format_of(num_bits: NumBits, unsigned: bool = False, narrow_range: bool = Tr
         ('fp8_e4m3', 448.0)
     """
     num_bits = check_bits(num_bits)
+    if not isinstance(num_bits, int) and unsigned:
+        raise ValueError(f"num_bits={num_bits} has a sign: leave unsigned=True out")
+    if isinstance(num_bits, str):
+        _, dtype, block, scale = _BLOCKS[num_bits]
+        high = 6.0 if dtype == torch.float4_e2m1fn_x2 else torch.finfo(dtype).max
+        return Format(num_bits, num_bits, -high, high, dtype, block, scale)
     if isinstance(num_bits, tuple):
-        if unsigned:
-            raise ValueError(f"num_bits={num_bits} has a sign: leave unsigned=True out")
         exponent, mantissa = num_bits
         dtype = _FLOATS[num_bits]
         high = torch.finfo(dtype).max
@@ -116,9 +142,13 @@ def check_bits(num_bits: object) -> NumBits:
     """`num_bits` as it is; a list of two, as YAML and JSON have it, as a tuple.
 
     Raises:
-        TypeError: It is neither an integer nor a pair of them.
-        ValueError: It is not from 0 to 32, and no float of `format_of`.
+        TypeError: It is no integer, pair of them or text.
+        ValueError: It is not from 0 to 32, and no format of `format_of`.
     """
+    if isinstance(num_bits, str):
+        if num_bits in _BLOCKS:
+            return num_bits
+        raise ValueError(f"num_bits={num_bits!r}: expected a number, or one of {list(_BLOCKS)}")
     if isinstance(num_bits, list | tuple):
         pair = tuple(num_bits)
         if pair in _FLOATS:

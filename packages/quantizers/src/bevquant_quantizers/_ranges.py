@@ -158,7 +158,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True):
     """One quantizer of a ranges file."""
 
     names: Annotated[list[str], msgspec.Meta(min_length=1)]
-    num_bits: int | list[int]
+    num_bits: int | list[int] | str
     unsigned: bool
     narrow_range: bool
     axis: int | list[int] | None

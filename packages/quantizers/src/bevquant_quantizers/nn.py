@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._blocks import fake_quantize_blocks
 from ._clip import Clip
 from ._descriptor import Axis, QuantDescriptor, ScaledQuantDescriptor, kept_axes
 from ._fake_quant import torch_fake_quantize
@@ -71,6 +72,9 @@ class TensorQuantizer(nn.Module):
 
     `bevquant_qnn.quantize_model` sets it. `calibrate` gives ranges by channel to these alone.
     """
+
+    block_axis = -1
+    """Axis of the blocks of a block format: 1 in front of convolutions, which sum over channels."""
 
     _amax: Tensor
     clip: Clip
@@ -387,6 +391,9 @@ class TensorQuantizer(nn.Module):
         return self._quant_forward(outputs) if self._if_quant else outputs
 
     def _quant_forward(self, inputs: Tensor) -> Tensor:
+        if isinstance(self._num_bits, str):
+            amax = self._block_amax(inputs)
+            return fake_quantize_blocks(inputs, self._num_bits, amax, self.block_axis)
         if self._learn_amax:
             low, high = self.clip.clip_value_min, self.clip.clip_value_max
             amax = torch.maximum(-low, high).detach()
@@ -398,6 +405,15 @@ class TensorQuantizer(nn.Module):
         if self.use_fb_fake_quant:
             return torch_fake_quantize(inputs, amax, self._num_bits, self._unsigned, self._who())
         return fake_tensor_quant(inputs, amax, self._num_bits, self._unsigned, self._narrow_range)
+
+    def _block_amax(self, inputs: Tensor) -> Tensor | None:
+        """Largest value of NVFP4: calibrated, or that of the tensor; MX formats need none."""
+        if self._learn_amax or not self._fake_quant:
+            raise ValueError(
+                f"{self._who()}: {self._num_bits} has no learned range and no integers: leave "
+                "learn_amax=True and fake_quant=False out"
+            )
+        return self._get_amax(inputs) if format_of(self._num_bits).scale == "e4m3" else None
 
     def _get_amax(self, inputs: Tensor) -> Tensor:
         amax = self.amax

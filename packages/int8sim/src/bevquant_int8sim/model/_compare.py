@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bevquant_graph import check_kind, checked_batches, reported_by
 from bevquant_int8sim.model._execute import accumulators, makes_accumulators
-from bevquant_int8sim.model._float8 import Float8Layer, float8_round
+from bevquant_int8sim.model._float8 import ROUNDINGS, Float8Layer
 from bevquant_int8sim.model._forced import ForcedRun, place
 from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
@@ -121,7 +121,7 @@ class LayerComparison(ForcedRun):
         self._chosen_for = {v: upstream.get(n, ()) for n, held in self.values.items() for v in held}
         for value in self.placed:
             step, form = self.makers[value], model.program.values[value].form
-            kind = step.args[2] if step.function is float8_round else str(form)
+            kind = step.args[2] if step.function in ROUNDINGS else str(form)
             kind = step.module.form if isinstance(step.module, Float8Layer) else kind
             self._totals[value] = LayerSums(place(step), _op(step), kind, _why(step))
 

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from bevquant_int8sim.model._coords import Coords, Geometry
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
-from bevquant_quantizers import Format, format_of
+from bevquant_quantizers import Format, format_of, quantize_blocks
 from bevquant_sparse import WeightLayout, sparse_conv
 
 FLOAT8 = {form.name: form for form in map(format_of, ((4, 3), (5, 2)))}
@@ -71,9 +71,25 @@ def _numbers(x: Tensor, scale: Tensor, form: Format) -> Tensor:
     return form.rounded(x.float() / scale)
 
 
+def blocks_round(x: Tensor, amax: float, name: str, axis: int) -> Tensor:
+    """The nearest values of a tensor in a block format (`quantize_blocks`), float32.
+
+    Args:
+        x: Values.
+        amax: Largest absolute value of NVFP4, a number of float32; not read of MX formats.
+        name: ``"mxfp8"``, ``"mxfp4"`` or ``"nvfp4"``.
+        axis: Axis of the blocks.
+    """
+    return quantize_blocks(x, name, torch.tensor(amax, device=x.device), axis).values()
+
+
+ROUNDINGS: tuple[Callable[..., Tensor], ...] = (float8_round, blocks_round)
+"""Functions that round to a format of floats: x, scale or amax, and the format's name."""
+
+
 @dataclass(frozen=True)
 class Float8Input:
-    """How a layer's input is held: numbers of `form` times `scale`."""
+    """How a layer's input is held: numbers of `form` times `scale`; in blocks up to `scale`."""
 
     scale: float
     form: Format
@@ -163,7 +179,11 @@ class Float8Layer(nn.Module):
         axis = {"sparse_conv": 2, "conv_transpose": 1}.get(self.op, 0)
         rows = weight.movedim(axis, 0).flatten(1).sum(1)
         rows = rows.repeat(len(self.weight_scale) // len(rows))  # of groups
-        return 2.0**-14 * float((rows * self._unit()).max()) * FLOAT8[self.form].high
+        return 2.0**-14 * float((rows * self._unit()).max()) * self._largest
+
+    @property
+    def _largest(self) -> float:
+        return FLOAT8[self.form].high
 
     def _numbers(self, x: Tensor) -> Tensor:
         scale = torch.tensor(self.input_scale, dtype=torch.float32, device=x.device)
@@ -190,3 +210,42 @@ class Float8Layer(nn.Module):
             x = functional.pad(x, [side for pair in reversed(padding) for side in pair])
         call = _DENSE[f"{self.op}{weight.dim() - 2}"]
         return call(x, weight, None, **settings), None
+
+
+class BlockLayer(Float8Layer):
+    r"""A linear layer or a convolution of 1×1 with input and weight in a block format.
+
+    .. math:: y_o = \sum_i \hat x_i \hat w_{o,i} + b_o
+
+    of the values \(\hat x, \hat w\), numbers times scales. Sums are in float64 and rounded once, to
+    float32.
+
+    Args:
+        op: ``"conv"`` or ``"linear"``.
+        weight: Values of the weight, float32.
+        bias: float32 ``[out_channels]`` or None.
+        amax: Largest absolute value of an NVFP4 input, as `blocks_round` has it.
+        form: ``"mxfp8"``, ``"mxfp4"`` or ``"nvfp4"``.
+        settings: As of `Float8Layer`.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        weight: Tensor,
+        bias: Tensor | None,
+        amax: float,
+        form: str,
+        settings: Mapping[str, Any],
+    ) -> None:
+        super().__init__(op, weight, torch.ones(len(weight)), bias, amax, form, settings)
+
+    def _numbers(self, x: Tensor) -> Tensor:
+        return x.double()
+
+    def _unit(self) -> Tensor:
+        return self.weight_scale.double()
+
+    @property
+    def _largest(self) -> float:
+        return self.input_scale or 1.0  # MX formats: in units of the input

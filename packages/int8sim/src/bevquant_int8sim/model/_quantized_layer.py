@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bevquant_graph import layer_class, own_code, zero_padding
 from bevquant_int8sim._quantize import quantize, quantize_bias
 from bevquant_int8sim.model._coords import Geometry
-from bevquant_int8sim.model._float8 import Float8Input, Float8Layer
+from bevquant_int8sim.model._float8 import BlockLayer, Float8Input, Float8Layer
 from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._quantizers import (
     SMALLEST_AMAX,
@@ -66,9 +66,10 @@ def _weight_problem(quantizer: TensorQuantizer, read: Integers | Float8Input) ->
     if not is_active(quantizer):
         return "its weight quantizer is off"
     if isinstance(read, Float8Input):
-        if float8_of(quantizer) is not None:
+        own, form = float8_of(quantizer), read.form
+        if own is not None and (own == form or not (own.block or form.block)):
             return ""
-        return f"its input is {read.form.name} and its weight is not: give both num_bits=(4, 3)"
+        return f"its input is {form.name} and its weight is not: give both num_bits={form.num_bits}"
     form = format_of(quantizer.num_bits, quantizer._unsigned)
     if form.dtype is not None or form.bits > 8 or quantizer._unsigned:
         return "its weight has no signed integers of 8 bits or fewer"
@@ -179,6 +180,13 @@ def dense_layer(
     if getattr(module, "padding_mode", "zeros") != "zeros":
         return f"padding_mode={module.padding_mode!r} has no integer kernel"
     weight = module.weight_to_quantize().detach().reshape(module.weight.shape)
+    if isinstance(integers, Float8Input) and integers.form.block:
+        problem = _weight_problem(module._weight_quantizer, integers)
+        if problem or (op != "linear" and (op != "conv" or math.prod(weight.shape[2:]) > 1)):
+            return problem or f"{integers.form.name} is for linear layers and convolutions of 1×1"
+        values = module._weight_quantizer(weight.float())
+        bias = None if module.bias is None else module.bias.detach().float()
+        return _layer(op, values, bias, values, integers, _settings(module, op))
     made = _integers(
         module, _by_channel(module, weight, op), _range_shapes(module, op), integers, path
     )
@@ -203,6 +211,8 @@ def _layer(
     if isinstance(read, Integers):
         return Layer(op, weight, bias, scale, read, relu, settings)
     settings = {key: value for key, value in settings.items() if key != "channel_axis"}
+    if read.form.block:
+        return BlockLayer(op, weight, bias, read.scale, read.form.name, settings)
     return Float8Layer(op, weight, scale, bias, read.scale, read.form.name, settings)
 
 

@@ -64,12 +64,17 @@ def float8_of(quantizer: object) -> Format | None:
 def float8_scale(quantizer: TensorQuantizer, form: Format, path: str) -> float:
     """Scale of an FP8 activation: as given, or amax / 448 of E4M3, in float32 as files hold it.
 
+    Of block formats amax, for NVFP4; 0 for MX formats, which need none.
+
     Raises:
         ValueError: No usable range; `path` and what to do are named.
     """
     if isinstance(quantizer, AffineQuantizer):
         return float(quantizer.step)
-    return float((_usable_range(quantizer, path).float() / form.high).float())
+    if form.scale == "e8m0":
+        return 0.0
+    amax = _usable_range(quantizer, path).float()
+    return float(amax if form.block else (amax / form.high).float())
 
 
 def integers_of(quantizer: TensorQuantizer, path: str) -> Integers:

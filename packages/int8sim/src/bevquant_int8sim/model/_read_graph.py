@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from bevquant_graph import OPAQUE, REQUIRE, Graph, OpSpec, fixed_sizes, op_spec
 from bevquant_int8sim.model._coords import dense, pooled
-from bevquant_int8sim.model._float8 import Float8Layer, float8_round
+from bevquant_int8sim.model._float8 import Float8Layer, blocks_round, float8_round
 from bevquant_int8sim.model._float_sparse import FloatSparseConv, OpaqueCall
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form, Integers
 from bevquant_int8sim.model._graph_values import GraphValues, is_coords, nested
@@ -111,9 +111,11 @@ class _Reader(GraphValues):
             scale = float8_scale(module, form, path)
             if self._float8.get(x.name) == (scale, form.name):
                 return x
-            made = self._float(
-                node, (x, scale, form.name), {}, "", function=float8_round, what="quantize"
-            )
+            args: tuple[Any, ...] = (x, scale, form.name)
+            function: Any = float8_round
+            if form.block:
+                args, function = (*args, module.block_axis), blocks_round
+            made = self._float(node, args, {}, "", function=function, what="quantize")
             self._float8[made.name] = scale, form.name
             return made
         integers = integers_of(module, path)

@@ -16,12 +16,19 @@ from torch.nn import functional
 
 from bevquant_graph import layer_class, op_spec
 from bevquant_int8sim.model._coords import Geometry, convolved_coords, dense, pooled
-from bevquant_int8sim.model._float8 import FLOAT8, Float8Layer, float8_round
+from bevquant_int8sim.model._float8 import (
+    FLOAT8,
+    BlockLayer,
+    Float8Layer,
+    blocks_round,
+    float8_round,
+)
 from bevquant_int8sim.model._float_sparse import FloatSparseConv, OpaqueCall
 from bevquant_int8sim.model._grid_operations import max_pool, require, resize
 from bevquant_int8sim.model._operation import METADATA
 from bevquant_int8sim.model._program import Method, Ref, SparseRef, torch_operator
 from bevquant_int8sim.model._quantizers import is_active
+from bevquant_quantizers import format_of
 
 # Arguments of steps as JSON, and back: containers, references and plain constants.
 
@@ -138,6 +145,7 @@ _METHODS = frozenset(
 _NAMED: dict[str, Callable[..., Any]] = {
     "convolved_sites": convolved_coords,
     "float8_round": float8_round,
+    "blocks_round": blocks_round,
     "getattr": getattr,
     "pooled": pooled,
     "require": require,
@@ -249,7 +257,7 @@ def module_config(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]
     if isinstance(module, Float8Layer):
         names = ("op", "input_scale", "form", "settings")
         held = {name: getattr(module, name) for name in names}
-        return {"class": "Float8Layer", **held}, dict(module.state_dict())
+        return {"class": type(module).__name__, **held}, dict(module.state_dict())
     if isinstance(module, OpaqueCall):
         module = module.module
     known = layer_class(module)
@@ -293,6 +301,13 @@ def _float8_layer(state: dict[str, Tensor], form: str, **arguments: Any) -> Floa
     return Float8Layer(weight=weight, weight_scale=scale, bias=bias, form=form, **arguments).eval()
 
 
+def _block_layer(state: dict[str, Tensor], input_scale: float, **arguments: Any) -> BlockLayer:
+    weight, bias = state.get("weight"), state.get("bias")
+    if not format_of(arguments["form"]).block or weight is None or weight.dtype != torch.float32:
+        raise ValueError("a layer in blocks has a block format and a weight in float32")
+    return BlockLayer(weight=weight, bias=bias, amax=input_scale, **arguments).eval()
+
+
 def rebuilt_module(config: dict[str, Any], state: dict[str, Tensor]) -> nn.Module:
     """The module that `module_config` described.
 
@@ -309,6 +324,8 @@ def rebuilt_module(config: dict[str, Any], state: dict[str, Tensor]) -> nn.Modul
             return FloatSparseConv(state["weight"], state.get("bias"), geometry, **arguments).eval()
         if name == "Float8Layer":
             return _float8_layer(state, **arguments)
+        if name == "BlockLayer":
+            return _block_layer(state, **arguments)
         if name not in _CLASSES:
             raise ValueError(f"a saved program may not hold a module of class {name!r}")
         if set(arguments) != set(_MODULES[_CLASSES[name]].split()):

@@ -71,7 +71,9 @@ def search_amax(
         )
     top = float(edges[-1]) if largest is None else largest
     # Without a candidate the largest value is left.
-    if top == 0.0 or method == "max" or (method != "percentile" and start_bin >= len(counts)):
+    # Ranges of block formats follow from each block: NVFP4's is that of the largest.
+    follows = method == "max" or isinstance(num_bits, str)
+    if top == 0.0 or follows or (method != "percentile" and start_bin >= len(counts)):
         return top
     stride = min(stride, len(counts))
     if method == "percentile":
