@@ -171,9 +171,9 @@ def test_wrong_calls_are_named() -> None:
         QuantDescriptor(num_bits="mxfp4", unsigned=True)
     with pytest.raises(TypeError, match="mxfp8 has blocks: use fake_quantize_blocks"):
         fake_quantize(torch.ones(32), 1.0, "mxfp8")
-    with pytest.raises(ValueError, match="expected 'mxfp8', 'mxfp4' or 'nvfp4'"):
+    with pytest.raises(ValueError, match=r"expected 'mxfp8', 'mxfp4' or 'nvfp4'"):
         quantize_blocks(torch.ones(32), (4, 3))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="expected a floating-point tensor, got torch.int64"):
+    with pytest.raises(TypeError, match=r"expected a floating-point tensor, got torch\.int64"):
         quantize_blocks(torch.ones(32, dtype=torch.int64), "mxfp8")
     learned = TensorQuantizer(QuantDescriptor(num_bits="nvfp4", learn_amax=True))
     with pytest.raises(ValueError, match="nvfp4 has no learned range"):

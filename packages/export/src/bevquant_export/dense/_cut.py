@@ -164,7 +164,7 @@ class CutFile:
         for tensor, (step, places, x, got) in self._float8_doubts.items():
             error = floats.errors.get(step.args[0].name)
             if (row := self._rows[tensor]) and error is not None:
-                within = rounds_within(step, x, error.reshape(-1)[places], got)
+                within = rounds_within(step, x, error, got).reshape(-1)[places]
                 self._rows[tensor] = replace(row, ties=int(np.count_nonzero(within)))
 
     def _start(self, piece: _Piece) -> None:
@@ -242,7 +242,7 @@ class CutFile:
         largest = float8_steps_apart(want[places], got[places], step)
         x = self._values.get(step.args[0].name)
         if len(places) and x is not None:
-            self._float8_doubts[tensor] = step, places, x.reshape(-1)[places], got[places]
+            self._float8_doubts[tensor] = step, places, x, got.reshape(x.shape)
         return TensorDifference(
             step.path, "quantize", tensor, value.size, len(places), largest, form=step.args[2]
         )

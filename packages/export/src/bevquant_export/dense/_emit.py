@@ -27,6 +27,7 @@ from bevquant_export.dense._voxels import Voxels
 from bevquant_export.dense._weighted import (
     as_weighted,
     block_of,
+    block_tensor,
     float8_pair,
     unflattened,
     weighted_layer,
@@ -39,6 +40,7 @@ from bevquant_int8sim.program import (
     Integers,
     Ref,
     Step,
+    blocks_round,
     float8_round,
     integers_of,
     is_active,
@@ -293,6 +295,10 @@ class Emitter:
             self._refuse(step)
         if step.function is float8_round:
             return float8_pair(graph, path, self.read(step.args[0].name), *step.args[1:])
+        if step.function is blocks_round:
+            shape = self.source.shapes[step.args[0].name]
+            axis = step.args[3] % len(shape)
+            return block_tensor(graph, path, self.read(step.args[0].name), axis, shape[axis])
         if isinstance(step.module, Float8Layer):
             return self._float8_layer(step, step.module)
         rows = self.voxels.written(step) or self.numbers.sized(step)

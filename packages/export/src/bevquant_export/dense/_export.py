@@ -42,7 +42,7 @@ from bevquant_export.sparse.portable._body import OPSET
 from bevquant_export.targets._cpu import mark_cpu
 from bevquant_graph import Guard, file_path, reported_by
 from bevquant_int8sim import IntegerModel
-from bevquant_int8sim.program import PROGRAM_READERS, Integers, Ref, SparseRef, replaced
+from bevquant_int8sim.program import PROGRAM_READERS, BlockLayer, Integers, Ref, SparseRef, replaced
 from bevquant_quantizers import hb_mapper, quantization_disabled, write_whole
 
 Shape = tuple[int | str, ...]
@@ -98,7 +98,8 @@ def export_qdq_onnx(
       without overlap become a 1×1 convolution and DepthToSpace. Sparse convolutions on grids of one
       to three axes are possible: opset 18, any number of voxels, the number of frames of `args` or
       the one that the forward reads from the voxels; a sparse tensor is features and coordinates.
-      Activations of 16 bits: opset 21, int16 pairs, and layers between them in float32.
+      Activations of 16 bits: opset 21, int16 pairs, and layers between them in float32. MXFP8:
+      opset 21, FP8 pairs with a scale for each block, which the file computes for activations.
     * ``"openvino"``: the same with int8 weights, the only ones it takes as integers.
     * ``"horizon"``: opset 11, int8 with zero point 0, scales ⟨1⟩ or ⟨C⟩ without axis, as nodes of
       their own; nodes named ``<operator>_<place>``; no pair after an operation that keeps its
@@ -245,9 +246,10 @@ def export_qdq_onnx(
 
 
 def _opset(source: Source) -> int:
-    """The least operator set for voxels, FP8 and int16."""
+    """The least operator set for voxels, FP8, and int16 or blocks."""
     forms = [value.form for value in source.program.values.values()]
     wide = any(isinstance(form, Integers) and form.bits == 16 for form in forms)
+    wide |= any(isinstance(step.module, BlockLayer) for step in source.program.steps)
     float8 = any(map(is_float8, source.program.steps))
     return max(OPSET * source.sparse, FLOAT8_OPSET * float8, INT16_OPSET * wide)
 

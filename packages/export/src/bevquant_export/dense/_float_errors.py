@@ -15,6 +15,7 @@ from bevquant_export.dense._rounding_boundary import LAYERS, UNIT, per_channel
 from bevquant_export.dense._source import QdqProgram, inputs_of
 from bevquant_graph import op_spec, refilled
 from bevquant_int8sim.program import (
+    ROUNDINGS,
     SAMPLES,
     Float8Layer,
     Integers,
@@ -22,7 +23,6 @@ from bevquant_int8sim.program import (
     Ref,
     Step,
     exact_samples,
-    float8_round,
     replaced,
 )
 
@@ -203,7 +203,7 @@ def _is_other_rows(value: Any, moved: Any) -> bool:
 def _is_call(step: Step) -> bool:
     refs: list[Any] = []
     replaced((step.args, dict(step.kwargs)), refs.append)
-    called = step.function is not float8_round and (step.function or step.module) is not None
+    called = step.function not in ROUNDINGS and (step.function or step.module) is not None
     calls = ("float", "move", "max_pool", "resize")
     return step.op in calls and called and all(isinstance(ref, Ref) for ref in refs)
 

@@ -46,7 +46,7 @@ class Profile:
         voxels: Sparse convolutions may be among a model's layers, as functions of the file.
         plugins: Version of the engine's own plugins, which are nodes of their names; "" without.
         scatter_sums: Scatters may sum; else a sum over places is a product of matrices.
-        float8: Formats of FP8 that it takes.
+        float8: Formats of FP8 that it takes, and ``"mxfp8"``.
         int16: Activations may have 16 bits; layers that read them run in float.
         integer_inputs: Inputs may be integers and truth values; else all are float32.
         runner: Runtime of the check: ``"onnxruntime"`` or ``"openvino"`` optimised as in

@@ -9,11 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bevquant_export.dense._blocks import block_pair
 from bevquant_export.dense._graph import Array, Graph, TensorState
 from bevquant_export.dense._layout_ops import reshaped
 from bevquant_export.dense._source import Source
 from bevquant_export.targets._cpu import stored_weights
-from bevquant_int8sim.program import FLOAT8, Integers, Step, float8_round, float8_steps
+from bevquant_int8sim.program import (
+    FLOAT8,
+    BlockLayer,
+    Integers,
+    Step,
+    blocks_round,
+    float8_steps,
+)
+from bevquant_quantizers import quantize_blocks
 
 # FP8 tensors and layers of a file: pairs of FP8 zero points, and weights stored in FP8.
 
@@ -40,14 +49,8 @@ def float8_array(tensor: Tensor) -> Array:
 
 
 def float8_pair(graph: Graph, path: str, x: str, scale: float, name: str) -> TensorState:
-    """QuantizeLinear and DequantizeLinear of an FP8 tensor.
-
-    ONNX Runtime (1.32) takes FP8 for uint8 where it fuses a Relu into QuantizeLinear: negative
-    values come through. It stops at a Clip there. Both are held off.
-    """
-    makers = {output: node.op_type for node in graph.nodes for output in node.output}
-    if graph.profile.runner == "onnxruntime" and makers.get(x) not in (None, *_SUMS):
-        x = graph.held_off(path, x)
+    """QuantizeLinear and DequantizeLinear of an FP8 tensor."""
+    x = _held_off(graph, path, x)
     zero = float8_array(torch.zeros((), dtype=FLOAT8[name].dtype))
     inputs = [
         graph.constant(f"{path}.scale" if path else "scale", scale),
@@ -58,17 +61,42 @@ def float8_pair(graph: Graph, path: str, x: str, scale: float, name: str) -> Ten
     return TensorState(made, float8=(scale, name))
 
 
+def block_tensor(graph: Graph, path: str, x: str, axis: int, channels: int) -> TensorState:
+    """`block_pair`, held off like `float8_pair`."""
+    return block_pair(graph, path, _held_off(graph, path, x), axis, channels)
+
+
+def _held_off(graph: Graph, path: str, x: str) -> str:
+    """The tensor in front of an FP8 pair.
+
+    ONNX Runtime (1.32) takes FP8 for uint8 where it fuses a Relu into QuantizeLinear: negative
+    values come through. It stops at a Clip there. Both are held off.
+    """
+    makers = {output: node.op_type for node in graph.nodes for output in node.output}
+    fuses = graph.profile.runner == "onnxruntime" and makers.get(x) not in (None, *_SUMS)
+    return graph.held_off(path, x) if fuses else x
+
+
 def as_weighted(step: Step) -> Step:
     """An FP8 layer in the form that `weighted_layer` takes."""
     layer: Any = step.module
     tensors = {"weight": layer.weight, "weight_scale": layer.weight_scale}
+    if isinstance(layer, BlockLayer):  # of its values, numbers and scales are computed again
+        made = quantize_blocks(layer.weight, layer.form, axis=1)
+        tensors |= {"weight": made.numbers.to(torch.float8_e4m3fn), "block_scale": made.scales}
     if layer.bias is not None:
         tensors["bias"] = layer.bias
     return replace(step, op=layer.op, module=None, tensors=tensors, attributes=layer.settings)
 
 
 def float8_steps_apart(want: Array, got: Array, step: Step) -> int:
-    """Largest number of FP8 steps between two tensors of one scale."""
+    """Largest number of FP8 steps between two tensors of one scale.
+
+    In blocks a step is at most an eighth of the value, but for subnormal numbers.
+    """
+    if step.function is blocks_round:
+        size = np.maximum(np.maximum(abs(want), abs(got)), np.finfo(np.float32).tiny)
+        return int(np.ceil(8 * abs(want - got) / size).max(initial=0))
     return float8_steps(torch.from_numpy(want), torch.from_numpy(got), *step.args[1:])
 
 
@@ -79,11 +107,12 @@ def rounds_within(step: Step, x: Array, error: Array, got: Array) -> Array:
     roundings of float32 are added: of the quotient, or of a reciprocal, a product and a difference.
     """
     error = error + 4 * 2.0**-24 * np.abs(x)
+    function: Any = step.function
     low, high = (
-        float8_round(torch.from_numpy(np.float32(end)), *step.args[1:]).numpy()
+        function(torch.from_numpy(np.float32(end)), *step.args[1:]).numpy()
         for end in (x - error, x + error)
     )
-    inside: Array = (low <= got) & (got <= high)
+    inside: Array = (np.minimum(low, high) <= got) & (got <= np.maximum(low, high))
     return inside
 
 
@@ -207,7 +236,7 @@ def _linear(
         )
         if x.form is not None and graph.profile.repeats:
             name = graph.quantized(step.path, name, x.form).name
-        elif x.float8 is not None and graph.profile.repeats:
+        elif x.float8 is not None and x.float8[0] and graph.profile.repeats:
             name = float8_pair(graph, step.path, name, *x.float8).name
     inputs = [name, _weight(graph, step, weight), *([bias] if bias else [])]
     return graph.node("Gemm", step.path, inputs, transB=1)
@@ -240,6 +269,11 @@ def _scales(step: Step, x: TensorState, form: Any) -> Array:
 def _weight(graph: Graph, step: Step, weight: _Weight) -> str:
     """The node of the weight in the form that the layer multiplies."""
     path, profile = step.path, graph.profile
+    if "block_scale" in step.tensors:
+        numbers = graph.constant(f"{path}.weight", weight.integers, weight.integers.dtype)
+        blocks = graph.constant(f"{path}.weight_scale", step.tensors["block_scale"].cpu().numpy())
+        inputs = [numbers, blocks]
+        return graph.node("DequantizeLinear", f"{path}.weight", inputs, axis=1, block_size=32)
     scales = weight.along_axis
     if scales is None or _is_float(graph, step, weight):
         return _float_weight(graph, path, weight)

@@ -160,7 +160,7 @@ class _OnnxRuntime(QdqTarget):
         integer_bias=True, integer_relu=True, axis=True,
         transposed_per_channel=True, numbered=False,
         repeats=True, one_scale=False, depth_to_space=True, voxels=True, scatter_sums=True,
-        runner="onnxruntime", float8=("fp8_e4m3", "fp8_e5m2"), int16=True,
+        runner="onnxruntime", float8=("fp8_e4m3", "fp8_e5m2", "mxfp8"), int16=True,
     )  # fmt: skip
 
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
