@@ -9,10 +9,9 @@ from bev_scenes._conditions import CONDITIONS, Conditions
 from bev_scenes._frame import SIZES, SceneSettings, open_streets, stored_street, street_frame
 from bev_scenes._ground import Ground
 from bev_scenes._labels import scanner_pose
-from bev_scenes._lidar import SpinningLidar
 from bev_scenes._render import Picture, render_street
 from bev_scenes._rig import RIGS, CameraMount, CameraRig
-from bev_scenes._scan import Scan, scan_street
+from bev_scenes._scan import Scan, SpinningLidar, scan_street
 from bev_scenes._solids import Material, SceneObject, Shape, Solid
 from bev_scenes._street import EgoPath, Street, build_street
 

@@ -12,10 +12,9 @@ from bev_data.datasets import FrameList, open_dataset
 from bev_data.points import Frame
 from bev_scenes._conditions import CONDITIONS, Conditions
 from bev_scenes._labels import scanner_pose
-from bev_scenes._lidar import SpinningLidar
 from bev_scenes._render import Picture, render_street
 from bev_scenes._rig import RIGS, CameraRig
-from bev_scenes._scan import scan_street
+from bev_scenes._scan import SpinningLidar, scan_street
 from bev_scenes._street import build_street
 
 _T = TypeVar("_T")

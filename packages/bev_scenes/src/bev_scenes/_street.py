@@ -9,9 +9,17 @@ import numpy as np
 
 from bev_scenes import _surroundings as things
 from bev_scenes._ground import Ground, make_ground
-from bev_scenes._people import pedestrian
 from bev_scenes._solids import SceneObject, unit
-from bev_scenes._vehicles import bus, car, cyclist, excavator, motorcycle, trailer, truck
+from bev_scenes._vehicles import (
+    bus,
+    car,
+    cyclist,
+    excavator,
+    motorcycle,
+    pedestrian,
+    trailer,
+    truck,
+)
 
 _REACH = 78.0  # half the length of the street [m]
 _LANE = 2.0  # middle of a lane, from the middle of the street [m]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bevquant_int8sim._add_concat import int8_add, int8_concat
 from bevquant_int8sim._backends import (
     BackendStatus,
     backend_report,
@@ -17,6 +16,8 @@ from bevquant_int8sim._conv import (
     int8_linear,
 )
 from bevquant_int8sim._elementwise import (
+    int8_add,
+    int8_concat,
     int8_leaky_relu,
     int8_lookup,
     int8_relu,
@@ -24,9 +25,8 @@ from bevquant_int8sim._elementwise import (
     lookup_table,
 )
 from bevquant_int8sim._plan_rulebook import plan_rulebook
-from bevquant_int8sim._pool import int8_avg_pool, int8_max_pool
+from bevquant_int8sim._pool import int8_avg_pool, int8_max_pool, int8_resize
 from bevquant_int8sim._quantize import dequantize, quantize, quantize_bias, requantize
-from bevquant_int8sim._resize import int8_resize
 from bevquant_int8sim._rounding import fixed_point_multiplier
 from bevquant_int8sim._sample import (
     int8_deform_conv2d,

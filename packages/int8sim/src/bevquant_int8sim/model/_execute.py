@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bevquant_int8sim._add_concat import rounded_sum
 from bevquant_int8sim._conv import (
     int8_conv1d,
     int8_conv2d,
@@ -16,6 +15,7 @@ from bevquant_int8sim._conv import (
     int8_conv_transpose2d,
     int8_linear,
 )
+from bevquant_int8sim._elementwise import rounded_sum
 from bevquant_int8sim._prepared import without_lists
 from bevquant_int8sim._quantize import dequantize, quantize, requantize
 from bevquant_int8sim._rounding import round_float

@@ -11,8 +11,7 @@ from torch.nn import functional
 from torch.nn.modules import pooling
 
 from bevquant_graph import layer_class, op_spec
-from bevquant_int8sim._pool import int8_avg_pool, int8_max_pool
-from bevquant_int8sim._resize import int8_resize
+from bevquant_int8sim._pool import int8_avg_pool, int8_max_pool, int8_resize
 from bevquant_int8sim._rounding import round_float
 from bevquant_int8sim._sample import MODES, PADDINGS
 
