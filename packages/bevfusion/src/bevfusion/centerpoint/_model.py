@@ -109,7 +109,7 @@ class CenterHead(nn.Module):
 
 METRES_IN_FLOAT = (
     "its input has coordinates in metres beside offsets in centimetres, of which 8 bits keep one; "
-    "engines run it in fp16, and it is less than 1 % of the operations"
+    "engines run it in fp16, and it is one or two percent of the operations"
 )
 
 
