@@ -10,12 +10,14 @@ from torch import nn
 
 from bevquant_export.dense import QdqFile
 from bevquant_export.detector import DetectorExport, DetectorMap
+from bevquant_export.floats import FloatDifference, FloatFile
 from bevquant_export.sparse import SparseExport
 from bevquant_fusion import FusionResult
 from bevquant_fusion._result import Skipped
 from bevquant_graph import HtmlTable
 from bevquant_qnn import QuantizeResult, SensitivityRow, SensitivityTable
 from bevquant_qnn._result import SkippedModule
+from bevquant_qnn._round_weights import RoundedLayer, RoundingResult
 from bevquant_quantizers import CalibrationReport, QuantizerReport
 
 ODD = "<b>&'\""
@@ -27,6 +29,10 @@ RESULTS = {
     "calibration": CalibrationReport((RANGE,), 1, warnings=(ODD,)),
     "sensitivity": SensitivityTable("sqnr", 1.0, None, (ROW,), 1),
     "dense": QdqFile(Path(ODD), "tensorrt", 17, {"x": (1, 3)}, {}, {}, notes=(ODD,)),
+    "float": FloatFile(
+        Path("f"), 17, {ODD: (1,)}, {}, (FloatDifference(ODD, 8, 0, 0.0, 0.0, 1.0),)
+    ),
+    "rounding": RoundingResult((RoundedLayer(ODD, 0.1, 0.05),), (("conv", "reason"),)),
     "sparse": SparseExport(Path(ODD), ()),
     "detector": DetectorExport(Path("d"), "t", None, None, (DetectorMap(ODD, (1, 2), None, "m"),)),
 }

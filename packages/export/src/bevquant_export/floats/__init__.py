@@ -21,14 +21,14 @@ from bevquant_export.floats._torch_exporter import OPSET, by_parameter, called, 
 from bevquant_export.floats._torch_exporter import input_names as named_inputs
 from bevquant_export.floats._torch_exporter import output_names as named_outputs
 from bevquant_export.lint._read import load_model, reading
-from bevquant_graph import as_example, check_kind, file_path, reported_by
+from bevquant_graph import HtmlTable, as_example, check_kind, file_path, reported_by
 from bevquant_quantizers import TensorQuantizer, write_whole
 
 __all__ = ["FloatDifference", "FloatFile", "compare_float_onnx", "export_float_onnx"]
 
 
 @dataclass(frozen=True)
-class FloatFile:
+class FloatFile(HtmlTable):
     """Result of `export_float_onnx`.
 
     Attributes:
