@@ -15,6 +15,7 @@ from bevquant_export import (
     lower_to_portable,
     with_half_constants,
 )
+from bevquant_qnn import QuantConfig
 
 
 class Net(nn.Module):
@@ -244,6 +245,36 @@ def test_raw_features_are_refused_where_a_file_begins_behind_steps(nets, tmp_pat
             read = load_sparse_onnx(file.path, backend=backend)
             rows = compare_sparse_onnx(read, model, frame)
             assert [row.node for row in rows if row.different] == []
+
+
+@pytest.mark.parametrize("dialect", ["libspconv", "portable"])
+def test_two_layers_read_an_encoder_that_ends_in_a_relu(nets, tmp_path, dialect):
+    """A float layer and a quantized one, whose integers are those of the ReLU's result."""
+
+    class Encoded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = nn.Sequential(nn.Linear(5, 8), nn.ReLU())
+            self.one = nets.spconv.SubMConv3d(8, 8, 3, indice_key="k")
+            self.other = nets.spconv.SubMConv3d(8, 8, 3, indice_key="k")
+
+        def forward(self, features, coords, batch_size):
+            given = (self.encoder(features), coords, list(nets.GRID), batch_size)
+            x = nets.spconv.SparseConvTensor(*given)
+            one, other = self.one(x), self.other(x)
+            return one.replace_feature(torch.relu(one.features + other.features))
+
+    torch.manual_seed(0)
+    config = QuantConfig(exclude=("encoder.0", "one"))
+    model = nets.calibrated(Encoded().eval(), [nets.frame(0)], config)
+    path = tmp_path / "a.onnx"
+    loud = pytest.warns(UserWarning, match="Compute these before")
+    with loud if dialect == "libspconv" else nullcontext():
+        made = export_sparse_onnx(model, nets.frame(0), path, dialect=dialect)
+    assert len(made.begins_behind) == 2
+    rows = compare_sparse_onnx(load_sparse_onnx(path), model, nets.frame(1))
+    assert {"one", "other"} <= {row.path for row in rows}
+    assert [row.node for row in rows if row.different] == []
 
 
 def test_what_begins_a_file_is_not_read_again(nets, tmp_path):

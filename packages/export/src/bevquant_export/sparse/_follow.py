@@ -113,6 +113,8 @@ class Follower:
         steps = () if begins is None else begins.steps
         self.before = tuple(s for s in steps if s.op not in ("constant", "host"))
         self.left_out = {name for step in self.before for name in step.outputs}
+        relus = (s for s in self.before if s.outputs == (self.input,) and _is_relu(s))
+        self.without_relu = next((s.args[0].name for s in relus), "")
         self.at: Step | None = None
         self.drafts: list[Draft] = []
         self.dense: set[str] = set()  # tensors that are not on voxels
@@ -227,6 +229,9 @@ class Follower:
 
     def _pass(self, step: Step) -> None:
         """Another form of the same tensor."""
+        if step.args[0].name == self.without_relu and step.attributes.get("relu"):
+            self.holds[step.outputs[0]] = (self.input, False)  # the file begins behind the ReLU
+            return
         tensor, relu = self._tensor(step.args[0].name, place(step))
         self.holds[step.outputs[0]] = (tensor, relu or bool(step.attributes.get("relu")))
         before = step.args[0].name
@@ -411,6 +416,10 @@ class Follower:
         """A consumer, with file and line for the current step."""
         step = self.at
         return by + (location(self.source, step) if step and by == place(step) else "")
+
+
+def _is_relu(step: Step) -> bool:
+    return step.op == "float" and step.attributes.get("what") == "relu"
 
 
 def _same(one: tuple[Reading, ...], other: tuple[Reading, ...]) -> bool:
