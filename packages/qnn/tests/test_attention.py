@@ -160,3 +160,45 @@ def test_causal_without_a_mask_is_refused() -> None:
         attention(x, x, x, is_causal=True)
     with pytest.raises(TypeError, match=r"expects MultiheadAttention, got .*forward of its own"):
         qnn.QuantMultiheadAttention.from_float(Louder(8, 2))
+
+
+class Embedded(nn.Module):
+    """Keys are features plus a position embedding, as in PETR."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.places = nn.Linear(16, 64), nn.Linear(12, 64)
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+
+    def forward(self, queries, image, rays) -> torch.Tensor:
+        memory = self.features(image)
+        found, _ = self.attention(queries, memory + self.places(rays), memory, need_weights=False)
+        return queries + found
+
+    @torch.no_grad()
+    def widen(self) -> None:
+        """Multiply one channel in sixteen of features and positions; the function stays."""
+        for layer in (self.features, self.places):
+            layer.weight[::16] *= 64
+            layer.bias[::16] *= 64
+        self.attention.in_proj_weight[64:, ::16] /= 64
+
+
+@torch.no_grad()
+def test_keys_and_values_in_float_restore_an_attention_with_wide_channels() -> None:
+    torch.manual_seed(0)
+    net = Embedded().eval()
+    frame = torch.randn(1, 32, 64), torch.randn(1, 200, 16), torch.rand(1, 200, 12) - 0.5
+    wanted = net(*frame)
+    net.widen()
+    assert torch.equal(net(*frame), wanted)
+    model = qnn.quantize_model(net, example_inputs=frame).model
+    calibrate(model, [frame])
+    plan = {"attention.k_proj": "float", "attention.v_proj": "float"}
+    found = []
+    for _ in range(2):
+        rows = {row.layer: row.sqnr_db for row in qnn.compare_layers(net, model, [frame])}
+        found.append(rows["attention"])
+        qnn.apply_precision(model, qnn.PrecisionPlan.by_hand(model, plan))
+    assert found[0] < 20
+    assert found[1] > found[0] + 15
