@@ -76,6 +76,21 @@ def make() -> ForeignDetector:
     return ForeignDetector(model, arguments, boxes, CLASSES)
 
 
+class BestCells(Detector):
+    """Logits of the cells with the highest scores, best first."""
+
+    def forward(self, features: Tensor, coords: Tensor) -> Tensor:
+        heatmap = super().forward(features, coords).flatten(2).transpose(1, 2)
+        cells = heatmap.amax(2).topk(100, 1)[1]
+        return heatmap.gather(1, cells[..., None].expand(-1, -1, 2))
+
+
+def best_cells() -> Any:
+    model = BestCells().eval()
+    use_bevquant_kernels(model)
+    return model, arguments
+
+
 def unnamed_classes() -> Any:
     return replace(make(), classes=(), notes=("the network has no camera branch",))
 

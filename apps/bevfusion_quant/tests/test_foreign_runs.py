@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,32 @@ def test_a_useless_result_says_so(tmp_path: Path) -> None:
     page = (made.folder / "report.html").read_text(encoding="utf-8")
     assert "NOT usable" in page
     assert "NOT usable" not in str(verdict(quantized(tmp_path, name="good")))
+
+
+def test_an_output_behind_a_top_k_is_compared_object_by_object(tmp_path: Path) -> None:
+    made = quantized(tmp_path, "own_detector:best_cells", integers="auto")
+    output, model = made.layers[-1], load_quantized(made.folder)
+    assert output.matched is not None
+    assert output.matched[1:] == (200, 200)
+    assert 100 < output.matched[0] < 200
+    assert output.sqnr_db is not None
+    detector = load_detector("own_detector:best_cells")
+    power = noise = 0.0
+    for frame in FRAMES:
+        given = detector.arguments(frame)
+        with torch.no_grad():
+            wanted, got = detector.network(*given), model.network(*given)
+        power, noise = (
+            power + float(wanted.square().sum()),
+            noise + float((got - wanted).square().sum()),
+        )
+    by_rank = 10 * math.log10(power / noise)
+    assert output.sqnr_db > by_rank + 3
+    assert made.simulation is not None
+    rows = [row for row in made.simulation.layers if row.matched and row.integer_sqnr_db]
+    assert rows[-1].matched[2] == 200
+    page = (made.folder / "report.html").read_text(encoding="utf-8")
+    assert f"{output.matched[0]} of 200 objects matched" in page
 
 
 def test_the_run_loads_with_the_same_bits(result: PtqResult) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -220,13 +221,18 @@ def test_outputs_without_a_tensor_are_named_and_may_be_read_otherwise() -> None:
 class Chosen(nn.Module):
     """Values decide which rows remain."""
 
-    def __init__(self) -> None:
+    def __init__(self, choose: Any = lambda x, score: x[score > 0]) -> None:
         super().__init__()
         self.first, self.score, self.head = nn.Linear(8, 16), nn.Linear(16, 1), nn.Linear(16, 4)
+        self.choose = choose
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).relu()
-        return self.head(x[self.score(x)[:, 0] > 0])
+        return self.head(self.choose(x, self.score(x)[:, 0]))
+
+
+def _outside(x: Tensor, score: Tensor) -> Tensor:
+    return torch.from_numpy(x.numpy()[score.numpy() > 0])
 
 
 def test_rows_that_one_model_alone_keeps_are_counted_and_not_compared() -> None:
@@ -234,13 +240,57 @@ def test_rows_that_one_model_alone_keeps_are_counted_and_not_compared() -> None:
     net, (x, other) = Chosen().eval(), torch.randn(2, 3000, 8)
     quantized = quantize_model(net, example_inputs=x).model
     calibrate(quantized, [x])
-    kept = len(net(other)), len(quantized(other))
+    net.choose = quantized.choose = _outside  # code that torch does not run
+    with torch.no_grad():
+        kept = len(net(other)), len(quantized(other))
     assert kept[0] != kept[1]
     rows = {row.layer: row for row in compare_layers(net, quantized, [other])}
     assert rows["first"].kept is None
     assert rows["head"].kept == rows["output"].kept == kept
     assert rows["head"].sqnr_db is None
     assert str(kept) in layer_table(list(rows.values()))
+
+
+CHOICES: dict[str, Any] = {
+    "topk": lambda x, score: x[score.topk(200)[1]],
+    "values": lambda x, score: x[:200] * score.topk(200, 0)[0][:, None],
+    "sort": lambda x, score: x[score.sort(descending=True)[1][:200]],
+    "argsort": lambda x, score: x[score.argsort()[2000:][800:]],
+    "argmax": lambda x, score: x[score.view(-1, 10).argmax(1) + 10 * torch.arange(300)],
+    "mask": lambda x, score: x[score > 0],
+    "masked": lambda x, score: x.masked_select((score > 0)[:, None]).view(-1, 16),
+    "places": lambda x, score: x[torch.where(score > 0)[0]],
+    "nonzero": lambda x, score: x.index_select(0, (score > 0).nonzero()[:, 0]),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_rows_of_the_same_objects_are_compared(name: str) -> None:
+    torch.manual_seed(0)
+    net, (x, other) = Chosen(CHOICES[name]).eval(), torch.randn(2, 3000, 8)
+    quantized = quantize_model(net, example_inputs=x).model
+    calibrate(quantized, [x, other])
+    comparison = LayerComparison(net, quantized)
+    with comparison.watching():
+        record, wanted, got = comparison.run(other)
+    assert torch.equal(wanted, net(other))  # each model's own
+    assert torch.equal(got, quantized(other))
+    comparison.add(record)
+    rows = {row.layer: row for row in comparison.rows()}
+    assert (rows["first"].matched, rows["first"].kept) == (None, None)
+    head = rows["head"]
+    assert head.kept is None
+    assert head.sqnr_db is not None
+    assert rows["output"].sqnr_db is not None
+    assert min(head.sqnr_db, rows["output"].sqnr_db) > 25
+    both, own, chosen = head.matched or (0, 0, 0)
+    assert (own, chosen) == (len(wanted), len(got))
+    assert 0.5 * chosen < both < chosen
+    assert str(head.matched) in layer_table(list(rows.values()))
+    if name == "topk":
+        scores = (m.score(m.first(other).relu())[:, 0] for m in (net, quantized))
+        one, two = (set(score.topk(200)[1].tolist()) for score in scores)
+        assert both == len(one & two)
 
 
 @pytest.mark.parametrize("metric", ["sqnr", "kl"])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from bevquant_graph import check_kind, checked_batches, on_batch, state_kept
 from bevquant_qnn._attention import QuantMultiheadAttention
+from bevquant_qnn._choices import Choices, Matched
 from bevquant_qnn._input_channels import InputChannels
 from bevquant_qnn._lockstep import Leader, lead
 from bevquant_qnn._pair_sums import PairSums, count_beyond
@@ -37,7 +38,13 @@ class LayerRow:
         saturated: Share of the layer's input values beyond its range.
         rows: Mean number of active voxels (cells or pixels of dense maps) per batch.
         kept: Rows of the float and of the quantized output, where values decide which rows remain
-            (``x[score > 0.5]``) and the numbers differ. Such batches are not compared. Else None.
+            and the numbers differ, by code that torch does not run. Such batches are not compared.
+            Else None.
+        matched: Of a layer after a choice by value (``topk``, ``sort``, ``argmax``,
+            ``x[score > 0.5]``): objects that both models choose, the number that the float model
+            and that the quantized model chooses, where they have the fewest in common. The float
+            output is then that of the quantized model's objects, in its order. None where both
+            choose the same objects.
     """
 
     layer: str
@@ -49,6 +56,7 @@ class LayerRow:
     saturated: float | None
     input_amax: float | None
     kept: tuple[int, int] | None = None
+    matched: tuple[int, int, int] | None = None
 
 
 def layer_table(rows: Sequence[object]) -> str:
@@ -64,6 +72,8 @@ def layer_table(rows: Sequence[object]) -> str:
     }
     if any(getattr(row, "kept", None) for row in rows):
         columns["rows kept (float, quantized)"] = "{kept}"
+    if any(getattr(row, "matched", None) for row in rows):
+        columns["matched (both, float, quantized)"] = "{matched}"
     return record_table(rows, columns)
 
 
@@ -111,6 +121,9 @@ class _Counts:
     inputs: int = 0
     kept_float: int = 0
     kept: int = 0
+    matched: int = 0
+    chosen_float: int = 0
+    chosen: int = 0
 
     def as_record(self) -> tuple[tuple[float, ...], tuple[int, ...]]:
         _, *counts = vars(self).values()
@@ -136,7 +149,14 @@ class _Probe:
     batch: _Counts = field(default_factory=_Counts)
     total: _Counts = field(default_factory=_Counts)
 
-    def judge(self, wanted: Tensor, got: Tensor, *, channels_last: bool = False) -> None:
+    def judge(
+        self,
+        wanted: Tensor,
+        got: Tensor,
+        matched: Matched | None = None,
+        *,
+        channels_last: bool = False,
+    ) -> None:
         last = channels_last or got.dim() < 2
         self.batch.channels = got.shape[-1 if last else 1] if got.dim() else 1
         rows = got.numel() // max(self.batch.channels, 1)
@@ -147,6 +167,9 @@ class _Probe:
             self.batch.kept += rows
         self.batch.rows += rows
         self.batch.batches += 1
+        if matched is not None:
+            both, self.batch.chosen_float, self.batch.chosen = matched
+            self.batch.matched = both
 
     def count(self, module: nn.Module, args: Any) -> None:
         amax = self.amax()
@@ -165,6 +188,7 @@ class _Probe:
 
     def row(self) -> LayerRow:
         total = self.total
+        chosen = total.chosen_float, total.chosen
         return LayerRow(
             layer=self.layer,
             kind=self.kind,
@@ -175,6 +199,7 @@ class _Probe:
             saturated=total.beyond / total.inputs if total.inputs else None,
             input_amax=self.amax(),
             kept=(total.kept_float, total.kept) if total.kept_float or total.kept else None,
+            matched=(total.matched, *chosen) if {total.matched} != {*chosen} else None,
         )
 
 
@@ -286,9 +311,12 @@ class LayerComparison:
         hooks.start()
         # The lock is this thread's; the runs are those of threads of their own.
         call = on_batch(keeps_state=False)
-        quantized = partial(call, quantized_model, batch)
+        ahead = Choices()
+        hooks.choices = choices = Choices(ahead)
+        quantized = partial(_choosing, ahead, call, quantized_model, batch)
+        in_float = partial(_choosing, choices, call, float_model, batch)
         record: dict[str, np.ndarray[Any, Any]] = {}
-        with state_kept(*self._models), lead(partial(call, float_model, batch)) as leader:
+        with state_kept(*self._models), lead(in_float) as leader:
             hooks.leaders = [leader]
             if beside is None:
                 got = quantized()
@@ -300,7 +328,11 @@ class LayerComparison:
                     got = follower.result()
             wanted = leader.result()
         self._whole.batch = _Counts()
-        self._whole.judge(self._output(wanted), self._output(got))
+        self._whole.judge(self._output(wanted), self._output(got), choices.matched)
+        if choices.differ:  # the result of the float model itself
+            hooks.leaders = []
+            with state_kept(*self._models):
+                wanted = call(float_model, batch)
         reached = [*(hooks.probes[place] for place in hooks.order), self._whole]
         taken = [probe.batch.as_record() for probe in reached]
         record |= {
@@ -333,6 +365,11 @@ class LayerComparison:
         return [probe.row() for probe in (*self._rows, self._whole)]
 
 
+def _choosing(choices: Choices, call: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
+    with choices:
+        return call(model, batch)
+
+
 CHANNELS_LAST = (nn.Linear, QuantMultiheadAttention)
 
 
@@ -343,6 +380,7 @@ class _Hooks:
     """
 
     leaders: list[Leader[Any]]
+    choices: Choices
 
     def __init__(
         self,
@@ -406,7 +444,7 @@ class _Hooks:
 
     def _share(self, side: int, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if len(self.leaders) == 1 or output is None:
+            if len(self.leaders) < 2 or output is None:
                 return  # no comparison beside asks for it
             number = self._calls[side, path]
             self._calls[side, path] += 1
@@ -416,7 +454,7 @@ class _Hooks:
 
     def _hand_out(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if output is not None:
+            if output is not None and self.leaders:
                 self.leaders[0].hand_out(path, self._output(output))
 
         return hook
@@ -431,7 +469,8 @@ class _Hooks:
             for place, probe in probes:
                 if place not in self.order:
                     self.order.append(place)
-                probe.judge(wanted, got, channels_last=isinstance(module, CHANNELS_LAST))
+                last = isinstance(module, CHANNELS_LAST)
+                probe.judge(wanted, got, self.choices.matched, channels_last=last)
             if path in self._watch:
                 self._watch[path](wanted, got)
 

@@ -33,6 +33,16 @@ _PARTS = {
 }
 
 
+def matched_note(matched: tuple[int, int, int] | None) -> str:
+    """Objects that both models choose, of those behind a row (`LayerRow.matched`).
+
+    Examples:
+        >>> matched_note((158, 160, 160)), matched_note(None)
+        ('158 of 160 objects matched', '')
+    """
+    return "" if matched is None else f"{matched[0]:,} of {matched[2]:,} objects matched"
+
+
 def decibels(value: float | None, cosine: float | None = None) -> str:
     """An SQNR; "equal" where the cosine says that there is no noise.
 

@@ -23,7 +23,7 @@ from bevfusion.quantization import (
     integer_stage_table,
 )
 from bevfusion_quant.pages._content import ReportContent
-from bevfusion_quant.pages._format import part_of
+from bevfusion_quant.pages._format import matched_note, part_of
 from bevfusion_quant.pages._page import Section
 from bevquant_int8sim import LayerRow
 
@@ -101,8 +101,8 @@ def _table(layers: Sequence[LayerRow]) -> Table:
 
 def _row(index: int, row: LayerRow, most: float, best: float) -> Row:
     name = CellParts(path=row.path, value=row.path)
-    if row.why:
-        name["note"] = row.why
+    if notes := [note for note in (row.why, matched_note(row.matched)) if note]:
+        name["note"] = "; ".join(notes)
     db, steps = row.integer_sqnr_db, row.max_steps
     cells = (
         CellParts(text=str(index + 1), value=index),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from bev_data.tables import CellParts, Column, Row, Table, finite, number_cell, percent, share
 from bevfusion_quant.pages._content import ReportContent
-from bevfusion_quant.pages._format import decibels, part_of, rounded
+from bevfusion_quant.pages._format import decibels, matched_note, part_of, rounded
 from bevfusion_quant.pages._page import Section
 from bevquant_qnn import LayerRow
 
@@ -79,9 +79,12 @@ def _row(
     card = cards.get(f"{row.layer}._input_quantizer")
     if card is not None and row.input_amax is not None:
         amax |= CellParts(href=f"quantizer-{card}", title="its histogram")
+    name = CellParts(path=row.layer, value=row.layer)
+    if note := matched_note(row.matched):
+        name["note"] = note
     cells = (
         CellParts(text=str(index + 1), value=index),
-        CellParts(path=row.layer, value=row.layer),
+        name,
         CellParts(text=row.kind, value=row.kind),
         number_cell(row.channels, ",.0f"),
         number_cell(row.rows, ",.0f"),
