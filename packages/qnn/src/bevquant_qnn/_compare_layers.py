@@ -168,8 +168,7 @@ class _Probe:
         self.batch.rows += rows
         self.batch.batches += 1
         if matched is not None:
-            both, self.batch.chosen_float, self.batch.chosen = matched
-            self.batch.matched = both
+            self.batch.matched, self.batch.chosen_float, self.batch.chosen = matched
 
     def count(self, module: nn.Module, args: Any) -> None:
         amax = self.amax()
