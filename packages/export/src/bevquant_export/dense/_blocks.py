@@ -22,12 +22,11 @@ def block_pair(graph: Graph, path: str, x: str, axis: int, channels: int) -> Ten
         axis: Axis of the blocks, from the front.
         channels: Its size.
     """
-    largest = [
-        graph.node("ReduceMax", path, [part], axes=[axis], keepdims=1)
-        for low in range(0, channels, _BLOCK)
-        for part in [sliced(graph, path, graph.node("Abs", path, [x]),
-                            {axis: (low, min(low + _BLOCK, channels), 1)})]
-    ]  # fmt: skip
+    sizes = graph.node("Abs", path, [x])
+    largest = []
+    for low in range(0, channels, _BLOCK):
+        part = sliced(graph, path, sizes, {axis: (low, min(low + _BLOCK, channels), 1)})
+        largest.append(graph.node("ReduceMax", path, [part], axes=[axis], keepdims=1))
     joined = largest[0] if len(largest) == 1 else graph.node("Concat", path, largest, axis=axis)
     scale = _scale(graph, path, joined)
     settings = {"axis": axis, "block_size": _BLOCK}
