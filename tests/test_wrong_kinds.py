@@ -173,3 +173,11 @@ def test_an_error_of_the_forward_itself_is_kept() -> None:
 def test_a_tuple_of_inputs(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"^fuse_parts: example_inputs: expected a tuple of"):
         fuse_parts(NET, wrong, ["0"])
+
+
+@pytest.mark.parametrize("config", [(X,), X, {"num_bits": 8}, "int8"])
+def test_inputs_in_the_place_of_a_configuration(config: Any) -> None:
+    place = "quantize_model: config: expected a QuantConfig (inputs go into example_inputs=), got "
+    with pytest.raises(TypeError) as raised:
+        quantize_model(nn.Conv2d(3, 2, 1), config)
+    assert str(raised.value).startswith(place)

@@ -12,7 +12,16 @@ from torch.export import ExportedProgram
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bevquant_fusion import norms_to_convolutions
-from bevquant_graph import CaptureError, Graph, alone, as_module, capture, copied, refuse_unusable
+from bevquant_graph import (
+    CaptureError,
+    Graph,
+    alone,
+    as_module,
+    capture,
+    check_kind,
+    copied,
+    refuse_unusable,
+)
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._float_parts import float_layers
 from bevquant_qnn._flow import Flow, follow
@@ -97,6 +106,7 @@ calibrator=MaxCalibrator scale=1.0 quant)
     """
     module, example_inputs = as_module(model, example_inputs)
     config = QuantConfig() if config is None else config
+    check_kind(config, QuantConfig, "a QuantConfig (inputs go into example_inputs=)")
     if graph is not None and (graph.model is not module or example_inputs is None):
         raise ValueError(
             f"quantize_model: expected graph=capture(model, example_inputs) of this "
