@@ -457,3 +457,29 @@ def test_a_named_tuple_is_answered_as_one() -> None:
     assert type(got) is Found
     assert torch.allclose(got.scores, wanted.scores, atol=0.02)
     assert got.boxes[0].shape == wanted.boxes[0].shape
+
+
+class Codes(nn.Module):
+    """Rows in the order of a code of their cells, made of bytes, as Hilbert codes are."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x, cells):
+        lowest = cells.long().view(torch.uint8).reshape(len(cells), -1, 8)[..., :1]
+        code = torch.cat([lowest, lowest.new_zeros(len(cells), 8 - cells.shape[1], 1)], 1)
+        return self.layer(x)[torch.argsort(code.view(len(cells), 8).view(torch.int64)[:, 0])]
+
+
+def test_bits_seen_as_other_numbers():
+    torch.manual_seed(0)
+    example, other = (
+        (torch.randn(rows, 3), torch.randint(0, 256, (rows, 3), dtype=torch.int32))
+        for rows in (7, 12)
+    )
+    net = quantize_model(Codes().eval(), example_inputs=example).model
+    calibrate(net, [example, other])
+    with torch.no_grad():
+        wanted = net(*other)
+    assert torch.allclose(simulate(net, example)(*other), wanted, atol=0.1)

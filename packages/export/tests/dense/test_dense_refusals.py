@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bevquant_export import export_qdq_onnx
 from bevquant_int8sim import simulate
 from bevquant_qnn import QuantConfig, quantize_model
-from bevquant_quantizers import hb_mapper
+from bevquant_quantizers import calibrate, hb_mapper
 
 Fixture = Callable[..., Any]
 
@@ -194,3 +194,25 @@ def test_sparse_parts_are_sent_elsewhere(tmp_path: Path) -> None:
     calibrate(model, [(x,)], method="max")
     with pytest.raises(ValueError, match="export_sparse_onnx"):
         export_qdq_onnx(model, (x,), tmp_path / "net.onnx")
+
+
+class Windows(nn.Module):
+    """Rows numbered by their window, as sets of voxels in DSVT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, windows: Tensor) -> Tensor:
+        return self.layer(x)[torch.unique(windows, return_inverse=True)[1]]
+
+
+def test_an_operator_that_tensorrt_does_not_import(tmp_path: Path) -> None:
+    frame = torch.randn(5, 3), torch.tensor([4, 1, 4, 7, 1])
+    model = quantize_model(Windows().eval(), example_inputs=frame).model
+    calibrate(model, [frame])
+    line = r"Unique in ONNX, which tensorrt11 does not import.*test_dense_refusals\.py:\d+"
+    with pytest.raises(ValueError, match=line):
+        export_qdq_onnx(model, frame, tmp_path / "windows.onnx", "tensorrt11")
+    assert not list(tmp_path.iterdir())
+    assert export_qdq_onnx(model, frame, tmp_path / "windows.onnx", "onnxruntime").verified

@@ -209,6 +209,8 @@ def _name(target: Any) -> str:
     schema = getattr(target, "_schema", None)
     if schema is not None:
         namespace, _, name = schema.name.partition("::")
+        if schema.overload_name == "dtype" and name == "view":
+            return "view.dtype"  # other numbers of the same bits
         return str(name if namespace == "aten" else schema.name)
     return str(getattr(target, "__name__", target))
 

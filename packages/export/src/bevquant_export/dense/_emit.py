@@ -135,13 +135,27 @@ class Emitter:
                 continue
             if placed or _is_float(constant):
                 self._write(constant)
+        written = len(self.graph.nodes)
         try:
             self._write(step)
+            self._refuse_absent(step, written)
         except ValueError as error:
             line = location(self.source.integer, step)
             if isinstance(error, QdqError) and (error.located or not line):
                 raise
             raise QdqError(problem_of(error) + (f" ({line})" if line else "")) from error
+
+    def _refuse_absent(self, step: Step, first: int) -> None:
+        """Refuse nodes, from `first` on, of operators that the engine does not import."""
+        profile = self.graph.profile
+        met = profile.absent.intersection(node.op_type for node in self.graph.nodes[first:])
+        if met:
+            raise QdqError(
+                f"{step.path or 'the model'} ({step.attributes.get('what', step.op)}) is "
+                f"{', '.join(sorted(met))} in ONNX, which {profile.name} does not import. Compute "
+                "it in front of this model and give the result as an input, or write the file for "
+                "'onnxruntime'"
+            )
 
     def _folded(self, step: Step) -> Step | None:
         """A step on constants and fixed sizes as a constant, as the mask of shifted windows."""

@@ -49,6 +49,7 @@ class Profile:
         float8: Formats of FP8 that it takes, and ``"mxfp8"``.
         int16: Activations may have 16 bits; layers that read them run in float.
         integer_inputs: Inputs may be integers and truth values; else all are float32.
+        absent: Operators that it does not import; a step that needs one is refused.
         runner: Runtime of the check: ``"onnxruntime"`` or ``"openvino"`` optimised as in
             use, ``"plain"`` for ONNX Runtime without optimisations.
     """
@@ -73,6 +74,7 @@ class Profile:
     scatter_sums: bool = False
     integer_inputs: bool = True
     float8: tuple[str, ...] = ()
+    absent: frozenset[str] = frozenset()
     int16: bool = False
     runner: str = "plain"
 

@@ -75,12 +75,12 @@ INFINITE = Rule("TRT019", "error",
 # fmt: on
 TYPED_RULES = (BINDINGS, SINGLE, GUARD, INFINITE)
 # Marked N in onnx-tensorrt's docs/operators.md; those with Integer or QLinear in bevquant's notes.
-_NOT_IMPORTED = {
-    *("QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "DynamicQuantizeLinear"),
-    *("Unique", "Compress", "Det", "MaxRoiPool", "MaxUnpool", "Multinomial", "StringNormalizer"),
-    *("TfIdfVectorizer", "SplitToSequence", "ConcatFromSequence", "SequenceAt", "SequenceEmpty"),
-    *("SequenceConstruct", "SequenceErase", "SequenceInsert", "SequenceLength"),
-}
+NOT_IMPORTED = frozenset(
+    "QLinearConv QLinearMatMul ConvInteger MatMulInteger DynamicQuantizeLinear Unique Compress Det "
+    "MaxRoiPool MaxUnpool Multinomial StringNormalizer TfIdfVectorizer SplitToSequence "
+    "ConcatFromSequence SequenceAt SequenceEmpty SequenceConstruct SequenceErase SequenceInsert "
+    "SequenceLength".split()
+)
 _CONVS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
@@ -196,7 +196,7 @@ def _operator(node: Node, functions: set[tuple[str, str]]) -> Iterator[Finding]:
         return
     if node.domain:
         yield PLUGIN.found(node.name, f"{quoted(node.op)} is of domain {quoted(node.domain)}")
-    elif node.op in _NOT_IMPORTED or node.op.startswith("QLinear"):
+    elif node.op in NOT_IMPORTED or node.op.startswith("QLinear"):
         yield IMPORT.found(node.name, f"{quoted(node.op)} has no importer")
     elif node.op.startswith("Scatter") and node.text("reduction") not in (None, "none"):
         kind = quoted(node.text("reduction"))

@@ -40,6 +40,7 @@ class _TensorRT10(QdqTarget):
         integer_bias=False, integer_relu=False, axis=True,
         transposed_per_channel=False, numbered=False,
         repeats=True, one_scale=True, plugins="1", float8=("fp8_e4m3",),
+        absent=_tensorrt.NOT_IMPORTED,
     )  # fmt: skip
 
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
