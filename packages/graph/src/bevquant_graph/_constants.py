@@ -126,8 +126,7 @@ class Constants(TorchFunctionMode):
         if name == "squeeze":
             _fix_squeezed(*args, **kwargs)
         if name in _INDEXED:
-            index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            args = (args[0], tuple(map(self._open_bounds, index)), *args[2:])
+            args = (args[0], self._open_bounds(args[1]), *args[2:])
         if name == "pad" and self._is_count(kwargs.get("value")):
             func = _padded
         writes = name in _WRITES or name[-1:] == "_" != name[-2:-1] or "out" in kwargs
@@ -241,7 +240,9 @@ class Constants(TorchFunctionMode):
         return value if isinstance(value, Tensor) and value.dim() else self._taken_number(value)
 
     def _open_bounds(self, value: Any) -> Any:
-        """A slice whose ends are counts in tensors, with open numbers; torch fixes the counts."""
+        """An index whose slices end at counts in tensors, with open numbers; torch fixes these."""
+        if isinstance(value, tuple):
+            return tuple(map(self._open_bounds, value))
         if not isinstance(value, slice):
             return value
         ends = value.start, value.stop, value.step
