@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from bevquant_export import (  # noqa: E402
     lint_onnx,
     open_onnx,
 )
+from bevquant_export._figures import timed  # noqa: E402
 from bevquant_export.targets import _cpu  # noqa: E402
 from bevquant_int8sim import simulate  # noqa: E402
 from bevquant_qnn import QuantConfig, quantize_model  # noqa: E402
@@ -185,3 +187,27 @@ def test_a_sum_that_keeps_a_layer_in_float_is_noted(tmp_path: Path) -> None:
     assert any("integer_sums=True" in note for note in made.notes)
     made = export_qdq_onnx(model, x, tmp_path / "net.onnx", "onnxruntime", integer_sums=True)
     assert made.notes == ()
+
+
+@pytest.mark.skipif(time.get_clock_info("process_time").resolution >= 1e-5, reason="coarse clock")
+def test_waiting_for_other_processes_is_not_counted_on_one_thread(monkeypatch) -> None:
+    clocks = {"process_time": 0.0, "perf_counter": 0.0}
+    for name in clocks:
+        monkeypatch.setattr(time, name, lambda name=name: clocks[name])
+
+    class Session:
+        def __init__(self, waits: float) -> None:
+            self.waits = waits
+
+        def get_inputs(self) -> list:
+            return []
+
+        get_outputs = get_inputs
+
+        def run(self, names: list, given: dict) -> None:
+            clocks["process_time"] += 0.002
+            clocks["perf_counter"] += 0.002 + self.waits
+
+    for threads, ratio in ((1, 1.0), (2, 11.0)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert timed(0.0, 0.02, {}, Session).ratio == pytest.approx(ratio)
