@@ -165,7 +165,7 @@ def test_quantizers_calibrate_export_and_keep_their_ranges(name: str, tmp_path: 
 
 
 def test_wrong_calls_are_named() -> None:
-    with pytest.raises(ValueError, match=r"num_bits='fp4': expected a number, or one of \['mxfp8'"):
+    with pytest.raises(TypeError, match=r"integer, a pair or one of \['mxfp8'.*not 'fp4'"):
         QuantDescriptor(num_bits="fp4")
     with pytest.raises(ValueError, match="mxfp4 has a sign"):
         QuantDescriptor(num_bits="mxfp4", unsigned=True)

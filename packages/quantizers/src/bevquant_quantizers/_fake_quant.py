@@ -78,6 +78,7 @@ def fake_quantize(
         came = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"fake_quantize needs floating-point input, got {came}: convert it first")
     if isinstance(num_bits, str):
+        check_bits(num_bits)
         raise TypeError(f"fake_quantize: {num_bits} has blocks: use fake_quantize_blocks")
     if not isinstance(amax, Tensor):
         try:

@@ -142,13 +142,15 @@ def check_bits(num_bits: object) -> NumBits:
     """`num_bits` as it is; a list of two, as YAML and JSON have it, as a tuple.
 
     Raises:
-        TypeError: It is no integer, pair of them or text.
+        TypeError: It is no integer, pair of them or name of a block format.
         ValueError: It is not from 0 to 32, and no format of `format_of`.
     """
     if isinstance(num_bits, str):
         if num_bits in _BLOCKS:
             return num_bits
-        raise ValueError(f"num_bits={num_bits!r}: expected a number, or one of {list(_BLOCKS)}")
+        raise TypeError(
+            f"num_bits must be an integer, a pair or one of {list(_BLOCKS)}, not {num_bits!r}"
+        )
     if isinstance(num_bits, list | tuple):
         pair = tuple(num_bits)
         if pair in _FLOATS:
