@@ -126,12 +126,15 @@ def frame_tables(model: IntegerModel | None) -> dict[str, str]:
 
 def _items(step: Step, makers: Mapping[str, Step]) -> Iterator[Step]:
     """Operations that take numbers from tensors, among the producers of a requirement."""
-    for name in step.inputs:
-        maker = makers.get(name)
+    pending, seen = [*reversed(step.inputs)], set[str]()
+    while pending:
+        name = pending.pop()
+        maker = None if name in seen else makers.get(name)
+        seen.add(name)
         if maker is not None and maker.attributes.get("what") == "item":
             yield maker
         elif maker is not None:
-            yield from _items(maker, makers)
+            pending += reversed(maker.inputs)
 
 
 def _is_batch_index(item: Step, makers: Mapping[str, Step]) -> bool:

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bevquant_export import compare_qdq_onnx, export_qdq_onnx, open_onnx
+from bevquant_export._taken_numbers import _items
+from bevquant_int8sim.program import Ref, Step
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import calibrate
 
@@ -249,3 +251,10 @@ def test_a_table_of_sizes_leaves_the_sizes_of_a_file_fixed(tmp_path: Path) -> No
     ).values()
     want = model(*other).detach()
     assert (got - want).norm() < 0.02 * want.norm()
+
+
+def test_each_producer_of_a_requirement_is_searched_once() -> None:
+    item = Step("host", "", (Ref("x"),), ("n0",), attributes={"what": "item"})
+    sums = [Step("host", "", (Ref(f"n{i}"),) * 2, (f"n{i + 1}",)) for i in range(60)]
+    found = list(_items(sums[-1], {step.outputs[0]: step for step in (item, *sums)}))
+    assert found == [item]
