@@ -262,6 +262,9 @@ class LayerComparison:
             output in both models.
         beside: `bevquant_int8sim.LayerComparison` of both models with the integer model. It runs
             beside them and reads the results of their layers.
+        match_choices: Let the float model take the quantized model's choices, such as a top-k, so
+            that later layers are compared on the same objects. Where choices differ, the float
+            model runs once more, for its own output.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2))
@@ -281,7 +284,9 @@ class LayerComparison:
         output: Callable[[Any], Tensor] = first_tensor,
         watch: Mapping[str, Judge] = MappingProxyType({}),
         beside: Beside | None = None,
+        match_choices: bool = True,
     ) -> None:
+        self._match_choices = match_choices
         self._models, self._output, self._beside = (float_model, quantized_model), output, beside
         shared: Set[str] = frozenset() if beside is None else beside.layers
         self._hooks = _Hooks(float_model, quantized_model, output, watch, shared)
@@ -312,8 +317,12 @@ class LayerComparison:
         call = on_batch(keeps_state=False)
         ahead = Choices()
         hooks.choices = choices = Choices(ahead)
-        quantized = partial(_choosing, ahead, call, quantized_model, batch)
-        in_float = partial(_choosing, choices, call, float_model, batch)
+        quantized, in_float = (
+            partial(_choosing, taken, call, model, batch)
+            if self._match_choices
+            else partial(call, model, batch)
+            for taken, model in ((ahead, quantized_model), (choices, float_model))
+        )
         record: dict[str, np.ndarray[Any, Any]] = {}
         with state_kept(*self._models), lead(in_float) as leader:
             hooks.leaders = [leader]

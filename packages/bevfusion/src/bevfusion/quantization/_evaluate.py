@@ -24,7 +24,12 @@ from bevfusion.model import Batch, Detector, Sizes
 from bevfusion.model.head import Detections
 from bevfusion.quantization._stage_maps import StageMaps, StageRow, stage_probes, whole_output
 from bevquant_qnn import LayerComparison, LayerRow
-from bevquant_quantizers import QuantizerRow, QuantizerValues, watching_quantizers
+from bevquant_quantizers import (
+    QuantizerRow,
+    QuantizerValues,
+    TensorQuantizer,
+    watching_quantizers,
+)
 from bevquant_quantizers.ranks import Record, Shards, in_order
 
 Pair = Callable[[int, Any, Any], None]
@@ -56,6 +61,16 @@ def compare_layers(
             if each is not None:
                 each(index, wanted, got)
     return comparison
+
+
+def _quantizes_choosers(model: Detector) -> bool:
+    """Whether a module that chooses objects has quantized layers, which are then compared.
+
+    Models in other code do not name the modules that choose: the whole model counts.
+    """
+    built = dict(model.named_modules())
+    parts = [built[path] for path in model.chooses if path in built] or [model]
+    return any(isinstance(m, TensorQuantizer) for part in parts for m in part.modules())
 
 
 class DetectorComparison:
@@ -91,6 +106,7 @@ class DetectorComparison:
             output=whole_output,
             watch={stage.path: stage.compare for stage in self._stages},
             beside=integers,
+            match_choices=_quantizes_choosers(quantized_model),
         )
         self.watching = self._layers.watching
         self._kind = ""
