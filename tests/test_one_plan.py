@@ -102,8 +102,13 @@ def test_dense_files_hold_the_plan_or_are_not_written(profile: str, tmp_path: Pa
     graph = onnx.load(path).graph
     assert [node.op_type for node in graph.node].count("Conv") == 4
     path.unlink()
-    # No profile has 16-bit activations: refused, not narrowed to 8.
     apply_precision(model, PrecisionPlan.by_hand(model, {"2": "int16"}))
+    if profile == "onnxruntime":
+        export_qdq_onnx(model, (images,), path, profile=profile)
+        kinds = {constant.data_type for constant in onnx.load(path).graph.initializer}
+        assert onnx.TensorProto.INT16 in kinds
+        return
+    # Other profiles have no 16-bit activations: refused, not narrowed to 8.
     with pytest.raises(ValueError, match="16 bits; expected 8"):
         export_qdq_onnx(model, (images,), path, profile=profile)
     assert not path.exists()

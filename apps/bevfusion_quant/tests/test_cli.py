@@ -119,7 +119,7 @@ def test_bad_weights(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(capsys, here, "--points", "good.npz", "--weights", "w.pth")
     assert "unexpected: encoders.lidar.backbone.extra" in message
     assert message.count("missing: ") == 21 + 21 * 4
-    assert "no weights file" in refused(
+    assert "--weights absent.pth: no such file" in refused(
         capsys, here, "--points", "good.npz", "--weights", "absent.pth"
     )
 

@@ -254,9 +254,15 @@ def test_integers_follow_on_frames_of_any_size(make: Any, inputs: Any, frame: in
 
 
 @torch.no_grad()
-def test_what_chooses_voxels_is_folded_and_refused_by_file_and_line() -> None:
-    with pytest.raises(ValueError, match=r"needs them as a number \(.*test_sparse_idioms\.py:\d+"):
-        integers(Chosen, batch)
+def test_chosen_voxels_are_followed_and_another_decision_is_refused_by_file_and_line() -> None:
+    model = integers(Chosen, batch)
+    for frame in (1, 2):
+        wanted, made = (m(*batch(frame)) for m in (quantized(Chosen, batch), model))
+        assert torch.equal(wanted.indices, made.indices)
+        assert close(wanted.features, made.features)
+    few = ({name: tensor[:6] for name, tensor in batch(0)[0].items()},)
+    with pytest.raises(ValueError, match=r"test_sparse_idioms\.py:\d+\): the forward decides by"):
+        model(*few)
 
 
 class Counted(nn.Module):
