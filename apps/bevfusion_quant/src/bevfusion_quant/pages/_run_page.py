@@ -104,7 +104,7 @@ def _figures(content: ReportContent) -> Iterator[Figure]:
     for more in content.figures:
         yield _figure(more.label, more.value, more.note)
     if "total" in content.seconds:
-        yield _figure("Time", seconds(content.seconds["total"]))
+        yield _figure("Time of this run", seconds(content.seconds["total"]))
     if content.peak_memory_mib is not None:
         yield _figure("Peak memory", memory(content.peak_memory_mib))
 
