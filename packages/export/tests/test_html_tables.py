@@ -14,8 +14,9 @@ from bevquant_export.floats import FloatDifference, FloatFile
 from bevquant_export.sparse import SparseExport
 from bevquant_fusion import FusionResult
 from bevquant_fusion._result import Skipped
-from bevquant_graph import HtmlTable
-from bevquant_qnn import QuantizeResult, SensitivityRow, SensitivityTable
+from bevquant_graph import HtmlTable, HtmlText
+from bevquant_qnn import PrecisionPlan, QuantizeResult, SensitivityRow, SensitivityTable
+from bevquant_qnn._precision_plan import PlannedGroup
 from bevquant_qnn._result import SkippedModule
 from bevquant_qnn._round_weights import RoundedLayer, RoundingResult
 from bevquant_quantizers import CalibrationReport, QuantizerReport
@@ -32,6 +33,7 @@ RESULTS = {
     "float": FloatFile(
         Path("f"), 17, {ODD: (1,)}, {}, (FloatDifference(ODD, 8, 0, 0.0, 0.0, 1.0),)
     ),
+    "plan": PrecisionPlan((PlannedGroup((ODD,), "int8"),), metric="sqnr"),
     "rounding": RoundingResult((RoundedLayer(ODD, 0.1, 0.05),), (("conv", "reason"),)),
     "sparse": SparseExport(Path(ODD), ()),
     "detector": DetectorExport(Path("d"), "t", None, None, (DetectorMap(ODD, (1, 2), None, "m"),)),
@@ -48,6 +50,15 @@ def test_one_table_of_escaped_cells(name: str) -> None:
     heads, *rows = table.iter("tr")
     assert all(len(row) == len(heads) for row in rows)
     assert len(rows) == (name not in ("dense", "sparse"))
+
+
+def test_other_results_are_their_escaped_text() -> None:
+    class Report(HtmlText):
+        def __str__(self) -> str:
+            return f"one\n{ODD}"
+
+    page = ElementTree.fromstring(Report()._repr_html_())
+    assert (page.tag, page.text) == ("pre", f"one\n{ODD}")
 
 
 def test_numbers_are_short_and_none_is_a_dash() -> None:

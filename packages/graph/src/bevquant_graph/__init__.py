@@ -25,7 +25,7 @@ from ._faults import (
 from ._graph import Graph
 from ._guards import only_guards
 from ._held import replace_modules
-from ._html_table import HtmlTable
+from ._html_table import HtmlTable, HtmlText
 from ._kinds import check_kind, checked_batches, file_path, run_on
 from ._layer_class import is_library_class, layer_class, own_code, zero_padding
 from ._memory import WithMemory, in_sequence, with_memory
@@ -68,6 +68,7 @@ __all__ = [
     "Graph",
     "Guard",
     "HtmlTable",
+    "HtmlText",
     "OpSpec",
     "Opaque",
     "ReadMembers",

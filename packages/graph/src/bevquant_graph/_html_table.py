@@ -1,4 +1,4 @@
-"""Results as HTML tables in notebooks."""
+"""Results as HTML in notebooks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from html import escape
 from typing import Any
+
+
+class HtmlText:
+    """A result that a notebook shows as its printed text."""
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 class HtmlTable:

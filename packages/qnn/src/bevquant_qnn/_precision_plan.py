@@ -11,7 +11,7 @@ from typing import Annotated, Self
 import msgspec
 from torch import nn
 
-from bevquant_graph import check_kind, ordinary_tensors
+from bevquant_graph import HtmlTable, check_kind, ordinary_tensors
 from bevquant_qnn._precision import (
     REASONS,
     Precision,
@@ -36,7 +36,7 @@ class PlannedGroup:
 
 
 @dataclass(frozen=True)
-class PrecisionPlan(JsonDocument):
+class PrecisionPlan(HtmlTable, JsonDocument):
     """A precision for each group of a model's layers.
 
     Attributes:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from bev_data import InputError
 from bevfusion.model._names import CONVERSIONS, NAMINGS, NORM_BEHIND, Renamed, best_naming, rename
+from bevquant_graph import HtmlText
 from bevquant_quantizers.documents import Checkpoint, DocumentError, read_checkpoint
 from bevquant_sparse import WeightLayout, is_sparse_conv, layout_of, permute_weight, set_weight
 
@@ -86,7 +87,7 @@ _OPTIONAL = ("num_batches_tracked", "relative_position_index")
 
 
 @dataclass(frozen=True)
-class LoadReport:
+class LoadReport(HtmlText):
     """Result of loading a checkpoint.
 
     Attributes:

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor, fx, nn
 
-from bevquant_graph import on_batch
+from bevquant_graph import HtmlText, on_batch
 from bevquant_hybrid.nn.qat.stubs import DeQuantStub
 from bevquant_hybrid.operators import OperatorCall, trace_calls
 from bevquant_hybrid_tools.performance import ChipFigures, estimate_cpu_layers, estimate_layers
@@ -198,7 +198,7 @@ class CpuMove(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class CpuSuggestion(JsonDocument):
+class CpuSuggestion(HtmlText, JsonDocument):
     """Which layers should run on the CPU, in the order in which they were picked."""
 
     march: str  # the BPU architecture
