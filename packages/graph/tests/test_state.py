@@ -326,6 +326,31 @@ def test_threads_that_capture_at_once_get_graphs(same: bool) -> None:
     assert torch.backends.mha.get_fastpath_enabled() == fast
 
 
+def test_inference_mode_of_another_thread_holds_during_a_trace() -> None:
+    traced, seen = threading.Event(), threading.Event()
+    found: list[bool] = []
+
+    class Waits(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.compiler.is_compiling():
+                traced.set()
+                assert seen.wait(60)
+            return x.relu()
+
+    def serve() -> None:
+        assert traced.wait(60)
+        with torch.inference_mode():
+            found.append(torch.is_inference_mode_enabled())
+        found.append(torch.is_inference_mode_enabled())
+        seen.set()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    capture(Waits(), torch.ones(2, 3))
+    thread.join()
+    assert found == [True, False]
+
+
 def test_one_thread_at_a_time_is_alone_with_a_model_and_its_parts() -> None:
     net, order = nn.Sequential(nn.ReLU()), []
 

@@ -27,7 +27,7 @@ pytest.importorskip("onnxruntime")
 
 
 class Net(nn.Module):
-    """Two blocks of which one is short, maps and rows, a ReLU in front of blocks."""
+    """Two blocks, one of them short; maps and rows; a ReLU upstream of blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -264,7 +264,7 @@ class Constants(TorchFunctionMode):
 
 
 def _padded(x: Tensor, pad: Any, mode: str = "constant", *, value: Tensor) -> Tensor:
-    """``pad`` with an open number, of which torch takes a float."""
+    """``pad`` with an open number; torch itself requires a float."""
     inside = torch.nn.functional.pad(torch.ones_like(x, dtype=torch.bool), pad, mode)
     return torch.where(inside, torch.nn.functional.pad(x, pad, mode), value.to(x.dtype))
 

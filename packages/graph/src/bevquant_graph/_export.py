@@ -30,6 +30,7 @@ from ._constants import INTEGERS, Constants
 from ._functional import functional, inline_regions
 from ._opaque import Opaque
 from ._own_inputs import own_inputs
+from ._quiet import by_thread
 from ._signature import Leaf, Tree, entries, flatten, rebuild, traced_value
 from ._tidy import NUMBERS
 
@@ -123,7 +124,8 @@ def exported(
         stack.enter_context(mock.patch.object(torch.SymInt, "bit_length", bit_length))
         # Composite operators of tensors made in inference mode reach torch's fake tensors whole.
         for name in ("__enter__", "__exit__"):
-            stack.enter_context(mock.patch.object(torch.inference_mode, name, nothing))
+            held = by_thread(nothing, getattr(torch.inference_mode, name))
+            stack.enter_context(mock.patch.object(torch.inference_mode, name, held))
         outermost = _Shell.forward.__code__, exported.__code__
         answered = stack.enter_context(places_noted(outermost))
         if open_sizes:
