@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bevquant_qnn import matched
+from bevquant_qnn.matched import Matched
+
 _ATEN: Any = torch.ops.aten
 _RANKS = frozenset((_ATEN.topk.default, _ATEN.sort.default, _ATEN.sort.stable))
 _ARGUMENTS = frozenset((_ATEN.argmax.default, _ATEN.argmin.default))
 _MASKED = frozenset((_ATEN.index.Tensor, _ATEN.masked_select.default))
-
-Matched = tuple[int, int, int]
-"""Objects that both runs choose, and the number that each one chooses."""
 
 
 class Choices(TorchDispatchMode):
@@ -51,11 +51,11 @@ class Choices(TorchDispatchMode):
             _, own, axis = self._orders[id(args[0])]  # the first ones of an order
             self._note_order(made, func(own, *args[1:]), axis)
         if func is _ATEN.nonzero.default and args[0].dtype == torch.bool:
-            return self._chosen(made, _same_places)
+            return self._chosen(made, matched.places)
         if not (func in _RANKS or func in _ARGUMENTS) or not args[0].is_floating_point():
             return made
         if func in _ARGUMENTS:
-            return self._chosen(made, _same_values)
+            return self._chosen(made, matched.values)
         names = [argument.name for argument in func._schema.arguments]
         axis = (dict(zip(names, args, strict=False)) | kwargs).get("dim", -1)
         index = self._chosen(made[1], None)
@@ -66,17 +66,17 @@ class Choices(TorchDispatchMode):
 
     def _masks(self, indices: Any) -> Any:
         if isinstance(indices, Tensor):
-            return self._chosen(indices, _same_masks)
+            return self._chosen(indices, matched.masks)
         masks = (isinstance(i, Tensor) and i.dtype == torch.bool for i in indices)
         pairs = zip(indices, masks, strict=True)
-        return [self._chosen(i, _same_masks) if mask else i for i, mask in pairs]
+        return [self._chosen(i, matched.masks) if mask else i for i, mask in pairs]
 
     def _chosen(self, own: Tensor, count: Callable[[Tensor, Tensor], Matched] | None) -> Tensor:
         """The run's own choice, or that of the run ahead; the latter is counted."""
         number, chosen = len(self.made), own
         if self._leading is not None and number < len(self._leading.made):
             other = self._leading.made[number]
-            first = int(count is _same_places)  # as many rows as there are
+            first = int(count is matched.places)  # as many rows as there are
             if other.dtype == own.dtype and other.shape[first:] == own.shape[first:]:
                 chosen = other
                 self.differ |= not torch.equal(own, other)
@@ -87,28 +87,7 @@ class Choices(TorchDispatchMode):
 
     def _note_order(self, chosen: Tensor, own: Tensor, axis: int) -> None:
         self._orders[id(chosen)] = chosen, own, axis
-        self._count(_same_lines(own.movedim(axis, -1), chosen.movedim(axis, -1)))
+        self._count(matched.lines(own, chosen, axis))
 
     def _count(self, counts: Matched) -> None:
-        known = [counts] if self.matched is None else [self.matched, counts]
-        self.matched = min(known, key=lambda m: m[0] / max(*m, 1))
-
-
-def _same_masks(own: Tensor, other: Tensor) -> Matched:
-    return int((own & other).sum()), int(own.sum()), int(other.sum())
-
-
-def _same_places(own: Tensor, other: Tensor) -> Matched:
-    rows = torch.cat([own, other]).unique(dim=0, return_counts=True)[1]
-    return int((rows == 2).sum()), len(own), len(other)
-
-
-def _same_values(own: Tensor, other: Tensor) -> Matched:
-    return int((own == other).sum()), own.numel(), other.numel()
-
-
-def _same_lines(own: Tensor, other: Tensor) -> Matched:
-    """Indices in a line of one that the same line of the other has too."""
-    own, other = own.sort(-1)[0], other.contiguous()
-    place = torch.searchsorted(own, other).clamp_(max=max(own.shape[-1] - 1, 0))
-    return int((own.take_along_dim(place, -1) == other).sum()), own.numel(), other.numel()
+        self.matched = matched.fewest([counts] if self.matched is None else [self.matched, counts])

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from bevquant_graph import check_kind, checked_batches, on_batch, state_kept
 from bevquant_qnn._attention import QuantMultiheadAttention
-from bevquant_qnn._choices import Choices, Matched
+from bevquant_qnn._choices import Choices
 from bevquant_qnn._input_channels import InputChannels
 from bevquant_qnn._lockstep import Leader, lead
 from bevquant_qnn._pair_sums import PairSums, count_beyond
 from bevquant_qnn._snapshots import UnknownValue, tensors
+from bevquant_qnn.matched import Matched
 from bevquant_quantizers.documents import record_table
 
 Judge = Callable[[Tensor, Tensor], None]

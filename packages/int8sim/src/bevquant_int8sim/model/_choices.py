@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from bevquant_graph import op_spec
+from bevquant_qnn import matched
+from bevquant_qnn.matched import Matched
 
 _RANKS = frozenset("topk sort max min kthvalue median mode".split())
 """These return values and indices."""
@@ -26,9 +28,6 @@ _COMPARISONS = frozenset("eq ne lt le gt ge isclose __eq__ __ne__ __lt__ __le__"
 }
 _WEIGHTED = frozenset(("layer", "sparse_layer"))
 _LEARNED = _WEIGHTED | {"quantize"}
-
-Matched = tuple[int, int, int]
-"""Objects that float and integer model both choose, and the number that each chooses."""
 
 
 class Choices:
@@ -88,23 +87,17 @@ class Choices:
             one, other = (
                 v if isinstance(v, Tensor) else torch.stack([*v], -1) for v in (own, chosen)
             )
-            rows = torch.cat([one, other]).unique(dim=0, return_counts=True)[1]
-            return int((rows == 2).sum()), len(one), len(other)
+            return matched.places(one, other)
         if name not in _RANKS | _INDICES:
-            return int((own & chosen).sum()), int(own.sum()), int(chosen.sum())
+            return matched.masks(own, chosen)
         one, other = (v if isinstance(v, Tensor) else v[1] for v in (own, chosen))
         axis = _axis(node)
         operand: Any = node.args[0]
         if axis is None or one.dim() < len(operand.meta["val"].shape):
-            return int((one == other).sum()), one.numel(), other.numel()
+            return matched.values(one, other)
         for part in _parts(node):  # x.argsort()[:, :k]: the first ones alone are chosen
             one, other = (part.target(v, *part.args[1:]) for v in (one, other))  # type: ignore[operator]
-        one, other = (v.movedim(axis, -1).reshape(-1, v.shape[axis]) for v in (one, other))
-        if not one.numel():
-            return 0, 0, 0
-        known = torch.zeros(len(one), int(max(one.max(), other.max())) + 1, dtype=torch.bool)
-        known.scatter_(1, one, True)
-        return int(known.gather(1, other).sum()), one.numel(), other.numel()
+        return matched.lines(one, other, axis)
 
 
 def _downstream(graph: fx.Graph, begins: Callable[[fx.Node], bool]) -> set[fx.Node]:

@@ -23,6 +23,7 @@ from bevquant_int8sim.model._program import Step
 from bevquant_int8sim.model._reference import Returned, layer_calls, tensor_of
 from bevquant_int8sim.model._simulate import simulate
 from bevquant_int8sim.model._verify import StepBounds, check_results
+from bevquant_qnn.matched import fewest
 from bevquant_quantizers import CalibrationReport
 
 __all__ = ["LayerComparison", "compare"]
@@ -208,7 +209,7 @@ class LayerComparison(ForcedRun):
             sums, got = self.sums[value], made[value]
             chosen = [self.matched[c] for c in self._chosen_for[value] if c in self.matched]
             if chosen:  # the one with most other objects
-                sums.add_matched(min(chosen, key=lambda m: m[0] / max(*m, 1)))
+                sums.add_matched(fewest(chosen))
             if self._bounds is not None:
                 self._bounds.hold(value, got, teacher_forced)
             form = self.model.program.values[value].form

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from bevquant_graph import check_kind, op_spec, own_inputs
 from bevquant_int8sim._sample import SAMPLES, sampling_error
-from bevquant_int8sim.model._choices import Choices, Matched
+from bevquant_int8sim.model._choices import Choices
 from bevquant_int8sim.model._execute import geometry
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Integers, RequiredType
@@ -23,6 +23,7 @@ from bevquant_int8sim.model._program import Ref, Step, names_in
 from bevquant_int8sim.model._reference import GraphRun, Returned, spent_nodes, tensor_of
 from bevquant_int8sim.model._rowwise import dequantized
 from bevquant_int8sim.model._traced_source import Source
+from bevquant_qnn.matched import Matched
 
 _COMPUTES = frozenset(
     "quantize requantize sparse_conv conv conv_transpose linear add max_pool avg_pool resize "
