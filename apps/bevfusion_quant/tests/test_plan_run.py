@@ -16,7 +16,7 @@ from without_pictures import without_pictures
 from bevfusion.model import trained_weights
 from bevfusion_quant import InputError
 from bevfusion_quant.cli import main
-from bevfusion_quant.export import nvidia_pieces, write_piece
+from bevfusion_quant.export import ONNX_FOLDER, export_run, nvidia_pieces, write_piece
 from bevfusion_quant.integer import lowered
 from bevfusion_quant.ptq import (
     FrameBatches,
@@ -145,7 +145,9 @@ def test_fp8_layers_are_simulated_and_written(runs: Path, wide: LoadedRun, tmp_p
     chosen = {**dict.fromkeys(FLOAT, "float"), WIDE: "int8"}
     groups = (replace(g, precision=chosen.get(g.modules[0], "fp8")) for g in plan)
     apply_plan(model, replace(plan, groups=tuple(groups)))
-    refuse_in_files(replace(plan, groups=(replace(plan.groups[0], precision="fp8"),)), runs)
+    refuse_in_files(
+        replace(plan, groups=(replace(plan.groups[0], precision="fp8"),)), runs, "tensorrt"
+    )
     batch = FrameBatches([small_frame()], TINY, model)[0]
     integer = lowered(model, batch, "auto")
     found = [s.path for s in integer.steps if isinstance(s.module, Float8Layer)]
@@ -169,6 +171,7 @@ def test_files_refuse_sixteen_bits_by_name_before_anything_runs(
     assert main(f"export --run {runs / 'wide'} --runs {runs} --name never".split()) == 2
     told = capsys.readouterr().err
     assert f"{WIDE} (int16)" in told
+    assert "--target onnxruntime, or" in told
     assert "load the run" not in told
     assert not (runs / "never").exists()
     with pytest.raises(InputError, match="int16"):
@@ -176,6 +179,25 @@ def test_files_refuse_sixteen_bits_by_name_before_anything_runs(
             [small_frame()], PtqConfig("tiny", "decoder", plan=runs / "wide/plan.json"),
             runs=runs, name="never", export="tensorrt",
         )  # fmt: skip
+
+
+def test_sixteen_bits_in_files_of_onnxruntime(runs: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    onnx = pytest.importorskip("onnx", reason="onnx is not installed")
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+    made = export_run(
+        runs / "wide", [small_frame()], target="onnxruntime", runs=tmp_path, name="files"
+    )
+    assert not made.exported.failures
+    files = (tmp_path / "files" / ONNX_FOLDER).glob("*.onnx")
+    stored = {t.data_type for path in files for t in onnx.load(path).graph.initializer}
+    assert onnx.TensorProto.INT16 in stored
+
+
+def test_int4_plans_have_files_for_every_engine(runs: Path) -> None:
+    plan = PrecisionPlan(tuple(PlannedGroup(paths, "int4") for paths in GROUPS))
+    for target in ("tensorrt", "tensorrt11", "onnxruntime", "openvino", "autoware", "horizon"):
+        refuse_in_files(plan, runs, target)
 
 
 def test_a_plan_that_does_not_fit_or_is_none_is_refused(

@@ -273,7 +273,7 @@ def export_run(
     chosen = _target(target, ran, run)
     refuse_unfolded(ran, run, "written as files")
     if ran.plan is not None:
-        refuse_in_files(read_plan(Path(run) / PLAN_FILE), run)
+        refuse_in_files(read_plan(Path(run) / PLAN_FILE), run, chosen)
     clock = Clock()
     settings = {"target": chosen, "exports": str(run), "config": ran.config}
     on_cpu = _engines_on_cpu()

@@ -185,7 +185,7 @@ def run_ptq(
     config.check_weights(needs_folding=needs)
     plan = None if config.plan is None else read_plan(config.plan)
     if plan is not None and export is not None:
-        refuse_in_files(plan, f"a run with {config.plan}")
+        refuse_in_files(plan, f"a run with {config.plan}", export)
     with new_run("ptq", clock, **place) as record:
         folder = record.folder
         with clock.step("build"):

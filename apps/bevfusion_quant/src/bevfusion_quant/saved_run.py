@@ -29,6 +29,7 @@ from bevfusion_quant.run import (
     sha256,
 )
 from bevfusion_quant.stages import built_parts, quantize_as, reads_images, sizes_of
+from bevquant_export.targets import find_target, targets
 from bevquant_qnn import PrecisionPlan, apply_precision
 from bevquant_quantizers import load_ranges, save_ranges
 from bevquant_quantizers.documents import as_form, read_tensors, write_tensors
@@ -36,9 +37,6 @@ from bevquant_quantizers.documents import as_form, read_tensors, write_tensors
 # The plan of precisions that calibration, comparison, simulation and export follow.
 
 PLAN_FILE = "plan.json"
-# What ONNX files can hold; other integers have no QuantizeLinear or no kernel on their targets. FP8
-# layers that a target does not take are refused by its exporter.
-_IN_FILES = ("int8", "fp8", "float")
 
 
 def read_plan(path: Path) -> PrecisionPlan:
@@ -72,23 +70,28 @@ def apply_plan(model: nn.Module, plan: PrecisionPlan) -> None:
         ) from error
 
 
-def refuse_in_files(plan: PrecisionPlan, where: str | Path) -> None:
-    """Refuse a plan with precisions that files cannot hold.
+def refuse_in_files(plan: PrecisionPlan, where: str | Path, target: str) -> None:
+    """Refuse a plan with precisions that an engine's files cannot hold.
 
     Args:
         plan: Plan of the run.
         where: Name of the run, for the message.
+        target: Name of the engine.
 
     Raises:
-        InputError: Names the layers.
+        InputError: Names the layers, and the engines whose files hold their precisions.
     """
-    wide = [group for group in plan if group.precision not in _IN_FILES]
-    if wide:
-        wide_groups = "; ".join(f"{', '.join(group.modules)} ({group.precision})" for group in wide)
+    held = find_target(target).precisions
+    refused = [group for group in plan if group.precision not in held]
+    if refused:
+        layers = "; ".join(f"{', '.join(group.modules)} ({group.precision})" for group in refused)
+        needed = {group.precision for group in plan}
+        others = [t.name for t in targets() if needed.issubset(t.precisions)]
+        remedy = f"write it with --target {' or '.join(others)}, or " if others else ""
         raise InputError(
-            f"{where} cannot be written as ONNX files, which hold int8, fp8 and float: "
-            f"{wide_groups}: "
-            "make a plan with sensitivity --precisions int8, and quantize again with ptq --plan"
+            f"{where} cannot be written as ONNX files for {target}, which hold {', '.join(held)}: "
+            f"{layers}: {remedy}make a plan with sensitivity --precisions int8, and quantize again "
+            "with ptq --plan"
         )
 
 

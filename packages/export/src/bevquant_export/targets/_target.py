@@ -140,6 +140,14 @@ class Target(ABC):
         return False
 
     @property
+    def precisions(self) -> tuple[str, ...]:
+        """Precisions of a plan (`bevquant_qnn.PrecisionPlan`) that its files of dense layers hold.
+
+        Weights of 4 bits are int8 with larger steps.
+        """
+        return ("int8", "int4", "float")
+
+    @property
     def labels(self) -> frozenset[str]:
         """Labels by which a rule names the target: its names, its family, its kind, ``"any"``."""
         return frozenset({self.name, *self.aliases, self.family, self.kind, "any"}) - {""}

@@ -42,6 +42,13 @@ class QdqTarget(Target):
         """The profile's."""
         return self.form.half
 
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """By the profile's formats."""
+        form = self.form
+        fp8 = ("fp8",) * ("fp8_e4m3" in form.float8) + ("mxfp8",) * ("mxfp8" in form.float8)
+        return (*super().precisions, *("int16",) * form.int16, *fp8)
+
     def write(self, model: nn.Module, args: Any, path: Path, **options: Any) -> QdqFile:
         """`export_qdq_onnx` with this profile."""
         from bevquant_export.dense import export_qdq_onnx

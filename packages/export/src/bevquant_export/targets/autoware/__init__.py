@@ -54,6 +54,11 @@ class _Autoware(Target):
         "written",
     )
 
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """TensorRT's."""
+        return (*super().precisions, "fp8")
+
     def write(self, model: nn.Module, args: Any, path: Path, **options: Any) -> AutowareFile:
         """`export_autoware_onnx`."""
         return export_autoware_onnx(model, args, path, **options)
