@@ -282,7 +282,7 @@ class _Probe:
             self.beyond += int(torch.count_nonzero(wanted.abs() > self.amax))
 
     def row(self, sources: Sequence[_Probe]) -> BpuLayer:
-        """What was seen, and of its inputs what they could not express."""
+        """The observed row, with the inputs that could not be expressed."""
         read = sum(source.numel for source in sources)
         ranges = [source.amax for source in sources if source.amax is not None]
         return BpuLayer(

@@ -262,10 +262,10 @@ def _place(nodes: Sequence[DrawnNode], layering: Layering) -> _Placed:
 
 
 def _lines_and_widths(nodes: Sequence[DrawnNode]) -> tuple[dict[str, str], dict[str, float]]:
-    """First lines, cut to what fits, and widths.
+    """First lines, cut to the available width, and widths.
 
-    Operators share one width, so that regions have straight sides; others take what they need, up
-    to the width of a region.
+    Operators share one width, so that regions have straight sides; others are as wide as their
+    text, up to the width of a region.
     """
     lines, widths = {}, {}
     for node in nodes:
@@ -349,7 +349,7 @@ def _regions(
 
 
 def _joint(style: str, upper: _Box, lower: _Box, grow: float) -> str:
-    """What joins two nodes of a region. No other region reaches into the space between layers."""
+    """The joint of two nodes of a region. No other region reaches between its layers."""
     pad = _PAD + grow
     left, right = upper.left - pad, upper.right + pad
     high, low = upper.bottom + _PAD - grow, lower.top - _PAD + grow

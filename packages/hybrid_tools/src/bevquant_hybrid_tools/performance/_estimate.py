@@ -433,7 +433,7 @@ def _row(layer: LayerEstimate, total: float) -> list[str]:
 
 
 def _inputs(calls: Sequence[OperatorCall]) -> list[tuple[int, ...]]:
-    """Shapes of what comes from outside, as far as calls tell them apart."""
+    """Shapes of a module's outside inputs, where calls differ in them."""
     shapes = [
         shape
         for call in calls

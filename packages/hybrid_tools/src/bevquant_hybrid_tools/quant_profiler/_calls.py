@@ -46,7 +46,7 @@ def named_operators(
 
     Args:
         model: Any model.
-        check: What counts as an operator; None for `is_operator`.
+        check: Whether a module is an operator; None for `is_operator`.
 
     Returns:
         Modules by name, in the order of their definition; and further names of modules, with the
@@ -111,7 +111,7 @@ def record_calls(
         model: Float, calibration, QAT or converted model, traced or not.
         example_inputs: A tensor, or a tuple or list of the forward's arguments.
         keep: Copy inputs and outputs.
-        check_leaf_module: What counts as an operator; None for `is_operator`.
+        check_leaf_module: Whether a module is an operator; None for `is_operator`.
         watch: Called after each operator with its path, module, arguments and result.
     """
     recorder = _Recorder(keep, watch)

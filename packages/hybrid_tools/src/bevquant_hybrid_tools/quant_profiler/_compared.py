@@ -165,7 +165,7 @@ def _values(tensor: Tensor) -> Tensor:
 
 
 def _steps(pairs: list[tuple[Tensor, Tensor]], call: Call) -> int | None:
-    """The largest difference in steps of the results' scale; of what is dequantized, its input's.
+    """The largest difference in steps of the result's scale, or of a dequantization's input.
 
     None without a scale of 8 or 16 bits (those of accumulators say nothing), unless there is no
     difference.

@@ -65,8 +65,8 @@ def featuremap_similarity(
         similarity_func: ``"Cosine"``, ``"MSE"``, ``"L1"``, ``"KL"``, ``"SQNR"``, or a function of
             two flat float64 tensors to one number, larger for more similar ones.
         threshold: Cosine (0.99) and SQNR (20 dB) below it are printed, MSE, L1 and KL (1.0) above
-            it, and what a function gives below it; None for the numbers given here, and none for a
-            function.
+            it, and values of a function below it; None for the numbers given here (a function has
+            none).
         devices: Where copies of both models run, or a pair; None for the models as they are.
         out_dir: Folder of the files; None for the current one.
 
@@ -119,7 +119,7 @@ def featuremap_similarity(
 
 
 def _as_in(model: nn.Module, other: nn.Module) -> Callable[[nn.Module], bool]:
-    """What counts as one operator: also what is one in the other model, and here has parts."""
+    """Whether a module counts as one operator; also if it is one in the other model alone."""
     names = named_operators(other)[0]
     whole = {id(m) for path, m in model.named_modules(remove_duplicate=False) if path in names}
     return lambda module: id(module) in whole or is_operator(module)
@@ -162,9 +162,9 @@ def _match_calls(
 ) -> tuple[list[Match], list[str]]:
     """Match the calls of a model with those of one that is fused less, or as much.
 
-    By name and by how often a module was called before. A fused module stands for all that it
-    took in: what lies in the data flow of the other model around the call of its name, under names
-    that are silent in its own, or as functions.
+    By name and by the number of earlier calls. A fused module stands for all its members: calls in
+    the other model's data flow around the call of its name, under names that are silent in its own
+    model, or functions.
 
     Args:
         ones: Calls of the model that is fused more.

@@ -33,8 +33,8 @@ from bevquant_hybrid_tools.quant_profiler._tables import (
 class Selection:
     """Modules selected by prefixes of their names and by class.
 
-    A prefix that is the name of a module means it and what it holds (``conv1`` is not ``conv10``);
-    any other is the start of names.
+    A prefix that is a module's name selects it and its children (``conv1`` does not select
+    ``conv10``); any other is the start of names.
 
     Args:
         model: Where the names are from.
@@ -101,7 +101,7 @@ def set_preserve_qat_mode(
 
     Args:
         model: Float or QAT model.
-        prefixes: Starts of names; the name of a module means it and what it holds.
+        prefixes: Starts of names; the name of a module selects it and its children.
         types: Classes. In a QAT model a float class means the QAT modules that stand for it.
         value: The mark.
 
@@ -158,7 +158,7 @@ def parameters_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_quantized(module: Weighted) -> bool:
-    """Whether the weight itself, and not what a batch norm makes of it, has the scale."""
+    """Whether the scale is of the weight itself, not of the weight with a folded batch norm."""
     fake_quant = module.weight_fake_quant
     return isinstance(fake_quant, FakeQuantize) and not isinstance(module, WithBatchNorm)
 
@@ -198,7 +198,7 @@ def get_raw_features(
     Args:
         model: Float, calibration, QAT or converted model.
         example_inputs: A tensor, or a tuple or list of the forward's arguments.
-        prefixes: Starts of names: only these; the name of a module means it and what it holds.
+        prefixes: Starts of names: only these; the name of a module selects it and its children.
         types: Classes: only these (and those of `prefixes`).
         device: Where a copy of the model runs; None for the model as it is.
         preserve_int: Give integers where a value has a scale.
@@ -322,7 +322,7 @@ def profile_featuremap(
     ``statistic.html`` shows extremes and means of the outputs.
 
     Args:
-        featuremap: What `get_raw_features` returned.
+        featuremap: Result of `get_raw_features`.
         with_tensorboard: Write histograms for TensorBoard too.
         tensorboard_dir: Where; None for its own choice.
         print_per_channel_scale: Print scales per channel, else the cell is empty.

@@ -43,9 +43,9 @@ def model_profiler(
 ) -> Path:
     """Run the other tools on two neighbouring forms of a model; show all on ``profiler.html``.
 
-    Similarities, statistics of both, calls of both, weights; of a float model what could be fused,
-    of a prepared one its qconfigs. The tools' own files lie beside the page, the statistics as
-    ``model1_statistic`` and ``model2_statistic``; nothing is printed.
+    Similarities, statistics and calls of both, weights; for a float model the layers that could be
+    fused, for a prepared one its qconfigs. The tools' own files lie beside the page, the statistics
+    as ``model1_statistic`` and ``model2_statistic``; nothing is printed.
 
     Args:
         model1: Float, calibration or QAT model.

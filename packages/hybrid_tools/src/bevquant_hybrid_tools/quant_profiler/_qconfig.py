@@ -1,4 +1,4 @@
-"""Checks of a prepared model: qconfigs, devices, and what could be fused."""
+"""Checks of a prepared model: qconfigs, devices, and layers that could be fused."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def check_qconfig(
         model: Result of prepare_qat, prepare_calibration or their fx forms; it runs in evaluation
             mode and observes nothing.
         example_inputs: A tensor, or a tuple or list of the forward's arguments.
-        prefixes: Starts of names: only these; the name of a module means it and what it holds.
+        prefixes: Starts of names: only these; the name of a module selects it and its children.
         types: Classes: only these (and those of `prefixes`).
         custom_check_func: Called with each of these modules, its positional arguments and its
             result.
@@ -135,7 +135,7 @@ def _told(dtypes: list[Any]) -> str:
 
 
 def _fake_quant(module: nn.Module) -> Any:
-    """What quantizes a module's output: its own, or the module itself at a boundary."""
+    """The fake quantizer of a module's output: its own, or the module itself at a boundary."""
     found: Any = getattr(module, "activation_post_process", None)
     if isinstance(module, FakeQuantizeBase):
         return module
@@ -189,8 +189,8 @@ def check_deploy_device(
 
     It reads the prepared graph with `bevquant_hybrid.partition`. Stubs and the boundaries that
     prepare put in count as CPU; views and Identity are where their input is and are not listed.
-    What the mapper has no BPU form of is listed as CPU also in a model that was not prepared as
-    hybrid, whose graph has no boundary there. The table is also written to ``deploy_device.txt``.
+    Operators without a BPU form are listed as CPU, also in a model that was not prepared as hybrid
+    and has no boundary there. The table is also written to ``deploy_device.txt``.
 
     Args:
         model: Result of `prepare_qat_fx` or `prepare_calibration_fx`, or of `convert_fx`.
@@ -234,7 +234,7 @@ def check_deploy_device(
 
 
 def _row(node: Node, modules: dict[str, nn.Module]) -> tuple[str, str]:
-    """Name and form of a node; what is fused into an addition is the call of a method."""
+    """Name and form of a node; an operation fused into an addition is the call of a method."""
     if node.op == "call_function":
         return node.name, "function"
     if node.op == "call_method" or getattr(modules[str(node.target)], "adds", False):
@@ -247,11 +247,11 @@ def check_unfused_operations(
 ) -> list[list[str]]:
     """Find layers whose downstream batch norm, addition or ReLU could be fused into them.
 
-    A layer is a Conv2d, Conv3d, ConvTranspose2d or Linear; behind it any of batch norm, an addition
-    of a FloatFunctional, and ReLU or ReLU6, in this order, each the only reader of the one before.
-    The model is run, so that untraceable ones can be checked; functions are seen as readers, but
-    are no members. Whether what was fused was fused rightly, `featuremap_similarity` of the model
-    before and after tells.
+    A layer is a Conv2d, Conv3d, ConvTranspose2d or Linear. Downstream of it may be a batch norm, an
+    addition of a FloatFunctional, and ReLU or ReLU6, in this order, each the only consumer of the
+    one before. The model is run, so that models that cannot be traced are checked too; functions
+    count as consumers, but are not fused. `featuremap_similarity` of the models before and after
+    fusing shows whether the result is right.
 
     Args:
         model: Float model, before or after fusing.

@@ -1,7 +1,8 @@
 """Differences between QAT, converted and compiled model, operator by operator.
 
-`compare_stages` tells what conversion and compilation change, `script_profile` what a converted
-model gives and whether its file gives the same, `compare_script_models` what two versions convert.
+`compare_stages` shows the differences by conversion and compilation; `script_profile` lists the
+results of a converted model and compares its file; `compare_script_models` compares the models of
+two versions.
 """
 
 from __future__ import annotations
@@ -63,9 +64,10 @@ def compare_stages(
 
     Args:
         qat_model: Result of `prepare_qat_fx`, hybrid or not.
-        converted: What `convert_fx` made of it.
+        converted: Result of `convert_fx` for it.
         example_inputs: A tuple or list of the forward's arguments, or one tensor.
-        compiled: The program that `compile_model` wrote of `converted`, loaded; not of hybrid ones.
+        compiled: The loaded program that `compile_model` wrote of `converted`; not for hybrid
+            models.
 
     Returns:
         One entry for every operator that gives a tensor, in the order of execution.
@@ -98,7 +100,7 @@ def compare_stages(
 
 
 class _Run(Followed):
-    """Keeps what every node is given and gives."""
+    """Keeps the arguments and the result of every node."""
 
     def __init__(self, model: Any) -> None:
         self.given: dict[str, Any] = {}
@@ -200,16 +202,16 @@ def script_profile(
 ) -> dict[str, Tensor]:
     """Run a converted model and list the result of every operator.
 
-    The results are saved by `torch.save` in ``horizon_script_result.pt``. In place of the vendor's
-    parser, which is not public, they are compared with what the integer program of `compile_model`
-    computes after it was written to a file and read again.
+    The results are saved by `torch.save` in ``horizon_script_result.pt``. The vendor's parser is
+    not public. Instead, the results are compared with those of the integer program of
+    `compile_model`, written to a file and read again.
 
     Args:
         model: Result of `convert` or `convert_fx`, not hybrid, or a `torch.jit.trace` of one.
         example_inputs: A tensor, or a tuple or list of the forward's arguments.
         out_dir: Folder of the file; None for the current one.
         march: March that it is for; the one of `set_march` by default.
-        mark_node_func: None alone: the documents do not say what such a function is given.
+        mark_node_func: Only None: the documents do not define the arguments of such a function.
         compare_with_hbdk_parser: Compare, and print whether each result is equal.
 
     Returns:

@@ -80,12 +80,12 @@ def _joined(row: Sequence[Cell], columns: Sequence[tuple[int, bool]], gap: str =
 
 
 def write_text(out_dir: str | os.PathLike[str] | None, name: str, text: str) -> Path:
-    """Write a file whole or not at all; return its path.
+    """Write a file completely or not at all; return its path.
 
     Args:
         out_dir: Folder, made where it is missing; None for the current one.
         name: Of the file.
-        text: What to write.
+        text: Content.
     """
     return write_whole(
         (Path() if out_dir is None else file_path(out_dir, "folder")) / name, text, parents=True
@@ -111,11 +111,11 @@ def page(title: str, content: str) -> str:
 
 
 def curves_picture(names: Sequence[str], curves: Mapping[str, Sequence[float | None]]) -> str:
-    """Return a part of a page with one curve per series; a point tells its operator and value.
+    """Return a part of a page with one curve per series; a point shows its operator and value.
 
     Args:
         names: Of the operators, from left to right.
-        curves: Values by the name of the series; None and what is not finite leaves a gap.
+        curves: Values by the name of the series; None and values that are not finite leave a gap.
     """
     finite = [v for values in curves.values() for v in values if v is not None and math.isfinite(v)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)

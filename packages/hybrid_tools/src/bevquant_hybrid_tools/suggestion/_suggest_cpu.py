@@ -55,10 +55,11 @@ def suggest_cpu(
     and of the float outputs of all batches. The model is not changed.
 
     Args:
-        model: From `prepare_calibration_fx`, calibrated, or from `prepare_qat_fx`; hybrid or not.
-            One that is not becomes hybrid: what must run on the CPU then is in every measurement.
-        batches: What `forward` takes one by one: tensors, tuples or lists of arguments, dicts of
-            keywords. They are kept in a list.
+        model: From `prepare_calibration_fx`, calibrated, or from `prepare_qat_fx`; hybrid or not. A
+            model that is not hybrid becomes so: layers that must run on the CPU are in every
+            measurement.
+        batches: Inputs of `forward`: tensors, tuples or lists of arguments, dicts of keywords. They
+            are kept in a list.
         budget: Milliseconds that all moves together may add; None for any.
         layers: How many layers may move; None for any. One of both must be given.
         metric: ``metric(model_output, float_output)``, larger is better; its mean over the batches
@@ -66,10 +67,10 @@ def suggest_cpu(
             in dB: the mean over output tensors of 10·log₁₀(Σf²/Σ(f − q)²), within ±144.5 dB.
         forward: Called as ``forward(model, batch)``; by default a tuple or list is spread over the
             arguments, a dict over the keywords, anything else is the only argument.
-        hybrid_dict: What the model was prepared with. It can be told from the model itself, unless
-            it names modules for the functions in their forward.
-        qconfig_dict: Of a calibrated model, what `prepare_qat_fx` will get; by default
-            `get_default_qat_qconfig` in the types that were calibrated.
+        hybrid_dict: The `hybrid_dict` of the preparation. By default it is read from the model;
+            that fails only where it names modules for the functions in their forward.
+        qconfig_dict: For a calibrated model, the argument of `prepare_qat_fx` to come; by default
+            `get_default_qat_qconfig` in the calibrated types.
         min_gain: A layer moves if it gains more than this; by default 0.1 dB, or 0 with a metric
             of your own.
         example_inputs: For which the time is estimated: a tensor, a tuple or list of arguments or a
@@ -77,9 +78,9 @@ def suggest_cpu(
         figures: Of another chip than the march's.
 
     Returns:
-        The suggestion: a table when printed, and a `hybrid_dict`. Give that to
-        `prepare_calibration_fx` and run the batches again before `prepare_qat_fx` gets it: values
-        that cross a boundary now have their ranges under other names. Its times are estimates by
+        The suggestion: a table when printed, and a `hybrid_dict`. Pass the dict to
+        `prepare_calibration_fx` and calibrate again before `prepare_qat_fx`: the ranges of values
+        that cross a new boundary have other names. Its times are estimates by
         roofline: CPU at the peak of all its cores, BPU at the peak of one, every layer and every
         stub between them reading and writing DDR memory, one after the other.
 
@@ -160,8 +161,9 @@ class _Search:
 
     Args:
         trials: Builds the models.
-        kept: Names that are on the CPU whatever happens.
-        measure: The metric and the cost of a model, which its second argument names in errors.
+        kept: Names that always run on the CPU.
+        measure: Returns the metric and the cost of a model; its second argument names the model in
+            errors.
         budget: Milliseconds that all moves may add; None for any.
         layers: How many layers may move; None for any.
         min_gain: Gain that a move must exceed.
@@ -236,7 +238,7 @@ class _Search:
         behind: dict[_Names, Measured],
         gains: dict[_Names, float],
     ) -> list[CpuMove]:
-        """Rows of what stays, the largest gain first."""
+        """Rows of the layers that stay, the largest gain first."""
         rows = []
         for names, there in behind.items():
             alone, gain = self._of(names), gains[names]

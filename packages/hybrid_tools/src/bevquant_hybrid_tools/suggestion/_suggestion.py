@@ -29,7 +29,7 @@ _BYTES = {"qint8": 1, "qint16": 2, "qint32": 4}
 
 Metric = Callable[[Any, Any], float]
 Forward = Callable[[nn.Module, Any], Any]
-_MOST = 20 * math.log10(2**24)  # what float32 itself resolves, in dB
+_MOST = 20 * math.log10(2**24)  # resolution of float32, in dB
 
 
 class Measured(NamedTuple):
@@ -45,7 +45,7 @@ def estimate_cost(
 ) -> tuple[float, int]:
     """Milliseconds of one run by roofline, and bytes that cross between BPU and CPU.
 
-    What reads floats runs on the CPU, as do stubs.
+    Operators that read floats run on the CPU, and so do stubs.
     """
     calls = trace_calls(model, inputs)
     on_cpu = [call for call in calls if _is_stub(call) or "float32" in call.input_dtypes]
@@ -85,13 +85,12 @@ def positional(graph: fx.Graph, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 def output_sqnr(output: Any, float_output: Any) -> float:
     r"""Signal to quantization noise in dB: :math:`10 \log_{10}(\sum f^2 / \sum (f - q)^2)`.
 
-    Of several output tensors it is the mean of theirs, so that a small one counts as much as a
-    large one. Nothing is better than 144.5 dB, the resolution of float32, or worse than its
-    negative.
+    Several output tensors count equally: the result is the mean of their ratios. It is limited to
+    ±144.5 dB, the resolution of float32.
 
     Args:
-        output: What the quantized model gave: a tensor, or lists, tuples and dicts of them.
-        float_output: What its float form gave, of the same build.
+        output: Output of the quantized model: a tensor, or lists, tuples and dicts of tensors.
+        float_output: Output of its float form, with the same structure.
 
     Raises:
         ValueError: There is no float tensor in it.
@@ -135,10 +134,10 @@ class Metrics:
 
     Args:
         reference: The float form, whose outputs are kept.
-        batches: What `forward` takes, one by one.
+        batches: Inputs of `forward`.
         forward: Runs a model on a batch; None spreads tuples and lists over the arguments and
             dicts over the keywords.
-        metric: Of a model's output and the reference's.
+        metric: Function of a model's output and the reference's.
     """
 
     def __init__(
@@ -162,7 +161,7 @@ class Metrics:
 
 
 def call_model(model: nn.Module, batch: Any, forward: Forward | None) -> Any:
-    """Run a batch without gradients; whatever is quantized in the output becomes a float."""
+    """Run a batch without gradients; quantized tensors in the output become floats."""
     with torch.no_grad():
         return DeQuantStub()(on_batch(forward)(model, batch))
 
@@ -175,14 +174,14 @@ _NOTE = (
 
 
 class CpuMove(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One layer, or several that only help together, and what moving it does."""
+    """One layer, or several that help only together, and the effect of moving it."""
 
-    path: str  # what `hybrid_dict` calls the layer; of several, the first
+    path: str  # name of the layer in `hybrid_dict`; of several, the first
     # The layers that move with it, because the value between them becomes a float
     others: tuple[str, ...]
-    gain_alone: Finite  # by how much the metric grows if nothing else moves
-    metric: Finite | None  # the metric with this row and all above it moved; None for what stays
-    milliseconds: Finite  # estimated time added behind the rows above it; of what stays, alone
+    gain_alone: Finite  # gain of the metric if nothing else moves
+    metric: Finite | None  # with this row and all above it moved; None for layers that stay
+    milliseconds: Finite  # estimated time added to the rows above it; for layers that stay, alone
     transfer_bytes: int  # bytes added that cross between BPU and CPU, likewise
     reason: str  # why it moves, or stays
 
@@ -202,12 +201,12 @@ class CpuSuggestion(HtmlText, JsonDocument):
     """Which layers should run on the CPU, in the order in which they were picked."""
 
     march: str  # the BPU architecture
-    metric_name: str  # what was measured; larger is better
+    metric_name: str  # the measured quantity; larger is better
     as_given: float  # the metric of the model as it was given
-    start: float  # the metric where only those layers run on the CPU that must or did so before
+    start: float  # the metric with only those layers on the CPU that must be there or were before
     start_milliseconds: float  # estimated time of that model for one run
-    kept: tuple[str, ...]  # what ran on the CPU before by name or without a qconfig, and still does
-    rows: tuple[CpuMove, ...]  # what moves, in order, then what stays, the largest gain first
+    kept: tuple[str, ...]  # layers on the CPU before, by name or without a qconfig, and still there
+    rows: tuple[CpuMove, ...]  # layers that move, in order, then the others, largest gain first
 
     @property
     def moves(self) -> tuple[CpuMove, ...]:
@@ -257,7 +256,7 @@ class CpuSuggestion(HtmlText, JsonDocument):
 
     @classmethod
     def from_json(cls, text: str) -> CpuSuggestion:
-        """Read and check what `to_json` wrote.
+        """Read and check the text of `to_json`.
 
         Raises:
             ValueError: If it is no such JSON, of another version, or contradicts itself.
