@@ -166,6 +166,11 @@ def test_many_findings_are_told_in_short() -> None:
     assert len(finding_lines(found[:8])) == 8
 
 
+def test_facts_that_ask_for_nothing_are_no_warnings() -> None:
+    fact = PoorData("fc", "all frames", "channels", "2 of 5", "ranges of their own", poor=False)
+    assert finding_lines([fact] * 9) == ()
+
+
 @pytest.fixture(scope="module")
 def data() -> Path:
     folder = Path(os.environ.get("BEVQUANT_DATA") or Path(__file__).parents[3] / "shared" / "data")

@@ -279,9 +279,13 @@ def _half(
 
 
 def finding_lines(findings: Sequence[PoorData]) -> tuple[str, ...]:
-    """The first findings, one per line. One wrong frame can spoil every range."""
-    listed = tuple(map(str, findings[:_LISTED]))
-    more = len(findings) - _LISTED
+    """The first findings, one per line. One wrong frame can spoil every range.
+
+    Ranges by channel that are as they should be are on the page alone.
+    """
+    shown = [finding for finding in findings if finding.poor or finding.kind != "channels"]
+    listed = tuple(map(str, shown[:_LISTED]))
+    more = len(shown) - _LISTED
     return (*listed, f"{more} more tensors: the page names them") if more > 0 else listed
 
 

@@ -232,7 +232,7 @@ def _calibration(run: Evidence) -> Iterator[Check]:
             yield Check("Did the calibration warn?", f"it cannot be right: {first}{more}", "look")
             return
         warnings = len(found.warnings) + sum(len(q.warnings) for q in found.quantizers)
-        warnings += len(found.findings)
+        warnings += sum(item.kind != "channels" for item in found.findings)
     elif run.summary.warnings is not None:
         warnings = len(run.summary.warnings)
     else:
