@@ -170,6 +170,7 @@ class _Quantizer(msgspec.Struct):
 class _Finding(msgspec.Struct):
     tensor: str
     frame: str
+    kind: str
     evidence: str
     poor: bool
 
