@@ -213,6 +213,21 @@ def faint_first_frame() -> Any:
     return nn.Sequential(*layers).eval(), given
 
 
+def collapsing_layer() -> Any:
+    """The second layer reads a large channel that it does not use."""
+    torch.manual_seed(0)
+    first, second = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1)
+    with torch.no_grad():
+        first.weight[0] *= 3000
+        second.weight[:, 0] = 0
+    layers = [first, second, nn.ReLU(), nn.Conv2d(8, 64, 3), nn.ReLU(), nn.Conv2d(64, 4, 1)]
+
+    def given(frame: Frame) -> tuple[Tensor]:
+        return (torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(len(frame.name))),)
+
+    return nn.Sequential(*layers).eval(), given
+
+
 def one_value() -> Any:
     """Calibration frames that are empty but for one value."""
 

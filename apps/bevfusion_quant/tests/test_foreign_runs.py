@@ -118,6 +118,21 @@ def test_a_useless_result_says_so(tmp_path: Path) -> None:
     assert "NOT usable" not in str(verdict(quantized(tmp_path, name="good")))
 
 
+def test_a_useless_result_names_the_layer_and_the_plan_that_repairs_it(tmp_path: Path) -> None:
+    made = quantized(tmp_path, "own_detector:collapsing_layer", method="max")
+    first = verdict(made)[0]
+    assert re.match(
+        r"Result +NOT usable: the worst output has .* dB with network.1 in float", first
+    )
+    assert "--plan remedy.json" in (made.folder / "report.html").read_text(encoding="utf-8")
+    again = quantized(
+        tmp_path, "own_detector:collapsing_layer", method="max", plan=made.folder / "remedy.json",
+        name="repaired",
+    )  # fmt: skip
+    assert not again.remedy
+    assert again.layers[-1].sqnr_db > 25
+
+
 def test_an_output_behind_a_top_k_is_compared_object_by_object(tmp_path: Path) -> None:
     made = quantized(tmp_path, "own_detector:best_cells", integers="auto")
     output, model = made.layers[-1], load_quantized(made.folder)

@@ -449,3 +449,5 @@ def test_kept_boxes_make_a_low_layer_unclear() -> None:
         assert "--exclude background" in said
         assert "try --bias-correction" in said
     assert unusable(layers[:1], [kept]) == ""
+    assert unusable(layers, (), "the reason") == "NOT usable: the reason"
+    assert unusable(layers, [AgreementRow(1.0, 9, 9, 9, 0.0, 0.0)], "it").endswith("yet it")

@@ -44,6 +44,7 @@ from bevfusion_quant.frames import FrameBatches, finding_lines, refuse_poor
 from bevfusion_quant.integer import Simulation, check_backend, evaluate_models, lower_model
 from bevfusion_quant.options import Branch, Method, Place, PtqConfig, free_name
 from bevfusion_quant.pages import EvaluatedRun
+from bevfusion_quant.remedy import find_remedy
 from bevfusion_quant.run import Clock, new_run, plain, run_folder, written_text
 from bevfusion_quant.saved_run import (
     EXAMPLE_FRAME,
@@ -133,7 +134,7 @@ class PtqResult:
 
     `refused` is the reason why files could not be written; `notes` are facts about a model in other
     code; `left_out` lists results that are missing, with reasons; `random_weights` says that the
-    model was not trained.
+    model was not trained; `remedy` names layers that make a useless result usable in float.
     """
 
     folder: Path
@@ -153,6 +154,7 @@ class PtqResult:
     notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     random_weights: bool = False
+    remedy: str = ""
 
 
 def run_ptq(
@@ -257,6 +259,8 @@ def run_ptq(
             seconds, peak = clock.spent()
             return outcome(seconds=seconds, peak_memory_mib=peak, simulation=simulation)
         folding_error = relative_change(whole_output(unfolded), whole_output(evaluation.wanted))
+        with clock.step("look for a remedy"):
+            remedy = find_remedy(quantized.model, evaluation.layers, batches, config, plan, folder)
         exported, refused = None, ""
         if export is not None:
             try:
@@ -291,6 +295,7 @@ def run_ptq(
             record, sizes, batches, evaluation, records,
             simulation=simulation,
             exported=exported,
+            remedy=remedy,
         )  # fmt: skip
         about: dict[str, Any] = {"notes": evaluated.notes, "left_out": evaluated.left_out}
         evaluated.draw(quantized_parts(config.branch, config.model)[-1])
@@ -316,6 +321,7 @@ def run_ptq(
                 "weights": weights,
                 "weight_bytes": asdict(size),
                 **({"refused": refused} if refused else {}),
+                **({"remedy": remedy} if remedy else {}),
                 **({} if rounded is None else {"rounding": _rounding(rounded)}),
             }
         )
@@ -323,7 +329,7 @@ def run_ptq(
         exported = replace(exported, folder=record.path / ONNX_FOLDER)
     return outcome(
         seconds=seconds, peak_memory_mib=peak, simulation=simulation, exported=exported,
-        refused=refused, **about,
+        refused=refused, remedy=remedy, **about,
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ def verdict(result: PtqResult, *, folded: bool = True) -> tuple[str, ...]:
         folded: Whether batch norms are folded, which files need.
     """
     lines = [
-        ("Result", unusable(result.layers, result.agreement)),
+        ("Result", unusable(result.layers, result.agreement, result.remedy)),
         ("Boxes", _boxes(result)),
         ("Worst layer", _worst_layer(result)),
         ("Weights", _size(result)),

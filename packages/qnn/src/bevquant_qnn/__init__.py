@@ -51,6 +51,7 @@ from bevquant_qnn._qat_trainer import (
 from bevquant_qnn._quantize_model import quantize_model
 from bevquant_qnn._ranks import Kept
 from bevquant_qnn._refine_plan import RefinedPlan, refine_plan
+from bevquant_qnn._remedy import USELESS_DB, FloatRemedy, float_remedy
 from bevquant_qnn._result import QuantizedModule, QuantizeResult, SharedQuantizer, SkippedModule
 from bevquant_qnn._round_weights import RoundedLayer, RoundingResult, round_weights
 from bevquant_qnn._sensitivity import sensitivity
@@ -62,7 +63,9 @@ from bevquant_qnn._weight_size import WeightSize, weight_size
 __version__ = "0.2.0"
 __all__ = [
     "BIT_OPERATIONS",
+    "USELESS_DB",
     "Budget",
+    "FloatRemedy",
     "FramePart",
     "Kept",
     "LayerComparison",
@@ -114,6 +117,7 @@ __all__ = [
     "compare_layers",
     "distillation_loss",
     "estimate_sensitivity",
+    "float_remedy",
     "freeze",
     "keep_within_ranges",
     "layer_table",

@@ -151,6 +151,7 @@ class ReportContent:
         accuracy: Scores of the models against labels.
         export: The written ONNX files, and the result of their checks.
         sensitivity: Quantization loss of each layer, and the plan.
+        remedy: Layers that in float would make a useless result usable, as a text.
         low_sqnr_db: Layers below this value are counted and marked.
     """
 
@@ -178,6 +179,7 @@ class ReportContent:
     accuracy: Accuracy | None = None
     export: ExportedSet | None = None
     sensitivity: SensitivityOutcome | None = None
+    remedy: str = ""
     low_sqnr_db: float = LOW_SQNR_DB
 
 
@@ -187,26 +189,34 @@ def arranged(names: Sequence[str]) -> list[int]:
     return sorted(range(len(names)), key=lambda i: (place.get(names[i], len(GRID)), i))
 
 
-def unusable(layers: Sequence[LayerRow], agreement: Sequence[AgreementRow] = ()) -> str:
-    """Why the quantized model cannot be used, and the remedy; empty above `USELESS_DB`.
+def unusable(
+    layers: Sequence[LayerRow], agreement: Sequence[AgreementRow] = (), remedy: str = ""
+) -> str:
+    """Why the quantized model cannot be used, and the remedy; empty for a usable one.
 
     Args:
         layers: The layer table, in the order of execution.
         agreement: Float and quantized boxes. Where `KEPT_BOXES` are kept the result is unclear.
+        remedy: Measured remedy, with its reason. Without one, a layer below `USELESS_DB` counts.
     """
     known = [(level, row.layer) for row in layers if (level := finite(row.sqnr_db)) is not None]
     low = [layer for level, layer in known if level < USELESS_DB]
-    if not low:
+    if not (low or remedy):
         return ""
+    near = next((row for row in agreement if row.distance == 1.0), None)
+    kept = ""
+    if near is not None and near.matched >= KEPT_BOXES * near.float_detections > 0:
+        kept = f"{near.matched} of {near.float_detections} boxes are kept"
+    if remedy:
+        return f"unclear: {kept}, yet {remedy}" if kept else f"NOT usable: {remedy}"
     level, worst = min(known)
     place = "" if low[0] == worst else f", after {short_path(low[0])}, the first below that"
     first = next((layer for layer in low if layer != "output"), "")
     exclude = f"keep it in float (--exclude {short_path(first)}), " if first else ""
-    near = next((row for row in agreement if row.distance == 1.0), None)
-    if near is not None and near.matched >= KEPT_BOXES * near.float_detections > 0:
+    if kept:
         return (
             f"unclear: {short_path(worst)} has {level:.1f} dB SQNR against float{place}, yet "
-            f"{near.matched} of {near.float_detections} boxes are kept; judge boxes by labels "
+            f"{kept}; judge boxes by labels "
             f"(bevfusion-quant evaluate), {exclude}or try --bias-correction"
         )
     return (

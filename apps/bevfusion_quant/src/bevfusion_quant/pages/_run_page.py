@@ -59,7 +59,7 @@ def head(content: ReportContent) -> Section:
         "figures": list(_figures(content)),
         "notes": list(content.notes),
         "left_out": list(content.left_out),
-        "unusable": unusable(content.layers, content.agreement),
+        "unusable": unusable(content.layers, content.agreement, content.remedy),
         "command": content.command,
     }
     return Section("head_run", content.title, data)
@@ -201,6 +201,7 @@ class EvaluatedRun:
         bpu: For a run for a BPU: placement and comparison.
         accuracy: Scores of the models against labels.
         exported: The ONNX files of the run.
+        remedy: Layers that in float would make a useless result usable, as a text.
     """
 
     record: RunRecord
@@ -212,6 +213,7 @@ class EvaluatedRun:
     bpu: BpuOutcome | None = None
     accuracy: Accuracy | None = None
     exported: ExportedSet | None = None
+    remedy: str = ""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -275,6 +277,7 @@ class EvaluatedRun:
                 bpu=self.bpu,
                 accuracy=self.accuracy,
                 export=self.exported,
+                remedy=self.remedy,
                 **self.record.on_page(settings),
                 **self.records,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -23,6 +24,7 @@ from bevquant_int8sim.model._program import Step
 from bevquant_int8sim.model._reference import Returned, layer_calls, tensor_of
 from bevquant_int8sim.model._simulate import simulate
 from bevquant_int8sim.model._verify import StepBounds, check_results
+from bevquant_qnn import USELESS_DB, float_remedy
 from bevquant_qnn.matched import fewest
 from bevquant_quantizers import CalibrationReport
 
@@ -53,6 +55,8 @@ def compare(
         verify: Refuse on the first batch what `simulate` refuses, for an integer model that was
             made with ``verify=False``.
         report: Report of `calibrate`: channels that a range erases are named below the table.
+            Below 15 dB `bevquant_qnn.float_remedy` adds its text: layers that in float would make
+            the result usable.
 
     Returns:
         A row per layer, and per returned selection (slice, index, gather, topk). `print` shows it;
@@ -75,7 +79,12 @@ def compare(
     for batch in chain([first], all_batches):
         comparison.add(comparison.measure(batch))
     found = () if report is None else report.findings
-    return replace(comparison.table(), notes=tuple(str(f) for f in found if f.kind == "channels"))
+    notes = [str(f) for f in found if f.kind == "channels"]
+    table = comparison.table()
+    if any((row.integer_sqnr_db or math.inf) < USELESS_DB for row in table.rows):
+        remedy = float_remedy(comparison.source.graph.model, [first])
+        notes += [str(remedy)] if remedy is not None else []
+    return replace(table, notes=tuple(notes))
 
 
 class LayerComparison(ForcedRun):

@@ -83,7 +83,7 @@ class LayerTable(HtmlTable):
     Attributes:
         rows: One per step of the integer model that computes values.
         notes: From `calibrate`: channels that a range erases, and channels with ranges of their
-            own.
+            own. Of a useless result, the text of `bevquant_qnn.float_remedy`.
     """
 
     rows: tuple[LayerRow, ...]

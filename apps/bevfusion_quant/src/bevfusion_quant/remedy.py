@@ -1,0 +1,49 @@
+"""Layers that would make a useless result usable if they stayed in float."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bev_data.tables import finite
+from bevfusion.evaluation import FrameBatches
+from bevfusion.model import Detector
+from bevfusion_quant.options import PtqConfig
+from bevquant_qnn import USELESS_DB, LayerRow, PlannedGroup, PrecisionPlan, float_remedy
+
+REMEDY_FILE = "remedy.json"
+_FRAMES = 4
+
+
+def find_remedy(
+    model: Detector,
+    layers: list[LayerRow],
+    batches: FrameBatches,
+    config: PtqConfig,
+    plan: PrecisionPlan | None,
+    folder: Path,
+) -> str:
+    """Text with the layers, their gain and the option that leaves them in float; or empty.
+
+    Args:
+        model: The quantized model.
+        layers: Its layer table. Only a table with a row below `USELESS_DB` starts the search.
+        batches: The frames; the first ones are used.
+        config: Configuration of the run.
+        plan: Plan of the run. The remedy's plan has its precisions for all other layers.
+        folder: Gets the remedy's plan, `REMEDY_FILE`.
+    """
+    if not any((finite(row.sqnr_db) or USELESS_DB) < USELESS_DB for row in layers):
+        return ""
+    remedy = float_remedy(model, batches.head(min(_FRAMES, len(batches))))
+    if remedy is None or not remedy.helps:
+        return ""
+    if config.weight_bits != 8:  # a plan says the bits of all weights
+        return f"{remedy.finding}: --exclude {' '.join(remedy.layers)}"
+    base = plan or PrecisionPlan.by_hand(model, {})
+    in_float = frozenset(remedy.layers)
+    groups = [
+        PlannedGroup(group.modules, "float") if in_float.intersection(group.modules) else group
+        for group in base
+    ]
+    PrecisionPlan(tuple(groups)).save(folder / REMEDY_FILE)
+    return f"{remedy.finding}: quantize again with --plan {REMEDY_FILE} of this run's folder"
