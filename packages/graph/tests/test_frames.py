@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -182,3 +183,48 @@ def test_a_module_that_is_one_node_gets_numpy_arrays() -> None:
     assert [*graph.opaque] == ["inner"]
     given = -torch.ones(2, 2), np.arange(4.0).reshape(2, 2)
     assert torch.equal(graph.replay(*given), net(*given))
+
+
+class Pair(nn.Module):
+    """Two tensors; or two pairs of levels, which it joins."""
+
+    def __init__(self, *, pairs: bool) -> None:
+        super().__init__()
+        self.pairs = pairs
+
+    def forward(self, left: Any, right: Any) -> Tensor:
+        if self.pairs:
+            left, right = torch.cat(left), torch.cat(right)
+        return torch.relu(left) - right
+
+
+def test_tuples_of_tensors_are_frames_where_the_forward_runs_on_one() -> None:
+    frames = [(torch.randn(2, 3), torch.randn(2, 3)) for _ in range(2)]
+    graph = capture(Pair(pairs=False).eval(), frames)
+    assert graph.input_names == ["left", "right"]
+    assert torch.equal(graph.replay(*frames[1]), Pair(pairs=False)(*frames[1]))
+    wrapped = capture(nn.ReLU(), [(torch.ones(2),), (torch.zeros(2),)])
+    assert len(wrapped.input_names) == 1
+
+
+def test_a_list_that_is_one_call_stays_one() -> None:
+    level = torch.randn(2, 3)
+    graph = capture(
+        Pair(pairs=True).eval(),
+        [(level,) * 2] * 2,
+    )
+    assert len(graph.input_names) == 4
+
+
+def test_a_list_with_two_readings_is_refused_with_the_remedy() -> None:
+    class Joins(nn.Module):
+        def forward(self, left: Any, right: Any) -> Tensor:
+            left, right = (v if isinstance(v, Tensor) else torch.cat([*v]) for v in (left, right))
+            return left - right
+
+    frames = [(torch.ones(2), torch.ones(2))] * 2
+    with pytest.raises(TypeError, match=r"Joins.*as 2 frames, and as one call.* as a tuple"):
+        capture(Joins().eval(), frames)
+    assert len(capture(Joins().eval(), tuple(frames)).input_names) == 4
+    named = capture(Joins().eval(), [{"left": a, "right": b} for a, b in frames])
+    assert named.input_names == ["left", "right"]

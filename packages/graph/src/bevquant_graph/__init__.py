@@ -7,7 +7,7 @@
 Graph of Sequential: 2 operations
 """
 
-from ._batch_arguments import as_example
+from ._batch_arguments import Forward, as_example, on_batch
 from ._capture import capture
 from ._copies import copied
 from ._deformable import attend_levels, deformable_attention
@@ -52,7 +52,7 @@ from ._signature import (
     same_constant,
 )
 from ._size_guards import Guard, Sizes, check_guards
-from ._state import Forward, alone, called, on_batch, ordinary_tensors, state_kept
+from ._state import alone, called, ordinary_tensors, state_kept
 from ._symbolic import trace_around
 from ._tidy import PASSED_OVER, REQUIRE
 

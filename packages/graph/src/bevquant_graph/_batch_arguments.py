@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ._frames import frames_of, one_example
-from ._signature import Arguments, is_sparse_tensor
+from ._kinds import run_on
+from ._own_inputs import own_inputs
+from ._quiet import evaluation
+from ._signature import Arguments, Leaf, entries, flatten, is_sparse_tensor
+from ._state import called, state_kept
 
+Forward = Callable[[nn.Module, Any], Any]
 _LINE = "forward=lambda m, b: m(b[0])"
 
 
@@ -25,7 +31,8 @@ def batch_arguments(model: nn.Module, batch: Any, *, example: bool = False) -> A
     | ``(image, label)`` | the second is optional | refused; an example is positional |
     | list as an example | requires one, or none | ``m(batch)``, but ``m(image)`` of a label |
     | list of dicts as an example | has parameters of all their keys | several frames |
-    | list of tuples as an example, with members that are no tensors | takes as many | the same |
+    | list of tuples as an example | takes as many, with members that are no tensors | the same |
+    | list of tuples of tensors as an example | runs on the first | the same |
     | dict | has parameters of all its keys, or ``**kwargs`` | ``m(**batch)`` |
     | dict | has a parameter of some keys, among them every required one | ``m`` of those |
     | dict | has a parameter of none, and takes one argument | ``m(batch)`` |
@@ -47,7 +54,8 @@ def batch_arguments(model: nn.Module, batch: Any, *, example: bool = False) -> A
 
     Raises:
         TypeError: It fits in several ways or none; the message has ``forward=`` and the line to
-            write. An example is never refused.
+            write. Of examples, only a list of tuples of tensors is refused: where the forward runs
+            on the first tuple, as one of several frames, and on the list too.
         CaptureError: Other members that the forward reads differ between the frames.
 
     Example:
@@ -58,8 +66,13 @@ def batch_arguments(model: nn.Module, batch: Any, *, example: bool = False) -> A
         dict_keys(['image', 'label'])
     """
     frames = frames_of(model, batch) if example else None
-    if frames is not None:
+    if frames is not None and (_mixed(frames) or _are_frames(model, batch, frames[0])):
         return one_example(model, frames)
+    return _one_call(model, batch, example)
+
+
+def _one_call(model: nn.Module, batch: Any, example: bool) -> Arguments:
+    """The arguments of a batch that is no list of frames."""
     mapping = _is_mapping(batch)
     if not mapping and not isinstance(batch, tuple | list):
         return (batch,), {}
@@ -74,6 +87,65 @@ def batch_arguments(model: nn.Module, batch: Any, *, example: bool = False) -> A
         if len(required) <= 1:
             return (batch,), {}
     return _of_members(model, tuple(batch), parameters, example), {}
+
+
+def _mixed(frames: list[Arguments]) -> bool:
+    """Whether frames are named inputs, or hold members that are no tensors."""
+    args, kwargs = frames[0]
+    members = entries(flatten(args)[1])
+    return bool(kwargs) or any(not isinstance(entry, Leaf) for _, entry in members)
+
+
+def _are_frames(model: nn.Module, batch: list[Any], first: Arguments) -> bool:
+    """Whether a list of tuples of tensors is several frames, by runs of the forward.
+
+    Raises:
+        TypeError: The forward also runs on the list as one call.
+    """
+    one = _one_call(model, batch, example=True)
+    if not _runs(model, one):
+        return True
+    if not _runs(model, first):
+        return False
+    raise TypeError(
+        f"{type(model).__name__}.forward runs on the example in two ways: as {len(batch)} frames, "
+        "and as one call with the list or its tuples as arguments; give frames as dicts of named "
+        "inputs, or the arguments of one call as a tuple"
+    )
+
+
+def _runs(model: nn.Module, given: Arguments) -> bool:
+    try:
+        with evaluation(model), torch.no_grad():
+            called(model, *given)
+    except Exception:
+        return False
+    return True
+
+
+def on_batch(forward: Forward | None = None, *, keeps_state: bool = True) -> Forward:
+    """A function of a model and a batch that leaves both unchanged.
+
+    Args:
+        forward: Called as ``forward(model, batch)``. None: `batch_arguments` decides.
+        keeps_state: Whether the model's own state is restored after each batch (`state_kept`).
+
+    Example:
+        >>> run, frame = on_batch(), {"input": torch.ones(2)}
+        >>> run(nn.ReLU(inplace=True), frame), run(nn.Threshold(3, 0, inplace=True), frame), frame
+        (tensor([1., 1.]), tensor([0., 0.]), {'input': tensor([1., 1.])})
+    """
+
+    def run(model: nn.Module, batch: Any) -> Any:
+        with state_kept(model) if keeps_state else nullcontext():
+            return (forward or _called_on)(model, own_inputs(batch))
+
+    return run
+
+
+def _called_on(model: nn.Module, batch: Any) -> Any:
+    args, kwargs = batch_arguments(model, batch)
+    return run_on(model, args, kwargs)
 
 
 def as_example(model: nn.Module, inputs: Any) -> Any:

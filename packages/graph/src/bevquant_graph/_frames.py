@@ -22,7 +22,6 @@ from ._signature import (
     Leaf,
     Place,
     entries,
-    flatten,
     is_sparse_tensor,
     members_of,
     place_name,
@@ -59,7 +58,7 @@ def frames_of(model: nn.Module, batch: Any) -> list[Arguments] | None:
     """The frames of an example that is a list of several; None for every other example.
 
     Frames are dicts whose keys are the forward's parameters, or tuples of positional inputs with
-    the same classes, with members that are no tensors.
+    the same classes.
     """
     if not isinstance(batch, list) or len(batch) < 2 or len({type(f) for f in batch}) > 1:
         return None
@@ -76,9 +75,8 @@ def frames_of(model: nn.Module, batch: Any) -> list[Arguments] | None:
         return [((), dict(frame)) for frame in batch] if fits and first else None
     if not isinstance(first, tuple) or not len(required) <= len(first) <= len(plain):
         return None
-    others = any(not isinstance(entry, Leaf) for _, entry in entries(flatten(first)[1]))
     alike = all([*map(type, frame)] == [*map(type, first)] for frame in batch)
-    return [(frame, {}) for frame in batch] if others and alike else None
+    return [(frame, {}) for frame in batch] if alike else None
 
 
 def one_example(model: nn.Module, frames: list[Arguments]) -> Arguments:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from threading import RLock
 from typing import Any
@@ -15,11 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ._batch_arguments import batch_arguments
 from ._kinds import check_kind, run_on
 from ._own_inputs import attributes_of, own_inputs
-
-Forward = Callable[[nn.Module, Any], Any]
 
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _LOCKS_LOCK = RLock()
@@ -90,31 +87,6 @@ def put_back(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         state.put_back()
-
-
-def on_batch(forward: Forward | None = None, *, keeps_state: bool = True) -> Forward:
-    """A function of a model and a batch that leaves both unchanged.
-
-    Args:
-        forward: Called as ``forward(model, batch)``. None: `batch_arguments` decides.
-        keeps_state: Whether the model's own state is restored after each batch (`state_kept`).
-
-    Example:
-        >>> run, frame = on_batch(), {"input": torch.ones(2)}
-        >>> run(nn.ReLU(inplace=True), frame), run(nn.Threshold(3, 0, inplace=True), frame), frame
-        (tensor([1., 1.]), tensor([0., 0.]), {'input': tensor([1., 1.])})
-    """
-
-    def run(model: nn.Module, batch: Any) -> Any:
-        with state_kept(model) if keeps_state else nullcontext():
-            return (forward or _called_on)(model, own_inputs(batch))
-
-    return run
-
-
-def _called_on(model: nn.Module, batch: Any) -> Any:
-    args, kwargs = batch_arguments(model, batch)
-    return run_on(model, args, kwargs)
 
 
 @contextmanager
