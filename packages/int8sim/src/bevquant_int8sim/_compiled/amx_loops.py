@@ -96,6 +96,7 @@ def sparse_loop() -> Any:
         def sources(entry: Any, half: int) -> Any:
             names = add_bytes(builder, p[P.ROWS], builder.add(first, entry), 4 * ROWS)
             rows = load_at(builder, names, INTS, half, 4)
+            # No branch: an absent neighbour (-1) reads a row of zeros.
             present = builder.icmp_signed(">=", rows, ir.Constant(INTS, None))
             absent = splat(builder, p[P.ABSENT])
             return builder.select(present, _addresses(builder, p, rows), absent)
@@ -116,6 +117,8 @@ def grid_loop() -> Any:
             delta = load_at(builder, p[P.DELTAS], INT64, entry, 8)
             return builder.add(origins, splat(builder, delta))
 
+        # Row numbers ascend, so the ends tell whether all rows follow each other. Then a tile
+        # register reads them where they lie, and nothing is copied.
         first, last = (load_at(builder, names, INT32, row, 4) for row in (0, ROWS - 1))
         follow = builder.icmp_signed("==", builder.sub(last, first), INT32(ROWS - 1))
         return _Tile(p[P.VOLUME], lambda entry: entry, sources, follow)
@@ -146,6 +149,8 @@ def _loop(make: _MakeTile) -> Any:
             early = builder.select(few, copied, INT64(_AHEAD))
             with cgutils.for_range(builder, early, intp=INT64) as entry:
                 copier.copy(tile, entry.index)
+            # The first pair of output channels copies the other entries while it multiplies; later
+            # pairs find all of them in the block.
             with cgutils.for_range(builder, p[P.PAIRS], intp=INT64) as pairs:
                 begins = builder.icmp_signed("==", pairs.index, INT64(0))
                 to_copy = builder.select(begins, copied, INT64(0))
@@ -188,6 +193,7 @@ class _Copier:
     def copy(self, tile: _Tile, entry: Any) -> None:
         """Copy the rows of an entry, by one of four forms."""
         builder, here = self._builder, self.entry(entry)
+        # Addresses go through memory: one load for each row, no lanes taken out of vectors.
         for half in range(2):
             sources = tile.sources(entry, half)
             to = builder.gep(pointer(builder, self._places, _ADDRESSES), [INT64(half)])
@@ -195,7 +201,7 @@ class _Copier:
         end = builder.append_basic_block("copied")
         for kind, steps in ((_HALF_LINE, 1), (_LINE, 1), (_LINE, 2)):
             fits = builder.icmp_signed("==", self.row_bytes, INT64(kind.count * steps))
-            with builder.if_then(fits):
+            with builder.if_then(fits):  # written out: no counters, constant distances
                 for row in range(ROWS):
                     for step in range(steps):
                         self._copy(here, INT64(row), INT64(step), kind)
@@ -231,12 +237,13 @@ def _multiply(
     `to_copy` are copied on the way.
     """
     step_bytes, as_they_lie = p[P.STEP_BYTES], tile.side_by_side
-    whole = builder.mul(step_bytes, INT64(COLUMNS))  # bytes of a step: of 32 rows or columns
+    # Bytes of a step, of 32 rows or of 32 columns: ROWS equals COLUMNS.
+    whole = builder.mul(step_bytes, INT64(COLUMNS))
     stride = builder.select(as_they_lie, p[P.INPUT_STRIDE], step_bytes)
     next_step = builder.select(as_they_lie, step_bytes, whole)
     half = builder.mul(stride, INT64(TILE_ROWS))
     first = add_bytes(builder, p[P.INIT], pair, COLUMNS * 4)
-    for number in range(4):
+    for number in range(4):  # a distance of 0 reads the bias of 16 channels for all 16 rows
         tiles.load(builder, number, add_bytes(builder, first, number % 2, TILE_BYTES), INT64(0))
     with cgutils.for_range(builder, tile.entries, intp=INT64) as entry:
         place = builder.add(builder.mul(tile.offset(entry.index), p[P.PAIRS]), pair)
@@ -246,6 +253,7 @@ def _multiply(
         with cgutils.for_range(builder, p[P.STEPS], intp=INT64) as step:
             upper = add_bytes(builder, rows, step.index, next_step)
             left = add_bytes(builder, weights, step.index, whole)
+            # The second half of the rows is loaded while the first two products run.
             tiles.load(builder, 4, upper, stride)
             tiles.load(builder, 6, left, INT64(_SUMS_STRIDE))
             tiles.load(builder, 7, builder.add(left, INT64(TILE_BYTES)), INT64(_SUMS_STRIDE))

@@ -52,6 +52,7 @@ def emit_epilogue(
         with cgutils.for_range(builder, INT64(rows), intp=INT64) as loop:
             row = builder.sext(load_at(builder, out_rows, INT32, loop.index, align=4), INT64)
             here = add_bytes(builder, sums, loop.index, vectors * LANES * 4)
+            # Rows that fill the last tile have the number -1.
             with builder.if_then(builder.icmp_signed(">=", row, INT64(0))):
                 out = add_bytes(builder, p[P.OUT], row, p[P.OUT_STRIDE])
                 other = add_bytes(builder, p[P.RESIDUAL], row, p[P.RESIDUAL_STRIDE])
@@ -141,6 +142,7 @@ class _Form:
     def _rounded(self, value: Any, low: Any, high: Any) -> Any:
         """Clamped, then to the nearest integer, half to even; still a float."""
         builder = self.builder
+        # Clamped first: the limits are integers, and `fptosi` of a large value is undefined.
         value = builder.select(builder.fcmp_ordered("<", value, low), low, value)
         value = builder.select(builder.fcmp_ordered(">", value, high), high, value)
         nearest = self._call("rint", value)

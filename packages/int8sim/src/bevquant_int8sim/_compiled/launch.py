@@ -258,6 +258,7 @@ class RepeatedCalls:
         calls = [call for stage in stages for call in stage]
         table = np.stack([call.parameters for call in calls])
         arrays = np.tile([0, 1, _NONE if added is None else 2], (len(calls), 1))
+        # Relative to the arrays: `run` adds the addresses of the arrays of its call.
         table[:, _PLACES] -= [address(inputs), address(out), 0 if added is None else address(added)]
         works = tuple((call.kernel, call.tiles, call.products) for call in calls)
         sizes = tuple(len(stage) for stage in stages)
@@ -277,7 +278,7 @@ class RepeatedCalls:
 
     def run(self, places: Sequence[int]) -> None:
         """Make the calls on arrays of the same shapes and layouts, which lie at these addresses."""
-        table = self.table.copy()
+        table = self.table.copy()  # the next call adds to the same relative places
         table[:, _PLACES] += np.array([*places, 0])[self.arrays]
         threads = torch.get_num_threads()
         tasks = self._tasks.get(threads)

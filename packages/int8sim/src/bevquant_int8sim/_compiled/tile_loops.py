@@ -44,6 +44,7 @@ def sparse_loop(kind: str, rows: int, vectors: int) -> Any:
         for line in sums:
             for b, place in enumerate(line):
                 builder.store(load_at(builder, p[P.INIT], INTS, b, 4), place)
+        # VNNI adds 128 to inputs; the correction is a sum over the offsets that the tile has.
         adjusted = builder.icmp_signed("!=", p[P.OFFSET_INIT], INT64(0))
         with builder.if_then(adjusted):
             _add_offset_init(builder, p, sums, first, stop)
@@ -81,6 +82,7 @@ def _loop(
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         first, stop, address = args
         p = {name: load_at(builder, address, INT64, int(name), 8) for name in P}
+        # Stack variables, which LLVM's mem2reg turns into registers.
         sums = [[cgutils.alloca_once(builder, INTS) for _ in range(vectors)] for _ in range(rows)]
         block = cgutils.alloca_once(builder, ir.ArrayType(INTS, rows * vectors))
         memory = builder.ptrtoint(block, INT64)
@@ -157,6 +159,7 @@ def _multiply(
             for step in range(count):
                 _multiply_step(builder, kind, p, weights, INT64(step), sources, sums)
             builder.branch(end)
+            # `if_then` branches to its own end; that branch needs a block, which nothing reaches.
             builder.position_at_end(builder.append_basic_block("unreachable"))
     done = INT64(0)
     if flips_lines(kind):
@@ -208,6 +211,7 @@ def _multiply_step(
 ) -> None:
     vectors = len(sums[0])
     line = add_bytes(builder, weights, step, vectors * LANES * 4)
+    # Weights stay in registers for all rows of the tile; each input is broadcast once.
     columns = [load_at(builder, line, INTS, b, 4) for b in range(vectors)]
     for source, places in zip(sources, sums, strict=True):
         flip = None if are_flipped else load_at(builder, p[P.FLIP], INTS)
