@@ -5,7 +5,7 @@ from __future__ import annotations
 from bevquant_qnn._add import QuantAdd, QuantConcat
 from bevquant_qnn._assign_precision import BIT_OPERATIONS, Budget, assign_precision
 from bevquant_qnn._attention import QuantMultiheadAttention
-from bevquant_qnn._compare_layers import LayerComparison, LayerRow, compare_layers, layer_table
+from bevquant_qnn._compare_layers import LayerComparison, compare_layers
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._conv import (
     QuantConv1d,
@@ -24,6 +24,7 @@ from bevquant_qnn._followed_ranges import (
     weighted_layers,
 )
 from bevquant_qnn._freeze import freeze
+from bevquant_qnn._layer_row import LayerRow, layer_table
 from bevquant_qnn._lockstep import Leader, lead
 from bevquant_qnn._pair_sums import PairSums
 from bevquant_qnn._pool import (

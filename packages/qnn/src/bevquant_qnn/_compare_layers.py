@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -14,68 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bevquant_graph import check_kind, checked_batches, on_batch, state_kept
-from bevquant_qnn._attention import QuantMultiheadAttention
+from bevquant_graph import checked_batches, on_batch, state_kept
 from bevquant_qnn._choices import Choices
-from bevquant_qnn._input_channels import InputChannels
+from bevquant_qnn._layer_row import CHANNELS_LAST, LayerProbe, LayerRow, LayerSums, layer_probes
 from bevquant_qnn._lockstep import Leader, lead
-from bevquant_qnn._pair_sums import PairSums, count_beyond
 from bevquant_qnn._snapshots import UnknownValue, tensors
-from bevquant_qnn.matched import Matched
-from bevquant_quantizers.documents import record_table
 
 Judge = Callable[[Tensor, Tensor], None]
 _BESIDE = "integers."  # stands before what the comparison beside this one gave in a record
-
-
-@dataclass(frozen=True)
-class LayerRow:
-    """Distance of the fake-quant model's output of one layer from the float model's.
-
-    Attributes:
-        sqnr_db: 10·log10(Σ float² / Σ (quant − float)²); None for equal outputs and an all-zero
-            float output.
-        cosine: Cosine of the two outputs as vectors; None where one is zero.
-        saturated: Share of the layer's input values beyond its range.
-        rows: Mean number of active voxels (cells or pixels of dense maps) per batch.
-        kept: Rows of the float and of the quantized output, where values decide which rows remain
-            and the numbers differ, by code that torch does not run. Such batches are not compared.
-            Else None.
-        matched: Of a layer after a choice by value (``topk``, ``sort``, ``argmax``,
-            ``x[score > 0.5]``): objects that both models choose, the number that the float model
-            and that the quantized model chooses, where they have the fewest in common. The float
-            output is then that of the quantized model's objects, in its order. None where both
-            choose the same objects.
-    """
-
-    layer: str
-    kind: str
-    channels: int
-    rows: float
-    sqnr_db: float | None
-    cosine: float | None
-    saturated: float | None
-    input_amax: float | None
-    kept: tuple[int, int] | None = None
-    matched: tuple[int, int, int] | None = None
-
-
-def layer_table(rows: Sequence[object]) -> str:
-    """Rows of `compare_layers` as text."""
-    columns = {
-        "layer": "{layer}",
-        "channels": "{channels}",
-        "rows": "{rows:,.0f}",
-        "SQNR dB": "{sqnr_db:.1f}",
-        "cosine": "{cosine:.6f}",
-        "saturated %": "{saturated:100*.3f}",
-        "input amax": "{input_amax:.4g}",
-    }
-    if any(getattr(row, "kept", None) for row in rows):
-        columns["rows kept (float, quantized)"] = "{kept}"
-    if any(getattr(row, "matched", None) for row in rows):
-        columns["matched (both, float, quantized)"] = "{matched}"
-    return record_table(rows, columns)
 
 
 class Beside(Protocol):
@@ -108,99 +53,6 @@ def first_tensor(output: Any) -> Tensor:
             "tensor is found in it: say with `output` which one stands for it"
         )
     return found
-
-
-@dataclass(eq=False)
-class _Counts:
-    """Sums of a row, of one batch or of all."""
-
-    sums: PairSums = field(default_factory=PairSums)
-    channels: int = 0
-    rows: int = 0
-    batches: int = 0
-    beyond: int = 0
-    inputs: int = 0
-    kept_float: int = 0
-    kept: int = 0
-    matched: int = 0
-    chosen_float: int = 0
-    chosen: int = 0
-
-    def as_record(self) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        _, *counts = vars(self).values()
-        return self.sums.as_sums(), tuple(counts)
-
-    def add(self, sums: Any, counts: Any) -> None:
-        """Add a record of `as_record`."""
-        self.sums.add_sums(sums)
-        _, *names = vars(self)
-        for name, count in zip(names, counts, strict=True):
-            before = 0 if name == "channels" else getattr(self, name)
-            setattr(self, name, before + int(count))
-
-
-@dataclass(eq=False)
-class _Probe:
-    """Watches one layer in both models."""
-
-    layer: str
-    kind: str
-    reader: nn.Module | None  # the quantized module whose input range this is
-    output: Callable[[Any], Tensor]
-    batch: _Counts = field(default_factory=_Counts)
-    total: _Counts = field(default_factory=_Counts)
-
-    def judge(
-        self,
-        wanted: Tensor,
-        got: Tensor,
-        matched: Matched | None = None,
-        *,
-        channels_last: bool = False,
-    ) -> None:
-        last = channels_last or got.dim() < 2
-        self.batch.channels = got.shape[-1 if last else 1] if got.dim() else 1
-        rows = got.numel() // max(self.batch.channels, 1)
-        if wanted.shape == got.shape:
-            self.batch.sums.add(wanted, got)
-        else:  # values decide which rows remain
-            self.batch.kept_float += wanted.numel() // max(self.batch.channels, 1)
-            self.batch.kept += rows
-        self.batch.rows += rows
-        self.batch.batches += 1
-        if matched is not None:
-            self.batch.matched, self.batch.chosen_float, self.batch.chosen = matched
-
-    def count(self, module: nn.Module, args: Any) -> None:
-        amax = self.amax()
-        if amax is None:
-            return
-        for value in args:
-            x = self.output(value)
-            if isinstance(self.reader, InputChannels):
-                x = self.reader.times_factors(x)
-            self.batch.inputs += x.numel()
-            self.batch.beyond += count_beyond(x, amax)
-
-    def amax(self) -> float | None:
-        amax = getattr(getattr(self.reader, "_input_quantizer", None), "_amax", None)
-        return float(amax.max()) if isinstance(amax, Tensor) else None
-
-    def row(self) -> LayerRow:
-        total = self.total
-        chosen = total.chosen_float, total.chosen
-        return LayerRow(
-            layer=self.layer,
-            kind=self.kind,
-            channels=total.channels,
-            rows=total.rows / max(total.batches, 1),
-            sqnr_db=total.sums.sqnr_db,
-            cosine=total.sums.cosine,
-            saturated=total.beyond / total.inputs if total.inputs else None,
-            input_amax=self.amax(),
-            kept=(total.kept_float, total.kept) if total.kept_float or total.kept else None,
-            matched=(total.matched, *chosen) if {total.matched} != {*chosen} else None,
-        )
 
 
 def compare_layers(
@@ -291,8 +143,8 @@ class LayerComparison:
         self._models, self._output, self._beside = (float_model, quantized_model), output, beside
         shared: Set[str] = frozenset() if beside is None else beside.layers
         self._hooks = _Hooks(float_model, quantized_model, output, watch, shared)
-        self._whole = _Probe("output", "", None, output)
-        self._rows: dict[_Probe, None] = {}  # in the order of execution
+        self._whole = LayerProbe("output", "", None, output)
+        self._rows: dict[LayerProbe, None] = {}  # in the order of execution
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -336,7 +188,7 @@ class LayerComparison:
                     record = {_BESIDE + name: values for name, values in found.items()}
                     got = follower.result()
             wanted = leader.result()
-        self._whole.batch = _Counts()
+        self._whole.batch = LayerSums()
         self._whole.judge(self._output(wanted), self._output(got), choices.matched)
         if choices.differ:  # the result of the float model itself
             hooks.leaders = []
@@ -379,9 +231,6 @@ def _choosing(choices: Choices, call: Callable[..., Any], model: nn.Module, batc
         return call(model, batch)
 
 
-CHANNELS_LAST = (nn.Linear, QuantMultiheadAttention)
-
-
 class _Hooks:
     """Hooks on both models: the float one hands its values out, the quantized one judges.
 
@@ -400,7 +249,7 @@ class _Hooks:
         shared: Set[str],
     ) -> None:
         self.models = float_model, quantized_model
-        self.probes = _probes(float_model, quantized_model, output)
+        self.probes = layer_probes(float_model, quantized_model, output)
         self.paths = {probe.layer for probe in self.probes} | watch.keys()
         theirs = set(quantized_model.modules())
         for path in self.paths:
@@ -420,7 +269,7 @@ class _Hooks:
         self.order = []
         self._calls.clear()
         for probe in self.probes:
-            probe.batch = _Counts()
+            probe.batch = LayerSums()
 
     def attach(self, stack: ExitStack) -> None:
         float_model, quantized_model = self.models
@@ -484,31 +333,3 @@ class _Hooks:
                 self._watch[path](wanted, got)
 
         return hook
-
-
-def _probes(
-    float_model: nn.Module, quantized_model: nn.Module, output: Callable[[Any], Tensor]
-) -> list[_Probe]:
-    """Layers with an input quantizer; an addition stands for the block whose last step it is."""
-    for model in (float_model, quantized_model):
-        check_kind(model, nn.Module, "a torch module")
-    known = dict(float_model.named_modules())
-    quantized_layers = dict(quantized_model.named_modules())
-    probes: dict[str, _Probe] = {}
-    for path, module in quantized_model.named_modules(remove_duplicate=False):
-        owner, _, name = path.rpartition(".")
-        if name.startswith(("residual_quantizer", "sample_quantizer")):
-            # Other layers may hold the same quantizer, so what it counts is not this block's.
-            layer, reader = owner, None
-        elif getattr(module, "_input_quantizer", None) is not None:
-            # What quantization added (QuantAdd, QuantConcat) exists in the quantized model alone,
-            # and torch's attention reads the weight of its projections without calling them: these
-            # are compared where their block ends.
-            within = isinstance(quantized_layers.get(owner), QuantMultiheadAttention)
-            layer, reader = owner if within or path not in known else path, module
-        else:
-            continue
-        if layer in known and layer in quantized_layers and layer not in probes:
-            kind = type(quantized_layers[layer]).__name__
-            probes[layer] = _Probe(layer, kind, reader, output)
-    return list(probes.values())

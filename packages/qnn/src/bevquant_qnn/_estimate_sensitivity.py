@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from bevquant_graph import Forward, on_batch
-from bevquant_qnn._compare_layers import CHANNELS_LAST
+from bevquant_qnn._layer_row import CHANNELS_LAST
 from bevquant_qnn._precision import Precision, set_for_now
 from bevquant_qnn._ranks import Kept
 from bevquant_qnn._replay import Run, Watch, captured_outputs, evaluation
