@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 from functools import cache
 
@@ -20,6 +21,7 @@ from bevquant_export import (
     open_onnx,
     with_half_constants,
 )
+from bevquant_export.detector._chain import refuse_other, sqnr_db
 from bevquant_int8sim import simulate
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import calibrate
@@ -350,3 +352,14 @@ def test_swapped_ports(write, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"spatial_features_\d: .* that the sparse file hands on"):
         write(same_shapes)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_an_output_that_is_not_finite_is_refused(wrong):
+    wanted = torch.tensor([1.0, 2.0, -math.inf])  # a masked score, which is right
+    assert sqnr_db(wanted, wanted.clone()) == math.inf
+    refuse_other("example", "heat", wanted, torch.tensor([1.0, 2.01, -math.inf]))
+    with pytest.raises(ValueError, match=r"heat of the dense file, run as one on example.*-inf dB"):
+        refuse_other("example", "heat", wanted, torch.tensor([1.0, wrong, -math.inf]))
+    with pytest.raises(ValueError, match="heat of the dense file"):
+        refuse_other("example", "heat", wanted, wanted[:2])

@@ -46,7 +46,7 @@ from bevquant_int8sim.model._float8 import (
 )
 from bevquant_int8sim.model._form import Form, Integers, TensorType
 from bevquant_int8sim.model._grid_operations import grid_call, module_call
-from bevquant_int8sim.model._layer_sums import alike
+from bevquant_int8sim.model._layer_sums import alike, float_gaps
 from bevquant_int8sim.model._program import (
     FloatFallback,
     Program,
@@ -87,6 +87,7 @@ __all__ = [
     "exact_samples",
     "float8_round",
     "float8_steps",
+    "float_gaps",
     "from_document",
     "grid_call",
     "in_single",

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bevquant_export._differences import TensorDifference
 from bevquant_export.dense import QdqFile
 from bevquant_export.dense._half_single import CHOICES
 from bevquant_export.detector._parts import Parts
@@ -30,6 +31,7 @@ from bevquant_export.lint._read import load_model
 from bevquant_export.sparse import SparseExport
 from bevquant_graph import HtmlTable, arguments, op_spec
 from bevquant_int8sim import IntegerModel, dequantize, quantize
+from bevquant_int8sim.program import float_gaps
 from bevquant_quantizers.documents import text_table
 
 _HALF, _FLOAT = 2.0**-11, 2.0**-21  # what rounding to a float may move a value by, of itself
@@ -37,20 +39,7 @@ _SMALLEST_HALF = 2.0**-25  # half a step of the smallest float16
 _LEAST_DB = 10.0  # of what one file makes run as a whole: single steps grow on the way, not to that
 
 
-@dataclass(frozen=True)
-class MapCheck:
-    """Check of a map that one file passes to the other.
-
-    Attributes:
-        name: Name of the map in both files.
-        elements: Number of values.
-        different: Values that the first QuantizeLinear of the dense file rounds to another integer
-            than the whole model. Only ties between two steps may differ, by one step.
-    """
-
-    name: str
-    elements: int
-    different: int
+MapCheck = TensorDifference  # former name of a map's check
 
 
 @dataclass(frozen=True)
@@ -86,7 +75,8 @@ class FrameCheck:
     Attributes:
         frame: ``"example"`` or ``"batches[0]"``.
         layers: Layers of the sparse file: differing integers and number of values.
-        maps: Check of each map between the files.
+        maps: Each map between the files, by `name`: the values that the first QuantizeLinear of the
+            dense file rounds to another integer than the whole model. All are `ties`, one step off.
         tensors: Tensors of the dense file, each computed from the model's own inputs of that
             operation: differing integers and number of values. Differences other than ties between
             two steps are refused.
@@ -96,7 +86,7 @@ class FrameCheck:
 
     frame: str
     layers: tuple[int, int] = (0, 0)
-    maps: tuple[MapCheck, ...] = ()
+    maps: tuple[TensorDifference, ...] = ()
     tensors: tuple[int, int] = (0, 0)
     outputs: tuple[OutputCheck, ...] = ()
     not_run: str = ""
@@ -176,7 +166,7 @@ class WholeRun:
         args, kwargs = arguments(inputs)
         self.fake = by_name(source.graph.replay(*args, **kwargs))
 
-    def check_map(self, name: str, given: Tensor, *, half: bool) -> MapCheck:
+    def check_map(self, name: str, given: Tensor, *, half: bool) -> TensorDifference:
         """Compare a map of the sparse file with the whole model's.
 
         Args:
@@ -216,7 +206,8 @@ class WholeRun:
                     "than rounding explains; nothing was written. verify=False writes the files "
                     "all the same"
                 )
-        return MapCheck(name, given.numel(), different)
+        apart = float(different > 0)
+        return TensorDifference("", "", name, given.numel(), different, apart, different)
 
     def own_maps(self) -> dict[str, Tensor]:
         """Maps from which every consumer computes the same values as in the whole model."""
@@ -260,10 +251,17 @@ def by_name(returned: Any) -> dict[str, Any]:
 
 
 def sqnr_db(wanted: Tensor, made: Tensor) -> float:
-    """Power of the expected values over that of the difference; infinite without a difference."""
-    noise = float((wanted.double() - made.double()).square().sum())
-    power = float(wanted.double().square().sum())
-    return math.inf if not noise else 10 * math.log10(power / noise) if power else -math.inf
+    """Power of the expected values over that of the difference; infinite without a difference.
+
+    Equal values that are not finite count as no difference. Others, and tensors of other shapes,
+    give minus infinity.
+    """
+    if wanted.shape != made.shape:
+        return -math.inf
+    _, noise, _, power = float_gaps(wanted, made)
+    if not noise:
+        return math.inf
+    return 10 * math.log10(power / noise) if power and noise < math.inf else -math.inf
 
 
 def refuse_other(frame: str, port: str, wanted: Tensor, made: Tensor) -> None:

@@ -244,10 +244,8 @@ class LayerSums:
             saturated=mean("saturated", self.forced_values),
             peak_bits=self.peak,
             why=self.why if forced > 1 else "",
-            kept=(self.kept[0], self.kept[1], self.kept[2]) if any(self.kept) else None,
-            matched=(self.matched[0], self.matched[1], self.matched[2])
-            if any(self.matched)
-            else None,
+            kept=_counted(self.kept),
+            matched=_counted(self.matched),
         )
 
     def _pair(self, name: str) -> PairSums:
