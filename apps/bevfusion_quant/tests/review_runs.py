@@ -145,7 +145,7 @@ class MadeUpRuns:
         folder.mkdir(parents=True)
         (folder / "fuser.onnx").write_bytes(b"a file")
         port = FilePort("middle", "float32", (1, 64, 40, 40))
-        layer = FileLayer("fuser.onnx", self.evil, "conv", "int8", 10, 0, 0.0, "nothing", True)
+        layer = FileLayer(self.evil, "conv", "int8", 10, 0, 0.0, "nothing", True, file="fuser.onnx")
         file = ExportedFile(
             "fuser.onnx", "int8", "TensorRT", "trtexec --onnx=fuser.onnx", 6,
             sha256(folder / "fuser.onnx"), {}, 13, (port,), (port,), {}, None, (), (), (), (layer,),

@@ -29,10 +29,13 @@ EVIL = '</script><script>hurt()</script><b title="x">'
 def exported(name: str = "fuser.0", *, different: int = 3, right: bool = True) -> ExportedSet:
     """Two files of two layers; the second layer differs."""
     layers = (
-        FileLayer("fuser.onnx", name, "conv", "int8", 1000, 0, 0.0, "nothing", True, 30.0, 29.5, 2),
         FileLayer(
-            "fuser.onnx", "decoder.1", "resize", "int8", 1000, different, 1.0 if right else 7.0,
-            "one step on 50 values", right,
+            name, "conv", "int8", 1000, 0, 0.0, "nothing", True, file="fuser.onnx",
+            fake_sqnr_db=30.0, integer_sqnr_db=29.5, integer_steps=2,
+        ),
+        FileLayer(
+            "decoder.1", "resize", "int8", 1000, different, 1.0 if right else 7.0,
+            "one step on 50 values", right, file="fuser.onnx",
         ),
     )  # fmt: skip
     port = FilePort("middle", "float32", (1, 64, 40, 40))
@@ -40,7 +43,9 @@ def exported(name: str = "fuser.0", *, different: int = 3, right: bool = True) -
         "fuser.onnx", "int8", "TensorRT", "trtexec --onnx=fuser.onnx", 2_000_000, "00", {}, 13,
         (port,), (port,), {}, None, (f"softmax: {name}",), (), (), layers,
     )  # fmt: skip
-    head = FileLayer("head.bbox.onnx", "score", "float", "float", 50, None, 2e-6, "0.001", True)
+    head = FileLayer(
+        "score", "float", "float", 50, None, 2e-6, "0.001", True, file="head.bbox.onnx"
+    )
     boxes = replace(file, name="head.bbox.onnx", kind="float", runs_in_float=(), layers=(head,))
     stages = (SetStage("middle", "Decoder", 27.0, 26.9, 26.8, True),)
     agreement = (AgreementRow(0.5, 40, 39, 38, 0.01, 0.05),)

@@ -27,6 +27,7 @@ from bevfusion.quantization import (
     expand_patterns,
     fuse_detector,
     quantize_detector,
+    relative_change,
     whole_output,
 )
 from bevquant_quantizers import calibrate
@@ -47,6 +48,13 @@ def test_examples_have_the_sensors_of_the_batch() -> None:
     assert alike.images is None
     assert torch.equal(alike.features, BATCH.features)
     assert example_batch(TINY).images.shape == (1, 1, 3, *TINY.camera.image_size)
+
+
+def test_equal_masked_scores_are_no_change() -> None:
+    wanted = torch.tensor([-math.inf, 4.0])
+    assert relative_change(wanted, torch.tensor([-math.inf, 5.0])) == 0.25
+    assert relative_change(wanted, torch.tensor([0.0, 4.0])) == math.inf
+    assert relative_change(wanted, torch.tensor([-math.inf, math.nan])) == math.inf
 
 
 def test_a_part_is_quantized_and_the_others_say_why_not(fused: BEVFusion) -> None:

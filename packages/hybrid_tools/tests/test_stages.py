@@ -28,7 +28,7 @@ from bevquant_hybrid.quantization import (
 )
 from bevquant_hybrid.runtime import load
 from bevquant_hybrid.utils.onnx_helper import export_to_onnx
-from bevquant_hybrid_tools.quant_profiler import compare_stages, render_stages
+from bevquant_hybrid_tools.quant_profiler import _stages, compare_stages, render_stages
 
 
 class Block(nn.Module):
@@ -249,3 +249,9 @@ def test_stages_of_other_models_are_refused(images: list[Tensor]) -> None:
     other(images[0])
     with pytest.raises(ValueError, match="the graphs differ"):
         compare_stages(qat, convert_fx(other), images[0])
+
+
+def test_a_nan_of_one_stage_alone_differs() -> None:
+    given, nan = torch.tensor([1.0, float("nan")]), torch.tensor([float("nan")] * 2)
+    assert _stages._difference(given, nan) == (1, float("inf"))
+    assert _stages._difference(nan, nan.clone()) == (0, 0.0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from bevquant_qnn import PairSums
+from bevquant_qnn import Gap, PairSums, gap
 from bevquant_qnn import _pair_sums as pair_sums
 
 SHAPES = {"large": (2, 24, 90, 101), "a cell": (1, 1, 1, 1), "none": (0, 4)}
@@ -66,3 +68,25 @@ def test_values_beyond_a_range_are_counted(monkeypatch: pytest.MonkeyPatch, comp
     expected = int((values.numpy() > 1.5).sum() + (values.numpy() < -1.5).sum())
     assert pair_sums.count_beyond(values, 1.5) == expected > 1000
     assert pair_sums.count_beyond(torch.empty(0), 1.5) == 0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "made", "found"),
+    [
+        ([1.0, 2.0], [1.0, math.nan], Gap(1, math.inf, 2.0)),
+        ([1.0, math.nan], [1.0, 2.0], Gap(1, math.inf, 1.0)),
+        ([math.nan, -math.inf, 3.0], [math.nan, -math.inf, 2.5], Gap(1, 0.5, 3.0)),
+        ([math.inf, 1.0], [-math.inf, 1.0], Gap(1, math.inf, 1.0)),
+        ([7, -9], [7, -7], Gap(1, 2.0, 9.0)),
+        ([True, False], [True, True], Gap(1, 1.0, 1.0)),
+        ([], [], Gap(0, 0.0, 0.0)),
+        ([math.nan], [math.nan], Gap(0, 0.0, 0.0)),
+    ],
+)
+def test_a_nan_in_one_run_alone_is_an_infinite_gap(wanted, made, found):
+    assert gap(torch.tensor(wanted), torch.tensor(made)) == found
+
+
+def test_gaps_within_the_slack_are_not_counted():
+    found = gap(torch.tensor([8.0, 1.0]), torch.tensor([8.5, 1.25]), slack=2**-4)
+    assert found == Gap(0, 0.5, 8.0)

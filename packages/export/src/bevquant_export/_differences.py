@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+
+from bevquant_qnn import gap
 
 # What is computed again, value by value: no difference but ties.
 _RECOMPUTED = frozenset(
@@ -120,16 +121,8 @@ def difference(
         form: ``"int8"`` or ``"float"``.
         slack: Allowed difference, as a share of the largest magnitude of `wanted`.
     """
-    finite = wanted[wanted.isfinite()] if wanted.is_floating_point() else wanted
-    size = max((abs(float(v)) for v in torch.aminmax(finite)), default=0.0) if finite.numel() else 0
-    if made.dtype == wanted.dtype and torch.equal(made, wanted):  # the usual case
-        return TensorDifference(path, "", tensor, made.numel(), 0, 0.0, 0, form, size)
-    mine, other = made.double(), wanted.double()
-    same = (mine == other) | (mine.isnan() & other.isnan())
-    apart = (mine - other).abs().nan_to_num(nan=torch.inf).masked_fill(same, 0.0)
-    different = int((apart > slack * size).count_nonzero())
-    largest = float(apart.max()) if apart.numel() else 0.0
-    return TensorDifference(path, "", tensor, apart.numel(), different, largest, 0, form, size)
+    different, largest, size = gap(wanted, made, slack)
+    return TensorDifference(path, "", tensor, made.numel(), different, largest, 0, form, size)
 
 
 def verdict(verified: str, rows: Iterable[TensorDifference]) -> str:

@@ -26,7 +26,7 @@ from bevquant_qnn._followed_ranges import (
 from bevquant_qnn._freeze import freeze
 from bevquant_qnn._layer_row import LayerRow, layer_table
 from bevquant_qnn._lockstep import Leader, lead
-from bevquant_qnn._pair_sums import PairSums
+from bevquant_qnn._pair_sums import Gap, PairSums, gap
 from bevquant_qnn._pool import (
     QuantAdaptiveAvgPool1d,
     QuantAdaptiveAvgPool2d,
@@ -68,6 +68,7 @@ __all__ = [
     "Budget",
     "FloatRemedy",
     "FramePart",
+    "Gap",
     "Kept",
     "LayerComparison",
     "LayerRow",
@@ -120,6 +121,7 @@ __all__ = [
     "estimate_sensitivity",
     "float_remedy",
     "freeze",
+    "gap",
     "keep_within_ranges",
     "layer_table",
     "lead",

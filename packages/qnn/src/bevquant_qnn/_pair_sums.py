@@ -1,11 +1,11 @@
-"""Sums over pairs of tensors, from which SQNR and cosine follow, pooled over any number of them."""
+"""Two runs of the same values: sums for SQNR and cosine, and the largest difference."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,3 +99,42 @@ class PairSums:
         """Σ float · quantized / √(Σ float² · Σ quantized²); None where one is 0 or not finite."""
         length = math.sqrt(self.signal) * math.sqrt(self.energy)
         return self.dot / length if 0 < length < math.inf else None
+
+
+class Gap(NamedTuple):
+    """Differences of two tensors, see `gap`.
+
+    Attributes:
+        different: Number of differing values.
+        largest: Largest difference.
+        size: Largest finite magnitude of the expected tensor; 0 where there is none.
+    """
+
+    different: int
+    largest: float
+    size: float
+
+
+def gap(wanted: Tensor, made: Tensor, slack: float = 0.0) -> Gap:
+    """Compare two tensors of one shape, value by value, in float64.
+
+    Two NaN, and two equal infinities, are no difference. A NaN beside a number is an infinite one.
+
+    Args:
+        wanted: The expected values.
+        made: The other run's.
+        slack: Difference that is not counted, as a share of the size.
+
+    Example:
+        >>> gap(torch.tensor([1.0, torch.nan, 4.0]), torch.tensor([1.5, torch.nan, 4.0]))
+        Gap(different=1, largest=0.5, size=4.0)
+    """
+    finite = wanted[wanted.isfinite()] if wanted.is_floating_point() else wanted
+    size = max(abs(float(v)) for v in torch.aminmax(finite)) if finite.numel() else 0.0
+    if made.dtype == wanted.dtype and torch.equal(made, wanted):  # the usual case
+        return Gap(0, 0.0, size)
+    mine, other = made.double(), wanted.double()
+    same = (mine == other) | (mine.isnan() & other.isnan())
+    apart = (mine - other).abs().nan_to_num(torch.inf, torch.inf).masked_fill(same, 0.0)
+    largest = float(apart.max()) if apart.numel() else 0.0
+    return Gap(int((apart > slack * size).count_nonzero()), largest, size)

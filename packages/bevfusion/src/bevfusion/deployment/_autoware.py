@@ -17,6 +17,7 @@ from bevfusion.deployment._files import (
     BoxesPart,
     CenterPart,
     FilePart,
+    HeldPart,
     centerpoint_files,
     nvidia_files,
 )
@@ -38,7 +39,7 @@ class NodeMapsPart(CenterPart):
 
     def forward(self, spatial_features: Tensor) -> Any:
         """A map to heatmap, reg, height, dim (width first), rot (of the yaw −b − π/2) and vel."""
-        x = self.made(spatial_features)
+        x = HeldPart.forward(self, spatial_features)
         maps = [x[f"{name}_0"] for name in ("heatmap", "reg", "height", "vel")]
         box = node_box(x["dim_0"], x["rot_0"])
         return *maps[:3], *box, maps[3]

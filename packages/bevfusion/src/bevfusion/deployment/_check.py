@@ -141,13 +141,9 @@ def file_layers(written: Written, args: tuple[Any, ...]) -> tuple[FileLayer, ...
     if not rows and piece.kind != "sparse":
         rows = compare_qdq_onnx(written.made, piece.fake_module, args)
     checks = check_tensors(rows, same_arithmetic=written.linted == "autoware")
-    return tuple(
-        FileLayer(
-            name, piece.prefix + check.path if check.path else "input",
-            **{key: value for key, value in vars(check).items() if key != "path"},
-        )
-        for check in checks
-    )  # fmt: skip
+    paths = (piece.prefix + check.path if check.path else "input" for check in checks)
+    pairs = zip(checks, paths, strict=True)
+    return tuple(FileLayer(**(vars(check) | {"path": path}), file=name) for check, path in pairs)
 
 
 def _floats(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
@@ -158,9 +154,9 @@ def _floats(written: Written, args: tuple[Any, ...]) -> Iterator[FileLayer]:
         got, lost = _matched(wanted, got, tolerance)
         queries = wanted[0].shape[-1]
         yield FileLayer(
-            written.path.name, "queries", "choice", "places", queries, lost, float(lost),
+            "queries", "choice", "places", queries, lost, float(lost),
             f"{100 * _LOST_QUERIES:g} % of the queries, where scores are equal but for rounding",
-            lost <= _LOST_QUERIES * queries,
+            lost <= _LOST_QUERIES * queries, file=written.path.name,
         )  # fmt: skip
     for name, want, made in zip(written.piece.file.outputs, wanted, got, strict=True):
         yield float_layer(written, name, want, made, tolerance)
@@ -172,8 +168,8 @@ def float_layer(
     """A float output of a file beside torch's."""
     largest = relative_change(wanted, made)
     return FileLayer(
-        written.path.name, name, "float", "float", wanted.numel(), None, largest,
-        f"{tolerance:g} of the largest value", largest <= tolerance,
+        name, "float", "float", wanted.numel(), None, largest,
+        f"{tolerance:g} of the largest value", largest <= tolerance, file=written.path.name,
     )  # fmt: skip
 
 

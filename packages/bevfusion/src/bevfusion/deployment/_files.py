@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -35,42 +35,23 @@ class DepthPart(nn.Module):
         return context.permute(0, 2, 3, 1), x[:, : self.bins].softmax(1)
 
 
-class FeaturesPart(nn.Module):
-    """Images, [cameras, 3, height, width], to the map that the view transform lifts."""
-
-    def __init__(self, model: BEVFusion) -> None:
-        super().__init__()
-        camera = model.camera
-        parts = {"backbone": camera["backbone"], "neck": camera["neck"]}
-        self.encoders = nn.ModuleDict({"camera": nn.ModuleDict(parts)})
-
-    def forward(self, img: Tensor) -> Any:
-        """The finest map of the neck."""
-        camera: Any = self.encoders["camera"]
-        return camera["neck"](camera["backbone"](img))[0]
-
-
-class CameraPart(FeaturesPart):
-    """Pooled features of images and depth images, [1, cameras, channels, height, width]."""
-
-    def __init__(self, model: BEVFusion) -> None:
-        super().__init__(model)
-        camera: Any = self.encoders["camera"]
-        camera["vtransform"] = DepthPart(model.camera["vtransform"])
-
-    def forward(self, img: Tensor, depth: Tensor) -> Any:  # type: ignore[override]
-        """Context and depth distribution."""
-        camera: Any = self.encoders["camera"]
-        return camera["vtransform"](super().forward(img.flatten(0, 1)), depth.flatten(0, 1))
-
-
 class HeldPart(nn.Module):
-    """A module under the path that it has in the model, after which nodes are named."""
+    """Modules in sequence under their paths in the model, after which nodes are named.
 
-    def __init__(self, path: str, module: nn.Module) -> None:
+    Args:
+        modules: By path. The first one takes the inputs, each other one the output before it.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self.path = path
-        self._hold(path, module)
+        self.paths = tuple(modules)
+        for path, module in modules.items():
+            self._hold(path, module)
+
+    @classmethod
+    def of(cls, model: nn.Module, *paths: str) -> Self:
+        """The modules of a model at these paths."""
+        return cls({path: model.get_submodule(path) for path in paths})
 
     def _hold(self, path: str, module: nn.Module) -> None:
         *outer, name = path.split(".")
@@ -82,63 +63,46 @@ class HeldPart(nn.Module):
         place.add_module(name, module)
 
     def forward(self, *inputs: Any) -> Any:
-        """The module's output."""
-        return self.get_submodule(self.path)(*inputs)
+        """The output of the last module."""
+        for path in self.paths:
+            inputs = (self.get_submodule(path)(*inputs),)
+        return inputs[0]
 
 
 class ReadPart(HeldPart):
-    """A module and the next file's quantizer of its map.
+    """A part and the next file's quantizer of its map.
 
     Quantizing a second time changes nothing, so that file's values are the same with and without
     it.
     """
 
     def __init__(self, held: HeldPart, path: str, quantizer: nn.Module) -> None:
-        super().__init__(held.path, held.get_submodule(held.path))
-        self.reader = path
-        self._hold(path, quantizer)
-
-    def forward(self, *inputs: Any) -> Any:
-        """The module's output, quantized."""
-        return self.get_submodule(self.reader)(super().forward(*inputs))
+        super().__init__({p: held.get_submodule(p) for p in held.paths} | {path: quantizer})
 
 
-class SparsePart(HeldPart):
-    """The sparse encoder."""
-
-    def forward(self, features: Tensor, coords: Tensor, batch_size: int) -> Any:
-        """Voxels to the bird's-eye view."""
-        return self.get_submodule(self.path)(features, coords, batch_size)
-
-
-class FusedPart(nn.Module):
-    """Two maps to one: fuser, and decoder unless it is a file of its own."""
-
-    def __init__(self, model: BEVFusion, *, decoder: bool = True) -> None:
-        super().__init__()
-        self.fuser, self.decoder = model.fuser, model.decoder if decoder else None
-
-    def forward(self, camera: Tensor, lidar: Tensor) -> Any:
-        """Maps [1, channels, x, y]."""
-        assert self.fuser is not None
-        x = self.fuser(camera, lidar)
-        return x if self.decoder is None else _decoded(self.decoder, x)
-
-
-class DecodedPart(nn.Module):
-    """The decoder alone."""
+class FeaturesPart(HeldPart):
+    """Images, [cameras, 3, height, width], to the map that the view transform lifts."""
 
     def __init__(self, model: BEVFusion) -> None:
-        super().__init__()
-        self.decoder = model.decoder
+        modules = {f"encoders.camera.{name}": model.camera[name] for name in ("backbone", "neck")}
+        super().__init__(modules)
 
-    def forward(self, fused: Tensor) -> Any:
-        """A map [1, channels, x, y]."""
-        return _decoded(self.decoder, fused)
+    def forward(self, img: Tensor) -> Any:
+        """The finest map of the neck."""
+        return super().forward(img)[0]
 
 
-def _decoded(decoder: Any, x: Tensor) -> Any:
-    return decoder["neck"](decoder["backbone"](x))
+class CameraPart(FeaturesPart):
+    """Pooled features of images and depth images, [1, cameras, channels, height, width]."""
+
+    def __init__(self, model: BEVFusion) -> None:
+        super().__init__(model)
+        self._hold(_VIEW_PATH, DepthPart(model.camera["vtransform"]))
+
+    def forward(self, img: Tensor, depth: Tensor) -> Any:  # type: ignore[override]
+        """Context and depth distribution."""
+        features = super().forward(img.flatten(0, 1))
+        return self.get_submodule(_VIEW_PATH)(features, depth.flatten(0, 1))
 
 
 class _TopQueries(nn.Module):
@@ -170,26 +134,17 @@ class BoxesPart(nn.Module):
         return score, found["rot"], found["dim"], found["center"], found["height"], found["vel"]
 
 
-class CenterPart(nn.Module):
-    """CenterPoint's dense parts under their own names: backbone and neck, head, or all."""
+class CenterPart(HeldPart):
+    """CenterPoint's dense parts: backbone and neck, head, or all."""
 
     def __init__(self, model: Detector, parts: Iterable[str]) -> None:
-        super().__init__()
-        self.names = [path for part in parts for path in model.part_paths[part]]
-        for name in self.names:
-            self.add_module(name, model.get_submodule(name))
+        paths = [path for part in parts for path in model.part_paths[part]]
+        super().__init__({path: model.get_submodule(path) for path in paths})
 
     def forward(self, spatial_features: Tensor) -> Any:
         """A map [1, channels, y, x] to the head's maps in their order, or the neck's."""
-        x = self.made(spatial_features)
+        x = super().forward(spatial_features)
         return tuple(x.values()) if isinstance(x, dict) else x
-
-    def made(self, spatial_features: Tensor) -> Any:
-        """The last module's output."""
-        x: Any = spatial_features
-        for name in self.names:
-            x = self.get_submodule(name)(x)
-        return x
 
 
 LIDAR = "lidar.backbone.xyz"
@@ -242,18 +197,20 @@ _CAMERA = FilePart(
 )  # fmt: skip
 _VIEW = FilePart(
     "camera.vtransform", {"feat_in": POOLED}, {"feat_out": "camera"},
-    lambda m: HeldPart(f"{_VIEW_PATH}.downsample", m.camera["vtransform"].downsample),
+    lambda m: HeldPart.of(m, f"{_VIEW_PATH}.downsample"),
 )  # fmt: skip
 _LIDAR = FilePart(
     LIDAR, {"features": "features", "coords": "coords"}, {"lidar": "lidar"},
-    lambda m: SparsePart(m.stages["lidar"], m.lidar["backbone"]), sparse=True,
+    lambda m: HeldPart.of(m, m.stages["lidar"]), sparse=True,
 )  # fmt: skip
+DECODER = ("decoder.backbone", "decoder.neck")
 _FUSER = FilePart(
-    "fuser", {"camera": "camera", "lidar": "lidar"}, {"middle": "middle"}, FusedPart
+    "fuser", {"camera": "camera", "lidar": "lidar"}, {"middle": "middle"},
+    lambda m: HeldPart.of(m, "fuser", *(DECODER if "decoder" in m.parts else ())),
 )  # fmt: skip
 PILLAR_FILE = FilePart(
     "pts_voxel_encoder", {"features": PADDED}, {"pillar_features": PILLARS},
-    lambda m: HeldPart("pts_voxel_encoder", m.pts_voxel_encoder),
+    lambda m: HeldPart.of(m, "pts_voxel_encoder"),
 )  # fmt: skip
 _HEAD = FilePart(
     HEAD, {"middle": "middle"},
@@ -267,19 +224,12 @@ _FEATURES = FilePart(
 )  # fmt: skip
 _DEPTH = FilePart(
     "camera.depth", {"features": "neck", "depth": "flat_depth"}, _LIFTED,
-    lambda m: _Named(_VIEW_PATH, DepthPart(m.camera["vtransform"])),
+    lambda m: HeldPart({_VIEW_PATH: DepthPart(m.camera["vtransform"])}),
 )  # fmt: skip
 _FUSED_ALONE = FilePart(
     "fuser", {"camera": "camera", "lidar": "lidar"}, {"fused": "fused"},
-    lambda m: FusedPart(m, decoder=False),
+    lambda m: HeldPart.of(m, "fuser"),
 )  # fmt: skip
-
-
-class _Named(HeldPart):
-    """With the names of its two inputs."""
-
-    def forward(self, features: Any, depth: Any) -> Any:
-        return self.get_submodule(self.path)(features, depth)
 
 
 def nvidia_files(parts: Iterable[str]) -> tuple[FilePart, ...]:
@@ -334,7 +284,9 @@ def files_of(model: Detector) -> tuple[FilePart, ...]:
 
 
 def _decoder(reads: str) -> FilePart:
-    return FilePart("decoder", {reads: reads}, {"middle": "middle"}, DecodedPart)
+    return FilePart(
+        "decoder", {reads: reads}, {"middle": "middle"}, lambda m: HeldPart.of(m, *DECODER)
+    )
 
 
 def bpu_files(parts: Iterable[str], on_bpu: Iterable[str]) -> tuple[FilePart, ...]:

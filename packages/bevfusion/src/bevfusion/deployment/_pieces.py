@@ -155,7 +155,7 @@ def _read(pieces: list[Piece], model: Detector) -> list[Piece]:
     for piece in pieces:
         held, (output, *others) = piece.fake_module, piece.file.outputs.values()
         reader = readers.get(output)
-        if piece.kind == "int8" and isinstance(held, HeldPart) and reader and not others:
+        if piece.kind == "int8" and type(held) is HeldPart and reader and not others:
             inside = quantizers_on(reader.fake_module)
             inputs = [q for path, q in inside.items() if path.endswith("_input_quantizer")]
             if inputs:

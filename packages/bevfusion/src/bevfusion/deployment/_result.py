@@ -9,6 +9,7 @@ from typing import Any
 
 from bev_data.metrics import AgreementRow
 from bev_data.tables import CellParts, Column, Columns, Row, Table, or_dash, table_of
+from bevquant_export import TensorCheck
 from bevquant_quantizers.documents import write_json
 
 _STEPS = ("int8", "fp8_e4m3", "fp8_e5m2")
@@ -24,41 +25,25 @@ class FilePort:
     shape: tuple[int | str, ...]
 
 
-@dataclass(frozen=True)
-class FileLayer:
-    """One tensor of a file, compared with the model that the file was written from.
+@dataclass(frozen=True, kw_only=True)
+class FileLayer(TensorCheck):
+    """Verdict on one tensor of a file, beside the figures of the models.
+
+    The path is the output's name in a float file. The form is "places" for the cells that became
+    queries, and "float16" for Autoware's plugin, which sums as it does.
 
     Attributes:
         file: Name of the file.
-        path: Module that produces it; in a float file the output's name.
-        op: The operator.
-        form: "int8", "fp8_e4m3", "fp8_e5m2", "float", "float16" of Autoware's plugin, which sums as
-            it does, or "places" for the cells that became queries.
-        elements: Number of values.
-        different: Number of different values; None for floats.
-        largest: Largest difference: in steps of int8, for floats relative to the largest value.
-        allowed: The allowed difference in words.
-        is_right: Whether the difference is within `allowed`.
         fake_sqnr_db: SQNR of the fake-quantized model's tensor against float.
         integer_sqnr_db: Of the integer model's.
         integer_steps: Largest difference between integer and fake-quantized model, in steps of the
             output.
-        ties: Number of different values on the border of two steps, within float32 rounding.
     """
 
     file: str
-    path: str
-    op: str
-    form: str
-    elements: int
-    different: int | None
-    largest: float
-    allowed: str
-    is_right: bool
     fake_sqnr_db: float | None = None
     integer_sqnr_db: float | None = None
     integer_steps: int | None = None
-    ties: int = 0
 
     @property
     def difference(self) -> str:

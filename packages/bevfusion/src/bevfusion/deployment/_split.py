@@ -12,7 +12,7 @@ from torch.ao.quantization import DeQuantStub, QuantStub
 
 from bev_data.metrics import AccuracyAccumulator, AgreementRow, FoundRow
 from bev_data.tables import CellParts, Row, Table, or_dash, table_of
-from bevfusion.deployment._files import CenterPart, DecodedPart, FusedPart
+from bevfusion.deployment._files import DECODER, CenterPart, HeldPart
 from bevfusion.evaluation import FrameBatches, ModelAccumulators
 from bevfusion.model import Batch, Detector, Sizes
 from bevfusion.quantization import STAGE_TITLES, QuantizationEvaluation, StageProbe, whole_output
@@ -39,28 +39,28 @@ class CameraUnit(nn.Module):
         return self.dequant_features(self.neck(self.backbone(self.quant_images(images)))[0])
 
 
-class FusedUnit(FusedPart):
+class FusedUnit(HeldPart):
     """Fuser, and the decoder downstream if it is quantized too."""
 
-    def __init__(self, model: Any, *, decoder: bool) -> None:
-        super().__init__(model, decoder=decoder)
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__(modules)
         self.quant_camera_map, self.quant_lidar_map = QuantStub(), QuantStub()
         self.dequant_map = DeQuantStub()
 
-    def forward(self, camera_map: Tensor, lidar_map: Tensor) -> Any:
+    def forward(self, camera_map: Tensor, lidar_map: Tensor) -> Any:  # type: ignore[override]
         """Two bird's-eye-view maps → one."""
         maps = self.quant_camera_map(camera_map), self.quant_lidar_map(lidar_map)
         return self.dequant_map(super().forward(*maps))
 
 
-class DecoderUnit(DecodedPart):
+class DecoderUnit(HeldPart):
     """SECOND and SECONDFPN."""
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__(modules)
         self.quant_fused_map, self.dequant_map = QuantStub(), DeQuantStub()
 
-    def forward(self, fused_map: Tensor) -> Any:
+    def forward(self, fused_map: Tensor) -> Any:  # type: ignore[override]
         """The fused map → the decoded one."""
         return self.dequant_map(super().forward(self.quant_fused_map(fused_map)))
 
@@ -97,9 +97,9 @@ def bpu_units(model: Detector, parts: Sequence[str]) -> dict[str, nn.Module]:
     if model.kind != "bevfusion":
         units["bev"] = CenterUnit(model, parts)
     elif "fuser" in parts:
-        units["bev"] = FusedUnit(built, decoder="decoder" in parts)
+        units["bev"] = FusedUnit.of(model, "fuser", *(DECODER if "decoder" in parts else ()))
     elif "decoder" in parts:
-        units["bev"] = DecoderUnit(built)
+        units["bev"] = DecoderUnit.of(model, *DECODER)
     if "camera" in parts:
         units = {"camera": CameraUnit(built.camera), **units}
     return {name: unit.eval() for name, unit in units.items()}

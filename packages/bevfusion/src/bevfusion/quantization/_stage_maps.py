@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bev_data import InputError
 from bevfusion.model import Detector
-from bevquant_qnn import PairSums
+from bevquant_qnn import PairSums, gap
 
 Map = npt.NDArray[np.float32]
 _NOTHING: Map = np.zeros((0, 0), np.float32)
@@ -155,12 +155,14 @@ def whole_output(output: Any) -> Tensor:
 
 
 def relative_change(wanted: Tensor, got: Tensor) -> float:
-    """Max |got − wanted| / max |wanted|, or by 1 where that is 0; infinite for another shape."""
+    """Max |got − wanted| / max |wanted|, or by 1 where that is 0; infinite for another shape.
+
+    Equal infinities are no change, see `bevquant_qnn.gap`.
+    """
     if got.shape != wanted.shape:
         return float("inf")
-    if not wanted.numel():
-        return 0.0
-    return float((got - wanted).abs().max()) / (float(wanted.abs().max()) or 1.0)
+    _, largest, size = gap(wanted, got)
+    return largest / (size or 1.0)
 
 
 def _norms(wanted: Tensor, got: Tensor, *, image: bool) -> tuple[Map, Map, Map]:

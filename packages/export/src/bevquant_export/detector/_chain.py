@@ -206,8 +206,8 @@ class WholeRun:
                     "than rounding explains; nothing was written. verify=False writes the files "
                     "all the same"
                 )
-        apart = float(different > 0)
-        return TensorDifference("", "", name, given.numel(), different, apart, different)
+        step = float(different > 0)
+        return TensorDifference("", "", name, given.numel(), different, step, different)
 
     def own_maps(self) -> dict[str, Tensor]:
         """Maps from which every consumer computes the same values as in the whole model."""

@@ -22,6 +22,7 @@ from bevquant_hybrid.quantization.fake_quantize import fake_quantize
 from bevquant_hybrid_tools.quant_profiler._calls import Call, named_operators
 from bevquant_hybrid_tools.quant_profiler._features import fixed_weight, scale_of
 from bevquant_hybrid_tools.quant_profiler._tables import grid_table, write_histograms, write_text
+from bevquant_qnn import gap
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def compare(match: Match, measure: Measure, swapped: bool) -> list[Any] | None:
         type(one.module if swapped else like.module),
         measure(x, y),
         scale.item() if scale is not None and scale.numel() == 1 else None,
-        float((x - y).abs().max()) if x.numel() else 0.0,
+        gap(x, y).largest,
         _steps(pairs, one),
         None if again is None else _steps(again, one),
     ]
@@ -295,8 +296,7 @@ def compare_weights(
         name = f"{path}.weight" if path else "weight"
         x, y = reference.cpu(), quantized.cpu()
         found[name] = {"float": x, "quantized": y}
-        atol = float((x.double() - y.double()).abs().max()) if x.numel() else 0.0
-        rows.append([name, f"{measure(x, y):.7f}", f"{atol:.7f}"])
+        rows.append([name, f"{measure(x, y):.7f}", f"{gap(x, y).largest:.7f}"])
     if not rows:
         raise ValueError(
             "compare_weights: the models have no weight of the same name and shape; pass two forms "

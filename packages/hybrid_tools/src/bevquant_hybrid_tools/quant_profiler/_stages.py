@@ -29,6 +29,7 @@ from bevquant_hybrid.runtime import CompiledModel, Program, Step, load, write_pr
 from bevquant_hybrid.undisturbed import Followed, positional, undisturbed
 from bevquant_hybrid.utils.fx_helper import called_path
 from bevquant_hybrid_tools.quant_profiler._tables import simple_table
+from bevquant_qnn import gap
 from bevquant_quantizers.documents import write_whole
 
 _FILE = "horizon_script_result.pt"
@@ -155,15 +156,15 @@ def _quantized(value: Any) -> Any:
 
 
 def _difference(mine: Any, theirs: Any) -> tuple[int, float]:
-    """How many elements differ, and by how many steps at most."""
-    if isinstance(mine, QTensor) and isinstance(theirs, QTensor):
-        apart = (mine.int_repr().long() - theirs.int_repr().long()).abs().double()
-    else:
-        apart = (as_float(mine).double() - as_float(theirs).double()).abs()
-        if isinstance(theirs, QTensor):  # 32 bits, which a QAT model has as floats
-            scale = along(theirs.scale, theirs.dim(), theirs.q_per_channel_axis())
-            apart = (apart / scale.double()).round()
-    return int((apart > 0).sum()), float(apart.max())
+    """How many elements differ, and by how many steps at most; infinite for a NaN in one alone."""
+    if not isinstance(theirs, QTensor):
+        return gap(as_float(theirs), as_float(mine))[:2]
+    if isinstance(mine, QTensor):
+        made = mine.int_repr().double()
+    else:  # 32 bits, which a QAT model has as floats
+        scale = along(theirs.scale, theirs.dim(), theirs.q_per_channel_axis())
+        made = (as_float(mine).double() / scale.double()).round()
+    return gap(theirs.int_repr().double(), made)[:2]
 
 
 def _compiled_results(compiled: CompiledModel | None, arguments: Any) -> dict[str, Tensor]:
