@@ -47,7 +47,7 @@ class FusedUnit(HeldPart):
         self.quant_camera_map, self.quant_lidar_map = QuantStub(), QuantStub()
         self.dequant_map = DeQuantStub()
 
-    def forward(self, camera_map: Tensor, lidar_map: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, camera_map: Tensor, lidar_map: Tensor) -> Any:
         """Two bird's-eye-view maps → one."""
         maps = self.quant_camera_map(camera_map), self.quant_lidar_map(lidar_map)
         return self.dequant_map(super().forward(*maps))
@@ -60,7 +60,7 @@ class DecoderUnit(HeldPart):
         super().__init__(modules)
         self.quant_fused_map, self.dequant_map = QuantStub(), DeQuantStub()
 
-    def forward(self, fused_map: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, fused_map: Tensor) -> Any:
         """The fused map → the decoded one."""
         return self.dequant_map(super().forward(self.quant_fused_map(fused_map)))
 
