@@ -193,8 +193,6 @@ class Refusals(nn.Module):
         self.other.weight = self.tied.weight
         self.hooked, self.hooked_bn = c(3, 3, 1), nn.BatchNorm2d(3)
         self.hooked.register_forward_hook(lambda *_: None)
-        self.normed = nn.utils.parametrizations.weight_norm(c(3, 3, 1))
-        self.normed_bn = nn.BatchNorm2d(3)
         self.padded, self.padded_bn = c(3, 3, 1), nn.BatchNorm2d(3)
         self.read, self.read_bn = c(3, 3, 1), nn.BatchNorm2d(3)
         self.out, self.out_bn = c(3, 3, 1), nn.BatchNorm2d(3)
@@ -214,7 +212,6 @@ class Refusals(nn.Module):
         x = self.bn_a(self.shared(x)) + self.bn_b(self.shared(x + 1))
         x = self.other(self.tied_bn(self.tied(x)))
         x = self.hooked_bn(self.hooked(x))
-        x = self.normed_bn(self.normed(x))
         x = self.padded_bn(F.pad(self.padded(x), (1, 1)))
         x = self.read_bn(self.read(x)) * self.read.weight.mean()
         out = self.out(x)
@@ -238,7 +235,6 @@ REASONS = {
     "bn_b": "shared is shared: it is called 2 times",
     "tied_bn": "tied.weight is tied to other.weight",
     "hooked_bn": "hooked: Conv2d has hooks",
-    "normed_bn": "normed: ParametrizedConv2d has parametrized weights",
     "padded_bn": "follows pad(), not a convolution or linear layer",
     "read_bn": "read.weight is read by a forward itself",
     "out_bn": "out's output is also read by the outside of the traced part",

@@ -33,6 +33,7 @@ from bevquant_graph import (
 )
 from bevquant_sparse import adopt_kernels, borrowed_kernels
 
+from ._computed_weights import computed_weights, keep_computed_weights
 from ._fold import Fold
 from ._foldable import with_batch_norms
 from ._fuse_pair import as_convolution, fold_into, fold_parts
@@ -69,8 +70,9 @@ def fuse_model(
 
     Functional ``F.batch_norm``, classes with further operations (which are kept), and frozen batch
     norms in arithmetic (``FrozenBatchNorm2d``) are folded too. A layer that computes its weight
-    from parameters alone in every call (standardised weights) becomes a plain layer with that
-    weight; so does a sparse convolution of spconv 1 that runs along the rulebook of another kernel
+    from parameters alone in every call (standardised weights, ``weight_norm``, ``spectral_norm``,
+    other parametrizations, pruning masks) becomes a plain layer with that weight; so does a sparse
+    convolution of spconv 1 that runs along the rulebook of another kernel
     (``bevquant_sparse.adopt_kernels``).
 
     Without example inputs, and inside modules that cannot be captured, the module structure
@@ -112,8 +114,22 @@ def fuse_model(
     """
     module, example_inputs = as_module(model, example_inputs)
     refuse_unusable(module, "fuse_model")
+    computed = () if graph is not None else computed_weights(module)
     with alone(module):
-        return _fused(module, example_inputs, inplace, graph)
+        if not computed:
+            return _fused(module, example_inputs, inplace, graph)
+        before = None
+        if example_inputs is not None:
+            with running(module, "fuse_model", "Give inputs that it takes; it is as it was before"):
+                before = _run(module, arguments(example_inputs))
+        result = _fused(
+            keep_computed_weights(module, inplace=False), example_inputs, True, None, before
+        )
+        if inplace:
+            result = _fused(
+                keep_computed_weights(module, inplace=True), example_inputs, True, None, before
+            )
+    return replace(result, plain=(*computed, *result.plain))
 
 
 @ordinary_tensors()
@@ -156,7 +172,8 @@ def fuse_parts(
     """
     check_kind(model, nn.Module, "a torch module")
     check_kind(example_inputs, (tuple, list), "a tuple of positional inputs")
-    model, parts = copy.deepcopy(model), tuple(parts)
+    computed, parts = computed_weights(model), tuple(parts)
+    model = keep_computed_weights(model, inplace=False)
     results = {}
     for path, (inputs, before) in _part_calls(model, example_inputs, parts, unchecked).items():
         given = None if path in unchecked else inputs
@@ -164,7 +181,8 @@ def fuse_parts(
         model.set_submodule(path, results[path].model)
     if not results:
         raise ValueError(f"fuse_parts: the model runs none of {', '.join(parts)}: name its modules")
-    return joined(model.eval(), results)
+    result = joined(model.eval(), results)
+    return replace(result, plain=(*computed, *result.plain))
 
 
 def _part_calls(

@@ -73,8 +73,8 @@ class FusionResult(HtmlTable):
             rounding changed a choice between values (the largest ones, for example). None without
             example inputs.
         plain: Paths of layers whose weight was not the one that they multiply by: computed from
-            parameters alone (standardised weights), or read along another kernel's rulebook
-            (spconv 1). They are plain layers with that weight now.
+            parameters alone (standardised weights, parametrizations, pruning masks), or read along
+            another kernel's rulebook (spconv 1). They are plain layers with that weight now.
     """
 
     model: nn.Module = field(repr=False)

@@ -196,8 +196,8 @@ def _refusal(module: nn.Module) -> str | None:
     float_class: type[nn.Module] = kind.float_class
     if kind in _DENSE and "weight" not in module._parameters:
         return (
-            "its weight is computed (parametrization or weight norm), not a parameter; remove the "
-            "parametrization first"
+            "its weight is computed (parametrization or weight norm), not a parameter; "
+            "bevquant_fusion.fuse_model makes it one"
         )
     own = own_code(module, float_class)
     if own is not None:
