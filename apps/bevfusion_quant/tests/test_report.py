@@ -439,6 +439,14 @@ def test_markup_in_data_is_text_on_the_page(tmp_path: Path) -> None:
     assert "".join(page.text).count(EVIL) == 4
 
 
+def test_values_that_are_not_finite_make_a_result_useless(tmp_path: Path) -> None:
+    layers = [layer("neck"), replace(layer("log", -float("inf")), cosine=None, not_finite=7)]
+    assert unusable(layers).startswith("NOT usable: log has infinite or NaN values, which float")
+    text = " ".join(written(tmp_path, ReportContent("x", layers=layers)).text)
+    assert "7 values are infinite or NaN" in text
+    assert "worst −∞ dB at" in text
+
+
 def test_kept_boxes_make_a_low_layer_unclear() -> None:
     layers = [layer("map", 30.0), layer("background", 2.0)]
     assert unusable(layers).startswith("NOT usable: background has 2.0 dB")

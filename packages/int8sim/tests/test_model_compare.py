@@ -283,3 +283,26 @@ def test_rows_that_a_module_chooses_are_counted_and_compared_on_the_same_inputs(
     assert kept[0] != kept[1]
     assert "keep different ones" in str(table)
     assert "{:,} / {:,}".format(*kept) in str(table)
+
+
+class Log(nn.Module):
+    """A logarithm of a layer's output, which 8 bits round to 0; a masked score beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2, bias=False)
+        self.layer.weight.data = torch.eye(2)
+
+    def forward(self, x):
+        return self.layer(x).log() - torch.tensor([0.0, math.inf]).view(2, 1)
+
+
+def test_a_result_that_quantization_makes_infinite_is_named():
+    x = torch.tensor([[1.0, 1e-4], [0.5, 1.0]])
+    quantized = quantize_model(Log().eval(), example_inputs=x).model
+    calibrate(quantized, [x], method="max")
+    table = compare(Log().eval(), quantized, [x, x])
+    last = table.rows[-1]
+    assert (last.not_finite, last.fake_sqnr_db, last.integer_cosine) == ((2, 2), -math.inf, None)
+    assert "2 fake-quant and 2 integer of 8 values are infinite or NaN" in str(table)
+    assert json.loads(table.to_json())["rows"][-1]["not_finite"] == [2, 2]

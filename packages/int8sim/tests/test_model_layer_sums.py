@@ -88,7 +88,8 @@ def test_what_is_not_finite_has_no_figures(value):
         sums.add_floats(wanted, broken, wanted)
     row = sums.row()
     finite = math.isfinite(value)
-    assert (row.fake_sqnr_db is not None) == finite
+    assert math.isfinite(row.fake_sqnr_db) == finite
+    assert row.not_finite == (0 if finite else 40_000, 0)
     assert (row.fake_cosine is not None) == finite
     assert row.integer_sqnr_db is None  # equal
     assert row.integer_cosine == pytest.approx(1)

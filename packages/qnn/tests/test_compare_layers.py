@@ -335,3 +335,24 @@ def test_modules_that_return_nothing_are_passed_over() -> None:
     assert {"first", "inside.conv", "last", "output"} <= set(rows)
     assert "inside" not in rows
     assert rows["output"].sqnr_db is not None
+
+
+class Log(nn.Module):
+    """A logarithm of a layer's output, which 8 bits round to 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2, bias=False)
+        self.layer.weight.data = torch.eye(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).log()
+
+
+def test_a_result_that_quantization_makes_infinite_is_not_shown_as_equal() -> None:
+    x = torch.tensor([[1.0, 1e-4], [0.5, 1.0]])
+    quantized = quantize_model(Log().eval(), example_inputs=x).model
+    calibrate(quantized, [x], method="max")
+    layer, output = rows = compare_layers(Log().eval(), quantized, [x, x])
+    assert (layer.not_finite, output.not_finite, output.sqnr_db) == (0, 2, -math.inf)
+    assert layer_table(rows).splitlines()[0].endswith("not finite")

@@ -43,7 +43,7 @@ def test_all_ways_give_the_sums(
     assert (pair_sums.kernels_for(*pair) is not None) == compiled
     sums = PairSums()
     sums.add(*pair)
-    assert sums.as_sums() == pytest.approx(_expected(*pair), rel=1e-12)
+    assert sums.as_sums() == pytest.approx([*_expected(*pair), 0.0], rel=1e-12)
 
 
 @pytest.mark.bits
@@ -90,3 +90,22 @@ def test_a_nan_in_one_run_alone_is_an_infinite_gap(wanted, made, found):
 def test_gaps_within_the_slack_are_not_counted():
     found = gap(torch.tensor([8.0, 1.0]), torch.tensor([8.5, 1.25]), slack=2**-4)
     assert found == Gap(0, 0.5, 8.0)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_equal_infinities_are_left_out_and_others_counted(many):
+    """As masked scores, and as the logarithm of what quantization makes 0."""
+    if many:
+        pytest.importorskip("numba")
+    wanted = torch.tensor([3.0, 4.0, -math.inf, math.nan]).repeat(1 << 17 if many else 1)
+    got = torch.tensor([3.3, 4.4, -math.inf, 1.0]).repeat(1 << 17 if many else 1)
+    sums = PairSums()
+    sums.add(wanted, got)
+    assert sums.sqnr_db == pytest.approx(20)
+    assert sums.cosine == pytest.approx(1)
+    assert sums.not_finite == 0
+    got[:2] = torch.tensor([-math.inf, math.nan])
+    sums.add(wanted, got)
+    again = PairSums()
+    again.add_sums(sums.as_sums())
+    assert (again.sqnr_db, again.cosine, again.not_finite) == (-math.inf, None, 2)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bev_data.tables import finite
 from bevfusion.evaluation import FrameBatches
 from bevfusion.model import Detector
 from bevfusion_quant.options import PtqConfig
+from bevfusion_quant.pages._content import known_levels
 from bevquant_qnn import USELESS_DB, LayerRow, PlannedGroup, PrecisionPlan, float_remedy
 
 REMEDY_FILE = "remedy.json"
@@ -32,7 +32,7 @@ def find_remedy(
         plan: Plan of the run. The remedy's plan has its precisions for all other layers.
         folder: Gets the remedy's plan, `REMEDY_FILE`.
     """
-    if not any((finite(row.sqnr_db) or USELESS_DB) < USELESS_DB for row in layers):
+    if not any(level < USELESS_DB for level, _ in known_levels(layers)):
         return ""
     remedy = float_remedy(model, batches.head(min(_FRAMES, len(batches))))
     if remedy is None or not remedy.helps:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bev_data.tables import finite
 from bevfusion.quantization import short_path
-from bevfusion_quant.pages._content import unusable
-from bevfusion_quant.pages._format import macs
+from bevfusion_quant.pages._content import known_levels, unusable
+from bevfusion_quant.pages._format import decibels, macs
 
 if TYPE_CHECKING:
     from bevfusion_quant.ptq import PtqResult
@@ -50,15 +49,11 @@ def _boxes(result: PtqResult) -> str:
 
 
 def _worst_layer(result: PtqResult) -> str:
-    known = [
-        (decibels, row.layer)
-        for row in result.layers
-        if (decibels := finite(row.sqnr_db)) is not None
-    ]
+    known = known_levels(result.layers)
     if not known:
         return ""
-    decibels, layer = min(known)
-    return f"{short_path(layer)}, {decibels:.1f} dB SQNR (fake-quantized against float)"
+    level, layer = min(known)
+    return f"{short_path(layer)}, {decibels(level)} SQNR (fake-quantized against float)"
 
 
 def _size(result: PtqResult) -> str:

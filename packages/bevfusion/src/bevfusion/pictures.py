@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bev_data.tables import finite
 from bevfusion.model import LidarConfig
 from bevfusion.quantization import StageMaps, short_names
 from bevquant_qnn import LayerRow
@@ -74,7 +75,7 @@ def save(drawn: Figure, path: Path) -> Path:
 
 def layer_picture(folder: Path, rows: Sequence[LayerRow]) -> list[Path]:
     """Write `layers.png`: SQNR of every layer's output in the order of execution."""
-    shown = [row for row in rows if row.sqnr_db is not None]
+    shown = [row for row in rows if finite(row.sqnr_db) is not None]
     if not shown:
         return []
     # Narrower lines for the whole model, which has several times more layers than one branch.

@@ -24,7 +24,7 @@ class LayerRow:
 
     Attributes:
         sqnr_db: 10·log10(Σ float² / Σ (quant − float)²); None for equal outputs and an all-zero
-            float output.
+            float output, minus infinity where `not_finite`.
         cosine: Cosine of the two outputs as vectors; None where one is zero.
         saturated: Share of the layer's input values beyond its range.
         rows: Mean number of active voxels (cells or pixels of dense maps) per batch.
@@ -36,6 +36,7 @@ class LayerRow:
             and that the quantized model chooses, where they have the fewest in common. The float
             output is then that of the quantized model's objects, in its order. None where both
             choose the same objects.
+        not_finite: Number of values that are infinite or NaN in the quantized model alone.
     """
 
     layer: str
@@ -48,6 +49,7 @@ class LayerRow:
     input_amax: float | None
     kept: tuple[int, int] | None = None
     matched: tuple[int, int, int] | None = None
+    not_finite: int = 0
 
 
 def layer_table(rows: Sequence[object]) -> str:
@@ -65,6 +67,8 @@ def layer_table(rows: Sequence[object]) -> str:
         columns["rows kept (float, quantized)"] = "{kept}"
     if any(getattr(row, "matched", None) for row in rows):
         columns["matched (both, float, quantized)"] = "{matched}"
+    if any(getattr(row, "not_finite", 0) for row in rows):
+        columns["not finite"] = "{not_finite:,}"
     return record_table(rows, columns)
 
 
@@ -158,6 +162,7 @@ class LayerProbe:
             input_amax=self.amax(),
             kept=(total.kept_float, total.kept) if total.kept_float or total.kept else None,
             matched=(total.matched, *chosen) if {total.matched} != {*chosen} else None,
+            not_finite=int(total.sums.not_finite),
         )
 
 

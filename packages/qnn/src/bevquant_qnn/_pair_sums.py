@@ -47,6 +47,9 @@ def count_beyond(values: Tensor, amax: float) -> int:
 class PairSums:
     """Σ float², Σ quantized², Σ float · quantized and Σ (quantized − float)², in float64.
 
+    The sums are over values that are finite in both runs. `not_finite` counts values that are
+    finite in float alone.
+
     Example:
         >>> import torch
         >>> sums = PairSums()
@@ -59,37 +62,35 @@ class PairSums:
     energy: float = 0.0
     dot: float = 0.0
     noise: float = 0.0
+    not_finite: float = 0.0
 
     def add(self, wanted: Tensor, got: Tensor) -> None:
         """Add one pair of equal shape."""
-        kernels = kernels_for(wanted, got)
-        if kernels is not None:
-            self.add_sums(kernels.pair_lines(*flat(wanted, got)).sum(0))
-            return
-        first, second = wanted.reshape(-1), got.reshape(-1)
-        for start in range(0, first.numel(), PIECE):
-            f, q = (values[start : start + PIECE].double() for values in (first, second))
-            self.signal += float(torch.dot(f, f))
-            self.energy += float(torch.dot(q, q))
-            self.dot += float(torch.dot(f, q))
-            q -= f
-            self.noise += float(torch.dot(q, q))
+        sums = _sums_of(wanted, got)
+        if not all(map(math.isfinite, sums)):
+            known = wanted.isfinite()
+            both = known & got.isfinite()
+            self.not_finite += int(known.sum()) - int(both.sum())
+            sums = _sums_of(wanted[both], got[both])
+        self.add_sums(sums)
 
     def add_sums(self, sums: Sequence[float]) -> None:
         """Add the result of another object's `as_sums`."""
-        signal, energy, dot, noise = (float(value) for value in sums)
-        self.signal += signal
-        self.energy += energy
-        self.dot += dot
-        self.noise += noise
+        for name, value in zip(vars(self), sums, strict=False):
+            setattr(self, name, getattr(self, name) + float(value))
 
     def as_sums(self) -> tuple[float, ...]:
-        """The four sums."""
+        """The four sums, and the number of values that are finite in float alone."""
         return astuple(self)
 
     @property
     def sqnr_db(self) -> float | None:
-        """10·log10(Σ float² / Σ (quantized − float)²); None where one is 0 or not finite."""
+        """10·log10(Σ float² / Σ (quantized − float)²); None where one is 0 or not finite.
+
+        Minus infinity where a value is finite in float alone.
+        """
+        if self.not_finite:
+            return -math.inf
         if not (0 < self.signal < math.inf and 0 < self.noise < math.inf):
             return None
         return 10 * math.log10(self.signal / self.noise)
@@ -98,7 +99,22 @@ class PairSums:
     def cosine(self) -> float | None:
         """Σ float · quantized / √(Σ float² · Σ quantized²); None where one is 0 or not finite."""
         length = math.sqrt(self.signal) * math.sqrt(self.energy)
-        return self.dot / length if 0 < length < math.inf else None
+        return self.dot / length if 0 < length < math.inf and not self.not_finite else None
+
+
+def _sums_of(wanted: Tensor, got: Tensor) -> list[float]:
+    """The four sums of a pair."""
+    kernels = kernels_for(wanted, got)
+    if kernels is not None:
+        return [float(value) for value in kernels.pair_lines(*flat(wanted, got)).sum(0)]
+    sums = [0.0] * 4
+    first, second = wanted.reshape(-1), got.reshape(-1)
+    for start in range(0, first.numel(), PIECE):
+        f, q = (values[start : start + PIECE].double() for values in (first, second))
+        apart = q - f
+        for place, (x, y) in enumerate(((f, f), (q, q), (f, q), (apart, apart))):
+            sums[place] += float(torch.dot(x, y))
+    return sums
 
 
 class Gap(NamedTuple):

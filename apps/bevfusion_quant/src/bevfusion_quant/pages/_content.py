@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,6 @@ import numpy.typing as npt
 
 from bev_data.cameras import Camera
 from bev_data.metrics import Accuracy, AgreementRow
-from bev_data.tables import finite
 from bevfusion.deployment import ExportedSet
 from bevfusion.quantization import SensitivityOutcome, short_path
 from bevfusion_quant.bpu_outcome import BpuOutcome
@@ -189,6 +189,12 @@ def arranged(names: Sequence[str]) -> list[int]:
     return sorted(range(len(names)), key=lambda i: (place.get(names[i], len(GRID)), i))
 
 
+def known_levels(layers: Sequence[LayerRow]) -> list[tuple[float, str]]:
+    """SQNR and name of each layer with a known SQNR; minus infinity for values not finite."""
+    pairs = ((row.sqnr_db, row.layer) for row in layers)
+    return [(level, layer) for level, layer in pairs if level is not None and level < math.inf]
+
+
 def unusable(
     layers: Sequence[LayerRow], agreement: Sequence[AgreementRow] = (), remedy: str = ""
 ) -> str:
@@ -199,7 +205,7 @@ def unusable(
         agreement: Float and quantized boxes. Where `KEPT_BOXES` are kept the result is unclear.
         remedy: Measured remedy, with its reason. Without one, a layer below `USELESS_DB` counts.
     """
-    known = [(level, row.layer) for row in layers if (level := finite(row.sqnr_db)) is not None]
+    known = known_levels(layers)
     low = [layer for level, layer in known if level < USELESS_DB]
     if not (low or remedy):
         return ""
@@ -211,18 +217,21 @@ def unusable(
         return f"unclear: {kept}, yet {remedy}" if kept else f"NOT usable: {remedy}"
     level, worst = min(known)
     place = "" if low[0] == worst else f", after {short_path(low[0])}, the first below that"
+    said = f"{level:.1f} dB SQNR against float"
+    half = f", and below {USELESS_DB:g} dB the error is over half of the values"
+    if level == -math.inf:
+        said, half = "infinite or NaN values, which float does not have", ""
     first = next((layer for layer in low if layer != "output"), "")
     exclude = f"keep it in float (--exclude {short_path(first)}), " if first else ""
     if kept:
         return (
-            f"unclear: {short_path(worst)} has {level:.1f} dB SQNR against float{place}, yet "
+            f"unclear: {short_path(worst)} has {said}{place}, yet "
             f"{kept}; judge boxes by labels "
             f"(bevfusion-quant evaluate), {exclude}or try --bias-correction"
         )
     return (
-        f"NOT usable: {short_path(worst)} has {level:.1f} dB SQNR against float, and below "
-        f"{USELESS_DB:g} dB the error is over half of the values{place}; {exclude}calibrate with "
-        "more frames like those of use, or try --bias-correction or another --method"
+        f"NOT usable: {short_path(worst)} has {said}{half}{place}; {exclude}calibrate with more "
+        "frames like those of use, or try --bias-correction or another --method"
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping
@@ -47,9 +48,11 @@ def decibels(value: float | None, cosine: float | None = None) -> str:
     """An SQNR; "equal" where the cosine says that there is no noise.
 
     Examples:
-        >>> decibels(26.52), decibels(None, 1.0), decibels(None)
-        ('26.5 dB', 'equal', '–')
+        >>> decibels(26.52), decibels(None, 1.0), decibels(None), decibels(-math.inf)
+        ('26.5 dB', 'equal', '–', '−∞ dB')
     """
+    if value == -math.inf:
+        return "−∞ dB"
     if finite(value) is not None:
         return f"{value:.1f} dB"
     return "equal" if cosine is not None and abs(cosine - 1) < 1e-9 else DASH

@@ -29,6 +29,7 @@ from bevfusion_quant.pages._content import (
     ReportScene,
     ReportStage,
     check,
+    known_levels,
     unusable,
 )
 from bevfusion_quant.pages._format import decibels, macs, memory, seconds
@@ -111,20 +112,16 @@ def _figures(content: ReportContent) -> Iterator[Figure]:
 
 def _low_layers(content: ReportContent) -> Figure:
     """Number of layers with low SQNR, and the lowest layer, linked to its row."""
-    known = [
-        (decibel, index)
-        for index, row in enumerate(content.layers)
-        if (decibel := finite(row.sqnr_db)) is not None
-    ]
+    known = known_levels(content.layers)
     low = sum(decibel < content.low_sqnr_db for decibel, _ in known)
     figure = _figure(
         f"Layers below {content.low_sqnr_db:g} dB", f"{low} of {len(content.layers)}", low=bool(low)
     )
     if known:
-        decibel, index = min(known)
-        short = short_path(content.layers[index].layer)
+        decibel, layer = min(known)
+        index = next(i for i, row in enumerate(content.layers) if row.layer == layer)
         worst = f"worst {decibels(decibel)} at "
-        figure |= {"note": worst, "href": f"layer-{index}", "link": short}
+        figure |= {"note": worst, "href": f"layer-{index}", "link": short_path(layer)}
     return figure
 
 

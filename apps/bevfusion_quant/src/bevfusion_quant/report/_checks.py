@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from bevfusion.quantization import SimulationSummary
 from bevfusion_quant.export import ONNX_FOLDER
 from bevfusion_quant.frames import FIRST_TRAINING_SEED
 from bevfusion_quant.pages import LOW_SQNR_DB
+from bevfusion_quant.pages._format import decibels
 from bevfusion_quant.report._gather import Evidence, Gathered, Measured, frames_text
 from bevfusion_quant.report._headline import HeadlineGroup, HeadlineRow, headline_group
 from bevfusion_quant.run import BpuSummary, sha256
@@ -213,12 +215,13 @@ def _on_chip(question: str, found: BpuSummary) -> Check:
 
 def _layers(main: Measured) -> Iterator[Check]:
     evidence = main.evaluation or main.run
-    rows = [(r.sqnr_db, r.layer) for r in evidence.summary.layers if r.sqnr_db is not None]
+    levels = ((-math.inf if r.not_finite else r.sqnr_db, r) for r in evidence.summary.layers)
+    rows = [(level, r.layer) for level, r in levels if level is not None]
     if not rows:
         return
     low = [layer for decibels, layer in rows if decibels < LOW_SQNR_DB]
     worst, where = min(rows, key=lambda row: row[0])
-    answer = f"{len(low)} of {len(rows)} layers, worst {worst:.1f} dB at {where}"
+    answer = f"{len(low)} of {len(rows)} layers, worst {decibels(worst)} at {where}"
     yield Check(f"Which layers are below {LOW_SQNR_DB:g} dB?", answer, "look" if low else "good")
 
 

@@ -161,6 +161,7 @@ def refuse_version(name: str, version: object) -> None:
 class _Layer(msgspec.Struct):
     layer: str
     sqnr_db: float | None
+    not_finite: int = 0
 
 
 class _Quantizer(msgspec.Struct):

@@ -383,7 +383,8 @@ def evaluate_split(
     ]
     kind = "heatmap" if isinstance(first, dict) else "bird's-eye view"
     cells = shape.numel() / shape[1]
-    table.append(LayerRow("output", kind, shape[1], cells, whole.sqnr_db, whole.cosine, None, None))
+    row = LayerRow("output", kind, shape[1], cells, whole.sqnr_db, whole.cosine, None, None)
+    table.append(replace(row, not_finite=int(whole.not_finite)))
     seen, reached = accumulators.first, [stage for stage in stages.values() if stage.fake.channels]
     evaluation = QuantizationEvaluation(
         table,

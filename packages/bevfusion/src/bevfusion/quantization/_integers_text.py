@@ -73,6 +73,8 @@ def _verdict(simulation: Simulation) -> list[str]:
         lines.append(f"On the same input {row.path} is {steps} off: {row.why}.")
     if len(lines) == 1 and stored:
         lines.append("On the same input every layer agrees within one step.")
+    if broken := next((row for row in simulation.layers if any(row.not_finite)), None):
+        lines.append(f"{broken.path} ({broken.op}) has infinite or NaN values, float has none.")
     if any(row.path.startswith("heads.") and in_integers(row) for row in simulation.layers):
         lines.append(QUERIES)
     return lines

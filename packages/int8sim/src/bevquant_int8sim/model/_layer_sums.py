@@ -25,6 +25,7 @@ FIELDS = (
 """What is summed over all values; of the last two, the largest is kept."""
 
 _LARGEST = 2
+_FLOATS = 7  # the sums of float outputs come first
 _ENERGY = 1e-4  # 40 dB: a difference below what any quantizer makes
 # A quarter of a megabyte in float64. Whole feature maps would be read from memory and written back
 # at each of two dozen operations.
@@ -105,20 +106,27 @@ class LayerSums:
     forced_values: int = 0
     kept: list[int] = field(default_factory=lambda: [0, 0, 0])
     matched: list[int] = field(default_factory=lambda: [0, 0, 0])
+    not_finite: list[int] = field(default_factory=lambda: [0, 0])
 
     def add_floats(self, reference: Tensor, fake: Tensor, integer: Tensor) -> None:
         """Add one batch's float, fake-quant and integer output, all as floats."""
         if self._differ(reference, fake, integer):
             return
         self.values += reference.numel()
-        kernels = _kernels(reference, fake, integer)
-        if kernels is not None:
-            self._add(kernels.float_lines(*_flat(reference, fake, integer), len(FIELDS)))
-            return
-        for some in blocks(reference, fake, integer):
-            wanted, free, made = (values.double() for values in some)
-            line = _float_line(wanted, free, made)
-            self._add([line + [0.0] * (len(FIELDS) - len(line))])
+        lines = _float_lines(reference, fake, integer)
+        if not np.isfinite(lines).all():
+            lines = _float_lines(*self._comparable(reference, fake, integer))
+        self._add(lines)
+
+    def _comparable(self, reference: Tensor, *runs: Tensor) -> list[Tensor]:
+        """Values that are finite in float; a run's others are counted and replaced by float's."""
+        known = reference.isfinite()
+        found = [values[known] for values in (reference, *runs)]
+        for index, run in enumerate(found[1:]):
+            broken = ~run.isfinite()
+            self.not_finite[index] += int(broken.sum())
+            found[1 + index] = torch.where(broken, found[0], run)
+        return found
 
     def add_integers(
         self,
@@ -203,7 +211,7 @@ class LayerSums:
         """Everything added so far: the sums in the order of FIELDS, and the counts."""
         peak = -1 if self.peak is None else self.peak
         counts = [self.values, peak, int(self.holds_integers), self.forced_values]
-        counts += [*self.kept, *self.matched]
+        counts += [*self.kept, *self.matched, *self.not_finite]
         return [self.sums[name] for name in FIELDS], counts
 
     def merge(self, sums: Any, counts: Any) -> None:
@@ -212,7 +220,8 @@ class LayerSums:
         self.values += values
         self.forced_values += forced
         self.kept = [before + more for before, more in zip(self.kept, rows[:3], strict=True)]
-        self.add_matched(rows[3:])
+        self.add_matched(rows[3:6])
+        self.not_finite = [a + b for a, b in zip(self.not_finite, rows[6:], strict=True)]
         if peak >= 0:
             self.peak = max(self.peak or 0, peak)
         self.holds_integers |= bool(holds_integers)
@@ -246,11 +255,12 @@ class LayerSums:
             why=self.why if forced > 1 else "",
             kept=_counted(self.kept),
             matched=_counted(self.matched),
+            not_finite=(self.not_finite[0], self.not_finite[1]),
         )
 
     def _pair(self, name: str) -> PairSums:
         values = (self.sums[n] for n in ("power", f"{name}_power", f"{name}_dot", f"{name}_error"))
-        return PairSums(*values)
+        return PairSums(*values, not_finite=self.not_finite[name == "integer"])
 
 
 def _counted(counts: list[int]) -> tuple[int, int, int] | None:
@@ -270,6 +280,15 @@ def _flat(*tensors: Tensor) -> list[Any]:
     if len(one) == 1 and torch.ops.aten.is_non_overlapping_and_dense(tensors[0]):
         return [t.detach().as_strided((t.numel(),), (1,)).numpy() for t in tensors]
     return [contiguous(tensor.detach()).reshape(-1).numpy() for tensor in tensors]
+
+
+def _float_lines(wanted: Tensor, fake: Tensor, integer: Tensor) -> Any:
+    """Sums of a float output, in lines of `FIELDS`."""
+    kernels = _kernels(wanted, fake, integer)
+    if kernels is not None:
+        return kernels.float_lines(*_flat(wanted, fake, integer), len(FIELDS))
+    lines = [_float_line(*(v.double() for v in some)) for some in blocks(wanted, fake, integer)]
+    return np.pad(np.array(lines).reshape(-1, _FLOATS), ((0, 0), (0, len(FIELDS) - _FLOATS)))
 
 
 def _float_line(wanted: Tensor, fake: Tensor, integer: Tensor) -> list[float]:

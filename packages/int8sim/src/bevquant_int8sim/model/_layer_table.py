@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from bevquant_graph import HtmlTable
-from bevquant_quantizers.documents import filled, text_table
+from bevquant_quantizers.documents import filled, plain, text_table
 
 _SCHEMA = 1
 _COLUMNS = {
@@ -31,7 +31,7 @@ class LayerRow:
             on that grid, and of layers that multiply it.
         values: Number of output values.
         fake_sqnr_db: 10·log10(Σ float² / Σ (fake-quant − float)²); None for equal outputs, an
-            all-zero float output and outputs that are not finite.
+            all-zero float output, minus infinity where `not_finite`.
         integer_sqnr_db: The same for the integer result.
         fake_cosine: Cosine of fake-quant and float output, each as one vector; None where one is
             zero or not finite.
@@ -54,6 +54,8 @@ class LayerRow:
             chooses; of several choices, the one with the fewest in common. The float and the
             fake-quant result are then those of the integer model's objects, in its order. None
             without a choice.
+        not_finite: Of an output in float, number of values that are infinite or NaN in the
+            fake-quant and in the integer result, and finite in float's.
     """
 
     path: str
@@ -74,6 +76,7 @@ class LayerRow:
     why: str
     kept: tuple[int, int, int] | None = None
     matched: tuple[int, int, int] | None = None
+    not_finite: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ class LayerTable(HtmlTable):
         data = {
             "schema": _SCHEMA,
             "first_departure": None if first is None else first.path,
-            "rows": [asdict(row) for row in self.rows],
+            "rows": plain(self.rows),
             "notes": list(self.notes),
         }
         return json.dumps(data, indent=2, allow_nan=False)
@@ -127,6 +130,12 @@ class LayerTable(HtmlTable):
             lines.append(
                 f"from {chosen.path} on, rows are those that the integer model chooses, in all "
                 "models; matched: objects that float chooses too, of those of the integer model"
+            )
+        if (broken := next((row for row in self.rows if any(row.not_finite)), None)) is not None:
+            lines.append(
+                f"{broken.path} is not finite: {broken.not_finite[0]:,} fake-quant and "
+                f"{broken.not_finite[1]:,} integer of {broken.values:,} values are infinite or "
+                "NaN, which float has finite: keep its input in float"
             )
         return "\n".join(lines)
 

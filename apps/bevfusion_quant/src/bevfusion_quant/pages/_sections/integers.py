@@ -101,7 +101,8 @@ def _table(layers: Sequence[LayerRow]) -> Table:
 
 def _row(index: int, row: LayerRow, most: float, best: float) -> Row:
     name = CellParts(path=row.path, value=row.path)
-    if notes := [note for note in (row.why, matched_note(row.matched)) if note]:
+    broken = "infinite or NaN values, float has none" if any(row.not_finite) else ""
+    if notes := [note for note in (row.why, matched_note(row.matched), broken) if note]:
         name["note"] = "; ".join(notes)
     db, steps = row.integer_sqnr_db, row.max_steps
     cells = (
@@ -120,7 +121,7 @@ def _row(index: int, row: LayerRow, most: float, best: float) -> Row:
         CellParts(text=percent(row.saturated), value=row.saturated),
         number_cell(row.peak_bits, ".0f"),
     )
-    kind = "low" if (row.forced_max_steps or 0) > 1 else ""
+    kind = "low" if broken or (row.forced_max_steps or 0) > 1 else ""
     search = f"{row.path} {row.op} {row.form}".lower()
     return Row(cells, f"integer-{index}", kind, part_of(row.path), search)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -70,18 +71,20 @@ def _row(
     full: tuple[float, float, float],
     cards: Mapping[str, int],
 ) -> Row:
-    is_low = row.sqnr_db is not None and row.sqnr_db < low
+    is_low = row.not_finite > 0 or (row.sqnr_db is not None and row.sqnr_db < low)
     error = None if row.cosine is None else 1 - row.cosine
     sqnr = number_cell(row.sqnr_db, ".1f") | CellParts(bar=share(row.sqnr_db, full[0]))
     if is_low:
-        sqnr["title"] = f"{decibels(row.sqnr_db)}, below {low:g} dB"
+        level = -math.inf if row.not_finite else row.sqnr_db
+        sqnr["title"] = f"{decibels(level)}, below {low:g} dB"
     amax = number_cell(row.input_amax, ".4g")
     card = cards.get(f"{row.layer}._input_quantizer")
     if card is not None and row.input_amax is not None:
         amax |= CellParts(href=f"quantizer-{card}", title="its histogram")
     name = CellParts(path=row.layer, value=row.layer)
-    if note := matched_note(row.matched):
-        name["note"] = note
+    broken = f"{row.not_finite:,} values are infinite or NaN" if row.not_finite else ""
+    if notes := [note for note in (broken, matched_note(row.matched)) if note]:
+        name["note"] = "; ".join(notes)
     cells = (
         CellParts(text=str(index + 1), value=index),
         name,
