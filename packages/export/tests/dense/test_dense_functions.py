@@ -215,6 +215,10 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
         ]
     ),
     "steps in memory": lambda x: x.contiguous().as_strided((2, 4, 3, 6), (144, 36, 12, 1)),
+    "equal parts of a cell": lambda x: torch.gru_cell(
+        x[:, 0, 0], x[:, 1, 1], *torch.linspace(-1, 1, 216).view(2, 18, 6)
+    ),
+    "parts of several sizes": lambda x: torch.cat(x.sin().chunk(4, -1)[::-1], -1),
     "weights of one axis": lambda x: F.linear(x.softmax(-1), torch.linspace(0, 5, 6)),
 }
 

@@ -56,6 +56,19 @@ def test_an_operation_that_is_not_on_the_list_is_named(
     assert target.read_bytes() == b"before"
 
 
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt11"])
+def test_bfloat16_is_refused_by_name(
+    target: str, calibrated: Fixture, x: Tensor, tmp_path: Path
+) -> None:
+    class Rounds(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.bfloat16() * 2).float()
+
+    net = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3), Rounds()), x)
+    with pytest.raises(ValueError, match="bfloat16; cast its input to float32"):
+        export_qdq_onnx(net, x, tmp_path / "net.onnx", target)
+
+
 def test_what_only_a_later_operator_set_has_is_named(
     calibrated: Fixture, x: Tensor, tmp_path: Path
 ) -> None:

@@ -61,6 +61,8 @@ def torch_form(
     args = source.constants(step.path, (step.args, dict(step.kwargs)), counted=True)
     call = _Call(step, args, constants)
     examples = tuple(_example(source, name) for name in call.names)
+    if any(isinstance(x, Tensor) and x.dtype == torch.bfloat16 for x in examples):
+        raise ValueError("no CPU runtime computes in bfloat16; cast its input to float32")
     free = tuple(_free(source, name) for name in call.names)
     inputs = [number(name) if name in source.hosts else read(name) for name in call.names]
     # ONNX Runtime has Unique of 64-bit integers alone.
@@ -187,6 +189,8 @@ def _lowered(proto: Any, opset: int) -> Any:
         raise ValueError("torch's form of it has operators beside ONNX's own")
     if any(a.type in (5, 10) for node in proto.graph.node for a in node.attribute):
         raise ValueError("torch's form of it holds graphs inside of nodes")
+    if opset < OPSET:
+        _drop_part_numbers(proto.graph)
     del proto.graph.value_info[:]
     if opset < FIRST_SHAPE_OF_PART:
         _slice_shapes(proto.graph)
@@ -207,6 +211,22 @@ def _lowered(proto: Any, opset: int) -> Any:
         f"torch's form of it, {', '.join(sorted({n.op_type for n in proto.graph.node}))} of "
         f"operator set {OPSET}, is none of operator set {opset}"
     )
+
+
+def _drop_part_numbers(graph: Any) -> None:
+    """Splits into equal parts without their number, which earlier sets count from the outputs.
+
+    Set 18 has a smaller last part where the size is no multiple; these keep the number.
+    """
+    shapes = {value.name: value.type.tensor_type.shape.dim for value in graph.value_info}
+    for node in graph.node:
+        attributes = {attribute.name: attribute for attribute in node.attribute}
+        if node.op_type != "Split" or "num_outputs" not in attributes:
+            continue
+        axis = attributes["axis"].i if "axis" in attributes else 0
+        sizes = [shapes[name][axis].dim_value for name in node.output if name in shapes]
+        if len(sizes) == len(node.output) and len(set(sizes)) == 1 and sizes[0]:
+            node.attribute.remove(attributes["num_outputs"])
 
 
 def _slice_shapes(graph: Any) -> None:
