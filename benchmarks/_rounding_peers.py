@@ -28,8 +28,9 @@ def equalized(model: nn.Module, pairs: list[tuple[str, str]]) -> nn.Module:
 
 
 def adaround(
-    weight: Tensor, hessian: Tensor, step: Tensor, low: int, high: int, *, steps: int = 2000
-) -> Tensor:
+    weight: Tensor, hessian: Tensor, step: Tensor, low: int, high: int, _kept: Tensor | None = None,
+    *, steps: int = 2000,
+) -> Tensor:  # fmt: skip
     """AdaRound (Nagel et al. 2020, arXiv 2004.10568) of one layer, its linear output as target.
 
     Rectified sigmoid with ζ = 1.1, γ = −0.1, β from 20 to 2 after a fifth of the steps, Adam. The

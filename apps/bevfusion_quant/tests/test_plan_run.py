@@ -25,7 +25,7 @@ from bevfusion_quant.ptq import (
     load_run,
     run_ptq,
 )
-from bevfusion_quant.saved_run import apply_plan, read_plan, refuse_in_files
+from bevfusion_quant.saved_run import apply_plan, read_plan, refuse_in_files, refuse_unsigned
 from bevquant_int8sim import simulate
 from bevquant_int8sim.program import Float8Layer
 from bevquant_qnn import PlannedGroup, PrecisionPlan, precision_groups
@@ -198,6 +198,15 @@ def test_int4_plans_have_files_for_every_engine(runs: Path) -> None:
     plan = PrecisionPlan(tuple(PlannedGroup(paths, "int4") for paths in GROUPS))
     for target in ("tensorrt", "tensorrt11", "onnxruntime", "openvino", "autoware", "horizon"):
         refuse_in_files(plan, runs, target)
+
+
+def test_unsigned_runs_have_files_for_engines_with_such_integers(runs: Path) -> None:
+    for target in ("onnxruntime", "openvino"):
+        refuse_unsigned(True, runs, target)
+    for target in ("tensorrt", "tensorrt11", "autoware", "horizon"):
+        refuse_unsigned(False, runs, target)
+        with pytest.raises(InputError, match="--target onnxruntime or openvino, or quantize"):
+            refuse_unsigned(True, runs, target)
 
 
 def test_a_plan_that_does_not_fit_or_is_none_is_refused(

@@ -49,6 +49,7 @@ from bevfusion_quant.saved_run import (
     read_plan,
     refuse_in_files,
     refuse_unfolded,
+    refuse_unsigned,
 )
 from bevfusion_quant.stages import fuse_branch, sizes_of
 from bevquant_export.targets import CPUS, cpu_at_hand, find_target, targets
@@ -272,6 +273,7 @@ def export_run(
     ran = read_model_settings(run)
     chosen = _target(target, ran, run)
     refuse_unfolded(ran, run, "written as files")
+    refuse_unsigned(ran.unsigned, run, chosen)
     if ran.plan is not None:
         refuse_in_files(read_plan(Path(run) / PLAN_FILE), run, chosen)
     clock = Clock()

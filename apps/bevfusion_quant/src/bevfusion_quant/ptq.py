@@ -57,6 +57,7 @@ from bevfusion_quant.saved_run import (
     read_run_config,
     refuse_in_files,
     refuse_unfolded,
+    refuse_unsigned,
     save_model,
 )
 from bevfusion_quant.stages import (
@@ -186,6 +187,8 @@ def run_ptq(
     needs = "integers" if integers is not None else "files" if export is not None else ""
     config.check_weights(needs_folding=needs)
     plan = None if config.plan is None else read_plan(config.plan)
+    if export is not None:
+        refuse_unsigned(config.unsigned, "a run with --unsigned", export)
     if plan is not None and export is not None:
         refuse_in_files(plan, f"a run with {config.plan}", export)
     with new_run("ptq", clock, **place) as record:

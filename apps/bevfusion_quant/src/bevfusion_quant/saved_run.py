@@ -95,6 +95,20 @@ def refuse_in_files(plan: PrecisionPlan, where: str | Path, target: str) -> None
         )
 
 
+def refuse_unsigned(unsigned: bool, where: str | Path, target: str) -> None:
+    """Refuse unsigned activations for an engine of signed ones.
+
+    Raises:
+        InputError: Names the engines that have them.
+    """
+    if unsigned and not find_target(target).unsigned:
+        others = " or ".join(t.name for t in targets() if t.unsigned)
+        raise InputError(
+            f"{where} has unsigned activations, which {target} lacks: write it with --target "
+            f"{others}, or quantize again without --unsigned"
+        )
+
+
 MODEL_FILES = ("weights.safetensors", "ranges.json")
 """What `save_model` writes in any case."""
 

@@ -217,5 +217,6 @@ def quantize_as(
         exclude=config.exclude,
         with_head=config.quantize_head,
         weight_bits=config.weight_bits,
+        unsigned=config.unsigned,
         first_layer=config.quantize_first_layer or planned,
     )

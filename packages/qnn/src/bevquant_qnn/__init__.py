@@ -58,6 +58,7 @@ from bevquant_qnn._round_weights import RoundedLayer, RoundingResult, round_weig
 from bevquant_qnn._sensitivity import sensitivity
 from bevquant_qnn._sensitivity_table import SensitivityRow, SensitivityTable
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
+from bevquant_qnn._sparsity import SparseLayer, SparsityReport, keep_sparsity, sparsify
 from bevquant_qnn._training_ranges import LearnedRange, RangeTracker, learn_ranges, track_ranges
 from bevquant_qnn._weight_size import WeightSize, weight_size
 
@@ -111,6 +112,8 @@ __all__ = [
     "SensitivityTable",
     "SharedQuantizer",
     "SkippedModule",
+    "SparseLayer",
+    "SparsityReport",
     "StepSum",
     "WeightSize",
     "add_up",
@@ -122,6 +125,7 @@ __all__ = [
     "float_remedy",
     "freeze",
     "gap",
+    "keep_sparsity",
     "keep_within_ranges",
     "layer_table",
     "lead",
@@ -134,6 +138,7 @@ __all__ = [
     "refine_plan",
     "round_weights",
     "sensitivity",
+    "sparsify",
     "track_ranges",
     "weight_size",
     "weighted_layers",

@@ -30,6 +30,10 @@ class QuantConfig:
         weight_per_channel: One range per output channel; False: one per weight tensor.
         narrow_range: Clamp to −127…127 at 8 bit; False clamps to −128…127 as upstream does. The
             two differ only for values below −amax, which a `"max"` range does not have.
+        unsigned: Tensors that are never negative by the graph (behind ReLU, sigmoid, softmax) have
+            the integers 0…255 at 8 bit, with half the step. For the simulator and files for ONNX
+            Runtime and OpenVINO; TensorRT and BPUs have signed integers alone. Sparse tensors and
+            sampled maps stay signed. Needs example inputs.
         exclude: Modules to leave float: exact paths or globs (`camera.*.conv1`), each standing
             for the module and everything below it. `conv1` never means `conv10`.
         quantize_add: Quantize residual additions.
@@ -56,6 +60,7 @@ class QuantConfig:
     weight_calibrator: Calibrator = "max"
     weight_per_channel: bool = True
     narrow_range: bool = False
+    unsigned: bool = False
     exclude: tuple[str, ...] = ()
     quantize_add: bool = True
     quantize_concat: bool = True

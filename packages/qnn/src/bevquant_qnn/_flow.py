@@ -32,6 +32,7 @@ class Read:
         value: The node that hands it over, `node` the one that reads it.
         from_float: Whether float operations or inputs of the model make the tensor, or the
             concatenation of it with others.
+        steps: The steps of both nodes.
     """
 
     quantizer: TensorQuantizer
@@ -39,6 +40,7 @@ class Read:
     value: fx.Node
     node: fx.Node
     from_float: bool
+    steps: Steps
 
 
 @dataclass
@@ -174,7 +176,7 @@ class _Reader:
     ) -> Read:
         """A read of `value`, as an operand of the concatenation `whole` where it is one."""
         tensor, floats = self.tensor(steps, value), self.from_float(steps, whole or value)
-        return Read(quantizer, tensor, value, node, floats)
+        return Read(quantizer, tensor, value, node, floats, steps)
 
     def from_float(self, steps: Steps, value: fx.Node) -> bool:
         """Whether no integers can reach a tensor: neither a quantized layer's nor a part's.

@@ -41,12 +41,13 @@ REASONS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Setting:
-    """Setting of one quantizer at a precision: its bits, range and axis of blocks, or off."""
+    """Setting of one quantizer at a precision: bits, range, axis of blocks and sign, or off."""
 
     disabled: bool
     bits: NumBits
     amax: Tensor | None
     block_axis: int = -1
+    unsigned: bool = False
 
 
 def check_precisions(names: Iterable[str], where: str) -> None:
@@ -117,30 +118,44 @@ def setting_at(
 ) -> Setting:
     """Return the setting of `quantizer` at `precision`.
 
-    At its own bits its range stays. At other bits the range is searched again in its calibrator's
-    histogram: by mse up to 8 bits, above that the largest value, where rounding is finer than any
-    clipping, and for block formats. A quantizer with an empty calibrator keeps its range.
+    At its own bits its range and sign stay. Beyond 8 bits and in FP8 it is signed. At other bits
+    the range is searched again in its calibrator's histogram: by mse up to 8 bits, above that the
+    largest value, where rounding is finer than any clipping, and for block formats. A quantizer
+    with an empty calibrator keeps its range.
     """
     if precision == "float":
-        return Setting(True, quantizer.num_bits, quantizer.amax)
+        return own_setting(quantizer, disabled=True)
     bits = _BITS[precision][1 if weight else 0]
     amax = quantizer.amax
     if bits != quantizer.num_bits and amax is not None:
         amax = _searched(quantizer, bits, amax)
-    return Setting(False, bits, amax, block_axis)
+    unsigned = quantizer.unsigned and _may_be_unsigned(bits)
+    return Setting(False, bits, amax, block_axis, unsigned)
+
+
+def own_setting(quantizer: TensorQuantizer, *, disabled: bool) -> Setting:
+    """Return the setting of `quantizer` as it is, on or off."""
+    return Setting(
+        disabled, quantizer.num_bits, quantizer.amax, quantizer.block_axis, quantizer.unsigned
+    )
+
+
+def _may_be_unsigned(bits: NumBits) -> bool:
+    return isinstance(bits, int) and bits <= 8
 
 
 def _searched(quantizer: TensorQuantizer, bits: NumBits, now: Tensor) -> Tensor:
     calibrator = quantizer._calibrator
     if not isinstance(calibrator, HistogramCalibrator):
         return now
-    before = calibrator._num_bits
+    before = calibrator._num_bits, calibrator._unsigned
     calibrator._num_bits = bits
+    calibrator._unsigned = before[1] and _may_be_unsigned(bits)
     try:
         clips = not isinstance(bits, str) and format_of(bits).bits <= 8
         found = calibrator.compute_amax("mse" if clips else "max")
     finally:
-        calibrator._num_bits = before
+        calibrator._num_bits, calibrator._unsigned = before
     if found is None or not bool(found.any()):
         return now
     return found.detach().to(now).reshape(now.shape)
@@ -149,7 +164,7 @@ def _searched(quantizer: TensorQuantizer, bits: NumBits, now: Tensor) -> Tensor:
 @contextmanager
 def set_for_now(settings: Mapping[TensorQuantizer, Setting]) -> Iterator[None]:
     """Run a block with other settings; every quantizer gets its own back."""
-    own = {q: Setting(q._disabled, q._num_bits, q.amax, q.block_axis) for q in settings}
+    own = {q: own_setting(q, disabled=q._disabled) for q in settings}
     try:
         for quantizer, setting in settings.items():
             put(quantizer, setting)
@@ -162,7 +177,7 @@ def set_for_now(settings: Mapping[TensorQuantizer, Setting]) -> Iterator[None]:
 def put(quantizer: TensorQuantizer, setting: Setting) -> None:
     """Set the quantizer."""
     quantizer._disabled = setting.disabled
-    quantizer._num_bits = setting.bits
+    quantizer._num_bits, quantizer._unsigned = setting.bits, setting.unsigned
     quantizer.block_axis = setting.block_axis
     # A learned range is a parameter; it is left to its training.
     if setting.amax is not None and "_amax" in quantizer._buffers:

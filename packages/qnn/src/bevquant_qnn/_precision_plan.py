@@ -229,8 +229,8 @@ def apply_precision(model: nn.Module, plan: PrecisionPlan) -> tuple[str, ...]:
         before = [(q._disabled, q.num_bits) for q in chosen]
         for quantizer, setting in chosen.items():
             put(quantizer, setting)
-            # The calibrator's bits too: the next calibration searches for them.
-            quantizer.num_bits = setting.bits
+            # The calibrator's format too: the next calibration searches for it.
+            quantizer.num_bits, quantizer.unsigned = setting.bits, setting.unsigned
         if before != [(q._disabled, q.num_bits) for q in chosen]:
             changed.append(group.name)
     return tuple(changed)

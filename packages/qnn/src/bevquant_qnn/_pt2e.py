@@ -47,7 +47,7 @@ def pt2e_quantizer(config: QuantConfig | None = None, *, method: str = "mse") ->
 
     Raises:
         ImportError: torchao is not installed.
-        ValueError: FP8 in `config`; and from ``prepare_pt2e``, for a program that
+        ValueError: FP8 or `unsigned` in `config`; and from ``prepare_pt2e``, for a program that
             `bevquant_graph.module_of` refuses.
     """
     config = config or QuantConfig()
@@ -55,6 +55,11 @@ def pt2e_quantizer(config: QuantConfig | None = None, *, method: str = "mse") ->
         raise ValueError(
             "pt2e_quantizer: torchao's PT2E annotations are of integers; use num_bits=8 here, or "
             "quantize_model for FP8"
+        )
+    if config.unsigned:
+        raise ValueError(
+            "pt2e_quantizer: these annotations are of signed integers; leave unsigned=True out, or "
+            "use quantize_model"
         )
     quantizer, _, _ = _classes()
     return quantizer(config, method)

@@ -14,6 +14,7 @@ from bevquant_graph import on_batch
 from bevquant_qnn._followed_ranges import RangeFollower, keep_within_ranges, narrow_weights
 from bevquant_qnn._freeze import freeze
 from bevquant_qnn._snapshots import float_tensors
+from bevquant_qnn._sparsity import keep_sparsity
 from bevquant_qnn._training_ranges import SMALLEST, learn_ranges
 from bevquant_quantizers.ranks import Ranks, tensors_in_order
 
@@ -152,6 +153,8 @@ class QatTrainer:
     (`bevquant_quantizers.ranks.launched`) share the samples, and each ends a step with the bits of
     a single process.
 
+    Layers in the form 2:4 (`sparsify`) keep their zeros.
+
     Ranges follow the values (`RangeFollower`) or are learned (`learn_ranges`). For the last steps
     they are constant, so that the weights settle under the deployed ranges.
 
@@ -212,6 +215,7 @@ class QatTrainer:
         learning = (p for p in model.parameters() if p.requires_grad)
         self._weights = [p for p in learning if id(p) not in ranges]
         self.optimizer = self._make_optimizer(weight_decay)
+        keep_sparsity(model, self.optimizer)
         model.train()
 
     def own(self) -> dict[str, Tensor]:

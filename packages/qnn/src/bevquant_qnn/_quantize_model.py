@@ -32,6 +32,7 @@ from bevquant_qnn._observe import observe
 from bevquant_qnn._replace import put_back, replace_layers
 from bevquant_qnn._result import QuantizedModule, QuantizeResult, SkippedModule
 from bevquant_qnn._share import share_quantizers
+from bevquant_qnn._signs import choose_unsigned
 from bevquant_qnn._steps import is_quantized
 from bevquant_qnn._takeover import unchanged_on_error
 from bevquant_qnn._trace import trace
@@ -115,6 +116,11 @@ calibrator=MaxCalibrator scale=1.0 quant)
         )
     refuse_unusable(module, "quantize_model")
     _check_patterns(module, config)
+    if config.unsigned and example_inputs is None:
+        raise ValueError(
+            "quantize_model: QuantConfig(unsigned=True) needs example_inputs, whose graph shows "
+            "which tensors are never negative; got none"
+        )
     with alone(module):
         if not inplace:
             module = copied(module, "quantize_model")
@@ -181,6 +187,8 @@ def _quantized(
     held = set(held_layers(model))
     skipped = [note for note in skipped if note.path not in held]
     flow = follow(found, placed)
+    if config.unsigned:
+        choose_unsigned(flow)
     shared, apart = share_quantizers(model, flow)
     for path, module in model.named_modules():
         if isinstance(module, TensorQuantizer):

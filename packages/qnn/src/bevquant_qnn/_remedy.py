@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bevquant_graph import Forward, checked_batches, flatten, on_batch
 from bevquant_qnn._choices import Choices
 from bevquant_qnn._pair_sums import PairSums
-from bevquant_qnn._precision import Setting, set_for_now
+from bevquant_qnn._precision import own_setting, set_for_now
 from bevquant_qnn._precision_groups import PrecisionGroup
 from bevquant_qnn._replay import Watch, evaluation
 from bevquant_qnn._sensitivity import active_groups, count_operations
@@ -150,9 +150,7 @@ class _Trial:
         self._groups = active_groups(model)
         self._on = {
             group.name: {
-                q: Setting(False, q.num_bits, q.amax, q.block_axis)
-                for q in group.quantizers
-                if not q._disabled
+                q: own_setting(q, disabled=False) for q in group.quantizers if not q._disabled
             }
             for group in self._groups
         }

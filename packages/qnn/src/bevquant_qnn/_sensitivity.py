@@ -16,6 +16,7 @@ from bevquant_qnn._precision import (
     block_axis_of,
     check_precisions,
     own_precision,
+    own_setting,
     set_for_now,
     setting_at,
 )
@@ -134,8 +135,8 @@ class Trial:
         active = [[q for q in group.quantizers if not q._disabled] for group in self.groups]
         quantizers = [q for held in active for q in held]
         self._active = active
-        self.off = {q: Setting(True, q.num_bits, q.amax) for q in quantizers}
-        self.on = {q: Setting(False, q.num_bits, q.amax, q.block_axis) for q in quantizers}
+        self.off = {q: own_setting(q, disabled=True) for q in quantizers}
+        self.on = {q: own_setting(q, disabled=False) for q in quantizers}
         self.at: dict[tuple[int, str], Settings] = {
             (i, name): {
                 q: setting_at(q, name, weight=q in self.groups[i].weights, block_axis=axis)

@@ -34,7 +34,7 @@ GROUPS = {
     ),
     "precision": (
         "target", "march", "cpu", "quantize_head", "quantize_first_layer", "exclude", "plan",
-        "weight_bits", "fold", "integers", "backend",
+        "weight_bits", "unsigned", "fold", "integers", "backend",
     ),
     "measurement": (
         "metric", "output", "precisions", "estimate", "alone_only", "budget", "plan_rounds",

@@ -92,6 +92,8 @@ class PtqOptions(TargetOptions):
         plan: Precision of each layer: the plan.json of `sensitivity --budget`. Default: int8 for
             every layer.
         weight_bits: Bits of every quantized weight, 4 to 8; activations have 8.
+        unsigned: Integers 0 to 255, with half the step, for maps that are never negative, as behind
+            ReLU. For the simulator and files for onnxruntime and openvino.
         rounding: Rounding of weights. nearest: each by itself. gptq: minimizes the error of each
             layer's output on the calibration frames.
         bias_correction: Correct biases by the mean output shift of rounding.
@@ -103,6 +105,7 @@ class PtqOptions(TargetOptions):
     quantize_first_layer: bool = False
     plan: Path | None = None
     weight_bits: int = 8
+    unsigned: bool = False
     rounding: Rounding = "nearest"
     bias_correction: bool = False
     fold: bool = True

@@ -50,6 +50,7 @@ class RunSettings(msgspec.Struct, kw_only=True):
     quantize_head: bool = False
     quantize_first_layer: bool = True  # runs from before did, and did not say so
     weight_bits: Annotated[int, msgspec.Meta(ge=2, le=16)] = 8
+    unsigned: bool = False
     rounding: str = "nearest"
     bias_correction: bool = False
     plan: str | None = None

@@ -177,16 +177,18 @@ class Graph:
         if not isinstance(form, Integers):
             return TensorState(self._limited(path, state.name, ceiling)) if relu else state
         if self.profile.clips(form):
-            least = 0 if relu else form.low if form.narrow else None
+            least = 0 if relu or form.unsigned else form.low if form.narrow else None
             same = state.form in (None, form)
             known = state.low if same or state.low == 0 else None  # 0 is 0 in every scale
             # A Clip that repeats a range is left out.
             low = None if known is not None and least is not None and known >= least else least
+            if form.unsigned:  # the type itself clips at both ends
+                low, ceiling = None, None if ceiling == form.high else ceiling
             if state.form == form:
                 if low is None and ceiling is None:
                     return state
                 made = self.dequantized(
-                    path, self.clipped(path, state.integers, low, ceiling), form
+                    path, self.clipped(path, state.integers, low, ceiling, form), form
                 )
             else:
                 made = self.quantized(path, state.name, form, low, ceiling, block=block)
@@ -227,7 +229,7 @@ class Graph:
         Integers are clipped where requested, and `block`² channels become pixels.
         """
         q = self.node("QuantizeLinear", path, [name, *self._scale(path, form)])
-        q = self.clipped(path, q, low, high)
+        q = self.clipped(path, q, low, high, form)
         return self.dequantized(path, self.pixels(path, q, block) if block else q, form)
 
     def pixels(self, path: str, name: str, block: int) -> str:
@@ -279,11 +281,11 @@ class Graph:
         lowest = self.constant("lowest_float32", np.finfo(np.float32).min)
         return self.node("Max", path, [name, lowest])
 
-    def clipped(self, path: str, q: str, low: int | None, high: int | None) -> str:
+    def clipped(self, path: str, q: str, low: int | None, high: int | None, form: Integers) -> str:
         """Integers of activations clipped to two bounds, given without zero point."""
         if low is None and high is None:
             return q
-        zero, dtype = self.profile.zero, self.profile.dtype
+        dtype, zero = self.profile.stored(form)
         limits = [
             "" if limit is None else self.constant(f"{np.dtype(dtype)}_{limit + zero}",
                                                    limit + zero, dtype)
@@ -305,13 +307,19 @@ class Graph:
 
     def _check(self, path: str, form: Integers) -> None:
         where = path or "the model"
-        if not form.full:
+        if form.unsigned and not self.profile.unsigned:
+            raise QdqError(
+                f"{where}: its activations are unsigned, 0…255, and {self.profile.name} has signed "
+                "ones alone; quantize with QuantConfig(unsigned=False) and calibrate, or write the "
+                "file for onnxruntime or openvino"
+            )
+        if not form.full and not form.unsigned:
             raise QdqError(
                 f"{where}: its integers are {form.low}…{form.high} around a zero "
                 "point (AffineQuantizer); expected −128…127 without one. Quantize the float model "
                 "with quantize_model and calibrate"
             )
-        if form.bits not in ((8, 16) if self.profile.int16 else (8,)):
+        if not form.unsigned and form.bits not in ((8, 16) if self.profile.int16 else (8,)):
             more = " or 16" if self.profile.int16 else " (16 with profile='onnxruntime')"
             raise QdqError(
                 f"{where}: its activations have {form.bits} bits; expected 8{more}. "

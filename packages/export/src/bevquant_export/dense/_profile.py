@@ -80,11 +80,18 @@ class Profile:
 
     def stored(self, form: Integers) -> tuple[DTypeLike, int]:
         """Type and zero point of quantized activations; ONNX Runtime clips no int16."""
+        if form.unsigned:
+            return np.uint8, 0
         return (self.dtype, self.zero) if form.bits == 8 else (np.int16, 0)
+
+    @property
+    def unsigned(self) -> bool:
+        """Whether activations may be 0…255 without a zero point."""
+        return np.dtype(self.dtype) == np.uint8
 
     def clips(self, form: Integers) -> bool:
         """Whether a ReLU clips integers, between the two nodes of a pair."""
-        return self.integer_relu and form.bits == 8
+        return self.integer_relu and (form.bits == 8 or form.unsigned)
 
 
 def profile_of(name: str, weights: str = "auto") -> Profile:

@@ -264,7 +264,11 @@ class RoundingBoundary:
             elif self._profile.integer_bias:
                 rounded = unit / 2  # to int32, by the file or by onnxruntime itself
             value, largest = value + bias, largest + np.abs(bias)
-        integer = self._profile.integer_bias and step.op != "conv_transpose" and form.bits == 8
+        integer = (
+            self._profile.integer_bias
+            and step.op != "conv_transpose"
+            and (form.bits == 8 or form.unsigned)
+        )
         if self._profile.runner == "openvino":  # adds the bias to rounded products of the sums
             rounded = rounded + _ROUNDINGS * UNIT * (np.abs(total * unit) + np.abs(value))
         if integer and isinstance(made, Integers):

@@ -25,6 +25,7 @@ from bevquant_export.sparse._steps import Between
 from bevquant_graph import op_spec
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.model import Step
+from bevquant_int8sim.program import Integers
 
 _CONVERSIONS = ("quantize", "requantize", "dequantize", "relu")
 _MATRIX = ("mm", "matmul")
@@ -182,6 +183,12 @@ class Follower:
         spec = op_spec(what)
         if step.op in ("host", "sites", "constant"):
             return  # the consumer of a constant reports it
+        form = self.program.values[step.outputs[0]].form
+        if isinstance(form, Integers) and form.unsigned:
+            raise ValueError(
+                f"export_sparse_onnx: {place(step)} makes unsigned integers, 0…255; the engine has "
+                "signed ones: quantize with unsigned=False and calibrate"
+            )
         if step.attributes.get("ceiling") is not None:
             raise ValueError(
                 f"export_sparse_onnx: {place(step)} is followed by a ReLU6; the engine has "

@@ -148,6 +148,11 @@ class Target(ABC):
         return ("int8", "int4", "float")
 
     @property
+    def unsigned(self) -> bool:
+        """Whether its files of dense layers hold activations of 0…255 with the zero point 0."""
+        return False
+
+    @property
     def labels(self) -> frozenset[str]:
         """Labels by which a rule names the target: its names, its family, its kind, ``"any"``."""
         return frozenset({self.name, *self.aliases, self.family, self.kind, "any"}) - {""}

@@ -49,6 +49,11 @@ class QdqTarget(Target):
         fp8 = ("fp8",) * ("fp8_e4m3" in form.float8) + ("mxfp8",) * ("mxfp8" in form.float8)
         return (*super().precisions, *("int16",) * form.int16, *fp8)
 
+    @property
+    def unsigned(self) -> bool:
+        """The profile's."""
+        return self.form.unsigned
+
     def write(self, model: nn.Module, args: Any, path: Path, **options: Any) -> QdqFile:
         """`export_qdq_onnx` with this profile."""
         from bevquant_export.dense import export_qdq_onnx

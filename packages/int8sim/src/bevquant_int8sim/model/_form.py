@@ -39,8 +39,15 @@ class Integers:
         """Whether they are all integers of `bits` bits, but for the most negative one."""
         return self.high == 2 ** (self.bits - 1) - 1 and self.low in (-self.high, -self.high - 1)
 
+    @property
+    def unsigned(self) -> bool:
+        """Whether they are 0…255."""
+        return (self.low, self.high) == (0, 255)
+
     def __str__(self) -> str:
-        """Their kind, such as ``"int8"``; ``"affine8"`` of 256 integers around a zero point."""
+        """Their kind: ``"int8"``, ``"uint8"``; ``"affine8"`` for 256 integers with a zero point."""
+        if self.unsigned:
+            return "uint8"
         spread = (self.high - self.low).bit_length()
         return f"int{self.bits}" if self.full else f"affine{spread}"
 

@@ -42,14 +42,13 @@ def calibrated_range(quantizer: TensorQuantizer) -> Tensor | None:
 
 
 def unsupported(quantizer: TensorQuantizer) -> str:
-    """Why an activation's quantizer has no signed integers of one scale; empty where it has."""
-    if quantizer._unsigned:
-        return "its activations are unsigned; integer kernels take signed ones"
+    """Why an activation's quantizer has no integers of one scale; empty where it has."""
     if quantizer.axis is not None:
         return "its activations have a range per channel; integer kernels take one per tensor"
-    form = format_of(quantizer.num_bits)
-    if form.dtype is None and not 2 <= form.bits <= 16:
-        return f"its activations have {quantizer.num_bits} bits; integer kernels take 2 to 16"
+    form = format_of(quantizer.num_bits, quantizer.unsigned)
+    most = 15 if quantizer.unsigned else 16
+    if form.dtype is None and not 2 <= form.bits <= most:
+        return f"its activations have {quantizer.num_bits} bits; integer kernels take 2 to {most}"
     return ""
 
 
@@ -80,10 +79,13 @@ def float8_scale(quantizer: TensorQuantizer, form: Format, path: str) -> float:
 def integers_of(quantizer: TensorQuantizer, path: str) -> Integers:
     """The integers of an activation's quantizer: scale = amax / (2^(bits−1) − 1), or as given.
 
+    Unsigned ones are 0…2^bits − 1 with the scale amax / (2^bits − 1), and take one more bit.
+
     Raises:
         ValueError: No usable range; `path` and what to do are named.
     """
-    form = format_of(quantizer.num_bits, narrow_range=quantizer._narrow_range)
+    unsigned = quantizer.unsigned
+    form = format_of(quantizer.num_bits, unsigned, quantizer._narrow_range)
     if form.dtype is not None:
         raise SimulateError(
             f"{path}: {form.name} where integers are read; quantize it with num_bits=8"
@@ -92,7 +94,7 @@ def integers_of(quantizer: TensorQuantizer, path: str) -> Integers:
         low, high = int(quantizer.low), int(quantizer.high)
         return Integers(float(quantizer.step), form.bits, low, high)
     amax = _usable_range(quantizer, path)
-    return Integers(float(amax) / form.high, form.bits, int(form.low), int(form.high))
+    return Integers(float(amax) / form.high, form.bits + unsigned, int(form.low), int(form.high))
 
 
 def _usable_range(quantizer: TensorQuantizer, path: str) -> Tensor:

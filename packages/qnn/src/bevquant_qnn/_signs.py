@@ -1,0 +1,83 @@
+"""Tensors that are never negative, by the graph: their ranges have the integers from 0 on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch import fx
+
+from bevquant_qnn._flow import Flow, Read
+from bevquant_qnn._share import ranges_of
+from bevquant_qnn._steps import Steps
+
+# Results are at least 0 for all operands.
+_POSITIVE = frozenset("relu relu6 sigmoid hardsigmoid softmax exp abs square sqrt softplus".split())
+# Clamps, by the place of their lower bound.
+_CLAMPS = {"clamp": "min", "clip": "min", "clamp_min": "min", "hardtanh": "min_val"}
+# Results are at least 0 if the first operand is: kinds, and operators by name.
+_KEEPS = frozenset("identity layout_op max_pool avg_pool resize quantize mean sum amax".split())
+# If all operands are.
+_ALL = frozenset({"add", "mul", "cat", "concat", "concatenate", "stack"})
+
+
+def choose_unsigned(flow: Flow) -> None:
+    """Make quantizers unsigned whose tensors are never negative.
+
+    Quantizers with one range are unsigned together, if no tensor that one of them reads is
+    negative. Those of sparse tensors and of sampled maps stay signed, as engines have int8 kernels,
+    and so do FP8, more than 8 bits and quantizers with a range.
+    """
+    groups, members = ranges_of(flow), defaultdict[object, list[Read]](list)
+    for read in flow.reads:
+        members[groups.find(read.quantizer)].append(read)
+    positive = {steps: _never_negative(steps) for steps in {read.steps for read in flow.reads}}
+    for reads in members.values():
+        if all(_takes_unsigned(read) and read.value in positive[read.steps] for read in reads):
+            for read in reads:
+                read.quantizer.unsigned = True
+
+
+def _takes_unsigned(read: Read) -> bool:
+    quantizer, steps = read.quantizer, read.steps
+    return (
+        isinstance(quantizer.num_bits, int)
+        and quantizer.num_bits <= 8
+        and quantizer.amax is None
+        and steps.spec(read.node).kind != "sample"
+        and not steps.is_sparse(read.value)
+    )
+
+
+def _never_negative(steps: Steps) -> set[fx.Node]:
+    """Nodes of a captured graph whose values are at least 0."""
+    found: set[fx.Node] = set()
+    for node in steps.nodes:
+        if _is_positive(steps, node, found):
+            found.add(node)
+    return found
+
+
+def _is_positive(steps: Steps, node: fx.Node, known: set[fx.Node]) -> bool:
+    spec = steps.spec(node)
+    if spec.name in _POSITIVE:
+        return True
+    if spec.name in _CLAMPS:
+        default = -1 if spec.name == "hardtanh" else None
+        low = node.args[1] if len(node.args) > 1 else node.kwargs.get(_CLAMPS[spec.name], default)
+        return (isinstance(low, int | float) and low >= 0) or (
+            low is None and _first(node) in known
+        )
+    if spec.name in _ALL:
+        numbers = [n for n in (*node.args, *node.kwargs.values()) if isinstance(n, int | float)]
+        axis = spec.kind == "concat"
+        return known.issuperset(node.all_input_nodes) and (axis or all(n >= 0 for n in numbers))
+    if spec.layout == "pad":
+        filling = node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
+        if not isinstance(filling, int | float) or filling < 0:
+            return False
+    keeps = spec.kind in _KEEPS or spec.name in _KEEPS or spec.casts
+    return keeps and _first(node) in known
+
+
+def _first(node: fx.Node) -> object:
+    return node.args[0] if node.args else None
