@@ -151,18 +151,20 @@ def test_names_and_classes_that_match_nothing_are_warned_of():
 
 
 @pytest.mark.parametrize(
-    ("wishes", "reason"),
+    ("wishes", "kind", "reason"),
     [
-        ({"modules": []}, "unknown key 'modules'"),
-        ({"module_name": [nn.Conv2d]}, "expected a module's path"),
-        ({"module_type": ["conv"]}, "expected a class"),
-        ({"module_name": "conv3"}, "module_name is 'conv3'; expected a list"),
-        ({"module_type": nn.Conv2d}, "module_type is <class .*; expected a list"),
+        ({"modules": []}, ValueError, "unknown key 'modules'"),
+        ({"module_name": [nn.Conv2d]}, TypeError, "expected a module's path"),
+        ({"module_type": ["conv"]}, TypeError, "expected a class"),
+        ({"module_name": "conv3"}, TypeError, "module_name is 'conv3'; expected a list"),
+        ({"module_type": nn.Conv2d}, TypeError, "module_type is <class .*; expected a list"),
     ],
 )
-def test_bad_wishes_are_refused(wishes, reason):
-    with pytest.raises(ValueError, match=reason):
+def test_bad_wishes_are_refused(wishes, kind, reason):
+    with pytest.raises(kind, match=reason):
         partition(traced(HybridModel()), "bayes", wishes)
+    with pytest.raises(kind, match=reason):
+        quantization.prepare_qat_fx(HybridModel(), {}, hybrid=True, hybrid_dict=wishes)
 
 
 def test_an_input_that_nothing_quantizes_is_warned_of():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -133,20 +133,20 @@ class Names:
 
     Args:
         hybrid_dict: ``{"module_name": [...], "module_type": [...]}``, or None.
+
+    Raises:
+        TypeError: Other values than lists of paths and of classes.
+        ValueError: Another key.
     """
 
-    def __init__(self, hybrid_dict: dict[str, Any] | None) -> None:
-        given = hybrid_dict or {}
-        unknown = sorted(set(given) - {"module_name", "module_type"})
-        if unknown:
+    def __init__(self, hybrid_dict: Mapping[str, Iterable[Any]] | None) -> None:
+        given = dict(hybrid_dict or {})
+        self.names: tuple[str, ...] = _entries("module_name", given.pop("module_name", ()), str)
+        self.types: tuple[type, ...] = _entries("module_type", given.pop("module_type", ()), type)
+        if given:
             raise ValueError(
-                f"hybrid_dict: unknown key {unknown[0]!r}; expected 'module_name' or 'module_type'"
+                f"hybrid_dict: unknown key {min(given)!r}; expected 'module_name' or 'module_type'"
             )
-        for key, value in given.items():
-            if isinstance(value, str):
-                raise TypeError(f"hybrid_dict: {key} is {value!r}; expected a list of such entries")
-        self.names = tuple(given.get("module_name", ()))
-        self.types = tuple(given.get("module_type", ()))
 
     def warn_of_unknown_names(self, root: nn.Module) -> None:
         """Warn of every name and class that the model does not have."""
@@ -171,3 +171,14 @@ class Names:
                 if holder in self.names or (module is not None and class_of(module) in self.types):
                     return True
         return False
+
+
+def _entries(key: str, values: Any, kind: type) -> tuple[Any, ...]:
+    what = "a module's path" if kind is str else "a class"
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"hybrid_dict: {key} is {values!r}; expected a list, each {what}")
+    found = tuple(values)
+    for value in found:
+        if not isinstance(value, kind):
+            raise TypeError(f"hybrid_dict: {key} {value!r}; expected {what}")
+    return found

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import resources
 from typing import Any, Literal
-
-from torch import nn
 
 from bevquant_hybrid.operators._expressions import DTYPES, QUANTITIES, Expression, OperatorCall
 
@@ -344,7 +342,7 @@ def _flow(support: Support) -> str:
     return f"{inputs} → {support.output if support.output == 'same' else ' '.join(support.output)}"
 
 
-# Placement of a hybrid model's operators: the mapper's list, and the user's requests.
+# Placement of a hybrid model's operators: the mapper's list.
 
 _PLACES = ("BPU", "CPU")
 
@@ -371,30 +369,6 @@ def place_operator(operator: str, march: str) -> Listed:
     if group is None:
         return Listed("CPU", "it is not among the operators that the mapper runs on a BPU")
     return Listed(group[0][column], group[1])
-
-
-def requested_placement(
-    hybrid_dict: Mapping[str, Iterable[Any]] | None,
-) -> tuple[tuple[str, ...], tuple[type[nn.Module], ...]]:
-    """Names and classes of a `hybrid_dict`."""
-    given = dict(hybrid_dict or {})
-    names = _list_of("module_name", given.pop("module_name", ()), str, "a module's path")
-    types = _list_of("module_type", given.pop("module_type", ()), type, "a class")
-    if given:
-        raise ValueError(
-            f"hybrid_dict: unknown key {next(iter(given))!r}; expected module_name or module_type"
-        )
-    return names, types
-
-
-def _list_of(key: str, values: Any, kind: type, what: str) -> tuple[Any, ...]:
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise ValueError(f"hybrid_dict: {key} is {values!r}; expected a list, each {what}")
-    found = tuple(values)
-    for value in found:
-        if not isinstance(value, kind):
-            raise ValueError(f"hybrid_dict: {key} {value!r}; expected {what}")
-    return found
 
 
 @cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -13,12 +12,12 @@ from torch import Tensor, fx, nn
 from bevquant_hybrid._fx._float_operators import BOUNDARY, insert_boundaries
 from bevquant_hybrid._fx._graph_module import copied_graph
 from bevquant_hybrid._fx._placement import Kind, Placement
-from bevquant_hybrid._fx._settings import anchor_path_of, class_of
-from bevquant_hybrid._fx._tracer import number_nodes
+from bevquant_hybrid._fx._settings import Names, anchor_path_of, class_of
+from bevquant_hybrid._fx._tracer import called_function, called_path, number_nodes
 from bevquant_hybrid.nn.qat import is_qat
 from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
 from bevquant_hybrid.operators import load_support_table, row_of_function, row_of_module
-from bevquant_hybrid.operators._table import place_operator, requested_placement
+from bevquant_hybrid.operators._table import place_operator
 from bevquant_hybrid.partition._plan import Plan, PlanNode, number_segments
 from bevquant_hybrid.qtensor import QTensor
 from bevquant_hybrid.undisturbed import Followed, positional, undisturbed
@@ -31,95 +30,42 @@ _PASSING = (
 )
 
 
-@dataclass(frozen=True)
-class GraphNode:
-    """A node before its placement."""
-
-    name: str  # the graph node's name
-    kind: str  # input, output, attribute, operator, quantize or dequantize
-    operator: str  # its row of the support table, or its plain name
-    path: str  # its module; for a function, the module whose forward calls it
-    # Paths and classes of the modules around it, itself included
-    around: tuple[tuple[str, type[nn.Module]], ...]
-    shape: tuple[int, ...] | None  # of its result, where known
-    switched_off: bool  # whether its module's qconfig is None
-    # In a graph that is prepared already, whether its module is one that prepare or convert
-    # made; None in a float graph
-    quantized: bool | None = None
-    dtype: str = ""  # of the integers of its result, where a run showed some; else ""
-
-
-def read_graph(module: fx.GraphModule, example_inputs: tuple[Any, ...] | None) -> list[GraphNode]:
-    """Records of all nodes in order; shapes from ``example_inputs``, else from the nodes' meta."""
-    results = _results(module, example_inputs) if example_inputs is not None else {}
-    modules = dict(module.named_modules(remove_duplicate=False))
-    owners = {
-        node.name
-        for node in module.graph.nodes
-        if node.op == "get_attr" and str(node.target) in modules
-    }
-    called = {str(n.target) for n in module.graph.nodes if n.op == "call_module"} | {
-        str(n.target) for n in module.graph.nodes if n.name in owners
-    }
-    prepared = any(_is_quantized(modules[path]) for path in called)
-    # Objects whose method the next node calls, sizes and what is computed of them: no tensors.
-    aside = owners | {node.name for node in number_nodes(module.graph)}
-    records = []
-    for node in module.graph.nodes:
-        if node.name in aside:
-            continue
-        kind, operator, path = _describe(node, modules, owners)
-        around = _around(node, path, modules)
-        own = modules.get(path) if node.op in ("call_module", "call_method") else None
-        shape, dtype = results.get(node.name) or (_shape_in_meta(node), "")
-        records.append(
-            GraphNode(
-                *(node.name, kind, operator, path, around),
-                shape,
-                switched_off=own is not None and getattr(own, "qconfig", 0) is None,
-                quantized=_is_quantized(own) if prepared else None,
-                dtype=dtype,
-            )
-        )
-    return records
-
-
 def _is_quantized(module: nn.Module | None) -> bool:
     """Whether prepare or convert made the module: a QAT or fixed-point form."""
     return is_fixed_point(module) or is_qat(module)
 
 
-def _describe(
-    node: fx.Node, modules: dict[str, nn.Module], owners: set[str]
-) -> tuple[str, str, str]:
+def _describe(node: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[str, str, str]:
+    """Kind, operator (the row of the table, or the plain name) and path of a node.
+
+    The path is the module's; of a function, that of the module whose forward calls it.
+    """
     table = load_support_table()
     if node.op in _EDGES:
         return _EDGES[node.op], "", str(node.target) if node.op == "get_attr" else ""
+    path = called_path(node)
     if node.op == "call_module":
-        called = modules[str(node.target)]
+        called = modules[path]
         operator = row_of_module(called, table) or f"torch.nn.{type(called).__name__}"
         stub = operator.rpartition(".")[2]
         if stub == "QuantStub" or node.name.endswith("_activation_post_process"):
-            return "quantize", operator, str(node.target)
-        return "dequantize" if stub == "DeQuantStub" else "operator", operator, str(node.target)
-    owner = node.args[0] if node.args else None
-    if isinstance(owner, fx.Node) and owner.name in owners:  # a FloatFunctional's method
+            return "quantize", operator, path
+        return "dequantize" if stub == "DeQuantStub" else "operator", operator, path
+    if path and path in modules:  # a FloatFunctional's method
         base = str(node.target).removesuffix("_scalar").removesuffix("_relu")
         row = table.find(f"torch.{base}")
-        return "operator", row.name if row else f"torch.{base}", str(owner.target)
-    function: Any = node.target
-    if node.op == "call_method":
-        function = getattr(Tensor, str(node.target), str)
+        return "operator", row.name if row else f"torch.{base}", path
+    function = called_function(node) or str
     name = str(node.target) if node.op == "call_method" else getattr(function, "__name__", "")
-    tensors = len(node.all_input_nodes)
     stack = list(node.meta.get("nn_module_stack", {}).values())
-    path = stack[-1][0] if stack else ""
-    return "operator", row_of_function(function, name, table, tensors), path
+    operator = row_of_function(function, name, table, len(node.all_input_nodes))
+    return "operator", operator, stack[-1][0] if stack else ""
 
 
 def _around(
-    node: fx.Node, path: str, modules: dict[str, nn.Module]
-) -> tuple[tuple[str, type[nn.Module]], ...]:
+    node: fx.Node, path: str, modules: Mapping[str, nn.Module]
+) -> dict[str, type[nn.Module]]:
+    """Paths and classes of the modules around a node, its own included."""
     found: dict[str, type[nn.Module]] = {}
     for entry in node.meta.get("nn_module_stack", {}).values():
         found[str(entry[0])] = entry[1] if isinstance(entry[1], type) else type(entry[1])
@@ -137,7 +83,8 @@ def _around(
             outer = ".".join(parts[:i])
             if outer in modules:
                 found.setdefault(outer, type(modules[outer]))
-    return tuple((p, cls) for p, cls in found.items() if p)
+    found.pop("", None)
+    return found
 
 
 def _shape_in_meta(node: fx.Node) -> tuple[int, ...] | None:
@@ -192,43 +139,22 @@ def partition(
         input, are in its warnings and also emitted as warnings.
 
     Raises:
-        ValueError: If the march or a key of ``hybrid_dict`` is unknown, or its value is no list.
+        TypeError: If ``hybrid_dict`` holds no lists of names and classes.
+        ValueError: If the march or a key of ``hybrid_dict`` is unknown.
     """
-    names, types = requested_placement(hybrid_dict)
-    given = example_inputs is not None
-    records = read_graph(graph_module, positional(graph_module, example_inputs) if given else None)
-    notes = _unmatched(records, graph_module, names, types)
-    state = _State(load_support_table().march(march).name, records)
+    names = Names(hybrid_dict)
+    title = load_support_table().march(march).name
+    results = {}
+    if example_inputs is not None:
+        results = _results(graph_module, positional(graph_module, example_inputs))
     graph = copied_graph(graph_module.graph)
-    for node in graph.nodes:
-        state.place(node, names, types)
+    state = _State(graph, graph_module, title, names, results)
+    notes = state.unmatched()
     insert_boundaries(graph, nn.Module(), state, lambda node: nn.Identity())
     notes += state.unquantized(graph)
     for note in notes:
         warnings.warn(note, stacklevel=2)
     return Plan(state.march, number_segments(state.plan_nodes(graph)), tuple(notes))
-
-
-def _unmatched(
-    records: list[GraphNode],
-    graph_module: fx.GraphModule,
-    names: tuple[str, ...],
-    types: tuple[type[nn.Module], ...],
-) -> list[str]:
-    paths = {path for record in records for path, _ in record.around}
-    modules = {path for path, _ in graph_module.named_modules(remove_duplicate=False)}
-    classes = {cls for record in records for _, cls in record.around}
-    notes = []
-    for name in names:
-        if name not in paths:
-            near = difflib.get_close_matches(name, sorted(paths), n=3, cutoff=0.4)
-            hint = f"; names near it: {', '.join(near)}" if near else ""
-            what = "no module is called" if name not in modules else "no node is in the module"
-            notes.append(f"hybrid_dict: {what} {name!r}{hint}")
-    for cls in types:
-        if cls not in classes:
-            notes.append(f"hybrid_dict: no module of class {cls.__name__} is called")
-    return notes
 
 
 _ROLES = {Kind.PASS: "pass", Kind.BPU: "operator", Kind.CPU: "operator"}
@@ -237,55 +163,76 @@ _ROLES = {Kind.PASS: "pass", Kind.BPU: "operator", Kind.CPU: "operator"}
 class _State(Placement):
     """Where the nodes of a graph run, by the mapper's list alone."""
 
-    def __init__(self, march: str, records: list[GraphNode]) -> None:
-        self.march = march
-        self.records = {record.name: record for record in records}
+    def __init__(
+        self,
+        graph: fx.Graph,
+        root: nn.Module,
+        march: str,
+        names: Names,
+        results: Mapping[str, tuple[tuple[int, ...], str]],
+    ) -> None:
+        self.march, self.names, self._results = march, names, results
+        self.modules = dict(root.named_modules(remove_duplicate=False))
         self.kinds: dict[fx.Node, Kind] = {}
         self.reasons: dict[fx.Node, str] = {}
+        self._calls: dict[fx.Node, tuple[str, str, str]] = {}  # as `_describe` returns them
+        self._around: dict[fx.Node, dict[str, type[nn.Module]]] = {}
+        called = filter(None, map(called_path, graph.nodes))
+        self._prepared = any(_is_quantized(self.modules.get(path)) for path in called)
+        # Numbers, and objects whose method the next node calls, are no tensors.
+        numbers = number_nodes(graph)
+        for node in graph.nodes:
+            self.kinds[node], self.reasons[node] = Kind.NUMBER, ""
+            if node in numbers or self._is_owner(node):
+                continue
+            self._calls[node] = _describe(node, self.modules)
+            self._around[node] = _around(node, self._calls[node][2], self.modules)
+            self.kinds[node], self.reasons[node] = self._decide(node)
 
-    def place(
-        self, node: fx.Node, names: tuple[str, ...], types: tuple[type[nn.Module], ...]
-    ) -> None:
-        """Decide the kind of one node, which stands after all that it reads."""
-        record = self.records.get(node.name)
-        found = (Kind.NUMBER, "") if record is None else self._decide(node, record, names, types)
-        self.kinds[node], self.reasons[node] = found
-
-    def _decide(
-        self,
-        node: fx.Node,
-        record: GraphNode,
-        names: tuple[str, ...],
-        types: tuple[type[nn.Module], ...],
-    ) -> tuple[Kind, str]:
-        if record.kind in ("input", "output", "attribute"):
+    def _decide(self, node: fx.Node) -> tuple[Kind, str]:
+        kind, operator, path = self._calls[node]
+        if kind in ("input", "output", "attribute"):
             return Kind.EDGE, ""
-        if record.kind == "quantize":
+        if kind == "quantize":
             return Kind.QUANT, "the model quantizes here"
-        if record.kind == "dequantize":
+        if kind == "dequantize":
             return Kind.DEQUANT, "the model dequantizes here"
-        for path, cls in record.around:
-            if path in names:
-                return Kind.CPU, f"hybrid_dict names {path}"
-            if cls in types:
-                return Kind.CPU, f"hybrid_dict names the class {cls.__name__} of {path}"
-        if record.switched_off:
-            return Kind.CPU, f"the qconfig of {record.path} is None"
-        if record.quantized:
+        for outer, cls in self._around[node].items():
+            if outer in self.names.names:
+                return Kind.CPU, f"hybrid_dict names {outer}"
+            if cls in self.names.types:
+                return Kind.CPU, f"hybrid_dict names the class {cls.__name__} of {outer}"
+        own = self.modules.get(path) if node.op in ("call_module", "call_method") else None
+        if own is not None and getattr(own, "qconfig", 0) is None:
+            return Kind.CPU, f"the qconfig of {path} is None"
+        if self._prepared and _is_quantized(own):
             return Kind.BPU, "the prepared model quantizes it"
-        if record.quantized is False and not any(map(self._is_integer, self.inputs(node))):
+        if self._prepared and not any(map(self._is_integer, self.inputs(node))):
             return Kind.CPU, "the prepared model leaves it in float"
-        listed = place_operator(record.operator, self.march)
-        reason = f"{record.operator}: {listed.because}"
+        listed = place_operator(operator, self.march)
+        reason = f"{operator}: {listed.because}"
         if listed.place == "CPU":
             return Kind.CPU, reason
-        if record.operator in _PASSING and self.inputs(node):
+        if operator in _PASSING and self.inputs(node):
             return Kind.PASS, "it passes on what it reads, where that is"
         return Kind.BPU, reason
 
-    def inputs(self, node: fx.Node) -> list[fx.Node]:
-        """Tensors that a node reads, each once."""
-        return [n for n in node.all_input_nodes if self.kinds[n] is not Kind.NUMBER]
+    def unmatched(self) -> list[str]:
+        """A warning for each name and class of `hybrid_dict` that no call has."""
+        notes = []
+        paths = {path for around in self._around.values() for path in around}
+        for name in self.names.names:
+            if name not in paths:
+                near = difflib.get_close_matches(name, sorted(paths), n=3, cutoff=0.4)
+                hint = f"; names near it: {', '.join(near)}" if near else ""
+                known = name in self.modules
+                what = "no node is in the module" if known else "no module is called"
+                notes.append(f"hybrid_dict: {what} {name!r}{hint}")
+        classes = {cls for around in self._around.values() for cls in around.values()}
+        for cls in self.names.types:
+            if cls not in classes:
+                notes.append(f"hybrid_dict: no module of class {cls.__name__} is called")
+        return notes
 
     def forced(self, node: fx.Node) -> bool:
         """Nothing is written into a file."""
@@ -310,18 +257,19 @@ class _State(Placement):
         made: dict[fx.Node, PlanNode] = {}
         for node in graph.nodes:
             if self.kinds[node] is not Kind.NUMBER:
-                boundary = node.name not in self.records
+                boundary = node not in self._calls
                 made[node] = self._boundary(node, made) if boundary else self._plan_node(node)
         return [*made.values()]
 
     def _plan_node(self, node: fx.Node) -> PlanNode:
-        record, kind = self.records[node.name], self.kinds[node]
+        described, kind = self._calls[node], self.kinds[node]
         bpu = self._is_integer(node) if kind is Kind.PASS else kind is Kind.BPU
         place = "" if kind is Kind.EDGE else "BPU" if bpu else "CPU"
-        about = place, self.reasons[node], record.operator, record.path
+        about = place, self.reasons[node], *described[1:]
         inputs = tuple(n.name for n in self.inputs(node))
-        role = _ROLES.get(kind, record.kind)
-        return PlanNode(node.name, role, *about, inputs, record.shape, dtype=record.dtype)
+        shape, dtype = self._results.get(node.name) or (_shape_in_meta(node), "")
+        role = _ROLES.get(kind, described[0])
+        return PlanNode(node.name, role, *about, inputs, shape, dtype=dtype)
 
     def _boundary(self, node: fx.Node, made: dict[fx.Node, PlanNode]) -> PlanNode:
         kind, source = node.meta[BOUNDARY], made[node.all_input_nodes[0]]

@@ -32,7 +32,6 @@ from bevquant_hybrid._fx._prepare import _stays, _unprepared, prepare
 from bevquant_hybrid._fx._scales import is_calibration
 from bevquant_hybrid._fx._settings import Names, Settings, anchor_path_of
 from bevquant_hybrid.nn.qat import is_qat
-from bevquant_hybrid.operators._table import requested_placement
 from bevquant_hybrid.quantization.fake_quantize import FakeQuantState, set_fake_quantize
 from bevquant_hybrid.quantization.qconfig import (
     get_default_qat_out_qconfig,
@@ -260,8 +259,8 @@ def measured_form(
 def _names(trials: Trials, hybrid_dict: Mapping[str, Iterable[Any]] | None) -> tuple[str, ...]:
     if hybrid_dict is None:
         return trials.kept_float()
-    names, classes = requested_placement(hybrid_dict)
-    return tuple(dict.fromkeys([*names, *trials.names_of_classes(classes)]))
+    given = Names(hybrid_dict)
+    return tuple(dict.fromkeys([*given.names, *trials.names_of_classes(given.types)]))
 
 
 def _refuse_other_placement(
