@@ -16,7 +16,7 @@ from bevquant_hybrid.nn.qat._composed import Composed
 from bevquant_hybrid.nn.qat._weighted import Weighted
 from bevquant_hybrid.nn.qat.stubs import QuantStub
 from bevquant_hybrid.nn.quantized import fixed_point_form
-from bevquant_hybrid.nn.quantized._weighted import FixedPoint
+from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
 from bevquant_hybrid.qtensor import QTensor
 
 
@@ -41,13 +41,13 @@ def _as_integers(rounding: str, module: nn.Module, args: Any, result: QTensor) -
     return QTensor(result.int_repr(), result.scale, result.dtype, axis, rounding=rounding)
 
 
-def refuse_converted(model: nn.Module, caller: str) -> None:
+def refuse_converted(model: nn.Module, caller: str, hint: str = "") -> None:
     """Refuse a model that is already converted."""
     for path, module in model.named_modules():
-        if isinstance(module, FixedPoint):
+        if is_fixed_point(module):
             raise ValueError(
                 f"{caller}: {path or 'the model'} ({type(module).__name__}) computes in integers: "
-                "the model is converted already; pass the model that was given to convert"
+                "the model is converted already; pass the model that was given to convert" + hint
             )
 
 

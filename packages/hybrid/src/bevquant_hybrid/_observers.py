@@ -24,6 +24,14 @@ def scale_of(amax: Tensor, quant_min: int, quant_max: int) -> Tensor:
     return (amax * 2 / (quant_max - quant_min)).clamp(min=smallest_scale)
 
 
+def resize_to_loaded(module: Any, state_dict: Mapping[str, Any], prefix: str, *names: str) -> None:
+    """Give tensors of a module the shapes of a state: they are unknown before the first tensor."""
+    for name in names:
+        loaded, present = state_dict.get(prefix + name), getattr(module, name)
+        if loaded is not None and loaded.shape != present.shape:
+            present.data = torch.empty_like(loaded, dtype=present.dtype, device=present.device)
+
+
 class RangeObserver(ObserverBase):
     r"""Base of observers that keep ``min_val`` and ``max_val``.
 
@@ -132,11 +140,7 @@ class RangeObserver(ObserverBase):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # The length of a per-channel range is unknown before the first tensor or checkpoint.
-        for name in ("min_val", "max_val"):
-            loaded = state_dict.get(prefix + name)
-            if loaded is not None:
-                setattr(self, name, torch.empty_like(loaded, device=self.min_val.device))
+        resize_to_loaded(self, state_dict, prefix, "min_val", "max_val")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 
-from bevquant_graph import as_example, check_kind
+from bevquant_graph import as_example, check_kind, evaluation
 
 __all__ = ["Followed", "positional", "undisturbed", "unobserved"]
 
@@ -34,22 +34,24 @@ def unobserved(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients and observers; the previous state is restored."""
-    check_kind(model, nn.Module, "a torch module")
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        with unobserved(model), torch.no_grad():
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    with evaluation(model), unobserved(model), torch.no_grad():
+        yield
 
 
 class Followed(fx.Interpreter):
-    """Runs a graph and reports every node, its arguments (positional and named) and its result."""
+    """Runs a graph and reports every node, its arguments (positional and named) and its result.
+
+    Attributes:
+        node: Name of the node that runs.
+    """
+
+    node = ""
 
     def __init__(
-        self, model: Any, see: Callable[[fx.Node, Any, Any], None], graph: fx.Graph | None = None
+        self,
+        model: Any,
+        see: Callable[[fx.Node, Any, Any], None] = lambda *_: None,
+        graph: fx.Graph | None = None,
     ) -> None:
         super().__init__(model, graph=graph)
         self.extra_traceback = False
@@ -57,6 +59,7 @@ class Followed(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node."""
+        self.node = n.name
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         result = getattr(self, n.op)(n.target, args, kwargs)
         self._see(n, (args, kwargs), result)

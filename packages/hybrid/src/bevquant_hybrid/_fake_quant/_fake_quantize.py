@@ -17,6 +17,7 @@ from bevquant_hybrid._observers import (
     FixedScaleObserver,
     MovingAverageMinMaxObserver,
     RangeObserver,
+    resize_to_loaded,
     scale_of,
     smallest_scale,
 )
@@ -297,11 +298,7 @@ class FakeQuantize(_Observing):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        for name in ("scale", "zero_point"):
-            loaded = state_dict.get(prefix + name)
-            present = getattr(self, name)
-            if loaded is not None and loaded.shape != present.shape:
-                present.data = torch.empty_like(loaded, device=present.device)
+        resize_to_loaded(self, state_dict, prefix, "scale", "zero_point")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
@@ -475,6 +472,5 @@ class PACTFakeQuantize(LearnedFakeQuantize):
         if alpha is None and scale is not None:
             alpha = scale.detach().abs() * ((self.quant_max - self.quant_min) / 2)
             state_dict = {**state_dict, prefix + "alpha": alpha}
-        if alpha is not None and alpha.shape != self.alpha.shape:
-            self.alpha.data = torch.empty_like(alpha, device=self.alpha.device)
+        resize_to_loaded(self, state_dict, prefix, "alpha")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

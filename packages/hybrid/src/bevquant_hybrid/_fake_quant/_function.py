@@ -38,7 +38,12 @@ def fake_quantize(
     """  # noqa: E501
     if torch.onnx.is_in_onnx_export():
         return _quantize_dequantize(x, scale, ch_axis, quant_min, quant_max)
-    result: Tensor = _FakeQuantize.apply(x, scale, ch_axis, quant_min, quant_max, saturate)
+    rounded = _rounded(x.detach(), scale.detach(), ch_axis, quant_min, quant_max)
+    if saturate:
+        steps = x.detach() / along(scale.detach(), x.dim(), ch_axis)
+        inside = (steps >= quant_min - 0.5) & (steps <= quant_max + 0.5)
+        x = torch.where(inside, x, rounded)
+    result: Tensor = _StraightThrough.apply(x, rounded)
     return result
 
 
@@ -54,30 +59,16 @@ def _rounded(x: Tensor, scale: Tensor, ch_axis: int, quant_min: int, quant_max: 
     )
 
 
-class _FakeQuantize(torch.autograd.Function):
+class _StraightThrough(torch.autograd.Function):
+    """The second tensor, with the first one's gradient."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        scale: Tensor,
-        ch_axis: int,
-        quant_min: int,
-        quant_max: int,
-        saturate: bool,
-    ) -> Tensor:
-        if saturate:
-            steps = x / along(scale, x.dim(), ch_axis)
-            ctx.save_for_backward((steps >= quant_min - 0.5) & (steps <= quant_max + 0.5))
-        ctx.saturate = saturate
-        return _rounded(x, scale.detach(), ch_axis, quant_min, quant_max)
+    def forward(ctx: Any, x: Tensor, rounded: Tensor) -> Tensor:
+        return rounded
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        if ctx.saturate:
-            (inside,) = ctx.saved_tensors
-            grad = grad * inside
-        return grad, None, None, None, None, None
+        return grads[0], None
 
 
 def _quantize_dequantize(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 
 from bevquant_hybrid._integer_ops import operator
+from bevquant_hybrid.nn._functions import shown
 
 
 def plain_sizes(x: Tensor) -> tuple[int, ...]:
@@ -195,7 +196,4 @@ class Correlation(nn.Module):
 
     def extra_repr(self) -> str:
         """Print the settings."""
-        return (
-            f"kernel_size={self.kernel_size}, max_displacement={self.max_displacement}, "
-            f"stride1={self.stride1}, stride2={self.stride2}, pad_size={self.pad_size}"
-        )
+        return shown(self, "kernel_size", "max_displacement", "stride1", "stride2", "pad_size")

@@ -16,6 +16,11 @@ from bevquant_hybrid._sampling import sampling_places
 from bevquant_hybrid.qtensor import as_float
 
 
+def shown(module: nn.Module, *names: str) -> str:
+    """Settings of a module, for its `extra_repr`."""
+    return ", ".join(f"{name}={getattr(module, name)!r}" for name in names)
+
+
 class ElementwiseFunction(nn.Module):
     """Base of elementwise functions; their quantized form is a look-up table.
 
@@ -159,7 +164,7 @@ class GridSample(nn.Module):
         return F.grid_sample(x, places, self.mode, self.padding_mode, align_corners=False)
 
     def extra_repr(self) -> str:
-        return f"mode={self.mode!r}, padding_mode={self.padding_mode!r}"
+        return shown(self, "mode", "padding_mode")
 
 
 def normalized(
@@ -260,7 +265,7 @@ class Normalize(nn.Module):
         return nn.functional.normalize(x, 2.0, dim, self.eps)
 
     def extra_repr(self) -> str:
-        return f"dim={self.dim}, eps={self.eps}"
+        return shown(self, "dim", "eps")
 
 
 class RMSNorm(nn.RMSNorm):
@@ -309,6 +314,15 @@ class Arithmetic:
     def operate(self, name: str, tensors: list[Tensor], **settings: Any) -> Tensor:
         """Compute one of `FLOAT_OPERATIONS`."""
         return FLOAT_OPERATIONS[name](tensors, **settings)
+
+    def forward(self, *args: Any) -> Any:
+        """Refuse a call without a method.
+
+        Raises:
+            TypeError: Always.
+        """
+        kind = type(self).__name__
+        raise TypeError(f"{kind}: call a method of it (add, mul, cat, …), not itself")
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """X + y."""

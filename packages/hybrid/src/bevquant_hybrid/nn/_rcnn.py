@@ -13,6 +13,7 @@ from torch.jit._trace import TracerWarning
 
 from bevquant_hybrid._integer_ops import operator
 from bevquant_hybrid.nn._correlation import plain_sizes
+from bevquant_hybrid.nn._functions import shown
 from bevquant_hybrid.qtensor import as_float
 
 _LARGEST = math.log(1000 / 16)  # largest growth of a side in Detectron and torchvision
@@ -328,10 +329,7 @@ class RcnnPostProcess(nn.Module):
 
     def extra_repr(self) -> str:
         """Print classes and thresholds."""
-        return (
-            f"num_classes={self.num_classes}, box_filter_threshold={self.box_filter_threshold}, "
-            f"nms_threshold={self.nms_threshold}, post_nms_top_k={self.post_nms_top_k}"
-        )
+        return shown(self, "num_classes", "box_filter_threshold", "nms_threshold", "post_nms_top_k")
 
 
 @operator

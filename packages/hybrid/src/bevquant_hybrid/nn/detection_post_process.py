@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_hybrid._integer_ops import operator
+from bevquant_hybrid.nn._functions import shown
 from bevquant_hybrid.qtensor import as_float
 
 from ._rcnn import best, clipped, decoded, of_each_anchor, survivors, wide_and_high_enough
@@ -270,7 +271,4 @@ class DetectionPostProcess(nn.Module):
 
     def extra_repr(self) -> str:
         """Print thresholds and mode."""
-        return (
-            f"score_threshold={self.score_threshold}, iou_threshold={self.iou_threshold}, "
-            f"mode={self.mode!r}"
-        )
+        return shown(self, "score_threshold", "iou_threshold", "mode")

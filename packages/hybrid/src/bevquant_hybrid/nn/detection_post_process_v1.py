@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bevquant_hybrid import _integer_ops as ops
 from bevquant_hybrid._integer_ops import operator
+from bevquant_hybrid.nn._functions import shown
 from bevquant_hybrid.qtensor import QTensor, as_float
 
 from ._rcnn import best, clipped, decoded, of_each_anchor, survivors, wide_and_high_enough
@@ -235,10 +236,7 @@ class DetectionPostProcessV1(nn.Module):
 
     def extra_repr(self) -> str:
         """Print classes and thresholds."""
-        return (
-            f"num_classes={self.num_classes}, box_filter_threshold={self.box_filter_threshold}, "
-            f"nms_threshold={self.nms_threshold}, nms_margin={self.nms_margin}"
-        )
+        return shown(self, "num_classes", "box_filter_threshold", "nms_threshold", "nms_margin")
 
 
 def _in_sixteenths(x: Tensor) -> Tensor:

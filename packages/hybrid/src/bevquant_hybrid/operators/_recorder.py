@@ -12,6 +12,7 @@ from torch.ao.nn import quantized as torch_quantized
 from torch.overrides import TorchFunctionMode
 
 from bevquant_hybrid.nn._functions import FLOAT_OPERATIONS, Arithmetic
+from bevquant_hybrid.undisturbed import Followed
 
 from ._attributes import (
     count,
@@ -140,7 +141,7 @@ class Recorder(Watch):
 
     def __init__(self, model: nn.Module, table: SupportTable, dtype_of: DtypeOf | None) -> None:
         super().__init__()
-        self.node = ""
+        self.graph: Followed | None = None  # the graph that runs; None where a forward does
         self._model = model
         self._table = table
         self._dtype_of = dtype_of
@@ -250,8 +251,8 @@ class Recorder(Watch):
         self.record(path, name, attributes, data, result, None, weights=weights, biases=biases)
 
     def _function_path(self, name: str) -> str:
-        if self.node:
-            return self.node
+        if self.graph is not None:
+            return self.graph.node
         prefix = f"{self.scope}." if self.scope else ""
         return prefix + name
 

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_graph import own_inputs, state_kept
-from bevquant_hybrid.undisturbed import positional
+from bevquant_hybrid.undisturbed import Followed, positional, undisturbed
 
 from ._attributes import (
     function_attributes,
@@ -106,37 +105,20 @@ def trace_calls(
         recorder.know(value, input_dtype, "")
     with ExitStack() as stack:
         stack.enter_context(state_kept(model))
-        model.eval()
-        for module in model.modules():
-            if isinstance(module, FakeQuantizeBase):
-                module.observer_enabled.zero_()  # its range is that of other inputs than these
-        stack.enter_context(torch.no_grad())
+        stack.enter_context(undisturbed(model))
         stack.callback(recorder.detach)
         recorder.attach_all()
         stack.enter_context(recorder)
         try:
             if isinstance(model, fx.GraphModule):
-                outputs = _NodeByNode(model, recorder).run(*inputs)
-            else:
-                outputs = model(*inputs)
+                recorder.graph = Followed(model)
+            outputs = (recorder.graph.run if recorder.graph else model)(*inputs)
         except Exception as error:
             where = recorder.scope or "the model"
             raise RuntimeError(
                 f"{where} does not run on the example inputs: {type(error).__name__}: {error}"
             ) from error
     return recorder.finish(outputs)
-
-
-class _NodeByNode(fx.Interpreter):
-    """Runs a graph and tells the recorder the name of each node."""
-
-    def __init__(self, model: fx.GraphModule, recorder: Recorder) -> None:
-        super().__init__(model)
-        self._recorder = recorder
-
-    def run_node(self, n: fx.Node) -> Any:
-        self._recorder.node = n.name
-        return super().run_node(n)
 
 
 def _read_script(

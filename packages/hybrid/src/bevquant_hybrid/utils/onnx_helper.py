@@ -15,12 +15,12 @@ from torch.onnx import OperatorExportTypes, TrainingMode
 from torch.onnx.errors import UnsupportedOperatorError
 
 from bevquant_graph import check_kind
+from bevquant_hybrid._convert import refuse_converted
 from bevquant_hybrid.mapper import write_config
 from bevquant_hybrid.march import March, get_march
 from bevquant_hybrid.nn import DetectionPostProcess, DetectionPostProcessV1, RcnnPostProcess
 from bevquant_hybrid.nn.qat.stubs import take_marks_out
 from bevquant_hybrid.nn.quantized._weighted import FixedPoint
-from bevquant_hybrid.nn.quantized.quantize import is_fixed_point
 from bevquant_hybrid.undisturbed import positional, unobserved
 from bevquant_quantizers.documents import write_whole
 
@@ -90,7 +90,7 @@ def export_to_onnx(
     onnx = _onnx()
     if opset_version not in _OPSETS:
         raise ValueError(f"export_to_onnx: opset_version={opset_version}: expected 11 or 13")
-    _refuse_converted(model)
+    refuse_converted(model, "export_to_onnx", ", or look at this one with export_quantized_onnx")
     with unobserved(model), _own_operators_named(model):
         kind = operator_export_type or OperatorExportTypes.ONNX
         proto = _exported(given, operator_export_type=kind)
@@ -198,16 +198,6 @@ def _onnx() -> Any:
     except ImportError as error:
         raise ImportError("export_to_onnx needs onnx: pip install onnx") from error
     return onnx
-
-
-def _refuse_converted(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        if is_fixed_point(module):
-            raise ValueError(
-                f"export_to_onnx: {path} ({type(module).__name__}) computes in integers; export "
-                "the QAT model, before it is converted, or look at this one with "
-                "export_quantized_onnx"
-            )
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from bevquant_hybrid.march import require_march
 from bevquant_hybrid.partition.trials import NoScaleError, Trials, measured_form, rounding_off
+from bevquant_hybrid.undisturbed import positional
 from bevquant_hybrid_tools.performance import ChipFigures
 from bevquant_hybrid_tools.suggestion._suggestion import (
     CpuMove,
@@ -21,7 +23,6 @@ from bevquant_hybrid_tools.suggestion._suggestion import (
     call_model,
     estimate_cost,
     output_sqnr,
-    positional,
 )
 
 
@@ -269,15 +270,14 @@ def _first_arguments(
     model: fx.GraphModule, batch: Any, forward: Forward | None, example_inputs: Any
 ) -> tuple[Any, ...]:
     """The arguments of the model's own forward on a batch, or the examples in their order."""
-    if isinstance(example_inputs, dict):
-        return positional(model.graph, (), example_inputs)
     if example_inputs is not None:
-        many = isinstance(example_inputs, tuple | list)
-        return tuple(example_inputs) if many else (example_inputs,)
+        return positional(model, example_inputs)
     seen: list[tuple[Any, ...]] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append(positional(model.graph, args, kwargs))
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        seen.append(bound.args)
 
     handle = model.register_forward_pre_hook(note, with_kwargs=True)
     try:

@@ -72,16 +72,6 @@ def _crossing(stub: OperatorCall) -> int:
     return sum(prod(shape) * _BYTES.get(dtype, 0) for shape, dtype in pairs)
 
 
-def positional(graph: fx.Graph, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments of a call in the order of the graph's placeholders."""
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    given = [*args]
-    for node in placeholders[len(given) :]:
-        default = node.args[0] if node.args else None
-        given.append(kwargs.get(str(node.target), default))
-    return tuple(given)
-
-
 def output_sqnr(output: Any, float_output: Any) -> float:
     r"""Signal to quantization noise in dB: :math:`10 \log_{10}(\sum f^2 / \sum (f - q)^2)`.
 

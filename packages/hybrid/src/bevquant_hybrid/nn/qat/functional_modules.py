@@ -24,11 +24,3 @@ class FloatFunctional(Arithmetic, OutputQuantized):
         """Compute one operation and quantize its result."""
         values = [quantized_input(self, tensor) for tensor in tensors]
         return quantized_output(self, super().operate(name, values, **settings))
-
-    def forward(self, *args: Any) -> Any:
-        """Refuse, as FloatFunctional itself does.
-
-        Raises:
-            TypeError: Always.
-        """
-        raise TypeError("FloatFunctional: call a method of it (add, mul, cat, …), not itself")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bevquant_hybrid._fake_quant._fake_quantize import CalibFakeQuantize, FakeQuantize
 from bevquant_hybrid._observers import FixedScaleObserver
-from bevquant_hybrid.nn.qat._base import OfFloat, module_path, quantized_output, take_over
+from bevquant_hybrid.nn.qat._base import OfFloat, quantized_output, scaling_qconfig, take_over
 from bevquant_hybrid.qtensor import QTensor, as_float, of_each
 
 _DOMAIN = "bevquant_hybrid.marks"
@@ -64,11 +64,7 @@ class QuantStub(OfFloat):
         Raises:
             ValueError: No qconfig, or one without an activation.
         """
-        qconfig = qconfig or getattr(source, "qconfig", None)
-        if qconfig is None or qconfig.activation is None:
-            raise ValueError(
-                f"{module_path(source)} (QuantStub): it needs a qconfig with an activation"
-            )
+        qconfig = scaling_qconfig(source, qconfig)
         self = super().from_float(source, qconfig)
         fake_quant = qconfig.activation()
         scale = getattr(source, "scale", None)

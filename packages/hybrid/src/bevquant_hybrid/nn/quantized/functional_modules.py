@@ -85,14 +85,6 @@ class QFunctional(Arithmetic, FixedPoint):
     def _mul_scalar(self, x: QTensor, number: float) -> QTensor:
         return self.quantized(real(x) * number)
 
-    def forward(self, *args: Any) -> Any:
-        """Refuse, as FloatFunctional itself does.
-
-        Raises:
-            TypeError: Always.
-        """
-        raise TypeError("QFunctional: call a method of it (add, mul, cat, …), not itself")
-
 
 def _axes(x: Tensor, dim: Any) -> list[int]:
     if dim is None:
