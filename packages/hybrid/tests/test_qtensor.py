@@ -55,6 +55,19 @@ def test_functions_that_keep_the_scale(q: QTensor, function) -> None:
 
 
 @pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda x: F.interpolate(x, 9, mode="bilinear", antialias=True), "without antialias"),
+        (lambda x: torch.clamp(x, torch.zeros(()), torch.ones(())), "numbers as its bounds"),
+        (lambda x: torch.abs(x, out=torch.empty(0)), r"abs of a QTensor: .*'out'"),
+    ],
+)
+def test_settings_that_a_bpu_lacks_are_refused(q: QTensor, function, reason: str) -> None:
+    with pytest.raises(NotImplementedError, match=reason):
+        function(q)
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         {"scale_factor": 2.0},

@@ -63,21 +63,26 @@ _PLAIN = {
 _DROPOUT = {F.dropout, F.dropout2d, torch.dropout}
 _RELU = {F.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_}
 _ABS = {torch.abs, Tensor.abs, Tensor.__abs__}
-_CLAMP = {torch.clamp, Tensor.clamp, torch.clip, Tensor.clip, F.hardtanh, F.relu6}
+_CLAMP = {torch.clamp, Tensor.clamp, torch.clip, Tensor.clip}
 
 
-def max_pooled(
-    x: Tensor,
-    kernel_size: int | Sequence[int],
-    stride: int | Sequence[int] | None = None,
-    padding: int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
+def _max_pool(
+    input: QTensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
     ceil_mode: bool = False,
-) -> Tensor:
+    return_indices: bool = False,  # True is another function of torch
+) -> QTensor:
     """Maximum over windows; the scale stays."""
+    values = payload(input)
+    if not input.holds_integers:
+        window = kernel_size, stride, padding, dilation, ceil_mode
+        return input.like(F.max_pool2d(values, *window))
     steps = kernel_size if stride is None or stride == [] else stride
     kernel, strides, sides = ops.pair(kernel_size), ops.pair(steps), ops.pair(padding)
-    return ops.max_pool(x, kernel, strides, sides, ops.pair(dilation), ceil_mode)
+    return input.like(ops.max_pool(values, kernel, strides, sides, ops.pair(dilation), ceil_mode))
 
 
 def _on_grid_of(x: QTensor, values: Tensor) -> QTensor:
@@ -88,47 +93,63 @@ def _on_grid_of(x: QTensor, values: Tensor) -> QTensor:
     return x.like(fake_quantize(values, x.scale, -1, info.min, info.max))
 
 
-def resized(
-    x: QTensor,
-    size: int | Sequence[int] | None,
-    scale_factor: float | Sequence[float] | None,
-    mode: str,
-    align_corners: bool,
+def _interpolate(
+    input: QTensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
 ) -> QTensor:
     """Resize height and width; the result lies on the grid of the input's scale."""
-    if mode not in ("nearest", "bilinear"):
+    if mode not in ("nearest", "bilinear") or antialias:
         raise NotImplementedError(
-            f"interpolate(mode={mode!r}): a BPU resizes by 'nearest' or 'bilinear'"
+            f"interpolate(mode={mode!r}, antialias={antialias}): a BPU resizes by 'nearest' or "
+            "'bilinear', without antialias"
         )
-    values = payload(x)
-    if x.holds_integers:
+    if recompute_scale_factor and scale_factor is not None:
+        each = scale_factor if isinstance(scale_factor, list | tuple) else (scale_factor,) * 2
+        sides = zip(input.shape[2:], each, strict=True)
+        with warnings.catch_warnings():  # a traced model takes the shapes it was traced with
+            warnings.simplefilter("ignore", TracerWarning)
+            size, scale_factor = [int(n * f) for n, f in sides], None
+    values, corners = payload(input), bool(align_corners)
+    if input.holds_integers:
         factors = scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * 2
         given = [] if scale_factor is None else [float(f) for f in factors if f is not None]
         sizes = [] if size is None else ops.pair(size)
-        return x.like(ops.resize(values, sizes, given, mode, align_corners, x.rounding))
-    values = F.interpolate(
-        values, size, scale_factor, mode, align_corners if mode == "bilinear" else None
-    )
-    return _on_grid_of(x, values)
+        return input.like(ops.resize(values, sizes, given, mode, corners, input.rounding))
+    align = corners if mode == "bilinear" else None
+    return _on_grid_of(input, F.interpolate(values, size, scale_factor, mode, align))
 
 
-def sampled(x: QTensor, grid: Tensor, mode: str, padding_mode: str, align_corners: bool) -> QTensor:
+def _grid_sample(
+    input: Tensor,
+    grid: Tensor,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: bool | None = None,
+) -> Tensor:
     """Sample by a grid; the result lies on the grid of the input's scale."""
+    settings = mode, padding_mode, bool(align_corners)
+    if not isinstance(input, QTensor):  # quantized is the grid alone
+        return F.grid_sample(input, as_float(grid), *settings)
     if mode not in ("nearest", "bilinear") or padding_mode not in ("zeros", "border"):
         raise NotImplementedError(
             f"grid_sample(mode={mode!r}, padding_mode={padding_mode!r}): a BPU samples by "
             "'nearest' or 'bilinear' and pads by 'zeros' or 'border'"
         )
     places = as_float(grid)
-    if x.holds_integers:
-        settings = mode, padding_mode, align_corners, x.rounding
-        return x.like(grid_sample_integers(payload(x), places, *settings))
-    values = F.grid_sample(payload(x), places, mode, padding_mode, align_corners)
-    return _on_grid_of(x, values)
+    if input.holds_integers:
+        return input.like(grid_sample_integers(payload(input), places, *settings, input.rounding))
+    return _on_grid_of(input, F.grid_sample(payload(input), places, *settings))
 
 
 def clamped(x: QTensor, low: float | None, high: float | None) -> QTensor:
     """Clamp to the steps nearest to the bounds."""
+    if any(isinstance(bound, Tensor) for bound in (low, high)):
+        raise NotImplementedError("clamp of a QTensor takes numbers as its bounds")
     if not x.on_grid:
         return x.like(payload(x).clamp(low, high))
     scale = along(x.scale, x.dim(), x.q_per_channel_axis()).double()
@@ -143,17 +164,34 @@ def clamped(x: QTensor, low: float | None, high: float | None) -> QTensor:
     return x.like(values)
 
 
-def padded(x: QTensor, sides: Sequence[int], mode: str, value: float) -> QTensor:
+def _pad(
+    input: QTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> QTensor:
     """Pad; a constant is rounded to the nearest step."""
     if mode not in ("constant", "replicate"):
         raise NotImplementedError(f"pad(mode={mode!r}): a BPU pads by 'constant' or 'replicate'")
+    values = payload(input)
     if mode == "replicate":
-        values = payload(x)
-        widened = values.double() if x.holds_integers else values
-        return x.like(F.pad(widened, list(sides), mode).to(values.dtype))
-    filler = clamped(x.like(torch.zeros_like(payload(x))), value, value) if value else None
+        widened = values.double() if input.holds_integers else values
+        return input.like(F.pad(widened, list(pad), mode).to(values.dtype))
+    number = float(value or 0.0)
+    filler = clamped(input.like(torch.zeros_like(values)), number, number) if number else None
     constant = float(payload(filler).reshape(-1)[0]) if filler is not None else 0.0
-    return x.like(F.pad(payload(x), list(sides), value=constant))
+    return input.like(F.pad(values, list(pad), value=constant))
+
+
+def _as_called(compute: Callable[..., Tensor]) -> Rule:
+    """The rule that calls a function with the arguments of torch's, which have the same names."""
+    signature = inspect.signature(compute)
+
+    def rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            given = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise NotImplementedError(f"{func.__name__} of a QTensor: {error}") from error
+        return compute(*given.args, **given.kwargs)
+
+    return rule
 
 
 def rule_of(func: Callable[..., Any]) -> Rule | None:
@@ -216,68 +254,18 @@ def _dropout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return source.like(call_on(func, args, kwargs, payload))
 
 
-def _relu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    source = _first(args, kwargs)
-    return source.like(payload(source).clamp(min=0))
+def _relu(input: QTensor, inplace: bool = False) -> QTensor:
+    return input.like(payload(input).clamp(min=0))
 
 
-def _abs(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    source = _first(args, kwargs)
-    top = qinfo(source.dtype).max
-    if source.holds_integers:  # |−128| is one step too many
-        return source.like(payload(source).clamp(min=-top).abs())
-    if not source.on_grid:
-        return source.like(payload(source).abs())
-    limit = top * along(source.scale, source.dim(), source.q_per_channel_axis())
-    return source.like(torch.minimum(payload(source).abs(), limit))
-
-
-def _clamp(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    source = _first(args, kwargs)
-    if func is F.relu6:
-        low, high = 0.0, 6.0
-    elif func is F.hardtanh:
-        low, high = _arguments(args, kwargs, ("min_val", -1.0), ("max_val", 1.0))
-    else:
-        low, high = _arguments(args, kwargs, ("min", None), ("max", None))
-    if any(isinstance(bound, Tensor) for bound in (low, high)):
-        raise NotImplementedError(f"{func.__name__} of a QTensor takes numbers as its bounds")
-    return clamped(source, low, high)
-
-
-def _max_pool(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    source = _first(args, kwargs)
-    if not source.holds_integers:
-        return source.like(call_on(func, args, kwargs, payload))
-    defaults = (("stride", None), ("padding", 0), ("dilation", 1), ("ceil_mode", False))
-    kernel, *rest = _arguments(args, kwargs, ("kernel_size", None), *defaults)
-    return source.like(max_pooled(payload(source), kernel, *rest))
-
-
-def _interpolate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    source = _first(args, kwargs)
-    names = ("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor")
-    defaults = (None, None, "nearest", None, None)
-    arguments = _arguments(args, kwargs, *zip(names, defaults, strict=True))
-    size, factor, mode, align, recompute = arguments
-    if recompute and factor is not None:
-        factors = factor if isinstance(factor, list | tuple) else (factor, factor)
-        sides = zip(source.shape[2:], factors, strict=True)
-        with warnings.catch_warnings():  # a traced model takes the shapes it was traced with
-            warnings.simplefilter("ignore", TracerWarning)
-            size, factor = [int(n * f) for n, f in sides], None
-    return resized(source, size, factor, mode, bool(align))
-
-
-def _grid_sample(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    source = args[0] if args else kwargs.pop("input")
-    if not isinstance(source, QTensor):  # quantized is the grid alone
-        return on_floats(func, (source, *args[1:]), kwargs)
-    names = (("grid", None), ("mode", "bilinear"), ("padding_mode", "zeros"))
-    grid, mode, padding, align = _arguments(
-        (source, *args[1:]), kwargs, *names, ("align_corners", None)
-    )
-    return sampled(source, grid, mode, padding, bool(align))
+def _abs(input: QTensor) -> QTensor:
+    top, values = qinfo(input.dtype).max, payload(input)
+    if input.holds_integers:  # |−128| is one step too many
+        return input.like(values.clamp(min=-top).abs())
+    if not input.on_grid:
+        return input.like(values.abs())
+    limit = top * along(input.scale, input.dim(), input.q_per_channel_axis())
+    return input.like(torch.minimum(values.abs(), limit))
 
 
 def _double(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -290,34 +278,22 @@ def _double(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return call_on(func, args, kwargs, payload)
 
 
-def _pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    source = _first(args, kwargs)
-    pad, mode, value = _arguments(
-        args, kwargs, ("pad", None), ("mode", "constant"), ("value", None)
-    )
-    return padded(source, pad, mode, float(value or 0.0))
-
-
-def _arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], *names: tuple[str, Any]
-) -> tuple[Any, ...]:
-    """Arguments after the first, by position or name."""
-    given = dict(zip((name for name, _ in names), args[1:], strict=False)) | kwargs
-    return tuple(given.get(name, default) for name, default in names)
-
-
 RULES |= {
     **dict.fromkeys(_FACTS, _facts),
     **dict.fromkeys(_VIEWS, _view),
     **dict.fromkeys(_ORDER, _order),
     **dict.fromkeys(_PLAIN, on_floats),
     **dict.fromkeys(_DROPOUT, _dropout),
-    **dict.fromkeys(_RELU, _relu),
-    **dict.fromkeys(_ABS, _abs),
-    **dict.fromkeys(_CLAMP, _clamp),
-    **dict.fromkeys((F.max_pool2d, torch.max_pool2d), _max_pool),
+    **dict.fromkeys(_RELU, _as_called(_relu)),
+    **dict.fromkeys(_ABS, _as_called(_abs)),
+    **dict.fromkeys(_CLAMP, _as_called(lambda input, min=None, max=None: clamped(input, min, max))),
+    F.hardtanh: _as_called(
+        lambda input, min_val=-1.0, max_val=1.0, inplace=False: clamped(input, min_val, max_val)
+    ),
+    F.relu6: _as_called(lambda input, inplace=False: clamped(input, 0.0, 6.0)),
+    **dict.fromkeys((F.max_pool2d, torch.max_pool2d), _as_called(_max_pool)),
     Tensor.double: _double,
-    F.interpolate: _interpolate,
-    F.grid_sample: _grid_sample,
-    F.pad: _pad,
+    F.interpolate: _as_called(_interpolate),
+    F.grid_sample: _as_called(_grid_sample),
+    F.pad: _as_called(_pad),
 }

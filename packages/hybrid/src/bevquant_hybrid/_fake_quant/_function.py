@@ -38,12 +38,12 @@ def fake_quantize(
     """  # noqa: E501
     if torch.onnx.is_in_onnx_export():
         return _quantize_dequantize(x, scale, ch_axis, quant_min, quant_max)
-    rounded = _rounded(x.detach(), scale.detach(), ch_axis, quant_min, quant_max)
+    scale = scale.detach()
     if saturate:
-        steps = x.detach() / along(scale.detach(), x.dim(), ch_axis)
+        steps = x.detach() / along(scale, x.dim(), ch_axis)
         inside = (steps >= quant_min - 0.5) & (steps <= quant_max + 0.5)
-        x = torch.where(inside, x, rounded)
-    result: Tensor = _StraightThrough.apply(x, rounded)
+        x = torch.where(inside, x, x.detach())
+    result: Tensor = _StraightThrough.apply(x, scale, ch_axis, quant_min, quant_max)
     return result
 
 
@@ -60,15 +60,15 @@ def _rounded(x: Tensor, scale: Tensor, ch_axis: int, quant_min: int, quant_max: 
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The second tensor, with the first one's gradient."""
-
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rounded: Tensor) -> Tensor:
-        return rounded
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, ch_axis: int, quant_min: int, quant_max: int
+    ) -> Tensor:
+        return _rounded(x, scale, ch_axis, quant_min, quant_max)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], None
+        return grads[0], None, None, None, None
 
 
 def _quantize_dequantize(
