@@ -353,10 +353,6 @@ class _WrappedCalibFakeQuantize(torch.nn.Module):
 # Fake quantizers that learn their range: LSQ and PACT.
 
 
-def _round_through(x: Tensor) -> Tensor:
-    return x + (x.round() - x).detach()
-
-
 class LearnedFakeQuantize(FakeQuantize):
     """Base: the first tensor observed, or a scale set, starts the parameter; training moves it."""
 
@@ -413,7 +409,7 @@ class LSQFakeQuantize(LearnedFakeQuantize):
             scale = (scale - scale * share).detach() + scale * share
         scale = along(scale, x.dim(), self.ch_axis)
         steps = (x / scale).clamp(self.quant_min, self.quant_max)
-        return _round_through(steps) * scale
+        return (steps + (steps.round() - steps).detach()) * scale
 
 
 class PACTFakeQuantize(LearnedFakeQuantize):

@@ -135,18 +135,14 @@ def _quantize_weight(owner: Any) -> None:
         owner.weight_fake_quant.observe(owner.weight)
 
 
-def _has_steps(module: nn.Module) -> bool:
-    """Whether a module has several steps with optional ones, which files do not support."""
-    return isinstance(module, Composed) and not isinstance(module, qat.Softmax)
-
-
 def refuse_uncalibrated(model: nn.Module, graph: Graph, caller: str) -> None:
     """Refuse a model whose forward rounds to a scale without calibration."""
     called = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
     found = {
         f"{path}.{name}".strip("."): None
         for path, module in model.named_modules()
-        if path in called and not _has_steps(module)
+        # Modules of several steps, but Softmax, may have steps that no call needs.
+        if path in called and (isinstance(module, qat.Softmax) or not isinstance(module, Composed))
         for name, part in module.named_modules()
         if isinstance(part, FakeQuantize) and not part.observed
     }

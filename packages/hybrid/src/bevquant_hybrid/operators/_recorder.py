@@ -247,7 +247,8 @@ class Recorder(Watch):
         parameters = {id(v): v for v in inputs if isinstance(v, nn.Parameter)}
         weights = count(weight) if id(weight) in parameters else 0
         biases = sum(count(v) for v in parameters.values()) - weights
-        data = [v for v in inputs if id(v) not in parameters or "weight" not in _weight_names(name)]
+        weighted = name.rpartition(".")[2].startswith(("conv", "linear", "layer_n"))
+        data = [v for v in inputs if not weighted or id(v) not in parameters]
         self.record(path, name, attributes, data, result, None, weights=weights, biases=biases)
 
     def _function_path(self, name: str) -> str:
@@ -358,7 +359,3 @@ def _alias(value: Tensor) -> Tensor:
     """The same tensor as another object, so that the two can be told apart."""
     with torch._C.DisableTorchFunction():
         return value.view_as(value)
-
-
-def _weight_names(operator: str) -> str:
-    return "weight" if operator.rpartition(".")[2].startswith(("conv", "linear", "layer_n")) else ""

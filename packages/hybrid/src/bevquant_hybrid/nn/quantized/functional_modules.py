@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -33,11 +34,8 @@ class QFunctional(Arithmetic, FixedPoint):
         settings = self.bits, self.rounding, self.qualified_name
         return self.output(operation(x.int_repr(), y.int_repr(), *factors, *settings))
 
-    def _add(self, x: QTensor, y: QTensor) -> QTensor:
-        return self._sum_of_two(ops.add, x, y)
-
-    def _sub(self, x: QTensor, y: QTensor) -> QTensor:
-        return self._sum_of_two(ops.subtract, x, y)
+    _add = partialmethod(_sum_of_two, ops.add)
+    _sub = partialmethod(_sum_of_two, ops.subtract)
 
     def _add_relu(self, x: QTensor, y: QTensor) -> QTensor:
         return self.output(self._add(x, y).int_repr().clamp(min=0))
@@ -69,15 +67,12 @@ class QFunctional(Arithmetic, FixedPoint):
         acc = ops.sum_over(x.int_repr(), axes, keepdim)
         return self.requantized(acc, x.scale.double() / count)
 
-    def _of_larger(self, x: QTensor, y: QTensor, choose: Any) -> QTensor:
+    def _of_larger(self, choose: Any, x: QTensor, y: QTensor) -> QTensor:
         left, right = (self.requantized(v.int_repr().int(), v.scale).int_repr() for v in (x, y))
         return self.output(choose(left, right))
 
-    def _maximum(self, x: QTensor, y: QTensor) -> QTensor:
-        return self._of_larger(x, y, torch.maximum)
-
-    def _minimum(self, x: QTensor, y: QTensor) -> QTensor:
-        return self._of_larger(x, y, torch.minimum)
+    _maximum = partialmethod(_of_larger, torch.maximum)
+    _minimum = partialmethod(_of_larger, torch.minimum)
 
     def _add_scalar(self, x: QTensor, number: float) -> QTensor:
         return self.quantized(real(x) + number)
