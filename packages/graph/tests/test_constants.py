@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -193,3 +194,51 @@ def test_a_literal_that_the_forward_writes_to_is_no_constant() -> None:
 
     with pytest.raises(CaptureError, match="branches on the values of a tensor"):
         capture(Writes().eval(), torch.randn(4))
+
+
+CHECKS = {
+    "assert": "assert torch.isfinite(x).all(), 'finite'",
+    "not": "assert not x.isnan().any()",
+    "and": "assert x.max() < 9 and not (x < -9).any()",
+    "or": "assert (\n            x.shape[0] > 9\n            or not x.isnan().any()\n        )",
+    "bool": "assert bool((x > -9).all()) and not x.isnan().any()",
+    "item": "if x.isnan().any().item(): raise ValueError('nan')",
+    "raise": "if x.max() > 9 or not (x > -9).all():\n            raise ValueError",
+    "function": "torch._assert((x > -9).all(), 'small')",
+}
+DECISIONS = {
+    "return": "if x.max() > 9:\n            return x",
+    "else": "if x.max() > 9:\n            raise ValueError\n        else:\n            x = x + 1",
+    "caught": "try:\n            if x.max() > 9: raise ValueError\n        except ValueError: x = x + 1",
+    "inside": "assert (x if x.max() > 9 else -x).shape[0]",
+}
+
+
+def _checking(folder: Path, lines: str) -> nn.Module:
+    """A model with these lines in its forward, from a file: pytest rewrites its own modules."""
+    file = folder / "checking.py"
+    file.write_text(
+        "import torch\n\n\nclass Checking(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(4, 4)\n\n"
+        f"    def forward(self, x):\n        {lines}\n        return self.layer(x)\n"
+    )
+    made: dict[str, Any] = {}
+    exec(compile(file.read_text(), str(file), "exec"), made)
+    model: nn.Module = made["Checking"]()
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_authors_checks_of_values_are_not_in_the_graph(tmp_path: Path, name: str) -> None:
+    model, x = _checking(tmp_path, CHECKS[name]), torch.rand(2, 4)
+    graph = capture(model, x)
+    assert [str(node.target) for node in graph.operations] == ["aten.linear.default"]
+    assert not graph.decided
+    assert graph.replay(torch.rand(3, 4)).shape == (3, 4)
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_a_decision_by_values_is_no_check(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CaptureError, match=r"branches on the values.*checking\.py"):
+        capture(_checking(tmp_path, DECISIONS[name]), torch.rand(2, 4))

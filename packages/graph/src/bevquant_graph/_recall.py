@@ -173,7 +173,7 @@ def state_of(model: nn.Module, given: Arguments, *settings: bool) -> State | Non
         given: Its arguments.
         settings: Of the capture: whether sizes stay open, and whether members are all required.
     """
-    forwards: list[Any] = [type(module).forward for module in model.modules()]
+    forwards: list[Any] = [getattr(type(module), "forward", None) for module in model.modules()]
     try:
         leaves, tree = flatten(given, arrays=lambda value, _: is_input(value))
         sizes = [(leaf.shape, leaf.stride(), str(leaf.dtype), str(leaf.device)) for leaf in leaves]
