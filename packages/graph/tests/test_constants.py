@@ -209,7 +209,7 @@ CHECKS = {
 DECISIONS = {
     "return": "if x.max() > 9:\n            return x",
     "else": "if x.max() > 9: raise ValueError\n        else: x = x + 1",
-    "caught": "try:\n            if x.max() > 9: raise ValueError\n        except ValueError: x = x + 1",
+    "caught": "try:\n            if x.max() > 9: raise ValueError\n        except ValueError: pass",
     "inside": "assert (x if x.max() > 9 else -x).shape[0]",
 }
 
