@@ -215,6 +215,9 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
         ]
     ),
     "steps in memory": lambda x: x.contiguous().as_strided((2, 4, 3, 6), (144, 36, 12, 1)),
+    "largest of equal windows": lambda x: (
+        F.adaptive_max_pool2d(x.sin(), (2, 3)) + F.adaptive_max_pool2d(x.sin(), 1)
+    ),
     "equal parts of a cell": lambda x: torch.gru_cell(
         x[:, 0, 0], x[:, 1, 1], *torch.linspace(-1, 1, 216).view(2, 18, 6)
     ),

@@ -47,6 +47,18 @@ class Tokens(nn.Module):
         return made
 
 
+class Picture(nn.Module):
+    """An image as a camera gives it, normalised by the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Conv2d(3, 8, 3)
+
+    def forward(self, image: Tensor) -> Tensor:
+        made: Tensor = self.map((image.float() - 127) / 58)
+        return made
+
+
 def pillars(kind: torch.dtype) -> tuple[Tensor, ...]:
     cells = torch.randperm(SIDE * SIDE)[:PILLARS]
     coords = torch.stack([cells // SIDE, cells % SIDE], 1).to(kind)
@@ -60,6 +72,7 @@ def tokens() -> tuple[Tensor, ...]:
 CASES: dict[str, tuple[type[nn.Module], Callable[[], tuple[Tensor, ...]], list[str]]] = {
     "pillars of int32": (Pillars, lambda: pillars(torch.int32), ["FLOAT", "INT32", "INT32"]),
     "pillars of int64": (Pillars, lambda: pillars(torch.int64), ["FLOAT", "INT64", "INT64"]),
+    "bytes": (Picture, lambda: (torch.randint(256, (1, 3, 8, 8), dtype=torch.uint8),), ["UINT8"]),
     "tokens": (Tokens, tokens, ["INT64", "BOOL"]),
 }
 

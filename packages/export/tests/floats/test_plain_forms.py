@@ -142,6 +142,7 @@ _PLACES = torch.tensor([[4, 0, 4], [1, 1, 0], [4, 2, 3], [3, 3, 3]])
         lambda y, x: y.scatter_add(-2, _PLACES[:2], x),
         lambda y, x: y.index_add(0, _PLACES[2], x[1:]),
         lambda y, x: y.index_add(1, torch.tensor([2]), y[:, :1], alpha=-2),
+        lambda y, x: y[:, 0].index_add(0, _PLACES[2], x[1:, 0]),
         lambda y, x: y.index_put((_PLACES[:, 0] - 5,), x, accumulate=True),
         lambda y, x: y.index_put((_PLACES[:, 0], _PLACES[:, 1] % 3), x[:, 0], accumulate=True),
         lambda y, x: y.index_put((_PLACES[:, 0, None], torch.arange(3)), x, accumulate=True),

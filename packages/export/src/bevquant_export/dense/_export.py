@@ -47,7 +47,10 @@ from bevquant_quantizers import hb_mapper, quantization_disabled, write_whole
 
 Shape = tuple[int | str, ...]
 # TensorProto's numbers.
-_TYPES = {torch.float32: 1, torch.bool: 9, torch.int32: 6, torch.int64: 7, torch.float64: 11}
+_TYPES = {
+    torch.float32: 1, torch.uint8: 2, torch.int8: 3, torch.int16: 5, torch.int32: 6,
+    torch.int64: 7, torch.bool: 9, torch.float64: 11,
+}  # fmt: skip
 
 
 @reported_by("export_qdq_onnx")

@@ -7,6 +7,7 @@
 - ``floor_divide``, ``div(…, rounding_mode="floor")`` and ``remainder`` of floats: by ``fmod``,
   which is exact, as torch computes them. The quotient that torch's exporter rounds down may have
   been rounded up to the next whole number: a point in the voxel beside its own.
+- ``adaptive_max_pool`` into equal windows: a max pool of that kernel and stride, indices included.
 - ``avg_pool`` with a divisor of its own: the mean, zeros of the padding included, times the
   kernel's size, over the divisor. torch's exporter leaves the divisor out.
 - ``copysign``, ``rrelu`` in evaluation (a LeakyReLU of the mean slope): by their formulas.
@@ -50,6 +51,7 @@ from bevquant_export.floats._old_set_forms import (
 from bevquant_export.floats._scatter_sums import ORDERED_SUMS, SCATTER_SUMS
 
 _FIRST_EINSUM = 12  # operator set
+_MAX_POOL = torch.ops.aten
 _LARGEST_INVERSE = 4  # rows; a determinant of five has 120 products
 
 
@@ -68,6 +70,8 @@ class PlainForms(TorchFunctionMode):
             "col2im": _fold, "inverse": _inverse, "linalg_inv": _inverse, "linalg_solve": _solve,
             "cross": _cross, "linalg_cross": _linalg_cross, "hypot": _hypot,
             "fmax": partial(_known_of, torch.maximum), "fmin": partial(_known_of, torch.minimum),
+            "adaptive_max_pool2d": partial(_adaptive_max_pool, _MAX_POOL.max_pool2d_with_indices),
+            "adaptive_max_pool3d": partial(_adaptive_max_pool, _MAX_POOL.max_pool3d_with_indices),
             "avg_pool2d": partial(_avg_pool, torch.nn.functional.avg_pool2d, 2),
             "avg_pool3d": partial(_avg_pool, torch.nn.functional.avg_pool3d, 3),
             "copysign": _copysign, "rrelu": _rrelu, **_QUOTIENTS, **_STACKS, **AXIS_FORMS,
@@ -147,6 +151,14 @@ def _rrelu(
     x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *more: Any
 ) -> Tensor | None:
     return None if training else torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
+
+
+def _adaptive_max_pool(pool: Callable[..., Any], x: Tensor, output_size: Any) -> Any:
+    sizes = x.shape[x.dim() - len(output_size) :]
+    if any(size % made for size, made in zip(sizes, output_size, strict=True)):
+        raise ValueError("the windows of an adaptive max pool overlap where sizes are no multiples")
+    kernel = [size // made for size, made in zip(sizes, output_size, strict=True)]
+    return pool(x, kernel, kernel)
 
 
 def _avg_pool(

@@ -68,7 +68,8 @@ def _scatter_reduce(
 def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
     dim %= x.dim()
     moved, values = x.movedim(dim, 0), source.movedim(dim, 0)
-    summed = _sums(index, moved.shape[0], values.flatten(1) * alpha, x.dtype)
+    rows = values.reshape([values.shape[0], -1])
+    summed = _sums(index, moved.shape[0], rows * alpha, x.dtype)
     return (moved + summed.reshape(moved.shape)).movedim(0, dim)
 
 
