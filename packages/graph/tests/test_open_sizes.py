@@ -139,7 +139,7 @@ class ReadsBefore(nn.Module):
 class WritesWithoutAnInverse(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + 1
-        x.mT.relu_()
+        x.chunk(2, 2)[0].relu_()
         return x
 
 

@@ -29,6 +29,7 @@ from ._html_table import HtmlTable, HtmlText
 from ._kinds import check_kind, checked_batches, file_path, run_on
 from ._layer_class import is_library_class, layer_class, own_code, zero_padding
 from ._memory import WithMemory, in_sequence, with_memory
+from ._normal import called_name
 from ._opaque import OPAQUE, Opaque, fixed_sizes, refuse_other_sizes
 from ._operators import OPERATORS, OpSpec, op_spec
 from ._own_inputs import own_inputs
@@ -81,6 +82,7 @@ __all__ = [
     "as_module",
     "attend_levels",
     "called",
+    "called_name",
     "capture",
     "check_guards",
     "check_kind",

@@ -28,7 +28,9 @@ from ._closing import TraceEnds
 from ._conditions import Condition, places_noted
 from ._constants import INTEGERS, Constants
 from ._functional import functional, inline_regions
+from ._normal import normalise
 from ._opaque import Opaque
+from ._operators import op_spec
 from ._own_inputs import own_inputs
 from ._quiet import by_thread
 from ._signature import Leaf, Tree, entries, flatten, rebuild, traced_value
@@ -159,6 +161,7 @@ def exported(
         program = torch.export.export(shell, given, dynamic_shapes=dims, strict=False)
         result = results[-1]
         inline_regions(program)
+        normalise(program.graph)
         # `functional` may drop numbers without consumers.
         integers = not values or _takes_integers(program)
         program = functional(program)
@@ -180,14 +183,10 @@ def _takes_integers(program: ExportedProgram) -> bool:
     return not floats and not any(k.is_floating_point or k == torch.bool for k in kinds)
 
 
-_COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
-
-
 def _compares_integers(node: fx.Node) -> bool:
     """Whether a value is ``a != b`` of two integers, which is that of the numbers themselves."""
-    operator = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
     read = [n for n in node.all_input_nodes if isinstance(n.meta["val"], Tensor)]
-    if operator not in _COMPARISONS or any(n.meta["val"].dim() for n in read):
+    if not op_spec(node.target).compares or any(n.meta["val"].dim() for n in read):
         return False
     others = (n for n in read if n.meta["val"].dtype not in INTEGERS)
     return all(map(_compares_integers, others))  # torch asks a truth value whether it is not 0

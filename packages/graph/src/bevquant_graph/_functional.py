@@ -252,10 +252,6 @@ def _permuted(
     return new.call(at, source.meta["val"], _aten.permute.default, part, inverse)
 
 
-def _swapped(new: _Rewriter, view: fx.Node, source: fx.Node, part: fx.Node, at: fx.Node) -> fx.Node:
-    return new.call(at, source.meta["val"], view.target, part, *new.arguments(view))
-
-
 def _reshaped(
     new: _Rewriter, view: fx.Node, source: fx.Node, part: fx.Node, at: fx.Node
 ) -> fx.Node:
@@ -272,7 +268,6 @@ _INVERSES: dict[str, _Inverse] = {
     "diagonal": _scatter(_aten.diagonal_scatter.default),
     "getitem": _of_part,
     "permute": _permuted,
-    **dict.fromkeys(("transpose", "swapaxes", "swapdims", "t"), _swapped),
     **{name: _reshaped for name, spec in OPERATORS.items() if spec.layout == "reshape"},
 }
 

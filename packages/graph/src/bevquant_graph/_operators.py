@@ -48,6 +48,9 @@ class OpSpec:
         product: Sum of products that it computes, in words.
         neutral: Second operand that leaves the first unchanged.
         creates: Whether it makes a tensor of numbers.
+        chooses: Its choice by value: ``"ranks"`` values and their indices, ``"indices"``,
+            ``"places"`` of true values, ``"rows"`` by a mask.
+        compares: Whether it compares values, which gives true or false.
     """
 
     name: str
@@ -64,6 +67,8 @@ class OpSpec:
     product: str = ""
     neutral: float | None = None
     creates: bool = False
+    chooses: str = ""
+    compares: bool = False
 
     @property
     def unary(self) -> bool:
@@ -77,7 +82,24 @@ def _rows(names: str, kind: str, **about: Any) -> dict[str, OpSpec]:
 
 _KEEPS: Any = dict(values=True, order=True, shape=True, mixes=False)
 _MOVES: Any = dict(values=True, mixes=False)
-_WRITTEN = {"iadd": "add", "isub": "sub", "imul": "mul"}  # Python's ``x += y``
+_ALIASES = {
+    "abs": "absolute", "acos": "arccos", "acosh": "arccosh", "add": "iadd", "asin": "arcsin",
+    "asinh": "arcsinh", "atan": "arctan", "atan2": "arctan2", "atanh": "arctanh",
+    "bitwise_and": "__and__ __iand__", "bitwise_or": "__or__ __ior__",
+    "bitwise_xor": "__xor__ __ixor__", "cat": "concat concatenate", "clamp": "clip",
+    "div": "divide true_divide", "eq": "__eq__", "erf": "special_erf", "erfc": "special_erfc",
+    "exp2": "special_exp2", "expand": "broadcast_to", "expm1": "special_expm1",
+    "ge": "greater_equal __ge__", "gt": "greater __gt__", "le": "less_equal __le__",
+    "linalg_inv": "inverse", "log1p": "special_log1p", "logit": "special_logit",
+    "logsumexp": "special_logsumexp", "lt": "less __lt__", "matmul": "linalg_matmul",
+    "movedim": "moveaxis", "mul": "multiply imul", "ne": "not_equal __ne__", "neg": "negative",
+    "outer": "ger", "reshape": "view _unsafe_view _reshape_alias", "round": "special_round",
+    "sigmoid": "special_expit", "softmax": "special_softmax", "split": "split_with_sizes",
+    "sub": "subtract isub", "transpose": "swapaxes swapdims", "trunc": "fix",
+    "vstack": "row_stack",
+}  # fmt: skip
+ALIASES = {alias: name for name, aliases in _ALIASES.items() for alias in aliases.split()}
+"""Other names of operators; the arguments are those of the operator, in the same order."""
 _DIMS = ("1d", "2d", "3d")
 
 OPERATORS: dict[str, OpSpec] = {
@@ -88,28 +110,27 @@ OPERATORS: dict[str, OpSpec] = {
         modules=("Identity", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d"),
     ),
     **_rows(
-        "view reshape flatten unflatten squeeze unsqueeze _unsafe_view _reshape_alias", "layout_op",
+        "reshape flatten unflatten squeeze unsqueeze", "layout_op",
         **_MOVES, order=True, layout="reshape", modules=("Flatten", "Unflatten"),
     ),
     **_rows("view_as reshape_as", "layout_op", **_MOVES, order=True, layout="reshape", like=True),
     **_rows("unsafe_split unbind", "layout_op", **_MOVES, order=True, layout="part"),
-    **_rows("permute transpose t movedim moveaxis swapaxes swapdims mT T", "layout_op", **_MOVES,
-            layout="permute"),
+    **_rows("permute transpose t movedim mT T numpy_T", "layout_op", **_MOVES, layout="permute"),
     **_rows("roll flip", "layout_op", **_MOVES, layout="reorder"),
     **_rows("pixel_shuffle pixel_unshuffle channel_shuffle", "layout_op", **_MOVES,
             layout="shuffle", modules=("PixelShuffle", "PixelUnshuffle", "ChannelShuffle")),
     **_rows(
-        "slice select split split_with_sizes chunk tensor_split narrow index_select index gather "
-        "take_along_dim masked_select unfold getitem", "layout_op", **_MOVES, layout="part",
+        "slice select split chunk tensor_split narrow index_select gather take_along_dim unfold",
+        "layout_op", **_MOVES, layout="part",
     ),
-    **_rows("expand broadcast_to repeat repeat_interleave tile", "layout_op", **_MOVES,
-            layout="repeat"),
+    **_rows("index masked_select getitem", "layout_op", **_MOVES, layout="part", chooses="rows"),
+    **_rows("expand repeat repeat_interleave tile", "layout_op", **_MOVES, layout="repeat"),
     **_rows("expand_as", "layout_op", **_MOVES, layout="repeat", like=True),
     **_rows(
         "pad constant_pad_nd", "layout_op", **_MOVES, layout="pad",
         modules=tuple(f"{p}Pad{d}" for p in ("Zero", "Constant") for d in _DIMS),
     ),
-    **_rows("cat concat concatenate stack hstack vstack", "concat", values=True, mixes=False),
+    **_rows("cat stack hstack vstack dstack column_stack", "concat", values=True, mixes=False),
     **_rows("relu relu6 hardtanh", "relu", shape=True, mixes=False, modules=("ReLU", "ReLU6")),
     **_rows("add", "add", shape=True, neutral=0),
     **_rows(
@@ -154,15 +175,19 @@ OPERATORS: dict[str, OpSpec] = {
     **_rows("scaled_dot_product_attention", "float", product="attention"),
     **_rows("to _to_copy type_as float half double int long bool", "float", casts=True),
     **_rows(
-        "abs acos acosh asin asinh atan atanh ceil celu clamp clamp_max clamp_min clip cos cosh "
+        "abs acos acosh asin asinh atan atanh ceil celu clamp clamp_max clamp_min cos cosh "
         "elu erf erfc exp expm1 floor gelu hardshrink hardsigmoid hardswish leaky_relu log log10 "
         "log1p log2 log_sigmoid mish neg reciprocal round rsqrt selu sigmoid sign silu sin sinh "
         "softplus sqrt square tan tanh threshold trunc", "float", shape=True, mixes=False,
     ),
     **_rows(
         "addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor lerp maximum minimum pow "
-        "remainder __iand__ __ior__ __ixor__", "float", shape=True,
+        "remainder", "float", shape=True,
     ),
+    **_rows("topk sort max min kthvalue median mode", "float", chooses="ranks"),
+    **_rows("argsort argmax argmin", "float", chooses="indices"),
+    **_rows("nonzero nonzero_numpy where", "float", chooses="places"),
+    **_rows("eq ne lt le gt ge isclose", "float", compares=True),
     **_rows("sub", "float", shape=True, neutral=0),
     **_rows("mul div", "float", shape=True, neutral=1),
     **_rows("arange eye full linspace ones scalar_tensor zeros", "float", creates=True),
@@ -218,6 +243,6 @@ def _name(target: Any) -> str:
 @cache
 def _named(name: str) -> OpSpec:
     plain = name if name.startswith("__") or not name.endswith("_") else name[:-1]
-    plain = _WRITTEN.get(plain, plain)
+    plain = ALIASES.get(plain, plain)
     found = OPERATORS.get(plain)
     return OpSpec(plain) if found is None else found

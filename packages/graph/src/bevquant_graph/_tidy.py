@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ._normal import normalise
 from ._operators import op_spec
 
 REQUIRE = torch.ops.aten._assert_scalar.default
@@ -155,6 +156,7 @@ def tidy(module: fx.GraphModule, model: nn.Module) -> None:
         model: Gives the nodes their paths.
     """
     graph = module.graph
+    normalise(graph)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue

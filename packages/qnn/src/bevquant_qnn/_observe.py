@@ -15,7 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from bevquant_graph import CaptureError, Graph, arguments, capture, flatten, own_inputs
+from bevquant_graph import (
+    CaptureError,
+    Graph,
+    arguments,
+    called_name,
+    capture,
+    flatten,
+    op_spec,
+    own_inputs,
+)
 from bevquant_qnn._config import QuantConfig
 from bevquant_qnn._functional_calls import FunctionalCall, Recorder, functional_class, plan_of
 from bevquant_qnn._functional_ops import Followed, FunctionalOp, may_hold_functional_ops
@@ -295,7 +304,8 @@ def _functional_kind(steps: Steps, node: fx.Node) -> str | None:
         return "add" if two and all(_is_tensor(a) for a in node.args) else None
     if spec.name in _PRODUCTS:
         return "product"
-    return spec.kind if spec.kind == "sample" else "cat" if spec.name == "cat" else None
+    called = op_spec(called_name(node)).name  # not of `hstack`, which takes no axis
+    return spec.kind if spec.kind == "sample" else "cat" if called == "cat" else None
 
 
 def _is_tensor(value: object) -> bool:

@@ -13,11 +13,16 @@ from bevquant_export._errors import QdqError
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._source import Source
 from bevquant_export.sparse.portable._body import FLOAT
+from bevquant_graph import OpSpec, op_spec
 from bevquant_int8sim.program import Ref, Step, names_in
+
+Read = Callable[[str], str]
+Form = Callable[[Graph, Step, Read, Any, Any, Source], str | list[str] | None]
+"""Writes a step, given its constant arguments: positional, named."""
 
 
 def placed(
-    graph: Graph, step: Step, read: Callable[[str], str], args: Any, kwargs: Any, source: Source
+    graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source
 ) -> str | None:
     """`index_put`: move the indexed axes to the front, ScatterND, move them back.
 
@@ -61,7 +66,7 @@ def placed(
 
 
 def _placed_by_mask(
-    graph: Graph, path: str, refs: list[Ref], read: Callable[[str], str], source: Source
+    graph: Graph, path: str, refs: list[Ref], read: Read, source: Source
 ) -> tuple[str, str, int]:
     """Positions of a mask, one per row; the shape of its tensor; its number of axes."""
     found = graph.node("NonZero", path, [read(refs[0].name)])
@@ -71,7 +76,7 @@ def _placed_by_mask(
 
 
 def _indexed(
-    graph: Graph, path: str, refs: list[Ref], read: Callable[[str], str], source: Source
+    graph: Graph, path: str, refs: list[Ref], read: Read, source: Source
 ) -> tuple[str, str, int]:
     """The same for indices, one tensor per axis."""
     spread = np.broadcast_shapes(*(source.shapes[ref.name] for ref in refs))
@@ -87,13 +92,6 @@ def _transposed(graph: Graph, path: str, name: str, order: list[int]) -> str:
 
 
 _LAST = 2**31 - 1  # any end behind the last element
-_RESHAPES = set(
-    "view reshape flatten unflatten squeeze unsqueeze Flatten Unflatten clone contiguous".split()
-)
-_PERMUTES = set("permute transpose movedim swapaxes t".split())
-_PARTS = set("split chunk unbind".split())
-_OTHERS = set("getitem narrow select pad expand pixel_shuffle PixelShuffle repeat tile".split())
-_SHUFFLES = set("pixel_unshuffle channel_shuffle".split())
 _PADDINGS = {"constant": "constant", "replicate": "edge", "reflect": "reflect"}
 
 
@@ -101,67 +99,47 @@ def keeps_scale(step: Step) -> bool:
     """Whether a step's result consists of its first input's integers, unchanged or clamped."""
     if step.op == "resize":
         return bool(step.kwargs["mode"] == "nearest")
-    what = step.attributes.get("what")
-    moves = _RESHAPES | _PERMUTES | _PARTS | _OTHERS | _SHUFFLES | {"clamp"}
-    return step.op in ("max_pool", "relu") or (step.op in ("move", "float") and what in moves)
+    if step.op in ("max_pool", "relu"):
+        return True
+    spec = _spec(step)
+    moves = _keeps_order(spec) or (spec.layout != "" and _form(step, spec) is not None)
+    return step.op in ("move", "float") and (moves or spec.name == "clamp")
 
 
-def moved(
-    graph: Graph, step: Step, read: Callable[[str], str], source: Source
-) -> str | list[str] | None:
+def moved(graph: Graph, step: Step, read: Read, source: Source) -> str | list[str] | None:
     """Nodes of a layout operator: its output, or several.
 
     None where the operation is unknown.
     """
-    what, path, output = str(step.attributes["what"]), step.path, step.outputs[0]
-    fixed = what in _RESHAPES
-    if source.counts(step) and not fixed:
+    spec, path = _spec(step), step.path
+    fixed, form = _keeps_order(spec), _form(step, spec)
+    if not fixed and (form is None or source.counts(step)):
         return None
     args = source.constants(path, step.args, sizes=fixed)
     kwargs = source.constants(path, dict(step.kwargs), sizes=fixed)
-    first = args[0]
-    if what in _RESHAPES:
-        x = read(first.name)
-        if source.shapes[first.name] == source.shapes[output]:
-            return x
-        return reshaped(graph, path, x, source.target(path, output, first.name))
-    if what in _PERMUTES:
-        return _permuted(graph, step, read(first.name), args, kwargs, source)
-    if what in _PARTS:
-        return _parts(graph, step, read(first.name), args, kwargs, source)
-    if what in ("cat", "concat", "concatenate"):
-        given = {**dict(zip(("tensors", "dim"), args, strict=False)), **kwargs}
-        names = [read(ref.name) for ref in given["tensors"]]
-        if source.dtype(output).is_floating_point:  # whole numbers among them become floats
-            whole = [not source.dtype(ref.name).is_floating_point for ref in given["tensors"]]
-            names = [
-                graph.node("Cast", path, [name], to=FLOAT) if cast else name
-                for name, cast in zip(names, whole, strict=True)
-            ]
-        rank = len(source.shapes[output])
-        axis = int(given.get("dim", given.get("axis", 0))) % rank
-        return graph.node("Concat", path, names, axis=axis)
-    if what == "stack":
-        return _stacked(graph, step, read, args, kwargs, source)
-    if what in ("getitem", "narrow", "select") and isinstance(first, Ref):
-        masked = _masked(graph, step, read, args, source) if what == "getitem" else None
-        return masked or _sliced(graph, step, read(first.name), args, kwargs, source)
-    if what == "pad":
-        return _padded(graph, step, read(first.name), args, kwargs, source)
-    if what == "expand":
-        # 1 leaves a free size as it is; every other size is said.
-        shape = [1 if isinstance(n, str) else n for n in source.named(output)]
-        return graph.node("Expand", path, [read(first.name), graph.numbers(shape)])
-    if what in ("pixel_shuffle", "PixelShuffle"):
-        factor = math.isqrt(source.shapes[first.name][1] // source.shapes[output][1])
-        return graph.pixels(path, read(first.name), factor)
-    if what in _SHUFFLES and len(args) == 2:
-        return _shuffled(graph, step, read(first.name), int(args[1]), source)
-    if what in ("repeat", "tile") and len(args) > 1:
-        return _repeated(graph, step, read(first.name), args[1:], source)
-    if what == "index_put":
-        return placed(graph, step, read, args, kwargs, source)
-    return None
+    if fixed:
+        first, output = args[0].name, step.outputs[0]
+        if source.shapes[first] == source.shapes[output]:
+            return read(first)
+        return reshaped(graph, path, read(first), source.target(path, output, first))
+    return None if form is None else form(graph, step, read, args, kwargs, source)
+
+
+def _spec(step: Step) -> OpSpec:
+    return op_spec(step.attributes.get("what", "") if step.module is None else step.module)
+
+
+def _keeps_order(spec: OpSpec) -> bool:
+    """Whether values keep their order, and the result's shape is all that an argument tells."""
+    return spec.kind == "identity" or (spec.layout == "reshape" and not spec.like)
+
+
+def _form(step: Step, spec: OpSpec) -> Form | None:
+    """The function that writes an operator's nodes."""
+    if step.module is not None:  # has its arguments
+        return _pixels if spec.name == "pixel_shuffle" else None
+    turns = spec.layout == "permute" and step.function is not None
+    return _permuted if turns else _FORMS.get(spec.name)
 
 
 def reshaped(graph: Graph, path: str, name: str, target: list[int]) -> str:
@@ -175,16 +153,18 @@ def _called(step: Step, value: Any, args: Any, kwargs: Any) -> Any:
     return function(value, *args[1:], **kwargs)
 
 
-def _permuted(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, source: Source) -> str:
+def _permuted(graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source) -> str:
     # Strides of a tensor with two elements along every axis tell the axes apart.
     rank = len(source.shapes[args[0].name])
     strides = _called(step, torch.empty([2] * rank, device="meta"), args, kwargs).stride()
     order = [rank - 1 - int(math.log2(stride)) for stride in strides]
-    return graph.node("Transpose", step.path, [x], perm=order)
+    return graph.node("Transpose", step.path, [read(args[0].name)], perm=order)
 
 
-def _parts(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, source: Source) -> list[str]:
-    shape, path = source.shapes[args[0].name], step.path
+def _parts(
+    graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source
+) -> list[str]:
+    x, shape, path = read(args[0].name), source.shapes[args[0].name], step.path
     made = source.shapes[step.outputs[0]]
     probe = _called(step, torch.empty(shape, device="meta"), args, kwargs)
     drops = len(made[0]) < len(shape)
@@ -206,9 +186,42 @@ def _parts(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, source: Sou
     return names
 
 
-def _masked(
-    graph: Graph, step: Step, read: Callable[[str], str], args: Any, source: Source
+def _joined(graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source) -> str:
+    given = {**dict(zip(("tensors", "dim"), args, strict=False)), **kwargs}
+    names, path, output = [read(ref.name) for ref in given["tensors"]], step.path, step.outputs[0]
+    if source.dtype(output).is_floating_point:  # whole numbers among them become floats
+        whole = [not source.dtype(ref.name).is_floating_point for ref in given["tensors"]]
+        names = [
+            graph.node("Cast", path, [name], to=FLOAT) if cast else name
+            for name, cast in zip(names, whole, strict=True)
+        ]
+    rank = len(source.shapes[output])
+    axis = int(given.get("dim", given.get("axis", 0))) % rank
+    return graph.node("Concat", path, names, axis=axis)
+
+
+def _expanded(graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source) -> str:
+    # 1 leaves a free size as it is; every other size is said.
+    shape = [1 if isinstance(n, str) else n for n in source.named(step.outputs[0])]
+    return graph.node("Expand", step.path, [read(args[0].name), graph.numbers(shape)])
+
+
+def _pixels(graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source) -> str:
+    first, shapes = args[0].name, source.shapes
+    factor = math.isqrt(shapes[first][1] // shapes[step.outputs[0]][1])
+    return graph.pixels(step.path, read(first), factor)
+
+
+def _got(
+    graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source
 ) -> str | None:
+    if not isinstance(args[0], Ref):
+        return None
+    masked = _masked(graph, step, read, args, source)
+    return masked or _sliced(graph, step, read, args, kwargs, source)
+
+
+def _masked(graph: Graph, step: Step, read: Read, args: Any, source: Source) -> str | None:
     """Selection of one axis by a mask, such as the pillars of one frame."""
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     masks = [(axis, i) for axis, i in enumerate(index) if isinstance(i, Ref)]
@@ -228,9 +241,13 @@ def _masked(
     return graph.node("Gather", step.path, [read(args[0].name), places], axis=axis)
 
 
-def _sliced(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, source: Source) -> str | None:
+def _sliced(
+    graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source
+) -> str | None:
+    if not isinstance(args[0], Ref):
+        return None
     first, what = args[0].name, step.attributes["what"]
-    shape = source.shapes[first]
+    x, shape = read(first), source.shapes[first]
     index = args[1:]
     if what == "getitem":
         index = index[0] if isinstance(index[0], tuple) else (index[0],)
@@ -277,9 +294,7 @@ def _without(source: Source, path: str, name: str, dropped: set[int]) -> list[in
     return [size for axis, size in enumerate(target) if axis not in dropped]
 
 
-def _stacked(
-    graph: Graph, step: Step, read: Callable[[str], str], args: Any, kwargs: Any, source: Source
-) -> str:
+def _stacked(graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source) -> str:
     given = {**dict(zip(("tensors", "dim"), args, strict=False)), **kwargs}
     axis = int(given.get("dim", 0)) % len(source.shapes[step.outputs[0]])
     names = []
@@ -290,7 +305,9 @@ def _stacked(
     return graph.node("Concat", step.path, names, axis=axis)
 
 
-def _padded(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, source: Source) -> str | None:
+def _padded(
+    graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source
+) -> str | None:
     given = {**dict(zip(("x", "pad", "mode", "value"), args, strict=False)), **kwargs}
     mode = _PADDINGS.get(given.get("mode", "constant"))
     if mode is None:
@@ -302,11 +319,17 @@ def _padded(graph: Graph, step: Step, x: str, args: Any, kwargs: Any, source: So
         low[rank - 1 - i], high[rank - 1 - i] = int(widths[2 * i]), int(widths[2 * i + 1])
     value = float(given.get("value") or 0.0)
     filler = [graph.constant(f"float_{value:g}", value)] if value else []
-    return graph.node("Pad", step.path, [x, graph.numbers([*low, *high]), *filler], mode=mode)
+    inputs = [read(args[0].name), graph.numbers([*low, *high]), *filler]
+    return graph.node("Pad", step.path, inputs, mode=mode)
 
 
-def _shuffled(graph: Graph, step: Step, x: str, count: int, source: Source) -> str:
+def _shuffled(
+    graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source
+) -> str | None:
     """Channel shuffle, or pixels that become channels."""
+    if len(args) != 2:
+        return None
+    x, count = read(args[0].name), int(args[1])
     path, target = step.path, source.target(step.path, step.outputs[0])
     batch, channels, height, width = source.target(path, step.args[0].name)
     if step.attributes["what"] == "channel_shuffle":
@@ -318,11 +341,25 @@ def _shuffled(graph: Graph, step: Step, x: str, count: int, source: Source) -> s
     return reshaped(graph, path, graph.node("Transpose", path, [x], perm=order), target)
 
 
-def _repeated(graph: Graph, step: Step, x: str, args: Any, source: Source) -> str:
-    times = list(args[0] if isinstance(args[0], list | tuple) else args)
+def _repeated(
+    graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source
+) -> str | None:
+    if len(args) < 2:
+        return None
+    x, given = read(args[0].name), args[1:]
+    times = list(given[0] if isinstance(given[0], list | tuple) else given)
     shape = source.shapes[step.args[0].name]
     if len(times) > len(shape):
         target = source.target(step.path, step.args[0].name)
         x = reshaped(graph, step.path, x, [1] * (len(times) - len(shape)) + target)
     times = [1] * (len(shape) - len(times)) + times
     return graph.node("Tile", step.path, [x, graph.numbers(times)])
+
+
+_FORMS: dict[str, Form] = {
+    "cat": _joined, "stack": _stacked, "expand": _expanded, "getitem": _got, "narrow": _sliced,
+    "select": _sliced, "pad": _padded, "pixel_shuffle": _pixels, "index_put": placed,
+    **dict.fromkeys(("split", "chunk", "unbind"), _parts),
+    **dict.fromkeys(("pixel_unshuffle", "channel_shuffle"), _shuffled),
+    **dict.fromkeys(("repeat", "tile"), _repeated),
+}  # fmt: skip

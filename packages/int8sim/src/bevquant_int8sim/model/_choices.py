@@ -13,19 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from bevquant_graph import op_spec
+from bevquant_graph import OpSpec, op_spec
 from bevquant_qnn import matched
 from bevquant_qnn.matched import Matched
 
-_RANKS = frozenset("topk sort max min kthvalue median mode".split())
-"""These return values and indices."""
-_INDICES = frozenset("argsort argmax argmin".split())
-_PLACES = frozenset("nonzero nonzero_numpy where".split())
-_MASKED = frozenset("index getitem masked_select".split())
-_COMPARISONS = frozenset("eq ne lt le gt ge isclose __eq__ __ne__ __lt__ __le__".split()) | {
-    "__gt__",
-    "__ge__",
-}
 _WEIGHTED = frozenset(("layer", "sparse_layer"))
 _LEARNED = _WEIGHTED | {"quantize"}
 
@@ -69,7 +60,7 @@ class Choices:
             chosen: The integer model's value of the node.
         """
         own = values[node]
-        if _name(node) in _RANKS and not isinstance(own, Tensor):
+        if _spec(node).chooses == "ranks" and not isinstance(own, Tensor):
             operand: Any = node.args[0]
             index, axis = chosen[1], _axis(node)
             x = values[operand]
@@ -82,13 +73,13 @@ class Choices:
 
     def matched(self, node: fx.Node, own: Any, chosen: Any) -> Matched:
         """Counts of a node of `counted`: the float model's own choice and the integer model's."""
-        name = _name(node)
-        if name in _PLACES:
+        chooses = _spec(node).chooses
+        if chooses == "places":
             one, other = (
                 v if isinstance(v, Tensor) else torch.stack([*v], -1) for v in (own, chosen)
             )
             return matched.places(one, other)
-        if name not in _RANKS | _INDICES:
+        if chooses not in ("ranks", "indices"):
             return matched.masks(own, chosen)
         one, other = (v if isinstance(v, Tensor) else v[1] for v in (own, chosen))
         axis = _axis(node)
@@ -110,19 +101,21 @@ def _downstream(graph: fx.Graph, begins: Callable[[fx.Node], bool]) -> set[fx.No
     return found
 
 
-def _name(node: fx.Node) -> str:
-    return op_spec(node.target).name if node.op == "call_function" else ""
+def _spec(node: fx.Node) -> OpSpec:
+    return op_spec(node.target if node.op == "call_function" else "")
 
 
 def _chosen_by(node: fx.Node) -> Iterator[fx.Node]:
     """The node, if it chooses; the masks that it reads rows by."""
-    name = _name(node)
-    if name in _INDICES or (name in _PLACES and (name != "where" or len(node.args) == 1)):
+    spec = _spec(node)
+    if spec.chooses == "indices" or (
+        spec.chooses == "places" and (spec.name != "where" or len(node.args) == 1)
+    ):
         yield node
-    elif name in _RANKS and not isinstance(node.meta.get("val"), Tensor):
+    elif spec.chooses == "ranks" and not isinstance(node.meta.get("val"), Tensor):
         if any(user.args[1] == 1 and user.users for user in node.users):  # not of values alone
             yield node
-    elif name in _MASKED:
+    elif spec.chooses == "rows":
         masks: list[Any] = []
         fx.node.map_arg(node.args[1], masks.append)
         yield from (mask for mask in masks if _is_mask(mask))
@@ -143,7 +136,7 @@ def _comparisons(counted: dict[fx.Node, None]) -> tuple[set[fx.Node], set[fx.Nod
             seen.add(node)
             if op_spec(node.target).kind not in _WEIGHTED:
                 pending += node.all_input_nodes
-    found = {node for node in seen if _name(node) in _COMPARISONS and _is_mask(node)}
+    found = {node for node in seen if _spec(node).compares and _is_mask(node)}
     return found - counted.keys(), seen
 
 
@@ -165,7 +158,7 @@ def _parts(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     while True:
         cuts = [user for one in indices for user in one.users]
-        numbers = all(_name(c) == "slice" and len(c.all_input_nodes) == 1 for c in cuts)
+        numbers = all(_spec(c).name == "slice" and len(c.all_input_nodes) == 1 for c in cuts)
         if not numbers or len({c.args[1:] for c in cuts}) != 1:
             return found
         found.append(cuts[0])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from bevquant_graph import OPAQUE, Graph, op_spec
+from bevquant_graph import OPAQUE, Graph, called_name, op_spec
 from bevquant_int8sim.model._coords import Geometry, convolved_coords
 from bevquant_int8sim.model._form import Form
 from bevquant_int8sim.model._operation import Operation
@@ -53,7 +53,7 @@ class GraphValues:
         """Its module's path where the module is this operation alone, else the operator's name."""
         path, kinds = self.graph.path(node), self.graph.module(node).children()
         alone = path if all(isinstance(child, TensorQuantizer) for child in kinds) else ""
-        stem = alone or op_spec(node.target).name.rpartition(":")[2]
+        stem = alone or called_name(node).rpartition(":")[2]
         return self._unique(stem.replace(".", "_"))
 
     def _unique(self, stem: str) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional
 
 from bevquant_graph import OPAQUE, REQUIRE, Graph, OpSpec, fixed_sizes, op_spec
 from bevquant_int8sim.model._coords import dense, pooled
@@ -428,10 +427,4 @@ def _python_call(
     if name == "index":
         parts = tuple(slice(None) if part is None else part for part in args[1])
         return "getitem", operator.getitem, (args[0], parts)
-    if name == "constant_pad_nd":
-        return "pad", functional.pad, (args[0], args[1], "constant", *args[2:])
-    if name in ("view", "_unsafe_view", "_reshape_alias"):
-        return "view", torch.ops.aten.reshape.default, args[:2]  # integers lie in their own order
-    if name == "split_with_sizes":
-        return "split", node.target, args
     return name, node.target, args

@@ -18,7 +18,6 @@ Returned = Callable[[str, int], Tensor | None]
 """Path of a layer and which of its calls, from 0 → what it returned in a run beside this one."""
 
 _VIEWS: Any = {
-    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     torch.ops.aten.as_strided.default: lambda x, *place: x.contiguous().as_strided(*place),
 }
 _CONVOLUTIONS = (torch.ops.aten.conv2d, torch.ops.aten.conv_transpose2d)
