@@ -367,7 +367,7 @@ def test_no_noise_on_stderr(capfd, randomise):
 
 def test_what_layers_of_torch_do_with_a_bias_is_known(monkeypatch):
     """A full-size network runs each of its convolutions no more than it must."""
-    monkeypatch.setattr("bevquant_fusion._products._Products", None)
+    monkeypatch.setattr("bevquant_fusion._products._products", None)
     net = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4)).eval()
     assert [f.bn for f in fuse_model(net, torch.ones(1, 3, 5, 5)).fused] == ["1"]
 

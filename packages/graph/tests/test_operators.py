@@ -49,6 +49,7 @@ EXAMPLES: dict[str, Callable[[Tensor], Any]] = {
     "index": lambda x: x[:, PLACES], "gather": lambda x: x.gather(1, PLACES.view(1, 2, 1, 1)),
     "take_along_dim": lambda x: x.take_along_dim(PLACES.view(1, 2, 1, 1), 1),
     "masked_select": lambda x: x.masked_select(MASK), "unfold": lambda x: x.unfold(3, 2, 1),
+    "diagonal": lambda x: x.diagonal(1, 2, 3),
     "getitem": lambda x: x[:, 1:, ..., ::2],
     "pad": lambda x: F.pad(x[0], (1, 1), mode="reflect"),
     "constant_pad_nd": lambda x: F.pad(x, (1, 2)),

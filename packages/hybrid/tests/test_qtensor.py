@@ -43,6 +43,7 @@ KEEPING = [
     lambda x: torch.max(x, 1).values,
     lambda x: x.chunk(2, 1)[1],
     lambda x: x.contiguous().unsqueeze(0).squeeze(0),
+    lambda x: x.moveaxis(1, -1).swapdims(0, 1),
 ]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bevquant_export import export_float_onnx
-from bevquant_export.floats._plain_forms import PlainForms
+from bevquant_export.floats._plain_forms import plain_forms
 
 pytest.importorskip("onnxscript", reason="the float extra is not installed")
 
@@ -30,7 +30,7 @@ def _pairs() -> tuple[Tensor, Tensor]:
 
 def test_an_angle_is_right_in_every_quadrant_and_on_the_axes() -> None:
     y, x = _pairs()
-    with PlainForms(18):
+    with plain_forms(18):
         made = torch.atan2(y, x)
     torch.testing.assert_close(made, torch.atan2(y, x), rtol=3e-7, atol=0)
     assert torch.equal(made.signbit(), y.signbit())
@@ -53,7 +53,7 @@ def test_an_angle_in_a_file(tmp_path: Path) -> None:
 
 def test_what_is_not_finite_becomes_a_number() -> None:
     x = torch.tensor([math.nan, math.inf, -math.inf, 1.0])
-    with PlainForms(11):
+    with plain_forms(11):
         for nan in (None, 2.0):
             assert torch.equal(torch.nan_to_num(x, nan), x.clone().nan_to_num(nan))
         assert torch.equal(torch.nan_to_num(x > 0), x > 0)
@@ -74,7 +74,7 @@ def test_a_grid_is_sampled_by_gathers(
     codes = ["bilinear", "nearest", "bicubic"], ["zeros", "border", "reflection"]
     given = (codes[0].index(mode), codes[1].index(padding), corners)
     sampler = getattr(torch.ops.aten, f"grid_sampler_{len(sizes)}d")
-    with PlainForms(11):
+    with plain_forms(11):
         made = sampler.default(x, grid, *given)
     want = F.grid_sample(x, grid, mode, padding, corners)
     torch.testing.assert_close(made, want, rtol=1e-5, atol=2e-5)
@@ -93,7 +93,7 @@ def test_sums_of_products(equation: str) -> None:
     operands = [
         torch.randn([sizes[label] for label in term], dtype=torch.float64) for term in terms
     ]
-    with PlainForms(11):
+    with plain_forms(11):
         made = torch.einsum(equation, *operands)
     torch.testing.assert_close(made, torch.einsum(equation, *operands))
 
@@ -110,7 +110,7 @@ def test_sums_of_products(equation: str) -> None:
 )  # fmt: skip
 def test_whole_numbers(function: Callable[[Tensor], Tensor]) -> None:
     x = torch.arange(-12, 12).view(12, 2)
-    with PlainForms(11):
+    with plain_forms(11):
         made = function(x)
     assert torch.equal(made, function(x))
 
@@ -159,7 +159,7 @@ _PLACES = torch.tensor([[4, 0, 4], [1, 1, 0], [4, 2, 3], [3, 3, 3]])
 def test_sums_over_places(function: Callable[[Tensor, Tensor], Tensor], scatter_sums: bool) -> None:
     random = torch.Generator().manual_seed(0)
     y, x = torch.randn(5, 3, generator=random), torch.randn(4, 3, generator=random)
-    with PlainForms(18, scatter_sums=scatter_sums):
+    with plain_forms(18, scatter_sums=scatter_sums):
         made = function(y, x)
     torch.testing.assert_close(made, function(y, x))
 
@@ -197,7 +197,7 @@ def test_sums_are_taken_in_order(
 
 def test_a_sum_over_too_many_places_is_refused_with_the_remedy() -> None:
     y, x = torch.zeros(1, 1).expand(16384, 80), torch.zeros(1, 1).expand(8192, 80)
-    with PlainForms(18, scatter_sums=False), pytest.raises(ValueError, match=r"16384.*bev_pool"):
+    with plain_forms(18, scatter_sums=False), pytest.raises(ValueError, match=r"16384.*bev_pool"):
         y.index_add(0, torch.arange(8192), x)
 
 
@@ -213,7 +213,7 @@ def test_patches_are_put_back(size: Any, kernel: Any, options: Any) -> None:
     image = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
     patches = F.unfold(image, kernel, **options)
     for x in (patches, patches[0]):
-        with PlainForms(18):
+        with plain_forms(18):
             made = F.fold(x, size, kernel, **options)
         torch.testing.assert_close(made, F.fold(x, size, kernel, **options))
 
@@ -224,7 +224,7 @@ def test_patches_are_put_back(size: Any, kernel: Any, options: Any) -> None:
 ])  # fmt: skip
 def test_volumes_are_resized_by_slices_and_lines(options: Any) -> None:
     x = torch.randn(2, 3, 4, 5, 6, generator=torch.Generator().manual_seed(0))
-    with PlainForms(11):
+    with plain_forms(11):
         made = F.interpolate(x, mode="trilinear", **options)
     torch.testing.assert_close(made, F.interpolate(x, mode="trilinear", **options))
 
@@ -244,6 +244,6 @@ def test_vectors_lengths_and_stacks() -> None:
         lambda: torch.dstack([x, y]), lambda: torch.column_stack([x[:, 0], y]),
     ]  # fmt: skip
     for function in functions:
-        with PlainForms(13):
+        with plain_forms(13):
             made = function()
         torch.testing.assert_close(made, function(), equal_nan=True)

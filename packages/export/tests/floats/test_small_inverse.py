@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_export import compare_float_onnx, export_float_onnx
-from bevquant_export.floats._plain_forms import PlainForms
+from bevquant_export.floats._plain_forms import plain_forms
 
 pytest.importorskip("onnxscript", reason="the float extra is not installed")
 
@@ -23,7 +23,7 @@ def test_products_give_the_inverse(size: int) -> None:
     torch.manual_seed(size)
     a = torch.randn(50, 2, size, size, dtype=torch.float64)
     b = torch.randn(50, 2, size, 3, dtype=torch.float64)
-    with PlainForms(18):
+    with plain_forms(18):
         made, solved = torch.inverse(a), torch.linalg.solve(a, b)
         other = torch.linalg.solve(a, b.mT, left=False)
     condition = torch.linalg.cond(a)[..., None, None]
@@ -38,7 +38,7 @@ def test_products_give_the_inverse(size: int) -> None:
 
 def test_larger_ones_and_vectors_are_torchs_own() -> None:
     a, b = torch.randn(5, 5) + 3 * torch.eye(5), torch.randn(2, 3)
-    with PlainForms(18):
+    with plain_forms(18):
         assert torch.equal(torch.inverse(a), a.inverse())
         small = torch.eye(3).expand(2, 3, 3) * 2
         assert torch.equal(torch.linalg.solve(small, b), b / 2)

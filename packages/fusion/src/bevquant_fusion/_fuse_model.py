@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.overrides import TorchFunctionMode
 
 from bevquant_graph import (
     CaptureError,
+    FunctionCalls,
     Graph,
     alone,
     arguments,
@@ -309,15 +309,22 @@ def _difference_in_float64(
     """
     exact = copy.deepcopy(model).double()
     inputs = own_inputs(inputs, lambda t: t.double() if t.is_floating_point() else t)
+    types = set[torch.dtype]()
+
+    def note(func: Any, args: Any, kwargs: Any) -> Any:
+        made = func(*args, **kwargs)
+        types.update([made.dtype] if isinstance(made, Tensor) else [])
+        return made
+
     try:
         with _float64_by_default():
-            with _Types() as made:
+            with FunctionCalls(note):
                 before = _run(exact, inputs)
             after = _run(_fuse(exact, plan, stopped).model, inputs)
         difference = _relative_difference(before, after)
     except Exception:  # whatever a model that does not run in float64 raises
         return None
-    allowed = max(_tolerance(before), *(_TOLERANCE.get(dtype, 0.0) for dtype in made.seen))
+    allowed = max(_tolerance(before), *(_TOLERANCE.get(dtype, 0.0) for dtype in types))
     return difference if difference <= allowed else None
 
 
@@ -350,22 +357,6 @@ def _changed_norm(model: nn.Module, result: FusionResult, inputs: _Inputs) -> st
 
 def _note(made: dict[str, list[Tensor]], path: str, _: Any, __: Any, output: Any) -> None:
     made.setdefault(path, _kept(output))
-
-
-class _Types(TorchFunctionMode):
-    """Records the result types of functions while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[torch.dtype] = set()
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, Tensor):
-            self.seen.add(made.dtype)
-        return made
 
 
 def _may_stop(model: nn.Module, inputs: _Inputs, before: list[Any]) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from bevquant_graph import Graph, layer_class, op_spec
+from bevquant_graph import Graph, called_name, layer_class, op_spec
 
 from ._channels import distinct, is_float, keeps_channels, known_size, numbers_behind, source
 from ._fold import NormPaths, Part, Refused, tensor_owners, tied_to
@@ -80,7 +80,7 @@ class Reader:
         module = self.modules[path]
         if is_convolution(module) or (path and next(module.children(), None) is None):
             return f"{path} ({type(module).__name__})"
-        return f"{op_spec(node.target).name}()" + (f" in {path}" if path else "")
+        return f"{called_name(node)}()" + (f" in {path}" if path else "")
 
     # One batch norm
 

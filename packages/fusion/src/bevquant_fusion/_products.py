@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
-from bevquant_graph import Graph, op_spec
+from bevquant_graph import FunctionCalls, Graph, op_spec
 
 from ._fold import layer_problem, tensor_owners
 from ._foldable import conv_problem, out_channels
@@ -73,20 +72,18 @@ def _applies_constants(path: str, nodes: list[fx.Node], graph: Graph) -> bool:
     return bool(products)
 
 
-class _Products(TorchFunctionMode):
-    """Notes the weight and the bias of every product."""
+def _products(layer: nn.Module, x: torch.Tensor) -> tuple[Any, list[tuple[Any, Any]]]:
+    """A layer's result; weight and bias of each of its products."""
+    found: list[tuple[Any, Any]] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[Any, Any]] = []
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def note(func: Any, args: Any, kwargs: Any) -> Any:
         if func in _PRODUCTS:
-            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
-            self.found.append((given.get("weight"), given.get("bias")))
-        return func(*args, **(kwargs or {}))
+            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+            found.append((given.get("weight"), given.get("bias")))
+        return func(*args, **kwargs)
+
+    with torch.no_grad(), FunctionCalls(note):
+        return layer(x), found
 
 
 def reads_bias(layer: nn.Module, sizes: list[int]) -> bool:
@@ -99,13 +96,12 @@ def reads_bias(layer: nn.Module, sizes: list[int]) -> bool:
     module: Any = copy.deepcopy(layer)
     value = torch.zeros(out_channels(module), dtype=module.weight.dtype)
     module.bias = nn.Parameter(value.to(module.weight.device), requires_grad=False)
-    products = _Products()
+    x = torch.zeros(sizes, dtype=value.dtype, device=module.weight.device)
     try:
-        with torch.no_grad(), products:
-            module(torch.zeros(sizes, dtype=value.dtype, device=module.weight.device))
+        _, products = _products(module, x)
     except Exception:  # whatever a forward of one's own says to zeros
         return False
-    read = [bias is module.bias for weight, bias in products.found if weight is module.weight]
+    read = [bias is module.bias for weight, bias in products if weight is module.weight]
     return bool(read) and all(read)
 
 
@@ -118,13 +114,11 @@ def made_plain(layer: nn.Module) -> nn.Module | None:
     # Large enough for every kernel, and another size along each axis.
     sizes = torch.Size([1, inputs, *(3 + a + (k - 1) * d for a, (k, d) in enumerate(kernel))])
     x = torch.linspace(-1, 1, sizes.numel()).reshape(sizes).to(module.weight)
-    products = _Products()
     try:
-        with torch.no_grad(), products:
-            expected = module(x)
+        expected, products = _products(module, x)
     except Exception:  # whatever a forward of one's own says to these sizes
         return None
-    used = products.found[-1][0] if products.found else None
+    used = products[-1][0] if products else None
     if used is None or used.shape != module.weight.shape:
         return None
     made = kind.__new__(kind)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -69,18 +69,11 @@ def activations(model: nn.Module) -> list[tuple[str, bool]]:
     return found
 
 
-class _Tracer(fx.Tracer):
-    """`torch.fx` as it is, that stops at layers, sparse modules and modules with hooks."""
-
-    def __init__(self, unknown: Container[nn.Module]) -> None:
-        super().__init__()
-        self._unknown = unknown
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether the module is one node."""
-        own = is_convolution(m) or isinstance(m, _BatchNorm) or _is_sparse_module(m)
-        other = m in self._unknown or has_hooks(m) or "forward" in vars(m)
-        return own or other or super().is_leaf_module(m, module_qualified_name)
+def _is_leaf(module: nn.Module) -> bool:
+    """Whether a module is one node: layers, sparse modules, modules with hooks, torch's own."""
+    own = is_convolution(module) or isinstance(module, _BatchNorm) or _is_sparse_module(module)
+    other = has_hooks(module) or "forward" in vars(module)
+    return own or other or fx.Tracer().is_leaf_module(module, "")
 
 
 class _Reader:
@@ -133,7 +126,7 @@ class _Reader:
     def traced(self, path: str, module: nn.Module) -> fx.Graph | None:
         """The forward by `torch.fx`; modules that it cannot follow are one node each."""
         unknown: dict[nn.Module, Exception] = {}
-        graph = trace_around(module, _Tracer, unknown)
+        graph = trace_around(module, _is_leaf, unknown)
         if graph is None:
             error = unknown[module]
             reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"

@@ -8,6 +8,7 @@ Graph of Sequential: 2 operations
 """
 
 from ._batch_arguments import Forward, as_example, on_batch
+from ._calls import Followed, FunctionCalls
 from ._capture import capture
 from ._copies import copied
 from ._deformable import attend_levels, deformable_attention
@@ -31,7 +32,7 @@ from ._layer_class import is_library_class, layer_class, own_code, zero_padding
 from ._memory import WithMemory, in_sequence, with_memory
 from ._normal import called_name
 from ._opaque import OPAQUE, Opaque, fixed_sizes, refuse_other_sizes
-from ._operators import OPERATORS, OpSpec, op_spec
+from ._operators import ALIASES, OPERATORS, OpSpec, op_spec
 from ._own_inputs import own_inputs
 from ._part import named_results, nodes_behind, part_of
 from ._program import as_module, module_of
@@ -59,13 +60,16 @@ from ._tidy import PASSED_OVER, REQUIRE
 
 __version__ = "0.2.0"
 __all__ = [
+    "ALIASES",
     "OPAQUE",
     "OPERATORS",
     "PASSED_OVER",
     "REQUIRE",
     "CallError",
     "CaptureError",
+    "Followed",
     "Forward",
+    "FunctionCalls",
     "Graph",
     "Guard",
     "HtmlTable",

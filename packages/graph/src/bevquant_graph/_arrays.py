@@ -19,16 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ._operators import ALIASES
 from ._quiet import by_thread
 
 FLOATS = ("float16", "float32", "float64")
 _OF_NUMBERS = frozenset("tensor as_tensor asarray new_tensor".split())
 _MADE = ("array", "asarray", "asanyarray", "ascontiguousarray")
-_MATH = {
-    "sin": "sin", "cos": "cos", "tan": "tan", "asin": "arcsin", "acos": "arccos", "atan": "arctan",
-    "atan2": "arctan2", "sqrt": "sqrt", "exp": "exp", "log": "log", "radians": "radians",
-    "degrees": "degrees", "hypot": "hypot", "fabs": "absolute", "pow": "power",
-}  # fmt: skip
+_MATH = "sin cos tan asin acos atan atan2 sqrt exp log radians degrees hypot fabs pow".split()
+_NUMPY = {name: alias for alias, name in ALIASES.items() if alias.startswith("arc")}
+_NUMPY["pow"] = "power"
 
 
 def _tnp() -> Any:
@@ -308,8 +307,8 @@ def numpy_traced() -> Iterator[None]:
         for name in _MADE:
             own = getattr(np, name)
             stack.enter_context(mock.patch.object(np, name, by_thread(array(own), own)))
-        for name, other in _MATH.items():
-            own = getattr(math, name)
+        for name in _MATH:
+            own, other = getattr(math, name), _NUMPY.get(name, name)
             stack.enter_context(mock.patch.object(math, name, by_thread(number(own, other), own)))
         yield
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ._arrays import torch_call
 from ._asserted import passing
-from ._operators import OPERATORS
+from ._operators import OPERATORS, op_spec
 
+_aten = torch.ops.aten
 _LARGEST = 1 << 12  # elements of a tensor that is computed beside
 # As they are outside of a trace, in which ``int`` may have another meaning.
 _CONVERSIONS: dict[str, Any] = {
@@ -55,10 +57,14 @@ _MADE = frozenset(
 _OF_NUMBERS = frozenset("tensor as_tensor new_tensor".split())
 _NAMED = _COMPUTED | _SIZED | _CUT | _MADE | frozenset(_CONVERSIONS)
 _OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
-_RESHAPES = frozenset(
-    "squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_ resize_ resize_as_ as_strided_".split()
-)
 _WRITES = frozenset(["__setitem__", *(f"__i{name}__" for name in _OPERATORS)])
+
+
+@cache
+def _reshapes(name: str) -> bool:
+    """Whether a function changes the shape of its tensor in place."""
+    moves = op_spec(name).kind == "layout_op" or name.startswith("resize")
+    return name.endswith("_") and (moves or name.startswith("as_strided"))
 
 
 class ReshapesInput(Exception):
@@ -96,8 +102,7 @@ class Constants(TorchFunctionMode):
         """The inputs for the forward: aliases if it reshapes one in place, which torch forbids."""
         given = list(leaves)
         self._inputs = set(map(id, given))
-        alias = torch.ops.aten.alias
-        return [alias(v) if self._reshapes and isinstance(v, Tensor) else v for v in given]
+        return [_aten.alias(v) if self._reshapes and isinstance(v, Tensor) else v for v in given]
 
     def withdraw(self) -> None:
         """Answer no question about the model's tensors from now on."""
@@ -119,10 +124,11 @@ class Constants(TorchFunctionMode):
         func, args, kwargs = torch_call(func, args, kwargs or {})
         name = getattr(func, "__name__", "")
         if name == "__get__" and getattr(func, "__self__", None) is Tensor.data:
-            func, name = Tensor.detach, "detach"  # torch loses track of what ``x.data`` gives
+            func = Tensor.detach  # torch loses track of what ``x.data`` gives
         if func is Tensor.__deepcopy__:  # it copies memory, which a trace does not have
-            func, name, args = Tensor.clone, "clone", args[:1]
-        if name in _RESHAPES and id(args[0]) in self._inputs:
+            func, args = Tensor.clone, args[:1]
+        name = getattr(func, "__name__", "")
+        if _reshapes(name) and id(args[0]) in self._inputs:
             self._reshapes = True
             raise ReshapesInput
         if name == "_assert" and isinstance(args[0], Tensor):

@@ -11,6 +11,7 @@ graph twice more.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from torch import SymInt, Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
 
-from ._operators import OPERATORS, op_spec
+from ._operators import op_spec
 from ._registrations import registered_once
 from ._signature import leaves
 from ._tidy import NUMBERS
@@ -184,8 +185,7 @@ class _Rewriter:
         """
         if source.meta["val"].dtype != part.meta["val"].dtype:
             raise _NoForm("a view of another type")
-        inverse: _Inverse = _INVERSES.get(op_spec(view.target).name, _no_inverse)
-        return inverse(self, view, source, part, at)
+        return _inverse(view)(self, view, source, part, at)
 
     def call(self, at: fx.Node, value: Any, target: Any, *args: Any) -> fx.Node:
         """A new node, of the call that a write is part of; it makes such a value."""
@@ -210,10 +210,6 @@ _FRESH = torch.ops.aten.lift_fresh_copy.default
 # Of a view: its source's new value, by the source before the write, and the view's new value.
 _Inverse = Callable[[_Rewriter, fx.Node, fx.Node, fx.Node, fx.Node], fx.Node]
 _aten = torch.ops.aten
-
-
-def _no_inverse(_: _Rewriter, view: fx.Node, *__: Any) -> fx.Node:
-    raise _NoForm(str(view.target))
 
 
 def _scatter(target: Any) -> _Inverse:
@@ -262,14 +258,16 @@ def _reshaped(
     return new.call(at, source.meta["val"], _aten.reshape.default, part, sizes)
 
 
-_INVERSES: dict[str, _Inverse] = {
-    "slice": _scatter(_aten.slice_scatter.default),
-    "select": _scatter(_aten.select_scatter.default),
-    "diagonal": _scatter(_aten.diagonal_scatter.default),
-    "getitem": _of_part,
-    "permute": _permuted,
-    **{name: _reshaped for name, spec in OPERATORS.items() if spec.layout == "reshape"},
-}
+def _inverse(view: fx.Node) -> _Inverse:
+    spec = op_spec(view.target)
+    if view.target is operator.getitem:
+        return _of_part
+    if spec.layout in ("reshape", "permute"):
+        return _reshaped if spec.layout == "reshape" else _permuted
+    scatter = getattr(_aten, f"{spec.name}_scatter", None)
+    if scatter is None or spec.layout != "part":
+        raise _NoForm(str(view.target))
+    return _scatter(scatter.default)
 
 
 def _is_same(node: fx.Node) -> bool:
@@ -284,13 +282,7 @@ def _keeps_type(node: fx.Node, dtype: torch.dtype) -> bool:
     spec = op_spec(node.target)
     values = [other.meta.get("val") for other in node.all_input_nodes]
     types = {value.dtype for value in values if isinstance(value, Tensor)}
-    return spec.name in _OF_FIRST or (spec.shape and types <= {dtype, torch.bool})
-
-
-_OF_FIRST = frozenset(
-    "copy fill zero masked_fill masked_scatter index_put index_add index_copy index_fill scatter "
-    "scatter_add scatter_reduce detach".split()
-)
+    return spec.writes or (spec.shape and types <= {dtype, torch.bool})
 
 
 def _named_argument(node: fx.Node, name: str, default: int) -> int:

@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from ._batch_arguments import as_example
+from ._calls import Followed
 from ._conditions import Condition, bound_guards
 from ._faults import CaptureError, author_line, first_fault
 from ._frames import frames_of
@@ -387,7 +388,18 @@ class Graph:
             for node in self.graph.nodes
             if node.op == "placeholder"
         ]
-        runner = _Runner(self, watch)
+
+        def begin(node: fx.Node) -> None:
+            if node.target is REQUIRE and not runner.fetch_args_kwargs_from_env(node)[0][0]:
+                self.refuse(node)
+
+        def see(node: fx.Node, given: Any, made: Any) -> None:
+            if node.target is OPAQUE:
+                refuse_other_sizes(str(node.args[1]).rpartition(":")[0], fixed_sizes(node), made)
+            if watch is not None and isinstance(made, Tensor):
+                watch(made)
+
+        runner = Followed(self.program.graph_module, see, begin=begin)
         with torch.no_grad():
             made = runner.run(*values)
         return list(made[len(made) - len(self.outputs) :])
@@ -460,24 +472,6 @@ def bound(program: Any, model: nn.Module) -> ExportedProgram:
         for name, value in program._constants.items()
     }
     return made  # type: ignore[no-any-return]
-
-
-class _Runner(fx.Interpreter):
-    def __init__(self, graph: Graph, watch: Any) -> None:
-        super().__init__(graph.program.graph_module)
-        self.extra_traceback = False  # the messages name files and lines themselves
-        self._graph, self._watch = graph, watch
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.target is REQUIRE:
-            met, _ = self.fetch_args_kwargs_from_env(n)
-            return None if met[0] else self._graph.refuse(n)
-        made = super().run_node(n)
-        if n.target is OPAQUE:
-            refuse_other_sizes(str(n.args[1]).rpartition(":")[0], fixed_sizes(n), made)
-        if self._watch is not None and isinstance(made, Tensor):
-            self._watch(made)
-        return made
 
 
 def _is_tensor(value: Any) -> bool:

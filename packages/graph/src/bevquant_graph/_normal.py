@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ._operators import ALIASES, op_spec
+from ._operators import ALIASES, OpSpec, op_spec
 
 _aten = torch.ops.aten
 _CALLED = "bevquant_called"
@@ -32,8 +32,8 @@ def normalise(graph: fx.Graph) -> None:
             continue
         if target._schema.is_mutable:  # until the write has become an operation of its own
             continue
-        form = _FORMS.get(_name(target))
-        made = form(node) if form and not node.kwargs else (_operator(target), node.args)
+        form = None if node.kwargs else _form(op_spec(target))
+        made = (_operator(target), node.args) if form is None else form(node)
         if made is not None and made[0] is not target:
             node.meta.setdefault(_CALLED, _name(target))
             node.target, node.args = made
@@ -71,7 +71,13 @@ def _operator(target: OpOverload) -> OpOverload:
     return target
 
 
-def _permuted(node: fx.Node) -> _Form:
+def _form(spec: OpSpec) -> Callable[[fx.Node], _Form | None] | None:
+    return _FORMS.get(spec.name) or (_permuted if spec.layout == "permute" else None)
+
+
+def _permuted(node: fx.Node) -> _Form | None:
+    if node.target is _aten.permute.default:
+        return None
     # Strides of a tensor with two elements along every axis tell the axes apart.
     rank = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
     probe = torch.empty([2] * rank, device="meta")
@@ -110,14 +116,12 @@ def _padded(node: fx.Node) -> _Form:
 
 
 _FORMS: dict[str, Callable[[fx.Node], _Form | None]] = {
-    **dict.fromkeys(("transpose", "swapaxes", "swapdims", "movedim", "moveaxis"), _permuted),
-    **dict.fromkeys(("t", "mT"), _permuted),
     "numpy_T": _reversed,
     "hstack": _joined(1, 1),
-    **dict.fromkeys(("vstack", "row_stack"), _joined(0, 2)),
+    "vstack": _joined(0, 2),
     "dstack": _joined(2, 3),
     "column_stack": _joined(1, 2),
     "tile": _repeated,
     "constant_pad_nd": _padded,
-    "_reshape_alias": lambda node: (_aten.reshape.default, node.args[:2]),
+    "reshape": lambda node: (_aten.reshape.default, node.args[:2]),  # without strides
 }

@@ -50,6 +50,7 @@ class OpSpec:
         creates: Whether it makes a tensor of numbers.
         chooses: Its choice by value: ``"ranks"`` values and their indices, ``"indices"``,
             ``"places"`` of true values, ``"rows"`` by a mask.
+        writes: Whether it writes into its first operand, whose type and shape the result has.
         compares: Whether it compares values, which gives true or false.
     """
 
@@ -69,6 +70,7 @@ class OpSpec:
     creates: bool = False
     chooses: str = ""
     compares: bool = False
+    writes: bool = False
 
     @property
     def unary(self) -> bool:
@@ -120,7 +122,8 @@ OPERATORS: dict[str, OpSpec] = {
     **_rows("pixel_shuffle pixel_unshuffle channel_shuffle", "layout_op", **_MOVES,
             layout="shuffle", modules=("PixelShuffle", "PixelUnshuffle", "ChannelShuffle")),
     **_rows(
-        "slice select split chunk tensor_split narrow index_select gather take_along_dim unfold",
+        "slice select split chunk tensor_split narrow index_select gather take_along_dim unfold "
+        "diagonal",
         "layout_op", **_MOVES, layout="part",
     ),
     **_rows("index masked_select getitem", "layout_op", **_MOVES, layout="part", chooses="rows"),
@@ -183,6 +186,10 @@ OPERATORS: dict[str, OpSpec] = {
     **_rows(
         "addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor lerp maximum minimum pow "
         "remainder", "float", shape=True,
+    ),
+    **_rows(
+        "copy fill zero masked_fill masked_scatter index_put index_add index_copy index_fill "
+        "scatter scatter_add scatter_reduce", "float", writes=True,
     ),
     **_rows("topk sort max min kthvalue median mode", "float", chooses="ranks"),
     **_rows("argsort argmax argmin", "float", chooses="indices"),

@@ -4,23 +4,75 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Container
+from typing import Any
 
 from torch import fx, nn
 
 from ._quiet import quiet
+from ._signature import is_sparse_tensor
+
+
+class _Tracer(fx.Tracer):
+    """`torch.fx` as it is, with leaves of the caller's; readers of written values read the result.
+
+    Args:
+        unknown: Modules that are one node each.
+        is_leaf: Whether another module is one.
+        note: Takes each node while it is made, or None; buffers are symbols then.
+    """
+
+    def __init__(
+        self,
+        unknown: Container[nn.Module],
+        is_leaf: Callable[[nn.Module], bool],
+        note: Callable[[fx.Node], object] | None,
+    ) -> None:
+        super().__init__()
+        self._unknown, self._is_leaf, self._note = unknown, is_leaf, note
+        self.proxy_buffer_attributes = note is not None
+        self._called: nn.Module | None = None
+        self._written: dict[fx.Node, fx.Node] = {}  # value that was changed in place, and result
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whether the module, which is called now, is one node."""
+        self._called = m
+        return m in self._unknown or self._is_leaf(m)
+
+    def create_arg(self, a: Any) -> Any:
+        """A sparse tensor that a forward makes of symbols is its features."""
+        sparse = not isinstance(a, fx.Proxy) and is_sparse_tensor(a)
+        made = super().create_arg(a.features if sparse else a)
+        while isinstance(made, fx.Node) and made in self._written:
+            made = self._written[made]
+        return made
+
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Record a step; note it, and whether it writes in place."""
+        node = super().create_node(kind, target, *args, **kwargs)
+        name = str(target) if kind == "call_method" else getattr(target, "__name__", "")
+        inplace = node.kwargs.get("inplace") or (name.endswith("_") and name[:2] != "__")
+        if kind == "call_module":
+            inplace = getattr(self._called, "inplace", False)
+        if inplace is True and node.args and isinstance(node.args[0], fx.Node):
+            self._written[node.args[0]] = node
+        if self._note is not None:
+            self._note(node)
+        return node
 
 
 def trace_around(
     root: nn.Module,
-    tracer: Callable[[Container[nn.Module]], fx.Tracer],
+    is_leaf: Callable[[nn.Module], bool],
     unknown: dict[nn.Module, Exception],
+    note: Callable[[fx.Node], object] | None = None,
 ) -> fx.Graph | None:
     """Trace the forward of a module; inner modules that cannot be traced become one node each.
 
     Args:
         root: The module.
-        tracer: Makes a tracer that treats modules of a container as one node each.
+        is_leaf: Whether a module is one node.
         unknown: Receives the modules that could not be traced, each with its error.
+        note: Takes each node within the call that makes it.
 
     Returns:
         The graph; None where the error came from the forward of `root` itself, which is in
@@ -30,14 +82,9 @@ def trace_around(
         >>> class Asks(nn.Module):
         ...     def forward(self, x):
         ...         return x if x.sum() > 0 else -x
-        >>> class Tracer(fx.Tracer):
-        ...     def __init__(self, leaves):
-        ...         super().__init__()
-        ...         self.leaves = leaves
-        ...     def is_leaf_module(self, m, path):
-        ...         return m in self.leaves or super().is_leaf_module(m, path)
         >>> unknown = {}
-        >>> graph = trace_around(nn.Sequential(nn.ReLU(), Asks()), Tracer, unknown)
+        >>> net = nn.Sequential(nn.ReLU(), Asks())
+        >>> graph = trace_around(net, lambda module: isinstance(module, nn.ReLU), unknown)
         >>> [node.target for node in graph.nodes], list(unknown)
         (['input', '0', '1', 'output'], [Asks()])
     """
@@ -45,7 +92,7 @@ def trace_around(
     while True:
         try:
             with quiet():
-                return tracer(unknown).trace(root)
+                return _Tracer(unknown, is_leaf, note).trace(root)
         except Exception as error:
             frames = [f for f, _ in traceback.walk_tb(error.__traceback__)]
             owners = [f.f_locals.get("self") for f in reversed(frames)]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.jit._trace import TracerWarning
 
+from bevquant_graph import ALIASES
 from bevquant_hybrid import _integer_ops as ops
 
 from ._fake_quant._function import fake_quantize
@@ -33,37 +34,30 @@ _FACTS = {
     *(Tensor.register_hook, Tensor.retain_grad, Tensor.is_complex, torch.is_complex),
     *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_signed, torch.is_signed),
 }
-_VIEWS = {
-    *(getattr(Tensor, name).__get__ for name in _SEEN_OTHERWISE),
-    *(Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten),
-    *(Tensor.contiguous, Tensor.clone, torch.clone, Tensor.detach, torch.detach),
-    *(Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze, Tensor.unflatten),
-    *(Tensor.expand, Tensor.expand_as, Tensor.repeat, Tensor.tile, torch.tile, Tensor.__getitem__),
-    *(Tensor.split, torch.split, Tensor.chunk, torch.chunk, Tensor.unbind, torch.unbind),
-    *(Tensor.flip, torch.flip, Tensor.roll, torch.roll, Tensor.narrow, torch.narrow),
-    *(Tensor.select, torch.select, Tensor.index_select, torch.index_select),
-    *(Tensor.gather, torch.gather, Tensor.cpu, Tensor.cuda),
-    *(Tensor.permute, torch.permute, Tensor.transpose, torch.transpose, Tensor.swapaxes),
-    *(torch.swapaxes, Tensor.movedim, torch.movedim),
-    *(torch.pixel_shuffle, torch.pixel_unshuffle, torch.channel_shuffle),
-}
-_ORDER = {
-    *(torch.max, Tensor.max, torch.min, Tensor.min, torch.amax, Tensor.amax),
-    *(torch.amin, Tensor.amin, torch.topk, Tensor.topk, torch.sort, Tensor.sort),
-}
-# Results without a scale: indices and truth values.
-_PLAIN = {
-    *(torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin, torch.argsort, Tensor.argsort),
-    *(torch.eq, torch.ne, torch.gt, torch.ge, torch.lt, torch.le),
-    *(torch.greater, torch.greater_equal, torch.less, torch.less_equal),
-    *(Tensor.eq, Tensor.ne, Tensor.gt, Tensor.ge, Tensor.lt, Tensor.le),
-    *(Tensor.greater, Tensor.greater_equal, Tensor.less, Tensor.less_equal),
-    *(Tensor.__gt__, Tensor.__ge__, Tensor.__lt__, Tensor.__le__, Tensor.__eq__, Tensor.__ne__),
-}
+
+
+def _functions(names: str) -> set[Any]:
+    """Functions of torch and methods of tensors, also under their other names."""
+    listed = names.split()
+    listed += [alias for alias, name in ALIASES.items() if name in listed]
+    methods = {getattr(Tensor, name) for name in listed if hasattr(Tensor, name)}
+    return methods | {
+        getattr(torch, name) for name in listed if name[0] != "_" and hasattr(torch, name)
+    }
+
+
+_VIEWS = {getattr(Tensor, name).__get__ for name in _SEEN_OTHERWISE} | _functions(
+    "__getitem__ channel_shuffle chunk clone contiguous detach expand expand_as flatten "
+    "flip gather index_select movedim narrow permute pixel_shuffle pixel_unshuffle repeat reshape "
+    "roll select split squeeze tile transpose unbind unflatten unsqueeze"
+)
+_VIEWS |= {Tensor.cpu, Tensor.cuda}
+_ORDER = _functions("amax amin max min sort topk")
+_PLAIN = _functions("argmax argmin argsort eq ge gt le lt ne")  # without a scale
 _DROPOUT = {F.dropout, F.dropout2d, torch.dropout}
-_RELU = {F.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_}
-_ABS = {torch.abs, Tensor.abs, Tensor.__abs__}
-_CLAMP = {torch.clamp, Tensor.clamp, torch.clip, Tensor.clip}
+_RELU = {F.relu} | _functions("relu relu_")
+_ABS = _functions("abs __abs__")
+_CLAMP = _functions("clamp")
 
 
 def _max_pool(

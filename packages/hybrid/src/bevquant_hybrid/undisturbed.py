@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.ao.quantization import FakeQuantizeBase
 
 from bevquant_graph import as_example, check_kind, evaluation
 
-__all__ = ["Followed", "positional", "undisturbed", "unobserved"]
+__all__ = ["positional", "undisturbed", "unobserved"]
 
 
 @contextlib.contextmanager
@@ -36,34 +36,6 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients and observers; the previous state is restored."""
     with evaluation(model), unobserved(model), torch.no_grad():
         yield
-
-
-class Followed(fx.Interpreter):
-    """Runs a graph and reports every node, its arguments (positional and named) and its result.
-
-    Attributes:
-        node: Name of the node that runs.
-    """
-
-    node = ""
-
-    def __init__(
-        self,
-        model: Any,
-        see: Callable[[fx.Node, Any, Any], None] = lambda *_: None,
-        graph: fx.Graph | None = None,
-    ) -> None:
-        super().__init__(model, graph=graph)
-        self.extra_traceback = False
-        self._see = see
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run a node."""
-        self.node = n.name
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        result = getattr(self, n.op)(n.target, args, kwargs)
-        self._see(n, (args, kwargs), result)
-        return result
 
 
 def positional(model: nn.Module, inputs: Any) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from bevquant_graph import checked_batches, on_batch
+from bevquant_graph import Followed, checked_batches, on_batch
 from bevquant_hybrid.partition import Plan
 from bevquant_hybrid.qtensor import QTensor
 from bevquant_hybrid.quantization import (
@@ -31,7 +31,7 @@ from bevquant_hybrid.quantization import (
     prepare_qat_fx,
     set_fake_quantize,
 )
-from bevquant_hybrid.undisturbed import Followed, positional
+from bevquant_hybrid.undisturbed import positional
 from bevquant_hybrid_tools.by_layer import (
     NodeLabel,
     estimate_by_layer,

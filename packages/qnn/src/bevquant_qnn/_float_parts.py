@@ -69,7 +69,7 @@ def float_functions(steps: Steps, module: nn.Module, *, products: bool) -> tuple
             product = bool(spec.product)
             moves = spec.casts or spec.name in _MOVES
             if spec.kind in _COMPUTES and not moves and (products or not product):
-                names["interpolate" if spec.kind == "resize" else spec.name] = None
+                names["interpolate" if spec.kind == "resize" else steps.name(node)] = None
     return tuple(names)
 
 

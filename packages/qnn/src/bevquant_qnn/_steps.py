@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from bevquant_graph import OPAQUE, Graph, OpSpec, layer_class, op_spec
+from bevquant_graph import OPAQUE, Graph, OpSpec, called_name, layer_class, op_spec
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
 from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import is_sparse_conv, library_name
@@ -205,8 +205,10 @@ class Steps:
         return op_spec(node.target)
 
     def name(self, node: fx.Node) -> str:
-        """The operator in a word."""
-        return self.spec(node).name if node.op != "call_module" else str(node.target)
+        """The operator in a word, as the forward calls it."""
+        if node.op == "call_module":
+            return str(node.target)
+        return self.spec(node).name if self.source is None else called_name(node)
 
     def is_tensor(self, node: object) -> bool:
         """Whether a node is a computed tensor or an input: no size, no parameter."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 import dis
 import sys
 from collections import Counter
-from collections.abc import Container
 from typing import Any
 
 from torch import fx, nn
 
-from bevquant_graph import is_sparse_tensor, trace_around
+from bevquant_graph import trace_around
 from bevquant_qnn._functional_calls import CALLS, Site, plan_of, site_of
 from bevquant_qnn._functional_ops import Followed, FunctionalOp, may_hold_functional_ops
 from bevquant_qnn._steps import Steps, is_library_module, is_plain_chain, is_quantized
@@ -43,7 +42,7 @@ class _Parts:
         unknown: dict[nn.Module, Exception] = {}
         graph = None
         if not isinstance(root, nn.ModuleList | nn.ModuleDict):
-            graph = trace_around(root, _Tracer, unknown)
+            graph = trace_around(root, _is_leaf, unknown, _note)
         self.found.unfollowed |= {self.paths[m]: _reason(m, e) for m, e in unknown.items()}
         if graph is not None:
             steps = Steps(self.paths, graph, root)
@@ -79,50 +78,19 @@ def _is_leaf(module: nn.Module) -> bool:
     return is_library_module(module) or "forward" in vars(module)
 
 
-class _Tracer(fx.Tracer):
-    """`torch.fx` as it is, that stops at layers and notes where a forward adds or concatenates."""
-
-    proxy_buffer_attributes = True
-
-    def __init__(self, unknown: Container[nn.Module]) -> None:
-        super().__init__()
-        self._unknown = unknown
-        self._called: nn.Module | None = None
-        # What was changed in place, and as what it goes on.
-        self._written: dict[fx.Node, fx.Node] = {}
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether the module, which is called now, is one node."""
-        self._called = m
-        return m in self._unknown or _is_leaf(m)
-
-    def create_arg(self, a: Any) -> Any:
-        """A sparse tensor that a forward makes of symbols is its features."""
-        sparse = not isinstance(a, fx.Proxy) and is_sparse_tensor(a)
-        made = super().create_arg(a.features if sparse else a)
-        while isinstance(made, fx.Node) and made in self._written:
-            made = self._written[made]
-        return made
-
-    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Record a step, and the place of an addition or a concatenation."""
-        node = super().create_node(kind, target, *args, **kwargs)
-        name = str(target) if kind == "call_method" else getattr(target, "__name__", "")
-        inplace = node.kwargs.get("inplace") or (name.endswith("_") and name[:2] != "__")
-        if kind == "call_module":
-            inplace = getattr(self._called, "inplace", False)
-        if inplace is True and node.args and isinstance(node.args[0], fx.Node):
-            self._written[node.args[0]] = node
-        if kind in ("call_function", "call_method") and name in _NAMES:
-            frames = []
-            frame = sys._getframe(1)
-            while frame is not None and frame.f_code not in CALLS and frame.f_code is not _TRACE:
-                frames.append(frame)
-                frame = frame.f_back  # type: ignore[assignment]
-            own = [f for f in frames if not _is_fx(f.f_globals.get("__name__", ""))]
-            if own:
-                node.meta[_FUNCTIONAL] = site_of(own), _in_place(own[0])
-        return node
+def _note(node: fx.Node) -> None:
+    """Record the place of an addition or a concatenation."""
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if node.op not in ("call_function", "call_method") or name not in _NAMES:
+        return
+    frames = []
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code not in CALLS and frame.f_code is not _TRACE:
+        frames.append(frame)
+        frame = frame.f_back  # type: ignore[assignment]
+    own = [f for f in frames if not _is_fx(f.f_globals.get("__name__", ""))]
+    if own:
+        node.meta[_FUNCTIONAL] = site_of(own), _in_place(own[0])
 
 
 _NAMES = {
@@ -132,7 +100,7 @@ _NAMES = {
 
 
 def _is_fx(name: str) -> bool:
-    return name.startswith(("torch.fx", "torch._ops", "torch.overrides", __name__))
+    return name.startswith(("torch.fx", "torch._ops", "torch.overrides", trace_around.__module__))
 
 
 def _in_place(frame: Any) -> bool:

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from bev_data import InputError
 from bev_data.boxes import Detections
@@ -31,6 +30,7 @@ from bevfusion.frameworks._detector import (
 )
 from bevfusion.frameworks._extensions import _Extension, use_operator_standins
 from bevfusion.frameworks._openpcdet_config import CHECKOUT, Settings, find_checkout, read_config
+from bevquant_graph import FunctionCalls
 from bevquant_sparse import use_bevquant_kernels
 
 # OpenPCDet's code without its build, its data sets' packages and CUDA.
@@ -86,13 +86,9 @@ def _packages(folder: Path) -> Iterator[None]:
             del sys.modules[name]
 
 
-class _OnTheCpu(TorchFunctionMode):
+def _on_the_cpu(function: Any, args: Any, kwargs: Any) -> Any:
     """`tensor.cuda()` is the tensor."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return args[0] if function is Tensor.cuda else function(*args, **(kwargs or {}))
+    return args[0] if function is Tensor.cuda else function(*args, **kwargs)
 
 
 @contextmanager
@@ -103,7 +99,7 @@ def without_cuda() -> Iterator[None]:
         for name in names:
             setattr(np, name, {"int": int, "float": float}[name])
             stack.callback(delattr, np, name)
-        stack.enter_context(_OnTheCpu())
+        stack.enter_context(FunctionCalls(_on_the_cpu))
         yield
 
 

@@ -18,7 +18,7 @@ from bevquant_export.dense._aten import as_layer
 from bevquant_export.dense._floats import float_operation
 from bevquant_export.dense._graph import Graph, TensorState
 from bevquant_export.dense._grid import average_pool, max_pool, resize
-from bevquant_export.dense._layout_ops import keeps_scale, moved
+from bevquant_export.dense._layout_ops import keeps_scale, moved, pads, reads_positions, selects
 from bevquant_export.dense._numbers import Numbers
 from bevquant_export.dense._sample import attention_plugin, sampling_call
 from bevquant_export.dense._source import Source, integer_model, location
@@ -128,7 +128,7 @@ class Emitter:
         self._called = step
         if step.op == "float":
             step = as_layer(step, self._values())
-        placed = step.attributes.get("what") == "index_put"  # which reads places, too
+        placed = reads_positions(step)
         for name in step.inputs:
             constant = self._constants.get(name)
             if constant is None or name in self.states:
@@ -263,8 +263,7 @@ class Emitter:
     def _least(self, step: Step, form: Any) -> int | None:
         """Lower bound of the result's integers, from those it is moved or selected from."""
         first = self.states.get(step.inputs[0]) if step.inputs else None
-        chosen = keeps_scale(step) and step.attributes.get("what") not in ("pad", "clamp")
-        if first is None or not chosen or self.source.form(step.inputs[0]) != form:
+        if first is None or not selects(step) or self.source.form(step.inputs[0]) != form:
             return None
         return first.low
 
@@ -320,7 +319,7 @@ class Emitter:
             return rows
         made = None
         floats = self._reads_floats(step)
-        if floats or (step.attributes["what"] != "pad" and self._all_states(step)):
+        if floats or (not pads(step) and self._all_states(step)):
             joins = op_spec(step.attributes["what"]).kind == "concat"
             made = moved(graph, step, self._joined(step) if joins else self.read, self.source)
         if made is None and step.op == "float" and floats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,11 @@ from bevquant_graph import OpSpec, op_spec
 from bevquant_int8sim.program import Ref, Step, names_in
 
 Read = Callable[[str], str]
-Form = Callable[[Graph, Step, Read, Any, Any, Source], str | list[str] | None]
-"""Writes a step, given its constant arguments: positional, named."""
+Form = Callable[[Graph, Step, Read, Source], str | list[str] | None]
+"""Writes a step with constant arguments."""
 
 
-def placed(
-    graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source
-) -> str | None:
+def placed(graph: Graph, step: Step, read: Read, source: Source) -> str | None:
     """`index_put`: move the indexed axes to the front, ScatterND, move them back.
 
     Positions are one mask, of any number of axes, or indices. Other axes may be in front of and
@@ -33,7 +32,7 @@ def placed(
     Returns:
         The result; None where this has no form.
     """
-    given = dict(zip(("x", "indices", "values", "accumulate"), args, strict=False)) | kwargs
+    given = _given(step, "x", "indices", "values", "accumulate")
     x, values = given["x"], given["values"]
     if not isinstance(x, Ref) or not isinstance(values, Ref) or given.get("accumulate"):
         return None
@@ -106,6 +105,21 @@ def keeps_scale(step: Step) -> bool:
     return step.op in ("move", "float") and (moves or spec.name == "clamp")
 
 
+def selects(step: Step) -> bool:
+    """Whether a step's result consists of its first input's integers alone."""
+    return keeps_scale(step) and not pads(step) and _spec(step).name != "clamp"
+
+
+def pads(step: Step) -> bool:
+    """Whether a step puts other values around its input."""
+    return _spec(step).layout == "pad"
+
+
+def reads_positions(step: Step) -> bool:
+    """Whether a step writes to positions that other inputs give."""
+    return _spec(step).name == "index_put"
+
+
 def moved(graph: Graph, step: Step, read: Read, source: Source) -> str | list[str] | None:
     """Nodes of a layout operator: its output, or several.
 
@@ -115,14 +129,14 @@ def moved(graph: Graph, step: Step, read: Read, source: Source) -> str | list[st
     fixed, form = _keeps_order(spec), _form(step, spec)
     if not fixed and (form is None or source.counts(step)):
         return None
-    args = source.constants(path, step.args, sizes=fixed)
-    kwargs = source.constants(path, dict(step.kwargs), sizes=fixed)
+    args, kwargs = source.constants(path, (step.args, dict(step.kwargs)), sizes=fixed)
     if fixed:
         first, output = args[0].name, step.outputs[0]
         if source.shapes[first] == source.shapes[output]:
             return read(first)
         return reshaped(graph, path, read(first), source.target(path, output, first))
-    return None if form is None else form(graph, step, read, args, kwargs, source)
+    step = replace(step, args=args, kwargs=kwargs)
+    return None if form is None else form(graph, step, read, source)
 
 
 def _spec(step: Step) -> OpSpec:
@@ -147,30 +161,33 @@ def reshaped(graph: Graph, path: str, name: str, target: list[int]) -> str:
     return graph.node("Reshape", path, [name, graph.numbers(target)])
 
 
-def _called(step: Step, value: Any, args: Any, kwargs: Any) -> Any:
+def _given(step: Step, *names: str) -> dict[str, Any]:
+    """Arguments by name."""
+    return {**dict(zip(names, step.args, strict=False)), **step.kwargs}
+
+
+def _called(step: Step, value: Any) -> Any:
     """Result of torch itself for a tensor as the first argument."""
     function: Any = step.module if step.function is None else step.function
-    return function(value, *args[1:], **kwargs)
+    return function(value, *step.args[1:], **step.kwargs)
 
 
-def _permuted(graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source) -> str:
+def _permuted(graph: Graph, step: Step, read: Read, source: Source) -> str:
     # Strides of a tensor with two elements along every axis tell the axes apart.
-    rank = len(source.shapes[args[0].name])
-    strides = _called(step, torch.empty([2] * rank, device="meta"), args, kwargs).stride()
+    rank = len(source.shapes[step.args[0].name])
+    strides = _called(step, torch.empty([2] * rank, device="meta")).stride()
     order = [rank - 1 - int(math.log2(stride)) for stride in strides]
-    return graph.node("Transpose", step.path, [read(args[0].name)], perm=order)
+    return graph.node("Transpose", step.path, [read(step.args[0].name)], perm=order)
 
 
-def _parts(
-    graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source
-) -> list[str]:
-    x, shape, path = read(args[0].name), source.shapes[args[0].name], step.path
+def _parts(graph: Graph, step: Step, read: Read, source: Source) -> list[str]:
+    x, shape, path = read(step.args[0].name), source.shapes[step.args[0].name], step.path
     made = source.shapes[step.outputs[0]]
-    probe = _called(step, torch.empty(shape, device="meta"), args, kwargs)
+    probe = _called(step, torch.empty(shape, device="meta"))
     drops = len(made[0]) < len(shape)
-    given = {**dict(zip(("x", "size", "dim"), args, strict=False)), **kwargs}
+    given = _given(step, "x", "size", "dim")
     axis = int(given.get("dim", given.get("size", 0) if drops else 0)) % len(shape)
-    if isinstance(source.named(args[0].name)[axis], str):
+    if isinstance(source.named(step.args[0].name)[axis], str):
         raise QdqError(
             f"{path or 'the model'}: {step.attributes['what']} along an axis "
             "whose size is free in the file; the number of parts would be that of the example"
@@ -180,14 +197,14 @@ def _parts(
         length = 1 if drops else part.shape[axis]
         name = sliced(graph, path, x, {axis: (start, start + length, 1)})
         if drops:
-            name = reshaped(graph, path, name, _without(source, path, args[0].name, {axis}))
+            name = reshaped(graph, path, name, _without(source, path, step.args[0].name, {axis}))
         names.append(name)
         start += length
     return names
 
 
-def _joined(graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source) -> str:
-    given = {**dict(zip(("tensors", "dim"), args, strict=False)), **kwargs}
+def _joined(graph: Graph, step: Step, read: Read, source: Source) -> str:
+    given = _given(step, "tensors", "dim")
     names, path, output = [read(ref.name) for ref in given["tensors"]], step.path, step.outputs[0]
     if source.dtype(output).is_floating_point:  # whole numbers among them become floats
         whole = [not source.dtype(ref.name).is_floating_point for ref in given["tensors"]]
@@ -200,30 +217,28 @@ def _joined(graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source
     return graph.node("Concat", path, names, axis=axis)
 
 
-def _expanded(graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source) -> str:
+def _expanded(graph: Graph, step: Step, read: Read, source: Source) -> str:
     # 1 leaves a free size as it is; every other size is said.
     shape = [1 if isinstance(n, str) else n for n in source.named(step.outputs[0])]
-    return graph.node("Expand", step.path, [read(args[0].name), graph.numbers(shape)])
+    return graph.node("Expand", step.path, [read(step.args[0].name), graph.numbers(shape)])
 
 
-def _pixels(graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source) -> str:
-    first, shapes = args[0].name, source.shapes
+def _pixels(graph: Graph, step: Step, read: Read, source: Source) -> str:
+    first, shapes = step.args[0].name, source.shapes
     factor = math.isqrt(shapes[first][1] // shapes[step.outputs[0]][1])
     return graph.pixels(step.path, read(first), factor)
 
 
-def _got(
-    graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source
-) -> str | None:
-    if not isinstance(args[0], Ref):
+def _got(graph: Graph, step: Step, read: Read, source: Source) -> str | None:
+    if not isinstance(step.args[0], Ref):
         return None
-    masked = _masked(graph, step, read, args, source)
-    return masked or _sliced(graph, step, read, args, kwargs, source)
+    masked = _masked(graph, step, read, source)
+    return masked or _sliced(graph, step, read, source)
 
 
-def _masked(graph: Graph, step: Step, read: Read, args: Any, source: Source) -> str | None:
+def _masked(graph: Graph, step: Step, read: Read, source: Source) -> str | None:
     """Selection of one axis by a mask, such as the pillars of one frame."""
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    index = step.args[1] if isinstance(step.args[1], tuple) else (step.args[1],)
     masks = [(axis, i) for axis, i in enumerate(index) if isinstance(i, Ref)]
     if len(masks) != 1 or any(i != slice(None) for i in index if not isinstance(i, Ref)):
         return None
@@ -236,24 +251,22 @@ def _masked(graph: Graph, step: Step, read: Read, args: Any, source: Source) -> 
         if axis:
             return None
         places = graph.node("Transpose", step.path, [places], perm=[1, 0])
-        return graph.node("GatherND", step.path, [read(args[0].name), places])
+        return graph.node("GatherND", step.path, [read(step.args[0].name), places])
     places = reshaped(graph, step.path, places, [-1])
-    return graph.node("Gather", step.path, [read(args[0].name), places], axis=axis)
+    return graph.node("Gather", step.path, [read(step.args[0].name), places], axis=axis)
 
 
-def _sliced(
-    graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source
-) -> str | None:
-    if not isinstance(args[0], Ref):
+def _sliced(graph: Graph, step: Step, read: Read, source: Source) -> str | None:
+    if not isinstance(step.args[0], Ref):
         return None
-    first, what = args[0].name, step.attributes["what"]
+    first, what = step.args[0].name, step.attributes["what"]
     x, shape = read(first), source.shapes[first]
-    index = args[1:]
+    index = step.args[1:]
     if what == "getitem":
         index = index[0] if isinstance(index[0], tuple) else (index[0],)
     else:
         names = ("dim", "start", "length") if what == "narrow" else ("dim", "index")
-        given = {**dict(zip(names, index, strict=False)), **kwargs}
+        given = {**dict(zip(names, index, strict=False)), **step.kwargs}
         axis = int(given["dim"]) % len(shape)
         at = given.get("start", given.get("index"))
         part = at if what == "select" else slice(at, at + given["length"])
@@ -294,8 +307,8 @@ def _without(source: Source, path: str, name: str, dropped: set[int]) -> list[in
     return [size for axis, size in enumerate(target) if axis not in dropped]
 
 
-def _stacked(graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source) -> str:
-    given = {**dict(zip(("tensors", "dim"), args, strict=False)), **kwargs}
+def _stacked(graph: Graph, step: Step, read: Read, source: Source) -> str:
+    given = _given(step, "tensors", "dim")
     axis = int(given.get("dim", 0)) % len(source.shapes[step.outputs[0]])
     names = []
     for name in names_in(given["tensors"]):
@@ -305,31 +318,27 @@ def _stacked(graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, sourc
     return graph.node("Concat", step.path, names, axis=axis)
 
 
-def _padded(
-    graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source
-) -> str | None:
-    given = {**dict(zip(("x", "pad", "mode", "value"), args, strict=False)), **kwargs}
+def _padded(graph: Graph, step: Step, read: Read, source: Source) -> str | None:
+    given = _given(step, "x", "pad", "mode", "value")
     mode = _PADDINGS.get(given.get("mode", "constant"))
     if mode is None:
         return None
     widths = given.get("pad", ())
-    rank = len(source.shapes[args[0].name])
+    rank = len(source.shapes[step.args[0].name])
     low, high = [0] * rank, [0] * rank
     for i in range(len(widths) // 2):
         low[rank - 1 - i], high[rank - 1 - i] = int(widths[2 * i]), int(widths[2 * i + 1])
     value = float(given.get("value") or 0.0)
     filler = [graph.constant(f"float_{value:g}", value)] if value else []
-    inputs = [read(args[0].name), graph.numbers([*low, *high]), *filler]
+    inputs = [read(step.args[0].name), graph.numbers([*low, *high]), *filler]
     return graph.node("Pad", step.path, inputs, mode=mode)
 
 
-def _shuffled(
-    graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source
-) -> str | None:
+def _shuffled(graph: Graph, step: Step, read: Read, source: Source) -> str | None:
     """Channel shuffle, or pixels that become channels."""
-    if len(args) != 2:
+    if len(step.args) != 2:
         return None
-    x, count = read(args[0].name), int(args[1])
+    x, count = read(step.args[0].name), int(step.args[1])
     path, target = step.path, source.target(step.path, step.outputs[0])
     batch, channels, height, width = source.target(path, step.args[0].name)
     if step.attributes["what"] == "channel_shuffle":
@@ -341,12 +350,10 @@ def _shuffled(
     return reshaped(graph, path, graph.node("Transpose", path, [x], perm=order), target)
 
 
-def _repeated(
-    graph: Graph, step: Step, read: Read, args: Any, kwargs: Any, source: Source
-) -> str | None:
-    if len(args) < 2:
+def _repeated(graph: Graph, step: Step, read: Read, source: Source) -> str | None:
+    if len(step.args) < 2:
         return None
-    x, given = read(args[0].name), args[1:]
+    x, given = read(step.args[0].name), step.args[1:]
     times = list(given[0] if isinstance(given[0], list | tuple) else given)
     shape = source.shapes[step.args[0].name]
     if len(times) > len(shape):

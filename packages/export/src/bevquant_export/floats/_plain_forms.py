@@ -38,7 +38,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from bevquant_export.floats._old_set_forms import (
     AXIS_FORMS,
@@ -49,60 +48,57 @@ from bevquant_export.floats._old_set_forms import (
     VOLUME_SAMPLES,
 )
 from bevquant_export.floats._scatter_sums import ORDERED_SUMS, SCATTER_SUMS
+from bevquant_graph import ALIASES, FunctionCalls
 
 _FIRST_EINSUM = 12  # operator set
 _MAX_POOL = torch.ops.aten
 _LARGEST_INVERSE = 4  # rows; a determinant of five has 120 products
 
 
-class PlainForms(TorchFunctionMode):
+def plain_forms(opset: int, scatter_sums: bool = True) -> FunctionCalls:
     """Context in which the operators of the module's docstring take these forms.
 
     Args:
         opset: Operator set of the file.
         scatter_sums: Whether the engine has scatters that sum.
     """
+    forms: dict[str, Callable[..., Tensor | None]] = {
+        "atan2": _atan2, "nan_to_num": _nan_to_num, "argsort": _argsort,
+        "col2im": _fold, "linalg_inv": _inverse, "linalg_solve": _solve,
+        "cross": _cross, "linalg_cross": _linalg_cross, "hypot": _hypot,
+        "fmax": partial(_known_of, torch.maximum), "fmin": partial(_known_of, torch.minimum),
+        "adaptive_max_pool2d": partial(_adaptive_max_pool, _MAX_POOL.max_pool2d_with_indices),
+        "adaptive_max_pool3d": partial(_adaptive_max_pool, _MAX_POOL.max_pool3d_with_indices),
+        "avg_pool2d": partial(_avg_pool, torch.nn.functional.avg_pool2d, 2),
+        "avg_pool3d": partial(_avg_pool, torch.nn.functional.avg_pool3d, 3),
+        "copysign": _copysign, "rrelu": _rrelu, **_QUOTIENTS, **_STACKS, **AXIS_FORMS,
+    }  # fmt: skip
+    sums = ORDERED_SUMS if scatter_sums else SCATTER_SUMS
+    in_place = {f"{name}_": form for name, form in sums.items()}
+    forms |= sums
+    if opset < FIRST_GRID_SAMPLE:
+        forms |= GRID_SAMPLES
+    elif opset < FIRST_VOLUME_SAMPLE:
+        forms |= VOLUME_SAMPLES
+    if opset < _FIRST_EINSUM:
+        whole = {name: partial(form, whole=True) for name, form in _QUOTIENTS.items()}
+        forms |= OLD_SET_FORMS | whole
 
-    def __init__(self, opset: int, scatter_sums: bool = True) -> None:
-        super().__init__()
-        self._forms: dict[str, Callable[..., Tensor | None]] = {
-            "atan2": _atan2, "arctan2": _atan2, "nan_to_num": _nan_to_num, "argsort": _argsort,
-            "col2im": _fold, "inverse": _inverse, "linalg_inv": _inverse, "linalg_solve": _solve,
-            "cross": _cross, "linalg_cross": _linalg_cross, "hypot": _hypot,
-            "fmax": partial(_known_of, torch.maximum), "fmin": partial(_known_of, torch.minimum),
-            "adaptive_max_pool2d": partial(_adaptive_max_pool, _MAX_POOL.max_pool2d_with_indices),
-            "adaptive_max_pool3d": partial(_adaptive_max_pool, _MAX_POOL.max_pool3d_with_indices),
-            "avg_pool2d": partial(_avg_pool, torch.nn.functional.avg_pool2d, 2),
-            "avg_pool3d": partial(_avg_pool, torch.nn.functional.avg_pool3d, 3),
-            "copysign": _copysign, "rrelu": _rrelu, **_QUOTIENTS, **_STACKS, **AXIS_FORMS,
-        }  # fmt: skip
-        sums = ORDERED_SUMS if scatter_sums else SCATTER_SUMS
-        self._forms |= sums
-        self._in_place = {f"{name}_": form for name, form in sums.items()}
-        if opset < FIRST_GRID_SAMPLE:
-            self._forms |= GRID_SAMPLES
-        elif opset < FIRST_VOLUME_SAMPLE:
-            self._forms |= VOLUME_SAMPLES
-        if opset < _FIRST_EINSUM:
-            whole = {name: partial(form, whole=True) for name, form in _QUOTIENTS.items()}
-            self._forms |= OLD_SET_FORMS | whole
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(func: Any, args: Any, kwargs: Any) -> Any:
         name = _name(func)
-        form = self._forms.get(name) or self._in_place.get(name)
+        form = forms.get(name) or in_place.get(name)
         made = None if form is None else form(*args, **kwargs)
-        if made is not None and name in self._in_place:
+        if made is not None and name in in_place:
             made = args[0].copy_(made)
         return func(*args, **kwargs) if made is None else made
 
+    return FunctionCalls(call)
+
 
 def _name(func: Any) -> str:
-    if isinstance(func, torch._ops.OpOverload):
-        return func._schema.name.removeprefix("aten::")
-    return getattr(func, "__name__", "")
+    operator = isinstance(func, torch._ops.OpOverload)
+    name = func._schema.name.removeprefix("aten::") if operator else getattr(func, "__name__", "")
+    return ALIASES.get(name, name)
 
 
 def _atan2(y: Tensor, x: Tensor) -> Tensor:

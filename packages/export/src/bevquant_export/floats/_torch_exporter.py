@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_export._errors import FloatFileError
-from bevquant_export.floats._plain_forms import PlainForms
+from bevquant_export.floats._plain_forms import plain_forms
 from bevquant_graph import (
     arguments,
     as_example,
@@ -75,7 +75,7 @@ def exported(
     try:
         with (
             quiet(*_LOGGERS), contextlib.redirect_stdout(io.StringIO()), torch.no_grad(), known,
-            exact, registered_once(), PlainForms(lowered_to or opset, scatter_sums),
+            exact, registered_once(), plain_forms(lowered_to or opset, scatter_sums),
         ):  # fmt: skip
             program = torch.onnx.export(
                 module, positional, kwargs=dict(named) or None, dynamo=True, verbose=False,

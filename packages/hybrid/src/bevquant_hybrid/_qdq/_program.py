@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
+from bevquant_graph import Followed
 from bevquant_hybrid._convert import refuse_converted
 from bevquant_hybrid._fake_quant._fake_quantize import (
     CalibFakeQuantize,
@@ -46,7 +47,6 @@ from bevquant_hybrid.nn._functions import Arithmetic
 from bevquant_hybrid.nn.qat._weighted import Weighted
 from bevquant_hybrid.nn.quantized._weighted import FixedPoint
 from bevquant_hybrid.qtensor import QTensor, as_float
-from bevquant_hybrid.undisturbed import Followed
 from bevquant_int8sim.program import PROGRAM_READERS, Program, Ref, Step, Value, arguments, names_in
 
 Observe = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.ao.nn import quantized as torch_quantized
 from torch.overrides import TorchFunctionMode
 
+from bevquant_graph import Followed
 from bevquant_hybrid.nn._functions import FLOAT_OPERATIONS, Arithmetic
-from bevquant_hybrid.undisturbed import Followed
 
 from ._attributes import (
     count,

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from bevquant_graph import own_inputs, state_kept
-from bevquant_hybrid.undisturbed import Followed, positional, undisturbed
+from bevquant_graph import Followed, own_inputs, state_kept
+from bevquant_hybrid.undisturbed import positional, undisturbed
 
 from ._attributes import (
     function_attributes,

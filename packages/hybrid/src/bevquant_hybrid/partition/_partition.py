@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from bevquant_graph import Followed
 from bevquant_hybrid._fx._float_operators import BOUNDARY, insert_boundaries
 from bevquant_hybrid._fx._graph_module import copied_graph
 from bevquant_hybrid._fx._placement import Kind, Placement
@@ -20,7 +21,7 @@ from bevquant_hybrid.operators import load_support_table, row_of_function, row_o
 from bevquant_hybrid.operators._table import place_operator
 from bevquant_hybrid.partition._plan import Plan, PlanNode, number_segments
 from bevquant_hybrid.qtensor import QTensor
-from bevquant_hybrid.undisturbed import Followed, positional, undisturbed
+from bevquant_hybrid.undisturbed import positional, undisturbed
 
 _EDGES = {"placeholder": "input", "output": "output", "get_attr": "attribute"}
 # Views of their input, if the march supports them.

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.ao.nn.quantized import FloatFunctional
 from torch.fx import Node
 
-from bevquant_graph import map_leaves
+from bevquant_graph import Followed, map_leaves
 from bevquant_hybrid.compilation import forward_arguments, record_results
 from bevquant_hybrid.nn.quantized import Arithmetic
 from bevquant_hybrid.qtensor import QTensor, along, as_float
 from bevquant_hybrid.quantization.fx.graph_module import ObservedGraphModule, QuantizedGraphModule
 from bevquant_hybrid.runtime import CompiledModel, Program, Step, load, write_program
-from bevquant_hybrid.undisturbed import Followed, positional, undisturbed
+from bevquant_hybrid.undisturbed import positional, undisturbed
 from bevquant_hybrid.utils.fx_helper import called_path
 from bevquant_hybrid_tools.quant_profiler._tables import simple_table
 from bevquant_qnn import gap
