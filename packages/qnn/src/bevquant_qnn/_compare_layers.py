@@ -195,11 +195,9 @@ class LayerComparison:
             with state_kept(*self._models):
                 wanted = call(float_model, batch)
         reached = [*(hooks.probes[place] for place in hooks.order), self._whole]
-        taken = [probe.batch.as_record() for probe in reached]
         record |= {
             "layers.order": np.array(hooks.order, np.int64),
-            "layers.sums": np.array([sums for sums, _ in taken], np.float64),
-            "layers.counts": np.array([counts for _, counts in taken], np.int64),
+            "layers.sums": np.array([probe.batch.as_sums() for probe in reached], np.float64),
         }
         return record, wanted, got
 
@@ -207,10 +205,8 @@ class LayerComparison:
         """Add a batch's record. Batches are added in their order."""
         reached = [self._hooks.probes[int(place)] for place in record["layers.order"]]
         self._rows |= dict.fromkeys(reached)
-        for probe, sums, counts in zip(
-            [*reached, self._whole], record["layers.sums"], record["layers.counts"], strict=True
-        ):
-            probe.total.add(sums, counts)
+        for probe, sums in zip([*reached, self._whole], record["layers.sums"], strict=True):
+            probe.total.add_sums(sums)
         names = [name for name in record if name.startswith(_BESIDE)]
         if self._beside is not None and names:
             self._beside.add({name.removeprefix(_BESIDE): record[name] for name in names})

@@ -72,33 +72,25 @@ def layer_table(rows: Sequence[object]) -> str:
     return record_table(rows, columns)
 
 
-@dataclass(eq=False)
-class LayerSums:
-    """Sums of a row, of one batch or of all."""
+@dataclass
+class LayerSums(PairSums):
+    """Sums of a row, of one batch or of all; counts are floats too, for one record of both."""
 
-    sums: PairSums = field(default_factory=PairSums)
-    channels: int = 0
-    rows: int = 0
-    batches: int = 0
-    beyond: int = 0
-    inputs: int = 0
-    kept_float: int = 0
-    kept: int = 0
-    matched: int = 0
-    chosen_float: int = 0
-    chosen: int = 0
+    channels: float = 0
+    rows: float = 0
+    batches: float = 0
+    beyond: float = 0
+    inputs: float = 0
+    kept_float: float = 0
+    kept: float = 0
+    matched: float = 0
+    chosen_float: float = 0
+    chosen: float = 0
 
-    def as_record(self) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        _, *counts = vars(self).values()
-        return self.sums.as_sums(), tuple(counts)
-
-    def add(self, sums: Any, counts: Any) -> None:
-        """Add a record of `as_record`."""
-        self.sums.add_sums(sums)
-        _, *names = vars(self)
-        for name, count in zip(names, counts, strict=True):
-            before = 0 if name == "channels" else getattr(self, name)
-            setattr(self, name, before + int(count))
+    def add_sums(self, sums: Sequence[float]) -> None:
+        """Add the record of a batch; the channels are the same in each."""
+        self.channels = 0
+        super().add_sums(sums)
 
 
 @dataclass(eq=False)
@@ -120,18 +112,19 @@ class LayerProbe:
         *,
         channels_last: bool = False,
     ) -> None:
-        last = channels_last or got.dim() < 2
-        self.batch.channels = got.shape[-1 if last else 1] if got.dim() else 1
-        rows = got.numel() // max(self.batch.channels, 1)
+        last, batch = channels_last or got.dim() < 2, self.batch
+        channels = got.shape[-1 if last else 1] if got.dim() else 1
+        rows = got.numel() // max(channels, 1)
         if wanted.shape == got.shape:
-            self.batch.sums.add(wanted, got)
+            batch.add(wanted, got)
         else:  # values decide which rows remain
-            self.batch.kept_float += wanted.numel() // max(self.batch.channels, 1)
-            self.batch.kept += rows
-        self.batch.rows += rows
-        self.batch.batches += 1
+            batch.kept_float += wanted.numel() // max(channels, 1)
+            batch.kept += rows
+        batch.channels = channels
+        batch.rows += rows
+        batch.batches += 1
         if matched is not None:
-            self.batch.matched, self.batch.chosen_float, self.batch.chosen = matched
+            batch.matched, batch.chosen_float, batch.chosen = matched
 
     def count(self, module: nn.Module, args: Any) -> None:
         amax = self.amax()
@@ -150,19 +143,20 @@ class LayerProbe:
 
     def row(self) -> LayerRow:
         total = self.total
-        chosen = total.chosen_float, total.chosen
+        kept = int(total.kept_float), int(total.kept)
+        chosen = int(total.chosen_float), int(total.chosen)
         return LayerRow(
             layer=self.layer,
             kind=self.kind,
-            channels=total.channels,
+            channels=int(total.channels),
             rows=total.rows / max(total.batches, 1),
-            sqnr_db=total.sums.sqnr_db,
-            cosine=total.sums.cosine,
+            sqnr_db=total.sqnr_db,
+            cosine=total.cosine,
             saturated=total.beyond / total.inputs if total.inputs else None,
             input_amax=self.amax(),
-            kept=(total.kept_float, total.kept) if total.kept_float or total.kept else None,
-            matched=(total.matched, *chosen) if {total.matched} != {*chosen} else None,
-            not_finite=int(total.sums.not_finite),
+            kept=kept if any(kept) else None,
+            matched=(int(total.matched), *chosen) if {total.matched} != {*chosen} else None,
+            not_finite=int(total.not_finite),
         )
 
 

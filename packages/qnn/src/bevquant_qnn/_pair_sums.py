@@ -72,11 +72,14 @@ class PairSums:
             both = known & got.isfinite()
             self.not_finite += int(known.sum()) - int(both.sum())
             sums = _sums_of(wanted[both], got[both])
-        self.add_sums(sums)
+        self._add(sums, strict=False)
 
     def add_sums(self, sums: Sequence[float]) -> None:
         """Add the result of another object's `as_sums`."""
-        for name, value in zip(vars(self), sums, strict=False):
+        self._add(sums, strict=True)
+
+    def _add(self, sums: Sequence[float], *, strict: bool) -> None:
+        for name, value in zip(vars(self), sums, strict=strict):
             setattr(self, name, getattr(self, name) + float(value))
 
     def as_sums(self) -> tuple[float, ...]:

@@ -76,10 +76,10 @@ def exported_file(written: Written, layers: tuple[FileLayer, ...]) -> ExportedFi
 
     proto = onnx.load(written.path)
     opset = next(o.version for o in proto.opset_import if o.domain in ("", "ai.onnx"))
-    kind = written.piece.kind
+    kind, made = written.piece.kind, written.made
     engine = find_target(written.linted)
-    settings = getattr(written.made, "settings", None)
-    timing = getattr(getattr(written.made, "figures", None), "timing", None)
+    settings = getattr(made, "settings", None)
+    timing = getattr(getattr(made, "figures", None), "timing", None)
     quantized = bool(kind == "int8" or quantizers_on(written.piece.fake_module))
     return ExportedFile(
         name=written.path.name,
@@ -94,9 +94,10 @@ def exported_file(written: Written, layers: tuple[FileLayer, ...]) -> ExportedFi
         inputs=tuple(map(_port, proto.graph.input)),
         outputs=tuple(map(_port, proto.graph.output)),
         ranges={} if kind == "float" else _ranges(written),
-        voxel_bound=written.voxel_bound,
-        runs_in_float=written.runs_in_float,
-        notes=written.notes,
+        # A portable file takes any number of voxels.
+        voxel_bound=None if engine.name == "portable" else getattr(made, "voxel_bound", None),
+        runs_in_float=tuple(getattr(made, "floats", ())),
+        notes=(*made.notes, *written.notes),
         findings=tuple(map(str, lint_onnx(written.path, written.linted))),
         layers=layers,
         unverified=engine.unverified,

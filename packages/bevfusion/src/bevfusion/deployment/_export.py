@@ -32,8 +32,6 @@ from bevfusion.deployment._pieces import (
     Written,
     nvidia_pieces,
     write_piece,
-    written_dense,
-    written_sparse,
 )
 from bevfusion.deployment._result import ExportedFile, ExportedSet, FileLayer
 from bevfusion.deployment._walk import between, walk
@@ -402,12 +400,8 @@ def _both(made: DetectorExport, parts: tuple[Any, Any], dialect: str) -> list[Wr
     for name, kind, file in (("sparse", "sparse", made.sparse), ("dense", "int8", made.dense)):
         if file is not None:
             piece = Piece(FilePart(name, {}, {}, lambda model: model), kind, *parts)
-            sparse = kind == "sparse"
-            written.append(
-                written_sparse(piece, file, dialect)
-                if sparse
-                else written_dense(piece, file, made.target)
-            )
+            linted = dialect if kind == "sparse" else made.target
+            written.append(Written(piece, file.path, file, linted))
     chain = tuple(
         f"one behind the other, {check.frame}: {name}: {text}"
         for check in made.checks

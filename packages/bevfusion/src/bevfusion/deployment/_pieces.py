@@ -191,23 +191,22 @@ class Written:
     Attributes:
         piece: What it holds.
         path: Its path.
-        made: The exporter's result: `QdqFile`, `FloatFile` or `SparseExport`.
+        made: The exporter's result: `QdqFile`, `FloatFile`, `SparseExport` or `AutowareFile`.
         linted: Target for the linter.
-        voxel_bound: Of a sparse file.
-        runs_in_float: Layers of a quantized file that run in float.
-        notes: Of the exporter.
-        returned: Outputs of the integer model that the file was compared with; empty if none was
-            run.
+        notes: Beside those of `made`.
     """
 
     piece: Piece
     path: Path
     made: Any
     linted: str
-    voxel_bound: int | None = None
-    runs_in_float: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    returned: tuple[Tensor, ...] = ()
+
+    @property
+    def returned(self) -> tuple[Tensor, ...]:
+        """Outputs of the integer model that the file was compared with; empty if none was run."""
+        returned = getattr(self.made, "returned", None)
+        return (returned,) if isinstance(returned, Tensor) else tuple(returned or ())
 
 
 def write_piece(
@@ -243,50 +242,40 @@ def write_piece(
     names: dict[str, Any] = {
         "input_names": list(piece.file.inputs), "output_names": list(piece.file.outputs)
     }  # fmt: skip
+    linted = engine.name
+    made: Any
     try:
-        if piece.kind == "sparse":
-            if engine.name == "autoware":
-                written = _plugin(piece, args, frames, path)
-            else:
-                dialect = engine.sparse
-                if not dialect:
-                    raise ValueError(
-                        f"target {engine.name!r} names none that takes the sparse encoder; "
-                        "quantize a model without LiDAR, or give it one as Target.sparse"
-                    )
-                made: Any = export_sparse_onnx(
-                    _to_write(piece, example), args, path, dialect=dialect, batches=frames,
-                    measure=measure, **find_target(dialect).fastest(cpu),
-                )  # fmt: skip
-                written = written_sparse(_lowered(piece, made), made, dialect)
+        if piece.kind == "sparse" and engine.name == "autoware":
+            made = _plugin(piece, args, frames, path)
+        elif piece.kind == "sparse":
+            linted = engine.sparse
+            if not linted:
+                raise ValueError(
+                    f"target {engine.name!r} names none that takes the sparse encoder; "
+                    "quantize a model without LiDAR, or give it one as Target.sparse"
+                )
+            made = export_sparse_onnx(
+                _to_write(piece, example), args, path, dialect=linted, batches=frames,
+                measure=measure, **find_target(linted).fastest(cpu),
+            )  # fmt: skip
         else:
             if engine.name == "autoware":  # what follows the plugin's part is TensorRT's
                 engine = find_target(engine.family)
+            linted = engine.name
             if piece.kind == "float":
                 made = export_float_onnx(
                     piece.float_module, args, path, **names, half=engine.half, frames=frames,
                     tolerance=None,  # compared with torch along with the other files
                 )  # fmt: skip
                 linted = "onnxruntime" if engine.name == "horizon" else engine.name
-                written = Written(piece, path, made, linted, notes=made.notes)
             else:
                 more = {"march": march} if engine.name == "horizon" else engine.fastest(cpu)
                 if measure:  # whose float32 form the integers of an example lack
                     more, example = {**more, "measure": True}, None
                 made = engine.write(_to_write(piece, example), args, path, **names, **more)
-                written = written_dense(_lowered(piece, made), made, engine.name)
     except ValueError as error:
         raise InputError(f"{piece.file.name} cannot be exported: {error}") from error
-    return replace(written, notes=(*written.notes, *piece.file.notes))
-
-
-def written_dense(piece: Piece, made: Any, linted: str) -> Written:
-    """A quantized dense file as its exporter (`QdqFile`) has it."""
-    floats, notes = tuple(made.floats), tuple(made.notes)
-    return Written(
-        piece, made.path, made, linted,
-        runs_in_float=floats, notes=notes, returned=_tensors(made.returned),
-    )  # fmt: skip
+    return Written(_lowered(piece, made), made.path, made, linted, piece.file.notes)
 
 
 def _to_write(piece: Piece, example: Any) -> Any:
@@ -296,13 +285,9 @@ def _to_write(piece: Piece, example: Any) -> Any:
     return piece.lower(piece.fake_module, example)
 
 
-def _tensors(made: Any) -> tuple[Tensor, ...]:
-    return (made,) if isinstance(made, Tensor) else tuple(made or ())
-
-
 def _lowered(piece: Piece, made: Any) -> Piece:
     """The piece with the integers that its file was written from."""
-    integers = made.integer_model
+    integers = getattr(made, "integer_model", None)
     if piece.lower is None or integers is None:
         return piece
     return replace(piece, lower=lambda module, args: integers)
@@ -310,39 +295,15 @@ def _lowered(piece: Piece, made: Any) -> Piece:
 
 def _plugin(
     piece: Piece, args: tuple[Any, ...], frames: Sequence[tuple[Any, ...]], path: Path
-) -> Written:
+) -> Any:
     from bevquant_export.targets.autoware import export_autoware_onnx
 
-    integers = bool(quantizers_on(piece.fake_module))
-    made = export_autoware_onnx(
+    return export_autoware_onnx(
         piece.fake_module,
         args,
         path,
-        precision="int8" if integers else "fp16",
+        precision="int8" if quantizers_on(piece.fake_module) else "fp16",
         batches=frames,
         output_names=list(piece.file.outputs),
         model_order=piece.file.order,
     )
-    floats = tuple(f"{layer}: fp16" for layer, form in made.layers.values() if form != "int8")
-    once, alone = made.pair_generations
-    notes = (f"{once} pair generations for {alone} layers",)
-    return Written(piece, path, made, "autoware", made.voxel_bound, floats, notes)
-
-
-def written_sparse(piece: Piece, made: Any, dialect: str) -> Written:
-    """A sparse file as its exporter (`SparseExport`) has it."""
-    bounds = [layer.output_bound for layer in made.layers if layer.output_bound is not None]
-    floats = tuple(
-        f"{layer.path}: fp16: its input or weight is not quantized"
-        for layer in made.layers
-        if layer.precision != "int8"
-    )
-    if dialect == "portable":  # takes any number of voxels
-        linted, bound = "portable", None
-    else:
-        linted, bound = "libspconv", max(bounds, default=None)
-    return Written(
-        piece, made.path, made, linted,
-        voxel_bound=bound, runs_in_float=floats, returned=_tensors(made.returned),
-        notes=(made.beginning,) if made.beginning else (),
-    )  # fmt: skip

@@ -86,6 +86,23 @@ class SparseExport(HtmlTable):
     figures: Figures | None = None
 
     @property
+    def floats(self) -> tuple[str, ...]:
+        """Layers in float, as ``path: fp16: reason``."""
+        why = "its input or weight is not quantized"
+        return tuple(f"{v.path}: fp16: {why}" for v in self.layers if v.precision != "int8")
+
+    @property
+    def voxel_bound(self) -> int | None:
+        """Largest `output_bound` of the layers; None without one."""
+        bounds = (layer.output_bound for layer in self.layers)
+        return max((bound for bound in bounds if bound is not None), default=None)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """`beginning`, if there is one."""
+        return (self.beginning,) if self.beginning else ()
+
+    @property
     def beginning(self) -> str:
         """Computations before the file's run; empty if none are needed."""
         if not self.begins_behind:

@@ -259,8 +259,8 @@ class LayerSums:
         )
 
     def _pair(self, name: str) -> PairSums:
-        values = (self.sums[n] for n in ("power", f"{name}_power", f"{name}_dot", f"{name}_error"))
-        return PairSums(*values, not_finite=self.not_finite[name == "integer"])
+        names = "power", f"{name}_power", f"{name}_dot", f"{name}_error"
+        return PairSums(*[*map(self.sums.__getitem__, names), self.not_finite[name == "integer"]])
 
 
 def _counted(counts: list[int]) -> tuple[int, int, int] | None:

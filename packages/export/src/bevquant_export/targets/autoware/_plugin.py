@@ -49,6 +49,17 @@ class AutowareFile:
     coords: Mapping[str, str]
     differences: tuple[LayerDifference, ...] = ()
 
+    @property
+    def floats(self) -> tuple[str, ...]:
+        """Layers in float."""
+        return tuple(f"{path}: fp16" for path, form in self.layers.values() if form != "int8")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The number of pair generations."""
+        once, alone = self.pair_generations
+        return (f"{once} pair generations for {alone} layers",)
+
 
 def quantized_weight(
     half: np.ndarray[Any, Any], channel_scale: np.ndarray[Any, Any], input_scale: float
