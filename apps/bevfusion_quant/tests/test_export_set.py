@@ -268,7 +268,7 @@ def test_a_quantized_head_is_refused(models: Models) -> None:
     fused, _, _ = models
     example = example_batch(TINY)
     quantized = quantize_branch(fused, example, "head").model
-    with pytest.raises(InputError, match=r"quantizes the head.*float alone.*--quantize-head"):
+    with pytest.raises(InputError, match=r"head is quantized.*float alone.*--quantize-head"):
         nvidia_pieces(fused, quantized)
 
 

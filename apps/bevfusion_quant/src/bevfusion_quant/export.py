@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from bev_data.points import Frame
-from bevfusion import deployment
 from bevfusion.deployment import (
     ExportedFile,
     ExportedSet,
     FileLayer,
     FilePart,
     FilePort,
-    Piece,
     SetStage,
     beside_bpu_layers,
     beside_layers,
@@ -27,6 +25,7 @@ from bevfusion.deployment import (
     export_whole,
     file_size,
     nvidia_files,
+    nvidia_pieces,
     outputs_of,
     set_verdict,
     walk,
@@ -141,20 +140,6 @@ def export_model(
             model = lowered(quantized_model, example, "auto", verify=False)
             layers = compare(float_model, model, [tuple(batches[0])], verify=True).rows
     return replace(made, files=beside_layers(made.files, layers))
-
-
-def nvidia_pieces(
-    float_model: Detector, quantized_model: Detector, target: str = "tensorrt"
-) -> list[Piece]:
-    """`bevfusion.deployment.nvidia_pieces`, with the commands' option names in its errors."""
-    refusals = {
-        "no lidar": "the run has no LiDAR branch, and Autoware's plugin is for sparse "
-        "convolutions: quantize with ptq --branch lidar or lidar-detector",
-        "head": "the run quantizes the head, and a file holds that in float alone: its attention "
-        "and its choice of queries have no integer form; export a run of ptq without "
-        "--quantize-head and of another --branch than head",
-    }
-    return deployment.nvidia_pieces(float_model, quantized_model, target, refusals=refusals)
 
 
 def _exported(

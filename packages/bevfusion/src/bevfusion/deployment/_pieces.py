@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -84,23 +83,8 @@ def quantizers_on(module: nn.Module) -> dict[str, TensorQuantizer]:
     }
 
 
-REFUSALS = MappingProxyType(
-    {
-        "no lidar": "the model has no LiDAR branch, and Autoware's plugin is for sparse "
-        "convolutions",
-        "head": "the model's head is quantized, and a file holds that in float alone: its "
-        "attention and its choice of queries have no integer form; quantize the other parts",
-    }
-)
-"""What errors of `nvidia_pieces` say, for a program to name its own options."""
-
-
 def nvidia_pieces(
-    float_model: Detector,
-    quantized_model: Detector,
-    target: str = "tensorrt",
-    *,
-    refusals: Mapping[str, str] = REFUSALS,
+    float_model: Detector, quantized_model: Detector, target: str = "tensorrt"
 ) -> list[Piece]:
     """The files for TensorRT, libspconv, ONNX Runtime or Autoware, in the order of execution.
 
@@ -108,34 +92,34 @@ def nvidia_pieces(
         float_model: The folded model that was quantized.
         quantized_model: The calibrated one.
         target: Name of an engine.
-        refusals: As `REFUSALS`.
 
     Raises:
         InputError: BEVFusion's head is quantized, or Autoware cannot read the model.
     """
-    refusals = {**REFUSALS, **refusals}
     if target == "autoware":
         if "lidar" not in quantized_model.parts:
-            raise InputError(refusals["no lidar"])
-        files = autoware_files(quantized_model)
-        return _pieces(files, float_model, quantized_model, refusals)
-    files = files_of(quantized_model)
-    pieces = _pieces(files, float_model, quantized_model, refusals)
+            raise InputError(
+                "the model has no LiDAR branch, and Autoware's plugin is for sparse convolutions: "
+                "use a model with one (ptq --branch lidar or lidar-detector)"
+            )
+        return _pieces(autoware_files(quantized_model), float_model, quantized_model)
+    pieces = _pieces(files_of(quantized_model), float_model, quantized_model)
     return _read(pieces, quantized_model) if find_target(target).quantized_outputs else pieces
 
 
 def _pieces(
-    files: Sequence[FilePart],
-    float_model: Detector,
-    quantized_model: Detector,
-    refusals: Mapping[str, str],
+    files: Sequence[FilePart], float_model: Detector, quantized_model: Detector
 ) -> list[Piece]:
     pieces = []
     for file in files:
         fake, plain = file.module(quantized_model), file.module(float_model)
         quantized = bool(quantizers_on(fake))
         if file.name == HEAD and quantized:
-            raise InputError(refusals["head"])
+            raise InputError(
+                "the model's head is quantized, and a file holds that in float alone: its "
+                "attention and its choice of queries have no integer form; quantize the other "
+                "parts (ptq without --quantize-head, and of another --branch than head)"
+            )
         if not quantized:
             plain = fake = _with_weights_of(fake, plain)
         if file.sparse:
