@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bevquant_graph import as_example, capture, on_batch
 
@@ -143,3 +143,21 @@ def test_a_graph_takes_batches_of_a_loader(kind: type) -> None:
 class Read(nn.Module):
     def forward(self, batch_dict: Any) -> Any:
         return batch_dict["image"] * 2
+
+
+class Grid:
+    def __init__(self, low: float) -> None:
+        self.low, self.steps, self.self = torch.tensor(low), [1.0, 2.0], self
+
+
+class OnGrid(nn.Module):
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        return x * grid.steps[1] - grid.low
+
+
+def test_an_object_among_the_arguments_is_compared_by_its_attributes() -> None:
+    x = torch.ones(2, 3)
+    graph = capture(OnGrid(), (x, Grid(0.5)))
+    assert torch.equal(graph.replay(x, Grid(0.5)), OnGrid()(x, Grid(0.5)))
+    with pytest.raises(ValueError, match="captured with"):
+        graph.replay(x, Grid(0.25))

@@ -7,6 +7,7 @@
 Graph of Sequential: 2 operations
 """
 
+from ._attributes import same_constant
 from ._batch_arguments import Forward, as_example, on_batch
 from ._calls import Followed, FunctionCalls
 from ._capture import capture
@@ -51,7 +52,6 @@ from ._signature import (
     rebuild,
     refilled,
     refuse_other_members,
-    same_constant,
 )
 from ._size_guards import Guard, Sizes, check_guards
 from ._state import alone, called, ordinary_tensors, state_kept

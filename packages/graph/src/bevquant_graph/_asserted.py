@@ -12,7 +12,7 @@ from functools import lru_cache
 from types import FrameType
 
 
-def passing(frame: FrameType) -> bool | None:
+def passing(frame: FrameType | None) -> bool | None:
     """The answer with which a check passes, where a frame asks for the truth of its condition.
 
     Checks are asserts, and an ``if`` without an else whose last statement raises, outside of
@@ -20,7 +20,7 @@ def passing(frame: FrameType) -> bool | None:
     ``a or b`` and ``not a`` each part has an answer.
 
     Args:
-        frame: It runs the instruction that asks.
+        frame: It runs the instruction that asks, or is torch's way from there.
 
     Returns:
         None where the instruction is no question of a check, or the source is unknown.
@@ -37,9 +37,13 @@ def passing(frame: FrameType) -> bool | None:
         >>> asked.answer
         False
     """
-    code = frame.f_code
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    if frame is None:
+        return None
+    code, last = frame.f_code, frame.f_lasti
     places = list(code.co_positions())
-    check = _checks(code.co_filename).get(places[frame.f_lasti // 2])
+    check = _checks(code.co_filename).get(places[last // 2])
     if check is None:
         return None
     # A jump may have the place of another part, or of the whole; the parts' order is kept.
@@ -51,7 +55,7 @@ def passing(frame: FrameType) -> bool | None:
     parts = [answer for answer in check.values() if answer is not None]
     if len(set(parts)) == 1:
         return parts[0]
-    passed = sum(offset < frame.f_lasti for offset in jumps)
+    passed = sum(offset < last for offset in jumps)
     return parts[passed] if len(jumps) == len(parts) else None
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from ._arrays import FLOATS
+from ._attributes import same_constant
 from ._faults import CaptureError
 from ._read_members import at, read_members, with_members
 from ._signature import (
@@ -25,7 +26,6 @@ from ._signature import (
     is_sparse_tensor,
     members_of,
     place_name,
-    same_constant,
 )
 
 

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._attributes import same_constant
 from ._copies import copied
 from ._faults import refuse_unusable
-from ._own_inputs import attributes_of, own_inputs
+from ._own_inputs import own_inputs
 from ._quiet import evaluation
-from ._signature import Constant, arguments, entries, flatten, same_constant
+from ._signature import Constant, arguments, entries, flatten
 from ._state import state_kept
 
 _TORCHS = vars(nn.Module()).keys()
@@ -184,36 +185,20 @@ def _that_matter(model: WithMemory, frames: list[Any]) -> Iterator[str]:
             yield name
 
 
-def _same(one: Any, other: Any, met: set[tuple[int, int]] | None = None) -> bool:
-    met = set() if met is None else met
+def _same(one: Any, other: Any) -> bool:
     (tensors, tree), (others, other_tree) = flatten(one), flatten(other)
     known, given = ([*entries(t)] for t in (tree, other_tree))
     return (
         [place for place, _ in known] == [place for place, _ in given]
-        and all(_alike(e, f, met) for (_, e), (_, f) in zip(known, given, strict=True))
+        and all(_alike(e, f) for (_, e), (_, f) in zip(known, given, strict=True))
         and all(map(_equal, tensors, others))
     )
 
 
-def _alike(one: Any, other: Any, met: set[tuple[int, int]]) -> bool:
+def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, Constant) and isinstance(other, Constant):
-        values = one.value, other.value
-        return same_constant(*values) or _have_same_attributes(*values, met)
+        return same_constant(one.value, other.value)
     return type(one) is type(other)
-
-
-def _have_same_attributes(one: Any, other: Any, met: set[tuple[int, int]]) -> bool:
-    """Whether an object and a copy of it differ in nothing; it may lead back to itself."""
-    names, pair = attributes_of(one), (id(one), id(other))
-    if type(one) is not type(other) or not names or names != attributes_of(other):
-        return False
-    if pair in met:
-        return True
-    met.add(pair)
-    held, others = (
-        [object.__getattribute__(value, name) for name in names] for value in (one, other)
-    )
-    return _same(held, others, met)
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import sys
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
@@ -16,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ._attributes import attributes_of
 from ._signature import refilled
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
-_LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "sympy"}
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType)
 
 
@@ -171,31 +170,6 @@ class _Copies:
             changed |= item is not held
             object.__setattr__(made, name, item)
         return made if changed or is_dataclass(value) else self.keep(value, value)
-
-
-def attributes_of(value: Any) -> list[str]:
-    """Names of the attributes of an object that a forward may write to."""
-    kind = type(value)
-    if isinstance(value, nn.Module | type) or not getattr(kind, "is_read_by_forwards", True):
-        return []
-    own = kind.__module__.partition(".")[0] not in _LIBRARIES
-    if not own and not issubclass(kind, types.SimpleNamespace | Mapping):
-        return []
-    try:
-        names = dict.fromkeys(object.__getattribute__(value, "__dict__"))
-    except AttributeError:  # slots
-        names = {}
-    if is_dataclass(value):
-        names |= dict.fromkeys(f.name for f in fields(value) if _has(value, f.name))
-    return list(names)
-
-
-def _has(value: Any, name: str) -> bool:
-    try:
-        object.__getattribute__(value, name)
-    except AttributeError:
-        return False
-    return True
 
 
 def _shallow(value: Any) -> Any:

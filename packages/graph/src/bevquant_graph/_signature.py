@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ._arrays import TracedArray, is_traced
+from ._attributes import same_constant
 
 Place = tuple[Any, ...]
 """The keys and indices that lead to a value, from ``(args, kwargs)`` or from a result."""
@@ -204,21 +205,6 @@ def _members(value: Any) -> tuple[tuple[Any, ...] | None, tuple[Any, ...]] | Non
         names = tuple(f.name for f in fields(value))
         return names, tuple(getattr(value, n) for n in names)
     return None
-
-
-def same_constant(wanted: Any, got: Any) -> bool:
-    """Whether two constants are equal; objects without equality are compared by identity.
-
-    Example:
-        >>> same_constant("a", "a"), same_constant(True, 1), same_constant(0.5, 0.25)
-        (True, False, False)
-    """
-    if wanted is got:
-        return True
-    if type(wanted) is not type(got):
-        return False
-    equal = wanted == got
-    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
 
 
 def matched(wanted: Tree, given: Tree, leaves: list[Any], where: str) -> Iterator[Any]:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ._attributes import attributes_of
 from ._kinds import check_kind, run_on
-from ._own_inputs import attributes_of, own_inputs
+from ._own_inputs import own_inputs
 
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _LOCKS_LOCK = RLock()
