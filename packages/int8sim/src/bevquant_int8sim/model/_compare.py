@@ -168,10 +168,8 @@ class LayerComparison(ForcedRun):
         if self._bounds is not None:
             check_results(self.model, batch, *results)
             self._bounds = None
-        numbers = [sums.numbers() for sums in self.sums.values()]
         return {
-            "sums": np.array([sums for sums, _ in numbers], np.float64),
-            "counts": np.array([counts for _, counts in numbers], np.int64),
+            "sums": np.array([sums.numbers() for sums in self.sums.values()], np.float64),
             "operations": np.array(list(self.operations.values()), np.int64),
         }
 
@@ -191,10 +189,8 @@ class LayerComparison(ForcedRun):
             counts = (int(count) for count in record["operations"])
             self.model.program.operations.update(zip(steps, counts, strict=True))
         self.batches += 1
-        for total, *numbers in zip(
-            self._totals.values(), record["sums"], record["counts"], strict=True
-        ):
-            total.merge(*numbers)
+        for total, numbers in zip(self._totals.values(), record["sums"], strict=True):
+            total.merge(numbers)
 
     def table(self) -> LayerTable:
         """A row per layer, over the records added."""

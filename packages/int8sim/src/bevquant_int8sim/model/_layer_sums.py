@@ -24,7 +24,12 @@ FIELDS = (
 ).split()
 """What is summed over all values; of the last two, the largest is kept."""
 
-_LARGEST = 2
+_KEPT = ("kept_float", "kept_fake", "kept_integer")
+_MATCHED = ("matched", "chosen_float", "chosen")
+_NOT_FINITE = ("fake_not_finite", "integer_not_finite")
+# Of all batches: `peak` in bits, `integers` 1 where the output is held in integers.
+_COUNTS = ("values", "forced_values", *_KEPT, *_MATCHED, *_NOT_FINITE, "peak", "integers")
+_LARGEST = frozenset({*FIELDS[-2:], "peak", "integers"})
 _FLOATS = 7  # the sums of float outputs come first
 _ENERGY = 1e-4  # 40 dB: a difference below what any quantizer makes
 # A quarter of a megabyte in float64. Whole feature maps would be read from memory and written back
@@ -99,20 +104,13 @@ class LayerSums:
     op: str
     form: str
     why: str = ""
-    values: int = 0
-    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FIELDS, 0.0))
-    peak: int | None = None
-    holds_integers: bool = False
-    forced_values: int = 0
-    kept: list[int] = field(default_factory=lambda: [0, 0, 0])
-    matched: list[int] = field(default_factory=lambda: [0, 0, 0])
-    not_finite: list[int] = field(default_factory=lambda: [0, 0])
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*FIELDS, *_COUNTS), 0.0))
 
     def add_floats(self, reference: Tensor, fake: Tensor, integer: Tensor) -> None:
         """Add one batch's float, fake-quant and integer output, all as floats."""
         if self._differ(reference, fake, integer):
             return
-        self.values += reference.numel()
+        self._note("values", reference.numel())
         lines = _float_lines(reference, fake, integer)
         if not np.isfinite(lines).all():
             lines = _float_lines(*self._comparable(reference, fake, integer))
@@ -122,10 +120,10 @@ class LayerSums:
         """Values that are finite in float; a run's others are counted and replaced by float's."""
         known = reference.isfinite()
         found = [values[known] for values in (reference, *runs)]
-        for index, run in enumerate(found[1:]):
-            broken = ~run.isfinite()
-            self.not_finite[index] += int(broken.sum())
-            found[1 + index] = torch.where(broken, found[0], run)
+        for index, name in enumerate(_NOT_FINITE, 1):
+            broken = ~found[index].isfinite()
+            self._note(name, int(broken.sum()))
+            found[index] = torch.where(broken, found[0], found[index])
         return found
 
     def add_integers(
@@ -145,12 +143,12 @@ class LayerSums:
             integer: Of the integer model.
             form: What `integer` stands for.
         """
-        self.holds_integers = True
+        self._note("integers", 1)
         if self._differ(reference, fake, integer):
             self._add_forced(teacher_forced, integer, form)
             return
-        self.values += reference.numel()
-        self.forced_values += integer.numel()
+        self._note("values", reference.numel())
+        self._note("forced_values", integer.numel())
         kernels = _kernels(reference, fake, teacher_forced) if integer.dtype == torch.int8 else None
         if kernels is not None:
             given = form.scale, float(form.low), float(form.high), len(FIELDS)
@@ -170,15 +168,15 @@ class LayerSums:
         axis = 0
         while one_rank and len({tensor.shape[axis] for tensor in made}) == 1:
             axis += 1
-        for run, tensor in enumerate(made):
-            self.kept[run] += tensor.shape[axis] if one_rank else tensor.numel()
+        for name, tensor in zip(_KEPT, made, strict=True):
+            self._note(name, tensor.shape[axis] if one_rank else tensor.numel())
         return True
 
     def _add_forced(self, teacher_forced: Tensor, integer: Tensor, form: Integers) -> None:
         """Add what is left to compare: results on the same inputs."""
         if teacher_forced.shape != integer.shape:
             return
-        self.forced_values += integer.numel()
+        self._note("forced_values", integer.numel())
         for some in blocks(teacher_forced, integer):
             forced, made = (values.double() for values in some)
             *_, total, off, beyond, _, largest = _integer_line(forced, forced, forced, made, form)
@@ -188,14 +186,16 @@ class LayerSums:
 
     def _add(self, lines: Any) -> None:
         for name, values in zip(FIELDS, np.asarray(lines).T, strict=True):
-            if name in FIELDS[-_LARGEST:]:
-                self.sums[name] = max(self.sums[name], float(values.max(initial=0)))
-            else:
-                self.sums[name] += float(values.sum())
+            self._note(name, values.max(initial=0) if name in _LARGEST else values.sum())
+
+    def _note(self, name: str, value: Any) -> None:
+        before = self.sums[name]
+        self.sums[name] = max(before, float(value)) if name in _LARGEST else before + float(value)
 
     def add_matched(self, counts: Sequence[int]) -> None:
         """Add one batch's objects that both models choose upstream, and that each one chooses."""
-        self.matched = [before + more for before, more in zip(self.matched, counts, strict=True)]
+        for name, count in zip(_MATCHED, counts, strict=True):
+            self._note(name, count)
 
     def add_peak(self, accumulators: Tensor) -> None:
         """Note the largest accumulator."""
@@ -204,35 +204,26 @@ class LayerSums:
                 # As it lies in memory: torch is ten times slower across channels-last strides.
                 accumulators = accumulators.as_strided((accumulators.numel(),), (1,))
             low, high = (int(v) for v in torch.aminmax(accumulators))
-            bits = 1 + max(high, -low - 1, 0).bit_length()
-            self.peak = max(self.peak or 0, bits)
+            self._note("peak", 1 + max(high, -low - 1, 0).bit_length())
 
-    def numbers(self) -> tuple[list[float], list[int]]:
-        """Everything added so far: the sums in the order of FIELDS, and the counts."""
-        peak = -1 if self.peak is None else self.peak
-        counts = [self.values, peak, int(self.holds_integers), self.forced_values]
-        counts += [*self.kept, *self.matched, *self.not_finite]
-        return [self.sums[name] for name in FIELDS], counts
+    def numbers(self) -> list[float]:
+        """Everything added so far."""
+        return list(self.sums.values())
 
-    def merge(self, sums: Any, counts: Any) -> None:
+    def merge(self, numbers: Sequence[float]) -> None:
         """Add what `numbers` of other batches gave."""
-        values, peak, holds_integers, forced, *rows = (int(count) for count in counts)
-        self.values += values
-        self.forced_values += forced
-        self.kept = [before + more for before, more in zip(self.kept, rows[:3], strict=True)]
-        self.add_matched(rows[3:6])
-        self.not_finite = [a + b for a, b in zip(self.not_finite, rows[6:], strict=True)]
-        if peak >= 0:
-            self.peak = max(self.peak or 0, peak)
-        self.holds_integers |= bool(holds_integers)
-        self._add([sums])
+        for name, value in zip(self.sums, numbers, strict=True):
+            self._note(name, value)
 
     def row(self) -> LayerRow:
         """The row over everything added so far."""
-        exact = self.holds_integers
+        exact = bool(self.sums["integers"])
 
-        def mean(name: str, count: int) -> float | None:
-            return self.sums[name] / max(count, 1) if exact else None
+        def mean(name: str, count: str) -> float | None:
+            return self.sums[name] / max(self.sums[count], 1) if exact else None
+
+        def counted(names: tuple[str, ...]) -> Any:
+            return tuple(int(self.sums[name]) for name in names)
 
         forced = int(self.sums["forced_largest"])
         fake, integer = self._pair("fake"), self._pair("integer")
@@ -240,32 +231,27 @@ class LayerSums:
             path=self.path,
             op=self.op,
             form=self.form,
-            values=self.values,
+            values=int(self.sums["values"]),
             fake_sqnr_db=fake.sqnr_db,
             integer_sqnr_db=integer.sqnr_db,
             fake_cosine=fake.cosine,
             integer_cosine=integer.cosine,
             max_steps=int(self.sums["free_largest"]) if exact else None,
-            mean_steps=mean("free_total", self.values),
-            off=mean("free_off", self.values),
+            mean_steps=mean("free_total", "values"),
+            off=mean("free_off", "values"),
             forced_max_steps=forced if exact else None,
-            forced_mean_steps=mean("forced_total", self.forced_values),
-            saturated=mean("saturated", self.forced_values),
-            peak_bits=self.peak,
+            forced_mean_steps=mean("forced_total", "forced_values"),
+            saturated=mean("saturated", "forced_values"),
+            peak_bits=int(self.sums["peak"]) or None,
             why=self.why if forced > 1 else "",
-            kept=_counted(self.kept),
-            matched=_counted(self.matched),
-            not_finite=(self.not_finite[0], self.not_finite[1]),
+            kept=counted(_KEPT) if any(counted(_KEPT)) else None,
+            matched=counted(_MATCHED) if any(counted(_MATCHED)) else None,
+            not_finite=counted(_NOT_FINITE),
         )
 
-    def _pair(self, name: str) -> PairSums:
-        names = "power", f"{name}_power", f"{name}_dot", f"{name}_error"
-        return PairSums(*[*map(self.sums.__getitem__, names), self.not_finite[name == "integer"]])
-
-
-def _counted(counts: list[int]) -> tuple[int, int, int] | None:
-    one, other, third = counts
-    return (one, other, third) if any(counts) else None
+    def _pair(self, run: str) -> PairSums:
+        names = "power", f"{run}_power", f"{run}_dot", f"{run}_error", f"{run}_not_finite"
+        return PairSums(*map(self.sums.__getitem__, names))
 
 
 def _kernels(*floats: Tensor) -> Any:
