@@ -74,6 +74,7 @@ def test_pairs_are_made_once_for_voxels_and_geometry(nets, tmp_path):
     ops = lambda path: [node.op_type for node in onnx.load(path).graph.node]  # noqa: E731
     whole = written(nets, tmp_path / "a.onnx")
     assert whole.pair_generations == (4, 11)  # two submanifold, one down, one out
+    assert whole.notes == ("4 pair generations for 11 layers",)
     assert ops(whole.path).count("GetIndicePairsImplicitGemm") == 4
     held = written(nets, tmp_path / "b.onnx", rulebook_inputs=True)
     assert held.pair_generations == (2, 11)

@@ -57,6 +57,11 @@ def test_layers_that_were_never_quantized(nets, same):
     inside = [layer for layer in written.layers if "encoder_layer2" in layer.path]
     convs = [layer.precision for layer in inside if layer.name.startswith("conv")]
     assert convs == ["fp16"] * 4
+    assert len([text for text in written.floats if text.startswith(inside[0].path)]) == 1
+    assert all(": fp16: its input or weight is not quantized" in text for text in written.floats)
+    assert written.notes == ()
+    bounds = [layer.output_bound for layer in written.layers if layer.output_bound]
+    assert written.voxel_bound == max(bounds)
 
 
 def test_frozen_models_give_the_same_file(nets, tmp_path):
