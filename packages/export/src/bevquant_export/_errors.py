@@ -23,3 +23,15 @@ class FloatFileError(CallError):
     """A module that `export_float_onnx` cannot write."""
 
     function = "export_float_onnx"
+
+
+class UnsplitError(ValueError):
+    """A model that has no form as a sparse and a dense file, or as one without its decisions.
+
+    Attributes:
+        place: Operation, module, file and line.
+    """
+
+    def __init__(self, message: str, place: str) -> None:
+        super().__init__(message)
+        self.place = place

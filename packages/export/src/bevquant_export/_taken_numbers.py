@@ -2,8 +2,9 @@
 
 A file computes these numbers where the program does. A branch or a loop that depends on one has no
 form in a file: the program was captured with the example's number and requires it of every frame
-(`require`). The number of frames, as in ``coords[:, 0].max() + 1``, is a constant of a file like
-its input sizes, so a requirement of that number alone is allowed.
+(`require`). Files for ONNX Runtime have these requirements as nodes that end a run. Other engines
+have no such node: there only the number of frames, as in ``coords[:, 0].max() + 1``, is allowed, a
+constant of a file like its input sizes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from bevquant_export._errors import UnsplitError
 from bevquant_graph import op_spec
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import Program, Ref, Step, names_in
@@ -67,11 +69,12 @@ def refuse_decisions(model: IntegerModel, who: str) -> None:
     """
     for step in decisions(model):
         if not counts_frames(model.program, step):
-            raise ValueError(
+            raise UnsplitError(
                 f"{who}: {step.args[1]}: the forward decides by a number out of this tensor, or by "
                 "its number of rows (a branch, a loop, a size that must be fixed). The file would "
                 "hold the example's decision for every frame. Keep it a tensor (torch.where, a "
-                "mask), or make it a Python number or a buffer of the model"
+                "mask), or make it a Python number or a buffer of the model",
+                step.args[1],
             )
 
 
@@ -116,7 +119,8 @@ def frame_tables(model: IntegerModel | None) -> dict[str, str]:
         return found
     makers = {name: step for step in model.program.steps for name in step.outputs}
     for requirement in decisions(model):
-        for item in _items(requirement, makers):
+        of_frames = counts_frames(model.program, requirement)
+        for item in _items(requirement, makers) if of_frames else ():
             name = item.inputs[0]
             while (step := makers.get(name)) is not None:
                 name = step.inputs[0]

@@ -64,6 +64,10 @@ COMPUTED: dict[str, Between] = {
     "slice": lambda y, n: y[..., : int(n.max())],
     "start": lambda y, n: y[..., int(n.argmax()) :],
     "range": lambda y, n: y[..., torch.arange(int(n.max()))],
+    "remainder": lambda y, n: y + (n % n.min().item()).float().sum(),
+    "quotient": lambda y, n: y + (torch.div(n << 40, 3, rounding_mode="trunc") % 8).float().sum(),
+    "bytes": lambda y, n: y + (n * -300).view(torch.uint8).float().sum() * 0.01,
+    "of bytes": lambda y, n: y + (n - 7).view(torch.uint8).view(torch.int64).float().sum(),
     "literal": lambda y, n: y + torch.tensor([n.max().item(), 2]).float().sum(),
     "parts": lambda y, n: torch.cat(y.split([int(n[0]), 12 - int(n[0])], -1)[::-1], -1),
     "padding": lambda y, n: nn.functional.pad(y, (0, int(n.max()))),
@@ -124,14 +128,31 @@ DECIDED: dict[str, Between] = {
 
 
 @pytest.mark.parametrize("name", DECIDED)
-@pytest.mark.parametrize("profile", ["onnxruntime", "tensorrt"])
-def test_a_decision_on_a_number_is_refused(name: str, profile: str, tmp_path: Path) -> None:
+def test_a_decision_on_a_number_is_refused_without_a_check_node(name: str, tmp_path: Path) -> None:
     example, _ = frames()
     model = quantized(DECIDED[name], example)
     line = rf"{Path(__file__).name}:\d+\).*decides by a number out of this tensor.*torch\.where"
     with pytest.raises(ValueError, match=line):
-        export_qdq_onnx(model, example, tmp_path / "net.onnx", profile)
+        export_qdq_onnx(model, example, tmp_path / "net.onnx", "tensorrt")
     assert not list(tmp_path.iterdir())
+
+
+LIKE = {"loop": [1, 3], "odd size": [3, 2], "size of windows": [6, 2]}
+OTHERWISE = {"loop": [5, 2], "odd size": [4, 3]}
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_files_for_onnxruntime_check_decisions(name: str, tmp_path: Path) -> None:
+    example, _ = frames()
+    x = example[0]
+    model = quantized(DECIDED[name], example)
+    made = export_qdq_onnx(model, example, tmp_path / "net.onnx", "onnxruntime")
+    run = open_onnx(made.path, "onnxruntime")
+    like = x, torch.tensor(LIKE.get(name, [2, 4]))
+    (got,) = run(dict(zip(made.inputs, like, strict=True))).values()
+    assert (got - model(*like)).abs().max() < 0.05
+    with pytest.raises(Exception, match=rf"{Path(__file__).name}:\d+.* is the example's"):
+        run(dict(zip(made.inputs, (x, torch.tensor(OTHERWISE.get(name, [9, 3]))), strict=True)))
 
 
 def test_sizes_that_a_literal_gives_do_not_follow_the_batch(tmp_path: Path) -> None:
@@ -209,14 +230,20 @@ ROWS: dict[str, Between] = {
 }
 
 
-@pytest.mark.parametrize("profile", ["onnxruntime", "tensorrt11"])
 @pytest.mark.parametrize("name", ROWS)
-def test_a_branch_on_rows_of_a_mask_is_refused(name: str, profile: str, tmp_path: Path) -> None:
-    frame = torch.randn(1, 3, 12), (torch.arange(12) < 7).long()[None]
-    line = rf"{Path(__file__).name}:\d+\), asked about in .*{Path(__file__).name}:\d+.*of rows"
-    with pytest.raises(ValueError, match=line):
-        export_qdq_onnx(quantized(ROWS[name], frame), frame, tmp_path / "net.onnx", profile)
+def test_a_branch_on_rows_of_a_mask(name: str, tmp_path: Path) -> None:
+    x, n = torch.randn(1, 3, 12), (torch.arange(12) < 7).long()[None]
+    line = rf"{Path(__file__).name}:\d+\), asked about in .*{Path(__file__).name}:\d+"
+    model = quantized(ROWS[name], (x, n))
+    with pytest.raises(ValueError, match=rf"{line}.*of rows"):
+        export_qdq_onnx(model, (x, n), tmp_path / "net.onnx", "tensorrt11")
     assert not list(tmp_path.iterdir())
+    made = export_qdq_onnx(model, (x, n), tmp_path / "net.onnx", "onnxruntime")
+    run = open_onnx(made.path, "onnxruntime")
+    (got,) = run({"x": x, "n": n.flip(1)}).values()
+    assert (got - model(x, n.flip(1))).abs().max() < 0.05
+    with pytest.raises(Exception, match=rf"{line}.* is the example's"):
+        run({"x": x, "n": n * 0})
 
 
 POOLED: dict[str, Between] = {

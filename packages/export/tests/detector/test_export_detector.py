@@ -287,6 +287,15 @@ def test_what_reads_voxels_and_maps_is_refused(write, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_model_that_cannot_be_split_is_one_file_for_onnxruntime(write):
+    made = write(voxels_and_map, "onnxruntime")
+    assert [path.name for path in made.folder.iterdir()] == ["dense.onnx"]
+    assert (made.sparse, made.maps) == (None, ())
+    assert re.match(r"one file, as .*test_export_detector\.py:\d+", made.dense.notes[0])
+    assert [check.tensors[0] for check in made.checks] == [0, 0]
+    assert all(check.tensors[1] for check in made.checks)
+
+
 def test_a_whole_sparse_file_of_it_names_the_remedy(spconv, tmp_path):
     with pytest.raises(ValueError, match=r"no operator.*export_detector writes the model as two"):
         export_sparse_onnx(_quantized(spconv, one_map), frame(0), tmp_path / "a.onnx")

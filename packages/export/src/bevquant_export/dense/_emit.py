@@ -8,12 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from bevquant_export._errors import QdqError
-from bevquant_export._taken_numbers import decisions
+from bevquant_export._taken_numbers import counts_frames, decisions
 from bevquant_export.dense._aten import as_layer
 from bevquant_export.dense._floats import float_operation
 from bevquant_export.dense._graph import Graph, TensorState
@@ -77,7 +76,7 @@ def emit(
         emitter.add(step)
     for name in names_in(source.program.result):  # coordinates among them
         emitter.give(name)
-    emitter.require_frames()
+    emitter.require_answers()
     return emitter.states
 
 
@@ -188,35 +187,36 @@ class Emitter:
         for found in (name, f"{name}.indices"):
             self._write_coords(found)
 
-    def require_frames(self) -> None:
-        """Stop a run of the file whose coordinates have another number of frames.
+    def require_answers(self) -> None:
+        """Stop a run of the file in which the forward would decide otherwise than on the example.
 
         Standard operators have no check node, but ONNX Runtime checks the bounds of every Gather: 0
-        is read at position 0, or at position 1 of one entry, and added to a result. Engines that do
-        not check bounds get a note alone.
+        is read at position 0, or at position 1 of one entry, and a result at the sum of these.
+        Engines that do not check bounds have requirements of the number of frames alone, as a note.
         """
         steps = list(decisions(integer_model(self.source.integer)))
-        if not steps:
+        graph, zeros = self.graph, list[str]()
+        engine = graph.profile.runner != "onnxruntime"
+        for step in steps:
+            frames = counts_frames(self.source.program, step)
+            more = "the engine does not check it, open_onnx does" if engine else "others end a run"
+            asked = "the number of frames" if frames else "the forward's decision by it"
+            note = f"{step.args[1]}: {asked} is the example's; {more}"
+            graph.notes += [] if note in graph.notes else [note]
+            if engine:
+                continue
+            met = self.numbers.holds("decision", step)
+            place = graph.node("Cast", "decision", [graph.node("Not", "decision", [met])], to=INT64)
+            called = f"{'the_number_of_frames' if frames else step.args[1]} is the example's"
+            zeros.append(graph.node("Gather", called, [graph.numbers([0]), place]))
+        if not zeros:
             return
-        engine = self.graph.profile.runner != "onnxruntime"
-        self.graph.notes.append(
-            f"{steps[0].args[1]}: the number of frames is the example's; "
-            + ("the engine does not check it, open_onnx does" if engine else "others end the run")
-        )
-        if engine:
-            return
-        graph = self.graph
         name = next(n for n in names_in(self.source.program.result) if n in self.states)
-        met = [self.numbers.holds("frames", step) for step in steps]
-        wrong = [
-            graph.node("Cast", "frames", [graph.node("Not", "frames", [m])], to=INT64) for m in met
-        ]
-        joined = graph.node("Concat", "frames", wrong, axis=0)
-        nothing = graph.constant("no_frames", np.zeros(1), np.float32)
-        zeros = graph.node("Gather", "the_number_of_frames_is_the_examples", [nothing, joined])
-        zero = graph.node("ReduceSum", "frames", [zeros], axes=[0], keepdims=1)
-        made = graph.node("Add", "frames", [self.states[name].name, zero])
-        self.states[name] = replace(self.states[name], name=made)
+        joined = graph.node("Concat", "decision", zeros, axis=0)
+        zero = graph.node("ReduceSum", "decision", [joined], axes=[0], keepdims=0)
+        state = self.states[name]
+        made = graph.node("Unsqueeze", "decision", [state.name, graph.numbers([0])])
+        self.states[name] = replace(state, name=graph.node("Gather", "decision", [made, zero]))
 
     def _write_coords(self, name: str) -> None:
         coords = self.voxels.indices(name) if name not in self.states else None

@@ -27,9 +27,9 @@ from bevquant_export._taken_numbers import frame_tables
 from bevquant_export._takes_float8 import is_float8, refuse_float8
 from bevquant_export.dense._compare import tensors_by_input, verified
 from bevquant_export.dense._emit import emit
-from bevquant_export.dense._graph import Graph
+from bevquant_export.dense._graph import Graph, TensorState
 from bevquant_export.dense._half_tried import recorded, typed_file
-from bevquant_export.dense._profile import INT16_OPSET, profile_of
+from bevquant_export.dense._profile import INT16_OPSET, Profile, profile_of
 from bevquant_export.dense._read_model import read_model
 from bevquant_export.dense._runnable import session
 from bevquant_export.dense._source import Source, example_of, integer_model
@@ -40,7 +40,7 @@ from bevquant_export.lint._model import VOXELS
 from bevquant_export.lint._read import load_model
 from bevquant_export.sparse.portable._body import OPSET
 from bevquant_export.targets._cpu import mark_cpu
-from bevquant_graph import Guard, file_path, reported_by
+from bevquant_graph import Guard, file_path, problem_of, reported_by
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import PROGRAM_READERS, BlockLayer, Integers, Ref, SparseRef, replaced
 from bevquant_quantizers import hb_mapper, quantization_disabled, write_whole
@@ -184,17 +184,27 @@ def export_qdq_onnx(
     if not target.parent.is_dir():
         raise QdqError(f"there is no folder {target.parent}; make it first")
     args = example_of(model, args)
-    source = read_model(
-        model, args, dynamic_batch=dynamic_batch, voxels=chosen.voxels,
-        integer_inputs=chosen.integer_inputs, integer_sums=integer_sums, verify=verify,
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "dynamic_batch": dynamic_batch, "voxels": chosen.voxels, "verify": verify,
+        "integer_inputs": chosen.integer_inputs, "integer_sums": integer_sums,
+        "decisions": chosen.runner == "onnxruntime",
+    }  # fmt: skip
+    source = read_model(model, args, rows=chosen.voxels and not dynamic_batch, **settings)
     inputs = _named_inputs(source, input_names)
     outputs = _named_outputs(source, output_names, inputs.values())
     refuse_float8(source.program, chosen.float8, "export_qdq_onnx", f"profile {profile!r}")
-    graph = Graph(chosen, _opset(source))
-    for name in (*inputs.values(), *(name for _, name in outputs)):
-        graph.unique(name)
-    made = emit(source, graph, inputs, integer_sums=integer_sums)
+    try:
+        graph, made = _emitted(source, chosen, inputs, outputs, integer_sums)
+    except QdqError as error:
+        sizes = [size for ref in inputs for size in source.named(ref)]
+        if source.sparse or not any(isinstance(size, str) for size in sizes) or dynamic_batch:
+            raise
+        fixed_rows = f"{problem_of(error)}: so the numbers of rows are the example's"
+        integers = integer_model(source.integer)
+        assert integers is not None
+        source = read_model(integers, args, **settings)
+        graph, made = _emitted(source, chosen, inputs, outputs, integer_sums)
+        graph.notes.append(fixed_rows)
     shapes_in = {name: source.named(ref) for ref, name in inputs.items()}
     shapes_out = {name: source.named(ref) for ref, name in outputs}
     proto = _assemble(
@@ -246,6 +256,17 @@ def export_qdq_onnx(
     if chosen.name != "horizon":
         return file
     return replace(file, settings=hb_mapper.write_config(target, march, on_cpu))
+
+
+def _emitted(
+    source: Source, profile: Profile, inputs: dict[str, str], outputs: Sequence[tuple[str, str]],
+    integer_sums: bool,
+) -> tuple[Graph, dict[str, TensorState]]:  # fmt: skip
+    """The program's nodes, and its values in the file."""
+    graph = Graph(profile, _opset(source))
+    for name in (*inputs.values(), *(name for _, name in outputs)):
+        graph.unique(name)
+    return graph, emit(source, graph, inputs, integer_sums=integer_sums)
 
 
 def _opset(source: Source) -> int:

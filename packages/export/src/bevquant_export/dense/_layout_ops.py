@@ -134,6 +134,9 @@ def moved(graph: Graph, step: Step, read: Read, source: Source) -> str | list[st
         first, output = args[0].name, step.outputs[0]
         if source.shapes[first] == source.shapes[output]:
             return read(first)
+        if spec.name == "unsqueeze" and _several(source, output):
+            axis = int(kwargs.get("dim", args[-1])) % len(source.shapes[output])
+            return graph.node("Unsqueeze", path, [read(first), graph.numbers([axis])])
         return reshaped(graph, path, read(first), source.target(path, output, first))
     step = replace(step, args=args, kwargs=kwargs)
     return None if form is None else form(graph, step, read, source)
@@ -159,6 +162,11 @@ def _form(step: Step, spec: OpSpec) -> Form | None:
 def reshaped(graph: Graph, path: str, name: str, target: list[int]) -> str:
     """A Reshape to these sizes."""
     return graph.node("Reshape", path, [name, graph.numbers(target)])
+
+
+def _several(source: Source, name: str) -> bool:
+    """Whether several sizes are free, which a Reshape to constant sizes cannot keep."""
+    return sum(isinstance(size, str) for size in source.named(name)) > 1
 
 
 def _given(step: Step, *names: str) -> dict[str, Any]:
@@ -196,7 +204,9 @@ def _parts(graph: Graph, step: Step, read: Read, source: Source) -> list[str]:
     for part in probe:
         length = 1 if drops else part.shape[axis]
         name = sliced(graph, path, x, {axis: (start, start + length, 1)})
-        if drops:
+        if drops and _several(source, step.args[0].name):
+            name = graph.node("Squeeze", path, [name, graph.numbers([axis])])
+        elif drops:
             name = reshaped(graph, path, name, _without(source, path, step.args[0].name, {axis}))
         names.append(name)
         start += length
@@ -292,6 +302,8 @@ def _sliced(graph: Graph, step: Step, read: Read, source: Source) -> str | None:
     name = sliced(graph, step.path, x, cuts) if cuts else x
     if not dropped:
         return name
+    if _several(source, step.outputs[0]):
+        return graph.node("Squeeze", step.path, [name, graph.numbers(sorted(dropped))])
     return reshaped(graph, step.path, name, source.target(step.path, step.outputs[0]))
 
 
@@ -312,6 +324,9 @@ def _stacked(graph: Graph, step: Step, read: Read, source: Source) -> str:
     axis = int(given.get("dim", 0)) % len(source.shapes[step.outputs[0]])
     names = []
     for name in names_in(given["tensors"]):
+        if _several(source, name):
+            names.append(graph.node("Unsqueeze", step.path, [read(name), graph.numbers([axis])]))
+            continue
         target = source.target(step.path, name)
         target.insert(axis, 1)
         names.append(reshaped(graph, step.path, read(name), target))

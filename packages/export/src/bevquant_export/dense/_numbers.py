@@ -23,7 +23,10 @@ ARITHMETIC = {
 _WHOLE = ARITHMETIC.keys() - {"truediv", "div"}
 _REAL = ARITHMETIC.keys() - {"mod"}
 _OPERANDS = frozenset(("add", "sub", "mul", "div"))  # of a tensor and a number
-_COMPARED = {"eq": "Equal", "le": "LessOrEqual", "ge": "GreaterOrEqual"}
+_COMPARED = {
+    "eq": "Equal", "le": "LessOrEqual", "ge": "GreaterOrEqual", "lt": "Less", "gt": "Greater",
+}  # fmt: skip
+_JOINED = {"sym_not": "Not", "and": "And", "or": "Or"}
 _FILLED = frozenset(("zeros", "ones", "new_zeros", "new_ones"))
 
 
@@ -108,10 +111,24 @@ class Numbers:
         return graph.node(ARITHMETIC[what], path, operands)
 
     def holds(self, path: str, requirement: Step) -> str:
-        """Whether a requirement is fulfilled, as a tensor, bool ``[1]``."""
-        maker = self._makers[requirement.args[0].name]
+        """Whether a requirement is fulfilled, as a tensor, bool ``[1]``.
+
+        Raises:
+            ValueError: The requirement has no form.
+        """
+        return self._condition(path, requirement.args[0], requirement.args[1])
+
+    def _condition(self, path: str, condition: Ref, asked: str) -> str:
+        maker = self._makers[condition.name]
+        what = str(maker.attributes["what"])
+        if what in _JOINED:
+            parts = [self._condition(path, part, asked) for part in maker.args]
+            return self.graph.node(_JOINED[what], path, parts)
+        if what not in (*_COMPARED, "ne"):
+            refuse(asked, f"the forward decides by {what} of numbers, which has no form")
         operands = [self.of(path, operand) for operand in maker.args]
-        return self.graph.node(_COMPARED[str(maker.attributes["what"])], path, operands)
+        met = self.graph.node(_COMPARED.get(what, "Equal"), path, operands)
+        return self.graph.node("Not", path, [met]) if what == "ne" else met
 
     def sized(self, step: Step) -> str | None:
         """A step whose result's size depends on numbers; None for other steps."""

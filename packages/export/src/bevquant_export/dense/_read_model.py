@@ -35,12 +35,15 @@ def read_model(
     voxels: bool = False,
     integer_inputs: bool = False,
     integer_sums: bool = False,
+    decisions: bool = False,
+    rows: bool = False,
     verify: bool = True,
 ) -> Source:
     """Lower `model` and run it on `args`.
 
     With `voxels`, sparse convolutions are allowed: the number of voxels is free then, and the
-    number of frames a constant.
+    number of frames a constant. With `decisions`, the file can check the forward's. With `rows`,
+    inputs that are tables have any number of them.
 
     Raises:
         TypeError: Not a module.
@@ -57,7 +60,7 @@ def read_model(
             )
     integer = program_of(model, args, integer_sums, verify=verify)
     program, simulated = integer.program, integer_model(integer)
-    if simulated is not None:
+    if simulated is not None and not decisions:
         refuse_decisions(simulated, "export_qdq_onnx")
     sparse = [s.path for s in program.steps if s.op in ("sites", "sparse_conv")]
     sparse += ["an input"] if program.sparse_inputs else []
@@ -97,9 +100,12 @@ def read_model(
                 if name in hosts:
                     shapes[f"{name}.indices"] = tuple(hosts[name].indices.shape)
                 dtypes.setdefault(f"{name}.indices", torch.int32)
-    if sparse or _chooses_rows(integer):
-        wider = _free_sizes(integer, shapes)
-        wider = _free_sizes(integer, shapes, _fixed_numbers(integer, wider))
+    tensors = [value for value in given.values() if isinstance(value, Tensor)]
+    chosen = _chooses_rows(integer)
+    rows = rows and _are_tables(tensors, chosen=chosen)
+    if sparse or chosen or rows:
+        wider = _free_sizes(integer, shapes, rows=rows)
+        wider = _free_sizes(integer, shapes, _fixed_numbers(integer, wider), rows=rows)
     varying = taken_numbers(program, wider)
     wider_hosts = hosts
     if dynamic_batch:
@@ -192,6 +198,12 @@ def _chooses_rows(integer: QdqProgram) -> bool:
     return any(_is_found(size) for value in tensors for size in value.shape)
 
 
+def _are_tables(tensors: list[Tensor], *, chosen: bool) -> bool:
+    """Whether inputs are points, or voxels with coordinates, and rows are chosen of them."""
+    chosen = chosen or any(x.dim() == _TABLE and not x.is_floating_point() for x in tensors)
+    return chosen and all(x.dim() <= _TABLE for x in tensors)
+
+
 def _fixed_numbers(integer: QdqProgram, free: Mapping[str, Any]) -> set[str]:
     """Symbols of numbers taken from tensors that depend on fixed sizes alone."""
     model = integer_model(integer)
@@ -205,7 +217,7 @@ def _fixed_numbers(integer: QdqProgram, free: Mapping[str, Any]) -> set[str]:
 
 
 def _free_sizes(
-    integer: QdqProgram, shapes: Mapping[str, Any], fixed: Collection[str] = ()
+    integer: QdqProgram, shapes: Mapping[str, Any], fixed: Collection[str] = (), *, rows: bool
 ) -> dict[str, Any]:
     """Shapes with a name in place of every free size.
 
@@ -213,6 +225,7 @@ def _free_sizes(
         integer: A program that was lowered from a graph.
         shapes: Shapes of its tensors in a run.
         fixed: Symbols of numbers that are the same in every frame.
+        rows: Whether tables have any number of rows without voxels, too.
     """
     model = integer_model(integer)
     assert model is not None
@@ -221,15 +234,15 @@ def _free_sizes(
     values = {name: node.meta.get("val") for node, forms in held.items() for name in forms.values()}
     for name, (_, node) in ports_of(model).items():
         values.setdefault(name, node.meta.get("val"))
-    rows = _rows(model.program, shapes, values)
+    counts = _rows(model.program, shapes, values, tables=rows)
     free: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
-            free[name] = _named(value, shapes.get(name), rows, fixed)
+            free[name] = _named(value, shapes.get(name), counts, fixed)
         elif isinstance(value, tuple | list):
             parts = [part for part in value if isinstance(part, Tensor)]
             free[name] = tuple(
-                _named(part, shape, rows, fixed)
+                _named(part, shape, counts, fixed)
                 for part, shape in zip(parts, shapes.get(name, ()), strict=False)
             )
             free |= {f"{name}[{i}]": sizes for i, sizes in enumerate(free[name])}
@@ -263,18 +276,20 @@ def _is_found(size: Any, fixed: Collection[str] = ()) -> bool:
     return any(symbol.startswith("u") for symbol in _symbols(size).difference(fixed))
 
 
-def _rows(program: Program, shapes: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, str]:
+def _rows(
+    program: Program, shapes: Mapping[str, Any], values: Mapping[str, Any], *, tables: bool
+) -> dict[str, str]:
     """Symbols of the graph that stand for a number of input voxels, with a name.
 
     Also for the rows of other input tables (points, their voxels, sets of voxels), where the model
-    accepts any number of them.
+    accepts any number of them; without voxels if `tables` says so.
     """
     read = {step.args[0].name for step in program.steps if step.op == "sites"}
     read |= set(program.sparse_inputs)
     counts = {shapes[name][0] for name in read}
     given = set(names_in(program.signature)) | read
     found: dict[str, str] = {}
-    tables: dict[str, str] = {}
+    others: dict[str, str] = {}
     of_pictures: set[str] = set()
     for name in sorted(given):
         value = values.get(name)
@@ -282,11 +297,11 @@ def _rows(program: Program, shapes: Mapping[str, Any], values: Mapping[str, Any]
             continue
         if shapes[name][0] in counts:
             found |= dict.fromkeys(_symbols(value.shape[0]), "voxels")
-        elif read and value.dim() <= _TABLE:
-            tables |= dict.fromkeys(_symbols(value.shape[0]), f"rows of {name}")
+        elif (read or tables) and value.dim() <= _TABLE:
+            others |= dict.fromkeys(_symbols(value.shape[0]), f"rows of {name}")
         else:
             of_pictures.update(*map(_symbols, value.shape))
-    return {name: what for name, what in tables.items() if name not in of_pictures} | found
+    return {name: what for name, what in others.items() if name not in of_pictures} | found
 
 
 def _named(

@@ -130,7 +130,19 @@ class _Call(nn.Module):
         held = dict(zip(self.names, given, strict=True))
         held |= {name: getattr(self, buffer) for name, buffer in self._values.items()}
         args, kwargs = replaced(self._given, lambda ref: held[ref.name])
-        return self._function(*args, **kwargs)
+        function, args = _of_tensors(self._function, args)
+        return function(*args, **kwargs)
+
+
+def _of_tensors(function: Any, args: Any) -> Any:
+    """The operator's form for tensors, and its arguments, where an operand is an open number."""
+    name = getattr(function, "_overloadname", "")
+    form = getattr(function, "overloadpacket", None)
+    form = getattr(form, name.replace("Scalar", "Tensor"), None)
+    if form in (None, function) or not any(isinstance(a, torch.SymInt) for a in args):
+        return function, args
+    tensor: Any = torch.scalar_tensor
+    return form, [tensor(a, dtype=torch.int64) if isinstance(a, torch.SymInt) else a for a in args]
 
 
 def _at_most(proto: Any, opset: int) -> tuple[Any, int]:

@@ -70,7 +70,8 @@ class Voxels:
         self._missing: dict[str, int] = {}  # axes to three, by what made the voxels
         self._unchecked: set[str] = set()  # who gave voxels that may occur twice
         self._sums: dict[str, str] = {}  # int32, of layers whose readers want several forms
-        self._surroundings: Surroundings | None = None
+        self._frames: dict[str, Surroundings] = {}  # by the number of frames
+        self._around: dict[str, Surroundings] = {}  # by what made the voxels
         for features, voxel_set in self.source.program.sparse_inputs.items():
             grid, frames = self.source.grids[voxel_set]
             coords = inputs[f"{features}.indices"]
@@ -128,16 +129,15 @@ class Voxels:
         missing = _AXES - len(grid)
         if missing < 0:
             refuse(path, f"voxels on a grid of {len(grid)} axes have no form; expected 1…3")
-        if self._surroundings is None:
-            self._surroundings = Surroundings(self.graph, frames, self._behind)
-        elif self._surroundings.batch_size != frames:
-            refuse(path, "sparse tensors of two numbers of frames have no form in one file")
         if missing and open:
             refuse(path, "a grid of fewer than three axes, computed from voxels, has no form")
         coords = self.graph.node("Cast", path, [coords], to=INT32)
         coords = with_axes(self.graph, path, coords, 1 + len(grid), 1)
-        voxel_set = self._surroundings.given((1,) * missing + grid, coords, name, open)
-        self._missing[voxel_set.maker] = missing
+        if frames not in self._frames:
+            self._frames[frames] = Surroundings(self.graph, frames, self._behind)
+        around = self._frames[frames]
+        voxel_set = around.given((1,) * missing + grid, coords, name, open)
+        self._missing[voxel_set.maker], self._around[voxel_set.maker] = missing, around
         self._voxel_sets[name] = voxel_set
         self._unchecked.add(voxel_set.maker)
 
@@ -230,9 +230,9 @@ class Voxels:
             refuse(step.path, "dense() of coordinates that no sparse tensor has")
         if voxel_set.open:
             refuse(step.path, "dense() on a grid that is computed from voxels has no form")
-        assert self._surroundings is not None
+        frames = self._around[voxel_set.maker].batch_size
         (made,) = self.graph.call(
-            "ScatterDense", [x, voxel_set.voxels, self._surroundings.batch_size],
+            "ScatterDense", [x, voxel_set.voxels, frames],
             f"{step.path}.dense" if step.path else "dense", {"spatial_shape": voxel_set.grid},
         )  # fmt: skip
         if not (missing := self._missing_axes(voxel_set)):
@@ -272,21 +272,20 @@ class Voxels:
         if window.keeps_rows:
             return None, voxel_set
         voxel_set = self._distinct(voxel_set)
-        assert self._surroundings is not None
+        around = self._around[voxel_set.maker]
         try:
-            rows, made = self._surroundings.convolved(voxel_set, window)
+            rows, made = around.convolved(voxel_set, window)
         except ValueError as error:
             raise QdqError(str(error)) from error
-        self._missing[made.maker] = missing
+        self._missing[made.maker], self._around[made.maker] = missing, around
         return rows, made
 
     def _distinct(self, voxel_set: VoxelSet) -> VoxelSet:
         """The coordinates, each input voxel once: a requirement of convolutions alone."""
         if voxel_set.maker not in self._unchecked:
             return voxel_set
-        assert self._surroundings is not None
         self._unchecked.remove(voxel_set.maker)
-        found = self._surroundings.map_of(voxel_set)[2]
+        found = self._around[voxel_set.maker].map_of(voxel_set)[2]
         name = f"{voxel_set.maker} checked"
         (once,) = self.graph.call("DistinctCoords", [voxel_set.voxels, found], name)
         checked = replace(voxel_set, voxels=once)

@@ -14,7 +14,7 @@ closer to the middle of two steps than the float's precision; there they differ 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from bevquant_export.detector._parts import Parts
 from bevquant_export.lint import Finding
 from bevquant_export.lint._read import load_model
 from bevquant_export.sparse import SparseExport
-from bevquant_graph import HtmlTable, arguments, op_spec
+from bevquant_graph import Graph, HtmlTable, arguments, op_spec
 from bevquant_int8sim import IntegerModel, dequantize, quantize
 from bevquant_int8sim.program import float_gaps
 from bevquant_quantizers.documents import text_table
@@ -243,6 +243,21 @@ def _refuse_unequal(name: str, wanted: Tensor, made: Tensor) -> None:
             "model, given the same maps: they have two ranges at the cut; nothing was written. "
             "verify=False writes the files all the same"
         )
+
+
+def same_frame(graph: Graph, inputs: Any, example: Any) -> bool:
+    """Whether two calls have equal values."""
+    pairs = zip(graph.leaves(inputs), graph.leaves(example), strict=True)
+    return all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+        for a, b in pairs
+    )
+
+
+def counted(rows: Iterable[Any]) -> tuple[int, int]:
+    """Differing values, and all values."""
+    rows = list(rows)
+    return sum(row.different for row in rows), sum(row.elements for row in rows)
 
 
 def by_name(returned: Any) -> dict[str, Any]:

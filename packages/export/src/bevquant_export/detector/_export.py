@@ -10,9 +10,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
+from bevquant_export._errors import UnsplitError
 from bevquant_export._taken_numbers import refuse_decisions
 from bevquant_export.dense import QdqFile, TensorDifference, open_onnx
 from bevquant_export.dense._compare import verified
@@ -26,9 +26,12 @@ from bevquant_export.detector._chain import (
     WholeRun,
     by_name,
     chosen_outputs,
+    counted,
     refuse_other,
+    same_frame,
     sqnr_db,
 )
+from bevquant_export.detector._one_file import one_file
 from bevquant_export.detector._parts import Parts, parts_of, quantize_first
 from bevquant_export.lint import Finding, lint_onnx
 from bevquant_export.lint._read import load_model
@@ -86,6 +89,10 @@ def export_detector(
     Compared with the integer model that was not split are each layer of the sparse file, the
     integers of the maps, each operation of the dense file on these maps, and the outputs.
 
+    A model that cannot be split (an operation on voxels without a form in sparse files or that
+    reads a map, a branch on values) is one file for ``"onnxruntime"``, ``dense.onnx``, from voxels
+    to outputs; its first note names the operation. Each operation is compared.
+
     Args:
         model: A calibrated `bevquant_qnn` model in evaluation mode. It is not changed.
         example_inputs: Arguments of one call: a tuple of positional inputs, a dict of named inputs,
@@ -105,8 +112,8 @@ def export_detector(
 
     Returns:
         The files, the maps between them, the file and output of each result, and the checks. A
-        model without voxels has no sparse file; a model that returns sparse tensors or maps has no
-        dense one.
+        model without voxels, or in one file, has no sparse one; a model that returns sparse tensors
+        or maps has no dense one.
 
     Raises:
         TypeError: `model` is not a module, or the target does not have an option.
@@ -151,12 +158,22 @@ def export_detector(
         )
     axes = {"model_order": model_order, "order": order or model_order}
     example = as_example(model, example_inputs)
-    writer = _Writer(model, example, engine, dialect, axes, options, verify=verify, measure=measure)
+    others = [as_example(model, b) for b in checked_batches(batches)]
+    own = {"verify": verify, "measure": measure}
+
+    def write(folder: Path) -> DetectorExport:
+        try:
+            writer = _Writer(model, example, engine, dialect, axes, options, **own)
+            return writer.write(folder, others, head_room)
+        except UnsplitError as error:
+            if not engine.form.voxels or dialect != "portable":
+                raise
+            path = folder / _DENSE
+            return one_file(model, [example, *others], engine, path, error, **own, **options)
+
     whole.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=whole, prefix=".writing-") as unseen:
-        made = writer.write(
-            Path(unseen), [as_example(model, b) for b in checked_batches(batches)], head_room
-        )
+        made = write(Path(unseen))
         for file in sorted(Path(unseen).iterdir()):
             file.replace(whole / file.name)
     made = _moved(made, whole)
@@ -324,7 +341,11 @@ class _Writer:
         tensors = made.dense.differences if made.dense else ()
         ran = _Ran("example", self.example, self.run, rows, returned, maps, tensors)
         checks = [self._checked(made, ran)]
-        others = {f"batches[{i}]": b for i, b in enumerate(batches) if not self._is_example(b)}
+        others = {
+            f"batches[{i}]": b
+            for i, b in enumerate(batches)
+            if not same_frame(self.graph, b, self.example)
+        }
         for frame, inputs in others.items():
             run = WholeRun(self.whole, self.parts, inputs)
             if other := _other_sizes(made.dense, self._given(run.own_maps(), inputs)):
@@ -336,13 +357,6 @@ class _Writer:
             checks[1:] = [self._checked(made, ran)]
             break
         return tuple(checks)
-
-    def _is_example(self, inputs: Any) -> bool:
-        pairs = zip(self.graph.leaves(inputs), self.graph.leaves(self.example), strict=True)
-        return all(
-            torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
-            for a, b in pairs
-        )
 
     def _layers(
         self, made: DetectorExport, frame: str, inputs: Any
@@ -376,7 +390,7 @@ class _Writer:
         maps = tuple(run.check_map(name, value, half=half) for name, value in ran.maps.items())
         outputs = () if made.dense is None else self._outputs(made.dense, ran)
         integers = [row for row in ran.rows if row.form == "int8"]
-        return FrameCheck(ran.frame, _counted(integers), maps, _counted(ran.tensors), outputs)
+        return FrameCheck(ran.frame, counted(integers), maps, counted(ran.tensors), outputs)
 
     def _outputs(self, file: QdqFile, ran: _Ran) -> tuple[OutputCheck, ...]:
         """Outputs of the dense file on these maps; none where no runtime is installed."""
@@ -444,8 +458,3 @@ def _range(program: Program, name: str) -> float | None:
         if step.op in ("move", "relu"):
             moved.update(step.outputs)
     return None
-
-
-def _counted(rows: Iterable[Any]) -> tuple[int, int]:
-    rows = list(rows)
-    return sum(row.different for row in rows), sum(row.elements for row in rows)

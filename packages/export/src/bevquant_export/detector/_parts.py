@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor, fx
 
+from bevquant_export._errors import UnsplitError
 from bevquant_graph import Graph, named_results, nodes_behind, op_spec, part_of
 from bevquant_int8sim.program import integers_of
 
@@ -147,10 +148,12 @@ class _Cut:
             read = [(n, name) for n in calls for name in self._voxel_inputs(n)]
             met += [(n, f"reads {name}, of which voxels are made") for n, name in read]
         for node, what in met:
-            raise ValueError(
-                f"export_detector: {self.graph.describe(node)} {what}: the dense part takes maps "
+            place = self.graph.describe(node)
+            raise UnsplitError(
+                f"export_detector: {place} {what}: the dense part takes maps "
                 "of dense(), and no voxels beside them. Return map and sparse tensor and do this "
-                f"behind the files, or {_WHOLE}"
+                f"behind the files, or {_WHOLE}",
+                place,
             )
 
     def _voxel_inputs(self, node: fx.Node) -> list[str]:

@@ -6,7 +6,8 @@
 - ``argsort(x, stable=True)``: ONNX's TopK takes the earlier of two equal values first.
 - ``floor_divide``, ``div(…, rounding_mode="floor")`` and ``remainder`` of floats: by ``fmod``,
   which is exact, as torch computes them. The quotient that torch's exporter rounds down may have
-  been rounded up to the next whole number: a point in the voxel beside its own.
+  been rounded up to the next whole number: a point in the voxel beside its own. ``div`` of integers
+  that rounds: by ``floor_divide``; torch's exporter divides them in float32.
 - ``adaptive_max_pool`` into equal windows: a max pool of that kernel and stride, indices included.
 - ``avg_pool`` with a divisor of its own: the mean, zeros of the padding included, times the
   kernel's size, over the divisor. torch's exporter leaves the divisor out.
@@ -24,6 +25,10 @@
   intrinsics and poses. A⁻¹ = adj(A) / det(A), adj(A)ᵢⱼ = (−1)ⁱ⁺ʲ det(A without row j and column i),
   with determinants expanded along their first row (Laplace): as exact as an LU decomposition where
   A is well-conditioned. Of a singular matrix torch ends with an error, and a file divides by zero.
+- ``segment_reduce`` along the first axis, between offsets: a scatter to the numbers of the
+  segments, the running sum of ones at their starts.
+- ``view(dtype)`` of integers: bytes by division, integers by the sum of bytes · 256ⁱ, the least
+  byte first; the sign is the last byte's.
 - ``nan_to_num(x)``: values not equal to themselves are replaced, the rest is clipped.
 
 Further operators that operator set 11 lacks: `_old_set_forms`.
@@ -71,7 +76,8 @@ def plain_forms(opset: int, scatter_sums: bool = True) -> FunctionCalls:
         "adaptive_max_pool3d": partial(_adaptive_max_pool, _MAX_POOL.max_pool3d_with_indices),
         "avg_pool2d": partial(_avg_pool, torch.nn.functional.avg_pool2d, 2),
         "avg_pool3d": partial(_avg_pool, torch.nn.functional.avg_pool3d, 3),
-        "copysign": _copysign, "rrelu": _rrelu, **_QUOTIENTS, **_STACKS, **AXIS_FORMS,
+        "copysign": _copysign, "rrelu": _rrelu, "view": _bits, "segment_reduce": _segments,
+        **_QUOTIENTS, **_STACKS, **AXIS_FORMS,
     }  # fmt: skip
     sums = ORDERED_SUMS if scatter_sums else SCATTER_SUMS
     in_place = {f"{name}_": form for name, form in sums.items()}
@@ -186,6 +192,41 @@ _STACKS = {
     "dstack": partial(_stacked, torch.atleast_3d, 2),
     "column_stack": partial(_stacked, lambda x: x.reshape(-1, 1) if x.dim() < 2 else x, 1),
 }
+
+
+def _segments(
+    x: Tensor, reduce: str, *, offsets: Tensor | None = None, axis: int = 0, initial: Any = None,
+    **kwargs: Any,
+) -> Tensor | None:  # fmt: skip
+    numbers = {"sum": 0.0, "mean": 0.0, "max": -math.inf, "min": math.inf}
+    if offsets is None or offsets.dim() != 1 or axis or initial is not None:
+        return None
+    starts = offsets.new_zeros(x.shape[0] + 1)
+    starts = starts.scatter_add(0, offsets[1:], torch.ones_like(offsets[1:]))
+    segment = starts[:-1].cumsum(0)
+    index = segment.view(-1, *[1] * (x.dim() - 1)).expand_as(x)
+    made = x.new_full((offsets.shape[0] - 1, *x.shape[1:]), numbers[reduce])
+    if reduce in ("max", "min"):
+        return made.scatter_reduce(0, index, x, f"a{reduce}")
+    made = made.scatter_add(0, index, x)
+    if reduce == "sum":
+        return made
+    counts: Tensor = offsets.diff().to(x.dtype)
+    return made / counts.view(-1, *[1] * (x.dim() - 1))
+
+
+def _bits(x: Tensor, *shape: Any, dtype: Any = None) -> Tensor | None:
+    dtype = shape[0] if shape and isinstance(shape[0], torch.dtype) else dtype
+    if dtype is None or any(t.is_floating_point or t.is_complex for t in (x.dtype, dtype)):
+        return None
+    parts = x.long()[..., None] // 256 ** torch.arange(x.itemsize) % 256
+    parts = parts.flatten(-2).unflatten(-1, (-1, dtype.itemsize))
+    made: Tensor = parts[..., -1]
+    if dtype.is_signed:
+        made = torch.where(made > 127, made - 256, made)
+    for place in range(dtype.itemsize - 2, -1, -1):  # runtimes add int64 in float64 in a ReduceSum
+        made = made * 256 + parts[..., place]
+    return made.to(dtype)
 
 
 def _nan_to_num(
@@ -305,7 +346,18 @@ def _floor_divide(x: Any, y: Any, *, whole: bool = False) -> Tensor | None:
 
 
 def _div(x: Any, y: Any, *, rounding_mode: str | None = None, whole: bool = False) -> Tensor | None:
+    if not whole and rounding_mode is not None and _are_whole(x, y):
+        quotient: Tensor = torch.floor_divide(x, y)
+        inexact: Tensor = (quotient < 0) & (quotient * y != x)
+        return quotient + inexact if rounding_mode == "trunc" else quotient
     return _floor_divide(x, y, whole=whole) if rounding_mode == "floor" else None
+
+
+def _are_whole(x: Any, y: Any) -> bool:
+    """Whether an integer tensor is divided by integers."""
+    if not isinstance(x, Tensor) or x.is_floating_point():
+        return False
+    return isinstance(y, int) or (isinstance(y, Tensor) and not y.is_floating_point())
 
 
 _QUOTIENTS: dict[str, Callable[..., Tensor | None]] = {
@@ -329,9 +381,7 @@ def _divided(x: Any, y: Any, whole: bool) -> tuple[Tensor, Tensor] | None:
     if x.is_floating_point():
         left = torch.fmod(x, y)
         return ((x - left) / y).round(), left
-    if not whole:
-        return None
-    if y.is_floating_point() if isinstance(y, Tensor) else not isinstance(y, int):
+    if not whole or not _are_whole(x, y):
         return None
     quotient = torch.div(x, y, rounding_mode="trunc")
     return quotient, x - quotient * y

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from bevquant_export._errors import UnsplitError
 from bevquant_graph import leaves
 from bevquant_int8sim.model import Step
 
@@ -119,11 +120,12 @@ def no_operator(step: Step, where: str, *, reads_map: bool = False) -> ValueErro
         return ValueError(f"export_sparse_onnx: {where}: {step.reason}. {_CHOICE}")
     remedy = _NORMS.get(str(step.attributes.get("what", "")), "")
     remedy += BEHIND_DENSE if reads_map else REMEDY
-    return ValueError(
+    return UnsplitError(
         f"export_sparse_onnx: {where} has no operator in the dialect libspconv, which has sparse "
         "convolutions and linear layers on voxels, additions, concatenations and choices of "
         "channels, ReLU, dense(), permute and reshape. For ONNX Runtime dialect='portable' has "
-        f"pooling, and what a model computes on voxels between its layers; {remedy}"
+        f"pooling, and what a model computes on voxels between its layers; {remedy}",
+        where,
     )
 
 
