@@ -76,7 +76,7 @@ def plain_forms(opset: int, scatter_sums: bool = True) -> FunctionCalls:
         "adaptive_max_pool3d": partial(_adaptive_max_pool, _MAX_POOL.max_pool3d_with_indices),
         "avg_pool2d": partial(_avg_pool, torch.nn.functional.avg_pool2d, 2),
         "avg_pool3d": partial(_avg_pool, torch.nn.functional.avg_pool3d, 3),
-        "copysign": _copysign, "rrelu": _rrelu, "view": _bits, "segment_reduce": _segments,
+        "copysign": _copysign, "rrelu": _rrelu, "reshape": _bits, "segment_reduce": _segments,
         **_QUOTIENTS, **_STACKS, **AXIS_FORMS,
     }  # fmt: skip
     sums = ORDERED_SUMS if scatter_sums else SCATTER_SUMS
