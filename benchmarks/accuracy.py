@@ -1,12 +1,16 @@
 """What quantization costs trained networks, and what gets it back: PTQ, mixed precision, QAT.
 
     python benchmarks/accuracy.py [ptq] [sensitivity] [mixed] [qat] [--images N]
+    python benchmarks/accuracy.py streets ranks [--streets N] [--conditions clear night …]
 
 ResNet-20 on CIFAR-10 images and the MNIST net, public weights (`_trained_nets.py`). Differences
 are points of accuracy against float in the same run on the same images; noise is that of the
 outputs against the float ones. The standard error of a difference of d points on n images is at
 least √(d/100/n)·100 (0.4 points for d = 3, n = 2,000). Ranges come from the first 256 training
 images, which for CIFAR-10 are of three classes.
+
+`streets` compares the shipped BEVFusion on generated streets (`_streets.py`), `ranks` the orders of
+estimated and measured sensitivities of both shipped detectors. They run only where named.
 """
 
 from __future__ import annotations
@@ -15,14 +19,17 @@ import argparse
 import copy
 import math
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 import torch
 from _machine import print_machine
 from _rounding_peers import adaround, equalized
+from _streets import compare_ranks, compare_streets
 from _trained_nets import Task, accuracy, cifar10, mnist
 from torch import Tensor, nn
 
@@ -307,15 +314,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("parts", nargs="*", help="ptq, sensitivity, mixed, qat; all by default")
     parser.add_argument("--images", type=int, help="test images of each task; all by default")
+    parser.add_argument("--streets", type=int, default=100, help="streets of each condition")
+    parser.add_argument("--first", type=int, default=100, help="seed of the first street")
+    parser.add_argument("--conditions", nargs="*", default=[], help="all by default")
+    parser.add_argument("--runs", type=Path, help="folder of the runs, made where missing")
     options = parser.parse_args()
     parts = {"ptq": ptq, "sensitivity": sensitivity_cost, "mixed": mixed, "qat": qat}
-    unknown = set(options.parts) - set(parts)
+    unknown = set(options.parts) - {*parts, "streets", "ranks"}
     if unknown:
         parser.error(f"unknown parts {sorted(unknown)}")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     print_machine(peaks=False)
+    with tempfile.TemporaryDirectory() as made:
+        folder = options.runs or Path(made)
+        if "streets" in options.parts:
+            compare_streets(folder, options.first, options.streets, options.conditions)
+        if "ranks" in options.parts:
+            compare_ranks(folder)
     tasks = {"ptq": (cifar10, mnist), "qat": (cifar10,), "mixed": (cifar10,)}
-    for name in options.parts or parts:
+    for name in parts if not options.parts else (p for p in options.parts if p in parts):
         for make in tasks.get(name, (cifar10,)):
             parts[name](make(options.images))
 

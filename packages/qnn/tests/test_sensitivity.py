@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bevquant_qnn import (
     PrecisionPlan,
+    SensitivityRow,
     SensitivityTable,
     apply_precision,
     precision_groups,
@@ -284,6 +285,22 @@ def test_layers_that_share_a_quantizer_are_one_group(nets):
     assert len(every) == len(set(every))
     held = [q for group in precision_groups(model) for q in group.quantizers]
     assert len(held) == len(set(held))
+
+
+def test_rank_correlation_is_spearmans():
+    def table(*scores):
+        rows = [SensitivityRow((f"l{i}",), 1, {"int8": s}) for i, s in enumerate(scores)]
+        return SensitivityTable("sqnr", 200.0, None, tuple(rows), 1)
+
+    one = table(30.0, 50.0, 40.0, 60.0)
+    assert one.rank_correlation(table(1.0, 3.0, 2.0, 4.0)) == pytest.approx(1)
+    assert one.rank_correlation(table(4.0, 2.0, 3.0, 1.0)) == pytest.approx(-1)
+    # Ranks 1 3 2 4 and 1.5 1.5 3 4: products of deviations 3, squares 5 and 4.5.
+    assert one.rank_correlation(table(7.0, 7.0, 8.0, 9.0)) == pytest.approx(3 / 22.5**0.5)
+    with pytest.raises(ValueError, match="have no order"):
+        one.rank_correlation(table(1.0, 1.0, 1.0, 1.0))
+    with pytest.raises(KeyError):
+        one.rank_correlation(table(1.0, 2.0, 3.0))
 
 
 def test_table_survives_json(tmp_path):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 import msgspec
+import torch
 
 from bevquant_graph import HtmlTable
 from bevquant_qnn._precision import check_precisions
@@ -104,6 +105,30 @@ class SensitivityTable(HtmlTable, JsonDocument):
             return max(self.loss(row, name) for name in ([precision] if precision else row.alone))
 
         return tuple(sorted(self.rows, key=lost, reverse=True))
+
+    def rank_correlation(self, other: SensitivityTable, precision: str = "int8") -> float:
+        """Spearman's ρ of two tables' scores: 1 where both order the groups alike.
+
+        ρ is the correlation of the ranks, equal scores with their mean rank.
+
+        Args:
+            other: Table of the same groups, such as an estimate (`estimate_sensitivity`).
+            precision: Precision of the scores.
+
+        Raises:
+            KeyError: A group or a precision is missing from one of them.
+            ValueError: Fewer than two groups, or all scores of a table are equal.
+        """
+        pairs = [(row.alone[precision], other[row.name].alone[precision]) for row in self.rows]
+        scores = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).T
+        ranks = (scores[:, :, None] > scores[:, None]).double().sum(2)
+        ranks += (scores[:, :, None] == scores[:, None]).double().sum(2) / 2
+        if len(pairs) < 2 or bool((ranks.std(1) == 0).any()):
+            raise ValueError(
+                f"rank_correlation: {len(pairs)} groups with scores that do not differ have no "
+                "order; compare tables of two groups or more"
+            )
+        return float(torch.corrcoef(ranks)[0, 1])
 
     def to_json(self) -> str:
         """Return the table as JSON text, with every score to the last bit."""
