@@ -50,7 +50,7 @@ class _Branches(nn.Module):
         self.conv = nn.Conv2d(3, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x) if x.sum() > 0 else self.conv(-x)
+        return self.conv(x) if float(x.sum()) > 0 else self.conv(-x)
 
 
 @pytest.mark.parametrize("called", [simulate, export_qdq_onnx, export_sparse_onnx])

@@ -50,7 +50,7 @@ def plain() -> nn.Sequential:
 class Branches(Base):
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x)
-        if y.mean() > 0:
+        if float(y.mean()) > 0:
             y = y * 2
         return self.head(y)
 
@@ -58,7 +58,7 @@ class Branches(Base):
 class Loops(Base):
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x)
-        while y.abs().max() > 0.5:
+        while float(y.abs().max()) > 0.5:
             y = y / 2
         return self.head(y)
 

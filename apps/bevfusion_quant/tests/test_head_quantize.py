@@ -201,7 +201,7 @@ class Wrapped(nn.Module):
         self.inner = inner
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        if x.abs().max() > 1e6:
+        if float(x.abs().max()) > 1e6:
             x = x / 1e6
         return self.inner(x)
 

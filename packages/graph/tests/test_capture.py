@@ -7,6 +7,7 @@ import dataclasses
 import math
 import re
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -289,9 +290,81 @@ def test_sizes_that_a_forward_decides_by_are_the_examples() -> None:
     assert all(map(torch.equal, graph.replay(*given), net(*given)))
 
 
-def test_a_model_that_decides_by_values_is_refused_with_the_remedy() -> None:
-    with pytest.raises(CaptureError, match=r"Branching cannot be followed.*test_capture\.py:\d+"):
-        capture(Branching(), image(2, 4))
+def test_a_decision_of_the_models_own_forward_is_the_examples() -> None:
+    net, x = Branching(), image(2, 4).abs()
+    graph = capture(net, x)
+    assert graph.decided
+    assert torch.equal(graph.replay(3 * x), net(3 * x))
+    with pytest.raises(ValueError, match=r"asked about in .*test_capture\.py:\d+\)") as e:
+        graph.replay(-x)
+    assert "only with" not in str(e.value)
+
+
+class Best(nn.Module):
+    """The k best of the positive scores, or all of fewer."""
+
+    def __init__(self, count: Callable[[Tensor], int]) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x[x > 0]
+        return scores.topk(max(1, min(10, self.count(scores))))[0] * 2
+
+
+@pytest.mark.parametrize("count", [lambda x: len(x), lambda x: x.shape[0], Tensor.numel])
+def test_the_smaller_of_a_number_and_the_rows_is_no_decision(
+    count: Callable[[Tensor], int],
+) -> None:
+    net = Best(count)
+    for example in (60, 8):
+        graph = capture(net, torch.randn(example))
+        assert not graph.decided
+        for rows in (100, 30, 8, 4):
+            x = torch.cat([torch.ones(1), torch.randn(rows)])
+            assert torch.equal(graph.replay(x), net(x))
+
+
+class Stops(nn.Module):
+    """Layers until the result is sure, as in LightGlue, where this is switched on."""
+
+    def __init__(self, confidence: float = 0.5) -> None:
+        super().__init__()
+        self.layers, self.confidence = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), confidence
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = self.confidence > 0 and len(x) > 0
+        for layer in self.layers:
+            x = layer(x)
+            if early:
+                sure = x.abs()
+                if sure.mean() > self.confidence:
+                    break
+        return x
+
+
+@torch.no_grad()
+def test_a_stop_by_values_names_the_attribute_that_switches_it_off() -> None:
+    torch.manual_seed(0)
+    net, x = Stops().eval(), torch.randn(8, 4)
+    graph = capture(net, x)
+    for frame in (x, 0 * x, 100 * x):
+        rounds: list[nn.Module] = []
+        hooks = [
+            m.register_forward_hook(lambda m, *_, met=rounds: met.append(m)) for m in net.layers
+        ]
+        wanted = net(frame)
+        for hook in hooks:
+            hook.remove()
+        linears = [n for n in graph.operations if "linear" in str(n.target)]
+        if len(rounds) == len(linears):
+            assert torch.equal(graph.replay(frame), wanted)
+        else:
+            with pytest.raises(ValueError, match=r"only with self\.confidence > 0"):
+                graph.replay(frame)
+    off = capture(Stops(-1).eval(), x)
+    assert not off.decided
+    assert torch.isfinite(off.replay(100 * x)).all()
 
 
 @torch.no_grad()
@@ -394,9 +467,11 @@ def test_a_loop_over_values_ends_as_in_the_model() -> None:
             self.rounds.append(n)
             return y
 
-    with pytest.raises(CaptureError, match="branches on the values of a tensor"):
-        capture(Halves(), torch.ones(4))
+    graph = capture(Halves(), torch.ones(4))
     assert set(Halves.rounds) == {4}
+    assert torch.equal(graph.replay(torch.full((4,), 0.9)), torch.full((4,), 0.9))
+    with pytest.raises(ValueError, match="decision is another one"):
+        graph.replay(torch.full((4,), 3.0))
 
 
 def test_a_forward_that_changes_from_run_to_run_is_refused() -> None:

@@ -159,3 +159,31 @@ def test_a_fixed_window_names_the_size_that_fixes_it() -> None:
     _, made = simulated(Pooled(), torch.randn(2, 3, 8, 6))
     with pytest.raises(ValueError, match=r"expected size 8 in axis 2, .*test_size_guards\.py:\d+"):
         made(torch.randn(2, 3, 6, 6))
+
+
+class Stops(nn.Module):
+    """Layers until the result is sure, where this is switched on."""
+
+    def __init__(self, confidence: float = 0.5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.confidence = confidence
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+            if self.confidence > 0 and x.mean() > self.confidence:
+                break
+        return x
+
+
+def test_an_integer_model_refuses_frames_that_stop_elsewhere() -> None:
+    torch.manual_seed(0)
+    frames = [torch.randn(6, 8) for _ in range(3)]
+    net = quantize_model(Stops().eval(), example_inputs=frames[0]).model
+    calibrate(net, frames)
+    model = simulate(net, frames[0])
+    assert sum(step.op == "linear" for step in model.steps) == 3
+    torch.testing.assert_close(model(frames[1]), net(frames[1]), atol=0.02, rtol=0.05)
+    with pytest.raises(ValueError, match=r"only with self\.confidence > 0"):
+        model(100 * frames[0])

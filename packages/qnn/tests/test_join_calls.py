@@ -261,7 +261,7 @@ class Gate(nn.Module):
 
     def forward(self, x):
         y = self.stem(x)
-        if y.sum() > 1e9:
+        if float(y.sum()) > 1e9:
             return y
         return self.left(y).relu(), self.right(y)
 

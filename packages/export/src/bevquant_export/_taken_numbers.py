@@ -73,7 +73,8 @@ def refuse_decisions(model: IntegerModel, who: str) -> None:
                 f"{who}: {step.args[1]}: the forward decides by a number out of this tensor, or by "
                 "its number of rows (a branch, a loop, a size that must be fixed). The file would "
                 "hold the example's decision for every frame. Keep it a tensor (torch.where, a "
-                "mask), or make it a Python number or a buffer of the model",
+                "mask, topk(min(k, len(x)))), make it a Python number or a buffer of the model, or "
+                "set the attribute that switches it off",
                 step.args[1],
             )
 

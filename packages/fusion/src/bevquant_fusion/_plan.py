@@ -143,7 +143,8 @@ def from_graph(
     fold = planner.depthwise if alone else planner.fold_parallel
     for path in [path for path, item in found.items() if isinstance(item, Skipped)]:
         with suppress(Refused):
-            found[path] = fold(path, planner.norms[path])
+            norms = planner.norms[path]
+            found[path] = planner.together(fold(path, norms), norms)
     return found
 
 
@@ -161,12 +162,29 @@ class _Planner(Reader):
             where = self.graph.location(norms[0])
             self.found[path] = Skipped(path, "reads its own output", where)
             try:
-                planned: Fold | Skipped = self.fold(path, norms)
+                planned: Fold | Skipped = self.together(self.fold(path, norms), norms)
             except Refused as refusal:
                 planned = Skipped(path, str(refusal), where)
             del self.found[path]  # folds are made in the order in which they are planned
             self.found[path] = planned
         return self.found[path]
+
+    def together(self, fold: Fold, norms: list[fx.Node]) -> Fold:
+        """The fold, of layers that run for each frame for which the batch norm runs.
+
+        Raises:
+            Refused: They are in other branches of a question about values.
+        """
+        if not self.graph.decided:
+            return fold
+        layers = {fold.conv, *(part.layer for part in fold.parts)}
+        place = self.graph.apart([*norms, *(n for n in self.operations if self.layer(n) in layers)])
+        if place:
+            raise Refused(
+                f"runs in another branch than {', '.join(sorted(layers))}: the forward decides by "
+                f"values of the frame ({place})"
+            )
+        return fold
 
     def fold(self, path: str, norms: list[fx.Node]) -> Fold:
         """How the batch norm at ``path``, called at ``norms``, is folded."""

@@ -36,6 +36,7 @@ from ._read_members import ReadMembers, read_members
 from ._recall import State, recalled, remember, state_of
 from ._signature import Arguments, Constant, Leaf, Place, Tree, entries, flatten, place_name
 from ._state import called, state_kept
+from ._switches import switch_of
 from ._tidy import fixed_number, tidy
 
 _LOG = logging.getLogger(__name__)
@@ -239,7 +240,7 @@ class _Traces:
                     closing = self._closing.on_errors(traced, self.opaque, reason)
                     closed = stack.enter_context(closing)
                 stack.enter_context(opaque_modules(traced, self.opaque))
-                program, result, answered = exported(
+                program, result, answered, truths = exported(
                     traced, self.inputs, self._leaves, self._shares, self.constants,
                     values=self.values is not None, open_sizes=self.open_sizes, closed=closed,
                 )  # fmt: skip
@@ -250,7 +251,9 @@ class _Traces:
                 self._numbers = False
                 return None
             if self.values is not None and (
-                answered is None or not keep_answers(program.graph.nodes, answered)
+                answered is None
+                or (truths and self._reason(self._asked, self.values)[0])  # a part: one node
+                or not keep_answers(program.graph.nodes, answered)
             ):
                 raise self.values
             return program, result
@@ -329,7 +332,10 @@ class _Traces:
     def _reason(self, traced: nn.Module, error: Exception) -> tuple[str, str]:
         """Path of the module that an error comes from, and the cause with its line."""
         found, place = where(error, traced, self.opaque)
-        return found, f"{_met(error)}" + (f" ({place})" if place else "")
+        file, _, line = place.rpartition(":")
+        switch = switch_of(file, int(line)) if file else ""
+        only = f", only with {switch}" if switch else ""
+        return found, f"{_met(error)}" + (f" ({place}{only})" if place else "")
 
     def _reason_to_close(self, traced: nn.Module, path: str, error: Exception) -> str:
         """Why the module that an error ends is to be closed at once; "" where it is not."""

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from ._faults import author_line, is_authors
 from ._size_guards import Guard, check_guards, parsed
+from ._switches import switch_of
 from ._tidy import ANSWER, REQUIRE, fixed_number
 
 
@@ -76,7 +77,9 @@ def places_noted(outermost: Container[CodeType]) -> Iterator[list[Condition]]:
         count = env.num_deferred_runtime_asserts
         made: bool = deferred(env, term, message, fx_node)
         if message.startswith(_ANSWERED) and env.num_deferred_runtime_asserts > count:
-            found = _condition(canonicalize_bool_expr(term), noted(env)[0], agree=False)
+            place, own = noted(env)[0], canonicalize_bool_expr(term)
+            truth = all(env.var_to_range[s].upper == 1 for s in own.free_symbols)
+            found = _asked(own, place, "") if truth else _condition(own, place, agree=False)
             asked.extend(() if found is None else (found,))
         return made
 
@@ -134,9 +137,13 @@ def _condition(term: Any, place: Any, *, agree: bool = True) -> Condition | None
         return None
     if asked is not None and "_verify_" in asked.name:  # of torch.nn.functional: raises otherwise
         return None
-    file, _, line = (place.maybe_user_loc or "").rpartition(":")
-    if not file and own and asked is not None and "bevquant_" not in asked.filename:
-        file, line = asked.filename, str(asked.lineno)
+    typed = own and asked is not None and "bevquant_" not in asked.filename
+    return _asked(term, place, f"{asked.filename}:{asked.lineno}" if typed and asked else "")
+
+
+def _asked(term: Any, place: Any, otherwise: str) -> Condition:
+    """A condition with the author's line of torch's SLoc, or another line where it has none."""
+    file, _, line = (place.maybe_user_loc or otherwise).rpartition(":")
     return Condition(term, file, int(line or 0))
 
 
@@ -243,8 +250,12 @@ def keep_answers(nodes: Iterable[fx.Node], answered: Iterable[Condition]) -> boo
         own = own or [node for node, text in asserted if re.search(names, text)]
         if not own:
             return False
-        for node in own:
-            node.meta[ANSWER] = f"{file}:{line}" if file else ""
+        # An answer also narrows the range of its symbol, which is asserted upstream.
+        ranged = [n for n, text in asserted if re.search(rf" {names} [<>]=? \d+ on node", text)]
+        for node in (*own, *(n for n in ranged if ANSWER not in n.meta)):
+            switch = switch_of(file, line)
+            only = f" (only with {switch})" if switch else ""
+            node.meta[ANSWER] = f"{file}:{line}{only}" if file else ""
     return True
 
 

@@ -77,11 +77,11 @@ def exported(
     values: bool,
     open_sizes: bool,
     closed: Mapping[str, Opaque],
-) -> tuple[ExportedProgram, Tree, list[Condition] | None]:
-    """Export the model once; return the program, the tree of its result and its conditions.
+) -> tuple[ExportedProgram, Tree, list[Condition] | None, bool]:
+    """Export the model once; return the program, the tree of its result, conditions, and truths.
 
     Conditions are those that values of the example answered; None if, with `values`, the forward
-    takes a number other than an integer out of a tensor.
+    takes a float out of a tensor. Truths: whether it takes a truth value, as `if score > 0.5` does.
 
     Args:
         model: The model.
@@ -163,13 +163,13 @@ def exported(
         inline_regions(program)
         normalise(program.graph)
         # `functional` may drop numbers without consumers.
-        integers = not values or _takes_integers(program)
+        floats, truths = _takes(program) if values else (False, False)
         program = functional(program)
-    return program, result, answered if integers else None
+    return program, result, None if floats else answered, truths
 
 
-def _takes_integers(program: ExportedProgram) -> bool:
-    """Whether only integers are taken out of tensors, and no branch depends on values.
+def _takes(program: ExportedProgram) -> tuple[bool, bool]:
+    """Whether floats are taken out of tensors, and whether truth values are.
 
     A number that only computes a size may be gone from the graph; its symbol stays.
     """
@@ -180,7 +180,7 @@ def _takes_integers(program: ExportedProgram) -> bool:
     of_floats = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
     symbols = (symbol for term in program.range_constraints for symbol in term.free_symbols)
     floats = any(symbol_is_type(symbol, of_floats) for symbol in symbols)
-    return not floats and not any(k.is_floating_point or k == torch.bool for k in kinds)
+    return floats or any(k.is_floating_point for k in kinds), torch.bool in kinds
 
 
 def _compares_integers(node: fx.Node) -> bool:

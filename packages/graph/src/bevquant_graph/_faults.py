@@ -82,12 +82,17 @@ def is_authors(file: str) -> bool:
     return not (ours or library or "<" in file)
 
 
+def author_lines(node: fx.Node) -> list[tuple[str, int]]:
+    """File and line of each of the author's calls that a node comes from, outermost first."""
+    places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return [(file, int(line)) for file, line in places if is_authors(file)]
+
+
 def author_line(node: fx.Node) -> str:
     """``file:line`` of the author's code that computes a node; "" where it is not known."""
     noted: str = (node.meta.get("custom") or {}).get("bevquant_place", "")
-    places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [(file, line) for file, line in places if is_authors(file)]
-    return noted or (":".join(own[-1]) if own else "")
+    own = author_lines(node)
+    return noted or ("{}:{}".format(*own[-1]) if own else "")
 
 
 def where(error: BaseException, model: nn.Module, beside: Collection[str] = ()) -> tuple[str, str]:

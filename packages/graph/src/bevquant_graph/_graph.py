@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from ._batch_arguments import as_example
 from ._calls import Followed
 from ._conditions import Condition, bound_guards
-from ._faults import CaptureError, author_line, first_fault
+from ._faults import CaptureError, author_line, author_lines, first_fault
 from ._frames import frames_of
 from ._opaque import OPAQUE, Opaque, fixed_sizes, opaque_call, refuse_other_sizes
 from ._own_inputs import own_inputs
@@ -38,6 +38,7 @@ from ._signature import (
 )
 from ._size_guards import Guard, check_guards
 from ._state import state_kept
+from ._switches import branch_of
 from ._tidy import ANSWER, NUMBERS, REQUIRE, SHELL, fixed_number, inside
 
 
@@ -197,6 +198,24 @@ class Graph:
         """
         required = (node for node in self.operations if node.target is REQUIRE)
         return frozenset(node.name for node in required if ANSWER in node.meta)
+
+    def apart(self, nodes: Iterable[fx.Node]) -> str:
+        """``file:line`` of a question about values whose answer decides which of the nodes run.
+
+        "" where all run for each frame, or all in the same branch.
+        """
+        lines = [author_lines(node) for node in nodes]
+        for requirement in self.operations if self.decided else ():
+            place = requirement.meta.get(ANSWER, "").partition(" ")[0]
+            file, _, line = place.rpartition(":")
+            asked = int(line or 0)
+            branches = {
+                next((b for f, n in own if f == file and (b := branch_of(file, asked, n))), "")
+                for own in lines
+            }
+            if len(branches) > 1:
+                return str(place)
+        return ""
 
     def required(self, requirement: fx.Node) -> str:
         """The tensor of a requirement's number, or of its number of rows, and its consumer."""

@@ -1,0 +1,110 @@
+"""Branches of a forward around a line, read from its source.
+
+`if self.conf.depth_confidence > 0:` around a line means that it does not run for other settings.
+Lines in a branch, and lines downstream of one that returns, do not run for every frame.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import tokenize
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+
+_DEPTH = 4  # assignments followed: stop = self.early; stop = stop and …
+_LONGEST = 40  # nodes of a term that is filled in
+
+
+def switch_of(file: str, line: int) -> str:
+    """Conditions on attributes of ``self`` under which a line runs; "" where there are none."""
+    function = _function(file, line)
+    if function is None:
+        return ""
+    found = dict.fromkeys(
+        ast.unparse(term)
+        for test in _tests(function, line)
+        for term in _parts(_resolved(test, function, line))
+        if _of_attributes(term)
+    )
+    return " and ".join(found)
+
+
+def branch_of(file: str, line: int, other: int) -> str:
+    """The branch that a line is in, of the question in a line of the same file.
+
+    "" for lines that run under each answer, and for those of other functions.
+    """
+    function = _function(file, line)
+    if function is None or not _holds(function, other):
+        return ""
+    asks = [n for n in ast.walk(function) if isinstance(n, ast.If | ast.While | ast.IfExp)]
+    own = [n for n in asks if _holds(n.test, line)]  # several in one line: of all
+    for ask, name in product(own, ("body", "orelse")):
+        inside = getattr(ask, name)
+        if any(_holds(n, other) for n in (inside if isinstance(inside, list) else [inside])):
+            if not _holds(ask.test, other):
+                return name
+    within = (n for ask in own for n in ast.walk(ask))
+    ends = any(isinstance(n, ast.Return | ast.Break | ast.Continue) for n in within)
+    return "downstream" if ends and other > line else ""
+
+
+def _function(file: str, line: int) -> ast.FunctionDef | None:
+    tree = _parsed(file)
+    functions = [] if tree is None else [n for n in ast.walk(tree) if _holds(n, line)]
+    return next((n for n in reversed(functions) if isinstance(n, ast.FunctionDef)), None)
+
+
+@lru_cache(maxsize=64)
+def _parsed(file: str) -> ast.Module | None:
+    try:
+        with tokenize.open(file) as source:
+            return ast.parse(source.read())
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
+def _holds(node: ast.AST, line: int) -> bool:
+    return getattr(node, "lineno", line + 1) <= line <= (getattr(node, "end_lineno", 0) or 0)
+
+
+def _tests(function: ast.FunctionDef, line: int) -> Iterator[ast.expr]:
+    """Tests of the branches that a line is in, and its own up to the question."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.If | ast.While) and _holds(node, line):
+            if any(_holds(inner, line) for inner in node.orelse):
+                yield ast.UnaryOp(ast.Not(), node.test)
+            else:
+                yield node.test
+
+
+def _parts(test: ast.expr) -> list[ast.expr]:
+    joined = isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And)
+    return [p for value in test.values for p in _parts(value)] if joined else [test]  # type: ignore[attr-defined]
+
+
+def _resolved(term: ast.expr, function: ast.FunctionDef, line: int) -> ast.expr:
+    """The term with the values that local names were last given upstream of the line."""
+    given: dict[str, ast.expr] = {}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and node.lineno < line and len(node.targets) == 1:
+            if isinstance(node.targets[0], ast.Name) and len([*ast.walk(node.value)]) <= _LONGEST:
+                given[node.targets[0].id] = node.value
+
+    class Fill(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.expr:
+            return copy.deepcopy(given.get(node.id, node))
+
+    term = copy.deepcopy(term)
+    for _ in range(_DEPTH):
+        term = Fill().visit(term)
+    return term
+
+
+def _of_attributes(term: ast.expr) -> bool:
+    """Whether a term reads attributes of self and no other name, and calls nothing."""
+    names = {node.id for node in ast.walk(term) if isinstance(node, ast.Name)}
+    computes = any(isinstance(node, ast.Call | ast.Subscript) for node in ast.walk(term))
+    return names == {"self"} and not computes
