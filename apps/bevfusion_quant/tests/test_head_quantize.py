@@ -201,7 +201,7 @@ class Wrapped(nn.Module):
         self.inner = inner
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        if float(x.abs().max()) > 1e6:
+        if x.abs().max() > 1e6 or float(x.abs().sum()) > 1e12:
             x = x / 1e6
         return self.inner(x)
 
