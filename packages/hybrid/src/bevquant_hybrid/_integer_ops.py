@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -41,6 +41,17 @@ def operator(function: Function, name: str = "") -> Function:
     found = getattr(getattr(torch.ops, _NAMESPACE), name).default
     found.__doc__ = made.__doc__ = function.__doc__
     return cast(Function, found)
+
+
+def keep_settings(module: Any, given: Mapping[str, Any]) -> None:
+    """Set the arguments of a module's constructor (its ``locals()``) as attributes."""
+    vars(module).update({n: value for n, value in given.items() if n not in ("self", "__class__")})
+
+
+def settings_of(module: Any, operator: Any) -> dict[str, Any]:
+    """The arguments of an operator that a module holds as attributes."""
+    names = (argument.name for argument in operator._schema.arguments)
+    return {name: getattr(module, name) for name in names if hasattr(module, name)}
 
 
 def _schema_of(annotation: str) -> str:

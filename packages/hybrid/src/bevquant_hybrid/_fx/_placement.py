@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -27,7 +28,7 @@ from bevquant_hybrid.operators import load_support_table, row_of_function, row_o
 from bevquant_hybrid.operators._table import Listed, place_operator
 
 from ._recipes import Recipe, Step, recipe_of
-from ._settings import Names, Settings, anchor_path_of
+from ._settings import Names, anchor_path_of
 from ._tracer import called_function, called_path, number_nodes, scope_of, with_items
 
 # Methods of FloatFunctional whose operator has another name.
@@ -197,7 +198,7 @@ class Placement:
     Args:
         graph: Fused nodes.
         root: Their modules.
-        settings: The qconfigs.
+        qconfig_of: Returns the qconfig of a module's path, or None.
         names: Modules that the user puts on the CPU.
         hybrid: Whether operators may run on the CPU at all.
         march: Whose list of operators decides what must.
@@ -209,7 +210,7 @@ class Placement:
         self,
         graph: Graph,
         root: nn.Module,
-        settings: Settings,
+        qconfig_of: Callable[[str], Any],
         names: Names,
         hybrid: bool,
         march: str,
@@ -217,7 +218,8 @@ class Placement:
     ) -> None:
         self.strip = strip
         self.modules = dict(root.named_modules(remove_duplicate=False))
-        self.settings, self.names, self.hybrid, self.march = settings, names, hybrid, march
+        self._qconfig_of = qconfig_of
+        self.names, self.hybrid, self.march = names, hybrid, march
         self._numbers = number_nodes(graph)
         self.kinds: dict[Node, Kind] = {}
         self._outside: set[Node] = set()  # float because nothing was quantized yet, or any more
@@ -237,7 +239,7 @@ class Placement:
 
     def qconfig(self, node: Node) -> Any:
         """The qconfig of a node, or None."""
-        return self.settings.of(self.path(node))
+        return self._qconfig_of(self.path(node))
 
     def named(self, node: Node) -> bool:
         """Whether the user wants a node on the CPU."""

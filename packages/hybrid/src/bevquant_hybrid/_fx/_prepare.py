@@ -98,21 +98,21 @@ def prepare(
         replace_functions(fused.graph, fused)
     names.warn_of_unknown_names(fused)
     settings = Settings(fused, qconfig_dict)
-    placement = Placement(fused.graph, fused, settings, names, hybrid, march, strip)
+    placement = Placement(fused.graph, fused, settings.of, names, hybrid, march, strip)
     if strip and Kind.QUANT not in placement.kinds.values():
         raise ValueError(
             f"{caller}: no QuantStub is called: what is before the first one stays float, which is "
             "all of the model; put one on each input"
         )
     _warn_of_edges(placement)
-    _warn_of_missing_qconfigs(placement)
+    _warn_of_missing_qconfigs(placement, settings)
     on_cpu = list_cpu_operators(placement) if hybrid else ()
     if not hybrid:
         refuse_float_operators(placement, caller)
     if hybrid:
         make = _boundary_maker(placement, wrapped=scales is not None)
         insert_boundaries(fused.graph, fused, placement, make)
-    _swap(fused, placement)
+    _swap(fused, placement, settings)
     prepared = ObservedGraphModule(fused, fused.graph)
     prepared.hybrid, prepared.on_cpu = hybrid, on_cpu
     expect_pictures(prepared, march, hybrid)
@@ -183,7 +183,7 @@ def _boundary_maker(placement: Placement, wrapped: bool) -> Callable[[Node], nn.
     return make
 
 
-def _swap(fused: GraphModuleWithAttr, placement: Placement) -> None:
+def _swap(fused: GraphModuleWithAttr, placement: Placement, settings: Settings) -> None:
     """Put QAT modules where the BPU computes, and where stubs stand."""
     done: dict[int, nn.Module] = {}
     swapped = (Kind.BPU, Kind.QUANT, Kind.DEQUANT)
@@ -199,11 +199,14 @@ def _swap(fused: GraphModuleWithAttr, placement: Placement) -> None:
             done[id(module)] = qat_form(module, qconfig, path)
         replace_module(fused, path, done[id(module)])
     if not placement.hybrid:
-        _swap_in_methods(fused, placement, done)
+        _swap_in_methods(fused, placement, settings, done)
 
 
 def _swap_in_methods(
-    fused: GraphModuleWithAttr, placement: Placement, done: dict[int, nn.Module]
+    fused: GraphModuleWithAttr,
+    placement: Placement,
+    settings: Settings,
+    done: dict[int, nn.Module],
 ) -> None:
     """Put QAT modules where wrapped methods may call them: no node says which they do call."""
     owners = [m.owner_path for m in fused.modules() if isinstance(m, MethodCall)]
@@ -213,7 +216,7 @@ def _swap_in_methods(
         below = any(not owner or path.startswith(f"{owner}.") for owner in owners)
         if not path or not below or path in called or not has_qat_form(module):
             continue
-        qconfig = placement.settings.of(path)
+        qconfig = settings.of(path)
         if qconfig is not None or isinstance(module, DeQuantStub):
             if id(module) not in done:
                 done[id(module)] = qat_form(module, qconfig, path)
@@ -236,14 +239,12 @@ def _warn_of_edges(placement: Placement) -> None:
                 )
 
 
-def _warn_of_missing_qconfigs(placement: Placement) -> None:
+def _warn_of_missing_qconfigs(placement: Placement, settings: Settings) -> None:
     """Warn of layers that stay float because no setting reaches them, though others have one."""
-    if not placement.settings.any:
+    if not settings.any:
         return
     for node in placement.kinds:
-        if has_weight(placement.module(node)) and placement.settings.has_no_setting_for(
-            placement.path(node)
-        ):
+        if has_weight(placement.module(node)) and settings.has_no_setting_for(placement.path(node)):
             warnings.warn(
                 f"node {node.name} ({placement.path(node)}) has no qconfig and stays float; set "
                 "one for it or for the whole model, or None to say that this is intended",

@@ -11,16 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 
-from bevquant_hybrid._integer_ops import operator
+from bevquant_hybrid._integer_ops import keep_settings, operator, settings_of
 from bevquant_hybrid.nn._correlation import plain_sizes
 from bevquant_hybrid.nn._functions import shown
 from bevquant_hybrid.qtensor import as_float
 
 _LARGEST = math.log(1000 / 16)  # largest growth of a side in Detectron and torchvision
-_SETTINGS = (  # attributes of `RcnnPostProcess`, in the order of the operator's arguments
-    *("image_size", "nms_threshold", "box_filter_threshold", "num_classes", "post_nms_top_k"),
-    *("delta_mean", "delta_std"),
-)
 
 
 def of_each_anchor(maps: Tensor, anchors: int) -> Tensor:
@@ -286,6 +282,7 @@ class RcnnPostProcess(nn.Module):
         delta_std: Sequence[float] = (1.0, 1.0, 1.0, 1.0),
     ) -> None:
         super().__init__()
+        keep_settings(self, locals())
         for what, count in (("num_classes", num_classes), ("post_nms_top_k", post_nms_top_k)):
             if count < 1:
                 raise ValueError(f"RcnnPostProcess: {what}={count}: expected 1 or more")
@@ -295,8 +292,6 @@ class RcnnPostProcess(nn.Module):
                     f"RcnnPostProcess: {what}={list(four)}: expected four numbers, for dx, dy, dw "
                     "and dh"
                 )
-        given = locals()
-        vars(self).update({name: given[name] for name in _SETTINGS})
 
     def forward(
         self,
@@ -324,7 +319,7 @@ class RcnnPostProcess(nn.Module):
             as_float(scores),
             as_float(deltas),
             None if image_sizes is None else as_float(image_sizes),
-            *(getattr(self, name) for name in _SETTINGS),
+            **settings_of(self, detect_regions),
         )
 
     def extra_repr(self) -> str:

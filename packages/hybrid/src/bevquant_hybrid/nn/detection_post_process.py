@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bevquant_hybrid._integer_ops import operator
+from bevquant_hybrid._integer_ops import keep_settings, operator, settings_of
 from bevquant_hybrid.nn._functions import shown
 from bevquant_hybrid.qtensor import as_float
 
@@ -17,11 +17,6 @@ from ._rcnn import best, clipped, decoded, of_each_anchor, survivors, wide_and_h
 __all__ = ["DetectionPostProcess", "detect"]
 
 _Found = tuple[Tensor, Tensor, Tensor]  # boxes, scores, classes
-_SETTINGS = (  # attributes of the module, in the order of the operator's arguments
-    *("score_threshold", "regression_scale", "background_class_idx", "size_threshold"),
-    *("image_size", "pre_decode_top_n", "post_decode_top_n", "iou_threshold", "pre_nms_top_n"),
-    *("post_nms_top_n", "nms_on_each_level", "mode"),
-)
 
 
 @operator
@@ -225,16 +220,14 @@ class DetectionPostProcess(nn.Module):
         mode: str = "normal",
     ) -> None:
         super().__init__()
+        keep_settings(self, locals())
         if mode not in ("normal", "yolo"):
             raise ValueError(f"DetectionPostProcess: mode={mode!r}: expected 'normal' or 'yolo'")
-        given = locals()
-        for name in (name for name in _SETTINGS if name.endswith("_top_n")):
-            if given[name] is not None and given[name] < 1:
+        for name, count in vars(self).items():
+            if name.endswith("_top_n") and count is not None and count < 1:
                 raise ValueError(
-                    f"DetectionPostProcess: {name}={given[name]}: expected 1 or more, or None for "
-                    "all"
+                    f"DetectionPostProcess: {name}={count}: expected 1 or more, or None for all"
                 )
-        vars(self).update({name: given[name] for name in _SETTINGS})
 
     def forward(
         self,
@@ -264,7 +257,7 @@ class DetectionPostProcess(nn.Module):
         found = operate(
             *([as_float(x) for x in each] for each in (boxes, scores, regressions)),
             None if image_shapes is None else as_float(image_shapes),
-            *(getattr(self, name) for name in _SETTINGS),
+            **settings_of(self, detect),
         )
         images = len(found) // 3
         return tuple(found[:images]), tuple(found[images:-images]), tuple(found[-images:])

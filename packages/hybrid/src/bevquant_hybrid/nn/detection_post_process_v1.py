@@ -9,22 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_hybrid import _integer_ops as ops
-from bevquant_hybrid._integer_ops import operator
+from bevquant_hybrid._integer_ops import keep_settings, operator, settings_of
 from bevquant_hybrid.nn._functions import shown
 from bevquant_hybrid.qtensor import QTensor, as_float
 
 from ._rcnn import best, clipped, decoded, of_each_anchor, survivors, wide_and_high_enough
 
 __all__ = ["DetectionPostProcessV1", "detect_v1"]
-
-# Attributes of the module, in the order of the operator's arguments before and after image_size.
-_SETTINGS = (
-    ("num_classes", "box_filter_threshold", "class_offsets", "use_clippings"),
-    (
-        *("nms_threshold", "nms_margin", "pre_nms_top_k", "post_nms_top_k", "nms_padding_mode"),
-        "bbox_min_hw",
-    ),
-)
 
 
 @operator
@@ -169,6 +160,7 @@ class DetectionPostProcessV1(nn.Module):
         bbox_min_hw: tuple[float, float] = (0, 0),
     ) -> None:
         super().__init__()
+        keep_settings(self, locals())
         name = "DetectionPostProcessV1"
         if nms_padding_mode not in (None, "pad_zero", "rollover"):
             raise ValueError(
@@ -191,10 +183,7 @@ class DetectionPostProcessV1(nn.Module):
                 f"{name}: class_offsets={list(class_offsets)} and use_clippings={use_clippings}: "
                 "expected one of each for each branch"
             )
-        given = {**locals(), "use_clippings": [int(clips) for clips in clippings]}
-        vars(self).update(
-            {name: given[name] for name in (*_SETTINGS[0], "image_size", *_SETTINGS[1])}
-        )
+        self.use_clippings = [int(clips) for clips in clippings]
 
     def forward(
         self,
@@ -228,9 +217,7 @@ class DetectionPostProcessV1(nn.Module):
             [_in_sixteenths(x) for x in data],
             [as_float(x) for x in anchors],
             each,
-            *(getattr(self, name) for name in _SETTINGS[0]),
-            one,
-            *(getattr(self, name) for name in _SETTINGS[1]),
+            **{**settings_of(self, detect_v1), "image_size": one},
         )
         return list(zip(found[::3], found[1::3], found[2::3], strict=True))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,7 @@ from bevquant_hybrid._fx._graph_module import (
 from bevquant_hybrid._fx._placement import Kind, Placement
 from bevquant_hybrid._fx._prepare import _stays, _unprepared, prepare
 from bevquant_hybrid._fx._scales import is_calibration
-from bevquant_hybrid._fx._settings import Names, Settings, anchor_path_of
+from bevquant_hybrid._fx._settings import Names, anchor_path_of
 from bevquant_hybrid.nn.qat import is_qat
 from bevquant_hybrid.quantization.fake_quantize import FakeQuantState, set_fake_quantize
 from bevquant_hybrid.quantization.qconfig import (
@@ -55,28 +55,24 @@ class Trial:
     placement: Placement  # the kinds of its nodes
     scaled: frozenset[str]  # paths of the modules whose output has its own scale
 
-    def names(self, kind: Kind) -> tuple[str, ...]:
-        """Names in `hybrid_dict` of the modules in a place, in the graph's order."""
-        kinds = self.placement.kinds
-        found = [_name_of(self.placement, node) for node, where in kinds.items() if where is kind]
-        return tuple(dict.fromkeys(name for name in found if name))
-
     def moves(self) -> list[tuple[str, ...]]:
         """Candidates for the CPU: single layers, and producers with their consumers.
 
         A value between two BPU layers stays quantized if one of them moves. It is a float only if
         its producer and all its consumers run on the CPU.
         """
-        order = {name: i for i, name in enumerate(self.names(Kind.BPU))}
+        kinds = self.placement.kinds
+        names = [_name_of(self.placement, n) for n, kind in kinds.items() if kind is Kind.BPU]
+        order = {name: i for i, name in enumerate(dict.fromkeys(filter(None, names)))}
         found: dict[tuple[str, ...], None] = {(name,): None for name in order}
-        for node, kind in self.placement.kinds.items():
+        for node, kind in kinds.items():
             inserted = node.meta.get(BOUNDARY) == "quantize"
             if kind is not Kind.BPU and not inserted:
                 continue
             members = [*([] if inserted else [node]), *self._readers(node)]
-            names = {_name_of(self.placement, member) for member in members}
-            if "" not in names and len(names) > 1:
-                found[tuple(sorted(names, key=order.__getitem__))] = None
+            moved = {_name_of(self.placement, member) for member in members}
+            if "" not in moved and len(moved) > 1:
+                found[tuple(sorted(moved, key=order.__getitem__))] = None
         return [*found]
 
     def _readers(self, node: fx.Node) -> list[fx.Node]:
@@ -100,26 +96,6 @@ def _name_of(placement: Placement, node: fx.Node) -> str:
     """The name of a node's own module; ``""`` for a function, which no name means alone."""
     module = placement.module(node)
     return anchor_path_of(module, placement.path(node)) if module is not None else ""
-
-
-class _AsPrepared(Settings):
-    """The qconfigs that the modules of a prepared model were made with."""
-
-    def __init__(self, quantized: dict[str, nn.Module]) -> None:
-        self._quantized = quantized
-
-    def of(self, path: str) -> Any:
-        return getattr(self._quantized.get(path), "qconfig", None)
-
-
-class _EveryoneHas(Settings):
-    """A qconfig for every module, to tell what only a name or a missing qconfig keeps float."""
-
-    def __init__(self) -> None:
-        pass
-
-    def of(self, path: str) -> Any:
-        return path or "all"
 
 
 class Trials:
@@ -152,7 +128,7 @@ class Trials:
         """
         root = clone_containers(self._float, _stays)
         fused = GraphModuleWithAttr(root, copied_graph(self._float.graph))
-        placement = self._placement(fused, names, _AsPrepared(self._quantized))
+        placement = self._placement(fused, names)
 
         def make(node: fx.Node) -> nn.Module:
             own = self._quantized.get(placement.path(node)) if placement.module(node) else None
@@ -173,8 +149,8 @@ class Trials:
 
     def kept_float(self) -> tuple[str, ...]:
         """Names of modules that a BPU could run, but were prepared for the CPU."""
-        could = self._placement(self._float, (), _EveryoneHas()).kinds
-        now = self._placement(self._float, (), _AsPrepared(self._quantized))
+        could = self._placement(self._float, (), lambda path: path or "all").kinds
+        now = self._placement(self._float, ())
         found = [
             _name_of(now, node)
             for node, kind in now.kinds.items()
@@ -193,10 +169,15 @@ class Trials:
         )
 
     def _placement(
-        self, fused: GraphModuleWithAttr, names: Iterable[str], settings: Settings
+        self,
+        fused: GraphModuleWithAttr,
+        names: Iterable[str],
+        qconfig_of: Callable[[str], Any] | None = None,
     ) -> Placement:
+        """Kinds of the nodes; by default with the qconfigs that the model was prepared with."""
+        given = qconfig_of or (lambda path: getattr(self._quantized.get(path), "qconfig", None))
         requests = Names({"module_name": [*names]})
-        return Placement(fused.graph, fused, settings, requests, True, self._march)
+        return Placement(fused.graph, fused, given, requests, True, self._march)
 
 
 def measured_form(
