@@ -453,3 +453,14 @@ def test_joining_one_tensor_is_refused_as_torch_refuses_it() -> None:
     for model in (qat, convert_fx(qat)):
         with pytest.raises(TypeError, match=r"cat_0: cat: expected a list .* of 4 axes"):
             model(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*has not collected:UserWarning")
+def test_arithmetic_is_refused_without_a_method() -> None:
+    model = nn.Sequential(QuantStub(), horizon.nn.quantized.FloatFunctional())
+    model.qconfig = QAT
+    qat = horizon.quantization.prepare_qat(model)
+    for form in (model, qat, horizon.quantization.convert(qat)):
+        name = type(form[1]).__name__
+        with pytest.raises(TypeError, match=f"^{name}: call a method of it"):
+            form(torch.ones(1))
