@@ -242,8 +242,13 @@ def or_dash(value: float | None, form: str) -> str:
 
 
 def number_cell(value: float | None, form: str) -> CellParts:
-    """A number in the given form, by which its column is sorted."""
-    return CellParts(text=or_dash(value, form), value=value)
+    """A number in the given form, by which its column is sorted; NaN and infinity come last.
+
+    Examples:
+        >>> number_cell(26.52, ".1f"), number_cell(float("-inf"), ".1f")
+        ({'text': '26.5', 'value': 26.52}, {'text': '–', 'value': None})
+    """
+    return CellParts(text=or_dash(value, form), value=finite(value))
 
 
 def percent(share: float | None) -> str:
@@ -276,7 +281,8 @@ def plural(number: int | None, thing: str) -> str:
 
 def share(value: float | None, whole: float) -> float | None:
     """Length of a bar in per cent, as `CellParts` has it."""
-    return None if value is None or whole <= 0 else 100 * min(1.0, max(0.0, value) / whole)
+    known = finite(value)
+    return None if known is None or whole <= 0 else 100 * min(1.0, max(0.0, known) / whole)
 
 
 def _text(cell: Cell, without: str) -> str:

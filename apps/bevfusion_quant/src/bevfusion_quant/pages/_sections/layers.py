@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 from bev_data.tables import CellParts, Column, Row, Table, finite, number_cell, percent, share
 from bevfusion_quant.pages._content import ReportContent
@@ -29,14 +27,14 @@ COLUMNS = (
 
 def section(content: ReportContent) -> Section | None:
     """Chart in the order of execution, then the table."""
-    layers, low = [finite_row(row) for row in content.layers], content.low_sqnr_db
+    layers, low = content.layers, content.low_sqnr_db
     if not layers:
         return None
     cards = {path: i for i, v in enumerate(content.quantizers) for path in v.paths}
     # What fills a bar: the best SQNR, the largest 1 − cosine, the largest saturated share.
-    best = max((row.sqnr_db or 0.0 for row in layers), default=0.0)
-    error = max((1 - row.cosine for row in layers if row.cosine is not None), default=0.0)
-    beyond = max((row.saturated or 0.0 for row in layers), default=0.0)
+    best = max((finite(row.sqnr_db) or 0.0 for row in layers), default=0.0)
+    error = max((1 - c for row in layers if (c := finite(row.cosine)) is not None), default=0.0)
+    beyond = max((finite(row.saturated) or 0.0 for row in layers), default=0.0)
     rows = [_row(i, row, low, (best, error, beyond), cards) for i, row in enumerate(layers)]
     data = {
         "low": low,
@@ -47,21 +45,10 @@ def section(content: ReportContent) -> Section | None:
         ),
     }  # fmt: skip
     drawn = [
-        [row.layer, part_of(row.layer), None if row.sqnr_db is None else rounded(row.sqnr_db)]
-        for row in layers
+        [row.layer, part_of(row.layer), None if level is None else rounded(level)]
+        for row, level in ((row, finite(row.sqnr_db)) for row in layers)
     ]
     return Section("layers", "Layers", data, {"low": low, "layers": drawn})
-
-
-def finite_row(row: LayerRow) -> LayerRow:
-    """A row with None for NaN and infinities, which cannot be sorted or drawn."""
-    return replace(
-        row,
-        sqnr_db=finite(row.sqnr_db),
-        cosine=finite(row.cosine),
-        saturated=finite(row.saturated),
-        input_amax=finite(row.input_amax),
-    )
 
 
 def _row(
@@ -71,12 +58,11 @@ def _row(
     full: tuple[float, float, float],
     cards: Mapping[str, int],
 ) -> Row:
-    is_low = row.not_finite > 0 or (row.sqnr_db is not None and row.sqnr_db < low)
+    is_low = row.sqnr_db is not None and row.sqnr_db < low
     error = None if row.cosine is None else 1 - row.cosine
     sqnr = number_cell(row.sqnr_db, ".1f") | CellParts(bar=share(row.sqnr_db, full[0]))
     if is_low:
-        level = -math.inf if row.not_finite else row.sqnr_db
-        sqnr["title"] = f"{decibels(level)}, below {low:g} dB"
+        sqnr["title"] = f"{decibels(row.sqnr_db)}, below {low:g} dB"
     amax = number_cell(row.input_amax, ".4g")
     card = cards.get(f"{row.layer}._input_quantizer")
     if card is not None and row.input_amax is not None:
@@ -93,7 +79,7 @@ def _row(
         number_cell(row.rows, ",.0f"),
         sqnr,
         number_cell(row.cosine, ".5f") | CellParts(bar=share(error, full[1])),
-        CellParts(text=percent(row.saturated), value=row.saturated,
+        CellParts(text=percent(row.saturated), value=finite(row.saturated),
                   bar=share(row.saturated, full[2])),
         amax,
     )  # fmt: skip
