@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -180,10 +181,21 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         )
 
 
-def test_writing_through_a_view_into_what_is_read_later_is_refused() -> None:
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[:, :2],
+        lambda x: x.swapaxes(1, 2),
+        lambda x: x.movedim(1, -1),
+        lambda x: x.mT,
+        lambda x: torch.narrow(x, 1, 0, 2),
+        lambda x: x.tensor_split(2, 1)[0],
+    ],
+)
+def test_writing_through_a_view_into_what_is_read_later_is_refused(view: Any) -> None:
     def function(x: Tensor) -> Tensor:
         y = x * 2
-        part = y[:, :2]
+        part = view(y)
         part += 1
         return y
 

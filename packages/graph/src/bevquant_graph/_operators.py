@@ -51,6 +51,7 @@ class OpSpec:
         chooses: Its choice by value: ``"ranks"`` values and their indices, ``"indices"``,
             ``"places"`` of true values, ``"rows"`` by a mask.
         writes: Whether it writes into its first operand, whose type and shape the result has.
+        alias: Whether the result shares its memory with the operand, if strides allow it.
         compares: Whether it compares values, which gives true or false.
     """
 
@@ -71,6 +72,7 @@ class OpSpec:
     chooses: str = ""
     compares: bool = False
     writes: bool = False
+    alias: bool = False
 
     @property
     def unary(self) -> bool:
@@ -105,30 +107,34 @@ ALIASES = {alias: name for name, aliases in _ALIASES.items() for alias in aliase
 _DIMS = ("1d", "2d", "3d")
 
 OPERATORS: dict[str, OpSpec] = {
+    **_rows("detach alias data lift lift_fresh detach_", "identity", **_KEEPS, alias=True),
     **_rows(
-        "clone contiguous detach alias lift lift_fresh lift_fresh_copy detach_ dropout "
-        "feature_dropout alpha_dropout native_dropout shadow_copy",
-        "identity", **_KEEPS,
+        "clone contiguous lift_fresh_copy dropout feature_dropout alpha_dropout native_dropout "
+        "shadow_copy", "identity", **_KEEPS,
         modules=("Identity", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d"),
     ),
     **_rows(
         "reshape flatten unflatten squeeze unsqueeze", "layout_op",
-        **_MOVES, order=True, layout="reshape", modules=("Flatten", "Unflatten"),
+        **_MOVES, order=True, layout="reshape", alias=True, modules=("Flatten", "Unflatten"),
     ),
-    **_rows("view_as reshape_as", "layout_op", **_MOVES, order=True, layout="reshape", like=True),
-    **_rows("unsafe_split unbind", "layout_op", **_MOVES, order=True, layout="part"),
-    **_rows("permute transpose t movedim mT T numpy_T", "layout_op", **_MOVES, layout="permute"),
+    **_rows("view_as reshape_as", "layout_op", **_MOVES, order=True, layout="reshape", like=True,
+            alias=True),
+    **_rows("unsafe_split unbind", "layout_op", **_MOVES, order=True, layout="part", alias=True),
+    **_rows("permute transpose t movedim mT T numpy_T", "layout_op", **_MOVES, layout="permute",
+            alias=True),
     **_rows("roll flip", "layout_op", **_MOVES, layout="reorder"),
     **_rows("pixel_shuffle pixel_unshuffle channel_shuffle", "layout_op", **_MOVES,
             layout="shuffle", modules=("PixelShuffle", "PixelUnshuffle", "ChannelShuffle")),
     **_rows(
-        "slice select split chunk tensor_split narrow index_select gather take_along_dim unfold "
-        "diagonal",
-        "layout_op", **_MOVES, layout="part",
+        "slice select split chunk tensor_split narrow unfold diagonal", "layout_op",
+        **_MOVES, layout="part", alias=True,
     ),
-    **_rows("index masked_select getitem", "layout_op", **_MOVES, layout="part", chooses="rows"),
-    **_rows("expand repeat repeat_interleave tile", "layout_op", **_MOVES, layout="repeat"),
-    **_rows("expand_as", "layout_op", **_MOVES, layout="repeat", like=True),
+    **_rows("index_select gather take_along_dim", "layout_op", **_MOVES, layout="part"),
+    **_rows("index masked_select", "layout_op", **_MOVES, layout="part", chooses="rows"),
+    **_rows("getitem", "layout_op", **_MOVES, layout="part", chooses="rows", alias=True),
+    **_rows("expand", "layout_op", **_MOVES, layout="repeat", alias=True),
+    **_rows("repeat repeat_interleave tile", "layout_op", **_MOVES, layout="repeat"),
+    **_rows("expand_as", "layout_op", **_MOVES, layout="repeat", like=True, alias=True),
     **_rows(
         "pad constant_pad_nd", "layout_op", **_MOVES, layout="pad",
         modules=tuple(f"{p}Pad{d}" for p in ("Zero", "Constant") for d in _DIMS),
@@ -169,7 +175,8 @@ OPERATORS: dict[str, OpSpec] = {
     **_rows("bevquant_sparse::max_pool", "sparse_pool", values=True),
     **_rows("bevquant_sparse::avg_pool", "sparse_pool"),
     **_rows("bevquant_sparse::to_dense", "to_dense", values=True, mixes=False),
-    **_rows("sym_size sym_numel sym_stride sym_storage_offset size numel dim", "size"),
+    **_rows("sym_size sym_numel sym_stride sym_storage_offset size numel nelement dim ndimension "
+            "stride", "size"),
     **_rows(
         "grid_sample grid_sampler grid_sampler_2d grid_sampler_3d "
         "bevquant_graph::deformable_attention", "sample", places=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import os
@@ -17,6 +18,7 @@ from torch.ao.nn import quantized as torch_quantized
 from torch.fx import Graph, Node, Proxy, Tracer
 from torch.fx.proxy import TraceError
 
+from bevquant_graph import op_spec
 from bevquant_hybrid._leaf import LEAF_MARK
 from bevquant_hybrid.nn._functions import Arithmetic
 from bevquant_hybrid.nn.intrinsic import Fused
@@ -85,6 +87,8 @@ class _WritableProxy(Proxy):
             return getattr(self, f"_{name}")
         if name in ("setdefault", "popitem", "clear"):
             raise TypeError(f"it calls {name}() of {self.node.name}; write and read single names")
+        if inspect.isgetsetdescriptor(getattr(Tensor, name, None)) and op_spec(name).alias:
+            return self._read("call_function", getattr, name)  # a value that may be written to
         return super().__getattr__(name)
 
     def _read(self, op: str, target: Any, key: Any, *default: Any) -> Any:
@@ -234,13 +238,16 @@ def line_of(node: Node) -> str:
     return str(node.meta.get("line", ""))
 
 
-_NUMBER_METHODS = {"size", "dim", "numel", "nelement", "ndimension", "__len__", "stride", "item"}
 _FACTS = {"shape", "ndim", "device", "dtype"}
 _ARITHMETIC = {
     *(operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv),
     *(operator.mod, operator.neg, operator.getitem, operator.pow, int, float, len, max, min),
     *(function for function in vars(math).values() if callable(function)),
 }
+
+
+def _is_number(method: str) -> bool:
+    return op_spec(method).kind == "size" or method in ("__len__", "item")
 
 
 def number_nodes(graph: Graph) -> set[Node]:
@@ -250,7 +257,7 @@ def number_nodes(graph: Graph) -> set[Node]:
         inputs = node.all_input_nodes
         of_numbers = bool(inputs) and all(i in found for i in inputs)
         if (
-            (node.op == "call_method" and node.target in _NUMBER_METHODS)
+            (node.op == "call_method" and _is_number(str(node.target)))
             or (node.op == "call_function" and node.target is getattr and node.args[1] in _FACTS)
             or (node.op == "call_function" and node.target in _ARITHMETIC and of_numbers)
             or (node.op == "call_function" and node.target is len)
@@ -267,12 +274,6 @@ _IN_PLACE: dict[Any, Any] = {
     operator.imatmul: operator.matmul,
     **{f"__i{name}__": name for name in ("add", "sub", "mul", "matmul")},
     "__itruediv__": "div",
-}
-_VIEWS = {
-    *(operator.getitem, torch.transpose, torch.permute, torch.flatten, torch.reshape),
-    *(torch.squeeze, torch.unsqueeze, torch.chunk, torch.split, torch.unbind, torch.narrow),
-    *("view", "reshape", "flatten", "transpose", "permute", "squeeze", "unsqueeze", "chunk"),
-    *("split", "unbind", "narrow", "select", "expand", "view_as", "unflatten", "detach"),
 }
 
 
@@ -293,12 +294,12 @@ def _without_writing(graph: Graph, model: nn.Module, caller: str) -> None:
         seen_through = [
             user
             for view in written.users
-            if order[view] < order[node] and view.target in _VIEWS
+            if order[view] < order[node] and _is_view(view, model)
             for user in view.users
             if order[user] > order[node]
         ]
         base = written
-        while base.target in _VIEWS and isinstance(base.args[0], Node):
+        while _is_view(base, model) and isinstance(base.args[0], Node):
             base = base.args[0]
             seen_through += [user for user in base.users if order[user] > order[node]]
         if seen_through:
@@ -309,6 +310,15 @@ def _without_writing(graph: Graph, model: nn.Module, caller: str) -> None:
             )
         for user in later:
             user.replace_input_with(written, node)
+
+
+def _is_view(node: Node, model: nn.Module) -> bool:
+    """Whether a call's result is part of its first input's memory."""
+    target: Any = node.target
+    if node.op == "call_module":
+        return op_spec(model.get_submodule(target)).alias
+    called = node.op in ("call_function", "call_method")
+    return called and op_spec(str(node.args[1]) if target is getattr else target).alias
 
 
 def _writes(node: Node, model: nn.Module) -> bool:
