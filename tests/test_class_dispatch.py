@@ -53,7 +53,7 @@ ALLOWED = {
     "bevquant_fusion.from_structure": "finds what is reported as folded or left, with the reason",
     "bevquant_fusion.activations": "looks for the setting `inplace`, which it asks as well",
     "bevquant_fusion._as_norm": "leaves whatever derives from a batch norm to the plan",
-    "bevquant_fusion._Tracer.is_leaf_module": "keeps a call one node; `bn_problem` judges it",
+    "bevquant_fusion._is_leaf": "keeps a call one node; `bn_problem` judges it",
     "bevquant_fusion._Reader.region": _LISTS,
     "bevquant_fusion._Reader.served": _LISTS,
     "bevquant_fusion._Reader.below": "which modules are not looked into, as they have no children",
