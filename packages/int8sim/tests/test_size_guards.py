@@ -187,3 +187,24 @@ def test_an_integer_model_refuses_frames_that_stop_elsewhere() -> None:
     torch.testing.assert_close(model(frames[1]), net(frames[1]), atol=0.02, rtol=0.05)
     with pytest.raises(ValueError, match=r"only with self\.confidence > 0"):
         model(100 * frames[0])
+
+
+class Share(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x)
+        return made / x.numel()
+
+
+def test_the_number_of_values_follows_the_batch() -> None:
+    x = torch.randn(3, 6)
+    model = quantize_model(Share().eval(), example_inputs=x).model
+    calibrate(model, [torch.randn(64, 6)])
+    integer = simulate(model, x)
+    for rows in (1, 3, 8):
+        other = torch.randn(rows, 6)
+        with torch.no_grad():
+            torch.testing.assert_close(integer(other), model(other), rtol=1e-3, atol=1e-4)

@@ -6,6 +6,7 @@ compiler alone are removed.
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from typing import Any
@@ -148,6 +149,23 @@ def _changes_nothing(node: fx.Node) -> bool:
     )
 
 
+def _count_values(node: fx.Node) -> None:
+    """``x.numel()`` as the product of x's sizes, of which readers know the form."""
+    x: Any = node.args[0]
+    known = [fixed_number(size) for size in x.meta["val"].shape]
+    made: Any = math.prod(size for size in known if size is not None)
+    with node.graph.inserting_before(node):
+        for axis, size in enumerate(x.meta["val"].shape):
+            if known[axis] is None:
+                factor = node.graph.call_function(_aten.sym_size.int, (x, axis))
+                factor.meta = {**node.meta, "val": size}
+                value = size * (made.meta["val"] if isinstance(made, fx.Node) else made)
+                made = node.graph.call_function(operator.mul, (factor, made))
+                made.meta = {**node.meta, "val": value}
+    node.replace_all_uses_with(made)
+    node.graph.erase_node(node)
+
+
 def tidy(module: fx.GraphModule, model: nn.Module) -> None:
     """Remove assertions about sizes and operations without effect; unify batch norm and new memory.
 
@@ -159,6 +177,9 @@ def tidy(module: fx.GraphModule, model: nn.Module) -> None:
     normalise(graph)
     for node in list(graph.nodes):
         if node.op != "call_function":
+            continue
+        if node.target is _aten.sym_numel.default:
+            _count_values(node)
             continue
         if node.target in _WRITTEN_LATER:
             node.target = _WRITTEN_LATER[node.target]
