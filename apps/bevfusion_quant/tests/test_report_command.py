@@ -303,7 +303,7 @@ def test_a_calibration_that_cannot_be_right_asks_for_a_look(made: MadeUpRuns) ->
     run = made.model()
     content = json.loads((run / "summary.json").read_text())
     content["calibration"]["findings"] = [
-        {"tensor": name, "frame": "f", "evidence": "all zero", "poor": True}
+        {"tensor": name, "frame": "f", "kind": "all zero", "evidence": "all zero", "poor": True}
         for name in ("conv1", "conv2")
     ]
     (run / "summary.json").write_text(json.dumps(content))
