@@ -66,6 +66,7 @@ NEGATIVE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "hardtanh": lambda m, x: m.b(F.hardtanh(m.a(x))),
     "bicubic": lambda m, x: m.b(F.interpolate(m.a(x).relu(), scale_factor=2, mode="bicubic")),
     "padding below 0": lambda m, x: m.b(F.pad(m.a(x).relu(), (1,) * 4, value=-1.0)),
+    "clamp to below 0": lambda m, x: m.b(m.a(x).relu().clamp(max=-0.5)),
     "difference": lambda m, x: m.b(m.a(x).relu() - 1),
     "sum below 0": lambda m, x: m.b(m.a(x).relu() + (-1.0)),
     "minus by alpha": lambda m, x: m.b(torch.add(m.a(x).relu(), m.a(x).relu(), alpha=-1)),

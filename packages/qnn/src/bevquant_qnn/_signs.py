@@ -12,8 +12,9 @@ from bevquant_qnn._steps import Steps
 
 # Results are at least 0 for all operands.
 _POSITIVE = frozenset("relu relu6 sigmoid hardsigmoid softmax exp abs square sqrt softplus".split())
-# Clamps, by the place of their lower bound.
-_CLAMPS = {"clamp": "min", "clip": "min", "clamp_min": "min", "hardtanh": "min_val"}
+# Clamps, with the names of their bounds.
+_CLAMPS = {name: ("min", "max") for name in ("clamp", "clip", "clamp_min")}
+_CLAMPS["hardtanh"] = ("min_val", "max_val")
 # Results are at least 0 if the first operand is: kinds, and operators by name.
 _KEEPS = frozenset("identity layout_op max_pool avg_pool resize quantize mean sum amax".split())
 # If all operands are.
@@ -62,21 +63,26 @@ def _is_positive(steps: Steps, node: fx.Node, known: set[fx.Node]) -> bool:
     if spec.name in _POSITIVE:
         return True
     if spec.name in _CLAMPS:
-        default = -1 if spec.name == "hardtanh" else None
-        low = node.args[1] if len(node.args) > 1 else node.kwargs.get(_CLAMPS[spec.name], default)
-        return (isinstance(low, int | float) and low >= 0) or (
-            low is None and _first(node) in known
-        )
+        least, most = _CLAMPS[spec.name]
+        given = dict(zip((least, most), node.args[1:], strict=False)) | dict(node.kwargs)
+        low, high = given.get(least, -1 if spec.name == "hardtanh" else None), given.get(most)
+        if high is not None and not _at_least_0(high):
+            return False  # the upper bound is the stronger one
+        return _at_least_0(low) or (low is None and _first(node) in known)
     if spec.name in _ALL:
         numbers = [n for n in (*node.args, *node.kwargs.values()) if isinstance(n, int | float)]
         axis = spec.kind == "concat"
         return known.issuperset(node.all_input_nodes) and (axis or all(n >= 0 for n in numbers))
     if spec.layout == "pad":
         filling = node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
-        if not isinstance(filling, int | float) or filling < 0:
+        if not _at_least_0(filling):
             return False
     keeps = spec.kind in _KEEPS or spec.name in _KEEPS or spec.casts
     return keeps and _first(node) in known
+
+
+def _at_least_0(bound: object) -> bool:
+    return isinstance(bound, int | float) and bound >= 0
 
 
 def _first(node: fx.Node) -> object:
