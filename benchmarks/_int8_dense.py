@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from bevfusion.model import CONFIGS, build_model
 from bevquant_fusion import fuse_model
 from bevquant_int8sim import IntegerModel, backend_report, simulate
-from bevquant_int8sim.model._program import Ref, Step, replaced
+from bevquant_int8sim.program import (
+    Dequantize,
+    Quantize,
+    Ref,
+    Step,
+    Weighted,
+    replaced,
+)
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import TensorQuantizer, calibrate
 from bevquant_quantizers.tensor_quant import QuantDescriptor
@@ -85,9 +92,9 @@ def integers_only(model: IntegerModel, backend: str) -> tuple[IntegerModel, floa
         return Ref(names.get(ref.name, ref.name))
 
     first = program.steps[0]
-    assert first.op == "quantize"
+    assert isinstance(first, Quantize)
     for step in program.steps[1:]:
-        if step.op == "dequantize":
+        if isinstance(step, Dequantize):
             names[step.outputs[0]] = read(step.args[0]).name
         else:
             steps.append(replace(step, args=replaced(step.args, read)))
@@ -97,7 +104,7 @@ def integers_only(model: IntegerModel, backend: str) -> tuple[IntegerModel, floa
         steps=tuple(steps),
         result=replaced(program.result, read),
     )
-    return IntegerModel(whole, backend=backend), first.attributes["scale"]
+    return IntegerModel(whole, backend=backend), first.integers.scale
 
 
 def multiplications(model: IntegerModel, x: Tensor) -> float:
@@ -106,11 +113,8 @@ def multiplications(model: IntegerModel, x: Tensor) -> float:
 
     def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
         nonlocal total
-        weight = step.tensors.get("weight")
-        if weight is not None:
-            # A weight's element meets every output of a convolution, every input of a transposed.
-            pixels = (given if step.op == "conv_transpose" else made)[0][:, 0].numel()
-            total += weight.numel() * pixels
+        if isinstance(step, Weighted):
+            total += step.cost(given, made, 0)
 
     model.run((x,), record=False, observe=see)
     return total / 1e9

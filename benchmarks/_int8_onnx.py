@@ -20,7 +20,15 @@ from torch import Tensor
 
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim._grid_axes import per_axis
-from bevquant_int8sim.model._program import Step, names_in
+from bevquant_int8sim.program import (
+    Add,
+    Conv,
+    ConvTranspose,
+    LayoutCall,
+    MaxPool,
+    Step,
+    names_in,
+)
 
 __all__ = ["Session"]
 
@@ -53,14 +61,14 @@ class _Graph:
         return [self.constant(value.scale, np.float32), self.constant(value.zero, np.uint8)]
 
     def add_step(self, step: Step) -> None:
-        kinds: dict[str, Callable[[Step], None]] = {
-            "add": self.addition,
-            "conv": self.convolution,
-            "conv_transpose": self.convolution,
-            "max_pool": self.max_pool,
-            "move": self.concatenation,
+        kinds: dict[type[Step], Callable[[Any], None]] = {
+            Add: self.addition,
+            Conv: self.convolution,
+            ConvTranspose: self.convolution,
+            MaxPool: self.max_pool,
+            LayoutCall: self.concatenation,
         }
-        kinds[step.op](step)
+        kinds[type(step)](step)
 
     def output(self, name: str, relu: bool) -> _Value:
         form: Any = self._forms[name].form
@@ -71,17 +79,13 @@ class _Graph:
     def node(self, operator: str, inputs: list[str], output: str, **attributes: Any) -> None:
         self.nodes.append(helper.make_node(operator, inputs, [output], **attributes))
 
-    def convolution(self, step: Step) -> None:
+    def convolution(self, step: Conv | ConvTranspose) -> None:
         x = self.values[step.args[0].name]
-        y = self.output(step.outputs[0], step.attributes["relu"])
-        weight = step.tensors["weight"]
-        attributes, shuffled = step.attributes, ""
-        strides, sides = attributes["stride"], attributes["padding"]
-        accumulator = step.tensors.get("scale")
-        if accumulator is None:
-            accumulator = step.tensors["multiplier"] * y.scale
-        bias, scales = step.tensors["bias"], accumulator / x.scale
-        if step.op == "conv_transpose":
+        y = self.output(step.outputs[0], step.relu)
+        weight, shuffled = step.weight, ""
+        strides, sides = step.stride, step.padding
+        bias, scales = step.bias, step.unit / x.scale
+        if isinstance(step, ConvTranspose):
             s = weight.shape[2]
             assert tuple(weight.shape[2:]) == tuple(strides) == (s, s)
             assert not any(sides)
@@ -98,16 +102,16 @@ class _Graph:
                 self.constant(bias.numpy(), np.int32),
             ],
             shuffled or y.name,
-            strides=list(strides), group=attributes["groups"],
+            strides=list(strides), group=step.groups,
             pads=[p[0] for p in sides] + [p[1] for p in sides],
             kernel_shape=list(weight.shape[2:]),
         )  # fmt: skip
         if shuffled:
-            self.node("DepthToSpace", [shuffled], y.name, blocksize=step.attributes["stride"][0])
+            self.node("DepthToSpace", [shuffled], y.name, blocksize=step.stride[0])
 
-    def addition(self, step: Step) -> None:
+    def addition(self, step: Add) -> None:
         a, b = (self.values[ref.name] for ref in step.args)
-        y = self.output(step.outputs[0], step.attributes["relu"])
+        y = self.output(step.outputs[0], step.relu)
         inputs = [a.name, *self.scale(a), b.name, *self.scale(b), *self.scale(y)]
         self.node("QLinearAdd", inputs, y.name, domain="com.microsoft")
 
@@ -123,7 +127,7 @@ class _Graph:
         )
 
     def concatenation(self, step: Step) -> None:
-        assert step.attributes["what"] == "cat"
+        assert step.called == "cat"
         parts = [self.values[name] for name in names_in(step.args[0])]
         assert len({(p.scale, p.zero) for p in parts}) == 1
         name = step.outputs[0]
@@ -137,8 +141,8 @@ def _largest(model: IntegerModel, q: Tensor) -> dict[str, float]:
 
     def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
         for ref, value in zip(step.args, given, strict=True):
-            if step.op == "add" and value.dtype == torch.int32:
-                scales = step.tensors[f"scale{step.args.index(ref)}"].view(-1, 1, 1)
+            if isinstance(step, Add) and value.dtype == torch.int32:
+                scales = step.scales[step.args.index(ref)].view(-1, 1, 1)
                 found[ref.name] = float((value * scales).abs().max())
 
     model.run((q,), record=False, observe=see)

@@ -150,7 +150,7 @@ def test_fp8_layers_are_simulated_and_written(runs: Path, wide: LoadedRun, tmp_p
     )
     batch = FrameBatches([small_frame()], TINY, model)[0]
     integer = lowered(model, batch, "auto")
-    found = [s.path for s in integer.steps if isinstance(s.module, Float8Layer)]
+    found = [s.path for s in integer.steps if isinstance(s.target, Float8Layer)]
     assert "decoder.backbone.blocks.0.0" in found
     assert WIDE not in found
     (piece,) = (p for p in nvidia_pieces(wide.float_model, model) if p.file.name == "fuser")

@@ -218,7 +218,7 @@ def test_the_rounding_of_a_program_is_its_steps(tmp_path) -> None:
     made(ties)
     up, even = convert(made.eval()), convert(made, rounding="half_even")
     program = compiled(up, ties, tmp_path).program
-    assert [step.rounding for step in program.steps[:2]] == [{"rounding": "half_up"}] * 2
+    assert [step.constants["rounding"] for step in program.steps[:2]] == ["half_up"] * 2
     changed = horizon.runtime.CompiledModel(rounded(program, "half_even", "float64"))
     assert torch.equal(changed(ties).int_repr(), even(ties).int_repr())
     assert not torch.equal(up(ties).int_repr(), even(ties).int_repr())

@@ -53,7 +53,7 @@ def sign(path: Path, data: dict[str, Any], tensors: dict[str, torch.Tensor] | No
 
 def test_what_a_file_says(path) -> None:
     data = metadata(path)
-    assert data["schema"] == 2
+    assert data["schema"] == 3
     assert data["march"] == "bernoulli2"
     assert data["name"] == "Sequential"
     assert data["options"]["opt"] == "O2"
@@ -121,8 +121,8 @@ def test_no_file(tmp_path) -> None:
 
 
 def test_another_schema_is_named(path) -> None:
-    sign(path, metadata(path) | {"schema": 1})
-    with pytest.raises(ValueError, match=r"net\.hbm is not .*schema 1, expected 2; compile"):
+    sign(path, metadata(path) | {"schema": 2})
+    with pytest.raises(ValueError, match=r"net\.hbm is not .*schema 2, expected 3; compile"):
         runtime.load(path)
 
 
@@ -157,10 +157,10 @@ def _operator(data: dict[str, Any], name: str) -> None:
 
 
 def _argument(data: dict[str, Any], step: int, **arguments: Any) -> None:
-    for kind in ("kwargs", "attributes"):
+    for kind in ("kwargs", "constants"):
         for name in arguments:
             _step(data, step)[kind]["$dict"].pop(name, None)
-    _step(data, step)["attributes"]["$dict"].update(arguments)
+    _step(data, step)["constants"]["$dict"].update(arguments)
 
 
 WRONG = {
@@ -171,7 +171,9 @@ WRONG = {
     ),
     r"step 1 \(aten::matmul\): a program may not": lambda d: _operator(d, "aten.matmul.default"),
     r"1: it calls no operator of torch": lambda d: _operator(d, "torch.matmul"),
-    r"step 1 \(.*conv\): a program may not": lambda d: _step(d, 1).update(op="host"),
+    r"1: its step is not a relu: object contains unknown field": lambda d: _step(d, 1).update(
+        kind="Relu"
+    ),
     r"step 1 .*no argument 'device'": lambda d: _argument(d, 1, device="cuda"),
     r"groups='one' is no int": lambda d: _argument(d, 1, groups="one"),
     r"groups=True is no int": lambda d: _argument(d, 1, groups=True),
@@ -181,10 +183,10 @@ WRONG = {
     r"0: operator reads '%2', which no step": lambda d: _step(d, 0)["kwargs"]["$dict"].update(
         x={"$ref": "%2"}
     ),
-    r"1: an attribute reads '%1'": lambda d: _argument(d, 1, x={"$ref": "%1"}),
+    r"1: a constant reads '%1'": lambda d: _argument(d, 1, x={"$ref": "%1"}),
     r"1: operator makes '%1', which is there": lambda d: _step(d, 2).update(outputs=["%1"]),
     r"outputs: expected `array` of length >= 1": lambda d: _step(d, 2).update(outputs=[]),
-    r"its arguments or attributes are not": lambda d: _step(d, 1).update(kwargs=[1]),
+    r"at kwargs: expected `object`, got `array`": lambda d: _step(d, 1).update(kwargs=[1]),
     r"required field `march`": lambda d: d.pop("march"),
     r"[Ii]nvalid enum value 'complex64'": lambda d: d["inputs"][0].update(dtype="complex64"),
     r"shape\[0\]: expected `int` >= 0": lambda d: d["inputs"][0].update(shape=[-1]),
@@ -221,7 +223,7 @@ def test_what_no_program_says_is_refused(path, reason: str) -> None:
 def test_what_only_shows_when_it_runs_names_the_operator(path, name, argument, value) -> None:
     data = metadata(path)
     (step,) = (s for s in data["program"]["steps"] if f".{name}." in s["function"])
-    (kind,) = (k for k in ("kwargs", "attributes") if argument in step[k]["$dict"])
+    (kind,) = (k for k in ("kwargs", "constants") if argument in step[k]["$dict"])
     before = step[kind]["$dict"].pop(argument)
     step[kind]["$dict"][argument] = value
     tensors = load_tensors(path.read_bytes())

@@ -49,7 +49,7 @@ def planned(plan: dict[str, Any], default: Any = "int8") -> tuple[nn.Module, Ten
 def test_layers_compute_with_the_formats_values(name: str, tmp_path: Path) -> None:
     model, x = planned({"mix": name, "head": name})
     simulated = simulate(model, x)
-    layers = {s.path: s.module for s in simulated.steps if isinstance(s.module, BlockLayer)}
+    layers = {s.path: s.target for s in simulated.steps if isinstance(s.target, BlockLayer)}
     assert list(layers) == ["mix", "head"]
     given = torch.randn(5, 40, 6, 6)
     mix: Any = model.mix
@@ -75,7 +75,7 @@ def test_layers_compute_with_the_formats_values(name: str, tmp_path: Path) -> No
 def test_a_bound_of_other_sums() -> None:
     model, x = planned({"mix": "mxfp8"})
     layer: Any = next(
-        s.module for s in simulate(model, x).steps if isinstance(s.module, BlockLayer)
+        s.target for s in simulate(model, x).steps if isinstance(s.target, BlockLayer)
     )
     given = blocks_round(torch.randn(2, 40, 6, 6), 0.0, "mxfp8", 1)
     single = nn.functional.conv2d(given, layer.weight, layer.bias)

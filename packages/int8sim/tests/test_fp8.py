@@ -40,7 +40,7 @@ def calibrated(plan=None, config=None, net=None, images=None):
 
 
 def layers(model):
-    return {s.path: s.module for s in model.steps if isinstance(s.module, Float8Layer)}
+    return {s.path: s.target for s in model.steps if isinstance(s.target, Float8Layer)}
 
 
 @pytest.mark.parametrize("name", list(FLOAT8))
@@ -120,13 +120,13 @@ def test_layers_equal_a_float64_convolution_of_dequantized_values():
     made = {}
 
     def see(step, given, out):
-        if isinstance(step.module, Float8Layer):
+        if isinstance(step.target, Float8Layer):
             made[step.path] = step, given, out
 
     simulate(model, images).run(images, observe=see)
     for path, module in (("first", model.first), ("second", model.second), ("up", model.up)):
         step, given, out = made[path]
-        twin = copy.deepcopy(step.module)
+        twin = copy.deepcopy(step.target)
         weight = twin.weight.double()
         along = 1 if path == "up" else 0
         shape = [1] * weight.dim()
@@ -189,7 +189,7 @@ def test_a_wrong_rounding_is_found():
 
     model, images = calibrated(config=QuantConfig(num_bits=(4, 3)))
     integer = simulate(model, images, verify=False)
-    step = next(s for s in integer.steps if s.function is float8_round)
+    step = next(s for s in integer.steps if s.target is float8_round)
     worse = replace(step, args=(step.args[0], step.args[1] * 1.5, step.args[2]))
     steps = tuple(worse if s is step else s for s in integer.steps)
     broken = IntegerModel(replace(integer.program, steps=steps), integer.source)

@@ -51,7 +51,7 @@ def test_the_sum_is_rounded_twice_as_its_formula_says(model: nn.Module) -> None:
     values = {name: r for name, r in exact.run(x)[1].items()}
     sums = next(r for r in values.values() if r.path == "second")
     assert sums.value.dtype == torch.int32
-    unit = before.tensors["scale0"].view(1, -1, 1, 1)
+    unit = before.scales[0].view(1, -1, 1, 1)
     real = sums.value.double() * unit
     assert amax == pytest.approx(float(real.abs().max()))
     q = (real / (amax / 127)).round().clamp(-128, 127)
@@ -59,8 +59,8 @@ def test_the_sum_is_rounded_twice_as_its_formula_says(model: nn.Module) -> None:
     assert made.value.dtype == torch.int8
     assert torch.equal(made.value.double(), q)
     other = next(r for r in values.values() if r.op == "quantize")
-    terms = q * (amax / 127) + other.value.double() * float(after.tensors["scale1"])
-    want = (terms / after.attributes["scale"]).round().clamp(0, 127)
+    terms = q * (amax / 127) + other.value.double() * float(after.scales[1])
+    want = (terms / after.form.scale).round().clamp(0, 127)
     got = next(r for r in integer.run(x)[1].values() if r.op == "add")
     assert int((got.value.double() - want).abs().max()) == 0
 

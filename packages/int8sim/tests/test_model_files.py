@@ -182,8 +182,8 @@ def test_a_missing_file_is_refused(saved, name):
 
 def test_another_schema_is_refused(saved):
     manifest = json.loads((saved / "manifest.json").read_text())
-    (saved / "manifest.json").write_text(json.dumps(manifest | {"schema": 2}, indent=1))
-    with pytest.raises(ValueError, match="schema 2, expected 1; save the model again"):
+    (saved / "manifest.json").write_text(json.dumps(manifest | {"schema": 1}, indent=1))
+    with pytest.raises(ValueError, match=r"schema 1, expected 2; make the model again .*simulate"):
         IntegerModel.load(saved)
 
 
@@ -236,14 +236,14 @@ def test_tensors_of_wrong_type_or_shape_are_refused(saved, tensor, change, messa
 
 def test_a_step_without_its_scale_is_refused(saved):
     data = json.loads((saved / "program.json").read_text())
-    number = next(i for i, s in enumerate(data["steps"]) if s["op"] == "dequantize")
+    number = next(i for i, s in enumerate(data["steps"]) if s["kind"] == "Dequantize")
     name = f"{number}.scale"
 
     def change(program):
-        program["steps"][number]["tensors"].remove(name)
+        del program["steps"][number]["scale"]
 
     rewrite(saved, change, lambda tensors: tensors.pop(name))
-    with pytest.raises(ValueError, match="the tensor scale is missing"):
+    with pytest.raises(ValueError, match="missing required field `scale`"):
         IntegerModel.load(saved)
 
 
@@ -287,8 +287,8 @@ def test_a_step_that_makes_another_number_of_values_is_named(saved):
         program["steps"][number]["outputs"] = [*outputs, *program["steps"][0]["outputs"]]
 
     rewrite(saved, change)
-    with pytest.raises(ValueError, match=r"stem\.2: expected 2 values, its call gives a Tensor"):
-        IntegerModel.load(saved)(X)
+    with pytest.raises(ValueError, match=r"stem\.2: max_pool makes 2 values"):
+        IntegerModel.load(saved)
 
 
 def test_only_listed_functions_can_be_called(saved):
@@ -371,8 +371,8 @@ def test_steps_that_no_layer_takes_are_refused(saved, name):
     """A transposed convolution of stride 65536 has as many phases."""
 
     def change(program):
-        attributes = program["steps"][step_of(saved, "stem.0")]["attributes"]["$dict"]
-        attributes[name] = {"$tuple": [65536, 1]}
+        large = [[65536, 65536], [1, 1]] if name == "padding" else [65536, 1]
+        program["steps"][step_of(saved, "stem.0")][name] = large
 
     rewrite(saved, change)
     with pytest.raises(ValueError, match=r"stem\.0: strides, paddings and dilations .* above 1024"):

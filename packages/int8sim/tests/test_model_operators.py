@@ -10,6 +10,7 @@ import torch
 
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import (
+    OperatorCall,
     Program,
     Ref,
     Step,
@@ -33,7 +34,7 @@ def halve(x: torch.Tensor, rounding: str) -> torch.Tensor:
 
 
 def operator(function: Any, output: str, reads: dict[str, Any], **constants: Any) -> Step:
-    return Step("operator", "net", (), (output,), reads, constants, function=function)
+    return OperatorCall("net", (), (output,), reads, function=function, constants=constants)
 
 
 def program() -> Program:
@@ -67,9 +68,9 @@ def test_operators_run_on_values_and_constants() -> None:
     assert "int8[4, 3]" in repr(IntegerModel(program()))
 
 
-def test_rounding_is_an_attribute_of_operators_too() -> None:
+def test_rounding_is_an_argument_of_operators_too() -> None:
     up = rounded(program(), "half_up", "float64")
-    assert [step.rounding for step in up.steps] == [{"rounding": "half_up"}, {}]
+    assert [step.constants for step in up.steps] == [{"rounding": "half_up"}, {"dim": 0}]
     assert IntegerModel(up)([X])[1].tolist() == [[1, -1, 2], [2, 3, -3]]
 
 
@@ -93,10 +94,10 @@ WRONG = {
     "tensors that no step uses: x": lambda d, t: t.update(x=X),
     "operator reads 'more', which": lambda d, t: (d["constants"].clear(), t.clear()),
     "net: it calls no operator of torch": lambda d, t: d["steps"][1].update(function="torch.cat"),
-    "net: an attribute reads 'h'": lambda d, t: d["steps"][1]["attributes"]["$dict"].update(
+    "net: a constant reads 'h'": lambda d, t: d["steps"][1]["constants"]["$dict"].update(
         tensors=[{"$ref": "h"}]
     ),
-    "4294967296 among the arguments of aten::cat": lambda d, t: d["steps"][1]["attributes"][
+    "4294967296 among the arguments of aten::cat": lambda d, t: d["steps"][1]["constants"][
         "$dict"
     ].update(dim=2**32),
     "net: operator makes 'h', which is there": lambda d, t: d["steps"][1].update(outputs=["h"]),

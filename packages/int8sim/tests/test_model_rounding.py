@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from bevquant_int8sim import IntegerModel, compare, fixed_point_multiplier, simulate
+from bevquant_int8sim.program import Add, Conv, Quantize, Rounds
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import TensorQuantizer, calibrate
 
@@ -72,30 +73,28 @@ def test_every_step_rounds_as_the_model_was_told(rounding, arithmetic):
 
     def see(step, given, made):
         nonlocal ties
-        if step.op == "conv" and step.attributes["out"] == "int8":
-            weight, bias = (step.tensors[name].double() for name in ("weight", "bias"))
-            padding = [before for before, _ in step.attributes["padding"]]
+        if isinstance(step, Conv) and made[0].dtype == torch.int8:
+            weight, bias = step.weight.double(), step.bias.double()
+            padding = [before for before, _ in step.padding]
             acc = functional.conv2d(given[0].double(), weight, bias, padding=padding)
             acc = acc.movedim(1, -1)
-            factors = multiplied(step.tensors["multiplier"], arithmetic)
+            factors = multiplied(step.multiplier, arithmetic)
             factors = factors * (acc.shape[-1] // len(factors))
             exact = [int(a) * factors[i % len(factors)] for i, a in enumerate(acc.flatten())]
             got = made[0].movedim(1, -1).flatten().tolist()
-        elif step.op == "add":
-            scales = [
-                Fraction(float(step.tensors[name].max())) / Fraction(step.attributes["scale"])
-                for name in ("scale0", "scale1")
-            ]
+        elif isinstance(step, Add):
+            unit = Fraction(step.form.scale)
+            scales = [Fraction(float(scale.max())) / unit for scale in step.scales]
             pairs = zip(*(value.flatten().tolist() for value in given), strict=True)
             exact = [sum(q * s for q, s in zip(pair, scales, strict=True)) for pair in pairs]
             got = made[0].flatten().tolist()
-        elif step.op == "quantize":
-            scale = Fraction(step.attributes["scale"])
+        elif isinstance(step, Quantize):
+            scale = Fraction(step.form.scale)
             exact = [Fraction(float(v)) / scale for v in given[0].flatten()]
             got = made[0].flatten().tolist()
         else:
             return
-        low = 0 if step.attributes["relu"] else -128
+        low = 0 if step.relu else -128
         want = [min(max(rounded(value, rounding), low), 127) for value in exact]
         ties += sum((2 * value).denominator == 1 and value.denominator == 2 for value in exact)
         assert got == want
@@ -117,7 +116,9 @@ def test_roundings_differ_and_survive_saving(tmp_path):
     }
     assert not torch.equal(values["half_even"], values["half_up"])
     assert not torch.equal(values["half_away"], values["half_up"])
-    assert all(not step.rounding for step in simulate(net, X).steps)
+    rounds = [step for step in simulate(net, X).steps if isinstance(step, Rounds)]
+    assert rounds
+    assert all(step.is_default for step in rounds)
     made["half_up"].save(tmp_path / "m")
     assert torch.equal(IntegerModel.load(tmp_path / "m")(X), made["half_up"](X))
     assert compare(net, made["half_up"], [X]).wrong == ()

@@ -432,7 +432,7 @@ def test_sparse_pooling_runs_on_integers():
         spconv.SubMConv3d(5, 8, 3), spconv.SparseMaxPool3d(2, 2), spconv.SubMConv3d(8, 8, 3)
     )
     assert model.float_fallbacks == ()
-    (pool,) = [step for step in model.steps if step.attributes.get("what") == "sparse_max_pool"]
+    (pool,) = [step for step in model.steps if step.called == "sparse_max_pool"]
     assert model.program.values[pool.outputs[0]].form.bits == 8
     made, wanted = model(x), net(x)
     assert torch.equal(made.indices, wanted.indices)
@@ -520,7 +520,7 @@ def test_fp8_layers_sum_over_voxels(tmp_path, up):
     net = calibrated_net(QuantConfig(num_bits=(4, 3)), up=up)
     given = frame(5)
     integer = simulate(net, given)
-    found = {s.path: s.module for s in integer.steps if isinstance(s.module, Float8Layer)}
+    found = {s.path: s.target for s in integer.steps if isinstance(s.target, Float8Layer)}
     assert len(found) == 4 + up
     with torch.no_grad():
         made, wanted = (getattr(t, "features", t) for t in (integer(*given), net(*given)))

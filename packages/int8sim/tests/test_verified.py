@@ -151,14 +151,14 @@ def test_a_resize_reads_clamped_integers(clip: float, returned: bool) -> None:
     amax: Any = net.second._input_quantizer.amax
     net.second._input_quantizer.amax = amax * clip
     simulate(net, x)
-    from bevquant_int8sim.model import _read_graph
+    from bevquant_int8sim.model import _integer_steps
 
     def shifted(*given: Any, **settings: Any) -> torch.Tensor:
         return resize(*given, **settings).clamp(max=125) + 2
 
     with pytest.MonkeyPatch.context() as patch:
-        resize = _read_graph.resize
-        patch.setattr(_read_graph, "resize", shifted)
+        resize = _integer_steps.resize
+        patch.setattr(_integer_steps, "resize", shifted)
         with pytest.raises(ValueError, match=r"<resize> \(resize\) differs by (up to )?[23]"):
             simulate(net, x)
 

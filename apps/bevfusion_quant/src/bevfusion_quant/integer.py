@@ -30,7 +30,7 @@ from bevfusion_quant.options import Backend, Branch
 from bevfusion_quant.run import Clock
 from bevfusion_quant.stages import quantized_parts, why_float
 from bevquant_int8sim import IntegerModel, LayerComparison, simulate
-from bevquant_int8sim.program import Float8Layer
+from bevquant_int8sim.program import Float8Layer, Weighted
 from bevquant_quantizers.ranks import Shards, current_ranks
 
 __all__ = [
@@ -216,7 +216,8 @@ def lowered(
             f"the run cannot be simulated in integers: {error}: calibrate again with "
             "bevfusion-quant ptq"
         ) from error
-    if not any(step.op in _LAYERS or isinstance(step.module, Float8Layer) for step in model.steps):
+    layers = (Weighted, Float8Layer)
+    if not any(isinstance(step, layers) or isinstance(step.target, layers) for step in model.steps):
         first = next(iter(model.float_fallbacks), None)
         why = f" ({first.path or 'the model'}: {first.reason})" if first is not None else ""
         raise InputError(
@@ -233,6 +234,3 @@ def _saved(model: IntegerModel, folder: Path) -> SavedPart:
     except ValueError as error:
         return SavedPart("model", "", str(error))
     return SavedPart("model", "integer/model")
-
-
-_LAYERS = frozenset({"sparse_conv", "conv", "conv_transpose", "linear"})

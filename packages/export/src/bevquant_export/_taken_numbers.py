@@ -15,7 +15,7 @@ from typing import Any
 from bevquant_export._errors import UnsplitError
 from bevquant_graph import op_spec
 from bevquant_int8sim import IntegerModel
-from bevquant_int8sim.program import Program, Ref, Step, names_in
+from bevquant_int8sim.program import Coordinates, NumberCall, Program, Ref, Step, names_in
 
 _COORDS = ("getattr", "convolved_sites")
 _LARGEST = ("max", "amax")
@@ -37,14 +37,15 @@ def taken_numbers(program: Program, free: Mapping[str, Any] = _FREE) -> set[str]
     tensors = {name for name in given if name not in values or values[name].form != "host"}
     numbers: set[str] = set()
     for step in program.steps:
-        what = step.attributes.get("what")
+        what = step.called
         read = names_in((step.args, step.kwargs))
         reached = any(name in tensors or name in numbers for name in read)
-        if step.op == "host" and what == "size" and isinstance(step.args[0], Ref):
+        number = isinstance(step, NumberCall)
+        if number and what == "size" and isinstance(step.args[0], Ref):
             sizes = free.get(step.args[0].name, ())
             if step.args[1] < len(sizes) and isinstance(sizes[step.args[1]], str):
                 numbers.update(step.outputs)
-        elif step.op == "host" and what not in _COORDS:
+        elif number and what not in _COORDS:
             numbers.update(step.outputs if reached else ())
         elif reached and (what != "getattr" or step.args[1] == "indices"):
             tensors.update(step.outputs)
@@ -57,7 +58,7 @@ def decisions(model: IntegerModel | None) -> Iterator[Step]:
         return
     answers = model.source.graph.answers
     for step in model.program.steps:
-        if step.attributes.get("what") == "require" and not answers.isdisjoint(step.outputs):
+        if step.called == "require" and not answers.isdisjoint(step.outputs):
             yield step
 
 
@@ -87,7 +88,9 @@ def refuse_computed_grids(model: IntegerModel, who: str) -> None:
     """
     numbers = taken_numbers(model.program)
     for step in model.program.steps:
-        computed = numbers.intersection(names_in(step.args[1])) if step.op == "sites" else ()
+        if not isinstance(step, Coordinates):
+            continue
+        computed = numbers.intersection(names_in(step.args[1]))
         if computed and model.source is not None:
             graph = model.source.graph
             nodes = [node for node in graph.operations if node.name in computed]
@@ -136,7 +139,7 @@ def _items(step: Step, makers: Mapping[str, Step]) -> Iterator[Step]:
         name = pending.pop()
         maker = None if name in seen else makers.get(name)
         seen.add(name)
-        if maker is not None and maker.attributes.get("what") == "item":
+        if maker is not None and maker.called == "item":
             yield maker
         elif maker is not None:
             pending += reversed(maker.inputs)
@@ -146,12 +149,12 @@ def _is_batch_index(item: Step, makers: Mapping[str, Step]) -> bool:
     """Whether a number is the largest, or the last, entry of a table's first column."""
     step, moves = makers.get(item.inputs[0]), []
     while step is not None:
-        what = str(step.attributes.get("what"))
+        what = step.called
         if what in _LARGEST and len(step.args) == 1:
             moves.append("largest")
         elif what == "select":
             moves.append(_SELECTED.get(step.args[1:], ""))
-        elif not (op_spec(str(what)).casts or op_spec(str(what)).kind == "identity"):
+        elif not (op_spec(what).casts or op_spec(what).kind == "identity"):
             break
         step = makers.get(step.inputs[0])
     return moves in _BATCH_INDEX

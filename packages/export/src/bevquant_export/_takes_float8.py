@@ -7,7 +7,7 @@ from bevquant_int8sim.program import FLOAT8, ROUNDINGS, BlockLayer, Float8Layer,
 
 def is_float8(step: Step) -> bool:
     """Whether a step makes an FP8 tensor, or multiplies FP8."""
-    return step.function in ROUNDINGS or isinstance(step.module, Float8Layer)
+    return step.target in ROUNDINGS or isinstance(step.target, Float8Layer)
 
 
 def refuse_float8(program: Program, takes: tuple[str, ...], who: str, target: str) -> None:
@@ -34,9 +34,10 @@ def refuse_float8(program: Program, takes: tuple[str, ...], who: str, target: st
 
 
 def _formats(step: Step) -> list[str]:
-    if not isinstance(step.module, Float8Layer):
+    layer = step.target
+    if not isinstance(layer, Float8Layer):
         return [step.args[2]]
-    if isinstance(step.module, BlockLayer):
-        return [step.module.form]
-    weight = next(f.name for f in FLOAT8.values() if f.dtype == step.module.weight.dtype)
-    return [step.module.form, weight]
+    if isinstance(layer, BlockLayer):
+        return [layer.form]
+    weight = next(f.name for f in FLOAT8.values() if f.dtype == layer.weight.dtype)
+    return [layer.form, weight]

@@ -87,9 +87,9 @@ def test_stored_weights_are_the_simulators(tmp_path: Path) -> None:
     file = export_qdq_onnx(model, images, tmp_path / "net.onnx", "onnxruntime", verify=False)
     held = weights(file.path)
     for step in simulate(model, images).steps:
-        if step.module is None or not hasattr(step.module, "weight_scale"):
+        if not hasattr(step.target, "weight_scale"):
             continue
-        layer = step.module
+        layer = step.target
         np.testing.assert_array_equal(
             held[f"{step.path}.weight"].astype(np.float32), layer.weight.float().numpy()
         )
@@ -164,7 +164,7 @@ def test_a_changed_weight_is_found(tmp_path: Path) -> None:
 
 def test_ties_are_told_by_the_rounding_of_both_ends() -> None:
     model, images = calibrated(num_bits=(4, 3))
-    step = next(s for s in simulate(model, images).steps if s.function is float8_round)
+    step = next(s for s in simulate(model, images).steps if s.target is float8_round)
     step = replace(step, args=(step.args[0], 1.0, "fp8_e4m3"))
     border = np.float32([17.0, 17.0, 17.01, 2.0])
     got = np.float32([16.0, 18.0, 16.0, 2.25])

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_export import QdqProgram, compare_qdq_onnx, export_qdq_onnx, lint_onnx
-from bevquant_int8sim.program import PROGRAM_READERS, Integers, Program, Ref, Step, Value
+from bevquant_int8sim.program import (
+    PROGRAM_READERS,
+    FloatCall,
+    Integers,
+    Program,
+    Quantize,
+    Ref,
+    Value,
+)
 
 
 class Grid(nn.Module):
@@ -42,8 +50,8 @@ class _Said:
             signature=((Ref("x"),), {}),
             sparse_inputs={},
             steps=(
-                Step("quantize", "grid", (Ref("x"),), ("q",), attributes={"what": "quantize"}),
-                Step("float", "", (Ref("q"),), ("y",), bounds, attributes={"what": "clamp"}),
+                Quantize("grid", (Ref("x"),), ("q",), form=form),
+                FloatCall("", (Ref("q"),), ("y",), bounds, name="clamp"),
             ),
             values={"x": Value("float", "x"), "q": Value(form, "q"), "y": Value(form, "y")},
             result=Ref("y"),

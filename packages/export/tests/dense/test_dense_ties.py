@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from bevquant_export import compare_qdq_onnx, export_qdq_onnx, find_target
 from bevquant_export.dense._rounding_boundary import RoundingBoundary, products_at
 from bevquant_int8sim import program, simulate
-from bevquant_int8sim.program import Step
 from bevquant_qnn import QuantAdd, QuantConfig, quantize_model
 from bevquant_quantizers import calibrate
 
@@ -132,7 +131,7 @@ def test_a_choice_is_a_tie_if_the_chosen_value_is() -> None:
     tenths = program.Integers(0.1, 8, -128, 127)
     forms = {"mask": "float", "one": tenths, "two": tenths, "y": program.Integers(1, 8, -128, 127)}
     refs = tuple(program.Ref(name) for name in ("mask", "one", "two"))
-    step = Step("float", "where", refs, ("y",), attributes={"what": "Where"})
+    step = program.FloatCall("where", refs, ("y",), name="Where")
     held: Any = SimpleNamespace(
         values={name: SimpleNamespace(form=form) for name, form in forms.items()}, steps=[step]
     )
@@ -255,21 +254,23 @@ def test_sums_at_places_are_those_of_torch(name: str) -> None:
     shape = (2, 5, 4) if name == "linear" else (2, 4, *(7, 9)[:rank])
     x, weight = torch.randint(-128, 128, shape), torch.randint(-127, 128, layer.weight.shape)
     settings: dict[str, Any] = {}
+    kind: Any
     if name == "linear":
-        op, want = "linear", F.linear(x.double(), weight.double())
+        kind, want = program.Linear, F.linear(x.double(), weight.double())
         size = F.linear(x.double().abs(), weight.double().abs())
         square = F.linear(x.double() ** 2, weight.double() ** 2)
     else:
-        op = "conv_transpose" if layer.transposed else "conv"
+        kind = program.ConvTranspose if layer.transposed else program.Conv
         settings = {n: getattr(layer, n) for n in ("stride", "padding", "dilation", "groups")}
         added = {"output_padding": layer.output_padding} if layer.transposed else {}
-        run: Any = getattr(F, f"{op}{rank}d")
+        run: Any = getattr(F, f"{kind.op}{rank}d")
         want = run(x.double(), weight.double(), **settings, **added)
         size = run(x.double().abs(), weight.double().abs(), **settings, **added)
         square = run(x.double() ** 2, weight.double() ** 2, **settings, **added)
-        if op == "conv":
-            settings["padding"] = [(p, p) for p in layer.padding]
-    step = Step(op, "", (), (), attributes=settings, tensors={"weight": weight.to(torch.int8)})
+        settings |= added
+        if kind is program.Conv:
+            settings["padding"] = tuple((p, p) for p in layer.padding)
+    step = kind("", (), ("y",), form="int32", weight=weight.to(torch.int8), **settings)
     places = np.argwhere(np.ones(want.shape, bool))
     total, magnitude, squares, terms = products_at(step, x.to(torch.int8).numpy(), places)
     assert (total == want.reshape(-1).numpy()).all()

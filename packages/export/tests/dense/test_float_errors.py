@@ -226,7 +226,7 @@ def test_rows_that_rounding_chooses_have_no_error_and_readers_those_of_the_model
     found = []
     for share in (0.5, 1.0, 1.0):  # of the way from one row's value to the next one's
         integers = simulate(calibrated(model, x), x)
-        made = {step.attributes.get("what"): step.outputs[0] for step in integers.steps}
+        made = {step.called: step.outputs[0] for step in integers.steps}
         rows, read = made["getitem"], made["tanh"]
         errors = FloatErrors(integers.program, {made["gelu"], rows, read}, half=False)
         errors.run(integers, x)

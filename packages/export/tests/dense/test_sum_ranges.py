@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bevquant_export.dense._read_model import _largest
+from bevquant_int8sim.program import Add, Ref
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -17,8 +18,8 @@ from bevquant_export.dense._read_model import _largest
 def test_the_largest_operand_of_a_sum(shape: tuple[int, ...], axis: int, scaled: bool) -> None:
     value = torch.randint(-(2**30), 2**30, shape, dtype=torch.int32)
     scale = torch.rand(5, dtype=torch.float64)
-    tensors = {"scale0": scale} if scaled else {}
-    step = Fields(args=[Fields(name="a")], tensors=tensors, attributes={"axis": axis})
+    scales = (scale,) if scaled else ()
+    step = Add("", (Ref("a"),), ("y",), form="float", scales=scales, axis=axis)
     program = Fields(values={"a": Fields(form="int32")})
     sizes = [1] * len(shape)
     sizes[axis] = 5

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bevquant_export import compare_qdq_onnx, export_qdq_onnx, open_onnx
 from bevquant_export._taken_numbers import _items
-from bevquant_int8sim.program import Ref, Step
+from bevquant_int8sim.program import NumberCall, Ref
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import calibrate
 
@@ -281,7 +281,7 @@ def test_a_table_of_sizes_leaves_the_sizes_of_a_file_fixed(tmp_path: Path) -> No
 
 
 def test_each_producer_of_a_requirement_is_searched_once() -> None:
-    item = Step("host", "", (Ref("x"),), ("n0",), attributes={"what": "item"})
-    sums = [Step("host", "", (Ref(f"n{i}"),) * 2, (f"n{i + 1}",)) for i in range(60)]
+    item = NumberCall("", (Ref("x"),), ("n0",), name="item")
+    sums = [NumberCall("", (Ref(f"n{i}"),) * 2, (f"n{i + 1}",), name="add") for i in range(60)]
     found = list(_items(sums[-1], {step.outputs[0]: step for step in (item, *sums)}))
     assert found == [item]

@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 
 def layers(model: IntegerModel) -> int:
-    return sum(isinstance(step.module, Float8Layer) for step in model.steps)
+    return sum(isinstance(step.target, Float8Layer) for step in model.steps)
 
 
 @pytest.mark.bits

@@ -5,9 +5,12 @@ as `Integers`, as accumulators or as floats. A step's arguments hold `Ref`s in n
 `names_in` lists them and `replaced` puts values in their place. Maps lie channels last in memory;
 `contiguous` turns them.
 
-A package may make programs of its own: steps ``"operator"`` call operators of torch's registry on
+Each kind of step is a dataclass: `Quantize`, `Conv`, `LayoutCall` and the like, on a few bases
+(`Stored`, `Weighted`, `Call`). `Step` is the base of all.
+
+A package may make programs of its own: an `OperatorCall` calls an operator of torch's registry on
 values of a `TensorType` and on the program's `constants`, `rounded` gives all steps another
-rounding, `IntegerModel` runs them, and `to_document` and `from_document` are what a file says.
+rounding, `IntegerModel` runs them, and `to_document` and `from_document` are the content of a file.
 
 Example:
     >>> import torch
@@ -19,8 +22,8 @@ Example:
     >>> model = quantize_model(torch.nn.Sequential(torch.nn.Linear(4, 2)).eval()).model
     >>> _ = calibrate(model, [x])
     >>> program = simulate(model, x).program
-    >>> [step.op for step in program.steps]
-    ['quantize', 'linear']
+    >>> [type(step).__name__ for step in program.steps]
+    ['Quantize', 'Linear']
     >>> held = program.values[program.steps[0].outputs[0]].form
     >>> held.bits, held.low, held.high
     (8, -128, 127)
@@ -46,22 +49,48 @@ from bevquant_int8sim.model._float8 import (
 )
 from bevquant_int8sim.model._form import Form, Integers, TensorType
 from bevquant_int8sim.model._grid_operations import grid_call, module_call
-from bevquant_int8sim.model._layer_sums import alike, float_gaps
-from bevquant_int8sim.model._program import (
-    FloatFallback,
-    Program,
-    Ref,
-    SparseRef,
-    Step,
-    Value,
-    in_single,
-    names_in,
-    replaced,
-    rounded,
+from bevquant_int8sim.model._integer_steps import (
+    Add,
+    AvgPool,
+    Conv,
+    ConvTranspose,
+    DeformableAttention,
+    Dense,
+    Dequantize,
+    GridSample,
+    Linear,
+    MaxPool,
+    Quantize,
+    Relu,
+    Requantize,
+    Resize,
+    Rounds,
+    Sample,
+    SparseConv,
+    Stored,
+    Weighted,
+    WeightedSum,
 )
+from bevquant_int8sim.model._layer_sums import alike, float_gaps
+from bevquant_int8sim.model._program import FloatFallback, Program, Value, in_single, rounded
 from bevquant_int8sim.model._quantizers import integers_of, is_active
 from bevquant_int8sim.model._rowwise import contiguous
 from bevquant_int8sim.model._save import from_document, to_document
+from bevquant_int8sim.model._step import (
+    Call,
+    Constant,
+    Coordinates,
+    FloatCall,
+    FloatRelu,
+    LayoutCall,
+    NumberCall,
+    OperatorCall,
+    Ref,
+    SparseRef,
+    Step,
+    names_in,
+    replaced,
+)
 
 __all__ = [
     "FLOAT8",
@@ -69,17 +98,45 @@ __all__ = [
     "PROGRAM_READERS",
     "ROUNDINGS",
     "SAMPLES",
+    "Add",
+    "AvgPool",
     "BlockLayer",
+    "Call",
+    "Constant",
+    "Conv",
+    "ConvTranspose",
+    "Coordinates",
+    "DeformableAttention",
+    "Dense",
+    "Dequantize",
     "Float8Layer",
+    "FloatCall",
     "FloatFallback",
+    "FloatRelu",
     "Form",
+    "GridSample",
     "Integers",
+    "LayoutCall",
+    "Linear",
+    "MaxPool",
+    "NumberCall",
+    "OperatorCall",
     "Program",
+    "Quantize",
     "Ref",
+    "Relu",
+    "Requantize",
+    "Resize",
+    "Rounds",
+    "Sample",
+    "SparseConv",
     "SparseRef",
     "Step",
+    "Stored",
     "TensorType",
     "Value",
+    "Weighted",
+    "WeightedSum",
     "alike",
     "arguments",
     "blocks_round",

@@ -20,7 +20,7 @@ from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._layout_ops import sliced
 from bevquant_export.dense._source import Source
 from bevquant_export.sparse.portable._body import FLOAT
-from bevquant_int8sim.program import Ref, Step
+from bevquant_int8sim.program import FloatCall, Ref, Step
 
 Read = Callable[[str], str]
 
@@ -42,7 +42,7 @@ _ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
 _LOWEST = -65504.0  # of half precision, in which engines may compute it
 
 
-def as_layer(step: Step, constants: Mapping[str, Tensor]) -> Step:
+def as_layer(step: FloatCall, constants: Mapping[str, Tensor]) -> FloatCall:
     """The step with a module in place of an operator and its weights; other steps unchanged.
 
     Args:
@@ -51,7 +51,7 @@ def as_layer(step: Step, constants: Mapping[str, Tensor]) -> Step:
     """
     if not isinstance(step.function, torch._ops.OpOverload):
         return step
-    what = str(step.attributes["what"])
+    what = step.name
     args = [_constant(a, constants) for a in step.args]
     if any(isinstance(a, _Unknown) for a in args[1:]):
         return step
@@ -67,15 +67,14 @@ def as_layer(step: Step, constants: Mapping[str, Tensor]) -> Step:
         low, high, *_ = _filled(args[1:], (-1.0, 1.0))
         return replace(
             step, args=step.args[:1], kwargs={"min": low, "max": high},
-            attributes={**step.attributes, "what": "clamp"},
+            name="clamp",
         )  # fmt: skip
     return step
 
 
-def _norm(step: Step, weight: Any, bias: Any, kwargs: dict[str, Any]) -> Step:
-    named = {"weight": weight, "bias": bias}
-    tensors = {name: t for name, t in named.items() if t is not None}
-    return replace(step, args=step.args[:1], function=None, kwargs=kwargs, tensors=tensors)
+def _norm(step: FloatCall, weight: Any, bias: Any, kwargs: dict[str, Any]) -> FloatCall:
+    kwargs = {**kwargs, "weight": weight, "bias": bias}
+    return replace(step, args=step.args[:1], function=None, kwargs=kwargs)
 
 
 class _Unknown:
@@ -250,7 +249,7 @@ def _layer_norm(graph: Graph, step: Step, read: Read, source: Source) -> str | N
 
 
 def _instance_norm(graph: Graph, step: Step, read: Read, source: Source) -> str | None:
-    if step.function is not None:  # not read by `as_layer`
+    if step.target is not None:  # not read by `as_layer`
         return None
     x, shape = read(step.args[0].name), source.shapes[step.args[0].name]
     made = instances(graph, step.path, x, (shape[1], len(shape)), step.kwargs["eps"])
@@ -260,8 +259,8 @@ def _instance_norm(graph: Graph, step: Step, read: Read, source: Source) -> str 
 def _affine(graph: Graph, step: Step, made: str, axes: int) -> str:
     """Factor and shift of a norm, with `axes` further axes."""
     for name, operator in (("weight", "Mul"), ("bias", "Add")):
-        if name in step.tensors:
-            value = step.tensors[name].detach().float().cpu().numpy()
+        if (tensor := step.kwargs.get(name)) is not None:
+            value = tensor.detach().float().cpu().numpy()
             value = value.reshape(*value.shape, *[1] * axes)
             constant = graph.constant(f"{step.path}.{name}", value)
             made = graph.node(operator, step.path, [made, constant])

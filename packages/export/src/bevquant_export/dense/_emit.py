@@ -34,10 +34,28 @@ from bevquant_export.dense._weighted import (
 from bevquant_export.sparse.portable._body import INT64
 from bevquant_graph import op_spec, own_code, problem_of
 from bevquant_int8sim.program import (
-    SAMPLES,
+    Add,
+    AvgPool,
+    Call,
+    Constant,
+    Coordinates,
+    Dense,
+    Dequantize,
     Float8Layer,
+    FloatCall,
+    FloatRelu,
+    GridSample,
     Integers,
+    LayoutCall,
+    MaxPool,
+    NumberCall,
+    Quantize,
     Ref,
+    Relu,
+    Requantize,
+    Resize,
+    Sample,
+    SparseConv,
     Step,
     blocks_round,
     float8_round,
@@ -80,8 +98,8 @@ def emit(
     return emitter.states
 
 
-def _is_float(constant: Step) -> bool:
-    return constant.tensors["value"].is_floating_point()
+def _is_float(constant: Constant) -> bool:
+    return constant.value.is_floating_point()
 
 
 class Emitter:
@@ -102,7 +120,7 @@ class Emitter:
         self.graph = graph
         self.states = {name: TensorState(tensor) for name, tensor in inputs.items()}
         self.several: dict[str, list[TensorState]] = {}
-        self._constants: dict[str, Step] = {}  # written where something reads them
+        self._constants: dict[str, Constant] = {}  # written where something reads them
         self._called: Step  # as the program has it
         self.numbers = Numbers(source, graph, self.read)
         self.voxels = Voxels(self.numbers, inputs)
@@ -110,14 +128,14 @@ class Emitter:
     def add(self, step: Step) -> None:
         """Write a step; its inputs are written already."""
         made = step.outputs[0]
-        if step.op == "host":
+        if isinstance(step, NumberCall):
             self.numbers.note(step)
             self.voxels.host(step)
             return
-        if step.op == "sites":
+        if isinstance(step, Coordinates):
             self.voxels.place(step)
             return
-        if step.op == "constant":
+        if isinstance(step, Constant):
             self._constants[made] = step
             return
         folded = self._folded(step)
@@ -125,7 +143,7 @@ class Emitter:
             self._constants[made] = folded
             return
         self._called = step
-        if step.op == "float":
+        if isinstance(step, FloatCall):
             step = as_layer(step, self._values())
         placed = reads_positions(step)
         for name in step.inputs:
@@ -150,15 +168,15 @@ class Emitter:
         met = profile.absent.intersection(node.op_type for node in self.graph.nodes[first:])
         if met:
             raise QdqError(
-                f"{step.path or 'the model'} ({step.attributes.get('what', step.op)}) is "
+                f"{step.path or 'the model'} ({step.label}) is "
                 f"{', '.join(sorted(met))} in ONNX, which {profile.name} does not import. Compute "
                 "it in front of this model and give the result as an input, or write the file for "
                 "'onnxruntime'"
             )
 
-    def _folded(self, step: Step) -> Step | None:
+    def _folded(self, step: Step) -> Constant | None:
         """A step on constants and fixed sizes as a constant, as the mask of shifted windows."""
-        target, hosts = step.function, self.source.hosts
+        target, hosts = step.target, self.source.hosts
         if isinstance(target, torch._ops.OpOverload):
             if _IS_RANDOM in target.tags:
                 return None
@@ -178,7 +196,7 @@ class Emitter:
         if not isinstance(made, Tensor) or made.dtype == torch.float64 or made.numel() > _MOST:
             return None
         path = f"{step.path}.constant" if step.path else "constant"
-        return Step("constant", path, (), step.outputs, tensors={"value": made.contiguous()})
+        return Constant(path, (), step.outputs, value=made.contiguous())
 
     def give(self, name: str) -> None:
         """Write returned values that no step reads: coordinates, constants."""
@@ -224,7 +242,7 @@ class Emitter:
             self.states[name] = TensorState(coords)
 
     def _values(self) -> dict[str, Tensor]:
-        return {name: step.tensors["value"] for name, step in self._constants.items()}
+        return {name: step.value for name, step in self._constants.items()}
 
     def _write(self, step: Step) -> None:
         made = step.outputs[0]
@@ -245,7 +263,7 @@ class Emitter:
             )
             state = self._finished(step, state, form)
             self.states[made] = unflattened(self.graph, step, state, self.source)
-        if step.attributes.get("on_cpu"):
+        if step.on_cpu:
             self._leave_on_cpu(step, before)
 
     def _leave_on_cpu(self, step: Step, before: int) -> None:
@@ -256,7 +274,7 @@ class Emitter:
 
     def _finished(self, step: Step, state: TensorState, form: Any) -> TensorState:
         return self.graph.finished(
-            step.path, state, form, step.attributes,
+            step.path, state, form, step.clamps,
             kept=self._is_kept(step, form), block=block_of(self.graph, step),
         )  # fmt: skip
 
@@ -277,34 +295,33 @@ class Emitter:
     def _is_member(self, step: Step) -> bool:
         first = step.args[0] if step.args else None
         return getattr(first, "name", None) in self.several and (
-            step.attributes.get("what") == "getitem" and isinstance(step.args[1], int)
+            step.called == "getitem" and isinstance(step.args[1], int)
         )
 
     def _result(self, step: Step) -> str | TensorState | list[str]:
         """Result of a step's operator, before its conversion into the step's form."""
         graph, path = self.graph, step.path
-        if step.op == "sparse_conv":
+        if isinstance(step, SparseConv):
             return self.voxels.convolution(step, self.states[step.args[0].name])
-        if step.op == "requantize" and (state := self.voxels.requantized(step)) is not None:
+        if isinstance(step, Requantize) and (state := self.voxels.requantized(step)) is not None:
             return state
-        if step.op in ("quantize", "requantize", "dequantize", "relu"):
+        if isinstance(step, Quantize | Requantize | Dequantize | Relu):
             return self.states[step.args[0].name]
-        if step.op == "constant":
+        if isinstance(step, Constant):
             return self._constant(step)
-        if step.op in ("conv", "conv_transpose", "linear"):
+        if isinstance(step, Dense):
             x, form = self.states[step.args[0].name], self.source.form(step.outputs[0])
             return weighted_layer(graph, step, x, form, self.source)
-        if step.op == "add":
+        if isinstance(step, Add):
             return graph.node("Add", path, [self._addend(step, ref.name) for ref in step.args])
-        if step.op in ("max_pool", "avg_pool", "resize"):
+        if isinstance(step, MaxPool | AvgPool | Resize):
             return self._grid(step)
-        attends = str(step.attributes.get("what")).endswith("deformable_attention")
-        if step.op in SAMPLES or attends:
-            if step.op != "grid_sample" and graph.profile.plugins:
+        if isinstance(step, Sample) or step.called.endswith("deformable_attention"):
+            if not isinstance(step, GridSample) and graph.profile.plugins:
                 return attention_plugin(graph, step, self.read, self._values())
             self._called = step = sampling_call(step, self._values())
             return self._float(step, lambda: self._torch_form(step))
-        if step.op not in ("move", "float"):
+        if not isinstance(step, LayoutCall | FloatCall):
             self._refuse(step)
         if step.function is float8_round:
             return float8_pair(graph, path, self.read(step.args[0].name), *step.args[1:])
@@ -320,21 +337,21 @@ class Emitter:
         made = None
         floats = self._reads_floats(step)
         if floats or (not pads(step) and self._all_states(step)):
-            joins = op_spec(step.attributes["what"]).kind == "concat"
+            joins = op_spec(step.name).kind == "concat"
             made = moved(graph, step, self._joined(step) if joins else self.read, self.source)
-        if made is None and step.op == "float" and floats:
+        if made is None and isinstance(step, FloatCall) and floats:
             made = self._float(step, lambda: self._listed(step))
         return self._float(step, lambda: self._torch_form(step)) if made is None else made
 
-    def _float8_layer(self, step: Step, layer: Float8Layer) -> str | TensorState | list[str]:
+    def _float8_layer(self, step: Call, layer: Float8Layer) -> str | TensorState | list[str]:
         if layer.op == "sparse_conv":
             rows = self.voxels.written(replace(step, module=layer.in_float()))
             return self._refuse(step) if rows is None else rows
-        step = as_weighted(step)
+        weighted = as_weighted(step, layer)
         self.read(step.args[0].name)
         x = self.states[step.args[0].name]
-        made = weighted_layer(self.graph, step, x, "float", self.source)
-        return unflattened(self.graph, step, TensorState(made), self.source)
+        made = weighted_layer(self.graph, weighted, x, "float", self.source)
+        return unflattened(self.graph, weighted, TensorState(made), self.source)
 
     def _all_states(self, step: Step) -> bool:
         known = (self.states, self.several)
@@ -350,7 +367,7 @@ class Emitter:
         types = [values[n].dtype if n in values else self.source.dtype(n) for n in names]
         if step.outputs[0] not in self.several and step.outputs[0] not in self.source.hosts:
             types.append(self.source.dtype(step.outputs[0]))
-        masked = op_spec(step.attributes["what"]).product == "attention"
+        masked = op_spec(step.called).product == "attention"
         known = (torch.float32, torch.float64, *((torch.bool,) if masked else ()))
         return all(dtype in known for dtype in types)
 
@@ -362,7 +379,7 @@ class Emitter:
             )
         except ImportError as error:
             raise ImportError(
-                f"export_qdq_onnx: {step.path or 'the model'}: {step.attributes['what']} is "
+                f"export_qdq_onnx: {step.path or 'the model'}: {step.called} is "
                 "written by torch's exporter, which needs a package that is missing "
                 f"({error.__cause__ or error}): pip install onnxscript"
             ) from error
@@ -392,7 +409,7 @@ class Emitter:
 
         def read(name: str) -> str:
             self.read(name)
-            return self.graph.finished(step.path, self.states[name], form, {}).name
+            return self.graph.finished(step.path, self.states[name], form).name
 
         return read
 
@@ -418,7 +435,7 @@ class Emitter:
 
         Also those whose operands the simulator does not know: pairs in front of an Add or Concat.
         """
-        module, graph = step.module, self.graph
+        module, graph = step.target, self.graph
         if not isinstance(module, QuantAdd | QuantConcat) or own_code(module) or step.kwargs:
             return None
         operands = step.args[0] if len(step.args) == 1 else step.args
@@ -428,15 +445,15 @@ class Emitter:
         read = [s for ref in refs for s in self.several.get(ref.name) or [self.states[ref.name]]]
         if is_active(module.input_quantizer):
             form = integers_of(module.input_quantizer, step.path)
-            read = [graph.finished(step.path, each, form, {}) for each in read]
+            read = [graph.finished(step.path, each, form) for each in read]
         names = [each.name for each in read]
         if isinstance(module, QuantAdd):
             return graph.node("Add", step.path, names)
         axis = module.dim % len(self.source.shapes[step.outputs[0]])
         return graph.node("Concat", step.path, names, axis=axis)
 
-    def _constant(self, step: Step) -> str:
-        value = step.tensors["value"].cpu()
+    def _constant(self, step: Constant) -> str:
+        value = step.value.cpu()
         array = (value.float() if value.is_floating_point() else value).numpy()
         return self.graph.constant(step.path or "constant", array, array.dtype)
 
@@ -445,9 +462,9 @@ class Emitter:
         x, source = self.read(name), self.source
         # The sizes of a resized tensor are taken from the run where the batch is fixed.
         given = source.constants(step.path, dict(step.kwargs))
-        if step.op == "max_pool":
+        if isinstance(step, MaxPool):
             return max_pool(self.graph, step.path, x, given, len(source.shapes[name]) - 2)
-        if step.op == "avg_pool":
+        if isinstance(step, AvgPool):
             shapes = source.named(name), source.named(made)
             if not isinstance(self.source.form(made), Integers):
                 x = self.graph.float_average_operand(step.path, x)
@@ -455,7 +472,7 @@ class Emitter:
         return resize(self.graph, step.path, x, given, (name, made), source)
 
     def _listed(self, step: Step) -> str | None:
-        if step.attributes["what"] == "relu" and step.module is None:
+        if isinstance(step, FloatRelu):
             return self.read(step.args[0].name)
         return self._join(step) or float_operation(self.graph, step, self.read, self.source)
 
@@ -471,7 +488,7 @@ class Emitter:
         return made
 
     def _refuse(self, step: Step, more: str = "") -> NoReturn:
-        what = step.attributes.get("what", step.op)
+        what = step.label
         line = location(self.source.integer, step)
         why = ", ".join(filter(None, (f"value {step.outputs[0]}", line, step.reason, more)))
         form = self.source.form(step.outputs[0])

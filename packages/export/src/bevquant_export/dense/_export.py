@@ -273,7 +273,7 @@ def _opset(source: Source) -> int:
     """The least operator set for voxels, FP8, and int16 or blocks."""
     forms = [value.form for value in source.program.values.values()]
     wide = any(isinstance(form, Integers) and form.bits == 16 for form in forms)
-    wide |= any(isinstance(step.module, BlockLayer) for step in source.program.steps)
+    wide |= any(isinstance(step.target, BlockLayer) for step in source.program.steps)
     float8 = any(map(is_float8, source.program.steps))
     return max(OPSET * source.sparse, FLOAT8_OPSET * float8, INT16_OPSET * wide)
 

@@ -7,20 +7,28 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from bevquant_export.dense._graph import Array
-from bevquant_export.dense._rounding_boundary import LAYERS, UNIT, per_channel
+from bevquant_export.dense._rounding_boundary import UNIT, per_channel
 from bevquant_export.dense._source import QdqProgram, inputs_of
 from bevquant_graph import op_spec, refilled
 from bevquant_int8sim.program import (
     ROUNDINGS,
-    SAMPLES,
+    Conv,
+    ConvTranspose,
+    Dense,
     Float8Layer,
+    FloatCall,
     Integers,
+    LayoutCall,
+    Linear,
+    MaxPool,
     Program,
     Ref,
+    Resize,
+    Sample,
     Step,
     exact_samples,
     replaced,
@@ -74,7 +82,7 @@ class FloatErrors:
         self._last: dict[str, str] = {}  # what is read to the result of its last reader
         self._calls: set[str] = set()
         for step in reversed(program.steps):
-            samples = step.op in SAMPLES and program.values[step.outputs[0]].form == "float"
+            samples = isinstance(step, Sample) and program.values[step.outputs[0]].form == "float"
             if needed.intersection(step.outputs) and (samples or _is_call(step)):
                 self._calls.add(step.outputs[0])
                 needed.update(step.inputs)
@@ -102,7 +110,7 @@ class FloatErrors:
         if step.outputs[0] in self._calls:
             moved = self._called(step)
         else:
-            moved = self._summed(step, given, made) if step.op in LAYERS else made
+            moved = self._summed(step, given, made) if isinstance(step, Dense) else made
         for name, value, other in zip(step.outputs, made, moved, strict=False):
             self._take(name, value, other)
         for name in step.inputs:
@@ -124,40 +132,43 @@ class FloatErrors:
 
     def _called(self, step: Step) -> tuple[Any, ...]:
         """Result of a step on perturbed inputs; samples in real arithmetic, as a file has them."""
-        if step.op in SAMPLES:
+        if isinstance(step, Sample):
             given = [self._moved[ref.name] for ref in step.args]
-            samples = exact_samples(step.op, given, step.kwargs) * step.attributes["scale"]
-            return ((samples.clamp(min=0) if step.attributes["relu"] else samples).float(),)
-        call: Any = step.module if step.function is None else step.function
-        rounded = self._rounded if step.op == "float" else (lambda value: value)
-        resizes = "upsample" in op_spec(step.function).name or step.kwargs.get("mode") == "bilinear"
+            samples = exact_samples(step.op, given, step.kwargs) * step.scale
+            return ((samples.clamp(min=0) if step.relu else samples).float(),)
+        call: Any = step.target
+        called = "" if isinstance(call, nn.Module) else op_spec(call).name
+        rounded = self._rounded if isinstance(step, FloatCall) else (lambda value: value)
+        resizes = "upsample" in called or step.kwargs.get("mode") == "bilinear"
         read = (lambda value: self._shifted(rounded(value))) if resizes else rounded
         args, kwargs = replaced(
             (step.args, dict(step.kwargs)), lambda ref: read(self._moved[ref.name])
         )
-        if op_spec(step.function).name in ("pow", "float_power") and isinstance(step.args[1], Ref):
+        if called in ("pow", "float_power") and isinstance(step.args[1], Ref):
             exponent = self._moved[step.args[1].name]
             args = (args[0], torch.where(exponent == exponent.round(), exponent, args[1]))
-        if isinstance(step.module, Float8Layer):
-            return self._summed_float8(step.module, args)
+        if isinstance(call, Float8Layer):
+            return self._summed_float8(call, args)
         result = rounded(call(*args, **kwargs))
-        if terms := _TERMS.get(op_spec(step.function).name):
+        if terms := _TERMS.get(called):
             result = self._rounded(result, math.sqrt(terms(*args)) * UNIT)
-        if op_spec(step.function).name == "gelu":
+        if called == "gelu":
             # x·(1 + erf(x/√2))/2: below zero the sum cancels, and x times the rounding of erf and
             # of the sum is left.
             below = args[0].clamp(max=0)
             result = result + self._rounded(below, 2 * self._unit) - below
         return (result,) if len(step.outputs) == 1 else tuple(result)
 
-    def _summed(self, step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _summed(
+        self, step: Dense, given: tuple[Any, ...], made: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
         """Result of a layer with perturbed sums; zeros of a ReLU stay zero."""
         name = step.outputs[0]
         form, to = (self._program.values[n].form for n in (step.inputs[0], name))
         read = name in self._last or name in self._wanted
         if not read or to != "float" or not isinstance(form, Integers):
             return made
-        spread = _deviations(step, given[0], form, to) * (made[0] != 0)
+        spread = _deviations(step, given[0], form) * (made[0] != 0)
         noise = torch.rand(spread.shape, generator=self._random).to(spread.device)
         return (made[0] + spread * (3**0.5 * (2 * noise - 1)),)
 
@@ -203,12 +214,12 @@ def _is_other_rows(value: Any, moved: Any) -> bool:
 def _is_call(step: Step) -> bool:
     refs: list[Any] = []
     replaced((step.args, dict(step.kwargs)), refs.append)
-    called = step.function not in ROUNDINGS and (step.function or step.module) is not None
-    calls = ("float", "move", "max_pool", "resize")
-    return step.op in calls and called and all(isinstance(ref, Ref) for ref in refs)
+    called = step.target is not None and step.target not in ROUNDINGS
+    calls = isinstance(step, FloatCall | LayoutCall | MaxPool | Resize)
+    return calls and called and all(isinstance(ref, Ref) for ref in refs)
 
 
-def _deviations(step: Step, x: Tensor, form: Integers, made: object) -> Tensor:
+def _deviations(step: Dense, x: Tensor, form: Integers) -> Tensor:
     r"""Spread of a layer's float32 sums about the exact ones, for every output.
 
     .. math:: \sqrt n\, 2^{-24} \sum_i |x_i w_i|
@@ -220,31 +231,32 @@ def _deviations(step: Step, x: Tensor, form: Integers, made: object) -> Tensor:
         step: A convolution, a transposed one or a linear layer.
         x: Its integer input.
         form: Form of the input.
-        made: Form of the output.
 
     Returns:
         Standard deviations, float32, of the output's shape.
     """
-    weight, attributes = step.tensors["weight"].float().abs(), step.attributes
+    weight = step.weight.float().abs()
     size = x.float().abs()  # of -128 too
     terms = math.prod(weight.shape[1:])
-    if step.op == "linear":
+    if isinstance(step, Linear):
         sums = functional.linear(size, weight)
-    elif step.op == "conv":
-        sides = [side for pair in reversed(attributes["padding"]) for side in pair]
+    elif isinstance(step, Conv):
+        sides = [side for pair in reversed(step.padding) for side in pair]
         convolution: Any = getattr(functional, f"conv{weight.dim() - 2}d")
-        settings = {name: attributes[name] for name in ("stride", "dilation", "groups")}
+        settings = {"stride": step.stride, "dilation": step.dilation, "groups": step.groups}
         sums = convolution(functional.pad(size, sides), weight, **settings)
     else:
-        terms = math.prod(weight.shape) // weight.shape[1] // attributes["groups"]
-        names = "stride padding output_padding dilation groups".split()
-        settings = {name: attributes[name] for name in names}
-        sums = functional.conv_transpose2d(size, weight, **settings)
-    unit = torch.from_numpy(per_channel(step, form, made).copy())
-    beside = (1,) * (0 if step.op == "linear" else weight.dim() - 2)
+        assert isinstance(step, ConvTranspose)
+        terms = math.prod(weight.shape) // weight.shape[1] // step.groups
+        sums = functional.conv_transpose2d(
+            size, weight, None, step.stride, step.padding, step.output_padding, step.groups,
+            step.dilation,
+        )  # fmt: skip
+    unit = torch.from_numpy(per_channel(step, form).copy())
+    beside = (1,) * (weight.dim() - 2)
     sums = sums * unit.to(sums).view(-1, *beside)
-    if "bias" in step.tensors:
-        bias = step.tensors["bias"].abs()
+    if step.bias is not None:
+        bias = step.bias.abs()
         bias = bias if bias.is_floating_point() else bias * unit.to(bias.device)
         sums = sums + bias.to(sums).view(-1, *beside)
     return sums * (math.sqrt(terms) * UNIT)

@@ -151,11 +151,11 @@ def float_operation(
     """
     if any(source.dtype(name) == torch.float64 for name in step.inputs):
         return None  # constants of the nodes below are float32
-    if step.module is not None:
+    if isinstance(step.target, nn.Module):
         return _module(graph, step, read, source)
     if source.counts(step):
         return None
-    what, path = str(step.attributes["what"]), step.path
+    what, path = step.called, step.path
     args, kwargs = source.constants(path, step.args), source.constants(path, dict(step.kwargs))
     name = op_spec(what).name
     if name in _BINARY and len(args) == 2 and not kwargs:
@@ -179,7 +179,7 @@ def float_operation(
 
 
 def _module(graph: Graph, step: Step, read: Callable[[str], str], source: Source) -> str | None:
-    module: Any = _plain_module(step.module)
+    module: Any = _plain_module(step.target)
     path = step.path
     if module is None or len(step.args) != 1 or step.kwargs or not isinstance(step.args[0], Ref):
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -157,8 +157,8 @@ class Graph:
     # Quantization
 
     def finished(
-        self, path: str, state: TensorState | str, form: Any, attributes: Mapping[str, Any],
-        *, kept: bool = False, block: int = 0,
+        self, path: str, state: TensorState | str, form: Any,
+        clamps: tuple[bool, float | None] = (False, None), *, kept: bool = False, block: int = 0,
     ) -> TensorState:  # fmt: skip
         """Stored form of a step's result.
 
@@ -166,32 +166,33 @@ class Graph:
             path: Module of the step.
             state: Result of the operator, or a tensor to convert to another form.
             form: Form of the result.
-            attributes: Attributes of the step: ``relu``, ``ceiling`` (in units of the form).
+            clamps: Those of the step (`Step.clamps`).
             kept: The result is on the form's grid already, and gets no pair.
             block: Side of the pixel blocks that the channels still have to become.
         """
         state = TensorState(state) if isinstance(state, str) else state
         if block and not (isinstance(form, Integers) and self.profile.clips(form)):
             state, block = TensorState(self.pixels(path, state.name, block)), 0
-        relu, ceiling = bool(attributes.get("relu")), attributes.get("ceiling")
+        relu, ceiling = clamps
         if not isinstance(form, Integers):
             return TensorState(self._limited(path, state.name, ceiling)) if relu else state
         if self.profile.clips(form):
+            top = None if ceiling is None else int(ceiling)
             least = 0 if relu or form.unsigned else form.low if form.narrow else None
             same = state.form in (None, form)
             known = state.low if same or state.low == 0 else None  # 0 is 0 in every scale
             # A Clip that repeats a range is left out.
             low = None if known is not None and least is not None and known >= least else least
             if form.unsigned:  # the type itself clips at both ends
-                low, ceiling = None, None if ceiling == form.high else ceiling
+                low, top = None, None if top == form.high else top
             if state.form == form:
-                if low is None and ceiling is None:
+                if low is None and top is None:
                     return state
                 made = self.dequantized(
-                    path, self.clipped(path, state.integers, low, ceiling, form), form
+                    path, self.clipped(path, state.integers, low, top, form), form
                 )
             else:
-                made = self.quantized(path, state.name, form, low, ceiling, block=block)
+                made = self.quantized(path, state.name, form, low, top, block=block)
             bounds = [bound for bound in (known, least) if bound is not None]
             return replace(made, low=max(bounds, default=None))
         if state.form == form and not relu:

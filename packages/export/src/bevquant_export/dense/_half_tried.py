@@ -21,12 +21,21 @@ from bevquant_export.dense._half_single import Known, Measure
 from bevquant_export.dense._runnable import any_session, rounded_session
 from bevquant_export.dense._source import Source, integer_model
 from bevquant_export.dense._written import QdqFile
-from bevquant_int8sim.program import SAMPLES, Ref, Step, names_in
+from bevquant_int8sim.program import (
+    Add,
+    Dense,
+    FloatCall,
+    LayoutCall,
+    MaxPool,
+    Ref,
+    Resize,
+    Step,
+    WeightedSum,
+    names_in,
+)
 from bevquant_quantizers import TensorQuantizer, float_ranges
 
-_COMPUTED = frozenset("float conv conv_transpose linear resize max_pool avg_pool".split()).union(
-    SAMPLES
-)
+_COMPUTED = (FloatCall, LayoutCall, Dense, Resize, MaxPool, WeightedSum, Add)
 Recorded = dict[str, tuple[float, bool]]
 EXAMPLE, LARGEST = "the example", "the largest calibrated values"
 
@@ -76,7 +85,7 @@ def _alone(steps: Any, modules: Mapping[str, nn.Module]) -> Iterator[Step]:
     """Steps that are the whole computation of a layer without child layers."""
     of_path: dict[str, list[Step]] = {}
     for step in steps:
-        if step.op in _COMPUTED or step.op in ("move", "add"):
+        if isinstance(step, _COMPUTED):
             of_path.setdefault(step.path, []).append(step)
     for path, found in of_path.items():
         module = modules.get(path)

@@ -9,13 +9,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from bevquant_export._errors import QdqError
 from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._source import Source
 from bevquant_export.sparse.portable._body import FLOAT
 from bevquant_graph import OpSpec, op_spec
-from bevquant_int8sim.program import Ref, Step, names_in
+from bevquant_int8sim.program import (
+    FloatCall,
+    LayoutCall,
+    MaxPool,
+    Ref,
+    Relu,
+    Resize,
+    Step,
+    names_in,
+)
 
 Read = Callable[[str], str]
 Form = Callable[[Graph, Step, Read, Source], str | list[str] | None]
@@ -96,13 +106,13 @@ _PADDINGS = {"constant": "constant", "replicate": "edge", "reflect": "reflect"}
 
 def keeps_scale(step: Step) -> bool:
     """Whether a step's result consists of its first input's integers, unchanged or clamped."""
-    if step.op == "resize":
+    if isinstance(step, Resize):
         return bool(step.kwargs["mode"] == "nearest")
-    if step.op in ("max_pool", "relu"):
+    if isinstance(step, MaxPool | Relu):
         return True
     spec = _spec(step)
     moves = _keeps_order(spec) or (spec.layout != "" and _form(step, spec) is not None)
-    return step.op in ("move", "float") and (moves or spec.name == "clamp")
+    return isinstance(step, LayoutCall | FloatCall) and (moves or spec.name == "clamp")
 
 
 def selects(step: Step) -> bool:
@@ -143,7 +153,7 @@ def moved(graph: Graph, step: Step, read: Read, source: Source) -> str | list[st
 
 
 def _spec(step: Step) -> OpSpec:
-    return op_spec(step.attributes.get("what", "") if step.module is None else step.module)
+    return op_spec(step.target if isinstance(step.target, nn.Module) else step.called)
 
 
 def _keeps_order(spec: OpSpec) -> bool:
@@ -153,9 +163,9 @@ def _keeps_order(spec: OpSpec) -> bool:
 
 def _form(step: Step, spec: OpSpec) -> Form | None:
     """The function that writes an operator's nodes."""
-    if step.module is not None:  # has its arguments
+    if isinstance(step.target, nn.Module):  # has its arguments
         return _pixels if spec.name == "pixel_shuffle" else None
-    turns = spec.layout == "permute" and step.function is not None
+    turns = spec.layout == "permute" and step.target is not None
     return _permuted if turns else _FORMS.get(spec.name)
 
 
@@ -176,7 +186,7 @@ def _given(step: Step, *names: str) -> dict[str, Any]:
 
 def _called(step: Step, value: Any) -> Any:
     """Result of torch itself for a tensor as the first argument."""
-    function: Any = step.module if step.function is None else step.function
+    function: Any = step.target
     return function(value, *step.args[1:], **step.kwargs)
 
 
@@ -197,7 +207,7 @@ def _parts(graph: Graph, step: Step, read: Read, source: Source) -> list[str]:
     axis = int(given.get("dim", given.get("size", 0) if drops else 0)) % len(shape)
     if isinstance(source.named(step.args[0].name)[axis], str):
         raise QdqError(
-            f"{path or 'the model'}: {step.attributes['what']} along an axis "
+            f"{path or 'the model'}: {step.called} along an axis "
             "whose size is free in the file; the number of parts would be that of the example"
         )
     names, start = [], 0
@@ -269,7 +279,7 @@ def _masked(graph: Graph, step: Step, read: Read, source: Source) -> str | None:
 def _sliced(graph: Graph, step: Step, read: Read, source: Source) -> str | None:
     if not isinstance(step.args[0], Ref):
         return None
-    first, what = step.args[0].name, step.attributes["what"]
+    first, what = step.args[0].name, step.called
     x, shape = read(first), source.shapes[first]
     index = step.args[1:]
     if what == "getitem":
@@ -356,7 +366,7 @@ def _shuffled(graph: Graph, step: Step, read: Read, source: Source) -> str | Non
     x, count = read(step.args[0].name), int(step.args[1])
     path, target = step.path, source.target(step.path, step.outputs[0])
     batch, channels, height, width = source.target(path, step.args[0].name)
-    if step.attributes["what"] == "channel_shuffle":
+    if step.called == "channel_shuffle":
         split, order = [batch, count, channels // count, height, width], [0, 2, 1, 3, 4]
     else:
         split = [batch, channels, height // count, count, width // count, count]

@@ -65,7 +65,7 @@ class Numbers:
         if not self.source.varies(value):
             return graph.numbers([int(self.source.constants(path, value))])
         maker = self._makers.get(value.name)
-        what = "" if maker is None else str(maker.attributes.get("what"))
+        what = "" if maker is None else maker.called
         if maker is not None and what == "size":
             axis = int(maker.args[1])
             sized = self.read(maker.args[0].name)
@@ -99,7 +99,7 @@ class Numbers:
             parts = [graph.node("Cast", path, [graph.numbers([n])], to=kind) for n in ratio]
             return graph.node("Div", path, parts)
         maker = self._makers.get(value.name)
-        what = "" if maker is None else str(maker.attributes.get("what"))
+        what = "" if maker is None else maker.called
         if maker is not None and what == "sym_float":
             return self._real(path, maker.args[0], kind)
         if maker is not None and what == "item":
@@ -120,7 +120,7 @@ class Numbers:
 
     def _condition(self, path: str, condition: Ref, asked: str) -> str:
         maker = self._makers[condition.name]
-        what = str(maker.attributes["what"])
+        what = maker.called
         if what in _JOINED:
             parts = [self._condition(path, part, asked) for part in maker.args]
             return self.graph.node(_JOINED[what], path, parts)
@@ -132,7 +132,7 @@ class Numbers:
 
     def sized(self, step: Step) -> str | None:
         """A step whose result's size depends on numbers; None for other steps."""
-        what = step.attributes.get("what")
+        what = step.called
         if what in _FILLED:
             return self._filled(step)
         if what in _OPERANDS:
@@ -143,7 +143,7 @@ class Numbers:
 
     def _with_number(self, step: Step) -> str | None:
         """A float tensor and a number, which torch rounds to the tensor's type."""
-        x, what = step.args[0], str(step.attributes["what"])
+        x, what = step.args[0], step.called
         numbers = [value for value in step.args if self.source.varies(value)]
         floats = isinstance(x, Ref) and self.source.dtype(x.name) == torch.float32
         if len(step.args) != 2 or numbers != [step.args[1]] or step.kwargs or not floats:
@@ -169,7 +169,7 @@ class Numbers:
         """A tensor of one value, with one row per voxel."""
         from onnx import numpy_helper
 
-        shape = step.args[1 if str(what := step.attributes["what"]).startswith("new_") else 0]
+        shape = step.args[1 if (what := step.called).startswith("new_") else 0]
         if not any(self.source.varies(size) for size in shape):
             return None
         lengths = self.shape(step.path, shape)
@@ -187,7 +187,7 @@ class Numbers:
         parts = [1 if size == -1 else size for size in times]
         shape = self.shape(step.path, parts)
         x = self.read(first.name)
-        if step.attributes["what"] == "expand":
+        if step.called == "expand":
             return self.graph.node("Expand", step.path, [x, shape])
         missing = len(parts) - len(self.source.shapes[first.name])
         if missing:

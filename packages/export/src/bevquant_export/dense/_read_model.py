@@ -22,7 +22,7 @@ from bevquant_export.dense._source import (
 )
 from bevquant_graph import map_leaves
 from bevquant_int8sim import IntegerModel
-from bevquant_int8sim.program import Program, Step, names_in
+from bevquant_int8sim.program import Add, Coordinates, Program, SparseConv, Step, names_in
 
 _TABLE = 2  # axes: pictures and matrices of cameras have more
 
@@ -62,7 +62,7 @@ def read_model(
     program, simulated = integer.program, integer_model(integer)
     if simulated is not None and not decisions:
         refuse_decisions(simulated, "export_qdq_onnx")
-    sparse = [s.path for s in program.steps if s.op in ("sites", "sparse_conv")]
+    sparse = [s.path for s in program.steps if isinstance(s, Coordinates | SparseConv)]
     sparse += ["an input"] if program.sparse_inputs else []
     if sparse and (not voxels or dynamic_batch):
         raise QdqError(
@@ -154,7 +154,7 @@ def _run(
     def see(step: Step, inputs: Any, made: Any) -> None:
         for name, value in zip(step.outputs, made, strict=False):
             note(name, value)
-        if step.op == "add":
+        if isinstance(step, Add):
             ranges.update(_largest(integer.program, step, inputs))
 
     for name, value in inputs_of(integer.program, args):
@@ -164,16 +164,16 @@ def _run(
 
 
 def _largest(
-    program: Program, step: Step, inputs: tuple[Tensor, ...]
+    program: Program, step: Add, inputs: tuple[Tensor, ...]
 ) -> Iterator[tuple[str, float]]:
     """Largest absolute value of each operand of a sum that is kept as accumulators."""
     for index, (ref, value) in enumerate(zip(step.args, inputs, strict=True)):
         if program.values[ref.name].form != "int32":
             continue
-        scale = step.tensors.get(f"scale{index}")
+        scale = step.scales[index] if step.scales else None
         low = high = value
         if scale is not None:
-            axis = step.attributes.get("axis", 0) % value.dim()
+            axis = step.axis % value.dim()
             others = [i for i in range(value.dim()) if i != axis]
             if others:  # without any, torch would reduce them all
                 low, high = value.amin(others), value.amax(others)
@@ -211,7 +211,7 @@ def _fixed_numbers(integer: QdqProgram, free: Mapping[str, Any]) -> set[str]:
     assert model.source is not None
     varying = taken_numbers(model.program, free)
     nodes = {node.name: node for node in model.source.graph.operations}
-    items = (s.outputs[0] for s in model.program.steps if s.attributes.get("what") == "item")
+    items = (s.outputs[0] for s in model.program.steps if s.called == "item")
     fixed = (nodes[n].meta["val"] for n in items if n in nodes and n not in varying)
     return {symbol for number in fixed for symbol in _symbols(number)}
 
@@ -284,7 +284,7 @@ def _rows(
     Also for the rows of other input tables (points, their voxels, sets of voxels), where the model
     accepts any number of them; without voxels if `tables` says so.
     """
-    read = {step.args[0].name for step in program.steps if step.op == "sites"}
+    read = {step.args[0].name for step in program.steps if isinstance(step, Coordinates)}
     read |= set(program.sparse_inputs)
     counts = {shapes[name][0] for name in read}
     given = set(names_in(program.signature)) | read

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,16 +14,26 @@ from torch.nn import functional
 from bevquant_export.dense._graph import Array
 from bevquant_export.dense._profile import Profile
 from bevquant_int8sim.program import (
-    SAMPLES,
+    Add,
+    AvgPool,
+    Conv,
+    ConvTranspose,
+    Dense,
     Integers,
+    Linear,
     Program,
+    Quantize,
     Ref,
+    Requantize,
+    Resize,
+    Sample,
     Step,
+    Weighted,
+    WeightedSum,
     exact_samples,
     sampling_error,
 )
 
-LAYERS = ("conv", "conv_transpose", "linear")
 UNIT = 2.0**-24  # largest relative error of one rounding to float32
 _ROUNDINGS = 8  # of a rescaled value: sum, three scales, their product and quotient, the result
 _LEVELS = 256  # of OpenVINO's FakeQuantize, which rounds (x - low) / (high - low) · levels
@@ -89,7 +98,7 @@ class RoundingBoundary:
     def rounds_floats(self, name: str) -> bool:
         """Whether a value is rounded from floats, which functions may have computed."""
         step = self._makers.get(name)
-        if step is None or step.op not in ("quantize", "add", *SAMPLES):
+        if not isinstance(step, Quantize | Add | Sample):
             return False
         return any(self._forms[read] == "float" for read in step.inputs)
 
@@ -108,7 +117,7 @@ class RoundingBoundary:
         if not isinstance(form, Integers) or step is None:
             return 0
         found = 0
-        sums = step.op not in ("resize", "avg_pool", *SAMPLES)  # which are computed as a whole
+        sums = not isinstance(step, Resize | WeightedSum)  # which are computed as a whole
         places, at_once = (places[:_MOST], _AT_ONCE) if sums else (places, len(places) or 1)
         for start in range(0, len(places), at_once):
             at = places[start : start + at_once]
@@ -129,17 +138,17 @@ class RoundingBoundary:
         refs = [arg for arg in step.args if isinstance(arg, Ref)]
         if len(refs) != len(step.args) or not refs:
             return None
-        if step.op in SAMPLES:
+        if isinstance(step, Sample):
             return self._sampled(step, [ref.name for ref in refs], places, shape)
-        if step.op in LAYERS and len(refs) == 1:
+        if isinstance(step, Dense) and len(refs) == 1:
             return self._layer(step, places)
-        if step.op in ("quantize", "requantize") and len(refs) == 1:
+        if isinstance(step, Quantize | Requantize) and len(refs) == 1:
             return self._read(refs[0].name, places, shape)
-        if step.op == "resize" and len(refs) == 1:
+        if isinstance(step, Resize) and len(refs) == 1:
             return self._resized(step, places, shape)
-        if step.op == "avg_pool" and len(refs) == 1:
+        if isinstance(step, AvgPool) and len(refs) == 1:
             return self._averaged(step, places, shape)
-        if step.op == "float" and step.attributes.get("what") == "Where" and len(refs) == 3:
+        if step.called == "Where" and len(refs) == 3:
             mask, one, two = (self._read(ref.name, places, shape) for ref in refs)
             if mask is None or one is None or two is None:
                 return None
@@ -149,7 +158,7 @@ class RoundingBoundary:
                 np.where(first, one.error, two.error),
             )
             return _Real(value, error)
-        if step.op != "add":
+        if not isinstance(step, Add):
             return None
         parts = [self._read(ref.name, places, shape) for ref in refs]
         known = [part for part in parts if part is not None]
@@ -165,8 +174,8 @@ class RoundingBoundary:
         """A value that a step reads."""
         maker = self._makers.get(name)
         if self._forms[name] == "int32":
-            layer = maker is not None and maker.op in LAYERS and len(maker.args) == 1
-            return self._layer(maker, places) if layer and maker is not None else None
+            layer = isinstance(maker, Dense) and len(maker.args) == 1
+            return self._layer(maker, places) if layer and isinstance(maker, Dense) else None
         if name not in self._values:
             return None
         try:
@@ -247,33 +256,31 @@ class RoundingBoundary:
         form = self._forms[name]
         return form.scale if isinstance(form, Integers) else 1.0
 
-    def _layer(self, step: Step, places: Array) -> _Real | None:
+    def _layer(self, step: Dense, places: Array) -> _Real | None:
         x = step.args[0].name
         form, made = self._forms[x], self._forms[step.outputs[0]]
         if not isinstance(form, Integers) or x not in self._values:
             return None
         total, size, squares, terms = products_at(step, self._values[x], places)
-        channels = places[:, -1 if step.op == "linear" else 1]
-        unit = per_channel(step, form, made)[channels]
+        channels = places[:, step.channel_axis]
+        unit = per_channel(step, form)[channels]
         value, largest = total * unit, size * unit
         rounded = np.zeros_like(value)
-        if "bias" in step.tensors:
-            bias = step.tensors["bias"].double().cpu().numpy()[channels]
-            if not step.tensors["bias"].is_floating_point():
+        if step.bias is not None:
+            bias = step.bias.double().cpu().numpy()[channels]
+            if not step.bias.is_floating_point():
                 bias = bias * unit
             elif self._profile.integer_bias:
                 rounded = unit / 2  # to int32, by the file or by onnxruntime itself
             value, largest = value + bias, largest + np.abs(bias)
-        integer = (
-            self._profile.integer_bias
-            and step.op != "conv_transpose"
-            and (form.bits == 8 or form.unsigned)
-        )
+        transposed = isinstance(step, ConvTranspose)
+        integer = self._profile.integer_bias and not transposed
+        integer = integer and (form.bits == 8 or form.unsigned)
         if self._profile.runner == "openvino":  # adds the bias to rounded products of the sums
             rounded = rounded + _ROUNDINGS * UNIT * (np.abs(total * unit) + np.abs(value))
         if integer and isinstance(made, Integers):
             return _Real(value, rounded)
-        if self._profile.half and step.op == "conv_transpose":  # each factor is a half
+        if self._profile.half and transposed:  # each factor is a half
             rounded = rounded + _HALVES * (np.abs(value) + unit * np.sqrt(squares))
         return _Real(value, rounded + _SPREAD * math.sqrt(terms) * UNIT * largest)
 
@@ -281,7 +288,7 @@ class RoundingBoundary:
 # Sums of products of a layer, exactly, at single places
 
 
-def products_at(step: Step, x: Array, places: Array) -> tuple[Array, Array, Array, int]:
+def products_at(step: Dense, x: Array, places: Array) -> tuple[Array, Array, Array, int]:
     """Sums of a layer's kernel for some of its outputs.
 
     For few positions: nothing is computed for the others, and neither the simulator's kernels nor a
@@ -295,13 +302,13 @@ def products_at(step: Step, x: Array, places: Array) -> tuple[Array, Array, Arra
     Returns:
         Σ x·w, Σ |x·w| and Σ (x·w)², int64 [places], and the largest number of products in a sum.
     """
-    weight = step.tensors["weight"].cpu().numpy()
-    if step.op == "linear":
+    weight = step.weight.cpu().numpy()
+    if isinstance(step, Linear):
         picked = x[tuple(places[:, :-1].T)].astype(np.int64) * weight[places[:, -1]]
         return picked.sum(1), np.abs(picked).sum(1), (picked**2).sum(1), weight.shape[1]
     first, out = places[:, :1], places[:, 1]
-    groups: int = step.attributes["groups"]
-    transposed = step.op == "conv_transpose"
+    assert isinstance(step, Conv | ConvTranspose)
+    groups, transposed = step.groups, isinstance(step, ConvTranspose)
     # Channels that an output reads: those of its group.
     each = weight.shape[0] // groups if transposed else weight.shape[1]
     outputs = weight.shape[1] if transposed else weight.shape[0] // groups
@@ -321,32 +328,26 @@ def products_at(step: Step, x: Array, places: Array) -> tuple[Array, Array, Arra
     return total, size, squares, each * math.prod(weight.shape[2:])
 
 
-def _read_at(step: Step, places: Array, offset: Array, sizes: Array) -> tuple[Array, Array]:
+def _read_at(
+    step: Conv | ConvTranspose, places: Array, offset: Array, sizes: Array
+) -> tuple[Array, Array]:
     """Input position of the kernel's entry `offset` for each output, and whether it is inside."""
-    attributes: Any = step.attributes
-    stride, dilation = np.asarray(attributes["stride"]), np.asarray(attributes["dilation"])
-    if step.op == "conv":
-        before = np.asarray([low for low, _ in attributes["padding"]])
+    stride, dilation = np.asarray(step.stride), np.asarray(step.dilation)
+    if isinstance(step, Conv):
+        before = np.asarray([low for low, _ in step.padding])
         at = places * stride - before + offset * dilation
         inside = np.ones(len(places), bool)
     else:
-        shifted = places + np.asarray(attributes["padding"]) - offset * dilation
+        shifted = places + np.asarray(step.padding) - offset * dilation
         at, inside = shifted // stride, (shifted % stride == 0).all(1)
     inside &= ((at >= 0) & (at < sizes)).all(1)
     return np.clip(at, 0, sizes - 1), inside
 
 
-def per_channel(step: Step, form: Integers, made: object) -> Array:
+def per_channel(step: Weighted, form: Integers) -> Array:
     """Value of one step of each output channel's sum, float64."""
-    tensors = step.tensors
-    if "weight_scale" in tensors:
-        unit: Array = tensors["weight_scale"].double().cpu().numpy() * form.scale
-    elif "scale" in tensors:
-        unit = tensors["scale"].double().cpu().numpy()
+    if step.weight_scale is not None:
+        unit: Array = step.weight_scale.double().cpu().numpy() * form.scale
     else:
-        unit = tensors["multiplier"].double().cpu().numpy()
-        unit = unit * (made.scale if isinstance(made, Integers) else 1.0)
-    channels = tensors["weight"].shape[1 if step.op == "conv_transpose" else 0]
-    if step.op == "conv_transpose":
-        channels *= step.attributes["groups"]
-    return np.broadcast_to(unit.reshape(-1), (channels,))
+        unit = step.unit.double().cpu().numpy()
+    return np.broadcast_to(unit.reshape(-1), (step.out_channels,))

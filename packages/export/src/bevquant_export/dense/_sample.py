@@ -8,7 +8,6 @@ Runtimes on CPUs have none: `without_plugins` puts standard operators in its pla
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from bevquant_export.lint._model import ATTENTION, PLUGINS
 from bevquant_graph import attend_levels
-from bevquant_int8sim.program import PADDINGS, Ref, Step
+from bevquant_int8sim.program import PADDINGS, FloatCall, GridSample, Ref, Step
 
 if TYPE_CHECKING:
     from bevquant_export.dense._graph import Graph
@@ -27,28 +26,33 @@ if TYPE_CHECKING:
 _GRID_SAMPLE = 16  # first operator set; operators of 13 and later mean the same in it
 
 
-def sampling_call(step: Step, constants: Mapping[str, Tensor]) -> Step:
+def sampling_call(step: Step, constants: Mapping[str, Tensor]) -> FloatCall:
     """The float call that a sampling step is.
 
     Args:
-        step: Of an operation of `bevquant_int8sim.program.SAMPLES`.
+        step: A `GridSample`, or deformable attention.
         constants: Constant values of the program.
 
     Raises:
         ValueError: The sizes of the sampled levels are no constants.
     """
-    if step.op == "grid_sample":
+    if isinstance(step, GridSample):
         mode, padding, corners = (step.kwargs[n] for n in ("mode", "padding_mode", "align_corners"))
-        return replace(
-            step, args=(*step.args, int(mode == "nearest"), PADDINGS.index(padding), corners),
-            kwargs={}, attributes={"what": "grid_sampler"},
-            function=torch.ops.aten.grid_sampler.default,
-        )  # fmt: skip
+        args = (*step.args, int(mode == "nearest"), PADDINGS.index(padding), corners)
+        function = torch.ops.aten.grid_sampler.default
+        return FloatCall(
+            step.path,
+            args,
+            step.outputs,
+            name="grid_sampler",
+            function=function,
+            reason=step.reason,
+        )
     value, _, _, places, weights = step.args
     sizes, first = _levels(step, constants)
-    return replace(
-        step, args=(value, places, weights), attributes={"what": "deformable_attention"},
-        function=partial(attend_levels, sizes, first),
+    return FloatCall(
+        step.path, (value, places, weights), step.outputs, name="deformable_attention",
+        function=partial(attend_levels, sizes, first), reason=step.reason,
     )  # fmt: skip
 
 

@@ -27,8 +27,10 @@ from bevquant_graph import (
 from bevquant_int8sim import IntegerModel, simulate
 from bevquant_int8sim.program import (
     PROGRAM_READERS,
+    Add,
     Program,
     Ref,
+    Rounds,
     SparseRef,
     Step,
     arguments,
@@ -48,10 +50,10 @@ class QdqProgram(Protocol):
     `bevquant_int8sim.program.PROGRAM_READERS`. The steps are those of `bevquant_int8sim.program`,
     with these additions to an `IntegerModel`'s:
 
-    * ``tensors["weight_scale"]`` of a layer is the step size of each output channel, and its
-      ``tensors["bias"]`` may be float;
-    * a ``"float"`` step may be a layout operator, and its result may be quantized;
-    * ``attributes["on_cpu"]`` says that hb_mapper must not quantize the step.
+    * `Weighted.weight_scale` is the step size of each output channel, and `Weighted.bias` may be
+      float;
+    * a `FloatCall` may be a layout operator, and its result may be quantized;
+    * `Step.on_cpu` says that hb_mapper must not quantize the step.
 
     Attributes:
         program: The steps in order.
@@ -92,10 +94,12 @@ class _Simulated:
         self, model: nn.Module | IntegerModel, args: Any, sums: Sums, verify: bool
     ) -> IntegerModel:
         if isinstance(model, IntegerModel):
-            other = next((step.rounding for step in model.steps if step.rounding), None)
+            rounds = (step for step in model.steps if isinstance(step, Rounds))
+            other = next((step for step in rounds if not step.is_default), None)
             if other is not None:
                 raise QdqError(
-                    f"the integer model rounds otherwise than files do ({other}): "
+                    "the integer model rounds otherwise than files do "
+                    f"({other.rounding}, in {other.arithmetic}): "
                     "half to even, in floats; give the calibrated model"
                 )
             if model.source is None or (sums and not model.sum_ranges and _adds_sums(model)):
@@ -158,7 +162,7 @@ def _refuse_lost_digits(
 def _adds_sums(model: IntegerModel) -> bool:
     """Whether a sum reads accumulators."""
     values = model.program.values
-    adds = (step for step in model.steps if step.op == "add")
+    adds = (step for step in model.steps if isinstance(step, Add))
     return any(values[name].form == "int32" for step in adds for name in step.inputs)
 
 

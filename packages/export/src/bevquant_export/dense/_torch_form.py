@@ -56,7 +56,7 @@ def torch_form(
     """
     if graph.profile.opset < _LEAST:
         raise ValueError(f"operator set {graph.profile.opset} has no form of it")
-    if step.outputs[0] in source.hosts or (step.function is None and step.module is None):
+    if step.outputs[0] in source.hosts or step.target is None:
         raise ValueError("it is no operator of torch")
     args = source.constants(step.path, (step.args, dict(step.kwargs)), counted=True)
     call = _Call(step, args, constants)
@@ -66,7 +66,7 @@ def torch_form(
     free = tuple(_free(source, name) for name in call.names)
     inputs = [number(name) if name in source.hosts else read(name) for name in call.names]
     # ONNX Runtime has Unique of 64-bit integers alone.
-    wide = "unique" in str(step.attributes["what"]) and examples[0].dtype == torch.int32
+    wide = "unique" in step.called and examples[0].dtype == torch.int32
     if wide:
         examples = (examples[0].long(), *examples[1:])
         inputs[0] = graph.node("Cast", step.path, [inputs[0]], to=INT64)
@@ -102,7 +102,7 @@ class _Call(nn.Module):
 
     def __init__(self, step: Step, given: Any, constants: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self._function: Any = step.module if step.function is None else step.function
+        self._function: Any = step.target
         self._given = given
         self._values: dict[str, str] = {}
         self.names: list[str] = []

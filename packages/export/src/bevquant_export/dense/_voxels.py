@@ -26,7 +26,7 @@ from bevquant_export.sparse._axes import with_axes
 from bevquant_export.sparse.portable._body import DOUBLE, FLOAT, INT16, INT32, UINT8
 from bevquant_export.sparse.portable._voxel_sets import Surroundings, VoxelSet
 from bevquant_export.targets._cpu import stored_weights
-from bevquant_int8sim.program import Integers, Ref, Step, replaced
+from bevquant_int8sim.program import Integers, Ref, Requantize, SparseConv, Step, replaced
 
 _AXES = 3
 _PADDING = 2  # place among kernel, stride, padding and dilation
@@ -95,7 +95,7 @@ class Voxels:
         voxel_set = self._voxel_sets.get(first.name) if isinstance(first, Ref) else None
         if voxel_set is None:
             return
-        what = step.attributes.get("what")
+        what = step.called
         if what == "getattr":
             self._parts[made] = voxel_set
         elif what == "convolved_sites":
@@ -141,18 +141,16 @@ class Voxels:
         self._voxel_sets[name] = voxel_set
         self._unchecked.add(voxel_set.maker)
 
-    def convolution(self, step: Step, x: TensorState) -> TensorState | str:
+    def convolution(self, step: SparseConv, x: TensorState) -> TensorState | str:
         """A quantized sparse convolution."""
-        graph, path, attributes = self.graph, step.path, step.attributes
-        if len(step.args) > 2 or attributes["transposed"]:
+        graph, path = self.graph, step.path
+        if len(step.args) > 2 or step.geometry.transposed:
             what = "with a sum in it" if len(step.args) > 2 else "that is transposed"
             refuse(path, f"a sparse convolution {what} has no form")
         if x.form is not None and x.form.bits != 8:
             refuse(path, f"it reads {x.form} from voxels; expected int8: num_bits=8")
-        geometry = [tuple(attributes[k]) for k in ("kernel_size", "stride", "padding", "dilation")]
-        geometry += [(), *(attributes[k] for k in ("subm", "transposed", "inverse"))]
-        rows = self._walk(step, attributes["indice_key"], tuple(geometry))
-        weight, bias = step.tensors["weight"], step.tensors.get("bias")
+        rows = self._walk(step, step.indice_key, step.geometry.numbers())
+        weight, bias = step.weight, step.bias
         matrix = weight.to(torch.int32).reshape(-1, weight.shape[-1]).cpu().numpy()
         self._check_sums(step, matrix, bias)
         stored, zero = stored_weights(matrix, graph.profile.weight)
@@ -172,20 +170,19 @@ class Voxels:
         form = self.source.form(made)
         if form == "int32":
             self._sums[made] = sums
-            return self._scaled(path, sums, step.tensors["scale"])
         if not isinstance(form, Integers):
-            return self._scaled(path, sums, step.tensors["multiplier"])
+            return self._scaled(path, sums, step.unit)
         return self._rounded(step, sums, form)
 
-    def requantized(self, step: Step) -> TensorState | None:
+    def requantized(self, step: Requantize) -> TensorState | None:
         """One form of a layer that has several."""
         sums, form = self._sums.get(step.args[0].name), self.source.form(step.outputs[0])
         return None if sums is None else self._rounded(step, sums, form)
 
     def written(self, step: Step) -> str | None:
         """A float step or layout operator on voxels."""
-        what = step.attributes.get("what")
-        if type(step.module).__name__ == "FloatSparseConv":
+        what = step.called
+        if type(step.target).__name__ == "FloatSparseConv":
             return self._float_convolution(step, self.read(step.args[0].name))
         if what == "sparse_max_pool":
             return self._pooled(step, self.read(step.args[0].name))
@@ -194,7 +191,7 @@ class Voxels:
         return None
 
     def _float_convolution(self, step: Step, x: str) -> str:
-        module: Any = step.module
+        module: Any = step.target
         if module.quantizer is not None or module.activation not in ("None", "ReLU"):
             refuse(step.path, "a float convolution on quantized voxels has no form")
         if module.geometry.transposed:
@@ -321,12 +318,13 @@ class Voxels:
             "Mul", path, [self.graph.node("Cast", path, [sums], to=DOUBLE), factors]
         )
 
-    def _rounded(self, step: Step, sums: str, form: Integers) -> TensorState:
+    def _rounded(self, step: SparseConv | Requantize, sums: str, form: Integers) -> TensorState:
         """Sums as integers of the form, with those of their values."""
         graph, path = self.graph, step.path
         dtype, zero = graph.profile.stored(form)
-        low = 0 if step.attributes.get("relu") else form.low
-        real = self._product(path, sums, step.tensors["multiplier"], "multiplier")
+        low = 0 if step.relu else form.low
+        assert step.multiplier is not None
+        real = self._product(path, sums, step.multiplier, "multiplier")
         q = graph.node("Round", path, [real])
         ends = [graph.constant(f"float64_{n}", n, np.float64) for n in (low, form.high)]
         q = graph.node("Clip", path, [q, *ends])

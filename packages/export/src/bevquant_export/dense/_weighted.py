@@ -17,8 +17,13 @@ from bevquant_export.targets._cpu import stored_weights
 from bevquant_int8sim.program import (
     FLOAT8,
     BlockLayer,
-    Integers,
+    Conv,
+    ConvTranspose,
+    Dense,
+    Float8Layer,
+    Linear,
     Step,
+    Weighted,
     blocks_round,
     float8_steps,
 )
@@ -77,16 +82,20 @@ def _held_off(graph: Graph, path: str, x: str) -> str:
     return graph.held_off(path, x) if fuses else x
 
 
-def as_weighted(step: Step) -> Step:
+_KINDS: dict[str, type[Any]] = {kind.op: kind for kind in (Conv, ConvTranspose, Linear)}
+
+
+def as_weighted(step: Step, layer: Float8Layer) -> Dense:
     """An FP8 layer in the form that `weighted_layer` takes."""
-    layer: Any = step.module
     tensors = {"weight": layer.weight, "weight_scale": layer.weight_scale}
     if isinstance(layer, BlockLayer):  # of its values, numbers and scales are computed again
-        made = quantize_blocks(layer.weight, layer.form, axis=1)
-        tensors |= {"weight": made.numbers.to(torch.float8_e4m3fn), "block_scale": made.scales}
+        blocks = quantize_blocks(layer.weight, layer.form, axis=1)
+        tensors |= {"weight": blocks.numbers.to(torch.float8_e4m3fn), "block_scale": blocks.scales}
     if layer.bias is not None:
         tensors["bias"] = layer.bias
-    return replace(step, op=layer.op, module=None, tensors=tensors, attributes=layer.settings)
+    called: Any = step.path, step.args, step.outputs
+    made: Dense = _KINDS[layer.op](*called, form="float", **tensors, **layer.settings)
+    return made
 
 
 def float8_steps_apart(want: Array, got: Array, step: Step) -> int:
@@ -94,7 +103,7 @@ def float8_steps_apart(want: Array, got: Array, step: Step) -> int:
 
     In blocks a step is at most an eighth of the value, but for subnormal numbers.
     """
-    if step.function is blocks_round:
+    if step.target is blocks_round:
         size = np.maximum(np.maximum(abs(want), abs(got)), np.finfo(np.float32).tiny)
         return int(np.ceil(8 * abs(want - got) / size).max(initial=0))
     return float8_steps(torch.from_numpy(want), torch.from_numpy(got), *step.args[1:])
@@ -107,7 +116,7 @@ def rounds_within(step: Step, x: Array, error: Array, got: Array) -> Array:
     roundings of float32 are added: of the quotient, or of a reciprocal, a product and a difference.
     """
     error = error + 4 * 2.0**-24 * np.abs(x)
-    function: Any = step.function
+    function: Any = step.target
     low, high = (
         function(torch.from_numpy(np.float32(end)), *step.args[1:]).numpy()
         for end in (x - error, x + error)
@@ -141,25 +150,23 @@ class _Weight:
 
 def block_of(graph: Graph, step: Step) -> int:
     """Side of the blocks of a transposed convolution without overlap; 0 for all others."""
-    if step.op != "conv_transpose" or not graph.profile.depth_to_space or _has_float8(step):
+    if not isinstance(step, ConvTranspose) or not graph.profile.depth_to_space or _has_float8(step):
         return 0
-    attributes = step.attributes
-    sides = {*step.tensors["weight"].shape[2:], *attributes["stride"]}
-    nothing = {*attributes["padding"], *attributes["output_padding"]} <= {0}
-    flat = step.tensors["weight"].dim() == 4 and {*attributes["dilation"]} == {1}
+    sides = {*step.weight.shape[2:], *step.stride}
+    nothing = {*step.padding, *step.output_padding} <= {0}
+    flat = step.weight.dim() == 4 and {*step.dilation} == {1}
     return int(sides.pop()) if len(sides) == 1 and nothing and flat else 0
 
 
-def _has_float8(step: Step) -> bool:
-    return step.tensors["weight"].dtype.is_floating_point
+def _has_float8(step: Weighted) -> bool:
+    return step.weight.dtype.is_floating_point
 
 
-def _numbers(step: Step) -> Array:
-    weight = step.tensors["weight"]
-    return float8_array(weight) if _has_float8(step) else weight.cpu().numpy()
+def _numbers(step: Weighted) -> Array:
+    return float8_array(step.weight) if _has_float8(step) else step.weight.cpu().numpy()
 
 
-def _as_convolution(step: Step, block: int) -> Step:
+def _as_convolution(step: ConvTranspose, block: int) -> Conv:
     r"""The transposed convolution as one of 1×1, whose channels are the block's pixels.
 
     With kernel and stride k no two windows meet:
@@ -168,56 +175,51 @@ def _as_convolution(step: Step, block: int) -> Step:
 
     which is channel :math:`(o k + i) k + j` of a convolution at (h, w).
     """
-    weight, groups = step.tensors["weight"], step.attributes["groups"]
+    weight, groups = step.weight, step.groups
     channels, outputs = weight.shape[:2]
     split = weight.reshape(groups, channels // groups, outputs * block**2).transpose(1, 2)
-    tensors = {
+    tensors: dict[str, Any] = {
         name: value.repeat_interleave(block**2) if value.dim() and value.numel() > 1 else value
         for name, value in step.tensors.items()
         if name != "weight"
     }
-    tensors["weight"] = split.reshape(-1, channels // groups, 1, 1).contiguous()
-    settings = {"stride": (1, 1), "padding": ((0, 0), (0, 0)), "dilation": (1, 1), "groups": groups}
-    return replace(step, op="conv", tensors=tensors, attributes={**step.attributes, **settings})
+    return Conv(
+        step.path, step.args, step.outputs, form=step.form, relu=step.relu, ceiling=step.ceiling,
+        weight=split.reshape(-1, channels // groups, 1, 1).contiguous(), **tensors,
+        stride=(1, 1), padding=((0, 0), (0, 0)), dilation=(1, 1), groups=groups,
+    )  # fmt: skip
 
 
-def weighted_layer(graph: Graph, step: Step, x: TensorState, form: Any, source: Source) -> str:
+def weighted_layer(graph: Graph, step: Dense, x: TensorState, form: Any, source: Source) -> str:
     """The layer's nodes up to its float result, in front of a ReLU or a quantizer.
 
     Where `block_of` is not 0, the result's channels still have to become pixels.
     """
     block = block_of(graph, step)
-    step = _as_convolution(step, block) if block else step
-    attributes, path = step.attributes, step.path
-    weight = _Weight(
-        float8_array(step.tensors["weight"])
-        if _has_float8(step)
-        else step.tensors["weight"].cpu().numpy(),
-        _scales(step, x, form),
-        axis=1 if step.op == "conv_transpose" else 0,
-        groups=attributes.get("groups", 1),
-    )
+    if block and isinstance(step, ConvTranspose):
+        step = _as_convolution(step, block)
+    path, scales = step.path, _scales(step, x, form)
+    groups = step.groups if isinstance(step, Conv | ConvTranspose) else 1
+    weight = _Weight(_numbers(step), scales, axis=step.out_axis, groups=groups)
     weight = _with_room_for_bias(graph, step, x, weight)
     bias = _bias(graph, step, x, weight.scales)
-    if step.op == "linear":
+    if not isinstance(step, Conv | ConvTranspose):
         return _linear(graph, step, x, weight, bias, source)
     in_float = _is_float(graph, step, weight)
     read = graph.float_operand(path, x.name) if in_float else x.name
     inputs = [read, _weight(graph, step, weight), *([bias] if bias else [])]
     settings: dict[str, Any] = {
-        "strides": list(attributes["stride"]),
-        "dilations": list(attributes["dilation"]),
-        "group": attributes["groups"],
+        "strides": list(step.stride),
+        "dilations": list(step.dilation),
+        "group": groups,
         "kernel_shape": list(weight.integers.shape[2:]),
     }
-    if step.op == "conv":
-        sides = attributes["padding"]
-        pads = [low for low, _ in sides] + [high for _, high in sides]
+    if isinstance(step, Conv):
+        pads = [low for low, _ in step.padding] + [high for _, high in step.padding]
         return graph.node("Conv", path, inputs, pads=pads, **settings)
-    padding = list(attributes["padding"])
     made = graph.node(
-        "ConvTranspose", path, inputs, pads=padding * 2,
-        output_padding=list(attributes["output_padding"]), **settings,
+        "ConvTranspose", path, inputs, pads=[*step.padding] * 2,
+        output_padding=list(step.output_padding), **settings,
     )  # fmt: skip
     if in_float and x.form is not None:
         graph.on_cpu += graph.nodes[-1:]
@@ -225,7 +227,7 @@ def weighted_layer(graph: Graph, step: Step, x: TensorState, form: Any, source: 
 
 
 def _linear(
-    graph: Graph, step: Step, x: TensorState, weight: _Weight, bias: str, source: Source
+    graph: Graph, step: Dense, x: TensorState, weight: _Weight, bias: str, source: Source
 ) -> str:
     """Gemm, whose operands have two axes."""
     rank = len(source.shapes[step.args[0].name])
@@ -244,7 +246,7 @@ def _linear(
 
 def unflattened(graph: Graph, step: Step, state: TensorState, source: Source) -> TensorState:
     """The result of a linear layer with the axes of its input."""
-    if step.op != "linear" or len(source.shapes[step.args[0].name]) == 2:
+    if not isinstance(step, Linear) or len(source.shapes[step.args[0].name]) == 2:
         return state
     name = reshaped(graph, step.path, state.name, source.target(step.path, step.outputs[0]))
     if state.form is None or not graph.profile.repeats:
@@ -252,26 +254,22 @@ def unflattened(graph: Graph, step: Step, state: TensorState, source: Source) ->
     return graph.quantized(step.path, name, state.form)
 
 
-def _scales(step: Step, x: TensorState, form: Any) -> Array:
+def _scales(step: Weighted, x: TensorState, form: Any) -> Array:
     """Step size of each output channel's weight, float64."""
-    if "weight_scale" in step.tensors:
-        given: Array = step.tensors["weight_scale"].double().cpu().numpy()
+    if step.weight_scale is not None:
+        given: Array = step.weight_scale.double().cpu().numpy()
         return given
     assert x.form is not None
-    if "scale" in step.tensors:
-        scale: Array = step.tensors["scale"].double().cpu().numpy()
-    else:
-        unit = form.scale if isinstance(form, Integers) else 1.0
-        scale = step.tensors["multiplier"].double().cpu().numpy() * unit
-    return scale / x.form.scale
+    unit: Array = step.unit.double().cpu().numpy()
+    return unit / x.form.scale
 
 
-def _weight(graph: Graph, step: Step, weight: _Weight) -> str:
+def _weight(graph: Graph, step: Weighted, weight: _Weight) -> str:
     """The node of the weight in the form that the layer multiplies."""
     path, profile = step.path, graph.profile
-    if "block_scale" in step.tensors:
+    if step.block_scale is not None:
         numbers = graph.constant(f"{path}.weight", weight.integers, weight.integers.dtype)
-        blocks = graph.constant(f"{path}.weight_scale", step.tensors["block_scale"].cpu().numpy())
+        blocks = graph.constant(f"{path}.weight_scale", step.block_scale.cpu().numpy())
         inputs = [numbers, blocks]
         return graph.node("DequantizeLinear", f"{path}.weight", inputs, axis=1, block_size=32)
     scales = weight.along_axis
@@ -297,9 +295,9 @@ def _weight(graph: Graph, step: Step, weight: _Weight) -> str:
     return graph.node("DequantizeLinear", named, [source, scale, zeros], **axis)
 
 
-def _is_float(graph: Graph, step: Step, weight: _Weight) -> bool:
+def _is_float(graph: Graph, step: Weighted, weight: _Weight) -> bool:
     """Whether the scales of a transposed convolution's weight fit no axis that may have scales."""
-    if step.op != "conv_transpose" or weight.single:
+    if not isinstance(step, ConvTranspose) or weight.single:
         return False
     return weight.along_axis is None or not graph.profile.transposed_per_channel
 
@@ -324,14 +322,14 @@ def _float_weight(graph: Graph, path: str, weight: _Weight) -> str:
     return graph.constant(f"{path}.weight", (split * scales).reshape(integers.shape))
 
 
-def _with_room_for_bias(graph: Graph, step: Step, x: TensorState, weight: _Weight) -> _Weight:
+def _with_room_for_bias(graph: Graph, step: Weighted, x: TensorState, weight: _Weight) -> _Weight:
     """The weight in steps large enough that int32 holds the bias in steps of the sums.
 
     A channel without weights, or with tiny ones, otherwise has a bias of more than 2³⁰ steps.
     Beside such a bias the coarser weight does not change eight bits.
     """
-    bias = step.tensors.get("bias")
-    if bias is None or x.form is None or not _rounds_bias(graph, step):
+    bias = step.bias
+    if bias is None or x.form is None or not _rounds_bias(graph, step, bias):
         return weight
     needed = np.abs(bias.double().cpu().numpy()) / (x.form.scale * 2**30)
     larger = needed > weight.scales
@@ -346,21 +344,21 @@ def _with_room_for_bias(graph: Graph, step: Step, x: TensorState, weight: _Weigh
     return replace(weight, integers=rounded.astype(np.int8), scales=scales)
 
 
-def _rounds_bias(graph: Graph, step: Step) -> bool:
+def _rounds_bias(graph: Graph, step: Weighted, bias: Tensor) -> bool:
     """Whether a float bias becomes whole steps of the sums.
 
     Transposed convolutions run in float on every engine, so this would gain nothing.
     """
-    floats = step.tensors["bias"].is_floating_point()
-    return floats and graph.profile.integer_bias and step.op != "conv_transpose"
+    floats = bias.is_floating_point()
+    return floats and graph.profile.integer_bias and not isinstance(step, ConvTranspose)
 
 
-def _bias(graph: Graph, step: Step, x: TensorState, scales: Array) -> str:
+def _bias(graph: Graph, step: Weighted, x: TensorState, scales: Array) -> str:
     """The bias in the profile's form; empty without one."""
-    if "bias" not in step.tensors:
+    if step.bias is None:
         return ""
-    named, bias = f"{step.path}.bias", step.tensors["bias"].double().cpu().numpy()
-    floats, rounds = step.tensors["bias"].is_floating_point(), _rounds_bias(graph, step)
+    named, bias = f"{step.path}.bias", step.bias.double().cpu().numpy()
+    floats, rounds = step.bias.is_floating_point(), _rounds_bias(graph, step, step.bias)
     accumulator = scales * (1.0 if x.form is None else x.form.scale)
     if x.form is None or not graph.profile.integer_bias or (floats and not rounds):
         return graph.constant(named, bias if floats else bias * accumulator)

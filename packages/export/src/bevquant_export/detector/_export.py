@@ -54,7 +54,7 @@ from bevquant_graph import (
     reported_by,
 )
 from bevquant_int8sim import IntegerModel, simulate
-from bevquant_int8sim.program import PROGRAM_READERS, Program, names_in
+from bevquant_int8sim.program import PROGRAM_READERS, LayoutCall, Program, Quantize, Relu, names_in
 from bevquant_quantizers import quantization_disabled
 
 
@@ -452,9 +452,8 @@ def _range(program: Program, name: str) -> float | None:
     for step in program.steps:
         if not moved.intersection(step.inputs):
             continue
-        if step.op == "quantize":
-            form: Any = program.values[step.outputs[0]].form
-            return float(form.scale * form.high)
-        if step.op in ("move", "relu"):
+        if isinstance(step, Quantize):
+            return step.integers.scale * step.integers.high
+        if isinstance(step, LayoutCall | Relu):
             moved.update(step.outputs)
     return None

@@ -8,7 +8,16 @@ from typing import Any
 
 from bevquant_export._errors import UnsplitError
 from bevquant_graph import leaves
-from bevquant_int8sim.model import Step
+from bevquant_int8sim.program import (
+    Call,
+    Coordinates,
+    FloatCall,
+    LayoutCall,
+    NumberCall,
+    Quantize,
+    SparseConv,
+    Step,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,12 +37,12 @@ class Beginning:
 def beginning(program: Any) -> Beginning | None:
     """Return how a program computes the features of its voxels; None where they are an input."""
     makers = {name: step for step in program.steps for name in step.outputs}
-    convs = (s for s in program.steps if s.op == "sparse_conv" or is_float_conv(s))
+    convs = (s for s in program.steps if isinstance(s, SparseConv) or is_float_conv(s))
     first = next(convs, None)
     if first is None:
         return None
     name = first.args[0].name
-    while name in makers and makers[name].op == "quantize":
+    while isinstance(makers.get(name), Quantize):
         name = makers[name].args[0].name
     if name not in makers:
         return None
@@ -48,7 +57,7 @@ def beginning(program: Any) -> Beginning | None:
 
 def is_float_conv(step: Step) -> bool:
     """Whether a step is a sparse convolution that stays float."""
-    return type(step.module).__name__ == "FloatSparseConv"
+    return type(step.target).__name__ == "FloatSparseConv"
 
 
 def for_coords(program: Any) -> set[str]:
@@ -57,9 +66,10 @@ def for_coords(program: Any) -> set[str]:
     found: set[str] = set()
     for step in reversed(program.steps):
         made = set(step.outputs)
-        if step.op in ("float", "move") and not made & read and not is_float_conv(step):
+        called = isinstance(step, FloatCall | LayoutCall)
+        if called and not made & read and not is_float_conv(step):
             found |= made
-        elif step.op not in ("host", "sites"):
+        elif not isinstance(step, NumberCall | Coordinates):
             read.update(step.inputs)
     return found
 
@@ -68,10 +78,10 @@ def coord_inputs(program: Any, made: set[str]) -> set[str]:
     """Inputs of the program that only sets of voxels are computed from."""
     wanted: set[str] = set()
     for step in reversed(program.steps):
-        if step.op == "sites" or wanted.intersection(step.outputs):
-            if step.op in ("sites", "host", "float", "move"):
+        if isinstance(step, Coordinates) or wanted.intersection(step.outputs):
+            if isinstance(step, Coordinates | Call):
                 wanted.update(step.inputs)
-    layers = [s for s in program.steps if s.op not in ("sites", "host", "float", "move")]
+    layers = [s for s in program.steps if not isinstance(s, Coordinates | Call)]
     return wanted - made - {name for step in layers for name in step.inputs}
 
 
@@ -118,7 +128,7 @@ def no_operator(step: Step, where: str, *, reads_map: bool = False) -> ValueErro
     """
     if is_unfollowed(step):
         return ValueError(f"export_sparse_onnx: {where}: {step.reason}. {_CHOICE}")
-    remedy = _NORMS.get(str(step.attributes.get("what", "")), "")
+    remedy = _NORMS.get(step.called, "")
     remedy += BEHIND_DENSE if reads_map else REMEDY
     return UnsplitError(
         f"export_sparse_onnx: {where} has no operator in the dialect libspconv, which has sparse "

@@ -25,7 +25,7 @@ from bevquant_export.sparse._follow import Draft, Followed, Follower, Reading, p
 from bevquant_export.sparse._steps import Between
 from bevquant_graph import leaves, op_spec
 from bevquant_int8sim import IntegerModel
-from bevquant_int8sim.model import Step
+from bevquant_int8sim.program import Constant, Coordinates, NumberCall, Quantize, SparseConv, Step
 
 _POOL = "sparse_max_pool"
 
@@ -63,11 +63,11 @@ def _in_dialect(model: IntegerModel) -> Followed:
     try:
         found = whole.run()
     except ValueError:
-        pools = whole.at is not None and whole.at.attributes.get("what") == _POOL
+        pools = whole.at is not None and whole.at.called == _POOL
         if begins is None or pools or all(step is not whole.at for step in begins.steps):
             raise
         found = Follower(model, begins).run()
-    if sum(step.op == "sites" for step in model.program.steps) > 1:
+    if sum(isinstance(step, Coordinates) for step in model.program.steps) > 1:
         follower = _FollowerBetween(model, begins)
         with suppress(ValueError):
             follower.run()
@@ -107,23 +107,23 @@ class _FollowerBetween(Follower):
         self.places: dict[str, str] = {}  # coordinates to a tensor on them
         self.coordinates = ""  # of the current consumer
         # Numbers that the forward counts with, as in range(batch_size), are constants here.
-        made = [step for step in self.program.steps if step.op == "sites"]
+        made = [step for step in self.program.steps if isinstance(step, Coordinates)]
         self.one_batch = any(isinstance(step.args[2], int) for step in made)
         self.returned = dict(_sparse_results(self.program.result))
         self.pooled: dict[tuple[str, tuple[Any, ...]], list[str]] = {}  # of coordinates and window
         for step in self.program.steps:
-            if step.attributes.get("what") == "convolved_sites":
+            if step.called == "convolved_sites":
                 self.pooled.setdefault((step.args[0].name, step.args[1:]), []).append(
                     step.outputs[0]
                 )
 
     def _step(self, step: Step) -> None:
-        what, made = step.attributes.get("what"), step.outputs
-        if step.op == "host":
+        what, made = step.called, step.outputs
+        if isinstance(step, NumberCall):
             coordinates = getattr(step.args[0], "name", "") if step.args else ""
             if what == "getattr" and step.args[1] == "indices" and coordinates in self.lies:
                 self.places[made[0]] = self.lies[coordinates]
-        elif step.op == "sparse_conv" or is_float_conv(step) or what == _POOL:
+        elif isinstance(step, SparseConv) or is_float_conv(step) or what == _POOL:
             self.coordinates = step.args[1].name
             if what == _POOL:
                 self._draft("pool", step, 1)
@@ -143,7 +143,7 @@ class _FollowerBetween(Follower):
             self.lies[self.coordinates] = self.places[self.coordinates]
             super()._step(step)
             self.coordinates = ""
-        elif step.op in ("sites", "constant") or self._reads_map(step):
+        elif isinstance(step, Coordinates | Constant) or self._reads_map(step):
             super()._step(step)
         elif any(self._is_loose(name) or name in self.of_coords for name in step.inputs):
             self._note(step)
@@ -168,21 +168,21 @@ class _FollowerBetween(Follower):
     def _note_given(self, coordinates: str) -> None:
         """Coordinates of the input are the file's coordinates."""
         maker = self.makers.get(coordinates)
-        if coordinates in self.lies or (maker is not None and maker.op != "sites"):
+        if coordinates in self.lies or (maker is not None and not isinstance(maker, Coordinates)):
             return
         self.lies[coordinates] = self.input
         name = maker.args[0].name if maker is not None else ""
         while name:
             self.places[name] = self.input
             step = self.makers.get(name)
-            spec = op_spec(str(step.attributes.get("what"))) if step is not None else None
+            spec = op_spec(step.called) if step is not None else None
             same = spec is not None and (spec.casts or spec.kind == "identity")
             name = getattr(step.args[0], "name", "") if step is not None and same else ""
 
     def _makes(self, coordinates: str) -> Step | None:
         """The step that creates voxels from coordinates that the forward computes."""
         step = self.makers.get(coordinates)
-        if not coordinates or coordinates in self.lies or step is None or step.op != "sites":
+        if coordinates in self.lies or not isinstance(step, Coordinates):
             return None
         coords = step.args[0].name
         if coords in self.places:
@@ -204,9 +204,9 @@ class _FollowerBetween(Follower):
         """Features on voxels that the forward creates."""
         by = "the model's result" if reader is None else place(reader)
         form, value, relu = self.program.values[name].form, name, False
-        while value in self.makers and self.makers[value].op == "quantize":
-            relu = relu or bool(self.makers[value].attributes.get("relu"))
-            value = self.makers[value].args[0].name
+        while isinstance(maker := self.makers.get(value), Quantize):
+            relu = relu or maker.relu
+            value = maker.args[0].name
         y = value if value not in self.holds else f"{value} on {coordinates.outputs[0]}"
         if all(draft.y != y for draft in self.drafts):
             grid = coordinates.args[1]
@@ -225,9 +225,9 @@ class _FollowerBetween(Follower):
     def _tensor(self, name: str, by: str) -> tuple[str, bool]:
         if self._is_loose(name):
             step = self.loose[name]
-            if step.op == "quantize":
+            if isinstance(step, Quantize):
                 tensor, relu = self._tensor(step.args[0].name, by)
-                self.holds[name] = tensor, relu or bool(step.attributes.get("relu"))
+                self.holds[name] = tensor, relu or step.relu
             else:
                 self._between(name, name, by, "", ())
                 self.holds[name] = name, False
@@ -273,12 +273,12 @@ class _FollowerBetween(Follower):
                 found.frames = True  # a number among the inputs
             elif step is None or name in self.left_out:
                 found.given.add(name)
-            elif step.op == "host" and step.attributes.get("what") == "getattr":
+            elif isinstance(step, NumberCall) and step.name == "getattr":
                 found.frames |= step.args[1] == "batch_size"
-            elif step.op in ("sparse_conv", "sites"):
+            elif isinstance(step, SparseConv | Coordinates):
                 raise no_operator(step, f"{place(step)}{location(self.source, step)}")
             else:
-                if step.op != "host":
+                if not isinstance(step, NumberCall):
                     found.steps.add(step.outputs[0])
                 pending += step.inputs
         return found

@@ -108,12 +108,12 @@ class Selections:
 
         args: Any = fx.node.map_aggregate(step.args[1:], read)
         kwargs: Any = fx.node.map_aggregate(dict(step.kwargs), read)
-        function: Any = step.function
+        function: Any = step.target
         return function(numbers, *args, **kwargs)
 
     def _counts_rows(self, name: str) -> bool:
         step = self.makers.get(name)
-        return step is not None and step.attributes.get("what") == "size" and step.args[1:] == (0,)
+        return step is not None and step.called == "size" and step.args[1:] == (0,)
 
     def _width(self, step: Step) -> int:
         """Channels of the operator's input; 0 where unknown."""

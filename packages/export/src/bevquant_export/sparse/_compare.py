@@ -22,6 +22,7 @@ from bevquant_export.sparse._observe import Made, reference_of
 from bevquant_export.sparse._run import Integers
 from bevquant_graph import check_kind, reported_by
 from bevquant_int8sim import IntegerModel, SparseOutput, dequantize, simulate
+from bevquant_int8sim.program import NumberCall
 
 _FUNCTIONS = 2.0**-18  # of an output's largest magnitude: sums and functions of floats
 
@@ -155,10 +156,9 @@ def frame_of(integers: IntegerModel, inputs: Any) -> tuple[Tensor, Tensor, int]:
         for arg, value in zip(step.args, given, strict=False):
             if getattr(arg, "name", None) == name:
                 seen.setdefault("features", value)
-            elif hasattr(value, "convolved") and "features" in seen and step.op != "host":
-                seen.setdefault(
-                    "coords", value
-                )  # voxels of its consumer: a pool in front has others
+            elif hasattr(value, "convolved") and not isinstance(step, NumberCall):
+                if "features" in seen:  # voxels of their consumer: a pool in front has others
+                    seen.setdefault("coords", value)
         if len(seen) == 2:  # later steps are not run
             break
     features, coords = seen["features"], seen["coords"]

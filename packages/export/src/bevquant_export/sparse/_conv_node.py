@@ -18,6 +18,7 @@ from bevquant_export.sparse._follow import Draft, Followed, Reading, place
 from bevquant_export.sparse._graph import Conv
 from bevquant_export.sparse._half_precision import LARGEST_HALF, is_integer_layer, to_half
 from bevquant_export.sparse._observe import Seen, bound
+from bevquant_int8sim.program import SparseConv, Step, Weighted
 from bevquant_sparse import WeightLayout, permute_weight
 
 _STEPS = 127
@@ -158,12 +159,12 @@ def conv_node(
     module: Any = model.get_submodule(step.path)
     if draft.kind == "linear":
         voxels = bound(seen.voxels, head_room)
-        return _on_rows(draft, made, forms, _integer_weight(draft, values), module.bias, voxels)
+        return _on_rows(draft, made, forms, _integer_weight(draft), module.bias, voxels)
     is_float = is_float_conv(step)
     geometry = _geometry(draft, order)
     if is_float:
-        weight, ranges = _float_weight(step.module, module, step.path)
-        fused = getattr(step.module, "activation", "None")
+        weight, ranges = _float_weight(step.target, module, step.path)
+        fused = getattr(step.target, "activation", "None")
         if fused not in ("None", "ReLU"):
             raise ValueError(
                 f"export_sparse_onnx: {place(step)} has the activation {fused}; the engine has "
@@ -172,7 +173,7 @@ def conv_node(
         made = TensorForm(made.relu or fused == "ReLU", made.precision, made.amax)
         ranges_wanted = made.precision == "int8"
     else:
-        weight, ranges = _integer_weight(draft, values)
+        weight, ranges = _integer_weight(draft)
         ranges_wanted = True
     bias = getattr(module, "bias", None)
     if bias is None:
@@ -258,30 +259,32 @@ def check_axes(draft: Draft, fewest: int) -> None:
         ValueError: Its module is named.
     """
     step = draft.step
-    module: Any = step.module
-    found: Any = vars(module.geometry) if is_float_conv(step) else step.attributes
-    axes = len(found["kernel_size"])
+    axes = len(_convolution(step).geometry.kernel_size)
     if not fewest <= axes <= AXES:
         raise ValueError(
             f"export_sparse_onnx: {place(step)} has {axes} spatial axes; the engine has three"
         )
 
 
+def _convolution(step: Step) -> Any:
+    """The step, or the float module that it calls: both have a geometry."""
+    return step.target if is_float_conv(step) else step
+
+
 def _geometry(draft: Draft, order: str) -> dict[str, Any]:
     step = draft.step
-    module: Any = step.module
-    found: Any = vars(module.geometry) if is_float_conv(step) else step.attributes
-    key = module.key if is_float_conv(step) else step.attributes["indice_key"]
-    if found["transposed"]:
+    found = _convolution(step)
+    key, geometry = found.key if is_float_conv(step) else found.indice_key, found.geometry
+    if geometry.transposed:
         raise ValueError(
             f"export_sparse_onnx: {place(step)} is a transposed convolution, which the engine "
             "takes for a strided one; use SparseInverseConv3d"
         )
     sizes = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
     return {
-        **{name: three_axes(tuple(found[name]), n, order) for name, n in sizes.items()},
-        "subm": bool(found["subm"]),
-        "inverse": bool(found["inverse"]),
+        **{name: three_axes(getattr(geometry, name), n, order) for name, n in sizes.items()},
+        "subm": geometry.subm,
+        "inverse": geometry.inverse,
         "rulebook": key or "",
     }
 
@@ -316,19 +319,15 @@ def _float_weight(conv: Any, module: Any, path: str) -> tuple[Tensor, tuple[floa
     return half, tuple(ranges.tolist())
 
 
-def _integer_weight(draft: Draft, values: Mapping[str, Any]) -> tuple[Tensor, tuple[float, ...]]:
+def _integer_weight(draft: Draft) -> tuple[Tensor, tuple[float, ...]]:
     """Half-precision weights on the integers' grid, and amax per output channel."""
     step = draft.step
-    tensors = step.tensors
-    total = tensors["scale"] if "scale" in tensors else tensors["multiplier"]
-    form = values[draft.y].form
-    if not isinstance(form, str):
-        total = total * form.scale
-    scale = total.cpu().double() / draft.reads[0].form.scale
+    assert isinstance(step, Weighted)
+    scale = step.unit.cpu().double() / draft.reads[0].form.scale
     ranges = (scale * _STEPS).float()
-    q = tensors["weight"].cpu()
-    if draft.kind != "linear":
-        q = _krsc(q, step.attributes["kernel_size"])
+    q = step.weight.cpu()
+    if isinstance(step, SparseConv):
+        q = _krsc(q, step.geometry.kernel_size)
     grid = ranges.double().view(-1, *(1,) * (q.dim() - 1)) / _STEPS
     half = to_half(q.double() * grid, f"export_sparse_onnx: {step.path}.weight")
     lost = torch.round(half.double() / grid) != q

@@ -24,12 +24,26 @@ from bevquant_export.sparse._channel_permutations import Selections
 from bevquant_export.sparse._steps import Between
 from bevquant_graph import op_spec
 from bevquant_int8sim import IntegerModel
-from bevquant_int8sim.model import Step
-from bevquant_int8sim.program import Integers
+from bevquant_int8sim.program import (
+    Add,
+    Constant,
+    Coordinates,
+    Dequantize,
+    FloatCall,
+    FloatRelu,
+    Integers,
+    LayoutCall,
+    Linear,
+    NumberCall,
+    Quantize,
+    Relu,
+    Requantize,
+    SparseConv,
+    Step,
+)
 
-_CONVERSIONS = ("quantize", "requantize", "dequantize", "relu")
+_CONVERSIONS = (Quantize, Requantize, Dequantize, Relu, FloatRelu)
 _MATRIX = ("mm", "matmul")
-_JOINS = ("move", "float", "concat")
 _BEHIND = (1, 2, -1, -2)  # axes behind the rows of three
 
 
@@ -89,8 +103,8 @@ class Followed:
 
 def place(step: Step) -> str:
     """Name of a step in messages."""
-    what = str(step.attributes.get("what") or step.op)
-    return f"{step.path} ({what})" if step.path else f"{what} in the model's forward"
+    name = step.label
+    return f"{step.path} ({name})" if step.path else f"{name} in the model's forward"
 
 
 class Follower:
@@ -112,9 +126,9 @@ class Follower:
         if begins is not None:
             self.holds[self.input] = (self.input, False)
         steps = () if begins is None else begins.steps
-        self.before = tuple(s for s in steps if s.op not in ("constant", "host"))
+        self.before = tuple(s for s in steps if not isinstance(s, Constant | NumberCall))
         self.left_out = {name for step in self.before for name in step.outputs}
-        relus = (s for s in self.before if s.outputs == (self.input,) and _is_relu(s))
+        relus = (s for s in self.before if s.outputs == (self.input,) and isinstance(s, FloatRelu))
         self.without_relu = next((s.args[0].name for s in relus), "")
         self.at: Step | None = None
         self.drafts: list[Draft] = []
@@ -156,16 +170,16 @@ class Follower:
         if not self.before:
             return "features"
         maker = next((s for s in self.before if self.input in s.outputs), self.before[-1])
-        return re.sub(r"\W", "_", str(maker.attributes.get("what", maker.op))) + "_features"
+        return re.sub(r"\W", "_", maker.label) + "_features"
 
     def _result(self, name: str) -> Reading:
         return self._read(name, "the model's result")
 
     def _only_coords(self, step: Step) -> bool:
         """Whether a step depends on coordinates alone: consumers of coordinates compute it too."""
-        if step.op == "constant":
-            self.constants[step.outputs[0]] = step.tensors["value"]
-        if step.op not in ("float", "move"):
+        if isinstance(step, Constant):
+            self.constants[step.outputs[0]] = step.value
+        if not isinstance(step, FloatCall | LayoutCall):
             return False
         read = [name for name in step.inputs if name not in self.constants]
         before = self.of_coords | (self.left_out - {self.input})
@@ -179,9 +193,9 @@ class Follower:
         return self.program.values[name].form not in ("sites", "host")
 
     def _step(self, step: Step) -> None:
-        what = str(step.attributes.get("what", ""))
-        spec = op_spec(what)
-        if step.op in ("host", "sites", "constant"):
+        spec, what = op_spec(step.called), step.called
+        is_float, moves = isinstance(step, FloatCall), isinstance(step, LayoutCall)
+        if isinstance(step, NumberCall | Coordinates | Constant):
             return  # the consumer of a constant reports it
         form = self.program.values[step.outputs[0]].form
         if isinstance(form, Integers) and form.unsigned:
@@ -189,38 +203,38 @@ class Follower:
                 f"export_sparse_onnx: {place(step)} makes unsigned integers, 0…255; the engine has "
                 "signed ones: quantize with unsigned=False and calibrate"
             )
-        if step.attributes.get("ceiling") is not None:
+        if step.clamps[1] is not None:
             raise ValueError(
                 f"export_sparse_onnx: {place(step)} is followed by a ReLU6; the engine has "
                 '"ReLU" and "None" only: replace it by nn.ReLU'
             )
-        if step.op in _CONVERSIONS or (step.op == "float" and what == "relu"):
+        if isinstance(step, _CONVERSIONS):
             self._pass(step)
-        elif step.op == "sparse_conv" or is_float_conv(step):
+        elif isinstance(step, SparseConv) or is_float_conv(step):
             self._draft("conv", step, 1)
-        elif step.op == "linear" and self._on_voxels(step.args[0]):
+        elif isinstance(step, Linear) and self._on_voxels(step.args[0]):
             self._draft("linear", step, 1)
-        elif step.op == "float" and self._is_affine(step, spec.name):
+        elif is_float and self._is_affine(step, spec.name):
             self._affine(step, spec.name)
-        elif step.op == "float" and what in _MATRIX and self._is_matrix(step):
+        elif is_float and what in _MATRIX and self._is_matrix(step):
             matrix = self.constants[step.args[1].name].detach().float()
             self._check_half(step, matrix)
             self._append("matrix", step, (self._operand(step.args[0], step),), (matrix.t(),))
-        elif step.op == "add" or (step.op == "float" and spec.kind == "add"):
+        elif isinstance(step, Add) or (is_float and spec.kind == "add"):
             self._draft("add", step, 2)
-        elif step.op in _JOINS and what == "cat" and _along_channels(step):
+        elif what == "cat" and _along_channels(step):
             self._concatenation(step)
-        elif step.op == "move" and self._of_channels(step) and self.selected.follow(step):
+        elif moves and self._of_channels(step) and self.selected.follow(step):
             pass  # its consumer reports it
         elif what == "sum" and self._sums_groups(step):
             self._append("fold", step, (self._groups(step),))
-        elif step.op == "move" and what == "to_dense":
+        elif moves and what == "to_dense":
             self._draft("scatter", step, 1)
             self.dense.add(step.outputs[0])
-        elif step.op == "move" and spec.layout == "permute":
+        elif moves and spec.layout == "permute":
             self._draft("permute", step, 1)
             self.dense.add(step.outputs[0])
-        elif step.op == "move" and spec.layout == "reshape" and not spec.like:
+        elif moves and spec.layout == "reshape" and not spec.like:
             self._draft("reshape", step, 1)
             self.dense.add(step.outputs[0])
         else:
@@ -236,13 +250,13 @@ class Follower:
 
     def _pass(self, step: Step) -> None:
         """Another form of the same tensor."""
-        if step.args[0].name == self.without_relu and step.attributes.get("relu"):
+        if step.args[0].name == self.without_relu and step.clamps[0]:
             self.holds[step.outputs[0]] = (self.input, False)  # the file begins behind the ReLU
             return
         tensor, relu = self._tensor(step.args[0].name, place(step))
-        self.holds[step.outputs[0]] = (tensor, relu or bool(step.attributes.get("relu")))
+        self.holds[step.outputs[0]] = (tensor, relu or step.clamps[0])
         before = step.args[0].name
-        if step.op == "dequantize" and not isinstance(self.program.values[before].form, str):
+        if isinstance(step, Dequantize) and not isinstance(self.program.values[before].form, str):
             self.rounded[step.outputs[0]] = before
 
     def _draft(self, kind: str, step: Step, operands: int) -> None:
@@ -382,7 +396,7 @@ class Follower:
         first: str = "",
     ) -> None:
         y = step.outputs[0]
-        self.holds[y] = (y, bool(step.attributes.get("relu")))
+        self.holds[y] = (y, step.clamps[0])
         self.drafts.append(Draft(kind, step, reads, y, constants, first))
 
     def _operand(self, arg: Any, step: Step) -> Reading:
@@ -423,10 +437,6 @@ class Follower:
         """A consumer, with file and line for the current step."""
         step = self.at
         return by + (location(self.source, step) if step and by == place(step) else "")
-
-
-def _is_relu(step: Step) -> bool:
-    return step.op == "float" and step.attributes.get("what") == "relu"
 
 
 def _same(one: tuple[Reading, ...], other: tuple[Reading, ...]) -> bool:

@@ -42,6 +42,7 @@ from bevquant_export.sparse._half_precision import check_half_values
 from bevquant_export.sparse._observe import Seen, observe
 from bevquant_export.sparse._steps import Bodies
 from bevquant_int8sim import IntegerModel
+from bevquant_int8sim import program as integer_program
 from bevquant_sparse import build_rulebook
 
 _STEPS = 127
@@ -68,7 +69,10 @@ def sparse_graph(
         ValueError: A step has no form in a file; the message names its module.
     """
     followed = follow(integers, extended=dialect == "portable")
-    on_voxels = any(step.op in ("sites", "sparse_conv") for step in integers.program.steps)
+    on_voxels = any(
+        isinstance(step, integer_program.Coordinates | integer_program.SparseConv)
+        for step in integers.program.steps
+    )
     if not on_voxels and not integers.program.sparse_inputs:
         raise ValueError(
             "export_sparse_onnx: no layer of the model works on voxels, so that the grid is "
@@ -201,7 +205,7 @@ def _shape(seen: Seen) -> tuple[int, ...]:
 
 def _addition(draft: Draft, forms: Mapping[str, TensorForm]) -> list[Node]:
     x, other = draft.reads
-    integer = draft.step.op == "add"
+    integer = isinstance(draft.step, integer_program.Add)
     held = [forms[r.tensor] for r in (x, other)]
     if integer and any(isinstance(r.form, str) for r in (x, other)):
         raise ValueError(
@@ -306,7 +310,7 @@ def _permutation(draft: Draft, rank: int) -> tuple[int, ...]:
     """The permutation of the axes, from the sizes of a probe."""
     if rank > len(_PRIMES):
         raise ValueError(f"export_sparse_onnx: {place(draft.step)} permutes {rank} axes")
-    function: Any = draft.step.function
+    function: Any = draft.step.target
     probe = torch.empty(_PRIMES[:rank], device="meta")
     made = function(probe, *draft.step.args[1:], **draft.step.kwargs)
     return tuple(_PRIMES.index(size) for size in made.shape)

@@ -54,7 +54,7 @@ def observe(model: IntegerModel, example: Any, batches: Iterable[Any]) -> dict[s
         name = step.outputs[0]
         if name not in seen:
             seen[name] = Seen(tuple(given[0].shape), tuple(made[0].shape))
-            if step.attributes.get("what") == "sparse_max_pool":
+            if step.called == "sparse_max_pool":
                 seen[name].grid = tuple(given[1].spatial_shape)
             if len(made) == 2:
                 seen[name].grid = tuple(given[1].spatial_shape)
@@ -129,7 +129,7 @@ def reference_of(
             places[step.outputs[0]] = made[1].indices
             if hasattr(given[1], "indices") and step.inputs:
                 stands(step.inputs[0], given[1].indices)
-        elif step.attributes.get("what") in ("sparse_max_pool", "sparse_avg_pool"):
+        elif step.called in ("sparse_max_pool", "sparse_avg_pool"):
             _, coords, _, key, *geometry = given
             behind = coords.convolved(Geometry(*geometry), key, step.path)[1]
             places[step.outputs[0]] = behind.indices

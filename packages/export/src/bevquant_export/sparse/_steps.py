@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from onnx import FunctionProto
 
     from bevquant_int8sim import IntegerModel
-    from bevquant_int8sim.model import Step
+from bevquant_int8sim.program import Constant, NumberCall, Step
 
 FRAMES = "frames_are_as_many_as_in_the_example"
 _RULES = {
@@ -121,7 +121,7 @@ class Bodies:
         for value, place in between.places.items():
             emitter.states[value] = TensorState(self._columns(graph, there[place], value))
         for step in source.program.steps:
-            if step.op in ("constant", "host") or step.outputs[0] in between.steps:
+            if isinstance(step, Constant | NumberCall) or step.outputs[0] in between.steps:
                 emitter.add(step)
         result = emitter.read(between.value)
         if source.dtypes.get(between.value) == torch.float64:

@@ -20,7 +20,29 @@ from bevquant_hybrid.nn.qat import float_form
 from bevquant_hybrid.nn.qat._base import largest
 from bevquant_hybrid.nn.qat.batchnorm import channel_affine
 from bevquant_hybrid.qtensor import QTensor
-from bevquant_int8sim.program import Form, Integers, Ref, Step, grid_call, module_call
+from bevquant_int8sim.program import (
+    Add,
+    AvgPool,
+    Constant,
+    Conv,
+    ConvTranspose,
+    Dequantize,
+    FloatCall,
+    Form,
+    Integers,
+    LayoutCall,
+    Linear,
+    MaxPool,
+    NumberCall,
+    Ref,
+    Relu,
+    Resize,
+    Step,
+    Stored,
+    Weighted,
+    grid_call,
+    module_call,
+)
 
 SUM = ":sum"  # behind the name of a fused addition: what the layer gives before
 
@@ -44,37 +66,26 @@ class Call:
         return form_of(self.result, self.path)
 
     def step(
-        self,
-        op: str,
-        what: str,
-        args: tuple[Any, ...],
-        *,
-        output: str = "",
-        attributes: Mapping[str, Any] | None = None,
-        **others: Any,
+        self, kind: type[Step], args: tuple[Any, ...], *, output: str = "", **settings: Any
     ) -> Step:
         """A step of this call; `output` where it does not make the call's own value."""
-        given = op in ("dequantize", "constant", "host")
+        given = issubclass(kind, Dequantize | Constant | NumberCall)
         bare = not given and not any(isinstance(part, QTensor) for part in tree_leaves(self.result))
-        return Step(
-            op,
-            self.path,
-            args,
-            (output or self.name,),
-            attributes={"what": what, "on_cpu": self.on_cpu, **(attributes or {})},
-            reason=self.reason if bare else "",
-            **others,
-        )
+        if issubclass(kind, Stored) and not given:
+            settings.setdefault("form", self.form)
+        settings |= {"reason": self.reason if bare else "", "on_cpu": self.on_cpu}
+        return kind(self.path, args, (output or self.name,), **settings)
 
     def function(
         self, what: str, args: tuple[Any, ...], *, output: str = "", **kwargs: Any
     ) -> Step:
         """A step that an exporter knows by the name of a function."""
-        return self.step("float", what, args, output=output, kwargs=kwargs)
+        return self.step(FloatCall, args, output=output, name=what, kwargs=kwargs)
 
     def module(self, module: nn.Module, x: Ref, *, output: str = "") -> Step:
         """A step that an exporter knows by a module of torch."""
-        return self.step("float", type(module).__name__, (x,), output=output, module=module)
+        what = type(module).__name__
+        return self.step(FloatCall, (x,), output=output, name=what, module=module)
 
 
 def form_of(value: Any, path: str) -> Form:
@@ -109,11 +120,12 @@ def has_tensor(value: Any) -> bool:
     return any(isinstance(part, Tensor) for part in tree_leaves(value))
 
 
-_OPS: tuple[tuple[type[nn.Module], str], ...] = (
-    (nn.ConvTranspose2d, "conv_transpose"),
-    (nn.Linear, "linear"),
-    (nn.Module, "conv"),
+_KINDS: tuple[tuple[type[nn.Module], type[Weighted]], ...] = (
+    (nn.ConvTranspose2d, ConvTranspose),
+    (nn.Linear, Linear),
+    (nn.Module, Conv),
 )
+_GRID_KINDS: dict[str, type[Step]] = {k.op: k for k in (MaxPool, AvgPool, Resize)}
 
 _RESIZING = (functions.Interpolate, nn.Upsample)
 _RESIZE_SETTINGS = ("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor")
@@ -134,24 +146,25 @@ def weighted(call: Call, layer: Any) -> list[Step]:
     """A layer, and the addition that is fused into it."""
     weight, scale, bias = layer.fixed_weight()
     integers = _integers(call, weight)
-    op = next(name for kind, name in _OPS if isinstance(layer, kind))
-    if op != "linear":
+    kind = next(kind for cls, kind in _KINDS if isinstance(layer, cls))
+    if kind is not Linear:
         expect_batch(call, integers.dim())
     channels = integers.shape[layer.channel_axis]
     if layer.channel_axis:
         channels *= layer.groups
-    tensors = {"weight": integers, "weight_scale": scale.detach().reshape(-1).expand(channels)}
-    if bias is not None:
-        tensors["bias"] = bias
+    settings = {
+        "weight": integers,
+        "weight_scale": scale.detach().reshape(-1).expand(channels),
+        "bias": bias,
+        **_settings(layer, kind),
+    }
     x, *other = call.args
     behind = limits(call, layer.activation) if layer.activation else {}
-    what = type(layer).__name__
     if not other:
-        attributes = {**_settings(layer, op), **behind}
-        return [call.step(op, what, (x,), attributes=attributes, tensors=tensors)]
+        return [call.step(kind, (x,), **settings, **behind)]
     made = f"{call.name}{SUM}"
-    first = call.step(op, what, (x,), output=made, attributes=_settings(layer, op), tensors=tensors)
-    return [first, call.step("add", "add", (Ref(made), *other), attributes=behind)]
+    first = call.step(kind, (x,), output=made, form="int32", **settings)
+    return [first, call.step(Add, (Ref(made), *other), **behind)]
 
 
 def batch_norm(call: Call, norm: Any) -> list[Step]:
@@ -161,20 +174,18 @@ def batch_norm(call: Call, norm: Any) -> list[Step]:
     quantized = norm.weight_fake_quant(factor.detach().reshape(-1, 1, 1, 1))
     integers = _integers(call, quantized).reshape(shape)
     count, rank = integers.shape[0], integers.dim() - 2
-    attributes = {
-        "stride": [1] * rank, "padding": [(0, 0)] * rank, "dilation": [1] * rank, "groups": count,
-    }  # fmt: skip
+    ones = (1,) * rank
     scale = quantized.scale.detach().reshape(-1).expand(count)
-    tensors = {"weight": integers, "weight_scale": scale, "bias": offset.detach()}
     return [
         call.step(
-            "conv", type(norm).__name__, call.args[:1], attributes=attributes, tensors=tensors
+            Conv, call.args[:1], weight=integers, weight_scale=scale, bias=offset.detach(),
+            stride=ones, padding=((0, 0),) * rank, dilation=ones, groups=count,
         )
-    ]
+    ]  # fmt: skip
 
 
 def limits(call: Call, activation: str) -> dict[str, Any]:
-    """Exporter arguments of a ReLU or ReLU6 fused into a layer."""
+    """Fields of a ReLU or ReLU6 fused into a layer."""
     if activation == "relu":
         return {"relu": True}
     if isinstance(call.form, Integers):
@@ -203,20 +214,20 @@ def _integers(call: Call, weight: QTensor) -> Tensor:
     return weight.int_repr()
 
 
-def _settings(layer: Any, op: str) -> dict[str, Any]:
-    if op == "linear":
+def _settings(layer: Any, kind: type[Weighted]) -> dict[str, Any]:
+    if kind is Linear:
         return {}
     shared = {
-        "stride": list(layer.stride),
-        "dilation": list(layer.dilation),
+        "stride": tuple(layer.stride),
+        "dilation": tuple(layer.dilation),
         "groups": layer.groups,
     }
-    if op == "conv_transpose":
-        padding = {"padding": list(layer.padding), "output_padding": list(layer.output_padding)}
+    if kind is ConvTranspose:
+        padding = {"padding": tuple(layer.padding), "output_padding": tuple(layer.output_padding)}
         return {**shared, **padding}
     # Of the last axis first, before and behind it.
     sides = layer._reversed_padding_repeated_twice
-    return {**shared, "padding": list(zip(sides[::2], sides[1::2], strict=True))[::-1]}
+    return {**shared, "padding": tuple(zip(sides[::2], sides[1::2], strict=True))[::-1]}
 
 
 def module_steps(call: Call, module: nn.Module) -> list[Step] | Ref:
@@ -243,7 +254,7 @@ def _fused(call: Call, module: Fused) -> list[Step]:
         output = "" if role == roles[-1] else f"{call.name}:{role}"
         part = module.part(role)
         if part is None:
-            steps.append(call.step("add", "add", (x, *other), output=output))
+            steps.append(call.step(Add, (x, *other), output=output))
         else:
             steps += _one(call, part, (x,), output)
         x = Ref(output)
@@ -265,21 +276,19 @@ def _one(call: Call, module: Any, args: tuple[Any, ...], output: str = "") -> li
     if layer_class(module, nn.Hardtanh):
         return clamped(call, x, module.min_val, module.max_val, output)
     if layer_class(module, nn.LayerNorm) and len(args) == 1:
-        tensors = {n: getattr(module, n) for n in ("weight", "bias")}
-        axes = module.axes if isinstance(module, LayerNorm) else _last(module)
-        return [
-            call.step(
-                "float", what, (x,), output=output,
-                kwargs={"dim": axes, "eps": float(module.eps)}, attributes={"what": "layer_norm"},
-                tensors={n: t for n, t in tensors.items() if t is not None},
-            )
-        ]  # fmt: skip
+        settings = {
+            "dim": module.axes if isinstance(module, LayerNorm) else _last(module),
+            "eps": float(module.eps),
+            "weight": module.weight,
+            "bias": module.bias,
+        }
+        return [call.function("layer_norm", (x,), output=output, **settings)]
     if layer_class(module, nn.Softmax) and module.dim is not None and len(args) == 1:
         return [call.function("softmax", args, output=output, dim=module.dim)]
     if layer_class(module, nn.GLU):
         return [call.function("glu", args, output=output, dim=module.dim)]
     if layer_class(module, nn.Flatten, nn.Unflatten, nn.PixelShuffle):
-        return [call.step("move", what, (x,), module=module)]
+        return [call.step(LayoutCall, (x,), name=what, module=module)]
     if layer_class(module, nn.PixelUnshuffle):
         return [call.function("pixel_unshuffle", (x, module.downscale_factor))]
     if layer_class(module, nn.ChannelShuffle):
@@ -295,7 +304,7 @@ def _one(call: Call, module: Any, args: tuple[Any, ...], output: str = "") -> li
     found = module_call(module) if len(args) == 1 else None
     if found is not None:
         return _grid_step(call, x, *found)
-    return [call.step("float", what, args, output=output, module=module)]
+    return [call.step(FloatCall, args, output=output, name=what, module=module)]
 
 
 def _last(module: nn.LayerNorm) -> list[int]:
@@ -308,13 +317,14 @@ def grid(call: Call, what: str, x: Any, kwargs: dict[str, Any]) -> list[Step]:
         kwargs |= {"size": tuple(call.result.shape[2:]), "scale_factor": None}
     found = grid_call(what, (None,), kwargs)
     if found is None:
-        return [call.step("float", what, (x,), kwargs=kwargs)]
+        return [call.function(what, (x,), **kwargs)]
     return _grid_step(call, x, *found)
 
 
 def _grid_step(call: Call, x: Any, op: str, given: dict[str, Any]) -> list[Step]:
     expect_batch(call, 4)
-    return [call.step(op, op, (x,), kwargs=given)]
+    scale: Any = {"scale": 1.0} if op == "avg_pool" else {}
+    return [call.step(_GRID_KINDS[op], (x,), kwargs=given, **scale)]
 
 
 def clamped(
@@ -322,8 +332,8 @@ def clamped(
 ) -> list[Step]:
     """A clamp; of integers to the steps nearest to its bounds, ties up."""
     if low == 0 and (high is None or (high == 6 and not isinstance(call.form, Integers))):
-        behind = limits(call, "relu" if high is None else "relu6")
-        return [call.step("relu", "relu", (x,), output=output, attributes=behind)]
+        behind: Any = limits(call, "relu" if high is None else "relu6")
+        return [call.step(Relu, (x,), output=output, **behind)]
     bounds = {"min": on_grid(call, low), "max": on_grid(call, high)}
     return [call.function("clamp", (x,), output=output, **bounds)]
 
@@ -340,8 +350,8 @@ def arithmetic_steps(call: Call, method: str) -> list[Step]:
     """A method of a FloatFunctional."""
     args = call.args
     if method in ("add", "add_relu"):
-        behind = {"relu": True} if method == "add_relu" else {}
-        return [call.step("add", "add", args, attributes=behind)]
+        behind: Any = {"relu": True} if method == "add_relu" else {}
+        return [call.step(Add, args, **behind)]
     if method in ("add_scalar", "mul_scalar"):
         return [call.function(method.partition("_")[0], args)]
     if method == "matmul":
@@ -381,7 +391,7 @@ def function_steps(call: Call, function: Callable[..., Any] | str) -> list[Step]
     if what in _GRIDS:
         return grid(call, what, x, _named(_GRIDS[what], args, kwargs))
     known: Any = getattr(Tensor, what, None) if isinstance(function, str) else function
-    return [call.step("float", what, args, kwargs=kwargs, function=known)]
+    return [call.step(FloatCall, args, name=what, kwargs=kwargs, function=known)]
 
 
 def changes_its_input(what: str, kwargs: Mapping[str, Any]) -> bool:
@@ -398,7 +408,7 @@ def _clamp(call: Call, what: str, args: Any, kwargs: Mapping[str, Any]) -> list[
     if what != "hardtanh":
         low, high = given.get("min"), given.get("max")
     if any(isinstance(bound, Ref) for bound in (low, high)):
-        return [call.step("float", what, args, kwargs=kwargs)]
+        return [call.function(what, args, **kwargs)]
     return clamped(call, args[0], low, high)
 
 

@@ -47,7 +47,19 @@ from bevquant_hybrid.nn._functions import Arithmetic
 from bevquant_hybrid.nn.qat._weighted import Weighted
 from bevquant_hybrid.nn.quantized._weighted import FixedPoint
 from bevquant_hybrid.qtensor import QTensor, as_float
-from bevquant_int8sim.program import PROGRAM_READERS, Program, Ref, Step, Value, arguments, names_in
+from bevquant_int8sim.program import (
+    PROGRAM_READERS,
+    Constant,
+    Dequantize,
+    NumberCall,
+    Program,
+    Quantize,
+    Ref,
+    Step,
+    Value,
+    arguments,
+    names_in,
+)
 
 Observe = Callable[[Step, tuple[Any, ...], tuple[Any, ...]], None]
 _CALLER = "export_qdq_onnx"
@@ -127,7 +139,7 @@ class PreparedProgram:
                     value = held(result)
                 elif name.endswith(SUM):
                     value = sums[name] = self._sum(node, given)
-                elif step.op in ("quantize", "dequantize"):
+                elif isinstance(step, Quantize | Dequantize):
                     value = held(next(parts))
                 else:
                     continue
@@ -288,9 +300,9 @@ class _NodeReader:
     def _described(self, node: Node, call: Call, module: nn.Module | None) -> Any:
         """Steps of a call, or the value that it hands on."""
         if node.op == "get_attr":
-            return [call.step("constant", "constant", (), tensors={"value": call.result.detach()})]
+            return [call.step(Constant, (), value=call.result.detach())]
         if not has_tensor(call.result):
-            return [call.step("host", "host", call.args)]
+            return [call.step(NumberCall, call.args, name="host")]
         self._refuse_overwriting(node, call, module)
         if module is not None:
             return self._of_module(node, call, module)
@@ -323,7 +335,7 @@ class _NodeReader:
             return self._dequantized(node, call, module)
         if isinstance(module, qat.QuantStub | FakeQuantizeBase | _WrappedCalibFakeQuantize):
             alone = isinstance(call.given[0], Tensor)
-            return self._of_parts(node, call, "quantize", lambda v: _is_quantized(v, alone))
+            return self._of_parts(node, call, Quantize, lambda v: _is_quantized(v, alone))
         if isinstance(module, Weighted):
             return weighted(call, module)
         if isinstance(module, _NORMS) and module.weight_fake_quant is not None:
@@ -334,12 +346,14 @@ class _NodeReader:
 
     def _dequantized(self, node: Node, call: Call, stub: qat.DeQuantStub) -> Any:
         """Floats, of every tensor in a container."""
-        made = self._of_parts(node, call, "dequantize", lambda value: isinstance(value, QTensor))
+        made = self._of_parts(node, call, Dequantize, lambda value: isinstance(value, QTensor))
         if stub.forced:
             self._forced.update(names_in(made))
         return made
 
-    def _of_parts(self, node: Node, call: Call, op: str, wanted: Callable[[Any], bool]) -> Any:
+    def _of_parts(
+        self, node: Node, call: Call, kind: type[Step], wanted: Callable[[Any], bool]
+    ) -> Any:
         """A step for each wanted tensor in a container; what the others are stays."""
         steps: list[Step] = []
         results: list[Any] = []
@@ -352,7 +366,10 @@ class _NodeReader:
             if not wanted(value):
                 return ref
             name = f"{node.name}_{len(steps)}" if has_parts else node.name
-            steps.append(call.step(op, op, (ref,), output=name))
+            stored: dict[str, Any] = {"form": form_of(made, call.path)}
+            if kind is Dequantize:
+                stored = {"scale": value.scale.detach(), "axis": value.q_per_channel_axis()}
+            steps.append(call.step(kind, (ref,), output=name, **stored))
             results.append(made)
             return Ref(name)
 

@@ -24,7 +24,7 @@ from bevquant_hybrid.runtime._program import (
     operator_step,
     used_constants,
 )
-from bevquant_int8sim.program import Ref, Step, TensorType, Value, replaced
+from bevquant_int8sim.program import OperatorCall, Ref, TensorType, Value, replaced
 
 _TO_NCHW, _TO_NHWC = (0, 3, 1, 2), (0, 2, 3, 1)
 
@@ -150,10 +150,10 @@ def _explained(error: Exception, recorder: Recorder, module: Any, caller: str) -
     )
 
 
-def _needed(steps: Sequence[Step], outputs: Sequence[Port]) -> tuple[Step, ...]:
+def _needed(steps: Sequence[OperatorCall], outputs: Sequence[Port]) -> tuple[OperatorCall, ...]:
     """The steps that outputs depend on."""
     wanted = {port.operand.name for port in outputs}
-    kept: list[Step] = []
+    kept: list[OperatorCall] = []
     for step in reversed(steps):
         if wanted.intersection(step.outputs):
             kept.append(step)
@@ -217,21 +217,25 @@ def _output_port(recorder: Recorder, place: str, given: Tensor, value: Tensor, c
     )
 
 
-def _with_input_scale(port: Port, steps: Sequence[Step], constants: Mapping[str, Tensor]) -> Port:
+def _with_input_scale(
+    port: Port, steps: Sequence[OperatorCall], constants: Mapping[str, Tensor]
+) -> Port:
     """Note the scale that quantizes an input, where it is one."""
     scales = {
-        (step.kwargs["scale"].name, step.attributes["axis"])
+        (step.kwargs["scale"].name, step.constants["axis"])
         for step in steps
         if step.operator == "bevquant_hybrid::quantize" and step.kwargs["x"] == port.operand
     }
     return _with_scale(port, *scales.pop(), constants) if len(scales) == 1 else port
 
 
-def _with_output_scale(port: Port, steps: Sequence[Step], constants: Mapping[str, Tensor]) -> Port:
+def _with_output_scale(
+    port: Port, steps: Sequence[OperatorCall], constants: Mapping[str, Tensor]
+) -> Port:
     """Note the scale of the integers that an output was, where it was dequantized."""
     for step in steps:
         if step.operator == "bevquant_hybrid::dequantize" and port.operand.name in step.outputs:
-            scale, axis = step.kwargs["scale"].name, step.attributes["axis"]
+            scale, axis = step.kwargs["scale"].name, step.constants["axis"]
             return _with_scale(port, scale, axis, constants)
     return port
 
@@ -264,8 +268,8 @@ def with_layouts(program: Program, input_layout: str, output_layout: str) -> Pro
     """Return a program with NHWC four-axis inputs or outputs, if requested."""
     inputs, outputs = list(program.inputs), list(program.outputs)
     values, constants = dict(program.values), dict(program.constants)
-    first: list[Step] = []
-    last: list[Step] = []
+    first: list[OperatorCall] = []
+    last: list[OperatorCall] = []
     turned: dict[str, Ref] = {}
     for place, port in enumerate(inputs if input_layout == "NHWC" else ()):
         if port.shape is not None and len(port.shape) == 4:
@@ -301,7 +305,7 @@ def with_layouts(program: Program, input_layout: str, output_layout: str) -> Pro
     return replace(made, constants=used_constants(made, constants))
 
 
-def _permute(source: Ref, order: tuple[int, ...], result: str) -> Step:
+def _permute(source: Ref, order: tuple[int, ...], result: str) -> OperatorCall:
     return operator_step("aten::permute", {"self": source, "dims": order}, (result,))
 
 

@@ -21,7 +21,7 @@ from bevquant_hybrid.runtime._program import (
     operator_step,
     sized_by_data,
 )
-from bevquant_int8sim.program import Ref, Step, TensorType, Value
+from bevquant_int8sim.program import OperatorCall, Ref, TensorType, Value
 
 _Place = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -88,7 +88,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._kept = kept
-        self.steps: list[Step] = []
+        self.steps: list[OperatorCall] = []
         self.values: dict[str, Value] = {}
         self.constants: dict[str, Tensor] = {}
         self.refused: Exception | None = None

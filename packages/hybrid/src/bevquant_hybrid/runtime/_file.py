@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save
 
 from bevquant_int8sim import program as int8sim
-from bevquant_int8sim.program import Ref, Step, TensorType, from_document, to_document
+from bevquant_int8sim.program import OperatorCall, Ref, Step, TensorType, from_document, to_document
 from bevquant_quantizers.documents import (
     DocumentError,
     Size,
@@ -34,7 +34,7 @@ from bevquant_quantizers.documents import (
 
 from ._program import Port, Program, find_operator, flatten, is_known, used_constants
 
-SCHEMA = 2
+SCHEMA = 3
 _ENTRY = "bevquant_hybrid"
 _WHAT = "file of compile_model"
 _UNSIGNED = "0" * 64
@@ -170,9 +170,9 @@ def _validate(program: Program) -> None:
 
 
 def _check_call(where: str, step: Step) -> None:
-    if step.op != "operator" or not is_known(step.operator):
+    if not isinstance(step, OperatorCall) or not is_known(step.operator):
         raise ValueError(f"{where}: a program may not call that")
-    given = {**step.kwargs, **step.attributes}
+    given = step.given
     arguments = find_operator(step.operator)._schema.arguments
     schema = {argument.name: argument for argument in arguments}
     for name, value in given.items():

@@ -19,7 +19,7 @@ from bevquant_graph import in_order
 from bevquant_hybrid.qtensor import QTensor
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim import program as int8sim
-from bevquant_int8sim.program import Ref, Step, TensorType, names_in, replaced
+from bevquant_int8sim.program import OperatorCall, Ref, TensorType, names_in, replaced
 
 _NAMESPACE = "bevquant_hybrid::"
 
@@ -107,6 +107,7 @@ class Port:
 class Program(int8sim.Program):
     """An integer program of operators of torch, and what it is compiled for."""
 
+    steps: tuple[OperatorCall, ...]
     name: str  # of the model
     march: str  # that it was compiled for
     inputs: tuple[Port, ...]  # in the order of the `Ref`s in `signature`
@@ -161,7 +162,7 @@ def flatten(value: Any, what: str) -> Nested:
 
 def operator_step(
     operator: str, arguments: Mapping[str, Any], outputs: tuple[str, ...], path: str = ""
-) -> Step:
+) -> OperatorCall:
     """A step that calls an operator of torch.
 
     Args:
@@ -173,7 +174,7 @@ def operator_step(
     reads = {name: value for name, value in arguments.items() if names_in(value)}
     constants = {name: value for name, value in arguments.items() if name not in reads}
     function = find_operator(operator)
-    return Step("operator", path, (), outputs, reads, constants, function=function)
+    return OperatorCall(path, (), outputs, reads, function=function, constants=constants)
 
 
 def used_constants(program: Program, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -245,7 +246,7 @@ class CompiledModel:
         names = [port.operand.name for port in self.inputs]
         found = dict(zip(names, flatten(given, self.name).tensors, strict=True))
 
-        def keep(step: Step, read: Any, made: tuple[Tensor, ...]) -> None:
+        def keep(step: Any, read: Any, made: tuple[Tensor, ...]) -> None:
             found.update(zip(step.outputs, made, strict=True))
 
         self._model.run(given, record=False, observe=keep)
@@ -322,9 +323,9 @@ def _port(port: Port, program: Program) -> str:
     return f"{text}, scale {f'{float(scale):.7g}' if scale.numel() == 1 else port.scale}"
 
 
-def _step(step: Step, program: Program) -> str:
+def _step(step: OperatorCall, program: Program) -> str:
     results = ", ".join(f"{name}: {program.values[name].form}" for name in step.outputs)
-    given = {**step.kwargs, **step.attributes}
+    given = step.given
     given.pop("name", None)  # the path stands behind it
     ordered = [a.name for a in find_operator(step.operator)._schema.arguments if a.name in given]
     arguments = ", ".join(f"{name}={_argument(given[name], program)}" for name in ordered)

@@ -7,8 +7,9 @@ from bevquant_int8sim.model._coords import Coords, Geometry, SparseOutput
 from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._integer_model import IntegerModel, Recorded
 from bevquant_int8sim.model._layer_table import LayerRow, LayerTable
-from bevquant_int8sim.model._program import FloatFallback, Island, Step
+from bevquant_int8sim.model._program import FloatFallback, Island
 from bevquant_int8sim.model._simulate import simulate
+from bevquant_int8sim.model._step import Step
 
 __all__ = [
     "Coords",

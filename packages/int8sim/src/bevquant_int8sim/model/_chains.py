@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bevquant_int8sim._prepared import Run, layouts, watched
-from bevquant_int8sim.model._program import Program, Ref, Step, names_in
+from bevquant_int8sim.model._integer_steps import Conv, ConvTranspose
+from bevquant_int8sim.model._program import Program
+from bevquant_int8sim.model._step import Ref, Step, names_in
 
 if TYPE_CHECKING:
     from bevquant_int8sim._compiled.chain import Chain
 
-_OPERATIONS = frozenset({"conv", "conv_transpose"})
 _LAYOUTS = 8  # of inputs that chains are kept for
 
 Values = MutableMapping[str, Any]
@@ -166,4 +167,5 @@ def convolutions(program: Program) -> dict[int, Convolutions]:
 
 def _is_plain(step: Step) -> bool:
     """Whether it is a convolution of values alone."""
-    return step.op in _OPERATIONS and not step.kwargs and all(type(a) is Ref for a in step.args)
+    known = isinstance(step, Conv | ConvTranspose)
+    return known and not step.kwargs and all(type(a) is Ref for a in step.args)

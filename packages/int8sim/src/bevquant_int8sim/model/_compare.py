@@ -13,24 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_graph import check_kind, checked_batches, reported_by
-from bevquant_int8sim.model._execute import accumulators, makes_accumulators
 from bevquant_int8sim.model._float8 import ROUNDINGS, Float8Layer
 from bevquant_int8sim.model._forced import ForcedRun, place
 from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
+from bevquant_int8sim.model._integer_steps import Weighted
 from bevquant_int8sim.model._layer_sums import LayerSums
 from bevquant_int8sim.model._layer_table import LayerTable
-from bevquant_int8sim.model._program import Step
 from bevquant_int8sim.model._reference import Returned, layer_calls, tensor_of
 from bevquant_int8sim.model._simulate import simulate
+from bevquant_int8sim.model._step import FloatCall, LayoutCall, Step
 from bevquant_int8sim.model._verify import StepBounds, check_results
 from bevquant_qnn import USELESS_DB, float_remedy
 from bevquant_qnn.matched import fewest
 from bevquant_quantizers import CalibrationReport
 
 __all__ = ["LayerComparison", "compare"]
-
-_LAYERS = frozenset("sparse_conv conv conv_transpose linear".split())
 
 
 @reported_by("compare")
@@ -131,8 +129,8 @@ class LayerComparison(ForcedRun):
         self._chosen_for = {v: upstream.get(n, ()) for n, held in self.values.items() for v in held}
         for value in self.placed:
             step, form = self.makers[value], model.program.values[value].form
-            kind = step.args[2] if step.function in ROUNDINGS else str(form)
-            kind = step.module.form if isinstance(step.module, Float8Layer) else kind
+            kind = step.args[2] if step.target in ROUNDINGS else str(form)
+            kind = step.target.form if isinstance(step.target, Float8Layer) else kind
             self._totals[value] = LayerSums(place(step), _op(step), kind, _why(step))
 
     @property
@@ -199,9 +197,9 @@ class LayerComparison(ForcedRun):
     def see(self, step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
         """Note the largest accumulator of a layer."""
         sums = self.sums.get(step.outputs[0])
-        if sums is not None and step.op in _LAYERS:
-            kept = makes_accumulators(step)
-            sums.add_peak(made[0] if kept else accumulators(step, given, self.model.backend))
+        if sums is not None and isinstance(step, Weighted):
+            kept = step.keeps_accumulators
+            sums.add_peak(made[0] if kept else step.accumulators(given, self.model.backend))
 
     def judge(self, values: list[str], made: dict[str, Tensor], *runs: Any) -> None:
         """Add up the outputs of the float model, the fake-quantized one and the forced one."""
@@ -225,14 +223,13 @@ class LayerComparison(ForcedRun):
 
 
 def _op(step: Step) -> str:
-    name = str(step.attributes["what"]) if step.op in ("float", "move") else step.op
-    return f"{name} + ReLU" if step.attributes.get("relu") and name != "relu" else name
+    name = step.name if isinstance(step, FloatCall | LayoutCall) else step.op
+    return f"{name} + ReLU" if step.clamps[0] and name != "relu" else name
 
 
 def _why(step: Step) -> str:
     """Possible causes of a difference of more than one step from the fake-quantized layer."""
-    multiplier = step.tensors.get("multiplier")
-    if multiplier is None or step.tensors.get("bias") is None:
+    if not isinstance(step, Weighted) or step.multiplier is None or step.bias is None:
         return ""
-    coarse = float(multiplier.max()) / 2
+    coarse = float(step.multiplier.max()) / 2
     return f"bias rounded to ±{coarse:.2g} steps" if coarse >= 0.5 else ""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from bevquant_int8sim._plan_rulebook import plan_rulebook
 from bevquant_int8sim._to_dense import int8_to_dense
+from bevquant_quantizers.documents import Size
 from bevquant_sparse import Rulebook, sparse_avg_pool, sparse_max_pool
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "pooled",
 ]  # fmt: skip
 
+Extent = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _POOLS = {"max_pool": sparse_max_pool, "avg_pool": sparse_avg_pool}  # by the operator's name
 
 
@@ -30,11 +33,11 @@ _POOLS = {"max_pool": sparse_max_pool, "avg_pool": sparse_avg_pool}  # by the op
 class Geometry:
     """Settings of a sparse convolution, apart from its weight."""
 
-    kernel_size: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    output_padding: tuple[int, ...]
+    kernel_size: tuple[Extent, ...]
+    stride: tuple[Extent, ...]
+    padding: tuple[Size, ...]
+    dilation: tuple[Extent, ...]
+    output_padding: tuple[Size, ...]
     subm: bool
     transposed: bool
     inverse: bool

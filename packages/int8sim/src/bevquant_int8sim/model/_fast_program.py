@@ -10,7 +10,7 @@ the order of the rows.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,29 @@ from torch import Tensor
 from bevquant_int8sim.model._coords import Coords, dense
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._form import Integers
-from bevquant_int8sim.model._program import Program, Ref, Step, Value, names_in, replaced
+from bevquant_int8sim.model._integer_steps import (
+    Add,
+    Conv,
+    Dequantize,
+    Quantize,
+    Relu,
+    Requantize,
+    SparseConv,
+)
+from bevquant_int8sim.model._program import Program, Value
+from bevquant_int8sim.model._step import (
+    Coordinates,
+    Given,
+    LayoutCall,
+    NumberCall,
+    Ref,
+    Step,
+    names_in,
+    replaced,
+)
 
-# Steps that treat every row alike.
-_ROW_BY_ROW = frozenset({"quantize", "requantize", "dequantize", "relu", "add"})
+_ROW_BY_ROW = (Quantize, Requantize, Dequantize, Relu, Add)
+"""Steps that treat every row alike."""
 
 
 def fuse_residuals(program: Program) -> Program:
@@ -38,80 +57,79 @@ def fuse_residuals(program: Program) -> Program:
     makers = {name: i for i, step in enumerate(program.steps) for name in step.outputs}
     steps: list[Step | None] = list(program.steps)
     for number, step in enumerate(program.steps):
-        if step.op != "add" or step.attributes["out"] != "int8" or "ceiling" in step.attributes:
+        if not isinstance(step, Add) or not _is_int8(step.form) or step.ceiling is not None:
             continue
-        if step.rounding:  # of the sum, and not of what is added
+        if not step.is_default:  # a rounding of the sum, and not of its operands
             continue
         for mine, other in (step.args, step.args[::-1]):
             at = makers.get(mine.name, -1)
             before = makers.get(other.name, -1) < at
             conv = steps[at] if at >= 0 and reads[mine.name] == 1 else None
-            if conv is not None and before and _fits(conv, step, program, mine, other):
+            if isinstance(conv, SparseConv) and before and _fits(conv, step, program, other):
                 # The sum is now made where the convolution stood, before everything that reads it.
-                steps[at] = _joined(conv, step, program, mine, other)
+                steps[at] = _joined(conv, step, other)
                 steps[number] = None
                 break
-            if conv is not None and _fits_dense(conv, step, program, mine, other):
+            if isinstance(conv, Conv) and _fits_dense(conv, step, program, mine, other):
                 steps[at], steps[number] = None, _joined_dense(conv, step, mine, other)
                 break
     return replace(program, steps=tuple(step for step in steps if step is not None))
 
 
-def _fits(conv: Step, add: Step, program: Program, mine: Ref, other: Ref) -> bool:
-    forms: list[Any] = [program.values[ref.name].form for ref in (mine, other)]
-    bounds = ("relu", "ceiling", "residual")
+def _is_int8(form: object) -> bool:
+    return isinstance(form, Integers) and form.dtype == torch.int8
+
+
+def _fits(conv: SparseConv, add: Add, program: Program, other: Ref) -> bool:
+    form, added = conv.form, program.values[other.name].form
     return (
-        conv.op == "sparse_conv"
-        and len(conv.args) == 2
-        and conv.attributes["out"] == "int8"
-        and not any(conv.attributes.get(name) for name in bounds)
-        and all(isinstance(form, Integers) and form.bits == 8 for form in forms)
-        and forms[0].scale == forms[1].scale
-        and conv.attributes["narrow"] == add.attributes["narrow"]
-        and add.attributes["bits"] == 8
+        len(conv.args) == 2
+        and not conv.relu
+        and conv.ceiling is None
+        and isinstance(form, Integers)
+        and isinstance(added, Integers)
+        and form.bits == added.bits == add.integers.bits == 8
+        and form.scale == added.scale
+        and form.narrow == add.integers.narrow
     )
 
 
-def _joined(conv: Step, add: Step, program: Program, mine: Ref, other: Ref) -> Step:
-    form: Any = program.values[mine.name].form
-    attributes = {
-        **conv.attributes,
-        "relu": add.attributes["relu"],
-        "sum_multiplier": form.scale / add.attributes["scale"],
-    }
-    outputs = (add.outputs[0], *conv.outputs[1:])
-    return replace(conv, args=(*conv.args, other), outputs=outputs, attributes=attributes)
+def _joined(conv: SparseConv, add: Add, other: Ref) -> Step:
+    return replace(
+        conv,
+        args=(*conv.args, other),
+        outputs=(add.outputs[0], *conv.outputs[1:]),
+        form=add.form,
+        relu=add.relu,
+        sum_multiplier=conv.integers.scale / add.integers.scale,
+    )
 
 
-def _fits_dense(conv: Step, add: Step, program: Program, mine: Ref, other: Ref) -> bool:
+def _fits_dense(conv: Conv, add: Add, program: Program, mine: Ref, other: Ref) -> bool:
     form = program.values[other.name].form
-    own, added = (add.tensors[f"scale{add.args.index(ref)}"] for ref in (mine, other))
+    own, added = (add.scales[add.args.index(ref)] for ref in (mine, other))
     return (
-        conv.op == "conv"
-        and len(conv.args) == 1
-        and conv.attributes["out"] == "int32"
-        and not any(conv.attributes.get(name) for name in ("relu", "ceiling"))
+        len(conv.args) == 1
+        and conv.keeps_accumulators
         and isinstance(form, Integers)
         and form.bits <= 8
-        and add.attributes["bits"] == 8
-        and add.attributes["axis"] == conv.attributes["channel_axis"]
+        and add.integers.bits == 8
+        and add.axis == conv.channel_axis
         and own.dim() == 1  # else the addition rounds another product
         and added.dim() == 0
     )
 
 
-def _joined_dense(conv: Step, add: Step, mine: Ref, other: Ref) -> Step:
-    own, added = (
-        add.tensors[f"scale{add.args.index(ref)}"] / add.attributes["scale"]
-        for ref in (mine, other)
-    )
-    settings = {name: add.attributes[name] for name in ("out", "relu", "narrow")}
+def _joined_dense(conv: Conv, add: Add, mine: Ref, other: Ref) -> Step:
+    own, added = (add.scales[add.args.index(ref)] / add.integers.scale for ref in (mine, other))
     return replace(
         conv,
         args=(*conv.args, other),
         outputs=add.outputs,
-        attributes={**conv.attributes, **settings, "addend_multiplier": float(added)},
-        tensors={**conv.tensors, "multiplier": own},
+        form=add.form,
+        relu=add.relu,
+        multiplier=own,
+        addend_multiplier=float(added),
     )
 
 
@@ -135,21 +153,21 @@ def dequantize_late(program: Program) -> Program:
         values[integers] = values[parts[0].args[0].name]
     reads = Counter(name for step in steps for name in step.inputs)
     reads.update(names_in(program.result))
-    kept = (s for s in steps if s.op != "dequantize" or reads[s.outputs[0]])
+    kept = (s for s in steps if not isinstance(s, Dequantize) or reads[s.outputs[0]])
     return replace(program, steps=tuple(kept), values=values)
 
 
-def _parts(step: Step, makers: dict[str, Step], program: Program) -> list[Step]:
+def _parts(step: Step, makers: dict[str, Step], program: Program) -> list[Dequantize]:
     """The dequantizations of one scale whose results a step concatenates; none otherwise."""
-    if step.op != "move" or step.attributes["what"] != "cat":
+    if not isinstance(step, LayoutCall) or step.name != "cat":
         return []
     found = [makers.get(name) for name in step.inputs]
-    parts = [part for part in found if part is not None and part.op == "dequantize"]
-    if len(parts) < len(found) or any(part.attributes["relu"] for part in parts):
+    parts = [part for part in found if isinstance(part, Dequantize)]
+    if len(parts) < len(found) or any(part.relu for part in parts):
         return []
     forms = [program.values[part.args[0].name].form for part in parts]
     same = all(isinstance(form, Integers) and form == forms[0] for form in forms)
-    return parts if parts and same and parts[0].tensors["scale"].dim() == 0 else []
+    return parts if parts and same and parts[0].scale.dim() == 0 else []
 
 
 def sort_rows(program: Program) -> Program:
@@ -158,7 +176,7 @@ def sort_rows(program: Program) -> Program:
         return program
     enter = {*names_in(program.signature), *program.sparse_inputs.values()}
     for step in program.steps:
-        if step.op == "sites" and enter.issuperset(step.inputs):
+        if isinstance(step, Coordinates) and enter.issuperset(step.inputs):
             rows = _Rows(program, step.outputs[0])
             if rows.hidden:
                 program = _with_sorting(program, step, rows.features & enter)
@@ -185,21 +203,21 @@ class _Rows:
     def _grow(self) -> bool:
         size = len(self.coords) + len(self.features) + len(self.metadata)
         for step in self.program.steps:
-            if step.op == "sparse_conv":
+            if isinstance(step, SparseConv):
                 self._grow_by_convolution(step)
-            elif step.op in _ROW_BY_ROW and self.features.intersection(
+            elif isinstance(step, _ROW_BY_ROW) and self.features.intersection(
                 (*step.inputs, *step.outputs)
             ):
                 self.features.update((*step.inputs, *step.outputs))
-            elif step.op == "host" and self.coords.intersection(step.inputs):
+            elif isinstance(step, NumberCall) and self.coords.intersection(step.inputs):
                 self.metadata.update(step.outputs)
         return size < len(self.coords) + len(self.features) + len(self.metadata)
 
-    def _grow_by_convolution(self, step: Step) -> None:
+    def _grow_by_convolution(self, step: SparseConv) -> None:
         features, coords, *residual = (ref.name for ref in step.args)
         if coords in self.coords:
             self.features.add(features)
-            if step.attributes["subm"]:
+            if step.geometry.subm:
                 self.coords.add(step.outputs[1])
         if step.outputs[1] in self.coords:
             self.features.update((step.outputs[0], *residual))
@@ -211,12 +229,12 @@ class _Rows:
         for step in self.program.steps:
             if not touched.intersection((*step.inputs, *step.outputs)):
                 continue
-            if step.op == "host" and self.features.intersection(step.inputs):
+            if isinstance(step, NumberCall) and self.features.intersection(step.inputs):
                 return False
-            if step.op == "sparse_conv" and not self._stands_here(step):
+            if isinstance(step, SparseConv) and not self._stands_here(step):
                 return False
-            known = step.op in ("sparse_conv", "sites", "host") or step.op in _ROW_BY_ROW
-            if not known and step.function is not dense:
+            known = isinstance(step, (SparseConv, Coordinates, NumberCall, *_ROW_BY_ROW))
+            if not known and step.target is not dense:
                 return False
         return True
 
@@ -233,27 +251,33 @@ class _Rows:
 
 def _goes_back(step: Step) -> bool:
     """Whether an inverse convolution returns to rows that came in."""
-    if isinstance(step.module, FloatSparseConv):
-        return step.module.geometry.inverse
-    return bool(step.attributes.get("inverse"))
+    if isinstance(step.target, FloatSparseConv):
+        return step.target.geometry.inverse
+    return isinstance(step, SparseConv) and step.geometry.inverse
+
+
+@dataclass(frozen=True, eq=False)
+class _SortedCoordinates(Coordinates):
+    """Sorted coordinates, and the row that each one had."""
+
+    makes = 2
+
+    def run(self, args: Given, kwargs: dict[str, Any], backend: str) -> Given:
+        """As `sorted_coords`."""
+        return sorted_coords(*args)
 
 
 def _with_sorting(program: Program, entry: Step, features: set[str]) -> Program:
     """Sort behind the entry of the coordinates, and the features before anything reads them."""
     coords, order = entry.outputs[0], f"{entry.outputs[0]}.order"
-    first = replace(entry, op="sorted_sites", outputs=(coords, order))
+    first = _SortedCoordinates(entry.path, entry.args, (coords, order), entry.kwargs)
     values = {**program.values, order: Value("host", order)}
     takes, renamed = [], {}
     for name in sorted(features):
         renamed[name] = f"{name}.sorted"
         values[renamed[name]] = replace(values[name], source=f"{name}.sorted")
-        attributes = {"what": "take_rows"}
-        takes.append(
-            Step(
-                "move", entry.path, (Ref(name), Ref(order)), (renamed[name],),
-                attributes=attributes, function=take_rows,
-            )
-        )  # fmt: skip
+        called = entry.path, (Ref(name), Ref(order)), (renamed[name],)
+        takes.append(LayoutCall(*called, name="take_rows", function=take_rows))
 
     def read(ref: Ref) -> Ref:
         return Ref(renamed.get(ref.name, ref.name)) if isinstance(ref, Ref) else ref

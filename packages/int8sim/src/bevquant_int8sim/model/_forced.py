@@ -13,22 +13,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from bevquant_graph import check_kind, op_spec, own_inputs
-from bevquant_int8sim._sample import SAMPLES, sampling_error
+from bevquant_int8sim._sample import sampling_error
 from bevquant_int8sim.model._choices import Choices
-from bevquant_int8sim.model._execute import geometry
-from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Integers, RequiredType
 from bevquant_int8sim.model._integer_model import IntegerModel, exhausted
-from bevquant_int8sim.model._program import Ref, Step, names_in
+from bevquant_int8sim.model._integer_steps import (
+    Add,
+    MaxPool,
+    Quantize,
+    Requantize,
+    Resize,
+    Sample,
+    Weighted,
+    WeightedSum,
+)
 from bevquant_int8sim.model._reference import GraphRun, Returned, spent_nodes, tensor_of
 from bevquant_int8sim.model._rowwise import dequantized
+from bevquant_int8sim.model._step import FloatCall, Ref, Step, names_in
 from bevquant_int8sim.model._traced_source import Source
 from bevquant_qnn.matched import Matched
 
-_COMPUTES = frozenset(
-    "quantize requantize sparse_conv conv conv_transpose linear add max_pool avg_pool resize "
-    "grid_sample deformable_attention float".split()
-)
+_COMPUTES = (Quantize, Requantize, Weighted, Add, MaxPool, WeightedSum, Resize, FloatCall)
 _SELECTS = frozenset(
     "getitem select narrow index_select index gather take_along_dim masked_select take".split()
 )
@@ -71,8 +76,8 @@ class ForcedRun:
         known = {
             step.outputs[0]
             for step in model.steps
-            if step.op in _COMPUTES
-            or (step.attributes.get("what") in _SELECTS and step.outputs[0] in returned)
+            if isinstance(step, _COMPUTES)
+            or (step.called in _SELECTS and step.outputs[0] in returned)
         }
         self.values: dict[fx.Node, list[str]] = {}
         placed: set[str] = set()
@@ -93,7 +98,7 @@ class ForcedRun:
             for value in values:
                 step = self.makers[value]
                 operand = step.args[0]
-                integers = resizes and step.op == "resize" and isinstance(operand, Ref)
+                integers = resizes and isinstance(step, Resize) and isinstance(operand, Ref)
                 integers = integers and operand.name in known
                 reads.setdefault(operand.name if integers else None, []).append(value)
             self._resized[node] = reads
@@ -185,8 +190,8 @@ class ForcedRun:
             except StopIteration as ended:
                 return ended.value
             own = products.count - before
-            self.operations[step.outputs[0]] = operations(step, given, outputs, own)
-            if step.op in SAMPLES:
+            self.operations[step.outputs[0]] = step.cost(given, outputs, own)
+            if isinstance(step, Sample):
                 error = sampling_error(step.op, given, step.kwargs.get("mode", ""))
                 self.sampling[step.outputs[0]] = error
             if step.outputs[0] in self._read and isinstance(outputs[0], Tensor | tuple | list):
@@ -256,7 +261,8 @@ class ForcedRun:
             scale, axis = torch.tensor(form.scale, dtype=torch.float64), -1
         else:
             step = self.makers[value]
-            scale, axis = step.tensors["scale"], step.attributes.get("channel_axis", -1)
+            assert isinstance(step, Weighted)
+            scale, axis = step.unit, step.channel_axis
         return dequantized(got, scale, axis, relu=False)
 
 
@@ -275,7 +281,7 @@ def _late_inputs(graph: fx.Graph) -> Iterator[fx.Node]:
 
 def place(step: Step) -> str:
     """How a table or a message names a step."""
-    return step.path or f"<{step.attributes.get('what', step.op)}>"
+    return step.path or f"<{step.label}>"
 
 
 _FORMULAS = {
@@ -302,30 +308,3 @@ class Products(TorchDispatchMode):
         if formula is not None:
             self.count += formula(*args, **(kwargs or {}), out_val=out) // 2
         return out
-
-
-def operations(step: Step, given: tuple[Any, ...], made: tuple[Any, ...], products: int) -> int:
-    """Multiplications of a step; for a step without matrix products, the values that it computes.
-
-    A sparse convolution has pairs · in · out channels. Layout operators, and steps without tensors,
-    have none.
-
-    Args:
-        step: Any step.
-        given: Its inputs.
-        made: Its outputs.
-        products: Count of `Products` in it.
-    """
-    if step.op in ("host", "constant", "sites", "move"):
-        return 0
-    module, weight = step.module, step.tensors.get("weight")
-    if isinstance(module, FloatSparseConv):
-        rulebook, _ = given[1].convolved(module.geometry, module.key, step.path)
-        return int(rulebook.num_pairs) * module.weight[0].numel()
-    if weight is None:
-        return products or sum(v.numel() for v in made if isinstance(v, Tensor))
-    if step.op == "sparse_conv":
-        rulebook, _ = given[1].convolved(geometry(step), step.attributes["indice_key"], step.path)
-        return int(rulebook.num_pairs) * weight[0].numel()
-    each = given[0] if step.op == "conv_transpose" else made[0]
-    return int(each.numel()) * weight[0].numel()

@@ -79,6 +79,13 @@ ACCUMULATORS = "int32"
 Form = Integers | TensorType | str
 
 
+def dtype_of(form: Form) -> torch.dtype:
+    """Type of the tensors that hold integers, accumulators or floats."""
+    if isinstance(form, Integers | TensorType):
+        return form.dtype
+    return torch.int32 if form == ACCUMULATORS else torch.float32
+
+
 @dataclass(frozen=True)
 class RequiredType:
     """Form in which a reader needs a tensor, and whether after a ReLU.

@@ -19,7 +19,7 @@ from bevquant_graph import OPAQUE, Graph, called_name, op_spec
 from bevquant_int8sim.model._coords import Geometry, convolved_coords
 from bevquant_int8sim.model._form import Form
 from bevquant_int8sim.model._operation import Operation
-from bevquant_int8sim.model._program import Ref, SparseRef
+from bevquant_int8sim.model._step import Ref, SparseRef
 from bevquant_quantizers import AffineQuantizer, TensorQuantizer
 
 __all__ = ["GraphValues", "is_coords", "nested"]

@@ -17,11 +17,21 @@ from bevquant_graph import Sizes, arguments, check_guards, is_sparse_tensor
 from bevquant_int8sim._backends import check_backend
 from bevquant_int8sim.model._chains import convolutions
 from bevquant_int8sim.model._coords import Coords, SparseOutput, coords_of
-from bevquant_int8sim.model._execute import execute
 from bevquant_int8sim.model._fast_program import dequantize_late, fuse_residuals, sort_rows
 from bevquant_int8sim.model._form import ACCUMULATORS, Form, Integers
-from bevquant_int8sim.model._program import FloatFallback, Program, Ref, Step, names_in, replaced
+from bevquant_int8sim.model._program import FloatFallback, Program
 from bevquant_int8sim.model._signature import Arguments, bind
+from bevquant_int8sim.model._step import (
+    Constant,
+    FloatCall,
+    LayoutCall,
+    NumberCall,
+    OperatorCall,
+    Ref,
+    Step,
+    names_in,
+    replaced,
+)
 from bevquant_int8sim.model._traced_source import Source
 from bevquant_quantizers.documents import text_table
 
@@ -83,7 +93,7 @@ class IntegerModel:
         self.calls_other_steps = self._fast.steps != program.steps
         # Whatever runs in float is torch's or the author's code, which may write to what it reads,
         # by the name of a function, by a module's `inplace`, or behind a view.
-        self._overwrites = any(step.op in ("float", "host") for step in program.steps)
+        self._overwrites = any(isinstance(step, FloatCall | NumberCall) for step in program.steps)
         self._spent = {p: _last_uses(p) for p in (program, self._fast)}
         self._plain = {p: [_plain_names(step) for step in p.steps] for p in (program, self._fast)}
         self._convolutions = convolutions(self._fast)
@@ -196,10 +206,11 @@ class IntegerModel:
         found: dict[str, Recorded] = {}
 
         def see(step: Step, given: tuple[Any, ...], made: tuple[Any, ...]) -> None:
-            if record and isinstance(made[0], Tensor) and step.op not in ("host", "constant"):
+            computes = not isinstance(step, NumberCall | Constant)
+            if record and computes and isinstance(made[0], Tensor):
                 form = self.program.values[step.outputs[0]].form
                 scale = form.scale if isinstance(form, Integers) else None
-                place = step.path or str(step.attributes.get("what", step.op))
+                place = step.path or step.label
                 place += f":{ACCUMULATORS}" if form == ACCUMULATORS else ""
                 name, count = place, 1
                 while name in found:
@@ -253,7 +264,7 @@ class IntegerModel:
             given, named = tuple([values[name] for name in plain]), {}
         try:
             with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
-                made = execute(step, given, named, self.backend)
+                made = step.execute(given, named, self.backend)
             values.update(zip(step.outputs, made, strict=True))
         except Exception as error:
             # Of shapes that do not fit; layers name the channels that they expect themselves.
@@ -261,7 +272,7 @@ class IntegerModel:
                 _check_agreement(program, sizes, error)
             # What a file may say is checked when it is read; how torch's own functions take
             # their constants only shows here.
-            own = step.function is None and step.module is None
+            own = step.target is None
             may_be_input = own and not sizes.keys().isdisjoint(step.inputs)
             known = (ValueError, TypeError) if may_be_input else ValueError
             if not program.origin or isinstance(error, known):
@@ -419,7 +430,9 @@ def _last_uses(program: Program) -> list[tuple[str, ...]]:
 def program_table(program: Program) -> str:
     """One line per step that computes: operation, module, result, why it is in float."""
     rows = [("op", "module", "result", "note")]
-    rows += [_row(step, program) for step in program.steps if step.op not in ("host", "constant")]
+    rows += [
+        _row(step, program) for step in program.steps if not isinstance(step, NumberCall | Constant)
+    ]
     float_fallbacks = program.float_fallbacks
     title = f"IntegerModel: {len(rows) - 1} steps, {len(float_fallbacks)} float fallback"
     title += "s" * (len(float_fallbacks) != 1)
@@ -430,9 +443,9 @@ def program_table(program: Program) -> str:
 
 
 def _row(step: Step, program: Program) -> tuple[str, str, str, str]:
-    op = step.op if step.op not in ("float", "move") else f"{step.op} {step.attributes['what']}"
-    op = step.operator if step.op == "operator" else op
-    if step.attributes.get("relu"):
+    op = f"{step.op} {step.name}" if isinstance(step, FloatCall | LayoutCall) else step.op
+    op = step.operator if isinstance(step, OperatorCall) else op
+    if step.clamps[0]:
         op += " + ReLU"
     return op, step.path, _result(program.values[step.outputs[0]].form), step.reason
 

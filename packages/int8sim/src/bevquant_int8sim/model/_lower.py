@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,19 @@ from torch import fx
 
 from bevquant_int8sim.model._float8 import Float8Layer
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form, Integers, RequiredType
+from bevquant_int8sim.model._integer_steps import (
+    Add,
+    AvgPool,
+    DeformableAttention,
+    Dequantize,
+    GridSample,
+    MaxPool,
+    Quantize,
+    Relu,
+    Requantize,
+    Resize,
+    WeightedSum,
+)
 from bevquant_int8sim.model._operation import (
     Operation,
     Operations,
@@ -18,11 +32,23 @@ from bevquant_int8sim.model._operation import (
     addend_form,
     find_required_types,
 )
-from bevquant_int8sim.model._program import Program, Ref, SparseRef, Step, Value, replaced
-from bevquant_int8sim.model._quantized_layer import Layer
+from bevquant_int8sim.model._program import Program, Value
+from bevquant_int8sim.model._step import (
+    Constant,
+    Coordinates,
+    FloatCall,
+    FloatRelu,
+    LayoutCall,
+    NumberCall,
+    Ref,
+    SparseRef,
+    Step,
+    replaced,
+)
 
-_OUT = {8: "int8", 16: "int16"}
-_NAMED_MOVES = ("max_pool", "resize")
+_SUMS: dict[str, type[WeightedSum]] = {
+    kind.op: kind for kind in (AvgPool, GridSample, DeformableAttention)
+}
 
 
 def lower(
@@ -84,7 +110,7 @@ class _Lowering:
 
     def _new(self, source: str, required: RequiredType) -> str:
         form = required.form
-        kind = _OUT[8 if form.bits <= 8 else 16] if isinstance(form, Integers) else form
+        kind = str(form.dtype).removeprefix("torch.") if isinstance(form, Integers) else form
         name = f"{source}:{kind}" + ("+relu" if required.relu else "")
         while name in self.values:
             name += "'"
@@ -120,17 +146,14 @@ class _Lowering:
                 else Ref(self.have.get((ref.name, RequiredType(FLOAT)), "") or self._any(ref.name))
             )
 
-        self.steps.append(
-            Step(
-                operation.kind,
-                operation.path,
-                replaced(operation.args, read),
-                (operation.output,),
-                kwargs=replaced(operation.kwargs, read),
-                attributes={"what": operation.what},
-                function=operation.function,
-            )
-        )
+        called = operation.path, replaced(operation.args, read), (operation.output,)
+        kwargs = replaced(operation.kwargs, read)
+        if operation.kind == "sites":
+            self.steps.append(Coordinates(*called))
+        else:
+            function = operation.function
+            step = NumberCall(*called, kwargs, name=operation.what, function=function)
+            self.steps.append(step)
 
     def _input(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         self.values[operation.output] = Value(FLOAT, operation.output)
@@ -139,21 +162,19 @@ class _Lowering:
     def _constant(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         assert operation.tensor is not None
         value = self._new(operation.output, RequiredType(FLOAT))
-        tensors = {"value": operation.tensor}
-        self.steps.append(Step("constant", operation.path, (), (value,), tensors=tensors))
+        self.steps.append(Constant(operation.path, (), (value,), value=operation.tensor))
         self._from_float(operation, value, required_types)
 
     def _float(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         value = self._new(operation.output, RequiredType(FLOAT))
         outputs = (value, operation.coords) if operation.coords else (value,)
         self.steps.append(
-            Step(
-                "float",
+            FloatCall(
                 operation.path,
                 self._float_args(operation.args),
                 outputs,
-                kwargs=self._float_args(operation.kwargs),
-                attributes={"what": operation.what},
+                self._float_args(operation.kwargs),
+                name=operation.what,
                 function=operation.function,
                 module=copy.deepcopy(operation.module),
                 reason=operation.reason,
@@ -171,19 +192,12 @@ class _Lowering:
             if required == RequiredType(FLOAT):
                 continue
             made = self._new(source, required)
+            called = operation.path, (Ref(value),), (made,)
             if isinstance(required.form, Integers):
-                attributes = {**_integers(required.form), **_limits(required)}
-                step = Step(
-                    "quantize", operation.path, (Ref(value),), (made,), attributes=attributes
-                )
+                self.steps.append(Quantize(*called, **_stored(required)))
             else:
-                step = Step(
-                    "float", operation.path, (Ref(value),), (made,),
-                    attributes={"what": "relu", **_limits(required)},
-                    function=torch.relu,
-                    reason="" if _is_float8(operation) else "its input and its readers are float",
-                )  # fmt: skip
-            self.steps.append(step)
+                reason = "" if _is_float8(operation) else "its input and its readers are float"
+                self.steps.append(FloatRelu(*called, ceiling=required.top(), reason=reason))
             self._keep(source, required, made)
 
     def _quantizer(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
@@ -208,19 +222,17 @@ class _Lowering:
     ) -> None:
         """One more form of a tensor that comes about as integers of this scale."""
         made = self._new(operation.output, required)
-        attributes: dict[str, Any] = {**_limits(required, relu), "axis": axis}
+        called, stored = (operation.path, (Ref(value),), (made,)), _stored(required, relu)
         scale = torch.as_tensor(scale, dtype=torch.float64)
-        tensors = {}
+        step: Step
         if same:
-            op = "relu"
+            step = Relu(*called, **stored)
         elif isinstance(required.form, Integers):
-            op, attributes = "requantize", {**attributes, **_integers(required.form)}
-            tensors = {"multiplier": scale / required.form.scale}
+            multiplier = scale / required.form.scale
+            step = Requantize(*called, multiplier=multiplier, axis=axis, **stored)
         else:
-            op, tensors = "dequantize", {"scale": scale}
-        self.steps.append(
-            Step(op, operation.path, (Ref(value),), (made,), attributes=attributes, tensors=tensors)
-        )
+            step = Dequantize(*called, scale=scale, axis=axis, **stored)
+        self.steps.append(step)
         self._keep(operation.output, required, made)
 
     def _layer(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
@@ -231,35 +243,26 @@ class _Lowering:
             if len(required_types) == 1 and _fusable(required_types[0].form)
             else None
         )
-        made = self._new(operation.output, single or RequiredType(ACCUMULATORS))
-        form: Form = ACCUMULATORS if single is None else single.form
-        self.steps.append(
-            Step(
-                layer.op,
-                operation.path,
-                self._layer_args(operation, layer),
-                (made, operation.coords) if operation.coords else (made,),
-                attributes={
-                    **layer.settings,
-                    "what": operation.what,
-                    **_limits(
-                        single or RequiredType(ACCUMULATORS), single is not None and layer.relu
-                    ),
-                    "out": _out(form),
-                    "narrow": isinstance(form, Integers) and form.narrow,
-                },
-                tensors=_layer_tensors(layer, form),
-            )
+        stored = single or RequiredType(ACCUMULATORS)
+        made, form = self._new(operation.output, stored), stored.form
+        scale = layer.scale / form.scale if isinstance(form, Integers) else layer.scale
+        x = self.have[operation.args[0].name, RequiredType(layer.input)]
+        keeps = form == ACCUMULATORS
+        step = replace(
+            layer.step,
+            path=operation.path,
+            args=(Ref(x), *operation.args[1:]),
+            outputs=(made, operation.coords) if operation.coords else (made,),
+            multiplier=None if keeps else scale,
+            scale=scale if keeps else None,
+            **_stored(stored, single is not None and layer.relu),
         )
-        self._keep(operation.output, single or RequiredType(ACCUMULATORS), made)
+        self.steps.append(step)
+        self._keep(operation.output, stored, made)
         for required in required_types:
             if single is None and required.form != ACCUMULATORS:
-                axis = layer.settings.get("channel_axis", -1)
+                axis = step.channel_axis
                 self._converted(operation, made, layer.scale, required, axis=axis, relu=layer.relu)
-
-    def _layer_args(self, operation: Operation, layer: Layer) -> tuple[Any, ...]:
-        x = self.have[operation.args[0].name, RequiredType(layer.input)]
-        return (Ref(x), *operation.args[1:])
 
     def _relu(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         source = operation.args[0].name
@@ -268,32 +271,20 @@ class _Lowering:
             self._keep(operation.output, required, value)
 
     def _add(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
-        refs, tensors, axis = [], {}, -1
-        for index, operand in enumerate(operation.args):
+        refs, scales, axis = [], list[torch.Tensor](), -1
+        for operand in operation.args:
             maker = self._made_by[operand.name]
             form = addend_form(maker, self.addends)
             scale: Any = form.scale if isinstance(form, Integers) else None
             if scale is None and maker.layer is not None:
                 scale = maker.layer.scale
-                axis = maker.layer.settings.get("channel_axis", -1)
+                axis = maker.layer.step.channel_axis
             refs.append(Ref(self.have[operand.name, RequiredType(form)]))
-            tensors[f"scale{index}"] = torch.as_tensor(scale, dtype=torch.float64)
+            scales.append(torch.as_tensor(scale, dtype=torch.float64))
         for required in required_types:
             made = self._new(operation.output, required)
-            form = required.form
-            attributes = {**_limits(required), "axis": axis, "out": _out(form)}
-            if isinstance(form, Integers):
-                attributes |= _integers(form)
-            self.steps.append(
-                Step(
-                    "add",
-                    operation.path,
-                    tuple(refs),
-                    (made,),
-                    attributes=attributes,
-                    tensors=tensors,
-                )
-            )
+            called = operation.path, tuple(refs), (made,)
+            self.steps.append(Add(*called, scales=tuple(scales), axis=axis, **_stored(required)))
             self._keep(operation.output, required, made)
 
     def _blend(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
@@ -302,24 +293,16 @@ class _Lowering:
         assert isinstance(natural, Integers)
         for required in required_types:
             made = self._new(operation.output, required)
-            form = required.form
-            attributes = {**_limits(required), "scale": natural.scale, "out": _out(form)}
-            if isinstance(form, Integers):
-                multiplier = natural.scale / form.scale
-                attributes |= {"multiplier": multiplier, "low": form.low, "high": form.high}
-            self.steps.append(
-                Step(
-                    operation.what,
-                    operation.path,
-                    (
-                        Ref(self.have[source, RequiredType(natural)]),
-                        *self._float_args(operation.args[1:]),
-                    ),
-                    (made,),
-                    kwargs=self._float_args(operation.kwargs),
-                    attributes=attributes,
-                )
+            x = Ref(self.have[source, RequiredType(natural)])
+            step = _SUMS[operation.what](
+                operation.path,
+                (x, *self._float_args(operation.args[1:])),
+                (made,),
+                self._float_args(operation.kwargs),
+                scale=natural.scale,
+                **_stored(required),
             )
+            self.steps.append(step)
             self._keep(operation.output, required, made)
 
     def _move(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
@@ -343,25 +326,22 @@ class _Lowering:
             moved = ref.name in operation.moved
             return Ref(self.have[ref.name, required if moved else RequiredType(FLOAT)])
 
-        self.steps.append(
-            Step(
-                operation.what if operation.what in _NAMED_MOVES else "move",
-                operation.path,
-                replaced(operation.args, read),
-                (made,),
-                kwargs=replaced(operation.kwargs, read),
-                attributes={"what": operation.what},
-                function=operation.function,
-                module=copy.deepcopy(operation.module),
-            )
-        )
+        args, kwargs = replaced(operation.args, read), replaced(operation.kwargs, read)
+        called = operation.path, args, (made,), kwargs
+        step: Step
+        if operation.what == "max_pool":
+            step = MaxPool(*called)
+        elif operation.what == "resize":
+            step = Resize(*called)
+        else:
+            step = LayoutCall(*called, name=operation.what, function=operation.function)
+        self.steps.append(step)
         return made
 
     def _limited(self, operation: Operation, value: str, required: RequiredType) -> None:
         """A ReLU as a step of its own, in the form of its input."""
         made = self._new(operation.output, required)
-        limits = _limits(required)
-        self.steps.append(Step("relu", operation.path, (Ref(value),), (made,), attributes=limits))
+        self.steps.append(Relu(operation.path, (Ref(value),), (made,), **_stored(required)))
         self._keep(operation.output, required, made)
 
 
@@ -375,34 +355,9 @@ def _fusable(form: Form) -> bool:
     return not isinstance(form, Integers) or form.bits in (8, 16) or not form.full
 
 
-def _limits(required: RequiredType, relu: bool = False) -> dict[str, Any]:
-    """Clamp attributes of a step whose stored result includes a ReLU."""
-    limits: dict[str, Any] = {"relu": required.relu or relu}
+def _stored(required: RequiredType, relu: bool = False) -> dict[str, Any]:
+    """Form and clamps of a step whose stored result includes a ReLU."""
     top, form = required.top(), required.form
-    if isinstance(form, Integers) and not form.full:
-        limits |= {"floor": form.low}
-        top = form.high if top is None else top
-    return limits if top is None else limits | {"ceiling": top}
-
-
-def _out(form: Form) -> str:
-    if isinstance(form, Integers):
-        return _OUT[8 if form.bits <= 8 else 16]
-    return "int32" if form == ACCUMULATORS else "float32"
-
-
-def _integers(form: Integers) -> dict[str, Any]:
-    return {"scale": form.scale, "bits": form.bits, "narrow": form.narrow}
-
-
-def _layer_tensors(layer: Layer, form: Form) -> dict[str, torch.Tensor]:
-    tensors = {"weight": layer.weight}
-    if layer.bias is not None:
-        tensors["bias"] = layer.bias
-    if isinstance(form, Integers):
-        tensors["multiplier"] = layer.scale / form.scale
-    elif form == FLOAT:
-        tensors["multiplier"] = layer.scale
-    else:
-        tensors["scale"] = layer.scale
-    return tensors
+    if top is None and isinstance(form, Integers) and not form.full:
+        top = form.high
+    return {"form": form, "relu": required.relu or relu, "ceiling": top}

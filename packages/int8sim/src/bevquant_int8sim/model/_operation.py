@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 
 from bevquant_graph import Guard, ReadMembers
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form, Integers, RequiredType
-from bevquant_int8sim.model._program import names_in
 from bevquant_int8sim.model._quantized_layer import Layer
+from bevquant_int8sim.model._step import names_in
 
 # Questions about a tensor, whose answers are the same for its integers.
 METADATA = frozenset("shape size ndim dim device numel nelement".split())

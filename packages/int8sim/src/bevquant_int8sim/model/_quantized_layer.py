@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +13,14 @@ from bevquant_graph import layer_class, own_code, zero_padding
 from bevquant_int8sim._quantize import quantize, quantize_bias
 from bevquant_int8sim.model._coords import Geometry
 from bevquant_int8sim.model._float8 import BlockLayer, Float8Input, Float8Layer
-from bevquant_int8sim.model._form import Integers
+from bevquant_int8sim.model._form import ACCUMULATORS, Integers
+from bevquant_int8sim.model._integer_steps import (
+    Conv,
+    ConvTranspose,
+    Linear,
+    SparseConv,
+    Weighted,
+)
 from bevquant_int8sim.model._quantizers import (
     SMALLEST_AMAX,
     SimulateError,
@@ -37,28 +43,24 @@ _OPS: dict[type[Any], str] = {
     nn.Conv3d: "conv",
 }
 
+_STEPS: dict[str, type[Any]] = {cls.op: cls for cls in (Conv, ConvTranspose, Linear, SparseConv)}
+
 
 @dataclass(frozen=True, eq=False)
 class Layer:
     """A convolution or linear layer.
 
     Attributes:
-        op: ``"sparse_conv"``, ``"conv"``, ``"conv_transpose"`` or ``"linear"``.
-        weight: int8, in the layout that the kernel of `op` reads.
-        bias: int32 ``[out_channels]`` in units of the accumulator, or ``None``.
+        step: Its step, which keeps its accumulators; of no path, arguments and outputs yet.
         scale: float64 ``[out_channels]``: value of one unit of each accumulator, s_x · s_w.
         input: Integers that it reads.
         relu: Whether a ReLU belongs to it.
-        settings: Strides and the like; constants that JSON can hold.
     """
 
-    op: str
-    weight: Tensor
-    bias: Tensor | None
+    step: Weighted
     scale: Tensor
     input: Integers
     relu: bool
-    settings: Mapping[str, Any]
 
 
 def _weight_problem(quantizer: TensorQuantizer, read: Integers | Float8Input) -> str:
@@ -209,8 +211,12 @@ def _layer(
 ) -> Layer | Float8Layer:
     """The layer of an input's form."""
     if isinstance(read, Integers):
-        return Layer(op, weight, bias, scale, read, relu, settings)
-    settings = {key: value for key, value in settings.items() if key != "channel_axis"}
+        if op == "sparse_conv":
+            key = settings["indice_key"]
+            geometry = Geometry(**{n: v for n, v in settings.items() if n != "indice_key"})
+            settings = {"geometry": geometry, "indice_key": key}
+        step = _STEPS[op]("", (), ("",), form=ACCUMULATORS, weight=weight, bias=bias, **settings)
+        return Layer(step, scale, read, relu)
     if read.form.block:
         return BlockLayer(op, weight, bias, read.scale, read.form.name, settings)
     return Float8Layer(op, weight, scale, bias, read.scale, read.form.name, settings)
@@ -288,9 +294,8 @@ def _as_stored(module: Any, by_channel: Tensor, op: str) -> Tensor:
 
 def _settings(module: Any, op: str) -> dict[str, Any]:
     if op == "linear":
-        return {"channel_axis": -1}
+        return {}
     settings: dict[str, Any] = {
-        "channel_axis": 1,
         "stride": tuple(module.stride),
         "dilation": tuple(module.dilation),
         "groups": module.groups,

@@ -18,13 +18,10 @@ from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Form, Integers
 from bevquant_int8sim.model._graph_values import GraphValues, is_coords, nested
 from bevquant_int8sim.model._grid_operations import (
     grid_call,
-    max_pool,
     require,
-    resize,
     sample_call,
 )
 from bevquant_int8sim.model._operation import Operation, Operations
-from bevquant_int8sim.model._program import Method, Ref
 from bevquant_int8sim.model._quantized_layer import quantized_layer
 from bevquant_int8sim.model._quantizers import (
     SimulateError,
@@ -34,6 +31,7 @@ from bevquant_int8sim.model._quantizers import (
     is_active,
     unsupported,
 )
+from bevquant_int8sim.model._step import Method, Ref
 from bevquant_quantizers import TensorQuantizer
 from bevquant_sparse import WeightLayout, permute_weight
 
@@ -236,8 +234,7 @@ class _Reader(GraphValues):
             )
         made = self._tensor(
             node, "move", args=(x,), kwargs=settings, what=what, moved=(x.name,),
-            function=max_pool if what == "max_pool" else resize, natural=_settled(natural),
-            linear=settings.get("mode") == "bilinear",
+            natural=_settled(natural), linear=settings.get("mode") == "bilinear",
         )  # fmt: skip
         return (made,) if "_with_indices" in str(node.target) else made
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -17,17 +17,10 @@ from torch import Tensor
 
 from bevquant_graph import Guard, ReadMembers, file_path
 from bevquant_int8sim.model._form import Form, Integers, TensorType
-from bevquant_int8sim.model._program import Program, Step, Value
-from bevquant_int8sim.model._saved_calls import (
-    READABLE,
-    from_json,
-    function_name,
-    module_config,
-    named_function,
-    rebuilt_module,
-    to_json,
-)
-from bevquant_int8sim.model._validate import validate
+from bevquant_int8sim.model._program import Program, Value
+from bevquant_int8sim.model._saved_calls import from_json, to_json
+from bevquant_int8sim.model._saved_steps import StepReader, step_data
+from bevquant_int8sim.model._step import OperatorCall, names_in
 from bevquant_quantizers.documents import (
     Count,
     DocumentError,
@@ -42,7 +35,7 @@ from bevquant_quantizers.documents import (
 )
 
 KIND = "bevquant_int8sim.IntegerModel"
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST, PROGRAM, TENSORS = "manifest.json", "program.json", "tensors.safetensors"
 CONSTANT = "constant."  # before the name that a program's constant has among the tensors
 
@@ -84,11 +77,9 @@ def to_document(program: Program) -> tuple[dict[str, Any], dict[str, Tensor]]:
     steps = []
     for number, step in enumerate(program.steps):
         try:
-            steps.append(_step_data(step, f"{number}", tensors))
+            steps.append(step_data(step, f"{number}", tensors))
         except ValueError as error:
-            problems.append(
-                f"{step.path or 'the model'} ({step.attributes.get('what', step.op)}): {error}"
-            )
+            problems.append(f"{step.where} ({step.label}): {error}")
     if problems:
         raise ValueError(
             f"save: {len(problems)} steps cannot be written to a file: {'; '.join(problems)}. "
@@ -121,41 +112,6 @@ def _form_data(form: Form) -> Any:
     if isinstance(form, TensorType):
         return [str(form.dtype).removeprefix("torch."), form.shape]
     return asdict(form) if isinstance(form, Integers) else form
-
-
-def _step_data(step: Step, number: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    data: dict[str, Any] = {
-        "op": step.op,
-        "path": step.path,
-        "args": to_json(step.args),
-        "kwargs": to_json(dict(step.kwargs)),
-        "outputs": list(step.outputs),
-        "attributes": to_json(dict(step.attributes)),
-        "reason": step.reason,
-    }
-    found = {f"{number}.{name}": t for name, t in step.tensors.items()}
-    if step.function is not None:
-        data["function"] = _function_data(step)
-    if step.module is not None:
-        config = module_config(step.module)
-        if isinstance(config, str):
-            raise ValueError(config)
-        data["module"] = to_json(config[0])
-        found |= {f"{number}.module.{name}": t for name, t in config[1].items()}
-    data["tensors"] = list(found)
-    tensors |= found
-    return data
-
-
-def _function_data(step: Step) -> str:
-    assert step.function is not None
-    name = function_name(step.function)
-    if name is None:
-        what = getattr(step.function, "__name__", type(step.function).__name__)
-        raise ValueError(f"{what} is not among the functions that can be saved")
-    if name == "getattr" and step.args[1] not in READABLE:
-        raise ValueError(f"it reads the attribute {step.args[1]!r}")
-    return name
 
 
 def _write(folder: Path, content: dict[str, bytes]) -> None:
@@ -199,7 +155,7 @@ def load_program(
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise DocumentError(f"{folder}: {error}") from error
     constants = {name: tensor.to(device) for name, tensor in program.constants.items()}
-    steps = tuple(_on_device(step, device) for step in program.steps)
+    steps = tuple(step.on_device(device) for step in program.steps)
     return replace(program, steps=steps, constants=constants)
 
 
@@ -243,21 +199,6 @@ class _ValueData(msgspec.Struct):
     relu: bool
 
 
-class _StepData(msgspec.Struct):
-    """A step; its arguments and attributes are what `_json_values` writes."""
-
-    op: str
-    path: str
-    args: Any
-    kwargs: Any
-    outputs: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
-    attributes: Any
-    reason: str
-    tensors: list[str]
-    function: str | None = None
-    module: Any = None
-
-
 class _MembersData(msgspec.Struct):
     """Of `ReadMembers`, as `_json_values` writes it; none of earlier versions."""
 
@@ -270,7 +211,7 @@ class _ProgramData(msgspec.Struct):
     sparse_inputs: dict[str, str]
     result: Any
     values: dict[str, _ValueData]
-    steps: list[_StepData]
+    steps: list[dict[str, Any]]
     members: _MembersData = msgspec.field(default_factory=_MembersData)
     guards: list[Any] = []
     fixed: dict[str, list[tuple[Size, Size]]] = {}  # of earlier versions, which had no guards
@@ -282,12 +223,6 @@ class _Manifest(msgspec.Struct):
     sha256: dict[str, str]
 
 
-def _on_device(step: Step, device: torch.device | str) -> Step:
-    tensors = {name: tensor.to(device) for name, tensor in step.tensors.items()}
-    module = None if step.module is None else step.module.to(device)
-    return replace(step, tensors=tensors, module=module)
-
-
 def _content(folder: Path) -> dict[str, bytes]:
     text = read_content(folder / MANIFEST, "saved integer model")
     manifest = parse_json(
@@ -296,7 +231,8 @@ def _content(folder: Path) -> dict[str, bytes]:
         where=f"{folder / MANIFEST}",
         what="saved integer model",
         head={"kind": KIND, "schema": SCHEMA},
-        remedy="save the model again with this version",
+        remedy="make the model again with this version: "
+        "bevquant_int8sim.simulate(model, example_inputs).save(folder)",
     )
     content = {name: read_content(folder / name, "part of a model") for name in (PROGRAM, TENSORS)}
     for name, raw in content.items():
@@ -318,9 +254,9 @@ def _program(
     if missing:
         raise ValueError(f"the tensor {missing[0]!r} is missing")
     used = set(constants.values())
-    steps = tuple(
-        _step(number, step, tensors, used, libraries) for number, step in enumerate(data.steps)
-    )
+    values = {n: Value(_form(v.form), v.source, v.relu) for n, v in data.values.items()}
+    reader = StepReader(tensors, values, used, libraries)
+    steps = tuple(reader.read(step) for step in data.steps)
     unused = sorted(set(tensors) - used)
     if unused:
         raise ValueError(f"tensors that no step uses: {', '.join(unused)}")
@@ -345,7 +281,7 @@ def _program(
             ),
         ),
         steps=steps,
-        values={n: Value(_form(v.form), v.source, v.relu) for n, v in data.values.items()},
+        values=values,
         result=from_json(data.result),
         operations=data.operations,
         constants={name: tensors[file] for name, file in constants.items()},
@@ -362,48 +298,37 @@ def _form(data: _FormData | tuple[str, tuple[int, ...] | None] | str) -> Form:
     return Integers(data.scale, data.bits, data.low, data.high)
 
 
-def _step(
-    number: int,
-    data: _StepData,
-    tensors: Mapping[str, Tensor],
-    used: set[str],
-    libraries: Collection[str],
-) -> Step:
-    path = data.path or "the model"
-    own: dict[str, Tensor] = {}
-    state: dict[str, Tensor] = {}
-    for name in data.tensors:
-        if name not in tensors:
-            raise ValueError(f"{path}: the tensor {name} is missing")
-        used.add(name)
-        rest = name.removeprefix(f"{number}.")
-        if rest.startswith("module."):
-            state[rest.removeprefix("module.")] = tensors[name]
-        else:
-            own[rest] = tensors[name]
-    function = module = None
-    try:
-        args = from_json(data.args)
-        kwargs, attributes = from_json(data.kwargs), from_json(data.attributes)
-        if type(args) is not tuple or type(kwargs) is not dict or type(attributes) is not dict:
-            raise ValueError("its arguments or attributes are not as they are written")
-        if data.function is not None:
-            function = named_function(data.function, libraries)
-            if function is getattr and (len(args) < 2 or args[1] not in READABLE):
-                raise ValueError(f"it reads the attribute {args[1:]!r}")
-        if data.module is not None:
-            module = rebuilt_module(from_json(data.module), state)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return Step(
-        op=data.op,
-        path=data.path,
-        args=args,
-        outputs=data.outputs,
-        kwargs=kwargs,
-        attributes=attributes,
-        tensors=own,
-        function=function,
-        module=module,
-        reason=data.reason,
-    )
+def validate(program: Program) -> None:
+    """Check that steps read and make the values of the program, in order.
+
+    Raises:
+        ValueError: The first step that does not.
+    """
+    known = set(names_in(program.signature)) | set(program.sparse_inputs.values())
+    known |= set(program.constants)
+    program.members.refuse_misplaced(program.signature, program.result)
+    for name, value in program.values.items():
+        if isinstance(value.form, Integers):
+            _check_form(name, value.form)
+    for step in program.steps:
+        missing = [name for name in step.inputs if name not in known]
+        if missing:
+            raise ValueError(
+                f"{step.where}: {step.op} reads {missing[0]!r}, which no step made before"
+            )
+        again = [name for name in step.outputs if name in known]
+        if again and isinstance(step, OperatorCall):
+            raise ValueError(f"{step.where}: {step.op} makes {again[0]!r}, which is there already")
+        unknown = [name for name in step.outputs if name not in program.values]
+        if unknown:
+            raise ValueError(f"{step.where}: nothing is said about its output {unknown[0]!r}")
+        known.update(step.outputs)
+    missing = [name for name in names_in(program.result) if name not in known]
+    if missing:
+        raise ValueError(f"the result {missing[0]!r} is made by no step")
+
+
+def _check_form(name: str, form: Integers) -> None:
+    top = 2 ** (form.bits - 1) - 1 if 2 <= form.bits <= 16 else 0
+    if not -top - 1 <= form.low <= 0 < form.high <= top or not form.scale > 0:
+        raise ValueError(f"value {name}: {form!r} are no integers of a positive scale")

@@ -24,10 +24,10 @@ from bevquant_int8sim.model._float8 import (
     float8_round,
 )
 from bevquant_int8sim.model._float_sparse import FloatSparseConv, OpaqueCall
-from bevquant_int8sim.model._grid_operations import max_pool, require, resize
+from bevquant_int8sim.model._grid_operations import require
 from bevquant_int8sim.model._operation import METADATA
-from bevquant_int8sim.model._program import Method, Ref, SparseRef, torch_operator
 from bevquant_int8sim.model._quantizers import is_active
+from bevquant_int8sim.model._step import Method, Ref, SparseRef, torch_operator
 from bevquant_quantizers import format_of
 
 # Arguments of steps as JSON, and back: containers, references and plain constants.
@@ -149,8 +149,6 @@ _NAMED: dict[str, Callable[..., Any]] = {
     "getattr": getattr,
     "pooled": pooled,
     "require": require,
-    "max_pool": max_pool,
-    "resize": resize,
     "to_dense": dense,
     "round": round,
     **{f"math.{function.__name__}": function for function in (math.ceil, math.floor, math.trunc)},

@@ -14,7 +14,7 @@ from bevquant_graph import (
     refuse_other_members,
     same_constant,
 )
-from bevquant_int8sim.model._program import Ref
+from bevquant_int8sim.model._step import Ref
 
 __all__ = ["bind"]
 

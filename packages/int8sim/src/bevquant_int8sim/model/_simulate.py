@@ -24,10 +24,12 @@ from bevquant_int8sim._quantize import check_arithmetic, dequantize
 from bevquant_int8sim._rounding import check_rounding
 from bevquant_int8sim.model._form import ACCUMULATORS, Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
+from bevquant_int8sim.model._integer_steps import Add, Dense
 from bevquant_int8sim.model._lower import lower
-from bevquant_int8sim.model._program import Step, rounded
+from bevquant_int8sim.model._program import rounded
 from bevquant_int8sim.model._quantizers import SimulateError, check_calibrated
 from bevquant_int8sim.model._read_graph import read_graph
+from bevquant_int8sim.model._step import Step
 from bevquant_int8sim.model._traced_source import Source
 from bevquant_int8sim.model._verify import verify_model
 
@@ -176,11 +178,11 @@ def _sum_ranges(
     A result that is 0 throughout has no range, and is left to its accumulators.
     """
     values = integer.program.values
-    dense = {s.outputs[0] for s in integer.steps if s.op in ("conv", "conv_transpose", "linear")}
+    dense = {step.outputs[0] for step in integer.steps if isinstance(step, Dense)}
     read = {
         ref.name: values[ref.name].source
         for step in integer.steps
-        if step.op == "add"
+        if isinstance(step, Add)
         for ref in step.args
         if ref.name in dense and values[ref.name].form == ACCUMULATORS
     }
@@ -200,11 +202,11 @@ def _sum_ranges(
     found: dict[str, float] = {}
 
     def see(step: Step, inputs: tuple[Any, ...], made: tuple[Any, ...]) -> None:
-        for index, (ref, value) in enumerate(zip(step.args, inputs, strict=False)):
-            if step.op == "add" and ref.name in read and value.numel():
-                scale = step.tensors[f"scale{index}"]
-                axis = step.attributes["axis"]
-                most = dequantize(value, scale, axis=axis, dtype=torch.float64).abs().max()
+        if not isinstance(step, Add):
+            return
+        for ref, value, scale in zip(step.args, inputs, step.scales, strict=True):
+            if ref.name in read and value.numel():
+                most = dequantize(value, scale, axis=step.axis, dtype=torch.float64).abs().max()
                 source = read[ref.name]
                 found[source] = max(float(most), found.get(source, 0.0))
 

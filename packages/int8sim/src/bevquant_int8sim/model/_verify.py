@@ -19,18 +19,17 @@ from bevquant_int8sim.model._float8 import (
 from bevquant_int8sim.model._forced import ForcedRun, place
 from bevquant_int8sim.model._form import ACCUMULATORS, Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
+from bevquant_int8sim.model._integer_steps import Sample, Weighted
 from bevquant_int8sim.model._layer_sums import alike, largest_steps
-from bevquant_int8sim.model._program import Ref, Step
 from bevquant_int8sim.model._quantizers import SimulateError
 from bevquant_int8sim.model._reference import tensor_of
+from bevquant_int8sim.model._step import Ref, Step
 
 __all__ = ["StepBounds", "check_results", "verify_model"]
 
 # float32 sums of up to 10⁴ products: 4·√n·2⁻²⁴ of the sum of their magnitudes.
 _SUM = 2.0**-14
 _FLOAT = 2.0**-12  # of the largest value, where both compute one thing in float32
-_CHANNELS = {"sparse_conv": -1, "conv_transpose": 1}
-_LAYERS = ("sparse_conv", "conv", "conv_transpose", "linear")
 
 
 @torch.no_grad()
@@ -140,18 +139,18 @@ class StepBounds:
         step, form, slack = self._run.makers[value], self._values[value].form, self._of(value)
         if got.shape != forced.shape:
             raise _departure(step, f"has shape {tuple(got.shape)}, not {tuple(forced.shape)}")
-        if step.function is float8_round:
+        if step.target is float8_round:
             codes = float8_steps(forced, got, *step.args[1:])
             if codes > 1:
                 raise _departure(step, f"differs by {codes} steps of {step.args[2]}, not by one")
             return
-        if step.function is blocks_round:
+        if step.target is blocks_round:
             if not torch.equal(forced.nan_to_num(), got.nan_to_num()):
                 raise _departure(step, f"has other values of {step.args[2]}")
             return
         if not isinstance(form, Integers):
             floats = self._run.as_float(value, got)
-            sums = isinstance(step.module, Float8Layer)
+            sums = isinstance(step.target, Float8Layer)
             if not alike(forced, floats, _FLOAT, slack, noise=not sums):
                 apart = (forced.double() - floats.double()).abs().max()
                 raise _departure(step, f"differs by up to {float(apart):.3g}")
@@ -167,13 +166,13 @@ class StepBounds:
     def _of(self, value: str) -> float:
         """Bound of a value from the rounding of the bias and float32 sums, in its own unit."""
         step = self._run.makers[value]
-        if value in self._run.sampling:  # of this batch's positions
-            return self._run.sampling[value] * float(step.attributes["scale"])
+        if isinstance(step, Sample):  # of this batch's positions
+            return self._run.sampling[value] * step.scale
         if value not in self._slack:
-            if step.op in _LAYERS:
+            if isinstance(step, Weighted):
                 self._slack[value] = self._of_layer(step)
-            elif isinstance(step.module, Float8Layer):
-                self._slack[value] = step.module.slack()
+            elif isinstance(step.target, Float8Layer):
+                self._slack[value] = step.target.slack()
             else:
                 refs = [arg.name for arg in step.args if isinstance(arg, Ref)]
                 self._slack[value] = sum(
@@ -183,16 +182,13 @@ class StepBounds:
                 )
         return self._slack[value]
 
-    def _of_layer(self, step: Step) -> float:
-        values, tensors = self._values, step.tensors
-        form, read = values[step.outputs[0]].form, values[step.args[0].name].form
-        unit = tensors["scale"] if "scale" in tensors else tensors["multiplier"]
-        largest = float(unit.max()) * (form.scale if isinstance(form, Integers) else 1.0)
-        weight = tensors["weight"]
-        sums = sums_of_sizes(weight, _CHANNELS.get(step.op, 0))
-        products = int(sums.max()) if weight.numel() else 0
+    def _of_layer(self, step: Weighted) -> float:
+        read = self._values[step.args[0].name].form
+        sums = sums_of_sizes(step.weight, step.out_axis)
+        products = int(sums.max()) if step.weight.numel() else 0
         top = max(read.high, -read.low) if isinstance(read, Integers) else 0
-        return largest * (("bias" in tensors) / 2 + _SUM * products * top)
+        rounded = (step.bias is not None) / 2
+        return float(step.unit.max()) * (rounded + _SUM * products * top)
 
 
 def _departure(step: Step, what: str) -> ValueError:
