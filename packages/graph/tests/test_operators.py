@@ -118,6 +118,13 @@ def test_an_operator_does_what_its_row_promises(name: str) -> None:
             assert int((slopes.reshape(-1, x.numel()) != 0).sum(1).max()) <= 1
 
 
+@pytest.mark.parametrize("name", [name for name, spec in OPERATORS.items() if spec.positive])
+def test_a_positive_operator_gives_no_negative_value(name: str) -> None:
+    call: Any = getattr(F, name, None) or getattr(torch, name)
+    made = call(torch.linspace(-9, 9, 33), *[0] * (name == "softmax"))
+    assert not bool((made < 0).any())
+
+
 @pytest.mark.parametrize("spec", OPERATORS.values(), ids=lambda spec: spec.name)
 def test_a_kind_means_the_same_in_every_row(spec: OpSpec) -> None:
     nearest = "bilinear" not in spec.name and "avg" not in spec.name

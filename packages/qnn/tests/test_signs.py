@@ -53,6 +53,8 @@ POSITIVE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "clamp above": lambda m, x: m.b(m.a(x).relu().clamp(max=3)),
     "sigmoid": lambda m, x: m.b(m.a(x).sigmoid()),
     "pools and zeros": lambda m, x: m.b(F.pad(F.avg_pool2d(m.a(x).relu(), 2), (1,) * 4)),
+    "numbers around": lambda m, x: m.b(F.pad(m.a(x).relu(), (1,) * 4, value=0.5)),
+    "reflected": lambda m, x: m.b(F.pad(m.a(x).relu(), (1,) * 4, mode="reflect")),
     "bilinear": lambda m, x: m.b(F.interpolate(m.a(x).relu(), scale_factor=2, mode="bilinear")),
     "sum": lambda m, x: m.b(m.a(x).relu() + m.a(x).square()),
     "gate": lambda m, x: m.b(m.a(x).relu() * m.a(x).sigmoid()),

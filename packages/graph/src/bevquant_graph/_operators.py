@@ -52,6 +52,7 @@ class OpSpec:
             ``"places"`` of true values, ``"rows"`` by a mask.
         writes: Whether it writes into its first operand, whose type and shape the result has.
         alias: Whether the result shares its memory with the operand, if strides allow it.
+        positive: Whether no result is negative, whatever the operands are.
         compares: Whether it compares values, which gives true or false.
     """
 
@@ -73,6 +74,7 @@ class OpSpec:
     compares: bool = False
     writes: bool = False
     alias: bool = False
+    positive: bool = False
 
     @property
     def unary(self) -> bool:
@@ -140,7 +142,9 @@ OPERATORS: dict[str, OpSpec] = {
         modules=tuple(f"{p}Pad{d}" for p in ("Zero", "Constant") for d in _DIMS),
     ),
     **_rows("cat stack hstack vstack dstack column_stack", "concat", values=True, mixes=False),
-    **_rows("relu relu6 hardtanh", "relu", shape=True, mixes=False, modules=("ReLU", "ReLU6")),
+    **_rows("relu relu6", "relu", shape=True, mixes=False, positive=True,
+            modules=("ReLU", "ReLU6")),
+    **_rows("hardtanh", "relu", shape=True, mixes=False),
     **_rows("add", "add", shape=True, neutral=0),
     **_rows(
         "max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices",
@@ -185,10 +189,10 @@ OPERATORS: dict[str, OpSpec] = {
     **_rows("scaled_dot_product_attention", "float", product="attention"),
     **_rows("to _to_copy type_as float half double int long bool", "float", casts=True),
     **_rows(
-        "abs acos acosh asin asinh atan atanh ceil celu clamp clamp_max clamp_min cos cosh "
-        "elu erf erfc exp expm1 floor gelu hardshrink hardsigmoid hardswish leaky_relu log log10 "
-        "log1p log2 log_sigmoid mish neg reciprocal round rsqrt selu sigmoid sign silu sin sinh "
-        "softplus sqrt square tan tanh threshold trunc", "float", shape=True, mixes=False,
+        "acos acosh asin asinh atan atanh ceil celu clamp clamp_max clamp_min cos cosh elu erf "
+        "erfc expm1 floor gelu hardshrink hardswish leaky_relu log log10 log1p log2 log_sigmoid "
+        "mish neg reciprocal round rsqrt selu sign silu sin sinh tan tanh threshold trunc",
+        "float", shape=True, mixes=False,
     ),
     **_rows(
         "addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor lerp maximum minimum pow "
@@ -198,6 +202,9 @@ OPERATORS: dict[str, OpSpec] = {
         "copy fill zero masked_fill masked_scatter index_put index_add index_copy index_fill "
         "scatter scatter_add scatter_reduce", "float", writes=True,
     ),
+    **_rows("abs exp hardsigmoid sigmoid softplus sqrt square", "float",
+            shape=True, mixes=False, positive=True),
+    **_rows("softmax", "float", positive=True),
     **_rows("topk sort max min kthvalue median mode", "float", chooses="ranks"),
     **_rows("argsort argmax argmin", "float", chooses="indices"),
     **_rows("nonzero nonzero_numpy where", "float", chooses="places"),

@@ -10,15 +10,11 @@ from bevquant_qnn._flow import Flow, Read
 from bevquant_qnn._share import ranges_of
 from bevquant_qnn._steps import Steps
 
-# Results are at least 0 for all operands.
-_POSITIVE = frozenset("relu relu6 sigmoid hardsigmoid softmax exp abs square sqrt softplus".split())
 # Clamps, with the names of their bounds.
-_CLAMPS = {name: ("min", "max") for name in ("clamp", "clip", "clamp_min")}
+_CLAMPS = {name: ("min", "max") for name in ("clamp", "clamp_min")}
 _CLAMPS["hardtanh"] = ("min_val", "max_val")
 # Results are at least 0 if the first operand is: kinds, and operators by name.
 _KEEPS = frozenset("identity layout_op max_pool avg_pool resize quantize mean sum amax".split())
-# If all operands are.
-_ALL = frozenset({"add", "mul", "cat", "concat", "concatenate", "stack"})
 
 
 def choose_unsigned(flow: Flow) -> None:
@@ -60,7 +56,7 @@ def _never_negative(steps: Steps) -> set[fx.Node]:
 
 def _is_positive(steps: Steps, node: fx.Node, known: set[fx.Node]) -> bool:
     spec = steps.spec(node)
-    if spec.name in _POSITIVE:
+    if spec.positive:
         return True
     if spec.name in _CLAMPS:
         least, most = _CLAMPS[spec.name]
@@ -69,13 +65,14 @@ def _is_positive(steps: Steps, node: fx.Node, known: set[fx.Node]) -> bool:
         if high is not None and not _at_least_0(high):
             return False  # the upper bound is the stronger one
         return _at_least_0(low) or (low is None and _first(node) in known)
-    if spec.name in _ALL:
+    if spec.kind in ("add", "concat") or spec.name == "mul":
         numbers = [n for n in (*node.args, *node.kwargs.values()) if isinstance(n, int | float)]
         axis = spec.kind == "concat"
         return known.issuperset(node.all_input_nodes) and (axis or all(n >= 0 for n in numbers))
     if spec.layout == "pad":
-        filling = node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
-        if not _at_least_0(filling):
+        given = dict(zip(("mode", "value"), node.args[2:], strict=False)) | dict(node.kwargs)
+        fills = given.get("mode", "constant") == "constant"
+        if fills and not _at_least_0(given.get("value") or 0):
             return False
     keeps = spec.kind in _KEEPS or spec.name in _KEEPS or spec.casts
     return keeps and _first(node) in known
