@@ -120,6 +120,7 @@ def test_a_number_is_computed_where_the_batch_is_free(tmp_path: Path) -> None:
 
 DECIDED: dict[str, Between] = {
     "branch": lambda y, n: y.relu() if int(n.max()) > 6 else y,
+    "truth": lambda y, n: y.relu() if (n > 6).any() else y,
     "loop": _looped,
     "size": lambda y, n: y.relu() if y[..., : int(n.max())].shape[-1] > 6 else y,
     "odd size": lambda y, n: y.relu() if y[..., : int(n.max())].shape[-1] % 2 else y,

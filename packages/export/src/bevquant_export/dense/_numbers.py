@@ -76,6 +76,8 @@ class Numbers:
         if maker is not None and what == "item":
             tensor = graph.node("Cast", path, [self.read(maker.args[0].name)], to=INT64)
             return graph.node("Reshape", path, [tensor, graph.numbers([1])])
+        if maker is not None and what == "sym_ite" and list(maker.args[1:]) == [1, 0]:
+            return self.of(path, maker.args[0])  # a truth value as a number
         if maker is not None and what in ("trunc", "floor", "ceil"):
             real = self._real(path, maker.args[0])
             whole = real if what == "trunc" else graph.node(what.capitalize(), path, [real])
