@@ -90,6 +90,28 @@ def test_no_claim_where_few_layers_do_not_help() -> None:
     assert everywhere.after_db < 25
 
 
+class Unreached(nn.Module):
+    """A layer that runs in other frames alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.other = collapsing(8, 8, 8, 96, 96), nn.Linear(96, 96)
+
+    def forward(self, x: Tensor, more: bool = False) -> Tensor:
+        x = self.net(x)
+        return self.other(x) if more else x
+
+
+def test_layers_without_a_range_are_left_out() -> None:
+    x = torch.randn(64, 8)
+    model = calibrated(Unreached().eval(), x)
+    assert model.other._input_quantizer.amax is None
+    remedy = float_remedy(model, [x])
+    assert remedy is not None
+    assert remedy.layers == ("net.1",)
+    assert float_remedy(Unreached(), [x]) is None
+
+
 def test_a_good_result_needs_no_remedy_and_the_model_stays_as_it_is() -> None:
     x = torch.randn(16, 8)
     model = calibrated(linears(8, 16, 8), x)

@@ -13,9 +13,9 @@ from bevquant_graph import Forward, checked_batches, flatten, on_batch
 from bevquant_qnn._choices import Choices
 from bevquant_qnn._pair_sums import PairSums
 from bevquant_qnn._precision import own_setting, set_for_now
-from bevquant_qnn._precision_groups import PrecisionGroup
+from bevquant_qnn._precision_groups import PrecisionGroup, precision_groups
 from bevquant_qnn._replay import Watch, evaluation
-from bevquant_qnn._sensitivity import active_groups, count_operations
+from bevquant_qnn._sensitivity import count_operations
 from bevquant_qnn._snapshots import UnknownValue, float_tensors
 
 USELESS_DB = 15.0
@@ -86,7 +86,8 @@ def float_remedy(
     mask) are compared on the quantized model's objects.
 
     Args:
-        model: Calibrated, from `quantize_model`. It is not changed. Float means its quantizers off.
+        model: Calibrated, from `quantize_model`. It is not changed. Float means its quantizers off;
+            layers that no calibration frame reached count as float.
         batches: One or a few.
         forward: Called as ``forward(model, batch)``; see `sensitivity`.
         useless_db: SQNR of the worst output below which a result is useless.
@@ -95,9 +96,6 @@ def float_remedy(
 
     Returns:
         None for a result that is not useless, or whose outputs cannot be compared.
-
-    Raises:
-        ValueError: No active quantizer, or one without a range.
 
     Example:
         >>> from bevquant_quantizers import calibrate
@@ -138,6 +136,12 @@ def float_remedy(
     )
 
 
+def _is_calibrated(group: PrecisionGroup) -> bool:
+    """Whether a quantizer of the group is on, and none of its activations is without a range."""
+    on = [q for q in group.quantizers if not q._disabled]
+    return bool(on) and all(q.amax is not None for q in group.inputs if not q._disabled)
+
+
 def _reaches(found: float | None, wanted: float) -> bool:
     return found is not None and found >= wanted
 
@@ -147,7 +151,7 @@ class _Trial:
 
     def __init__(self, model: nn.Module, batches: Sequence[Any], forward: Forward) -> None:
         self._model, self._batches, self._forward = model, batches, forward
-        self._groups = active_groups(model)
+        self._groups = [g for g in precision_groups(model) if _is_calibrated(g)]
         self._on = {
             group.name: {
                 q: own_setting(q, disabled=False) for q in group.quantizers if not q._disabled

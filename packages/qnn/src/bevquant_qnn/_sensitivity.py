@@ -129,7 +129,7 @@ class Trial:
         without: bool,
     ) -> None:
         self.model, self.outputs = model, outputs
-        self.groups = active_groups(model)
+        self.groups = _active_groups(model)
         self._wanted = [_precisions_of(group, precisions) for group in self.groups]
         self._score, self._without = score, without
         active = [[q for q in group.quantizers if not q._disabled] for group in self.groups]
@@ -224,7 +224,7 @@ class Trial:
         return SensitivityTable(self._score.name, best, whole, tuple(rows), len(measured))
 
 
-def active_groups(model: nn.Module) -> list[PrecisionGroup]:
+def _active_groups(model: nn.Module) -> list[PrecisionGroup]:
     """The groups whose quantizers are on, and have ranges.
 
     Raises:
