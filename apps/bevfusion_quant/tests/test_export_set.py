@@ -117,7 +117,7 @@ def test_every_file_is_right_and_keeps_the_rules(made: ExportedSet) -> None:
     sparse = [layer for layer in made.layers if layer.file.startswith("lidar")]
     assert {layer.largest for layer in sparse} == {0}
     for layer in quantized:
-        if layer.op in ("move", "max_pool"):
+        if layer.op in ("layout", "max_pool"):
             assert layer.different == 0, layer
         assert layer.different == layer.ties, layer
     assert [file.unexplained for file in made.files] == [0] * len(made.files)

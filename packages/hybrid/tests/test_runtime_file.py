@@ -192,7 +192,7 @@ WRONG = {
     r"shape\[0\]: expected `int` >= 0": lambda d: d["inputs"][0].update(shape=[-1]),
     r"or has no shape": lambda d: d["inputs"][0].update(shape=None),
     r"required field `steps`": lambda d: d["program"].pop("steps"),
-    r"the value '%1' has no type": lambda d: d["program"]["values"]["%1"].update(form="host"),
+    r"the value '%1' has no type": lambda d: d["program"]["values"]["%1"].update(form="number"),
     r"its outputs are not nested": lambda d: d["outputs"][0].update(operand="%9"),
     r"its outputs are not nested as many": lambda d: d["program"].update(result=[]),
     r"the result '%9' is made by no step": lambda d: d["program"].update(result={"$ref": "%9"}),

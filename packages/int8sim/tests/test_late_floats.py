@@ -32,4 +32,4 @@ def test_joined_integers_become_floats_once(backend):
     assert torch.equal(model(x), plain)
     kinds = [step.op for step in model._fast.steps]
     assert kinds.count("dequantize") == 1
-    assert kinds.index("move") < kinds.index("dequantize")
+    assert kinds.index("layout") < kinds.index("dequantize")

@@ -259,7 +259,7 @@ def test_the_share_of_the_operations_in_float_is_told():
     assert counted["1", "float"] == 3 * 8 * 2 * 2
     assert counted["2", "conv_transpose"] == up
     assert counted["4", "float"] == linear
-    assert counted["3", "move"] == 0
+    assert counted["3", "layout"] == 0
     total = sum(model.program.operations.values())
     shares = {fallback.path: fallback.share for fallback in model.float_fallbacks}
     assert shares == {"1": 96 / total, "4": linear / total}

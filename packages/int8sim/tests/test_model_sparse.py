@@ -299,7 +299,9 @@ def test_every_tensor_stays_in_integers_between_layers():
 def test_values_stand_in_one_order_in_every_process():
     """A saved program is the same file, which sets of names are not."""
     model = simulate(calibrated_net(), frame(0), verify=False)
-    hosts = [n for n, value in model.program.values.items() if value.form in ("sites", "host")]
+    hosts = [
+        n for n, value in model.program.values.items() if value.form in ("coordinates", "number")
+    ]
     assert len(hosts) > 3
     assert hosts == sorted(hosts)
 

@@ -19,7 +19,7 @@ _RECOMPUTED = frozenset(
 # Share of the other values that may be a step off, and a few in any case.
 _SHARES = {"quantize": 1e-6}
 _OTHERS, _FEW = 1e-4, 4
-_EXACT = frozenset("max_pool move relu constant".split())
+_EXACT = frozenset("max_pool layout relu constant".split())
 _FLOAT, _BEHIND = 1e-3, 0.1  # of the largest value: of float32 sums, and behind differing integers
 _SHARE, _STEPS = 0.01, 3  # of int8 behind such sums
 _OPS = {"conv": "sparse_conv", "relu": "add"}

@@ -17,7 +17,7 @@ from bevquant_graph import op_spec
 from bevquant_int8sim import IntegerModel
 from bevquant_int8sim.program import Coordinates, NumberCall, Program, Ref, Step, names_in
 
-_COORDS = ("getattr", "convolved_sites")
+_COORDS = ("getattr", "convolved_coords")
 _LARGEST = ("max", "amax")
 _SELECTED = {(1, 0): "column", (0, 0): "first", (0, -1): "last"}
 _BATCH_INDEX = (["largest", "column"], ["last", "column"], ["first", "last"])
@@ -34,7 +34,7 @@ def taken_numbers(program: Program, free: Mapping[str, Any] = _FREE) -> set[str]
     given = (*names_in(program.signature), *program.sparse_inputs, *program.sparse_inputs.values())
     # Python's numbers among the arguments are constants of a file.
     values = program.values
-    tensors = {name for name in given if name not in values or values[name].form != "host"}
+    tensors = {name for name in given if name not in values or values[name].form != "number"}
     numbers: set[str] = set()
     for step in program.steps:
         what = step.called

@@ -55,7 +55,7 @@ def test_onnxruntime_makes_the_simulators_integers(
         assert d.largest <= 1, d
         share = 0.05 if d.op == "resize" else 1e-4
         assert d.different <= share * d.elements, d
-    exact = [d for d in differences if d.op in ("quantize", "max_pool", "move")]
+    exact = [d for d in differences if d.op in ("quantize", "max_pool", "layout")]
     assert exact
     assert not any(d.different for d in exact)
 

@@ -143,7 +143,7 @@ def test_a_neck_resizes_and_joins_integers(
     made, operators = run(file, x)
     assert (operators["QLinearConv"], operators["QLinearConcat"]) == (2, 1)
     found = by_operation(compare_qdq_onnx(file, model, x))
-    assert found["conv"] == found["move"] == (0, 0)
+    assert found["conv"] == found["layout"] == (0, 0)
     count, largest = found["resize"]
     assert largest <= (mode == "bilinear")
     assert count <= 0.05 * made[0].numel()

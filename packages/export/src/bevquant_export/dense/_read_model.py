@@ -96,7 +96,7 @@ def read_model(
     wider_hosts: dict[str, Any] = {}
     if sparse:
         for name in names_in(program.result):  # a sparse tensor's coordinates are a result too
-            if program.values[name].form == "sites":
+            if program.values[name].form == "coordinates":
                 if name in hosts:
                     shapes[f"{name}.indices"] = tuple(hosts[name].indices.shape)
                 dtypes.setdefault(f"{name}.indices", torch.int32)

@@ -330,7 +330,7 @@ class Source:
         """Torch type of the tensor in the file: float32 for quantized values."""
         values = self.program.values
         form = values.get(name) or values.get(name.partition("[")[0])
-        if form is not None and form.form not in ("float", "host"):
+        if form is not None and form.form not in ("float", "number"):
             return torch.float32
         return self.dtypes.get(name, torch.float32)
 

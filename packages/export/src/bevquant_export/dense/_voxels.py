@@ -98,7 +98,7 @@ class Voxels:
         what = step.called
         if what == "getattr":
             self._parts[made] = voxel_set
-        elif what == "convolved_sites":
+        elif what == "convolved_coords":
             self._voxel_sets[made] = self._walked(step, voxel_set, step.args[1], step.args[2:])[1]
 
     def place(self, step: Step) -> None:

@@ -112,7 +112,7 @@ class _FollowerBetween(Follower):
         self.returned = dict(_sparse_results(self.program.result))
         self.pooled: dict[tuple[str, tuple[Any, ...]], list[str]] = {}  # of coordinates and window
         for step in self.program.steps:
-            if step.called == "convolved_sites":
+            if step.called == "convolved_coords":
                 self.pooled.setdefault((step.args[0].name, step.args[1:]), []).append(
                     step.outputs[0]
                 )

@@ -190,7 +190,7 @@ class Follower:
         return True
 
     def _is_tensor(self, name: str) -> bool:
-        return self.program.values[name].form not in ("sites", "host")
+        return self.program.values[name].form not in ("coordinates", "number")
 
     def _step(self, step: Step) -> None:
         spec, what = op_spec(step.called), step.called

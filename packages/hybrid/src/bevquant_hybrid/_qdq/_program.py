@@ -302,7 +302,7 @@ class _NodeReader:
         if node.op == "get_attr":
             return [call.step(Constant, (), value=call.result.detach())]
         if not has_tensor(call.result):
-            return [call.step(NumberCall, call.args, name="host")]
+            return [call.step(NumberCall, call.args, name="number")]
         self._refuse_overwriting(node, call, module)
         if module is not None:
             return self._of_module(node, call, module)

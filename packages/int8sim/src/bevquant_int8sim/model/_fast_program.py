@@ -271,7 +271,7 @@ def _with_sorting(program: Program, entry: Step, features: set[str]) -> Program:
     """Sort behind the entry of the coordinates, and the features before anything reads them."""
     coords, order = entry.outputs[0], f"{entry.outputs[0]}.order"
     first = _SortedCoordinates(entry.path, entry.args, (coords, order), entry.kwargs)
-    values = {**program.values, order: Value("host", order)}
+    values = {**program.values, order: Value("number", order)}
     takes, renamed = [], {}
     for name in sorted(features):
         renamed[name] = f"{name}.sorted"

@@ -170,7 +170,7 @@ class GraphValues:
         name = self._unique(node.name)
         self._hosts.add(name)
         self.operations.append(
-            Operation("host", self.graph.path(node), name, args, {}, function, what)
+            Operation("number", self.graph.path(node), name, args, {}, function, what)
         )
         return Ref(name)
 
@@ -193,7 +193,7 @@ class GraphValues:
         name = self._unique(f"{coords}.{part}")
         self._hosts.add(name)
         self.operations.append(
-            Operation("host", "", name, (Ref(coords), part), {}, getattr, "getattr")
+            Operation("number", "", name, (Ref(coords), part), {}, getattr, "getattr")
         )
         return Ref(name)
 
@@ -208,7 +208,7 @@ class GraphValues:
             coords = self._unique(f"{first.name}.sites")
             self._hosts.add(coords)
             args = (self._ref(indices), self._resolved(list(shape)), self._ref(batch_size))
-            self.operations.append(Operation("sites", "", coords, args=args))
+            self.operations.append(Operation("coordinates", "", coords, args=args))
             self._coords[first] = coords
         return self._coords[first]
 
@@ -221,7 +221,7 @@ class GraphValues:
         self._hosts.add(coords)
         args = (Ref(before), self._key(rulebook), *_geometry_of(rulebook).numbers())
         self.operations.append(
-            Operation("host", "", coords, args, {}, convolved_coords, "convolved_sites")
+            Operation("number", "", coords, args, {}, convolved_coords, "convolved_coords")
         )
         self._coords[out] = coords
         return coords

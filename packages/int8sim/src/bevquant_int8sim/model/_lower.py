@@ -86,16 +86,18 @@ class _Lowering:
 
     def run(self) -> Program:
         for host in sorted(self.all.hosts & self.required_types.hosts):
-            self.values[host] = Value("sites" if host.endswith(".sites") else "host", host)
+            self.values[host] = Value("coordinates" if host.endswith(".sites") else "number", host)
         for operation in self.all.operations:
             required_types = self.required_types.of.get(operation.output, ())
-            if operation.kind in ("host", "sites"):
+            if operation.kind in ("number", "coordinates"):
                 if operation.output in self.required_types.hosts:
                     self._host(operation)
             elif required_types:
                 getattr(self, f"_{operation.kind}")(operation, required_types)
         for step in self.steps:  # coordinates that nothing reads are made all the same
-            self.values |= {c: Value("sites", c) for c in step.outputs[1:] if c not in self.values}
+            self.values |= {
+                c: Value("coordinates", c) for c in step.outputs[1:] if c not in self.values
+            }
         return Program(
             signature=self.all.signature,
             sparse_inputs=self.all.sparse_inputs,
@@ -148,7 +150,7 @@ class _Lowering:
 
         called = operation.path, replaced(operation.args, read), (operation.output,)
         kwargs = replaced(operation.kwargs, read)
-        if operation.kind == "sites":
+        if operation.kind == "coordinates":
             self.steps.append(Coordinates(*called))
         else:
             function = operation.function
@@ -287,7 +289,7 @@ class _Lowering:
             self.steps.append(Add(*called, scales=tuple(scales), axis=axis, **_stored(required)))
             self._keep(operation.output, required, made)
 
-    def _blend(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
+    def _weighted_sum(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         source = operation.args[0].name
         natural = self._natural[source]
         assert isinstance(natural, Integers)
@@ -305,7 +307,7 @@ class _Lowering:
             self.steps.append(step)
             self._keep(operation.output, required, made)
 
-    def _move(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
+    def _layout(self, operation: Operation, required_types: tuple[RequiredType, ...]) -> None:
         if operation.output not in self.required_types.follows:
             self._from_float(operation, self._moved(operation, RequiredType(FLOAT)), required_types)
             return

@@ -26,9 +26,9 @@ class Operation:
     """One operation that makes one tensor (or a host value).
 
     Attributes:
-        kind: ``"input"``, ``"constant"``, ``"quantizer"``, ``"layer"``, ``"relu"``, ``"move"``
-            (values stay as they are, also in integers), ``"add"``, ``"blend"`` (weighted sums of
-            one tensor's integers), ``"float"``, ``"host"`` or ``"sites"``.
+        kind: ``"input"``, ``"constant"``, ``"quantizer"``, ``"layer"``, ``"relu"``, ``"layout"``
+            (values stay as they are, also in integers), ``"add"``, ``"weighted_sum"`` (of one
+            tensor's integers), ``"float"``, ``"number"`` or ``"coordinates"``.
         path: Module, or the module whose forward calls the function.
         output: Name of what it makes.
         args: Positional arguments with `Ref`s in the place of tensors.
@@ -158,7 +158,7 @@ class _Walk:
 
     def _visit(self, operation: Operation) -> None:
         name = operation.output
-        if operation.kind in ("host", "sites"):
+        if operation.kind in ("number", "coordinates"):
             if name in self.hosts:
                 self._visit_host(operation)
             return
@@ -194,13 +194,13 @@ class _Walk:
         elif kind == "relu":
             for required in required_types:
                 self._read(operation.args[0], required.behind_relu(operation.ceiling))
-        elif kind == "blend":
+        elif kind == "weighted_sum":
             self._read(operation.args[0], RequiredType(self._natural[operation.args[0].name]))
             self._read((operation.args[1:], operation.kwargs), RequiredType(FLOAT))
         elif kind == "add":
             for operand, form in zip(operation.args, self._operand_forms(operation), strict=True):
                 self._read(operand, RequiredType(form))
-        elif kind == "move":
+        elif kind == "layout":
             self._visit_move(operation, required_types)
         else:
             self._read((operation.args, operation.kwargs), RequiredType(FLOAT))
@@ -230,10 +230,10 @@ def _followers(operations: tuple[Operation, ...]) -> set[str]:
     """Layout operators on integers; floats are moved first and quantized afterwards."""
     made: set[str] = set()
     for operation in operations:
-        if operation.kind in ("quantizer", "layer", "add", "blend"):
+        if operation.kind in ("quantizer", "layer", "add", "weighted_sum"):
             made.add(operation.output)
         elif operation.kind == "relu" and operation.args[0].name in made:
             made.add(operation.output)
-        elif operation.kind == "move" and made.issuperset(operation.moved):
+        elif operation.kind == "layout" and made.issuperset(operation.moved):
             made.add(operation.output)
     return made

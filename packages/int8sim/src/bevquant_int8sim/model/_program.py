@@ -20,9 +20,8 @@ class Value:
     """Facts about a value, known before anything runs.
 
     Attributes:
-        form: Integers with their scale, ``"int32"`` accumulators, ``"float"``; ``"sites"`` for
-            coordinates of voxels and ``"host"`` for sizes and numbers; for results of operators,
-            type and shape.
+        form: Integers with their scale, ``"int32"`` accumulators, ``"float"``, ``"coordinates"`` of
+            voxels, ``"number"`` for sizes and numbers; for results of operators type and shape.
         source: Its tensor in the traced model.
         relu: Whether the following ReLU is applied.
     """

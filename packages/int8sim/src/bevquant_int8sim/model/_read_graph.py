@@ -230,10 +230,10 @@ class _Reader(GraphValues):
             if not isinstance(natural, Integers):
                 return None
             return self._tensor(
-                node, "blend", args=(x,), kwargs=settings, what=what, natural=ACCUMULATORS
+                node, "weighted_sum", args=(x,), kwargs=settings, what=what, natural=ACCUMULATORS
             )
         made = self._tensor(
-            node, "move", args=(x,), kwargs=settings, what=what, moved=(x.name,),
+            node, "layout", args=(x,), kwargs=settings, what=what, moved=(x.name,),
             natural=_settled(natural), linear=settings.get("mode") == "bilinear",
         )  # fmt: skip
         return (made,) if "_with_indices" in str(node.target) else made
@@ -250,7 +250,12 @@ class _Reader(GraphValues):
             return self._any(node, spec, reason)
         places = places[:1] if what == "grid_sample" else places
         return self._tensor(
-            node, "blend", args=(x, *places), kwargs=settings, what=what, natural=ACCUMULATORS
+            node,
+            "weighted_sum",
+            args=(x, *places),
+            kwargs=settings,
+            what=what,
+            natural=ACCUMULATORS,
         )
 
     def _read_concat(self, node: fx.Node, spec: OpSpec) -> Any:
@@ -261,7 +266,7 @@ class _Reader(GraphValues):
         forms = {self.natural[ref.name] for ref in parts}
         natural = _settled(forms.pop()) if len(forms) == 1 else FLOAT
         return self._tensor(
-            node, "move", args=args, kwargs=self._resolved(node.kwargs), what=spec.name,
+            node, "layout", args=args, kwargs=self._resolved(node.kwargs), what=spec.name,
             function=node.target, moved=tuple(ref.name for ref in parts), natural=natural,
         )  # fmt: skip
 
@@ -278,7 +283,7 @@ class _Reader(GraphValues):
         if what == "pad" and ((len(args) > 2 and args[2] != "constant") or any(args[3:])):
             return None
         return self._tensor(
-            node, "move", args=args, kwargs=kwargs, what=what, function=function,
+            node, "layout", args=args, kwargs=kwargs, what=what, function=function,
             natural=_settled(self.natural[x.name]), moved=(x.name,),
         )  # fmt: skip
 
@@ -296,7 +301,7 @@ class _Reader(GraphValues):
         if target is operator.getitem:
             x = args[0]
             return self._tensor(
-                node, "move", args=args, what="getitem", function=target, moved=(x.name,),
+                node, "layout", args=args, what="getitem", function=target, moved=(x.name,),
                 natural=_settled(self.natural[x.name]),
             )  # fmt: skip
         floats = not isinstance(value, Tensor) or value.is_floating_point()
@@ -378,7 +383,7 @@ class _Reader(GraphValues):
         args = (x, Ref(coords), kind, self._key(node), *geometry.numbers())
         if spec.values:
             return self._tensor(
-                node, "move", args=args, what=f"sparse_{kind}", function=pooled,
+                node, "layout", args=args, what=f"sparse_{kind}", function=pooled,
                 moved=(x.name,), natural=_settled(self.natural[x.name]),
             )  # fmt: skip
         return self._float(
@@ -392,7 +397,7 @@ class _Reader(GraphValues):
         coords = self._coords_at(indices, shape, batch_size)
         parts = [self._coords_part(coords, p) for p in ("indices", "spatial_shape", "batch_size")]
         return self._tensor(
-            node, "move", args=(x, *parts), what="to_dense", function=dense, moved=(x.name,),
+            node, "layout", args=(x, *parts), what="to_dense", function=dense, moved=(x.name,),
             natural=_settled(self.natural[x.name]),
         )  # fmt: skip
 

@@ -193,7 +193,7 @@ class _ValueData(msgspec.Struct):
     form: (
         _FormData
         | tuple[_DType, tuple[Size, ...] | None]
-        | Literal["float", "int32", "sites", "host"]
+        | Literal["float", "int32", "coordinates", "number"]
     )
     source: str
     relu: bool

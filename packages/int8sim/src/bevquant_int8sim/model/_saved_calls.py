@@ -143,7 +143,7 @@ _METHODS = frozenset(
     "unbind unflatten unsqueeze view".split()
 )
 _NAMED: dict[str, Callable[..., Any]] = {
-    "convolved_sites": convolved_coords,
+    "convolved_coords": convolved_coords,
     "float8_round": float8_round,
     "blocks_round": blocks_round,
     "getattr": getattr,

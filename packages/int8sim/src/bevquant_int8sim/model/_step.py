@@ -300,7 +300,7 @@ class FloatRelu(FloatCall):
 class LayoutCall(Call):
     """A layout operator: values stay as they are, integers too."""
 
-    op = "move"
+    op = "layout"
     computes = False
 
 
@@ -308,7 +308,7 @@ class LayoutCall(Call):
 class NumberCall(Call):
     """A size, a number or a condition, computed on the CPU."""
 
-    op = "host"
+    op = "number"
     foreign = True
     computes = False
 
@@ -385,7 +385,7 @@ class Constant(Step):
 class Coordinates(Step):
     """Coordinates of voxels, of their indices, grid and number of frames."""
 
-    op = "sites"
+    op = "coordinates"
     reads = (3, 3)
     computes = False
 
