@@ -65,6 +65,7 @@ COMPUTED: dict[str, Between] = {
     "start": lambda y, n: y[..., int(n.argmax()) :],
     "range": lambda y, n: y[..., torch.arange(int(n.max()))],
     "remainder": lambda y, n: y + (n % n.min().item()).float().sum(),
+    "flags": lambda y, n: y + (y > y.mean()).max(dim=0, keepdim=True)[0].float() + n[0],
     "quotient": lambda y, n: y + (torch.div(n << 40, 3, rounding_mode="trunc") % 8).float().sum(),
     "bytes": lambda y, n: y + (n * -300).view(torch.uint8).float().sum() * 0.01,
     "of bytes": lambda y, n: y + (n - 7).view(torch.uint8).view(torch.int64).float().sum(),

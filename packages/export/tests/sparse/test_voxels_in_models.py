@@ -193,6 +193,12 @@ def test_a_grid_as_large_as_the_voxels_need(nets, tmp_path):
     assert file.outputs["output_2"][1:] == (4,)
 
 
+def test_pooled_voxels_whose_frames_are_counted_anew(nets, tmp_path):
+    frames = [(x, where) for x, where, _ in (frame(0), frame(1))]
+    model = prepared(PooledPoints(nets.spconv), frames)
+    check(model, frames, tmp_path / "a.onnx")
+
+
 def test_voxels_that_are_none_end_the_run(nets, tmp_path):
     frames = [frame(0)]
     path = tmp_path / "a.onnx"
@@ -247,6 +253,41 @@ class AsLargeAsNeeded(nn.Module):
         x = self.tensor(features, coords, grid, frames[-1].tolist() + 1)
         x = self.layers(x).features
         return x, x[-1], x[1:-2], x.new_zeros(x.shape[0], 3) + x[:, :3]
+
+
+class PooledPoints(nn.Module):
+    """Points, attention in patches of them, and coarser points, as a point transformer has."""
+
+    def __init__(self, spconv):
+        super().__init__()
+        self.tensor = spconv.SparseConvTensor
+        self.first = spconv.SubMConv3d(4, 8, 3, padding=1, indice_key="a")
+        self.qkv, self.down = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.second = spconv.SubMConv3d(8, 8, 3, padding=1, indice_key="b")
+        self.head = nn.Linear(8, 3)
+
+    def attend(self, x, frames, patch):
+        patch = min(frames.bincount().min().tolist(), patch)
+        place = torch.arange((x.shape[0] + patch - 1) // patch * patch)
+        place = place - (place >= x.shape[0]) * patch
+        qkv = self.qkv(x)[place].reshape(-1, patch, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        y = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        return x + y.transpose(1, 2).reshape(-1, 8)[: x.shape[0]]
+
+    def forward(self, features, coords):
+        frames = coords[:, 0].long()
+        x = self.first(self.tensor(features, coords, GRID, frames[-1].tolist() + 1)).features
+        x = self.attend(x, frames, 16)
+        coarse, cell, counts = torch.unique(
+            coords.long() // torch.tensor([1, 2, 2, 2]), dim=0, return_inverse=True,
+            return_counts=True,
+        )  # fmt: skip
+        ends = nn.functional.pad(counts.cumsum(0), (1, 0))
+        pooled = torch.segment_reduce(self.down(x)[cell.argsort(stable=True)], "max", offsets=ends)
+        count = coarse[:, 0][-1].tolist() + 1
+        pooled = self.second(self.tensor(pooled, coarse.int(), [5, 6, 5], count)).features
+        return self.head(pooled[cell] + x)
 
 
 class PointsOfVoxels(nn.Module):

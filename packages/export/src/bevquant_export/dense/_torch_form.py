@@ -137,12 +137,17 @@ class _Call(nn.Module):
 def _of_tensors(function: Any, args: Any) -> Any:
     """The operator's form for tensors, and its arguments, where an operand is an open number."""
     name = getattr(function, "_overloadname", "")
-    form = getattr(function, "overloadpacket", None)
+    form: Any = getattr(function, "overloadpacket", None)
     form = getattr(form, name.replace("Scalar", "Tensor"), None)
-    if form in (None, function) or not any(isinstance(a, torch.SymInt) for a in args):
+    if form is None or not any(isinstance(a, torch.SymInt) for a in args):
         return function, args
     tensor: Any = torch.scalar_tensor
-    return form, [tensor(a, dtype=torch.int64) if isinstance(a, torch.SymInt) else a for a in args]
+    return form, [
+        tensor(a, dtype=torch.int64)
+        if isinstance(a, torch.SymInt) and isinstance(known.type, torch.TensorType)
+        else a
+        for a, known in zip(args, form._schema.arguments, strict=False)
+    ]
 
 
 def _at_most(proto: Any, opset: int) -> tuple[Any, int]:

@@ -25,6 +25,7 @@
   intrinsics and poses. A⁻¹ = adj(A) / det(A), adj(A)ᵢⱼ = (−1)ⁱ⁺ʲ det(A without row j and column i),
   with determinants expanded along their first row (Laplace): as exact as an LU decomposition where
   A is well-conditioned. Of a singular matrix torch ends with an error, and a file divides by zero.
+- ``max`` and ``min`` of masks: those of integers. ReduceMax takes masks from operator set 20 on.
 - ``segment_reduce`` along the first axis, between offsets: a scatter to the numbers of the
   segments, the running sum of ones at their starts.
 - ``view(dtype)`` of integers: bytes by division, integers by the sum of bytes · 256ⁱ, the least
@@ -56,6 +57,7 @@ from bevquant_export.floats._scatter_sums import ORDERED_SUMS, SCATTER_SUMS
 from bevquant_graph import ALIASES, FunctionCalls
 
 _FIRST_EINSUM = 12  # operator set
+_REDUCTIONS = ("max", "min", "amax", "amin")
 _MAX_POOL = torch.ops.aten
 _LARGEST_INVERSE = 4  # rows; a determinant of five has 120 products
 
@@ -76,6 +78,7 @@ def plain_forms(opset: int, scatter_sums: bool = True) -> FunctionCalls:
         "adaptive_max_pool3d": partial(_adaptive_max_pool, _MAX_POOL.max_pool3d_with_indices),
         "avg_pool2d": partial(_avg_pool, torch.nn.functional.avg_pool2d, 2),
         "avg_pool3d": partial(_avg_pool, torch.nn.functional.avg_pool3d, 3),
+        **{name: partial(_of_flags, getattr(torch, name)) for name in _REDUCTIONS},
         "copysign": _copysign, "rrelu": _rrelu, "reshape": _bits, "segment_reduce": _segments,
         **_QUOTIENTS, **_STACKS, **AXIS_FORMS,
     }  # fmt: skip
@@ -192,6 +195,13 @@ _STACKS = {
     "dstack": partial(_stacked, torch.atleast_3d, 2),
     "column_stack": partial(_stacked, lambda x: x.reshape(-1, 1) if x.dim() < 2 else x, 1),
 }
+
+
+def _of_flags(reduce: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if x.dtype != torch.bool:
+        return None
+    made = reduce(x.int(), *args, **kwargs)
+    return made.bool() if isinstance(made, Tensor) else (made[0].bool(), made[1])
 
 
 def _segments(
