@@ -192,19 +192,6 @@ def quantize_functional_ops(
     return done, skipped, placed
 
 
-def _is_running_sum(steps: Steps, value: fx.Node | None) -> bool:
-    """Whether a tensor holds values of a cumulative sum, as of voxel pooling by differences.
-
-    Such a sum covers all rows upstream of it: in its range a difference of two is below one step.
-    """
-    while value is not None and value not in steps.inputs:
-        spec = steps.spec(value)
-        if spec.name in ("cumsum", "cumprod"):
-            return True
-        value = next(iter(steps.read(value)), None) if spec.values or spec.casts else None
-    return False
-
-
 class _Placer:
     """Decides on the functional operations of one module and adds children that compute them."""
 
@@ -341,9 +328,6 @@ class _Placer:
             return
         if len(nodes) < len(operands) or not isinstance(dim, int):
             self._pass_over(op, "has operands or an axis that are only known when it runs")
-            return
-        if any(_is_running_sum(steps, value) for value in nodes):
-            self._pass_over(op, "joins running sums, which exceed the values that they are made of")
             return
         computed = any(steps.computes(steps.origin(value), op.call) for value in nodes)
         if not steps.is_read(node) and (computed or not self._path):
