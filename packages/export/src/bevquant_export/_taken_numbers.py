@@ -62,13 +62,21 @@ def decisions(model: IntegerModel | None) -> Iterator[Step]:
             yield step
 
 
-def refuse_decisions(model: IntegerModel, who: str) -> None:
+def refuse_decisions(model: IntegerModel, who: str, *, rows: bool = False) -> None:
     """Refuse a program with a branch on another number than that of the frames.
+
+    Args:
+        model: The program.
+        who: The calling function, for the message.
+        rows: Accept branches on a number of rows, which the file checks.
 
     Raises:
         ValueError: The message names the tensor of the number, file and line.
     """
+    makers = {name: step for step in model.program.steps for name in step.outputs}
     for step in decisions(model):
+        if rows and not any(_items(step, makers)):
+            continue
         if not counts_frames(model.program, step):
             raise UnsplitError(
                 f"{who}: {step.args[1]}: the forward decides by a number out of this tensor, or by "

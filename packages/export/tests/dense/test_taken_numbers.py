@@ -129,32 +129,42 @@ DECIDED: dict[str, Between] = {
 }
 
 
+@pytest.mark.parametrize("profile", ["tensorrt", "onnxruntime"])
 @pytest.mark.parametrize("name", DECIDED)
-def test_a_decision_on_a_number_is_refused_without_a_check_node(name: str, tmp_path: Path) -> None:
+def test_a_decision_on_a_number_is_refused(name: str, profile: str, tmp_path: Path) -> None:
     example, _ = frames()
     model = quantized(DECIDED[name], example)
     line = rf"{Path(__file__).name}:\d+\).*decides by a number out of this tensor.*torch\.where"
     with pytest.raises(ValueError, match=line):
-        export_qdq_onnx(model, example, tmp_path / "net.onnx", "tensorrt")
+        export_qdq_onnx(model, example, tmp_path / "net.onnx", profile)
     assert not list(tmp_path.iterdir())
 
 
-LIKE = {"loop": [1, 3], "odd size": [3, 2], "size of windows": [6, 2]}
-OTHERWISE = {"loop": [5, 2], "odd size": [4, 3]}
+class Points(nn.Module):
+    """Layers of points, with a decision on their places between."""
+
+    def __init__(self, between: Between) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 8), nn.Linear(8, 4)
+        self.between = between
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        made: Tensor = self.b(self.between(self.a(x), n))
+        return made
 
 
-@pytest.mark.parametrize("name", DECIDED)
-def test_files_for_onnxruntime_check_decisions(name: str, tmp_path: Path) -> None:
-    example, _ = frames()
-    x = example[0]
-    model = quantized(DECIDED[name], example)
-    made = export_qdq_onnx(model, example, tmp_path / "net.onnx", "onnxruntime")
+@pytest.mark.parametrize("name", ["branch", "truth", "loop"])
+def test_files_of_points_for_onnxruntime_check_decisions(name: str, tmp_path: Path) -> None:
+    x, n = torch.randn(40, 3), torch.tensor([[5], [3]])
+    model = quantize_model(Points(DECIDED[name]).eval(), example_inputs=(x, n)).model
+    calibrate(model, [(x, n)])
+    made = export_qdq_onnx(model, (x, n), tmp_path / "net.onnx", "onnxruntime")
     run = open_onnx(made.path, "onnxruntime")
-    like = x, torch.tensor(LIKE.get(name, [2, 4]))
+    like = torch.randn(30, 3), torch.tensor([[1], [3]])
     (got,) = run(dict(zip(made.inputs, like, strict=True))).values()
     assert (got - model(*like)).abs().max() < 0.05
     with pytest.raises(Exception, match=rf"{Path(__file__).name}:\d+.* is the example's"):
-        run(dict(zip(made.inputs, (x, torch.tensor(OTHERWISE.get(name, [9, 3]))), strict=True)))
+        run(dict(zip(made.inputs, (x, torch.tensor([[9], [2]])), strict=True)))
 
 
 def test_sizes_that_a_literal_gives_do_not_follow_the_batch(tmp_path: Path) -> None:

@@ -42,8 +42,9 @@ def read_model(
     """Lower `model` and run it on `args`.
 
     With `voxels`, sparse convolutions are allowed: the number of voxels is free then, and the
-    number of frames a constant. With `decisions`, the file can check the forward's. With `rows`,
-    inputs that are tables have any number of them.
+    number of frames a constant. With `decisions`, the file can check the forward's: those on
+    numbers of rows, and those on values where all inputs are points or voxels. With `rows`, inputs
+    that are tables have any number of them.
 
     Raises:
         TypeError: Not a module.
@@ -60,8 +61,6 @@ def read_model(
             )
     integer = program_of(model, args, integer_sums, verify=verify)
     program, simulated = integer.program, integer_model(integer)
-    if simulated is not None and not decisions:
-        refuse_decisions(simulated, "export_qdq_onnx")
     sparse = [s.path for s in program.steps if isinstance(s, Coordinates | SparseConv)]
     sparse += ["an input"] if program.sparse_inputs else []
     if sparse and (not voxels or dynamic_batch):
@@ -102,7 +101,10 @@ def read_model(
                 dtypes.setdefault(f"{name}.indices", torch.int32)
     tensors = [value for value in given.values() if isinstance(value, Tensor)]
     chosen = _chooses_rows(integer)
-    rows = rows and _are_tables(tensors, chosen=chosen)
+    tables = _are_tables(tensors, chosen=chosen)
+    if simulated is not None and not (decisions and (sparse or tables)):
+        refuse_decisions(simulated, "export_qdq_onnx", rows=decisions)
+    rows = rows and tables
     if sparse or chosen or rows:
         wider = _free_sizes(integer, shapes, rows=rows)
         wider = _free_sizes(integer, shapes, _fixed_numbers(integer, wider), rows=rows)
