@@ -26,13 +26,14 @@ def find_remedy(
 
     Args:
         model: The quantized model.
-        layers: Its layer table. Only a table with a row below `USELESS_DB` starts the search.
+        layers: Its layer table. The search runs the model many times, and only where the row of an
+            output is below `USELESS_DB`.
         batches: The frames; the first ones are used.
         config: Configuration of the run.
         plan: Plan of the run. The remedy's plan has its precisions for all other layers.
         folder: Gets the remedy's plan, `REMEDY_FILE`.
     """
-    if not any(level < USELESS_DB for level, _ in known_levels(layers)):
+    if not any(layer == "output" and level < USELESS_DB for level, layer in known_levels(layers)):
         return ""
     remedy = float_remedy(model, batches.head(min(_FRAMES, len(batches))))
     if remedy is None or not remedy.helps:

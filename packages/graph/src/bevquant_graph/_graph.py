@@ -18,6 +18,7 @@ from ._calls import Followed
 from ._conditions import Condition, bound_guards
 from ._faults import CaptureError, author_line, author_lines, first_fault
 from ._frames import frames_of
+from ._normal import CALLED
 from ._opaque import OPAQUE, Opaque, fixed_sizes, opaque_call, refuse_other_sizes
 from ._own_inputs import own_inputs
 from ._quiet import evaluation
@@ -233,7 +234,8 @@ class Graph:
 
     def describe(self, node: fx.Node) -> str:
         """A node in words: operator, module, file and line."""
-        name = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
+        target = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
+        name = node.meta.get(CALLED, target)
         place = self.location(node)
         return f"{name} in {self.path(node) or 'the model'}" + (f" ({place})" if place else "")
 

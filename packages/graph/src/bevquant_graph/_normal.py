@@ -20,7 +20,8 @@ from torch._ops import OpOverload
 from ._operators import ALIASES, OpSpec, op_spec
 
 _aten = torch.ops.aten
-_CALLED = "bevquant_called"
+CALLED = "bevquant_called"
+"""Name of the operator that the forward called, where a node has another form."""
 _Form = tuple[OpOverload, tuple[Any, ...]]
 
 
@@ -35,7 +36,7 @@ def normalise(graph: fx.Graph) -> None:
         form = None if node.kwargs else _form(op_spec(target))
         made = (_operator(target), node.args) if form is None else form(node)
         if made is not None and made[0] is not target:
-            node.meta.setdefault(_CALLED, _name(target))
+            node.meta.setdefault(CALLED, _name(target))
             node.target, node.args = made
 
 
@@ -48,7 +49,7 @@ def called_name(node: fx.Node) -> str:
         >>> [called_name(node) for node in capture(net, torch.ones(2, 2)).operations]
         ['flatten']
     """
-    return str(node.meta.get(_CALLED) or op_spec(node.target).name)
+    return str(node.meta.get(CALLED) or op_spec(node.target).name)
 
 
 def _name(target: OpOverload) -> str:
