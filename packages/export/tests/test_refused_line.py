@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from bevquant_export import export_qdq_onnx
-from bevquant_export.dense._compare import verified
 from bevquant_export.dense._source import program_of
+from bevquant_export.dense.verify._compare import verified
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import calibrate
 

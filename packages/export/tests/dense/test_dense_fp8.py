@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 from bevquant_export import compare_qdq_onnx, export_qdq_onnx, export_sparse_onnx, lint_onnx
-from bevquant_export.dense._weighted import rounds_within
+from bevquant_export.dense.nodes._weighted import rounds_within
 from bevquant_export.lint import predict_layers
 from bevquant_int8sim import simulate
 from bevquant_int8sim.program import float8_round

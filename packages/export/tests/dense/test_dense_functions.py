@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from bevquant_export import export_qdq_onnx, lift_horizon_onnx, lint_onnx
 from bevquant_export.dense import _torch_form
-from bevquant_export.dense._graph import Graph
-from bevquant_export.dense._profile import profile_of
+from bevquant_export.dense.nodes._graph import Graph
+from bevquant_export.dense.nodes._profile import profile_of
 from bevquant_int8sim import simulate
 
 Fixture = Callable[..., Any]
@@ -132,7 +132,7 @@ def test_attention_is_written_without_torchs_exporter(
         assert "attention" not in step.called
         return _torch_form.torch_form(graph, step, *rest)
 
-    monkeypatch.setattr("bevquant_export.dense._emit.torch_form", others)
+    monkeypatch.setattr("bevquant_export.dense.nodes._emit.torch_form", others)
     file = export_qdq_onnx(model, x, tmp_path / "net.onnx", profile)
     assert not [f for f in lint_onnx(file.path, profile) if f.severity == "error"]
     if profile == "onnxruntime":
@@ -412,7 +412,7 @@ def test_group_norm_is_written_without_torchs_exporter(
         return calibrated(Behind(norm), x)
 
     model = once(f"group norm {affine}", make)
-    monkeypatch.setattr("bevquant_export.dense._emit.torch_form", None)
+    monkeypatch.setattr("bevquant_export.dense.nodes._emit.torch_form", None)
     free = profile != "horizon"
     file = export_qdq_onnx(model, x, tmp_path / "net.onnx", profile, dynamic_batch=free)
     options = onnxruntime.SessionOptions()

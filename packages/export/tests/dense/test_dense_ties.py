@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bevquant_export import compare_qdq_onnx, export_qdq_onnx, find_target
-from bevquant_export.dense._rounding_boundary import RoundingBoundary, products_at
+from bevquant_export.dense.verify._rounding_boundary import RoundingBoundary, products_at
 from bevquant_int8sim import program, simulate
 from bevquant_qnn import QuantAdd, QuantConfig, quantize_model
 from bevquant_quantizers import calibrate

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bevquant_export.dense._float_errors import FloatErrors
+from bevquant_export.dense.verify._float_errors import FloatErrors
 from bevquant_int8sim import simulate
 
 Fixture = Callable[..., Any]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bevquant_export import export_float_onnx, export_qdq_onnx, open_onnx
-from bevquant_export.dense._runnable import rounded_session
+from bevquant_export.dense.verify._runnable import rounded_session
 from bevquant_int8sim import simulate
 from bevquant_qnn import quantize_model
 from bevquant_quantizers import calibrate

@@ -12,7 +12,7 @@ onnx = pytest.importorskip("onnx", reason="onnx is not installed")
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 from onnx.reference import ReferenceEvaluator  # noqa: E402
 
-from bevquant_export.dense._cut import pieces_of  # noqa: E402
+from bevquant_export.dense.verify._cut import pieces_of  # noqa: E402
 
 
 def value(name: str) -> Any:

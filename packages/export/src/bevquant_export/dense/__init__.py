@@ -10,11 +10,11 @@ every quantized tensor.
 from __future__ import annotations
 
 from bevquant_export._differences import TensorDifference
-from bevquant_export.dense._compare import compare_qdq_onnx
 from bevquant_export.dense._export import export_qdq_onnx
-from bevquant_export.dense._runnable import lift_horizon_onnx, open_onnx
 from bevquant_export.dense._source import QdqProgram
 from bevquant_export.dense._written import QdqFile
+from bevquant_export.dense.verify._compare import compare_qdq_onnx
+from bevquant_export.dense.verify._runnable import lift_horizon_onnx, open_onnx
 
 __all__ = [
     "QdqFile",

@@ -25,16 +25,16 @@ from bevquant_export._size_guards import (
 )
 from bevquant_export._taken_numbers import frame_tables
 from bevquant_export._takes_float8 import is_float8, refuse_float8
-from bevquant_export.dense._compare import tensors_by_input, verified
-from bevquant_export.dense._emit import emit
-from bevquant_export.dense._graph import Graph, TensorState
-from bevquant_export.dense._half_tried import recorded, typed_file
-from bevquant_export.dense._profile import INT16_OPSET, Profile, profile_of
 from bevquant_export.dense._read_model import read_model
-from bevquant_export.dense._runnable import session
 from bevquant_export.dense._source import Source, example_of, integer_model
-from bevquant_export.dense._weighted import OPSET as FLOAT8_OPSET
 from bevquant_export.dense._written import QdqFile
+from bevquant_export.dense.half._trial import recorded, typed_file
+from bevquant_export.dense.nodes._emit import emit
+from bevquant_export.dense.nodes._graph import Graph, TensorState
+from bevquant_export.dense.nodes._profile import INT16_OPSET, Profile, profile_of
+from bevquant_export.dense.nodes._weighted import OPSET as FLOAT8_OPSET
+from bevquant_export.dense.verify._compare import tensors_by_input, verified
+from bevquant_export.dense.verify._runnable import session
 from bevquant_export.floats._torch_exporter import checked
 from bevquant_export.lint._model import VOXELS
 from bevquant_export.lint._read import load_model

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from bevquant_export._errors import UnsplitError
 from bevquant_export._taken_numbers import refuse_decisions
 from bevquant_export.dense import QdqFile, TensorDifference, open_onnx
-from bevquant_export.dense._compare import verified
 from bevquant_export.dense._export import beside_floats
 from bevquant_export.dense._source import program_of
+from bevquant_export.dense.verify._compare import verified
 from bevquant_export.detector._chain import (
     DetectorExport,
     DetectorMap,

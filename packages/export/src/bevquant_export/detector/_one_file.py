@@ -15,8 +15,8 @@ from torch import nn
 
 from bevquant_export._errors import UnsplitError
 from bevquant_export.dense import QdqFile
-from bevquant_export.dense._compare import verified
 from bevquant_export.dense._source import program_of
+from bevquant_export.dense.verify._compare import verified
 from bevquant_export.detector._chain import DetectorExport, FrameCheck, counted, same_frame
 from bevquant_export.lint import lint_onnx
 from bevquant_export.targets.qdq import QdqTarget

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from bevquant_export._differences import FloatDifference, difference
 from bevquant_export._errors import FloatFileError
-from bevquant_export.dense._alike import StableChoices
-from bevquant_export.dense._half_tried import typed_floats
-from bevquant_export.dense._runnable import session
+from bevquant_export.dense.half._trial import typed_floats
+from bevquant_export.dense.verify._alike import StableChoices
+from bevquant_export.dense.verify._runnable import session
 from bevquant_export.floats._torch_exporter import OPSET, by_parameter, called, exported
 from bevquant_export.floats._torch_exporter import input_names as named_inputs
 from bevquant_export.floats._torch_exporter import output_names as named_outputs

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from bevquant_export.dense._runnable import reference_evaluator
+from bevquant_export.dense.verify._runnable import reference_evaluator
 from bevquant_export.qdq_reader._constants import (
     FLOAT8,
     OWN,

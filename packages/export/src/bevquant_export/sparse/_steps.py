@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bevquant_export.dense._runnable import reference_evaluator
+from bevquant_export.dense.verify._runnable import reference_evaluator
 from bevquant_export.sparse._axes import AXES, with_axes
 from bevquant_export.sparse._beginning import REMEDY
 from bevquant_export.sparse.portable._body import DOMAIN, DOUBLE, FLOAT, INT32, INT64, OPSET
@@ -103,9 +103,9 @@ class Bodies:
         """
         from onnx import helper, numpy_helper
 
-        from bevquant_export.dense._emit import Emitter
-        from bevquant_export.dense._graph import Graph, TensorState
-        from bevquant_export.dense._profile import profile_of
+        from bevquant_export.dense.nodes._emit import Emitter
+        from bevquant_export.dense.nodes._graph import Graph, TensorState
+        from bevquant_export.dense.nodes._profile import profile_of
 
         source, path = self.source, between.cause.path
         graph = Graph(profile_of("onnxruntime"), OPSET)

@@ -19,7 +19,7 @@ from torch import Tensor
 from bevquant_export._differences import LayerDifference, check_tensors, difference, verdict
 from bevquant_export._figures import Figures, Timing, figures_of, timed
 from bevquant_export._size_guards import note_guards
-from bevquant_export.dense._runnable import session
+from bevquant_export.dense.verify._runnable import session
 from bevquant_export.sparse._check_graph import numbered
 from bevquant_export.sparse._compare import compared, frame_for
 from bevquant_export.sparse._graph import Add, Conv, Graph, Steps

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bevquant_export.dense._profile import Profile
+from bevquant_export.dense.nodes._profile import Profile
 from bevquant_export.lint._graph import Finding, Graph, Node, Rules, quoted
 from bevquant_export.lint._tensors import Pairs, Step, shape_of
 from bevquant_export.targets._target import LintFile

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bevquant_export.dense._profile import Profile
+from bevquant_export.dense.nodes._profile import Profile
 from bevquant_export.lint._graph import Finding, Graph, Node, Rules, passed, quoted
 from bevquant_export.lint._tensors import Pairs, Step, values
 from bevquant_export.targets._cpu import exact_everywhere

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from bevquant_export.dense._profile import Profile
+from bevquant_export.dense.nodes._profile import Profile
 from bevquant_export.lint._tensors import Pairs, check_axis, check_pairs
 from bevquant_export.targets._cpu import weights_for
 from bevquant_export.targets._target import LintFile, Target
@@ -66,7 +66,7 @@ class QdqTarget(Target):
 
     def session(self, proto: Any) -> Any:
         """A session of this engine on this CPU (``get_inputs``, ``run``)."""
-        from bevquant_export.dense._runnable import session
+        from bevquant_export.dense.verify._runnable import session
 
         return session(proto, self.form.runner)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bevquant_export.dense._profile import Profile
+from bevquant_export.dense.nodes._profile import Profile
 from bevquant_export.lint import _tensorrt
 from bevquant_export.lint._read import load_model
 from bevquant_export.lint._tensors import FLOAT8

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bevquant_export.dense._graph import Array
-from bevquant_export.dense._profile import Profile
+from bevquant_export.dense.nodes._graph import Array
+from bevquant_export.dense.nodes._profile import Profile
 from bevquant_int8sim.program import (
     Add,
     AvgPool,

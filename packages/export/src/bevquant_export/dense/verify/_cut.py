@@ -15,13 +15,13 @@ import numpy as np
 from torch import Tensor
 
 from bevquant_export._differences import TensorDifference
-from bevquant_export.dense._float_errors import FloatErrors
-from bevquant_export.dense._graph import Array
-from bevquant_export.dense._profile import profile_of
-from bevquant_export.dense._rounding_boundary import RoundingBoundary
-from bevquant_export.dense._runnable import upgraded_opset
-from bevquant_export.dense._weighted import float8_steps_apart, rounds_within
 from bevquant_export.dense._written import QdqFile
+from bevquant_export.dense.nodes._graph import Array
+from bevquant_export.dense.nodes._profile import profile_of
+from bevquant_export.dense.nodes._weighted import float8_steps_apart, rounds_within
+from bevquant_export.dense.verify._float_errors import FloatErrors
+from bevquant_export.dense.verify._rounding_boundary import RoundingBoundary
+from bevquant_export.dense.verify._runnable import upgraded_opset
 from bevquant_int8sim.program import Program, Step
 
 AT_ONCE = 2

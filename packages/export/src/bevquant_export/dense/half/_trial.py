@@ -12,15 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bevquant_export.dense._alike import HALF, alike
-from bevquant_export.dense._bounds import HEAD_ROOM
-from bevquant_export.dense._compare import departing, refusal, required_of, tensors_by_input
-from bevquant_export.dense._half import Typed, half_inputs, half_typed, with_tensors
-from bevquant_export.dense._half_limits import LARGEST_HALF, Size, size_of
-from bevquant_export.dense._half_single import Known, Measure
-from bevquant_export.dense._runnable import any_session, rounded_session
 from bevquant_export.dense._source import Source, integer_model
 from bevquant_export.dense._written import QdqFile
+from bevquant_export.dense.half._bounds import HEAD_ROOM
+from bevquant_export.dense.half._limits import LARGEST_HALF, Size, size_of
+from bevquant_export.dense.half._single import Known, Measure
+from bevquant_export.dense.half._types import Typed, half_typed
+from bevquant_export.dense.verify._alike import HALF, alike
+from bevquant_export.dense.verify._compare import departing, refusal, required_of, tensors_by_input
+from bevquant_export.dense.verify._runnable import (
+    any_session,
+    half_inputs,
+    rounded_session,
+    with_tensors,
+)
 from bevquant_int8sim.program import (
     Add,
     Dense,

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from bevquant_export.dense._aten import NAMED, instances, softmax
-from bevquant_export.dense._graph import Graph
-from bevquant_export.dense._grid import average_pool
-from bevquant_export.dense._layout_ops import reshaped
-from bevquant_export.dense._numbers import ARITHMETIC
 from bevquant_export.dense._source import Source
+from bevquant_export.dense.nodes._aten import NAMED, instances, softmax
+from bevquant_export.dense.nodes._graph import Graph
+from bevquant_export.dense.nodes._grid import average_pool
+from bevquant_export.dense.nodes._layout_ops import reshaped
+from bevquant_export.dense.nodes._numbers import ARITHMETIC
 from bevquant_graph import layer_class, op_spec, zero_padding
 from bevquant_int8sim.program import Ref, Step, grid_call, is_active, module_call
 from bevquant_quantizers import TensorQuantizer

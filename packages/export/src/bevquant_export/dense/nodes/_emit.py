@@ -13,17 +13,23 @@ from torch import Tensor
 
 from bevquant_export._errors import QdqError
 from bevquant_export._taken_numbers import counts_frames, decisions
-from bevquant_export.dense._aten import as_layer
-from bevquant_export.dense._floats import float_operation
-from bevquant_export.dense._graph import Graph, TensorState
-from bevquant_export.dense._grid import average_pool, max_pool, resize
-from bevquant_export.dense._layout_ops import keeps_scale, moved, pads, reads_positions, selects
-from bevquant_export.dense._numbers import Numbers
-from bevquant_export.dense._sample import attention_plugin, sampling_call
 from bevquant_export.dense._source import Source, integer_model, location
-from bevquant_export.dense._torch_form import torch_form
-from bevquant_export.dense._voxels import Voxels
-from bevquant_export.dense._weighted import (
+from bevquant_export.dense.nodes._aten import as_layer
+from bevquant_export.dense.nodes._floats import float_operation
+from bevquant_export.dense.nodes._graph import Graph, TensorState
+from bevquant_export.dense.nodes._grid import average_pool, max_pool, resize
+from bevquant_export.dense.nodes._layout_ops import (
+    keeps_scale,
+    moved,
+    pads,
+    reads_positions,
+    selects,
+)
+from bevquant_export.dense.nodes._numbers import Numbers
+from bevquant_export.dense.nodes._sample import attention_plugin, sampling_call
+from bevquant_export.dense.nodes._torch_form import torch_form
+from bevquant_export.dense.nodes._voxels import Voxels
+from bevquant_export.dense.nodes._weighted import (
     as_weighted,
     block_of,
     block_tensor,

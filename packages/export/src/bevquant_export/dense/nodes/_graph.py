@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bevquant_export._errors import QdqError
-from bevquant_export.dense._profile import Profile
+from bevquant_export.dense.nodes._profile import Profile
 from bevquant_export.lint._model import VOXELS
 from bevquant_export.sparse.portable._emit import OPEN
 from bevquant_int8sim.program import Integers

@@ -20,7 +20,7 @@ from bevquant_graph import attend_levels
 from bevquant_int8sim.program import PADDINGS, FloatCall, GridSample, Ref, Step
 
 if TYPE_CHECKING:
-    from bevquant_export.dense._graph import Graph
+    from bevquant_export.dense.nodes._graph import Graph
 
 
 _GRID_SAMPLE = 16  # first operator set; operators of 13 and later mean the same in it

@@ -22,9 +22,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from bevquant_export.dense._bound import RENAMED
-from bevquant_export.dense._bounds import Bounds
-from bevquant_export.dense._half_limits import (
+from bevquant_export.dense.half._bounds import Bounds
+from bevquant_export.dense.half._intervals import RENAMED
+from bevquant_export.dense.half._limits import (
     LARGEST_HALF,
     UNKNOWN_RANGE,
     FloatGraph,

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bevquant_export.dense._bound import INF, RENAMED, Bound, Reading, times
-from bevquant_export.dense._bounds import Bounds, tested
+from bevquant_export.dense.half._bounds import Bounds, tested
+from bevquant_export.dense.half._intervals import INF, RENAMED, Bound, Reading, times
 from bevquant_export.lint._model import PLUGINS
 
 LARGEST_HALF = 65504.0

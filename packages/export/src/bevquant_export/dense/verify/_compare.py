@@ -15,18 +15,6 @@ from torch import Tensor, nn
 
 from bevquant_export._differences import TensorDifference
 from bevquant_export._errors import QdqError
-from bevquant_export.dense._alike import HALF, StableChoices, alike
-from bevquant_export.dense._cut import AT_ONCE, CutFile
-from bevquant_export.dense._float_errors import FloatErrors
-from bevquant_export.dense._graph import Array
-from bevquant_export.dense._half import half_inputs, in_half
-from bevquant_export.dense._profile import profile_of
-from bevquant_export.dense._runnable import (
-    any_session,
-    rounded_session,
-    session,
-    upgraded_opset,
-)
 from bevquant_export.dense._source import (
     QdqProgram,
     example_of,
@@ -37,6 +25,19 @@ from bevquant_export.dense._source import (
     program_of,
 )
 from bevquant_export.dense._written import QdqFile
+from bevquant_export.dense.nodes._graph import Array
+from bevquant_export.dense.nodes._profile import profile_of
+from bevquant_export.dense.verify._alike import HALF, StableChoices, alike
+from bevquant_export.dense.verify._cut import AT_ONCE, CutFile
+from bevquant_export.dense.verify._float_errors import FloatErrors
+from bevquant_export.dense.verify._runnable import (
+    any_session,
+    half_inputs,
+    in_half,
+    rounded_session,
+    session,
+    upgraded_opset,
+)
 from bevquant_export.lint._read import load_model, reading
 from bevquant_graph import arguments, check_kind, in_order, rearranged, reported_by
 from bevquant_int8sim import IntegerModel

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from bevquant_export._errors import QdqError
-from bevquant_export.dense._graph import Graph
 from bevquant_export.dense._source import Source
+from bevquant_export.dense.nodes._graph import Graph
 from bevquant_export.sparse.portable._body import FLOAT
 from bevquant_graph import OpSpec, op_spec
 from bevquant_int8sim.program import (

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from bevquant_export._errors import QdqError
-from bevquant_export.dense._graph import Graph
-from bevquant_export.dense._layout_ops import sliced
 from bevquant_export.dense._source import Source
+from bevquant_export.dense.nodes._graph import Graph
+from bevquant_export.dense.nodes._layout_ops import sliced
 
 
 def max_pool(graph: Graph, path: str, x: str, given: Mapping[str, Any], rank: int) -> str:

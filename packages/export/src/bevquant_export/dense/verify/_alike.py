@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bevquant_export.dense._graph import Array
+from bevquant_export.dense.nodes._graph import Array
 from bevquant_int8sim import program
 
 HALF = 2.0**-6  # float16 functions

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bevquant_export.dense._graph import Array
-from bevquant_export.dense._rounding_boundary import UNIT, per_channel
 from bevquant_export.dense._source import QdqProgram, inputs_of
+from bevquant_export.dense.nodes._graph import Array
+from bevquant_export.dense.verify._rounding_boundary import UNIT, per_channel
 from bevquant_graph import op_spec, refilled
 from bevquant_int8sim.program import (
     ROUNDINGS,

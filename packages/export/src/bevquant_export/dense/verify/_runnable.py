@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from bevquant_export._size_guards import REMEDY, frames_of, guards_of
-from bevquant_export.dense._sample import without_plugins
+from bevquant_export.dense.nodes._sample import without_plugins
 from bevquant_export.lint._read import load_model, reading
 from bevquant_export.targets._cpu import refuse_saturation, saturates_here
-from bevquant_graph import check_guards, check_kind, file_path
+from bevquant_graph import check_guards, check_kind, file_path, flatten, rebuild
 from bevquant_quantizers.plugins import importable
 
+_FLOAT16 = 10  # TensorProto's number
 # In a file's metadata: tables of coordinates to the number of frames, which is the example's.
 _ATTRIBUTES = {"ReduceSum": "axes", "Split": "split", "Squeeze": "axes", "Unsqueeze": "axes"}
 
@@ -224,6 +225,39 @@ class _Reference:
     def run(self, names: list[str], feed: dict[str, Any]) -> list[Any]:
         with np.errstate(all="ignore"):  # exp(x) of float16 in a sigmoid
             return list(self._evaluator.run(names, feed))
+
+
+def half_inputs(proto: Any) -> set[str]:
+    """Inputs of a model that are float16."""
+    return {p.name for p in proto.graph.input if p.type.tensor_type.elem_type == _FLOAT16}
+
+
+def in_half(args: Any, names: Iterable[str], halves: Collection[str]) -> Any:
+    """Inputs, rounded to float16 where the file's are, in float32.
+
+    Args:
+        args: Arguments of a call.
+        names: Names of their tensors, in order.
+        halves: Names of the float16 inputs.
+    """
+
+    def rounded(name: str, value: Tensor) -> Tensor:
+        is_half = name in halves and value.dtype == torch.float32
+        return value.half().float() if is_half else value
+
+    return with_tensors(rounded, names, args)
+
+
+def with_tensors(change: Callable[[str, Tensor], Tensor], names: Iterable[str], args: Any) -> Any:
+    """Arguments with other tensors.
+
+    Args:
+        change: Makes a tensor from its name and the old one.
+        names: Names of the tensors in `args`, in order.
+        args: Arguments of a call.
+    """
+    tensors, tree = flatten(args)
+    return rebuild(tree, list(map(change, names, tensors)))
 
 
 def any_session(proto: Any, runner: str, *, at_once: int) -> tuple[Any, str]:

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bevquant_export.dense._blocks import block_pair
-from bevquant_export.dense._graph import Array, Graph, TensorState
-from bevquant_export.dense._layout_ops import reshaped
 from bevquant_export.dense._source import Source
+from bevquant_export.dense.nodes._blocks import block_pair
+from bevquant_export.dense.nodes._graph import Array, Graph, TensorState
+from bevquant_export.dense.nodes._layout_ops import reshaped
 from bevquant_export.targets._cpu import stored_weights
 from bevquant_int8sim.program import (
     FLOAT8,

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from bevquant_export.dense import _bound as products
-from bevquant_export.dense._bound import (
+from bevquant_export.dense.half import _intervals as products
+from bevquant_export.dense.half._intervals import (
     INF,
     RENAMED,
     TRUTH,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from bevquant_export.dense._graph import Graph, TensorState
-from bevquant_export.dense._layout_ops import sliced
+from bevquant_export.dense.nodes._graph import Graph, TensorState
+from bevquant_export.dense.nodes._layout_ops import sliced
 
 _E4M3 = 17  # onnx.TensorProto's number
 _EXPONENT = 8  # of E4M3's largest power of two

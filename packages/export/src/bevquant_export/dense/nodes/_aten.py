@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bevquant_export.dense._graph import Graph
-from bevquant_export.dense._layout_ops import sliced
 from bevquant_export.dense._source import Source
+from bevquant_export.dense.nodes._graph import Graph
+from bevquant_export.dense.nodes._layout_ops import sliced
 from bevquant_export.sparse.portable._body import FLOAT
 from bevquant_int8sim.program import FloatCall, Ref, Step
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from bevquant_export._errors import QdqError
-from bevquant_export.dense._graph import TensorState
-from bevquant_export.dense._numbers import Numbers, refuse
+from bevquant_export.dense.nodes._graph import TensorState
+from bevquant_export.dense.nodes._numbers import Numbers, refuse
 from bevquant_export.sparse._axes import with_axes
 from bevquant_export.sparse.portable._body import DOUBLE, FLOAT, INT16, INT32, UINT8
 from bevquant_export.sparse.portable._voxel_sets import Surroundings, VoxelSet

@@ -14,18 +14,15 @@ costs nothing. A Cast separates the two types. `single_nodes` decides on the oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from bevquant_export.dense._bound import RENAMED
-from bevquant_export.dense._half_limits import FLOAT, LARGEST_HALF, SINGLE_INPUTS, FloatGraph
-from bevquant_export.dense._half_single import Known, Measure, Singles
-from bevquant_graph import flatten, rebuild
+from bevquant_export.dense.half._intervals import RENAMED
+from bevquant_export.dense.half._limits import FLOAT, LARGEST_HALF, SINGLE_INPUTS, FloatGraph
+from bevquant_export.dense.half._single import Known, Measure, Singles
 
 _HALF = 10
 
@@ -82,39 +79,6 @@ def half_typed(
     if singles.reasons:
         proto.metadata_props.add(key="float32", value="\n".join(singles.reasons))
     return Typed(proto, tuple(singles.reasons), halves)
-
-
-def half_inputs(proto: Any) -> set[str]:
-    """Inputs of a model that are float16."""
-    return {p.name for p in proto.graph.input if p.type.tensor_type.elem_type == _HALF}
-
-
-def in_half(args: Any, names: Iterable[str], halves: Collection[str]) -> Any:
-    """Inputs, rounded to float16 where the file's are, in float32.
-
-    Args:
-        args: Arguments of a call.
-        names: Names of their tensors, in order.
-        halves: Names of the float16 inputs.
-    """
-
-    def rounded(name: str, value: Tensor) -> Tensor:
-        is_half = name in halves and value.dtype == torch.float32
-        return value.half().float() if is_half else value
-
-    return with_tensors(rounded, names, args)
-
-
-def with_tensors(change: Callable[[str, Tensor], Tensor], names: Iterable[str], args: Any) -> Any:
-    """Arguments with other tensors.
-
-    Args:
-        change: Makes a tensor from its name and the old one.
-        names: Names of the tensors in `args`, in order.
-        args: Arguments of a call.
-    """
-    tensors, tree = flatten(args)
-    return rebuild(tree, list(map(change, names, tensors)))
 
 
 class _Writer:

@@ -1,0 +1,1 @@
+"""Comparisons of a file with the model that it was written from."""
