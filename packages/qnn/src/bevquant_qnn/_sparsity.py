@@ -126,6 +126,8 @@ def keep_sparsity(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[s
         >>> int((net[0].weight == 0).sum())
         8
     """
+    check_kind(model, nn.Module, "a torch module")
+    check_kind(optimizer, torch.optim.Optimizer, "an optimizer of torch")
     masks = {path: (m.weight, m.weight.detach() != 0) for path, m in _layers(model) if is_2_4(m)}
 
     @torch.no_grad()
