@@ -403,7 +403,7 @@ CASES: dict[str, tuple[Callable[[], Any], Told | None]] = {
     "writes_view": (WritesView, None),
     "no_elements": (GivesNoElements, None),
     "prints": (Prints, None),
-    "recurrent": (Recurrent, Told("cell", "gru_cell", "replace it by layers")),
+    "recurrent": (Recurrent, None),
     "leaves_out": (LeavesOut, None),
     "hyper": (Hyper, None),
     "own_function": (OwnFunction, None),
