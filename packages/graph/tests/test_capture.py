@@ -850,3 +850,10 @@ def test_members_of_a_call_are_found_by_their_keys():
         graph.replay({"x": x, "z": y, "double": True})
     with pytest.raises(ValueError, match=r"\['double'\]: the model was captured with True here"):
         graph.replay({"x": x, "y": y, "double": False})
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.script.* is deprecated:DeprecationWarning")
+def test_scripted_modules_are_refused_by_name():
+    net = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Sequential(nn.ReLU())))
+    with pytest.raises(ValueError, match=r"capture: 1 \(RecursiveScriptModule\) is scripted"):
+        capture(net, torch.ones(1, 2))

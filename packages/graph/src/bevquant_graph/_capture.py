@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
+from torch.jit import ScriptModule
 
 from ._arrays import TracedArray, needed
 from ._batch_arguments import batch_arguments
@@ -25,7 +26,7 @@ from ._closing import Closing, TraceEnds
 from ._conditions import Condition, conditions_of, keep_answers
 from ._constants import Constants, ReshapesInput
 from ._export import Grown, exported, nothing
-from ._faults import CaptureError, forward_line, running, spconv_call, where
+from ._faults import CaptureError, forward_line, refuse_unusable, running, spconv_call, where
 from ._frames import VARYING, is_input
 from ._graph import Graph
 from ._kinds import check_kind
@@ -79,6 +80,7 @@ def capture(
 
     Raises:
         TypeError: `model` is not a module.
+        ValueError: A module is scripted.
         CaptureError: The forward of the model itself cannot be captured, or the graph returns other
             values than the model; the message names module, file, line and remedy.
 
@@ -93,6 +95,8 @@ def capture(
         torch.Size([2, 8, 3, 3])
     """
     check_kind(model, nn.Module, "a torch module")
+    if any(isinstance(module, ScriptModule) for module in model.modules()):
+        refuse_unusable(model, "capture", finite=False)
     given = batch_arguments(model, example_inputs, example=True)
     if not flatten(given)[0]:
         raise CaptureError(

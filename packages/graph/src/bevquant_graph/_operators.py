@@ -144,7 +144,7 @@ OPERATORS: dict[str, OpSpec] = {
     **_rows("cat stack hstack vstack dstack column_stack", "concat", values=True, mixes=False),
     **_rows("relu relu6", "relu", shape=True, mixes=False, positive=True,
             modules=("ReLU", "ReLU6")),
-    **_rows("hardtanh", "relu", shape=True, mixes=False),
+    **_rows("hardtanh", "relu", shape=True, mixes=False, modules=("ReLU6",)),
     **_rows("add", "add", shape=True, neutral=0),
     **_rows(
         "max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices",
