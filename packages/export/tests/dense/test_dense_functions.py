@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bevquant_export import export_qdq_onnx, lift_horizon_onnx, lint_onnx
-from bevquant_export.dense import _torch_form
+from bevquant_export.dense.nodes import _torch_form
 from bevquant_export.dense.nodes._graph import Graph
 from bevquant_export.dense.nodes._profile import profile_of
 from bevquant_int8sim import simulate
