@@ -206,6 +206,8 @@ CHECKS = {
 }
 DECISIONS = {
     "return": "if x.max() > 9:\n            return x",
+    "returns or raises": "if x.max() > 9:\n            if x.dim() == 2: return x\n"
+    "            raise ValueError",
     "else": "if x.max() > 9: raise ValueError\n        else: x = x + 1",
     "caught": "try:\n            if x.max() > 9: raise ValueError\n        except ValueError: pass",
     "inside": "assert (x if x.max() > 9 else -x).shape[0]",

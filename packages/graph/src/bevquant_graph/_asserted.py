@@ -15,9 +15,9 @@ from types import FrameType
 def passing(frame: FrameType | None) -> bool | None:
     """The answer with which a check passes, where a frame asks for the truth of its condition.
 
-    Checks are asserts, and an ``if`` without an else whose last statement raises, outside of
-    ``try`` blocks, whose result may depend on them. In ``a and b``,
-    ``a or b`` and ``not a`` each part has an answer.
+    Checks are asserts, and an ``if`` without an else that always raises, outside of ``try`` blocks,
+    whose result may depend on them. In ``a and b``, ``a or b`` and ``not a`` each part has an
+    answer.
 
     Args:
         frame: It runs the instruction that asks, or is torch's way from there.
@@ -86,10 +86,16 @@ def _checks(file: str) -> dict[_Place, _Check]:
         check: _Check = {}
         if isinstance(node, ast.Assert):
             check = {**_parts(node.test, True), _place(node): None}
-        elif isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise) and not node.orelse:
+        elif isinstance(node, ast.If) and not node.orelse and _ends_in_an_error(node.body):
             check = {**_parts(node.test, False), _place(node): None}
         found |= dict.fromkeys(check, check)
     return found
+
+
+def _ends_in_an_error(body: list[ast.stmt]) -> bool:
+    inside = (node for statement in body for node in ast.walk(statement))
+    leaves = any(isinstance(node, ast.Return | ast.Break | ast.Continue) for node in inside)
+    return isinstance(body[-1], ast.Raise) and not leaves
 
 
 def _parts(test: ast.expr, answer: bool) -> _Check:
