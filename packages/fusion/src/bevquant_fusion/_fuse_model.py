@@ -90,8 +90,7 @@ def fuse_model(
             program, the module (``bevquant_graph.module_of``) is fused, on the program's own
             example inputs where none are given.
         example_inputs: Tuple of arguments, dict of keyword arguments, or one argument. Model and
-            result are run on it in evaluation mode and compared. A branch on a size
-            (``if x.shape[2] % 2``) is folded as the example takes it: give a size in use.
+            result are run on it in evaluation mode and compared.
         inplace: Change ``model`` itself instead of a copy.
         graph: ``capture(model, example_inputs)``, where it was captured already. Frozen batch norms
             are not folded then, because the graph shows their arithmetic.

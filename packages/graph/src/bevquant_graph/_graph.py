@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from ._signature import (
 )
 from ._size_guards import Guard, check_guards
 from ._state import state_kept
-from ._switches import branch_of
+from ._switches import branch_of, size_questions
 from ._tidy import ANSWER, NUMBERS, REQUIRE, SHELL, fixed_number, inside
 
 
@@ -201,21 +201,27 @@ class Graph:
         return frozenset(node.name for node in required if ANSWER in node.meta)
 
     def apart(self, nodes: Iterable[fx.Node]) -> str:
-        """``file:line`` of a question about values whose answer decides which of the nodes run.
+        """``file:line`` of a question whose answer decides which of the nodes run.
 
-        "" where all run for each frame, or all in the same branch.
+        Questions are about values (`answers`), and about sizes in the functions of the nodes. ""
+        where all run for each frame, or all in the same branch.
         """
-        lines = [author_lines(node) for node in nodes]
-        for requirement in self.operations if self.decided else ():
-            place = requirement.meta.get(ANSWER, "").partition(" ")[0]
-            file, _, line = place.rpartition(":")
-            asked = int(line or 0)
+        called = [(self.path(node).rpartition(".")[2], author_lines(node)) for node in nodes]
+        lines = [own for _, own in called]
+        if len({tuple(own) for own in lines}) < 2:
+            return ""
+        answered = (n.meta.get(ANSWER, "") for n in (self.operations if self.decided else ()))
+        asked = [place.partition(" ")[0].rpartition(":")[::2] for place in answered if place]
+        functions = {place for own in lines for place in own}
+        asked += [(file, str(n)) for file, line in functions for n in size_questions(file, line)]
+        for file, line in dict.fromkeys(asked):
+            of_line = partial(branch_of, file, int(line))
             branches = {
-                next((b for f, n in own if f == file and (b := branch_of(file, asked, n))), "")
-                for own in lines
+                next((b for f, n in own if f == file and (b := of_line(n, name))), "")
+                for name, own in called
             }
             if len(branches) > 1:
-                return str(place)
+                return f"{file}:{line}"
         return ""
 
     def required(self, requirement: fx.Node) -> str:

@@ -31,24 +31,67 @@ def switch_of(file: str, line: int) -> str:
     return " and ".join(found)
 
 
-def branch_of(file: str, line: int, other: int) -> str:
+def branch_of(file: str, line: int, other: int, name: str = "") -> str:
     """The branch that a line is in, of the question in a line of the same file.
 
     "" for lines that run under each answer, and for those of other functions.
+
+    Args:
+        file: The file.
+        line: Of the question.
+        other: The line.
+        name: A member that the line calls; one that both branches read runs under each answer.
     """
     function = _function(file, line)
     if function is None or not _holds(function, other):
         return ""
     asks = [n for n in ast.walk(function) if isinstance(n, ast.If | ast.While | ast.IfExp)]
     own = [n for n in asks if _holds(n.test, line)]  # several in one line: of all
-    for ask, name in product(own, ("body", "orelse")):
-        inside = getattr(ask, name)
+    for ask, part in product(own, ("body", "orelse")):
+        inside = getattr(ask, part)
         if any(_holds(n, other) for n in (inside if isinstance(inside, list) else [inside])):
-            if not _holds(ask.test, other):
-                return name
+            # Of one line, a question about sizes makes no nodes itself.
+            if not _holds(ask.test, other) or any(map(_is_size, ast.walk(ask.test))):
+                return "" if _in_both(ask, name) else part
     within = (n for ask in own for n in ast.walk(ask))
     ends = any(isinstance(n, ast.Return | ast.Break | ast.Continue) for n in within)
     return "downstream" if ends and other > line else ""
+
+
+@lru_cache(maxsize=4096)
+def size_questions(file: str, line: int) -> tuple[int, ...]:
+    """Lines of a line's function that ask about sizes: ``if x.shape[2] % 2``, ``if len(x) > 1``.
+
+    Without those about empty tensors, as ``if x.numel() == 0``, which have no values to be wrong.
+    """
+    function = _function(file, line)
+    tests = () if function is None else ast.walk(function)
+    asks = [n for n in tests if isinstance(n, ast.If | ast.While | ast.IfExp)]
+    return tuple(
+        ask.lineno
+        for ask in asks
+        if any(map(_is_size, ast.walk(ask.test))) and not _is_emptiness(ask.test)
+    )
+
+
+def _is_emptiness(test: ast.expr) -> bool:
+    compared = isinstance(test, ast.Compare) and not isinstance(test.left, ast.BinOp)
+    return compared and ast.unparse(test.comparators[0]) == "0"  # type: ignore[attr-defined]
+
+
+def _in_both(ask: ast.If | ast.While | ast.IfExp, name: str) -> bool:
+    parts = [ask.body, ask.orelse]
+    nodes = [part if isinstance(part, list) else [part] for part in parts]
+    return all(
+        any(isinstance(n, ast.Attribute) and n.attr == name for top in part for n in ast.walk(top))
+        for part in nodes
+    )
+
+
+def _is_size(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute):
+        return node.attr in ("shape", "size", "numel", "nelement")
+    return isinstance(node, ast.Name) and node.id == "len"
 
 
 def _function(file: str, line: int) -> ast.FunctionDef | None:
