@@ -75,8 +75,28 @@ def size_questions(file: str, line: int) -> tuple[int, ...]:
 
 
 def _is_emptiness(test: ast.expr) -> bool:
-    compared = isinstance(test, ast.Compare) and not isinstance(test.left, ast.BinOp)
-    return compared and ast.unparse(test.comparators[0]) == "0"  # type: ignore[attr-defined]
+    """Whether a question is about empty tensors alone: ``x.numel() == 0 and …``, ``not len(x)``."""
+    if isinstance(test, ast.BoolOp):
+        none = isinstance(test.op, ast.And) and any(map(_is_none, test.values))
+        return none or all(map(_is_emptiness, test.values))
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _is_emptiness(test.operand)
+    if isinstance(test, ast.Compare):
+        whole = not isinstance(test.left, ast.BinOp)
+        return whole and ast.unparse(test.comparators[0]) == "0"
+    return isinstance(test, ast.Call | ast.Subscript | ast.Attribute)
+
+
+def _is_none(test: ast.expr) -> bool:
+    """Whether a condition holds for empty tensors alone."""
+    if isinstance(test, ast.Compare):
+        return isinstance(test.ops[0], ast.Eq) and _is_emptiness(test)
+    bare = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+    return bare and _is_size_of(test.operand)  # type: ignore[attr-defined]
+
+
+def _is_size_of(value: ast.expr) -> bool:
+    return _is_emptiness(value) and any(map(_is_size, ast.walk(value)))
 
 
 def _in_both(ask: ast.If | ast.While | ast.IfExp, name: str) -> bool:
