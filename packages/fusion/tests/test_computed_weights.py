@@ -56,3 +56,17 @@ def test_a_layer_in_training_keeps_its_parametrization():
     result = fuse_model(model)
     assert result.plain == ()
     assert utils.parametrize.is_parametrized(result.model[0])
+
+
+def test_weights_of_another_value_than_in_a_call_are_refused():
+    class Counting(nn.Module):
+        calls = 0
+
+        def forward(self, weight):
+            Counting.calls += 1
+            return weight * Counting.calls
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()
+    utils.parametrize.register_parametrization(model[0], "weight", Counting(), unsafe=True)
+    with pytest.raises(ValueError, match="weights of 0 as parameters"):
+        fuse_model(model, torch.randn(2, 3))

@@ -118,18 +118,33 @@ def fuse_model(
     with alone(module):
         if not computed:
             return _fused(module, example_inputs, inplace, graph)
-        before = None
+        kept = keep_computed_weights(module, inplace=False)
         if example_inputs is not None:
-            with running(module, "fuse_model", "Give inputs that it takes; it is as it was before"):
-                before = _run(module, arguments(example_inputs))
-        result = _fused(
-            keep_computed_weights(module, inplace=False), example_inputs, True, None, before
-        )
+            _refuse_other_outputs(module, kept, arguments(example_inputs), computed)
+        result = _fused(kept, example_inputs, True, None)
         if inplace:
-            result = _fused(
-                keep_computed_weights(module, inplace=True), example_inputs, True, None, before
-            )
+            kept = keep_computed_weights(module, inplace=True)
+            result = _fused(kept, example_inputs, True, None)
     return replace(result, plain=(*computed, *result.plain))
+
+
+def _refuse_other_outputs(
+    model: nn.Module, kept: nn.Module, inputs: _Inputs, computed: tuple[str, ...]
+) -> None:
+    """Refuse weights kept as parameters that are not those of the model's calls."""
+    before = _recorded(model, inputs)
+    difference = _relative_difference(before, _run(kept, inputs))
+    if not difference <= _tolerance(before):
+        raise ValueError(
+            f"fuse_model: with the weights of {', '.join(computed)} as parameters the outputs "
+            f"differ by {difference:.2e} (relative); remove what computes them yourself "
+            "(torch.nn.utils.parametrize.remove_parametrizations)"
+        )
+
+
+def _recorded(model: nn.Module, inputs: _Inputs) -> list[Any]:
+    with running(model, "fuse_model", "Give inputs that it takes; it is as it was before"):
+        return _run(model, inputs)
 
 
 @ordinary_tensors()
@@ -251,8 +266,7 @@ def _fused(
     inputs: _Inputs = arguments(example_inputs)
     seen = before is not None
     if before is None:
-        with running(model, "fuse_model", "Give inputs that it takes; it is as it was before"):
-            before = _run(model, inputs)
+        before = _recorded(model, inputs)
     stopped = _may_stop(model, inputs, before)
     result = _fuse(copy.deepcopy(model), plan, stopped)
     try:
