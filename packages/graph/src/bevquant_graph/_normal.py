@@ -41,7 +41,7 @@ def normalise(graph: fx.Graph) -> None:
 
 
 def called_name(node: fx.Node) -> str:
-    """Name of the operator that the forward called, of which the node may be another form.
+    """Name of the operator that the forward called; the node may have another form.
 
     Example:
         >>> from bevquant_graph import capture

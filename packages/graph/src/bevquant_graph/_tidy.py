@@ -150,7 +150,7 @@ def _changes_nothing(node: fx.Node) -> bool:
 
 
 def _count_values(node: fx.Node) -> None:
-    """``x.numel()`` as the product of x's sizes, of which readers know the form."""
+    """``x.numel()`` as the product of x's sizes, which consumers know."""
     x: Any = node.args[0]
     known = [fixed_number(size) for size in x.meta["val"].shape]
     made: Any = math.prod(size for size in known if size is not None)

@@ -496,7 +496,7 @@ class Dense(Weighted):
         raise NotImplementedError
 
     def _broadcast_sum(self, args: Given, backend: str) -> Tensor:
-        """The sum with an addend of another shape, of which one is broadcast to the other."""
+        """The sum with an addend of another shape: one of the two is broadcast."""
         assert self.multiplier is not None
         added = torch.tensor(self.addend_multiplier, dtype=torch.float64)
         low, high = integer_range(8, self.integers.narrow)
