@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
@@ -250,6 +251,7 @@ def test_bounds_of_one_operand(
 ) -> None:
     values = numpy_helper.from_array(np.array(x, np.float32), "x")
     made = helper.make_tensor_value_info("y", TensorProto.FLOAT, [2])
-    graph = helper.make_graph([helper.make_node(operator, ["x"], ["y"])], "g", [], [made], [values])
-    found = Bounds(graph, {"y": [2]}, {})["y"]
+    node = helper.make_node(operator, ["x"], ["y"])
+    graph = ir.from_proto(helper.make_graph([node], "g", [], [made], [values]))
+    found = Bounds(graph, {})[graph.outputs[0]]
     np.testing.assert_allclose((found.low, found.high), want, rtol=1e-6)

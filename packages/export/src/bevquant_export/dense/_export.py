@@ -28,7 +28,6 @@ from bevquant_export._takes_float8 import is_float8, refuse_float8
 from bevquant_export.dense._read_model import read_model
 from bevquant_export.dense._source import Source, example_of, integer_model
 from bevquant_export.dense._written import QdqFile
-from bevquant_export.dense.half._trial import recorded, typed_file
 from bevquant_export.dense.nodes._emit import emit
 from bevquant_export.dense.nodes._graph import Graph, TensorState
 from bevquant_export.dense.nodes._profile import INT16_OPSET, Profile, profile_of
@@ -237,6 +236,8 @@ def export_qdq_onnx(
         result=_with_names(source, source.program.result, (name for _, name in outputs)),
     )
     if chosen.half:
+        from bevquant_export.dense.half._trial import recorded, typed_file
+
         seen = recorded(model, source, made, inputs)
         typed = typed_file(file, proto, source, args, seen, verify=verify, sums=integer_sums)
         proto, file = typed.proto, replace(file, notes=(*file.notes, *typed.reasons))

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from bevquant_export._differences import FloatDifference, difference
 from bevquant_export._errors import FloatFileError
-from bevquant_export.dense.half._trial import typed_floats
 from bevquant_export.dense.verify._alike import StableChoices
 from bevquant_export.dense.verify._runnable import session
 from bevquant_export.floats._torch_exporter import OPSET, by_parameter, called, exported
@@ -134,6 +133,8 @@ def export_float_onnx(
         _hold(found, tolerance, module)
     reasons: tuple[str, ...] = ()
     if half:
+        from bevquant_export.dense.half._trial import typed_floats
+
         more = [_bound(parameters, module, frame) for frame in frames]
         typed = typed_floats(proto, inputs, more, verify=tolerance is not None)
         proto, reasons = typed.proto, typed.reasons

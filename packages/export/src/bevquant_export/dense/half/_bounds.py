@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,6 +36,9 @@ from bevquant_export.dense.half._intervals import (
     times,
 )
 from bevquant_int8sim.program import FLOAT8
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 _FLOAT8 = {str(form.dtype).removeprefix("torch."): form.high for form in FLOAT8.values()}
 
@@ -80,7 +83,7 @@ def _clip(at: Reading) -> Bound:
     x = at[0]
     ends = [at.attribute("min", -INF), at.attribute("max", INF)]
     for slot in (1, 2):
-        if len(at.node.input) > slot and at.node.input[slot]:
+        if at.input(slot) is not None:
             ends[slot - 1] = at[slot].low if slot == 1 else at[slot].high
     low, high = min(max(x.low, ends[0]), ends[1]), min(max(x.high, ends[0]), ends[1])
     return Bound(low, high, x.whole and all(e % 1 == 0 for e in ends if math.isfinite(e)))
@@ -97,7 +100,7 @@ def _extreme(pick: Callable[[Any], float]) -> Rule:
 
 def _where(at: Reading) -> Bound:
     a, b = at[1], at[2]
-    kind, looked_at = tested(at.bounds, at.node.input[0])
+    kind, looked_at = tested(at.bounds, at.node.inputs[0])
     if kind == "IsNaN" or (kind == "IsInf" and looked_at.largest < INF):
         return b  # of finite numbers nothing is replaced
     constants = [at.array(slot) for slot in (1, 2)]
@@ -108,21 +111,21 @@ def _where(at: Reading) -> Bound:
     return joined([a, b])
 
 
-def tested(bounds: Any, condition: str) -> tuple[str, Bound]:
+def tested(bounds: Bounds, condition: ir.Value | None) -> tuple[str, Bound]:
     """The test of a condition, IsNaN or IsInf, and the bound of the tested values."""
-    node = bounds.makers.get(condition)
+    node = None if condition is None else condition.producer()
     if node is None:
         return "", UNKNOWN
     if node.op_type in ("IsNaN", "IsInf"):
-        return node.op_type, bounds[node.input[0]]
+        return node.op_type, bounds[node.inputs[0]]
     if node.op_type == "Equal":
-        for one, other in (node.input[:2], reversed(node.input[:2])):
+        for one, other in (node.inputs[:2], reversed(node.inputs[:2])):
             value = bounds.array(other)
             if value is not None and value.size and np.isinf(value).all():
                 return "IsInf", bounds[one]
     if node.op_type == "And":
-        for name in node.input:
-            kind, bound = tested(bounds, name)
+        for value in node.inputs:
+            kind, bound = tested(bounds, value)
             if kind:
                 return kind, bound
     return "", UNKNOWN
@@ -157,7 +160,7 @@ def _log(at: Reading) -> Bound:
 
 
 def _dequantize(at: Reading) -> Bound:
-    value = at.bounds.array(at.node.output[0])
+    value = at.bounds.array(at.node.outputs[0])
     if value is not None:
         return bound_of(value)
     scale, zero = at.array(1), at.array(2)
@@ -183,9 +186,7 @@ def _softmax_log(at: Reading) -> Bound:
 
 def _filled(at: Reading) -> Bound:
     value = at.attribute("value")
-    from onnx import numpy_helper
-
-    return Bound(0.0, 0.0, True) if value is None else bound_of(numpy_helper.to_array(value))
+    return Bound(0.0, 0.0, True) if value is None else bound_of(value.numpy())
 
 
 def _range(at: Reading) -> Bound:
@@ -217,8 +218,8 @@ def _elu(at: Reading) -> Bound:
 
 
 def _pad(at: Reading) -> Bound:
-    value = at[2] if len(at.node.input) > 2 and at.node.input[2] else Bound(0.0, 0.0, True)
-    return joined([at[0], value]) if at.attribute("mode", b"constant") == b"constant" else at[0]
+    value = Bound(0.0, 0.0, True) if at.input(2) is None else at[2]
+    return joined([at[0], value]) if at.attribute("mode", "constant") == "constant" else at[0]
 
 
 def _with_zero(at: Reading) -> Bound:
@@ -227,15 +228,15 @@ def _with_zero(at: Reading) -> Bound:
 
 def _resized(at: Reading) -> Bound:
     x = at[0]
-    if at.attribute("mode", b"nearest") == b"nearest":
+    if at.attribute("mode", "nearest") == "nearest":
         return x
-    wide = 1.5 * x.largest if at.attribute("mode") == b"cubic" else 0.0
+    wide = 1.5 * x.largest if at.attribute("mode") == "cubic" else 0.0
     return Bound(min(x.low, -wide), max(x.high, wide))
 
 
 def _scattered(at: Reading) -> Bound:
     found = joined([at[0], at[2]])
-    return found if at.attribute("reduction", b"none") == b"none" else UNKNOWN
+    return found if at.attribute("reduction", "none") == "none" else UNKNOWN
 
 
 def _averaged(at: Reading) -> Bound:
@@ -296,91 +297,80 @@ RULES: dict[str, Rule] = {
 
 
 HEAD_ROOM = 2.0  # a later frame may have values beyond those of every calibration frame
-_BOOL = 9
+_BOOL = 9  # TensorProto's number
 
 
 class Bounds:
     """Bounds of all tensors of a graph.
 
     Args:
-        graph: An ONNX graph with nodes in order, after shape inference (`shapes`).
-        shapes: Tensor to its sizes, None for free sizes.
+        graph: A graph with nodes in order, after shape inference.
         known: Tensor to (largest value of any calibration frame, whether all were whole numbers).
     """
 
-    def __init__(
-        self,
-        graph: Any,
-        shapes: Mapping[str, list[int | None]],
-        known: Mapping[str, tuple[float, bool]],
-    ) -> None:
-        from onnx import numpy_helper
-
-        self.shapes, self._known = shapes, dict(known)
-        self.makers = {name: node for node in graph.node for name in node.output}
-        self._constants = {t.name: numpy_helper.to_array(t) for t in graph.initializer}
-        self._of: dict[str, Bound] = {}
-        for node in reversed(graph.node):  # a reshaped tensor has the range of what it becomes
-            if node.op_type in RENAMED and node.output[0] in self._known:
-                self._known.setdefault(node.input[0], self._known[node.output[0]])
-        for port in graph.input:
-            truth = port.type.tensor_type.elem_type == _BOOL
-            self._of[port.name] = self._narrowed(port.name, TRUTH if truth else UNKNOWN)
-        for node in graph.node:
-            rule = RULES.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+    def __init__(self, graph: ir.Graph, known: Mapping[str, tuple[float, bool]]) -> None:
+        self._known: dict[str | None, tuple[float, bool]] = dict(known.items())
+        self._arrays: dict[ir.Value, Any] = {}
+        self._of: dict[ir.Value | None, Bound] = {}
+        for node in reversed(graph):  # a reshaped tensor has the range of what it becomes
+            if node.op_type in RENAMED and (made := self._known.get(node.outputs[0].name)):
+                (value,) = filter(None, node.inputs[:1])
+                self._known.setdefault(value.name, made)
+        for port in graph.inputs:
+            truth = port.dtype == _BOOL
+            self._of[port] = self._narrowed(port, TRUTH if truth else UNKNOWN)
+        for node in graph:
+            rule = None if node.domain else RULES.get(node.op_type)
             found = UNKNOWN if rule is None else rule(Reading(self, node))
-            for name in node.output:
-                self._of[name] = self._narrowed(name, found)
+            for value in node.outputs:
+                self._of[value] = self._narrowed(value, found)
 
-    def __getitem__(self, name: str) -> Bound:
-        if name not in self._of:
-            value = self.array(name)
-            self._of[name] = UNKNOWN if value is None else bound_of(value)
-        return self._of[name]
+    def __getitem__(self, value: ir.Value | None) -> Bound:
+        if value not in self._of:
+            array = self.array(value)
+            self._of[value] = UNKNOWN if array is None else bound_of(array)
+        return self._of[value]
 
-    def _narrowed(self, name: str, bound: Bound) -> Bound:
-        if name not in self._known:
+    def _narrowed(self, value: ir.Value, bound: Bound) -> Bound:
+        if value.name not in self._known:
             return bound
-        largest, whole = self._known[name]
+        largest, whole = self._known[value.name]
         return bound.within(HEAD_ROOM * largest, whole)
 
-    def squares(self, node: Any) -> float:
+    def squares(self, node: ir.Node) -> float:
         """The largest sum of squares of a reduction."""
         return RULES["ReduceSumSquare"](Reading(self, node)).high
 
-    def array(self, name: str) -> Any:
+    def array(self, value: ir.Value | None) -> Any:
         """Values of a constant (layout operators, dequantization included); None for others."""
-        if name in self._constants or name not in self.makers:
-            return self._constants.get(name)
-        node = self.makers[name]
-        if node.op_type == "Constant":
-            from onnx import helper, numpy_helper
-
-            held = helper.get_attribute_value(node.attribute[0])
-            return numpy_helper.to_array(held) if hasattr(held, "raw_data") else np.asarray(held)
-        x = self.array(node.input[0]) if node.input and node.op_type in _FOLDED else None
-        if x is None:
+        if value is None:
             return None
-        made = _FOLDED[node.op_type](self, node, x)
-        self._constants[name] = made
-        return made
+        if value not in self._arrays:
+            self._arrays[value] = self._constant(value)
+        return self._arrays[value]
+
+    def _constant(self, value: ir.Value) -> Any:
+        from onnx_ir.convenience import get_const_tensor
+
+        tensor, node = get_const_tensor(value), value.producer()
+        if tensor is not None:
+            return tensor.numpy()
+        fold = None if node is None else _FOLDED.get(node.op_type)
+        x = None if node is None or fold is None else self.array(node.inputs[0])
+        return None if x is None or fold is None else fold(self, node, x)
 
 
 def _dequantized(bounds: Bounds, node: Any, x: Any) -> Any:
     if x.dtype.kind == "f":
         return x
-    scale = np.asarray(bounds.array(node.input[1]), np.float64)
-    zero = bounds.array(node.input[2]) if len(node.input) > 2 else np.zeros((), np.int64)
-    axis = next((a.i for a in node.attribute if a.name == "axis"), 1)
+    at = Reading(bounds, node)
+    scale, zero = np.asarray(at.array(1), np.float64), at.array(2)
+    zero = np.zeros((), np.int64) if at.input(2) is None else zero
+    axis = at.attribute("axis", 1)
     if scale.size > 1:
         shape = [-1 if i == axis % x.ndim else 1 for i in range(x.ndim)]
         scale, zero = scale.reshape(shape), np.asarray(zero).reshape(shape)
     return (x.astype(np.float64) - np.asarray(zero).astype(np.float64)) * scale
-
-
-def _transposed(bounds: Bounds, node: Any, x: Any) -> Any:
-    order = next((list(a.ints) for a in node.attribute if a.name == "perm"), None)
-    return np.transpose(x, order)
 
 
 _FOLDED: dict[str, Callable[[Bounds, Any, Any], Any]] = {
@@ -388,5 +378,5 @@ _FOLDED: dict[str, Callable[[Bounds, Any, Any], Any]] = {
     # A weight in front of its pair lies on the grid of the pair.
     "QuantizeLinear": lambda bounds, node, x: x,
     "DequantizeLinear": _dequantized,
-    "Transpose": _transposed,
+    "Transpose": lambda bounds, node, x: np.transpose(x, node.attributes.get_ints("perm")),
 }

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 INF = math.inf
 RENAMED = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity"}
@@ -54,6 +57,19 @@ def joined(bounds: list[Bound]) -> Bound:
     return Bound(min(lows), max(highs), all(wholes))
 
 
+def shape_of(value: ir.Value | None) -> list[int | None] | None:
+    """Sizes of a tensor, None for free ones; None where its shape is unknown."""
+    if value is None or value.shape is None:
+        return None
+    return [size if isinstance(size, int) else None for size in value.shape]
+
+
+def producer(node: ir.Node, slot: int) -> ir.Node | None:
+    """Node that makes an input."""
+    value = node.inputs[slot]
+    return None if value is None else value.producer()
+
+
 def times(a: float, b: float) -> float:
     """Product with 0 · ∞ = 0: unbounded values are still finite."""
     return 0.0 if a == 0 or b == 0 else a * b
@@ -89,34 +105,36 @@ def bound_of(value: Any) -> Bound:
 class Reading:
     """A node and the bounds of its inputs."""
 
-    def __init__(self, bounds: Any, node: Any) -> None:
+    def __init__(self, bounds: Any, node: ir.Node) -> None:
         self.bounds, self.node = bounds, node
 
     def __getitem__(self, slot: int) -> Bound:
-        found: Bound = self.bounds[self.node.input[slot]]
+        found: Bound = self.bounds[self.node.inputs[slot]]
         return found
+
+    def input(self, slot: int) -> ir.Value | None:
+        """An input; None where it is missing."""
+        inputs = self.node.inputs
+        return inputs[slot] if slot < len(inputs) else None
 
     def given(self) -> list[Bound]:
         """Bounds of all inputs."""
-        return [self.bounds[name] for name in self.node.input if name]
+        return [self.bounds[value] for value in self.node.inputs if value is not None]
 
     def array(self, slot: int) -> Any:
         """Values of a constant input; None for another input, or a missing one."""
-        names = self.node.input
-        return self.bounds.array(names[slot]) if slot < len(names) and names[slot] else None
+        return self.bounds.array(self.input(slot))
 
     def attribute(self, name: str, default: Any = None) -> Any:
         """An attribute of the node."""
-        from onnx import helper
-
-        found = [a for a in self.node.attribute if a.name == name]
-        return helper.get_attribute_value(found[0]) if found else default
+        found = self.node.attributes.get(name)
+        return default if found is None else found.value
 
     def shape(self, slot: int) -> list[int | None] | None:
         """Shape of an input; None where unknown."""
-        name = self.node.input[slot]
-        value = self.bounds.array(name)
-        return list(value.shape) if value is not None else self.bounds.shapes.get(name)
+        value = self.node.inputs[slot]
+        array = self.bounds.array(value)
+        return shape_of(value) if array is None else list(array.shape)
 
     def is_last(self) -> bool:
         """Whether the node works along the last axis."""
@@ -126,7 +144,7 @@ class Reading:
     def reduced(self) -> float:
         """Number of values that a reduction combines; infinite where a size is free."""
         shape, axes = self.shape(0), self.attribute("axes")
-        if axes is None and len(self.node.input) > 1 and self.node.input[1]:
+        if axes is None and self.input(1) is not None:
             axes = self.array(1)
             if axes is None:
                 return INF
@@ -145,9 +163,9 @@ def sum_of_squares(at: Reading) -> Bound:
 
 
 def mul(at: Reading) -> Bound:
-    if at.node.input[0] == at.node.input[1]:
+    if at.node.inputs[0] is at.node.inputs[1]:
         return square(at[0])
-    rooted = over_root(at, *at.node.input) or over_root(at, *reversed(at.node.input))
+    rooted = over_root(at, *at.node.inputs) or over_root(at, *reversed(at.node.inputs))
     found = product(at[0], at[1])
     return found if rooted is None else found.within(rooted, False)
 
@@ -158,52 +176,53 @@ def square(x: Bound) -> Bound:
 
 def div(at: Reading) -> Bound:
     found = product(at[0], inverse(at[1]))
-    rooted = norm_of(at, *at.node.input, root=False)
+    rooted = norm_of(at, *at.node.inputs, root=False)
     found = found._replace(whole=False)
     return found if rooted is None else found.within(rooted, False)
 
 
-def over_root(at: Reading, x: str, factor: str) -> float | None:
+def over_root(at: Reading, x: Any, factor: Any) -> float | None:
     """Bound of x · (1/root), as of x divided by the root."""
-    node = at.bounds.makers.get(factor)
+    node = factor.producer()
     while node is not None and node.op_type in RENAMED | {"Expand"}:
-        node = at.bounds.makers.get(node.input[0])
+        node = node.inputs[0].producer()
     if node is None or node.op_type != "Reciprocal":
         return None
-    return norm_of(at, x, node.input[0], root=False)
+    return norm_of(at, x, node.inputs[0], root=False)
 
 
-def norm_of(at: Reading, x: str, under: str, *, root: bool) -> float | None:
+def norm_of(at: Reading, x: Any, under: Any, *, root: bool) -> float | None:
     """Largest |x| over a root of x's own squares; None where `under` is another value."""
     bounds = at.bounds
-    node = bounds.makers.get(under)
+    node = under.producer()
     if node is None:
         return None
+    first: Any = node.inputs[0] if node.inputs else None
     if node.op_type in RENAMED | {"Expand", "Cast"}:
-        return norm_of(at, x, node.input[0], root=root)
+        return norm_of(at, x, first, root=root)
     if node.op_type == "Sqrt" and not root:
-        return norm_of(at, x, node.input[0], root=True)
+        return norm_of(at, x, first, root=True)
     if node.op_type in ("Add", "Max"):
-        for one, other in (node.input[:2], reversed(node.input[:2])):
+        for one, other in (node.inputs[:2], reversed(node.inputs[:2])):
             if bounds[other].low >= 0 and bounds.array(other) is not None:
                 return norm_of(at, x, one, root=root)
         return None
-    if node.op_type == "Clip" and (len(node.input) < 3 or not node.input[2]):
-        return norm_of(at, x, node.input[0], root=root)
-    if node.op_type == "ReduceL2" and not root and node.input[0] == x:
+    if node.op_type == "Clip" and Reading(bounds, node).input(2) is None:
+        return norm_of(at, x, first, root=root)
+    if node.op_type == "ReduceL2" and not root and first is x:
         return 1.0
     if node.op_type not in ("ReduceMean", "ReduceSum") or not root:
         return None
-    squares = bounds.makers.get(node.input[0])
-    if squares is None or squares.input[0] != x or not is_square(bounds, squares):
+    squares = first.producer()
+    if squares is None or squares.inputs[0] is not x or not is_square(bounds, squares):
         return None
     return math.sqrt(Reading(bounds, node).reduced()) if node.op_type == "ReduceMean" else 1.0
 
 
-def is_square(bounds: Any, node: Any) -> bool:
+def is_square(bounds: Any, node: ir.Node) -> bool:
     if node.op_type == "Mul":
-        return bool(node.input[0] == node.input[1])
-    power = bounds.array(node.input[1]) if node.op_type == "Pow" else None
+        return node.inputs[0] is node.inputs[1]
+    power = bounds.array(node.inputs[1]) if node.op_type == "Pow" else None
     return power is not None and power.size == 1 and float(power.flat[0]) == 2
 
 
@@ -241,7 +260,7 @@ def matmul(at: Reading) -> Bound:
         if weight is not None and weight.ndim:
             return weighted(at[1 - slot], weight, axis if weight.ndim > 1 else 0)
     a, b = at[0], at[1]
-    maker = at.bounds.makers.get(at.node.input[0])
+    maker = producer(at.node, 0)
     if maker is not None and maker.op_type == "Softmax" and Reading(at.bounds, maker).is_last():
         return joined([b, Bound(0.0, 0.0)])._replace(whole=False)
     shape = at.shape(0)
@@ -284,7 +303,7 @@ def extremes(
 
 
 def with_bias(made: Bound, at: Reading, slot: int, factor: float = 1.0) -> Bound:
-    if len(at.node.input) <= slot or not at.node.input[slot]:
+    if at.input(slot) is None:
         return made
     bias = product(at[slot], Bound(factor, factor))
     return Bound(made.low + bias.low, made.high + bias.high)
@@ -313,7 +332,7 @@ def conv_transpose(at: Reading) -> Bound:
 
 
 def einsum(at: Reading) -> Bound:
-    equation = at.attribute("equation").decode().replace(" ", "")
+    equation = at.attribute("equation").replace(" ", "")
     left, _, right = equation.partition("->")
     sizes: dict[str, int | None] = {}
     for slot, labels in enumerate(left.split(",")):

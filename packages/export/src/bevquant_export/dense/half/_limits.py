@@ -17,14 +17,26 @@ smallest of the frames' largest values.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 
 from bevquant_export.dense.half._bounds import Bounds, tested
-from bevquant_export.dense.half._intervals import INF, RENAMED, Bound, Reading, times
+from bevquant_export.dense.half._intervals import (
+    INF,
+    RENAMED,
+    Bound,
+    Reading,
+    shape_of,
+    times,
+)
 from bevquant_export.lint._model import PLUGINS
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+FLOAT = 1  # TensorProto's number
 
 LARGEST_HALF = 65504.0
 LARGEST_WHOLE = 2048.0
@@ -45,24 +57,24 @@ def beyond(bound: Bound) -> str:
     return f"its values may reach {bound.largest:g}, beyond float16 ({LARGEST_HALF:,.0f})"
 
 
-def overflow(bounds: Bounds, floats: Collection[str], node: Any) -> str:
+def overflow(bounds: Bounds, node: ir.Node) -> str:
     """Reason why a node's values do not fit float16; "" where they do."""
-    for slot, name in enumerate(node.input):
-        if name not in floats or slot in SINGLE_INPUTS.get(node.op_type, ()):
+    for slot, value in enumerate(node.inputs):
+        if not is_single(value) or slot in SINGLE_INPUTS.get(node.op_type, ()):
             continue
-        constant = bounds.array(name)
+        constant = bounds.array(value)
         why = (
-            beyond(bounds[name]) if constant is None else _lost(bounds, node, np.asarray(constant))
+            beyond(bounds[value]) if constant is None else _lost(bounds, node, np.asarray(constant))
         )
         if why:
-            return f"its input {name}: {why}"
-    for name in node.output:
-        if name in floats and (why := beyond(bounds[name])):
+            return f"its input {value.name}: {why}"
+    for value in node.outputs:
+        if is_single(value) and (why := beyond(bounds[value])):
             return why
     return _inside(bounds, node)
 
 
-def _lost(bounds: Bounds, node: Any, value: Any) -> str:
+def _lost(bounds: Bounds, node: ir.Node, value: Any) -> str:
     """Reason why a constant does not fit float16."""
     finite = np.abs(value[np.isfinite(value)]).astype(np.float64)
     if not finite.any():
@@ -80,31 +92,30 @@ def _lost(bounds: Bounds, node: Any, value: Any) -> str:
     return ""
 
 
-def _is_replacement(bounds: Bounds, node: Any) -> bool:
+def _is_replacement(bounds: Bounds, node: ir.Node) -> bool:
     """Whether a constant means infinity, which no value of the bound is."""
     if node.op_type != "Where":
         return False
-    kind, bound = tested(bounds, node.input[0])
+    kind, bound = tested(bounds, node.inputs[0])
     return kind == "IsNaN" or (kind == "IsInf" and bound.largest <= LARGEST_HALF)
 
 
-def _inside(bounds: Bounds, node: Any) -> str:
+def _inside(bounds: Bounds, node: ir.Node) -> str:
     """Reason why the sums inside a mean or a norm do not fit float16."""
     norms = ("InstanceNormalization", "LayerNormalization", "GroupNormalization")
-    largest = bounds[node.input[0]].largest if node.input else 0.0
+    largest = bounds[node.inputs[0]].largest if node.inputs else 0.0
     if node.op_type == "ReduceL2":
         inside = bounds.squares(node)
     elif node.op_type in norms:
-        epsilon = next((a.f for a in node.attribute if a.name == "epsilon"), 1e-5)
+        epsilon = node.attributes.get_float("epsilon", 1e-5)
         if epsilon < LEAST:
             return f"its epsilon {epsilon:g} is {float(np.float16(epsilon)):g} in float16"
         inside = (2 * largest) ** 2
     elif node.op_type == "ReduceMean":
         inside = times(Reading(bounds, node).reduced(), largest)
     elif node.op_type == "GlobalAveragePool":
-        inside = times(
-            math.prod(s or INF for s in (bounds.shapes[node.input[0]] or [])[2:]), largest
-        )
+        sizes = shape_of(node.inputs[0]) or []
+        inside = times(math.prod(size or INF for size in sizes[2:]), largest)
     else:
         return ""
     if inside <= LARGEST_HALF:
@@ -112,129 +123,86 @@ def _inside(bounds: Bounds, node: Any) -> str:
     return f"sums inside may reach {inside:g}, beyond float16 ({LARGEST_HALF:,.0f})"
 
 
-def argument(bounds: Bounds, node: Any) -> tuple[str, bool]:
+def argument(bounds: Bounds, node: ir.Node) -> tuple[str, bool]:
     """Reason why an argument needs more digits than float16 has, and whether its producers do."""
     slot = {"Div": 1, "Reciprocal": 0, "Log": 0, "Pow": 0, "Sqrt": 0}.get(node.op_type)
     if node.op_type == "Pow":
-        power = bounds.array(node.input[1])
+        power = bounds.array(node.inputs[1])
         slot = None if power is not None and (power >= 0).all() else 0
-    if slot is not None and bounds.array(node.input[slot]) is None:
-        least = bounds[node.input[slot]].least
+    value = None if slot is None else node.inputs[slot]
+    if value is not None and bounds.array(value) is None:
+        least = bounds[value].least
         if least < LEAST and (least > 0 or node.op_type != "Sqrt"):
             return (
-                f"its argument {node.input[slot]} may be as small as {least:g}, of which "
+                f"its argument {value.name} may be as small as {least:g}, of which "
                 f"float16 makes {float(np.float16(least)):g}",
                 True,
             )
-    if node.op_type == "LogSoftmax" and bounds[node.output[0]].low < math.log(LEAST):
+    if node.op_type == "LogSoftmax" and bounds[node.outputs[0]].low < math.log(LEAST):
         return "engines compute it as the logarithm of a softmax, which may be 0 in float16", False
     return "", False
 
 
-FLOAT = 1  # TensorProto's number
+def is_single(value: ir.Value | None) -> TypeGuard[ir.Value]:
+    """Whether a tensor is float32, constants included."""
+    return value is not None and value.dtype == FLOAT
 
 
-class FloatGraph:
-    """A graph whose floats are float32.
+def takes_halves(node: ir.Node, opset: int) -> bool:
+    """Whether the operator set has float16 for a node's floats."""
+    from onnx import defs
 
-    Args:
-        proto: The model; nodes in order, with strict shapes.
-
-    Attributes:
-        graph: Its graph.
-        floats: Tensors of float32, constants too.
-        constants: Those that are initializers, by name.
-        makers: Tensor to the node that makes it.
-        readers: Tensor to the nodes that read it.
-        shapes: Tensor to its sizes, ``None`` for those that are free.
-    """
-
-    def __init__(self, proto: Any) -> None:
-        import onnx
-
-        self.graph = proto.graph
-        self.opset = next(o.version for o in proto.opset_import if o.domain in ("", "ai.onnx"))
-        inferred = onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True)
-        values = (*inferred.graph.value_info, *inferred.graph.input, *inferred.graph.output)
-        self.floats = {v.name for v in values if v.type.tensor_type.elem_type == FLOAT}
-        self.constants = {t.name: t for t in self.graph.initializer if t.data_type == FLOAT}
-        self.floats |= set(self.constants)
-        self.makers = {name: node for node in self.graph.node for name in node.output}
-        self.readers: dict[str, list[Any]] = {}
-        for node in self.graph.node:
-            for name in node.input:
-                self.readers.setdefault(name, []).append(node)
-        self.shapes = {
-            v.name: [d.dim_value if d.HasField("dim_value") else None for d in dims]
-            for v in values
-            if (dims := v.type.tensor_type.shape.dim) or v.type.tensor_type.HasField("shape")
-        }
-
-    def is_float(self, node: Any) -> bool:
-        """Whether a node reads or makes floats."""
-        return any(name in self.floats for name in (*node.input, *node.output))
-
-    def makers_of(self, node: Any) -> list[Any]:
-        """Producers of a node's float inputs."""
-        return [self.makers[n] for n in node.input if n in self.makers and n in self.floats]
-
-    def takes_halves(self, node: Any) -> bool:
-        """Whether the operator set has float16 for a node's floats."""
-        from onnx import defs
-
-        if node.domain == PLUGINS:
-            return False  # its positions have the type of its values
-        if node.op_type == "Constant" or node.domain not in ("", "ai.onnx"):
-            return True
-        schema = defs.get_schema(node.op_type, self.opset, "")
-        types = {c.type_param_str: c.allowed_type_strs for c in schema.type_constraints}
-        ports = [(name, port) for name, port in zip(node.input, schema.inputs, strict=False)]
-        ports += [(name, port) for name, port in zip(node.output, schema.outputs, strict=False)]
-        return all(
-            "tensor(float16)" in types.get(port.type_str, ["tensor(float16)"])
-            for name, port in ports
-            if name in self.floats
-        )
+    if node.domain == PLUGINS:
+        return False  # its positions have the type of its values
+    if node.op_type == "Constant" or node.domain:
+        return True
+    schema = defs.get_schema(node.op_type, opset, "")
+    types = {c.type_param_str: c.allowed_type_strs for c in schema.type_constraints}
+    ports = [*zip(node.inputs, schema.inputs, strict=False)]
+    ports += zip(node.outputs, schema.outputs, strict=False)
+    return all(
+        "tensor(float16)" in types.get(port.type_str, ["tensor(float16)"])
+        for value, port in ports
+        if is_single(value)
+    )
 
 
 _MASK, _BESIDE_MASK = -32768.0, 16384.0
 
 
-def lower_masks(graph: FloatGraph, bounds: Bounds) -> bool:
+def lower_masks(graph: ir.Graph, bounds: Bounds) -> bool:
     """Replace large negative numbers by −32,768, which has the same softmax; return whether any.
 
     Unmasked values are at most 16,384, so that a masked one is 0 after the softmax.
     """
-    from onnx import numpy_helper
+    import onnx_ir as ir
 
     found = False
-    for name, tensor in graph.constants.items():
-        value = numpy_helper.to_array(tensor)
-        large = np.isfinite(value) & (value <= -LARGEST_HALF)
-        others = np.abs(value[~large & np.isfinite(value)]).max(initial=0.0)
-        readers = graph.readers.get(name, [])
+    for value in filter(is_single, graph.initializers.values()):
+        array = bounds.array(value)
+        large = np.isfinite(array) & (array <= -LARGEST_HALF)
+        others = np.abs(array[~large & np.isfinite(array)]).max(initial=0.0)
         if not large.any() or others > _BESIDE_MASK:
             continue
-        if readers and all(_is_mask(graph, bounds, node, name) for node in readers):
-            lowered = np.where(large, np.float32(_MASK), value)
-            tensor.CopyFrom(numpy_helper.from_array(lowered, name))
+        if value.uses() and all(_is_mask(bounds, node, value) for node in value.consumers()):
+            value.const_value = ir.tensor(
+                np.where(large, np.float32(_MASK), array), name=value.name
+            )
             found = True
     return found
 
 
-def _is_mask(graph: FloatGraph, bounds: Bounds, node: Any, name: str) -> bool:
-    if node.op_type not in ("Add", "Where") or not _is_softmax_only(graph, node.output[0]):
+def _is_mask(bounds: Bounds, node: ir.Node, mask: ir.Value) -> bool:
+    if node.op_type not in ("Add", "Where") or not _is_softmax_only(node.outputs[0]):
         return False
-    others = [n for n in node.input if n != name and n in graph.floats]
-    return all(bounds[n].largest <= _BESIDE_MASK for n in others)
+    others = [value for value in node.inputs if value is not mask and is_single(value)]
+    return all(bounds[value].largest <= _BESIDE_MASK for value in others)
 
 
-def _is_softmax_only(graph: FloatGraph, name: str) -> bool:
-    readers = graph.readers.get(name, [])
-    return bool(readers) and all(
-        reader.op_type == "Softmax"
-        or (reader.op_type in RENAMED and _is_softmax_only(graph, reader.output[0]))
-        for reader in readers
+def _is_softmax_only(value: ir.Value) -> bool:
+    return bool(value.uses()) and all(
+        node.op_type == "Softmax" or (node.op_type in RENAMED and _is_softmax_only(node.outputs[0]))
+        for node in value.consumers()
     )
 
 
@@ -282,28 +250,25 @@ def size_of(values: Any) -> Size:
     return Size(max(-low, high), max(-low, high), high, whole, finite.size == values.size)
 
 
-def few_digits(bounds: Bounds, sizes: Mapping[str, Size], node: Any) -> str:
+def few_digits(bounds: Bounds, sizes: Mapping[str, Size], node: ir.Node) -> str:
     """Reason why a node's result has too few digits in float16; "" where it has enough."""
-    kind, made = node.op_type, sizes.get(node.output[0])
-    if kind in ("Sin", "Cos", "Tan") and bounds[node.input[0]].largest > _ANGLE:
-        largest = bounds[node.input[0]].largest
+    kind, made = node.op_type, sizes.get(node.outputs[0].name or "")
+    largest = bounds[node.inputs[0]].largest if node.inputs else 0.0
+    if kind in ("Sin", "Cos", "Tan") and largest > _ANGLE:
         return f"its argument may reach {largest:g}, where float16 has no angles"
-    if kind in ("Floor", "Ceil", "Round") and bounds[node.input[0]].largest > _CELLS:
-        largest = bounds[node.input[0]].largest
+    if kind in ("Floor", "Ceil", "Round") and largest > _CELLS:
         return f"its argument may reach {largest:g}, where float16 is off by {largest * _UNIT:.2g}"
-    if kind == "Mod":
-        largest, least = bounds[node.input[0]].largest, bounds[node.input[1]].least
-        if largest * _UNIT > _SHARE * least:
-            return f"its argument may reach {largest:g}, and float16 loses the remainder"
+    if kind == "Mod" and largest * _UNIT > _SHARE * bounds[node.inputs[1]].least:
+        return f"its argument may reach {largest:g}, and float16 loses the remainder"
     if kind == "GridSample":
-        shape = bounds.shapes.get(node.input[0]) or [None]
+        shape = shape_of(node.inputs[0]) or [None]
         if None in shape or max(s or 0 for s in shape[2:]) > _PIXELS:
             return f"places on a map of {shape[2:]}: float16 loses parts of a pixel"
     if made is None:
         return ""
     if 0 < made.largest < _TINY:
         return f"its values reach {made.largest:g}: float16, whose step is 6e-08, has few digits"
-    given = [_size(bounds, sizes, name) for name in node.input]
+    given = [_size(bounds, sizes, value) for value in node.inputs]
     if kind in ("Softmax", "LogSoftmax") and given[0].high > _LOGITS:
         return f"its argument reaches {given[0].high:g}, where float16 is off by some percent"
     lost = _lost_digits(bounds, node, given)
@@ -312,7 +277,7 @@ def few_digits(bounds: Bounds, sizes: Mapping[str, Size], node: Any) -> str:
     return ""
 
 
-def _lost_digits(bounds: Bounds, node: Any, given: list[Size]) -> float:
+def _lost_digits(bounds: Bounds, node: ir.Node, given: list[Size]) -> float:
     """Largest term of a sum; 1 for a logarithm; 0 for operations that lose no digits."""
     if node.op_type in ("Add", "Sub", "Sum"):
         return max(size.largest for size in given)
@@ -323,17 +288,16 @@ def _lost_digits(bounds: Bounds, node: Any, given: list[Size]) -> float:
     return 0.0
 
 
-def is_small(bounds: Bounds, node: Any) -> bool:
+def is_small(bounds: Bounds, node: ir.Node) -> bool:
     """Whether a product has few terms, as for coordinates."""
-    weight = bounds.array(node.input[1])
-    shape = bounds.shapes.get(node.input[1]) if weight is None else list(weight.shape)
+    shape = Reading(bounds, node).shape(1)
     if shape is None or len(shape) < 2 or None in shape[-2:]:
         return False
     return min(size or 0 for size in shape[-2:]) <= FEW_TERMS
 
 
-def _size(bounds: Bounds, sizes: Mapping[str, Size], name: str) -> Size:
-    if name in sizes:
-        return sizes[name]
-    value = bounds.array(name) if name else None
-    return Size(0.0, 0.0, 0.0) if value is None or value.dtype.kind not in "fiu" else size_of(value)
+def _size(bounds: Bounds, sizes: Mapping[str, Size], value: ir.Value | None) -> Size:
+    if value is not None and (found := sizes.get(value.name or "")):
+        return found
+    array = bounds.array(value)
+    return Size(0.0, 0.0, 0.0) if array is None or array.dtype.kind not in "fiu" else size_of(array)

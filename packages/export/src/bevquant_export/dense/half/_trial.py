@@ -178,13 +178,13 @@ def tried(
 ) -> Typed:
     """Types without differences: first with float16 layers in front, then with float32 ones."""
     asked: Measure = lambda names: measure(frozenset(names))  # noqa: E731
-    typed, keep = half_typed(copy.deepcopy(proto), known, asked), set[str]()
+    typed, keep = half_typed(proto, known, asked), set[str]()
     for whole in (False, True):
         found = apart(typed) if typed.halves else ()
         if not found:
             break
         keep |= set(found)
-        typed = half_typed(copy.deepcopy(proto), known, asked, keep, whole=whole)
+        typed = half_typed(proto, known, asked, keep, whole=whole)
     return typed
 
 

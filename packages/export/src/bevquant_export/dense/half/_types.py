@@ -14,17 +14,18 @@ costs nothing. A Cast separates the two types. `single_nodes` decides on the oth
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from bevquant_export.dense.half._intervals import RENAMED
-from bevquant_export.dense.half._limits import FLOAT, LARGEST_HALF, SINGLE_INPUTS, FloatGraph
+from bevquant_export.dense.half._limits import LARGEST_HALF, SINGLE_INPUTS, is_single
 from bevquant_export.dense.half._single import Known, Measure, Singles
 
-_HALF = 10
+_HALF, _SINGLE = ir.DataType.FLOAT16, ir.DataType.FLOAT
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def half_typed(
     """The model with half types, checked in full and with strict shape inference.
 
     Args:
-        proto: All floats float32; it is changed.
+        proto: All floats float32.
         known: Tensors of the file to the largest value of any calibration frame, and whether all
             were whole numbers.
         measure: Sizes of tensors in several frames, see `Singles`.
@@ -65,128 +66,119 @@ def half_typed(
     """
     import onnx
 
-    for node in proto.graph.node:
-        if any(a.type in (5, 10) for a in node.attribute):
+    inferred = onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True)
+    model = ir.from_proto(inferred)
+    for node in model.graph:
+        if any(a.type in _GRAPHS for a in node.attributes.values()):
             raise ValueError(
                 f"{node.name or node.op_type}: it holds a graph of its own, whose types are not "
                 "followed; export the model without control flow"
             )
-    graph = FloatGraph(proto)
-    singles = Singles(graph, known, measure, keep, whole=whole)
-    halves = _Writer(graph, singles).run()
-    onnx.checker.check_model(proto, full_check=True)
-    onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
+    singles = Singles(model.graph, known, measure, keep, whole=whole)
+    halves = _Writer(model.graph, singles).run()
+    made = ir.to_proto(model)
+    del made.graph.value_info[:]
+    onnx.checker.check_model(made, full_check=True)
+    onnx.shape_inference.infer_shapes(made, check_type=True, strict_mode=True, data_prop=True)
     if singles.reasons:
-        proto.metadata_props.add(key="float32", value="\n".join(singles.reasons))
-    return Typed(proto, tuple(singles.reasons), halves)
+        made.metadata_props.add(key="float32", value="\n".join(singles.reasons))
+    return Typed(made, tuple(singles.reasons), halves)
 
 
 class _Writer:
     """Writes the types that `Singles` chose."""
 
-    def __init__(self, graph: FloatGraph, singles: Singles) -> None:
-        self.graph, self.floats, self.constants = graph.graph, graph.floats, graph.constants
-        self.single, self.ports = singles.single, singles.ports
-        self.halves = self.ports & {v.name for v in self.graph.input}
-        self.made: dict[str, str] = {}
-        self.taken = {*graph.makers, *(v.name for v in self.graph.input), *self.constants}
+    def __init__(self, graph: ir.Graph, singles: Singles) -> None:
+        self.graph, self.single, self.ports = graph, singles.single, singles.ports
+        self.halves = self.ports.intersection(graph.inputs)
+        self.made: dict[tuple[ir.Value, bool], ir.Value] = {}
+        values = (*graph.inputs, *graph.initializers.values())
+        self.taken = {v.name for v in (*values, *(o for node in graph for o in node.outputs))}
 
     def run(self) -> int:
         """Write the types; returns how many operations compute in float16."""
-        nodes = []
-        halves = sum(
-            n.output[0] not in self.single and n.output[0] in self.floats
-            and n.op_type not in RENAMED
-            for n in self.graph.node
-        )  # fmt: skip
-        for node in self.graph.node:
-            half = node.output[0] not in self.single
-            before = [*self._read(node, half)]
+        count = 0
+        for node in self.graph:
+            half = node not in self.single
+            count += half and is_single(node.outputs[0]) and node.op_type not in RENAMED
+            self._read(node, half)
             if half:
-                self._retyped(node)
-                self.halves.update(name for name in node.output if name in self.floats)
-            nodes += [*before, node]
-        nodes += self._outputs(nodes)
-        used = {name for node in nodes for name in node.input}
-        kept = [t for t in self.graph.initializer if t.name in used]
-        del self.graph.node[:], self.graph.initializer[:], self.graph.value_info[:]
-        self.graph.node.extend(nodes)
-        self.graph.initializer.extend(kept)
-        for port in (*self.graph.input, *self.graph.output):
-            if port.name in self.ports:
-                port.type.tensor_type.elem_type = _HALF
-        return halves
+                _retype(node)
+                self.halves.update(filter(is_single, node.outputs))
+        for slot, value in enumerate(self.graph.outputs):
+            if value in self.ports and value not in self.halves:
+                self._half_output(slot, value)
+        for value in [v for v in self.graph.initializers.values() if not v.uses()]:
+            del self.graph.initializers[value.name or ""]
+        for value in self.ports:
+            value.dtype = _HALF
+        return count
 
-    def _read(self, node: Any, half: bool) -> Iterator[Any]:
-        """Give a node its inputs in its own type; yields the Casts."""
-        from onnx import helper
-
-        for slot, name in enumerate(node.input):
-            if name not in self.floats or (
-                half and slot in SINGLE_INPUTS.get(node.op_type, ()) and name in self.constants
-            ):
+    def _read(self, node: ir.Node, half: bool) -> None:
+        """Give a node its inputs in its own type, behind Casts where needed."""
+        single = SINGLE_INPUTS.get(node.op_type, ())
+        for slot, value in enumerate(node.inputs):
+            if not is_single(value):
                 continue
-            wants_half = half and slot not in SINGLE_INPUTS.get(node.op_type, ())
-            if name in self.constants:
-                node.input[slot] = self._constant(name) if wants_half else name
-            elif wants_half != (name in self.halves):
-                cast = f"{name}.{'half' if wants_half else 'single'}"
-                if cast not in self.made:
-                    self.made[cast] = self._unique(cast)
-                    to = _HALF if wants_half else FLOAT
-                    yield helper.make_node(
-                        "Cast", [name], [self.made[cast]], name=f"{self.made[cast]}.Cast", to=to
-                    )
-                node.input[slot] = self.made[cast]
+            wanted = half and slot not in single
+            if value.is_initializer():
+                if wanted:
+                    node.replace_input_with(slot, self._constant(value))
+            elif wanted != (value in self.halves):
+                node.replace_input_with(slot, self._cast(value, wanted, node))
 
-    def _constant(self, name: str) -> str:
-        from onnx import numpy_helper
+    def _cast(self, value: ir.Value, half: bool, reader: ir.Node) -> ir.Value:
+        if (value, half) not in self.made:
+            name = self._unique(f"{value.name}.{'half' if half else 'single'}")
+            made = ir.Value(name=name, type=ir.TensorType(_HALF if half else _SINGLE))
+            self.graph.insert_before(reader, _cast_node(value, made, name))
+            self.made[value, half] = made
+        return self.made[value, half]
 
-        made = f"{name}.half"
-        if made not in self.made:
-            self.made[made] = self._unique(made)
-            tensor = numpy_helper.from_array(
-                _in_half(numpy_helper.to_array(self.constants[name])), self.made[made]
-            )
-            self.graph.initializer.append(tensor)
-        return self.made[made]
+    def _constant(self, value: ir.Value) -> ir.Value:
+        if (value, True) not in self.made:
+            assert value.const_value is not None
+            name = self._unique(f"{value.name}.half")
+            tensor = ir.tensor(_in_half(value.const_value.numpy()), name=name)
+            self.made[value, True] = made = ir.Value(name=name, const_value=tensor)
+            self.graph.register_initializer(made)
+        return self.made[value, True]
 
-    def _retyped(self, node: Any) -> None:
-        """Types in a node's attributes."""
-        from onnx import helper, numpy_helper
-
-        made = node.output[0]
-        if node.op_type == "ConstantOfShape" and not node.attribute and made in self.floats:
-            zero = numpy_helper.from_array(np.zeros(1, np.float32))  # what it means by nothing
-            node.attribute.append(helper.make_attribute("value", zero))
-        for attribute in node.attribute:
-            if node.op_type == "Cast" and attribute.name == "to" and attribute.i == FLOAT:
-                attribute.i = _HALF
-            if attribute.type == 4 and attribute.t.data_type == FLOAT:
-                value = _in_half(numpy_helper.to_array(attribute.t))
-                attribute.t.CopyFrom(numpy_helper.from_array(value, attribute.t.name))
-
-    def _outputs(self, nodes: list[Any]) -> list[Any]:
-        """Casts in front of float16 outputs whose producers are float32."""
-        from onnx import helper
-
-        made = []
-        for port in self.graph.output:
-            if port.name in self.ports and port.name not in self.halves:
-                inner = self._unique(f"{port.name}.single")
-                for node in nodes:
-                    for names in (node.input, node.output):
-                        names[:] = [inner if name == port.name else name for name in names]
-                made.append(
-                    helper.make_node("Cast", [inner], [port.name], name=f"{inner}.Cast", to=_HALF)
-                )
-        return made
+    def _half_output(self, slot: int, value: ir.Value) -> None:
+        """A Cast in front of a float16 output whose producer is float32."""
+        made = ir.Value(name=value.name, type=ir.TensorType(_HALF), shape=value.shape)
+        value.name = self._unique(f"{value.name}.single")
+        self.graph.append(_cast_node(value, made, value.name))
+        self.graph.outputs[slot] = made
+        self.ports.remove(value)
 
     def _unique(self, name: str) -> str:
         while name in self.taken:
             name += "_"
         self.taken.add(name)
         return name
+
+
+_GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+
+
+def _cast_node(value: ir.Value, made: ir.Value, name: str) -> ir.Node:
+    to = {"to": int(made.dtype or _HALF)}
+    return ir.node("Cast", [value], to, outputs=[made], name=f"{name}.Cast")
+
+
+def _retype(node: ir.Node) -> None:
+    """Types in a node's attributes."""
+    attributes = node.attributes
+    if node.op_type == "ConstantOfShape" and not attributes and is_single(node.outputs[0]):
+        # What it means by nothing.
+        attributes.add(ir.AttrTensor("value", ir.tensor(np.zeros(1, np.float32), name="")))
+    if node.op_type == "Cast" and attributes["to"].value == _SINGLE:
+        attributes.add(ir.AttrInt64("to", int(_HALF)))
+    for held in [*attributes.values()]:
+        if held.type == ir.AttributeType.TENSOR and held.value.dtype == _SINGLE:
+            half = ir.tensor(_in_half(held.value.numpy()), name=held.value.name)
+            attributes.add(ir.AttrTensor(held.name, half))
 
 
 def _in_half(values: Any) -> Any:
