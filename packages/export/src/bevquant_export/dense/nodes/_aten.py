@@ -1,350 +1,396 @@
-"""Float ATen operators by name: those that are layers of torch.nn, and nodes for the others.
+"""Nodes of float operators: a function for each, with the arguments of torch's operator.
 
-A captured model calls ``aten.conv2d(x, weight, bias, …)`` where its author wrote a layer. With the
-weights, which are constants of the program, the call becomes that layer again.
+`Ref`s are computed operands; weights are tensors and settings are numbers. A function returns None
+where its operator has no form with these arguments.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bevquant_export.dense._source import Source
 from bevquant_export.dense.nodes._graph import Graph
-from bevquant_export.dense.nodes._layout_ops import sliced
+from bevquant_export.dense.nodes._layout_ops import reshaped, sliced
 from bevquant_export.sparse.portable._body import FLOAT
-from bevquant_int8sim.program import FloatCall, Ref, Step
+from bevquant_graph import zero_padding
+from bevquant_int8sim.program import Ref, Step
 
 Read = Callable[[str], str]
+Form = Callable[..., str | None]
 
-_CONVS = {f"conv{n}d": getattr(nn, f"Conv{n}d") for n in (1, 2, 3)}
-_TRANSPOSED = {f"conv_transpose{n}d": getattr(nn, f"ConvTranspose{n}d") for n in (1, 2, 3)}
-_ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
-    "celu": nn.CELU,
-    "elu": nn.ELU,
-    "gelu": lambda approximate="none": nn.GELU(approximate),
-    "hardsigmoid": nn.Hardsigmoid,
-    "hardswish": nn.Hardswish,
-    "leaky_relu": nn.LeakyReLU,
-    "log_sigmoid": nn.LogSigmoid,
-    "mish": nn.Mish,
-    "selu": nn.SELU,
-    "silu": nn.SiLU,
-    "softplus": lambda beta=1, threshold=20: nn.Softplus(beta, threshold),
-}
 _LOWEST = -65504.0  # of half precision, in which engines may compute it
+_LINEAR_FROM = 15.0  # where softplus is its argument to the last bit of float32
 
 
-def as_layer(step: FloatCall, constants: Mapping[str, Tensor]) -> FloatCall:
-    """The step with a module in place of an operator and its weights; other steps unchanged.
+class At:
+    """The place for new nodes, and the values that a step reads.
 
     Args:
-        step: A float step that calls an operator.
-        constants: Constant values of the program.
+        graph: Receives the nodes.
+        step: The step.
+        read: Value of the program to its float tensor in the file.
+        source: The program and its sizes.
     """
-    if not isinstance(step.function, torch._ops.OpOverload):
-        return step
-    what = step.name
-    args = [_constant(a, constants) for a in step.args]
-    if any(isinstance(a, _Unknown) for a in args[1:]):
-        return step
-    layer = _layer(what, args[1:], dict(step.kwargs))
-    if layer is not None:
-        return replace(step, args=step.args[:1], kwargs={}, function=None, module=layer.eval())
-    if what == "layer_norm":
-        shape, weight, bias, eps, *_ = _filled(args[1:], ((), None, None, 1e-5))
-        return _norm(step, weight, bias, {"dim": list(range(-len(shape), 0)), "eps": eps})
-    if what == "instance_norm" and args[5]:  # of the input's own mean and variance
-        return _norm(step, args[1], args[2], {"eps": float(args[7])})
-    if what == "hardtanh":
-        low, high, *_ = _filled(args[1:], (-1.0, 1.0))
-        return replace(
-            step, args=step.args[:1], kwargs={"min": low, "max": high},
-            name="clamp",
-        )  # fmt: skip
-    return step
+
+    def __init__(self, graph: Graph, step: Step, read: Read, source: Source) -> None:
+        self.graph, self.step, self.source = graph, step, source
+        self.path, self._read = step.path, read
+
+    def node(self, operator: str, *inputs: Any, **attributes: Any) -> str:
+        """Add a node; numbers among its inputs are constants."""
+        return self.graph.node(operator, self.path, list(map(self.name, inputs)), **attributes)
+
+    def name(self, value: Ref | str | float) -> str:
+        """Tensor of an operand."""
+        if isinstance(value, Ref):
+            return self._read(value.name)
+        return value if isinstance(value, str) else self.graph.constant(f"float_{value:g}", value)
+
+    def parameter(self, name: str, value: Any) -> str:
+        """A constant of the module."""
+        value = value.detach().float().cpu().numpy() if isinstance(value, Tensor) else value
+        return self.graph.constant(f"{self.path}.{name}", value)
+
+    def parameters(self, **tensors: Tensor | None) -> list[str]:
+        """Those that are given."""
+        return [self.parameter(name, t) for name, t in tensors.items() if t is not None]
+
+    def shape(self, x: Ref) -> tuple[int, ...]:
+        """Shape in the run of the program."""
+        shape: tuple[int, ...] = self.source.shapes[x.name]
+        return shape
+
+    def free(self, x: Ref) -> int:
+        """Number of free sizes."""
+        return sum(isinstance(size, str) for size in self.source.named(x.name))
 
 
-def _norm(step: FloatCall, weight: Any, bias: Any, kwargs: dict[str, Any]) -> FloatCall:
-    kwargs = {**kwargs, "weight": weight, "bias": bias}
-    return replace(step, args=step.args[:1], function=None, kwargs=kwargs)
+def plain(operator: str) -> Form:
+    """ONNX's function of one tensor."""
+    return lambda at, x: at.node(operator, x)
 
 
-class _Unknown:
-    """A value that is not constant."""
+# Activations. Operator set 11 has no Celu, Gelu, HardSwish and Mish that runtimes accept, so these
+# are written in basic operators.
 
 
-def _constant(value: Any, constants: Mapping[str, Tensor]) -> Any:
-    if not isinstance(value, Ref):
-        return value
-    return constants.get(value.name, _Unknown())
+def _celu(at: At, x: Ref, alpha: float = 1.0) -> str:
+    return at.node("Mul", at.node("Elu", at.node("Div", x, alpha)), alpha)
 
 
-def _layer(what: str, rest: list[Any], kwargs: dict[str, Any]) -> nn.Module | None:
-    """Operands after the first, and named ones, as a module of torch."""
-    if what in _ACTIVATIONS:
-        return _ACTIVATIONS[what](*rest, **kwargs)
-    if kwargs:
+def _elu(at: At, x: Ref, alpha: float = 1.0) -> str:
+    return at.node("Elu", x, alpha=float(alpha))
+
+
+def _gelu(at: At, x: Ref, approximate: str = "none") -> str:
+    half = at.node("Mul", x, 0.5)
+    if approximate == "none":
+        erf = at.node("Erf", at.node("Mul", x, math.sqrt(0.5)))
+        return at.node("Mul", half, at.node("Add", erf, 1.0))
+    cube = at.node("Mul", at.node("Mul", at.node("Mul", x, x), x), 0.044715)
+    inner = at.node("Mul", at.node("Add", x, cube), math.sqrt(2 / math.pi))
+    return at.node("Mul", half, at.node("Add", at.node("Tanh", inner), 1.0))
+
+
+def _hardsigmoid(at: At, x: Ref) -> str:
+    return at.node("HardSigmoid", x, alpha=1 / 6, beta=0.5)
+
+
+def _hardswish(at: At, x: Ref) -> str:
+    return at.node("Mul", x, _hardsigmoid(at, x))
+
+
+def _leaky_relu(at: At, x: Ref, negative_slope: float = 0.01) -> str:
+    return at.node("LeakyRelu", x, alpha=float(negative_slope))
+
+
+def _log_sigmoid(at: At, x: Ref) -> str:
+    return at.node("Neg", at.node("Softplus", at.node("Neg", x)))
+
+
+def _mish(at: At, x: Ref) -> str:
+    return at.node("Mul", x, at.node("Tanh", at.node("Softplus", x)))
+
+
+def _silu(at: At, x: Ref) -> str:
+    return at.node("Mul", x, at.node("Sigmoid", x))
+
+
+def _softplus(at: At, x: Ref, beta: float = 1.0, threshold: float = 20.0) -> str | None:
+    if threshold < _LINEAR_FROM:
         return None
-    if what in _CONVS and isinstance(rest[0], Tensor):
-        weight, bias, stride, padding, dilation, groups = _filled(rest, (None, None, 1, 0, 1, 1))
-        rank = weight.dim() - 2
-        made = _CONVS[what](
-            weight.shape[1] * groups, weight.shape[0], tuple(weight.shape[2:]),
-            _sizes(stride, rank),
-            padding if isinstance(padding, str) else _sizes(padding, rank),
-            _sizes(dilation, rank), groups, bias is not None, device="meta",
-        )  # fmt: skip
-        return _with(made, weight=weight, bias=bias)
-    if what in _TRANSPOSED and isinstance(rest[0], Tensor):
-        weight, bias, stride, padding, more, groups, dilation = _filled(
-            rest, (None, None, 1, 0, 0, 1, 1)
-        )
-        rank = weight.dim() - 2
-        made = _TRANSPOSED[what](
-            weight.shape[0], weight.shape[1] * groups, tuple(weight.shape[2:]),
-            _sizes(stride, rank), _sizes(padding, rank), _sizes(more, rank), groups,
-            bias is not None, _sizes(dilation, rank), device="meta",
-        )  # fmt: skip
-        return _with(made, weight=weight, bias=bias)
-    if what == "linear" and isinstance(rest[0], Tensor) and rest[0].dim() == 2:
-        weight, bias = _filled(rest, (None, None))
-        made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
-        return _with(made, weight=weight, bias=bias)
-    if what == "batch_norm" and isinstance(rest[2], Tensor) and not rest[4]:
-        weight, bias, mean, var = rest[:4]
-        norm = nn.BatchNorm2d(len(mean), float(rest[6]), affine=weight is not None, device="meta")
-        norm.running_mean, norm.running_var = mean, var
-        return _with(norm, weight=weight, bias=bias)
-    if what == "group_norm":
-        groups, weight, bias, eps, *_ = _filled(rest, (None, None, 1e-5))
-        channels = groups if weight is None else len(weight)
-        group_norm = nn.GroupNorm(groups, channels, eps, weight is not None, device="meta")
-        group_norm.bias = None  # type: ignore[assignment]
-        return _with(group_norm, weight=weight, bias=bias)
-    if what == "prelu" and isinstance(rest[0], Tensor):
-        return _with(nn.PReLU(rest[0].numel(), device="meta"), weight=rest[0])
-    return None
+    if beta == 1:
+        return at.node("Softplus", x)
+    return at.node("Div", at.node("Softplus", at.node("Mul", x, float(beta))), float(beta))
 
 
-def _filled(given: list[Any], defaults: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (*given, *defaults[len(given) :])
+def _prelu(at: At, x: Ref, weight: Tensor) -> str:
+    name, axes = at.name(x), len(at.shape(x)) - 2
+    slope = weight.reshape(-1, *[1] * axes) if weight.numel() > 1 else weight  # along axis 1
+    return at.node("PRelu", name, at.parameter("weight", slope))
 
 
-def _sizes(value: Any, rank: int) -> tuple[int, ...]:
-    values = tuple(value) if isinstance(value, list | tuple) else (value,)
+# Layers with float weights
+
+
+def _conv(
+    at: At, x: Ref, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
+    dilation: Any = 1, groups: int = 1,
+) -> str:  # fmt: skip
+    settings = _windows(weight, stride, dilation, groups)
+    padding = padding if isinstance(padding, str) else _sizes(padding, weight.dim() - 2)
+    before, after = zip(*zero_padding(SimpleNamespace(padding=padding, dilation=settings[
+        "dilations"], kernel_size=settings["kernel_shape"])), strict=True)  # fmt: skip
+    inputs = [at.graph.float_operand(at.path, at.name(x)), *at.parameters(weight=weight, bias=bias)]
+    return at.node("Conv", *inputs, pads=[*before, *after], **settings)
+
+
+def _conv_transpose(
+    at: At, x: Ref, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
+    output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
+) -> str:  # fmt: skip
+    pads, more = (_sizes(value, weight.dim() - 2) for value in (padding, output_padding))
+    inputs = [at.graph.float_operand(at.path, at.name(x)), *at.parameters(weight=weight, bias=bias)]
+    return at.node(
+        "ConvTranspose", *inputs, pads=pads * 2, output_padding=more,
+        **_windows(weight, stride, dilation, groups),
+    )  # fmt: skip
+
+
+def _windows(weight: Tensor, stride: Any, dilation: Any, groups: int) -> dict[str, Any]:
+    rank = weight.dim() - 2
+    return {
+        "strides": _sizes(stride, rank), "dilations": _sizes(dilation, rank),
+        "group": groups, "kernel_shape": list(weight.shape[2:]),
+    }  # fmt: skip
+
+
+def _sizes(value: Any, rank: int) -> list[int]:
+    values = list(value) if isinstance(value, list | tuple) else [value]
     return values * rank if len(values) == 1 else values
 
 
-def _with(module: nn.Module, **tensors: Tensor | None) -> nn.Module:
-    """The module with these parameters, the same tensor objects."""
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            setattr(module, name, nn.Parameter(tensor, requires_grad=False))
-    return module
+def _linear(at: At, x: Ref, weight: Tensor, bias: Tensor | None = None) -> str | None:
+    if weight.dim() != 2:
+        return None
+    name = at.name(x)
+    if len(at.shape(x)) == 2:
+        name = at.graph.float_operand(at.path, name)
+        return at.node("Gemm", name, *at.parameters(weight=weight, bias=bias), transB=1)
+    made = at.node("MatMul", name, at.parameter("weight", weight.t()))
+    return made if bias is None else at.node("Add", made, at.parameter("bias", bias))
 
 
-# Products, sums, clamps and normalizations as nodes
+# Norms
 
 
-def softmax(
-    graph: Graph, path: str, x: str, axis: int, rank: int, operator: str = "Softmax"
+def _batch_norm(
+    at: At, x: Ref, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+    running_var: Tensor | None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+    cudnn_enabled: bool = False,
+) -> str | None:  # fmt: skip
+    if training or running_mean is None:
+        return None
+    name, count = at.name(x), len(running_mean)
+    inputs = at.parameters(
+        weight=torch.ones(count) if weight is None else weight,
+        bias=torch.zeros(count) if bias is None else bias,
+        running_mean=running_mean, running_var=running_var,
+    )  # fmt: skip
+    return at.node("BatchNormalization", name, *inputs, epsilon=float(eps))
+
+
+def _group_norm(
+    at: At, x: Ref, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
+    eps: float = 1e-5, cudnn_enabled: bool = True,
+) -> str | None:  # fmt: skip
+    """Normalize the values of each group as one row, then apply factor and shift."""
+    if at.free(x) > 1:
+        return None
+    rows = reshaped(at.graph, at.path, at.name(x), [0, num_groups, -1])
+    made = _instances(at, rows, num_groups, 3, float(eps))
+    made = reshaped(at.graph, at.path, made, at.source.target(at.path, x.name))
+    return _affine(at, made, weight, bias, len(at.shape(x)) - 2)
+
+
+def _instance_norm(
+    at: At, x: Ref, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+    running_var: Tensor | None, use_input_stats: bool, momentum: float, eps: float,
+    cudnn_enabled: bool,
+) -> str | None:  # fmt: skip
+    if not use_input_stats:
+        return None
+    shape = at.shape(x)
+    made = _instances(at, at.name(x), shape[1], len(shape), float(eps))
+    return _affine(at, made, weight, bias, len(shape) - 2)
+
+
+def _layer_norm(
+    at: At, x: Ref, normalized_shape: Any, weight: Tensor | None = None,
+    bias: Tensor | None = None, eps: float = 1e-5, cudnn_enable: bool = True,
+) -> str:  # fmt: skip
+    axes = range(-len(normalized_shape), 0)
+    return _axes_norm(at, x, dim=axes, eps=eps, weight=weight, bias=bias)
+
+
+def _axes_norm(
+    at: At, x: Ref, *, dim: Collection[int], eps: float, weight: Any = None, bias: Any = None
 ) -> str:
-    """Softmax or LogSoftmax; before operator set 13 it flattens all axes from its axis on."""
-    axis %= rank
-    if graph.profile.opset >= 13 or axis == rank - 1:
-        return graph.node(operator, path, [x], axis=axis)
-    order = list(range(rank))
-    order[axis], order[-1] = order[-1], order[axis]
-    turned = graph.node("Transpose", path, [x], perm=order)
-    made = graph.node(operator, path, [turned], axis=rank - 1)
-    return graph.node("Transpose", path, [made], perm=order)
+    """Layer norm in basic operators: LayerNormalization needs operator set 17."""
+    axes = sorted(axis % len(at.shape(x)) for axis in dim)
+    return _affine(at, _normalized(at, at.name(x), axes, eps), weight, bias, 0)
 
 
-def _reduced(graph: Graph, step: Step, read: Read, source: Source, operator: str) -> str | None:
-    found = _axes(step, source)
-    if found is None:
-        return None
-    x, (axes, keep) = read(step.args[0].name), found
-    return graph.node(operator, step.path, [x], axes=axes, keepdims=keep)
-
-
-def _axes(step: Step, source: Source) -> tuple[list[int], int] | None:
-    """The reduced axes, and whether they stay with size 1; None for other arguments."""
-    given = _given(step, "dim", "keepdim")
-    if set(given) - {"dim", "keepdim"}:
-        return None
-    rank, dim = len(source.shapes[step.args[0].name]), given.get("dim")
-    dims = range(rank) if dim is None or dim == () else [dim] if isinstance(dim, int) else dim
-    return sorted(d % rank for d in dims), int(bool(given.get("keepdim", False)))
-
-
-def _given(step: Step, *names: str) -> dict[str, Any]:
-    """Arguments after the first, by name; surplus ones by position."""
-    rest = step.args[1:]
-    surplus = {str(place): value for place, value in enumerate(rest[len(names) :])}
-    return {**dict(zip(names, rest, strict=False)), **surplus, **step.kwargs}
-
-
-def _matmul(graph: Graph, step: Step, read: Read, source: Source) -> str | None:
-    if len(step.args) != 2:
-        return None
-    names = []
-    for ref, turned in zip(step.args, ("x_trans", "y_trans"), strict=True):
-        name, rank = read(ref.name), len(source.shapes[ref.name])
-        if step.kwargs.get(turned):
-            order = [*range(rank - 2), rank - 1, rank - 2]
-            name = graph.node("Transpose", step.path, [name], perm=order)
-        names.append(name)
-    return graph.node("MatMul", step.path, names)
-
-
-def _clamp(graph: Graph, step: Step, read: Read, source: Source) -> str | None:
-    given = _given(step, "min", "max")
-    low, high = given.get("min"), given.get("max")
-    if set(given) - {"min", "max"} or isinstance(low, Ref) or isinstance(high, Ref):
-        return None
-    limits = ["" if limit is None else _number(graph, limit) for limit in (low, high)]
-    inputs = [read(step.args[0].name), *limits]
-    return graph.node("Clip", step.path, inputs if limits[1] else inputs[:2])
-
-
-def _glu(graph: Graph, step: Step, read: Read, source: Source) -> str:
-    shape, x = source.shapes[step.args[0].name], read(step.args[0].name)
-    axis = int(_given(step, "dim").get("dim", -1)) % len(shape)
-    half = shape[axis] // 2
-    values = sliced(graph, step.path, x, {axis: (0, half, 1)})
-    gates = sliced(graph, step.path, x, {axis: (half, 2 * half, 1)})
-    return graph.node("Mul", step.path, [values, graph.node("Sigmoid", step.path, [gates])])
-
-
-def _guarded_div(graph: Graph, step: Step, read: Read, source: Source) -> str:
-    """Division where x/0 is ±top and 0/0 is 0."""
-    path, (x, y) = step.path, (read(ref.name) for ref in step.args)
-    top, one = (_number(graph, value) for value in (step.kwargs["top"], 1.0))
-    zero = graph.node("Equal", path, [y, _number(graph, 0.0)])
-    ratio = graph.node("Div", path, [x, graph.node("Where", path, [zero, one, y])])
-    top = graph.node("Mul", path, [graph.node("Sign", path, [x]), top])
-    return graph.node("Where", path, [zero, top, ratio])
-
-
-def _layer_norm(graph: Graph, step: Step, read: Read, source: Source) -> str | None:
-    """Layer norm in basic operators: LayerNormalization needs operator set 17.
-
-    Axes are ``dim``; torch's function has a shape instead.
-    """
-    if "dim" not in step.kwargs:
-        return None
-    path, x = step.path, read(step.args[0].name)
-    rank = len(source.shapes[step.args[0].name])
-    axes = sorted(d % rank for d in step.kwargs["dim"])
-    return _affine(graph, step, _normalized(graph, path, x, axes, step.kwargs["eps"]), 0)
-
-
-def _instance_norm(graph: Graph, step: Step, read: Read, source: Source) -> str | None:
-    if step.target is not None:  # not read by `as_layer`
-        return None
-    x, shape = read(step.args[0].name), source.shapes[step.args[0].name]
-    made = instances(graph, step.path, x, (shape[1], len(shape)), step.kwargs["eps"])
-    return _affine(graph, step, made, len(shape) - 2)
-
-
-def _affine(graph: Graph, step: Step, made: str, axes: int) -> str:
+def _affine(at: At, made: str, weight: Tensor | None, bias: Tensor | None, axes: int) -> str:
     """Factor and shift of a norm, with `axes` further axes."""
-    for name, operator in (("weight", "Mul"), ("bias", "Add")):
-        if (tensor := step.kwargs.get(name)) is not None:
-            value = tensor.detach().float().cpu().numpy()
-            value = value.reshape(*value.shape, *[1] * axes)
-            constant = graph.constant(f"{step.path}.{name}", value)
-            made = graph.node(operator, step.path, [made, constant])
+    for name, operator, tensor in (("weight", "Mul", weight), ("bias", "Add", bias)):
+        if tensor is not None:
+            value = tensor.reshape(*tensor.shape, *[1] * axes)
+            made = at.node(operator, made, at.parameter(name, value))
     return made
 
 
-def instances(graph: Graph, path: str, x: str, form: tuple[int, int], epsilon: float) -> str:
-    """Normalize each row of each channel; `form` holds the numbers of channels and axes."""
-    channels, rank = form
-    if not graph.profile.fuses_norms:
-        return _normalized(graph, path, x, list(range(2, rank)), epsilon)
+def _instances(at: At, x: str, channels: int, rank: int, epsilon: float) -> str:
+    """Normalize each row of each channel."""
+    if not at.graph.profile.fuses_norms:
+        return _normalized(at, x, list(range(2, rank)), epsilon)
     constants = [
-        graph.constant(f"{name}s_{channels}", np.full(channels, value, np.float32))
+        at.graph.constant(f"{name}s_{channels}", np.full(channels, value, np.float32))
         for name, value in (("one", 1), ("zero", 0))
     ]
-    return graph.node("InstanceNormalization", path, [x, *constants], epsilon=epsilon)
+    return at.node("InstanceNormalization", x, *constants, epsilon=epsilon)
 
 
-def _normalized(graph: Graph, path: str, x: str, axes: list[int], epsilon: float) -> str:
+def _normalized(at: At, x: str, axes: list[int], epsilon: float) -> str:
     """(x - mean) / √(variance + ε) over some axes."""
     reduced: dict[str, Any] = {"axes": axes, "keepdims": 1}
-    deviation = graph.node("Sub", path, [x, graph.node("ReduceMean", path, [x], **reduced)])
-    fuses = graph.profile.fuses_norms
-    factor = deviation if fuses else graph.node("Abs", path, [deviation])
-    square = graph.node("Mul", path, [factor, factor])
-    variance = graph.node("ReduceMean", path, [square], **reduced)
-    constant = graph.constant(f"{path}.eps", epsilon)
-    spread = graph.node("Sqrt", path, [graph.node("Add", path, [variance, constant])])
-    return graph.node("Div", path, [deviation, spread])
+    deviation = at.node("Sub", x, at.node("ReduceMean", x, **reduced))
+    factor = deviation if at.graph.profile.fuses_norms else at.node("Abs", deviation)
+    variance = at.node("ReduceMean", at.node("Mul", factor, factor), **reduced)
+    spread = at.node("Sqrt", at.node("Add", variance, at.parameter("eps", epsilon)))
+    return at.node("Div", deviation, spread)
 
 
-def _attention(graph: Graph, step: Step, read: Read, source: Source) -> str | None:
+# Products, sums and clamps
+
+
+def softmax(operator: str, at: At, x: Any, dim: int | None = None, *more: Any, **_: Any) -> Any:
+    """Softmax or LogSoftmax; before operator set 13 it flattens all axes from its axis on."""
+    if dim is None:
+        return None
+    return _along(operator, at, at.name(x), int(dim), len(at.shape(x)))
+
+
+def _along(operator: str, at: At, x: str, axis: int, rank: int) -> str:
+    axis %= rank
+    if at.graph.profile.opset >= 13 or axis == rank - 1:
+        return at.node(operator, x, axis=axis)
+    order = list(range(rank))
+    order[axis], order[-1] = order[-1], order[axis]
+    turned = at.node("Transpose", x, perm=order)
+    return at.node("Transpose", at.node(operator, turned, axis=rank - 1), perm=order)
+
+
+def _reduced(operator: str, at: At, x: Ref, dim: Any = None, keepdim: Any = False) -> str:
+    rank = len(at.shape(x))
+    dims = range(rank) if dim is None or dim == () else [dim] if isinstance(dim, int) else dim
+    axes = sorted(d % rank for d in dims)
+    return at.node(operator, x, axes=axes, keepdims=int(bool(keepdim)))
+
+
+def _matmul(at: At, x: Ref, y: Ref, *, x_trans: bool = False, y_trans: bool = False) -> str:
+    names = []
+    for ref, turned in ((x, x_trans), (y, y_trans)):
+        rank = len(at.shape(ref))
+        order = [*range(rank - 2), rank - 1, rank - 2]
+        names.append(at.node("Transpose", ref, perm=order) if turned else at.name(ref))
+    return at.node("MatMul", *names)
+
+
+def _clamp(at: At, x: Ref, min: Any = None, max: Any = None) -> str | None:
+    if isinstance(min, Ref) or isinstance(max, Ref):
+        return None
+    limits = ["" if limit is None else at.name(limit) for limit in (min, max)]
+    return at.node("Clip", x, *(limits if limits[1] else limits[:1]))
+
+
+def _glu(at: At, x: Ref, dim: int = -1) -> str:
+    shape, name = at.shape(x), at.name(x)
+    axis = int(dim) % len(shape)
+    half = shape[axis] // 2
+    values = sliced(at.graph, at.path, name, {axis: (0, half, 1)})
+    gates = sliced(at.graph, at.path, name, {axis: (half, 2 * half, 1)})
+    return at.node("Mul", values, at.node("Sigmoid", gates))
+
+
+def _guarded_div(at: At, x: Ref, y: Ref, *, top: float) -> str:
+    """Division where x/0 is ±top and 0/0 is 0."""
+    zero = at.node("Equal", y, 0.0)
+    ratio = at.node("Div", x, at.node("Where", zero, 1.0, y))
+    return at.node("Where", zero, at.node("Mul", at.node("Sign", x), top), ratio)
+
+
+def _attention(
+    at: At, query: Any, key: Any, value: Any, attn_mask: Ref | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> str | None:  # fmt: skip
     """softmax(q·kᵀ·s + mask)·v, with s = 1/√d by default.
 
     A boolean mask becomes the lowest number at masked places, which gives 0 after the softmax.
     Fully masked rows are zero, as in torch.
     """
-    given = _given(step, "key", "value", "attn_mask", "dropout_p", "is_causal")
-    operands = [step.args[0], given.pop("key"), given.pop("value")]
-    mask, scale = given.pop("attn_mask", None), given.pop("scale", None)
-    causal = given.pop("is_causal", False)
-    if given.pop("enable_gqa", False) or given.pop("dropout_p", 0):
+    operands = (query, key, value)
+    if enable_gqa or dropout_p or not all(isinstance(ref, Ref) for ref in operands):
         return None
-    if given or not all(isinstance(ref, Ref) for ref in operands):
-        return None
-    path, (q, k, v) = step.path, (read(ref.name) for ref in operands)
-    shape = source.shapes[operands[0].name]
+    q, k, v = map(at.name, operands)
+    shape, source = at.shape(query), at.source
     rank = len(shape)
     counts = [source.named(ref.name)[-2] for ref in operands[:2]]
-    if causal and any(isinstance(count, str) for count in counts):
+    if is_causal and any(isinstance(count, str) for count in counts):
         return None  # the mask is as large as the frame
-    order = [*range(rank - 2), rank - 1, rank - 2]
     scale = 1 / math.sqrt(shape[-1]) if scale is None else float(scale)
-    q = graph.node("Mul", path, [q, _number(graph, scale)])
-    made = graph.node("MatMul", path, [q, graph.node("Transpose", path, [k], perm=order)])
+    q = at.node("Mul", q, scale)
+    made = at.node(
+        "MatMul", q, at.node("Transpose", k, perm=[*range(rank - 2), rank - 1, rank - 2])
+    )
     shut = None
-    if causal:
+    if is_causal:
         later = np.triu(np.full([int(count) for count in counts], _LOWEST, np.float32), 1)
-        made = graph.node("Add", path, [made, graph.constant(f"{path}.causal".lstrip("."), later)])
-    elif mask is not None and source.dtype(mask.name) == torch.bool:
-        shut = read(mask.name)
-        made = graph.node("Where", path, [shut, made, _number(graph, _LOWEST)])
-    elif mask is not None:
-        made = graph.node("Add", path, [made, read(mask.name)])
-    made = softmax(graph, path, made, -1, rank)
-    if shut is not None:
-        seen, last = graph.node("Cast", path, [shut], to=FLOAT), len(source.shapes[mask.name]) - 1
-        seen = graph.node("ReduceMax", path, [seen], axes=[last], keepdims=1)
-        made = graph.node("Mul", path, [made, seen])
-    return graph.node("MatMul", path, [made, v])
+        made = at.node("Add", made, at.graph.constant(f"{at.path}.causal".lstrip("."), later))
+    elif attn_mask is not None and source.dtype(attn_mask.name) == torch.bool:
+        shut = at.name(attn_mask)
+        made = at.node("Where", shut, made, _LOWEST)
+    elif attn_mask is not None:
+        made = at.node("Add", made, attn_mask)
+    made = _along("Softmax", at, made, -1, rank)
+    if shut is not None and attn_mask is not None:
+        seen, last = at.node("Cast", shut, to=FLOAT), len(at.shape(attn_mask)) - 1
+        made = at.node("Mul", made, at.node("ReduceMax", seen, axes=[last], keepdims=1))
+    return at.node("MatMul", made, v)
 
 
-def _number(graph: Graph, value: float) -> str:
-    return graph.constant(f"float_{value:g}", np.float32(value))
-
-
-NAMED: dict[str, Callable[[Graph, Step, Read, Source], str | None]] = {
-    "clamp": _clamp,
-    "glu": _glu,
-    "guarded_div": _guarded_div,
-    "instance_norm": _instance_norm,
-    "layer_norm": _layer_norm,
+# Operators whose weights are constants, and modules of torch.
+LAYERS: Mapping[str, Form] = {
+    "celu": _celu, "elu": _elu, "gelu": _gelu, "hardsigmoid": _hardsigmoid,
+    "hardswish": _hardswish, "leaky_relu": _leaky_relu, "log_sigmoid": _log_sigmoid,
+    "mish": _mish, "prelu": _prelu, "selu": plain("Selu"), "silu": _silu, "softplus": _softplus,
+    "linear": _linear, "batch_norm": _batch_norm, "group_norm": _group_norm,
+    "instance_norm": _instance_norm, "layer_norm": _layer_norm,
+    **{f"conv{n}d": _conv for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": _conv_transpose for n in (1, 2, 3)},
+}  # fmt: skip
+NAMED: Mapping[str, Form] = {
+    "clamp": _clamp, "glu": _glu, "guarded_div": _guarded_div, "layer_norm": _axes_norm,
     "scaled_dot_product_attention": _attention,
     **dict.fromkeys(("matmul", "bmm", "mm"), _matmul),
-    "mean": partial(_reduced, operator="ReduceMean"),
-    "sum": partial(_reduced, operator="ReduceSum"),
-}
+    "mean": partial(_reduced, "ReduceMean"), "sum": partial(_reduced, "ReduceSum"),
+    "softmax": partial(softmax, "Softmax"), "log_softmax": partial(softmax, "LogSoftmax"),
+}  # fmt: skip

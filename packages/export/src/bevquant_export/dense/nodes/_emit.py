@@ -14,8 +14,7 @@ from torch import Tensor
 from bevquant_export._errors import QdqError
 from bevquant_export._taken_numbers import counts_frames, decisions
 from bevquant_export.dense._source import Source, integer_model, location
-from bevquant_export.dense.nodes._aten import as_layer
-from bevquant_export.dense.nodes._floats import float_operation
+from bevquant_export.dense.nodes._floats import as_layer, float_operation
 from bevquant_export.dense.nodes._graph import Graph, TensorState
 from bevquant_export.dense.nodes._grid import average_pool, max_pool, resize
 from bevquant_export.dense.nodes._layout_ops import (
