@@ -140,7 +140,7 @@ def test_json_prints_the_summary(quiet_run: Path, capsys: pytest.CaptureFixture[
 
 
 def test_verdict_of_an_unfolded_model_offers_no_export(tmp_path: Path) -> None:
-    made = PtqResult(tmp_path, [], [], [], [], [], (), {}, 0.0)
+    made = PtqResult(tmp_path, [], [], [], [], {}, 0.0, quantizers=[], warnings=())
     assert "export --run" in verdict(made)[0]
     assert "need folded batch norms" in verdict(made, folded=False)[0]
 

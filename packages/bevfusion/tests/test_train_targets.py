@@ -120,15 +120,6 @@ def test_the_matching_is_the_cheapest_of_all(rows: int, columns: int, seed: int)
     assert cost[left, right].sum() == best
 
 
-def test_large_matchings_cost_what_scipys_do() -> None:
-    optimize = pytest.importorskip("scipy.optimize")
-    generator = np.random.default_rng(5)
-    for shape in ((200, 60), (60, 200), (90, 90)):
-        cost = generator.normal(size=shape)
-        wanted = cost[optimize.linear_sum_assignment(cost)].sum()
-        assert cost[assign(cost)].sum() == pytest.approx(wanted, rel=1e-12)
-
-
 def test_a_cost_that_is_no_number_is_refused() -> None:
     with pytest.raises(InputError, match="NaN or infinity"):
         assign([[1.0, float("nan")]])

@@ -134,13 +134,7 @@ class Comparison:
 
 
 def _write_page(record: RunRecord, comparison: Comparison, frames: Sequence[str]) -> Path:
-    """Write report.html: the tables, and the command that repeats them.
-
-    Args:
-        record: Record of the comparison.
-        comparison: Its result.
-        frames: Names of all frames.
-    """
+    """Write report.html: the tables, and the command that repeats them."""
     title, settings = record.path.name, comparison.runs[0].settings
     shown = {
         "runs": ", ".join(run.folder for run in comparison.runs),
@@ -234,19 +228,11 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     return [f.resolve().name if often[f.resolve().name] == 1 else str(f) for f in folders]
 
 
-def _load_alike(
-    folders: Sequence[Path], frames: Sequence[Frame], batch: Batch
-) -> tuple[Detector, list[Detector]]:
-    """Load the runs one after another and keep the first run's float model.
+def _load_alike(folders: Sequence[Path], batch: Batch) -> tuple[Detector, list[Detector]]:
+    """One float model, and the models of each run, in eval mode.
 
-    Args:
-        folders: Checked by `_check_settings`.
-        frames: Detectors in their own code are captured with the first frame.
-        batch: On this batch the float models must agree within a thousandth of the heat map's
-            largest value. Runs with and without folded batch norms do.
-
-    Returns:
-        One float model, and the models of each run, in eval mode.
+    Float models agree on the batch within a thousandth of the heat map's largest value, with and
+    without folded batch norms.
 
     Raises:
         InputError: A run cannot be loaded, or its float weights differ.
@@ -342,7 +328,7 @@ def run_compare(
             parts = build_detector(sizes, found[0].parts)  # makes the batches, and is not run
             batches = FrameBatches(frames, sizes, parts, cameras or found[0].used_cameras)
             _refuse_without_boxes(parts, sizes)
-            float_model, quantized = _load_alike(folders, frames, batches[0])
+            float_model, quantized = _load_alike(folders, batches[0])
         with clock.step("lower to integers"):
             models = _models(float_model, quantized, read_runs, batches, integers)
         digests = [run.settings.sha256 for run in read_runs]

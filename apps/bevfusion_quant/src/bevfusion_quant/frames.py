@@ -70,12 +70,7 @@ def street_size(config: str) -> str:
 
 
 def frames_of(options: FrameOptions, *, with_cameras: bool, size: str) -> Sequence[Frame]:
-    """Open the frames of `--points` or `--dataset`.
-
-    Args:
-        options: The frame options.
-        with_cameras: Whether to read images.
-        size: Size of the model; sets the street's scans and images.
+    """Open the frames of `--points` or `--dataset`; `size` sets the street's scans and images.
 
     Raises:
         InputError: Neither or both are given; an unknown kind of data set; options of another
@@ -228,11 +223,6 @@ def training_frames(options: FrameOptions, *, size: str, with_cameras: bool) -> 
     | streets | seeds from 1,000,000 + `first`, 1,000 of them by default (elsewhere from 0) |
     | a PandaSet sequence | frames 0 to 27 |
     | other data sets | all that the options name |
-
-    Args:
-        options: Where the frames are.
-        size: Size of the street's scans and images.
-        with_cameras: Whether to read images.
     """
     if options.dataset == "street":
         count = options.count or 1000

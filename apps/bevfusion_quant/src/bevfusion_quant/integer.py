@@ -160,19 +160,7 @@ def evaluate_models(
 ) -> tuple[QuantizationEvaluation, Simulation | None]:
     """Evaluate the float, fake-quantized and, if present, integer model frame by frame.
 
-    Args:
-        float_model: The float model of the others.
-        quantized_model: The calibrated model.
-        low: Result of `lower_model`.
-        batches: At least one.
-        sizes: Sizes of the model.
-        clock: Times the steps.
-        folder: Where the first rank writes `integer/`.
-        shards: Keeps finished results while several ranks work.
-        branch: The quantized branch.
-        accumulator: Receives all models' detections.
-        layer_frames: Number of frames, from the first, on which integer layers are compared; None
-            for all.
+    See `evaluate_quantized` and `simulate_model` for the arguments.
     """
     blame = "" if low is None else "float and integer model cannot be compared"
     with clock.step("compare", blame=blame):

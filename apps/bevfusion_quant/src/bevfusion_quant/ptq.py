@@ -130,7 +130,21 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class PtqResult:
+class _RunResult:
+    folder: Path
+    layers: list[LayerRow]
+    stages: list[StageRow]
+    agreement: list[AgreementRow]
+    labels_found: list[FoundRow]
+    seconds: dict[str, float]
+    peak_memory_mib: float
+    simulation: Simulation | None = None
+    notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PtqResult(_RunResult):
     """Folder, tables, warnings, seconds by step and memory of a run.
 
     `refused` is the reason why files could not be written; `notes` are facts about a model in other
@@ -138,22 +152,12 @@ class PtqResult:
     model was not trained; `remedy` names layers that make a useless result usable in float.
     """
 
-    folder: Path
-    layers: list[LayerRow]
-    stages: list[StageRow]
-    agreement: list[AgreementRow]
-    labels_found: list[FoundRow]
     quantizers: list[QuantizerRow]
     warnings: tuple[str, ...]
-    seconds: dict[str, float]
-    peak_memory_mib: float
     findings: tuple[PoorData, ...] = ()
-    simulation: Simulation | None = None
     exported: ExportedSet | None = None
     weights: WeightSize | None = None
     refused: str = ""
-    notes: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
     random_weights: bool = False
     remedy: str = ""
 
@@ -344,33 +348,21 @@ def _warnings(report: CalibrationReport, findings: Sequence[PoorData]) -> tuple[
 
 def _rounding(result: RoundingResult) -> dict[str, Any]:
     """Relative output error of each layer before and after rounding; layers left out; reasons."""
+    keys = ("path", "nearest", "error")
     return {
-        "layers": [
-            {"path": layer.path, "nearest": layer.nearest, "error": layer.error}
-            for layer in result.layers
-        ],
+        "layers": [{key: getattr(layer, key) for key in keys} for layer in result.layers],
         "skipped": [{"path": path, "reason": reason} for path, reason in result.skipped],
     }
 
 
-@dataclass(frozen=True)
-class EvaluateResult:
+@dataclass(frozen=True, kw_only=True)
+class EvaluateResult(_RunResult):
     """Folder, tables, seconds by step, peak memory in MiB.
 
     `accuracy` is None without a head or without labels.
     """
 
-    folder: Path
-    layers: list[LayerRow]
-    stages: list[StageRow]
-    agreement: list[AgreementRow]
-    labels_found: list[FoundRow]
-    seconds: dict[str, float]
-    peak_memory_mib: float
-    simulation: Simulation | None = None
     accuracy: Accuracy | None = None
-    notes: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
 
 
 def run_evaluate(
@@ -416,14 +408,10 @@ def run_evaluate(
         batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
         classes = sizes.head.classes  # none of a detector in other code that names none
         accumulator = accuracy_accumulator(sizes, batches, bootstrap) if classes else None
-        stated: dict[str, Any] = {
-            "evaluates": str(run),
-            "cameras": cameras,
-            "integers": integers,
-            "layer_frames": layer_frames,
-            "command": record.command,
-        }
-        shards = record.shards(frames, stated, loaded.float_model, model)
+        settings: dict[str, Any] = {"evaluates": str(run), "config": ran.config}
+        settings |= {"weights": ran.weights, "cameras": cameras}
+        decides = {"integers": integers, "layer_frames": layer_frames, "command": record.command}
+        shards = record.shards(frames, settings | decides, loaded.float_model, model)
         low = lower_model(loaded.float_model, model, batches, sizes, clock, integers)
         evaluation, simulation = evaluate_models(
             loaded.float_model, model, low, batches, sizes, clock, record.folder, shards,
@@ -444,12 +432,6 @@ def run_evaluate(
         if not shards.ranks.first:  # the first one writes
             seconds, peak = clock.spent()
             return made(seconds=seconds, peak_memory_mib=peak)
-        settings = {
-            "evaluates": str(run),
-            "config": ran.config,
-            "weights": ran.weights,
-            "cameras": cameras,
-        }
         evaluated = EvaluatedRun(
             record, sizes, batches, evaluation, simulation=simulation, accuracy=accuracy
         )

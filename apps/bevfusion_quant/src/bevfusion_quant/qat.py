@@ -317,23 +317,10 @@ def write_run(
     shown: Sequence[Frame],
     evaluated: bool,
 ) -> Accuracy | None:
-    """Write the files of a `ptq` run: model, settings, summary, page, pictures.
+    """Write the files of a `ptq` run: model, settings, summary, page, pictures; return the scores.
 
     The float model in the page and in the folder is that of the run from which training started.
-
-    Args:
-        record: Record of the new run.
-        start: The run from which training started.
-        model: The trained model, with constant ranges, on the CPU in eval mode.
-        training: Record of the training, stored under `qat`.
-        clock: Times the steps.
-        run: Folder of the run from which training started, for its plan.
-        cameras: Names of the used cameras.
-        shown: Frames; the first is drawn.
-        evaluated: Whether all frames are scored against their labels.
-
-    Returns:
-        Scores of the models, if frames were scored.
+    `training` is stored under `qat`; `shown` are frames, the first is drawn.
     """
     ran = start.settings
     sizes, branch = start.sizes, ran.branch

@@ -24,14 +24,8 @@ def find_remedy(
 ) -> str:
     """Text with the layers, their gain and the option that leaves them in float; or empty.
 
-    Args:
-        model: The quantized model.
-        layers: Its layer table. The search runs the model many times, and only where the row of an
-            output is below `USELESS_DB`.
-        batches: The frames; the first ones are used.
-        config: Configuration of the run.
-        plan: Plan of the run. The remedy's plan has its precisions for all other layers.
-        folder: Gets the remedy's plan, `REMEDY_FILE`.
+    The search runs the model on the first frames many times, and only where the row of an output is
+    below `USELESS_DB`. The plan goes to `REMEDY_FILE`; other layers keep the run's precisions.
     """
     if not any(layer == "output" and level < USELESS_DB for level, layer in known_levels(layers)):
         return ""

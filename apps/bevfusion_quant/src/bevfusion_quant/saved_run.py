@@ -73,11 +73,6 @@ def apply_plan(model: nn.Module, plan: PrecisionPlan) -> None:
 def refuse_in_files(plan: PrecisionPlan, where: str | Path, target: str) -> None:
     """Refuse a plan with precisions that an engine's files cannot hold.
 
-    Args:
-        plan: Plan of the run.
-        where: Name of the run, for the message.
-        target: Name of the engine.
-
     Raises:
         InputError: Names the layers, and the engines whose files hold their precisions.
     """
@@ -125,17 +120,10 @@ def save_model(
     float_model: Detector | None = None,
     plan: PrecisionPlan | None = None,
 ) -> dict[str, str]:
-    """Write weights.safetensors (folded weights and ranges) and ranges.json (ranges alone).
+    """Write weights.safetensors (folded weights and ranges), ranges.json (ranges alone), plan.json.
 
-    Args:
-        folder: Destination.
-        model: The quantized model.
-        float_model: Its float model. If rounding or training changed the quantized model's weights,
-            the float weights go to float_weights.safetensors.
-        plan: Plan that the model follows, for plan.json.
-
-    Returns:
-        The sha256 of each file by name; `load_run` checks them.
+    If rounding or training changed the weights of the float model, its own go to
+    float_weights.safetensors. Returns the sha256 of each file by name; `load_run` checks them.
     """
     save_ranges(model, folder / "ranges.json")
     held = model.state_dict()
@@ -300,24 +288,14 @@ def _config(settings: ModelSettings) -> PtqConfig:
 
 
 def frames_for_run(options: FrameOptions, settings: ModelSettings) -> Sequence[Frame]:
-    """Frames of the options, in the form that the run's model reads.
-
-    Args:
-        options: The frame options.
-        settings: Settings of the run.
-    """
+    """Frames of the options, in the form that the run's model reads."""
     images = reads_images(settings.branch, settings.model)
     images |= is_foreign(settings.model) and bool(options.cameras)
     return frames_of(options, with_cameras=images, size=settings.config)
 
 
 def refuse_unfolded(settings: ModelSettings, run: str | Path, what: str) -> None:
-    """Refuse an operation that needs folded batch norms.
-
-    Args:
-        settings: Settings of the run.
-        run: Its folder, for the message.
-        what: The operation, such as "run in integers".
+    """Refuse an operation that needs folded batch norms, such as "run in integers".
 
     Raises:
         InputError: The run's batch norms are not folded.

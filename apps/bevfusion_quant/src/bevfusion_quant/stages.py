@@ -33,12 +33,7 @@ _DETECTORS = {
 
 
 def sizes_of(model: str, config: str, weights: Path | None = None) -> Sizes:
-    """Sizes of `--model` and `--config`; a detector in its own code is loaded.
-
-    Args:
-        model: Name of the detector.
-        config: Name of the sizes.
-        weights: The checkpoint of a detector in its own code.
+    """Sizes of `--model` and `--config`; a detector in its own code is loaded, with the weights.
 
     Raises:
         InputError: An unknown detector, one that cannot be loaded, or one without these sizes.
@@ -200,12 +195,7 @@ def quantize_as(
 ) -> Stage[QuantizeResult]:
     """`quantize_branch` with the arguments of a run's configuration.
 
-    Args:
-        fused: Result of `fuse_branch`; not changed.
-        example: A batch that the model can run on.
-        config: Configuration of the run.
-        plan: Plan that the run follows. A plan that names the first sparse convolution decides
-            whether that layer gets quantizers.
+    A plan that names the first sparse convolution decides whether that layer gets quantizers.
     """
     first = first_sparse_conv(fused)
     planned = any(path in group.modules for group in plan or () for path in first)

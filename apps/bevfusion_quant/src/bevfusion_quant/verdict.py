@@ -13,12 +13,7 @@ if TYPE_CHECKING:
 
 
 def verdict(result: PtqResult, *, folded: bool = True) -> tuple[str, ...]:
-    """One line each: boxes kept, worst layer, sizes, files, page. Missing results have no line.
-
-    Args:
-        result: Of `run_ptq`.
-        folded: Whether batch norms are folded, which files need.
-    """
+    """One line each: boxes kept, worst layer, sizes, files, page. Missing results have no line."""
     lines = [
         ("Result", unusable(result.layers, result.agreement, result.remedy)),
         ("Boxes", _boxes(result)),

@@ -64,12 +64,7 @@ def shown(folder: Path, options: RunOptions, text: str) -> str:
 
 
 def dry_run_text(command: Any, folder: Path) -> str:
-    """Planned reads, computations and writes: each group's options that are set.
-
-    Args:
-        command: A checked command of `COMMANDS`.
-        folder: The folder that it would write.
-    """
+    """Planned reads, computations and writes: each group's options that are set."""
     from bevfusion_quant.frames import frames_of
     from bevfusion_quant.options._help import GROUPS
 

@@ -61,12 +61,7 @@ def _marches_with_figures() -> Iterable[str]:
 
 
 def unknown_name(hint: Any, value: Any) -> str:
-    """The error text for an option's unknown name; "" if the name is known.
-
-    Args:
-        hint: The option's type, with its annotation.
-        value: A name, or several.
-    """
+    """The error text for an unknown name, or one of several; "" if all are known."""
     given = [value] if isinstance(value, str) else value if isinstance(value, tuple) else ()
     for names in _owners(hint) if given else ():
         there = tuple(names())

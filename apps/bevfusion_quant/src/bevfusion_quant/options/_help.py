@@ -66,12 +66,7 @@ _UNSAID = (None, (), False)
 
 
 def grouped(command: type, defaults: Mapping[str, Any] | None = None) -> type:
-    """The nested class of a command that tyro reads.
-
-    Args:
-        command: A flat dataclass.
-        defaults: Values to use as defaults in place of the command's own.
-    """
+    """The nested class of a flat command that tyro reads; `defaults` replace the command's own."""
     hints = get_type_hints(command, include_extras=True)
     help_texts = _help_texts(command)
     own = {one.name: one for one in fields(command)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, cast
+from typing import TYPE_CHECKING, Any
 
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.options._choices import ConfigName, ModelName, TrainedBranch
@@ -13,14 +13,7 @@ if TYPE_CHECKING:
     from bevfusion.training import Augmentation
 
 
-class _Execution(TypedDict):
-    """Keywords of `run_train` and `run_qat` that do not change the result."""
-
-    resume: bool
-    device: str
-    workers: int
-    cache: Path | None
-    checkpoint_every: int
+_EXECUTION = ("resume", "device", "workers", "cache", "checkpoint_every")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +49,9 @@ class TrainingOptions:
 
         return Augmentation(self.flip, self.rotation, self.scale)
 
-    def execution(self) -> _Execution:
-        """Keywords of `run_train` and `run_qat`."""
-        values = {name: getattr(self, name) for name in _Execution.__annotations__}
-        return cast("_Execution", values)
+    def execution(self) -> dict[str, Any]:
+        """Keywords of `run_train` and `run_qat` that do not change the result."""
+        return {name: getattr(self, name) for name in _EXECUTION}
 
 
 @dataclass(frozen=True, kw_only=True)

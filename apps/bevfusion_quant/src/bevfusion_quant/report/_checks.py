@@ -25,12 +25,7 @@ _SOURCE = {"--points": 0, "--dataset": 1, "--data": 0, "--split": 1, "--data-ver
 
 
 def command_for(what: str, measured: Measured) -> str:
-    """The command that measures a missing result, with the frames of the run's own command.
-
-    Args:
-        what: A sub-command, or "bpu" for `ptq --target bpu`.
-        measured: The run and its measurements.
-    """
+    """The command of a missing result with the frames of the run; "bpu" is `ptq --target bpu`."""
     run = measured.run
     source = _options(run, _SOURCE)
     if not source and run.frames and all(name.startswith("street_") for name in run.frames):
@@ -97,12 +92,7 @@ class Check:
 
 
 def checks(gathered: Gathered, groups: Sequence[HeadlineGroup]) -> tuple[Check, ...]:
-    """Questions about a run, in the order of the page.
-
-    Args:
-        gathered: Sources of the page.
-        groups: The headline table.
-    """
+    """Questions about a run, in the order of the page."""
     return tuple(_checks(gathered, groups))
 
 

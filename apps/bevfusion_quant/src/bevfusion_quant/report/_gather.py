@@ -209,15 +209,20 @@ class _Finder:
                 (alike for kind in kinds if (alike := [e for e in candidates if e.kind == kind])),
                 [],
             )
-            if not there:
-                continue
-            found[slot] = max(there, key=lambda e: _written(e.folder))
-            others = [str(e.folder) for e in candidates if e.kind in kinds and e not in there]
-            others += [str(e.folder) for e in there if e is not found[slot]]
-            others = [name for name in others if name != str(found[slot].folder)]
-            if others:
-                self.notes.append(f"{found[slot].folder} was taken, not {', '.join(others)}")
+            others = [e for e in candidates if e.kind in kinds and e not in there]
+            newest = self._newest(there, others)
+            found |= {} if newest is None else {slot: newest}
         return Measured(run, **found)
+
+    def _newest(self, there: Sequence[Evidence], others: Sequence[Evidence]) -> Evidence | None:
+        """The last written of `there`, with a note about all the others."""
+        newest = max(there, key=lambda e: _written(e.folder), default=None)
+        if newest is None:
+            return None
+        left = [str(e.folder) for e in (*others, *there) if str(e.folder) != str(newest.folder)]
+        if left:
+            self.notes.append(f"{newest.folder} was taken, not {', '.join(left)}")
+        return newest
 
     def comparison(self, run: Evidence) -> Evidence | None:
         named = [e for e in self.taken if e.kind == "comparison"]
@@ -232,11 +237,7 @@ class _Finder:
             for folder in self.folders
             if (settings := read_config(folder)) is not None and _compares(settings, run)
         ]
-        newest = max(there, key=lambda e: _written(e.folder), default=None)
-        others = [str(e.folder) for e in there if e is not newest]
-        if newest is not None and others:
-            self.notes.append(f"{newest.folder} was taken, not {', '.join(others)}")
-        return newest
+        return self._newest(there, [])
 
     def _of(self, run: Evidence) -> Iterable[Path]:
         for folder in self.folders:
@@ -308,12 +309,7 @@ def gather(
 
 
 def _read_model(folder: Path, option: str, kinds: tuple[str, ...]) -> Evidence:
-    """Read a run that holds a model, and check that its files are unchanged.
-
-    Args:
-        folder: Folder of the run.
-        option: The option that named it, for messages.
-        kinds: Accepted values of `Evidence.kind`.
+    """Read a run of one of these kinds, and check that its files are unchanged.
 
     Raises:
         InputError: No such run, one of another kind, or changed files.

@@ -118,12 +118,7 @@ def headline_group(
 ) -> tuple[HeadlineGroup, HeadlineRow] | None:
     """A run's mean average precision on the largest set of frames: of its integers, if they ran.
 
-    Args:
-        groups: The headline table.
-        run: A run that holds a model.
-
-    Returns:
-        The row and its group; None without scores of the run.
+    The row and its group; None without scores of the run.
     """
     found = [
         (group, row)

@@ -53,11 +53,7 @@ class _Compilations(Listener):  # type: ignore[misc]  # numba has no types
 
 @contextmanager
 def shown_stage(name: str) -> Iterator[None]:
-    """Show the name of the stage while the block runs; nothing with --quiet.
-
-    Args:
-        name: Name of the stage.
-    """
+    """Show the name of the stage while the block runs; nothing with --quiet."""
     if not LOG.isEnabledFor(logging.INFO):
         yield
         return

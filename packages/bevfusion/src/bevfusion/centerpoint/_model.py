@@ -23,6 +23,7 @@ from bevfusion.centerpoint._pillars import (
     VoxelMeans,
 )
 from bevfusion.model import SECOND, SECONDFPN, Batch, Detector, lidar_map, prepared
+from bevfusion.model._model import FlowStep
 from bevfusion.model.head import ConvUnit
 
 
@@ -129,10 +130,13 @@ class CenterPoint(Detector):
             "head": ("pts_bbox_head",),
         }
     )
-    stages = MappingProxyType(
-        {"lidar": "pts_middle_encoder", "decoder": "pts_neck", "head": "pts_bbox_head"}
+    steps: tuple[FlowStep, ...] = (
+        FlowStep("LiDAR encoder", "lidar", "pts_middle_encoder", ("voxels",), "lidar"),
+        FlowStep("decoder backbone", "decoder", "pts_backbone", ("lidar",), "decoded"),
+        FlowStep("decoder neck", "decoder", "pts_neck", ("decoded",), "decoder"),
+        FlowStep("head", "head", "pts_bbox_head", ("decoder",), "head"),
     )
-
+    stages = MappingProxyType({step.part: step.path for step in steps})
     folded_apart = tuple(path for paths in part_paths.values() for path in paths)
     map_axes = "yx"
 
@@ -145,6 +149,11 @@ class CenterPoint(Detector):
             self.pts_voxel_encoder: nn.Module = PillarFeatureNet(lidar)
             self.kept_in_float = {"pts_voxel_encoder": METRES_IN_FLOAT}
             self.pts_middle_encoder: nn.Module = PointPillarsScatter(lidar)
+            self.steps = (
+                FlowStep("pillar encoder", "lidar", "pts_voxel_encoder", ("voxels",), "pillars"),
+                FlowStep("scatter", "lidar", "pts_middle_encoder", ("pillars",), "lidar"),
+                *self.steps[1:],
+            )
         else:
             from bevfusion.model._encoder import SparseEncoder
 

@@ -8,28 +8,30 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from bevfusion.centerpoint import CenterPoint
 from bevfusion.deployment._check import Figures, join_figures
 from bevfusion.deployment._files import FilePart, bpu_files, centerpoint_files
 from bevfusion.deployment._pieces import Piece
 from bevfusion.deployment._result import ExportedFile
-from bevfusion.deployment._split import SplitModel
-from bevfusion.model import PART_PATHS, Batch, Detector
+from bevfusion.deployment._split import SplitModel, unit_of
+from bevfusion.model import Batch, BEVFusion, Detector
 
 Shape = tuple[int, ...]
 PlanOfUnit = TypeVar("PlanOfUnit", contravariant=True)
 
 _WHY_CPU = {
-    "lidar": "sparse convolutions, where a BPU has dense ones alone",
+    "LiDAR encoder": "sparse convolutions, where a BPU has dense ones alone",
     "scatter": "each pillar's features go to its cell, a place that the frame decides",
-    "vtransform": "a softmax over depth, then sums over the frustum points of each cell; the "
+    "view transform": "a softmax over depth, then sums over the frustum points of each cell; the "
     "mapper runs the first on the CPU and does not know the second",
-    "head": "attention and a choice of queries by score; the mapper runs parts of both on the CPU, "
-    "so the head stays float as a whole",
+    "heads.object": "attention and a choice of queries by score; the mapper runs parts of both on "
+    "the CPU, so the head stays float as a whole",
 }
 
 
@@ -76,13 +78,8 @@ def unit_inputs(unit: str, parts: Sequence[str], kind: str = "bevfusion") -> tup
         parts: What runs on the BPU.
         kind: Of the detector.
     """
-    if unit == "camera":
-        return ("images",)
-    if "fuser" in parts:
-        return ("camera", "lidar")
-    if "decoder" in parts:
-        return ("fuser" if kind == "bevfusion" else "lidar",)
-    return ("decoder",)
+    steps = (BEVFusion if kind == "bevfusion" else CenterPoint).steps
+    return next(step.inputs for step in steps if unit_of(step, parts) == unit)
 
 
 def compose_plan(
@@ -107,58 +104,25 @@ def compose_plan(
     Returns:
         The names of the model's outputs.
     """
-
-    def source(name: str) -> str:
-        return made.source(name, shapes.get(name))
-
-    def place(name: str, path: str, why: str, stage: str, *inputs: str) -> str:
-        operator, shape = type(model.get_submodule(path)).__name__, shapes.get(stage)
-        return made.on_cpu(name, *inputs, reason=why, operator=operator, path=path, shape=shape)
-
-    def on_cpu(name: str, part: str, below: str, stage: str, *inputs: str) -> str:
-        why = _WHY_CPU.get(below.removeprefix(".")) or _WHY_CPU.get(part) or reasons[part]
-        return place(name, f"{PART_PATHS[part]}{below}", why, stage, *inputs)
-
-    if model.kind != "bevfusion":
-        x = source("voxels")
-        for path, why in model.kept_in_float.items():
-            x = place("pillar encoder", path, why, "", x)
-        name, why = ("scatter",) * 2 if model.kept_in_float else ("LiDAR encoder", "lidar")
-        x = place(name, model.stages["lidar"], _WHY_CPU[why], "lidar", x)
-        if "decoder" not in parts:
-            backbone, neck = model.part_paths["decoder"]
-            x = place("decoder backbone", backbone, reasons["decoder"], "", x)
-            x = place("decoder neck", neck, reasons["decoder"], "decoder", x)
-        outputs = made.unit(units["bev"], x)
-        if "head" in model.parts and "head" not in parts:
-            outputs = (place("head", model.stages["head"], reasons["head"], "head", *outputs),)
-        return outputs
-    maps = []
-    if "camera" in model.parts:
-        x = source("images")
-        if "camera" in parts:
-            (x,) = made.unit(units["camera"], x)
-        else:
-            x = on_cpu("camera backbone", "camera", ".backbone", "", x)
-            x = on_cpu("camera neck", "camera", ".neck", "neck", x)
-        depth = source("depth")
-        maps.append(on_cpu("view transform", "camera", ".vtransform", "camera", x, depth))
-    if "lidar" in model.parts:
-        voxels = source("voxels")
-        maps.append(on_cpu("LiDAR encoder", "lidar", ".backbone", "lidar", voxels))
-    x = maps[0]
-    if "fuser" in parts:
-        (x,) = made.unit(units["bev"], *maps)
-    elif "fuser" in model.parts:
-        x = on_cpu("fuser", "fuser", "", "fuser", *maps)
-    if "decoder" in model.parts and "decoder" not in parts:
-        x = on_cpu("decoder backbone", "decoder", ".backbone", "", x)
-        x = on_cpu("decoder neck", "decoder", ".neck", "decoder", x)
-    elif "decoder" in model.parts and "fuser" not in parts:
-        (x,) = made.unit(units["bev"], x)
-    if "head" in model.parts:
-        x = on_cpu("head", "head", "", "head", x)
-    return (x,)
+    named: dict[str, tuple[str, ...]] = {}
+    placed: dict[str, tuple[str, ...]] = {}
+    last: tuple[str, ...] = ()
+    for step in model.flow:
+        for name in step.inputs:
+            if name not in named:
+                named[name] = (made.source(name, shapes.get(name)),)
+        inputs = [name for value in step.inputs for name in named[value]]
+        unit = unit_of(step, parts)
+        if not unit:
+            known = {**_WHY_CPU, **model.kept_in_float}
+            reason = known.get(step.path) or known.get(step.name) or reasons[step.part]
+            place = partial(made.on_cpu, path=step.path, shape=shapes.get(step.output))
+            operator = type(model.get_submodule(step.path)).__name__
+            last = (place(step.name, *inputs, reason=reason, operator=operator),)
+        elif unit not in placed:
+            last = placed[unit] = made.unit(units[unit], *inputs)
+        named[step.output] = last
+    return last
 
 
 class _UnitForms(Protocol):

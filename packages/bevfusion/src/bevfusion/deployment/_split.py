@@ -15,6 +15,7 @@ from bev_data.tables import CellParts, Row, Table, or_dash, table_of
 from bevfusion.deployment._files import DECODER, CenterPart, HeldPart
 from bevfusion.evaluation import FrameBatches, ModelAccumulators
 from bevfusion.model import Batch, Detector, Sizes
+from bevfusion.model._model import FlowStep
 from bevfusion.quantization import STAGE_TITLES, QuantizationEvaluation, StageProbe, whole_output
 from bevquant_qnn import LayerRow, PairSums
 
@@ -158,6 +159,13 @@ def unit_weights(state: Mapping[str, Tensor], unit: str) -> dict[str, Tensor]:
     return {name.removeprefix(stem): t for name, t in state.items() if name.startswith(stem)}
 
 
+def unit_of(step: FlowStep, parts: Sequence[str]) -> str:
+    """The unit that holds a step if these parts run on the BPU; "" for the CPU's."""
+    if step.part not in parts or step.output == "camera":  # the view transform
+        return ""
+    return "camera" if step.part == "camera" else "bev"
+
+
 FUSED_LAYER = "fuser.0"  # whose result is the fused map, wherever it runs
 
 
@@ -216,47 +224,35 @@ class SplitModel(nn.Module):
             note: Called with every result on the way: of an operator under "unit/node", of a
                 stage under its name.
         """
-        model: Any = self.model
-        built = self.model.parts
-        maps = []
-        if "camera" in built:
-            assert images is not None
-            camera = model.camera
-            flat = images.flatten(0, 1)
-            x: Any
-            if "camera" in self.parts:
-                x = self._run("camera", note, flat)
-            else:
-                x = camera["neck"](camera["backbone"](flat))[0]
-            note("neck", x)
-            maps.append(camera["vtransform"](x.unflatten(0, (batch_size, -1)), depth, cells))
-            note("camera", maps[-1])
-        if "lidar" in built:
-            maps.append(model.encode_lidar(features, coords, batch_size))
-            note("lidar", maps[-1])
-        return self._dense(maps, note)
-
-    def _dense(self, maps: list[Tensor], note: Note) -> Any:
-        """Fuser, decoder and head, as far as they are there, in float or as a graph."""
-        model: Any = self.model
-        x: Any = maps if "fuser" in model.parts else maps[0]
-        on_cpu: dict[str, Callable[[Any], Any]] = {
-            "fuser": lambda maps: model.fuser(*maps),
-            "decoder": lambda x: model.decoder["neck"](model.decoder["backbone"](x)),
-            "head": lambda x: model.head(x),
-        }
-        on_bpu = [part for part in on_cpu if part in self.parts]
-        for part in (part for part in on_cpu if part in model.parts):
-            if part not in on_bpu:
-                x = on_cpu[part](x)
-            elif part == on_bpu[0]:  # the graph holds those that follow too
-                x = self._run("bev", note, *(x if part == "fuser" else [x]))
-            if part == "head":
-                x = x if isinstance(x, dict) else dict(zip(model.head.output_names, x, strict=True))
-                note(part, whole_output(x))
-            elif part not in on_bpu[:-1]:
-                note(part, x)
+        values: dict[str, Any] = {"voxels": features, "depth": depth}
+        if images is not None:
+            values["images"] = images.flatten(0, 1)
+        flow, ran = self.model.flow, set()
+        units = [unit_of(step, self.parts) for step in flow]
+        for step, unit, following in zip(flow, units, [*units[1:], ""], strict=True):
+            inputs = [values[name] for name in step.inputs]
+            if not unit:
+                x = self._on_cpu(step, inputs, coords, batch_size, cells)
+            elif unit not in ran:  # the graph holds its other steps too
+                x = self._run(unit, note, *inputs)
+                ran.add(unit)
+            if step.output == "head" and not isinstance(x, dict):
+                x = dict(zip(self.model.head.output_names, x, strict=True))
+            values[step.output] = x
+            if step.output in STAGE_TITLES and (not unit or unit != following):
+                note(step.output, whole_output(x) if step.output == "head" else x)
         return x
+
+    def _on_cpu(
+        self, step: FlowStep, inputs: list[Any], coords: Any, batch_size: int, cells: Any
+    ) -> Any:
+        module, x = self.model.get_submodule(step.path), inputs[0]
+        if step.output == "camera":
+            return module(x.unflatten(0, (batch_size, -1)), inputs[1], cells)
+        if step.output == "lidar":
+            return module(x, coords, batch_size)
+        made = module(*inputs)
+        return made[0] if step.output == "neck" else made
 
     def _run(self, unit: str, note: Note, *inputs: Tensor) -> Any:
         def tell(node: fx.Node, value: Any) -> None:

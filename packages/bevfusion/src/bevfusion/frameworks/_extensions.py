@@ -20,6 +20,8 @@ from torch import Tensor
 from bevfusion.frameworks import _operators as operators
 from bevfusion.frameworks._openpcdet_operators import (
     Functions,
+    boxes_hold,
+    into,
     openpcdet_extensions,
     points_in_boxes,
     roiaware_pool,
@@ -45,10 +47,6 @@ def _hard_voxelize(
     for given, result in zip((voxels, cells, counts), found, strict=True):
         given[: len(result)] = result
     number.fill_(len(found[0]))
-
-
-def _overlap(a: Tensor, b: Tensor, out: Tensor) -> None:
-    out.copy_(operators.boxes_overlap_bev(a, b))
 
 
 def _keep(rows: Tensor, keep: Tensor, number: Tensor) -> None:
@@ -103,21 +101,6 @@ def _points_in_boxes_all(boxes: Tensor, points: Tensor, out: Tensor) -> None:
         found.copy_(operators.points_in_boxes(place, own, bottom=True).T)
 
 
-def _points_in_boxes_bottom(boxes: Tensor, points: Tensor, out: Tensor) -> None:
-    out.copy_(operators.points_in_boxes(points, boxes, bottom=True))
-
-
-def _three_nn(target: Tensor, source: Tensor, squared: Tensor, rows: Tensor, **_: int) -> None:
-    for given, result in zip((squared, rows), operators.three_nn(target, source), strict=True):
-        given.copy_(result)
-
-
-def _three_interpolate(
-    features: Tensor, rows: Tensor, weights: Tensor, out: Tensor, **_: int
-) -> None:
-    out.copy_(operators.three_interpolate(features, rows, weights))
-
-
 def _ball_query(
     centers: Tensor, points: Tensor, rows: Tensor, b: int, n: int, m: int, min_radius: float,
     max_radius: float, nsample: int,
@@ -138,12 +121,8 @@ def _stack_ball_query(
         found[:, 0][empty] = -1
 
 
-def _group_points(features: Tensor, rows: Tensor, out: Tensor, **_: int) -> None:
-    out.copy_(operators.group_points(features, rows))
-
-
-def _gather_points(features: Tensor, rows: Tensor, out: Tensor, **_: int) -> None:
-    out.copy_(operators.group_points(features, rows[..., None])[..., 0])
+def _gather_points(features: Tensor, rows: Tensor) -> Tensor:
+    return operators.group_points(features, rows[..., None])[..., 0]
 
 
 def _stack_group_points(
@@ -220,10 +199,10 @@ MMCV: Functions = {
     "dynamic_voxelize_forward": _dynamic_voxelize,
     "furthest_point_sampling_forward": _furthest,
     "furthest_point_sampling_with_dist_forward": _furthest_of_distances,
-    "gather_points_forward": _gather_points,
-    "group_points_forward": _group_points,
+    "gather_points_forward": into(_gather_points),
+    "group_points_forward": into(operators.group_points),
     "hard_voxelize_forward": _hard_voxelize,
-    "iou3d_boxes_overlap_bev_forward": _overlap,
+    "iou3d_boxes_overlap_bev_forward": into(operators.boxes_overlap_bev),
     "iou3d_nms3d_forward": _nms3d,
     "iou3d_nms3d_normal_forward": _nms3d_normal,
     "modulated_deform_conv_forward": _modulated_deform_conv,
@@ -231,14 +210,14 @@ MMCV: Functions = {
     "nms": _nms,
     "nms_rotated": _nms_rotated,
     "points_in_boxes_all_forward": _points_in_boxes_all,
-    "points_in_boxes_cpu_forward": _points_in_boxes_bottom,
+    "points_in_boxes_cpu_forward": into(partial(boxes_hold, bottom=True)),
     "points_in_boxes_part_forward": partial(points_in_boxes, bottom=True),
     "roiaware_pool3d_forward": partial(roiaware_pool, bottom=True),
     "roipoint_pool3d_forward": partial(roipoint_pool, bottom=True),
     "stack_ball_query_forward": _stack_ball_query,
     "stack_group_points_forward": _stack_group_points,
-    "three_interpolate_forward": _three_interpolate,
-    "three_nn_forward": _three_nn,
+    "three_interpolate_forward": into(operators.three_interpolate),
+    "three_nn_forward": into(operators.three_nn, 2),
 }
 """Of `mmcv._ext`."""
 

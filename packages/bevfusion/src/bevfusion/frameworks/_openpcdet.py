@@ -55,9 +55,6 @@ PACKAGES: Mapping[str, Mapping[str, Any]] = {
     "torch_scatter": {"scatter_max": _scatter_max, "scatter_mean": _scatter_mean},
     "SharedArray": {},
     "torchvision": {},
-    "scipy": {},
-    "scipy.optimize": {"linear_sum_assignment": None},
-    "scipy.spatial": {"Delaunay": None},
     "pcdet.datasets": {},  # imports the tools of every data set
     "pcdet.datasets.augmentor": {},
 }

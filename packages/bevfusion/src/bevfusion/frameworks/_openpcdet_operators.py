@@ -27,16 +27,19 @@ def _tensors(function: Callable[..., None]) -> Callable[..., None]:
     return lambda *args: function(*(one for one in args if isinstance(one, Tensor)))
 
 
-def _iou(a: Tensor, b: Tensor, out: Tensor) -> None:
-    out.copy_(operators.boxes_iou_bev(a, b))
+def into(function: Callable[..., Any], outputs: int = 1) -> Callable[..., None]:
+    """The function with its outputs as last arguments, which are filled; keywords are sizes."""
+
+    def fill(*given: Any, **sizes: int) -> None:
+        made = function(*given[:-outputs])
+        for out, value in zip(given[-outputs:], [made] if outputs == 1 else made, strict=True):
+            out.copy_(value.reshape(out.shape))
+
+    return fill
 
 
-def _iou_of_pairs(a: Tensor, b: Tensor, out: Tensor) -> None:
-    out.copy_(operators.boxes_iou_bev(a, b).diagonal().view_as(out))
-
-
-def _overlap_of_pairs(a: Tensor, b: Tensor, out: Tensor) -> None:
-    out.copy_(operators.boxes_overlap_bev(a, b).diagonal().view_as(out))
+def _of_pairs(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., None]:
+    return into(lambda a, b: function(a, b).diagonal())
 
 
 def _counted(function: Callable[..., None]) -> Callable[[Tensor, Tensor, float], int]:
@@ -48,8 +51,9 @@ def _counted(function: Callable[..., None]) -> Callable[[Tensor, Tensor, float],
     return nms
 
 
-def _points_in_boxes_cpu(boxes: Tensor, points: Tensor, out: Tensor) -> None:
-    out.copy_(operators.points_in_boxes(points, boxes, bottom=False, margin=CPU_MARGIN))
+def boxes_hold(boxes: Tensor, points: Tensor, **convention: Any) -> Tensor:
+    """`operators.points_in_boxes` in the frameworks' order."""
+    return operators.points_in_boxes(points, boxes, **convention)
 
 
 def points_in_boxes(boxes: Tensor, points: Tensor, out: Tensor, **convention: Any) -> None:
@@ -113,8 +117,8 @@ def _stack_three_nn(
         start, done = start + len(other), done + len(own)
 
 
-def _stack_three_interpolate(features: Tensor, rows: Tensor, weights: Tensor, out: Tensor) -> None:
-    out.copy_((features[rows.long()] * weights[..., None]).sum(1))
+def _stack_three_interpolate(features: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+    return (features[rows.long()] * weights[..., None]).sum(1)
 
 
 def _voxel_query(
@@ -160,14 +164,14 @@ def openpcdet_extensions(mmcv: Functions) -> Mapping[str, Functions]:
     return {
         "ingroup_inds_cuda": {"forward": _ingroup},
         "iou3d_nms_cuda": {
-            "boxes_aligned_iou_bev_cpu": _iou_of_pairs,
-            "boxes_aligned_overlap_bev_gpu": _overlap_of_pairs,
-            "boxes_iou_bev_cpu": _iou,
-            "boxes_iou_bev_gpu": _iou,
+            "boxes_aligned_iou_bev_cpu": _of_pairs(operators.boxes_iou_bev),
+            "boxes_aligned_overlap_bev_gpu": _of_pairs(operators.boxes_overlap_bev),
+            "boxes_iou_bev_cpu": into(operators.boxes_iou_bev),
+            "boxes_iou_bev_gpu": into(operators.boxes_iou_bev),
             "boxes_overlap_bev_gpu": mmcv["iou3d_boxes_overlap_bev_forward"],
             "nms_gpu": _counted(mmcv["iou3d_nms3d_forward"]),
             "nms_normal_gpu": _counted(mmcv["iou3d_nms3d_normal_forward"]),
-            "paired_boxes_overlap_bev_gpu": _overlap_of_pairs,
+            "paired_boxes_overlap_bev_gpu": _of_pairs(operators.boxes_overlap_bev),
         },
         "pointnet2_batch_cuda": {
             "ball_query_wrapper": ball_query,
@@ -182,13 +186,13 @@ def openpcdet_extensions(mmcv: Functions) -> Mapping[str, Functions]:
             "farthest_point_sampling_wrapper": furthest,
             "group_points_wrapper": _tensors(mmcv["stack_group_points_forward"]),
             "stack_farthest_point_sampling_wrapper": _stack_furthest,
-            "three_interpolate_wrapper": _stack_three_interpolate,
+            "three_interpolate_wrapper": into(_stack_three_interpolate),
             "three_nn_wrapper": _stack_three_nn,
             "voxel_query_wrapper": _voxel_query,
         },
         "roiaware_pool3d_cuda": {
             "forward": partial(roiaware_pool, **_CENTRED),
-            "points_in_boxes_cpu": _points_in_boxes_cpu,
+            "points_in_boxes_cpu": into(partial(boxes_hold, bottom=False, margin=CPU_MARGIN)),
             "points_in_boxes_gpu": partial(points_in_boxes, **_CENTRED),
         },
         "roipoint_pool3d_cuda": {"forward": partial(roipoint_pool, **_CENTRED)},

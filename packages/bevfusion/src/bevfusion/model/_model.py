@@ -27,13 +27,36 @@ PART_PATHS = {
 }
 """The module that holds each part; the model's entries of a state dict begin with its path."""
 
-STAGES = {
-    "camera": "encoders.camera.vtransform",
-    "lidar": "encoders.lidar.backbone",
-    "fuser": "fuser",
-    "decoder": "decoder.neck",
-    "head": "heads.object",
-}
+
+class FlowStep(NamedTuple):
+    """A module between the sensors and the boxes.
+
+    Attributes:
+        name: In words.
+        part: Of the model.
+        path: Of the module.
+        inputs: Values: images, depth, voxels, or outputs of other steps.
+        output: Name of its output. The last step of a stage has the stage's name.
+    """
+
+    name: str
+    part: str
+    path: str
+    inputs: tuple[str, ...]
+    output: str
+
+
+_STEPS = (
+    FlowStep("camera backbone", "camera", "encoders.camera.backbone", ("images",), "pixels"),
+    FlowStep("camera neck", "camera", "encoders.camera.neck", ("pixels",), "neck"),
+    FlowStep("view transform", "camera", "encoders.camera.vtransform", ("neck", "depth"), "camera"),
+    FlowStep("LiDAR encoder", "lidar", "encoders.lidar.backbone", ("voxels",), "lidar"),
+    FlowStep("fuser", "fuser", "fuser", ("camera", "lidar"), "fuser"),
+    FlowStep("decoder backbone", "decoder", "decoder.backbone", ("fuser",), "decoded"),
+    FlowStep("decoder neck", "decoder", "decoder.neck", ("decoded",), "decoder"),
+    FlowStep("head", "head", "heads.object", ("decoder",), "head"),
+)
+STAGES = {step.part: step.path for step in _STEPS}
 """The module whose output is the part's: a map [batch, channels, x, y], of the head a dict."""
 
 
@@ -92,6 +115,7 @@ class Detector(nn.Module):
     Attributes:
         kind: Name of the detector in `bevfusion.detectors.DETECTORS`.
         part_paths: The modules that hold each part; entries of a state dict begin with their paths.
+        steps: Modules in the order of execution; none of a detector in other code.
         stages: The module whose output is the part's map, or of the head its dict.
         folded_apart: Modules with a forward of their own, in which batch norms are folded one after
             the other.
@@ -102,6 +126,7 @@ class Detector(nn.Module):
     """
 
     part_paths: ClassVar[Mapping[str, tuple[str, ...]]]
+    steps: tuple[FlowStep, ...] = ()
     stages: ClassVar[Mapping[str, str]]
     folded_apart: ClassVar[tuple[str, ...]]
     chooses: ClassVar[tuple[str, ...]] = ()
@@ -114,6 +139,23 @@ class Detector(nn.Module):
         """The parts that are built, in the order in which they run."""
         built = {path for path, _ in self.named_modules()}
         return tuple(part for part, paths in self.part_paths.items() if built.issuperset(paths))
+
+    @property
+    def flow(self) -> tuple[FlowStep, ...]:
+        """`steps` of the built parts. In place of an absent fuser's map a step reads the sensor's.
+
+        Example:
+            >>> from bevfusion.model import CONFIGS, build_model
+            >>> [s.inputs for s in build_model(CONFIGS["tiny"], ("lidar", "decoder")).flow]
+            [('voxels',), ('lidar',), ('decoded',)]
+        """
+        parts = self.parts
+        alone = {} if "fuser" in parts else {"fuser": parts[0]}
+        return tuple(
+            step._replace(inputs=tuple(alone.get(name, name) for name in step.inputs))
+            for step in self.steps
+            if step.part in parts
+        )
 
     @property
     def lidar(self) -> Any:
@@ -234,11 +276,9 @@ class BEVFusion(Detector):
     """
 
     part_paths = MappingProxyType({part: (PART_PATHS[part],) for part in PARTS})
+    steps = _STEPS
     stages = MappingProxyType(STAGES)
-    folded_apart = (
-        "encoders.camera.backbone", "encoders.camera.neck", "encoders.camera.vtransform",
-        "encoders.lidar.backbone", "fuser", "decoder.backbone", "decoder.neck", "heads.object",
-    )  # fmt: skip
+    folded_apart = tuple(step.path for step in _STEPS)
     chooses = ("heads.object",)
     kind = "bevfusion"
 

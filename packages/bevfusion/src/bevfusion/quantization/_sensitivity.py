@@ -39,11 +39,8 @@ _BEST = {"sqnr": 144.5, "kl": 0.0, "mAP": 100.0}  # the float model's own: nothi
 class FramesInTurn(Sequence["Batch"]):
     """The frames, one by one.
 
-    Args:
-        batches: All of them.
-        before_each: Called before each is made: cached results of a run are useless for frames with
-            other numbers of voxels, and their memory can be returned.
-        reported: Report each frame when it is made.
+    `before_each` is called before each is made: cached results of a run are useless for frames with
+    other numbers of voxels, and their memory can be returned.
     """
 
     def __init__(
@@ -218,21 +215,22 @@ def measure_sensitivity(
     Raises:
         InputError: A metric, an output or precisions that cannot be measured, or no labels.
     """
-    path = sensitivity_output(model, metric, output)
+    scored = _scored(sensitivity_output(model, metric, output), shards)
     check_precisions(precisions)
     task = MeanAp(model, batches, config, shards) if metric == "mAP" else None
     if {"int16", "fp8"}.intersection(precisions):
         _collect(model, batches)
     frames = FramesInTurn(batches, before_each)
-    options: dict[str, Any] = {
-        "outputs": (path,) if path else (),
-        "precisions": tuple(dict.fromkeys(precisions)),
-        "kept": None if shards is None else KeptScores(shards),
-    }
+    scored["precisions"] = tuple(dict.fromkeys(precisions))
     if estimate:
-        return estimate_sensitivity(model, frames, **options)
-    options["reduce"] = None if task is None else task.reduce
-    return sensitivity(model, frames, task or metric, without=without, **options)
+        return estimate_sensitivity(model, frames, **scored)
+    reduce = None if task is None else task.reduce
+    return sensitivity(model, frames, task or metric, without=without, reduce=reduce, **scored)
+
+
+def _scored(path: str, shards: Shards | None) -> dict[str, Any]:
+    kept = None if shards is None else KeptScores(shards)
+    return {"outputs": (path,) if path else (), "kept": kept}
 
 
 def plan_precisions() -> tuple[str, ...]:
@@ -307,21 +305,13 @@ def refine_within(
     Raises:
         InputError: The plan or the table belongs to another model, or the budget cannot be kept.
     """
-    path = sensitivity_output(model, table.metric, output)
-    task = MeanAp(model, batches, config, shards) if table.metric == "mAP" else None
+    scored = _scored(sensitivity_output(model, table.metric, output), shards)
+    if table.metric == "mAP":
+        task = MeanAp(model, batches, config, shards)
+        scored |= {"metric": task, "reduce": task.reduce}
+    frames = FramesInTurn(batches, before_each, reported=False)
     try:
-        return refine_plan(
-            model,
-            plan,
-            FramesInTurn(batches, before_each, reported=False),
-            table,
-            budget,
-            metric=task,
-            outputs=(path,) if path else (),
-            rounds=rounds,
-            reduce=None if task is None else task.reduce,
-            kept=None if shards is None else KeptScores(shards),
-        )
+        return refine_plan(model, plan, frames, table, budget, rounds=rounds, **scored)
     except ValueError as error:
         raise InputError(f"no plan: {error}") from error
 

@@ -121,11 +121,11 @@ class StageProbe:
 
 def stage_probes(model: Detector) -> list[StageProbe]:
     """One probe for every stage that the model has."""
-    built = {path for path, _ in model.named_modules()}
-    stages = {"neck": "encoders.camera.neck", **model.stages}
     yx = model.map_axes == "yx"
     return [
-        StageProbe(stage, path, transposed=yx) for stage, path in stages.items() if path in built
+        StageProbe(step.output, step.path, transposed=yx)
+        for step in model.flow
+        if step.output in STAGE_TITLES
     ]
 
 

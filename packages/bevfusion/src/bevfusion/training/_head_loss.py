@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -66,9 +65,7 @@ def matching_cost(
 def assign(cost: npt.ArrayLike) -> tuple[Ints, Ints]:
     """The one-to-one matching of least total cost; it has as many pairs as the shorter side.
 
-    The Hungarian method (Kuhn 1955) by shortest augmenting paths with potentials, O(n² m): each row
-    in turn enters along the cheapest alternating path. Of equal paths the lower column is taken, so
-    the result is deterministic.
+    SciPy's `linear_sum_assignment` (the Hungarian method, Kuhn 1955, by shortest augmenting paths).
 
     Args:
         cost: float [rows, columns], finite.
@@ -88,58 +85,10 @@ def assign(cost: npt.ArrayLike) -> tuple[Ints, Ints]:
         raise InputError(f"assign: the cost must be a matrix, not {list(matrix.shape)}")
     if not np.isfinite(matrix).all():
         raise InputError("assign: the cost holds NaN or infinity; look for NaN in the predictions")
-    if 0 in matrix.shape:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    turned = matrix.shape[0] > matrix.shape[1]
-    column_of = _cheapest(np.ascontiguousarray(matrix.T) if turned else matrix)
-    rows: Ints = np.arange(len(column_of))
-    if not turned:
-        return rows, column_of
-    order = np.argsort(column_of)
-    return column_of[order], rows[order]
+    from scipy.optimize import linear_sum_assignment  # imports for a third of a second
 
-
-@numba.njit(cache=True)
-def _cheapest(cost: Any) -> Any:
-    """The column of each row; no more rows than columns."""
-    rows, columns = cost.shape
-    row_potential, column_potential = np.zeros(rows), np.zeros(columns)
-    row_of = np.full(columns, -1)
-    for entering in range(rows):
-        shortest = np.full(columns, np.inf)
-        before = np.full(columns, -1)  # the column that a path comes from
-        done = np.zeros(columns, np.bool_)
-        row, last = entering, -1
-        while True:
-            nearest, step = -1, np.inf
-            for column in range(columns):
-                if done[column]:
-                    continue
-                reduced = cost[row, column] - row_potential[row] - column_potential[column]
-                if reduced < shortest[column]:
-                    shortest[column], before[column] = reduced, last
-                if shortest[column] < step:
-                    nearest, step = column, shortest[column]
-            row_potential[entering] += step
-            for column in range(columns):
-                if done[column]:
-                    row_potential[row_of[column]] += step
-                    column_potential[column] -= step
-                else:
-                    shortest[column] -= step
-            done[nearest], last = True, nearest
-            row = row_of[nearest]
-            if row < 0:
-                break
-        while last >= 0:  # along the path, every column takes the row of the one before
-            previous = before[last]
-            row_of[last] = entering if previous < 0 else row_of[previous]
-            last = previous
-    column_of = np.empty(rows, np.int64)
-    for column in range(columns):
-        if row_of[column] >= 0:
-            column_of[row_of[column]] = column
-    return column_of
+    rows, columns = linear_sum_assignment(matrix)
+    return rows, columns
 
 
 _ALPHA = 0.25

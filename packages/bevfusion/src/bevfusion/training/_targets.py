@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
     from bev_data.points import Labels
-    from bevfusion.model.head import HeadConfig
+    from bevfusion.model.head import HeadConfig, MapSizes
 
 Floats = npt.NDArray[np.float32]
 _MIN_OVERLAP = 0.1
@@ -34,31 +34,7 @@ class Targets(NamedTuple):
         return len(self.boxes)
 
 
-class HeadSizes(Protocol):
-    """Properties of a head that targets depend on: classes and map."""
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names, in the order of the heatmap's channels."""
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes."""
-
-    @property
-    def map_size(self) -> tuple[int, int]:
-        """Number of cells along x and y."""
-
-    @property
-    def cell_size(self) -> tuple[float, float]:
-        """Size of a cell along x and y [m]."""
-
-    @property
-    def origin(self) -> tuple[float, float]:
-        """X and y of the map's low corner [m]."""
-
-
-def targets_of(labels: Labels, config: HeadSizes) -> Targets:
+def targets_of(labels: Labels, config: MapSizes) -> Targets:
     """Labels of the head's classes with their centre on the map and at least one LiDAR point.
 
     nuScenes' evaluation leaves out boxes without points too. Labels without counted points all
@@ -137,7 +113,7 @@ def decode_boxes(code: npt.NDArray[np.floating], config: HeadConfig) -> npt.NDAr
     )
 
 
-def _cells(xy: npt.NDArray[np.floating], config: HeadSizes) -> npt.NDArray[np.float64]:
+def _cells(xy: npt.NDArray[np.floating], config: MapSizes) -> npt.NDArray[np.float64]:
     cells: npt.NDArray[np.float64] = (xy.astype(np.float64) - config.origin) / config.cell_size
     return cells
 
@@ -172,7 +148,7 @@ def gaussian_radius(length: float, width: float, min_overlap: float = _MIN_OVERL
     return min(same, inwards, outwards)
 
 
-def heatmap_target(targets: Targets, config: HeadSizes) -> npt.NDArray[np.float32]:
+def heatmap_target(targets: Targets, config: MapSizes) -> npt.NDArray[np.float32]:
     """Target heatmap: for each class the maximum of its objects' Gaussians.
 
     exp(−((i − i₀)² + (j − j₀)²) / 2σ²) with σ = (2r + 1) / 6, cut to |i − i₀|, |j − j₀| ≤ r, and 1

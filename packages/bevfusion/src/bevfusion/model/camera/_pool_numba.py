@@ -7,8 +7,6 @@ because numba's cache notices changes to the file of the outermost one alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bevfusion.model.camera._pool_torch import PoolPlan
+from bevquant_sparse.runtime.threads import share
 
 if numba.config.DISABLE_JIT:
     # Loops over millions of points cannot run as Python; callers take the torch path instead.
@@ -41,7 +40,7 @@ def pool(features: Tensor, plan: PoolPlan) -> Tensor:
     out = rows.new_empty(plan.num_cells, rows.shape[1])
     args = (plan.starts.numpy(), plan.order.numpy(), rows.numpy(), out.numpy())
     edges = list(pairwise(plan.blocks))
-    _share(lambda i: _pool(*edges[i], *args), len(edges))
+    share(lambda i: _pool(*edges[i], *args), len(edges))
     return out
 
 
@@ -59,7 +58,7 @@ def lift(depth: Tensor, rows: Tensor, plan: PoolPlan) -> Tensor:
     points = (plan.starts.numpy(), plan.order.numpy(), pixels.numpy())
     values = (weights.view(-1).numpy(), context.numpy(), out.numpy())
     edges = list(pairwise(plan.blocks))
-    _share(lambda i: _lift(*edges[i], *points, *values), len(edges))
+    share(lambda i: _lift(*edges[i], *points, *values), len(edges))
     return out
 
 
@@ -82,20 +81,8 @@ def lift_backward(
         grad_rows.view(images, height, width, -1).numpy(),
     )
     tasks = [(i, first) for i in range(images) for first in range(0, width, _COLUMNS)]
-    _share(lambda t: _lift_backward(*tasks[t], *arrays), len(tasks))
+    share(lambda t: _lift_backward(*tasks[t], *arrays), len(tasks))
     return grad_depth, grad_rows
-
-
-def _share(work: Callable[[int], object], count: int) -> None:
-    """Call work(0) … work(count − 1); each writes places of its own."""
-    threads = min(torch.get_num_threads(), count)
-    if threads <= 1:
-        for index in range(count):
-            work(index)
-        return
-    with ThreadPoolExecutor(threads) as threads_of_this_call:
-        for _ in threads_of_this_call.map(work, range(count)):
-            pass
 
 
 @numba.njit(nogil=True, cache=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,18 +17,28 @@ HEIGHTS = ("top", "centre")
 class MapSizes:
     """Sizes common to every head: a map of cells for each class."""
 
+    map_size: tuple[int, int]
+    voxel_size: tuple[float, float]
+    out_size_factor: int
+    origin: tuple[float, float]
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names, in the order of the heatmap's channels."""
+        raise NotImplementedError
+
     def _expect(self, name: str, holds: bool, what: str) -> None:
         if not holds:
             found = getattr(self, name)
             raise InputError(f"{type(self).__name__}.{name} must be {what}, not {found!r}")
 
     @property
-    def num_classes(self: Any) -> int:
+    def num_classes(self) -> int:
         """Channels of the heatmap, of all tasks together."""
         return len(self.classes)
 
     @property
-    def cell_size(self: Any) -> tuple[float, float]:
+    def cell_size(self) -> tuple[float, float]:
         """Metres that a cell of the map spans along x and y."""
         x, y = self.voxel_size
         return x * self.out_size_factor, y * self.out_size_factor
