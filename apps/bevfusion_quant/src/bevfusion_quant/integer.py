@@ -118,17 +118,9 @@ def simulate_model(
 ) -> Simulation:
     """Run the integer model (`bevfusion.quantization.simulate_detector`) and save it.
 
-    Args:
-        made: Result of `lower_model`; `evaluate_quantized` has compared its layers.
-        quantized_model: The calibrated model.
-        batches: At least one.
-        config: Sizes.
-        evaluation: Evaluation of the same models on the same batches.
-        clock: Times the steps.
-        folder: Where the first rank writes `integer/`.
-        branch: The quantized branch; explains why the rest is float.
-        accuracy: Receives the integer model's detections as "integer".
-        shards: Keeps finished results while several ranks work.
+    `evaluate_quantized` has compared its layers on the same batches; `evaluation` is its result.
+    The first rank writes `integer/` in `folder`. The quantized branch explains why the rest is
+    float. `accuracy` receives the detections as "integer".
     """
     with clock.step("run in integers", blame="the integer model cannot run on these frames"):
         simulation = simulate_detector(

@@ -345,12 +345,9 @@ def free_name(runs: Path, stem: str) -> str:
 
 
 def config_from(form: type[Config], options: DataclassInstance, **decided: Any) -> Config:
-    """The configuration of the options.
+    """The configuration of a command's options, which have the fields of `form`.
 
-    Args:
-        form: A dataclass, such as `PtqConfig`.
-        options: Options of a command, with the fields of `form`.
-        decided: Values of fields that the options leave open or lack.
+    `decided` are values of fields that the options leave open or lack.
     """
     given_values = {one.name: getattr(options, one.name) for one in fields(options)}
     own = {one.name for one in fields(form)}

@@ -304,16 +304,8 @@ def write_found(
 ) -> tuple[dict[str, float], float]:
     """Write settings, page and summary of a command that measured one thing of a finished run.
 
-    Args:
-        record: Record of the new folder.
-        settings: Settings of the command.
-        ran: Settings of the run.
-        run: Folder of the run.
-        batches: The frames.
-        found: Results by field of `ReportContent`.
-
-    Returns:
-        Seconds by step, and the peak memory in MiB.
+    `found` are its results by field of `ReportContent`; `ran` are the settings of the run in the
+    folder `run`. Returns the seconds by step, and the peak memory in MiB.
     """
     record.write_settings({"evaluates": str(run), "run_sha256": ran.sha256, **settings})
     frames = batches.frame_names

@@ -265,15 +265,8 @@ def new_run(
 ) -> Iterator[RunRecord]:
     """Record of a run whose folder is written in the block, whole or not at all.
 
-    Args:
-        kind: Its default name.
-        clock: Times its steps; None if nothing is computed.
-        packages: Further packages of this run.
-        keep: Runs that are read and must not be replaced.
-        runs: Folder of all runs; this and the next arguments are the caller's `Place`.
-        name: The run's folder in it.
-        overwrite: Replace an earlier run of that name.
-        command: The command line that repeats the run.
+    `kind` is its default name. Without a clock nothing is computed. Runs in `keep` are read and
+    must not be replaced. The last arguments are the caller's `Place`.
 
     Raises:
         InputError: As `run_folder`.

@@ -12,8 +12,6 @@ from bevfusion.training._checkpoint import (
     take_steps,
     write_checkpoint,
 )
-from bevfusion.training._compact import CompactFrame, compact
-from bevfusion.training._detector import RARE, DetectorTrainer, stored_weights, untrained_model
 from bevfusion.training._head_loss import (
     BOX_WEIGHT,
     TRANSFUSION_OBJECTIVE,
@@ -27,15 +25,35 @@ from bevfusion.training._head_loss import (
     l1_loss,
     matching_cost,
 )
-from bevfusion.training._loop import in_parts, losses_table, one_cycle, run_steps, stop_on_signals
-from bevfusion.training._prepare import FrameForm, FrameSource, PreparedFrames, prepare_frames
-from bevfusion.training._samples import Augmentation, Motion, make_batch, order_of
-from bevfusion.training._targets import (
+from bevfusion.training._loop import (
+    RARE,
+    DetectorTrainer,
+    in_parts,
+    losses_table,
+    one_cycle,
+    run_steps,
+    stop_on_signals,
+    stored_weights,
+    untrained_model,
+)
+from bevfusion.training._prepare import (
+    CompactFrame,
+    FrameForm,
+    FrameSource,
+    PreparedFrames,
+    compact,
+    prepare_frames,
+)
+from bevfusion.training._samples import (
+    Augmentation,
+    Motion,
     Targets,
     decode_boxes,
     encode_boxes,
     gaussian_radius,
     heatmap_target,
+    make_batch,
+    order_of,
     targets_of,
 )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bev_data import InputError
 from bevfusion.model.head._config import BRANCHES
-from bevfusion.training._targets import Targets, decode_boxes, encode_boxes, heatmap_target
+from bevfusion.training._samples import Targets, decode_boxes, encode_boxes, heatmap_target
 
 if TYPE_CHECKING:
     from bevfusion.model.head import HeadConfig
