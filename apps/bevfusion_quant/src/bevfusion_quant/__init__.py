@@ -8,7 +8,4 @@ Detectors and their parts: `.model`. The steps of a run: `.ptq`. Pages and pictu
 from bevfusion_quant._errors import InputError, VerificationError
 from bevfusion_quant._version import __version__ as __version__
 
-__all__ = [
-    "InputError",
-    "VerificationError",
-]
+__all__ = ["InputError", "VerificationError"]

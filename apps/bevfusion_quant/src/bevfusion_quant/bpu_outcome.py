@@ -6,11 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bev_data.metrics import (
-    Accuracy,
-    accuracy_text,
-    agreement_text,
-)
+from bev_data.metrics import Accuracy, accuracy_text, agreement_text
 from bevfusion.deployment import SplitComparison, boundary_table, split_stage_table
 from bevfusion.quantization import layer_table
 from bevquant_hybrid.operators import load_support_table

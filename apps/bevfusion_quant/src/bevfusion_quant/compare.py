@@ -136,10 +136,7 @@ class Comparison:
 def _write_page(record: RunRecord, comparison: Comparison, frames: Sequence[str]) -> Path:
     """Write report.html: the tables, and the command that repeats them."""
     title, settings = record.path.name, comparison.runs[0].settings
-    shown = {
-        "runs": ", ".join(run.folder for run in comparison.runs),
-        "weights": settings.weights,
-    }
+    shown = {"runs": ", ".join(run.folder for run in comparison.runs), "weights": settings.weights}
     content = ReportContent(
         title=title, config=settings.sizes_name, frames=frames, **record.on_page(shown)
     )

@@ -74,12 +74,7 @@ from bevfusion_quant.stages import (
     sizes_of,
 )
 from bevquant_qnn import LayerRow, RoundingResult, WeightSize, weight_size
-from bevquant_quantizers import (
-    CalibrationReport,
-    QuantizerRow,
-    QuantizerValues,
-    watch_quantizers,
-)
+from bevquant_quantizers import CalibrationReport, QuantizerRow, QuantizerValues, watch_quantizers
 from bevquant_quantizers.ranks import current_ranks
 
 __all__ = [

@@ -241,10 +241,7 @@ def run_train(
     objective = DETECTORS[config.model].objective
     assert objective is not None  # a detector in other code was refused
     trainer = DetectorTrainer(
-        model,
-        frames,
-        objective=objective,
-        **{name: getattr(config, name) for name in _TRAINED_BY},
+        model, frames, objective=objective, **{name: getattr(config, name) for name in _TRAINED_BY}
     )
     started = time.perf_counter()
     with refusing_divergence():

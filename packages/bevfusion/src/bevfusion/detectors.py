@@ -32,15 +32,7 @@ from bevfusion.centerpoint import (
     example_voxels,
 )
 from bevfusion.frameworks import ForeignModel, ForeignSizes, load_detector, user_error
-from bevfusion.model import (
-    CONFIGS,
-    PARTS,
-    Batch,
-    Detector,
-    Sizes,
-    build_model,
-    example_batch,
-)
+from bevfusion.model import CONFIGS, PARTS, Batch, Detector, Sizes, build_model, example_batch
 from bevfusion.training import TRANSFUSION_OBJECTIVE, Objective
 
 __all__ = [

@@ -160,12 +160,7 @@ def bev_picture(
         ),
         _panel(config, stage.float_map, f"{row.title}: float", stage.quantity, GLOW, scale),
         _panel(
-            config,
-            stage.quantized_map,
-            f"{row.title}: fake-quantized",
-            stage.quantity,
-            GLOW,
-            scale,
+            config, stage.quantized_map, f"{row.title}: fake-quantized", stage.quantity, GLOW, scale
         ),
         _panel(
             config,

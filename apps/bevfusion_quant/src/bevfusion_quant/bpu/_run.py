@@ -94,11 +94,7 @@ class BpuResult:
     findings: tuple[PoorData, ...] = ()
 
 
-def run_bpu(
-    frames: Sequence[Frame],
-    config: BpuConfig,
-    **place: Unpack[Place],
-) -> BpuResult:
+def run_bpu(frames: Sequence[Frame], config: BpuConfig, **place: Unpack[Place]) -> BpuResult:
     """Split the model between BPU and CPU, quantize the BPU's part, and write `runs/name`.
 
     Args:

@@ -41,11 +41,7 @@ from bevfusion_quant.options._run import (
     free_name,
 )
 from bevfusion_quant.options._saved import saved_options
-from bevfusion_quant.options._training import (
-    QatOptions,
-    TrainingOptions,
-    TrainOptions,
-)
+from bevfusion_quant.options._training import QatOptions, TrainingOptions, TrainOptions
 
 __all__ = [
     "AnyModelName",

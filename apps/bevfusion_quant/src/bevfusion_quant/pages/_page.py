@@ -104,9 +104,7 @@ def write_page(path: Path | str, title: str, top: Section, sections: Sequence[Se
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii"),
     )  # fmt: skip
     text = json.dumps(
-        {**_HEAD, "sections": [plain(s) for s in sections]},
-        allow_nan=False,
-        separators=(",", ":"),
+        {**_HEAD, "sections": [plain(s) for s in sections]}, allow_nan=False, separators=(",", ":")
     )
     write_whole(Path(path).with_name(PAGE_DATA), text + "\n")
     return write_whole(path, page + "\n")

@@ -133,10 +133,7 @@ def _loss(row: HeadlineRow) -> tuple[str, str]:
         return f"{answer}: a loss beyond chance", "look"
     if interval.low < -TOLERATED:
         many = f"{100 * TOLERATED:g} point"
-        return (
-            f"{answer}: a loss of more than {many} is not ruled out: judge more frames",
-            "look",
-        )
+        return (f"{answer}: a loss of more than {many} is not ruled out: judge more frames", "look")
     return answer, "good"
 
 

@@ -6,14 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from bev_data.metrics import (
-    AccuracySummary,
-    Interval,
-    ModelSummary,
-    or_dash,
-    points,
-    with_interval,
-)
+from bev_data.metrics import AccuracySummary, Interval, ModelSummary, or_dash, points, with_interval
 from bev_data.tables import Column, Row, Table
 from bevfusion_quant.options import Branch
 from bevfusion_quant.report._gather import Evidence, Gathered, frames_text
@@ -177,12 +170,7 @@ def _group(
 ) -> HeadlineGroup:
     first = next(iter(accuracy.models.values()), ModelSummary())
     return HeadlineGroup(
-        str(evidence.folder),
-        evidence.frames,
-        accuracy.labels,
-        stage,
-        rows,
-        tuple(first.missing),
+        str(evidence.folder), evidence.frames, accuracy.labels, stage, rows, tuple(first.missing)
     )
 
 

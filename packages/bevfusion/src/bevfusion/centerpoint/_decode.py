@@ -19,10 +19,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def decode(
-    outputs: Mapping[str, Tensor],
-    config: CenterHeadConfig,
-    *,
-    score_threshold: float | None = None,
+    outputs: Mapping[str, Tensor], config: CenterHeadConfig, *, score_threshold: float | None = None
 ) -> list[Detections]:
     """Boxes from the outputs of `CenterHead`: mmdetection3d's CenterPointBBoxCoder and its NMS.
 

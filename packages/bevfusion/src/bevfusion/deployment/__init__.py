@@ -27,13 +27,7 @@ from bevfusion.deployment._files import (
     files_of,
     nvidia_files,
 )
-from bevfusion.deployment._pieces import (
-    Piece,
-    Written,
-    nvidia_pieces,
-    outputs_of,
-    write_piece,
-)
+from bevfusion.deployment._pieces import Piece, Written, nvidia_pieces, outputs_of, write_piece
 from bevfusion.deployment._result import (
     ExportedFile,
     ExportedSet,

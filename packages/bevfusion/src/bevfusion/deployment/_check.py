@@ -296,10 +296,7 @@ def _is_right(integer_db: float | None, onnx_db: float | None) -> bool:
 
 
 def box_agreement(
-    model: Detector,
-    config: Sizes,
-    integers: Mapping[str, Tensor],
-    onnx: Mapping[str, Tensor],
+    model: Detector, config: Sizes, integers: Mapping[str, Tensor], onnx: Mapping[str, Tensor]
 ) -> tuple[AgreementRow, ...]:
     """Boxes of the integer model against those of the files; the former stand first in each row."""
     if "head" not in model.parts or not {"score", "heatmap_0"}.intersection(onnx):

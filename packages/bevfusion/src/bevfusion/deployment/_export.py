@@ -27,12 +27,7 @@ from bevfusion.deployment._check import (
     set_stages,
 )
 from bevfusion.deployment._files import HEAD, LIDAR, POOLED, FilePart
-from bevfusion.deployment._pieces import (
-    Piece,
-    Written,
-    nvidia_pieces,
-    write_piece,
-)
+from bevfusion.deployment._pieces import Piece, Written, nvidia_pieces, write_piece
 from bevfusion.deployment._result import ExportedFile, ExportedSet, FileLayer
 from bevfusion.deployment._walk import between, walk
 from bevfusion.evaluation import FrameBatches

@@ -13,13 +13,7 @@ from torch import Tensor, nn
 
 from bev_data import InputError
 from bevfusion.deployment._autoware import autoware_files
-from bevfusion.deployment._files import (
-    HEAD,
-    FilePart,
-    HeldPart,
-    ReadPart,
-    files_of,
-)
+from bevfusion.deployment._files import HEAD, FilePart, HeldPart, ReadPart, files_of
 from bevfusion.model import Detector
 from bevquant_export import export_float_onnx, export_sparse_onnx, find_target, with_half_constants
 from bevquant_int8sim import simulate

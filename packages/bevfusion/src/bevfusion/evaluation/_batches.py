@@ -14,22 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from bev_data import InputError
 from bev_data.boxes import Detections
-from bev_data.cameras import (
-    CAMERA_NAMES,
-    Camera,
-    depth_images,
-    order_cameras,
-    prepare_cameras,
-)
+from bev_data.cameras import CAMERA_NAMES, Camera, depth_images, order_cameras, prepare_cameras
 from bev_data.points import Frame, Labels
 from bev_data.voxelize import VoxelizeError
-from bevfusion.evaluation._notes import (
-    FrameNote,
-    PoorData,
-    frame_findings,
-    note_of,
-    note_record,
-)
+from bevfusion.evaluation._notes import FrameNote, PoorData, frame_findings, note_of, note_record
 from bevfusion.model import Batch, Detector, Sizes
 from bevquant_quantizers import CalibrationReport
 from bevquant_quantizers.ranks import Record, Shards, current_ranks, in_order

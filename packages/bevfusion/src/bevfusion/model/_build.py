@@ -171,10 +171,7 @@ def build_model(config: BEVFusionConfig, parts: Iterable[str] = PARTS) -> BEVFus
     decoder = None
     if "decoder" in chosen:
         channels = _decoded_channels(config, chosen)
-        decoder = {
-            "backbone": SECOND(config.decoder, channels),
-            "neck": SECONDFPN(config.decoder),
-        }
+        decoder = {"backbone": SECOND(config.decoder, channels), "neck": SECONDFPN(config.decoder)}
     head = None
     if "head" in chosen:
         from bevfusion.model.head import TransFusionHead
@@ -213,12 +210,7 @@ def prepared(model: Built) -> Built:
 
 
 def _camera(config: CameraConfig) -> dict[str, nn.Module]:
-    from bevfusion.model.camera import (
-        DepthLSSTransform,
-        GeneralizedLSSFPN,
-        ResNet,
-        SwinTransformer,
-    )
+    from bevfusion.model.camera import DepthLSSTransform, GeneralizedLSSFPN, ResNet, SwinTransformer
 
     if config.backbone not in ("resnet", "swin"):
         raise InputError(f"camera.backbone is {config.backbone!r}: use 'resnet' or 'swin'")

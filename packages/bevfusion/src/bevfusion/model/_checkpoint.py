@@ -84,11 +84,7 @@ def load_weights(
 
 
 def load_state_dict(
-    model: nn.Module,
-    state: Mapping[str, Tensor],
-    *,
-    layout: str = "auto",
-    names: str = "auto",
+    model: nn.Module, state: Mapping[str, Tensor], *, layout: str = "auto", names: str = "auto"
 ) -> LoadReport:
     """Load a state dict of this or another project into `model`, in place.
 

@@ -121,8 +121,7 @@ _OPENPCDET = (
 _OPENPCDET_STAGES = (
     Rule(r"^backbone_3d\.conv1\.", "pts_middle_encoder.encoder_layers.encoder_layer1."),
     Rule(
-        r"^backbone_3d\.conv([2-6])\.0\.",
-        "pts_middle_encoder.encoder_layers.encoder_layer{1-1}.2.",
+        r"^backbone_3d\.conv([2-6])\.0\.", "pts_middle_encoder.encoder_layers.encoder_layer{1-1}.2."
     ),
     Rule(
         r"^backbone_3d\.conv([2-6])\.([12])\.",

@@ -24,12 +24,7 @@ from bevfusion.model import Batch, Detector, Sizes
 from bevfusion.model.head import Detections
 from bevfusion.quantization._stage_maps import StageMaps, StageRow, stage_probes, whole_output
 from bevquant_qnn import LayerComparison, LayerRow
-from bevquant_quantizers import (
-    QuantizerRow,
-    QuantizerValues,
-    TensorQuantizer,
-    watching_quantizers,
-)
+from bevquant_quantizers import QuantizerRow, QuantizerValues, TensorQuantizer, watching_quantizers
 from bevquant_quantizers.ranks import Record, Shards, in_order
 
 Pair = Callable[[int, Any, Any], None]

@@ -11,14 +11,7 @@ from torch import Tensor, nn
 from bevfusion.detectors import DETECTORS
 from bevfusion.model import Batch, Detector
 from bevfusion.quantization._stage_maps import whole_output
-from bevfusion.training import (
-    Augmentation,
-    Motion,
-    PreparedFrames,
-    make_batch,
-    one_cycle,
-    order_of,
-)
+from bevfusion.training import Augmentation, Motion, PreparedFrames, make_batch, one_cycle, order_of
 from bevquant_qnn import QatTrainer, distillation_loss
 
 

@@ -291,11 +291,7 @@ class MeanAp:
     )
 
     def __init__(
-        self,
-        model: Detector,
-        batches: FrameBatches,
-        config: Sizes,
-        shards: Shards | None = None,
+        self, model: Detector, batches: FrameBatches, config: Sizes, shards: Shards | None = None
     ) -> None:
         if not model.finds_boxes:
             raise InputError(self.advice["no head"].format(" and ".join(model.parts)))

@@ -137,12 +137,7 @@ def run_steps(
     """
     started = time.perf_counter()
     bar = tqdm(
-        total=steps,
-        initial=len(losses),
-        desc=title,
-        unit="step",
-        mininterval=1.0,
-        disable=quiet,
+        total=steps, initial=len(losses), desc=title, unit="step", mininterval=1.0, disable=quiet
     )
     with torch.random.fork_rng(), stop_on_signals() as stop, bar:
         for number in range(len(losses), steps):

@@ -8,10 +8,7 @@ from typing import Any
 
 from bev_data.tables import CellParts, Column, Columns, Table, percent, table_of
 from bevfusion.deployment import boundary_table, split_stage_table
-from bevfusion_quant.bpu_outcome import (
-    BPU_UNITS,
-    BpuOutcome,
-)
+from bevfusion_quant.bpu_outcome import BPU_UNITS, BpuOutcome
 from bevfusion_quant.pages._content import ReportContent
 from bevfusion_quant.pages._page import Section
 from bevquant_hybrid_tools.account import plan_segments

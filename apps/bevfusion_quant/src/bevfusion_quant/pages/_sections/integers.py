@@ -6,22 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from bev_data.tables import (
-    CellParts,
-    Column,
-    Row,
-    Table,
-    finite,
-    number_cell,
-    percent,
-    share,
-)
-from bevfusion.quantization import (
-    QUERIES,
-    FloatPart,
-    integer_box_table,
-    integer_stage_table,
-)
+from bev_data.tables import CellParts, Column, Row, Table, finite, number_cell, percent, share
+from bevfusion.quantization import QUERIES, FloatPart, integer_box_table, integer_stage_table
 from bevfusion_quant.pages._content import ReportContent
 from bevfusion_quant.pages._format import matched_note, part_of
 from bevfusion_quant.pages._page import Section
