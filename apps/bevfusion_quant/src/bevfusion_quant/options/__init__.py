@@ -25,6 +25,7 @@ from bevfusion_quant.options._choices import (
     TrainedBranch,
     WeightLayout,
 )
+from bevfusion_quant.options._help import saved_options
 from bevfusion_quant.options._run import (
     BootstrapOptions,
     BpuConfig,
@@ -40,7 +41,6 @@ from bevfusion_quant.options._run import (
     config_from,
     free_name,
 )
-from bevfusion_quant.options._saved import saved_options
 from bevfusion_quant.options._training import QatOptions, TrainingOptions, TrainOptions
 
 __all__ = [

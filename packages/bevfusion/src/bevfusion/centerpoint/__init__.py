@@ -14,8 +14,7 @@ from bevfusion.centerpoint._config import (
     CenterPointConfig,
     PillarConfig,
 )
-from bevfusion.centerpoint._decode import decode
-from bevfusion.centerpoint._loss import CENTER_OBJECTIVE, CenterLoss, center_loss
+from bevfusion.centerpoint._decode import CENTER_OBJECTIVE, CenterLoss, center_loss, decode
 from bevfusion.centerpoint._model import (
     CenterHead,
     CenterPoint,

@@ -35,6 +35,8 @@ from bevfusion.quantization._integers_text import (
     simulation_text,
 )
 from bevfusion.quantization._parts import (
+    Distiller,
+    QatDetectorTrainer,
     calibrate_detector,
     expand_patterns,
     first_sparse_conv,
@@ -42,7 +44,6 @@ from bevfusion.quantization._parts import (
     quantize_detector,
     round_detector,
 )
-from bevfusion.quantization._qat import Distiller, QatDetectorTrainer
 from bevfusion.quantization._sensitivity import (
     check_precisions,
     measure_sensitivity,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,14 +27,11 @@ from bevquant_qnn import LayerComparison, LayerRow
 from bevquant_quantizers import QuantizerRow, QuantizerValues, TensorQuantizer, watching_quantizers
 from bevquant_quantizers.ranks import Record, Shards, in_order
 
-Pair = Callable[[int, Any, Any], None]
-
 
 def compare_layers(
     float_model: Detector,
     quantized_model: Detector,
     batches: Iterable[Batch],
-    each: Pair | None = None,
 ) -> DetectorComparison:
     """`bevquant_qnn.compare_layers` of a detector, with its stages.
 
@@ -42,7 +39,6 @@ def compare_layers(
         float_model: The folded float model.
         quantized_model: Its calibrated quantized model.
         batches: At least one; every batch runs through both models.
-        each: Called with each batch's index and both models' output.
 
     Returns:
         Rows pooled over all batches. The row `output` is the model's bird's-eye view, or the head's
@@ -51,10 +47,7 @@ def compare_layers(
     comparison = DetectorComparison(float_model, quantized_model)
     with comparison.watching():
         for index, batch in enumerate(batches):
-            record, wanted, got = comparison.run(index, batch)
-            comparison.add(record)
-            if each is not None:
-                each(index, wanted, got)
+            comparison.add(comparison.run(index, batch)[0])
     return comparison
 
 

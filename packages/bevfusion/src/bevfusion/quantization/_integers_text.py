@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bev_data.metrics import agreement_text, record_table
-from bev_data.tables import CellParts, Columns, Table, table_of
+from bev_data.tables import CellParts, Columns, Table, plural, table_of
 from bevfusion.quantization._evaluate import short_path
 from bevfusion.quantization._integers import Simulation, in_integers
 from bevquant_int8sim import LayerRow
@@ -38,7 +38,7 @@ def simulation_text(simulation: Simulation, *, layers: bool, reasons_in: str = "
         floats = len(simulation.layers) - len(computed)
         counted = [fallback.share for fallback in simulation.islands if fallback.share is not None]
         much = f" with {100 * sum(counted):.2g} % of the arithmetic" if counted else ""
-        rest = f"\nand {_counted(floats, 'operation')} in float{much}; {reasons_in} says why"
+        rest = f"\nand {plural(floats, 'operation')} in float{much}; {reasons_in} says why"
         lines = [_layer_table(computed) + (rest if floats else ""), _LEGEND, simulation.compared_on]
         parts.insert(0, "\n".join(filter(None, lines)))
     if simulation.agreement:
@@ -69,7 +69,7 @@ def _verdict(simulation: Simulation) -> list[str]:
     if simulation.wrong:
         lines.append(f"WRONG on the same input: {_named(simulation.wrong)}.")
     for row in simulation.explained:
-        steps = _counted(row.forced_max_steps, "step")
+        steps = plural(row.forced_max_steps, "step")
         lines.append(f"On the same input {row.path} is {steps} off: {row.why}.")
     if len(lines) == 1 and stored:
         lines.append("On the same input every layer agrees within one step.")
@@ -82,16 +82,12 @@ def _verdict(simulation: Simulation) -> list[str]:
 
 def _named(rows: Sequence[LayerRow]) -> str:
     more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
-    named = (f"{row.path} ({_counted(row.forced_max_steps, 'step')})" for row in rows[:5])
+    named = (f"{row.path} ({plural(row.forced_max_steps, 'step')})" for row in rows[:5])
     return ", ".join(named) + more
 
 
 def _up_to(steps: int | None) -> str:
-    return f"up to {_counted(steps, 'step')}" if steps else "no step"
-
-
-def _counted(number: int | None, thing: str) -> str:
-    return f"{number or 0} {thing}{'s' * (number != 1)}"
+    return f"up to {plural(steps, 'step')}" if steps else "no step"
 
 
 def _stage_table(simulation: Simulation) -> str:

@@ -317,7 +317,7 @@ def make_batch(
     if "camera" in parts:
         images = torch.stack([frame.network_images() for frame in frames])
         depth = torch.stack([torch.from_numpy(frame.depth.astype(np.float32)) for frame in frames])
-        cells = _cells(frames, motions, model)
+        cells = _frustum_cells(frames, motions, model)
     targets = [
         targets_of(motion.labels(frame.labels), config)
         for frame, motion in zip(frames, motions, strict=True)
@@ -346,7 +346,7 @@ def _voxels(
     return features, coords
 
 
-def _cells(
+def _frustum_cells(
     frames: Sequence[CompactFrame], motions: Sequence[Motion], model: Detector
 ) -> torch.Tensor:
     intrinsics, poses, image_aug = (
