@@ -370,7 +370,6 @@ def _models(
     batches: FrameBatches,
     backend: str | None,
 ) -> dict[str, Callable[..., Any]]:
-    """The models that run on each frame, by name in the tables."""
     models: dict[str, Callable[..., Any]] = {"float": float_model}
     for run, model in zip(read_runs, quantized, strict=True):
         names = run.models

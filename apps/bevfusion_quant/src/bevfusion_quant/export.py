@@ -295,7 +295,6 @@ def export_run(
 
 
 def _cpu(cpu: str | None) -> str:
-    """The requested CPU, or the one at hand."""
     if cpu is not None and cpu not in CPUS:
         raise InputError(f"--cpu {cpu}: expected one of {', '.join(CPUS)}")
     return cpu or cpu_at_hand()
@@ -312,7 +311,6 @@ def _engines_on_cpu() -> list[str]:
 
 
 def _target(target: str | None, ran: ModelSettings, run: str | Path) -> str:
-    """The requested target, if it fits the run."""
     bpu = find_target("bpu")
     for_bpu = ran.for_bpu
     try:

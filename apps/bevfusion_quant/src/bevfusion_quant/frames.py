@@ -142,7 +142,6 @@ def _renamed(classes: Sequence[str]) -> dict[str, str]:
 
 
 def _parameters(kind: str) -> Mapping[str, Parameter]:
-    """Parameters of the function that opens this kind of data set."""
     return signature(find_dataset(kind)).parameters
 
 
@@ -190,7 +189,6 @@ def _refuse_unmounted(names: Sequence[str], size: str) -> None:
 
 
 def _refuse_options_of_others(options: FrameOptions, reads: Mapping[str, Parameter]) -> None:
-    """Refuse options that the chosen source does not read."""
     source = f"--dataset {options.dataset}" if options.dataset else "--points"
     reads_files = options.dataset is None or "reading" in reads  # of `read_points`
     reads_cameras = "cameras" in reads and options.dataset != "nuscenes"  # which has all or none

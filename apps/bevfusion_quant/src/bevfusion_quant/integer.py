@@ -66,13 +66,9 @@ def check_backend(backend: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """The integer model of a calibrated model, and the comparison of its layers.
+    """The integer model of a calibrated model, its kernels, and the comparison of its layers.
 
-    Attributes:
-        model: The integer model.
-        backend: Its kernels and their instruction set.
-        layers: Comparison with the float and the fake-quantized model; `evaluate_quantized` feeds
-            it the frames.
+    `evaluate_quantized` feeds the frames to `layers`.
     """
 
     model: IntegerModel
@@ -173,7 +169,6 @@ def evaluate_models(
 
 
 def _reasons(model: Detector, branch: Branch) -> dict[str, str]:
-    """Reasons why parts and layers of the quantized model stay float."""
     heads, paths = model.part_paths.get("head", ()), [path for path, _ in model.named_modules()]
     with_head = any(lies_below(p, head) and "_quantizer" in p for p in paths for head in heads)
     quantized = quantized_parts(branch, model.kind, with_head=with_head)

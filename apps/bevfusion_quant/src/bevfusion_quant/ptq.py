@@ -342,7 +342,6 @@ def _warnings(report: CalibrationReport, findings: Sequence[PoorData]) -> tuple[
 
 
 def _rounding(result: RoundingResult) -> dict[str, Any]:
-    """Relative output error of each layer before and after rounding; layers left out; reasons."""
     keys = ("path", "nearest", "error")
     return {
         "layers": [{key: getattr(layer, key) for key in keys} for layer in result.layers],

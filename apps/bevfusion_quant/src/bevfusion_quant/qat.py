@@ -294,7 +294,6 @@ def _sensors(parts: Sequence[str]) -> TrainedBranch:
 
 
 def _digest(sha256: Mapping[str, str]) -> str:
-    """Digest that identifies the run's model."""
     return ", ".join(f"{name} {digest[:16]}" for name, digest in sha256.items())
 
 

@@ -69,11 +69,6 @@ def precisions_of(
 ) -> tuple[str, ...]:
     """The requested precisions, or the run's own: "int8", or "int4" for a run with 4-bit weights.
 
-    Args:
-        settings: Settings of the run.
-        requested: Requested precisions; empty for the run's own.
-        run: Its folder, for the message.
-
     Raises:
         InputError: No plan has the run's bits of weights, or the run's rounding method changed the
             weights, so its layers cannot return to float.

@@ -138,12 +138,7 @@ def names_on_cpu(
 
 
 class SplitUnits:
-    """Units of a model for the BPU. Set the march first.
-
-    Args:
-        model: The float model; shares its layers with the units.
-        config: Settings of the run.
-    """
+    """Units of a float model for the BPU, which share its layers. Set the march first."""
 
     def __init__(self, model: Detector, config: BpuConfig) -> None:
         self.model, self.config = model, config
@@ -213,7 +208,6 @@ class SplitUnits:
         return {name: form.estimate(march, self._inputs(name)) for name, form in forms.items()}
 
     def _inputs(self, unit: str) -> list[tuple[int, ...]]:
-        """Shapes of a unit's inputs."""
         return [self.shapes[name] for name in unit_inputs(unit, self.parts, self.model.kind)]
 
 
@@ -224,13 +218,5 @@ def compare_forms(
     config: Sizes,
     accuracy: AccuracyAccumulator | None = None,
 ) -> SplitComparison:
-    """`bevfusion.deployment.evaluate_split` of the three models.
-
-    Args:
-        models: Float, fake-quantized, integers.
-        forms: Forms of their units.
-        batches: At least one.
-        config: Sizes.
-        accuracy: Receives the detections as "float", "quantized" and "integer".
-    """
+    """`bevfusion.deployment.evaluate_split` of the three models, whose units have these forms."""
     return evaluate_split(models, partial(FormsComparison, forms), batches, config, accuracy)

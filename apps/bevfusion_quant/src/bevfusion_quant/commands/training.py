@@ -65,7 +65,6 @@ class Train(ShownOptions, TrainingOptions, TrainOptions, FrameOptions):
 
 
 def _trained_text(result: TrainResult) -> str:
-    """The losses during the run, and scores if requested."""
     from bevfusion.evaluation import evaluation_text
     from bevfusion.training import losses_table
     from bevfusion_quant.train import WEIGHTS
@@ -123,7 +122,6 @@ class Qat(RunOptions, TrainingOptions, QatOptions, FrameOptions):
 
 
 def _quantized_text(result: QatResult) -> str:
-    """The losses during the run, and scores if requested."""
     from bev_data.metrics import accuracy_text
     from bevfusion.training import losses_table
     from bevfusion_quant.ptq import written_text

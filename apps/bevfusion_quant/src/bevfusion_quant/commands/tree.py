@@ -76,7 +76,6 @@ def tree(
 
 
 def _below(model: nn.Module, paths: list[str]) -> nn.Module:
-    """The modules at these paths as one module."""
     from torch import nn
 
     found = {path: model.get_submodule(path) for path in paths}

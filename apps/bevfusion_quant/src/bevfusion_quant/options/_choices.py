@@ -24,8 +24,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 class _Owned(PrimitiveConstructorSpec[str]):
     """Names whose known values the help lists.
 
-    Attributes:
-        names: All names, from their owner; None if the code that uses the name checks it.
+    `names` gives all of them, from their owner; None if the code that uses the name checks it.
     """
 
     names: Callable[[], Iterable[str]] | None = None

@@ -111,7 +111,6 @@ def _figures(content: ReportContent) -> Iterator[Figure]:
 
 
 def _low_layers(content: ReportContent) -> Figure:
-    """Number of layers with low SQNR, and the lowest layer, linked to its row."""
     known = known_levels(content.layers)
     low = sum(decibel < content.low_sqnr_db for decibel, _ in known)
     figure = _figure(
@@ -126,7 +125,6 @@ def _low_layers(content: ReportContent) -> Figure:
 
 
 def _mean_ap(accuracy: Accuracy) -> Figure:
-    """Mean average precision of the last model, compared with the first."""
     first, last = accuracy.models[0], accuracy.models[-1]
     note = f"{first.model} {points(first.metrics.mean_ap)}"
     if last.difference is not None and last.difference.mean_ap is not None:
@@ -137,7 +135,6 @@ def _mean_ap(accuracy: Accuracy) -> Figure:
 
 
 def _departure(simulation: Simulation) -> Figure:
-    """First difference between integer and fake-quantized results."""
     first, layers = simulation.first_departure, simulation.layers
     most = max((row.forced_max_steps or 0 for row in layers), default=0)
     title, low = "Integer against fake-quantized, same inputs", bool(simulation.wrong)
@@ -151,7 +148,6 @@ def _departure(simulation: Simulation) -> Figure:
 
 
 def _bpu(outcome: BpuOutcome) -> Iterator[Figure]:
-    """Bytes between BPU and CPU, and the estimate of the BPU's time."""
     boundaries = len(outcome.plan.boundaries)
     note = f"of integers in a frame, {boundaries} boundaries"
     size = f"{(outcome.plan.transfer_bytes or 0) / 1e6:.3g}"
@@ -188,17 +184,8 @@ def write_report(path: Path | str, content: ReportContent) -> Path:
 class EvaluatedRun:
     """A run with frame-by-frame results, as drawn and written.
 
-    Args:
-        record: Record of the run.
-        config: Sizes.
-        batches: The frames; the first is shown.
-        evaluation: Result of the evaluation.
-        records: `fusion`, `quantization` and `calibration`, if the run did them.
-        simulation: Result of the integer model, if it ran.
-        bpu: For a run for a BPU: placement and comparison.
-        accuracy: Scores of the models against labels.
-        exported: The ONNX files of the run.
-        remedy: Layers that in float would make a useless result usable, as a text.
+    `records` are `fusion`, `quantization` and `calibration`, if the run did them. `remedy` names
+    layers that in float would make a useless result usable.
     """
 
     record: RunRecord
@@ -232,8 +219,7 @@ class EvaluatedRun:
     def draw(self, stage: str) -> None:
         """Draw layers.png, and bev.png: the frame, and a stage in float, quantized, difference.
 
-        Args:
-            stage: Name in `evaluation.stages`. A detector in its own code has none, and no bev.png.
+        A detector in its own code has no stages, and no bev.png.
         """
         from bevfusion.pictures import bev_picture, layer_picture
 
@@ -246,12 +232,7 @@ class EvaluatedRun:
             layer_picture(self.record.folder, self.evaluation.layers)
 
     def write_page(self, settings: Mapping[str, object], size: WeightSize | None = None) -> None:
-        """Write report.html.
-
-        Args:
-            settings: Settings of the run; without `weights` they were random.
-            size: Size of the parameters, for the head of the page.
-        """
+        """Write report.html. Without `weights` in the settings they were random."""
         evaluation = self.evaluation
         with self.record.step("page"):
             content = ReportContent(

@@ -76,13 +76,10 @@ TOLERATED = 0.01  # of mean average precision: what an interval must rule out lo
 
 @dataclass(frozen=True)
 class Check:
-    """One question.
+    """One question with its answer.
 
-    Attributes:
-        question: The question.
-        answer: The answer.
-        state: "good", "look" where a reviewer should look closer, "missing" without a measurement.
-        command: For a missing answer, the command that measures it.
+    The state is "good", "look" where a reviewer should look closer, or "missing" without a
+    measurement; then `command` is the command that measures it.
     """
 
     question: str

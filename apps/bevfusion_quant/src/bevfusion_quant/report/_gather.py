@@ -136,14 +136,7 @@ _TAKEN = {"comparison", *(kind for kinds in _SLOTS.values() for kind in kinds)}
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A run and its measurements: one folder of each kind.
-
-    Attributes:
-        run: The run, which holds the model.
-        evaluation: Folder of `simulate`, else of `evaluate`.
-        sensitivity: Folder of `sensitivity`.
-        export: Folder of `export`.
-    """
+    """A run that holds a model, and its measurements: one folder of each kind."""
 
     run: Evidence
     evaluation: Evidence | None = None
@@ -159,14 +152,10 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """All sources of a page.
+    """All sources of a page: the run to be signed, and those that were named to stand beside it.
 
-    Attributes:
-        main: The run to be signed.
-        qat: The trained run, if one was named.
-        bpu: The run for a BPU, if one was named.
-        comparison: Folder of `compare` with the run to be signed.
-        notes: Folders that fit but were not taken, with reasons.
+    `comparison` is a folder of `compare` with the run. Notes name folders that fit and were not
+    taken.
     """
 
     main: Measured

@@ -189,7 +189,6 @@ def _row(model: str, run: str, found: ModelSummary, sqnr_db: float | None = None
 
 
 def _sqnr(run: Evidence, summary: RunSummary) -> tuple[str, dict[str, float | None]]:
-    """Title of the last quantized stage, and its SQNR by model."""
     settings = run.settings
     branch = cast("Branch", settings.branch)
     last = quantized_parts(branch, settings.model, with_head=settings.quantize_head)[-1]

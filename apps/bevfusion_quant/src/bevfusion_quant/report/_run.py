@@ -29,10 +29,7 @@ MARKS = {"good": "ok", "look": "LOOK", "missing": "missing"}
 
 
 def find_browser(named: Path | None = None) -> Path:
-    """Path of Chromium or Chrome.
-
-    Args:
-        named: The browser to take. Default: the first on the path.
+    """Path of the named browser, or else of the first Chromium or Chrome on the path.
 
     Raises:
         InputError: No browser was found.
@@ -52,11 +49,6 @@ def find_browser(named: Path | None = None) -> Path:
 
 def print_pdf(page: Path, pdf: Path, browser: Path) -> Path:
     """Print a page to PDF with the browser's print command, without header and footer.
-
-    Args:
-        page: The page.
-        pdf: The file to write.
-        browser: Result of `find_browser`.
 
     Raises:
         InputError: The browser did not print it.
@@ -195,7 +187,6 @@ def _made_from(run: Evidence) -> str:
 
 
 def _verdict(groups: Sequence[HeadlineGroup], checks: Sequence[Check]) -> dict[str, Any]:
-    """Headline table and questions."""
     shown = [
         {
             "frames": frames_text(group.frames),
@@ -235,7 +226,6 @@ def _borrowed(gathered: Gathered) -> Iterator[Section]:
 
 
 def _trail(gathered: Gathered, own: Mapping[str, str], command: str) -> dict[str, Any]:
-    """Folders with their commands and digests, versions of the packages."""
     return {
         "notes": gathered.notes,
         "folders": list(map(_folder, gathered.all)),

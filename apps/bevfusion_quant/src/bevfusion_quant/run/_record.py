@@ -43,11 +43,9 @@ class _Compilations(Listener):  # type: ignore[misc]  # numba has no types
         self._say = say
 
     def on_start(self, event: Event) -> None:
-        """A compilation starts."""
         self._say(COMPILING)
 
     def on_end(self, event: Event) -> None:
-        """A compilation ends."""
         self._say("")
 
 
@@ -102,11 +100,7 @@ PACKAGES = (
 
 
 def versions(*more: str) -> dict[str, str]:
-    """Versions of Python and of every package that decides the result, if installed.
-
-    Args:
-        *more: Further packages of this run.
-    """
+    """Versions of Python and of every package that decides the result, if installed."""
     found = {"python": platform.python_version()}
     for name in (*PACKAGES, *more):
         try:
@@ -137,11 +131,7 @@ def return_freed_memory() -> None:
 
 @dataclass
 class Clock:
-    """Times the steps of a run.
-
-    Attributes:
-        taken: Seconds by step, so far.
-    """
+    """Times the steps of a run: seconds by step, so far."""
 
     taken: dict[str, float] = field(default_factory=dict)
     _start: float = field(default_factory=time.perf_counter)
@@ -174,14 +164,9 @@ class Clock:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Record of one run, while its folder is written.
+    """Record of one run, while its folder is written; `path` is its final place.
 
-    Args:
-        folder: Folder of the run.
-        command: The command line that repeats it.
-        clock: Times its steps; None if nothing was computed.
-        packages: Further packages of this run.
-        path: Final path of the folder.
+    Without a clock nothing was computed.
     """
 
     folder: Path
@@ -216,10 +201,8 @@ class RunRecord:
     ) -> Shards:
         """Storage of finished results; all ranks must have the same models and frames.
 
-        Args:
-            frames: Frames of the run; compared by names and file sizes, not by content.
-            settings: Further settings that decide the figures.
-            models: Compared by weights and ranges.
+        Frames are compared by names and file sizes, models by weights and ranges. The settings
+        decide the figures.
 
         Raises:
             InputError: The ranks differ.
@@ -237,11 +220,7 @@ class RunRecord:
         return self._shards[-1]
 
     def on_page(self, settings: Mapping[str, object]) -> dict[str, Any]:
-        """Fields of `ReportContent` that every run has.
-
-        Args:
-            settings: Settings shown on the page.
-        """
+        """Fields of `ReportContent` that every run has."""
         return {
             "command": self.command,
             "versions": versions(*self.packages),

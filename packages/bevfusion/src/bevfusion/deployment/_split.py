@@ -321,8 +321,6 @@ class Comparison(Protocol):
 
 
 class _Stage:
-    """The end of one stage, in all three models."""
-
     def __init__(self, name: str) -> None:
         self.fake, self.integers = StageProbe(name, ""), PairSums()
 

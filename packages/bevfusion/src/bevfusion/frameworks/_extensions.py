@@ -234,8 +234,6 @@ EXTENSIONS: Mapping[str, Functions] = {
 
 
 class _Extension(ModuleType):
-    """A compiled module's stand-in."""
-
     def __init__(self, name: str, functions: Functions) -> None:
         super().__init__(name)
         self.__file__ = f"<stand-in for {name}>"
@@ -288,11 +286,9 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """A spec for a name of `EXTENSIONS`."""
         return ModuleSpec(name, self) if self._functions(name) is not None else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The stand-in."""
         return _Extension(spec.name, self._functions(spec.name) or {})
 
     def exec_module(self, module: ModuleType) -> None:

@@ -162,7 +162,6 @@ def _check_height(model: nn.Module, renamed: Renamed) -> None:
 
 
 def _convert(model: nn.Module, renamed: Renamed, wanted: Mapping[str, Tensor]) -> dict[str, str]:
-    """Rearrange values for the model; return the conversions by name."""
     modules = dict(model.named_modules())
     tensors, done = renamed.tensors, {}
     for name, how in renamed.conversions.items():
@@ -190,8 +189,6 @@ def _paths(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class _Fit:
-    """Entries that fit a model one to one."""
-
     given: Mapping[str, Tensor]
     convs: Mapping[str, nn.Module]
     layout: WeightLayout

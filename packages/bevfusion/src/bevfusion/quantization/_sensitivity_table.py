@@ -102,7 +102,6 @@ class SensitivityOutcome:
         }
 
     def _plan_from(self) -> dict[str, Any] | None:
-        """How the measured plan was found."""
         if self.refined is None or self.estimated is None:
             return None
         start = self.refined.start

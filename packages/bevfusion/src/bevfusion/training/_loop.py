@@ -177,7 +177,6 @@ def losses_table(terms: Sequence[str], parts: Sequence[tuple[float, ...]]) -> st
 
 
 def _loss_text(losses: list[list[float]], terms: Sequence[str]) -> str:
-    """The loss of the last steps, in all and by term."""
     means = np.mean(losses[-SHOWN:], axis=0)
     each = ", ".join(f"{name} {value:.3f}" for name, value in zip(terms, means, strict=True))
     return f"loss {means.sum():.3f} ({each})"

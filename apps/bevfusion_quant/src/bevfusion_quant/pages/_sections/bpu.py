@@ -52,7 +52,6 @@ def section(content: ReportContent) -> Section | None:
 
 
 def _layers(layers: Sequence[BpuLayer]) -> Table:
-    """Operators on the BPU: both quantized models against float, and against each other."""
     columns: Columns = {
         Column("Layer"): lambda row: CellParts(path=row.layer),
         Column("Operator", "minor text"): "{operator}",
@@ -75,7 +74,6 @@ def _estimates(outcome: BpuOutcome) -> Iterator[dict[str, Any]]:
 
 
 def _estimate(unit: str, estimate: BpuEstimate) -> Table:
-    """Operations, bytes and time of each layer, and its bottleneck."""
     columns: Columns = {
         Column("Layer"): lambda layer: CellParts(path=layer.path),
         Column("Operations", "minor"): "{operations:,.0f}",
