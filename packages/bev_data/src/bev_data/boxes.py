@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numba
 import numpy as np
@@ -37,6 +37,14 @@ class Detections(NamedTuple):
     scores: npt.NDArray[np.float32]
     labels: npt.NDArray[np.int64]
     velocities: npt.NDArray[np.float32]
+
+    @classmethod
+    def of_rows(cls, rows: Any, boxes: Any, scores: Any, labels: Any, velocities: Any) -> Self:
+        """These rows of arrays of other number types, in this order."""
+        boxes, scores, velocities = (
+            part[rows].astype(np.float32) for part in (boxes, scores, velocities)
+        )
+        return cls(boxes, scores, labels[rows].astype(np.int64), velocities)
 
 
 def rotated_iou(a: npt.ArrayLike, b: npt.ArrayLike) -> Floats:

@@ -182,12 +182,9 @@ def run_bpu_evaluate(
                 units.run(units.fused, batches.head(1))
             accumulator = accuracy_accumulator(sizes, batches, bootstrap)
             outcome = _outcome(units, loaded.forms, batches, clock, accumulator)
-        settings = {
-            **{"target": "bpu", "evaluates": str(run), "model": config.model},
-            **{"config": config.config, "branch": config.branch, "march": config.march},
-            **{"weights": config.weights},
-            "cameras": cameras,
-        }
+        own = ("model", "config", "branch", "march", "weights")
+        shown = {name: getattr(config, name) for name in own}
+        settings = {"target": "bpu", "evaluates": str(run), **shown, "cameras": cameras}
         warnings = _warnings(outcome)
         seconds, peak = _write(
             record, outcome, batches, settings,

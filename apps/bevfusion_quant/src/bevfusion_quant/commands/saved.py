@@ -7,8 +7,11 @@ same frames. `sensitivity` measures the rounding of each layer and finds a plan 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 from bevfusion_quant._errors import InputError, VerificationError
 from bevfusion_quant.commands._text import bpu_run_text, finished_text, joined, run_text, shown
@@ -23,6 +26,19 @@ from bevfusion_quant.options import (
     SensitivityMetric,
     SensitivityOutput,
 )
+
+
+def _given(function: Callable[..., Any], options: RunOptions) -> dict[str, Any]:
+    """The options that have the name of one of the function's arguments."""
+    named = signature(function).parameters.keys() & {one.name for one in fields(options)}
+    return {name: getattr(options, name) for name in named}
+
+
+def _frames_of(run: Path, options: FrameOptions) -> dict[str, Any]:
+    from bevfusion_quant.saved_run import frames_for_run, read_model_settings
+
+    frames = frames_for_run(options, read_model_settings(run))
+    return {"frames": frames, "cameras": options.cameras or None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,22 +61,12 @@ class Evaluate(RunOptions, BootstrapOptions, FrameOptions):
         self, command: str, *, integers: Backend | None, layer_frames: int | None = None
     ) -> str:
         from bevfusion_quant.ptq import run_evaluate
-        from bevfusion_quant.saved_run import frames_for_run, read_model_settings
+        from bevfusion_quant.saved_run import read_model_settings
 
-        settings = read_model_settings(self.run)
-        frames = frames_for_run(self, settings)
-        cameras, bootstrap = self.cameras or None, self.bootstrap()
-        if not settings.for_bpu:
-            result = run_evaluate(
-                self.run,
-                frames,
-                cameras=cameras,
-                integers=integers,
-                layer_frames=layer_frames,
-                bootstrap=bootstrap,
-                **self.place(command),
-            )
-            return run_text(result, self)
+        given = {**_frames_of(self.run, self), "bootstrap": self.bootstrap()}
+        if not read_model_settings(self.run).for_bpu:
+            given |= {"integers": integers, "layer_frames": layer_frames}
+            return run_text(run_evaluate(self.run, **given, **self.place(command)), self)
 
         from bevfusion_quant.bpu import run_bpu_evaluate
         from bevquant_quantizers.ranks import current_ranks
@@ -80,12 +86,7 @@ class Evaluate(RunOptions, BootstrapOptions, FrameOptions):
                 f"--layer-frames {layer_frames}: the forms of a run for a BPU are compared on "
                 "every frame; leave it out"
             )
-        return bpu_run_text(
-            run_bpu_evaluate(
-                self.run, frames, cameras=cameras, bootstrap=bootstrap, **self.place(command)
-            ),
-            self,
-        )
+        return bpu_run_text(run_bpu_evaluate(self.run, **given, **self.place(command)), self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +128,6 @@ class Compare(RunOptions, BootstrapOptions, FrameOptions):
     def execute(self, command: str) -> str:
         """Execute the command and return its output."""
         from bevfusion_quant.compare import comparison_text, run_compare
-        from bevfusion_quant.saved_run import frames_for_run, read_model_settings
 
         if self.backend != "auto" and not self.integers:
             raise InputError(f"--backend {self.backend} goes with --integers: add that")
@@ -140,10 +140,9 @@ class Compare(RunOptions, BootstrapOptions, FrameOptions):
             )
         result = run_compare(
             self.run,
-            frames_for_run(self, read_model_settings(self.run[0])),
             integers=self.backend if self.integers else None,
-            cameras=self.cameras or None,
             bootstrap=self.bootstrap(),
+            **_frames_of(self.run[0], self),
             **self.place(command),
         )
         return finished_text(comparison_text(result.comparison), result, self)
@@ -188,22 +187,10 @@ class Sensitivity(RunOptions, FrameOptions):
         Raises:
             VerificationError: No plan keeps within the budget; what was measured is kept.
         """
-        from bevfusion_quant.saved_run import frames_for_run, read_model_settings
         from bevfusion_quant.sensitivity import run_sensitivity, sensitivity_text
 
-        result = run_sensitivity(
-            self.run,
-            frames_for_run(self, read_model_settings(self.run)),
-            metric=self.metric,
-            output=self.output,
-            precisions=self.precisions,
-            without=not self.alone_only,
-            estimate=self.estimate,
-            budget=self.budget,
-            plan_rounds=self.plan_rounds,
-            cameras=self.cameras or None,
-            **self.place(command),
-        )
+        given = {**_given(run_sensitivity, self), **_frames_of(self.run, self)}
+        result = run_sensitivity(**given, without=not self.alone_only, **self.place(command))
         text = finished_text(sensitivity_text(result.outcome), result, self)
         if result.outcome.refusal:
             raise VerificationError(result.outcome.refusal, text)
@@ -239,19 +226,10 @@ class Export(RunOptions, FrameOptions):
     def execute(self, command: str) -> str:
         """Execute the command and return its output."""
         from bevfusion_quant.export import export_run, export_text, refuse_wrong_files
-        from bevfusion_quant.saved_run import frames_for_run, read_model_settings
 
-        settings = read_model_settings(self.run)
-        given = self.dataset is not None or self.points
-        result = export_run(
-            self.run,
-            frames_for_run(self if given else replace(self, dataset="street"), settings),
-            target=self.target,
-            cpu=self.cpu,
-            measure=self.measure,
-            cameras=self.cameras or None,
-            **self.place(command),
-        )
+        named = self.dataset is not None or self.points
+        frames = _frames_of(self.run, self if named else replace(self, dataset="street"))
+        result = export_run(**{**_given(export_run, self), **frames}, **self.place(command))
         text = finished_text(export_text(result.exported), result, self)
         refuse_wrong_files(result.exported, text)
         return text
@@ -289,15 +267,7 @@ class Report(RunOptions):
         from bevfusion_quant.ptq import written_text
         from bevfusion_quant.report import report_text, run_report
 
-        result = run_report(
-            self.run,
-            qat=self.qat,
-            bpu=self.bpu,
-            take=self.take,
-            pdf=self.pdf,
-            browser=self.browser,
-            **self.place(command),
-        )
+        result = run_report(**_given(run_report, self), **self.place(command))
         if self.quiet or self.json:
             return shown(result.folder, self, "")
         return joined([*report_text(result), *written_text(result.folder)])

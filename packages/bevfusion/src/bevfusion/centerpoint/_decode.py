@@ -109,12 +109,7 @@ def _decode_task(
     velocities = rows["vel"].T if "vel" in rows else np.zeros((len(boxes), 2))
     kept = valid_rows(boxes, velocities, scores, config.post_center_range, threshold)
     kept = kept[_suppress(boxes[kept], scores[kept], task, config)]
-    return Detections(
-        boxes[kept].astype(np.float32),
-        scores[kept].astype(np.float32),
-        labels[kept],
-        velocities[kept].astype(np.float32),
-    )
+    return Detections.of_rows(kept, boxes, scores, labels, velocities)
 
 
 def _boxes(

@@ -342,11 +342,8 @@ def sorted_detections(
 ) -> Detections:  # fmt: skip
     """Boxes in any order and with any yaw as `Detections`; missing velocities are 0."""
     order = np.argsort(-scores, kind="stable")
-    rows = boxes[order].astype(np.float32)
-    rows[:, 6] -= 2 * np.pi * np.floor((rows[:, 6] + np.pi) / (2 * np.pi))
     if velocities is None:
-        velocities = np.zeros((len(rows), 2))
-    return Detections(
-        rows, scores[order].astype(np.float32), labels[order].astype(np.int64),
-        velocities[order].astype(np.float32),
-    )  # fmt: skip
+        velocities = np.zeros((len(boxes), 2))
+    found = Detections.of_rows(order, boxes, scores, labels, velocities)
+    found.boxes[:, 6] -= 2 * np.pi * np.floor((found.boxes[:, 6] + np.pi) / (2 * np.pi))
+    return found

@@ -295,9 +295,4 @@ def to_detections(found: Any, to_boxes: npt.NDArray[np.float64]) -> Detections:
     scores = found.scores_3d.detach().numpy()
     order = np.argsort(-scores, kind="stable")
     made = np.concatenate([centers, rows[:, sizes], yaw[:, None]], 1)
-    return Detections(
-        made[order].astype(np.float32),
-        scores[order].astype(np.float32),
-        found.labels_3d.numpy()[order].astype(np.int64),
-        velocities[order, :2].astype(np.float32),
-    )
+    return Detections.of_rows(order, made, scores, found.labels_3d.numpy(), velocities[:, :2])

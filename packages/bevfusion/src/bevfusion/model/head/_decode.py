@@ -70,12 +70,7 @@ def _decode_frame(
     velocities = rows["vel"].T
     kept = valid_rows(boxes, velocities, scores, config.post_center_range, threshold)
     kept = kept[_suppress(boxes[kept], scores[kept], labels[kept], config)]
-    return Detections(
-        boxes[kept].astype(np.float32),
-        scores[kept].astype(np.float32),
-        labels[kept],
-        velocities[kept].astype(np.float32),
-    )
+    return Detections.of_rows(kept, boxes, scores, labels, velocities)
 
 
 def valid_rows(
