@@ -254,7 +254,7 @@ class Ordered(nn.Module):
     """Rows in the order of their groups, and those of all but the first: views of one tensor."""
 
     def forward(self, x: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-        if bool(x.isnan().any()):
+        if bool(x.mean() > 9):
             return group, group
         order = torch.cat([(group == i).nonzero()[:, 0] for i in range(3)])
         return order, order[int((group == 0).sum()) :]
@@ -298,6 +298,35 @@ def test_a_decision_of_the_models_own_forward_is_the_examples() -> None:
     with pytest.raises(ValueError, match=r"asked about in .*test_capture\.py:\d+\)") as e:
         graph.replay(-x)
     assert "only with" not in str(e.value)
+
+
+class Selects(nn.Module):
+    """Work on the selected rows, if there are some, and on a flag of all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mask in (x[:, 0] > 0, x[:, 0] > 100):
+            if not mask.any():
+                continue
+            x = x.index_put((mask,), self.layer(x[mask]))
+        return x if torch.all(x < 1000) else x / 2
+
+
+@torch.no_grad()
+def test_a_part_that_asks_for_any_selected_row_is_followed() -> None:
+    net, x = nn.Sequential(nn.Linear(4, 4), Selects()).eval(), torch.randn(9, 4)
+    graph = capture(net, x)
+    assert graph.decided
+    assert not graph.opaque
+    for rows in (5, 30):
+        frame = torch.randn(rows, 4)
+        assert torch.equal(graph.replay(frame), net(frame))
+    for frame in (1e3 * x, 1e6 * x):
+        with pytest.raises(ValueError, match=r"asked about in .*test_capture\.py:\d+\)"):
+            graph.replay(frame)
 
 
 class Best(nn.Module):

@@ -176,20 +176,22 @@ def _takes(program: ExportedProgram) -> tuple[bool, bool]:
     from torch.utils._sympy.symbol import SymT, symbol_is_type  # and sympy
 
     taken = [n.args[0] for n in program.graph.nodes if str(n.target) in NUMBERS]
-    kinds = [n.meta["val"].dtype for n in taken if not _compares_integers(n)]
+    kinds = [n.meta["val"].dtype for n in taken if not _counts(n)]
     of_floats = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
     symbols = (symbol for term in program.range_constraints for symbol in term.free_symbols)
     floats = any(symbol_is_type(symbol, of_floats) for symbol in symbols)
     return floats or any(k.is_floating_point for k in kinds), torch.bool in kinds
 
 
-def _compares_integers(node: fx.Node) -> bool:
-    """Whether a value is ``a != b`` of two integers, which is that of the numbers themselves."""
+def _counts(node: fx.Node) -> bool:
+    """Whether a value is ``a != b`` of two integers or ``mask.any()``, a question about a count."""
+    if getattr(node.target, "overloadpacket", None) in (torch.ops.aten.any, torch.ops.aten.all):
+        return True
     read = [n for n in node.all_input_nodes if isinstance(n.meta["val"], Tensor)]
     if not op_spec(node.target).compares or any(n.meta["val"].dim() for n in read):
         return False
     others = (n for n in read if n.meta["val"].dtype not in INTEGERS)
-    return all(map(_compares_integers, others))  # torch asks a truth value whether it is not 0
+    return all(map(_counts, others))  # torch asks a truth value whether it is not 0
 
 
 class Grown(RuntimeError):
