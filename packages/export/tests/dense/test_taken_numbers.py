@@ -48,6 +48,13 @@ def frames() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return (x, torch.tensor([5, 3])), (x, torch.tensor([9, 2]))
 
 
+def _bounded(y: Tensor, n: Tensor) -> Tensor:
+    if (n > 6).any():
+        return y
+    assert n.max().item() < len(n.unique()) * 30  # with a bound beyond int64
+    return y.relu()
+
+
 def _looped(y: Tensor, n: Tensor) -> Tensor:
     for _ in range(int(n[1])):
         y = y + 1
@@ -123,6 +130,7 @@ DECIDED: dict[str, Between] = {
     "branch": lambda y, n: y.relu() if int(n.max()) > 6 else y,
     "truth": lambda y, n: y.relu() if (n > 6).any() else y,
     "loop": _looped,
+    "bounded": _bounded,
     "size": lambda y, n: y.relu() if y[..., : int(n.max())].shape[-1] > 6 else y,
     "odd size": lambda y, n: y.relu() if y[..., : int(n.max())].shape[-1] % 2 else y,
     "size of windows": lambda y, n: y.relu() if (int(n.max()) - 1) // 2 * 2 < 5 else y,
@@ -153,7 +161,7 @@ class Points(nn.Module):
         return made
 
 
-@pytest.mark.parametrize("name", ["branch", "truth", "loop"])
+@pytest.mark.parametrize("name", ["branch", "truth", "loop", "bounded"])
 def test_files_of_points_for_onnxruntime_check_decisions(name: str, tmp_path: Path) -> None:
     x, n = torch.randn(40, 3), torch.tensor([[5], [3]])
     model = quantize_model(Points(DECIDED[name]).eval(), example_inputs=(x, n)).model

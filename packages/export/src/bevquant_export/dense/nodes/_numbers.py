@@ -27,6 +27,7 @@ _COMPARED = {
     "eq": "Equal", "le": "LessOrEqual", "ge": "GreaterOrEqual", "lt": "Less", "gt": "Greater",
 }  # fmt: skip
 _JOINED = {"sym_not": "Not", "and": "And", "or": "Or"}
+_END = 2**63 - 1  # of int64
 _FILLED = frozenset(("zeros", "ones", "new_zeros", "new_ones"))
 
 
@@ -128,7 +129,9 @@ class Numbers:
             return self.graph.node(_JOINED[what], path, parts)
         if what not in (*_COMPARED, "ne"):
             refuse(asked, f"the forward decides by {what} of numbers, which has no form")
-        operands = [self.of(path, operand) for operand in maker.args]
+        # Bounds beyond int64, as those of a sum of sizes, hold for all numbers.
+        args = [n if isinstance(n, Ref) else max(-_END, min(n, _END)) for n in maker.args]
+        operands = [self.of(path, operand) for operand in args]
         met = self.graph.node(_COMPARED.get(what, "Equal"), path, operands)
         return self.graph.node("Not", path, [met]) if what == "ne" else met
 
