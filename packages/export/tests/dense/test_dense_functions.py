@@ -157,6 +157,8 @@ def _pooled(x: Tensor, how: str) -> Tensor:
     rows, grid = x.movedim(1, -1).reshape(-1, 4), x.new_zeros(7, 4)
     if how == "scatter_add":
         return grid.scatter_add(0, place[:, None].expand(-1, 4), rows)
+    if how in ("amax", "amin"):
+        return grid.scatter_reduce(0, place[:, None].expand(-1, 4), rows, how, include_self=False)
     if how == "index_add":
         return grid.index_add(0, place, rows)
     return grid.reshape(1, 7, 4).index_put((place * 0, place), rows, accumulate=True)
@@ -198,6 +200,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "rows by a mask": lambda x: x.sigmoid()[:, torch.arange(4) > 1],
     "rows that a value chooses": lambda x: x[:, x.amax((0, 2, 3)) > -9.0].cumsum(1),
     "pooled by scatter_add": lambda x: _pooled(x, "scatter_add"),
+    "largest of a place": lambda x: _pooled(x, "amax") - _pooled(x, "amin"),
     "pooled by index_add": lambda x: _pooled(x, "index_add"),
     "pooled by index_put": lambda x: _pooled(x, "index_put"),
     "whole numbers divided": lambda x: (x * 9).long() // x.shape[-1] * 0.5,

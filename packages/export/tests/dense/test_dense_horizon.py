@@ -120,3 +120,21 @@ def test_what_keeps_a_scale_has_no_pair_of_its_own(calibrated: Fixture, tmp_path
     kept = ["MaxPool", "DepthToSpace", "Resize"]
     assert kinds == [*pair, *pair, "Conv", "Relu", *pair, *kept, *pair, "Conv"]
     assert [d.different for d in compare_qdq_onnx(file, model, x)] == [0, 0]
+
+
+def test_questions_about_numbers_are_comparisons(calibrated: Fixture, tmp_path: Path) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = 1.0 / self.conv(x).relu()  # infinite for zeros
+            odd = torch.logical_xor(torch.isnan(x - x), torch.isinf(x)) ^ (x > 1)
+            return torch.where(odd & torch.isfinite(x), x, 0.5)
+
+    x = torch.randn(1, 3, 6, 6)
+    model = calibrated(Net(), x)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", "horizon")
+    assert lint_onnx(file.path, "horizon") == []
+    assert sum(row.unexplained for row in compare_qdq_onnx(file, model, x)) == 0

@@ -229,3 +229,43 @@ def test_an_operator_that_tensorrt_does_not_import(tmp_path: Path) -> None:
         export_qdq_onnx(model, frame, tmp_path / "windows.onnx", "tensorrt11")
     assert not list(tmp_path.iterdir())
     assert export_qdq_onnx(model, frame, tmp_path / "windows.onnx", "onnxruntime").verified
+
+
+class Pools(nn.Module):
+    """The product of each place's values."""
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        return x.scatter_reduce(0, places, x, "prod")
+
+
+class Wraps(nn.Module):
+    """Angles between 0 and 2π."""
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        return torch.remainder(x, 6.2832) + places
+
+
+@pytest.mark.parametrize(
+    ("layer", "profile", "missing"),
+    [
+        (Pools, "tensorrt11", "ScatterElements with reduction mul in ONNX, which tensorrt11"),
+        (Wraps, "horizon", "Mod in ONNX, which horizon"),
+    ],
+)
+def test_operators_that_the_linter_rejects_are_not_written(
+    layer: type[nn.Module], profile: str, missing: str, tmp_path: Path
+) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.layer = nn.Linear(3, 3), layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.linear(x), torch.tensor([[0, 1, 0], [1, 1, 0]]))
+
+    frame = (torch.randn(2, 3),)
+    model = quantize_model(Net().eval(), example_inputs=frame).model
+    calibrate(model, [frame])
+    with pytest.raises(ValueError, match=rf"{missing}.*test_dense_refusals\.py:\d+"):
+        export_qdq_onnx(model, frame, tmp_path / "net.onnx", profile)
+    assert not list(tmp_path.iterdir())

@@ -153,6 +153,9 @@ _PLACES = torch.tensor([[4, 0, 4], [1, 1, 0], [4, 2, 3], [3, 3, 3]])
         lambda y, x: y.scatter_reduce(0, _PLACES, x, "mean"),
         lambda y, x: y.clone().scatter_reduce_(0, _PLACES, x, "mean", include_self=False),
         lambda y, x: y.scatter_reduce(0, _PLACES, x, reduce="amax"),
+        lambda y, x: y.scatter_reduce(0, _PLACES[:3], x, "amax", include_self=False),
+        lambda y, x: y.scatter_reduce(-2, _PLACES, x, "amin"),
+        lambda y, x: y.clone().scatter_reduce_(0, _PLACES, x, "amin", include_self=False),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("scatter_sums", [True, False])

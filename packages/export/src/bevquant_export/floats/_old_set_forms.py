@@ -11,6 +11,8 @@ numbers that runtimes would take:
 - ``upsample_trilinear3d``: bilinear in height and width, then along depth.
 - ``x >= y``: greater or equal, by two operators; ``threshold`` and ``hardshrink`` by it.
 - ``tril`` and ``triu``: zeros where a column's number less the row's is too large or small.
+- ``isnan``: x ≠ x; ``isinf``: |x| = ∞; ``isfinite``: |x| < ∞; exclusive or of truth values: ≠.
+  Horizon's mapper takes the comparisons alone.
 - ``logit(x, eps)``: log(z / (1 − z)), z = x clipped to [ε, 1 − ε]; torch's exporter compares.
 
 Computations along an axis without an operator: ranks, positions in a list, products, distances.
@@ -214,12 +216,20 @@ VOLUME_SAMPLES: MappingProxyType[str, Callable[..., Tensor | None]] = MappingPro
 )
 """Of operator sets whose GridSample takes maps of two axes alone, as TensorRT's in any set."""
 
+
+def _differs(x: Tensor, y: Any) -> Tensor | None:
+    return x != y if x.dtype == torch.bool else None
+
+
 OLD_SET_FORMS: MappingProxyType[str, Callable[..., Tensor | None]] = MappingProxyType(
     {
         "einsum": _einsum, "clamp": _clamp, "clamp_min": _at_least, "clamp_max": _at_most,
         "upsample_trilinear3d": _trilinear, "logit": _logit,
         "tril": partial(_part_of, torch.lt, 1), "triu": partial(_part_of, torch.gt, -1),
         "threshold": _threshold, "hardshrink": _hardshrink,
+        "isnan": lambda x: x != x, "isinf": lambda x: x.abs() == math.inf,
+        "isfinite": lambda x: x.abs() < math.inf, "bitwise_xor": _differs,
+        "logical_xor": lambda x, y: x.bool() != y.bool(),
         "ge": partial(_or_equal, torch.gt), "le": partial(_or_equal, torch.lt),
     }
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Sums over places: in the order of the values, and for engines whose scatters do not sum.
+"""Sums and maxima over places, in the values' order and for engines whose scatters reduce nothing.
 
 ONNX Runtime's ScatterND that sums runs on several threads, which write to a place of several values
 at once: sums depend on the run. Its ScatterElements takes the values one after the other, as torch
@@ -13,7 +13,8 @@ that there is a matrix for each column of x. Places × values are its entries: a
 of a car's surroundings does not, and is refused.
 
 ``scatter_reduce`` that sums is a ``scatter_add``; its mean is one of the values over one of ones,
-which no version of ONNX has by itself.
+which no version of ONNX has by itself. Its maximum is the largest x of a place's row where P is 1;
+where it is 0, y's own value or the least of x is taken. Its minimum: min(y, x) = -max(-y, -x).
 """
 
 from __future__ import annotations
@@ -30,17 +31,32 @@ _MOST = 2**26  # entries of the matrix
 
 
 def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    x, chosen, src = _chosen(x, dim, index, src)
+    return (x + (chosen.to(x.dtype) * src).sum(1)).movedim(0, dim)
+
+
+def _scatter_max(x: Tensor, dim: int, index: Tensor, src: Tensor, include_self: bool) -> Tensor:
+    x, chosen, src = _chosen(x, dim, index, src)
+    others = x[:, None] if include_self else src.amin(0)
+    largest = torch.where(chosen, src, others).amax(1)
+    if include_self:
+        return torch.maximum(x, largest).movedim(0, dim)
+    return torch.where(chosen.any(1), largest, x).movedim(0, dim)
+
+
+def _chosen(x: Tensor, dim: int, index: Tensor, src: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """With `dim` in front: x, the matrix ``[places, values, …]``, and src."""
     dim %= x.dim()
     corner = tuple(slice(size) for size in index.shape)
     if any(_example(a) < _example(b) for a, b in zip(index.shape, src.shape, strict=True)):
         src = src[corner]
     whole = (_example(a) == _example(b) for a, b in zip(index.shape, x.shape, strict=True))
     if not all(same or axis == dim for axis, same in enumerate(whole)):
-        raise ValueError("a scatter_add that leaves part of an axis has no form as a product")
+        raise ValueError("a scatter that leaves part of an axis has no form as a product")
     _limit(x.shape[dim], index.shape)
     x, index, src = (t.movedim(dim, 0) for t in (x, index, src))
     places = torch.arange(x.shape[0], device=x.device).view([-1] + [1] * x.dim())
-    return (x + ((index == places).to(x.dtype) * src).sum(1)).movedim(0, dim)
+    return x, index == places, src
 
 
 def _scatter_reduce(
@@ -143,15 +159,26 @@ def _limit(places: Any, shape: Sequence[Any]) -> None:
     values = math.prod(map(_example, shape))
     if _example(places) * values > _MOST:
         raise ValueError(
-            f"it sums {values} values at {_example(places)} places; the engine has no scatter that "
-            f"sums, and as a product of matrices one had {_example(places) * values:.1e} entries, "
-            f"{_MOST:.1e} at most. Let a plugin pool them (bev_pool), and export the parts before "
-            "and behind it; or pool in a smaller grid"
+            f"it gathers {values} values at {_example(places)} places; the engine has no scatter "
+            "that sums or compares, and as a product of matrices one had "
+            f"{_example(places) * values:.1e} entries, {_MOST:.1e} at most. Let a plugin "
+            "pool them (bev_pool), and export the parts before and behind it; or pool in a "
+            "smaller grid"
         )
 
 
 def _example(size: Any) -> int:
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _scatter_reduce_as_product(
+    x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor | None:
+    if reduce == "amax":
+        return _scatter_max(x, dim, index, src, include_self)
+    if reduce == "amin":
+        return -_scatter_max(-x, dim, index, -src, include_self)
+    return _scatter_reduce(_scatter_add, x, dim, index, src, reduce, include_self=include_self)
 
 
 ORDERED_SUMS: dict[str, Callable[..., Tensor | None]] = {
@@ -160,5 +187,5 @@ ORDERED_SUMS: dict[str, Callable[..., Tensor | None]] = {
 }  # fmt: skip
 SCATTER_SUMS: dict[str, Callable[..., Tensor | None]] = {
     "scatter_add": _scatter_add, "index_add": _index_add, "index_put": _index_put,
-    "scatter_reduce": partial(_scatter_reduce, _scatter_add),
+    "scatter_reduce": _scatter_reduce_as_product,
 }  # fmt: skip

@@ -183,6 +183,12 @@ class Node:
             return None
         return str(attribute.s.decode("utf-8", "backslashreplace"))
 
+    @property
+    def reducing(self) -> str:
+        """The operator, and its reduction if any: engines import these apart."""
+        reduction = self.text("reduction")
+        return self.op if reduction in (None, "none") else f"{self.op} with reduction {reduction}"
+
     def number(self, name: str) -> float | None:
         """A FLOAT attribute."""
         attribute = self.attributes.get(name)

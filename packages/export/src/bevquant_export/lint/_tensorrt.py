@@ -80,7 +80,10 @@ NOT_IMPORTED = frozenset(
     "MaxRoiPool MaxUnpool Multinomial StringNormalizer TfIdfVectorizer SplitToSequence "
     "ConcatFromSequence SequenceAt SequenceEmpty SequenceConstruct SequenceErase SequenceInsert "
     "SequenceLength".split()
-)
+) | {
+    f"{scatter} with reduction {kind}"
+    for scatter in ("ScatterElements", "ScatterND") for kind in ("add", "mul", "max", "min")
+}  # fmt: skip
 _CONVS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
@@ -196,11 +199,8 @@ def _operator(node: Node, functions: set[tuple[str, str]]) -> Iterator[Finding]:
         return
     if node.domain:
         yield PLUGIN.found(node.name, f"{quoted(node.op)} is of domain {quoted(node.domain)}")
-    elif node.op in NOT_IMPORTED or node.op.startswith("QLinear"):
-        yield IMPORT.found(node.name, f"{quoted(node.op)} has no importer")
-    elif node.op.startswith("Scatter") and node.text("reduction") not in (None, "none"):
-        kind = quoted(node.text("reduction"))
-        yield IMPORT.found(node.name, f"{quoted(node.op)} with reduction {kind}")
+    elif node.reducing in NOT_IMPORTED or node.op.startswith("QLinear"):
+        yield IMPORT.found(node.name, f"{quoted(node.reducing)} has no importer")
 
 
 def _bias(graph: Graph, node: Node) -> Iterator[Finding]:

@@ -277,6 +277,7 @@ class _Horizon(QdqTarget):
         integer_bias=False, integer_relu=False, axis=False,
         transposed_per_channel=True, numbered=True,
         repeats=False, one_scale=False, integer_inputs=False,
+        absent=frozenset(_NOT_INTEGRATED),
     )  # fmt: skip
 
     def lint(self, file: LintFile) -> Iterator[Finding]:

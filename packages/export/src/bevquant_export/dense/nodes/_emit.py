@@ -36,6 +36,7 @@ from bevquant_export.dense.nodes._weighted import (
     unflattened,
     weighted_layer,
 )
+from bevquant_export.lint._graph import Node
 from bevquant_export.sparse.portable._body import INT64
 from bevquant_graph import op_spec, own_code, problem_of
 from bevquant_int8sim.program import (
@@ -170,7 +171,8 @@ class Emitter:
     def _refuse_absent(self, step: Step, first: int) -> None:
         """Refuse nodes, from `first` on, of operators that the engine does not import."""
         profile = self.graph.profile
-        met = profile.absent.intersection(node.op_type for node in self.graph.nodes[first:])
+        nodes = (Node(node, 0) for node in self.graph.nodes[first:])
+        met = profile.absent.intersection(node.reducing for node in nodes)
         if met:
             raise QdqError(
                 f"{step.path or 'the model'} ({step.label}) is "

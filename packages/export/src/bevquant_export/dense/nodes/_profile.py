@@ -49,7 +49,8 @@ class Profile:
         float8: Formats of FP8 that it takes, and ``"mxfp8"``.
         int16: Activations may have 16 bits; layers that read them run in float.
         integer_inputs: Inputs may be integers and truth values; else all are float32.
-        absent: Operators that it does not import; a step that needs one is refused.
+        absent: Operators that it does not import, with a reduction as `Node.reducing` names it;
+            a step that needs one is refused.
         runner: Runtime of the check: ``"onnxruntime"`` or ``"openvino"`` optimised as in
             use, ``"plain"`` for ONNX Runtime without optimisations.
     """
