@@ -52,13 +52,9 @@ from bevquant_int8sim.model._grid_operations import grid_call, module_call
 from bevquant_int8sim.model._integer_steps import (
     Add,
     AvgPool,
-    Conv,
-    ConvTranspose,
     DeformableAttention,
-    Dense,
     Dequantize,
     GridSample,
-    Linear,
     MaxPool,
     Quantize,
     Relu,
@@ -66,9 +62,7 @@ from bevquant_int8sim.model._integer_steps import (
     Resize,
     Rounds,
     Sample,
-    SparseConv,
     Stored,
-    Weighted,
     WeightedSum,
 )
 from bevquant_int8sim.model._layer_sums import alike, float_gaps
@@ -90,6 +84,14 @@ from bevquant_int8sim.model._step import (
     Step,
     names_in,
     replaced,
+)
+from bevquant_int8sim.model._weighted_steps import (
+    Conv,
+    ConvTranspose,
+    Dense,
+    Linear,
+    SparseConv,
+    Weighted,
 )
 
 __all__ = [

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bevquant_int8sim._prepared import Run, layouts, watched
-from bevquant_int8sim.model._integer_steps import Conv, ConvTranspose
 from bevquant_int8sim.model._program import Program
 from bevquant_int8sim.model._step import Ref, Step, names_in
+from bevquant_int8sim.model._weighted_steps import Conv, ConvTranspose
 
 if TYPE_CHECKING:
     from bevquant_int8sim._compiled.chain import Chain

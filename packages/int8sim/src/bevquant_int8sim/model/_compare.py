@@ -17,13 +17,13 @@ from bevquant_int8sim.model._float8 import ROUNDINGS, Float8Layer
 from bevquant_int8sim.model._forced import ForcedRun, place
 from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
-from bevquant_int8sim.model._integer_steps import Weighted
 from bevquant_int8sim.model._layer_sums import LayerSums
 from bevquant_int8sim.model._layer_table import LayerTable
 from bevquant_int8sim.model._reference import Returned, layer_calls, tensor_of
 from bevquant_int8sim.model._simulate import simulate
 from bevquant_int8sim.model._step import FloatCall, LayoutCall, Step
 from bevquant_int8sim.model._verify import StepBounds, check_results
+from bevquant_int8sim.model._weighted_steps import Weighted
 from bevquant_qnn import USELESS_DB, float_remedy
 from bevquant_qnn.matched import fewest
 from bevquant_quantizers import CalibrationReport

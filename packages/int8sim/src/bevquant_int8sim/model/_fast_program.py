@@ -22,12 +22,10 @@ from bevquant_int8sim.model._float_sparse import FloatSparseConv
 from bevquant_int8sim.model._form import Integers
 from bevquant_int8sim.model._integer_steps import (
     Add,
-    Conv,
     Dequantize,
     Quantize,
     Relu,
     Requantize,
-    SparseConv,
 )
 from bevquant_int8sim.model._program import Program, Value
 from bevquant_int8sim.model._step import (
@@ -40,6 +38,7 @@ from bevquant_int8sim.model._step import (
     names_in,
     replaced,
 )
+from bevquant_int8sim.model._weighted_steps import Conv, SparseConv
 
 _ROW_BY_ROW = (Quantize, Requantize, Dequantize, Relu, Add)
 """Steps that treat every row alike."""

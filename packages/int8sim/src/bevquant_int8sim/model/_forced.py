@@ -24,13 +24,13 @@ from bevquant_int8sim.model._integer_steps import (
     Requantize,
     Resize,
     Sample,
-    Weighted,
     WeightedSum,
 )
 from bevquant_int8sim.model._reference import GraphRun, Returned, spent_nodes, tensor_of
 from bevquant_int8sim.model._rowwise import dequantized
 from bevquant_int8sim.model._step import FloatCall, Ref, Step, names_in
 from bevquant_int8sim.model._traced_source import Source
+from bevquant_int8sim.model._weighted_steps import Weighted
 from bevquant_qnn.matched import Matched
 
 _COMPUTES = (Quantize, Requantize, Weighted, Add, MaxPool, WeightedSum, Resize, FloatCall)

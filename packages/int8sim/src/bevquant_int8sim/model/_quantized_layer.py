@@ -14,13 +14,6 @@ from bevquant_int8sim._quantize import quantize, quantize_bias
 from bevquant_int8sim.model._coords import Geometry
 from bevquant_int8sim.model._float8 import BlockLayer, Float8Input, Float8Layer
 from bevquant_int8sim.model._form import ACCUMULATORS, Integers
-from bevquant_int8sim.model._integer_steps import (
-    Conv,
-    ConvTranspose,
-    Linear,
-    SparseConv,
-    Weighted,
-)
 from bevquant_int8sim.model._quantizers import (
     SMALLEST_AMAX,
     SimulateError,
@@ -30,6 +23,13 @@ from bevquant_int8sim.model._quantizers import (
     integers_of,
     is_active,
     unsupported,
+)
+from bevquant_int8sim.model._weighted_steps import (
+    Conv,
+    ConvTranspose,
+    Linear,
+    SparseConv,
+    Weighted,
 )
 from bevquant_qnn import QuantSparseConvolution
 from bevquant_quantizers import AffineQuantizer, TensorQuantizer, fake_quantize, format_of

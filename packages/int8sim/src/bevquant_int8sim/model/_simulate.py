@@ -24,7 +24,7 @@ from bevquant_int8sim._quantize import check_arithmetic, dequantize
 from bevquant_int8sim._rounding import check_rounding
 from bevquant_int8sim.model._form import ACCUMULATORS, Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
-from bevquant_int8sim.model._integer_steps import Add, Dense
+from bevquant_int8sim.model._integer_steps import Add
 from bevquant_int8sim.model._lower import lower
 from bevquant_int8sim.model._program import rounded
 from bevquant_int8sim.model._quantizers import SimulateError, check_calibrated
@@ -32,6 +32,7 @@ from bevquant_int8sim.model._read_graph import read_graph
 from bevquant_int8sim.model._step import Step
 from bevquant_int8sim.model._traced_source import Source
 from bevquant_int8sim.model._verify import verify_model
+from bevquant_int8sim.model._weighted_steps import Dense
 
 __all__ = ["simulate"]
 

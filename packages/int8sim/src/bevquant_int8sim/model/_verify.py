@@ -19,11 +19,12 @@ from bevquant_int8sim.model._float8 import (
 from bevquant_int8sim.model._forced import ForcedRun, place
 from bevquant_int8sim.model._form import ACCUMULATORS, Integers
 from bevquant_int8sim.model._integer_model import IntegerModel
-from bevquant_int8sim.model._integer_steps import Sample, Weighted
+from bevquant_int8sim.model._integer_steps import Sample
 from bevquant_int8sim.model._layer_sums import alike, largest_steps
 from bevquant_int8sim.model._quantizers import SimulateError
 from bevquant_int8sim.model._reference import tensor_of
 from bevquant_int8sim.model._step import Ref, Step
+from bevquant_int8sim.model._weighted_steps import Weighted
 
 __all__ = ["StepBounds", "check_results", "verify_model"]
 
