@@ -339,6 +339,7 @@ class Told(NamedTuple):
 KEEP_OUT = r"keep decisions on the values of tensors out of its forward"
 VALUES = r"branches on the values of a tensor, or needs them as a number"
 TWICE = r"other values in a second run on the same inputs"
+KEEPS = r"keeps \w+ from call to call"
 TENSORS = r"Return tensors, alone or in tuples"
 INPUTS = r"[Gg]ive inputs"
 FLOAT = r"Call model\.float\(\)"
@@ -355,8 +356,8 @@ CASES: dict[str, tuple[Callable[[], Any], Told | None]] = {
     "always_drops": (AlwaysDrops, Told("AlwaysDrops", TWICE, "make that an input")),
     "noise": (Noise, Told("Noise", TWICE, "make that an input")),
     "pythons_random": (PythonsRandom, Told("PythonsRandom", TWICE, "make that an input")),
-    "buffer_counts": (BufferCounts, Told("BufferCounts", TWICE, "make that an input")),
-    "number_counts": (NumberCounts, Told("NumberCounts", TWICE, "make that an input")),
+    "buffer_counts": (BufferCounts, Told("BufferCounts", KEEPS, "with_memory")),
+    "number_counts": (NumberCounts, Told("NumberCounts", KEEPS, "with_memory")),
     "noisy_part": (NoisyPart, Told(r"part\.0 \(Noise", TWICE, "make that an input")),
     "object": (GivesObject, Told("GivesObject", "returns no tensor", TENSORS)),
     "nothing": (GivesNothing, Told("GivesNothing", "returns no tensor", TENSORS)),

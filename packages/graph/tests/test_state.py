@@ -189,10 +189,24 @@ class Counts(nn.Module):
 def test_a_model_whose_next_frame_depends_on_this_one_is_refused(where: str) -> None:
     net = Counts(where)
     assert len(list(capture(net, image(), check=False).operations)) > 0
-    with pytest.raises(CaptureError, match=r"second run on the same inputs.*make that an input"):
+    with pytest.raises(CaptureError, match=r"keeps (frames|number) from call to call"):
         capture(net, image())
     assert net.number == net.frames == 0
     assert capture(Counts("nowhere"), image()).replay(image()).equal(image() * 2)
+
+
+class Draws(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(x.shape, generator=torch.Generator().manual_seed(3))
+
+
+def test_a_generator_made_in_the_forward_starts_anew_in_every_replay() -> None:
+    net, x = nn.Sequential(nn.Conv2d(3, 3, 1), Draws()).eval(), image()
+    graph = capture(net, x)
+    assert list(graph.opaque) == ["1"]
+    assert all(torch.equal(graph.replay(x), net(x)) for _ in range(2))
+    with pytest.raises(CaptureError, match="draws random numbers from a generator"):
+        capture(Draws().eval(), x)
 
 
 class Writes(nn.Module):

@@ -133,6 +133,8 @@ class Constants(TorchFunctionMode):
             raise ReshapesInput
         if name == "_assert" and isinstance(args[0], Tensor):
             return None
+        if kwargs.get("generator") is not None:  # a trace would hold the one of its own run
+            raise RuntimeError("it draws random numbers from a generator")
         if name == "squeeze":
             _fix_squeezed(*args, **kwargs)
         if name in _INDEXED:

@@ -16,8 +16,9 @@ from torch.export.graph_signature import InputKind, OutputKind
 from ._batch_arguments import as_example
 from ._calls import Followed
 from ._conditions import Condition, bound_guards
-from ._faults import CaptureError, author_line, author_lines, first_fault
+from ._faults import CaptureError, author_line, author_lines, described, first_fault
 from ._frames import frames_of
+from ._memory import changed_attributes
 from ._normal import CALLED
 from ._opaque import OPAQUE, Opaque, fixed_sizes, opaque_call, refuse_other_sizes
 from ._own_inputs import own_inputs
@@ -309,7 +310,7 @@ class Graph:
                 returned = self.members.made(self._called(given))
                 wanted, _ = flatten(returned, arrays=lambda _, place: place in arrays)
             if any(noted) and self._remembers(given):
-                raise CaptureError(self._unlike("the next frame's output", given))
+                raise CaptureError(self._memory(given))
             made = self._run(own_inputs(leaves))
         values = [v for v in made if isinstance(v, Tensor)]
         tensors = [v for v in wanted if isinstance(v, Tensor)]
@@ -321,6 +322,14 @@ class Graph:
         for index, (one, other) in enumerate(zip(tensors, values, strict=True)):
             if not _same_bits(one, other):
                 raise CaptureError(self._unlike(f"output {index}", given))
+
+    def _memory(self, given: Arguments) -> str:
+        names = ", ".join(changed_attributes(self.model, [given]))
+        return (
+            f"{described('', self.model)} keeps {names} from call to call, so a second call on the "
+            "same inputs gives other results. Capture bevquant_graph.with_memory(model, frames), "
+            "which makes such values inputs and results"
+        )
 
     def _unlike(self, what: str, given: Arguments) -> str:
         return (

@@ -19,7 +19,7 @@ from ._copies import copied
 from ._faults import refuse_unusable
 from ._own_inputs import own_inputs
 from ._quiet import evaluation
-from ._signature import Constant, arguments, entries, flatten
+from ._signature import Arguments, Constant, arguments, entries, flatten
 from ._state import state_kept
 
 _TORCHS = vars(nn.Module()).keys()
@@ -126,7 +126,8 @@ def with_memory(model: nn.Module, frames: Iterable[Any]) -> WithMemory:
         )
     made = WithMemory(copied(model, "with_memory"), ())
     with evaluation(made), torch.no_grad(), state_kept(made):
-        made.names = tuple(_changed(made.model, frames))
+        calls = (arguments(frame) for frame in frames)
+        made.names = tuple(changed_attributes(made.model, calls))
         names = tuple(_that_matter(made, frames))
     made.names = names
     if not names:
@@ -138,13 +139,13 @@ def with_memory(model: nn.Module, frames: Iterable[Any]) -> WithMemory:
     return made
 
 
-def _changed(model: nn.Module, frames: list[Any]) -> Iterator[str]:
-    """Attributes and buffers that a frame changes."""
+def changed_attributes(model: nn.Module, calls: Iterable[Arguments]) -> Iterator[str]:
+    """Paths of the attributes and buffers that one of the calls, in order, changes."""
     found: dict[str, None] = {}
     with state_kept(model):
-        for frame in frames:
+        for given in calls:
             before = own_inputs(_attributes(model))
-            args, kwargs = own_inputs(arguments(frame))
+            args, kwargs = own_inputs(given)
             model(*args, **kwargs)
             now = _attributes(model).items()
             found |= {n: None for n, v in now if n not in before or not _same(before[n], v)}
