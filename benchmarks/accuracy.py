@@ -1,7 +1,8 @@
 """What quantization costs trained networks, and what gets it back: PTQ, mixed precision, QAT.
 
     python benchmarks/accuracy.py [ptq] [sensitivity] [mixed] [qat] [--images N]
-    python benchmarks/accuracy.py streets ranks [--streets N] [--conditions clear night …]
+    python benchmarks/accuracy.py streets [--weights FILE …] [--streets N] [--formats W8A8 …]
+    python benchmarks/accuracy.py ranks
 
 ResNet-20 on CIFAR-10 images and the MNIST net, public weights (`_trained_nets.py`). Differences
 are points of accuracy against float in the same run on the same images; noise is that of the
@@ -9,8 +10,8 @@ outputs against the float ones. The standard error of a difference of d points o
 least √(d/100/n)·100 (0.4 points for d = 3, n = 2,000). Ranges come from the first 256 training
 images, which for CIFAR-10 are of three classes.
 
-`streets` compares the shipped BEVFusion on generated streets (`_streets.py`), `ranks` the orders of
-estimated and measured sensitivities of both shipped detectors. They run only where named.
+`streets` compares trained BEVFusion models on generated streets (`_streets.py`), `ranks` the orders
+of estimated and measured sensitivities of both shipped detectors. They run only where named.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 import torch
 from _machine import print_machine
 from _rounding_peers import adaround, equalized
-from _streets import compare_ranks, compare_streets
+from _streets import FORMATS, compare_ranks, compare_streets
 from _trained_nets import Task, accuracy, cifar10, mnist
 from torch import Tensor, nn
 
@@ -317,6 +318,16 @@ def main() -> None:
     parser.add_argument("--streets", type=int, default=100, help="streets of each condition")
     parser.add_argument("--first", type=int, default=100, help="seed of the first street")
     parser.add_argument("--conditions", nargs="*", default=[], help="all by default")
+    parser.add_argument(
+        "--weights",
+        nargs="*",
+        type=Path,
+        default=[],
+        help="of the models; the package's by default",
+    )
+    parser.add_argument(
+        "--formats", nargs="*", choices=FORMATS, default=list(FORMATS), help="all by default"
+    )
     parser.add_argument("--runs", type=Path, help="folder of the runs, made where missing")
     options = parser.parse_args()
     parts = {"ptq": ptq, "sensitivity": sensitivity_cost, "mixed": mixed, "qat": qat}
@@ -328,7 +339,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = options.runs or Path(made)
         if "streets" in options.parts:
-            compare_streets(folder, options.first, options.streets, options.conditions)
+            compare_streets(
+                folder,
+                options.weights,
+                options.formats,
+                options.first,
+                options.streets,
+                options.conditions,
+            )
         if "ranks" in options.parts:
             compare_ranks(folder)
     tasks = {"ptq": (cifar10, mnist), "qat": (cifar10,), "mixed": (cifar10,)}

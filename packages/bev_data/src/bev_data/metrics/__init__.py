@@ -5,6 +5,7 @@ from bev_data.metrics._agreement import AgreementAccumulator, AgreementRow, Foun
 from bev_data.metrics._bootstrap import (
     Bootstrap,
     Interval,
+    drawn_mean_ap,
     interval_of_difference,
     interval_of_mean_ap,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "agreement_text",
     "aligned_table",
     "compare_detections",
+    "drawn_mean_ap",
     "evaluate_detections",
     "interval_of_difference",
     "interval_of_mean_ap",

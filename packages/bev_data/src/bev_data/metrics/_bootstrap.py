@@ -62,7 +62,7 @@ def interval_of_mean_ap(accumulator: DetectionAccumulator, bootstrap: Bootstrap)
     labels, but none in a draw, keeps its average precision over all scenes in that draw. Leaving it
     out would shift the mean by its distance from the other classes.
     """
-    return _interval(_drawn(accumulator, bootstrap), len(accumulator.scenes), bootstrap)
+    return _interval(drawn_mean_ap(accumulator, bootstrap), len(accumulator.scenes), bootstrap)
 
 
 def interval_of_difference(
@@ -81,7 +81,7 @@ def interval_of_difference(
         )
     if model.rules != reference.rules or model.classes != reference.classes:
         raise InputError("the difference of two models needs the same rules and classes for both")
-    apart = _drawn(model, bootstrap) - _drawn(reference, bootstrap)
+    apart = drawn_mean_ap(model, bootstrap) - drawn_mean_ap(reference, bootstrap)
     return _interval(apart, len(model.scenes), bootstrap)
 
 
@@ -94,8 +94,15 @@ def _interval(values: Floats, scenes: int, bootstrap: Bootstrap) -> Interval | N
     return Interval(float(low), float(high), bootstrap.level, scenes)
 
 
-def _drawn(accumulator: DetectionAccumulator, bootstrap: Bootstrap) -> Floats:
-    """Mean average precision of every draw, float64 [resamples]; NaN without any label."""
+def drawn_mean_ap(accumulator: DetectionAccumulator, bootstrap: Bootstrap) -> Floats:
+    """Mean average precision of every draw of scenes.
+
+    The means of several models' values, draw by draw, give the interval of their mean: all have
+    drawn the same scenes.
+
+    Returns:
+        float64 [resamples]; NaN for a draw without labels, empty for fewer than two scenes.
+    """
     scenes, records = len(accumulator.scenes), accumulator.records()
     if scenes < 2:
         return np.zeros(0)
