@@ -19,7 +19,7 @@ from bevquant_qnn import (
     sensitivity,
     weight_size,
 )
-from bevquant_quantizers import calibrate, fake_quantize_blocks
+from bevquant_quantizers import calibrate, fake_quantize_blocks, quantize_blocks
 
 FORMATS = ("mxfp8", "mxfp4", "nvfp4")
 
@@ -68,7 +68,14 @@ def test_layers_compute_with_the_formats_values(name: str, tmp_path: Path) -> No
     table = compare(Net().eval(), simulated, [x])
     assert {row.form for row in table.rows} >= {name, "int8"}
     simulated.save(tmp_path / "saved")
-    assert torch.equal(IntegerModel.load(tmp_path / "saved")(x), simulated(x))
+    loaded = IntegerModel.load(tmp_path / "saved")
+    assert torch.equal(loaded(x), simulated(x))
+    held: Any = next(s.target for s in loaded.steps if s.path == "mix" and s.target)
+    wanted = quantize_blocks(mix.weight, name, mix.weight_quantizer.amax, axis=1)
+    for one, other in ((held.blocks, layers["mix"].blocks), (held.blocks, wanted)):
+        assert torch.equal(one.numbers, other.numbers)
+        assert torch.equal(one.scales, other.scales)
+        assert torch.equal(one.tensor_scale, other.tensor_scale)
     compare(model, simulated, [x], verify=True)
 
 

@@ -131,7 +131,7 @@ def verdict(verified: str, rows: Iterable[TensorDifference]) -> str:
     if verified == "no":
         return "not run: whether it computes what the model computes is unknown"
     different = sum(row.different for row in rows)
-    float8 = any(row.form.startswith(("fp8", "mxfp8")) for row in rows)
+    float8 = any(row.form.startswith(("fp8", "mxfp8", "nvfp4")) for row in rows)
     kind = "quantized values" if float8 else "integers"
     text = f"{different:,} of {sum(row.elements for row in rows):,} {kind} are not the model's"
     if different:

@@ -30,7 +30,7 @@ from bevquant_export.dense._source import Source, example_of, integer_model
 from bevquant_export.dense._written import QdqFile
 from bevquant_export.dense.nodes._emit import emit
 from bevquant_export.dense.nodes._graph import Graph, TensorState
-from bevquant_export.dense.nodes._profile import INT16_OPSET, Profile, profile_of
+from bevquant_export.dense.nodes._profile import FP4_OPSET, INT16_OPSET, Profile, profile_of
 from bevquant_export.dense.nodes._weighted import OPSET as FLOAT8_OPSET
 from bevquant_export.dense.verify._compare import tensors_by_input, verified
 from bevquant_export.dense.verify._runnable import session
@@ -271,12 +271,14 @@ def _emitted(
 
 
 def _opset(source: Source) -> int:
-    """The least operator set for voxels, FP8, and int16 or blocks."""
+    """The least operator set for voxels, FP8, int16 or blocks, and FP4."""
     forms = [value.form for value in source.program.values.values()]
     wide = any(isinstance(form, Integers) and form.bits == 16 for form in forms)
-    wide |= any(isinstance(step.target, BlockLayer) for step in source.program.steps)
+    blocks = [s.target.form for s in source.program.steps if isinstance(s.target, BlockLayer)]
     float8 = any(map(is_float8, source.program.steps))
-    return max(OPSET * source.sparse, FLOAT8_OPSET * float8, INT16_OPSET * wide)
+    wide |= bool(blocks)
+    fp4 = FP4_OPSET * ("nvfp4" in blocks)
+    return max(OPSET * source.sparse, FLOAT8_OPSET * float8, INT16_OPSET * wide, fp4)
 
 
 def _has_float_form(model: Any) -> bool:
@@ -433,7 +435,7 @@ def _assemble(
             [helper.make_tensor_value_info(n, _TYPES[types[n]], s) for n, s in inputs.items()],
             [helper.make_tensor_value_info(n, _TYPES[types[n]], s) for n, s in outputs.items()],
             [numpy_helper.from_array(a, n) for n, a in graph.constants.items() if n in used],
-            value_info=[helper.make_tensor_value_info(n, 1, None) for n in graph.floats],
+            value_info=[helper.make_tensor_value_info(n, t, None) for n, t in graph.typed.items()],
         ),
         producer_name="bevquant_export",
         functions=_functions(graph),

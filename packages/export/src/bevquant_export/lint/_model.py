@@ -51,6 +51,7 @@ CHANNELS = Rule("ONX019", "error",
 
 PLUGINS = "trt.plugins"  # domain of TensorRT's own plugins, as ONNX Runtime calls it
 ATTENTION = "MultiscaleDeformableAttnPlugin_TRT"
+TRT, FP4_QUANTIZE = "trt", "TRT_FP4DynamicQuantize"  # an operator of TensorRT's parser
 VOXELS = "bevquant.voxels"  # domain of functions in files with sparse convolutions
 _WEIGHTED = {"Conv": 1, "ConvTranspose": 1, "ConvInteger": 1, "QLinearConv": 3}
 _POOLS = ("MaxPool", "AveragePool", "LpPool")

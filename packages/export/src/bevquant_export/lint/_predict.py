@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bevquant_export.lint._graph import Finding, Graph, Node, graphs_of, quoted
+from bevquant_export.lint._model import FP4_QUANTIZE
 from bevquant_export.lint._read import read_model
 from bevquant_export.lint._tensors import Pairs, Step
 
@@ -26,7 +27,8 @@ _INT8 = set(
     "MaxPool AveragePool GlobalAveragePool Resize Concat Add Reshape Transpose Slice Flatten "
     "DepthToSpace Squeeze Unsqueeze Identity Split Pad Expand Tile".split()
 )
-_ALONE = {"QuantizeLinear", "DequantizeLinear", "Constant", "Cast"}
+_ALONE = {"QuantizeLinear", "DequantizeLinear", "Constant", "Cast", FP4_QUANTIZE}
+_QUANTIZED = ("int8", "fp8", "fp4")
 _TYPES = {1: "float32", 10: "fp16"}
 
 
@@ -37,7 +39,7 @@ class LayerPrediction:
     Attributes:
         name: Name of the node.
         op: Its operator.
-        runs: ``"int8"``, ``"fp8"``, ``"fp16"`` or ``"float32"``.
+        runs: ``"int8"``, ``"fp8"``, ``"fp4"``, ``"fp16"`` or ``"float32"``.
         reason: Why.
         into: The node whose kernel it is fused into; empty for a kernel of its own.
         reformats: Places where the engine must convert between types.
@@ -114,6 +116,8 @@ class _Prediction:
 
     def _weighted(self, node: Node, float_type: str) -> tuple[str, str]:
         data, weight = (self.pairs.dequantized(node.input(slot)) for slot in (0, 1))
+        if data is not None and weight is not None and data.block and weight.block:
+            return "fp4", f"data and weight are FP4 in blocks of {weight.block}"
         if weight is None or weight.constant is None:
             return float_type, "its weight has no pair: its quantizer is off"
         if data is None:
@@ -187,15 +191,13 @@ class _Prediction:
             maker = self.graph.producers.get(name) if name else None
             if maker is not None and maker.op == "Cast":
                 yield f"{quoted(maker.name)} in front"
-            elif (
-                maker is not None and maker.op == "DequantizeLinear" and runs not in ("int8", "fp8")
-            ):
+            elif maker is not None and maker.op == "DequantizeLinear" and runs not in _QUANTIZED:
                 if (
                     self.pairs.dequantized(name) is not None
                     and self.graph.constant(maker.input(0)) is None
                 ):
                     yield f"{quoted(maker.name)} to {runs} in front"
-            elif maker is None and name in self.graph.inputs and runs in ("int8", "fp8"):
+            elif maker is None and name in self.graph.inputs and runs in _QUANTIZED:
                 yield f"input {quoted(name)} to {runs}"
 
 
@@ -226,6 +228,7 @@ _WORDS = {
     "float": "float32",
     "fp32": "float32",
     "fp8": "fp8",
+    "fp4": "fp4",
 }
 
 

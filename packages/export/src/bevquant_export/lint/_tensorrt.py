@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bevquant_export.lint._graph import Finding, Graph, Node, Rule, Rules, quoted
-from bevquant_export.lint._model import ATTENTION, PLUGINS
+from bevquant_export.lint._model import ATTENTION, FP4_QUANTIZE, PLUGINS, TRT
 from bevquant_export.lint._tensors import Pairs, Step, shape_of
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 # In the library that trtexec loads by itself (initLibNvInferPlugins).
-_OWN_PLUGINS = {(PLUGINS, ATTENTION)}
+_OWN_PLUGINS = {(PLUGINS, ATTENTION), (TRT, FP4_QUANTIZE)}
 _rule = Rules("TRT", "tensorrt")
 
 # fmt: off
@@ -263,7 +263,7 @@ def _step(pairs: Pairs, step: Step) -> Iterator[Finding]:
     if step.constant is not None and step.constant.data_type == 6:
         return  # A bias of 32-bit integers: the rule about biases speaks of it.
     for slot, what in ((1, "scale"), (2, "zero point")):
-        name = node.input(slot)
+        name = "" if step.block else node.input(slot)  # scales of blocks are quantized too
         if name and graph.constant(name) is None and (name in graph.producers or graph.sees(name)):
             yield CONSTANT.found(node.name, f"its {what} {quoted(name)} is computed")
     if step.float8 not in ("", "FLOAT8E4M3FN"):

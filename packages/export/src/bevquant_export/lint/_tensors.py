@@ -233,6 +233,11 @@ class Step:
         return FLOAT8.get(self.zero_type) or FLOAT8.get(own, "")
 
     @property
+    def block(self) -> int:
+        """Values that have a scale of their own; 0 without blocks."""
+        return self.node.integer("block_size")
+
+    @property
     def int16(self) -> str:
         """Name of its type of 16 bits; empty for others."""
         return _INT16.get(self.zero_type, "")

@@ -46,8 +46,9 @@ class QdqTarget(Target):
     def precisions(self) -> tuple[str, ...]:
         """By the profile's formats."""
         form = self.form
-        fp8 = ("fp8",) * ("fp8_e4m3" in form.float8) + ("mxfp8",) * ("mxfp8" in form.float8)
-        return (*super().precisions, *("int16",) * form.int16, *fp8)
+        fp8 = ("fp8",) * ("fp8_e4m3" in form.float8)
+        blocks = [name for name in form.float8 if not name.startswith("fp8")]
+        return (*super().precisions, *("int16",) * form.int16, *fp8, *blocks)
 
     @property
     def unsigned(self) -> bool:

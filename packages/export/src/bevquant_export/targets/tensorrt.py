@@ -71,7 +71,8 @@ class _TensorRT11(_TensorRT10):
         "whether TensorRT 11 folds the Casts between half bindings and pairs into their neighbours "
         "was not measured",
     )
-    form = replace(_TensorRT10.form, name="tensorrt11", half=True, plugins="2")
+    form = replace(_TensorRT10.form, name="tensorrt11", half=True, plugins="2",
+                   float8=("fp8_e4m3", "nvfp4"))  # fmt: skip
 
     def lint_pairs(self, pairs: Pairs, file: LintFile) -> Iterator[Finding]:
         """As for 10, and the types."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from bevquant_int8sim.model._coords import Coords, Geometry
 from bevquant_int8sim.model._float_sparse import FloatSparseConv
-from bevquant_quantizers import Format, format_of, quantize_blocks
+from bevquant_quantizers import Blocks, Format, format_of, quantize_blocks
 from bevquant_sparse import WeightLayout, sparse_conv
 
 FLOAT8 = {form.name: form for form in map(format_of, ((4, 3), (5, 2)))}
@@ -212,6 +212,13 @@ class Float8Layer(nn.Module):
         return call(x, weight, None, **settings), None
 
 
+def blocks_of(values: Tensor, scales: Tensor, tensor_scale: Tensor, name: str) -> Blocks:
+    """Numbers of values that are numbers times these scales, in blocks along axis 1."""
+    form = format_of(name)
+    unit = Blocks(torch.ones_like(values), scales, tensor_scale, 1, form.block)
+    return replace(unit, numbers=form.rounded(values / unit.values()))
+
+
 class BlockLayer(Float8Layer):
     r"""A linear layer or a convolution of 1×1 with input and weight in a block format.
 
@@ -222,23 +229,35 @@ class BlockLayer(Float8Layer):
 
     Args:
         op: ``"conv"`` or ``"linear"``.
-        weight: Values of the weight, float32.
+        weight: Numbers and scales of the weight, blocks along axis 1. Buffers: ``weight``, the
+            values, ``block_scale`` and ``tensor_scale``, t of NVFP4.
         bias: float32 ``[out_channels]`` or None.
         amax: Largest absolute value of an NVFP4 input, as `blocks_round` has it.
         form: ``"mxfp8"``, ``"mxfp4"`` or ``"nvfp4"``.
         settings: As of `Float8Layer`.
     """
 
+    block_scale: Tensor
+    tensor_scale: Tensor
+
     def __init__(
         self,
         op: str,
-        weight: Tensor,
+        weight: Blocks,
         bias: Tensor | None,
         amax: float,
         form: str,
         settings: Mapping[str, Any],
     ) -> None:
-        super().__init__(op, weight, torch.ones(len(weight)), bias, amax, form, settings)
+        ones = torch.ones(len(weight.numbers))
+        super().__init__(op, weight.values(), ones, bias, amax, form, settings)
+        self.register_buffer("block_scale", weight.scales)
+        self.register_buffer("tensor_scale", weight.tensor_scale)
+
+    @property
+    def blocks(self) -> Blocks:
+        """Numbers and scales of the weight."""
+        return blocks_of(self.weight, self.block_scale, self.tensor_scale, self.form)
 
     def _numbers(self, x: Tensor) -> Tensor:
         return x.double()

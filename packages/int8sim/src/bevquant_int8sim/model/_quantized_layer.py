@@ -32,7 +32,13 @@ from bevquant_int8sim.model._weighted_steps import (
     Weighted,
 )
 from bevquant_qnn import QuantSparseConvolution
-from bevquant_quantizers import AffineQuantizer, TensorQuantizer, fake_quantize, format_of
+from bevquant_quantizers import (
+    AffineQuantizer,
+    TensorQuantizer,
+    fake_quantize,
+    format_of,
+    quantize_blocks,
+)
 from bevquant_sparse import WeightLayout, permute_weight
 
 _OPS: dict[type[Any], str] = {
@@ -186,9 +192,10 @@ def dense_layer(
         problem = _weight_problem(module._weight_quantizer, integers)
         if problem or (op != "linear" and (op != "conv" or math.prod(weight.shape[2:]) > 1)):
             return problem or f"{integers.form.name} is for linear layers and convolutions of 1×1"
-        values = module._weight_quantizer(weight.float())
+        form, quantizer = integers.form.name, module._weight_quantizer
+        blocks = quantize_blocks(weight, form, quantizer._block_amax(weight), axis=1)
         bias = None if module.bias is None else module.bias.detach().float()
-        return _layer(op, values, bias, values, integers, _settings(module, op))
+        return BlockLayer(op, blocks, bias, integers.scale, form, _settings(module, op))
     made = _integers(
         module, _by_channel(module, weight, op), _range_shapes(module, op), integers, path
     )
@@ -217,8 +224,6 @@ def _layer(
             settings = {"geometry": geometry, "indice_key": key}
         step = _STEPS[op]("", (), ("",), form=ACCUMULATORS, weight=weight, bias=bias, **settings)
         return Layer(step, scale, read, relu)
-    if read.form.block:
-        return BlockLayer(op, weight, bias, read.scale, read.form.name, settings)
     return Float8Layer(op, weight, scale, bias, read.scale, read.form.name, settings)
 
 

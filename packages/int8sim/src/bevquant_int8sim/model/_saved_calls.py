@@ -20,6 +20,7 @@ from bevquant_int8sim.model._float8 import (
     FLOAT8,
     BlockLayer,
     Float8Layer,
+    blocks_of,
     blocks_round,
     float8_round,
 )
@@ -300,10 +301,11 @@ def _float8_layer(state: dict[str, Tensor], form: str, **arguments: Any) -> Floa
 
 
 def _block_layer(state: dict[str, Tensor], input_scale: float, **arguments: Any) -> BlockLayer:
-    weight, bias = state.get("weight"), state.get("bias")
-    if not format_of(arguments["form"]).block or weight is None or weight.dtype != torch.float32:
+    weight, form = state["weight"], arguments["form"]
+    if not format_of(form).block or weight.dtype != torch.float32:
         raise ValueError("a layer in blocks has a block format and a weight in float32")
-    return BlockLayer(weight=weight, bias=bias, amax=input_scale, **arguments).eval()
+    blocks = blocks_of(weight, state["block_scale"], state["tensor_scale"], form)
+    return BlockLayer(weight=blocks, bias=state.get("bias"), amax=input_scale, **arguments).eval()
 
 
 def rebuilt_module(config: dict[str, Any], state: dict[str, Tensor]) -> nn.Module:

@@ -366,8 +366,10 @@ def _dequantized(bounds: Bounds, node: Any, x: Any) -> Any:
     at = Reading(bounds, node)
     scale, zero = np.asarray(at.array(1), np.float64), at.array(2)
     zero = np.zeros((), np.int64) if at.input(2) is None else zero
-    axis = at.attribute("axis", 1)
-    if scale.size > 1:
+    axis, block = at.attribute("axis", 1), at.attribute("block_size", 0)
+    if block:
+        scale = scale.repeat(block, axis).take(range(x.shape[axis]), axis)
+    elif scale.size > 1:
         shape = [-1 if i == axis % x.ndim else 1 for i in range(x.ndim)]
         scale, zero = scale.reshape(shape), np.asarray(zero).reshape(shape)
     return (x.astype(np.float64) - np.asarray(zero).astype(np.float64)) * scale

@@ -31,7 +31,7 @@ from bevquant_export.dense.half._intervals import (
     shape_of,
     times,
 )
-from bevquant_export.lint._model import PLUGINS
+from bevquant_export.lint._model import PLUGINS, TRT
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -152,8 +152,8 @@ def takes_halves(node: ir.Node, opset: int) -> bool:
     """Whether the operator set has float16 for a node's floats."""
     from onnx import defs
 
-    if node.domain == PLUGINS:
-        return False  # its positions have the type of its values
+    if node.domain in (PLUGINS, TRT):
+        return False  # positions have the type of the values; FP4 belongs to pairs
     if node.op_type == "Constant" or node.domain:
         return True
     schema = defs.get_schema(node.op_type, opset, "")

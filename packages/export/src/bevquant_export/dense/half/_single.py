@@ -37,6 +37,7 @@ from bevquant_export.dense.half._limits import (
     overflow,
     takes_halves,
 )
+from bevquant_export.lint._model import FP4_QUANTIZE
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 Known = Mapping[str, tuple[float, bool]]
 Measure = Callable[[Collection[str]], Mapping[str, Size]]
 
-_PAIRS = {"QuantizeLinear", "DequantizeLinear"}
+_PAIRS = {"QuantizeLinear", "DequantizeLinear", FP4_QUANTIZE}
 _LAYERS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
 # What an engine fuses into the layer or the pair beside it.
 _BETWEEN = set(

@@ -14,6 +14,7 @@ from torch import Tensor
 from bevquant_export._errors import QdqError
 from bevquant_export._taken_numbers import counts_frames, decisions
 from bevquant_export.dense._source import Source, integer_model, location
+from bevquant_export.dense.nodes._blocks import nvfp4_pair, nvfp4_product
 from bevquant_export.dense.nodes._floats import as_layer, float_operation
 from bevquant_export.dense.nodes._graph import Graph, TensorState
 from bevquant_export.dense.nodes._grid import average_pool, max_pool, resize
@@ -42,6 +43,7 @@ from bevquant_graph import op_spec, own_code, problem_of
 from bevquant_int8sim.program import (
     Add,
     AvgPool,
+    BlockLayer,
     Call,
     Constant,
     Coordinates,
@@ -334,6 +336,9 @@ class Emitter:
             return float8_pair(graph, path, self.read(step.args[0].name), *step.args[1:])
         if step.function is blocks_round:
             shape = self.source.shapes[step.args[0].name]
+            if step.args[2] == "nvfp4":
+                named = self.source.named(step.args[0].name)
+                return nvfp4_pair(graph, path, self.read(step.args[0].name), named, step.args[1:])
             axis = step.args[3] % len(shape)
             return block_tensor(graph, path, self.read(step.args[0].name), axis, shape[axis])
         if isinstance(step.module, Float8Layer):
@@ -354,6 +359,9 @@ class Emitter:
         if layer.op == "sparse_conv":
             rows = self.voxels.written(replace(step, module=layer.in_float()))
             return self._refuse(step) if rows is None else rows
+        if isinstance(layer, BlockLayer) and layer.form == "nvfp4":
+            x = self.read(step.args[0].name)
+            return nvfp4_product(self.graph, step, layer, x, self.source)
         weighted = as_weighted(step, layer)
         self.read(step.args[0].name)
         x = self.states[step.args[0].name]

@@ -69,7 +69,7 @@ class Graph:
         self.constants: dict[str, Array] = {}
         self.notes: list[str] = []
         self.on_cpu: list[Any] = []
-        self.floats: list[str] = []  # results of plugins, whose type ONNX does not infer
+        self.typed: dict[str, int] = {}  # results of plugins, whose types ONNX does not infer
         self.functions: set[str] = set()  # of voxels, called somewhere
         self._taken: set[str] = set()
         self._dequantized: set[str] = set()

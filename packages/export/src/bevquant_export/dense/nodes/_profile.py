@@ -14,6 +14,7 @@ from bevquant_export.targets._target import targets
 from bevquant_int8sim.program import Integers
 
 INT16_OPSET = 21  # the first one with pairs of int16
+FP4_OPSET = 23  # the first one with FP4
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Profile:
         voxels: Sparse convolutions may be among a model's layers, as functions of the file.
         plugins: Version of the engine's own plugins, which are nodes of their names; "" without.
         scatter_sums: Scatters may sum; else a sum over places is a product of matrices.
-        float8: Formats of FP8 that it takes, and ``"mxfp8"``.
+        float8: Formats of FP8 that it takes, and those of blocks.
         int16: Activations may have 16 bits; layers that read them run in float.
         integer_inputs: Inputs may be integers and truth values; else all are float32.
         absent: Operators that it does not import, with a reduction as `Node.reducing` names it;

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bevquant_export.dense.nodes._float4 import with_float8
 from bevquant_export.lint._model import ATTENTION, PLUGINS
 from bevquant_graph import attend_levels
 from bevquant_int8sim.program import PADDINGS, FloatCall, GridSample, Ref, Step
@@ -78,7 +79,7 @@ def attention_plugin(
         ATTENTION, step.path, [value, *tensors, places, weights], domain=PLUGINS,
         plugin_version=graph.profile.plugins, plugin_namespace="",
     )  # fmt: skip
-    graph.floats.append(made)
+    graph.typed[made] = 1  # float32
     return graph.node("Reshape", step.path, [made, graph.numbers([0, 0, -1])])
 
 
@@ -95,11 +96,12 @@ def _levels(step: Step, constants: Mapping[str, Tensor]) -> tuple[Any, Any]:
 
 
 def without_plugins(proto: Any) -> Any:
-    """The model with functions of standard operators in place of `ATTENTION`.
+    """The model with functions of standard operators in place of `ATTENTION` and of FP4.
 
     Args:
         proto: A model, which is not changed; it is returned where it has none.
     """
+    proto = with_float8(proto)
     if not any(node.op_type == ATTENTION for node in proto.graph.node):
         return proto
     made = type(proto)()

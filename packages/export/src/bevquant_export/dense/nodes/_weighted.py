@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bevquant_export.dense._source import Source
 from bevquant_export.dense.nodes._blocks import block_pair
+from bevquant_export.dense.nodes._float4 import float8_array
 from bevquant_export.dense.nodes._graph import Array, Graph, TensorState
 from bevquant_export.dense.nodes._layout_ops import reshaped
 from bevquant_export.targets._cpu import stored_weights
@@ -27,30 +28,12 @@ from bevquant_int8sim.program import (
     blocks_round,
     float8_steps,
 )
-from bevquant_quantizers import quantize_blocks
+from bevquant_quantizers import format_of
 
 # FP8 tensors and layers of a file: pairs of FP8 zero points, and weights stored in FP8.
 
 OPSET = 19  # the first one with FP8
 _SUMS = ("Conv", "ConvTranspose", "Gemm", "Add")  # which no pair is moved over
-
-
-def float8_array(tensor: Tensor) -> Array:
-    """Numbers of torch's FP8 as numpy's, which onnx reads.
-
-    Raises:
-        ImportError: ml_dtypes is not installed.
-    """
-    try:
-        import ml_dtypes
-    except ImportError as error:
-        raise ImportError(
-            "FP8 in ONNX files needs ml_dtypes, which onnx 1.17 and later bring: "
-            "pip install ml_dtypes"
-        ) from error
-    name = str(tensor.dtype).removeprefix("torch.")
-    codes: Array = tensor.cpu().contiguous().view(torch.uint8).numpy()
-    return codes.view(getattr(ml_dtypes, name))
 
 
 def float8_pair(graph: Graph, path: str, x: str, scale: float, name: str) -> TensorState:
@@ -88,8 +71,8 @@ _KINDS: dict[str, type[Any]] = {kind.op: kind for kind in (Conv, ConvTranspose, 
 def as_weighted(step: Step, layer: Float8Layer) -> Dense:
     """An FP8 layer in the form that `weighted_layer` takes."""
     tensors = {"weight": layer.weight, "weight_scale": layer.weight_scale}
-    if isinstance(layer, BlockLayer):  # of its values, numbers and scales are computed again
-        blocks = quantize_blocks(layer.weight, layer.form, axis=1)
+    if isinstance(layer, BlockLayer):
+        blocks = layer.blocks
         tensors |= {"weight": blocks.numbers.to(torch.float8_e4m3fn), "block_scale": blocks.scales}
     if layer.bias is not None:
         tensors["bias"] = layer.bias
@@ -101,11 +84,13 @@ def as_weighted(step: Step, layer: Float8Layer) -> Dense:
 def float8_steps_apart(want: Array, got: Array, step: Step) -> int:
     """Largest number of FP8 steps between two tensors of one scale.
 
-    In blocks a step is at most an eighth of the value, but for subnormal numbers.
+    In blocks of FP8 a step is at most an eighth of the value, but for subnormal numbers; in blocks
+    of FP4 at most the value.
     """
     if step.target is blocks_round:
         size = np.maximum(np.maximum(abs(want), abs(got)), np.finfo(np.float32).tiny)
-        return int(np.ceil(8 * abs(want - got) / size).max(initial=0))
+        steps = 1 if format_of(step.args[2]).bits == 4 else 8
+        return int(np.ceil(steps * abs(want - got) / size).max(initial=0))
     return float8_steps(torch.from_numpy(want), torch.from_numpy(got), *step.args[1:])
 
 

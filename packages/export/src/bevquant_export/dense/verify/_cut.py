@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bevquant_export._differences import TensorDifference
 from bevquant_export.dense._written import QdqFile
+from bevquant_export.dense.nodes._blocks import product_shape
 from bevquant_export.dense.nodes._graph import Array
 from bevquant_export.dense.nodes._profile import profile_of
 from bevquant_export.dense.nodes._weighted import float8_steps_apart, rounds_within
@@ -182,8 +183,10 @@ class CutFile:
         taken = {port.name for port in running.get_inputs()}
         given = {name: value for name, value in self._inputs.items() if name in taken}
         for name in piece.reads:
-            value = self._found[name][2]
-            given[name] = np.asarray(value) if name in self._float8 else self._stored(value, name)
+            step, _, value = self._found[name]
+            given[name] = (
+                _as_read(step, value) if name in self._float8 else self._stored(value, name)
+            )
         names = [port.name for port in piece.proto.graph.output]
         for name, got in zip(names, running.run(names, given), strict=True):
             if name in piece.makes:
@@ -246,6 +249,13 @@ class CutFile:
         return TensorDifference(
             step.path, "quantize", tensor, value.size, len(places), largest, form=step.args[2]
         )
+
+
+def _as_read(step: Step, value: Array) -> Array:
+    """An FP8 tensor in the shape that its layer reads in the file."""
+    if step.args[2] != "nvfp4":
+        return np.asarray(value)
+    return value.reshape(product_shape(value.shape, step.args[3]))
 
 
 def forced(content: bytes, tensors: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
