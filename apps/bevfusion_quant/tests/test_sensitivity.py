@@ -195,6 +195,10 @@ def test_what_is_written_is_what_was_found(runs: Path, result: SensitivityResult
     assert outcome.plan.score >= first["measured_score"] == refined.start.score
     assert first["estimated_score"] == outcome.estimated.score
     assert f"the best of {refined.tried} measured" in (folder / "report.html").read_text()
+    assert len(told["measured"]) == refined.tried
+    assert [plan["time"] for plan in told["front"]] == [plan.time for plan in outcome.front]
+    page = (folder / "report.html").read_text()
+    assert page.count('class="dot"') == refined.tried
     assert (told["scored"], told["unit"]) == ("the decoder's map", "dB")
     assert len(summary["frames"]) == 2
     assert json.loads((runs / "a/config.json").read_text())["plan"] is None

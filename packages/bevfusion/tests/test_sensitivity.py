@@ -14,6 +14,7 @@ from bev_data import InputError
 from bevfusion.model import CONFIGS, BEVFusion, build_model, random_weights
 from bevfusion.quantization import (
     SensitivityOutcome,
+    front_picture,
     measure_sensitivity,
     plan_within,
     sensitivity_output,
@@ -24,6 +25,7 @@ from bevquant_qnn import (
     Budget,
     PlannedGroup,
     PrecisionPlan,
+    RefinedPlan,
     SensitivityRow,
     SensitivityTable,
     sensitivity,
@@ -58,6 +60,27 @@ def test_the_text_has_the_worst_first() -> None:
     assert f"{share:.1%}" in lines[2]
     assert "+1.0" in lines[2]
     assert plan.startswith("Plan for time=1.2: 3 float, 37 int8; estimated time 1.2 times int8's")
+
+
+def test_plans_over_time_in_text_and_picture() -> None:
+    outcome = made_up()
+    plan = outcome.plan
+    assert plan is not None
+    front = tuple(replace(plan, time=t, score=s) for t, s in ((1.0, 20.0), (2.0, 30.0)))
+    refined = RefinedPlan(plan, plan, 3, ((1.0, 18.0), (1.5, 28.0), (2.0, 26.0)))
+    outcome = replace(outcome, front=front, refined=refined)
+    lines = sensitivity_text(outcome)[-1].splitlines()
+    assert lines[-2].split()[:3] == ["1.00", "20.0", "18.0"]
+    # The best measured plan within the time; a slower one may be worse.
+    assert lines[-1].split()[:3] == ["2.00", "30.0", "28.0"]
+    assert lines[-1].endswith("3 float, 37 int8")
+    picture = front_picture(outcome)
+    assert picture is not None
+    wide, high = picture["width"], picture["height"]
+    assert picture["line"] == [(0.0, pytest.approx(high * 10 / 12)), (wide, 0.0)]
+    assert picture["dots"][0] == (0.0, high)
+    assert outcome.summary()["measured"][1] == {"time": 1.5, "score": 28.0}
+    assert front_picture(made_up()) is None
 
 
 def test_a_gain_that_rounds_to_nothing_has_no_minus() -> None:

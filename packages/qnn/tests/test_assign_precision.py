@@ -20,6 +20,7 @@ from bevquant_qnn import (
     apply_precision,
     assign_precision,
     freeze,
+    plan_front,
     precision_groups,
     quantize_model,
     sensitivity,
@@ -63,6 +64,19 @@ def test_no_plan_of_the_same_time_is_better(measured, time):
     best = min(loss for cost, loss in every_plan(table, BIT_OPERATIONS) if cost <= time + 1e-9)
     assert plan.time <= time * (1 + 1e-9)
     assert plan.score == pytest.approx(table.score(best), abs=1e-9)
+
+
+def test_the_front_has_the_best_plan_of_each_time(measured):
+    model, _, table = measured
+    plans = plan_front(model, table, 6)
+    assert [plan.time for plan in plans] == sorted({plan.time for plan in plans})
+    assert (plans[0].time, plans[-1].time) == (pytest.approx(0.5), pytest.approx(4.0))
+    every = list(every_plan(table, BIT_OPERATIONS))
+    for plan in plans:
+        best = min(loss for cost, loss in every if cost <= plan.time + 1e-9)
+        assert plan.score == pytest.approx(table.score(best), abs=1e-9)
+    with pytest.raises(ValueError, match="expected 2 points or more, got 1"):
+        plan_front(model, table, 1)
 
 
 @pytest.mark.parametrize("score", [15.0, 30.0, 45.0, 60.0, 144.0])

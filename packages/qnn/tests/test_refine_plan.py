@@ -93,7 +93,8 @@ def test_comes_to_the_best_of_all_plans_in_a_time(small, time):
     assert found.plan.time <= time + 1e-9
     assert found.plan.score >= found.start.score
     assert found.plan.score > best - 0.15
-    assert found.tried < len(small.every) / 4
+    assert found.tried == len(found.measured) < len(small.every) / 4
+    assert (found.plan.time, found.plan.score) in found.measured
 
 
 def test_comes_nearer_to_the_best_than_the_estimate(small):

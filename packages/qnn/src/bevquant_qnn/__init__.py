@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bevquant_qnn._add import QuantAdd, QuantConcat
-from bevquant_qnn._assign_precision import BIT_OPERATIONS, Budget, assign_precision
+from bevquant_qnn._assign_precision import BIT_OPERATIONS, Budget, assign_precision, plan_front
 from bevquant_qnn._attention import QuantMultiheadAttention
 from bevquant_qnn._compare_layers import LayerComparison, compare_layers
 from bevquant_qnn._config import QuantConfig
@@ -132,6 +132,7 @@ __all__ = [
     "learn_ranges",
     "narrow_weights",
     "parts_in_order",
+    "plan_front",
     "precision_groups",
     "pt2e_quantizer",
     "quantize_model",

@@ -124,6 +124,52 @@ def assign_precision(
     return space.plan(best.precisions(), best.cost, score, measured=False)
 
 
+def plan_front(
+    model: nn.Module,
+    sensitivity: SensitivityTable,
+    points: int = 12,
+    *,
+    costs: Mapping[Precision, float] = BIT_OPERATIONS,
+) -> tuple[PrecisionPlan, ...]:
+    """The plans of `assign_precision` for times between the fastest and the best plan's.
+
+    Args:
+        model: As of `assign_precision`, like the arguments without a description here.
+        sensitivity: Its table.
+        points: Number of times, in equal steps.
+        costs: Time of one operation by precision.
+
+    Returns:
+        From fast to slow; estimated scores rise. Times with the same plan give one.
+
+    Raises:
+        ValueError: As `assign_precision`, or fewer than 2 points.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from bevquant_quantizers import calibrate
+        >>> from bevquant_qnn import quantize_model, sensitivity
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1))
+        >>> images = torch.randn(2, 3, 8, 8)
+        >>> net = quantize_model(net, example_inputs=images).model
+        >>> report = calibrate(net, [images])
+        >>> [round(plan.time, 2) for plan in plan_front(net, sensitivity(net, [images]))]
+        [1.0, 1.39, 3.61, 4.0]
+    """
+    if points < 2:
+        raise ValueError(f"plan_front: expected 2 points or more, got {points}")
+    space = plan_space(model, sensitivity, costs, "plan_front")
+    found = front(space.choices)
+    first, last = (found[i].cost if found else 0.0 for i in (0, -1))
+    times = (first + i * (last - first) / (points - 1) for i in range(points))
+    chosen = {_within(found, sensitivity, Budget(time=time)): None for time in times if found}
+    return tuple(
+        space.plan(p.precisions(), p.cost, sensitivity.score(p.loss), measured=False)
+        for p in chosen
+    )
+
+
 def _within(front: list[Point], table: SensitivityTable, budget: Budget) -> Point:
     """The best point in the budget; the front runs from cheap and bad to dear and good."""
     if budget.time is not None:

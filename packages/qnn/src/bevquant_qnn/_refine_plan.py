@@ -39,11 +39,13 @@ class RefinedPlan:
         plan: Within the budget; its score is measured.
         start: The given plan, its score measured on the same batches.
         tried: Number of plans that were run.
+        measured: Estimated time and measured score of each plan that was run.
     """
 
     plan: PrecisionPlan
     start: PrecisionPlan
     tried: int
+    measured: tuple[tuple[float, float], ...] = ()
 
 
 def refine_plan(
@@ -141,7 +143,8 @@ def refine_plan(
     def told(chosen: Precisions) -> PrecisionPlan:
         return space.plan(chosen, space.time(chosen), trials.scores[chosen], measured=True)
 
-    return RefinedPlan(told(best), told(start), len(trials.scores))
+    measured = tuple((space.time(chosen), score) for chosen, score in trials.scores.items())
+    return RefinedPlan(told(best), told(start), len(measured), measured)
 
 
 class _Trials:

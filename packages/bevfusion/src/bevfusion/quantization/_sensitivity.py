@@ -22,6 +22,7 @@ from bevquant_qnn import (
     SensitivityTable,
     assign_precision,
     estimate_sensitivity,
+    plan_front,
     refine_plan,
     sensitivity,
 )
@@ -161,7 +162,8 @@ def study_sensitivity(
         except InputError as error:  # what was measured is kept all the same
             refusal = str(error)
     plan = None if refined is None else refined.plan
-    return SensitivityOutcome(table, path, chosen, plan, budget, refusal, estimated, refined)
+    front = plan_front(model, table)
+    return SensitivityOutcome(table, path, chosen, plan, budget, refusal, estimated, refined, front)
 
 
 def _check_reachable(limit: Budget, text: str, metric: str, precisions: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -46,6 +47,7 @@ class SensitivityOutcome:
         refusal: Reason why there is no plan although a budget was given; else "".
         estimated: The plan from added losses, with which the measurement started.
         refined: The measured plan, the measured first plan, and the number of measured plans.
+        front: The best plans of several times by estimate, from fast to slow.
     """
 
     table: SensitivityTable
@@ -56,6 +58,12 @@ class SensitivityOutcome:
     refusal: str = ""
     estimated: PrecisionPlan | None = None
     refined: RefinedPlan | None = None
+    front: tuple[PrecisionPlan, ...] = ()
+
+    @property
+    def measured(self) -> tuple[tuple[float, float], ...]:
+        """Estimated time and measured score of each plan that was run."""
+        return () if self.refined is None else self.refined.measured
 
     @property
     def unit(self) -> str:
@@ -99,6 +107,8 @@ class SensitivityOutcome:
             "table": json.loads(self.table.to_json()),
             "plan": None if self.plan is None else json.loads(self.plan.to_json()),
             "plan_from": self._plan_from(),
+            "front": [{"time": p.time, "estimated_score": p.score} for p in self.front],
+            "measured": [{"time": time, "score": score} for time, score in self.measured],
         }
 
     def _plan_from(self) -> dict[str, Any] | None:
@@ -127,11 +137,56 @@ class SensitivitySummary(msgspec.Struct):
 def sensitivity_text(outcome: SensitivityOutcome) -> tuple[str, ...]:
     """Headline, one line for each group of layers, the largest loss first; the plan in a line."""
     plan = [sensitivity_plan(outcome)] if outcome.plan is not None else []
+    front = [front_table(outcome).text()] if outcome.front else []
     return (
         sensitivity_headline(outcome),
         sensitivity_table(outcome).text(without="encoders."),
         *plan,
+        *front,
     )
+
+
+def front_table(outcome: SensitivityOutcome) -> Table:
+    """The best plans of several times: estimated score, best measured score, precisions."""
+    form = _DIGITS[outcome.table.metric]
+    columns = [Column("Best plan in time"), Column(f"estimated {outcome.unit}")]
+    columns += [Column(f"measured {outcome.unit}")] * bool(outcome.measured)
+    rows = []
+    for plan in outcome.front:
+        within = [score for time, score in outcome.measured if time <= (plan.time or 0.0) + 1e-9]
+        best = [or_dash(max(within, default=None), form)] * bool(outcome.measured)
+        cells = [or_dash(plan.time, ".2f"), or_dash(plan.score, form), *best, _counts(plan)]
+        rows.append(Row(cells))
+    return Table("The best plan for each time", [*columns, Column("Groups")], rows)
+
+
+_ACROSS, _UP = 600.0, 200.0  # of the picture, in its own units
+
+
+def front_picture(outcome: SensitivityOutcome) -> dict[str, Any] | None:
+    """Estimated scores over time as a line, measured plans as dots; None without two plans."""
+    line = [(plan.time or 0.0, plan.score or 0.0) for plan in outcome.front]
+    every = [*line, *outcome.measured]
+    times, scores = ({point[axis] for point in every} for axis in (0, 1))
+    if len(times) < 2 or len(scores) < 2:
+        return None
+    (left, right), (low, high) = ((min(values), max(values)) for values in (times, scores))
+
+    def placed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+        return [
+            (_ACROSS * (time - left) / (right - left), _UP * (high - score) / (high - low))
+            for time, score in points
+        ]
+
+    form, unit = _DIGITS[outcome.table.metric], outcome.unit
+    return {
+        "width": _ACROSS,
+        "height": _UP,
+        "line": placed(line),
+        "dots": placed(outcome.measured),
+        "label": f"Score over estimated time: {low:{form}} to {high:{form}} {unit}",
+        "ends": [f"{left:.2f}", f"{right:.2f}", f"{low:{form}}", f"{high:{form}} {unit}"],
+    }
 
 
 def sensitivity_table(outcome: SensitivityOutcome) -> Table:
@@ -206,10 +261,7 @@ def sensitivity_plan(outcome: SensitivityOutcome) -> str:
     plan = outcome.plan
     if plan is None:
         return ""
-    counts: dict[str, int] = {}
-    for group in plan:
-        counts[group.precision] = counts.get(group.precision, 0) + 1
-    chosen = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+    chosen = _counts(plan)
     score = or_dash(plan.score, _DIGITS[outcome.table.metric])
     how = "measured" if plan.measured else "estimated"
     text = (
@@ -220,6 +272,12 @@ def sensitivity_plan(outcome: SensitivityOutcome) -> str:
         first = or_dash(outcome.refined.start.score, _DIGITS[outcome.table.metric])
         text += f", the best of {outcome.refined.tried} measured; the search began at {first}"
     return text
+
+
+def _counts(plan: PrecisionPlan) -> str:
+    """Number of groups by precision."""
+    counts = Counter(group.precision for group in plan)
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
 
 
 class KeptScores:

@@ -1,8 +1,14 @@
-"""Quantization loss of each layer as a bar chart, and the plan."""
+"""Quantization loss of each layer as a bar chart, and plans by time and score."""
 
 from __future__ import annotations
 
-from bevfusion.quantization import sensitivity_headline, sensitivity_plan, sensitivity_table
+from bevfusion.quantization import (
+    front_picture,
+    front_table,
+    sensitivity_headline,
+    sensitivity_plan,
+    sensitivity_table,
+)
 from bevfusion_quant.pages._content import ReportContent
 from bevfusion_quant.pages._page import Section
 
@@ -20,5 +26,7 @@ def section(content: ReportContent) -> Section | None:
         "refusal": outcome.refusal,
         "precisions": outcome.precisions,
         "table": sensitivity_table(outcome).on_page(),
+        "front": front_table(outcome).on_page() if outcome.front else None,
+        "picture": front_picture(outcome),
     }
     return Section("sensitivity", "Sensitivity", data)

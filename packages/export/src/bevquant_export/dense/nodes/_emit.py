@@ -360,8 +360,8 @@ class Emitter:
             rows = self.voxels.written(replace(step, module=layer.in_float()))
             return self._refuse(step) if rows is None else rows
         if isinstance(layer, BlockLayer) and layer.form == "nvfp4":
-            x = self.read(step.args[0].name)
-            return nvfp4_product(self.graph, step, layer, x, self.source)
+            given = self.read(step.args[0].name)
+            return nvfp4_product(self.graph, step, layer, given, self.source)
         weighted = as_weighted(step, layer)
         self.read(step.args[0].name)
         x = self.states[step.args[0].name]
