@@ -1,5 +1,6 @@
 """Selections that a model returns, rows behind a choice, channels that one range erases."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -173,3 +174,98 @@ def test_ranks_and_choices_of_the_inputs_alone_are_no_choice():
     table = compare(net, simulate(quantized, x), [x])
     assert [row.matched for row in table.rows] == [None] * len(table.rows)
     assert table.rows[-1].integer_sqnr_db > 20
+
+
+def listed(score, features):
+    order = sorted(range(len(score)), key=(-score).tolist().__getitem__)[:20]
+    return torch.tensor(order), features[order]
+
+
+def by_numpy(score, features):
+    order = np.argsort(-score.numpy())[:20].copy()
+    return torch.from_numpy(order), features[order]
+
+
+def one_by_one(score, features):
+    chosen = score.topk(20)[1].tolist()
+    return torch.tensor(chosen), torch.stack([features[i] for i in chosen])
+
+
+def asked(score, features):
+    chosen = [i for i in range(len(score)) if score[i] > 0.6]
+    return torch.tensor(chosen), torch.stack([features[i] for i in chosen])
+
+
+def suppressed(score, features):
+    rest, chosen = score.argsort(descending=True)[:60], []
+    while len(rest):
+        chosen.append(rest[0].item())
+        apart = (features[rest] - features[chosen[-1]]).norm(dim=1) > 1
+        rest = rest[apart]
+    return torch.tensor(chosen), features[chosen]
+
+
+def nested(score, features):
+    kept = (score > 0.5).nonzero()[:, 0]
+    best = score[kept].topk(min(20, len(kept.tolist())))[1]
+    return kept[best], features[kept][best]
+
+
+class Decodes(nn.Module):
+    """A decoder that a graph does not follow."""
+
+    def __init__(self, choose):
+        super().__init__()
+        self.choose = choose
+
+    def forward(self, score, features):
+        float(score.numpy().max())
+        return self.choose(score.flatten(), features.flatten(2)[0].T)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("choose", [listed, by_numpy, one_by_one, asked, suppressed, nested])
+def test_choices_of_a_module_that_is_one_node_are_matched(choose):
+    torch.manual_seed(0)
+    net, frames = Chooses(lambda *x: x).eval(), torch.randn(6, 1, 3, 24, 20)
+    for layer in (net.score, net.features):
+        layer.weight *= 4
+    decode = Decodes(choose)
+
+    class Detector(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.decode = net, decode
+
+        def forward(self, x):
+            x = self.net.trunk(x).relu()
+            return self.decode(self.net.score(x).sigmoid(), self.net.features(x))
+
+    net = Detector().eval()
+    quantized = quantize_model(net, example_inputs=frames[0]).model
+    calibrate(quantized, [*frames])
+    integer = simulate(quantized, frames[0])
+    assert "decode" in {fallback.path for fallback in integer.float_fallbacks}
+    others = 0
+    for frame in frames[1:]:
+        index, rows = net(frame)
+        chosen, made = integer(frame)
+        table = compare(net, integer, [frame], verify=True)
+        assert table.wrong == ()
+        last = table.rows[-1]
+        assert (last.path, last.op, last.kept) == ("decode", "getitem", None)
+        assert last.integer_sqnr_db > 20
+        if torch.equal(index, chosen):
+            continue
+        others += 1
+        # By rank, rows of other objects are compared.
+        ranks = min(len(rows), len(made))
+        gap = (rows[:ranks] - made[:ranks]).square().sum() / rows[:ranks].square().sum()
+        assert last.integer_sqnr_db > 10 - 10 * float(gap.log10())
+        same, own, taken = last.matched
+        if choose in (suppressed, nested):  # of several choices, the one with most others
+            assert 0 < same <= max(own, taken)
+        else:
+            same_objects = len(objects(index) & objects(chosen))
+            assert (same, own, taken) == (same_objects, len(index), len(chosen))
+    assert others > 1

@@ -265,10 +265,11 @@ def test_rows_behind_a_choice_are_those_of_the_integer_model(choice):
 
 
 class Drops(nn.Module):
-    """Followed by nothing: it branches on its values."""
+    """Hands its values to numpy, which chooses rows."""
 
     def forward(self, x):
-        return x[x[:, 0] > 0] if x.sum() > -1e9 else x
+        x = x.detach().numpy()
+        return torch.from_numpy(x[x[:, 0] > 0])
 
 
 def test_rows_that_a_module_chooses_are_counted_and_compared_on_the_same_inputs():

@@ -293,6 +293,33 @@ def test_rows_of_the_same_objects_are_compared(name: str) -> None:
         assert both == len(one & two)
 
 
+PYTHON_CHOICES = {
+    "list": lambda x, score: x[sorted(range(3000), key=score.tolist().__getitem__)[:200]],
+    "loop": lambda x, score: torch.stack([x[i] for i in score.topk(200)[1].tolist()]),
+    "conditions": lambda x, score: torch.stack([x[i] for i in range(3000) if score[i] > 0]),
+}
+
+
+@pytest.mark.parametrize("name", PYTHON_CHOICES)
+def test_rows_that_python_code_chooses_are_of_the_same_objects(name: str) -> None:
+    torch.manual_seed(0)
+    net, (x, other) = Chosen(PYTHON_CHOICES[name]).eval(), torch.randn(2, 3000, 8)
+    quantized = quantize_model(net).model
+    calibrate(quantized, [x, other])
+    comparison = LayerComparison(net, quantized)
+    with comparison.watching():
+        record, wanted, got = comparison.run(other)
+    assert torch.equal(wanted, net(other))  # each model's own
+    assert torch.equal(got, quantized(other))
+    comparison.add(record)
+    head = {row.layer: row for row in comparison.rows()}["head"]
+    assert head.sqnr_db is not None
+    assert head.sqnr_db > 25
+    both, own, chosen = head.matched or (0, 0, 0)
+    assert (own, chosen) == (len(wanted), len(got))
+    assert 0.5 * chosen < both < max(own, chosen)
+
+
 @pytest.mark.parametrize("metric", ["sqnr", "kl"])
 def test_sensitivity_refuses_outputs_of_other_rows(metric: str) -> None:
     torch.manual_seed(0)

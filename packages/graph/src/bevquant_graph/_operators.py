@@ -207,7 +207,7 @@ OPERATORS: dict[str, OpSpec] = {
     **_rows("softmax", "float", positive=True),
     **_rows("topk sort max min kthvalue median mode", "float", chooses="ranks"),
     **_rows("argsort argmax argmin", "float", chooses="indices"),
-    **_rows("nonzero nonzero_numpy where", "float", chooses="places"),
+    **_rows("nonzero nonzero_numpy where torchvision::nms", "float", chooses="places"),
     **_rows("eq ne lt le gt ge isclose", "float", compares=True),
     **_rows("sub", "float", shape=True, neutral=0),
     **_rows("mul div", "float", shape=True, neutral=1),

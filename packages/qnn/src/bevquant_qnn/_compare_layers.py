@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_graph import checked_batches, on_batch, state_kept
-from bevquant_qnn._choices import Choices
 from bevquant_qnn._layer_row import CHANNELS_LAST, LayerProbe, LayerRow, LayerSums, layer_probes
 from bevquant_qnn._lockstep import Leader, lead
 from bevquant_qnn._snapshots import UnknownValue, tensors
+from bevquant_qnn.matched import Choices
 
 Judge = Callable[[Tensor, Tensor], None]
 _BESIDE = "integers."  # stands before what the comparison beside this one gave in a record

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_graph import Forward, checked_batches, flatten, on_batch
-from bevquant_qnn._choices import Choices
 from bevquant_qnn._pair_sums import PairSums
 from bevquant_qnn._precision import own_setting, set_for_now
 from bevquant_qnn._precision_groups import PrecisionGroup, precision_groups
 from bevquant_qnn._replay import Watch, evaluation
 from bevquant_qnn._sensitivity import count_operations
 from bevquant_qnn._snapshots import UnknownValue, float_tensors
+from bevquant_qnn.matched import Choices
 
 USELESS_DB = 15.0
 """SQNR of an output below which a result is useless."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from bevquant_graph import OpSpec, op_spec
+from bevquant_graph import OPAQUE, OpSpec, op_spec
 from bevquant_qnn import matched
 from bevquant_qnn.matched import Matched
 
@@ -28,8 +28,8 @@ class Choices:
         graph: The graph.
 
     Attributes:
-        counted: Nodes that choose: indices, places, and masks that select rows. They depend on a
-            layer or a quantizer; other choices are the same in all runs.
+        counted: Nodes that choose: indices, places, masks that select rows, and opaque modules.
+            They depend on a layer or a quantizer; other choices are the same in all runs.
         nodes: These, and the comparisons between the last layer and a choice, as those of a
             suppression by `max_pool`.
         upstream: For each node downstream of one of `nodes`, all choices upstream.
@@ -108,8 +108,10 @@ def _spec(node: fx.Node) -> OpSpec:
 def _chosen_by(node: fx.Node) -> Iterator[fx.Node]:
     """The node, if it chooses; the masks that it reads rows by."""
     spec = _spec(node)
-    if spec.chooses == "indices" or (
-        spec.chooses == "places" and (spec.name != "where" or len(node.args) == 1)
+    if (
+        node.target is OPAQUE
+        or spec.chooses == "indices"
+        or (spec.chooses == "places" and (spec.name != "where" or len(node.args) == 1))
     ):
         yield node
     elif spec.chooses == "ranks" and not isinstance(node.meta.get("val"), Tensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
 from typing import Any
 
@@ -12,9 +12,10 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
-from bevquant_graph import check_kind, op_spec, own_inputs
+from bevquant_graph import OPAQUE, check_kind, op_spec, own_inputs
 from bevquant_int8sim._sample import sampling_error
 from bevquant_int8sim.model._choices import Choices
+from bevquant_int8sim.model._float_sparse import OpaqueCall
 from bevquant_int8sim.model._form import ACCUMULATORS, FLOAT, Integers, RequiredType
 from bevquant_int8sim.model._integer_model import IntegerModel, exhausted
 from bevquant_int8sim.model._integer_steps import (
@@ -31,6 +32,7 @@ from bevquant_int8sim.model._rowwise import dequantized
 from bevquant_int8sim.model._step import FloatCall, Ref, Step, names_in
 from bevquant_int8sim.model._traced_source import Source
 from bevquant_int8sim.model._weighted_steps import Weighted
+from bevquant_qnn import matched
 from bevquant_qnn.matched import Matched
 
 _COMPUTES = (Quantize, Requantize, Weighted, Add, MaxPool, WeightedSum, Resize, FloatCall)
@@ -103,6 +105,7 @@ class ForcedRun:
                 reads.setdefault(operand.name if integers else None, []).append(value)
             self._resized[node] = reads
         self.choices, self.matched = Choices(self.graph), dict[fx.Node, Matched]()
+        self._opaque: dict[str, matched.Choices] = {}  # the integer model's, inside of a module
         self._spent = spent_nodes(self.graph)
         self._nodes = list(_late_inputs(self.graph))
         # Of the integer model no more is held than what a node that is still to come reads.
@@ -163,8 +166,11 @@ class ForcedRun:
             while len(self.operations) < self._behind[node]:
                 next(steps)
             for run, beside in zip(runs[:-1], (None, *runs), strict=False):
-                run.step(node, beside)
-                self._choose(node, made, run, own if run is runs[0] else None)
+                if node.target is OPAQUE:
+                    self._step_opaque(node, run, beside, count=run is runs[0])
+                else:
+                    run.step(node, beside)
+                    self._choose(node, made, run, own if run is runs[0] else None)
             for read, values in (self._resized.get(node) or {None: []}).items():
                 with self._reading(node, read, made, runs[-1]):
                     runs[-1].step(node, runs[-2] if models else None)
@@ -183,9 +189,12 @@ class ForcedRun:
         """The integer model step by step; inputs of a node are left in `made`."""
         walk, products = self.model.walk(batch), Products()
         while True:
-            before = products.count
+            before, coming = products.count, self.model.steps[len(self.operations) :][:1]
+            recorder: Any = nullcontext()
+            if coming and isinstance(coming[0].target, OpaqueCall):
+                recorder = self._opaque[coming[0].outputs[0]] = matched.Choices()
             try:
-                with products:
+                with products, recorder:
                     step, given, outputs = next(walk)
             except StopIteration as ended:
                 return ended.value
@@ -198,6 +207,17 @@ class ForcedRun:
                 made[step.outputs[0]] = outputs[0]
             self.see(step, given, outputs)
             yield ()
+
+    def _step_opaque(
+        self, node: fx.Node, run: GraphRun, beside: GraphRun | None, *, count: bool
+    ) -> None:
+        """Run a module that is one node with the choices that the integer model made inside."""
+        recorded = (self._opaque.get(value) for value in self._forms(node))
+        chosen = matched.Choices(next(recorded, None))
+        with chosen:
+            run.step(node, beside)
+        if count and chosen.matched is not None:
+            self.matched[node] = chosen.matched
 
     def _choose(
         self, node: fx.Node, made: dict[str, Any], run: GraphRun, own: dict[fx.Node, Any] | None

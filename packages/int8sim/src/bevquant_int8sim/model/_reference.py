@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bevquant_fusion import norm_as_convolution
-from bevquant_graph import OPAQUE, Graph, flatten, layer_class, op_spec, rebuild
+from bevquant_graph import OPAQUE, REQUIRE, Graph, flatten, layer_class, op_spec, rebuild
 from bevquant_qnn import QuantAdd, QuantConcat
 
 Returned = Callable[[str, int], Tensor | None]
@@ -36,7 +36,6 @@ class GraphRun:
             of a convolution are then others than the model's in their last bits.
         returned: Of a run of `model` itself on the same inputs: what its layers returned is taken,
             not computed again. What it answers None for is computed here.
-        alone: Nodes that are computed here in any case.
         alone: Nodes that are computed here in any case.
 
     Raises:
@@ -125,6 +124,8 @@ class GraphRun:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
         if node.target is OPAQUE:
             return self._opaque(node, args)
+        if node.target is REQUIRE and not args[0]:
+            self.graph.refuse(node)
         # Values may lie in another order than in the model.
         target: Any = _VIEWS.get(node.target, node.target)
         if self.channels_last and getattr(target, "overloadpacket", None) in _CONVOLUTIONS:
