@@ -264,6 +264,7 @@ BREAK: list[tuple[str, Callable[[onnx.ModelProto], None]]] = [
     ("SPC008", _edit("conv0", stride=[1, 1])),
     ("SPC009", _edit("conv3", subm=None)),
     ("SPC010", _types),
+    ("SPC010", _edit("conv0", inverse=1.0)),
     ("SPC011", _edit("conv0", precision="FP16")),
     ("SPC011", _edit("conv0", precision=None)),
     ("SPC012", _edit("conv0", activation="Relu")),

@@ -113,13 +113,7 @@ def difference(
 ) -> TensorDifference:
     """Compare a tensor of a file with the model's, of one shape.
 
-    Args:
-        tensor: Its name.
-        made: The file's tensor.
-        wanted: The model's tensor.
-        path: Module that computes it.
-        form: ``"int8"`` or ``"float"``.
-        slack: Allowed difference, as a share of the largest magnitude of `wanted`.
+    `slack` is the allowed difference, as a share of the largest magnitude of `wanted`.
     """
     different, largest, size = gap(wanted, made, slack)
     return TensorDifference(path, "", tensor, made.numel(), different, largest, 0, form, size)

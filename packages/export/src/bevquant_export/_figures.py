@@ -109,14 +109,7 @@ def figures_of(content: bytes, *, on_cpu: bool, timing: Timing | None = None) ->
 def timed(
     proto: Any, peer: Any, given: Mapping[str, Any], open_session: Callable[..., Any]
 ) -> Timing:
-    """Run two models in turn on the same inputs.
-
-    Args:
-        proto: The file.
-        peer: The same model in float32.
-        given: Inputs of both, by name.
-        open_session: Makes a session with torch's number of threads.
-    """
+    """Run two models in turn on the same inputs, by name; `open_session` makes their sessions."""
     runs = []
     for model in (proto, peer):
         running = open_session(model)

@@ -63,12 +63,7 @@ def first_refused(guard: Guard) -> int | None:
 
 
 def refuse_free_batch(guards: Iterable[Guard], who: str) -> None:
-    """Refuse a file with a free batch whose forward branches on it.
-
-    Raises:
-        ValueError: A guard does not hold for all numbers of rows; the message has condition, file
-            and line.
-    """
+    """Refuse a file with a free batch whose forward branches on it."""
     for guard in guards:
         rows = first_refused(guard)
         if rows is not None:
@@ -86,11 +81,7 @@ def note_guards(model: Any, guards: Iterable[Guard]) -> None:
 
 
 def guards_of(model: Any) -> tuple[Guard, ...]:
-    """The guards in a model's metadata.
-
-    Raises:
-        ValueError: They are damaged.
-    """
+    """The guards in a model's metadata."""
     texts = [entry.value for entry in model.metadata_props if entry.key == KEY]
     try:
         return tuple(Guard.from_json(item) for text in texts for item in json.loads(text))
@@ -99,11 +90,7 @@ def guards_of(model: Any) -> tuple[Guard, ...]:
 
 
 def frames_of(model: Any) -> dict[str, int]:
-    """Tables of coordinates of a file, and its number of frames, which is a constant there.
-
-    Raises:
-        ValueError: The metadata are damaged, or name no input of the file.
-    """
+    """Tables of coordinates of a file, and its number of frames, which is a constant there."""
     texts = [entry.value for entry in model.metadata_props if entry.key == FRAMES_KEY]
     inputs = {port.name for port in model.graph.input}
     try:

@@ -27,9 +27,7 @@ _FREE: Mapping[str, Any] = {}
 def taken_numbers(program: Program, free: Mapping[str, Any] = _FREE) -> set[str]:
     """Numbers that are computed from values of the inputs, or from free sizes.
 
-    Args:
-        program: The program.
-        free: Tensors to their sizes, with a name in place of a free size.
+    `free` has the sizes of tensors, with a name in place of a free size.
     """
     given = (*names_in(program.signature), *program.sparse_inputs, *program.sparse_inputs.values())
     # Python's numbers among the arguments are constants of a file.
@@ -65,13 +63,7 @@ def decisions(model: IntegerModel | None) -> Iterator[Step]:
 def refuse_decisions(model: IntegerModel, who: str, *, rows: bool = False) -> None:
     """Refuse a program with a branch on another number than that of the frames.
 
-    Args:
-        model: The program.
-        who: The calling function, for the message.
-        rows: Accept branches on a number of rows, which the file checks.
-
-    Raises:
-        ValueError: The message names the tensor of the number, file and line.
+    With `rows`, branches on a number of rows are accepted, which the file checks.
     """
     makers = {name: step for step in model.program.steps for name in step.outputs}
     for step in decisions(model):
@@ -89,11 +81,7 @@ def refuse_decisions(model: IntegerModel, who: str, *, rows: bool = False) -> No
 
 
 def refuse_computed_grids(model: IntegerModel, who: str) -> None:
-    """Refuse a program whose grid of voxels is computed from values of a frame.
-
-    Raises:
-        ValueError: The message names the number, file and line.
-    """
+    """Refuse a program whose grid of voxels is computed from values of a frame."""
     numbers = taken_numbers(model.program)
     for step in model.program.steps:
         if not isinstance(step, Coordinates):

@@ -11,17 +11,7 @@ def is_float8(step: Step) -> bool:
 
 
 def refuse_float8(program: Program, takes: tuple[str, ...], who: str, target: str) -> None:
-    """Refuse formats of FP8 that a runtime does not take.
-
-    Args:
-        program: Of the model.
-        takes: Formats that it takes.
-        who: The exporter, for the message.
-        target: The runtime, for the message.
-
-    Raises:
-        ValueError: The message names the first such layer and the remedy.
-    """
+    """Refuse formats of FP8 that a runtime, `target`, does not take."""
     for step in filter(is_float8, program.steps):
         for name in _formats(step):
             if name not in takes:

@@ -106,12 +106,9 @@ class FrameCheck:
 
 @dataclass(eq=False)
 class _MapForms:
-    """A map in the whole model.
+    """A map in the whole model."""
 
-    Attributes:
-        forms: Forms of its consumers, to the values that they read.
-    """
-
+    # Forms of its consumers, to the values that they read
     forms: dict[Any, Tensor] = field(default_factory=dict)
 
     def integers(self) -> Any:
@@ -167,15 +164,9 @@ class WholeRun:
         self.fake = by_name(source.graph.replay(*args, **kwargs))
 
     def check_map(self, name: str, given: Tensor, *, half: bool) -> TensorDifference:
-        """Compare a map of the sparse file with the whole model's.
+        """Compare a map of the sparse file with the whole model's; refuse more than rounding.
 
-        Args:
-            name: The map.
-            given: Its value in the file, as the next file reads it.
-            half: Whether it was rounded to half precision.
-
-        Raises:
-            ValueError: The difference is larger than rounding explains.
+        `half` says whether it was rounded to half precision.
         """
         share = _HALF + _FLOAT if half else _FLOAT
         different = 0
@@ -214,22 +205,14 @@ class WholeRun:
         return {name: forms_of.as_float() for name, forms_of in self.maps.items()}
 
     def check_sparse(self, parts: Parts, made: Mapping[str, Any]) -> None:
-        """Require that the sparse part returns the whole model's bits.
-
-        Raises:
-            ValueError: A result differs.
-        """
+        """Require that the sparse part returns the whole model's bits."""
         for name, port in parts.of_sparse.items():
             if port not in self.maps:
                 wanted, got = (getattr(x, "features", x) for x in (self.returned[name], made[port]))
                 _refuse_unequal(name, wanted, got)
 
     def check_dense(self, parts: Parts, made: Mapping[str, Any]) -> None:
-        """Require that the dense part, run on `own_maps`, returns the whole model's bits.
-
-        Raises:
-            ValueError: A result differs.
-        """
+        """Require that the dense part, run on `own_maps`, returns the whole model's bits."""
         if any(len(forms_of.forms) > 1 for forms_of in self.maps.values()):
             return  # floats beside integers, which were rounded from sums: not the same bits
         for name in parts.of_dense:
@@ -280,11 +263,7 @@ def sqnr_db(wanted: Tensor, made: Tensor) -> float:
 
 
 def refuse_other(frame: str, port: str, wanted: Tensor, made: Tensor) -> None:
-    """Refuse an output that differs from the dense part's integers on the same maps.
-
-    Raises:
-        ValueError: It differs.
-    """
+    """Refuse an output that differs from the dense part's integers on the same maps."""
     db = sqnr_db(wanted, made)
     if db < _LEAST_DB:
         raise ValueError(

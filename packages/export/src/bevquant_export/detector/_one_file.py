@@ -30,16 +30,7 @@ def one_file(
 ) -> DetectorExport:  # fmt: skip
     """Write all of a model, and run the example and the first frame of its decisions through it.
 
-    Args:
-        model: The calibrated model.
-        frames: The example, then further frames.
-        engine: Takes voxels.
-        path: The file.
-        why: The problem of the model's parts.
-        **options: Of `export_qdq_onnx`.
-
-    Raises:
-        ValueError: The whole model has no file either.
+    `frames` are the example and further frames, `why` is the problem of the model's parts.
     """
     example, *others = frames
     file = engine.write(model, example, path, **options)

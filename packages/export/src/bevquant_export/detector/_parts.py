@@ -28,37 +28,25 @@ _WHOLE = "export_qdq_onnx(profile='onnxruntime') writes the whole model as one f
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """A graph in two parts.
+    """A graph in two parts."""
 
-    Attributes:
-        sparse: From the inputs of the whole to `maps` and the returned sparse tensors; None without
-            voxels.
-        dense: From `maps`, and other inputs of the whole, to the other results; None where the
-            model computes nothing else.
-        maps: Name to the node of the whole graph at the split.
-        given: The same for every input of the dense part.
-        of_sparse: Results of the whole that the sparse part computes, to their names there.
-        of_dense: Results of the whole that the dense part computes, in order.
-        left_out: Results without a file: inputs returned unchanged, and values of coordinates
-            alone.
-    """
-
+    # From the inputs of the whole to `maps` and the returned sparse tensors; None without
+    # voxels
     sparse: Graph | None
+    # From `maps`, and other inputs of the whole, to the other results; None where the model
+    # computes nothing else
     dense: Graph | None
-    maps: Mapping[str, fx.Node]
-    given: Mapping[str, fx.Node]
+    maps: Mapping[str, fx.Node]  # Name to the node of the whole graph at the split
+    given: Mapping[str, fx.Node]  # The same for every input of the dense part
+    # Results of the whole that the sparse part computes, to their names there
     of_sparse: Mapping[str, str]
-    of_dense: tuple[str, ...]
+    of_dense: tuple[str, ...]  # Results of the whole that the dense part computes, in order
+    # Results without a file: inputs returned unchanged, and values of coordinates alone
     left_out: tuple[str, ...]
 
 
 def parts_of(graph: Graph) -> Parts:
-    """Split a model.
-
-    Raises:
-        ValueError: A value depends on voxels and on maps, or no returned value has a file; the
-            message names file, line and remedy.
-    """
+    """Split a model; a value of voxels and maps is refused."""
     return _Cut(graph).parts()
 
 
@@ -163,15 +151,10 @@ class _Cut:
 
 
 def quantize_first(dense: Graph, name: str, form: Any) -> None:
-    """Let the dense part round a map before any other operation on it.
+    """Let the dense part round a map to `form` before any other operation on it.
 
     The whole integer model does the same: it computes the integers for the next layer, then pads
     and resizes them.
-
-    Args:
-        dense: The dense part, which is changed.
-        name: The map.
-        form: Its integers in the whole model.
     """
     port = dict(zip(dense.input_names, dense.placeholders, strict=True))[name]
     reader = next((n for n in nodes_from(port) if _rounds_to(dense, n, form)), None)

@@ -27,17 +27,7 @@ EMPTY = Rule("ONX002", "error",
 
 
 def read_model(path: Path) -> onnx.ModelProto | Finding:
-    """Read a model, or return a finding.
-
-    Args:
-        path: A regular file.
-
-    Returns:
-        The model, or the finding that ends the inspection.
-
-    Raises:
-        OSError: The file cannot be opened, or is a folder, a pipe or a device.
-    """
+    """A model, or the finding that ends the inspection."""
     try:
         status = path.stat()
     except FileNotFoundError as error:
@@ -57,11 +47,7 @@ def read_model(path: Path) -> onnx.ModelProto | Finding:
 
 
 def load_model(path: str | os.PathLike[str], *, external_data: bool = True) -> onnx.ModelProto:
-    """A model, with external weights unless `external_data` is False.
-
-    Raises:
-        ValueError: The file is not a model; the message names it.
-    """
+    """A model, with external weights unless `external_data` is False."""
     from onnx.external_data_helper import load_external_data_for_model
 
     found = _decoded(read_content(path, "ONNX file", _MOST_BYTES))
@@ -125,18 +111,11 @@ _SIZES: dict[int, int | None] = {_VARINT: None, 1: 8, _BYTES: None, 5: 4}
 
 
 def wire_problem(data: bytes, descriptor: Any) -> str | None:
-    r"""Return the defect of an encoded message, or None.
+    r"""Return the defect of an encoded message with its offset, or None.
 
     An empty submessage takes two bytes in a file and more than a hundred in memory, so the fields
     are counted first. Nesting too deep for a recursive reader is found without recursion, and text
     that is not UTF-8 before its first use.
-
-    Args:
-        data: The encoded message.
-        descriptor: Descriptor of its type, ``onnx.ModelProto.DESCRIPTOR``.
-
-    Returns:
-        A sentence with the offset, or None for a message that may be decoded.
 
     Example:
         >>> import onnx

@@ -223,7 +223,12 @@ def _types_in_words(text: str) -> str:
 
 _PAIRS = ("QuantizeLinear", "DequantizeLinear")  # other engines have rules of their own for them
 # Slots of the weight and of the bias.
-_CONVS = {"Conv": (1, 2), "ConvInteger": (1, 9), "QLinearConv": (3, 8)}
+_CONVS = {"Conv": (1, 2), "ConvInteger": (1, 9), "QLinearConv": (3, 8), "ConvTranspose": (1, 2)}
+# Operands that broadcast to the data; those of Gemm to its result.
+_BROADCAST = {
+    "Gemm": [(2, "the bias")], "PRelu": [(1, "the slope")],
+    "LayerNormalization": [(1, "input 1"), (2, "input 2")],
+}  # fmt: skip
 
 
 def _fit(node: Node, graph: Graph, known: dict[str, Value], folder: Path) -> Iterator[str]:
@@ -238,31 +243,16 @@ def _fit(node: Node, graph: Graph, known: dict[str, Value], folder: Path) -> Ite
         return
     if node.op in _CONVS:
         yield from _fit_conv(node, data, *(shape(slot) for slot in _CONVS[node.op]))
-    elif node.op == "ConvTranspose":
-        weight, bias = shape(1), shape(2)
-        if weight and len(data) > 1 and _differ(data[1], weight[0]):
-            yield f"the weight is for {weight[0]} channels, the input has {data[1]}"
-        if weight and bias and len(weight) > 1 and weight[1] is not None:
-            made = weight[1] * node.integer("group", 1)
-            if _differ(bias[0], made):
-                yield f"the bias has {bias[0]} entries for {made} channels"
     elif node.op == "Reshape":
         yield from _fit_reshape(node, data, values(graph.constant(node.input(1)), folder))
     elif node.op in _PAIRS:
         yield from _fit_scale(node, data, shape(1), shape(2))
-    elif node.op == "Gemm":
-        bias = shape(2)
-        result = known.get(node.outputs[0]) if node.outputs else None
-        if bias and result is not None and result.shape and not _broadcasts(bias, result.shape):
-            yield f"the bias {list(bias)} does not broadcast to {list(result.shape)}"
-    elif node.op == "PRelu":
-        slope = shape(1)
-        if slope and not _broadcasts(slope, data):
-            yield f"the slope {list(slope)} does not broadcast to {list(data)}"
-    elif node.op == "LayerNormalization":
-        for slot, part in ((1, shape(1)), (2, shape(2))):
-            if part and not _broadcasts(part, data):
-                yield f"input {slot} {list(part)} does not broadcast to {list(data)}"
+    elif node.op in _BROADCAST:
+        made = known.get(node.outputs[0]) if node.outputs and node.op == "Gemm" else None
+        whole = (made.shape if made else None) if node.op == "Gemm" else data
+        for slot, words in _BROADCAST[node.op]:
+            if (part := shape(slot)) and whole is not None and not _broadcasts(part, whole):
+                yield f"{words} {list(part)} does not broadcast to {list(whole)}"
     elif node.op == "InstanceNormalization":
         scale = shape(1)
         if scale and len(data) > 1 and _differ(scale[0], data[1]):
@@ -276,14 +266,17 @@ def _fit(node: Node, graph: Graph, known: dict[str, Value], folder: Path) -> Ite
 
 
 def _fit_conv(node: Node, data: Sequence[int | None], weight: Any, bias: Any) -> Iterator[str]:
-    if not weight or len(data) < 3:
+    transposed = node.op == "ConvTranspose"
+    if not weight or len(weight) < 2 or len(data) < (2 if transposed else 3):
         return
-    if weight[1] is not None and _differ(data[1], weight[1] * node.integer("group", 1)):
-        wants = weight[1] * node.integer("group", 1)
+    grouped = None if weight[1] is None else weight[1] * node.integer("group", 1)
+    wants, made = (weight[0], grouped) if transposed else (grouped, weight[0])
+    if _differ(data[1], wants):
         yield f"the weight is for {wants} channels, the input has {data[1]}"
-    if bias and _differ(bias[0], weight[0]):
-        yield f"the bias has {bias[0]} entries for {weight[0]} channels"
-    yield from _fit_window(node, data, weight[2:])
+    if bias and _differ(bias[0], made):
+        yield f"the bias has {bias[0]} entries for {made} channels"
+    if not transposed:
+        yield from _fit_window(node, data, weight[2:])
 
 
 def _fit_window(

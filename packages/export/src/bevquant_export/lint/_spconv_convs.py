@@ -14,6 +14,7 @@ import numpy as np
 
 from bevquant_export.lint._graph import Finding, Graph, Node, Rules, quoted
 from bevquant_export.lint._tensors import numel, shape_of, values
+from bevquant_export.sparse._node_attributes import PARSED
 
 if TYPE_CHECKING:
     import onnx
@@ -205,18 +206,7 @@ CLIPPED = _rule(20, "weights are integers of −127 … 127 in steps of range/12
     "take max|w| of each output channel as its range, or clip the weights")
 # fmt: on
 RULES = tuple(_rule)
-_TYPE_NAMES = {1: "FLOAT", 2: "INT", 3: "STRING", 6: "FLOATS", 7: "INTS"}
-_READ_AS = {
-    **dict.fromkeys(("kernel_size", "stride", "padding", "dilation", "dims"), 7),
-    **dict.fromkeys(("input_spatial_shape", "output_spatial_shape", "output_padding"), 7),
-    **dict.fromkeys(("input_shape", "output_shape"), 7),
-    **dict.fromkeys(("subm", "inverse", "output_bound", "fixed_launch_points", "ndim"), 2),
-    **dict.fromkeys(("in_channels", "out_channels", "transposed", "groups"), 2),
-    **dict.fromkeys(("rulebook", "activation", "precision", "output_precision"), 3),
-    **dict.fromkeys(("format", "output_layout"), 3),
-    **dict.fromkeys(("input_dynamic_range", "input0_dynamic_range", "input1_dynamic_range"), 1),
-    "weight_dynamic_ranges": 6,
-}
+_KINDS = {1: "FLOAT", 2: "INT", 3: "STRING", 6: "FLOATS", 7: "INTS"}
 
 
 def is_add(node: Node) -> bool:
@@ -234,10 +224,9 @@ def check_numbers(graph: Graph, folder: Path) -> Iterator[Finding]:
     largest: dict[str, np.ndarray[Any, Any] | None] = {}
     for node in graph.nodes:
         for name, attribute in node.attributes.items():
-            wanted = _READ_AS.get(name, attribute.type)
-            if attribute.type != wanted:
-                came = _TYPE_NAMES.get(attribute.type, attribute.type)
-                yield TYPES.found(node.name, f"{name} is {came}, not {_TYPE_NAMES[wanted]}")
+            wanted, came = PARSED.get(name), _KINDS.get(attribute.type, str(attribute.type))
+            if wanted not in (None, came):
+                yield TYPES.found(node.name, f"{name} is {came}, not {wanted}")
         if node.op == "SparseConvolution" or is_add(node):
             yield from _precision(node)
             yield from _ranges(node)

@@ -208,23 +208,16 @@ _DEQUANTIZE = {"DequantizeLinear", "HzDequantize"}
 
 @dataclass(frozen=True)
 class Step:
-    """One QuantizeLinear or DequantizeLinear.
+    """One QuantizeLinear or DequantizeLinear."""
 
-    Attributes:
-        node: The node.
-        quantizes: Whether it is QuantizeLinear.
-        constant: Its operand, or the operand of the pair it ends, where that is constant.
-        scale: Its scale, None where it is not a constant of the file.
-        zero: Its zero point, None where it has none or it is not constant.
-        zero_type: Data type of the zero point's tensor; 0 without a constant.
-    """
-
-    node: Node
-    quantizes: bool
+    node: Node  # The node
+    quantizes: bool  # Whether it is QuantizeLinear
+    # Its operand, or the operand of the pair it ends, where that is constant
     constant: onnx.TensorProto | None
-    scale: np.ndarray[Any, Any] | None
+    scale: np.ndarray[Any, Any] | None  # Its scale, None where it is not a constant of the file
+    # Its zero point, None where it has none or it is not constant
     zero: np.ndarray[Any, Any] | None
-    zero_type: int
+    zero_type: int  # Data type of the zero point's tensor; 0 without a constant
 
     @property
     def float8(self) -> str:
@@ -324,13 +317,7 @@ class Pairs:
 
 
 def check_pairs(pairs: Pairs, *, float8: bool = False, int16: bool = False) -> Iterator[Finding]:
-    """Check scales and pairs by the rules of all dense targets.
-
-    Args:
-        pairs: Of one graph.
-        float8: Whether the runtime has FP8.
-        int16: Whether it has activations of 16 bits.
-    """
+    """Check scales and pairs by the rules of all dense targets."""
     graph = pairs.graph
     for name, count in pairs.long.items():
         yield LONG.found(name, f"it has {count} entries")

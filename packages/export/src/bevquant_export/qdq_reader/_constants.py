@@ -22,23 +22,14 @@ FLOAT8 = {"float8_e4m3fn": (4, 3), "float8_e5m2": (5, 2)}
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Settings of a QuantizeLinear or DequantizeLinear.
+    """Settings of a QuantizeLinear or DequantizeLinear."""
 
-    Attributes:
-        scale: float32, with one value or one axis.
-        zero: Zero points, likewise.
-        dtype: Stored type, such as ``"uint8"``.
-        axis: Axis of several scales.
-        block: Values along `axis` that share a scale; 0 for all.
-        clip: Bounds by a Clip of the integers, within those of `dtype`.
-    """
-
-    scale: Array
-    zero: Array
-    dtype: str
-    axis: int
-    block: int = 0
-    clip: tuple[int, int] | None = None
+    scale: Array  # float32, with one value or one axis
+    zero: Array  # Zero points, likewise
+    dtype: str  # Stored type, such as ``"uint8"``
+    axis: int  # Axis of several scales
+    block: int = 0  # Values along `axis` that share a scale; 0 for all
+    clip: tuple[int, int] | None = None  # Bounds by a Clip of the integers, within those of `dtype`
 
     @property
     def float_bits(self) -> tuple[int, int] | None:
@@ -74,11 +65,7 @@ class Grid:
         return bool(axes and alike and all(np.array_equal(a, b) for a, b in pairs))
 
     def spread(self, values: Array, shape: tuple[int, ...]) -> Array:
-        """Scales or zero points in a shape that broadcasts to `shape`.
-
-        Raises:
-            ValueError: Their number does not fit the axis.
-        """
+        """Scales or zero points in a shape that broadcasts to `shape`."""
         if self.single:
             return values.reshape(())
         axis = self.axis % len(shape) if -len(shape) <= self.axis < len(shape) else None
@@ -111,15 +98,10 @@ class Grid:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A constant behind DequantizeLinear: (q − z)·s.
+    """A constant behind DequantizeLinear: (q − z)·s."""
 
-    Attributes:
-        integers: q, int32; float32 of FP8.
-        grid: s, z and their axis.
-    """
-
-    integers: Array
-    grid: Grid
+    integers: Array  # q, int32; float32 of FP8
+    grid: Grid  # s, z and their axis
 
     @cached_property
     def centred(self) -> Array:

@@ -222,20 +222,14 @@ _BIAS_SCALE = 1e-5  # relative: s_b = s_x·s_w, multiplied in float32 by the too
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A product with a constant weight.
+    """A product with a constant weight."""
 
-    Attributes:
-        op: ``"Conv"``, ``"ConvTranspose"`` or ``"Linear"``.
-        weight: ``[out, in / groups, *kernel]``, ``[in, out / groups, *kernel]``, ``[out, in]``.
-        bias: ``[out]``.
-        settings: Of the module: stride, padding and the like.
-        pads: Settings of a padding before it (`pad_windows`), which the module cannot express.
-    """
-
-    op: str
+    op: str  # ``"Conv"``, ``"ConvTranspose"`` or ``"Linear"``
+    # ``[out, in / groups, *kernel]``, ``[in, out / groups, *kernel]``, ``[out, in]``
     weight: Array | Stored
-    bias: Array | Stored | None
-    settings: dict[str, Any]
+    bias: Array | Stored | None  # ``[out]``
+    settings: dict[str, Any]  # Of the module: stride, padding and the like
+    # Settings of a padding before it (`pad_windows`), which the module cannot express
     pads: dict[str, Any] | None = None
 
     def modules(self, grid: Grid | None) -> list[nn.Module]:

@@ -124,34 +124,19 @@ def _turned_sizes(node: Conv | Pool) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Voxels:
-    """Voxels of a frame.
+    """Voxels of a frame."""
 
-    Attributes:
-        indices: int32 ``[rows, 4]``: batch, then the file's order.
-        spatial_shape: Grid.
-        batch_size: Frames.
-        known: Rulebooks built so far, by geometry, with the voxels of their output.
-    """
-
-    indices: Tensor
-    spatial_shape: tuple[int, ...]
-    batch_size: int
+    indices: Tensor  # int32 ``[rows, 4]``: batch, then the file's order
+    spatial_shape: tuple[int, ...]  # Grid
+    batch_size: int  # Frames
+    # Rulebooks built so far, by geometry, with the voxels of their output
     known: dict[object, tuple[Rulebook, Voxels]] = field(default_factory=dict)
 
 
 def convolved(
     voxels: Voxels, conv: Conv | Pool, strided: dict[str, tuple[Rulebook, Voxels]]
 ) -> tuple[Rulebook, Voxels]:
-    """Pairs of a convolution and the voxels of its output.
-
-    Args:
-        voxels: Those of its input.
-        conv: The convolution.
-        strided: Rulebook key to the pairs and input voxels of strided convolutions; added to.
-
-    Raises:
-        ValueError: Coordinates outside of the grid, or an inverse convolution without a partner.
-    """
+    """Pairs of a convolution and its output voxels; `strided` keeps both by rulebook."""
     if conv.inverse:
         if conv.rulebook not in strided:
             raise ValueError(
@@ -170,11 +155,7 @@ def convolved(
 
 
 def refuse_more(voxels: Voxels, conv: Conv) -> None:
-    """Refuse a frame with more voxels than the bound of a convolution's output.
-
-    Raises:
-        ValueError: The message states the bound and what to do.
-    """
+    """Refuse a frame with more voxels than the bound of a convolution's output."""
     frames = torch.bincount(voxels.indices[:, 0].long())
     most = int(frames.max()) if len(frames) else 0
     if most > conv.output_bound:
@@ -186,11 +167,7 @@ def refuse_more(voxels: Voxels, conv: Conv) -> None:
 
 
 def _built(voxels: Voxels, conv: Conv | Pool) -> tuple[Rulebook, Voxels]:
-    # A 1×1×1 kernel of stride 1 without padding moves nothing, whatever its kind: rows stay.
-    ones = (1, 1, 1)
-    still = conv.kernel_size == conv.stride == ones and not any(conv.padding)
-    subm = conv.subm or still
-    key = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, subm)
+    subm, key = conv.keeps_voxels, conv.geometry
     if key not in voxels.known:
         try:
             rulebook = plan_rulebook(

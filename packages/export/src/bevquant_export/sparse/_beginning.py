@@ -22,15 +22,11 @@ from bevquant_int8sim.program import (
 
 @dataclass(frozen=True, eq=False)
 class Beginning:
-    """The features of the first sparse convolution, and the steps that compute them.
+    """The features of the first sparse convolution, and the steps that compute them."""
 
-    Attributes:
-        features: Name of the value; the float value for features that are rounded.
-        steps: Steps of the forward that compute it: means over the points of a voxel, selected or
-            reordered voxels, layers on points.
-    """
-
-    features: str
+    features: str  # Name of the value; the float value for features that are rounded
+    # Steps of the forward that compute it: means over the points of a voxel, selected or
+    # reordered voxels, layers on points
     steps: tuple[Step, ...]
 
 
@@ -119,13 +115,7 @@ BEHIND_DENSE = (
 
 
 def no_operator(step: Step, where: str, *, reads_map: bool = False) -> ValueError:
-    """The error for a step without an operator.
-
-    Args:
-        step: The step.
-        where: Operation, module, file and line.
-        reads_map: Whether it reads a result of ``dense()``.
-    """
+    """The error for a step without an operator; `where` is operation, module, file and line."""
     if is_unfollowed(step):
         return ValueError(f"export_sparse_onnx: {where}: {step.reason}. {_CHOICE}")
     remedy = _NORMS.get(step.called, "")

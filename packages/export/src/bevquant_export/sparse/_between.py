@@ -34,14 +34,8 @@ def follow(model: IntegerModel, *, extended: bool = True) -> Followed:
     """Read every step as an operator; conversions become the forms that consumers need.
 
     Where the forward computes the features of its voxels (a mean over points, reordered voxels)
-    with operators that the dialect does not have, the file begins after these.
-
-    Args:
-        model: The integer model.
-        extended: Whether operators that libspconv does not have may become functions.
-
-    Raises:
-        ValueError: A step has no operator; the message names it.
+    with operators that the dialect does not have, the file begins after these. If `extended`,
+    operators that libspconv does not have may become functions.
     """
     try:
         return _in_dialect(model)
@@ -80,21 +74,14 @@ def _in_dialect(model: IntegerModel) -> Followed:
 
 @dataclass
 class _Closure:
-    """The steps and inputs that values depend on.
+    """The steps and inputs that values depend on."""
 
-    Attributes:
-        steps: The steps, by their first output.
-        tensors: Results of layers that they read.
-        places: Coordinates that they read, and a tensor on these voxels.
-        given: Inputs of the program.
-        frames: Whether a step depends on the number of frames.
-    """
-
-    steps: set[str] = field(default_factory=set)
-    tensors: dict[str, None] = field(default_factory=dict)
+    steps: set[str] = field(default_factory=set)  # The steps, by their first output
+    tensors: dict[str, None] = field(default_factory=dict)  # Results of layers that they read
+    # Coordinates that they read, and a tensor on these voxels
     places: dict[str, str] = field(default_factory=dict)
-    given: set[str] = field(default_factory=set)
-    frames: bool = False
+    given: set[str] = field(default_factory=set)  # Inputs of the program
+    frames: bool = False  # Whether a step depends on the number of frames
 
 
 class _FollowerBetween(Follower):

@@ -174,18 +174,7 @@ def row_conv(
     input_range: float | None,
     output_bound: int = 0,
 ) -> Conv:
-    """``y = x weightᵀ + bias`` by rows, in fp16; `with_channel_permutations` adds its voxels.
-
-    Args:
-        path: Path of the module; with `PERMUTED` where no module computes this tensor.
-        x: Input.
-        y: Output.
-        weight: float16 ``[out_channels, in_channels]``.
-        bias: float16 ``[out_channels]``.
-        weight_ranges: amax per output channel.
-        input_range: amax of x.
-        output_bound: Largest number of voxels, where no layer states it.
-    """
+    """``y = x weightᵀ + bias`` by rows, in fp16; `with_channel_permutations` adds its voxels."""
     one, nothing = (1, 1, 1), (0, 0, 0)
     return Conv(
         path=path, x=x, y=y, weight=weight.reshape(len(weight), *one, -1),
@@ -201,12 +190,7 @@ def row_conv(
 def with_channel_permutations(graph: Graph, *, joins: bool) -> Graph:
     """Return `graph` with the voxels of every 1×1×1 convolution on rows.
 
-    Args:
-        graph: Convolutions without a grid work on the rows of their input.
-        joins: Write every `Concat`, `Fold` and `Select` as 1×1×1 convolutions and additions.
-
-    Raises:
-        ValueError: One is on the input's voxels and no submanifold convolution is.
+    With `joins`, every `Concat`, `Fold` and `Select` becomes such convolutions and additions.
     """
     return _Writer(graph, joins=joins).run()
 

@@ -6,22 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from bevquant_export.sparse._graph import Add, Conv, Graph, Node, Pool, Relu
-from bevquant_int8sim import quantize, quantize_bias
 
 
 def check_graph(graph: Graph) -> None:
-    """Check order, channels, ranges, and that each ReLU follows an addition.
-
-    Raises:
-        ValueError: A condition is broken; the message names the node.
-    """
+    """Check order, channels, ranges, and that each ReLU follows an addition."""
     made: dict[str, Node] = {}
     names: set[str] = set()
     for node in graph.nodes:
@@ -79,9 +70,6 @@ def check_rulebooks(graph: Graph) -> None:
     """Refuse keys shared by convolutions with different pairs, and inverse ones without a partner.
 
     The engine builds the pairs of a key once, for the first convolution that has it.
-
-    Raises:
-        ValueError: The message names both convolutions.
     """
     first: dict[str, Conv | Pool] = {}
     for node in graph.nodes:
@@ -119,11 +107,7 @@ def _check_inverse(conv: Conv, partner: Conv | Pool | None) -> None:
 
 
 def tensor_ranges(graph: Graph) -> Mapping[str, float]:
-    """Return amax of every int8 tensor.
-
-    Raises:
-        ValueError: An int8 tensor has no int8 consumer, or its consumers disagree; they are named.
-    """
+    """Return amax of every int8 tensor, on which its int8 consumers must agree."""
     stated: dict[str, dict[str, float]] = {}
     for node in graph.nodes:
         for name, amax in node.stated_ranges.items():
@@ -169,50 +153,9 @@ def numbered(graph: Graph, outputs: Mapping[str, str] | None = None) -> Graph:
 
 def _renamed(node: Node, names: Mapping[str, str], name: str) -> Node:
     """The node with another name, its tensors with those in `names`."""
-    read: dict[str, Any] = {}
-    for field in ("x", "other", "xs", "places"):
-        held = getattr(node, field, None)
-        if held is not None:
-            read[field] = names[held] if isinstance(held, str) else tuple(names[x] for x in held)
+    held: dict[str, Any] = {field: getattr(node, field) for field in node.reads}
+    read: dict[str, Any] = {
+        field: names[x] if isinstance(x, str) else tuple(map(names.__getitem__, x))
+        for field, x in held.items()
+    }
     return replace(node, y=names[node.y], name=name, **read)
-
-
-_STEPS = 127
-
-
-class ConvConstants:
-    """Constants of a convolution: floats, and integers computed on first use."""
-
-    def __init__(self, conv: Conv) -> None:
-        self.conv = conv
-
-    @cached_property
-    def weight(self) -> Tensor:
-        """float32, KRSC."""
-        return self.conv.weight.float()
-
-    @cached_property
-    def bias(self) -> Tensor:
-        """float32 ``[out_channels]``."""
-        return self.conv.bias.float()
-
-    @cached_property
-    def input_scale(self) -> float:
-        """Value of one step of the input."""
-        return float(self.conv.input_range or 0.0) / _STEPS
-
-    @cached_property
-    def weight_scale(self) -> Tensor:
-        """float64 ``[out_channels]``."""
-        return torch.tensor(self.conv.weight_ranges, dtype=torch.float64) / _STEPS
-
-    @cached_property
-    def integer_weight(self) -> Tensor:
-        """round(w / s), int8, KRSC."""
-        return quantize(self.weight, self.weight_scale, axis=0, name=self.conv.name)
-
-    @cached_property
-    def integer_bias(self) -> Tensor:
-        """round(b / (s_x · s_w)), int32."""
-        scales = self.input_scale, self.weight_scale
-        return quantize_bias(self.bias, *scales, name=self.conv.name)

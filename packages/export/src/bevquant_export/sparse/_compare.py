@@ -19,7 +19,6 @@ from bevquant_export.sparse._graph import Add, Conv, Node, Relu, Select, Steps
 from bevquant_export.sparse._half_precision import with_half_constants
 from bevquant_export.sparse._load import SparseOnnxModel
 from bevquant_export.sparse._observe import Made, reference_of
-from bevquant_export.sparse._run import Integers
 from bevquant_graph import check_kind, reported_by
 from bevquant_int8sim import IntegerModel, SparseOutput, dequantize, simulate
 from bevquant_int8sim.program import NumberCall
@@ -96,18 +95,16 @@ def compared(
         if isinstance(node, Steps) or not behind.isdisjoint(node.inputs):
             behind.add(node.y)
 
-    def see(node: Node, made: Any, indices: Tensor | None) -> None:
+    def see(node: Node, scale: float | None, made: Any, indices: Tensor | None) -> None:
         if is_compared(node):
             assert indices is not None
             turned = partial(of_model, indices, grid=grids[node.y])
-            scale = made.scale if isinstance(made, Integers) else None
             eased = node.y in summed or node.path in parted
             if scale is None and eased and _only_integers(reference.get(node.path)):
                 return  # in fp16 for other consumers: its consumer is compared
-            value = made.values if isinstance(made, Integers) else made.floats()
             shown[node.path] = shown.get(node.path, 0) + 1
             which = shown[node.path], paths[node.path]
-            row = _difference(node, Made(value, scale, indices), turned, reference, which)
+            row = _difference(node, Made(made(), scale, indices), turned, reference, which)
             rows.append(replace(row, behind_functions=node.y in behind))
 
     outputs = file.watch(features, coords, batch_size, see)
@@ -177,12 +174,8 @@ def _difference(
 ) -> LayerDifference:
     """Difference of one layer.
 
-    Args:
-        node: Its node.
-        made: Result in the file, on voxels in the file's columns.
-        turned: These voxels in the model's columns.
-        reference: Results of the model.
-        which: Index of the node among the nodes of its module, and their number.
+    `turned` gives the voxels in the model's columns; `which` is the node's index among those of
+    its module, and their number.
     """
     same = [
         other

@@ -15,10 +15,10 @@ from bevquant_export.sparse._axes import AXES, three_axes
 from bevquant_export.sparse._beginning import is_float_conv
 from bevquant_export.sparse._channel_permutations import PERMUTED, row_conv
 from bevquant_export.sparse._follow import Draft, Followed, Reading, place
-from bevquant_export.sparse._graph import Conv
+from bevquant_export.sparse._graph import Conv, Sizes
 from bevquant_export.sparse._half_precision import LARGEST_HALF, is_integer_layer, to_half
 from bevquant_export.sparse._observe import Seen, bound
-from bevquant_int8sim.program import SparseConv, Step, Weighted
+from bevquant_int8sim.program import SparseConv, Weighted
 from bevquant_sparse import WeightLayout, permute_weight
 
 _STEPS = 127
@@ -26,26 +26,15 @@ _STEPS = 127
 
 @dataclass(frozen=True)
 class TensorForm:
-    """Form of a tensor in a file.
+    """Form of a tensor in a file."""
 
-    Attributes:
-        relu: After the ReLU of its producer.
-        precision: ``"int8"`` where every consumer needs integers, else ``"fp16"``.
-        amax: The range, where any consumer needs integers.
-    """
-
-    relu: bool
-    precision: str
-    amax: float | None
+    relu: bool  # After the ReLU of its producer
+    precision: str  # ``"int8"`` where every consumer needs integers, else ``"fp16"``
+    amax: float | None  # The range, where any consumer needs integers
 
 
 def agreed_forms(followed: Followed) -> Mapping[str, TensorForm]:
-    """Return the form of every tensor.
-
-    Raises:
-        ValueError: Consumers need a tensor with and without a ReLU, in several ranges, or in
-            integers that the engine does not have; the message names them.
-    """
+    """Return the form of every tensor."""
     readings: dict[str, list[Reading]] = {followed.input: []}
     readings |= {draft.y: [] for draft in followed.drafts}
     for reading in followed.outputs:
@@ -129,164 +118,128 @@ def _check_integers(reading: Reading, relu: bool) -> None:
 
 
 _LARGEST = 2**31
+_FILLS = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
 
 
-def conv_node(
-    draft: Draft,
-    forms: Mapping[str, TensorForm],
-    seen: Seen,
-    model: nn.Module,
-    values: Mapping[str, Any],
-    head_room: float,
-    order: str,
-) -> Conv:
-    """Return the node; convolutions of fewer than three axes get one cell along the missing ones.
+@dataclass(frozen=True, eq=False)
+class ConvWriter:
+    """Writes sparse convolutions, and layers on rows of voxels as 1×1×1 convolutions."""
 
-    Args:
-        draft: A sparse convolution, or a linear layer on voxels.
-        forms: Form of every tensor.
-        seen: Sizes of its input and output.
-        model: The model, whose module holds the bias.
-        values: Value of the program to its form.
-        head_room: Factor for the bound of its voxels.
-        order: Order of the coordinate columns: ``"xyz"`` or ``"zyx"``.
+    forms: Mapping[str, TensorForm]  # Form of every tensor
+    seen: Mapping[str, Seen]  # Sizes of each step
+    model: nn.Module  # The model, whose modules hold the biases
+    order: str  # Order of the coordinate columns: ``"xyz"`` or ``"zyx"``
+    head_room: float  # Factor for the bound of voxels
+    fewest: int  # Least number of axes; missing ones get one cell
 
-    Raises:
-        ValueError: The dialect has no such convolution, or a constant exceeds float16.
-    """
-    step = draft.step
-    made = forms[draft.y]
-    module: Any = model.get_submodule(step.path)
-    if draft.kind == "linear":
-        voxels = bound(seen.voxels, head_room)
-        return _on_rows(draft, made, forms, _integer_weight(draft), module.bias, voxels)
-    is_float = is_float_conv(step)
-    geometry = _geometry(draft, order)
-    if is_float:
-        weight, ranges = _float_weight(step.target, module, step.path)
-        fused = getattr(step.target, "activation", "None")
-        if fused not in ("None", "ReLU"):
+    def _axes(self, sizes: Sizes, fill: int = 1) -> Sizes:
+        return three_axes(tuple(sizes), fill, self.order)
+
+    def _conv(self, draft: Draft) -> Conv:
+        step, seen, made = draft.step, self.seen[draft.y], self.forms[draft.y]
+        is_float = is_float_conv(step)
+        found: Any = step.target if is_float else step  # both have a geometry
+        axes = len(found.geometry.kernel_size)
+        if not self.fewest <= axes <= AXES:
             raise ValueError(
-                f"export_sparse_onnx: {place(step)} has the activation {fused}; the engine has "
-                '"ReLU" and "None"'
+                f"export_sparse_onnx: {place(step)} has {axes} spatial axes; the engine has three"
             )
-        made = TensorForm(made.relu or fused == "ReLU", made.precision, made.amax)
-        ranges_wanted = made.precision == "int8"
-    else:
-        weight, ranges = _integer_weight(draft)
-        ranges_wanted = True
-    bias = getattr(module, "bias", None)
-    if bias is None:
-        bias = torch.zeros(weight.shape[0])
-    if not seen.voxels:
-        raise ValueError(
-            f"export_sparse_onnx: {place(step)} made no voxel in the example inputs or batches; "
-            "output_bound, beyond which the engine drops voxels, follows from them: give frames as "
-            "in use"
-        )
-    voxels = bound(seen.voxels, head_room)
-    if voxels >= _LARGEST:
-        raise ValueError(
-            f"export_sparse_onnx: {step.path} would get output_bound={voxels}, beyond int32, which "
-            f"the engine's parser reads as 0; give less head_room than {head_room:g}"
-        )
-    return Conv(
-        path=step.path,
-        x=draft.reads[0].tensor,
-        y=draft.y,
-        weight=weight.reshape(len(weight), *geometry["kernel_size"], weight.shape[-1]),
-        bias=to_half(bias, f"export_sparse_onnx: {step.path}.bias").cpu(),
-        **geometry,
-        activation="ReLU" if made.relu else "None",
-        precision="fp16" if is_float else "int8",
-        output_precision=made.precision,
-        input_range=_float_range(module, seen) if is_float else forms[draft.reads[0].tensor].amax,
-        weight_ranges=ranges if ranges_wanted else None,
-        output_bound=voxels,
-        input_spatial_shape=three_axes(seen.grid, 1, order),
-        output_spatial_shape=three_axes(seen.out_grid, 1, order),
-        rows=(seen.read[0], seen.made[0]),
-    )
-
-
-def affine_node(
-    draft: Draft, forms: Mapping[str, TensorForm], seen: Seen, read: float, head_room: float
-) -> Conv:
-    """``x · factor + shift`` per channel, or ``x matrixᵀ``, in fp16; `read` is the largest x."""
-    made = forms[draft.y]
-    if draft.kind == "matrix":
-        (matrix,), shift = draft.constants, None
-    else:
-        factor, shift = (number.expand(seen.made[1]) for number in draft.constants)
-        matrix = torch.diag(factor)
-    largest = matrix.abs().amax(1).clamp(min=2.0**-14)
-    ranges = tuple(largest.tolist()) if made.precision == "int8" else None
-    weight, voxels = (matrix.half().contiguous(), ranges), bound(seen.voxels, head_room)
-    return _on_rows(draft, made, forms, weight, shift, voxels, read)
-
-
-def _on_rows(
-    draft: Draft,
-    made: TensorForm,
-    forms: Mapping[str, TensorForm],
-    weight: tuple[Tensor, tuple[float, ...] | None],
-    bias: Tensor | None,
-    voxels: int,
-    largest: float = 0.0,
-) -> Conv:
-    """A 1×1×1 convolution, to which `with_channel_permutations` adds the voxels."""
-    path, x = draft.step.path, draft.reads[0].tensor
-    integer = draft.kind == "linear"
-    matrix, ranges = weight
-    half = None if bias is None else to_half(bias, f"export_sparse_onnx: {path}.bias").cpu()
-    amax = forms[x].amax or largest or None
-    node = row_conv(
-        path if integer else path + PERMUTED, x, draft.y, matrix, half, ranges,
-        input_range=amax, output_bound=voxels,
-    )  # fmt: skip
-    return replace(
-        node,
-        activation="ReLU" if made.relu else "None",
-        precision="int8" if integer else "fp16",
-        output_precision=made.precision,
-    )
-
-
-def check_axes(draft: Draft, fewest: int) -> None:
-    """Refuse a convolution on more than three axes, or on fewer than `fewest`.
-
-    Raises:
-        ValueError: Its module is named.
-    """
-    step = draft.step
-    axes = len(_convolution(step).geometry.kernel_size)
-    if not fewest <= axes <= AXES:
-        raise ValueError(
-            f"export_sparse_onnx: {place(step)} has {axes} spatial axes; the engine has three"
+        if found.geometry.transposed:
+            raise ValueError(
+                f"export_sparse_onnx: {place(step)} is a transposed convolution, which the engine "
+                "takes for a strided one; use SparseInverseConv3d"
+            )
+        module: Any = self.model.get_submodule(step.path)
+        relu, key = made.relu, found.key if is_float else found.indice_key
+        if is_float:
+            weight, ranges = _float_weight(found, module, step.path)
+            fused = getattr(found, "activation", "None")
+            if fused not in ("None", "ReLU"):
+                raise ValueError(
+                    f"export_sparse_onnx: {place(step)} has the activation {fused}; the engine has "
+                    '"ReLU" and "None"'
+                )
+            relu = relu or fused == "ReLU"
+        else:
+            weight, ranges = _integer_weight(draft)
+        bias = getattr(module, "bias", None)
+        bias = torch.zeros(len(weight)) if bias is None else bias
+        if not seen.voxels:
+            raise ValueError(
+                f"export_sparse_onnx: {place(step)} made no voxel in the example inputs or "
+                "batches; output_bound, beyond which the engine drops voxels, follows from them: "
+                "give frames as in use"
+            )
+        voxels = bound(seen.voxels, self.head_room)
+        if voxels >= _LARGEST:
+            raise ValueError(
+                f"export_sparse_onnx: {step.path} would get output_bound={voxels}, beyond int32, "
+                f"which the engine's parser reads as 0; give less head_room than {self.head_room:g}"
+            )
+        x = draft.reads[0].tensor
+        sizes: dict[str, Any] = {
+            n: self._axes(getattr(found.geometry, n), fill) for n, fill in _FILLS.items()
+        }
+        return Conv(
+            path=step.path,
+            x=x,
+            y=draft.y,
+            weight=weight.reshape(len(weight), *sizes["kernel_size"], weight.shape[-1]),
+            bias=to_half(bias, f"export_sparse_onnx: {step.path}.bias").cpu(),
+            **sizes,
+            subm=found.geometry.subm,
+            inverse=found.geometry.inverse,
+            rulebook=key or "",
+            activation="ReLU" if relu else "None",
+            precision="fp16" if is_float else "int8",
+            output_precision=made.precision,
+            input_range=_float_range(module, seen) if is_float else self.forms[x].amax,
+            weight_ranges=ranges if made.precision == "int8" or not is_float else None,
+            output_bound=voxels,
+            input_spatial_shape=self._axes(seen.grid),
+            output_spatial_shape=self._axes(seen.out_grid),
+            rows=(seen.read[0], seen.made[0]),
         )
 
+    def _linear(self, draft: Draft) -> Conv:
+        bias: Any = self.model.get_submodule(draft.step.path).bias
+        return self._on_rows(draft, *_integer_weight(draft), bias)
 
-def _convolution(step: Step) -> Any:
-    """The step, or the float module that it calls: both have a geometry."""
-    return step.target if is_float_conv(step) else step
+    def _affine(self, draft: Draft) -> Conv:
+        """``x · factor + shift`` per channel, in fp16."""
+        channels = self.seen[draft.y].made[1]
+        factor, shift = (number.expand(channels) for number in draft.constants)
+        return self._matrix(draft, torch.diag(factor), shift)
 
+    def _matrix(
+        self, draft: Draft, matrix: Tensor | None = None, shift: Tensor | None = None
+    ) -> Conv:
+        """``x matrixᵀ + shift``, in fp16."""
+        matrix = draft.constants[0] if matrix is None else matrix
+        largest = matrix.abs().amax(1).clamp(min=2.0**-14)
+        integer = self.forms[draft.y].precision == "int8"
+        ranges = tuple(largest.tolist()) if integer else None
+        return self._on_rows(draft, matrix.half().contiguous(), ranges, shift)
 
-def _geometry(draft: Draft, order: str) -> dict[str, Any]:
-    step = draft.step
-    found = _convolution(step)
-    key, geometry = found.key if is_float_conv(step) else found.indice_key, found.geometry
-    if geometry.transposed:
-        raise ValueError(
-            f"export_sparse_onnx: {place(step)} is a transposed convolution, which the engine "
-            "takes for a strided one; use SparseInverseConv3d"
+    def _on_rows(
+        self, draft: Draft, weight: Tensor, ranges: tuple[float, ...] | None, bias: Tensor | None
+    ) -> Conv:
+        """A 1×1×1 convolution, to which `with_channel_permutations` adds the voxels."""
+        path, x, made = draft.step.path, draft.reads[0].tensor, self.forms[draft.y]
+        integer = draft.kind == "linear"
+        half = None if bias is None else to_half(bias, f"export_sparse_onnx: {path}.bias").cpu()
+        largest = 0.0 if integer else self.seen[draft.first or draft.y].largest
+        node = row_conv(
+            path if integer else path + PERMUTED, x, draft.y, weight, half, ranges,
+            input_range=self.forms[x].amax or largest or None,
+            output_bound=bound(self.seen[draft.y].voxels, self.head_room),
+        )  # fmt: skip
+        return replace(
+            node,
+            activation="ReLU" if made.relu else "None",
+            precision="int8" if integer else "fp16",
+            output_precision=made.precision,
         )
-    sizes = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
-    return {
-        **{name: three_axes(getattr(geometry, name), n, order) for name, n in sizes.items()},
-        "subm": geometry.subm,
-        "inverse": geometry.inverse,
-        "rulebook": key or "",
-    }
 
 
 def _float_range(module: Any, seen: Seen) -> float | None:

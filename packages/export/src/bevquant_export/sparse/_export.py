@@ -157,11 +157,7 @@ def export_sparse_onnx(
 
 
 def _source_of(integers: IntegerModel) -> nn.Module:
-    """The module that an integer model was made of.
-
-    Raises:
-        ValueError: It is unknown, or has other constants than a file holds.
-    """
+    """The module that an integer model was made of."""
     if integers.source is None:
         raise ValueError(
             "export_sparse_onnx: the integer model was loaded from a folder; give the calibrated "

@@ -49,19 +49,12 @@ _BEHIND = (1, 2, -1, -2)  # axes behind the rows of three
 
 @dataclass(frozen=True)
 class Reading:
-    """A tensor as one consumer needs it.
+    """A tensor as one consumer needs it."""
 
-    Attributes:
-        tensor: Name: the value that its producer computed.
-        relu: After a ReLU.
-        form: ``"float"``, or integers with `scale`, `bits`, `low`.
-        by: The consumer.
-    """
-
-    tensor: str
-    relu: bool
-    form: Any
-    by: str
+    tensor: str  # Name: the value that its producer computed
+    relu: bool  # After a ReLU
+    form: Any  # ``"float"``, or integers with `scale`, `bits`, `low`
+    by: str  # The consumer
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,11 +134,7 @@ class Follower:
         self.of_coords = coord_inputs(self.program, self.made)
 
     def run(self) -> Followed:
-        """Read all steps.
-
-        Raises:
-            ValueError: A step has no operator; the message names it.
-        """
+        """Read all steps."""
         coords = for_coords(self.program)
         for step in self.program.steps:
             self.at = step

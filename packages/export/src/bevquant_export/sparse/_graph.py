@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from bevquant_graph import Guard
+from bevquant_int8sim import quantize, quantize_bias
 
 Sizes = tuple[int, ...]
+_STEPS = 127
 # Attributes of a node in float; each class has some of these.
 _FLOAT: dict[str, Any] = {
     **dict.fromkeys(("precision", "output_precision"), "fp16"),
@@ -23,24 +27,19 @@ _FLOAT: dict[str, Any] = {
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Operation:
-    """Common part of the nodes.
+    """Common part of the nodes."""
 
-    Attributes:
-        kind: Prefix of the node's name.
-        path: Module of the exported model.
-        y: Output.
-        name: Name of the node.
-    """
-
-    kind: ClassVar[str]
-    path: str
-    y: str
-    name: str = ""
+    kind: ClassVar[str]  # Prefix of the node's name
+    reads: ClassVar[tuple[str, ...]] = ("x",)  # Fields with the names of its inputs
+    path: str  # Module of the exported model
+    y: str  # Output
+    name: str = ""  # Name of the node
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """Input tensors."""
-        raise NotImplementedError
+        given = (getattr(self, name) for name in self.reads)
+        return tuple(x for one in given for x in ((one,) if isinstance(one, str) else one))
 
     @property
     def stated_ranges(self) -> Mapping[str, float]:
@@ -58,44 +57,23 @@ class _Operation:
         return replace(self, **{name: value for name, value in _FLOAT.items() if name in own})
 
     def channels_made(self, read: Sequence[int]) -> int | None:
-        """Channels of the output; 0 where unknown, None where it is not on voxels.
-
-        Args:
-            read: Channels of each input, 0 where unknown.
-
-        Raises:
-            ValueError: They do not fit.
-        """
+        """Channels of the output from those read; 0: unknown, None: not on voxels."""
         return None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Unary(_Operation):
-    """A node with one input.
+    """A node with one input."""
 
-    Attributes:
-        x: Input.
-    """
-
-    x: str
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """The input."""
-        return (self.x,)
+    x: str  # Input
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _OneRange(_Operation):
-    """A node whose inputs and output have one scale.
+    """A node whose inputs and output have one scale."""
 
-    Attributes:
-        output_precision: Precision of `y`.
-        input_range: amax of inputs and output; None where they are not int8.
-    """
-
-    output_precision: str
-    input_range: float | None
+    output_precision: str  # Precision of `y`
+    input_range: float | None  # amax of inputs and output; None where they are not int8
 
     @property
     def stated_ranges(self) -> Mapping[str, float]:
@@ -105,51 +83,49 @@ class _OneRange(_Operation):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Conv(_Unary):
-    """A sparse convolution, with its ReLU.
+class Window:
+    """The voxels that a sparse convolution or pooling reads; sizes are in the file's axes."""
 
-    Attributes:
-        weight: float16 ``[out_channels, k0, k1, k2, in_channels]``.
-        bias: float16 ``[out_channels]``.
-        kernel_size: Per axis, in the order of the coordinate columns, as the following sizes.
-        stride: Voxels.
-        padding: Voxels.
-        dilation: Voxels.
-        output_padding: Written, not used.
-        subm: Submanifold.
-        inverse: Inverse of the strided convolution with the same rulebook.
-        rulebook: Key under which convolutions share their pairs; may be empty.
-        activation: ``"ReLU"`` or ``"None"``.
-        precision: Precision of the computation, ``"int8"`` or ``"fp16"``.
-        output_precision: Precision of `y`.
-        input_range: amax of x; not used in fp16.
-        weight_ranges: amax per output channel; None where neither x nor y is int8.
-        output_bound: Largest number of voxels of y.
-        input_spatial_shape: Grid of x.
-        output_spatial_shape: Grid of y.
-        rows: Voxels of x and y in the example; placeholders.
-    """
-
-    kind: ClassVar[str] = "conv"
-    weight: Tensor
-    bias: Tensor
     kernel_size: Sizes
     stride: Sizes
     padding: Sizes
     dilation: Sizes
-    output_padding: Sizes
-    subm: bool
-    inverse: bool
-    rulebook: str
-    activation: str
-    precision: str
-    output_precision: str
-    input_range: float | None
+    subm: bool  # Submanifold
+    rulebook: str  # Key under which convolutions share their pairs; may be empty
+    inverse: bool = False  # Inverse of the strided convolution with the same rulebook
+    name: str = ""  # Name of the node
+
+    @property
+    def keeps_voxels(self) -> bool:
+        """Submanifold, or 1×1×1 of stride 1 without padding, which moves nothing: rows stay."""
+        still = self.kernel_size == self.stride == (1, 1, 1) and not any(self.padding)
+        return self.subm or still
+
+    @property
+    def geometry(self) -> tuple[Sizes | bool, ...]:
+        """Parameters that determine the pairs on a set of voxels."""
+        sizes = (self.kernel_size, self.stride, self.padding, self.dilation)
+        return (*sizes, self.keeps_voxels)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Conv(Window, _Unary):
+    """A sparse convolution, with its ReLU."""
+
+    kind: ClassVar[str] = "conv"
+    weight: Tensor  # float16 ``[out_channels, k0, k1, k2, in_channels]``
+    bias: Tensor  # float16 ``[out_channels]``
+    output_padding: Sizes  # Written, not used
+    activation: str  # ``"ReLU"`` or ``"None"``
+    precision: str  # Precision of the computation, ``"int8"`` or ``"fp16"``
+    output_precision: str  # Precision of `y`
+    input_range: float | None  # amax of x; not used in fp16
+    # amax per output channel; None where neither x nor y is int8
     weight_ranges: tuple[float, ...] | None
-    output_bound: int
-    input_spatial_shape: Sizes
-    output_spatial_shape: Sizes
-    rows: tuple[int, int]
+    output_bound: int  # Largest number of voxels of y
+    input_spatial_shape: Sizes  # Grid of x
+    output_spatial_shape: Sizes  # Grid of y
+    rows: tuple[int, int]  # Voxels of x and y in the example; placeholders
 
     @property
     def in_channels(self) -> int:
@@ -160,6 +136,23 @@ class Conv(_Unary):
     def out_channels(self) -> int:
         """Channels of y."""
         return self.weight.shape[0]
+
+    @property
+    def scales(self) -> tuple[float, Tensor]:
+        """Steps of input and weight, the latter float64 ``[out_channels]``."""
+        weight = torch.tensor(self.weight_ranges, dtype=torch.float64) / _STEPS
+        return float(self.input_range or 0.0) / _STEPS, weight
+
+    @cached_property
+    def floats(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias, float32."""
+        return self.weight.float(), self.bias.float()
+
+    @cached_property
+    def integers(self) -> tuple[Tensor, Tensor]:
+        """round(w / s_w), int8, and round(b / (s_x · s_w)), int32."""
+        weight = quantize(self.weight.float(), self.scales[1], axis=0, name=self.name)
+        return weight, quantize_bias(self.bias.float(), *self.scales, name=self.name)
 
     @property
     def stated_ranges(self) -> Mapping[str, float]:
@@ -178,17 +171,13 @@ class Add(_Operation):
     """``y = x + other``; the ranges are those of its inputs, None in fp16."""
 
     kind: ClassVar[str] = "add"
+    reads: ClassVar[tuple[str, ...]] = ("x", "other")
     x: str
     other: str
     precision: str
     output_precision: str
     range_x: float | None
     range_other: float | None
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Both operands."""
-        return (self.x, self.other)
 
     @property
     def stated_ranges(self) -> Mapping[str, float]:
@@ -216,21 +205,12 @@ class Relu(_Unary):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Concat(_OneRange):
-    """Concatenated channels of tensors on the same voxels; libspconv has no such operator.
-
-    Attributes:
-        xs: Inputs, in order.
-        precision: ``"int8"`` or ``"fp16"``.
-    """
+    """Concatenated channels of tensors on the same voxels; libspconv has no such operator."""
 
     kind: ClassVar[str] = "concat"
-    xs: tuple[str, ...]
-    precision: str
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """The inputs."""
-        return self.xs
+    reads: ClassVar[tuple[str, ...]] = ("xs",)
+    xs: tuple[str, ...]  # Inputs, in order
+    precision: str  # ``"int8"`` or ``"fp16"``
 
     def channels_made(self, read: Sequence[int]) -> int:
         """Sum of the inputs' channels."""
@@ -254,18 +234,12 @@ class Fold(_Unary):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Select(_OneRange, _Unary):
-    """``y[n, k] = x[n, channels[k]]``; libspconv has no such operator.
-
-    Attributes:
-        channels: Channel of x for each channel of y.
-        in_channels: Channels of x.
-        activation: ``"ReLU"`` or ``"None"``.
-    """
+    """``y[n, k] = x[n, channels[k]]``; libspconv has no such operator."""
 
     kind: ClassVar[str] = "select"
-    channels: Sizes
-    in_channels: int
-    activation: str
+    channels: Sizes  # Channel of x for each channel of y
+    in_channels: int  # Channels of x
+    activation: str  # ``"ReLU"`` or ``"None"``
 
     def channels_made(self, read: Sequence[int]) -> int:
         """Number of selected channels, if the input has them."""
@@ -276,22 +250,15 @@ class Select(_OneRange, _Unary):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Pool(_OneRange, _Unary):
+class Pool(Window, _OneRange, _Unary):
     """``y[o, c] = max x[i, c]`` over the voxels i of a window; libspconv has no such operator.
 
-    Sizes are those of `Conv`; the input is pooled in its own form.
+    The input is pooled in its own form.
     """
 
     kind: ClassVar[str] = "pool"
-    kernel_size: Sizes
-    stride: Sizes
-    padding: Sizes
-    dilation: Sizes
-    subm: bool
-    rulebook: str
     input_spatial_shape: Sizes
     output_spatial_shape: Sizes
-    inverse: ClassVar[bool] = False
 
     def channels_made(self, read: Sequence[int]) -> int:
         """Channels of the input."""
@@ -305,34 +272,19 @@ class Steps(_Operation):
     `body` is an ``onnx.FunctionProto``. Its inputs are the features of `xs` (float32), the voxels
     of `places` (int64 ``[voxels, 4]``) and the number of frames (int64 ``[1]``). Its outputs are
     the features of y and, if y has its own voxels, these (int32).
-
-    Attributes:
-        xs: Tensors whose features it reads.
-        ranges: amax of inputs that it reads as integers, else 0.
-        places: Tensors whose voxels it reads.
-        on: Index of an input on the voxels of y; −1 where `grid` is y's own, or none is.
-        grid: Spatial shape of new voxels; empty without new voxels.
-        channels: Channels of y.
-        frames: Number of frames, if the function depends on it; else 0.
-        body: The function, serialized.
-        output_precision: Precision of `y`.
     """
 
     kind: ClassVar[str] = "steps"
-    xs: tuple[str, ...]
-    ranges: tuple[float, ...]
-    places: tuple[str, ...]
-    on: int
-    grid: Sizes
-    channels: int
-    frames: int
-    body: bytes
-    output_precision: str
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Tensors that it reads."""
-        return (*self.xs, *self.places)
+    reads: ClassVar[tuple[str, ...]] = ("xs", "places")
+    xs: tuple[str, ...]  # Tensors whose features it reads
+    ranges: tuple[float, ...]  # amax of inputs that it reads as integers, else 0
+    places: tuple[str, ...]  # Tensors whose voxels it reads
+    on: int  # Index of an input on the voxels of y; −1 where `grid` is y's own, or none is
+    grid: Sizes  # Spatial shape of new voxels; empty without new voxels
+    channels: int  # Channels of y
+    frames: int  # Number of frames, if the function depends on it; else 0
+    body: bytes  # The function, serialized
+    output_precision: str  # Precision of `y`
 
     @property
     def stated_ranges(self) -> Mapping[str, float]:
@@ -376,33 +328,26 @@ Node = Conv | Add | Relu | Concat | Fold | Select | Pool | Steps | Scatter | Lay
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Graph:
-    """Nodes in order of execution.
+    """Nodes in order of execution."""
 
-    Attributes:
-        input: Tensor of the voxels' features.
-        channels: Its channels.
-        nodes: In order.
-        outputs: Tensors that the file returns.
-        shapes: Shape of each output in the example, batch 1; placeholders for voxels.
-        weights: Storage of integer weights in the portable form: ``"int8"``; ``"uint8"`` with zero
-            point 128 where int8 would saturate on some CPU (`stored_weights`); ``"all uint8"`` for
-            older files, which do not state it.
-        features: Name of the features input in the portable form: "features" for the model's own
-            input, or the name of the producing operation, as in "sigmoid_features".
-        bounded: Whether more voxels than a layer's `output_bound` are refused, as an engine drops
-            them; a portable file takes any number.
-        guards: Conditions on the number of voxels and frames (``coords``, ``batch_size``) under
-            which the file equals the model it was written from.
-    """
-
-    input: str
-    channels: int
-    nodes: tuple[Node, ...]
-    outputs: tuple[str, ...]
+    input: str  # Tensor of the voxels' features
+    channels: int  # Its channels
+    nodes: tuple[Node, ...]  # In order
+    outputs: tuple[str, ...]  # Tensors that the file returns
+    # Shape of each output in the example, batch 1; placeholders for voxels
     shapes: Mapping[str, Sizes] = field(default_factory=dict)
+    # Storage of integer weights in the portable form: ``"int8"``; ``"uint8"`` with zero
+    # point 128 where int8 would saturate on some CPU (`stored_weights`); ``"all uint8"``
+    # for older files, which do not state it
     weights: str = "uint8"
+    # Name of the features input in the portable form: "features" for the model's own input,
+    # or the name of the producing operation, as in "sigmoid_features"
     features: str = "features"
+    # Whether more voxels than a layer's `output_bound` are refused, as an engine drops
+    # them; a portable file takes any number
     bounded: bool = True
+    # Conditions on the number of voxels and frames (``coords``, ``batch_size``) under which
+    # the file equals the model it was written from
     guards: tuple[Guard, ...] = ()
 
 

@@ -149,9 +149,7 @@ def is_integer_layer(module: Any) -> bool:
 def to_half(values: Tensor, name: str, *, factor: bool = False) -> Tensor:
     """`values` as float16, half to even.
 
-    Raises:
-        ValueError: NaN, infinite or beyond ±65504, or factors all below 2⁻¹⁷; the message starts
-            with `name`.
+    NaN, infinity, values beyond ±65504 and factors all below 2⁻¹⁷ are refused.
     """
     values = values.detach()
     if not bool(values.isfinite().all()):
@@ -177,16 +175,7 @@ _OUTPUT = "output"
 
 
 def check_half_values(graph: Graph, model: nn.Module, seen: Mapping[str, Seen]) -> None:
-    """Refuse a file whose float16 values may overflow.
-
-    Args:
-        graph: Graph of the file.
-        model: Model whose modules have the ranges.
-        seen: Values of the example and the batches, see `observe`.
-
-    Raises:
-        ValueError: A layer or a sum may exceed 65,504; the message names module and value.
-    """
+    """Refuse a file whose float16 values may overflow."""
     largest = _Largest(graph, model, seen)
     of: dict[str, Bound] = {}
     for node in graph.nodes:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,12 @@ from torch import Tensor
 
 from bevquant_export._size_guards import REMEDY
 from bevquant_export.sparse._axes import Voxels
-from bevquant_export.sparse._check_graph import ConvConstants, numbered, tensor_ranges
-from bevquant_export.sparse._graph import Conv, Graph, Node, first_on_input
+from bevquant_export.sparse._check_graph import numbered, tensor_ranges
+from bevquant_export.sparse._graph import Graph, Node, first_on_input
 from bevquant_export.sparse._proto import read_graph, recorded
-from bevquant_export.sparse._run import Floats, FrameRun, Integers, See, TensorState
+from bevquant_export.sparse._run import FrameRun, See
 from bevquant_export.sparse._steps import session_run, silent_session
-from bevquant_export.sparse.portable._lower import Lowered
-from bevquant_export.sparse.portable._outputs import LayerOutput
+from bevquant_export.sparse.portable._lower import LayerOutput, Lowered
 from bevquant_export.targets._cpu import refuse_saturation
 from bevquant_graph import Sizes, check_guards
 from bevquant_int8sim import Recorded, SparseOutput
@@ -41,9 +40,7 @@ class SparseOnnxModel:
     def __init__(self, graph: Graph, *, backend: str = "auto") -> None:
         self.graph = graph
         self.backend = backend
-        convs = [node for node in graph.nodes if isinstance(node, Conv)]
-        self._constants = {conv.name: ConvConstants(conv) for conv in convs}
-        self._runtimes: dict[str, _OnnxruntimeRun] = {}
+        self._opened: dict[str, tuple[Lowered, Any]] = {}  # by the mode
         first = first_on_input(graph)
         self._grid = None if first is None else first.input_spatial_shape
 
@@ -105,8 +102,8 @@ class SparseOnnxModel:
         """
         found: dict[str, Recorded] = {}
 
-        def see(node: Node, made: TensorState, indices: Tensor | None) -> None:
-            found[node.name] = _recorded(node, made)
+        def see(node: Node, scale: float | None, made: Callable[[], Tensor], _: Any) -> None:
+            found[node.name] = Recorded(node.path or node.name, type(node).__name__, made(), scale)
 
         outputs = self.watch(
             features, coords, batch_size, see, mode=mode, spatial_shape=spatial_shape
@@ -124,19 +121,7 @@ class SparseOnnxModel:
         mode: str = "int8",
         spatial_shape: Sequence[int] | None = None,
     ) -> tuple[Tensor | SparseOutput, ...]:
-        """Run one batch; `see` gets each node, its result and the coordinates of its rows.
-
-        Args:
-            features: As in `run`, like the others.
-            coords: Likewise.
-            batch_size: Likewise.
-            see: Called after each node; the coordinates of a dense tensor are None.
-            mode: As in `run`.
-            spatial_shape: Likewise.
-
-        Returns:
-            The outputs, always as a tuple.
-        """
+        """`run` with all outputs as a tuple; `see` is called after each node (`See`)."""
         if mode not in _MODES:
             raise ValueError(f"mode={mode!r}: expected 'int8' or 'float'")
         grid = self._grid if spatial_shape is None else tuple(int(n) for n in spatial_shape)
@@ -148,13 +133,33 @@ class SparseOnnxModel:
         if self.backend == "onnxruntime":
             if grid != self._grid:
                 raise ValueError(f"spatial_shape={grid}: a portable file has one, {self._grid}")
-            if mode not in self._runtimes:
-                self._runtimes[mode] = _OnnxruntimeRun(self.graph, mode)
-            return self._runtimes[mode].run(features.float(), coords, int(batch_size), see)
+            return self._in_onnxruntime(features.float(), coords, int(batch_size), mode, see)
         voxels = Voxels(coords.to(torch.int32).contiguous(), grid, int(batch_size))
         ranges = tensor_ranges(self.graph) if mode == "int8" else None
-        run = FrameRun(self.graph, self._constants, ranges, self.backend, see)
+        run = FrameRun(self.graph, ranges, self.backend, see)
         return run.run(features.float(), voxels)
+
+    def _in_onnxruntime(
+        self, features: Tensor, coords: Tensor, batch_size: int, mode: str, see: See
+    ) -> tuple[Tensor | SparseOutput, ...]:
+        """Run the portable form; `see` gets each convolution, sum and ReLU."""
+        if mode not in self._opened:
+            self._opened[mode] = _opened(self.graph, mode)
+        lowered, session = self._opened[mode]
+        names = [value.name for value in session.get_outputs()]
+        feed = {
+            self.graph.features: features.detach().cpu().contiguous().numpy(),
+            "coords": coords.cpu().to(torch.int32).contiguous().numpy(),
+            "batch_size": np.array([batch_size], np.int64),
+        }
+        made = dict(zip(names, session_run(session, names, feed), strict=True))
+        made["coords"] = feed["coords"]
+        nodes = dict(zip((n.name for n in numbered(self.graph).nodes), self.nodes, strict=True))
+        for layer in lowered.layers:
+            value = partial(torch.from_numpy, made[layer.tensor])
+            scale = None if layer.amax is None else layer.amax / _STEPS
+            see(nodes[layer.node.name], scale, value, torch.from_numpy(made[layer.coords]))
+        return tuple(_output(layer, made, batch_size) for layer in lowered.results)
 
     def _check(self, features: Tensor, coords: Tensor) -> None:
         channels = self.graph.channels
@@ -205,67 +210,20 @@ def _single(outputs: tuple[Tensor | SparseOutput, ...]) -> Output:
     return outputs[0] if len(outputs) == 1 else outputs
 
 
-def _ignore(node: Node, made: TensorState, indices: Tensor | None) -> None:
+def _ignore(node: Node, scale: float | None, made: Any, indices: Tensor | None) -> None:
     pass
 
 
-def _recorded(node: Node, made: TensorState) -> Recorded:
-    """The stored form: integers, or floats that consumers round later."""
-    place = node.path or node.name
-    if isinstance(made, Integers):
-        return Recorded(place, type(node).__name__, made.values, made.scale)
-    return Recorded(place, type(node).__name__, made.floats(), None)
-
-
-class _OnnxruntimeRun:
-    """The portable form of a graph in onnxruntime's CPU provider, with every layer as an output.
-
-    Args:
-        graph: The graph to run.
-        mode: ``"int8"``, or ``"float"`` for every layer in float32.
-    """
-
-    def __init__(self, graph: Graph, mode: str) -> None:
-        named = numbered(graph)
-        self._nodes = {new.name: old for new, old in zip(named.nodes, graph.nodes, strict=True)}
-        self._graph = in_floats(named) if mode == "float" else named
-
-    @cached_property
-    def _lowered(self) -> Lowered:
-        return recorded(self._graph, all_layers=True)
-
-    @cached_property
-    def _session(self) -> Any:
-        refuse_saturation(self._lowered.model, "load_sparse_onnx: backend='onnxruntime': the file")
-        content = self._lowered.model.SerializeToString()
-        try:
-            return silent_session(content, torch.get_num_threads())
-        except ImportError as error:
-            raise ImportError(
-                "backend='onnxruntime' needs onnxruntime: pip install onnxruntime"
-            ) from error
-
-    def run(
-        self, features: Tensor, coords: Tensor, batch_size: int, see: See
-    ) -> tuple[Tensor | SparseOutput, ...]:
-        """Outputs of the graph; `see` gets each convolution, sum and ReLU.
-
-        Raises:
-            ValueError: The file refused the voxels.
-        """
-        names = [value.name for value in self._session.get_outputs()]
-        feed = {
-            self._graph.features: features.detach().cpu().contiguous().numpy(),
-            "coords": coords.cpu().to(torch.int32).contiguous().numpy(),
-            "batch_size": np.array([batch_size], np.int64),
-        }
-        made = dict(zip(names, session_run(self._session, names, feed), strict=True))
-        made["coords"] = feed["coords"]
-        for layer in self._lowered.layers:
-            value = torch.from_numpy(made[layer.tensor])
-            state = Floats(value) if layer.amax is None else Integers(value, layer.amax / _STEPS)
-            see(self._nodes[layer.node.name], state, torch.from_numpy(made[layer.coords]))
-        return tuple(_output(layer, made, batch_size) for layer in self._lowered.results)
+def _opened(graph: Graph, mode: str) -> tuple[Lowered, Any]:
+    """The portable form with every layer as an output, and its session in onnxruntime."""
+    named = numbered(graph)
+    lowered = recorded(in_floats(named) if mode == "float" else named, all_layers=True)
+    refuse_saturation(lowered.model, "load_sparse_onnx: backend='onnxruntime': the file")
+    try:
+        return lowered, silent_session(lowered.model.SerializeToString(), torch.get_num_threads())
+    except ImportError as error:
+        message = "backend='onnxruntime' needs onnxruntime: pip install onnxruntime"
+        raise ImportError(message) from error
 
 
 def _output(layer: LayerOutput, made: dict[str, Any], batch_size: int) -> Tensor | SparseOutput:

@@ -1,6 +1,6 @@
-"""Attributes of a node: written, and read with checks of name, type and size.
+"""The schema of the dialect: one row per attribute of each operator.
 
-Each node class has a row per attribute, by which files are written and read.
+Files are written, read and linted by it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bevquant_export.sparse._graph import (
 )
 
 if TYPE_CHECKING:
-    from onnx import NodeProto
+    from onnx import AttributeProto, NodeProto
 
 _CLASSES: dict[str, type[Node]] = {
     "SparseConvolution": Conv, "Add": Add, "QuantAdd": Add, "Relu": Relu, "ScatterDense": Scatter,
@@ -41,152 +41,98 @@ _INPUTS = {"SparseConvolution": 3, "Add": 2, "QuantAdd": 2}
 _BOUND = 150000  # the engine's default where a file has no value
 
 
-class _Attributes:
-    """Attributes of a node by name and type; INT in place of FLOAT is an error."""
+class Attribute(NamedTuple):
+    """An attribute of an operator."""
 
-    def __init__(self, proto: NodeProto, name: str) -> None:
-        self.name = name
-        self._known = {attribute.name: attribute for attribute in proto.attribute}
-
-    def get(self, name: str, kind: str, default: Any = None) -> Any:
-        from onnx import AttributeProto
-
-        attribute = self._known.get(name)
-        if attribute is None:
-            return default
-        if attribute.type != AttributeProto.AttributeType.Value(kind):
-            came = AttributeProto.AttributeType.Name(attribute.type)
-            raise ValueError(f"{self.name}: attribute {name} is {came}; the engine reads {kind}")
-        if kind == "STRING":
-            return attribute.s.decode("utf-8", "replace") if default != b"" else attribute.s
-        value: Any = {
-            "INT": attribute.i, "FLOAT": attribute.f, "INTS": attribute.ints,
-            "FLOATS": attribute.floats,
-        }[kind]  # fmt: skip
-        return tuple(value) if kind in ("INTS", "FLOATS") else value
-
-    def sizes(self, name: str, least: int, default: Any = None) -> tuple[int, ...]:
-        value = self.get(name, "INTS", default)
-        if value is None or len(value) != 3 or min(value) < least or max(value) >= 1 << 31:
-            raise ValueError(
-                f"{self.name}: attribute {name} is {value}; expected three integers from {least} on"
-            )
-        return tuple(int(v) for v in value)
-
-    def one_of(self, name: str, default: str | None, choices: tuple[str, ...]) -> str:
-        value = self.get(name, "STRING", default)
-        if value not in choices:
-            raise ValueError(f"{self.name}: {name} is {value!r}; expected {' or '.join(choices)}")
-        return str(value)
-
-    def range(self, name: str) -> float | None:
-        value = self.get(name, "FLOAT")
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"{self.name}: {name} is {value}; expected a positive range")
-        return None if value is None else float(value)
+    name: str  # Its name
+    kind: str  # Its type in ONNX, which the engine's parser wants
+    field: str = ""  # Field of the node; empty where the value follows from others
+    # Value in the file, from the field's (without one, from the node); None: left out
+    write: Callable[[Any], Any] = lambda value: value
+    default: Any = None  # Value of a missing attribute
+    accepts: Callable[[Any], bool] = lambda value: True  # Whether a value is allowed
+    wrong: str = ""  # Error for other values, of the name and the value
+    read: Callable[[Any], Any] = lambda value: value  # Value of the field, from the file's
 
 
-class _Row(NamedTuple):
-    """An attribute.
+def _sizes(field: str, least: int, default: Any = None) -> Attribute:
+    def three(value: Any) -> bool:
+        fits = value is not None and len(value) == 3
+        return fits and min(value) >= least and max(value) < 1 << 31
 
-    Attributes:
-        attribute: Its name.
-        write: Its value for a node; None leaves it out. The Python type is the dialect's.
-        read: Value of the node's field, from the attributes and this name; None where the file
-            repeats a value that follows from others.
-        field: Name of the node's field.
-    """
-
-    attribute: str
-    write: Callable[[Any], Any]
-    read: Callable[[_Attributes, str], Any] | None = None
-    field: str = ""
+    wrong = f"attribute {{}} is {{}}; expected three integers from {least} on"
+    return Attribute(field, "INTS", field, list, default, three, wrong)
 
 
-def _row(
-    field: str,
-    read: Callable[[_Attributes, str], Any],
-    form: Callable[[Any], Any] = lambda value: value,
-    attribute: str = "",
-) -> _Row:
-    def write(node: Any) -> Any:
-        value = getattr(node, field)
-        return None if value is None else form(value)
-
-    return _Row(attribute or field, write, read, field)
+def _flag(field: str) -> Attribute:
+    return Attribute(field, "INT", field, int, 0, read=bool)
 
 
-def _sizes(field: str, least: int, default: Any = None) -> _Row:
-    return _row(field, lambda a, name: a.sizes(name, least, default), list)
+def _number(field: str, default: int = 0) -> Attribute:
+    return Attribute(field, "INT", field, default=default)
 
 
-def _flag(field: str) -> _Row:
-    return _row(field, lambda a, name: bool(a.get(name, "INT", 0)), int)
+def _choice(field: str, default: str | None, *choices: str) -> Attribute:
+    wrong = f"{{}} is {{!r}}; expected {' or '.join(choices)}"
+    return Attribute(
+        field, "STRING", field, default=default, accepts=choices.__contains__, wrong=wrong
+    )
 
 
-def _number(field: str, default: int = 0) -> _Row:
-    return _row(field, lambda a, name: int(a.get(name, "INT", default)))
+def _range(field: str, name: str) -> Attribute:
+    def positive(value: Any) -> bool:
+        return value is None or 0 < value < float("inf")
+
+    wrong = "{} is {}; expected a positive range"
+    return Attribute(name, "FLOAT", field, _float, None, positive, wrong)
 
 
-def _choice(field: str, default: str | None, *choices: str) -> _Row:
-    return _row(field, lambda a, name: a.one_of(name, default, choices))
+def _float(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
-def _range(field: str, attribute: str) -> _Row:
-    return _row(field, lambda a, name: a.range(name), float, attribute)
+def _floats(value: Any) -> list[float] | None:
+    return [float(number) for number in value] if value else None
 
 
-def _grid(a: _Attributes, name: str) -> tuple[int, ...]:
-    return a.sizes(name, 1) if a.get(name, "INTS") else ()
-
-
-def _dense_shape(a: _Attributes, name: str) -> tuple[int, ...]:
-    shape = a.get(name, "INTS")
-    if shape is None or len(shape) != 5 or min(shape) < 1:
-        raise ValueError(f"{a.name}: {name} is {shape}; expected batch, channels, three axes")
-    return tuple(int(s) for s in shape)
-
-
-def _dims(a: _Attributes, name: str) -> tuple[int, ...]:
-    return tuple(int(d) for d in a.get(name, "INTS", ()))
-
-
-def _floats(a: _Attributes, name: str) -> tuple[float, ...]:
-    return tuple(float(amax) for amax in a.get(name, "FLOATS", ()))
+def _is_dense(shape: Any) -> bool:
+    return shape is not None and len(shape) == 5 and min(shape) >= 1
 
 
 _KERNEL = (_sizes("kernel_size", 1), _sizes("stride", 1), _sizes("padding", 0),
            _sizes("dilation", 1))  # fmt: skip
 _GRIDS = (_sizes("input_spatial_shape", 1), _sizes("output_spatial_shape", 1))
+_GRID = _sizes("grid", 1, ())
 _SUBM = _flag("subm")
-_RULEBOOK = _row("rulebook", lambda a, name: a.get(name, "STRING", ""))
+_RULEBOOK = Attribute("rulebook", "STRING", "rulebook", default="")
 _ACTIVATION = _choice("activation", None, "None", "ReLU")
 _PRECISION = _choice("precision", "fp16", "int8", "fp16")
 _OUTPUT = _choice("output_precision", "fp16", "int8", "fp16")
 _RANGE = _range("input_range", "input_dynamic_range")
+_DIMS = Attribute("dims", "INTS", "dims", list, ())
 # In the order in which a portable file's metadata repeat them.
-_ROWS: dict[type[Node], tuple[_Row, ...]] = {
+_ROWS: dict[type[Node], tuple[Attribute, ...]] = {
     Conv: (
         *_KERNEL,
         _sizes("output_padding", 0, (0, 0, 0)),
         *_GRIDS,
-        _Row("ndim", lambda node: 3),
-        _Row("in_channels", lambda node: node.in_channels),
-        _Row("out_channels", lambda node: node.out_channels),
+        Attribute("ndim", "INT", write=lambda node: 3),
+        Attribute("in_channels", "INT", write=lambda node: node.in_channels),
+        Attribute("out_channels", "INT", write=lambda node: node.out_channels),
         _number("output_bound", _BOUND),
-        _Row("transposed", lambda node: 0),
+        Attribute("transposed", "INT", "", lambda node: 0, 0, lambda value: not value,
+                  "transposed convolutions are not in the dialect"),
         _flag("inverse"),
-        _Row("groups", lambda node: 1),
+        Attribute("groups", "INT", write=lambda node: 1),
         _SUBM,
         _RULEBOOK,
         _ACTIVATION,
-        _Row("input_shape", lambda node: [node.rows[0], node.in_channels]),
-        _Row("output_shape", lambda node: [node.rows[1], node.out_channels]),
+        Attribute("input_shape", "INTS", write=lambda node: [node.rows[0], node.in_channels]),
+        Attribute("output_shape", "INTS", write=lambda node: [node.rows[1], node.out_channels]),
         _PRECISION,
         _OUTPUT,
         _RANGE,
-        _row("weight_ranges", lambda a, name: a.get(name, "FLOATS"),
-             lambda ranges: [float(value) for value in ranges], "weight_dynamic_ranges"),
+        Attribute("weight_dynamic_ranges", "FLOATS", "weight_ranges", _floats),
     ),
     Add: (
         _PRECISION,
@@ -197,25 +143,36 @@ _ROWS: dict[type[Node], tuple[_Row, ...]] = {
     Relu: (),
     Concat: (_PRECISION, _OUTPUT, _RANGE),
     Fold: (_number("channels"), _OUTPUT),
-    Select: (_row("channels", _dims, list), _number("in_channels"), _ACTIVATION, _OUTPUT, _RANGE),
+    Select: (_DIMS._replace(name="channels", field="channels"), _number("in_channels"),
+             _ACTIVATION, _OUTPUT, _RANGE),
     Pool: (*_KERNEL, *_GRIDS, _SUBM, _RULEBOOK, _OUTPUT, _RANGE),
     Steps: (
-        _Row("tensors", lambda node: len(node.xs)),
-        _row("ranges", _floats, lambda ranges: list(ranges) or None, "input_dynamic_ranges"),
+        Attribute("tensors", "INT", write=lambda node: len(node.xs)),
+        Attribute("input_dynamic_ranges", "FLOATS", "ranges", _floats, ()),
         _number("on", -1),
-        _row("grid", _grid, lambda grid: list(grid) or None),
+        _GRID._replace(
+            write=lambda grid: list(grid) or None,
+            accepts=lambda value: not value or _GRID.accepts(value),
+        ),
         _number("channels"),
         _number("frames"),
         _OUTPUT,
-        _row("body", lambda a, name: a.get(name, "STRING", b"")),
+        Attribute("body", "BYTES", "body", default=b""),
     ),
     Scatter: (
         _sizes("input_spatial_shape", 1),
         _choice("format", "xyz", "xyz", "zyx"),
-        _row("output_shape", _dense_shape, list),
+        Attribute("output_shape", "INTS", "output_shape", list, None, _is_dense,
+                  "{} is {}; expected batch, channels, three axes"),
     ),
-    LayoutOp: (_row("dims", _dims, list),),
+    LayoutOp: (_DIMS,),
 }  # fmt: skip
+# Types by the names of attributes; two that only the engine reads, and NVIDIA's exporters write.
+PARSED = {
+    **{row.name: row.kind for name in OPERATORS for row in _ROWS[_CLASSES[name]]},
+    "fixed_launch_points": "INT",
+    "output_layout": "STRING",
+}
 
 
 def operator_of(node: Node) -> str:
@@ -227,16 +184,15 @@ def operator_of(node: Node) -> str:
 
 def node_attributes(node: Node) -> dict[str, Any]:
     """Attributes of a node, without those of default value."""
-    made = {row.attribute: row.write(node) for row in _ROWS[type(node)]}
+    made = {
+        row.name: row.write(getattr(node, row.field) if row.field else node)
+        for row in _ROWS[type(node)]
+    }
     return {name: value for name, value in made.items() if value is not None}
 
 
 def read_node(proto: NodeProto, tensors: Mapping[str, Tensor], name: str) -> Node:
-    """Read a node.
-
-    Raises:
-        ValueError: It has other inputs, weights or attributes than its operator needs.
-    """
+    """Read a node with the inputs, weights and attributes that its operator needs."""
     op, read = proto.op_type, tuple(proto.input)
     kind: Any = _CLASSES[op]
     wanted = len(read) or 1 if kind in (Concat, Steps) else _INPUTS.get(op, 1)
@@ -245,20 +201,21 @@ def read_node(proto: NodeProto, tensors: Mapping[str, Tensor], name: str) -> Nod
             f"{name}: {op} takes {wanted} inputs and makes one output, got {len(read)} and "
             f"{len(proto.output)}" + (" (a bias is mandatory)" if wanted == 3 else "")
         )
-    attributes = _Attributes(proto, name)
-    said = {row.field: row.read(attributes, row.attribute) for row in _ROWS[kind] if row.read}
+    known = {attribute.name: attribute for attribute in proto.attribute}
+    said: dict[str, Any] = {
+        row.field: _value(known.get(row.name), row, name)
+        for row in _ROWS[kind]
+        if row.field or row.wrong
+    }
+    said.pop("", None)
     said |= {"path": proto.doc_string, "name": name, "y": proto.output[0]}
-    if kind is Concat:
-        return Concat(xs=read, **said)
     if kind is Steps:
-        return _steps(attributes, read, said)
-    said["x"] = read[0]
+        return _steps(known, read, said, name)
+    said |= {"xs": read} if kind is Concat else dict(zip(kind.reads, read, strict=False))
     if kind is Conv:
         said["weight"], said["bias"] = (_tensor(n, tensors, name) for n in read[1:])
         said["rows"] = (0, 0)
-        _check_conv(attributes, said)
-    elif kind is Add:
-        said["other"] = read[1]
+        _check_conv(name, said)
     elif kind is LayoutOp:
         said["op"], dims = op, said["dims"]
         if not dims:
@@ -275,22 +232,43 @@ def _tensor(wanted: str, tensors: Mapping[str, Tensor], name: str) -> Tensor:
     return tensors[wanted]
 
 
-def _check_conv(a: _Attributes, said: Mapping[str, Any]) -> None:
+def _value(attribute: AttributeProto | None, row: Attribute, name: str) -> Any:
+    """A checked value; INT in place of FLOAT is an error."""
+    from onnx import AttributeProto
+
+    value: Any = row.default
+    if attribute is not None:
+        kind = row.kind.replace("BYTES", "STRING")
+        if attribute.type != AttributeProto.AttributeType.Value(kind):
+            came = AttributeProto.AttributeType.Name(attribute.type)
+            raise ValueError(f"{name}: attribute {row.name} is {came}; the engine reads {kind}")
+        value = {
+            "INT": attribute.i, "FLOAT": attribute.f, "INTS": tuple(attribute.ints),
+            "FLOATS": tuple(attribute.floats), "BYTES": attribute.s,
+            "STRING": attribute.s.decode("utf-8", "replace"),
+        }[row.kind]  # fmt: skip
+    if not row.accepts(value):
+        raise ValueError(f"{name}: {row.wrong.format(row.name, value)}")
+    return row.read(value)
+
+
+def _check_conv(name: str, said: Mapping[str, Any]) -> None:
     weight, bias, kernel_size = said["weight"], said["bias"], said["kernel_size"]
     if weight.dim() != 5 or tuple(weight.shape[1:4]) != kernel_size:
         raise ValueError(
-            f"{a.name}: weight of shape {tuple(weight.shape)} and kernel_size "
+            f"{name}: weight of shape {tuple(weight.shape)} and kernel_size "
             f"{kernel_size}; expected [out, k0, k1, k2, in]"
         )
     if tuple(bias.shape) != (len(weight),):
-        raise ValueError(f"{a.name}: bias of shape {tuple(bias.shape)} for {len(weight)} channels")
-    if a.get("transposed", "INT", 0):
-        raise ValueError(f"{a.name}: transposed convolutions are not in the dialect")
+        raise ValueError(f"{name}: bias of shape {tuple(bias.shape)} for {len(weight)} channels")
 
 
-def _steps(a: _Attributes, read: tuple[str, ...], said: dict[str, Any]) -> Steps:
-    tensors, on, ranges = int(a.get("tensors", "INT", 0)), said["on"], said["ranges"]
+def _steps(
+    known: Mapping[str, AttributeProto], read: tuple[str, ...], said: dict[str, Any], name: str
+) -> Steps:
+    tensors: int = _value(known.get("tensors"), _number("tensors"), name)
+    on, ranges = said["on"], said["ranges"]
     if len(ranges) != tensors or tensors > len(read) or not -1 <= on < len(read):
-        raise ValueError(f"{a.name}: {tensors} tensors, {len(ranges)} ranges and place {on} among "
+        raise ValueError(f"{name}: {tensors} tensors, {len(ranges)} ranges and place {on} among "
                          f"{len(read)} inputs")  # fmt: skip
     return Steps(xs=read[:tensors], places=read[tensors:], **said)

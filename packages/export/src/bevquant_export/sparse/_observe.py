@@ -18,26 +18,17 @@ _STEP = 1000
 
 @dataclass
 class Seen:
-    """Sizes and values of one step.
+    """Sizes and values of one step."""
 
-    Attributes:
-        read: Shape of its first input, in the example.
-        made: Shape of its first output, in the example.
-        grid: Spatial shape of the input, for sparse convolutions.
-        out_grid: Spatial shape of the output.
-        batch_size: Frames in the example, for sparse convolutions.
-        voxels: Largest number of output voxels of one frame, over all batches; for steps on rows,
-            the largest number over whole batches.
-        largest: Largest magnitude of its first input, over all batches; 0 for integers.
-    """
-
-    read: tuple[int, ...]
-    made: tuple[int, ...]
-    grid: tuple[int, ...] = ()
-    out_grid: tuple[int, ...] = ()
-    batch_size: int = 1
+    read: tuple[int, ...]  # Shape of its first input, in the example
+    made: tuple[int, ...]  # Shape of its first output, in the example
+    grid: tuple[int, ...] = ()  # Spatial shape of the input, for sparse convolutions
+    out_grid: tuple[int, ...] = ()  # Spatial shape of the output
+    batch_size: int = 1  # Frames in the example, for sparse convolutions
+    # Largest number of output voxels of one frame, over all batches; for steps on rows, the
+    # largest number over whole batches
     voxels: int = 0
-    largest: float = 0.0
+    largest: float = 0.0  # Largest magnitude of its first input, over all batches; 0 for integers
 
 
 def observe(model: IntegerModel, example: Any, batches: Iterable[Any]) -> dict[str, Seen]:
@@ -93,17 +84,11 @@ def bound(voxels: int, head_room: float) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """A tensor on voxels.
+    """A tensor on voxels."""
 
-    Attributes:
-        value: ``[rows, channels]``, integers or floats.
-        scale: Value of a step; ``None`` for floats.
-        indices: ``[rows, 4]``.
-    """
-
-    value: Tensor
-    scale: float | None
-    indices: Tensor
+    value: Tensor  # ``[rows, channels]``, integers or floats
+    scale: float | None  # Value of a step; ``None`` for floats
+    indices: Tensor  # ``[rows, 4]``
 
 
 def reference_of(

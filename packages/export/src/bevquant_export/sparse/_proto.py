@@ -44,11 +44,7 @@ _BEFORE = "all uint8"  # the weights of files that do not say how they store the
 
 
 def recorded(graph: Graph, *, all_layers: bool) -> Lowered:
-    """The model of a graph, with the graph in its metadata.
-
-    Raises:
-        ValueError: As `lowered`.
-    """
+    """The model of a graph, with the graph in its metadata."""
     content = {
         "version": _VERSION,
         "all_layers": all_layers,
@@ -73,11 +69,7 @@ def is_portable(model: ModelProto) -> bool:
 
 
 def portable_graph(model: ModelProto) -> Graph:
-    """The graph that a portable model was written from.
-
-    Raises:
-        ValueError: The metadata is missing or broken, or the model does not match it.
-    """
+    """The graph that a portable model was written from."""
     kept = [entry.value for entry in model.metadata_props if entry.key == _KEY]
     if len(kept) != 1:
         raise ValueError(f"{len(kept)} metadata entries {_KEY!r}; expected one: export it again")
@@ -166,12 +158,7 @@ _MOST_BYTES = 1 << 30
 
 
 def read_graph(path: str | os.PathLike[str]) -> Graph:
-    """Read and check a file. No other file is opened.
-
-    Raises:
-        ValueError: The file is not ONNX or is outside the dialect; the message starts with the file
-            and names the node.
-    """
+    """Read and check a file. No other file is opened."""
     file = file_path(path, "ONNX file")
     try:
         return graph_of_bytes(_content(file))
@@ -182,12 +169,7 @@ def read_graph(path: str | os.PathLike[str]) -> Graph:
 def graph_of_bytes(content: bytes, *, extensions: bool = False) -> Graph:
     """The checked graph of a file's content.
 
-    Args:
-        content: The file.
-        extensions: Accept operators of the portable dialect, which is written from this graph.
-
-    Raises:
-        ValueError: As `read_graph`, without the file's name.
+    With `extensions`, operators of the portable dialect are accepted.
     """
     model = _parsed(content)
     guards = guards_of(model)
@@ -259,12 +241,7 @@ def _check_text(proto: GraphProto) -> None:
 
 
 def read_tensors(proto: GraphProto) -> Mapping[str, Tensor]:
-    """Name to float16 tensor.
-
-    Raises:
-        ValueError: A tensor has another type, is not stored as raw bytes in the file, has another
-            length than its shape, is not finite, or is named twice.
-    """
+    """Name to float16 tensor: finite, of its shape, as raw bytes in the file, each name once."""
     from onnx import TensorProto
 
     found: dict[str, Tensor] = {}

@@ -39,29 +39,18 @@ _RULES = {
 
 @dataclass(frozen=True, eq=False)
 class Between:
-    """Steps between layers.
+    """Steps between layers."""
 
-    Attributes:
-        steps: In order, by their first output.
-        tensors: Values that they read as features, in the order of the draft's readings.
-        places: Values read as coordinates, each with a tensor on these voxels.
-        value: Their result.
-        coords: Coordinates of the result, if these steps compute them; else empty.
-        grid: Spatial shape of those.
-        on: A tensor on the same voxels, if any; else empty.
-        frames: Whether a step depends on the number of frames.
-        cause: The step that has no operator in the dialect.
-    """
-
-    steps: frozenset[str]
+    steps: frozenset[str]  # In order, by their first output
+    # Values that they read as features, in the order of the draft's readings
     tensors: tuple[str, ...]
-    places: Mapping[str, str]
-    value: str
-    coords: str
-    grid: tuple[int, ...]
-    on: str
-    frames: bool
-    cause: Step
+    places: Mapping[str, str]  # Values read as coordinates, each with a tensor on these voxels
+    value: str  # Their result
+    coords: str  # Coordinates of the result, if these steps compute them; else empty
+    grid: tuple[int, ...]  # Spatial shape of those
+    on: str  # A tensor on the same voxels, if any; else empty
+    frames: bool  # Whether a step depends on the number of frames
+    cause: Step  # The step that has no operator in the dialect
 
 
 class Bodies:
@@ -91,16 +80,7 @@ class Bodies:
         return int(next(tensors).batch_size)
 
     def write(self, between: Between, places: Sequence[str], *, relu: bool) -> bytes:
-        """The function, serialized.
-
-        Args:
-            between: The steps.
-            places: Tensors whose voxels it reads, in order.
-            relu: Whether a ReLU follows.
-
-        Raises:
-            ValueError: A step has no form; the message names module, file and line.
-        """
+        """The function, serialized; it reads the voxels of `places`, in order."""
         from onnx import helper, numpy_helper
 
         from bevquant_export.dense.nodes._emit import Emitter
@@ -188,11 +168,7 @@ def silent_session(content: bytes, threads: int) -> Any:
 
 
 def session_run(session: Any, names: list[str] | None, feed: Mapping[str, Any]) -> list[Any]:
-    """Result of onnxruntime.
-
-    Raises:
-        ValueError: A rule of portable files is broken; the message names it.
-    """
+    """Result of onnxruntime."""
     try:
         made: list[Any] = session.run(names, feed)
     except Exception as error:  # onnxruntime's own, of several types without a public base
@@ -204,11 +180,7 @@ def session_run(session: Any, names: list[str] | None, feed: Mapping[str, Any]) 
 
 
 def run_body(body: bytes, inputs: Sequence[Tensor], *, made: int) -> list[Tensor]:
-    """Result of a function of `Bodies`, in onnxruntime, or in ONNX's reference without it.
-
-    Raises:
-        ValueError: The function refused its inputs.
-    """
+    """Result of a function of `Bodies`, in onnxruntime, or in ONNX's reference without it."""
     running, names = _runner(body, tuple(value.dtype for value in inputs), made)
     values = (value.detach().cpu().contiguous().numpy() for value in inputs)
     feed = dict(zip(names, values, strict=True))

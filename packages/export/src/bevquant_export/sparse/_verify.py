@@ -167,11 +167,7 @@ def _runtime(content: bytes, dialect: str) -> str:
 def verified(
     content: bytes, integers: IntegerModel, inputs: Any, *, dialect: str, reversed_axes: bool
 ) -> tuple[str, tuple[LayerDifference, ...], Any, dict[str, Any]]:
-    """Run the file; return the runtime, the layers' differences, and both results.
-
-    Raises:
-        ValueError: A layer differs from the integer model; the message names its node.
-    """
+    """Run the file; return the runtime, the layers' differences, and both results."""
     graph = graph_of_bytes(content)
     ran = _runtime(content, dialect)
     backend = "onnxruntime" if ran == "onnxruntime" else "auto"
@@ -201,11 +197,7 @@ def beside_floats(
 
 
 def refuse_departures(rows: Iterable[LayerDifference], caller: str) -> None:
-    """Raise at the first layer with more difference than rounding explains, see `check_tensors`.
-
-    Raises:
-        ValueError: The message names node, module and difference.
-    """
+    """Raise at the first layer with more difference than rounding explains, see `check_tensors`."""
     rows = tuple(rows)
     for row, check in zip(rows, check_tensors(rows), strict=True):
         if check.is_right:
@@ -225,9 +217,6 @@ def same_as_source(content: bytes, source: Graph) -> str:
     """Run a portable file and its source on random voxels; return the portable file's runtime.
 
     Without onnxruntime, or where it saturates, there is no runtime: ``"no"``.
-
-    Raises:
-        ValueError: A layer differs; the message names its node.
     """
     if _runtime(content, "portable") != "onnxruntime":
         return "no"
@@ -349,11 +338,7 @@ def _named(graph: Graph) -> Graph:
 
 
 def portable_bytes(graph: Graph, *, all_layers: bool, weights: str) -> bytes:
-    """The portable file of a graph that was read from a file, nodes numbered.
-
-    Raises:
-        ValueError: Other weights than `chosen_weights` knows.
-    """
+    """The portable file of a graph that was read from a file, nodes numbered."""
     whole = replace(graph, weights=chosen_weights(weights))
     model = recorded(whole, all_layers=all_layers).model
     note_guards(model, graph.guards)

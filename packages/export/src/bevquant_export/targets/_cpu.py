@@ -77,26 +77,14 @@ def cpu_name() -> str:
 
 
 def weights_for(cpu: str) -> str:
-    """The type of stored weights for a CPU: ``"int8"``, or ``"uint8"``, which never saturates.
-
-    Raises:
-        ValueError: Another CPU than those of `CPUS`.
-    """
+    """The type of stored weights for a CPU: ``"int8"``, or ``"uint8"``, which never saturates."""
     if cpu not in CPUS:
         raise ValueError(f"cpu={cpu!r}: expected one of {', '.join(map(repr, CPUS))}")
     return "int8" if cpu == "vnni" else "uint8"
 
 
 def chosen_weights(weights: str, choice: tuple[str, ...] = ("uint8", "int8")) -> str:
-    """Stored weights by name: ``"auto"`` is `weights_for` the CPU at hand.
-
-    Args:
-        weights: ``"auto"`` or one of `choice`.
-        choice: Types that the target has.
-
-    Raises:
-        ValueError: Another name.
-    """
+    """Stored weights by name: ``"auto"`` is `weights_for` the CPU at hand."""
     if weights not in ("auto", *choice):
         expected = ", ".join(map(repr, ("auto", *choice)))
         raise ValueError(f"weights={weights!r}: expected one of {expected}")
@@ -146,11 +134,7 @@ def saturates_here(model: Any) -> bool:
 
 
 def refuse_saturation(model: Any, what: str) -> None:
-    """Refuse to run a model whose products saturate here.
-
-    Raises:
-        ValueError: `saturates_here`; the message names the remedy.
-    """
+    """Refuse to run a model whose products saturate here."""
     if saturates_here(model):
         raise ValueError(
             f"{what} is for CPUs that sum products of uint8 and int8 exactly (VNNI, AMX, ARM), and "

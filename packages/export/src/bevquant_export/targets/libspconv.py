@@ -1,19 +1,37 @@
-"""NVIDIA's engine for sparse convolutions."""
+"""NVIDIA's engine for sparse convolutions, and the base of targets for sparse encoders."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from bevquant_export.lint import _spconv_convs, _spconv_graph
-from bevquant_export.targets.sparse import SparseTarget
+from bevquant_export.targets._target import Target
 
 if TYPE_CHECKING:
     from bevquant_export.lint._graph import Finding
     from bevquant_export.targets._target import LintFile
 
-__all__ = ["LIBSPCONV"]
+__all__ = ["LIBSPCONV", "SparseTarget"]
+
+
+class SparseTarget(Target):
+    """An engine whose files `export_sparse_onnx` writes, by its dialect."""
+
+    def write(self, model: nn.Module, args: Any, path: Path, **options: Any) -> Any:
+        """`export_sparse_onnx` with this dialect."""
+        from bevquant_export.sparse import export_sparse_onnx
+
+        return export_sparse_onnx(model, args, path, dialect=self.name, **options)
+
+    def compare(self, made: Any, model: nn.Module, args: Any) -> Sequence[Any]:
+        """`compare_sparse_onnx` of the file, read back."""
+        from bevquant_export.sparse import compare_sparse_onnx, load_sparse_onnx
+
+        return compare_sparse_onnx(load_sparse_onnx(made.path), model, args)
 
 
 class _Libspconv(SparseTarget):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from bevquant_export.targets._cpu import weights_for
+from bevquant_export.targets.libspconv import SparseTarget
 from bevquant_export.targets.onnxruntime import ONNXRUNTIME
-from bevquant_export.targets.sparse import SparseTarget
 
 if TYPE_CHECKING:
     from bevquant_export.lint._graph import Finding

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from bevquant_export._errors import QdqError
 from bevquant_export.dense.nodes._graph import TensorState
 from bevquant_export.dense.nodes._numbers import Numbers, refuse
 from bevquant_export.sparse._axes import with_axes
+from bevquant_export.sparse._graph import Window
 from bevquant_export.sparse.portable._body import DOUBLE, FLOAT, INT16, INT32, UINT8
 from bevquant_export.sparse.portable._voxel_sets import Surroundings, VoxelSet
 from bevquant_export.targets._cpu import stored_weights
@@ -32,25 +33,11 @@ _AXES = 3
 _PADDING = 2  # place among kernel, stride, padding and dilation
 
 
-@dataclass(frozen=True)
-class _Window:
-    """A sparse convolution or pooling in the form that `Surroundings` reads."""
-
-    name: str
-    kernel_size: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    subm: bool
-    inverse: bool
-    rulebook: str
-
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether every row has itself as its only neighbour."""
-        ones = (1,) * _AXES
-        still = self.subm or not any(self.padding)
-        return self.kernel_size == self.stride == ones and still and not self.inverse
+def _keeps_rows(window: Window) -> bool:
+    """Whether every row has itself as its only neighbour."""
+    ones = (1,) * _AXES
+    still = window.subm or not any(window.padding)
+    return window.kernel_size == window.stride == ones and still and not window.inverse
 
 
 class Voxels:
@@ -134,7 +121,7 @@ class Voxels:
         coords = self.graph.node("Cast", path, [coords], to=INT32)
         coords = with_axes(self.graph, path, coords, 1 + len(grid), 1)
         if frames not in self._frames:
-            self._frames[frames] = Surroundings(self.graph, frames, self._behind)
+            self._frames[frames] = Surroundings(self.graph.call, frames, self._behind)
         around = self._frames[frames]
         voxel_set = around.given((1,) * missing + grid, coords, name, open)
         self._missing[voxel_set.maker], self._around[voxel_set.maker] = missing, around
@@ -263,10 +250,11 @@ class Voxels:
         kernel, stride, padding, dilation = (
             (1 - (i == _PADDING),) * missing + tuple(given) for i, given in enumerate(sizes)
         )
-        window = _Window(
-            name, kernel, stride, padding, dilation, bool(subm), bool(inverse), key or ""
-        )
-        if window.keeps_rows:
+        window = Window(
+            kernel_size=kernel, stride=stride, padding=padding, dilation=dilation,
+            subm=bool(subm), inverse=bool(inverse), rulebook=key or "", name=name,
+        )  # fmt: skip
+        if _keeps_rows(window):
             return None, voxel_set
         voxel_set = self._distinct(voxel_set)
         around = self._around[voxel_set.maker]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bevquant_export.sparse.portable import _voxel_functions as voxel
-from bevquant_export.sparse.portable._body import DOMAIN, OPSET
+from bevquant_export.sparse.portable._body import DOMAIN, FLOAT, INT8, INT64, OPSET, UINT8
 
 if TYPE_CHECKING:
     from onnx import FunctionProto, ModelProto, ValueInfoProto
@@ -23,15 +23,15 @@ Settings = Mapping[str, int | float | str | tuple[int, ...]]  # a string: a tens
 
 FUNCTIONS: Mapping[str, Callable[[], FunctionProto]] = {
     "CheckedVoxels": voxel.checked_voxels,
-    "DistinctCoords": voxel.distinct_coords,
-    "DistinctVoxels": voxel.distinct_voxels,
+    "DistinctCoords": partial(voxel.distinct, "DistinctCoords", "voxels", INT64),
+    "DistinctVoxels": partial(voxel.distinct, "DistinctVoxels", "features", FLOAT),
     "StridedVoxels": voxel.strided_voxels,
     **{f"PillarMap{c}": partial(voxel.pillar_map, c) for c in range(3)},
     **{f"Neighbours{c}": partial(voxel.neighbours, c) for c in range(3)},
     **{f"InverseNeighbours{c}": partial(voxel.neighbours, c, inverse=True) for c in range(3)},
     "Quantize": voxel.quantized,
-    "IntegerConvolution": voxel.integer_convolution,
-    "SignedConvolution": voxel.signed_convolution,
+    "IntegerConvolution": partial(voxel.integer_convolution, "IntegerConvolution", UINT8, 128),
+    "SignedConvolution": partial(voxel.integer_convolution, "SignedConvolution", INT8, 0),
     "FloatConvolution": voxel.float_convolution,
     "Requantize": voxel.requantized,
     "Dequantize": voxel.dequantized,
@@ -80,16 +80,7 @@ class Emitter:
         made: int = 1,
         path: str = "",
     ) -> list[str]:
-        """Call a local function; its outputs are named after the node.
-
-        Args:
-            function: Key of `FUNCTIONS`.
-            inputs: Tensors.
-            name: Of the node.
-            settings: All attributes of the function.
-            made: Number of its outputs.
-            path: Module, written as documentation.
-        """
+        """Call a function of `FUNCTIONS`; its `made` outputs are named after the node."""
         self._called.add(function)
         return self._node(function, inputs, name, made, path, DOMAIN, settings)
 
@@ -154,12 +145,7 @@ class Emitter:
         self.outputs.append(helper.make_tensor_value_info(name, kind, shape))
 
     def model(self, inputs: Sequence[ValueInfoProto], record: Mapping[str, str]) -> ModelProto:
-        """The finished model.
-
-        Args:
-            inputs: Of the graph.
-            record: Metadata.
-        """
+        """The finished model; `record` is its metadata."""
         from onnx import helper
 
         graph = helper.make_graph(

@@ -54,26 +54,14 @@ def checked_voxels() -> FunctionProto:
     return body.function(given + nothing.rows(wrong, label="voxels_lie_in_the_grid_and_the_batch"))
 
 
-def distinct_voxels() -> FunctionProto:
-    """The features, unless a voxel occurs twice: then its cell shows another row than its own."""
-    body = Body("DistinctVoxels", {"features": FLOAT, "found": INT32})
-    features, found = body.inputs.values()
-    return body.function(features + _nothing_unless_twice(body, found, FLOAT))
-
-
-def distinct_coords() -> FunctionProto:
-    """The voxels, unless one occurs twice."""
-    body = Body("DistinctCoords", {"voxels": INT64, "found": INT32})
-    voxels, found = body.inputs.values()
-    return body.function(voxels + _nothing_unless_twice(body, found, INT64))
-
-
-def _nothing_unless_twice(body: Body, found: Value, kind: int) -> Value:
-    """A zero for each row; a row whose cell shows another one ends the run."""
+def distinct(name: str, rows: str, kind: int) -> FunctionProto:
+    """The rows; a voxel that occurs twice, whose cell shows another row, ends the run."""
+    body = Body(name, {rows: kind, "found": INT32})
+    given, found = body.inputs.values()
     own = found.equals(body.count(1, found.size(0), INT32))
     wrong = body.op("Not", own).cast(INT32)
     nothing = body.constant([0], kind)
-    return nothing.rows(wrong, label="voxels_occur_once").spread(1)
+    return body.function(given + nothing.rows(wrong, label="voxels_occur_once").spread(1))
 
 
 def pillar_map(column: int) -> FunctionProto:
@@ -102,11 +90,7 @@ def neighbours(column: int, *, inverse: bool = False) -> FunctionProto:
     """Rows under each kernel offset, int32 ``[voxels, k0, k1, k2]`` from 1 on; 0 is none.
 
     A voxel o of the result reads ``i = o·stride − padding + k·dilation``; of an inverse
-    convolution the one with ``o = i·stride − padding + k·dilation``.
-
-    Args:
-        column: Axis of the map's pillars.
-        inverse: Whether it is an inverse convolution.
+    convolution the one with ``o = i·stride − padding + k·dilation``. Pillars are along `column`.
     """
     body = Body(
         f"{'Inverse' if inverse else ''}Neighbours{column}",
@@ -194,10 +178,6 @@ def _placed(values: Value, axis: int) -> Value:
     return values.spread(*(other + 1 for other in _AXES if other != axis))
 
 
-if TYPE_CHECKING:
-    from onnx import FunctionProto
-
-
 def quantized() -> FunctionProto:
     """``clamp(round(x / scale))``; NaN ends the run."""
     body = Body("Quantize", {"x": FLOAT}, ["range"])
@@ -208,17 +188,11 @@ def quantized() -> FunctionProto:
     return body.function(_stored(body, checked.cast(DOUBLE) / _scale(body, "range"), None))
 
 
-def integer_convolution() -> FunctionProto:
-    """int32 sums, the bias ``round(b / (s_x · s_w))`` in them, of uint8 weights around 128."""
-    return _integer_convolution("IntegerConvolution", UINT8, _ZERO)
+def integer_convolution(name: str, kind: int, weight_zero: int) -> FunctionProto:
+    """int32 sums, the bias ``round(b / (s_x · s_w))`` in them, of weights with a zero point.
 
-
-def signed_convolution() -> FunctionProto:
-    """The same of int8 weights: faster, and exact where the CPU does not add in pairs."""
-    return _integer_convolution("SignedConvolution", INT8, 0)
-
-
-def _integer_convolution(name: str, kind: int, weight_zero: int) -> FunctionProto:
+    int8 weights around 0 are faster, and exact where the CPU does not add in pairs.
+    """
     body = Body(
         name,
         {"x": UINT8, "rows": INT32, "weight": kind, "bias": HALF, "weight_ranges": FLOAT},
@@ -266,11 +240,7 @@ def dequantized_int8() -> FunctionProto:
 
 
 def add_requantized(*, equal: bool = False) -> FunctionProto:
-    """``clamp(round(a · s_a/s_y + b · s_b/s_y))``, from `low` on; of equal scales a + b is exact.
-
-    Args:
-        equal: Whether s_a = s_b.
-    """
+    """``clamp(round(a · s_a/s_y + b · s_b/s_y))`` from `low` on; equal scales: a + b is exact."""
     body = Body(
         "AddEqual" if equal else "Add",
         {"a": UINT8, "b": UINT8},
@@ -302,11 +272,7 @@ def signed() -> FunctionProto:
 
 
 def max_pooled(*, integers: bool = False) -> FunctionProto:
-    """The largest of the rows that each voxel reads; absent rows hold the smallest value.
-
-    Args:
-        integers: Whether they are uint8, in the order of the integers that they encode.
-    """
+    """The largest of the rows that each voxel reads; absent rows hold the smallest value."""
     kind = UINT8 if integers else FLOAT
     body = Body("IntegerMaxPool" if integers else "MaxPool", {"x": kind, "rows": INT32})
     x, rows = body.inputs.values()
@@ -321,11 +287,10 @@ def scatter_name(order: tuple[int, ...]) -> str:
 
 
 def scattered(order: tuple[int, ...]) -> FunctionProto:
-    """Voxels to ``[batch, channels, n0, n1, n2]``, zero in empty cells.
+    """Voxels to ``[batch, channels, n0, n1, n2]``, zero in empty cells, the axes in this order.
 
-    Args:
-        order: Order of the grid's axes in the result. onnxruntime would merge a separate Transpose
-            with the one in here to a permutation that takes nine times as long.
+    Onnxruntime would merge a separate Transpose with the one in here to a permutation that takes
+    nine times as long.
     """
     inputs = {"x": FLOAT, "voxels": INT64, "batch_size": INT64}
     body = Body(scatter_name(order), inputs, ["spatial_shape"])

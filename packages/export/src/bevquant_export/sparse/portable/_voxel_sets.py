@@ -2,73 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
+from bevquant_export.sparse._graph import Sizes, Window
 from bevquant_export.sparse.portable._emit import Settings
 from bevquant_sparse import build_rulebook
-
-Sizes = tuple[int, ...]
-
-
-class Calls(Protocol):
-    """Where calls of functions are added: the model under construction."""
-
-    def call(
-        self,
-        function: str,
-        inputs: Sequence[str],
-        name: str,
-        settings: Settings | None = None,
-        *,
-        made: int = 1,
-    ) -> list[str]:
-        """The tensors that a function makes; see `Emitter`."""
-
-
-class Window(Protocol):
-    """Voxels that a convolution or pooling reads; see `Conv`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def kernel_size(self) -> Sizes: ...
-    @property
-    def stride(self) -> Sizes: ...
-    @property
-    def padding(self) -> Sizes: ...
-    @property
-    def dilation(self) -> Sizes: ...
-    @property
-    def subm(self) -> bool: ...
-    @property
-    def inverse(self) -> bool: ...
-    @property
-    def rulebook(self) -> str: ...
 
 
 @dataclass(frozen=True, eq=False)
 class VoxelSet:
-    """Voxels of one resolution.
+    """Voxels of one resolution."""
 
-    Attributes:
-        voxels: Tensor int64 ``[rows, 4]``.
-        grid: Spatial shape.
-        maker: Node that made them, for names.
-        known: Tables of neighbours by geometry, with the voxels of the result.
-        map: Pillar map, once it is there: pillars, cells, each voxel's own cell.
-        open: Tensor int64 ``[3]`` that holds the spatial shape where it is no constant; `grid` is
-            then that of the example. Empty where it is one.
-    """
-
-    voxels: str
-    grid: Sizes
-    maker: str
+    voxels: str  # Tensor int64 ``[rows, 4]``
+    grid: Sizes  # Spatial shape
+    maker: str  # Node that made them, for names
+    # Tables of neighbours by geometry, with the voxels of the result
     known: dict[object, tuple[str, VoxelSet]] = field(default_factory=dict)
+    # Pillar map, once it is there: pillars, cells, each voxel's own cell
     map: list[str] = field(default_factory=list)
+    # Tensor int64 ``[3]`` that holds the spatial shape where it is no constant; `grid` is
+    # then that of the example. Empty where it is one
     open: str = ""
 
     @property
@@ -91,18 +47,18 @@ class Surroundings:
     """Neighbours of convolutions; shared nodes are written once.
 
     Args:
-        emitter: Takes the nodes.
+        call: Adds a call of a function, see `Emitter`.
         batch_size: Tensor that holds the number of frames, int64 ``[1]``.
         behind: For a grid that is a tensor: the output grid of a convolution of this padding.
     """
 
     def __init__(
         self,
-        emitter: Calls,
+        call: Callable[..., list[str]],
         batch_size: str = "batch_size",
         behind: Callable[[str, Window, Sizes], str] | None = None,
     ) -> None:
-        self.emitter, self.batch_size, self.behind = emitter, batch_size, behind
+        self.call, self.batch_size, self.behind = call, batch_size, behind
         self._strided: dict[str, tuple[Window, Sizes, VoxelSet, VoxelSet]] = {}
 
     def given(
@@ -111,13 +67,13 @@ class Surroundings:
         """Voxels at coordinates, checked to lie in the grid."""
         name = "voxels" if maker == "input" else f"{maker}.voxels"
         settings: Settings = {"spatial_shape": open or grid}
-        (voxels,) = self.emitter.call("CheckedVoxels", [coords, self.batch_size], name, settings)
+        (voxels,) = self.call("CheckedVoxels", [coords, self.batch_size], name, settings)
         return VoxelSet(voxels, grid, maker, open=open)
 
     def map_of(self, voxel_set: VoxelSet) -> list[str]:
         """Tensors of the pillar map."""
         if not voxel_set.map:
-            made = self.emitter.call(
+            made = self.call(
                 f"PillarMap{voxel_set.column}",
                 [voxel_set.voxels, self.batch_size],
                 f"{voxel_set.maker}.map",
@@ -128,18 +84,10 @@ class Surroundings:
         return voxel_set.map
 
     def convolved(self, voxel_set: VoxelSet, conv: Window) -> tuple[str, VoxelSet]:
-        """Table of rows that a convolution reads, and the voxels of its output.
-
-        Raises:
-            ValueError: The convolution cannot be: its node is named.
-        """
+        """Table of rows that a convolution reads, and the voxels of its output."""
         if conv.inverse:
             return self._inverse(voxel_set, conv)
-        # A 1×1×1 kernel of stride 1 without padding moves nothing, whatever its kind: rows stay.
-        ones = (1, 1, 1)
-        still = conv.kernel_size == conv.stride == ones and not any(conv.padding)
-        subm = conv.subm or still
-        key = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, subm)
+        subm, key = conv.keeps_voxels, conv.geometry
         padding, grid = _geometry(voxel_set, conv, subm=subm)
         if key not in voxel_set.known:
             voxel_set.known[key] = self._forward(voxel_set, conv, padding, grid, subm=subm)
@@ -163,7 +111,7 @@ class Surroundings:
             if voxel_set.open:
                 assert self.behind is not None
                 open = self.behind(voxel_set.open, conv, padding)
-            (voxels,) = self.emitter.call(
+            (voxels,) = self.call(
                 "StridedVoxels",
                 [voxel_set.voxels, self.batch_size],
                 f"{conv.name}.voxels",
@@ -171,7 +119,7 @@ class Surroundings:
             )
             made = VoxelSet(voxels, grid, conv.name, open=open)
         pillars, cells, _ = self.map_of(voxel_set)
-        (rows,) = self.emitter.call(
+        (rows,) = self.call(
             f"Neighbours{voxel_set.column}",
             [made.voxels, pillars, cells],
             f"{conv.name}.rows",
@@ -195,7 +143,7 @@ class Surroundings:
         key = ("inverse", conv.rulebook, partner.name)
         if key not in voxel_set.known:
             pillars, cells, _ = self.map_of(voxel_set)
-            (rows,) = self.emitter.call(
+            (rows,) = self.call(
                 f"InverseNeighbours{voxel_set.column}",
                 [before.voxels, pillars, cells],
                 f"{conv.name}.rows",

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bevquant_export.sparse._check_graph import ConvConstants
 from bevquant_export.sparse._graph import Conv
 from bevquant_export.targets._cpu import stored_weights
 from bevquant_int8sim import quantize
@@ -30,14 +29,9 @@ def float_matrix(node: Conv) -> np.ndarray[Any, Any]:
 
 
 def integer_matrix(node: Conv, weights: str) -> np.ndarray[Any, Any]:
-    """uint8 with zero point 128, or int8 with zero point 0: see `Graph.weights`.
-
-    Raises:
-        ValueError: A sum may leave int32, or float16 does not give the integers back.
-    """
-    constants = ConvConstants(node)
-    q = constants.integer_weight
-    largest = q.long().abs().flatten(1).sum(1) * 128 + constants.integer_bias.long().abs()
+    """uint8 with zero point 128, or int8 with zero point 0: see `Graph.weights`."""
+    (q, bias), (_, scale) = node.integers, node.scales
+    largest = q.long().abs().flatten(1).sum(1) * 128 + bias.long().abs()
     if int(largest.max()) >= _LIMIT:
         channel = int(largest.argmax())
         raise ValueError(
@@ -45,8 +39,7 @@ def integer_matrix(node: Conv, weights: str) -> np.ndarray[Any, Any]:
             "beyond int32, mostly by its bias; scale the layers around it, or disable() its "
             "quantizers"
         )
-    again = _as_half(q, constants.weight_scale)
-    if not torch.equal(quantize(again.float(), constants.weight_scale, axis=0), q):
+    if not torch.equal(quantize(_as_half(q, scale).float(), scale, axis=0), q):
         raise ValueError(
             f"{node.name}: float16 does not hold the integers of its weight: a channel's range is "
             "too small; scale the layers around it, or disable() its quantizers"
@@ -57,16 +50,7 @@ def integer_matrix(node: Conv, weights: str) -> np.ndarray[Any, Any]:
 def read_weight(
     name: str, attributes: Mapping[str, Any], tensors: Mapping[str, TensorProto]
 ) -> Tensor:
-    """float16 KRSC of a convolution; integers become the values that they stand for.
-
-    Args:
-        name: Node.
-        attributes: Of the node, in the libspconv dialect.
-        tensors: Initializers by name.
-
-    Raises:
-        ValueError: The initializer is missing, of another type, or does not fit the attributes.
-    """
+    """float16 KRSC of a convolution; integers become the values that they stand for."""
     key = f"{name}.weight"
     tensor = tensors.get(key)
     shape = (int(attributes["out_channels"]), *attributes["kernel_size"], -1)
@@ -86,11 +70,7 @@ def read_weight(
 
 
 def read_half(name: str, tensors: Mapping[str, TensorProto]) -> Tensor:
-    """A float16 initializer.
-
-    Raises:
-        ValueError: It is missing, of another type or size, or not finite.
-    """
+    """A float16 initializer."""
     tensor = tensors.get(name)
     if tensor is None:
         raise ValueError(f"initializer {name} is missing")

@@ -23,13 +23,7 @@ _BITS_OF_A_MASK = 32
 
 @dataclass
 class GraphWriter:
-    """Nodes and constants of one file.
-
-    Attributes:
-        names: Tensor of the graph to its name in the file.
-        coords: Tensor of the graph to the tensor of its voxels.
-        known: Voxels and geometry to the tensors of a pair generation.
-    """
+    """Nodes and constants of one file."""
 
     graph: Graph
     permutation: tuple[int, ...]
@@ -41,9 +35,12 @@ class GraphWriter:
     constants: list[Any] = field(default_factory=list)
     inputs: list[Any] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
+    # Tensor of the graph to its name in the file
     names: dict[str, str] = field(default_factory=dict)
+    # Tensor of the graph to the tensor of its voxels
     coords: dict[str, str] = field(default_factory=dict)
     layers: dict[str, tuple[str, str]] = field(default_factory=dict)
+    # Voxels and geometry to the tensors of a pair generation
     known: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
     stages: list[dict[str, Any]] = field(default_factory=list)
     generations: int = 0
@@ -308,14 +305,12 @@ def _geometry(conv: Conv) -> dict[str, Any]:
     A submanifold convolution keeps its voxels, so its stride is 1 and its padding keeps the grid.
     The same holds for a 1×1×1 convolution of stride 1.
     """
-    ones = (1, 1, 1)
-    still = conv.kernel_size == conv.stride == ones and not any(conv.padding)
-    subm = conv.subm or still
+    subm = conv.keeps_voxels
     padding = tuple(d * (k // 2) for k, d in zip(conv.kernel_size, conv.dilation, strict=True))
     return {
         "spatial_shape": list(conv.input_spatial_shape),
         "ksize": list(conv.kernel_size),
-        "stride": list(ones if subm else conv.stride),
+        "stride": list((1, 1, 1) if subm else conv.stride),
         "padding": list(padding if subm else conv.padding),
         "dilation": list(conv.dilation),
         "out_padding": [0, 0, 0],
@@ -324,11 +319,7 @@ def _geometry(conv: Conv) -> dict[str, Any]:
 
 
 def _scales(node: Conv) -> tuple[float, np.ndarray[Any, Any]]:
-    """``input_scale`` and ``channel_scale`` in float32; the weight's integers survive both.
-
-    Raises:
-        ValueError: They do not; the module is named.
-    """
+    """``input_scale`` and ``channel_scale`` in float32; the weight's integers survive both."""
     scale = float(np.float32(float(node.input_range or 0.0) / 127))
     weight_scale = np.array(node.weight_ranges, np.float64) / 127
     channel_scale = (scale * weight_scale).astype(np.float32)

@@ -75,9 +75,6 @@ def joined(first: ModelProto, tails: Sequence[Path]) -> ModelProto:
 
     Names of a tail that are taken get a prefix. A float16 output that a float32 input reads is
     cast.
-
-    Raises:
-        ValueError: A file has not one input, or its input does not fit.
     """
     import onnx
 
@@ -303,11 +300,7 @@ def export_autoware_onnx(
 def _verified(
     file: AutowareFile, content: bytes, inputs: tuple[Any, ...]
 ) -> tuple[LayerDifference, ...]:
-    """Differences by `compare_autoware_onnx`, before the file gets its name.
-
-    Raises:
-        ValueError: One value of one layer differs; its node is named.
-    """
+    """Differences by `compare_autoware_onnx`, before the file gets its name."""
     with TemporaryDirectory() as folder:
         unnamed = replace(file, path=write_whole(Path(folder) / file.path.name, content))
         rows = compare_autoware_onnx(unnamed, inputs)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,12 @@ from torch import Tensor
 
 from bevquant_export._differences import LayerDifference
 from bevquant_export.lint._read import load_model
-from bevquant_export.sparse._axes import Voxels, convolved
+from bevquant_export.sparse._axes import Voxels
 from bevquant_export.sparse._compare import counted
-from bevquant_export.sparse._graph import Add, Conv, Graph, LayoutOp, Relu, Scatter
+from bevquant_export.sparse._graph import Add, Conv, Graph, Node, Relu
 from bevquant_export.sparse._observe import Made
+from bevquant_export.sparse._run import FrameRun
+from bevquant_export.sparse._walk import State
 from bevquant_export.targets.autoware._plugin import (
     DOMAIN,
     MOST_VOXELS,
@@ -32,7 +35,7 @@ from bevquant_export.targets.autoware._plugin import (
     quantized_weight,
 )
 from bevquant_int8sim import int8_sparse_conv, quantize
-from bevquant_sparse import WeightLayout, sparse_conv, to_dense
+from bevquant_sparse import Rulebook, WeightLayout, sparse_conv
 
 _ACTIVATIONS = {0: "none", 1: "ReLU", 2: "sigmoid", 3: "leaky ReLU"}
 Array = np.ndarray[Any, Any]
@@ -334,38 +337,31 @@ def compare_autoware_onnx(file: AutowareFile, inputs: Any) -> tuple[LayerDiffere
     return tuple(rows)
 
 
+class _PluginRun(FrameRun):
+    """A graph in the plugin's arithmetic, by the simulator's kernels: float16 between layers."""
+
+    def __init__(self, graph: Graph, *, fused: bool) -> None:
+        super().__init__(replace(graph, bounded=False), None, "auto", self._keep)
+        self.fused, self.results = fused, dict[str, Made]()
+
+    def _keep(self, node: Node, scale: float | None, value: Any, indices: Tensor | None) -> None:
+        self.results[node.y] = Made(value(), None, torch.empty(0) if indices is None else indices)
+
+    def _convolved(
+        self, node: Conv, x: Tensor, rows: Rulebook, amax: float | None
+    ) -> State[Tensor]:
+        return self._made(node, _convolved(node, x, rows, self.fused))
+
+
 @torch.no_grad()
 def _simulated(
     graph: Graph, features: Tensor, coords: Tensor, *, fused: bool
 ) -> Mapping[str, Made]:
-    """Every tensor of the graph, in the plugin's arithmetic, by the simulator's kernels."""
+    """Every tensor of the graph."""
     grid = next(n.input_spatial_shape for n in graph.nodes if isinstance(n, Conv))
-    voxels = {graph.input: Voxels(coords.to(torch.int32).contiguous(), grid, 1)}
-    held: dict[str, Tensor] = {graph.input: features.half()}
-    strided: dict[str, Any] = {}
-    for node in graph.nodes:
-        x = held[node.inputs[0]]
-        if isinstance(node, Conv):
-            rulebook, voxels[node.y] = convolved(voxels[node.x], node, strided)
-            held[node.y] = _convolved(node, x, rulebook, fused)
-        elif isinstance(node, Add):
-            held[node.y] = x + held[node.other]
-            voxels[node.y] = voxels[node.x]
-        elif isinstance(node, Relu):
-            held[node.y] = x.clamp(min=0)
-            voxels[node.y] = voxels[node.x]
-        elif isinstance(node, Scatter):
-            here = voxels[node.x]
-            held[node.y] = to_dense(x, here.indices, here.spatial_shape, 1)
-        else:
-            assert isinstance(node, LayoutOp)
-            turns = node.op == "Transpose"
-            held[node.y] = x.permute(node.dims) if turns else x.reshape(1, *node.dims[1:])
-    nowhere = torch.empty(0)
-    return {
-        name: Made(value, None, voxels[name].indices if name in voxels else nowhere)
-        for name, value in held.items()
-    }
+    run = _PluginRun(graph, fused=fused)
+    run.run(features.half(), Voxels(coords.to(torch.int32).contiguous(), grid, 1))
+    return run.results
 
 
 def _convolved(node: Conv, x: Tensor, rulebook: Any, fused: bool) -> Tensor:
