@@ -24,7 +24,6 @@ class Seen:
     made: tuple[int, ...]  # Shape of its first output, in the example
     grid: tuple[int, ...] = ()  # Spatial shape of the input, for sparse convolutions
     out_grid: tuple[int, ...] = ()  # Spatial shape of the output
-    batch_size: int = 1  # Frames in the example, for sparse convolutions
     # Largest number of output voxels of one frame, over all batches; for steps on rows, the
     # largest number over whole batches
     voxels: int = 0
@@ -45,12 +44,10 @@ def observe(model: IntegerModel, example: Any, batches: Iterable[Any]) -> dict[s
         name = step.outputs[0]
         if name not in seen:
             seen[name] = Seen(tuple(given[0].shape), tuple(made[0].shape))
-            if step.called == "sparse_max_pool":
+            if step.called == "sparse_max_pool" or len(made) == 2:
                 seen[name].grid = tuple(given[1].spatial_shape)
             if len(made) == 2:
-                seen[name].grid = tuple(given[1].spatial_shape)
                 seen[name].out_grid = tuple(made[1].spatial_shape)
-                seen[name].batch_size = int(made[1].batch_size)
         if given[0].is_floating_point() and given[0].numel():
             seen[name].largest = max(seen[name].largest, float(given[0].abs().max()))
         if len(made) == 2:
