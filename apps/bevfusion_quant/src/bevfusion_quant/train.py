@@ -19,19 +19,7 @@ from bevfusion.detectors import DETECTORS, build_detector, is_foreign
 from bevfusion.evaluation import evaluate_detector
 from bevfusion.model import Detector, Sizes, read_state_dict
 from bevfusion.training import *  # noqa: F403
-from bevfusion.training import (
-    CHECKPOINT,
-    Augmentation,
-    DetectorTrainer,
-    FrameSource,
-    begun_before,
-    identity_of,
-    in_parts,
-    prepare_frames,
-    stored_weights,
-    take_steps,
-    untrained_model,
-)
+from bevfusion.training import Augmentation, FrameSource
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FIRST_TRAINING_SEED, FrameBatches, held_out, training_frames
 from bevfusion_quant.options import Branch, TrainOptions
@@ -150,7 +138,9 @@ def first_model(config: TrainConfig) -> Detector:
     Raises:
         InputError: No entry of `config.start` fits the model.
     """
-    model = untrained_model(lambda: build_detector(config.sizes, config.parts), config.seed)
+    model = training.untrained_model(
+        lambda: build_detector(config.sizes, config.parts), config.seed
+    )
     if config.start is not None:
         own = model.state_dict()
         given = read_state_dict(config.start)
@@ -228,29 +218,29 @@ def run_train(
     if checkpoint_every < 1:
         raise InputError(f"--checkpoint-every {checkpoint_every}: it must be at least 1")
     target = usable_device(device)
-    identity = identity_of(source, config)
-    checkpoint = out / CHECKPOINT
+    identity = training.identity_of(source, config)
+    checkpoint = out / training.CHECKPOINT
     if out.is_file():
         raise InputError(f"--out {out}: it is a file, not a folder; choose another")
-    if not resume and any((out / name).exists() for name in (CHECKPOINT, WEIGHTS)):
+    if not resume and any((out / name).exists() for name in (training.CHECKPOINT, WEIGHTS)):
         raise InputError(f"{out} holds a run already: go on with --resume, or choose another --out")
-    begun = begun_before(checkpoint, identity, "--out") if resume else None
+    begun = training.begun_before(checkpoint, identity, "--out") if resume else None
     out.mkdir(parents=True, exist_ok=True)
-    frames = prepare_frames(source, config, cache or out / "frames", workers=workers)
+    frames = training.prepare_frames(source, config, cache or out / "frames", workers=workers)
     model = first_model(config).to(target)
     objective = DETECTORS[config.model].objective
     assert objective is not None  # a detector in other code was refused
-    trainer = DetectorTrainer(
+    trainer = training.DetectorTrainer(
         model, frames, objective=objective, **{name: getattr(config, name) for name in _TRAINED_BY}
     )
     started = time.perf_counter()
     with refusing_divergence():
-        losses, first = take_steps(
+        losses, first = training.take_steps(
             trainer, checkpoint, identity, begun, steps=config.steps, every=checkpoint_every
         )
     seconds = time.perf_counter() - started
     model = model.cpu().eval()
-    tensors = stored_weights(model, half=config.half)
+    tensors = training.stored_weights(model, half=config.half)
     model.load_state_dict(tensors)
     held_out = None
     if judge_by is not None:
@@ -260,4 +250,4 @@ def run_train(
     about = {"command": command, **identity, "held_out": held_out}
     write_tensors(out / WEIGHTS, tensors, {_KEY: json.dumps(about)})
     steps = config.steps - first
-    return TrainResult(out, in_parts(losses), trainer.terms, seconds, steps, held_out)
+    return TrainResult(out, training.in_parts(losses), trainer.terms, seconds, steps, held_out)
