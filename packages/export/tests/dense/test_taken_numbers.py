@@ -266,6 +266,40 @@ def test_a_branch_on_rows_of_a_mask(name: str, tmp_path: Path) -> None:
         run({"x": x, "n": n * 0})
 
 
+@pytest.mark.parametrize("profile", ["onnxruntime", "tensorrt11"])
+def test_the_best_of_any_number_of_rows(profile: str, tmp_path: Path) -> None:
+    """The remedy for a branch on the number: at most that many are taken."""
+
+    def best(y: Tensor, n: Tensor) -> Tensor:
+        rows = y[0].t()[n[0] > 0]
+        return rows[rows[:, 0].topk(min(5, len(rows)))[1]].t()[None]
+
+    x, places = torch.randn(1, 3, 12), torch.arange(12)[None]
+    model = quantized(best, (x, (places < 7).long()))
+    made = export_qdq_onnx(model, (x, (places < 7).long()), tmp_path / "net.onnx", profile)
+    for rows in (9, 5, 2):
+        frame = (x.roll(rows, -1), (places < rows).long())
+        assert model(*frame).shape[-1] == min(rows, 5)
+        assert sum(row.unexplained for row in compare_qdq_onnx(made, model, frame)) == 0
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_equal_parts_of_any_number_of_rows(parts: int, tmp_path: Path) -> None:
+    """As of the rows of two images, which are joined for a layer."""
+
+    def joined(y: Tensor, n: Tensor) -> Tensor:
+        rows = y[0].t()[n[0] > 0]
+        first, *_, last = torch.cat([rows, *[rows.flip(1)] * (parts - 1)]).relu().chunk(parts)
+        return (first - last).t()[None]
+
+    x, places = torch.randn(1, 3, 12), torch.arange(12)[None]
+    model = quantized(joined, (x, (places < 7).long()))
+    made = export_qdq_onnx(model, (x, (places < 7).long()), tmp_path / "net.onnx", "onnxruntime")
+    for rows in (9, 4, 1):
+        frame = (x.roll(rows, -1), (places < rows).long())
+        assert sum(row.unexplained for row in compare_qdq_onnx(made, model, frame)) == 0
+
+
 POOLED: dict[str, Between] = {
     "of a slice": lambda y, n: F.adaptive_avg_pool2d(y[..., : int(n.max())][:, :, None], (1, 2)),
     "of rows": lambda y, n: F.adaptive_avg_pool1d(y[0].t()[n[0] > 0].t()[None], 2)[:, :, None],

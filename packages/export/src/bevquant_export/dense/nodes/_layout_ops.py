@@ -206,6 +206,8 @@ def _parts(graph: Graph, step: Step, read: Read, source: Source) -> list[str]:
     given = _given(step, "x", "size", "dim")
     axis = int(given.get("dim", given.get("size", 0) if drops else 0)) % len(shape)
     if isinstance(source.named(step.args[0].name)[axis], str):
+        if step.called == "chunk":
+            return _equal_parts(graph, path, x, axis, len(made))
         raise QdqError(
             f"{path or 'the model'}: {step.called} along an axis "
             "whose size is free in the file; the number of parts would be that of the example"
@@ -221,6 +223,16 @@ def _parts(graph: Graph, step: Step, read: Read, source: Source) -> list[str]:
         names.append(name)
         start += length
     return names
+
+
+def _equal_parts(graph: Graph, path: str, x: str, axis: int, count: int) -> list[str]:
+    """Parts ``[i · n, (i + 1) · n)`` of a free axis, n = ⌈size / count⌉; Slice clips ends."""
+    size = graph.node("Gather", path, [graph.node("Shape", path, [x]), graph.numbers([axis])])
+    wider = graph.node("Add", path, [size, graph.numbers([count - 1])])
+    length = graph.node("Div", path, [wider, graph.numbers([count])])
+    ends = [graph.node("Mul", path, [length, graph.numbers([i])]) for i in range(count + 1)]
+    along = graph.numbers([axis])
+    return [graph.node("Slice", path, [x, *ends[i : i + 2], along]) for i in range(count)]
 
 
 def _joined(graph: Graph, step: Step, read: Read, source: Source) -> str:
