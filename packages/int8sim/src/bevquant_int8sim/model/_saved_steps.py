@@ -29,9 +29,10 @@ from bevquant_int8sim.model._saved_calls import (
     to_json,
 )
 from bevquant_int8sim.model._step import Step
+from bevquant_int8sim.model._weighted_steps import Weighted
 from bevquant_quantizers.documents import as_form
 
-_MODULES = (Step.__module__, Stored.__module__)
+_MODULES = (Step.__module__, Stored.__module__, Weighted.__module__)
 _READABLE = [(name,) for name in READABLE]
 
 
