@@ -11,12 +11,8 @@ import torch
 
 from bevquant_export.targets._cpu import cpu_name, cpu_of
 
-_EIGHT_BITS = {
-    2: "uint8",
-    3: "int8",
-    17: "fp8_e4m3",
-    19: "fp8_e5m2",
-}  # by onnx.TensorProto's numbers
+# By onnx.TensorProto's numbers.
+_EIGHT_BITS = {2: "uint8", 3: "int8", 17: "fp8_e4m3", 19: "fp8_e5m2"}
 _HALF = 10
 _ROUNDS, _SECONDS = (7, 100), 0.5
 _CPUS = {

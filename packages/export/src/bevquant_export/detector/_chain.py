@@ -127,24 +127,13 @@ class _MapForms:
 
 
 class WholeRun:
-    """The model that was not split, run on a frame.
-
-    Args:
-        whole: The model, returning a dict of its results.
-        parts: The split.
-        inputs: The frame.
-
-    Attributes:
-        returned: Its results by name.
-        fake: Results of the fake-quantized model.
-        maps: Its values at the split.
-    """
+    """The model that was not split and returns a dict, run on a frame."""
 
     def __init__(self, whole: IntegerModel, parts: Parts, inputs: Any) -> None:
         source = whole.source
         assert source is not None
         nodes = {node.name: node for node in source.graph.operations}
-        self.maps = {name: _MapForms() for name in parts.maps}
+        self.maps = {name: _MapForms() for name in parts.maps}  # its values at the split
         wanted: dict[str, tuple[_MapForms, Any]] = {}
         for name, of_whole in parts.maps.items():
             node: Any = nodes[of_whole.name]
@@ -159,6 +148,7 @@ class WholeRun:
                     forms_of, required = wanted[name]
                     forms_of.forms[required] = value
 
+        # Results by name, of the integer and of the fake-quantized model.
         self.returned = by_name(whole.run(inputs, record=False, observe=see)[0])
         args, kwargs = arguments(inputs)
         self.fake = by_name(source.graph.replay(*args, **kwargs))

@@ -36,12 +36,15 @@ from bevquant_quantizers import write_whole
 if TYPE_CHECKING:
     import onnx
 
-POOR = Rule(
-    "CAL001",
-    "warning",
+# fmt: off
+POOR = Rule("CAL001", "warning",
     "the scales come from a calibration that may be right",
-    "calibrate with whole, varied frames without broken values, and export again",
-)
+    "calibrate with whole, varied frames without broken values, and export again")
+ASKED = Rule("ONX024", "warning",
+    "the model does not ask about sizes that the file leaves free",
+    "give the engine inputs of such sizes only, or take the question out of the forward, and "
+    "export again")
+# fmt: on
 _KEY = "bevquant.calibration"
 
 
@@ -88,15 +91,6 @@ def _texts(value: str) -> list[object]:
     except (ValueError, RecursionError):
         return [value]
     return texts if isinstance(texts, list) else [value]
-
-
-ASKED = Rule(
-    "ONX024",
-    "warning",
-    "the model does not ask about sizes that the file leaves free",
-    "give the engine inputs of such sizes only, or take the question out of the forward, and "
-    "export again",
-)
 
 
 def check_guards(model: onnx.ModelProto) -> Iterator[Finding]:

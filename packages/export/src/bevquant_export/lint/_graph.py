@@ -70,13 +70,7 @@ class Rule:
 
 
 class Rules(list[Rule]):
-    """Rules of one target in their order; a call adds one.
-
-    Args:
-        letters: Start of each id.
-        target: Name of the target.
-        severity: Of a rule that states none.
-    """
+    """Rules of one target in their order; a call adds one, whose id starts with `letters`."""
 
     def __init__(self, letters: str, target: str, severity: Severity = "error") -> None:
         super().__init__()
@@ -106,22 +100,16 @@ def quoted(name: object, *, plain: bool = False) -> str:
 
 
 _DEEPEST = 8
-TENSOR_NAMES = Rule(
-    "ONX003",
-    "error",
+# fmt: off
+TENSOR_NAMES = Rule("ONX003", "error",
     "a tensor is made once: by one node, one initializer or one graph input",
-    "give every tensor a name of its own",
-)
+    "give every tensor a name of its own")
 NODE_NAMES = Rule("ONX004", "error", "node names are unique", "give every node a name of its own")
-MISSING = Rule(
-    "ONX005",
-    "error",
+MISSING = Rule("ONX005", "error",
     "every tensor that a node reads is an input, an initializer or made by a node",
-    "write the initializer into the file, or correct the name",
-)
+    "write the initializer into the file, or correct the name")
 # onnx.checker refuses both. ONNX Runtime and OpenVINO sort the nodes of the main graph themselves;
 # ONNX Runtime refuses subgraphs and functions.
-# fmt: off
 ORDER = Rule("ONX006", "warning",
     "nodes of the main graph stand in the order in which they can run",
     "sort the nodes topologically: the standard asks for it, and not every engine sorts them")

@@ -221,15 +221,8 @@ def _float_types(graph: Graph) -> dict[str, int]:
 
 
 _MOST_BYTES = 256 * 2**20
-_WORDS = {
-    "int8": "int8",
-    "half": "fp16",
-    "fp16": "fp16",
-    "float": "float32",
-    "fp32": "float32",
-    "fp8": "fp8",
-    "fp4": "fp4",
-}
+_WORDS = {word: word for word in ("int8", "fp16", "fp8", "fp4")}
+_WORDS |= {"half": "fp16", "float": "float32", "fp32": "float32"}
 
 
 @dataclass(frozen=True)

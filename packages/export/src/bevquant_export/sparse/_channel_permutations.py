@@ -49,12 +49,7 @@ _ERRORS = (RuntimeError, IndexError, TypeError, ValueError, KeyError)
 
 
 class Selections:
-    """Values that hold channels of another value.
-
-    Args:
-        model: Model of the program.
-        constants: Its constants by name; may grow.
-    """
+    """Values that hold channels of another value; `constants` of the program may grow."""
 
     def __init__(self, model: IntegerModel, constants: dict[str, Tensor]) -> None:
         self.source, self.constants = model.source, constants

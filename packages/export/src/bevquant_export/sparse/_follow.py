@@ -101,15 +101,7 @@ def place(step: Step) -> str:
 
 
 class Follower:
-    """Reads every step as an operator of the dialect.
-
-    Args:
-        model: The integer model.
-        begins: Beginning of the file, if not the first step.
-
-    Attributes:
-        at: The current step.
-    """
+    """Reads every step as an operator of the dialect, from the beginning of the file on."""
 
     def __init__(self, model: IntegerModel, begins: Beginning | None) -> None:
         self.program, self.source = model.program, model.source
@@ -123,7 +115,7 @@ class Follower:
         self.left_out = {name for step in self.before for name in step.outputs}
         relus = (s for s in self.before if s.outputs == (self.input,) and isinstance(s, FloatRelu))
         self.without_relu = next((s.args[0].name for s in relus), "")
-        self.at: Step | None = None
+        self.at: Step | None = None  # the current step
         self.drafts: list[Draft] = []
         self.dense: set[str] = set()  # tensors that are not on voxels
         self.rounded: dict[str, str] = {}  # floats to the integers they come from

@@ -147,11 +147,7 @@ class SparseOnnxModel:
             self._opened[mode] = _opened(self.graph, mode)
         lowered, session = self._opened[mode]
         names = [value.name for value in session.get_outputs()]
-        feed = {
-            self.graph.features: features.detach().cpu().contiguous().numpy(),
-            "coords": coords.cpu().to(torch.int32).contiguous().numpy(),
-            "batch_size": np.array([batch_size], np.int64),
-        }
+        feed = feed_of(self.graph, features, coords, batch_size)
         made = dict(zip(names, session_run(session, names, feed), strict=True))
         made["coords"] = feed["coords"]
         nodes = dict(zip((n.name for n in numbered(self.graph).nodes), self.nodes, strict=True))
@@ -232,6 +228,17 @@ def _output(layer: LayerOutput, made: dict[str, Any], batch_size: int) -> Tensor
         return value
     indices = torch.from_numpy(made[layer.coords])
     return SparseOutput(value, indices, list(layer.grid), batch_size)
+
+
+def feed_of(
+    graph: Graph, features: Tensor, coords: Tensor, batch_size: int
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Inputs of a portable file by name."""
+    return {
+        graph.features: features.detach().cpu().float().contiguous().numpy(),
+        "coords": coords.cpu().to(torch.int32).contiguous().numpy(),
+        "batch_size": np.array([batch_size], np.int64),
+    }
 
 
 def in_floats(graph: Graph) -> Graph:

@@ -41,14 +41,7 @@ See = Callable[[Node, float | None, Callable[[], Tensor], Tensor | None], None]
 
 
 class FrameRun(GraphWalk[Tensor, Voxels]):
-    """One call: the tensors so far and their voxels.
-
-    Args:
-        graph: The graph to run.
-        ranges: amax of each int8 tensor; None runs everything in float.
-        backend: Kernels, see ``bevquant_int8sim.int8_sparse_conv``.
-        see: Called with every node's result.
-    """
+    """One call, on kernels of ``bevquant_int8sim``; `see` is called with every node's result."""
 
     def __init__(
         self,

@@ -54,13 +54,7 @@ class Between:
 
 
 class Bodies:
-    """Functions for the operations between layers.
-
-    Args:
-        model: The integer model.
-        example: Arguments of one call.
-        order: Order of the model's coordinate columns.
-    """
+    """Functions for the operations between layers; `order` is that of coordinate columns."""
 
     def __init__(self, model: IntegerModel, example: Any, order: str) -> None:
         self.model, self.example, self.order = model, example, order

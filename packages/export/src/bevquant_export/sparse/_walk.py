@@ -82,9 +82,7 @@ State = Floats[T] | Integers[T] | Accumulators[T] | Sum[T]
 class GraphWalk(ABC, Generic[T, V]):
     """The tensors of a graph so far, and their voxels.
 
-    Args:
-        graph: The graph.
-        ranges: amax of each int8 tensor; None computes everything in float.
+    `ranges` has the amax of each int8 tensor; without it everything is computed in float.
     """
 
     def __init__(self, graph: Graph, ranges: Mapping[str, float] | None) -> None:

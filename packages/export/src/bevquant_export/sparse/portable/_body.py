@@ -87,13 +87,7 @@ class Value:
 
 
 class Body:
-    """Nodes of a function under construction.
-
-    Args:
-        name: Of the function.
-        inputs: Name to element type.
-        attributes: Names of its attributes, all of which a call must give.
-    """
+    """Nodes of a function with these element types; a call must give all attributes."""
 
     def __init__(self, name: str, inputs: dict[str, int], attributes: Sequence[str] = ()) -> None:
         self.name = name
