@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 onnx = pytest.importorskip("onnx", reason="onnx is not installed")
+ir = pytest.importorskip("onnx_ir", reason="onnx_ir is not installed")
 
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 from onnx.reference import ReferenceEvaluator  # noqa: E402
@@ -45,7 +46,7 @@ def test_nodes_hang_together_by_tensors_and_not_by_constants_or_inputs() -> None
         "ab",
         "p q r less",
     )
-    pieces = list(pieces_of(proto))
+    pieces = list(pieces_of(ir.from_proto(proto)))
     assert [names(piece.graph.output) for piece in pieces] == [["p", "q"], ["r"], ["less"]]
     assert [names(piece.graph.input) for piece in pieces] == [["a"], ["b"], []]
     assert [[n.op_type for n in piece.graph.node] for piece in pieces] == [
@@ -81,7 +82,7 @@ def test_what_a_graph_inside_of_a_node_reads_joins_too() -> None:
         "ab",
         "made",
     )  # fmt: skip
-    (piece,) = pieces_of(proto)
+    (piece,) = pieces_of(ir.from_proto(proto))
     assert names(piece.graph.input) == ["a", "b"]
     assert names(piece.graph.initializer) == ["two"]
     (made,) = ReferenceEvaluator(piece).run(None, {"a": np.float32([3.0]), "b": np.float32([1.0])})

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from bevquant_export._size_guards import (
 )
 from bevquant_export._taken_numbers import frame_tables
 from bevquant_export._takes_float8 import is_float8, refuse_float8
+from bevquant_export.dense._ports import Shape, named_inputs, named_outputs, with_names
 from bevquant_export.dense._read_model import read_model
 from bevquant_export.dense._source import Source, example_of, integer_model
 from bevquant_export.dense._written import QdqFile
@@ -34,17 +34,15 @@ from bevquant_export.dense.nodes._profile import FP4_OPSET, INT16_OPSET, Profile
 from bevquant_export.dense.nodes._weighted import OPSET as FLOAT8_OPSET
 from bevquant_export.dense.verify._compare import tensors_by_input, verified
 from bevquant_export.dense.verify._runnable import session
-from bevquant_export.floats._torch_exporter import checked
 from bevquant_export.lint._model import VOXELS
 from bevquant_export.lint._read import load_model
 from bevquant_export.sparse.portable._body import OPSET
 from bevquant_export.targets._cpu import mark_cpu
 from bevquant_graph import Guard, file_path, problem_of, reported_by
 from bevquant_int8sim import IntegerModel
-from bevquant_int8sim.program import PROGRAM_READERS, BlockLayer, Integers, Ref, SparseRef, replaced
+from bevquant_int8sim.program import PROGRAM_READERS, BlockLayer, Integers
 from bevquant_quantizers import hb_mapper, quantization_disabled, write_whole
 
-Shape = tuple[int | str, ...]
 # TensorProto's numbers.
 _TYPES = {
     torch.float32: 1, torch.uint8: 2, torch.int8: 3, torch.int16: 5, torch.int32: 6,
@@ -189,8 +187,8 @@ def export_qdq_onnx(
         "decisions": chosen.runner == "onnxruntime",
     }  # fmt: skip
     source = read_model(model, args, rows=chosen.voxels and not dynamic_batch, **settings)
-    inputs = _named_inputs(source, input_names)
-    outputs = _named_outputs(source, output_names, inputs.values())
+    inputs = named_inputs(source, input_names)
+    outputs = named_outputs(source, output_names, inputs.values())
     refuse_float8(source.program, chosen.float8, "export_qdq_onnx", f"profile {profile!r}")
     try:
         graph, made = _emitted(source, chosen, inputs, outputs, integer_sums)
@@ -215,7 +213,8 @@ def export_qdq_onnx(
     guards = _open_guards(source, inputs, shapes_in)
     if dynamic_batch:
         refuse_free_batch(guards, "export_qdq_onnx")
-    on_cpu = tuple(node.name for node in graph.on_cpu)
+    named = {node.output[0]: node.name for node in proto.graph.node}
+    on_cpu = tuple(named[node.output[0]] for node in graph.on_cpu)
     fixed = [f"{name}: is {value!r} in the file" for name, value in source.fixed.items()]
     fixed += [f"is right where {guard}" for guard in guards]
     fixed += [f"frames: {frames} of {grid}, in the file" for grid, frames in source.grids.values()]
@@ -232,8 +231,8 @@ def export_qdq_onnx(
         run_on_cpu=on_cpu if chosen.name == "horizon" else (),
         sum_ranges=dict(source.sum_ranges),
         integer_model=integer_model(source.integer),
-        signature=_with_names(source, source.program.signature, inputs.values()),
-        result=_with_names(source, source.program.result, (name for _, name in outputs)),
+        signature=with_names(source, source.program.signature, inputs.values()),
+        result=with_names(source, source.program.result, (name for _, name in outputs)),
     )
     if chosen.half:
         from bevquant_export.dense.half._trial import recorded, typed_file
@@ -319,76 +318,6 @@ def _open_guards(
     return open_guards(source.program.guards, names, known)
 
 
-def _named_inputs(source: Source, wanted: Sequence[str] | None) -> dict[str, str]:
-    """Name in the program to name in the file.
-
-    Raises:
-        ValueError: Another number of names than of inputs, or duplicates.
-    """
-    names = [re.sub(r"\W+", "_", name).strip("_") for name in source.inputs.values()]
-    return dict(zip(source.inputs, _named("input_names", names, wanted), strict=True))
-
-
-def _named_outputs(
-    source: Source, wanted: Sequence[str] | None, inputs: Collection[str]
-) -> list[tuple[str, str]]:
-    """Name in the program and name in the file, for every returned tensor.
-
-    A name that is already an input's gets the prefix ``output_``.
-
-    Raises:
-        ValueError: No tensor is returned, another number of names, or duplicates.
-    """
-    found = list(_members(source, source.program.result, ""))
-    if not found:
-        raise QdqError("the model returns no tensor")
-    single = len(found) == 1 and not found[0][1]
-    names = ["output" if single else name.lstrip("_") or "output" for _, name in found]
-    names = [f"output_{n}" if n[0].isdigit() or n in inputs else n for n in names]
-    chosen = _named("output_names", names, wanted)
-    return [(ref, name) for (ref, _), name in zip(found, chosen, strict=True)]
-
-
-def _members(source: Source, value: Any, where: str) -> Iterator[tuple[str, str]]:
-    """Every tensor in the model's result, and its keys and positions."""
-    if isinstance(value, Ref) and f"{value.name}[0]" in source.shapes:
-        for index in range(len(source.shapes[value.name])):
-            yield f"{value.name}[{index}]", f"{where}_{index}"
-    elif isinstance(value, Ref) and value.name in source.shapes:
-        yield value.name, where
-    elif isinstance(value, SparseRef):
-        yield value.features, f"{where}_features"
-        yield f"{value.coords}.indices", f"{where}_indices"
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _members(source, item, f"{where}_{key}")
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _members(source, item, f"{where}_{index}")
-
-
-def _with_names(source: Source, value: Any, names: Iterable[str]) -> Any:
-    """A signature or result of the program with the file's names, in the program's order.
-
-    None stands for numbers and sizes.
-    """
-    order = iter(names)
-
-    def named(ref: Ref | SparseRef) -> Any:
-        if isinstance(ref, SparseRef) or ref.name in source.program.sparse_inputs:
-            return SparseRef(next(order), next(order))
-        if f"{ref.name}[0]" in source.shapes:
-            return tuple(Ref(next(order)) for _ in source.shapes[ref.name])
-        return Ref(next(order)) if ref.name in source.shapes else None
-
-    return replaced(value, named)
-
-
-def _named(argument: str, names: list[str], wanted: Sequence[str] | None) -> list[str]:
-    given = f"export_qdq_onnx: {argument}"
-    return names if wanted is None else checked(given, names, len(names), wanted)
-
-
 def _assemble(
     graph: Graph,
     inputs: Mapping[str, Shape],
@@ -422,10 +351,6 @@ def _assemble(
     for node in graph.nodes:
         for names in (node.input, node.output):
             names[:] = [renamed.get(name, name) for name in names]
-    if graph.profile.numbered:
-        graph.nodes[:] = list(_with_scales(graph))
-        for place, node in enumerate(graph.nodes):
-            node.name = f"{node.op_type}_{place}"
     used = {name for node in graph.nodes for name in node.input}
     opset, domains = helper.make_opsetid("", graph.opset), {node.domain for node in graph.nodes}
     proto = helper.make_model(
@@ -442,8 +367,22 @@ def _assemble(
         opset_imports=[opset, *(helper.make_opsetid(d, 1) for d in sorted(domains) if d)],
         ir_version=helper.find_min_ir_version_for([opset]),
     )
+    if graph.profile.passes:
+        proto = _finished(proto, graph.profile)
     onnx.checker.check_model(proto, full_check=graph.profile.axis)
     return proto
+
+
+def _finished(proto: Any, profile: Profile) -> Any:
+    import onnx_ir as ir
+
+    model = ir.from_proto(proto)
+    for finish in profile.passes:
+        finish(model)
+    made = ir.to_proto(model)
+    del made.graph.value_info[:]  # types of constants too
+    made.graph.value_info.extend(proto.graph.value_info)
+    return made
 
 
 def _functions(graph: Graph) -> list[Any]:
@@ -460,24 +399,3 @@ def _functions(graph: Graph) -> list[Any]:
             if not entry.domain:  # one set for the whole file
                 entry.version = graph.opset
     return found
-
-
-def _with_scales(graph: Graph) -> Iterator[Any]:
-    """The nodes, with scale and zero point of each QuantizeLinear as nodes in front of it.
-
-    hb_mapper needs only one zero, for any number of scales.
-    """
-    from onnx import helper, numpy_helper
-
-    made: dict[str, list[str]] = {}
-    for node in graph.nodes:
-        if node.op_type == "QuantizeLinear":
-            scale, zero = (graph.constants[name] for name in node.input[1:])
-            names = [f"{node.name}.scale", f"{node.name}.zero_point"]
-            for name, value in zip(names, (scale, zero.reshape(-1)[:1].reshape(())), strict=True):
-                tensor = numpy_helper.from_array(value)
-                yield helper.make_node("Constant", [], [name], value=tensor)
-            made[node.output[0]] = node.input[1:] = names
-        if node.op_type == "DequantizeLinear":
-            node.input[1:] = made[node.input[0]]
-        yield node

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bevquant_export.dense.nodes._passes import numbered_names, scales_as_nodes
 from bevquant_export.dense.nodes._profile import Profile
 from bevquant_export.lint._graph import Finding, Graph, Node, Rules, quoted
 from bevquant_export.lint._tensors import Pairs, Step, shape_of
@@ -275,7 +276,7 @@ class _Horizon(QdqTarget):
     form = Profile(
         "horizon", 11, np.int8, 0, "float",
         integer_bias=False, integer_relu=False, axis=False,
-        transposed_per_channel=True, numbered=True,
+        transposed_per_channel=True, passes=(scales_as_nodes, numbered_names),
         repeats=False, one_scale=False, integer_inputs=False,
         absent=frozenset(_NOT_INTEGRATED),
     )  # fmt: skip

@@ -158,7 +158,7 @@ class _OnnxRuntime(QdqTarget):
     form = Profile(
         "onnxruntime", 13, np.uint8, 128, "uint8",
         integer_bias=True, integer_relu=True, axis=True,
-        transposed_per_channel=True, numbered=False,
+        transposed_per_channel=True,
         repeats=True, one_scale=False, depth_to_space=True, voxels=True, scatter_sums=True,
         runner="onnxruntime", float8=("fp8_e4m3", "fp8_e5m2", "mxfp8"), int16=True,
     )  # fmt: skip

@@ -38,7 +38,7 @@ class _TensorRT10(QdqTarget):
     form = Profile(
         "tensorrt10", 13, np.int8, 0, "float",
         integer_bias=False, integer_relu=False, axis=True,
-        transposed_per_channel=False, numbered=False,
+        transposed_per_channel=False,
         repeats=True, one_scale=True, plugins="1", float8=("fp8_e4m3",),
         absent=_tensorrt.NOT_IMPORTED,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -275,31 +275,16 @@ def weighted(x: Bound, weight: Any, axes: int | tuple[int, ...]) -> Bound:
     w = np.asarray(weight, np.float64)
     low, high = min(x.low, 0.0), max(x.high, 0.0)
     positive, negative = np.maximum(w, 0).sum(axes), np.minimum(w, 0).sum(axes)
-    lows = [
-        times(float(p), low) + times(float(n), high)
-        for p, n in extremes(positive, negative, low, high, -1)
-    ]
-    highs = [
-        times(float(p), high) + times(float(n), low)
-        for p, n in extremes(positive, negative, low, high, 1)
-    ]
+    lows = _each_times(positive, low) + _each_times(negative, high)
+    highs = _each_times(positive, high) + _each_times(negative, low)
     whole = x.whole and bool((w == np.round(w)).all())
-    return Bound(min(lows, default=0.0), max(highs, default=0.0), whole)
+    return Bound(float(lows.min(initial=0.0)), float(highs.max(initial=0.0)), whole)
 
 
-def extremes(
-    positive: Any, negative: Any, low: float, high: float, sign: int
-) -> Iterator[tuple[Any, Any]]:
-    """The sums of weights with the smallest (-1) or the largest (1) product."""
-    p, n = np.ravel(positive), np.ravel(negative)
-    if not p.size:
-        return
-    if math.isinf(low) or math.isinf(high):
-        yield p.max(), n.min()
-        return
-    value = p * low + n * high if sign < 0 else p * high + n * low
-    place = int(value.argmin() if sign < 0 else value.argmax())
-    yield p[place], n[place]
+def _each_times(values: Any, end: float) -> Any:
+    """`times` of many."""
+    with np.errstate(invalid="ignore"):
+        return np.where(values == 0, 0.0, values * end)
 
 
 def with_bias(made: Bound, at: Reading, slot: int, factor: float = 1.0) -> Bound:

@@ -7,7 +7,7 @@ where its operator has no form with these arguments.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,61 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bevquant_export.dense._source import Source
-from bevquant_export.dense.nodes._graph import Graph
-from bevquant_export.dense.nodes._layout_ops import reshaped, sliced
+from bevquant_export.dense.nodes._at import At, Form
 from bevquant_export.sparse.portable._body import FLOAT
 from bevquant_graph import zero_padding
-from bevquant_int8sim.program import Ref, Step
-
-Read = Callable[[str], str]
-Form = Callable[..., str | None]
+from bevquant_int8sim.program import Ref
 
 _LOWEST = -65504.0  # of half precision, in which engines may compute it
 _LINEAR_FROM = 15.0  # where softplus is its argument to the last bit of float32
-
-
-class At:
-    """The place for new nodes, and the values that a step reads.
-
-    Args:
-        graph: Receives the nodes.
-        step: The step.
-        read: Value of the program to its float tensor in the file.
-        source: The program and its sizes.
-    """
-
-    def __init__(self, graph: Graph, step: Step, read: Read, source: Source) -> None:
-        self.graph, self.step, self.source = graph, step, source
-        self.path, self._read = step.path, read
-
-    def node(self, operator: str, *inputs: Any, **attributes: Any) -> str:
-        """Add a node; numbers among its inputs are constants."""
-        return self.graph.node(operator, self.path, list(map(self.name, inputs)), **attributes)
-
-    def name(self, value: Ref | str | float) -> str:
-        """Tensor of an operand."""
-        if isinstance(value, Ref):
-            return self._read(value.name)
-        return value if isinstance(value, str) else self.graph.constant(f"float_{value:g}", value)
-
-    def parameter(self, name: str, value: Any) -> str:
-        """A constant of the module."""
-        value = value.detach().float().cpu().numpy() if isinstance(value, Tensor) else value
-        return self.graph.constant(f"{self.path}.{name}", value)
-
-    def parameters(self, **tensors: Tensor | None) -> list[str]:
-        """Those that are given."""
-        return [self.parameter(name, t) for name, t in tensors.items() if t is not None]
-
-    def shape(self, x: Ref) -> tuple[int, ...]:
-        """Shape in the run of the program."""
-        shape: tuple[int, ...] = self.source.shapes[x.name]
-        return shape
-
-    def free(self, x: Ref) -> int:
-        """Number of free sizes."""
-        return sum(isinstance(size, str) for size in self.source.named(x.name))
 
 
 def plain(operator: str) -> Form:
@@ -80,14 +32,6 @@ def plain(operator: str) -> Form:
 
 # Activations. Operator set 11 has no Celu, Gelu, HardSwish and Mish that runtimes accept, so these
 # are written in basic operators.
-
-
-def _celu(at: At, x: Ref, alpha: float = 1.0) -> str:
-    return at.node("Mul", at.node("Elu", at.node("Div", x, alpha)), alpha)
-
-
-def _elu(at: At, x: Ref, alpha: float = 1.0) -> str:
-    return at.node("Elu", x, alpha=float(alpha))
 
 
 def _gelu(at: At, x: Ref, approximate: str = "none") -> str:
@@ -102,26 +46,6 @@ def _gelu(at: At, x: Ref, approximate: str = "none") -> str:
 
 def _hardsigmoid(at: At, x: Ref) -> str:
     return at.node("HardSigmoid", x, alpha=1 / 6, beta=0.5)
-
-
-def _hardswish(at: At, x: Ref) -> str:
-    return at.node("Mul", x, _hardsigmoid(at, x))
-
-
-def _leaky_relu(at: At, x: Ref, negative_slope: float = 0.01) -> str:
-    return at.node("LeakyRelu", x, alpha=float(negative_slope))
-
-
-def _log_sigmoid(at: At, x: Ref) -> str:
-    return at.node("Neg", at.node("Softplus", at.node("Neg", x)))
-
-
-def _mish(at: At, x: Ref) -> str:
-    return at.node("Mul", x, at.node("Tanh", at.node("Softplus", x)))
-
-
-def _silu(at: At, x: Ref) -> str:
-    return at.node("Mul", x, at.node("Sigmoid", x))
 
 
 def _softplus(at: At, x: Ref, beta: float = 1.0, threshold: float = 20.0) -> str | None:
@@ -146,9 +70,10 @@ def _conv(
     dilation: Any = 1, groups: int = 1,
 ) -> str:  # fmt: skip
     settings = _windows(weight, stride, dilation, groups)
-    padding = padding if isinstance(padding, str) else _sizes(padding, weight.dim() - 2)
-    before, after = zip(*zero_padding(SimpleNamespace(padding=padding, dilation=settings[
-        "dilations"], kernel_size=settings["kernel_shape"])), strict=True)  # fmt: skip
+    sizes = padding if isinstance(padding, str) else _sizes(padding, weight.dim() - 2)
+    kernel, steps = settings["kernel_shape"], settings["dilations"]
+    window = SimpleNamespace(padding=sizes, dilation=steps, kernel_size=kernel)
+    before, after = zip(*zero_padding(window), strict=True)
     inputs = [at.graph.float_operand(at.path, at.name(x)), *at.parameters(weight=weight, bias=bias)]
     return at.node("Conv", *inputs, pads=[*before, *after], **settings)
 
@@ -215,9 +140,9 @@ def _group_norm(
     """Normalize the values of each group as one row, then apply factor and shift."""
     if at.free(x) > 1:
         return None
-    rows = reshaped(at.graph, at.path, at.name(x), [0, num_groups, -1])
+    rows = at.node("Reshape", at.name(x), [0, num_groups, -1])
     made = _instances(at, rows, num_groups, 3, float(eps))
-    made = reshaped(at.graph, at.path, made, at.source.target(at.path, x.name))
+    made = at.node("Reshape", made, at.source.target(at.path, x.name))
     return _affine(at, made, weight, bias, len(at.shape(x)) - 2)
 
 
@@ -326,8 +251,8 @@ def _glu(at: At, x: Ref, dim: int = -1) -> str:
     shape, name = at.shape(x), at.name(x)
     axis = int(dim) % len(shape)
     half = shape[axis] // 2
-    values = sliced(at.graph, at.path, name, {axis: (0, half, 1)})
-    gates = sliced(at.graph, at.path, name, {axis: (half, 2 * half, 1)})
+    values = at.sliced(name, {axis: (0, half, 1)})
+    gates = at.sliced(name, {axis: (half, 2 * half, 1)})
     return at.node("Mul", values, at.node("Sigmoid", gates))
 
 
@@ -379,11 +304,22 @@ def _attention(
 
 # Operators whose weights are constants, and modules of torch.
 LAYERS: Mapping[str, Form] = {
-    "celu": _celu, "elu": _elu, "gelu": _gelu, "hardsigmoid": _hardsigmoid,
-    "hardswish": _hardswish, "leaky_relu": _leaky_relu, "log_sigmoid": _log_sigmoid,
-    "mish": _mish, "prelu": _prelu, "selu": plain("Selu"), "silu": _silu, "softplus": _softplus,
-    "linear": _linear, "batch_norm": _batch_norm, "group_norm": _group_norm,
-    "instance_norm": _instance_norm, "layer_norm": _layer_norm,
+    "celu": lambda at, x, alpha=1.0: at.node(
+        "Mul", at.node("Elu", at.node("Div", x, alpha)), alpha
+    ),
+    "elu": lambda at, x, alpha=1.0: at.node("Elu", x, alpha=float(alpha)),
+    "gelu": _gelu,
+    "hardsigmoid": _hardsigmoid,
+    "hardswish": lambda at, x: at.node("Mul", x, _hardsigmoid(at, x)),
+    "leaky_relu": lambda at, x, negative_slope=0.01: at.node(
+        "LeakyRelu", x, alpha=float(negative_slope)
+    ),
+    "log_sigmoid": lambda at, x: at.node("Neg", at.node("Softplus", at.node("Neg", x))),
+    "mish": lambda at, x: at.node("Mul", x, at.node("Tanh", at.node("Softplus", x))),
+    "selu": plain("Selu"),
+    "silu": lambda at, x: at.node("Mul", x, at.node("Sigmoid", x)),
+    "prelu": _prelu, "softplus": _softplus, "linear": _linear, "batch_norm": _batch_norm,
+    "group_norm": _group_norm, "instance_norm": _instance_norm, "layer_norm": _layer_norm,
     **{f"conv{n}d": _conv for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": _conv_transpose for n in (1, 2, 3)},
 }  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor
 from bevquant_export._errors import QdqError
 from bevquant_export._taken_numbers import counts_frames, decisions
 from bevquant_export.dense._source import Source, integer_model, location
+from bevquant_export.dense.nodes._at import At
 from bevquant_export.dense.nodes._blocks import nvfp4_pair, nvfp4_product
 from bevquant_export.dense.nodes._floats import as_layer, float_operation
 from bevquant_export.dense.nodes._graph import Graph, TensorState
@@ -106,10 +107,6 @@ def emit(
     return emitter.states
 
 
-def _is_float(constant: Constant) -> bool:
-    return constant.value.is_floating_point()
-
-
 class Emitter:
     """Writes the steps of a program into a graph, in order.
 
@@ -158,7 +155,7 @@ class Emitter:
             constant = self._constants.get(name)
             if constant is None or name in self.states:
                 continue
-            if placed or _is_float(constant):
+            if placed or constant.value.is_floating_point():
                 self._write(constant)
         written = len(self.graph.nodes)
         try:
@@ -473,18 +470,17 @@ class Emitter:
         return self.graph.constant(step.path or "constant", array, array.dtype)
 
     def _grid(self, step: Step) -> str:
-        name, made = step.args[0].name, step.outputs[0]
-        x, source = self.read(name), self.source
+        at = At(self.graph, step, self.read, self.source)
         # The sizes of a resized tensor are taken from the run where the batch is fixed.
-        given = source.constants(step.path, dict(step.kwargs))
+        given = self.source.constants(step.path, dict(step.kwargs))
         if isinstance(step, MaxPool):
-            return max_pool(self.graph, step.path, x, given, len(source.shapes[name]) - 2)
-        if isinstance(step, AvgPool):
-            shapes = source.named(name), source.named(made)
-            if not isinstance(self.source.form(made), Integers):
-                x = self.graph.float_average_operand(step.path, x)
-            return average_pool(self.graph, step.path, x, given, shapes)
-        return resize(self.graph, step.path, x, given, (name, made), source)
+            return max_pool(at, given)
+        if not isinstance(step, AvgPool):
+            return resize(at, given)
+        x = at.name(step.args[0])
+        if not isinstance(self.source.form(step.outputs[0]), Integers):
+            x = self.graph.float_average_operand(step.path, x)
+        return average_pool(at, x, given)
 
     def _listed(self, step: Step) -> str | None:
         if isinstance(step, FloatRelu):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -14,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bevquant_export.dense._source import Source
-from bevquant_export.dense.nodes._aten import LAYERS, NAMED, At, Form, plain
+from bevquant_export.dense.nodes._at import At, Form, written
+from bevquant_export.dense.nodes._aten import LAYERS, NAMED, plain
 from bevquant_export.dense.nodes._graph import Graph
 from bevquant_export.dense.nodes._grid import average_pool
 from bevquant_export.dense.nodes._numbers import ARITHMETIC
@@ -33,23 +33,20 @@ from bevquant_quantizers import TensorQuantizer
 
 _BINARY = ARITHMETIC.keys() - {"neg", "mod", "sym_min", "sym_max"}
 _CONV = "weight bias stride padding dilation groups"
-_MODULES: dict[type[nn.Module], tuple[Form, str]] = {
-    nn.CELU: (LAYERS["celu"], "alpha"), nn.ELU: (LAYERS["elu"], "alpha"),
-    nn.GELU: (LAYERS["gelu"], "approximate"), nn.Hardsigmoid: (LAYERS["hardsigmoid"], ""),
-    nn.Hardswish: (LAYERS["hardswish"], ""), nn.LeakyReLU: (LAYERS["leaky_relu"], "negative_slope"),
-    nn.LogSigmoid: (LAYERS["log_sigmoid"], ""), nn.Mish: (LAYERS["mish"], ""),
-    nn.PReLU: (LAYERS["prelu"], "weight"), nn.SELU: (LAYERS["selu"], ""),
-    nn.SiLU: (LAYERS["silu"], ""), nn.Sigmoid: (plain("Sigmoid"), ""),
-    nn.Softplus: (LAYERS["softplus"], "beta threshold"), nn.Tanh: (plain("Tanh"), ""),
-    nn.Softmax: (NAMED["softmax"], "dim"), nn.LogSoftmax: (NAMED["log_softmax"], "dim"),
-    _BatchNorm: (LAYERS["batch_norm"], "weight bias running_mean running_var eps"),
-    nn.GroupNorm: (LAYERS["group_norm"], "num_groups weight bias eps"),
-    nn.Linear: (LAYERS["linear"], "weight bias"),
-    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), (LAYERS["conv2d"], _CONV)),
+_MODULES: dict[type[nn.Module], str] = {
+    nn.CELU: "celu alpha", nn.ELU: "elu alpha", nn.GELU: "gelu approximate",
+    nn.Hardsigmoid: "hardsigmoid", nn.Hardswish: "hardswish",
+    nn.LeakyReLU: "leaky_relu negative_slope", nn.LogSigmoid: "log_sigmoid", nn.Mish: "mish",
+    nn.PReLU: "prelu weight", nn.SELU: "selu", nn.SiLU: "silu", nn.Sigmoid: "sigmoid",
+    nn.Softplus: "softplus beta threshold", nn.Tanh: "tanh", nn.Softmax: "softmax dim",
+    nn.LogSoftmax: "log_softmax dim", nn.Linear: "linear weight bias",
+    _BatchNorm: "batch_norm weight bias running_mean running_var eps",
+    nn.GroupNorm: "group_norm num_groups weight bias eps",
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), f"conv2d {_CONV}"),
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-                    (LAYERS["conv_transpose2d"], f"{_CONV} output_padding")),
+                    f"conv_transpose2d {_CONV} output_padding"),
 }  # fmt: skip
-"""Modules, their functions, and the attributes that are the function's arguments."""
+"""Modules, the names of their functions, and the attributes that are these functions' arguments."""
 
 
 def as_layer(step: FloatCall, constants: Mapping[str, Tensor]) -> FloatCall:
@@ -91,11 +88,8 @@ def float_operation(
     args, kwargs = source.constants(step.path, (step.args, dict(step.kwargs)))
     form = _form(step)
     if form is not None:
-        try:
-            given = inspect.signature(form).bind(at, *args, **kwargs)
-        except TypeError:  # further arguments
-            return None
-        return form(*given.args, **given.kwargs)
+        made: str | None = written(form, at, args, kwargs)
+        return made
     return _averaged(at, grid_call(step.called, args, kwargs))
 
 
@@ -136,8 +130,10 @@ def _module(at: At, module: Any) -> str | None:
         return _averaged(at, module_call(module))
     if getattr(module, "padding_mode", "zeros") != "zeros":
         return None
-    form, names = _MODULES[kind]
-    return form(at, step.args[0], **{name: getattr(module, name) for name in names.split()})
+    what, *names = _MODULES[kind].split()
+    form = LAYERS.get(what) or NAMED.get(what) or plain(what.capitalize())
+    made: str | None = form(at, step.args[0], **{name: getattr(module, name) for name in names})
+    return made
 
 
 def _plain_module(module: Any) -> Any:
@@ -166,6 +162,4 @@ def _averaged(at: At, call: tuple[str, dict[str, Any]] | None) -> str | None:
     what, given = call or ("", {})
     if what != "avg_pool":
         return None
-    name, source = at.step.args[0], at.source
-    shapes = source.named(name.name), source.named(at.step.outputs[0])
-    return average_pool(at.graph, at.path, at.name(name), given, shapes)
+    return average_pool(at, at.name(at.step.args[0]), given)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -12,6 +13,9 @@ from bevquant_export._errors import QdqError
 from bevquant_export.targets._cpu import chosen_weights
 from bevquant_export.targets._target import targets
 from bevquant_int8sim.program import Integers
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 INT16_OPSET = 21  # the first one with pairs of int16
 FP4_OPSET = 23  # the first one with FP4
@@ -34,8 +38,6 @@ class Profile:
             front of the pair.
         axis: Scales per channel name their axis, which operator set 11 cannot.
         transposed_per_channel: Weights of transposed convolutions may have a scale per channel.
-        numbered: Nodes are named ``<operator>_<place>``, and scales are nodes of their own; else
-            nodes are named after their modules, and scales are initializers.
         repeats: Layers that keep their input's scale, such as pooling, get a pair of their own;
             else they pass the input's on.
         one_scale: Operands of a concatenation are first brought to the result's scale.
@@ -54,6 +56,7 @@ class Profile:
             a step that needs one is refused.
         runner: Runtime of the check: ``"onnxruntime"`` or ``"openvino"`` optimised as in
             use, ``"plain"`` for ONNX Runtime without optimisations.
+        passes: Finishing steps of a file, in order (`_passes`).
     """
 
     name: str
@@ -65,7 +68,6 @@ class Profile:
     integer_relu: bool
     axis: bool
     transposed_per_channel: bool
-    numbered: bool
     repeats: bool
     one_scale: bool
     half: bool = False
@@ -79,6 +81,7 @@ class Profile:
     absent: frozenset[str] = frozenset()
     int16: bool = False
     runner: str = "plain"
+    passes: tuple[Callable[[ir.Model], None], ...] = ()
 
     def stored(self, form: Integers) -> tuple[DTypeLike, int]:
         """Type and zero point of quantized activations; ONNX Runtime clips no int16."""

@@ -6,10 +6,10 @@ So a difference is found at its cause and not downstream.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -24,6 +24,9 @@ from bevquant_export.dense.verify._float_errors import FloatErrors
 from bevquant_export.dense.verify._rounding_boundary import RoundingBoundary
 from bevquant_export.dense.verify._runnable import upgraded_opset
 from bevquant_int8sim.program import Program, Step
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 AT_ONCE = 2
 """Pieces that run at once, each on its share of the threads: what lies between their nodes is held
@@ -258,7 +261,7 @@ def _as_read(step: Step, value: Array) -> Array:
     return value.reshape(product_shape(value.shape, step.args[3]))
 
 
-def forced(content: bytes, tensors: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
+def forced(content: bytes, tensors: Mapping[str, Any]) -> tuple[ir.Model, dict[str, str]]:
     """The model with these tensors cut: their consumers read inputs of the same name.
 
     Args:
@@ -270,122 +273,88 @@ def forced(content: bytes, tensors: Mapping[str, Any]) -> tuple[Any, dict[str, s
         outputs; and for each tensor the output that holds it.
     """
     import onnx
-    from onnx import helper
+    import onnx_ir as ir
 
-    proto = upgraded_opset(onnx.load_model_from_string(content))
-    graph = proto.graph
-    made = {name: f"{name}.made" for name in tensors}
-    for node in graph.node:
-        node.output[:] = [made.get(name, name) for name in node.output]
-    read = {name for node in graph.node for name in node.input}
-    types = {n: helper.np_dtype_to_tensor_dtype(np.dtype(kind)) for n, kind in tensors.items()}
-    graph.input.extend(
-        helper.make_tensor_value_info(name, kind, None)
-        for name, kind in types.items()
-        if name in read
-    )
-    own = list(graph.output)
-    del graph.output[:]
-    graph.output.extend(
-        helper.make_tensor_value_info(made[name], kind, None) for name, kind in types.items()
-    )
-    graph.output.extend(value for value in own if value.name not in made)
-    return proto, made
+    model = ir.from_proto(upgraded_opset(onnx.load_model_from_string(content)))
+    graph, known = model.graph, ir.convenience.create_value_mapping(model.graph)
+    cut = {name: known[name] for name in tensors}
+    own = [value for value in graph.outputs if value.name not in cut]
+    graph.outputs.clear()
+    for name, value in cut.items():
+        kind = ir.TensorType(ir.DataType.from_numpy(np.dtype(tensors[name])))
+        port = ir.Value(name=name, type=kind)
+        value.replace_all_uses_with(port)
+        value.name, value.type, value.shape = f"{name}.made", kind, None
+        graph.inputs.extend([port] if port.uses() else [])
+    graph.outputs.extend([*cut.values(), *own])
+    return model, {name: f"{name}.made" for name in tensors}
 
 
-def pieces_of(proto: Any) -> Iterator[Any]:
+def pieces_of(model: ir.Model) -> Iterator[Any]:
     """Models of connected nodes, each with its inputs, in the order of their nodes.
 
     Nodes are connected by tensors, not by constants: each piece has the constants that it reads,
     and the nodes that compute them. A piece without an output of the graph is left out.
     """
-    import onnx
-
-    graph = proto.graph
-    held = {tensor.name: tensor for tensor in graph.initializer}
-    given = {value.name: value for value in graph.input if value.name not in held}
-    wanted = {value.name: value for value in graph.output}
-    constant = set(held)
-    makers: dict[str, Any] = {}  # of constants
-    groups = _Groups()
-    rest: list[Any] = []
-    for node in graph.node:
+    constant: set[ir.Node | None] = set()
+    groups: dict[ir.Node | None, list[Any]] = {}
+    for node in model.graph:
         read = _read(node)
-        if constant.issuperset(read):
-            constant.update(node.output)
-            makers.update(dict.fromkeys(node.output, node))
+        if all(v.is_initializer() or v.producer() in constant for v in read):
+            constant.add(node)
             continue
-        groups.join([n for n in (*read, *node.output) if n not in constant and n not in given])
-        rest.append(node)
-    pieces: dict[str, list[Any]] = {}
-    for node in rest:
-        pieces.setdefault(groups.of(node.output[0]), []).append(node)
-    alone = [[name] for name in wanted if name in constant]
-    for nodes in [*pieces.values(), *alone]:
-        outputs = [n for node in nodes for n in getattr(node, "output", (node,)) if n in wanted]
-        if not outputs:
-            continue
-        own = [node for node in nodes if not isinstance(node, str)]
-        reads = dict.fromkeys(n for node in own for n in _read(node))
-        before, tensors = _constants([*reads, *outputs], makers, held)
-        piece = onnx.ModelProto(ir_version=proto.ir_version, producer_name=proto.producer_name)
-        piece.opset_import.extend(proto.opset_import)
-        piece.functions.extend(proto.functions)
-        piece.metadata_props.extend(proto.metadata_props)
-        piece.graph.name = graph.name
-        piece.graph.node.extend([*before, *own])
-        piece.graph.initializer.extend(held[name] for name in tensors)
-        piece.graph.input.extend(given[name] for name in reads if name in given)
-        piece.graph.output.extend(wanted[name] for name in outputs)
-        yield piece
+        groups[node] = [node]
+        for maker in (value.producer() for value in read):
+            if maker in groups and groups[maker] is not groups[node]:
+                less, more = sorted((groups[node], groups[maker]), key=len)
+                more += less
+                groups |= dict.fromkeys(less, more)
+    places = {node: place for place, node in enumerate(model.graph)}
+    outputs: dict[int, list[ir.Value]] = {}
+    for value in model.graph.outputs:
+        maker = value.producer()
+        alone = maker is None or maker in constant
+        outputs.setdefault(id(value if alone else groups[maker]), []).append(value)
+    parts = {id(group): group for group in groups.values()}
+    parts |= {key: [] for key in outputs if key not in parts}
+    for key, nodes in parts.items():
+        if key in outputs:
+            every = _with_constants(nodes, outputs[key], constant)
+            yield _piece(model, sorted(every, key=places.__getitem__), outputs[key])
 
 
-class _Groups:
-    """Connected names (a disjoint-set forest)."""
+def _piece(model: ir.Model, nodes: list[ir.Node], outputs: list[ir.Value]) -> Any:
+    import onnx_ir as ir
 
-    def __init__(self) -> None:
-        self._above: dict[str, str] = {}
+    read = dict.fromkeys([*(value for node in nodes for value in _read(node)), *outputs])
+    view: Any = ir.GraphView(
+        [value for value in model.graph.inputs if value in read], outputs, nodes=nodes,
+        initializers=[value for value in read if value.is_initializer()],
+        opset_imports=model.graph.opset_imports, name=model.graph.name,
+    )  # fmt: skip
+    piece = ir.Model(
+        view, ir_version=model.ir_version, producer_name=model.producer_name,
+        functions=[*model.functions.values()], metadata_props=model.metadata_props,
+    )  # fmt: skip
+    return ir.to_proto(piece)
 
-    def of(self, name: str) -> str:
-        """Representative of the name's group."""
-        while (above := self._above.setdefault(name, name)) != name:
-            self._above[name] = name = self._above[above]
-        return name
 
-    def join(self, names: list[str]) -> None:
-        for name in names[1:]:
-            self._above[self.of(name)] = self.of(names[0])
-
-
-def _read(node: Any) -> list[str]:
+def _read(node: ir.Node) -> list[ir.Value]:
     """Inputs of a node, with those of its subgraphs."""
-    read = [name for name in node.input if name]
-    for attribute in node.attribute:
-        for inner in [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]:
-            own = {v.name for v in (*inner.input, *inner.initializer)}
-            own |= {name for n in inner.node for name in n.output}
-            outer = [name for n in inner.node for name in _read(n)]
-            outer += [value.name for value in inner.output]
-            read += [name for name in outer if name not in own]
-    return read
+    held = (attribute.value for attribute in node.attributes.values())
+    inner = [n for graph in held if hasattr(graph, "all_nodes") for n in graph.all_nodes()]
+    values = [value for n in (node, *inner) for value in n.inputs]
+    return [value for value in values if value is not None and value.graph is node.graph]
 
 
-def _constants(
-    names: list[str], makers: dict[str, Any], held: dict[str, Any]
-) -> tuple[list[Any], list[str]]:
-    """The nodes that compute these constants, in order, and their tensors."""
-    nodes: list[Any] = []
-    tensors: dict[str, None] = {}
-    seen: set[str] = set()
-    pending = [(name, False) for name in reversed(names)]
+def _with_constants(
+    nodes: list[ir.Node], outputs: list[ir.Value], constant: Collection[ir.Node | None]
+) -> set[ir.Node]:
+    """The nodes, and those that compute the constants that they read."""
+    found, pending = set(nodes), [*outputs, *(value for node in nodes for value in _read(node))]
     while pending:
-        name, is_read = pending.pop()
-        if name in held:
-            tensors[name] = None
-        elif name in makers and is_read:
-            nodes.append(makers[name])
-        elif name in makers and name not in seen:
-            seen.update(makers[name].output)
-            pending.append((name, True))
-            pending += [(n, False) for n in _read(makers[name])]
-    return nodes, list(tensors)
+        maker = pending.pop().producer()
+        if maker is not None and maker in constant and maker not in found:
+            found.add(maker)
+            pending += _read(maker)
+    return found

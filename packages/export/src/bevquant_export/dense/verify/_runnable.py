@@ -21,7 +21,6 @@ from bevquant_graph import check_guards, check_kind, file_path, flatten, rebuild
 from bevquant_quantizers.plugins import importable
 
 _FLOAT16 = 10  # TensorProto's number
-# In a file's metadata: tables of coordinates to the number of frames, which is the example's.
 _ATTRIBUTES = {"ReduceSum": "axes", "Split": "split", "Squeeze": "axes", "Unsqueeze": "axes"}
 
 
@@ -267,19 +266,14 @@ def any_session(proto: Any, runner: str, *, at_once: int) -> tuple[Any, str]:
     reference. A file for CPUs that sum exactly runs as written on other CPUs, in ONNX's reference
     where it multiplies integers.
     """
-    proto = without_plugins(proto)
-    if saturates_here(proto):
-        if _multiplies_integers(proto):
-            return _Reference(proto), f"onnx.reference {version('onnx')}"
-        runner = "plain"
-    if runner == "openvino":
-        if importable("openvino"):
-            return session(proto, runner), f"openvino {version('openvino')}"
-        runner = "plain"
-    if importable("onnxruntime"):
+    saturates = saturates_here(proto)
+    if runner == "openvino" and importable("openvino") and not saturates:
+        return session(proto, runner), f"openvino {version('openvino')}"
+    if importable("onnxruntime") and not (saturates and _multiplies_integers(proto)):
+        runner = "plain" if runner == "openvino" else runner
         made = session(proto, runner, lean=True, at_once=at_once)
         return made, f"onnxruntime {version('onnxruntime')}"
-    return _Reference(proto), f"onnx.reference {version('onnx')}"
+    return _Reference(without_plugins(proto)), f"onnx.reference {version('onnx')}"
 
 
 def _multiplies_integers(proto: Any) -> bool:
