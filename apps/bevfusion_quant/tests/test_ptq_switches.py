@@ -37,6 +37,7 @@ SETTINGS = {
     "four": {"weight_bits": 4},
     "rounded": {"weight_bits": 4, "rounding": "gptq", "bias_correction": True},
     "apart": {"fold": False},
+    "searched": {"search_ranges": True},
 }
 
 
@@ -111,6 +112,23 @@ def test_rounded_weights_are_the_runs_own_and_float_keeps_its(
     told = json.loads((runs / "rounded/summary.json").read_text())["rounding"]
     assert {row["path"] for row in told["layers"]} == set(layers_of(rounded.quantized_model))
     assert all(row["error"] <= row["nearest"] for row in told["layers"])
+
+
+def test_searched_ranges_are_the_runs_own(runs: Path, loaded: dict[str, LoadedRun]) -> None:
+    rows = json.loads((runs / "searched/summary.json").read_text())["searched_ranges"]
+    assert rows
+    assert all(row["after_db"] >= row["before_db"] for row in rows)
+    ranges = {
+        name: {
+            path: float(module.amax)
+            for path, module in loaded[name].quantized_model.named_modules()
+            if isinstance(module, TensorQuantizer) and module.amax is not None
+            if module.amax.numel() == 1
+        }
+        for name in ("searched", "apart")
+    }
+    assert all(value > 0 for value in ranges["searched"].values())
+    assert load_run(runs / "searched").settings.search_ranges
 
 
 def test_rounding_brings_the_decoder_nearer_to_float(

@@ -47,6 +47,7 @@ _SHOWN = {
     "unsigned": "unsigned",
     "rounding": "weights rounded",
     "bias_correction": "biases corrected",
+    "search_ranges": "ranges searched",
     "fold": "batch norms folded",
     "branch": "branch",
     "quantize_head": "head",

@@ -34,6 +34,7 @@ from bevfusion.quantization import (
     layer_table,
     relative_change,
     round_detector,
+    search_detector,
     stage_table,
     whole_output,
 )
@@ -228,6 +229,11 @@ def run_ptq(
         if plan is not None:
             apply_plan(quantized.model, plan)
             result = replace(result, skipped=(*result.skipped, *plan.other_than_int8()))
+        searched: list[dict[str, Any]] = []
+        if config.search_ranges:
+            with clock.step("search ranges", blame="the ranges cannot be searched"):
+                found = search_detector(quantized.model, batches.head(count))
+                searched = [asdict(row) for row in found.rows]
         rounded = None
         if config.changes_weights:
             with clock.step("round weights", blame="the weights cannot be rounded"):
@@ -325,6 +331,7 @@ def run_ptq(
                 **({"refused": refused} if refused else {}),
                 **({"remedy": remedy} if remedy else {}),
                 **({} if rounded is None else {"rounding": _rounding(rounded)}),
+                **({"searched_ranges": searched} if searched else {}),
             }
         )
     if exported is not None:

@@ -12,7 +12,7 @@ from onnx import numpy_helper
 from torch import nn
 
 from bevquant_export import compare_qdq_onnx, export_qdq_onnx
-from bevquant_qnn import QuantConfig, quantize_model, round_weights, sparsify
+from bevquant_qnn import QuantConfig, keep_sparsity, quantize_model, round_weights, sparsify
 from bevquant_quantizers import calibrate
 
 
@@ -27,6 +27,12 @@ def test_weights_are_sparse_along_input_channels(target: str, bits: int, tmp_pat
     calibrate(model, [x], progress=False)
     sparsify(model)
     round_weights(model, [x])
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    assert len(keep_sparsity(model, optimizer)) == 3
+    before = model[2].weight.detach().clone()
+    model(x).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(model[2].weight, before)
     file = export_qdq_onnx(model, x, tmp_path / "net.onnx", target)
     assert sum(row.unexplained for row in compare_qdq_onnx(file, model, x)) == 0
     graph = onnx.load(file.path).graph

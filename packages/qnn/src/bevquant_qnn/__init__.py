@@ -55,6 +55,7 @@ from bevquant_qnn._refine_plan import RefinedPlan, refine_plan
 from bevquant_qnn._remedy import USELESS_DB, FloatRemedy, float_remedy
 from bevquant_qnn._result import QuantizedModule, QuantizeResult, SharedQuantizer, SkippedModule
 from bevquant_qnn._round_weights import RoundedLayer, RoundingResult, round_weights
+from bevquant_qnn._search_ranges import RangeSearch, SearchedRange, search_ranges
 from bevquant_qnn._sensitivity import sensitivity
 from bevquant_qnn._sensitivity_table import SensitivityRow, SensitivityTable
 from bevquant_qnn._sparse_convolution import QuantSparseConvolution
@@ -104,10 +105,12 @@ __all__ = [
     "QuantizeResult",
     "QuantizedModule",
     "RangeFollower",
+    "RangeSearch",
     "RangeTracker",
     "RefinedPlan",
     "RoundedLayer",
     "RoundingResult",
+    "SearchedRange",
     "SensitivityRow",
     "SensitivityTable",
     "SharedQuantizer",
@@ -138,6 +141,7 @@ __all__ = [
     "quantize_model",
     "refine_plan",
     "round_weights",
+    "search_ranges",
     "sensitivity",
     "sparsify",
     "track_ranges",

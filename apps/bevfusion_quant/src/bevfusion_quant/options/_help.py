@@ -34,7 +34,8 @@ GROUPS = {
         "seed",
     ),
     "calibration": (
-        "method", "calibration_frames", "rounding", "bias_correction", "allow_poor_calibration",
+        "method", "calibration_frames", "rounding", "bias_correction", "search_ranges",
+        "allow_poor_calibration",
     ),
     "precision": (
         "target", "march", "cpu", "quantize_head", "quantize_first_layer", "exclude", "plan",

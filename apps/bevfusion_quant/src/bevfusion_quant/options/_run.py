@@ -97,6 +97,8 @@ class PtqOptions(TargetOptions):
         rounding: Rounding of weights. nearest: each by itself. gptq: minimizes the error of each
             layer's output on the calibration frames.
         bias_correction: Correct biases by the mean output shift of rounding.
+        search_ranges: Search the ranges that make most of the output's noise, on two frames, by the
+            output; for maps of pillars.
         fold: Whether batch norms are folded into convolutions first. Without folding, a run has no
             form in integers and in files.
     """
@@ -108,6 +110,7 @@ class PtqOptions(TargetOptions):
     unsigned: bool = False
     rounding: Rounding = "nearest"
     bias_correction: bool = False
+    search_ranges: bool = False
     fold: bool = True
 
 

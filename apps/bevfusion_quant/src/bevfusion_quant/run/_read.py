@@ -53,6 +53,7 @@ class RunSettings(msgspec.Struct, kw_only=True):
     unsigned: bool = False
     rounding: str = "nearest"
     bias_correction: bool = False
+    search_ranges: bool = False
     plan: str | None = None
     target: str | None = None
     seed: int = 0

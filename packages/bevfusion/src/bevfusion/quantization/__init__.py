@@ -43,6 +43,7 @@ from bevfusion.quantization._parts import (
     fuse_detector,
     quantize_detector,
     round_detector,
+    search_detector,
 )
 from bevfusion.quantization._sensitivity import (
     check_precisions,
@@ -117,6 +118,7 @@ __all__ = [
     "refine_within",
     "relative_change",
     "round_detector",
+    "search_detector",
     "sensitivity_headline",
     "sensitivity_output",
     "sensitivity_plan",

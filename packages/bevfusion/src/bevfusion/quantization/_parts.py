@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from bevfusion.detectors import DETECTORS
 from bevfusion.evaluation import FrameBatches
 from bevfusion.model import Batch, Detector
+from bevfusion.quantization._sensitivity import sensitivity_output
 from bevfusion.quantization._stage_maps import whole_output
 from bevfusion.training import Augmentation, Motion, PreparedFrames, make_batch, one_cycle, order_of
 from bevquant_fusion import FusionResult, fuse_model, fuse_parts
@@ -22,11 +23,13 @@ from bevquant_qnn import (
     QatTrainer,
     QuantConfig,
     QuantizeResult,
+    RangeSearch,
     RoundingResult,
     SkippedModule,
     distillation_loss,
     quantize_model,
     round_weights,
+    search_ranges,
 )
 from bevquant_quantizers import CalibrationReport, calibrate
 from bevquant_sparse import is_sparse_conv
@@ -137,6 +140,26 @@ def calibrate_detector(model: Detector, batches: Iterable[Batch], **how: Any) ->
         if not read or not hasattr(error, "__notes__"):  # notes say that a batch was running
             raise
         raise ValueError(f"{read[-1][0]}: {error}") from error
+
+
+_SEARCH_FRAMES = 2
+
+
+def search_detector(model: Detector, batches: FrameBatches) -> RangeSearch:
+    """Search the ranges that make most of the output's noise, in place.
+
+    `bevquant_qnn.search_ranges` on the first two frames, by the output of `sensitivity_output`.
+
+    Args:
+        model: Calibrated.
+        batches: The calibration frames.
+
+    Raises:
+        ValueError: An output is not finite.
+    """
+    path = sensitivity_output(model)
+    frames = batches.head(min(len(batches), _SEARCH_FRAMES))
+    return search_ranges(model, frames, outputs=(path,) if path else (), forward=_run)
 
 
 ROUNDING_FRAMES = 16
