@@ -202,3 +202,45 @@ def test_keys_and_values_in_float_restore_an_attention_with_wide_channels() -> N
         qnn.apply_precision(model, qnn.PrecisionPlan.by_hand(model, plan))
     assert found[0] < 20
     assert found[1] > found[0] + 15
+
+
+class Rays(Embedded):
+    """PETR's position encoder on log(p / (1 − p)) of 16 points of each pixel's ray."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Sequential(nn.Linear(48, 256), nn.ReLU(), nn.Linear(256, 64))
+        # A trained encoder reads the ray's direction: differences of neighbouring points.
+        apart = torch.eye(48)[3:] - torch.eye(48)[:-3]
+        self.places[0].weight.data = torch.randn(256, 45) @ apart / 2
+        self.places[2].weight.data *= 64  # embeddings wider than features, as in trained PETRs
+
+    def forward(self, queries, image, points) -> torch.Tensor:
+        return super().forward(queries, image, torch.logit(points, 1e-5))
+
+
+def ray_frame() -> tuple[torch.Tensor, ...]:
+    rays = nn.functional.normalize(torch.randn(1, 200, 1, 3), dim=-1)
+    points = rays * torch.linspace(1, 60, 16)[:, None] * torch.tensor([1, 1, 0.1])
+    places = points / torch.tensor([122.4, 122.4, 20.0]) + 0.5
+    return torch.randn(1, 32, 64), torch.randn(1, 200, 16), places.flatten(2)
+
+
+@torch.no_grad()
+def test_a_position_encoder_in_float_restores_the_attention() -> None:
+    torch.manual_seed(0)
+    net = Rays().eval()
+    *frames, other = [ray_frame() for _ in range(5)]
+    model = qnn.quantize_model(net, example_inputs=frames[0]).model
+    calibrate(model, frames)
+    found, plan = [], {}
+    for more in ({}, {"places.0": "float"}, {"places.2": "float", "attention.k_proj": "float"}):
+        plan |= more
+        qnn.apply_precision(model, qnn.PrecisionPlan.by_hand(model, plan))
+        rows = {row.layer: row.sqnr_db for row in qnn.compare_layers(net, model, [other])}
+        found.append((rows["places.2"], rows["attention"]))
+    (encoder, attention), repaired, whole = found
+    assert max(encoder, attention) < 20
+    assert repaired[0] > encoder + 10
+    assert repaired[1] > attention + 10
+    assert whole[1] > repaired[1] + 3
