@@ -85,3 +85,18 @@ def test_only_the_order_of_equal_values_changes(shape: tuple[int, ...]) -> None:
         assert torch.equal(x.gather(-1, order), values)
         assert torch.equal(least, wanted.flip(-1)[..., : least.shape[-1]])
     assert bool(choices.notes()) == (choices.ties > 0)
+
+
+@pytest.mark.parametrize("least", [False, True])
+def test_scores_that_rounding_may_swap_are_named(least: bool) -> None:
+    x = torch.tensor([[0.5, 1.0, 1.0 + 2**-22, 0.5 + 2**-22, 0.25]])
+    x = -x if least else x
+    for columns, count, close in (([0, 1, 2], 1, True), ([0, 1, 4], 2, False), ([0, 3], 1, True)):
+        with StableChoices() as choices:
+            x[:, columns].topk(count, largest=not least)
+        assert bool(choices.close) is close
+        assert ("distinct scores" in choices.doubt) is close
+    with StableChoices() as choices:
+        (x > 0.6).sort(descending=True)
+        (x > 0.6).long().argsort()
+    assert not choices.doubt

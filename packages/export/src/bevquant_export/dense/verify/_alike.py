@@ -18,6 +18,7 @@ from bevquant_export.dense.nodes._graph import Array
 from bevquant_int8sim import program
 
 HALF = 2.0**-6  # float16 functions
+_ROUNDING = 2.0**-21  # float32 functions, in two runtimes
 _NOTHING = 1e-4  # rounding errors of a normalised constant
 
 
@@ -35,6 +36,7 @@ class StableChoices(TorchDispatchMode):
 
     Attributes:
         ties: How many such calls met equal values next to each other in their order.
+        close: How many of them chose between values that are equal up to float32 rounding.
 
     Example:
         >>> with StableChoices() as choices:
@@ -46,7 +48,17 @@ class StableChoices(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ties = 0
+        self.ties = self.close = 0
+
+    @property
+    def doubt(self) -> str:
+        """Cause of results that differ from the file's, for an error message; empty without one."""
+        if not self.close:
+            return ""
+        return (
+            " (probably the order of scores that a topk or sort takes and that are equal up to "
+            "float32 rounding: give example inputs with distinct scores)"
+        )
 
     def notes(self) -> tuple[str, ...]:
         """Notes of a result: empty if no two scores were equal."""
@@ -67,16 +79,23 @@ class StableChoices(TorchDispatchMode):
             return self._sort(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _sort(self, x: Any, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
+    def _sort(
+        self, x: Any, dim: int = -1, descending: bool = False, taken: int = 2**62
+    ) -> tuple[Any, Any]:
         values, order = _ATEN.sort.stable(x, stable=True, dim=dim, descending=descending)
         if x.dim():
-            self.ties += bool((values.diff(dim=dim) == 0).any())
+            gaps = values.diff(dim=dim)
+            self.ties += bool((gaps == 0).any())
+            if x.is_floating_point():
+                count = min(taken, gaps.shape[dim])
+                gap, size = (part.narrow(dim, 0, count).abs() for part in (gaps, values))
+                self.close += bool(((gap > 0) & (gap <= _ROUNDING * size)).any())
         return values, order
 
     def _topk(
         self, x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
     ) -> tuple[Any, Any]:
-        values, order = self._sort(x, dim, largest)
+        values, order = self._sort(x, dim, largest, k)
         if not x.dim():
             return values, order
         return values.narrow(dim, 0, k), order.narrow(dim, 0, k)

@@ -235,7 +235,7 @@ def verified(
         rows, outputs, returned = compared(file, content, integer, args, run_in, outputs=True)
     for _, met in _departures(file, integer, rows, outputs, integer_sums=integer_sums):
         raise QdqError(
-            f"{met}, when {ran} runs the file on the example inputs; "
+            f"{met}, when {ran} runs the file on the example inputs{choices.doubt}; "
             "nothing was written. verify=False writes it all the same"
         )
     profile = profile_of(file.profile)
