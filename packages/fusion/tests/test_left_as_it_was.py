@@ -63,3 +63,24 @@ def test_folds_made_in_inference_mode_train():
     for model in folded:
         model(x).sum().backward()
         assert all(p.grad is not None and not p.is_inference() for p in model.parameters())
+
+
+def test_attributes_that_autograd_computed_are_copied():
+    """As anchors that a constructor derives from an embedding."""
+
+    class Anchored(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+            self.anchors = nn.Embedding(1, 4)
+            self.register_buffer("grid", self.anchors.weight.sigmoid()[..., None, None])
+
+        def forward(self, x):
+            return self.bn(self.conv(x)) * self.grid
+
+    net, x = Anchored().eval(), torch.randn(1, 3, 4, 4)
+    for example in (x, None):
+        result = fuse_model(net, example)
+        assert len(result.fused) == 1
+        torch.testing.assert_close(result.model(x), net(x))
+    assert not net.grid.is_leaf

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize, prune, remove_spectral_norm, remove_weight_norm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+
+from bevquant_graph import detached_results
 
 _Hook = WeightNorm | SpectralNorm | prune.BasePruningMethod
 
@@ -30,14 +32,7 @@ def keep_computed_weights(model: nn.Module, inplace: bool) -> nn.Module:
         inplace: Change the model itself, not a copy.
     """
     # The hooks leave a result of autograd as an attribute, which deepcopy refuses.
-    results = [
-        value
-        for module in model.modules()
-        for value in vars(module).values()
-        if isinstance(value, Tensor) and value.grad_fn is not None
-    ]
-    memo = {id(value): value.detach().clone() for value in results}
-    model = model if inplace else copy.deepcopy(model, memo)
+    model = model if inplace else copy.deepcopy(model, detached_results(model))
     for path in computed_weights(model):
         module = model.get_submodule(path)
         if parametrize.is_parametrized(module):

@@ -21,7 +21,12 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from bevquant_graph import is_library_class, only_guards, replace_modules
+from bevquant_graph import (
+    detached_results,
+    is_library_class,
+    only_guards,
+    replace_modules,
+)
 from bevquant_sparse import WeightLayout, get_weight, layout_of
 
 from ._ranges import children_problem, is_sparse
@@ -172,7 +177,7 @@ def with_batch_norms(model: nn.Module) -> nn.Module:
     frozen = {m: norm for m in model.modules() if m is not model and (norm := _as_norm(m))}
     if not frozen:
         return model
-    copies: dict[int, nn.Module] = {}
+    copies = detached_results(model)
     copied = copy.deepcopy(model, copies)
     replace_modules(copied, {copies[id(module)]: norm for module, norm in frozen.items()})
     return copied

@@ -23,6 +23,7 @@ from bevquant_graph import (
     called,
     capture,
     check_kind,
+    copied,
     evaluation,
     first_fault,
     ordinary_tensors,
@@ -262,13 +263,13 @@ def _fused(
     plan = plan_fusion(planned, graph, failure)
     if example_inputs is None:
         stopped = [path for path, alone in activations(model) if alone]
-        return _fuse(model if inplace else copy.deepcopy(model), plan, stopped)
+        return _fuse(model if inplace else copied(model, "fuse_model"), plan, stopped)
     inputs: _Inputs = arguments(example_inputs)
     seen = before is not None
     if before is None:
         before = _recorded(model, inputs)
     stopped = _may_stop(model, inputs, before)
-    result = _fuse(copy.deepcopy(model), plan, stopped)
+    result = _fuse(copied(model, "fuse_model"), plan, stopped)
     try:
         after = _run(result.model, inputs)
     except Exception as error:
@@ -302,9 +303,9 @@ def _with_own_kernels(
     borrowed = borrowed_kernels(model, lambda: seen.append(_run(model, inputs)))
     if not borrowed:
         return None
-    copied = copy.deepcopy(model)
-    adopt_kernels(copied, borrowed)
-    result = _fused(copied, example_inputs, False, None, seen[-1])
+    own = copied(model, "fuse_model")
+    adopt_kernels(own, borrowed)
+    result = _fused(own, example_inputs, False, None, seen[-1])
     if inplace:
         adopt_kernels(model, borrowed)
         result = _fused(model, example_inputs, True, None, seen[-1])
@@ -321,7 +322,7 @@ def _difference_in_float64(
     Parts that compute in float32 in any case (``softmax(dtype=torch.float32)``) have float32's
     tolerance.
     """
-    exact = copy.deepcopy(model).double()
+    exact = copied(model, "fuse_model").double()
     inputs = own_inputs(inputs, lambda t: t.double() if t.is_floating_point() else t)
     types = set[torch.dtype]()
 
@@ -383,13 +384,13 @@ def _may_stop(model: nn.Module, inputs: _Inputs, before: list[Any]) -> list[str]
     paths = [path for path, _ in candidates]
     if all(alone for _, alone in candidates):
         return paths
-    copied = copy.deepcopy(model)
+    own = copied(model, "fuse_model")
 
     def same(stopped: list[str]) -> bool:
         for path in paths:
-            activation: Any = copied.get_submodule(path)
+            activation: Any = own.get_submodule(path)
             activation.inplace = path not in stopped
-        return _relative_difference(before, _run(copied, inputs)) <= _tolerance(before)
+        return _relative_difference(before, _run(own, inputs)) <= _tolerance(before)
 
     return paths if same(paths) else [path for path in paths if same([path])]
 

@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ._faults import described
 from ._kinds import check_kind
@@ -17,15 +17,16 @@ def copied(model: nn.Module, who: str) -> nn.Module:
     """Return a deep copy of a model: parameters, buffers, attributes and hooks.
 
     ``copy.deepcopy`` does not copy functions. Here a hook or an attribute that is a closure over
-    modules or tensors of the model becomes a closure over those of the copy.
+    modules or tensors of the model becomes a closure over those of the copy. Results of autograd
+    among attributes and buffers, which it does not copy either, are detached.
 
     Args:
         model: It is not changed.
         who: The calling function, for the message. It has an argument ``inplace``.
 
     Raises:
-        ValueError: A member cannot be copied (a lock, an open file, a tensor computed by autograd).
-            The message names module, attribute and remedy.
+        ValueError: A member cannot be copied (a lock, an open file). The message names module,
+            attribute and remedy.
 
     Example:
         >>> import torch
@@ -34,7 +35,7 @@ def copied(model: nn.Module, who: str) -> nn.Module:
         False
     """
     check_kind(model, nn.Module, "a torch module")
-    memo: dict[int, Any] = {}
+    memo = detached_results(model)
     try:
         made = copy.deepcopy(model, memo)
     except Exception as error:
@@ -47,6 +48,13 @@ def copied(model: nn.Module, who: str) -> nn.Module:
     for module in made.modules():
         _rebind(vars(module), twins)
     return made
+
+
+def detached_results(model: nn.Module) -> dict[int, Any]:
+    """Memo of `copy.deepcopy`: detached copies of attributes and buffers that autograd computed."""
+    found = (value for module in model.modules() for _, value in _own(module))
+    results = [value for value in found if isinstance(value, Tensor) and not value.is_leaf]
+    return {id(value): value.detach().clone() for value in results}
 
 
 def _rebind(attributes: dict[str, Any], twins: dict[int, Any]) -> None:
