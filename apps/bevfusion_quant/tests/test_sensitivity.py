@@ -209,6 +209,8 @@ def test_what_is_written_is_what_was_found(runs: Path, result: SensitivityResult
 def test_the_bars_are_the_losses(runs: Path, result: SensitivityResult) -> None:
     text = (runs / "s/report.html").read_text(encoding="utf-8")
     section = text[text.index('<section id="sensitivity"') : text.index('<section id="reproduce"')]
+    section, _, plans = section.partition('<figure class="chart plans"')
+    assert len(re.findall('<th scope="row"', plans)) == len(result.outcome.front) > 1
     rows = re.findall(r"<tr>(<th scope=\"row\".*?)</tr>", section)
     table = result.outcome.table
     worst = table.worst_first("int8")
