@@ -369,7 +369,7 @@ def _stages(config: Sizes, evaluation: QuantizationEvaluation) -> list[ReportSta
 def _weights(settings: Mapping[str, object], config: Sizes) -> ReportFigure:
     source = settings.get("weights")
     if source is not None:
-        return ReportFigure("Weights", Path(str(source)).name)
+        return ReportFigure("Weights", "loaded", Path(str(source)).name)
     if is_foreign(config.name):
         return ReportFigure("Weights", "its own", "as the model's code makes them")
     return ReportFigure(
