@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -147,14 +148,18 @@ def sensitivity_text(outcome: SensitivityOutcome) -> tuple[str, ...]:
 
 
 def front_table(outcome: SensitivityOutcome) -> Table:
-    """The best plans of several times: estimated score, best measured score, precisions."""
+    """The best plans of several times: estimated score, precisions, and the best measured score.
+
+    The latter is of any plan that was run and takes more time than the line above allows.
+    """
     form = _DIGITS[outcome.table.metric]
     columns = [Column("Best plan in time"), Column(f"estimated {outcome.unit}")]
-    columns += [Column(f"measured {outcome.unit}")] * bool(outcome.measured)
-    rows = []
+    columns += [Column(f"best measured {outcome.unit}")] * bool(outcome.measured)
+    rows, above = [], -math.inf
     for plan in outcome.front:
-        within = [score for time, score in outcome.measured if time <= (plan.time or 0.0) + 1e-9]
-        best = [or_dash(max(within, default=None), form)] * bool(outcome.measured)
+        limit = (plan.time or 0.0) + 1e-9
+        within = [score for time, score in outcome.measured if above < time <= limit]
+        best, above = [or_dash(max(within, default=None), form)] * bool(outcome.measured), limit
         cells = [or_dash(plan.time, ".2f"), or_dash(plan.score, form), *best, _counts(plan)]
         rows.append(Row(cells))
     return Table("The best plan for each time", [*columns, Column("Groups")], rows)
@@ -164,8 +169,12 @@ _ACROSS, _UP = 600.0, 200.0  # of the picture, in its own units
 
 
 def front_picture(outcome: SensitivityOutcome) -> dict[str, Any] | None:
-    """Estimated scores over time as a line, measured plans as dots; None without two plans."""
-    line = [(plan.time or 0.0, plan.score or 0.0) for plan in outcome.front]
+    """Estimated scores over time as a line, measured plans as dots; None without two plans.
+
+    The plan with all groups in float is left out: its score is float's own.
+    """
+    quantized = (p for p in outcome.front if any(g.precision != "float" for g in p))
+    line = [(plan.time or 0.0, plan.score or 0.0) for plan in quantized]
     every = [*line, *outcome.measured]
     times, scores = ({point[axis] for point in every} for axis in (0, 1))
     if len(times) < 2 or len(scores) < 2:
