@@ -146,6 +146,31 @@ def _drawn_over(x: Tensor) -> Tensor:
     return x
 
 
+def _parts_written(x: Tensor) -> Tensor:
+    made = torch.zeros_like(x)
+    made[..., :2] = x[..., 2:4].sin()
+    made[..., 5:] = x[..., :1]
+    made[:, -1] = x[:, 0].cos()
+    made[:, :, 3] = 2 * x[:, :, 0]
+    made[:] = made + x
+    return made
+
+
+@pytest.mark.parametrize("profile", ["onnxruntime", "tensorrt", "horizon"])
+def test_parts_that_are_written_to_are_joined_with_what_stays(
+    profile: str, calibrated: Fixture, run: Fixture, tmp_path: Path
+) -> None:
+    x = torch.randn(2, 4, 6, 6)
+    model = calibrated(Behind(_parts_written), x)
+    file = export_qdq_onnx(model, x, tmp_path / "net.onnx", profile)
+    operators = {node.op_type for node in onnx.load(file.path).graph.node}
+    assert "Concat" in operators
+    assert not [name for name in operators if "Scatter" in name]
+    if profile != "horizon":  # whose scales no runtime here takes
+        (made,), _ = run(file, x, optimised=False)
+        torch.testing.assert_close(made, simulate(model, x)(x), rtol=1e-5, atol=1e-6)
+
+
 def _painted(x: Tensor, *index: Any) -> Tensor:
     canvas = torch.ones_like(x)
     canvas[index] = x[index].sin()
@@ -330,8 +355,12 @@ def test_a_layer_that_quantizes_its_input_alone_has_a_pair_before_float_weights(
     torch.testing.assert_close(made, simulate(model, x)(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("function", "forms"),
+    [(lambda x: x.cumsum(-1), 1), (lambda x: x.sin()[:, x[0, :, 0, 0].argsort()], 2)],
+)
 def test_a_form_of_torchs_exporter_is_made_once(
-    calibrated: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    function: Any, forms: int, calibrated: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
 
@@ -343,12 +372,12 @@ def test_a_form_of_torchs_exporter_is_made_once(
     monkeypatch.setattr(torch.onnx, "export", noted)
     monkeypatch.setattr(_torch_form, "_known", {})
     x = torch.randn(2, 4, 6, 6)
-    model = calibrated(nn.Sequential(*[Behind(lambda x: x.cumsum(-1)) for _ in range(2)]), x)
+    model = calibrated(nn.Sequential(*[Behind(function) for _ in range(2)]), x)
     files = [export_qdq_onnx(model, x, tmp_path / f"{name}.onnx") for name in "ab"]
-    assert len(made) == 1  # of two calls in each of two files
+    assert len(made) == forms  # of two calls in each of two files
     assert files[0].path.read_bytes() == files[1].path.read_bytes()
     export_qdq_onnx(model, x, tmp_path / "c.onnx", "horizon")  # of an earlier operator set
-    assert len(made) == 2
+    assert len(made) == 2 * forms
     monkeypatch.setattr(_torch_form, "_MOST", 1)
     _torch_form._remember("another", (None, 0))
     assert list(_torch_form._known) == ["another"]

@@ -341,9 +341,48 @@ def _transposed(at: At, name: str, order: list[int]) -> str:
     return name if order == sorted(order) else at.node("Transpose", name, perm=order)
 
 
+def _slice_placed(
+    at: At, x: Ref, src: Ref, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> str | None:
+    axis = int(dim) % len(at.shape(x))
+    if step != 1 or not all(isinstance(place, int | None) for place in (start, end)):
+        return None
+    return _between(at, x, at.name(src), axis, slice(start, end))
+
+
+def _select_placed(at: At, x: Ref, src: Ref, dim: int, index: Any) -> str | None:
+    axis = int(dim) % len(at.shape(x))
+    if not isinstance(index, int) or at.free(src) > 1:
+        return None
+    target = at.source.target(at.path, src.name)
+    target.insert(axis, 1)
+    row = at.node("Reshape", src, target)
+    return _between(at, x, row, axis, slice(index, index + 1 or None))
+
+
+def _between(at: At, x: Ref, part: str, axis: int, place: slice) -> str | None:
+    """`x` with a part of one axis, of a known size, replaced."""
+    size = at.source.named(x.name)[axis]
+    if not isinstance(size, int):
+        return None
+    start, end, _ = place.indices(size)
+    sides = [(cut, (cut[1] > cut[0])) for cut in ((0, start, 1), (end, size, 1))]
+    before, after = ([at.sliced(at.name(x), {axis: cut})] if held else [] for cut, held in sides)
+    return at.node("Concat", *before, part, *after, axis=axis) if before or after else part
+
+
+def _copied(at: At, x: Ref, src: Ref, non_blocking: bool = False) -> str | None:
+    """What is written over all of `x`."""
+    one, other = (
+        (at.source.named(ref.name), at.shape(ref), at.source.dtype(ref.name)) for ref in (x, src)
+    )
+    return at.name(src) if one == other else None
+
+
 _FORMS: dict[str, Form] = {
     "cat": _joined, "stack": _stacked, "expand": _expanded, "getitem": _got, "narrow": _narrowed,
     "select": _selected, "pad": _padded, "pixel_shuffle": _pixels, "index_put": _placed,
+    "slice_scatter": _slice_placed, "select_scatter": _select_placed, "copy": _copied,
     **dict.fromkeys(("split", "chunk", "unbind"), _parts),
     **dict.fromkeys(("pixel_unshuffle", "channel_shuffle"), _shuffled),
     **dict.fromkeys(("repeat", "tile"), _repeated),

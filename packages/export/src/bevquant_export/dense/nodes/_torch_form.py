@@ -8,6 +8,7 @@ and the nodes are inserted into the file.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import getitem
 from threading import Lock
 from typing import Any
 
@@ -120,7 +121,8 @@ class _Call(nn.Module):
 
     def key(self, examples: tuple[Any, ...], free: Any) -> Any:
         """Key that calls of one form share; None for a call with its own values."""
-        if self._values or not isinstance(self._function, torch._ops.OpOverload):
+        kept = isinstance(self._function, torch._ops.OpOverload) or self._function is getitem
+        if self._values or not kept:
             return None
         given = replaced(self._given, lambda ref: f"tensor {self.names.index(ref.name)}")
         sizes = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else "number" for x in examples]
