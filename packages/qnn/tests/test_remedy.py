@@ -15,7 +15,8 @@ from bevquant_qnn import (
     float_remedy,
     quantize_model,
 )
-from bevquant_quantizers import calibrate
+from bevquant_qnn.matched import Choices
+from bevquant_quantizers import calibrate, quantization_disabled
 
 
 def linears(*sizes: int, seed: int = 0) -> nn.Sequential:
@@ -120,3 +121,30 @@ def test_a_good_result_needs_no_remedy_and_the_model_stays_as_it_is() -> None:
     float_remedy(model, [x], useless_db=1000, useful_db=1000)
     assert torch.equal(before[0], model(x))
     assert before[1] == str(model)
+
+
+class Asserts(nn.Module):
+    """Questions of the author beside those of quantizers, on calls that are quantized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x) + x
+        assert torch.all(y.abs() < 1e6)
+        return self.last(y[-1] + y[0])
+
+
+@torch.no_grad()
+def test_only_the_authors_questions_are_choices_whatever_is_quantized() -> None:
+    x = torch.randn(5, 4)
+    model = quantize_model(Asserts().eval(), example_inputs=x).model
+    calibrate(model, [x])
+    with Choices() as ahead:
+        model(x)
+    with quantization_disabled(model), Choices(ahead) as behind:
+        model(x)
+    lines = [key.rpartition("/")[2].partition(":")[0] for key in ahead.made if key]
+    assert lines == ["test_remedy.py"] * 2  # the assert, and the two rows
+    assert ahead.made == behind.made

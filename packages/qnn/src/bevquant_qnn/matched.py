@@ -10,6 +10,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -79,6 +80,7 @@ _ARGUMENTS = frozenset((_ATEN.argmax.default, _ATEN.argmin.default))
 _MASKED = frozenset((_ATEN.index.Tensor, _ATEN.masked_select.default))
 _KEPT = frozenset(("aten::nonzero", "torchvision::nms"))
 _TORCH = str(Path(torch.__file__).parent)
+_MODES = ("__torch_function__", "__torch_dispatch__", "_number")
 
 
 class Choices(TorchDispatchMode):
@@ -137,13 +139,14 @@ class Choices(TorchDispatchMode):
             return func(args[0], self._masks(args[1]), *args[2:], **kwargs)
         if func is _ATEN.select.int:
             x, axis, index = args
-            return func(x, axis, self._number(index, x.shape[axis], _line("index")))
+            return func(x, axis, self._number(index, x.shape[axis], "index"))
         made = func(*args, **kwargs)
         if func is _ATEN._local_scalar_dense.default and isinstance(made, bool):
-            return self._number(made, 2, _line("condition"))
+            return self._number(made, 2, "condition")
         if func is _ATEN.lift_fresh.default and made.dtype in (torch.int64, torch.bool):
             count = masks if made.dtype == torch.bool else places if made.dim() == 1 else values
-            return self._chosen(made, count, _line("list"))
+            line = _line("list")
+            return made if line is None else self._chosen(made, count, line)
         if func is _ATEN.slice.Tensor and id(args[0]) in self._orders:
             _, own, axis = self._orders[id(args[0])]  # the first ones of an order
             self._note_order(made, func(own, *args[1:]), axis)
@@ -168,8 +171,11 @@ class Choices(TorchDispatchMode):
         pairs = zip(indices, chosen, strict=True)
         return [self._chosen(i, masks) if mask else i for i, mask in pairs]
 
-    def _number(self, own: int, size: int, line: str) -> int:
+    def _number(self, own: int, size: int, kind: str) -> int:
         """A number or condition of Python code, of `size` possible ones."""
+        line = _line(kind)
+        if line is None:
+            return own
         other, chosen = self._ahead(line), own
         if isinstance(other, int) and -size <= other < size:
             chosen = other
@@ -215,9 +221,19 @@ def _objects(numbers: list[int]) -> Counter[int]:
     return Counter(i if v is True else v for i, v in enumerate(numbers) if v is not False)
 
 
-def _line(kind: str) -> str:
-    """A kind of choice with file and line of the innermost caller outside of torch."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+def _line(kind: str) -> str | None:
+    """A kind of choice with file and line of the code that makes it; None for this library's own.
+
+    Between code and operator are torch and function modes. A library's questions, such as a
+    quantizer's whether it is on, are others in each run.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_name in _MODES
+    ):
         frame = frame.f_back
-    return f"{kind} {frame.f_code.co_filename}:{frame.f_lineno}"
+    if frame is None:
+        return None
+    file, held = frame.f_code.co_filename, frame.f_globals
+    own = held.get("__name__", "").startswith("bevquant_") and held.get("__file__") == file
+    return None if own else f"{kind} {file}:{frame.f_lineno}"
