@@ -34,11 +34,13 @@ from bevfusion_quant.ptq import run_ptq
 from bevfusion_quant.saved_run import LoadedRun, load_run
 from bevquant_qnn import PrecisionPlan
 
+W4A8 = {"weight_bits": 4, "rounding": "gptq", "bias_correction": True}
 FORMATS: dict[str, dict[str, Any]] = {
     "W8A8": {},
     "W8A8-unsigned": {"unsigned": True},
     "FP8": {"plan": "fp8"},
-    "W4A8": {"weight_bits": 4, "rounding": "gptq", "bias_correction": True},
+    "W4A8": W4A8,
+    "W4A8-head": {**W4A8, "quantize_head": True},
 }
 
 
