@@ -57,7 +57,11 @@ def made_run(folder: Path, name: str, **settings: Any) -> LoadedRun:
         folder: Of the runs.
         name: Of the run.
         settings: Of `PtqConfig`; `plan` is the precision of all layers.
+
+    Raises:
+        ValueError: The run of this name has other weights.
     """
+    weights = settings["weights"].resolve()
     if not (folder / name).exists():
         if (precision := settings.pop("plan", None)) is not None:
             int8 = made_run(folder, f"{name}-int8", **settings)
@@ -67,7 +71,15 @@ def made_run(folder: Path, name: str, **settings: Any) -> LoadedRun:
             )
         config = PtqConfig(config="tiny", branch="all", **settings)
         run_ptq(streets(5000, 16), config, runs=folder, name=name)
-    return load_run(folder / name)
+    run = load_run(folder / name)
+    if Path(run.config["weights"]).resolve() != weights:
+        raise ValueError(f"{folder / name} is a run of {run.config['weights']}, not of {weights}")
+    return run
+
+
+def run_of(folder: Path, number: int, weights: Path, name: str) -> LoadedRun:
+    """The run of these weights in a format."""
+    return made_run(folder, f"{name}-{number}", weights=weights, **FORMATS[name])
 
 
 def compare_ranks(folder: Path) -> None:
@@ -112,10 +124,11 @@ def loaded(
 ) -> dict[tuple[int, str], tuple[LoadedRun, Any]]:
     """Runs and models by number of the weights and format; once a process."""
     models: dict[tuple[int, str], tuple[LoadedRun, Any]] = {}
+    frames = streets(5000, 1)
     for number, file in enumerate(weights):
         for name in formats:
-            run = made_run(folder, f"{name}-{number}", weights=file, **FORMATS[name])
-            example = FrameBatches(streets(5000, 1), run.sizes, run.float_model)[0]
+            run = run_of(folder, number, file, name)
+            example = FrameBatches(frames, run.sizes, run.float_model)[0]
             models.setdefault((number, "float"), (run, run.float_model))
             models[number, name] = run, lowered(run.quantized_model, example, "auto")
     return models
@@ -178,7 +191,7 @@ def compare_streets(
     places = [names.index(name) for name in conditions or names]
     for number, file in enumerate(weights):  # made once, before several processes read them
         for name in formats:
-            made_run(folder, f"{name}-{number}", weights=file, **FORMATS[name])
+            run_of(folder, number, file, name)
     print(
         f"\n{len(places) * count} streets, {count} of each condition from {first} on, "
         f"{len(weights)} models; points of mAP less float in integers, 95 % intervals"

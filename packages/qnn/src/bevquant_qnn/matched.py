@@ -80,7 +80,7 @@ _ARGUMENTS = frozenset((_ATEN.argmax.default, _ATEN.argmin.default))
 _MASKED = frozenset((_ATEN.index.Tensor, _ATEN.masked_select.default))
 _KEPT = frozenset(("aten::nonzero", "torchvision::nms"))
 _TORCH = str(Path(torch.__file__).parent)
-_MODES = ("__torch_function__", "__torch_dispatch__", "_number")
+_MODES = ("__torch_function__", "__torch_dispatch__")
 
 
 class Choices(TorchDispatchMode):

@@ -134,8 +134,8 @@ def argument(bounds: Bounds, node: ir.Node) -> tuple[str, bool]:
         least = bounds[value].least
         if least < LEAST and (least > 0 or node.op_type != "Sqrt"):
             return (
-                f"its argument {value.name} may be as small as {least:g}, of which "
-                f"float16 makes {float(np.float16(least)):g}",
+                f"its argument {value.name} may be as small as {least:g}, which "
+                f"float16 rounds to {float(np.float16(least)):g}",
                 True,
             )
     if node.op_type == "LogSoftmax" and bounds[node.outputs[0]].low < math.log(LEAST):
