@@ -26,9 +26,7 @@ _TYPES = {
 def operator(function: Function, name: str = "") -> Function:
     """Register a function as ``torch.ops.bevquant_hybrid.<its name>`` and return that operator.
 
-    Args:
-        function: Its postponed annotations are the schema.
-        name: Default: the function's name without leading underscores.
+    Its postponed annotations are the schema.
     """
     kinds = {name: _schema_of(kind) for name, kind in function.__annotations__.items()}
     result = kinds.pop("return")

@@ -58,17 +58,10 @@ def roi_align(
 ) -> Tensor:
     """RoIAlign (He et al., 2017): the mean of interpolated samples in every bin of a box.
 
-    Args:
-        maps: Float ``[N, C, H, W]``.
-        boxes: ``[K, 4]``: left, top, right, bottom, in pixels of the model's input.
-        sample: ``[K]``, int64: index of each box's map in the batch.
-        output_size: Bins in height and width.
-        spatial_scale: Map pixels per input pixel.
-        sampling_ratio: Samples along each axis of a bin; 0 or less for one per pixel.
-        aligned: Put pixel centres at half steps, and allow boxes smaller than a pixel.
-
-    Returns:
-        ``[K, C, *output_size]``.
+    Maps ``[N, C, H, W]`` and boxes ``[K, 4]`` (left, top, right, bottom, in pixels of the model's
+    input) give ``[K, C, *output_size]``; `sample` has each box's map in the batch. A sampling ratio
+    of 0 or less takes one sample per pixel. `aligned` puts pixel centres at half steps, and allows
+    boxes smaller than a pixel.
     """
     high, wide = output_size
     corners = boxes.to(maps.dtype) * spatial_scale - (0.5 if aligned else 0.0)
@@ -147,12 +140,8 @@ def grid_sample_integers(
 def sampling_places(grid: Tensor, height: int, width: int) -> Tensor:
     r"""Displacements in pixels as `grid_sample`'s positions in [−1, 1] (corners not aligned).
 
-    :math:`(2\,(w + d_x) + 1) / W - 1`, likewise for rows.
-
-    Args:
-        grid: ``[N, H', W', 2]``: d_x and d_y from each output point.
-        height: Height of the sampled map.
-        width: Width of the sampled map.
+    :math:`(2\,(w + d_x) + 1) / W - 1`, likewise for rows; `grid` is ``[N, H', W', 2]``: d_x and d_y
+    from each output point.
     """
     if grid.requires_grad:
         return _places(grid, height, width)

@@ -49,20 +49,13 @@ _KEEPING = (
 
 
 def replace_functions(graph: Graph, root: nn.Module, march: str | None = None) -> list[str]:
-    """Replace functions in place by calls of new modules of `root`.
+    """Replace functions in place by calls of new modules of `root`; return the modules' names.
 
     The module of the k-th ``add`` in the forward of ``features.3`` is named
     ``features_3_generated_add_k``; in the model's own forward ``_generated_add_k``. Sizes, and
     functions that a quantized tensor passes through with its scale, stay as they are. A parameter
-    that arithmetic reads gets a `QuantStub`, ``…_generated_quant_k``.
-
-    Args:
-        graph: Nodes.
-        root: Gets the modules.
-        march: Of a hybrid model: functions that its mapper runs on the CPU stay functions.
-
-    Returns:
-        The names of the new modules, in the order of execution.
+    that arithmetic reads gets a `QuantStub`, ``…_generated_quant_k``. In a hybrid model (`march`),
+    functions that its mapper runs on the CPU stay functions.
     """
     numbers = number_nodes(graph)
     arithmetic = {
@@ -195,15 +188,8 @@ class Placement:
     names it or a parent module, or if it has no qconfig. A node without a weight whose inputs are
     all float (model inputs, results of DeQuantStubs) stays float.
 
-    Args:
-        graph: Fused nodes.
-        root: Their modules.
-        qconfig_of: Returns the qconfig of a module's path, or None.
-        names: Modules that the user puts on the CPU.
-        hybrid: Whether operators may run on the CPU at all.
-        march: Whose list of operators decides what must.
-        strip: Keep layers with only float inputs in float: those upstream of QuantStubs and
-            downstream of DeQuantStubs.
+    With `strip`, layers with only float inputs stay float too: those upstream of QuantStubs and
+    downstream of DeQuantStubs.
     """
 
     def __init__(

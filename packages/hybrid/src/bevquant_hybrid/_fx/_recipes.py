@@ -32,22 +32,14 @@ class Step:
 
 
 class Recipe:
-    """The steps that a function becomes.
+    """The steps that a function becomes."""
 
-    Args:
-        numbers: Nodes that hold numbers.
-        parameter: Looks up the parameter or buffer that a get_attr node reads.
-
-    Attributes:
-        hybrid: When a hybrid model has these steps: ``"always"``, ``"on the BPU"`` where its
-            mapper runs them all there, or ``"never"``.
-    """
-
-    hybrid: str
+    hybrid: str  # in a hybrid model: always, never, or where its mapper runs all on the BPU
     result: Any  # the last step; a node where the function is the identity
 
     def __init__(self, numbers: set[Node], parameter: Callable[[Node], Any]) -> None:
-        self.numbers, self.parameter = numbers, parameter
+        self.numbers = numbers  # nodes that hold numbers
+        self.parameter = parameter  # looks up what a get_attr node reads
         self.steps: list[Step] = []
 
     def add(self, step: Step) -> Step:

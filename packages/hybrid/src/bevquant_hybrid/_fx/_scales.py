@@ -179,10 +179,7 @@ def unify_cat_scales(graph: Graph, root: nn.Module, march: str, caller: str) -> 
 
     Each keeps its own observer; the largest range decides. Concatenations that share a tensor
     become one group. Values are then joined without being rescaled. Other marches rescale, and
-    nothing is changed.
-
-    Returns:
-        The names of the modules that share, group by group.
+    nothing is changed. Returns the names of the modules that share, group by group.
     """
     # While a model is calibrated nothing is rounded, so that no scale is shared either.
     if march not in JOINS_AT_ONE_SCALE or is_calibration(root):

@@ -31,10 +31,6 @@ class Settings:
 
     Precedence: ``""`` < ``"module_type"`` < ``"module_name"`` < the module's own ``qconfig``
     attribute; a module without a setting inherits its parent's. None: float.
-
-    Args:
-        root: The model.
-        qconfig_dict: As `prepare_qat_fx` takes it; None for attributes alone.
     """
 
     def __init__(self, root: nn.Module, qconfig_dict: dict[str, Any] | None) -> None:
@@ -129,15 +125,7 @@ def _warn_of_unknown_names(
 
 
 class Names:
-    """Modules that the user puts on the CPU, by name or by class.
-
-    Args:
-        hybrid_dict: ``{"module_name": [...], "module_type": [...]}``, or None.
-
-    Raises:
-        TypeError: Other values than lists of paths and of classes.
-        ValueError: Another key.
-    """
+    """Modules that the user puts on the CPU, by name or by class."""
 
     def __init__(self, hybrid_dict: Mapping[str, Iterable[Any]] | None) -> None:
         given = dict(hybrid_dict or {})

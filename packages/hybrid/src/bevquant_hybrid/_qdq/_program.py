@@ -67,12 +67,9 @@ _NORMS = (qat.BatchNorm2d, qat.BatchNorm3d, qat.SyncBatchNorm)
 
 
 def read(model: nn.Module, args: Any) -> PreparedProgram:
-    """The program of a model that was prepared for calibration or training.
+    """The program of a model that was prepared for calibration or training, and calibrated.
 
-    Args:
-        model: Result of `prepare_qat_fx`, `prepare_calibration_fx`, or of `prepare_qat` where its
-            forward can be traced; calibrated. It is not changed.
-        args: A tuple of positional inputs, a dict of named ones, or one input.
+    A model of `prepare_qat` must have a forward that can be traced. The model is not changed.
 
     Raises:
         TypeError: Inputs that the forward does not accept.
@@ -204,25 +201,13 @@ def _placed(graph: Graph, positional: Any, named: Mapping[str, Any]) -> Iterator
 
 
 class _NodeReader:
-    """Reads the nodes of a graph as they run.
-
-    Args:
-        model: The model, as it will be deployed.
-        graph: Its calls.
-
-    Attributes:
-        steps: Node to its steps.
-        refs: Node to its value: a `Ref`, a container of them, or a constant.
-        values: Name to form.
-        inputs: Input of the program to the parameter that it is.
-        result: What the model returns.
-    """
+    """Reads the nodes of a graph as they run."""
 
     def __init__(self, model: nn.Module, graph: Graph) -> None:
         self.steps: dict[Node, list[Step]] = {}
-        self.refs: dict[Node, Any] = {}
+        self.refs: dict[Node, Any] = {}  # a `Ref`, a container of them, or a constant
         self.values: dict[str, Value] = {}
-        self.inputs: dict[str, str] = {}
+        self.inputs: dict[str, str] = {}  # input of the program to the parameter that it is
         self.result: Any = None
         self._model, self._graph = model, graph
         self._numbers = number_nodes(graph)

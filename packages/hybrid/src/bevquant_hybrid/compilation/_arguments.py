@@ -104,19 +104,7 @@ def check_options(
     jobs: Any = 16,
     extra_args: Any = None,
 ) -> dict[str, Any]:
-    """Return the options of a compilation, as recorded in the program.
-
-    Args:
-        caller: Function named in messages.
-        tensors: How many inputs there are.
-        input_source: Where inputs come from: one source, or one for each.
-        input_layout: Order of their axes.
-        output_layout: Order of the outputs' axes.
-        opt: How to optimize.
-        balance_factor: For ``"balance"``.
-        jobs: How many threads.
-        extra_args: Further arguments of the vendor's compiler.
-    """
+    """Return the options of a compilation with `tensors` inputs, as recorded in the program."""
     sources = [input_source] if isinstance(input_source, str) else input_source
     if not isinstance(sources, Sequence) or not all(s in _SOURCES for s in sources):
         raise ValueError(
@@ -163,13 +151,7 @@ def require_module(caller: str, module: object) -> None:
 
 
 def bpu_calls(caller: str, module: nn.Module, arguments: tuple[Any, ...]) -> list[OperatorCall]:
-    """List the calls of a model, run once.
-
-    Args:
-        caller: Named in errors.
-        module: Float with stubs, prepared, converted, or traced after it was converted.
-        arguments: Of its forward.
-    """
+    """List the calls of a model, run once: float with stubs, prepared, converted or traced."""
     require_module(caller, module)
     calls = trace_calls(module, arguments)
     script = isinstance(module, torch.jit.ScriptModule)

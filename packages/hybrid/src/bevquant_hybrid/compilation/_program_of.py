@@ -41,16 +41,8 @@ def program_of(
     """Run a model once and return its computation as a program.
 
     The program is then run on the same and on other inputs, and must return the model's results.
-    This finds computations that the record missed.
-
-    Args:
-        module: Converted, or a traced form of one.
-        inputs: Arguments of its forward.
-        caller: Function that messages name.
-        name: Name of the program.
-        march: March of the program.
-        options: What the program notes of its compilation.
-        kept: Filled with the model's inputs and its operators' results, by the program's names.
+    This finds computations that the record missed. `kept` gets the model's inputs and its
+    operators' results, by the program's names.
     """
     # Over all runs: a stateful model returns another result in the second run.
     with state_kept(module):
@@ -249,14 +241,7 @@ def record_results(
 ) -> tuple[Program, dict[str, Tensor]]:
     """The program of a converted model, and the results of the model's operators.
 
-    Args:
-        model: Converted, or a traced form of one; not hybrid.
-        arguments: Of its forward.
-        caller: Function that messages name.
-        march: That the program is for; None for the one that is set.
-
-    Returns:
-        The program, and the results by the names that its steps give them, inputs included.
+    The results have the names that the program's steps give them, inputs included.
     """
     module = converted_model(model, caller)
     kept: dict[str, Tensor] = {}

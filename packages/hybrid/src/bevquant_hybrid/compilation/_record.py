@@ -68,33 +68,20 @@ class Recorder(TorchDispatchMode):
 
     Calls on constants alone are run and only their results enter the program: tables of functions,
     quantized biases, multipliers. Tensors that the calls read are copied to the CPU.
-
-    Args:
-        module: The model.
-        scope: Returns the path of the module that computes now.
-        kept: Gets inputs and results by name; None to keep none.
-
-    Attributes:
-        steps: The calls.
-        values: Their results, by name.
-        constants: Their constants, by name.
-        refused: Reason why the model cannot be recorded, if any.
-        refused_in: Path of the module that was the reason.
-        calls: How many of this package's operators were called, on constants too.
     """
 
     def __init__(
         self, module: nn.Module, scope: Callable[[], str], kept: dict[str, Tensor] | None = None
     ) -> None:
         super().__init__()
-        self._kept = kept
+        self._kept = kept  # gets inputs and results by name
         self.steps: list[OperatorCall] = []
         self.values: dict[str, Value] = {}
         self.constants: dict[str, Tensor] = {}
-        self.refused: Exception | None = None
-        self.refused_in = ""
-        self.calls = 0
-        self._scope = scope
+        self.refused: Exception | None = None  # why the model cannot be recorded
+        self.refused_in = ""  # path of the module that was the reason
+        self.calls = 0  # of this package's operators, on constants too
+        self._scope = scope  # returns the path of the module that computes now
         self._modules = {path for path, _ in module.named_modules()}
         tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
         self._names = {_place(tensor): path for path, tensor in tensors.items()}

@@ -37,23 +37,9 @@ def correlate(
     stride2: int,
     pad_size: int,
 ) -> Tensor:
-    r"""Sums of products of patches, not yet divided by their size.
+    """Sums of products of patches, as in `Correlation`, but not divided by their size.
 
-    :math:`c_{n,q,i,j} = \sum_{c,o} x_{n,c}(p_{ij} + o)\, y_{n,c}(p_{ij} + s_2 q + o)`
-
-    as `Correlation` explains.
-
-    Args:
-        x: ``[N, C, H, W]``, float or integers of 8 or 16 bits.
-        y: The same.
-        kernel_size: Side of a patch, odd.
-        max_displacement: Largest displacement in y, in pixels.
-        stride1: Pixels between places.
-        stride2: Pixels between displacements.
-        pad_size: Zeros around both maps.
-
-    Returns:
-        ``[N, D², H', W']`` with D = 2·⌊max_displacement/stride2⌋ + 1; int64 of integers, exact.
+    The maps are floats, or integers of 8 or 16 bits, whose sums are exact (int64).
     """
     height, width = plain_sizes(x)[2:]
     rows, columns = (

@@ -27,15 +27,11 @@ def of_each_anchor(maps: Tensor, anchors: int) -> Tensor:
 
 
 def decoded(anchors: Tensor, deltas: Tensor, absolute: bool = False) -> Tensor:
-    r"""Boxes decoded from anchors and regressions (dx, dy, dw, dh).
+    r"""Boxes decoded from anchors and regressions (dx, dy, dw, dh), both ``[…, 4]``.
 
     :math:`x = x_a + d_x w_a,\; y = y_a + d_y h_a,\; w = w_a e^{d_w},\; h = h_a e^{d_h}` of centres
-    and sides (Girshick et al., R-CNN, 2014, appendix C); dw and dh are cut at log(1000/16).
-
-    Args:
-        anchors: ``[…, 4]``.
-        deltas: ``[…, 4]``.
-        absolute: dx and dy are pixels: x = x_a + dx, y = y_a + dy.
+    and sides (Girshick et al., R-CNN, 2014, appendix C); dw and dh are cut at log(1000/16). With
+    `absolute`, dx and dy are pixels: x = x_a + dx, y = y_a + dy.
     """
     low, high = anchors[..., :2], anchors[..., 2:]
     size = high - low
@@ -78,17 +74,8 @@ def survivors(
     """Non-maximum suppression within classes, from the highest score down.
 
     A kept box suppresses a later one of the same class if their intersection over union is above
-    the threshold and its score is higher by more than the margin.
-
-    Args:
-        boxes: ``[n, 4]``.
-        scores: ``[n]``.
-        classes: ``[n]``.
-        iou_threshold: Overlap that is allowed.
-        margin: Required score difference; below 0, equal scores suppress too.
-
-    Returns:
-        Indices of kept boxes, in descending order of scores (stable).
+    the threshold and its score is higher by more than the margin (below 0, equal scores suppress
+    too). Returns the indices of kept boxes, in descending order of scores (stable).
     """
     order = best(scores, None)
     boxes, scores, classes = boxes[order], scores[order], classes[order]

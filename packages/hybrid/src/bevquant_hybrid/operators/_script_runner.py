@@ -109,11 +109,8 @@ class _Held:
 class ScriptRunner:
     """Interprets the graphs of a traced model.
 
-    Args:
-        model: Traced in this process or loaded from a file.
-        step: Called after every operation.
-        enter: Called for every call of a module, with its path, the module, its arguments and a
-            function that runs it; returns the call's result.
+    It calls `step` after every operation, and `enter` for every call of a module, whose result is
+    what `enter` returns.
     """
 
     def __init__(

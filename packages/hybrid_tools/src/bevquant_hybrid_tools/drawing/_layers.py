@@ -194,17 +194,11 @@ def _split(cut_edges: Sequence[int], columns: int) -> list[range] | None:
 def place_layers(
     layering: Layering, widths: Mapping[str, float], weights: Mapping[str, float], gap: float
 ) -> dict[str, float]:
-    """Centres of all nodes.
+    """Centres of all nodes, at least `gap` apart in a layer.
 
     Sweeps down and up move each layer towards its neighbours, as far as widths and gap allow. Heavy
     nodes have priority over light ones: the main path of a model becomes a straight line, and its
     shortcuts bend around it.
-
-    Args:
-        layering: The layers.
-        widths: Of every name.
-        weights: Of every name, above zero.
-        gap: Between two names of a layer.
     """
     centres: dict[str, float] = {}
 

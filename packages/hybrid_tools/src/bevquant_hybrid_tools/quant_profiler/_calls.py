@@ -42,15 +42,9 @@ def is_operator(module: nn.Module) -> bool:
 def named_operators(
     model: nn.Module, check: Callable[[nn.Module], bool] | None = None
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """List a model's operators by their first names.
+    """List a model's operators by their first names, in the order of their definition.
 
-    Args:
-        model: Any model.
-        check: Whether a module is an operator; None for `is_operator`.
-
-    Returns:
-        Modules by name, in the order of their definition; and further names of modules, with the
-        first name of each.
+    The second result has the further names of modules, with the first name of each.
     """
     check = check or is_operator
     found: dict[str, nn.Module] = {}

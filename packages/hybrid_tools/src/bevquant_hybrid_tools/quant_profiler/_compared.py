@@ -120,16 +120,10 @@ class Match:
 
 
 def compare(match: Match, measure: Measure, swapped: bool) -> list[Any] | None:
-    """Compare the results of matched calls.
+    """Compare the results of matched calls; None where the results have other shapes.
 
-    Args:
-        match: The calls.
-        measure: Of the similarity.
-        swapped: Whether `match.one` is of the first model, else of the second.
-
-    Returns:
-        Name, class in the first model, similarity, scale, largest difference, the same in steps,
-        and in steps where both are given the same; None where the results have other shapes.
+    Returns name, class in the first model, similarity, scale, largest difference, the same in
+    steps, and in steps where both are given the same. `swapped`: `match.one` is of the first model.
     """
     one, like, last = match.one, match.like, match.last
     first, second = (one, last) if swapped else (last, one)
@@ -194,17 +188,10 @@ def _step(tensor: Tensor, like: Tensor) -> Tensor | None:
 
 
 def _replay(call: Call, inputs: tuple[Tensor, ...]) -> Any:
-    """Call an operator again with other values in the form that it was given.
+    """Call an operator again with other values; None where their number or shapes do not fit.
 
     Where it was given a quantized tensor it gets one: with the scale of the new value if that is
     quantized, else rounded to the scale that it was given before.
-
-    Args:
-        call: Of the operator, with its arguments.
-        inputs: New values, as many as it was given and of the same shapes.
-
-    Returns:
-        The result; None where number or shapes do not fit.
     """
     given = list(tensors_in((call.args, call.kwargs)))
     if [tuple(t.shape) for t in given] != [tuple(t.shape) for t in inputs]:

@@ -164,15 +164,7 @@ def _match_calls(
 
     By name and by the number of earlier calls. A fused module stands for all its members: calls in
     the other model's data flow around the call of its name, under names that are silent in its own
-    model, or functions.
-
-    Args:
-        ones: Calls of the model that is fused more.
-        others: Calls of the other.
-        silent: Names that hold an Identity in the first model alone.
-
-    Returns:
-        The matches in the order of `ones`, and the names without one.
+    model, or functions. Returns the matches in the order of `ones`, and the names without one.
     """
     places = {(call.path, call.repeat): i for i, call in enumerate(others) if call.path}
     matches, alone = [], []

@@ -31,22 +31,10 @@ from bevquant_hybrid_tools.quant_profiler._tables import (
 
 
 class Selection:
-    """Modules selected by prefixes of their names and by class.
+    """Modules selected by prefixes of their names and by class; all where neither is given.
 
     A prefix that is a module's name selects it and its children (``conv1`` does not select
     ``conv10``); any other is the start of names.
-
-    Args:
-        model: Where the names are from.
-        prefixes: Starts of names, or one of them; empty for all, where `types` is empty too.
-        types: Classes, or one of them.
-        caller: For messages.
-
-    Raises:
-        TypeError: Something else.
-
-    Warns:
-        UserWarning: A prefix that no module's name starts with.
     """
 
     def __init__(

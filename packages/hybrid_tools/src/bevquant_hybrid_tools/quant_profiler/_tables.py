@@ -80,13 +80,7 @@ def _joined(row: Sequence[Cell], columns: Sequence[tuple[int, bool]], gap: str =
 
 
 def write_text(out_dir: str | os.PathLike[str] | None, name: str, text: str) -> Path:
-    """Write a file completely or not at all; return its path.
-
-    Args:
-        out_dir: Folder, made where it is missing; None for the current one.
-        name: Of the file.
-        text: Content.
-    """
+    """Write a file completely or not at all; return its path. None: in the current folder."""
     return write_whole(
         (Path() if out_dir is None else file_path(out_dir, "folder")) / name, text, parents=True
     )
@@ -113,9 +107,7 @@ def page(title: str, content: str) -> str:
 def curves_picture(names: Sequence[str], curves: Mapping[str, Sequence[float | None]]) -> str:
     """Return a part of a page with one curve per series; a point shows its operator and value.
 
-    Args:
-        names: Of the operators, from left to right.
-        curves: Values by the name of the series; None and values that are not finite leave a gap.
+    None and values that are not finite leave a gap.
     """
     finite = [v for values in curves.values() for v in values if v is not None and math.isfinite(v)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
@@ -209,17 +201,7 @@ def write_histograms(
     folder: str | os.PathLike[str] | None,
     per_channel: bool = False,
 ) -> None:
-    """Write one histogram per tensor, or one per channel of it.
-
-    Args:
-        titles: One for each tensor.
-        tensors: Values, and the axis of their channels; −1 for axis 1.
-        folder: Of the log; None for TensorBoard's own choice.
-        per_channel: One histogram per channel.
-
-    Raises:
-        ImportError: TensorBoard is not installed.
-    """
+    """Write one histogram per tensor, or one per channel of it (along axis 1 for an axis of −1)."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

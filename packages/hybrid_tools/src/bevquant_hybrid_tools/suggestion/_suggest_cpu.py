@@ -158,17 +158,7 @@ _Names = tuple[str, ...]
 
 
 class _Search:
-    """Greedy search over moves to the CPU.
-
-    Args:
-        trials: Builds the models.
-        kept: Names that always run on the CPU.
-        measure: Returns the metric and the cost of a model; its second argument names the model in
-            errors.
-        budget: Milliseconds that all moves may add; None for any.
-        layers: How many layers may move; None for any.
-        min_gain: Gain that a move must exceed.
-    """
+    """Greedy search over moves to the CPU; `measure` gets a name of the model for errors."""
 
     def __init__(
         self,

@@ -120,15 +120,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 class Metrics:
-    """A metric of models against one reference: its mean over the batches.
-
-    Args:
-        reference: The float form, whose outputs are kept.
-        batches: Inputs of `forward`.
-        forward: Runs a model on a batch; None spreads tuples and lists over the arguments and
-            dicts over the keywords.
-        metric: Function of a model's output and the reference's.
-    """
+    """A metric of models against one reference, whose outputs are kept: its mean over batches."""
 
     def __init__(
         self, reference: nn.Module, batches: Sequence[Any], forward: Forward | None, metric: Metric
