@@ -31,8 +31,6 @@ from ._recipes import Recipe, Step, recipe_of
 from ._settings import Names, anchor_path_of
 from ._tracer import called_function, called_path, number_nodes, scope_of, with_items
 
-# Methods of FloatFunctional whose operator has another name.
-_OPERATORS = {"add_relu": "add", "add_scalar": "add", "mul_scalar": "mul"}
 _PASS_MODULES = (nn.Identity, nn.Dropout, nn.Dropout2d, nn.Flatten, nn.Unflatten)
 _PASS_FUNCTIONS = {operator.getitem, torch.flatten, torch.reshape, F.dropout, F.dropout2d}
 _PASS_METHODS = {
@@ -152,10 +150,7 @@ class _Maker:
 
 def mapper_place(module: nn.Module | None, method: str | None, march: str) -> Listed:
     """Where the mapper of a hybrid model runs a module, or a method of it, and why."""
-    row = f"torch.{_OPERATORS.get(method, method)}" if method else ""
-    if not row and module is not None:
-        row = row_of_module(module, load_support_table())
-    return place_operator(row, march)
+    return place_operator(row_of_module(module, load_support_table(), method), march)
 
 
 class Kind(Enum):

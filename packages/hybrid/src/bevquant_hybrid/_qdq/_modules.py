@@ -82,11 +82,6 @@ class Call:
         """A step that an exporter knows by the name of a function."""
         return self.step(FloatCall, args, output=output, name=what, kwargs=kwargs)
 
-    def module(self, module: nn.Module, x: Ref, *, output: str = "") -> Step:
-        """A step that an exporter knows by a module of torch."""
-        what = type(module).__name__
-        return self.step(FloatCall, (x,), output=output, name=what, module=module)
-
 
 def form_of(value: Any, path: str) -> Form:
     """Integers of eight bits, or floats."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bevquant_graph import leaves
-from bevquant_hybrid.operators._expressions import DTYPES, Value
+from bevquant_hybrid.operators._expressions import DTYPES, Value, axis_names
 from bevquant_hybrid.operators._table import Operator, SupportTable
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -29,11 +29,16 @@ def is_leaf(module: nn.Module, table: SupportTable) -> bool:
     )
 
 
-def row_of_module(module: nn.Module, table: SupportTable) -> str:
+def row_of_module(module: nn.Module | None, table: SupportTable, method: str | None = None) -> str:
     """The row of a module, or ``""``: by its class, or by what its class derives from.
 
-    A class may say it itself, with an attribute ``bpu_operator``.
+    A class may say it itself, with an attribute ``bpu_operator``. A method of FloatFunctional has
+    its operator's row: ``add_relu`` and ``add_scalar`` that of ``torch.add``.
     """
+    if method:
+        base = f"torch.{method.removesuffix('_scalar').removesuffix('_relu')}"
+        found = table.find(base)
+        return base if found is None else found.name
     declared = getattr(type(module), "bpu_operator", "")
     if declared:
         return str(declared)
@@ -207,11 +212,6 @@ def _observed(module: nn.Module | None) -> str:
         if isinstance(dtype, str) and dtype in DTYPES:
             return str(dtype)
     return ""
-
-
-def axis_names(rank: int) -> str:
-    """One letter per axis: NCHW, NCW, NCDHW."""
-    return {3: "NCW", 5: "NCDHW"}.get(rank, "NCHW" + "?" * max(0, rank - 4))[:rank]
 
 
 def weighted_part(row: str, module: nn.Module) -> nn.Module:

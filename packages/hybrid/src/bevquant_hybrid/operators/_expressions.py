@@ -57,9 +57,14 @@ def _first(call: OperatorCall) -> tuple[int, ...]:
     return call.input_shapes[0] if call.input_shapes else call.output_shape
 
 
+def axis_names(rank: int) -> str:
+    """One letter per axis: NCHW, NCW, NCDHW."""
+    return {3: "NCW", 5: "NCDHW"}.get(rank, "NCHW" + "?" * max(0, rank - 4))[:rank]
+
+
 def _axis(call: OperatorCall, name: str) -> int:
     shape = _first(call)
-    names = {3: "NCW", 5: "NCDHW"}.get(len(shape), "NCHW")[: len(shape)]
+    names = axis_names(len(shape))
     return shape[names.index(name)] if name in names else 1
 
 

@@ -191,11 +191,10 @@ class Recorder(Watch):
         if seen.module is None:
             self._record_function(seen, result)
         elif seen.method is not None:
-            base = seen.method.removesuffix("_scalar").removesuffix("_relu")
-            row = self._table.find(f"torch.{base}")
+            name = row_of_module(seen.module, self._table, seen.method)
             inputs = list(tensors_in((seen.args, seen.kwargs)))
-            name, shapes = row.name if row else base, [shape_of(v) for v in inputs]
-            attributes = function_attributes(name, base, seen.args, seen.kwargs, shapes)
+            plain, shapes = name.rpartition(".")[2], [shape_of(v) for v in inputs]
+            attributes = function_attributes(name, plain, seen.args, seen.kwargs, shapes)
             attributes["method"] = seen.method
             self.record(seen.path, name, attributes, inputs, result, seen.module)
         else:

@@ -53,9 +53,7 @@ def _describe(node: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[str, str
             return "quantize", operator, path
         return "dequantize" if stub == "DeQuantStub" else "operator", operator, path
     if path and path in modules:  # a FloatFunctional's method
-        base = str(node.target).removesuffix("_scalar").removesuffix("_relu")
-        row = table.find(f"torch.{base}")
-        return "operator", row.name if row else f"torch.{base}", path
+        return "operator", row_of_module(modules[path], table, str(node.target)), path
     function = called_function(node) or str
     name = str(node.target) if node.op == "call_method" else getattr(function, "__name__", "")
     stack = list(node.meta.get("nn_module_stack", {}).values())
