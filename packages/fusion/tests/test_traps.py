@@ -1,5 +1,6 @@
 """What other tools get wrong when they fold batch norm."""
 
+import threading
 from collections import OrderedDict
 
 import pytest
@@ -137,3 +138,10 @@ def test_trap_21_transposed_weights_are_scaled_along_their_own_axis(groups):
         for column in range(8 // groups):
             channel = (row // (4 // groups)) * (8 // groups) + column
             torch.testing.assert_close(fused[row, column], weight[row, column] * gamma[channel])
+
+
+def test_what_cannot_be_copied_is_named() -> None:
+    net = nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1)).eval()
+    net.lock = threading.Lock()
+    with pytest.raises(ValueError, match=r"fuse_model: attribute 'lock' .* cannot be copied"):
+        fuse_model(net, torch.ones(1, 1, 2, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -62,6 +63,12 @@ def test_what_cannot_be_copied_is_named(name: str, value: Any) -> None:
     setattr(net[0], name, value)
     with pytest.raises(ValueError, match=rf"f: attribute '{name}' .* of 0 .*inplace=True"):
         copied(net, "f")
+
+
+def test_a_python_module_among_the_attributes_is_the_models() -> None:
+    net: Any = nn.Sequential(nn.ReLU())
+    net.maths = math
+    assert copied(net, "f").maths is math
 
 
 def test_a_graph_of_the_copy_reads_its_tensors() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import bevquant_qnn as qnn
-from bevquant_quantizers import TensorQuantizer
+from bevquant_quantizers import TensorQuantizer, calibrate
 from bevquant_sparse import use_bevquant_kernels
 
 floats = st.lists(st.integers(-1000, 1000), min_size=1, max_size=12)
@@ -438,3 +438,25 @@ def test_what_only_tells_places_stays_float():
     result = qnn.quantize_model(Lift().eval(), example_inputs=given)
     assert [item.path for item in result.quantized] == ["net", "offsets", "out", "sample_quantizer"]
     assert sum("or places" in note.reason for note in result.skipped) == 2
+
+
+class StaticSwish(nn.Module):
+    @staticmethod
+    def forward(x):
+        return x * torch.sigmoid(x) + x
+
+
+class ClassSwish(nn.Module):
+    @classmethod
+    def forward(cls, x):
+        return x * torch.sigmoid(x) + x
+
+
+@pytest.mark.parametrize("kind", [StaticSwish, ClassSwish])
+def test_forwards_without_self_are_quantized_as_others(kind):
+    net, x = nn.Sequential(nn.Linear(2, 4), kind(), nn.Linear(4, 2)).eval(), torch.randn(3, 2)
+    made = qnn.quantize_model(net, example_inputs=(x,)).model
+    with torch.no_grad():
+        calibrate(made, [(x,)])
+        assert not torch.equal(made(x), net(x))
+        torch.testing.assert_close(made(x), net(x), atol=0.1, rtol=0)

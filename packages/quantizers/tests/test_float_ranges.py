@@ -104,3 +104,16 @@ def test_a_tensor_that_is_changed_in_place_is_read_again() -> None:
     calibrate(model, [torch.tensor([1.5, 3.25])])
     found = float_ranges(model)
     assert (found["first"]["output"].largest, found["second"]["input"].largest) == (3.25, 6.5)
+
+
+def test_a_layer_in_vmap_is_refused_by_name() -> None:
+    class Mapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(TensorQuantizer(QuantDescriptor()), nn.Linear(2, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.vmap(self.inner)(x)
+
+    with pytest.raises(ValueError, match=r"inner is called in torch\.vmap"):
+        calibrate(Mapped().eval(), [torch.ones(2, 3, 2)])

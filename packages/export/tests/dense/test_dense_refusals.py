@@ -106,6 +106,22 @@ def test_other_than_eight_bits_are_refused(calibrated: Fixture, x: Tensor, tmp_p
         export_qdq_onnx(model, x, tmp_path / "net.onnx")
 
 
+def test_a_layer_in_float16_is_refused_with_the_remedy(
+    calibrated: Fixture, x: Tensor, tmp_path: Path
+) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1).half()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).half()).float()
+
+    model = simulate(calibrated(Mixed(), x), x)
+    with pytest.raises(ValueError, match=r"float16 or bfloat16 .*call model\.float\(\)"):
+        export_qdq_onnx(model, x, tmp_path / "mixed.onnx")
+
+
 def test_hb_mapper_takes_no_inputs_of_integers(
     calibrated: Fixture, x: Tensor, tmp_path: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 
 from torch import nn
@@ -10,7 +9,7 @@ from torch.nn.utils import parametrize, prune, remove_spectral_norm, remove_weig
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from bevquant_graph import detached_results
+from bevquant_graph import copied
 
 _Hook = WeightNorm | SpectralNorm | prune.BasePruningMethod
 
@@ -31,8 +30,7 @@ def keep_computed_weights(model: nn.Module, inplace: bool) -> nn.Module:
         model: In evaluation mode.
         inplace: Change the model itself, not a copy.
     """
-    # The hooks leave a result of autograd as an attribute, which deepcopy refuses.
-    model = model if inplace else copy.deepcopy(model, detached_results(model))
+    model = model if inplace else copied(model, "fuse_model")
     for path in computed_weights(model):
         module = model.get_submodule(path)
         if parametrize.is_parametrized(module):

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from bevquant_graph import (
-    detached_results,
+    copied,
     is_library_class,
     only_guards,
     replace_modules,
@@ -177,10 +177,10 @@ def with_batch_norms(model: nn.Module) -> nn.Module:
     frozen = {m: norm for m in model.modules() if m is not model and (norm := _as_norm(m))}
     if not frozen:
         return model
-    copies = detached_results(model)
-    copied = copy.deepcopy(model, copies)
-    replace_modules(copied, {copies[id(module)]: norm for module, norm in frozen.items()})
-    return copied
+    made = copied(model, "fuse_model")
+    twins = dict(zip(model.modules(), made.modules(), strict=True))
+    replace_modules(made, {twins[module]: norm for module, norm in frozen.items()})
+    return made
 
 
 def _as_norm(module: nn.Module) -> nn.Module | None:

@@ -9,14 +9,13 @@ and for the inside of modules that cannot be captured.
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Iterable
 
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from bevquant_graph import detached_results, trace_around
+from bevquant_graph import copied, trace_around
 
 from ._fold import Fold, layer_problem, norm_paths, tensor_owners
 from ._foldable import fold_problem, has_hooks, is_convolution
@@ -80,7 +79,7 @@ class _Reader:
     def __init__(self, model: nn.Module) -> None:
         # Forwards may store what they see; the parameters are the model's own.
         shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
-        self.model: nn.Module = copy.deepcopy(model, detached_results(model) | shared)
+        self.model: nn.Module = copied(model, "fuse_model", shared)
         self.names = {module: path for path, module in self.model.named_modules()}
         self.modules = dict(self.model.named_modules(remove_duplicate=False))
         self.owners = tensor_owners(model)

@@ -11,7 +11,7 @@ from ._attributes import same_constant
 from ._batch_arguments import Forward, as_example, on_batch
 from ._calls import Followed, FunctionCalls
 from ._capture import capture
-from ._copies import copied, detached_results
+from ._copies import copied
 from ._deformable import attend_levels, deformable_attention
 from ._faults import (
     CallError,
@@ -93,7 +93,6 @@ __all__ = [
     "checked_batches",
     "copied",
     "deformable_attention",
-    "detached_results",
     "evaluation",
     "file_path",
     "first_fault",

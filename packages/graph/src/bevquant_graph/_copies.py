@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,16 +13,20 @@ from ._faults import described
 from ._kinds import check_kind
 
 
-def copied(model: nn.Module, who: str) -> nn.Module:
+def copied(
+    model: nn.Module, who: str, shared: Mapping[int, Any] = types.MappingProxyType({})
+) -> nn.Module:
     """Return a deep copy of a model: parameters, buffers, attributes and hooks.
 
     ``copy.deepcopy`` does not copy functions. Here a hook or an attribute that is a closure over
     modules or tensors of the model becomes a closure over those of the copy. Results of autograd
-    among attributes and buffers, which it does not copy either, are detached.
+    among attributes and buffers, which it does not copy either, are detached. Attributes that are
+    Python modules (``self.np = numpy``) are the model's own.
 
     Args:
         model: It is not changed.
         who: The calling function, for the message. It has an argument ``inplace``.
+        shared: Values by ``id`` that the copy has from the model, as in a memo of ``deepcopy``.
 
     Raises:
         ValueError: A member cannot be copied (a lock, an open file). The message names module,
@@ -35,13 +39,13 @@ def copied(model: nn.Module, who: str) -> nn.Module:
         False
     """
     check_kind(model, nn.Module, "a torch module")
-    memo = detached_results(model)
+    memo = {**_memo(model), **shared}
     try:
         made = copy.deepcopy(model, memo)
     except Exception as error:
         raise ValueError(
             f"{who}: {_uncopyable(model)} cannot be copied ({type(error).__name__}: {error}). "
-            "Remove it, or pass inplace=True to change the model itself"
+            "Remove it for this call; quantize_model also takes inplace=True, which copies nothing"
         ) from error
     held = [*model.modules(), *model.parameters(), *model.buffers()]
     twins = {id(item): memo[id(item)] for item in held if id(item) in memo}
@@ -50,11 +54,16 @@ def copied(model: nn.Module, who: str) -> nn.Module:
     return made
 
 
-def detached_results(model: nn.Module) -> dict[int, Any]:
-    """Memo of `copy.deepcopy`: detached copies of attributes and buffers that autograd computed."""
-    found = (value for module in model.modules() for _, value in _own(module))
-    results = [value for value in found if isinstance(value, Tensor) and not value.is_leaf]
-    return {id(value): value.detach().clone() for value in results}
+def _memo(model: nn.Module) -> dict[int, Any]:
+    """Memo of `copy.deepcopy` for members that it refuses: autograd's results, Python modules."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for _, value in _own(module):
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+            elif isinstance(value, types.ModuleType):
+                memo[id(value)] = value
+    return memo
 
 
 def _rebind(attributes: dict[str, Any], twins: dict[int, Any]) -> None:

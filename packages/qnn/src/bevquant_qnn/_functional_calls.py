@@ -269,7 +269,7 @@ def _made(base: type[Any], plan: Plan, recorder: Recorder | None) -> type[Any]:
         mode.frame = sys._getframe()
         try:
             with mode:
-                result = base.forward(self, *args, **kwargs)
+                result = super(made, self).forward(*args, **kwargs)
         finally:
             mode.frame = None  # or the frame and the mode would keep each other alive
             if outer is None:
@@ -278,12 +278,17 @@ def _made(base: type[Any], plan: Plan, recorder: Recorder | None) -> type[Any]:
         mode.finish()
         return result
 
-    forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
+    shown = inspect.signature(base.forward)
+    if isinstance(inspect.getattr_static(base, "forward"), staticmethod | classmethod):
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        shown = shown.replace(parameters=[own, *shown.parameters.values()])
+    forward.__signature__ = shown  # type: ignore[attr-defined]
     kept = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     # torch.compile cannot ask for frames; it runs these forwards as they are.
     eager = torch.compiler.disable(forward)
-    made = {**kept, _BASE: base, _PLAN: plan, "forward": eager, "__reduce_ex__": _reduce}
-    return type(base.__name__, (base,), made)
+    members = {**kept, _BASE: base, _PLAN: plan, "forward": eager, "__reduce_ex__": _reduce}
+    made: type[Any] = type(base.__name__, (base,), members)
+    return made
 
 
 @cache

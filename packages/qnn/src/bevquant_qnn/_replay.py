@@ -88,14 +88,16 @@ class Watch:
     def _watched(self, cls: type[Any]) -> type[Any]:
         watch = self
 
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             def own(*inner: Any, **options: Any) -> Any:
-                return cls.forward(self, *inner, **options)
+                # of the class, which may be static
+                return super(made, self).forward(*inner, **options)  # type: ignore[misc]
 
             return watch._calls(self, own, args, kwargs)  # type: ignore[misc]
 
         names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-        return type(cls.__name__, (cls,), {**names, "forward": forward})
+        made: type[Any] = type(cls.__name__, (cls,), {**names, "forward": forward})
+        return made
 
 
 Run = Callable[[nn.Module], Any]

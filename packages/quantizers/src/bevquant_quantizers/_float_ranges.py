@@ -117,6 +117,11 @@ def recording(model: nn.Module, found: Ranges) -> Iterator[None]:
 
     def take(path: str, name: str, value: Any) -> None:
         for leaf, tensor in _leaves(name, value):
+            if torch._C._functorch.is_batchedtensor(tensor):
+                raise ValueError(
+                    f"calibrate: {path or 'the model'} is called in torch.vmap, where ranges "
+                    "cannot be measured; call it on the whole batch, without vmap"
+                )
             known = seen.get(id(tensor))
             version = 0 if tensor.is_inference() else tensor._version
             if known is None or known[0]() is not tensor or known[1] != version:

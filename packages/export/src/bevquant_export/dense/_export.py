@@ -369,7 +369,13 @@ def _assemble(
     )
     if graph.profile.passes:
         proto = _finished(proto, graph.profile)
-    onnx.checker.check_model(proto, full_check=graph.profile.axis)
+    try:
+        onnx.checker.check_model(proto, full_check=graph.profile.axis)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise QdqError(
+            f"onnx.checker refuses the model's file: {error}. A layer in float16 or bfloat16 is a "
+            "probable cause: call model.float() before the model is quantized"
+        ) from error
     return proto
 
 
