@@ -47,10 +47,14 @@ class ResNet20(nn.Module):
         return self.linear(self.layer3(self.layer2(self.layer1(x))).mean((2, 3)))
 
 
-def resnet20():
-    """The float model, batch norm and all."""
+def _require_data():
     if not WEIGHTS.exists() or not IMAGES.exists():
         pytest.skip(f"no trained ResNet-20 and CIFAR-10 images in {DATA}")
+
+
+def resnet20():
+    """The float model, batch norm and all."""
+    _require_data()
     saved = torch.load(WEIGHTS, weights_only=True, map_location="cpu")["state_dict"]
     model = ResNet20()
     model.load_state_dict({name.removeprefix("module."): v for name, v in saved.items()})
@@ -59,6 +63,7 @@ def resnet20():
 
 def images(count, *, test):
     """The first `count` training or test images, normalised, and their labels."""
+    _require_data()
     with np.load(IMAGES) as file:
         chosen = np.flatnonzero(file["is_test"] == test)
         chosen = chosen[:: len(chosen) // count][:count]  # all classes
