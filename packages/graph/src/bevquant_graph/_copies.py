@@ -25,7 +25,7 @@ def copied(
 
     Args:
         model: It is not changed.
-        who: The calling function, for the message. It has an argument ``inplace``.
+        who: The calling function, for the message.
         shared: Values by ``id`` that the copy has from the model, as in a memo of ``deepcopy``.
 
     Raises:

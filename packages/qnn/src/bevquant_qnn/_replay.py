@@ -90,7 +90,7 @@ class Watch:
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             def own(*inner: Any, **options: Any) -> Any:
-                # of the class, which may be static
+                # super() binds static forwards and class methods as torch calls them
                 return super(made, self).forward(*inner, **options)  # type: ignore[misc]
 
             return watch._calls(self, own, args, kwargs)  # type: ignore[misc]

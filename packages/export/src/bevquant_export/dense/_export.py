@@ -335,7 +335,7 @@ def _assemble(
         types: Inputs and outputs to their torch types.
 
     Raises:
-        onnx.checker.ValidationError: The file would be invalid.
+        QdqError: The file would be invalid.
     """
     import onnx
     from onnx import helper, numpy_helper
