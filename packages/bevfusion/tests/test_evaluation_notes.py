@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
-from bev_data.points import Labels
+from bev_data.points import Frame, Labels
 from bevfusion.evaluation import (
+    FrameBatches,
     FrameNote,
     PoorData,
+    data_findings,
     detections_of,
     detections_record,
     note_of,
     note_record,
 )
+from bevfusion.model import CONFIGS, build_model
 from bevfusion.model.head import Detections
+from bevquant_quantizers import CalibrationFinding
 from bevquant_quantizers.ranks import pack, unpack
 
 
@@ -58,3 +65,17 @@ def test_a_record_of_another_form_is_one_value_error(name: str, value: object) -
     changed = {key: array for key, array in (kept | {name: value}).items() if array is not None}
     with pytest.raises(ValueError, match=r"not a (record of a frame|list of findings)"):
         (note_of(changed), detections_of("found", changed))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_findings_do_not_depend_on_which_batches_were_made(count: int) -> None:
+    points = np.array([[10.0, 0.0, -1.0, 80.0, 0.0]], np.float32)
+    frames, sizes = [Frame(name, points) for name in "ab"], CONFIGS["tiny"]
+    fresh, used = (FrameBatches(frames, sizes, build_model(sizes, ("lidar",))) for _ in range(2))
+    assert len(list(used)) == 2
+    everywhere = CalibrationFinding("fuser", None, "constant", "one value", "other frames")
+    report: Any = SimpleNamespace(findings=(everywhere,))
+    found = data_findings(fresh, count, report)
+    assert found == data_findings(used, count, report)
+    assert [finding.kind for finding in found] == ["few voxels"] * count + ["constant"]
+    assert found[-1].frame == ("a" if count == 1 else "all 2 frames")

@@ -143,7 +143,9 @@ class FrameBatches(Sequence[Batch]):
         return [{"name": name, "size": size} for _, (name, size) in made]
 
     def note(self, index: int) -> FrameNote:
-        """Record name, size, labels and findings of a frame whose batch was made."""
+        """Name, size, labels and findings of a frame; its batch is made if it was not yet."""
+        if index not in self.names:
+            self[index]
         return FrameNote(*self.names[index], self._labels[index], self._findings[index])
 
     def share_notes(self, shards: Shards | None = None) -> None:
@@ -155,12 +157,10 @@ class FrameBatches(Sequence[Batch]):
         if current_ranks().alone or self._notes_shared:
             return
 
-        def note(index: int) -> Record:
-            if index not in self.names:
-                self[index]
+        def record_of(index: int) -> Record:
             return note_record(self.note(index))
 
-        for index, record in in_order("frame", len(self), note, shards):
+        for index, record in in_order("frame", len(self), record_of, shards):
             self.learn(index, note_of(record))
         self._notes_shared = True
 
@@ -287,17 +287,17 @@ def data_findings(
     A frame of few voxels among good frames adds little and forbids nothing.
 
     Args:
-        batches: The frames, with their batches made.
+        batches: The frames.
         count: Number of calibration frames.
         report: Report of the calibration.
     """
-    notes = {index: batches.note(index) for index in range(count) if index in batches.names}
-    every = [finding for note in notes.values() for finding in note.findings]
+    notes = [batches.note(index) for index in range(count)]
+    every = [finding for note in notes for finding in note.findings]
     few = [finding for finding in every if finding.kind == "few voxels"]
     found = [f for f in every if f not in few]
-    found += [PoorData(**{**asdict(f), "poor": len(few) == count}) for f in few]
+    found += [replace(f, poor=len(few) == count) for f in few]
     whole = notes[0].name if count == 1 else f"all {count} frames"
     for item in report.findings if report is not None else ():
-        at = whole if item.frame not in notes else notes[item.frame].name
+        at = whole if item.frame is None else notes[item.frame].name
         found.append(PoorData(**{**asdict(item), "frame": at}))
     return tuple(found)
