@@ -33,6 +33,7 @@ from bevfusion_quant.options import PtqConfig
 from bevfusion_quant.ptq import run_ptq
 from bevfusion_quant.saved_run import LoadedRun, load_run
 from bevquant_qnn import PrecisionPlan
+from bevquant_quantizers.documents import sha256
 
 W4A8 = {"weight_bits": 4, "rounding": "gptq", "bias_correction": True}
 FORMATS: dict[str, dict[str, Any]] = {
@@ -61,7 +62,7 @@ def made_run(folder: Path, name: str, **settings: Any) -> LoadedRun:
     Raises:
         ValueError: The run of this name has other weights.
     """
-    weights = settings["weights"].resolve()
+    digest, noted = sha256(settings["weights"]), folder / f"{name}.sha256"
     if not (folder / name).exists():
         if (precision := settings.pop("plan", None)) is not None:
             int8 = made_run(folder, f"{name}-int8", **settings)
@@ -69,12 +70,16 @@ def made_run(folder: Path, name: str, **settings: Any) -> LoadedRun:
             settings["plan"].write_text(
                 PrecisionPlan.by_hand(int8.quantized_model, {}, precision).to_json()
             )
+        folder.mkdir(parents=True, exist_ok=True)
+        noted.write_text(digest)  # the run's own digests are those of folded weights
         config = PtqConfig(config="tiny", branch="all", **settings)
         run_ptq(streets(5000, 16), config, runs=folder, name=name)
-    run = load_run(folder / name)
-    if Path(run.config["weights"]).resolve() != weights:
-        raise ValueError(f"{folder / name} is a run of {run.config['weights']}, not of {weights}")
-    return run
+    if not noted.is_file() or noted.read_text() != digest:
+        raise ValueError(
+            f"{folder / name} is a run of other weights than {settings['weights']}: name another "
+            "folder, or remove the run"
+        )
+    return load_run(folder / name)
 
 
 def run_of(folder: Path, number: int, weights: Path, name: str) -> LoadedRun:
