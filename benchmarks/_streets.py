@@ -102,9 +102,7 @@ def compare_ranks(folder: Path) -> None:
         tables, seconds = [], []
         for estimate in (False, True):
             start = time.process_time()
-            tables.append(
-                measure_sensitivity(model, batches, run.sizes, without=False, estimate=estimate)
-            )
+            tables.append(measure_sensitivity(model, batches, without=False, estimate=estimate))
             seconds.append(time.process_time() - start)
         scores = [row.alone["int8"] for row in tables[0]]
         print(
@@ -156,7 +154,7 @@ def judged(
     batches = FrameBatches(
         streets(first + place * count, count, names[place]), run.sizes, run.float_model
     )
-    rules = detection_rules(run.sizes, batches)
+    rules = detection_rules(batches)
     found = {key: DetectionAccumulator(run.sizes.head.classes, rules) for key in models}
     for index in range(len(batches)):
         batch, labels = batches[index], batches.frame_labels(index)

@@ -30,7 +30,7 @@ def told(whole: Split) -> tuple[dict, dict, dict]:
 
 @pytest.fixture(scope="module")
 def comparison(whole: Split) -> BpuComparison:
-    return compare_forms(whole.models, whole.forms, whole.batches, TINY)
+    return compare_forms(whole.models, whole.forms, whole.batches)
 
 
 def decibels(wanted: torch.Tensor, got: torch.Tensor) -> float:

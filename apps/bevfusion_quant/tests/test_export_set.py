@@ -60,7 +60,7 @@ def models() -> Models:
 def made(models: Models, tmp_path_factory: pytest.TempPathFactory) -> ExportedSet:
     folder = tmp_path_factory.mktemp("set") / "onnx"
     fused, quantized, batches = models
-    return export_model(fused, quantized, batches, TINY, Clock(), folder, target="tensorrt")
+    return export_model(fused, quantized, batches, Clock(), folder, target="tensorrt")
 
 
 def test_the_set_is_cuda_bevfusions(made: ExportedSet) -> None:
@@ -167,7 +167,7 @@ def test_other_engines_take_the_same_model(target: str, models: Models, tmp_path
         pytest.importorskip("openvino", reason="openvino is not installed")
     fused, quantized, batches = models
     made = export_model(
-        fused, quantized, batches, TINY, Clock(), tmp_path / "onnx",
+        fused, quantized, batches, Clock(), tmp_path / "onnx",
         target=target, cpu=cpu_at_hand(),
     )  # fmt: skip
     assert made.failures == ()

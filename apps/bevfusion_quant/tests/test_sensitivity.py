@@ -82,7 +82,7 @@ def outputs(loaded: LoadedRun, batches: FrameBatches, on: set[int]) -> list[dict
 def test_the_heat_maps_sqnr_is_that_of_the_plain_loop(
     loaded: LoadedRun, batches: FrameBatches
 ) -> None:
-    table = measure_sensitivity(loaded.quantized_model, batches, TINY, output="heatmap")
+    table = measure_sensitivity(loaded.quantized_model, batches, output="heatmap")
     count = len(precision_groups(loaded.quantized_model))
     everything = set(range(count))
     wanted = outputs(loaded, batches, set())
@@ -108,7 +108,7 @@ def test_the_task_is_judged_as_evaluation_judges_it(
     loaded: LoadedRun, batches: FrameBatches
 ) -> None:
     table = measure_sensitivity(
-        loaded.quantized_model, batches, TINY, metric="mAP", without=False
+        loaded.quantized_model, batches, metric="mAP", without=False
     )  # fmt: skip
     head = loaded.quantized_model.head
     low_x, low_y, _, high_x, high_y, _ = TINY.lidar.point_cloud_range
@@ -132,7 +132,7 @@ def test_sixteen_bits_lose_less_and_ranges_stay(
     assert all(row.alone["int16"] > row.alone["int8"] for row in rows)
     before = {k: v.clone() for k, v in loaded.quantized_model.state_dict().items()}
     measure_sensitivity(
-        loaded.quantized_model, batches.head(1), TINY, precisions=("int16",), without=False
+        loaded.quantized_model, batches.head(1), precisions=("int16",), without=False
     )
     after = loaded.quantized_model.state_dict()
     assert before.keys() == after.keys()
@@ -144,10 +144,10 @@ def test_the_plans_score_is_that_of_its_model(
 ) -> None:
     """Set as `ptq --plan` sets it, and run whole."""
     batches = batches.head(1)
-    table = measure_sensitivity(loaded.quantized_model, batches, TINY, without=False)
+    table = measure_sensitivity(loaded.quantized_model, batches, without=False)
     budget = parse_budget("time=1.6")
     estimated = plan_within(loaded.quantized_model, table, budget)
-    found = refine_within(loaded.quantized_model, batches, TINY, estimated, table, budget, rounds=1)
+    found = refine_within(loaded.quantized_model, batches, estimated, table, budget, rounds=1)
     groups = precision_groups(loaded.quantized_model)
     on = {number for number, group in enumerate(groups) if found.plan[group.name] == "int8"}
     assert 0 < len(on) < len(groups)
@@ -298,4 +298,4 @@ def test_frames_without_labels_have_no_map(
 ) -> None:
     monkeypatch.setattr(FrameBatches, "frame_labels", lambda self, index: None)
     with pytest.raises(InputError, match="none of the frames has labels"):
-        measure_sensitivity(loaded.quantized_model, batches, TINY, metric="mAP")
+        measure_sensitivity(loaded.quantized_model, batches, metric="mAP")

@@ -160,7 +160,7 @@ def test_the_detectors_files_take_the_whole_image(quantized: Quantized, tmp_path
     pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
     pytest.importorskip("onnxscript", reason="onnxscript is not installed")
     made = export_files(
-        quantized.fused, quantized.model, quantized.batches, TINY, tmp_path / "onnx",
+        quantized.fused, quantized.model, quantized.batches, tmp_path / "onnx",
         target="tensorrt",
     )  # fmt: skip
     assert made.failures == ()

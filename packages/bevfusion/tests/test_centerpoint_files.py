@@ -14,7 +14,7 @@ from bevfusion.centerpoint import CenterHeadConfig, center_loss, decode
 from bevfusion.deployment import export_files
 from bevfusion.detectors import DETECTORS, build_detector, example_of
 from bevfusion.evaluation import FrameBatches
-from bevfusion.model import Detector, Sizes, random_weights
+from bevfusion.model import Detector, random_weights
 from bevfusion.quantization import (
     calibrate_detector,
     evaluate_quantized,
@@ -44,11 +44,11 @@ def frames(count: int = 2) -> list[Frame]:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def made(request: pytest.FixtureRequest) -> tuple[Sizes, Detector, Detector, FrameBatches]:
+def made(request: pytest.FixtureRequest) -> tuple[Detector, Detector, FrameBatches]:
     return quantized_as(small(request.param))
 
 
-def quantized_as(sizes: Any) -> tuple[Sizes, Detector, Detector, FrameBatches]:
+def quantized_as(sizes: Any) -> tuple[Detector, Detector, FrameBatches]:
     model = build_detector(sizes)
     batches = FrameBatches(frames(), sizes, model)
     random_weights(model, *batches[0])
@@ -58,12 +58,12 @@ def quantized_as(sizes: Any) -> tuple[Sizes, Detector, Detector, FrameBatches]:
     parts = DETECTORS[sizes.kind].parts
     quantized = quantize_detector(folded.model, example_of(sizes, batches[0]), parts).model
     calibrate_detector(quantized, batches)
-    return sizes, folded.model, quantized, batches
+    return folded.model, quantized, batches
 
 
 def test_all_of_it_computes_in_integers(made: Any) -> None:
-    sizes, folded, quantized, batches = made
-    found = evaluate_quantized(folded, quantized, batches, sizes)
+    folded, quantized, batches = made
+    found = evaluate_quantized(folded, quantized, batches)
     assert [row.stage for row in found.stage_rows] == ["lidar", "decoder", "head"]
     assert all(row.sqnr_db is None or row.sqnr_db > 10 for row in found.stage_rows)
     assert len(found.float_detections) == 2
@@ -79,29 +79,31 @@ def test_all_of_it_computes_in_integers(made: Any) -> None:
 @pytest.mark.parametrize("target", ["tensorrt11", "onnxruntime"])
 def test_files_in_a_row_are_the_integer_model(made: Any, target: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
-    sizes, folded, quantized, batches = made
-    written = export_files(folded, quantized, batches, sizes, tmp_path / "files", target=target)
+    folded, quantized, batches = made
+    written = export_files(folded, quantized, batches, tmp_path / "files", target=target)
     assert not written.failures
-    encoder = "pts_voxel_encoder" if sizes.kind == "centerpoint-pillars" else "centerpoint.scn"
+    encoder = (
+        "pts_voxel_encoder" if batches.sizes.kind == "centerpoint-pillars" else "centerpoint.scn"
+    )
     assert [file.name for file in written.files] == [f"{encoder}.onnx", "rpn_centerhead.onnx"]
     names = tuple(port.name for port in written.files[1].outputs)
     assert names == quantized.head.output_names
     assert names[:2] == ("reg_0", "height_0")
     assert names[-1] == "heatmap_1"
     assert written.agreement[0].matched > 0
-    if sizes.kind == "centerpoint-pillars":
+    if batches.sizes.kind == "centerpoint-pillars":
         assert written.files[0].kind == "float"
         assert written.files[0].inputs[0].shape == (8000, 20, 11)
 
 
 def test_autoware_reads_pillars_of_its_own_sizes_alone(made: Any, tmp_path: Path) -> None:
-    sizes, folded, quantized, batches = made
-    if sizes.kind == "centerpoint-pillars":
+    folded, quantized, batches = made
+    if batches.sizes.kind == "centerpoint-pillars":
         with pytest.raises(InputError, match=r"has 2 tasks.*20 points a pillar.*--config autoware"):
-            export_files(folded, quantized, batches, sizes, tmp_path / "files", target="autoware")
+            export_files(folded, quantized, batches, tmp_path / "files", target="autoware")
         return
     pytest.importorskip("onnxruntime")
-    written = export_files(folded, quantized, batches, sizes, tmp_path / "files", target="autoware")
+    written = export_files(folded, quantized, batches, tmp_path / "files", target="autoware")
     assert not written.failures
     assert [file.name for file in written.files] == ["centerpoint.scn.onnx", "rpn_centerhead.onnx"]
     assert written.agreement[0].matched > 0
@@ -117,8 +119,8 @@ def test_autoware_s_node_reads_boxes_of_older_mmdetection3d(tmp_path: Path) -> N
         lidar=replace(sizes.lidar, max_num_points=32),
         head=replace(sizes.head, tasks=(("car", "truck"),)),
     )
-    _, folded, quantized, batches = quantized_as(sizes)
-    written = export_files(folded, quantized, batches, sizes, tmp_path / "files", target="autoware")
+    folded, quantized, batches = quantized_as(sizes)
+    written = export_files(folded, quantized, batches, tmp_path / "files", target="autoware")
     assert not written.failures
     encoder, dense = written.files
     assert encoder.name == "pts_voxel_encoder_centerpoint.onnx"

@@ -174,6 +174,12 @@ class InTurn:
         return ()
 
 
+class Batches(list):
+    """Batches as `FrameBatches` has them, where nobody asks for boxes."""
+
+    sizes = TINY
+
+
 @torch.no_grad()
 def test_three_forms_of_a_split_detector_are_judged_stage_by_stage() -> None:
     model = build_model(TINY, ("lidar", "decoder")).eval()
@@ -182,7 +188,7 @@ def test_three_forms_of_a_split_detector_are_judged_stage_by_stage() -> None:
     other = copy.deepcopy(model)
     next(other.decoder["neck"].parameters()).mul_(1.01)
     real, fake, integer = (SplitModel(m, {}, (), run=lambda: None) for m in (model, other, model))
-    found = evaluate_split([real, fake, integer], InTurn, [batch], TINY)  # type: ignore[arg-type]
+    found = evaluate_split([real, fake, integer], InTurn, Batches([batch]))  # type: ignore[arg-type]
     assert [stage.stage for stage in found.stages] == ["lidar", "decoder"]
     lidar, decoder = found.stages
     assert lidar.fake_sqnr_db is None  # equal

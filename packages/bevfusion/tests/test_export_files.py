@@ -35,7 +35,7 @@ def test_a_sparse_encoder_is_written_and_computes_what_the_integers_do(
     quantized = quantize_detector(folded, example, ["lidar"], first_layer=False).model
     calibrate(quantized, batches, forward=lambda net, batch: net(*batch), method="max")
 
-    made = export_files(folded, quantized, batches, TINY, tmp_path / "onnx")
+    made = export_files(folded, quantized, batches, tmp_path / "onnx")
     assert made.failures == ()
     (file,) = made.files
     assert (file.name, file.kind) == ("lidar.backbone.xyz.onnx", "sparse")
@@ -48,7 +48,7 @@ def test_a_sparse_encoder_is_written_and_computes_what_the_integers_do(
 
     # What it is captured on does not show in the file, and as few voxels do as there may be.
     monkeypatch.setattr(_export, "_EXAMPLE_VOXELS", 40)
-    again = export_files(folded, quantized, batches, TINY, tmp_path / "fewer")
+    again = export_files(folded, quantized, batches, tmp_path / "fewer")
     assert again.files == made.files
     assert again.stages == made.stages
 

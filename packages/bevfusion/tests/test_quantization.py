@@ -107,6 +107,6 @@ def test_mean_ap_wants_a_head_and_labels(fused: BEVFusion) -> None:
     points = np.array([[10.0, 0.0, -1.0, 80.0, 0.0]], np.float32)
     batches = FrameBatches([Frame("one", points)], TINY, fused)
     with pytest.raises(InputError, match="model is lidar and decoder alone"):
-        MeanAp(fused, batches, TINY)
+        MeanAp(fused, batches)
     with pytest.raises(InputError, match="none of the frames has labels"):
-        MeanAp(build_model(TINY, ("lidar", "decoder", "head")), batches, TINY)
+        MeanAp(build_model(TINY, ("lidar", "decoder", "head")), batches)

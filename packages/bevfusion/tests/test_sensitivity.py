@@ -114,9 +114,7 @@ def detector() -> tuple[BEVFusion, Any]:
 def test_it_is_the_measurement_of_any_model(detector: tuple[BEVFusion, Any]) -> None:
     model, batches = detector
     before = []
-    table = measure_sensitivity(
-        model, batches, CONFIGS["tiny"], without=False, before_each=lambda: before.append(1)
-    )
+    table = measure_sensitivity(model, batches, without=False, before_each=lambda: before.append(1))
     plain = sensitivity(model, [tuple(batches[0])], "sqnr", without=False)
     assert [row.alone for row in table] == [row.alone for row in plain]
     assert before
@@ -144,7 +142,7 @@ def test_a_study_measures_and_plans_in_the_budget(detector: tuple[BEVFusion, Any
 
     def study(budget: str) -> SensitivityOutcome:
         return study_sensitivity(
-            model, Frames(batches), CONFIGS["tiny"],
+            model, Frames(batches),
             precisions=("int8", "int8"), without=False, budget=budget, rounds=0, step=step,
         )  # fmt: skip
 

@@ -332,7 +332,7 @@ def run_compare(
         digests = [run.settings.sha256 for run in read_runs]
         decides = {"compares": digests, "integers": integers, "cameras": cameras}
         shards = record.shards(frames, {**decides, "command": record.command}, float_model)
-        accumulator = accuracy_accumulator(sizes, batches, bootstrap)
+        accumulator = accuracy_accumulator(batches, bootstrap)
         with clock.step("run all models"):
             for _ in accumulate_models(
                 "compare", models, float_model, batches, accumulator, shards

@@ -33,7 +33,7 @@ from bevfusion.deployment import (
     write_piece,
 )
 from bevfusion.detectors import example_of, is_foreign
-from bevfusion.model import Detector, Sizes
+from bevfusion.model import Detector
 from bevfusion_quant._errors import InputError, VerificationError
 from bevfusion_quant.frames import FrameBatches
 from bevfusion_quant.integer import lowered
@@ -100,7 +100,6 @@ def export_model(
     float_model: Detector,
     quantized_model: Detector,
     batches: FrameBatches,
-    config: Sizes,
     clock: Clock,
     folder: Path,
     *,
@@ -114,7 +113,6 @@ def export_model(
         float_model: The folded float model.
         quantized_model: Its calibrated quantized model.
         batches: At least one. The files run on the first; all of them bound the number of voxels.
-        config: Sizes.
         clock: Times the steps.
         folder: Created here; holds the files and manifest.json.
         target: Name of an engine.
@@ -127,16 +125,16 @@ def export_model(
         InputError: A library is missing, the head is quantized, or a file cannot be written.
     """
     _check_libraries()
-    if is_foreign(config.name):
+    if is_foreign(batches.sizes.name):
         how.pop("known", None)
         write = partial(export_whole, float_model, quantized_model, batches, folder)
     else:
         pieces = nvidia_pieces(float_model, quantized_model, target)
-        write = partial(export_pieces, pieces, quantized_model, batches, config, folder)
+        write = partial(export_pieces, pieces, quantized_model, batches, folder)
     made = _exported(write, batches, clock, target=target, **how)
     if not layers:
         with clock.step("compare layers", blame="float and integer model cannot be compared"):
-            example = example_of(config, batches[0])
+            example = example_of(batches.sizes, batches[0])
             model = lowered(quantized_model, example, "auto", verify=False)
             layers = compare(float_model, model, [tuple(batches[0])], verify=True).rows
     return replace(made, files=beside_layers(made.files, layers))
@@ -199,12 +197,12 @@ def _export_bpu(
     with for_march(config.march):
         batches = FrameBatches(frames, sizes, folded, cameras or config.cameras)
         pieces = bpu_pieces(folded, loaded.units.parts, loaded.forms)
-        write = partial(export_pieces, pieces, folded, batches, sizes, folder)
+        write = partial(export_pieces, pieces, folded, batches, folder)
         exported = _exported(
             write, batches, clock, target="bpu", march=config.march, run=run, **given
         )
         with clock.step("compare layers", blame="float and integer model cannot be compared"):
-            compared = compare_forms(loaded.models, loaded.forms, batches.head(1), sizes)
+            compared = compare_forms(loaded.models, loaded.forms, batches.head(1))
     paths = {
         form.prefix + label.place: label.path
         for form in loaded.forms.values()
@@ -280,12 +278,12 @@ def export_run(
         else:
             with clock.step("load the run"):
                 loaded = load_run(run)
-            model, sizes = loaded.quantized_model, loaded.sizes
-            batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
+            model, cameras = loaded.quantized_model, cameras or ran.used_cameras
+            batches = FrameBatches(frames, loaded.sizes, model, cameras)
             with clock.step("read and voxelize"):
                 batches.head(1)[0]
             exported = export_model(
-                loaded.float_model, model, batches, sizes, clock, folder,
+                loaded.float_model, model, batches, clock, folder,
                 target=chosen, cpu=cpu or "any", calibration=ran.poor_calibration,
                 measure=measure, **given,
             )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import cast
 import bevquant_int8sim
 from bev_data.metrics import AccuracyAccumulator
 from bevfusion.detectors import example_of
-from bevfusion.model import Batch, Detector, Sizes
+from bevfusion.model import Batch, Detector
 from bevfusion.quantization import (
     QUERIES,
     FloatPart,
@@ -80,7 +80,6 @@ def lower_model(
     float_model: Detector,
     quantized_model: Detector,
     batches: FrameBatches,
-    config: Sizes,
     clock: Clock,
     backend: str | None,
 ) -> Lowered | None:
@@ -93,7 +92,7 @@ def lower_model(
         return None
     used = check_backend(backend)
     with clock.step("lower to integers"):
-        example = example_of(config, batches[0])
+        example = example_of(batches.sizes, batches[0])
         model = lowered(quantized_model, example, backend, verify=False)
         # Every frame is compared behind this, step by step; the first one verifies.
         return Lowered(model, used, LayerComparison(float_model, model, verify=True))
@@ -103,7 +102,6 @@ def simulate_model(
     made: Lowered,
     quantized_model: Detector,
     batches: FrameBatches,
-    config: Sizes,
     evaluation: QuantizationEvaluation,
     clock: Clock,
     folder: Path,
@@ -120,7 +118,7 @@ def simulate_model(
     """
     with clock.step("run in integers", blame="the integer model cannot run on these frames"):
         simulation = simulate_detector(
-            made.model, made.layers, quantized_model, batches, config, evaluation,
+            made.model, made.layers, quantized_model, batches, evaluation,
             backend=made.backend,
             reasons=_reasons(quantized_model, cast(Branch, branch)),
             accuracy=accuracy,
@@ -137,7 +135,6 @@ def evaluate_models(
     quantized_model: Detector,
     low: Lowered | None,
     batches: FrameBatches,
-    sizes: Sizes,
     clock: Clock,
     folder: Path,
     shards: Shards,
@@ -153,14 +150,16 @@ def evaluate_models(
     blame = "" if low is None else "float and integer model cannot be compared"
     with clock.step("compare", blame=blame):
         evaluation = evaluate_quantized(
-            float_model, quantized_model, batches, sizes, accumulator, shards,
+            float_model, quantized_model, batches,
+            accuracy=accumulator,
+            shards=shards,
             integers=None if low is None else low.layers,
             integer_frames=layer_frames,
         )  # fmt: skip
     if low is None:
         return evaluation, None
     simulation = simulate_model(
-        low, quantized_model, batches, sizes, evaluation, clock, folder,
+        low, quantized_model, batches, evaluation, clock, folder,
         branch=branch,
         accuracy=accumulator,
         shards=shards,

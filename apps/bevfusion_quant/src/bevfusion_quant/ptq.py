@@ -241,12 +241,12 @@ def run_ptq(
                     quantized.model, batches.head(count),
                     rounding=config.rounding, correct_bias=config.bias_correction,
                 )  # fmt: skip
-        low = lower_model(fused.model, quantized.model, batches, sizes, clock, integers)
+        low = lower_model(fused.model, quantized.model, batches, clock, integers)
         with ExitStack() as stack:  # not before: capturing runs the models on what is no frame
             models = {"float": fused.model, "fake": quantized.model} if export else {}
             known = {name: stack.enter_context(watching(m)) for name, m in models.items()}
             evaluation, simulation = evaluate_models(
-                fused.model, quantized.model, low, batches, sizes, clock, folder, shards,
+                fused.model, quantized.model, low, batches, clock, folder, shards,
                 branch=config.branch,
             )  # fmt: skip
         del low  # the integer model is saved, and read no more
@@ -273,7 +273,7 @@ def run_ptq(
         if export is not None:
             try:
                 exported = export_model(
-                    fused.model, quantized.model, batches, sizes, clock, folder / ONNX_FOLDER,
+                    fused.model, quantized.model, batches, clock, folder / ONNX_FOLDER,
                     target=export,
                     layers=() if simulation is None else simulation.layers,
                     command=record.command,
@@ -300,7 +300,7 @@ def run_ptq(
         for quantizer in records["calibration"]["quantizers"]:
             del quantizer["findings"]  # which are told above, with names of frames
         evaluated = EvaluatedRun(
-            record, sizes, batches, evaluation, records,
+            record, batches, evaluation, records,
             simulation=simulation,
             exported=exported,
             remedy=remedy,
@@ -408,14 +408,14 @@ def run_evaluate(
         ran, model, sizes = loaded.settings, loaded.quantized_model, loaded.sizes
         batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
         classes = sizes.head.classes  # none of a detector in other code that names none
-        accumulator = accuracy_accumulator(sizes, batches, bootstrap) if classes else None
+        accumulator = accuracy_accumulator(batches, bootstrap) if classes else None
         settings: dict[str, Any] = {"evaluates": str(run), "config": ran.config}
         settings |= {"weights": ran.weights, "cameras": cameras}
         decides = {"integers": integers, "layer_frames": layer_frames, "command": record.command}
         shards = record.shards(frames, settings | decides, loaded.float_model, model)
-        low = lower_model(loaded.float_model, model, batches, sizes, clock, integers)
+        low = lower_model(loaded.float_model, model, batches, clock, integers)
         evaluation, simulation = evaluate_models(
-            loaded.float_model, model, low, batches, sizes, clock, record.folder, shards,
+            loaded.float_model, model, low, batches, clock, record.folder, shards,
             branch=ran.branch,
             accumulator=accumulator,
             layer_frames=layer_frames,
@@ -434,7 +434,7 @@ def run_evaluate(
             seconds, peak = clock.spent()
             return made(seconds=seconds, peak_memory_mib=peak)
         evaluated = EvaluatedRun(
-            record, sizes, batches, evaluation, simulation=simulation, accuracy=accuracy
+            record, batches, evaluation, simulation=simulation, accuracy=accuracy
         )
         about: dict[str, Any] = {"notes": evaluated.notes, "left_out": evaluated.left_out}
         evaluated.draw(quantized_parts(ran.branch, ran.model)[-1])

@@ -315,11 +315,10 @@ def write_run(
     `training` is stored under `qat`; `shown` are frames, the first is drawn.
     """
     ran = start.settings
-    sizes, branch = start.sizes, ran.branch
-    batches = FrameBatches(shown, sizes, model, cameras)
+    batches = FrameBatches(shown, start.sizes, model, cameras)
     accuracy = None
     if evaluated:
-        accumulator = accuracy_accumulator(sizes, batches)
+        accumulator = accuracy_accumulator(batches)
         models = {"float": start.float_model, "quantized": model}
         with clock.step("judge by labels"):
             found = accumulate_models("held out", models, model, batches, accumulator)
@@ -327,11 +326,11 @@ def write_run(
                 pass
             accuracy = accumulator.result()
     with clock.step("compare"):
-        evaluation = evaluate_quantized(start.float_model, model, batches.head(1), sizes)
+        evaluation = evaluate_quantized(start.float_model, model, batches.head(1))
     if not current_ranks().first:
         return accuracy
-    evaluated_run = EvaluatedRun(record, sizes, batches, evaluation, accuracy=accuracy)
-    evaluated_run.draw(quantized_parts(branch, ran.model)[-1])
+    evaluated_run = EvaluatedRun(record, batches, evaluation, accuracy=accuracy)
+    evaluated_run.draw(quantized_parts(ran.branch, ran.model)[-1])
     with clock.step("write"):
         plan = None if ran.plan is None else read_plan(run / PLAN_FILE)
         digests = save_model(record.folder, model, start.float_model, plan)
@@ -342,5 +341,5 @@ def write_run(
         key: value for key, value in training["settings"].items() if key not in ("run", "cameras")
     }
     evaluated_run.write_page({"trained from": training["run"], "weights": ran.weights, **settings})
-    evaluated_run.write_summary({"branch": branch, "qat": training, "accuracy": None})
+    evaluated_run.write_summary({"branch": ran.branch, "qat": training, "accuracy": None})
     return accuracy

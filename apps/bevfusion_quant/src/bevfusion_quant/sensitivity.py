@@ -168,11 +168,11 @@ def run_sensitivity(
     with new_run("sensitivity", clock, keep=run, **place) as record:
         with clock.step("load the run"):
             loaded = load_run(run)
-        model, sizes = loaded.quantized_model, loaded.sizes
-        batches = FrameBatches(frames, sizes, model, cameras or ran.used_cameras)
+        model = loaded.quantized_model
+        batches = FrameBatches(frames, loaded.sizes, model, cameras or ran.used_cameras)
         shards = record.shards(frames, {**settings, "without": without}, model)
         outcome = study_sensitivity(
-            model, batches, sizes,
+            model, batches,
             metric=metric, output=output, precisions=precisions, without=without,
             estimate=estimate, budget=budget or "", rounds=plan_rounds, shards=shards,
             before_each=return_freed_memory, step=clock.step,

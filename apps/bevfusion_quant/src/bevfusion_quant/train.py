@@ -244,9 +244,8 @@ def run_train(
     model.load_state_dict(tensors)
     held_out = None
     if judge_by is not None:
-        sizes = config.sizes
-        batches = FrameBatches(judge_by.open(), sizes, model, config.cameras)
-        held_out = {"frames": judge_by.describe, **evaluate_detector(model, batches, sizes)}
+        batches = FrameBatches(judge_by.open(), config.sizes, model, config.cameras)
+        held_out = {"frames": judge_by.describe, **evaluate_detector(model, batches)}
     about = {"command": command, **identity, "held_out": held_out}
     write_tensors(out / WEIGHTS, tensors, {_KEY: json.dumps(about)})
     steps = config.steps - first

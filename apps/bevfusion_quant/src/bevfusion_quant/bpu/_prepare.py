@@ -21,7 +21,7 @@ from bevfusion.deployment import (
     stage_shapes,
     unit_inputs,
 )
-from bevfusion.model import Batch, Detector, Sizes
+from bevfusion.model import Batch, Detector
 from bevfusion.quantization import expand_patterns
 from bevfusion_quant._errors import InputError
 from bevfusion_quant.frames import FrameBatches
@@ -215,8 +215,7 @@ def compare_forms(
     models: Models,
     forms: Mapping[str, Forms],
     batches: FrameBatches,
-    config: Sizes,
     accuracy: AccuracyAccumulator | None = None,
 ) -> SplitComparison:
     """`bevfusion.deployment.evaluate_split` of the three models, whose units have these forms."""
-    return evaluate_split(models, partial(FormsComparison, forms), batches, config, accuracy)
+    return evaluate_split(models, partial(FormsComparison, forms), batches, accuracy=accuracy)

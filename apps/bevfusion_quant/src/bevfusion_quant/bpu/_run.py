@@ -180,7 +180,7 @@ def run_bpu_evaluate(
             batches = FrameBatches(frames, sizes, units.model, cameras or config.cameras)
             with clock.step("read and voxelize"):
                 units.run(units.fused, batches.head(1))
-            accumulator = accuracy_accumulator(sizes, batches, bootstrap)
+            accumulator = accuracy_accumulator(batches, bootstrap)
             outcome = _outcome(units, loaded.forms, batches, clock, accumulator)
         own = ("model", "config", "branch", "march", "weights")
         shown = {name: getattr(config, name) for name in own}
@@ -207,13 +207,7 @@ def _outcome(
     with clock.step("estimate"):
         estimates = units.estimates(forms)
     with clock.step("compare", blame="float and integer model cannot be compared"):
-        comparison = compare_forms(
-            units.models(forms),
-            forms,
-            batches,
-            sizes_of(units.config.model, units.config.config),
-            accumulator,
-        )
+        comparison = compare_forms(units.models(forms), forms, batches, accumulator)
     if accumulator is None:
         return BpuOutcome(plan, comparison, estimates)
     with clock.step("judge by labels"):
@@ -240,9 +234,8 @@ def _write(
     records: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, float], float]:
     """Write pictures, plan, settings, page, summary; `decides` holds settings not on the page."""
-    sizes = sizes_of(settings["model"], settings["config"])
     evaluated = EvaluatedRun(
-        record, sizes, batches, outcome.comparison.evaluation,
+        record, batches, outcome.comparison.evaluation,
         records or {},
         bpu=outcome,
         accuracy=outcome.accuracy,

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from bev_data.metrics import Accuracy, AgreementRow, points, span
-from bev_data.points import Frame
 from bev_data.tables import finite, or_dash, plural
 from bevfusion.deployment import ExportedSet
 from bevfusion.detectors import is_foreign
@@ -189,7 +188,6 @@ class EvaluatedRun:
     """
 
     record: RunRecord
-    config: Sizes
     batches: FrameBatches
     evaluation: QuantizationEvaluation
     records: Mapping[str, Any] = field(default_factory=dict)
@@ -202,17 +200,18 @@ class EvaluatedRun:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes of a detector in other code."""
-        return self.config.detector.notes if isinstance(self.config, ForeignSizes) else ()
+        sizes = self.batches.sizes
+        return sizes.detector.notes if isinstance(sizes, ForeignSizes) else ()
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """Missing results of a detector in other code, with reasons."""
-        if not isinstance(self.config, ForeignSizes):
+        if not isinstance(self.batches.sizes, ForeignSizes):
             return ()
         left = ("feature maps of stages: no part of a network in other code is known",)
         if not self.evaluation.float_detections:
             return (*left, "boxes and mAP: the model gives no function that makes boxes")
-        if not self.config.head.classes:
+        if not self.batches.sizes.head.classes:
             return (*left, "mAP and labels found: the model names no classes")
         return left
 
@@ -224,31 +223,31 @@ class EvaluatedRun:
         from bevfusion.pictures import bev_picture, layer_picture
 
         with self.record.step("draw"):
-            points, kind = _scene_points(self.batches.first_frame)
-            points = points[_inside(points, self.config.lidar.point_cloud_range)]
+            points, kind = _scene_points(self.batches)
             for maps in self.evaluation.stages:
                 if maps.row.stage == stage:
-                    bev_picture(self.record.folder, self.config.lidar, points, kind, maps)
+                    lidar = self.batches.sizes.lidar
+                    bev_picture(self.record.folder, lidar, points, kind, maps)
             layer_picture(self.record.folder, self.evaluation.layers)
 
     def write_page(self, settings: Mapping[str, object], size: WeightSize | None = None) -> None:
         """Write report.html. Without `weights` in the settings they were random."""
-        evaluation = self.evaluation
+        evaluation, sizes = self.evaluation, self.batches.sizes
         with self.record.step("page"):
             content = ReportContent(
                 title=self.record.path.name,
-                config=self.config.name,
+                config=sizes.name,
                 frames=self.batches.frame_names,
                 figures=[
                     *cost_figures(size, self.simulation),
                     *_agreement_figures(evaluation.agreement),
-                    _weights(settings, self.config),
+                    _weights(settings, sizes),
                 ],
                 notes=self.notes,
                 left_out=self.left_out,
                 agreement=evaluation.agreement,
-                scene=_scene(self.config, self.batches, evaluation, self.simulation),
-                stages=_stages(self.config, evaluation),
+                scene=_scene(self.batches, evaluation, self.simulation),
+                stages=_stages(sizes, evaluation),
                 layers=evaluation.layers,
                 quantizers=evaluation.values,
                 integers=self.simulation,
@@ -303,47 +302,45 @@ def write_found(
     return record.write_summary({**settings, "frames": frames, **summaries})
 
 
-def _scene_points(frame: Frame) -> tuple[npt.NDArray[np.float32], str]:
-    """Points of a frame, float32 [n, 3] in metres, or its voxels' mean points; and their kind."""
-    if frame.points is not None:
-        return frame.points[:, :3], "points"
-    assert frame.voxels is not None
-    return frame.voxels.features[:, :3], "voxels"
+def _scene_points(batches: FrameBatches) -> tuple[npt.NDArray[np.float32], str]:
+    """Points of the first frame in range, float32 [n, 3] in metres, and their kind.
 
-
-def _inside(points: npt.NDArray[np.float32], limits: tuple[float, ...]) -> npt.NDArray[np.bool_]:
-    low, high = np.array(limits[:3]), np.array(limits[3:])
-    within = (points >= low) & (points < high)
-    inside: npt.NDArray[np.bool_] = np.logical_and.reduce(within, axis=1)
-    return inside
+    Of a frame of voxels they are the means.
+    """
+    frame, limits = batches.first_frame, batches.sizes.lidar.point_cloud_range
+    rows, kind = frame.points, "points"
+    if rows is None:
+        assert frame.voxels is not None  # a frame holds one of the two
+        rows, kind = frame.voxels.features, "voxels"
+    points = rows[:, :3]
+    inside = ((points >= np.array(limits[:3])) & (points < np.array(limits[3:]))).all(axis=1)
+    return points[inside], kind
 
 
 def _scene(
-    config: Sizes,
-    batches: FrameBatches,
-    evaluation: QuantizationEvaluation,
-    simulation: Simulation | None,
+    batches: FrameBatches, evaluation: QuantizationEvaluation, simulation: Simulation | None
 ) -> ReportScene:
-    frame = batches.first_frame
-    points, kind = _scene_points(frame)
-    labels = frame.labels
-    found = evaluation.detections
-    integers = None if simulation is None else simulation.detections
-    classes = config.head.classes
+    frame, sizes = batches.first_frame, batches.sizes
+    points, kind = _scene_points(batches)
+    labels, classes = frame.labels, sizes.head.classes
+    integer_boxes = None if simulation is None else simulation.detections
+    float_boxes, quantized_boxes = evaluation.detections or (None, None)
     return ReportScene(
         name=frame.name,
-        points=points[_inside(points, config.lidar.point_cloud_range)],
-        extent=config.lidar.extent,
+        points=points,
+        extent=sizes.lidar.extent,
         kind=kind,
         labels=None if labels is None else ReportBoxes(labels.boxes, labels.names),
-        float_detections=None if found is None else _boxes(found[0], classes),
-        quantized_detections=None if found is None else _boxes(found[1], classes),
-        integer_detections=None if integers is None else _boxes(integers, classes),
+        float_detections=_boxes(float_boxes, classes),
+        quantized_detections=_boxes(quantized_boxes, classes),
+        integer_detections=_boxes(integer_boxes, classes),
         cameras=batches.used_cameras(frame),
     )
 
 
-def _boxes(found: Detections, classes: Sequence[str]) -> ReportBoxes:
+def _boxes(found: Detections | None, classes: Sequence[str]) -> ReportBoxes | None:
+    if found is None:
+        return None
     names = [classes[number] if classes else str(number) for number in found.labels]
     return ReportBoxes(found.boxes, names, found.scores)
 

@@ -32,7 +32,7 @@ from bevfusion.deployment._result import ExportedFile, ExportedSet, FileLayer
 from bevfusion.deployment._walk import between, walk
 from bevfusion.evaluation import FrameBatches
 from bevfusion.frameworks import with_equal_rows
-from bevfusion.model import Detector, Sizes
+from bevfusion.model import Detector
 from bevfusion.steps import Step, silent_step
 from bevquant_export import (
     DetectorExport,
@@ -48,7 +48,6 @@ def export_files(
     float_model: Detector,
     quantized_model: Detector,
     batches: FrameBatches,
-    config: Sizes,
     folder: Path,
     *,
     target: str = "tensorrt",
@@ -63,7 +62,6 @@ def export_files(
         float_model: The folded model that was quantized.
         quantized_model: The calibrated one, its head in float.
         batches: At least one; the first is run, all of them bound the number of voxels.
-        config: Sizes.
         folder: Made here.
         target: Name of an engine.
         cpu: CPUs that files for a CPU must run on: "vnni" or "any".
@@ -72,14 +70,13 @@ def export_files(
         InputError: The head is quantized, or a file cannot be written.
     """
     pieces = nvidia_pieces(float_model, quantized_model, target)
-    return export_pieces(pieces, quantized_model, batches, config, folder, target=target, cpu=cpu)
+    return export_pieces(pieces, quantized_model, batches, folder, target=target, cpu=cpu)
 
 
 def export_pieces(
     pieces: Sequence[Piece],
     model: Detector,
     batches: FrameBatches,
-    config: Sizes,
     folder: Path,
     *,
     calibration: Sequence[str] = (),
@@ -93,7 +90,6 @@ def export_pieces(
         pieces: In the order of execution; see `nvidia_pieces` and `bpu_pieces`.
         model: The quantized one, or any form of it.
         batches: At least one; the first is run, all of them bound the number of voxels.
-        config: Sizes.
         folder: Created here.
         calibration: Why the ranges cannot be right, for the linter.
         after_each: Called after each file.
@@ -103,7 +99,7 @@ def export_pieces(
     Raises:
         InputError: A file cannot be written.
     """
-    made = SetExport(pieces, model, batches, config, folder, **how)
+    made = SetExport(pieces, model, batches, folder, **how)
     with step("write ONNX files", ""):
         made.write(calibration, after_each)
     with step("check ONNX files", "the ONNX files cannot be checked"):
@@ -119,7 +115,7 @@ class SetExport:
     on the first frame.
 
     Args:
-        pieces: See `export_pieces`, as for model, batches and config.
+        pieces: See `export_pieces`, as for model and batches.
         folder: Made by `write`.
         target: Name of an engine.
         march: Of a BPU.
@@ -134,7 +130,6 @@ class SetExport:
         pieces: Sequence[Piece],
         model: Detector,
         batches: FrameBatches,
-        config: Sizes,
         folder: Path,
         *,
         target: str,
@@ -145,7 +140,7 @@ class SetExport:
     ) -> None:
         self._pieces = {piece.file.name: piece for piece in pieces}
         self._files = [piece.file for piece in pieces]
-        self._model, self._batches, self._config = model, batches, config
+        self._model, self._batches = model, batches
         self._folder, self._target, self._march, self._cpu = folder, target, march, cpu
         self._measure = measure
         self._tensors: dict[str, Mapping[str, Tensor]] = dict(known or {})
@@ -216,7 +211,7 @@ class SetExport:
             self._model,
             self._tensors,
         )
-        agreement = box_agreement(self._model, self._config, integers, onnx)
+        agreement = box_agreement(self._model, batches.sizes, integers, onnx)
         frame = batches.frame_names[0]
         return ExportedSet(self._target, self._folder, self._rows, stages, agreement, frame)
 

@@ -14,7 +14,7 @@ from bev_data.metrics import AccuracyAccumulator, AgreementRow, FoundRow
 from bev_data.tables import CellParts, Row, Table, or_dash, table_of
 from bevfusion.deployment._files import DECODER, CenterPart, HeldPart
 from bevfusion.evaluation import FrameBatches, ModelAccumulators
-from bevfusion.model import Batch, Detector, Sizes
+from bevfusion.model import Batch, Detector
 from bevfusion.model._model import FlowStep
 from bevfusion.quantization import STAGE_TITLES, QuantizationEvaluation, StageProbe, whole_output
 from bevquant_qnn import LayerRow, PairSums
@@ -340,7 +340,7 @@ def evaluate_split(
     models: Sequence[SplitModel],
     comparing: Callable[[Mapping[str, CompareStage]], Comparison],
     batches: FrameBatches,
-    config: Sizes,
+    *,
     accuracy: AccuracyAccumulator | None = None,
 ) -> SplitComparison:
     """Run three forms of a split detector side by side on every batch.
@@ -350,12 +350,11 @@ def evaluate_split(
         comparing: Makes the comparison of their units from the receiver of each stage's output,
             such as ``partial(FormsComparison, forms)`` of `bevquant_hybrid_tools.forms`.
         batches: At least one.
-        config: Sizes.
         accuracy: Receives the models' detections, as "float", "quantized" and "integer".
     """
     stages = {name: _Stage(name) for name in STAGE_TITLES}
     comparison = comparing({name: stage.compare for name, stage in stages.items()})
-    accumulators, model = ModelAccumulators(config, accuracy), models[0].model
+    accumulators, model = ModelAccumulators(batches.sizes, accuracy), models[0].model
     whole, first, shape = PairSums(), None, torch.Size()
     for index, batch in enumerate(batches):
         wanted, fake, got = comparison.run([_on(batch, split) for split in models])

@@ -33,22 +33,21 @@ if TYPE_CHECKING:
 
 
 def accuracy_accumulator(
-    config: Sizes, batches: FrameBatches, bootstrap: Bootstrap | None = None
+    batches: FrameBatches, bootstrap: Bootstrap | None = None
 ) -> AccuracyAccumulator:
-    """An empty accumulator of scores for the models of `config` on these frames.
+    """An empty accumulator of scores for the models of these frames.
 
     Args:
-        config: Sizes: the map's extent, the classes.
         batches: The frames; their data set defines the origin of distances and the scenes.
         bootstrap: Method of the intervals. Default: `Bootstrap()`.
     """
-    rules = detection_rules(config, batches)
-    return AccuracyAccumulator(config.head.classes, rules, bootstrap, batches.dataset)
+    classes, rules = batches.sizes.head.classes, detection_rules(batches)
+    return AccuracyAccumulator(classes, rules, bootstrap, batches.dataset)
 
 
-def detection_rules(config: Sizes, batches: FrameBatches) -> DetectionRules:
+def detection_rules(batches: FrameBatches) -> DetectionRules:
     """Evaluation rules: boxes on the map, distances from the data set's origin."""
-    return DetectionRules(extent=config.lidar.extent, origin=range_origin(batches.dataset))
+    return DetectionRules(extent=batches.sizes.lidar.extent, origin=range_origin(batches.dataset))
 
 
 def agreement_accumulator(config: Sizes) -> AgreementAccumulator:
@@ -144,13 +143,12 @@ def accumulate_models(
         yield index
 
 
-def evaluate_detector(model: Detector, batches: FrameBatches, config: Sizes) -> dict[str, Any]:
+def evaluate_detector(model: Detector, batches: FrameBatches) -> dict[str, Any]:
     """NuScenes' metrics of a float model, frame by frame in little memory.
 
     Args:
         model: In eval mode, on the CPU.
         batches: Labelled frames.
-        config: Sizes.
 
     Returns:
         JSON: labels, mean_ap, interval (95 %, over frames), nds, and mean_ap by class. A fused
@@ -160,7 +158,7 @@ def evaluate_detector(model: Detector, batches: FrameBatches, config: Sizes) -> 
     Raises:
         InputError: A frame has no labels.
     """
-    accumulator, blind = (DetectionAccumulator(config.head.classes) for _ in range(2))
+    accumulator, blind = (DetectionAccumulator(batches.sizes.head.classes) for _ in range(2))
     fused = {"camera", "lidar"} <= set(model.parts)
     with torch.no_grad():
         for index in tqdm(range(len(batches)), desc="held out", disable=None):

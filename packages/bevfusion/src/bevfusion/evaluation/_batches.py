@@ -41,6 +41,7 @@ class FrameBatches(Sequence[Batch]):
         cameras: Names of the cameras to use, in this order.
 
     Attributes:
+        sizes: The given ones.
         advice: Remedy in errors; a program puts its own options in.
 
     Example:
@@ -72,7 +73,7 @@ class FrameBatches(Sequence[Batch]):
         cameras: Sequence[str] = CAMERA_NAMES,
     ) -> None:
         self.names: dict[int, tuple[str, int]] = {}
-        self._frames, self._config, self._cameras = frames, config, tuple(cameras)
+        self._frames, self.sizes, self._cameras = frames, config, tuple(cameras)
         self._arguments: Callable[[Frame], Any] = model.arguments
         self._reads_all = not model.stages  # a network in other code may read any part of a frame
         self._count = len(frames)
@@ -122,7 +123,7 @@ class FrameBatches(Sequence[Batch]):
     def frame(self, index: int) -> Frame:
         """A frame; for a detector in other code with the named cameras alone."""
         frame = self.first_frame if index == 0 else self._frames[index]
-        if self._config.kind == "foreign" and frame.cameras:  # its code reads all that it gets
+        if self.sizes.kind == "foreign" and frame.cameras:  # its code reads all that it gets
             return replace(frame, cameras=self._named_cameras(frame))
         return frame
 
@@ -222,7 +223,7 @@ class FrameBatches(Sequence[Batch]):
                     f"{frame.name}: the file holds voxels, and the camera branch wants the depth "
                     f"of single points: {self.advice['voxels alone']}"
                 )
-            sizes: Any = self._config
+            sizes: Any = self.sizes
             size = sizes.camera.image_size
             try:
                 inputs = prepare_cameras(cameras, size)
@@ -241,7 +242,7 @@ class FrameBatches(Sequence[Batch]):
             InputError: No point in range, or voxels of another grid.
         """
         if self._voxelize is None:
-            columns = self._config.lidar.in_channels
+            columns = self.sizes.lidar.in_channels
             return torch.zeros(0, columns), torch.zeros(0, 4, dtype=torch.int32)
         if frame.points is not None:
             try:
@@ -251,15 +252,15 @@ class FrameBatches(Sequence[Batch]):
             return features, coords
         assert frame.voxels is not None
         features, coords = (torch.from_numpy(a) for a in frame.voxels)
-        if self._config.lidar.reads_points:
+        if self.sizes.lidar.reads_points:
             raise InputError(
                 f"{frame.name}: the file holds voxels, and a pillar encoder reads single points: "
                 "give points, or a model that reads voxels"
             )
         if len(features) == 0:
             raise InputError(f"{frame.name}: the file holds no voxels: there is nothing to run")
-        _check_grid(frame.name, coords, self._config, self.advice["other grid"])
-        return features, coords[:, [0, 3, 2, 1]] if self._config.lidar.zyx else coords
+        _check_grid(frame.name, coords, self.sizes, self.advice["other grid"])
+        return features, coords[:, [0, 3, 2, 1]] if self.sizes.lidar.zyx else coords
 
 
 def _bytes(batch: Any) -> int:

@@ -20,7 +20,7 @@ from bevfusion.evaluation import (
     note_of,
     note_record,
 )
-from bevfusion.model import Batch, Detector, Sizes
+from bevfusion.model import Batch, Detector
 from bevfusion.model.head import Detections
 from bevfusion.quantization._stage_maps import StageMaps, StageRow, stage_probes, whole_output
 from bevquant_qnn import LayerComparison, LayerRow
@@ -205,7 +205,7 @@ def evaluate_quantized(
     float_model: Detector,
     quantized_model: Detector,
     batches: FrameBatches,
-    config: Sizes,
+    *,
     accuracy: AccuracyAccumulator | None = None,
     shards: Shards | None = None,
     integers: bevquant_int8sim.LayerComparison | None = None,
@@ -219,13 +219,12 @@ def evaluate_quantized(
         float_model: The folded float model.
         quantized_model: Its calibrated quantized model.
         batches: At least one.
-        config: Sizes.
         accuracy: Receives both models' detections as "float" and "quantized".
         shards: Storage of finished results while several ranks work.
         integers: Comparison of the two models with the integer one, run on the same batches.
         integer_frames: Number of frames, from the first, on which it runs; None for all.
     """
-    accumulators = ModelAccumulators(config, accuracy)
+    accumulators = ModelAccumulators(batches.sizes, accuracy)
     has_boxes = float_model.finds_boxes
     comparison = DetectorComparison(float_model, quantized_model, integers, integer_frames)
 

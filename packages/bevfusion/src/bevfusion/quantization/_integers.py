@@ -14,7 +14,7 @@ from torch import nn
 from bev_data.metrics import AccuracyAccumulator, AgreementRow, FoundRow
 from bevfusion.centerpoint import CenterPoint
 from bevfusion.evaluation import FrameBatches, ModelAccumulators, detections_of, detections_record
-from bevfusion.model import Detector, Sizes
+from bevfusion.model import Detector
 from bevfusion.model.head import Detections
 from bevfusion.quantization._evaluate import QuantizationEvaluation
 from bevfusion.quantization._stage_maps import STAGE_TITLES
@@ -247,7 +247,6 @@ def simulate_detector(
     comparison: LayerComparison,
     quantized_model: Detector,
     batches: FrameBatches,
-    config: Sizes,
     evaluation: QuantizationEvaluation,
     *,
     backend: str = "",
@@ -262,14 +261,13 @@ def simulate_detector(
         comparison: Its comparison with the float model, fed by `evaluate_quantized`.
         quantized_model: The calibrated model.
         batches: At least one.
-        config: Sizes.
         evaluation: Evaluation of the float and the quantized model on the same batches.
         backend: Its kernels, as text.
         reasons: Reasons why parts stay float, by name; "excluded" is that of single layers.
         accuracy: Receives the integer model's detections as "integer".
         shards: Storage of finished results while several ranks work.
     """
-    accumulators, seconds = ModelAccumulators(config), []
+    accumulators, seconds = ModelAccumulators(batches.sizes), []
 
     def run(index: int) -> dict[str, Any]:
         batch = batches[index]

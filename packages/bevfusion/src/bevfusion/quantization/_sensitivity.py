@@ -10,7 +10,7 @@ from torch import nn
 
 from bev_data import InputError
 from bevfusion.evaluation import FrameBatches
-from bevfusion.model import Batch, Detector, Sizes
+from bevfusion.model import Batch, Detector
 from bevfusion.quantization._sensitivity_table import KeptScores, MeanAp, SensitivityOutcome
 from bevfusion.steps import Step, silent_step
 from bevquant_qnn import (
@@ -103,7 +103,6 @@ def sensitivity_output(model: Detector, metric: str = "sqnr", output: str | None
 def study_sensitivity(
     model: Detector,
     batches: FrameBatches,
-    config: Sizes,
     *,
     metric: str = "sqnr",
     output: str | None = None,
@@ -124,7 +123,6 @@ def study_sensitivity(
     Args:
         model: As for `measure_sensitivity`, like the arguments without a description here.
         batches: At least one frame.
-        config: Sizes.
         metric: Metric of the score.
         output: Output that "sqnr" and "kl" compare.
         precisions: Precisions at which each group is measured alone.
@@ -147,7 +145,7 @@ def study_sensitivity(
     sharing: dict[str, Any] = {"output": output, "shards": shards, "before_each": before_each}
     with step("measure", "the sensitivity cannot be measured"):
         table = measure_sensitivity(
-            model, batches, config,
+            model, batches,
             metric=metric, precisions=chosen, without=without, estimate=estimate, **sharing,
         )  # fmt: skip
     batches.share_notes(shards)
@@ -157,7 +155,7 @@ def study_sensitivity(
             estimated = plan_within(model, table, limit)
             with step("measure plans", "plans cannot be measured"):
                 refined = refine_within(
-                    model, batches, config, estimated, table, limit, rounds=rounds, **sharing
+                    model, batches, estimated, table, limit, rounds=rounds, **sharing
                 )
         except InputError as error:  # what was measured is kept all the same
             refusal = str(error)
@@ -184,7 +182,6 @@ def _check_reachable(limit: Budget, text: str, metric: str, precisions: Sequence
 def measure_sensitivity(
     model: Detector,
     batches: FrameBatches,
-    config: Sizes,
     *,
     metric: str = "sqnr",
     output: str | None = None,
@@ -202,7 +199,6 @@ def measure_sensitivity(
     Args:
         model: The calibrated model; not changed.
         batches: At least one frame.
-        config: Sizes.
         metric: "sqnr", 10·log₁₀(Σf²/Σ(f − q)²) in dB; "kl", minus the divergence of the classes'
             softmax in nats, per cell of the heat map; neither needs labels. "mAP", nuScenes' in
             points of 100, over the labelled frames.
@@ -219,7 +215,7 @@ def measure_sensitivity(
     """
     scored = _scored(sensitivity_output(model, metric, output), shards)
     check_precisions(precisions)
-    task = MeanAp(model, batches, config, shards) if metric == "mAP" else None
+    task = MeanAp(model, batches, shards=shards) if metric == "mAP" else None
     if {"int16", "fp8"}.intersection(precisions):
         _collect(model, batches)
     frames = FramesInTurn(batches, before_each)
@@ -279,7 +275,6 @@ def plan_within(
 def refine_within(
     model: Detector,
     batches: FrameBatches,
-    config: Sizes,
     plan: PrecisionPlan,
     table: SensitivityTable,
     budget: Budget,
@@ -294,7 +289,6 @@ def refine_within(
     Args:
         model: The measured model; not changed.
         batches: The frames of the measurement.
-        config: Sizes.
         plan: Result of `plan_within`.
         table: Its table, by "sqnr", "kl" or "mAP".
         budget: A limit on the estimated time or on the score.
@@ -309,7 +303,7 @@ def refine_within(
     """
     scored = _scored(sensitivity_output(model, table.metric, output), shards)
     if table.metric == "mAP":
-        task = MeanAp(model, batches, config, shards)
+        task = MeanAp(model, batches, shards=shards)
         scored |= {"metric": task, "reduce": task.reduce}
     frames = FramesInTurn(batches, before_each, reported=False)
     try:

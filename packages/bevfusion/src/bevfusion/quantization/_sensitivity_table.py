@@ -18,7 +18,7 @@ from bev_data.datasets import labelled_region
 from bev_data.metrics import DetectionAccumulator, metrics_of, or_dash
 from bev_data.tables import Cell, CellParts, Column, Row, Table
 from bevfusion.evaluation import FrameBatches, detection_rules, detections_of, detections_record
-from bevfusion.model import Detector, Sizes
+from bevfusion.model import Detector
 from bevfusion.model.head import Detections
 from bevquant_qnn import PrecisionPlan, RefinedPlan, SensitivityRow, SensitivityTable
 from bevquant_quantizers.ranks import Record, Shards
@@ -334,7 +334,6 @@ class MeanAp:
     Args:
         model: The model; its head decodes.
         batches: The frames, for their labels.
-        config: Sizes.
         shards: Storage of finished results while several ranks share the frames.
 
     Attributes:
@@ -357,15 +356,15 @@ class MeanAp:
     )
 
     def __init__(
-        self, model: Detector, batches: FrameBatches, config: Sizes, shards: Shards | None = None
+        self, model: Detector, batches: FrameBatches, *, shards: Shards | None = None
     ) -> None:
         if not model.finds_boxes:
             raise InputError(self.advice["no head"].format(" and ".join(model.parts)))
         if all(batches.frame_labels(index) is None for index in range(len(batches))):
             raise InputError(self.advice["no labels"])
         self._model, self._batches, self._shards = model, batches, shards
-        self._classes = config.head.classes
-        self._rules = detection_rules(config, batches)
+        self._classes = batches.sizes.head.classes
+        self._rules = detection_rules(batches)
         self._region = labelled_region(batches.dataset)
 
     def __call__(self, output: Any, batch: object) -> Detections:
